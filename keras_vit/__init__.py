@@ -1,0 +1,55 @@
+"""Vision Transformers in Keras: models, published weights, training."""
+
+from keras_vit import layers, weights
+from keras_vit.applications import (
+    R26ViTB32,
+    R26ViTS32,
+    R50ViTB16,
+    R50ViTL32,
+    RViTTi16,
+    ViTB8,
+    ViTB16,
+    ViTB32,
+    ViTG14,
+    ViTg14,
+    ViTH14,
+    ViTL16,
+    ViTL32,
+    ViTS16,
+    ViTS32,
+    ViTSo400m14,
+    ViTTi16,
+)
+from keras_vit.config import VARIANTS, ViTConfig, parameter_count, variant
+from keras_vit.model import VisionTransformer
+from keras_vit.version import __version__
+
+__all__ = [
+    "VARIANTS",
+    "R26ViTB32",
+    "R26ViTS32",
+    "R50ViTB16",
+    "R50ViTL32",
+    "RViTTi16",
+    "ViTB8",
+    "ViTB16",
+    "ViTB32",
+    "ViTConfig",
+    "ViTG14",
+    "ViTH14",
+    "ViTL16",
+    "ViTL32",
+    "ViTS16",
+    "ViTS32",
+    "ViTSo400m14",
+    "ViTTi16",
+    "ViTg14",
+    "VisionTransformer",
+    "__version__",
+    "decode_predictions",
+    "layers",
+    "parameter_count",
+    "preprocess_input",
+    "variant",
+    "weights",
+]

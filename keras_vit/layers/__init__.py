@@ -1,0 +1,29 @@
+"""The Keras layers that a Vision Transformer is made of.
+
+Letters in the shape comments: B batch, H and W height and width, C channels, P patch, N tokens,
+D hidden width, K width of one attention head, M width of the MLP's hidden layer.
+"""
+
+from keras_vit.layers.attention import MultiHeadSelfAttention
+from keras_vit.layers.block import TransformerBlock
+from keras_vit.layers.dense import TokenDense
+from keras_vit.layers.drop_path import DropPath
+from keras_vit.layers.mlp import MLP
+from keras_vit.layers.patches import PatchEncoder, Patches
+from keras_vit.layers.pooling import AttentionPooling, TokenPooling
+from keras_vit.layers.resnet import BottleneckUnit, ResNetStem, StdConv2D
+
+__all__ = [
+    "MLP",
+    "AttentionPooling",
+    "BottleneckUnit",
+    "DropPath",
+    "MultiHeadSelfAttention",
+    "PatchEncoder",
+    "Patches",
+    "ResNetStem",
+    "StdConv2D",
+    "TokenDense",
+    "TokenPooling",
+    "TransformerBlock",
+]

@@ -1,0 +1,73 @@
+"""The Transformer encoder block."""
+
+from typing import Any
+
+import keras
+
+from keras_vit.layers.attention import MultiHeadSelfAttention
+from keras_vit.layers.drop_path import DropPath
+from keras_vit.layers.mlp import MLP
+
+
+@keras.saving.register_keras_serializable(package="keras_vit")
+class TransformerBlock(keras.layers.Layer):
+    """A pre-norm encoder block: attention, then MLP, each added to its input (arXiv 2010.11929).
+
+    Example:
+        >>> TransformerBlock(num_heads=2, mlp_dim=32)(keras.ops.ones((2, 5, 8))).shape
+        TensorShape([2, 5, 8])
+
+    Args:
+        num_heads: attention heads; divides the width D of the tokens.
+        mlp_dim: width M of the MLP's hidden layer.
+        activation: "gelu_tanh" (the original's) or "gelu" (exact).
+        layer_norm_epsilon: epsilon of both layer normalisations.
+        dropout_rate: dropout after each dense layer except query, key and value.
+        attention_dropout_rate: dropout on the attention weights.
+        drop_path_rate: fraction of samples for which a branch is dropped in training.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        mlp_dim: int,
+        *,
+        activation: str = "gelu_tanh",
+        layer_norm_epsilon: float = 1e-6,
+        dropout_rate: float = 0.0,
+        attention_dropout_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        dtype = self.dtype_policy.name
+        self.attention_norm = keras.layers.LayerNormalization(
+            epsilon=layer_norm_epsilon, dtype=dtype, name="attention_norm"
+        )
+        self.attention = MultiHeadSelfAttention(
+            num_heads,
+            attention_dropout_rate=attention_dropout_rate,
+            dropout_rate=dropout_rate,
+            dtype=dtype,
+            name="attention",
+        )
+        self.mlp_norm = keras.layers.LayerNormalization(
+            epsilon=layer_norm_epsilon, dtype=dtype, name="mlp_norm"
+        )
+        self.mlp = MLP(
+            mlp_dim, activation=activation, dropout_rate=dropout_rate, dtype=dtype, name="mlp"
+        )
+        self.drop_path = DropPath(drop_path_rate, dtype=dtype)
+
+    def build(self, input_shape: tuple[Any, ...]) -> None:
+        for layer in (self.attention_norm, self.attention, self.mlp_norm, self.mlp):
+            layer.build(input_shape)
+
+    def call(self, inputs: Any, training: bool | None = None) -> Any:
+        x = self.attention(self.attention_norm(inputs), training=training)
+        tokens = inputs + self.drop_path(x, training=training)  # (B, N, D)
+        x = self.mlp(self.mlp_norm(tokens), training=training)
+        return tokens + self.drop_path(x, training=training)  # (B, N, D)
+
+    def compute_output_shape(self, input_shape: tuple[Any, ...]) -> tuple[Any, ...]:
+        return input_shape

@@ -1,0 +1,108 @@
+"""From tokens to one vector: the class token, the average, or attention pooling."""
+
+from typing import Any
+
+import keras
+
+from keras_vit.layers.attention import attention_weights, check_heads, merge_heads, split_heads
+from keras_vit.layers.dense import TokenDense
+from keras_vit.layers.initialization import initializer
+from keras_vit.layers.mlp import MLP
+
+
+@keras.saving.register_keras_serializable(package="keras_vit")
+class TokenPooling(keras.layers.Layer):
+    """Takes the class token, or the average of the patch tokens.
+
+    Example:
+        >>> TokenPooling("avg", class_token=True)(keras.ops.ones((2, 5, 8))).shape
+        TensorShape([2, 8])
+
+    Args:
+        pooling: "token" for the first token, "avg" for the mean over the patch tokens.
+        class_token: whether the first token is a class token, which "avg" leaves out.
+
+    Input shape: (B, N, D). Output shape: (B, D).
+    """
+
+    def __init__(self, pooling: str, *, class_token: bool, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        if pooling not in ("token", "avg"):
+            raise ValueError(f'pooling must be "token" or "avg". Received: pooling={pooling!r}.')
+        self.pooling = pooling
+        self.class_token = class_token
+
+    def build(self, input_shape: tuple[Any, ...]) -> None:
+        self.built = True
+
+    def call(self, inputs: Any) -> Any:
+        if self.pooling == "token":
+            return inputs[:, 0]  # (B, D)
+        return keras.ops.mean(inputs[:, int(self.class_token) :], axis=1)  # (B, D)
+
+    def compute_output_shape(self, input_shape: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (input_shape[0], input_shape[-1])
+
+
+@keras.saving.register_keras_serializable(package="keras_vit")
+class AttentionPooling(keras.layers.Layer):
+    """Pools by multi-head attention from one learned query, then an MLP (arXiv 2106.04560).
+
+    Example:
+        >>> AttentionPooling(num_heads=2, mlp_dim=32)(keras.ops.ones((2, 5, 8))).shape
+        TensorShape([2, 8])
+
+    Args:
+        num_heads: attention heads; divides the width D of the tokens.
+        mlp_dim: width M of the MLP's hidden layer.
+        activation: "gelu_tanh" (the original's) or "gelu" (exact).
+        layer_norm_epsilon: epsilon of the layer normalisation before the MLP.
+
+    Input shape: (B, N, D). Output shape: (B, D).
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        mlp_dim: int,
+        *,
+        activation: str = "gelu_tanh",
+        layer_norm_epsilon: float = 1e-6,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        dtype = self.dtype_policy.name
+        self.num_heads = num_heads
+        self.norm = keras.layers.LayerNormalization(
+            epsilon=layer_norm_epsilon, dtype=dtype, name="norm"
+        )
+        self.mlp = MLP(mlp_dim, activation=activation, dtype=dtype, name="mlp")
+
+    def build(self, input_shape: tuple[Any, ...]) -> None:
+        hidden_dim, dtype = input_shape[-1], self.dtype_policy.name
+        check_heads(hidden_dim, self.num_heads)
+        self.probe = self.add_weight(
+            name="probe", shape=(1, 1, hidden_dim), initializer=initializer("glorot_uniform")
+        )
+        self.query = TokenDense(hidden_dim, dtype=dtype, name="query")
+        # LeCun uniform on the fused kernel (D, 2D) is Xavier uniform on each of its halves (D, D).
+        self.key_value = TokenDense(
+            2 * hidden_dim, kernel_initializer="lecun_uniform", dtype=dtype, name="key_value"
+        )
+        self.out = TokenDense(hidden_dim, dtype=dtype, name="out")
+        for layer in (self.query, self.key_value, self.out, self.norm, self.mlp):
+            layer.build((input_shape[0], 1, hidden_dim))
+
+    def call(self, inputs: Any, training: bool | None = None) -> Any:
+        batch, _, hidden_dim = keras.ops.shape(inputs)
+        probe = keras.ops.cast(self.probe, inputs.dtype)
+        query = keras.ops.broadcast_to(self.query(probe), (batch, 1, hidden_dim))
+        key, value = keras.ops.split(self.key_value(inputs), 2, axis=-1)  # (B, N, D) each
+        query, key, value = (split_heads(x, self.num_heads) for x in (query, key, value))
+        x = merge_heads(keras.ops.matmul(attention_weights(query, key), value))  # (B, 1, D)
+        x = self.out(x)
+        x = x + self.mlp(self.norm(x), training=training)
+        return x[:, 0]  # (B, D)
+
+    def compute_output_shape(self, input_shape: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (input_shape[0], input_shape[-1])

@@ -1,0 +1,161 @@
+"""The Vision Transformer: the whole network on one page, a shape on each line.
+
+Letters: B batch, H and W image height and width, N tokens, D hidden width, C classes.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+
+from keras_vit import layers
+from keras_vit.config import ViTConfig
+
+
+@keras.saving.register_keras_serializable(package="keras_vit")
+class VisionTransformer(keras.Model):
+    """A Vision Transformer (arXiv 2010.11929) as a functional `keras.Model`.
+
+    Example:
+        >>> config = ViTConfig(input_shape=(32, 48, 3), patch_size=8, hidden_dim=32, mlp_dim=64,
+        ...                    num_heads=2, num_layers=2, classes=5)
+        >>> model = VisionTransformer(config)
+        >>> model(keras.ops.zeros((1, 32, 48, 3))).shape
+        TensorShape([1, 5])
+        >>> model.features(keras.ops.zeros((1, 32, 48, 3)))["block_1"].shape
+        TensorShape([1, 25, 32])
+
+    Args:
+        config: the sizes and parts of the network.
+        name: name of the model.
+        dtype: dtype policy of its layers, e.g. "mixed_bfloat16"; None for the global policy.
+            The classifier always computes in float32.
+
+    Input shape: (B, H, W, channels) of `config.input_shape`, pixels 0..255 with
+    `config.include_preprocessing`, otherwise values in [-1, 1].
+    Output shape: (B, C) with a classifier, (B, D) without, (B, N, ...) with `pooling=None`.
+    """
+
+    def __init__(
+        self,
+        config: ViTConfig,
+        *,
+        name: str | None = "vit",
+        dtype: Any = None,
+        trainable: bool = True,
+    ) -> None:
+        policy = keras.dtype_policies.get(dtype).name
+        images = keras.Input(config.input_shape, name="images", dtype="float32")
+        super().__init__(images, _forward(config, policy, images), name=name, trainable=trainable)
+        self.config = config
+        self._policy = policy
+
+    @property
+    def feature_names(self) -> tuple[str, ...]:
+        """Names of the intermediate results that `features` returns, in order."""
+        skipped = ("images", "rescaling", "patches")
+        return tuple(layer.name for layer in self.layers if layer.name not in skipped)
+
+    def features(self, images: Any, names: Iterable[str] | None = None) -> dict[str, Any]:
+        """Computes named intermediate results with this model's own weights.
+
+        Args:
+            images: (B, H, W, channels), as the model takes them.
+            names: which of `feature_names` to return: tokens (B, N, D) after "patch_encoder", each
+                "block_0", "block_1", ... and "encoder_norm"; the vector (B, D) after "pooling" and
+                "representation"; (B, C) after "head". None for all.
+
+        Raises:
+            ValueError: a name is not one of `feature_names`.
+        """
+        return dict(self.feature_extractor(names)(images))
+
+    def feature_extractor(self, names: Iterable[str] | None = None) -> keras.Model:
+        """Returns a model from images to a dictionary of `features`, sharing this one's weights."""
+        wanted = tuple(self.feature_names if names is None else names)
+        unknown = [name for name in wanted if name not in self.feature_names]
+        if unknown:
+            raise ValueError(
+                f"There is no feature {unknown[0]!r}; choose from {', '.join(self.feature_names)}."
+            )
+        return keras.Model(self.input, {name: self.get_layer(name).output for name in wanted})
+
+    def get_config(self) -> dict[str, Any]:
+        return {
+            "config": self.config.to_dict(),
+            "name": self.name,
+            "dtype": self._policy,
+            "trainable": self.trainable,
+        }
+
+    @classmethod
+    def from_config(
+        cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
+    ) -> "VisionTransformer":
+        return cls(**{**config, "config": ViTConfig.from_dict(config["config"])})
+
+
+def _forward(config: ViTConfig, dtype: str, images: Any) -> Any:
+    """Applies the network to images (B, H, W, channels)."""
+    x = images
+    if config.include_preprocessing:
+        x = keras.layers.Rescaling(1 / 127.5, offset=-1.0, dtype="float32", name="rescaling")(x)
+    if config.resnet_layers is not None:
+        x = layers.ResNetStem(config.resnet_layers, dtype=dtype, name="stem")(
+            x
+        )  # (B, H/S, W/S, 64..)
+    x = layers.Patches(config.patch_size, dtype=dtype, name="patches")(x)  # (B, h, w, P*P*channels)
+    x = layers.PatchEncoder(
+        config.hidden_dim,
+        class_token=config.class_token,
+        dropout_rate=config.dropout_rate,
+        dtype=dtype,
+        name="patch_encoder",
+    )(x)  # (B, N, D)
+    for index, drop_path_rate in enumerate(config.drop_path_rates()):
+        x = layers.TransformerBlock(
+            config.num_heads,
+            config.mlp_dim,
+            activation=config.activation,
+            layer_norm_epsilon=config.layer_norm_epsilon,
+            dropout_rate=config.dropout_rate,
+            attention_dropout_rate=config.attention_dropout_rate,
+            drop_path_rate=drop_path_rate,
+            dtype=dtype,
+            name=f"block_{index}",
+        )(x)  # (B, N, D)
+    x = keras.layers.LayerNormalization(
+        epsilon=config.layer_norm_epsilon, dtype=dtype, name="encoder_norm"
+    )(x)  # (B, N, D)
+    if config.pooling == "map":
+        x = layers.AttentionPooling(
+            config.num_heads,
+            config.mlp_dim,
+            activation=config.activation,
+            layer_norm_epsilon=config.layer_norm_epsilon,
+            dtype=dtype,
+            name="pooling",
+        )(x)  # (B, D)
+    elif config.pooling is not None:
+        pooling = layers.TokenPooling(
+            config.pooling, class_token=config.class_token, dtype=dtype, name="pooling"
+        )
+        x = pooling(x)  # (B, D)
+    if config.representation_dim is not None:
+        x = layers.TokenDense(
+            config.representation_dim,
+            activation="tanh",
+            kernel_initializer="lecun_normal",
+            dtype=dtype,
+            name="representation",
+        )(x)  # (B, representation_dim)
+    if config.classes is None:
+        return x
+    # In float32 whatever the policy: bfloat16 logits would round away small differences.
+    x = keras.layers.Dense(
+        config.classes, kernel_initializer="zeros", dtype="float32", name="head"
+    )(x)  # (B, C)
+    if config.classifier_activation not in (None, "linear"):
+        activation = config.classifier_activation
+        x = keras.layers.Activation(activation, dtype="float32", name="classifier_activation")(x)
+    return x

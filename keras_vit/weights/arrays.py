@@ -1,0 +1,116 @@
+"""Reads the named arrays of a checkpoint one by one, trusting nothing that the file declares."""
+
+import dataclasses
+import math
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredArray:
+    """One array of a checkpoint: what it declares, and how to read it.
+
+    Attributes:
+        shape: the shape that it has once read.
+        read: returns the array; nothing is allocated before this is called.
+    """
+
+    shape: tuple[int, ...]
+    read: Callable[[], np.ndarray]
+
+    def map(
+        self, change: Callable[[np.ndarray], np.ndarray], shape: tuple[int, ...]
+    ) -> "StoredArray":
+        """Returns an array of another shape that is changed as it is read."""
+        return StoredArray(shape, lambda: change(self.read()))
+
+
+def read_npz(path: Path) -> dict[str, StoredArray]:
+    """Lists the arrays of an .npz file without reading their values.
+
+    Raises:
+        ValueError: the file is not a whole .npz archive, or an array is pickled or declares a shape
+            that its bytes do not fill.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = [info for info in archive.infolist() if info.filename.endswith(".npy")]
+            return {info.filename[:-4]: _npz_array(path, archive, info) for info in members}
+    except (zipfile.BadZipFile, EOFError, OSError, NotImplementedError) as error:
+        if isinstance(error, FileNotFoundError):
+            raise
+        raise ValueError(
+            f"{path} is not a whole .npz file ({error}); delete it and fetch it again."
+        ) from error
+
+
+def _npz_array(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> StoredArray:
+    shape, fortran, dtype, start = _npy_header(path, archive, info)
+    if dtype.hasobject:
+        raise ValueError(
+            f"{path}: array {info.filename[:-4]!r} is pickled; keras_vit never unpickles weights."
+        )
+    # NumPy writes bfloat16, which it does not know, as two raw bytes.
+    stored = np.dtype(ml_dtypes.bfloat16) if dtype.str in ("|V2", "<V2") else dtype
+    if stored.kind not in "fiu" and stored != ml_dtypes.bfloat16:
+        raise ValueError(f"{path}: array {info.filename[:-4]!r} holds {dtype}, not numbers.")
+    size = math.prod(shape) * stored.itemsize
+    if any(side < 0 for side in shape) or size != info.file_size - start:
+        raise ValueError(
+            f"{path}: array {info.filename[:-4]!r} declares shape {shape} of {stored}, {size} "
+            f"bytes, but holds {info.file_size - start}; the file is damaged."
+        )
+
+    def read() -> np.ndarray:
+        values = np.empty(shape, stored, order="F" if fortran else "C")
+        try:
+            with zipfile.ZipFile(path) as opened, opened.open(info) as member:
+                member.read(start)
+                buffer = memoryview(values.reshape(-1, order="A").view(np.uint8).data)
+                filled = _read_into(member, buffer)
+                member.read()  # the CRC is checked at the end of the member
+        except (zipfile.BadZipFile, EOFError, OSError) as error:
+            raise ValueError(
+                f"{path}: array {info.filename[:-4]!r} is damaged ({error})."
+            ) from error
+        if filled != size:
+            raise ValueError(
+                f"{path}: array {info.filename[:-4]!r} ends after {filled} of {size} bytes."
+            )
+        return values
+
+    return StoredArray(shape, read)
+
+
+def _npy_header(
+    path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo
+) -> tuple[tuple[int, ...], bool, np.dtype, int]:
+    """Returns an array's shape, order and dtype, and where its values start."""
+    with archive.open(info) as member:
+        try:
+            version = np.lib.format.read_magic(member)
+            read = {
+                (1, 0): np.lib.format.read_array_header_1_0,
+                (2, 0): np.lib.format.read_array_header_2_0,
+            }[version]
+            shape, fortran, dtype = read(member)
+        except (ValueError, KeyError, TypeError, SyntaxError) as error:
+            raise ValueError(
+                f"{path}: {info.filename!r} is not a NumPy array ({error})."
+            ) from error
+        return tuple(int(side) for side in shape), fortran, dtype, member.tell()
+
+
+def _read_into(member: Any, buffer: memoryview) -> int:
+    filled = 0
+    while filled < len(buffer):
+        count = member.readinto(buffer[filled : filled + (1 << 24)])
+        if not count:
+            break
+        filled += count
+    return filled

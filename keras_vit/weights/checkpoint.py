@@ -1,0 +1,213 @@
+"""Opens a checkpoint of any known layout and assigns its arrays to a model, each exactly once."""
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from keras_vit.config import ViTConfig
+from keras_vit.model import VisionTransformer
+from keras_vit.weights.arrays import StoredArray, read_npz
+from keras_vit.weights.facts import listed, published_fields
+from keras_vit.weights.layouts import Row, original_rows, published_names
+from keras_vit.weights.positions import Method, resample_positions, square_grid
+
+logger = logging.getLogger(__name__)
+
+POSITIONS = "patch_encoder/position_embedding"
+HEAD = ("head/", "representation/")
+ARCHITECTURE = (
+    "resnet_layers",
+    "patch_size",
+    "hidden_dim",
+    "mlp_dim",
+    "num_heads",
+    "num_layers",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """An opened checkpoint file.
+
+    Attributes:
+        path: where it lies.
+        arrays: its arrays by name, not yet read.
+        fields: the ViTConfig fields that its content decides.
+        rows: makes the rename table for a config.
+        grid: (height, width) of its position embeddings in patches, None where the file is silent.
+    """
+
+    path: Path
+    arrays: dict[str, StoredArray]
+    fields: dict[str, Any]
+    rows: Callable[[ViTConfig], list[Row]]
+    grid: tuple[int, int] | None = None
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Opens a checkpoint file without reading its values.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is damaged, or of a layout that is not known.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"There is no checkpoint file {str(path)!r}.")
+    if path.suffix != ".npz":
+        raise ValueError(f"A checkpoint is an .npz file. Received: {str(path)!r}.")
+    arrays = published_names(read_npz(path))
+    try:
+        fields = published_fields(arrays)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return Checkpoint(path, arrays, fields, original_rows, _published_grid(arrays, fields))
+
+
+def load(model: VisionTransformer, path: str | Path, *, positions: Method = "original") -> None:
+    """Loads a checkpoint's weights into a model, position embeddings resampled to the model's grid.
+
+    The file is read and checked whole before the first variable changes. A model without classifier
+    leaves the file's classifier aside.
+
+    Args:
+        model: the model to fill.
+        path: an .npz file in the published layout, with older or newer Flax names.
+        positions: how positions are resampled if the grids differ, see `resample_positions`.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is damaged, or does not fit the model; all differences are listed.
+    """
+    checkpoint = open_checkpoint(path)
+    rows = match(checkpoint, model.config)
+    for row in rows:
+        _value(checkpoint, row, model.config, positions)
+    assign(model, checkpoint, rows=rows, positions=positions)
+
+
+def assign(
+    model: VisionTransformer,
+    checkpoint: Checkpoint,
+    *,
+    rows: list[Row],
+    positions: Method = "original",
+) -> None:
+    """Streams the arrays of the matched rows into the model's variables, one variable at a time."""
+    variables = {variable.path: variable for variable in model.weights}
+    for row in rows:
+        variables.pop(row.path).assign(_value(checkpoint, row, model.config, positions))
+    left = [path for path in variables if not path.startswith(HEAD) and "seed" not in path]
+    if left:
+        raise ValueError(f"{checkpoint.path} does not give the variables {listed(left)}.")
+
+
+def match(
+    checkpoint: Checkpoint, config: ViTConfig, *, head: Literal["file", "fresh"] = "file"
+) -> list[Row]:
+    """Returns the rows that fill a model of this config, having held every array against them.
+
+    Args:
+        checkpoint: the opened file.
+        config: the model's config.
+        head: "fresh" leaves the classifier and representation layer of both sides aside.
+
+    Raises:
+        ValueError: arrays are missing, left over or of another shape; the message lists them.
+    """
+    check_architecture(checkpoint, config)
+    rows = checkpoint.rows(config)
+    if head == "fresh":
+        rows = [row for row in rows if not row.path.startswith(HEAD)]
+    used = {name for row in rows for name in row.names}
+    skipped = _skipped_names(checkpoint, config, head)
+    missing = used - set(checkpoint.arrays)
+    extra = {name for name in set(checkpoint.arrays) - used if not name.startswith(skipped)}
+    misshapen = [
+        f"{name} (expected {shape}, received {checkpoint.arrays[name].shape})"
+        for row in rows
+        for name, shape in zip(row.names, row.shapes, strict=True)
+        if name not in missing and not _fits(checkpoint.arrays[name].shape, shape, row.path)
+    ]
+    found = (("missing", missing), ("unexpected", extra), ("of another shape", misshapen))
+    problems = [f"{kind}: {listed(names)}" for kind, names in found if names]
+    if problems:
+        raise ValueError(f"{checkpoint.path} does not fit the model. Arrays {'; '.join(problems)}.")
+    return rows
+
+
+def check_architecture(checkpoint: Checkpoint, config: ViTConfig) -> None:
+    """Raises a ValueError unless the file's sizes are the config's."""
+    for name in ARCHITECTURE:
+        wanted, found = getattr(config, name), checkpoint.fields.get(name)
+        if name in checkpoint.fields and wanted != found:
+            raise ValueError(
+                f"{checkpoint.path} does not fit the model: its {name} is {found}, the model's "
+                f"is {wanted}."
+            )
+
+
+def _skipped_names(
+    checkpoint: Checkpoint, config: ViTConfig, head: Literal["file", "fresh"]
+) -> tuple[str, ...]:
+    """Returns the beginnings of array names that a model of this config may leave aside."""
+    whole = dataclasses.replace(config, **checkpoint.fields)
+    paths = HEAD if head == "fresh" or config.classes is None else ()
+    if config.pooling != "map":
+        paths = (*paths, "pooling/")
+    rows = (row for row in checkpoint.rows(whole) if paths and row.path.startswith(paths))
+    return tuple(name for row in rows for name in row.names)
+
+
+def _fits(shape: tuple[int, ...], expected: tuple[int, ...], path: str) -> bool:
+    if path == POSITIONS and len(shape) == 3:
+        return shape[2] == expected[2]  # the number of positions may differ: they are resampled
+    return shape == expected
+
+
+def _value(checkpoint: Checkpoint, row: Row, config: ViTConfig, positions: Method) -> np.ndarray:
+    """Reads one variable's value."""
+    values = [checkpoint.arrays[name].read() for name in row.names]
+    for name, value in zip(row.names, values, strict=True):
+        if value.size and not np.isfinite(value).any():
+            raise ValueError(f"{checkpoint.path}: array {name!r} holds no finite number.")
+    value = row.join(*values)
+    value = value.astype(np.float32, copy=False)
+    if row.path == POSITIONS:
+        return _resampled(checkpoint, value, config, positions)
+    return value
+
+
+def _resampled(
+    checkpoint: Checkpoint, table: np.ndarray, config: ViTConfig, positions: Method
+) -> np.ndarray:
+    if checkpoint.grid == config.grid:
+        return table
+    if checkpoint.grid is None and table.shape[1] == config.num_tokens:
+        return table  # not square and not said: taken as the model's own
+    if checkpoint.grid is None:
+        raise ValueError(
+            f"{checkpoint.path} holds {table.shape[1]} positions, not a square grid, and does not "
+            f"say its height and width; the model's grid is {config.grid}. Build the model at the "
+            "size that the file was trained at."
+        )
+    logger.info(
+        "Position embeddings resampled from a grid of %dx%d to %dx%d patches (%s).",
+        *checkpoint.grid,
+        *config.grid,
+        positions,
+    )
+    return resample_positions(table, checkpoint.grid, config.grid, method=positions)
+
+
+def _published_grid(
+    arrays: dict[str, StoredArray], fields: dict[str, Any]
+) -> tuple[int, int] | None:
+    table = arrays.get("Transformer/posembed_input/pos_embedding")
+    if table is None or len(table.shape) != 3:
+        return None
+    return square_grid(table.shape[1] - fields["class_token"])

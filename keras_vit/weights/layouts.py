@@ -1,0 +1,251 @@
+"""Rename tables: which arrays of a checkpoint make each variable, one table per layout.
+
+The published layout is that of https://storage.googleapis.com/vit_models (vit_jax/models_vit.py).
+"""
+
+import dataclasses
+import operator
+import re
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from keras_vit.config import ViTConfig
+from keras_vit.weights.arrays import StoredArray
+
+Arrays = Mapping[str, StoredArray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One variable and the arrays it is made of.
+
+    Attributes:
+        path: the variable's path in the model.
+        names: the arrays' names in the checkpoint.
+        shapes: the arrays' shapes there.
+        join: makes the variable's value from the arrays.
+        split: makes the arrays from the variable's value.
+    """
+
+    path: str
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    join: Callable[..., np.ndarray] = lambda value: value
+    split: Callable[[np.ndarray], tuple[np.ndarray, ...]] = lambda value: (value,)
+
+
+def original_rows(config: ViTConfig) -> list[Row]:
+    """Returns the table of the published .npz layout for a model of this config."""
+    d = config.hidden_dim
+    size, channels = config.patch_size, config.patch_channels
+    position = "Transformer/posembed_input/pos_embedding"
+    rows = _stem_rows(config) if config.resnet_layers is not None else []
+    if config.class_token:
+        rows.append(_plain("patch_encoder/class_token", "cls", (1, 1, d)))
+    rows.append(_plain("patch_encoder/position_embedding", position, (1, config.num_tokens, d)))
+    kernel_shape = (size, size, channels, d)
+    rows.append(
+        _reshaped("patch_encoder/projection/kernel", "embedding/kernel", kernel_shape, (-1, d))
+    )
+    rows.append(_plain("patch_encoder/projection/bias", "embedding/bias", (d,)))
+    for index in range(config.num_layers):
+        rows += _block_rows(config, f"block_{index}", f"Transformer/encoderblock_{index}")
+    rows += _norm_rows("encoder_norm", "Transformer/encoder_norm", d)
+    if config.pooling == "map":
+        rows += _map_rows(config)
+    if config.representation_dim is not None:
+        rows += _dense_rows("representation", "pre_logits", d, config.representation_dim)
+        d = config.representation_dim
+    if config.classes is not None:
+        rows += _dense_rows("head", "head", d, config.classes)
+    return rows
+
+
+def _plain(path: str, name: str, shape: tuple[int, ...]) -> Row:
+    return Row(path, (name,), (shape,))
+
+
+def _reshaped(path: str, name: str, shape: tuple[int, ...], flat: tuple[int, ...]) -> Row:
+    return Row(
+        path,
+        (name,),
+        (shape,),
+        join=lambda value: value.reshape(flat),
+        split=lambda value: (value.reshape(shape),),
+    )
+
+
+def _dense_rows(path: str, name: str, width: int, units: int) -> list[Row]:
+    return [
+        _plain(f"{path}/kernel", f"{name}/kernel", (width, units)),
+        _plain(f"{path}/bias", f"{name}/bias", (units,)),
+    ]
+
+
+def _norm_rows(path: str, name: str, width: int) -> list[Row]:
+    return [
+        _plain(f"{path}/gamma", f"{name}/scale", (width,)),
+        _plain(f"{path}/beta", f"{name}/bias", (width,)),
+    ]
+
+
+def _heads_rows(config: ViTConfig, path: str, name: str, parts: tuple[str, ...]) -> list[Row]:
+    """Products into heads: kernels (D, H, K) and biases (H, K) side by side in one dense layer."""
+    d, h = config.hidden_dim, config.num_heads
+    count = len(parts)
+
+    def join(*values: np.ndarray) -> np.ndarray:
+        return np.concatenate([value.reshape(*value.shape[:-2], d) for value in values], axis=-1)
+
+    def split(value: np.ndarray) -> tuple[np.ndarray, ...]:
+        return tuple(
+            np.ascontiguousarray(part.reshape(*part.shape[:-1], h, d // h))
+            for part in np.split(value, count, axis=-1)
+        )
+
+    kernels = tuple(f"{name}/{part}/kernel" for part in parts)
+    biases = tuple(f"{name}/{part}/bias" for part in parts)
+    return [
+        Row(f"{path}/kernel", kernels, ((d, h, d // h),) * count, join, split),
+        Row(f"{path}/bias", biases, ((h, d // h),) * count, join, split),
+    ]
+
+
+def _out_rows(config: ViTConfig, path: str, name: str) -> list[Row]:
+    d, h = config.hidden_dim, config.num_heads
+    return [
+        _reshaped(f"{path}/kernel", f"{name}/kernel", (h, d // h, d), (d, d)),
+        _plain(f"{path}/bias", f"{name}/bias", (d,)),
+    ]
+
+
+def _block_rows(config: ViTConfig, path: str, name: str) -> list[Row]:
+    d, m = config.hidden_dim, config.mlp_dim
+    attention = f"{name}/MultiHeadDotProductAttention_1"
+    return [
+        *_norm_rows(f"{path}/attention_norm", f"{name}/LayerNorm_0", d),
+        *_heads_rows(config, f"{path}/attention/qkv", attention, ("query", "key", "value")),
+        *_out_rows(config, f"{path}/attention/out", f"{attention}/out"),
+        *_norm_rows(f"{path}/mlp_norm", f"{name}/LayerNorm_2", d),
+        *_dense_rows(f"{path}/mlp/fc1", f"{name}/MlpBlock_3/Dense_0", d, m),
+        *_dense_rows(f"{path}/mlp/fc2", f"{name}/MlpBlock_3/Dense_1", m, d),
+    ]
+
+
+def _map_rows(config: ViTConfig) -> list[Row]:
+    """The MAP head as big_vision names it (models/vit.py, MAPHead)."""
+    d, m, attention = config.hidden_dim, config.mlp_dim, "MAPHead_0/MultiHeadDotProductAttention_0"
+    return [
+        _plain("pooling/probe", "MAPHead_0/probe", (1, 1, d)),
+        *_heads_rows(config, "pooling/query", attention, ("query",)),
+        *_heads_rows(config, "pooling/key_value", attention, ("key", "value")),
+        *_out_rows(config, "pooling/out", f"{attention}/out"),
+        *_norm_rows("pooling/norm", "MAPHead_0/LayerNorm_0", d),
+        *_dense_rows("pooling/mlp/fc1", "MAPHead_0/MlpBlock_0/Dense_0", d, m),
+        *_dense_rows("pooling/mlp/fc2", "MAPHead_0/MlpBlock_0/Dense_1", m, d),
+    ]
+
+
+def _stem_rows(config: ViTConfig) -> list[Row]:
+    channels = config.input_shape[2]
+    rows = [_plain("stem/root_conv/kernel", "conv_root/kernel", (7, 7, channels, 64))]
+    rows += _norm_rows("stem/root_norm", "gn_root", 64)
+    inside = 64
+    for stage, units in enumerate(config.resnet_layers or ()):
+        width = 64 * 2**stage
+        for unit in range(units):
+            path, name = f"stem/stage_{stage}_unit_{unit}", f"block{stage + 1}/unit{unit + 1}"
+            rows += _unit_rows(path, name, inside, width)
+            if unit == 0:
+                kernel = (1, 1, inside, 4 * width)
+                rows.append(_plain(f"{path}/projection/kernel", f"{name}/conv_proj/kernel", kernel))
+                rows += _norm_rows(f"{path}/projection_norm", f"{name}/gn_proj", 4 * width)
+            inside = 4 * width
+    return rows
+
+
+def _unit_rows(path: str, name: str, inside: int, width: int) -> list[Row]:
+    kernels = ((1, 1, inside, width), (3, 3, width, width), (1, 1, width, 4 * width))
+    rows = []
+    for index, kernel in enumerate(kernels, 1):
+        rows.append(_plain(f"{path}/conv{index}/kernel", f"{name}/conv{index}/kernel", kernel))
+        rows += _norm_rows(f"{path}/norm{index}", f"{name}/gn{index}", kernel[-1])
+    return rows
+
+
+# Newer Flax numbers sub-modules per class; the published files number them per block.
+_LINEN_NAMES = (
+    ("LayerNorm_1", "LayerNorm_2"),
+    ("MultiHeadDotProductAttention_0", "MultiHeadDotProductAttention_1"),
+    ("MlpBlock_0", "MlpBlock_3"),
+)
+
+
+def published_names(arrays: Arrays) -> dict[str, StoredArray]:
+    """Renames the arrays of any .npz that Flax code of this family writes to the published names.
+
+    Takes prefixes (`params/`, `params/img/`, `opt/target/`) and what lies outside them away, splits
+    blocks that were scanned, renames newer Flax's modules, gives group norms their plain shape, and
+    a class token whose position was folded into it a position of zeros.
+    """
+    arrays = _without_prefix(arrays)
+    arrays = _without_scan(arrays)
+    blocks = re.compile(r"Transformer/encoderblock_\d+/")
+    if any(blocks.match(name) and "/MlpBlock_0/" in name for name in arrays):
+        for linen, published in _LINEN_NAMES:
+            arrays = {
+                name.replace(f"/{linen}/", f"/{published}/") if blocks.match(name) else name: array
+                for name, array in arrays.items()
+            }
+    arrays = {name: _without_ones(name, array) for name, array in arrays.items()}
+    return _with_class_position(arrays)
+
+
+def _without_prefix(arrays: Arrays) -> dict[str, StoredArray]:
+    anchors = [
+        name[: -len("embedding/kernel")] for name in arrays if name.endswith("embedding/kernel")
+    ]
+    towers = [
+        prefix for prefix in anchors if any(n.startswith(f"{prefix}Transformer/") for n in arrays)
+    ]
+    if not towers:
+        return dict(arrays)
+    prefix = min(towers, key=len)
+    return {name[len(prefix) :]: array for name, array in arrays.items() if name.startswith(prefix)}
+
+
+def _without_scan(arrays: Arrays) -> dict[str, StoredArray]:
+    scanned = "Transformer/encoderblock/"
+    split: dict[str, StoredArray] = {}
+    for name, array in arrays.items():
+        if not name.startswith(scanned) or not array.shape:
+            split[name] = array
+            continue
+        for index in range(array.shape[0]):
+            split[f"Transformer/encoderblock_{index}/{name[len(scanned) :]}"] = array.map(
+                operator.itemgetter(index), array.shape[1:]
+            )
+    return split
+
+
+def _without_ones(name: str, array: StoredArray) -> StoredArray:
+    is_norm = re.search(r"(^|/)gn(_root|_proj|\d)/(scale|bias)$", name)
+    if is_norm and len(array.shape) == 4 and array.shape[:3] == (1, 1, 1):
+        return array.map(lambda value: value.reshape(-1), array.shape[3:])
+    return array
+
+
+def _with_class_position(arrays: dict[str, StoredArray]) -> dict[str, StoredArray]:
+    """big_vision keeps positions of the patches only, at the top level."""
+    table = arrays.pop("pos_embedding", None)
+    if table is None or len(table.shape) != 3:
+        return arrays
+    if "cls" in arrays:
+        _, patches, width = table.shape
+        table = table.map(
+            lambda value: np.concatenate([np.zeros_like(value[:, :1]), value], axis=1),
+            (1, patches + 1, width),
+        )
+    arrays["Transformer/posembed_input/pos_embedding"] = table
+    return arrays

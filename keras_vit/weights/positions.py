@@ -1,0 +1,89 @@
+"""Resamples a table of position embeddings to another grid of patches, in NumPy alone."""
+
+from typing import Literal, get_args
+
+import numpy as np
+
+Method = Literal["original", "bilinear", "bicubic"]
+
+# Catmull-Rom's is -0.5; -0.75 is the constant of torch.nn.functional.interpolate(mode="bicubic").
+CUBIC_SHARPNESS = -0.75
+
+
+def resample_positions(
+    table: np.ndarray,
+    grid: tuple[int, int],
+    new_grid: tuple[int, int],
+    *,
+    method: Method = "original",
+) -> np.ndarray:
+    """Resamples position embeddings from one (height, width) grid of patches to another.
+
+    Example:
+        >>> table = np.arange(5.0).reshape(1, 5, 1)  # a class token, then a grid of 2 x 2
+        >>> resample_positions(table, (2, 2), (3, 3))[0, :, 0].tolist()
+        [0.0, 1.0, 1.5, 2.0, 2.0, 2.5, 3.0, 3.0, 3.5, 4.0]
+
+    Args:
+        table: (1, prefix + height * width, D); rows before the grid's (a class token) are kept.
+        grid: (height, width) of the table, in patches.
+        new_grid: (height, width) wanted, in patches.
+        method: "original" maps corners to corners linearly, as the original's fine-tuning does
+            (`scipy.ndimage.zoom(order=1)`, vit_jax/checkpoint.py); "bilinear" and "bicubic" map
+            half-pixel centres, without antialiasing, as PyTorch's `interpolate` does.
+
+    Returns:
+        (1, prefix + new height * new width, D), in the table's dtype.
+
+    Raises:
+        ValueError: the table does not hold the grid, or the method is unknown.
+    """
+    if method not in get_args(Method):
+        raise ValueError(f"method must be one of {get_args(Method)}. Received: {method!r}.")
+    prefix = table.shape[1] - grid[0] * grid[1]
+    if prefix not in (0, 1):
+        raise ValueError(
+            f"A table of {table.shape[1]} positions does not hold a grid of {grid[0]}x{grid[1]} "
+            "patches, with or without a class token."
+        )
+    if grid == new_grid:
+        return table
+    cells = table[0, prefix:].reshape(*grid, -1).astype(np.float64)
+    rows = _weights(grid[0], new_grid[0], method)
+    columns = _weights(grid[1], new_grid[1], method)
+    cells = np.einsum("ah,hwd,bw->abd", rows, cells, columns, optimize=True)
+    cells = cells.reshape(1, new_grid[0] * new_grid[1], -1).astype(table.dtype)
+    return np.concatenate([table[:, :prefix], cells], axis=1)
+
+
+def square_grid(positions: int) -> tuple[int, int] | None:
+    """Returns the (height, width) of a square grid of that many patches, or None."""
+    side = round(positions**0.5)
+    return (side, side) if side * side == positions else None
+
+
+def _weights(old: int, new: int, method: Method) -> np.ndarray:
+    """Returns the (new, old) matrix that interpolates one axis."""
+    if method == "original":
+        centers = np.linspace(0, old - 1, new)
+    else:
+        centers = (np.arange(new) + 0.5) * old / new - 0.5
+    if method == "bilinear":
+        centers = np.clip(centers, 0, old - 1)
+    reach = 2 if method == "bicubic" else 1
+    matrix = np.zeros((new, old))
+    first = np.floor(centers).astype(int) - reach + 1
+    for offset in range(2 * reach):
+        source = first + offset
+        value = _kernel(centers - source, method)
+        np.add.at(matrix, (np.arange(new), np.clip(source, 0, old - 1)), value)
+    return matrix
+
+
+def _kernel(distance: np.ndarray, method: Method) -> np.ndarray:
+    x, a = np.abs(distance), CUBIC_SHARPNESS
+    if method != "bicubic":
+        return np.asarray(np.maximum(1 - x, 0))
+    near = (a + 2) * x**3 - (a + 3) * x**2 + 1
+    far = a * x**3 - 5 * a * x**2 + 8 * a * x - 4 * a
+    return np.asarray(np.where(x <= 1, near, np.where(x < 2, far, 0)))

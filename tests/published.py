@@ -1,0 +1,49 @@
+"""Checkpoints in the published layout and images, by the rule behind the golden numbers.
+
+The arrays in `tests/golden/` come from the original JAX code (google-research/vision_transformer,
+commit c6de1e53, float32, CPU) run on exactly these weights and images.
+"""
+
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from keras_vit.config import ViTConfig
+from keras_vit.weights.layouts import original_rows
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def array(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Returns the array of that name: a normal one seeded by the name, scaled by its role."""
+    generator = np.random.default_rng(zlib.crc32(name.encode()))
+    normal = generator.standard_normal(shape, dtype=np.float32)
+    leaf = name.rsplit("/")[-1]
+    if leaf == "kernel":
+        in_heads = name.rsplit("/")[-2] in ("query", "key", "value")
+        return normal / np.float32(np.sqrt(shape[0] if in_heads else np.prod(shape[:-1])))
+    if leaf == "scale":
+        return 1 + np.float32(0.1) * normal
+    return np.float32(0.02) * normal
+
+
+def arrays(config: ViTConfig) -> dict[str, np.ndarray]:
+    """Returns every array of a checkpoint for this config, under the published names."""
+    return {
+        name: array(name, shape)
+        for row in original_rows(config)
+        for name, shape in zip(row.names, row.shapes, strict=True)
+    }
+
+
+def write(path: Path, config: ViTConfig) -> Path:
+    """Writes the checkpoint for this config and returns its path."""
+    np.savez(path, **arrays(config))
+    return path
+
+
+def images(config: ViTConfig) -> np.ndarray:
+    """Returns two images in [-1, 1] of the config's input shape."""
+    generator = np.random.default_rng(zlib.crc32(b"image"))
+    return generator.uniform(-1, 1, (2, *config.input_shape)).astype(np.float32)

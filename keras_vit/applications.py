@@ -137,7 +137,7 @@ def _fresh_config(variant: ViTConfig, request: _Request) -> ViTConfig:
         pooling=pooling,
         # Average and attention pooling go without a class token in the original.
         class_token=variant.class_token if pooling in ("token", None) else False,
-        classes=(request.classes or DEFAULT_CLASSES) if request.include_top else None,
+        classes=_classes(request, DEFAULT_CLASSES),
     )
 
 
@@ -145,7 +145,7 @@ def _checkpoint_config(
     variant: ViTConfig, checkpoint: checkpoints.Checkpoint, request: _Request
 ) -> ViTConfig:
     fields = checkpoint.fields
-    classes = (request.classes or fields["classes"]) if request.include_top else None
+    classes = _classes(request, fields["classes"])
     if request.include_top and classes is None:
         raise ValueError(
             f"{checkpoint.path} holds no classifier; pass classes=N for a fresh one, or "
@@ -161,6 +161,12 @@ def _checkpoint_config(
         representation_dim=fields["representation_dim"] if classes == fields["classes"] else None,
         **kept,
     )
+
+
+def _classes(request: _Request, default: int | None) -> int | None:
+    if not request.include_top:
+        return None
+    return default if request.classes is None else request.classes
 
 
 def _with_request(variant: ViTConfig, request: _Request, **fields: Any) -> ViTConfig:

@@ -98,10 +98,17 @@ def assign(
     positions: Method = "original",
 ) -> None:
     """Streams the arrays of the matched rows into the model's variables, one variable at a time."""
+    if checkpoint.grid not in (None, model.config.grid):
+        logger.info(
+            "Position embeddings resampled from a grid of %dx%d to %dx%d patches (%s).",
+            *checkpoint.grid,
+            *model.config.grid,
+            positions,
+        )
     variables = {variable.path: variable for variable in model.weights}
     for row in rows:
         variables.pop(row.path).assign(_value(checkpoint, row, model.config, positions))
-    left = [path for path in variables if not path.startswith(HEAD) and "seed" not in path]
+    left = [path for path in variables if not path.startswith(HEAD)]
     if left:
         raise ValueError(f"{checkpoint.path} does not give the variables {listed(left)}.")
 
@@ -195,12 +202,6 @@ def _resampled(
             f"say its height and width; the model's grid is {config.grid}. Build the model at the "
             "size that the file was trained at."
         )
-    logger.info(
-        "Position embeddings resampled from a grid of %dx%d to %dx%d patches (%s).",
-        *checkpoint.grid,
-        *config.grid,
-        positions,
-    )
     return resample_positions(table, checkpoint.grid, config.grid, method=positions)
 
 

@@ -1,0 +1,39 @@
+"""Fixtures that several test files share."""
+
+import keras
+import numpy as np
+import pytest
+
+from keras_vit.config import ViTConfig
+from keras_vit.model import VisionTransformer
+
+TINY = ViTConfig(
+    input_shape=(32, 48, 3),
+    patch_size=8,
+    hidden_dim=24,
+    mlp_dim=48,
+    num_heads=3,
+    num_layers=3,
+    classes=7,
+)
+
+
+def randomize(model: keras.Model, seed: int = 0) -> keras.Model:
+    """Gives every weight random values: fresh heads are zero and fresh norms fold away."""
+    generator = np.random.default_rng(seed)
+    for variable in model.trainable_variables:
+        values = generator.standard_normal(variable.shape) * 0.1
+        variable.assign(values + (variable.name == "gamma"))
+    return model
+
+
+@pytest.fixture(scope="session")
+def tiny() -> VisionTransformer:
+    """A small model with every weight random; tests must not change it."""
+    return randomize(VisionTransformer(TINY))
+
+
+@pytest.fixture
+def images() -> np.ndarray:
+    """Two images for `tiny`, in [-1, 1]."""
+    return np.random.default_rng(1).uniform(-1, 1, (2, 32, 48, 3)).astype(np.float32)

@@ -1,0 +1,217 @@
+"""Tests of keras_vit.applications."""
+
+import dataclasses
+import inspect
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import published
+import pytest
+
+import keras_vit
+from keras_vit.applications import BUILDERS
+from keras_vit.config import VARIANTS, ViTConfig
+
+TI16 = VARIANTS["Ti/16"]
+SMALL = (32, 48, 3)
+
+# keras.applications.ConvNeXtTiny's arguments, in its order but for include_preprocessing.
+ARGUMENTS = [
+    "include_top",
+    "weights",
+    "input_tensor",
+    "input_shape",
+    "pooling",
+    "classes",
+    "classifier_activation",
+    "include_preprocessing",
+    "name",
+]
+
+FRESH = [
+    ({}, {"classes": 1000, "pooling": "token", "class_token": True}),
+    ({"classes": 5}, {"classes": 5}),
+    ({"pooling": "avg"}, {"pooling": "avg", "class_token": False, "classes": 1000}),
+    ({"pooling": "map"}, {"pooling": "map", "class_token": False}),
+    ({"include_top": False}, {"classes": None, "pooling": None, "class_token": True}),
+    ({"include_top": False, "pooling": "avg"}, {"classes": None, "pooling": "avg"}),
+    ({"include_top": False, "pooling": "token"}, {"classes": None, "pooling": "token"}),
+    ({"classifier_activation": None}, {"classifier_activation": None}),
+    ({"include_preprocessing": False}, {"include_preprocessing": False}),
+]
+
+# What the file holds, what the call asks for, what the model must be.
+CHECKPOINTS = [
+    ({"classes": 7}, {}, {"classes": 7, "pooling": "token", "input_shape": (32, 32, 3)}),
+    ({"classes": 7, "representation_dim": 9}, {}, {"classes": 7, "representation_dim": 9}),
+    (
+        {"classes": 7, "representation_dim": 9},
+        {"classes": 4},
+        {"classes": 4, "representation_dim": None},
+    ),
+    (
+        {"classes": 7, "representation_dim": 9},
+        {"include_top": False},
+        {"classes": None, "representation_dim": None, "pooling": None},
+    ),
+    ({"classes": None}, {"classes": 3}, {"classes": 3}),
+    ({"classes": None}, {"include_top": False, "pooling": "token"}, {"pooling": "token"}),
+    (
+        {"classes": 7, "pooling": "avg", "class_token": False},
+        {},
+        {"pooling": "avg", "class_token": False},
+    ),
+    (
+        {"classes": 7, "pooling": "map", "class_token": False},
+        {},
+        {"pooling": "map", "class_token": False},
+    ),
+    (
+        {"classes": 7, "pooling": "map", "class_token": False},
+        {"include_top": False},
+        {"pooling": None, "classes": None},
+    ),
+    ({"classes": 7}, {"input_shape": (48, 64, 3)}, {"input_shape": (48, 64, 3)}),
+]
+
+
+def checkpoint(tmp_path: Path, **fields: Any) -> tuple[Path, ViTConfig]:
+    config = dataclasses.replace(TI16, **{"input_shape": (32, 32, 3), **fields})
+    return published.write(tmp_path / "weights.npz", config), config
+
+
+def values(model: keras.Model) -> dict[str, np.ndarray]:
+    return {variable.path: keras.ops.convert_to_numpy(variable) for variable in model.weights}
+
+
+def test_every_variant_has_a_public_builder() -> None:
+    """A variant added to the table is a function of the package, named after it."""
+    assert list(BUILDERS) == list(VARIANTS)
+    for name, builder in BUILDERS.items():
+        assert getattr(keras_vit, builder.__name__) is builder
+        assert name.split("/")[1] in builder.__name__
+
+
+@pytest.mark.parametrize("variant", BUILDERS)
+def test_builder_builds_its_variant(variant: str) -> None:
+    """Each builder has its variant's sizes at any image size, and the arguments of keras.applications."""
+    config, builder = VARIANTS[variant], BUILDERS[variant]
+    assert list(inspect.signature(builder).parameters) == ARGUMENTS
+    if keras_vit.parameter_count(config) > 50e6:
+        return  # the same code; its size is held by test_config and its docstring is checked below
+    side = 2 * config.stride
+    model = builder(input_shape=(side, side, 3), classes=3)
+    sizes = ("hidden_dim", "mlp_dim", "num_heads", "num_layers", "patch_size", "resnet_layers")
+    assert [getattr(model.config, s) for s in sizes] == [getattr(config, s) for s in sizes]
+    assert model.name == builder.__name__.lower()
+
+
+@pytest.mark.parametrize("variant", BUILDERS)
+def test_builder_is_documented(variant: str) -> None:
+    """The docstring states the size, the stride and the source."""
+    text = inspect.getdoc(BUILDERS[variant])
+    assert f"{keras_vit.parameter_count(VARIANTS[variant]):,} parameters" in text
+    assert f"multiples of {VARIANTS[variant].stride}" in text
+    assert "arxiv.org" in text
+
+
+@pytest.mark.parametrize(("arguments", "fields"), FRESH)
+def test_arguments_without_weights(arguments: dict[str, Any], fields: dict[str, Any]) -> None:
+    """Arguments left open take the variant's values, the others are obeyed."""
+    model = keras_vit.ViTTi16(input_shape=SMALL, **arguments)
+    assert {name: getattr(model.config, name) for name in fields} == fields
+
+
+def test_default_is_probabilities_from_pixels() -> None:
+    """As in keras.applications: pixels 0..255 in, softmax over 1,000 classes out."""
+    model = keras_vit.ViTTi16(input_shape=SMALL)
+    out = model(np.full((1, *SMALL), 255, np.uint8))
+    np.testing.assert_allclose(out, np.full((1, 1000), 1e-3), atol=1e-6)
+
+
+@pytest.mark.parametrize(("held", "arguments", "fields"), CHECKPOINTS)
+def test_checkpoint_decides_what_is_left_open(
+    held: dict[str, Any], arguments: dict[str, Any], fields: dict[str, Any], tmp_path: Path
+) -> None:
+    """Classes, class token, pooling, representation layer and image size come from the file."""
+    path, _ = checkpoint(tmp_path, **held)
+    model = keras_vit.ViTTi16(weights=path, **arguments)
+    assert {name: getattr(model.config, name) for name in fields} == fields
+
+
+def test_every_weight_of_a_checkpoint_is_loaded(tmp_path: Path) -> None:
+    """The builder's weights are those that `weights.load` gives, the classifier included."""
+    path, config = checkpoint(tmp_path, classes=7, representation_dim=9)
+    built = keras_vit.ViTTi16(weights=path)
+    loaded = keras_vit.VisionTransformer(config)
+    keras_vit.weights.load(loaded, path)
+    expected, found = values(loaded), values(built)
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+        assert value.any(), name
+
+
+def test_another_number_of_classes_makes_a_fresh_head(tmp_path: Path) -> None:
+    """The new classifier is zeros; everything below it is the checkpoint's."""
+    path, _ = checkpoint(tmp_path, classes=7)
+    model = values(keras_vit.ViTTi16(weights=path, classes=4))
+    assert model["head/kernel"].shape == (192, 4)
+    assert not model["head/kernel"].any()
+    assert model["block_11/mlp/fc2/kernel"].any()
+
+
+def test_fresh_weights_after_loading_are_random(tmp_path: Path) -> None:
+    """Skipping the initializers ends with the build that asked for it, even after an error."""
+    path, _ = checkpoint(tmp_path, classes=7)
+    keras_vit.ViTTi16(weights=path)
+    assert values(keras_vit.ViTTi16(input_shape=SMALL))["block_0/mlp/fc1/kernel"].any()
+
+
+def test_input_tensor_is_built_upon() -> None:
+    """Layers before the tensor are part of the model, which is plain Keras and survives saving."""
+    inputs = keras.Input((64, 96, 3))
+    small = keras.layers.AveragePooling2D(2)(inputs)
+    model = keras_vit.ViTTi16(input_tensor=small, classes=3, classifier_activation=None)
+    assert model.input_shape == (None, 64, 96, 3)
+    assert model.output_shape == (None, 3)
+    again = keras.Model.from_config(model.get_config())
+    assert [v.shape for v in again.weights] == [v.shape for v in model.weights]
+
+
+ERRORS = [
+    ({"input_shape": (30, 48, 3)}, ValueError, "multiples of 16.*nearest that fits is"),
+    ({"pooling": "max"}, ValueError, "pooling must be one of"),
+    ({"classes": 0}, ValueError, "classes must be a positive integer"),
+    ({"classifier_activation": "sofmax"}, ValueError, "sofmax"),
+    ({"weights": "nowhere.npz"}, FileNotFoundError, "no checkpoint file 'nowhere.npz'"),
+    ({"input_tensor": np.zeros((1, 32, 32, 3))}, TypeError, "must be a Keras tensor.*ndarray"),
+    ({"input_tensor": keras.Input((None, None, 3))}, ValueError, "open shape"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "kind", "message"), ERRORS)
+def test_bad_arguments_are_refused(
+    arguments: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    """Each wrong argument gets one sentence."""
+    with pytest.raises(kind, match=message):
+        keras_vit.ViTTi16(**arguments)
+
+
+def test_weights_of_another_variant_are_refused(tmp_path: Path) -> None:
+    """The sentence names the first size that differs, and both values."""
+    path, _ = checkpoint(tmp_path, classes=7)
+    with pytest.raises(ValueError, match="its hidden_dim is 192, the model's is 384"):
+        keras_vit.ViTS16(weights=path)
+    with pytest.raises(ValueError, match=r"resnet_layers is None, the model's is \(\)"):
+        keras_vit.RViTTi16(weights=path)
+
+
+def test_a_checkpoint_without_classifier_needs_classes(tmp_path: Path) -> None:
+    """Nothing is invented for a head that the file does not hold."""
+    path, _ = checkpoint(tmp_path, classes=None)
+    with pytest.raises(ValueError, match="holds no classifier; pass classes=N"):
+        keras_vit.ViTTi16(weights=path)

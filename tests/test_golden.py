@@ -1,0 +1,62 @@
+"""The original's own logits, reproduced from weights in the published layout."""
+
+import dataclasses
+from pathlib import Path
+
+import keras
+import numpy as np
+import published
+import pytest
+
+import keras_vit
+
+# Float noise stays below 2e-5; the exact GELU moves these logits by 5e-4 to 9e-4.
+TOLERANCE = 5e-5
+
+GAP = {"pooling": "avg", "class_token": False}
+MODELS = {
+    "ViT-Ti_16": ("Ti/16", {}),
+    "ViT-S_16": ("S/16", {}),
+    "ViT-S_32": ("S/32", {}),
+    "ViT-B_32": ("B/32", {}),
+    "ViT-B_16": ("B/16", {}),
+    "ViT-B_32-gap-norep": ("B/32", GAP),
+    "R+ViT-Ti_16": ("R+Ti/16", {}),
+    "R26+ViT-S_32": ("R26+S/32", {}),
+    "R50+ViT-B_16": ("R50+B/16", {}),
+    "ViT-B_32 with pre_logits 768": ("B/32", {"representation_dim": 768}),
+    "ViT-Ti_16 at 160x256": ("Ti/16", {"input_shape": (160, 256, 3)}),
+    "ViT-Ti_16 token features": ("Ti/16", {"classes": None}),
+}
+LOGITS = np.load(published.GOLDEN / "logits.npz")
+
+
+def config_of(name: str, **fields: object) -> keras_vit.ViTConfig:
+    variant, changes = MODELS[name]
+    return dataclasses.replace(keras_vit.variant(variant), **changes, **fields)
+
+
+def logits(config: keras_vit.ViTConfig, folder: Path) -> np.ndarray:
+    path = published.write(folder / "weights.npz", config)
+    model = keras_vit.VisionTransformer(config)
+    keras_vit.weights.load(model, path)
+    return keras.ops.convert_to_numpy(model(published.images(config)))
+
+
+def test_every_golden_array_is_tested() -> None:
+    """No array of the original is left out."""
+    assert set(LOGITS.files) == set(MODELS)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_the_originals(name: str, tmp_path: Path) -> None:
+    """Full-size models give the original's logits in float32."""
+    np.testing.assert_allclose(
+        logits(config_of(name), tmp_path), LOGITS[name], rtol=0, atol=TOLERANCE
+    )
+
+
+def test_the_tolerance_tells_the_exact_gelu_apart(tmp_path: Path) -> None:
+    """The comparison fails on the smallest mistake it is there to find."""
+    wrong = logits(config_of("ViT-Ti_16", activation="gelu"), tmp_path)
+    assert np.abs(wrong - LOGITS["ViT-Ti_16"]).max() > 5 * TOLERANCE

@@ -1,0 +1,266 @@
+"""Tests of keras_vit.model."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import oracle
+import published
+import pytest
+from conftest import TINY, randomize
+
+import keras_vit
+from keras_vit.model import VisionTransformer
+
+# Variable paths are a file format: a changed line here is a new major version.
+BLOCK_PATHS = [
+    "attention_norm/gamma",
+    "attention_norm/beta",
+    "attention/qkv/kernel",
+    "attention/qkv/bias",
+    "attention/out/kernel",
+    "attention/out/bias",
+    "mlp_norm/gamma",
+    "mlp_norm/beta",
+    "mlp/fc1/kernel",
+    "mlp/fc1/bias",
+    "mlp/fc2/kernel",
+    "mlp/fc2/bias",
+]
+UNIT_PATHS = [
+    f"{part}/{leaf}"
+    for index in (1, 2, 3)
+    for part, leaf in (
+        (f"conv{index}", "kernel"),
+        (f"norm{index}", "gamma"),
+        (f"norm{index}", "beta"),
+    )
+]
+PROJECTION_PATHS = ["projection/kernel", "projection_norm/gamma", "projection_norm/beta"]
+MAP_PATHS = [
+    "pooling/probe",
+    "pooling/norm/gamma",
+    "pooling/norm/beta",
+    *(f"pooling/mlp/{layer}/{leaf}" for layer in ("fc1", "fc2") for leaf in ("kernel", "bias")),
+    *(f"pooling/{part}/{leaf}" for part in ("query", "key_value", "out") for leaf in ("kernel", "bias")),
+]
+ENDS = {
+    "encoder": [
+        "patch_encoder/position_embedding",
+        "patch_encoder/projection/kernel",
+        "patch_encoder/projection/bias",
+    ],
+    "norm": ["encoder_norm/gamma", "encoder_norm/beta"],
+    "head": ["head/kernel", "head/bias"],
+}
+
+POOLINGS = [
+    ({"pooling": "token"}, (2, 7)),
+    ({"pooling": "avg"}, (2, 7)),
+    ({"pooling": "avg", "class_token": False}, (2, 7)),
+    ({"pooling": "map", "class_token": False}, (2, 7)),
+    ({"pooling": None, "classes": None}, (2, 25, 24)),
+    ({"pooling": None, "classes": None, "class_token": False}, (2, 24, 24)),
+    ({"classes": None}, (2, 24)),
+    ({"classes": None, "representation_dim": 5}, (2, 5)),
+]
+
+
+def test_variable_paths_are_golden() -> None:
+    """Every path of a plain model is as it was when the first file was written."""
+    model = VisionTransformer(dataclasses.replace(TINY, num_layers=2, representation_dim=5))
+    expected = [
+        "patch_encoder/class_token",
+        *ENDS["encoder"],
+        *(f"block_{index}/{path}" for index in range(2) for path in BLOCK_PATHS),
+        *ENDS["norm"],
+        "representation/kernel",
+        "representation/bias",
+        *ENDS["head"],
+    ]
+    assert [variable.path for variable in model.weights] == expected
+
+
+def test_variable_paths_of_a_hybrid_are_golden() -> None:
+    """So are those of the ResNet stem and of attention pooling."""
+    config = dataclasses.replace(
+        TINY,
+        input_shape=(32, 32, 3),
+        num_layers=1,
+        patch_size=1,
+        resnet_layers=(2, 1),
+        pooling="map",
+        class_token=False,
+    )
+    units = {"stage_0_unit_0": True, "stage_0_unit_1": False, "stage_1_unit_0": True}
+    expected = [
+        *("stem/root_conv/kernel", "stem/root_norm/gamma", "stem/root_norm/beta"),
+        *(
+            f"stem/{unit}/{path}"
+            for unit, projects in units.items()
+            for path in [*UNIT_PATHS, *(PROJECTION_PATHS if projects else [])]
+        ),
+        *ENDS["encoder"],
+        *(f"block_0/{path}" for path in BLOCK_PATHS),
+        *ENDS["norm"],
+        *MAP_PATHS,
+        *ENDS["head"],
+    ]
+    assert [variable.path for variable in VisionTransformer(config).weights] == expected
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_model_equals_the_same_network_in_numpy(exact: bool, tmp_path: Path) -> None:
+    """A float64 NumPy forward pass on the checkpoint's own names gives the same logits."""
+    config = dataclasses.replace(
+        TINY, representation_dim=16, activation="gelu" if exact else "gelu_tanh"
+    )
+    model = VisionTransformer(config)
+    keras_vit.weights.load(model, published.write(tmp_path / "weights.npz", config))
+    images = published.images(config)
+    expected = oracle.forward(published.arrays(config), images, exact_gelu=exact)
+    np.testing.assert_allclose(model(images), expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize(("fields", "shape"), POOLINGS)
+def test_output_shapes(fields: dict[str, object], shape: tuple[int, ...], images: np.ndarray) -> None:
+    """Pooling, classifier and representation layer give the documented shape, eager and in `predict`."""
+    model = randomize(VisionTransformer(dataclasses.replace(TINY, **fields)))
+    assert model.output_shape == (None, *shape[1:])
+    assert tuple(model(images).shape) == shape
+    np.testing.assert_allclose(model.predict(images, verbose=0), model(images), atol=1e-5)
+
+
+def test_a_fresh_classifier_answers_zero(images: np.ndarray) -> None:
+    """The head starts at zero, as the original's does."""
+    assert not keras.ops.convert_to_numpy(VisionTransformer(TINY)(images)).any()
+
+
+def test_a_batch_is_its_images_one_by_one(tiny: VisionTransformer, images: np.ndarray) -> None:
+    """No image sees another of its batch."""
+    single = np.concatenate([tiny(image[None]) for image in images])
+    np.testing.assert_allclose(tiny(images), single, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [(31, 48), (32, 40, 3), (48, 32, 3)])
+def test_another_image_size_is_refused(tiny: VisionTransformer, size: tuple[int, ...]) -> None:
+    """An image of another size is an error, not a silent crop."""
+    with pytest.raises(ValueError, match="32, 48"):
+        tiny(np.zeros((1, *size[:2], 3), np.float32))
+
+
+def test_preprocessing_takes_pixels(tiny: VisionTransformer) -> None:
+    """With preprocessing inside, uint8 and float pixels give what scaled pixels give without."""
+    inside = VisionTransformer(dataclasses.replace(TINY, include_preprocessing=True))
+    inside.set_weights(tiny.get_weights())
+    pixels = np.random.default_rng(0).integers(0, 256, (2, 32, 48, 3), dtype=np.uint8)
+    expected = keras.ops.convert_to_numpy(tiny((pixels.astype(np.float32) - 127.5) / 127.5))
+    np.testing.assert_allclose(inside(pixels), expected, atol=1e-5)
+    np.testing.assert_allclose(inside(pixels.astype(np.float32)), expected, atol=1e-5)
+    np.testing.assert_allclose(inside.predict(pixels, verbose=0), expected, atol=1e-5)
+
+
+def test_features_are_the_models_own(tiny: VisionTransformer, images: np.ndarray) -> None:
+    """Every named result comes from the same weights, the last one being the model's output."""
+    features = tiny.features(images)
+    assert tuple(features) == tiny.feature_names
+    assert tiny.feature_names == (
+        *("patch_encoder", "block_0", "block_1", "block_2", "encoder_norm", "pooling", "head"),
+    )
+    assert features["block_2"].shape == (2, 25, 24)
+    np.testing.assert_array_equal(features["pooling"], features["encoder_norm"][:, 0])
+    np.testing.assert_allclose(features["head"], tiny(images), atol=1e-6)
+    extractor = tiny.feature_extractor(["block_1"])
+    assert {id(v) for v in extractor.variables} <= {id(v) for v in tiny.variables}
+
+
+def test_unknown_feature_is_refused(tiny: VisionTransformer) -> None:
+    """The error lists the names there are."""
+    with pytest.raises(ValueError, match=r"no feature 'block_9'; choose from patch_encoder.*block_2"):
+        tiny.feature_extractor(["block_9"])
+
+
+def test_mixed_precision_keeps_the_classifier_in_float32(images: np.ndarray) -> None:
+    """Under bfloat16 the logits are float32 and near the float32 model's."""
+    plain = randomize(VisionTransformer(TINY))
+    mixed = VisionTransformer(TINY, dtype="mixed_bfloat16")
+    mixed.set_weights(plain.get_weights())
+    logits = mixed(images)
+    assert keras.backend.standardize_dtype(logits.dtype) == "float32"
+    assert keras.backend.standardize_dtype(mixed.get_layer("block_0").compute_dtype) == "bfloat16"
+    np.testing.assert_allclose(logits, plain(images), atol=0.05)
+
+
+def test_config_rebuilds_the_model() -> None:
+    """Name, dtype policy and every field survive `from_config(get_config())`."""
+    config = dataclasses.replace(TINY, dropout_rate=0.1, resnet_layers=(1,), patch_size=2)
+    model = VisionTransformer(config, name="mine", dtype="mixed_bfloat16")
+    again = VisionTransformer.from_config(model.get_config())
+    assert again.get_config() == model.get_config()
+    assert (again.config, again.name) == (config, "mine")
+    assert again.get_layer("block_0").dtype_policy.name == "mixed_bfloat16"
+
+
+def test_files_load_in_a_process_that_only_imported_the_package(
+    tiny: VisionTransformer, images: np.ndarray, tmp_path: Path
+) -> None:
+    """`.keras` and `.weights.h5` give the same logits, bit for bit, in a new process."""
+    tiny.save(tmp_path / "model.keras")
+    tiny.save_weights(tmp_path / "model.weights.h5")
+    np.save(tmp_path / "images.npy", images)
+    code = (
+        "import keras, keras_vit, numpy as np, sys, os; os.chdir(sys.argv[1]); "
+        "model = keras.saving.load_model('model.keras'); x = np.load('images.npy'); "
+        "again = keras_vit.VisionTransformer(model.config); again.load_weights('model.weights.h5'); "
+        "np.savez('out.npz', a=model.predict(x, verbose=0), b=again.predict(x, verbose=0), "
+        "names=[v.path for v in model.weights])"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, capture_output=True)
+    out = np.load(tmp_path / "out.npz")
+    expected = tiny.predict(images, verbose=0)
+    np.testing.assert_array_equal(out["a"], expected)
+    np.testing.assert_array_equal(out["b"], expected)
+    assert out["names"].tolist() == [variable.path for variable in tiny.weights]
+
+
+def test_model_works_inside_another(tiny: VisionTransformer, images: np.ndarray, tmp_path: Path) -> None:
+    """Nested in a user's model it computes, saves and loads, and its features still answer."""
+    inputs = keras.Input((32, 48, 3))
+    model = keras.Model(inputs, keras.layers.Dense(2, name="mine")(tiny(inputs)))
+    model.save(tmp_path / "model.keras")
+    again = keras.saving.load_model(tmp_path / "model.keras")
+    np.testing.assert_allclose(again(images), model(images), atol=1e-6)
+    np.testing.assert_allclose(again.get_layer("vit").features(images)["head"], tiny(images), atol=1e-6)
+
+
+def test_training_lowers_the_loss_and_moves_every_weight() -> None:
+    """`fit` with every kind of dropout reaches all weights, and the loss falls."""
+    keras.utils.set_random_seed(0)
+    config = dataclasses.replace(
+        TINY, dropout_rate=0.1, attention_dropout_rate=0.1, drop_path_rate=0.1, representation_dim=8
+    )
+    model = randomize(VisionTransformer(config))
+    generator = np.random.default_rng(0)
+    x, y = generator.standard_normal((8, 32, 48, 3)), generator.integers(0, 7, 8)
+    before = model.get_weights()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(3e-3), loss)
+    losses = model.fit(x, y, epochs=10, verbose=0).history["loss"]
+    assert losses[-1] < 0.9 * losses[0]
+    for old, variable in zip(before, model.weights, strict=True):
+        assert not np.array_equal(old, keras.ops.convert_to_numpy(variable)), variable.path
+
+
+def test_frozen_weights_stay(tiny: VisionTransformer) -> None:
+    """A frozen block keeps its bits while the rest trains."""
+    model = VisionTransformer(TINY)
+    model.set_weights(tiny.get_weights())
+    model.get_layer("block_1").trainable = False
+    before = [keras.ops.convert_to_numpy(v) for v in model.get_layer("block_1").weights]
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model.fit(np.ones((4, 32, 48, 3)), np.arange(4), verbose=0)
+    for old, variable in zip(before, model.get_layer("block_1").weights, strict=True):
+        np.testing.assert_array_equal(old, variable)

@@ -1,0 +1,103 @@
+"""Tests of keras_vit.weights.positions."""
+
+import hypothesis
+import numpy as np
+import published
+import pytest
+import scipy.ndimage
+from hypothesis import strategies as st
+
+from keras_vit.weights.positions import resample_positions, square_grid
+
+GOLDEN = np.load(published.GOLDEN / "positions.npz")
+GRIDS = ["14_to_24", "7_to_12", "16_to_37", "24_to_14", "14_to_14"]
+METHODS = ["original", "bilinear", "bicubic"]
+
+sides = st.integers(1, 6)
+fast = hypothesis.settings(deadline=None, derandomize=True, max_examples=25)
+
+
+def table(height: int, width: int, prefix: int = 1) -> np.ndarray:
+    return np.random.default_rng(0).standard_normal((1, prefix + height * width, 3))
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_original_is_what_the_original_makes(name: str) -> None:
+    """Resampled tables equal those of the original's fine-tuning code."""
+    old, _, new = name.split("_")
+    grid, new_grid = (int(old),) * 2, (int(new),) * 2
+    made = resample_positions(GOLDEN[f"from_{old}"], grid, new_grid)
+    np.testing.assert_allclose(made, GOLDEN[name], rtol=0, atol=1e-6)
+
+
+def test_golden_comparison_can_fail() -> None:
+    """Another interpolation is told apart."""
+    made = resample_positions(GOLDEN["from_14"], (14, 14), (24, 24), method="bilinear")
+    assert np.abs(made - GOLDEN["14_to_24"]).max() > 1e-3
+
+
+@fast
+@hypothesis.given(sides, sides, sides, sides)
+def test_original_equals_scipy_zoom(h: int, w: int, new_h: int, new_w: int) -> None:
+    """Any grid, square or not, is zoomed as scipy does it."""
+    positions = table(h, w)
+    made = resample_positions(positions, (h, w), (new_h, new_w))
+    zoom = (new_h / h, new_w / w, 1)
+    expected = scipy.ndimage.zoom(positions[0, 1:].reshape(h, w, 3), zoom, order=1)
+    np.testing.assert_allclose(made[0, 1:].reshape(new_h, new_w, 3), expected, atol=1e-9)
+    np.testing.assert_array_equal(made[0, 0], positions[0, 0])
+
+
+# torch.nn.functional.interpolate(mode=..., align_corners=False) of arange(4) as a 1x4 row to 1x6.
+TORCH_ROWS = {
+    "bilinear": [0.0, 0.5, 1.1666666, 1.8333334, 2.5, 3.0],
+    "bicubic": [-0.0902778, 0.46875, 1.1631944, 1.8368056, 2.53125, 3.0902778],
+}
+
+
+@pytest.mark.parametrize("method", TORCH_ROWS)
+def test_half_pixel_methods_are_pytorchs(method: str) -> None:
+    """A ramp becomes what PyTorch's interpolate makes of it."""
+    ramp = np.arange(4.0).reshape(1, 4, 1)
+    made = resample_positions(ramp, (1, 4), (1, 6), method=method)
+    np.testing.assert_allclose(made[0, :, 0], TORCH_ROWS[method], atol=1e-6)
+
+
+@fast
+@hypothesis.given(sides, sides, sides, sides, st.sampled_from(METHODS), st.sampled_from([0, 1]))
+def test_resampling_properties(
+    h: int, w: int, new_h: int, new_w: int, method: str, prefix: int
+) -> None:
+    """Constant stays constant, it is linear, and height and width may change places."""
+    positions = table(h, w, prefix)
+    made = resample_positions(positions, (h, w), (new_h, new_w), method=method)
+    assert made.shape == (1, prefix + new_h * new_w, 3)
+    ones = resample_positions(np.ones_like(positions), (h, w), (new_h, new_w), method=method)
+    np.testing.assert_allclose(ones, 1, atol=1e-9)
+    double = resample_positions(2 * positions, (h, w), (new_h, new_w), method=method)
+    np.testing.assert_allclose(double, 2 * made, atol=1e-9)
+    turned = positions[:, prefix:].reshape(1, h, w, 3).swapaxes(1, 2).reshape(1, h * w, 3)
+    turned = resample_positions(turned, (w, h), (new_w, new_h), method=method)
+    grid = made[:, prefix:].reshape(1, new_h, new_w, 3)
+    np.testing.assert_allclose(turned.reshape(1, new_w, new_h, 3).swapaxes(1, 2), grid, atol=1e-9)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_same_grid_is_the_same_table(method: str) -> None:
+    """Nothing is computed where nothing changes."""
+    positions = table(3, 5)
+    assert resample_positions(positions, (3, 5), (3, 5), method=method) is positions
+
+
+def test_square_grid() -> None:
+    """Only a square number has a square grid."""
+    assert square_grid(196) == (14, 14)
+    assert square_grid(24) is None
+
+
+def test_a_table_of_another_grid_is_refused() -> None:
+    """The sentence names both."""
+    with pytest.raises(ValueError, match="26 positions does not hold a grid of 4x4"):
+        resample_positions(table(5, 5), (4, 4), (8, 8))
+    with pytest.raises(ValueError, match="method must be one of.*'nearest'"):
+        resample_positions(table(4, 4), (4, 4), (8, 8), method="nearest")  # type: ignore[arg-type]

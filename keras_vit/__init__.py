@@ -22,7 +22,9 @@ from keras_vit.applications import (
 )
 from keras_vit.config import VARIANTS, ViTConfig, parameter_count, variant
 from keras_vit.model import VisionTransformer
+from keras_vit.preprocessing import decode_predictions, preprocess_input
 from keras_vit.version import __version__
+from keras_vit.weights import resize
 
 __all__ = [
     "VARIANTS",
@@ -50,6 +52,7 @@ __all__ = [
     "layers",
     "parameter_count",
     "preprocess_input",
+    "resize",
     "variant",
     "weights",
 ]

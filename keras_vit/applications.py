@@ -1,6 +1,7 @@
 """Builders of the published variants, with the signature of `keras.applications`."""
 
 import dataclasses
+import warnings
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -9,7 +10,9 @@ import keras
 from keras_vit.config import VARIANTS, Pooling, ViTConfig, parameter_count
 from keras_vit.layers.initialization import overwritten_weights
 from keras_vit.model import VisionTransformer
-from keras_vit.weights import checkpoint as checkpoints
+from keras_vit.weights import loading
+from keras_vit.weights.checkpoint import Checkpoint, open_checkpoint
+from keras_vit.weights.source import locate
 
 DEFAULT_CLASSES = 1000  # ImageNet-1k, as in keras.applications
 
@@ -45,8 +48,13 @@ Example:
 
 Args:
     include_top: whether to keep the classifier. Without it the representation layer goes too.
-    weights: None for fresh weights, or the path of a checkpoint, whose content decides what the
-        other arguments leave open: classes, class token or none, representation layer, image size.
+    weights: None for fresh weights, or a checkpoint, whose content decides what the other arguments
+        leave open: classes, class token or none, representation layer, image size. One of
+        - a published name: "imagenet21k", "imagenet21k+imagenet2012", "imagenet2012", "sam", with
+          the family before it if it matters ("original/imagenet21k"), or "augreg/<file name>";
+          `keras_vit.weights.catalog()` lists what exists;
+        - a path or URL of an .npz, .safetensors, .weights.h5 or .keras file;
+        - "hf://owner/name" on the Hugging Face Hub.
     input_tensor: a Keras tensor of images to build upon; the result is then a plain `keras.Model`
         with the Vision Transformer inside.
     input_shape: (height, width, channels); height and width are multiples of {stride}. Left open:
@@ -64,8 +72,12 @@ Returns:
     A `VisionTransformer`: (B, classes) with the classifier; (B, {hidden_dim}) without, or
     (B, N, {hidden_dim}) without pooling.
 
+Warns:
+    UserWarning: the checkpoint's classifier is all zeros, as the original's ImageNet-21k ones are.
+
 Raises:
     FileNotFoundError: there is no checkpoint at that path.
+    OSError: a download failed, or brought something else than was published.
     ValueError: an argument is out of range, or the checkpoint does not fit; the message says how.
 """
 
@@ -93,7 +105,7 @@ def _builder(variant: str) -> Builder:
             include_preprocessing=include_preprocessing,
             name=name or build.__name__.lower(),
         )
-        model = _build(VARIANTS[variant], weights, request)
+        model = _build(variant, weights, request)
         return model if input_tensor is None else _on_tensor(model, input_tensor)
 
     build.__name__ = build.__qualname__ = _function_name(variant)
@@ -114,18 +126,31 @@ class _Request:
     name: str
 
 
-def _build(variant: ViTConfig, weights: str | Path | None, request: _Request) -> VisionTransformer:
+def _build(name: str, weights: str | Path | None, request: _Request) -> VisionTransformer:
+    variant = VARIANTS[name]
     if weights is None:
         return VisionTransformer(_fresh_config(variant, request), name=request.name)
-    checkpoint = checkpoints.open_checkpoint(weights)
-    checkpoints.check_architecture(checkpoint, variant)
+    image_size = max(request.input_shape[:2]) if request.input_shape else None
+    checkpoint = open_checkpoint(locate(weights, name, image_size=image_size))
+    loading.check_architecture(checkpoint, variant)
     config = _checkpoint_config(variant, checkpoint, request)
     keeps_head = config.classes == checkpoint.fields["classes"]
-    rows = checkpoints.match(checkpoint, config, head="file" if keeps_head else "fresh")
+    rows = loading.match(checkpoint, config, head="file" if keeps_head else "fresh")
     with overwritten_weights():
         model = VisionTransformer(config, name=request.name)
-    checkpoints.assign(model, checkpoint, rows=rows)
+    loading.assign(model, checkpoint, rows=rows)
+    if config.classes and request.classes is None and not _has_trained_head(model):
+        warnings.warn(
+            f"The classifier in {checkpoint.path} is all zeros, as it was published: it predicts "
+            "nothing. Pass classes=N to train a fresh one, include_top=False for features, or "
+            'weights="augreg/imagenet21k" for a trained one.',
+            stacklevel=3,
+        )
     return model
+
+
+def _has_trained_head(model: VisionTransformer) -> bool:
+    return bool(keras.ops.any(model.get_layer("head").kernel != 0))
 
 
 def _fresh_config(variant: ViTConfig, request: _Request) -> ViTConfig:
@@ -141,9 +166,7 @@ def _fresh_config(variant: ViTConfig, request: _Request) -> ViTConfig:
     )
 
 
-def _checkpoint_config(
-    variant: ViTConfig, checkpoint: checkpoints.Checkpoint, request: _Request
-) -> ViTConfig:
+def _checkpoint_config(variant: ViTConfig, checkpoint: Checkpoint, request: _Request) -> ViTConfig:
     fields = checkpoint.fields
     classes = _classes(request, fields["classes"])
     if request.include_top and classes is None:
@@ -151,7 +174,8 @@ def _checkpoint_config(
             f"{checkpoint.path} holds no classifier; pass classes=N for a fresh one, or "
             "include_top=False."
         )
-    kept = {name: fields[name] for name in ("class_token", "activation", "layer_norm_epsilon")}
+    decided = ("class_token", "activation", "layer_norm_epsilon")
+    kept = {name: fields[name] for name in decided if name in fields}
     return _with_request(
         variant,
         request,
@@ -179,9 +203,7 @@ def _with_request(variant: ViTConfig, request: _Request, **fields: Any) -> ViTCo
     )
 
 
-def _checkpoint_shape(
-    variant: ViTConfig, checkpoint: checkpoints.Checkpoint
-) -> tuple[int, int, int]:
+def _checkpoint_shape(variant: ViTConfig, checkpoint: Checkpoint) -> tuple[int, int, int]:
     if checkpoint.grid is None:
         return variant.input_shape
     rows, columns = checkpoint.grid

@@ -1,14 +1,17 @@
 """Reads the named arrays of a checkpoint one by one, trusting nothing that the file declares."""
 
 import dataclasses
+import functools
 import math
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+import h5py
 import ml_dtypes
 import numpy as np
+import safetensors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +50,61 @@ def read_npz(path: Path) -> dict[str, StoredArray]:
         raise ValueError(
             f"{path} is not a whole .npz file ({error}); delete it and fetch it again."
         ) from error
+
+
+def read_safetensors(path: Path) -> dict[str, StoredArray]:
+    """Lists the arrays of a .safetensors file without reading their values.
+
+    Raises:
+        ValueError: the file is not a whole .safetensors file, or holds other than numbers.
+    """
+    try:
+        with safetensors.safe_open(path, framework="numpy") as opened:
+            shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+    except (safetensors.SafetensorError, OSError) as error:
+        if isinstance(error, FileNotFoundError):
+            raise
+        raise ValueError(
+            f"{path} is not a whole .safetensors file ({error}); delete it and fetch it again."
+        ) from error
+
+    def read(name: str) -> np.ndarray:
+        with safetensors.safe_open(path, framework="numpy") as opened:
+            return np.asarray(opened.get_tensor(name))
+
+    return {name: StoredArray(s, functools.partial(read, name)) for name, s in shapes.items()}
+
+
+def read_h5(path: Path, content: IO[bytes] | None = None) -> dict[str, StoredArray]:
+    """Lists the arrays of a Keras .weights.h5 file without reading their values.
+
+    Args:
+        path: the file, named in errors.
+        content: the HDF5 content, where it is only a part of that file.
+
+    Raises:
+        ValueError: the file is not a whole HDF5 file.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def visit(name: str, node: Any) -> None:
+        if isinstance(node, h5py.Dataset) and node.dtype.kind in "fiuV":
+            shapes[name] = tuple(node.shape)
+
+    def read(name: str) -> np.ndarray:
+        with h5py.File(content or path, "r") as opened:
+            values = np.asarray(opened[name])
+            # Keras marks the two raw bytes that HDF5 keeps a bfloat16 in.
+            return values.view(ml_dtypes.bfloat16) if values.dtype.str == "|V2" else values
+
+    try:
+        with h5py.File(content or path, "r") as opened:
+            opened.visititems(visit)
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, FileNotFoundError):
+            raise
+        raise ValueError(f"{path} is not a whole HDF5 file ({error}).") from error
+    return {name: StoredArray(s, functools.partial(read, name)) for name, s in shapes.items()}
 
 
 def _npz_array(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> StoredArray:

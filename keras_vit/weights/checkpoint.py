@@ -1,24 +1,23 @@
-"""Opens a checkpoint of any known layout and assigns its arrays to a model, each exactly once."""
+"""Opens a checkpoint file of any known layout, without reading its values."""
 
 import dataclasses
-import logging
+import functools
+import io
+import json
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
-
-import numpy as np
+from typing import Any
 
 from keras_vit.config import ViTConfig
-from keras_vit.model import VisionTransformer
-from keras_vit.weights.arrays import StoredArray, read_npz
-from keras_vit.weights.facts import listed, published_fields
+from keras_vit.weights.arrays import StoredArray, read_h5, read_npz, read_safetensors
+from keras_vit.weights.facts import published_fields
+from keras_vit.weights.keras_layout import keras_fields, keras_rows, position_name
 from keras_vit.weights.layouts import Row, original_rows, published_names
-from keras_vit.weights.positions import Method, resample_positions, square_grid
+from keras_vit.weights.positions import square_grid
+from keras_vit.weights.torch_layouts import names_of, torch_fields, torch_rows
 
-logger = logging.getLogger(__name__)
-
-POSITIONS = "patch_encoder/position_embedding"
-HEAD = ("head/", "representation/")
+# ViTConfig fields that must be the same in a file and the model it fills.
 ARCHITECTURE = (
     "resnet_layers",
     "patch_size",
@@ -26,6 +25,15 @@ ARCHITECTURE = (
     "mlp_dim",
     "num_heads",
     "num_layers",
+)
+# ViTConfig fields that a file decides for the model that is built for it.
+DECIDED = (
+    "classes",
+    "pooling",
+    "class_token",
+    "representation_dim",
+    "activation",
+    "layer_norm_epsilon",
 )
 
 
@@ -58,157 +66,74 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"There is no checkpoint file {str(path)!r}.")
-    if path.suffix != ".npz":
-        raise ValueError(f"A checkpoint is an .npz file. Received: {str(path)!r}.")
-    arrays = published_names(read_npz(path))
-    try:
-        fields = published_fields(arrays)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-    return Checkpoint(path, arrays, fields, original_rows, _published_grid(arrays, fields))
-
-
-def load(model: VisionTransformer, path: str | Path, *, positions: Method = "original") -> None:
-    """Loads a checkpoint's weights into a model, position embeddings resampled to the model's grid.
-
-    The file is read and checked whole before the first variable changes. A model without classifier
-    leaves the file's classifier aside.
-
-    Args:
-        model: the model to fill.
-        path: an .npz file in the published layout, with older or newer Flax names.
-        positions: how positions are resampled if the grids differ, see `resample_positions`.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file is damaged, or does not fit the model; all differences are listed.
-    """
-    checkpoint = open_checkpoint(path)
-    rows = match(checkpoint, model.config)
-    for row in rows:
-        _value(checkpoint, row, model.config, positions)
-    assign(model, checkpoint, rows=rows, positions=positions)
-
-
-def assign(
-    model: VisionTransformer,
-    checkpoint: Checkpoint,
-    *,
-    rows: list[Row],
-    positions: Method = "original",
-) -> None:
-    """Streams the arrays of the matched rows into the model's variables, one variable at a time."""
-    if checkpoint.grid not in (None, model.config.grid):
-        logger.info(
-            "Position embeddings resampled from a grid of %dx%d to %dx%d patches (%s).",
-            *checkpoint.grid,
-            *model.config.grid,
-            positions,
-        )
-    variables = {variable.path: variable for variable in model.weights}
-    for row in rows:
-        variables.pop(row.path).assign(_value(checkpoint, row, model.config, positions))
-    left = [path for path in variables if not path.startswith(HEAD)]
-    if left:
-        raise ValueError(f"{checkpoint.path} does not give the variables {listed(left)}.")
-
-
-def match(
-    checkpoint: Checkpoint, config: ViTConfig, *, head: Literal["file", "fresh"] = "file"
-) -> list[Row]:
-    """Returns the rows that fill a model of this config, having held every array against them.
-
-    Args:
-        checkpoint: the opened file.
-        config: the model's config.
-        head: "fresh" leaves the classifier and representation layer of both sides aside.
-
-    Raises:
-        ValueError: arrays are missing, left over or of another shape; the message lists them.
-    """
-    check_architecture(checkpoint, config)
-    rows = checkpoint.rows(config)
-    if head == "fresh":
-        rows = [row for row in rows if not row.path.startswith(HEAD)]
-    used = {name for row in rows for name in row.names}
-    skipped = _skipped_names(checkpoint, config, head)
-    missing = used - set(checkpoint.arrays)
-    extra = {name for name in set(checkpoint.arrays) - used if not name.startswith(skipped)}
-    misshapen = [
-        f"{name} (expected {shape}, received {checkpoint.arrays[name].shape})"
-        for row in rows
-        for name, shape in zip(row.names, row.shapes, strict=True)
-        if name not in missing and not _fits(checkpoint.arrays[name].shape, shape, row.path)
-    ]
-    found = (("missing", missing), ("unexpected", extra), ("of another shape", misshapen))
-    problems = [f"{kind}: {listed(names)}" for kind, names in found if names]
-    if problems:
-        raise ValueError(f"{checkpoint.path} does not fit the model. Arrays {'; '.join(problems)}.")
-    return rows
-
-
-def check_architecture(checkpoint: Checkpoint, config: ViTConfig) -> None:
-    """Raises a ValueError unless the file's sizes are the config's."""
-    for name in ARCHITECTURE:
-        wanted, found = getattr(config, name), checkpoint.fields.get(name)
-        if name in checkpoint.fields and wanted != found:
-            raise ValueError(
-                f"{checkpoint.path} does not fit the model: its {name} is {found}, the model's "
-                f"is {wanted}."
-            )
-
-
-def _skipped_names(
-    checkpoint: Checkpoint, config: ViTConfig, head: Literal["file", "fresh"]
-) -> tuple[str, ...]:
-    """Returns the beginnings of array names that a model of this config may leave aside."""
-    whole = dataclasses.replace(config, **checkpoint.fields)
-    paths = HEAD if head == "fresh" or config.classes is None else ()
-    if config.pooling != "map":
-        paths = (*paths, "pooling/")
-    rows = (row for row in checkpoint.rows(whole) if paths and row.path.startswith(paths))
-    return tuple(name for row in rows for name in row.names)
-
-
-def _fits(shape: tuple[int, ...], expected: tuple[int, ...], path: str) -> bool:
-    if path == POSITIONS and len(shape) == 3:
-        return shape[2] == expected[2]  # the number of positions may differ: they are resampled
-    return shape == expected
-
-
-def _value(checkpoint: Checkpoint, row: Row, config: ViTConfig, positions: Method) -> np.ndarray:
-    """Reads one variable's value."""
-    values = [checkpoint.arrays[name].read() for name in row.names]
-    for name, value in zip(row.names, values, strict=True):
-        if value.size and not np.isfinite(value).any():
-            raise ValueError(f"{checkpoint.path}: array {name!r} holds no finite number.")
-    value = row.join(*values)
-    value = value.astype(np.float32, copy=False)
-    if row.path == POSITIONS:
-        return _resampled(checkpoint, value, config, positions)
-    return value
-
-
-def _resampled(
-    checkpoint: Checkpoint, table: np.ndarray, config: ViTConfig, positions: Method
-) -> np.ndarray:
-    if checkpoint.grid == config.grid:
-        return table
-    if checkpoint.grid is None and table.shape[1] == config.num_tokens:
-        return table  # not square and not said: taken as the model's own
-    if checkpoint.grid is None:
+    openers = [opener for suffix, opener in _OPENERS.items() if path.name.endswith(suffix)]
+    if not openers:
         raise ValueError(
-            f"{checkpoint.path} holds {table.shape[1]} positions, not a square grid, and does not "
-            f"say its height and width; the model's grid is {config.grid}. Build the model at the "
-            "size that the file was trained at."
+            f"A checkpoint's name ends in {', '.join(_OPENERS)}. Received: {str(path)!r}."
         )
-    return resample_positions(table, checkpoint.grid, config.grid, method=positions)
+    try:
+        return openers[0](path)
+    except ValueError as error:
+        if str(path) in str(error):
+            raise
+        raise ValueError(f"{path}: {error}") from error
 
 
-def _published_grid(
-    arrays: dict[str, StoredArray], fields: dict[str, Any]
-) -> tuple[int, int] | None:
-    table = arrays.get("Transformer/posembed_input/pos_embedding")
+def _open_npz(path: Path) -> Checkpoint:
+    arrays = published_names(read_npz(path))
+    fields = published_fields(arrays)
+    grid = _square(arrays.get("Transformer/posembed_input/pos_embedding"), fields)
+    return Checkpoint(path, arrays, fields, original_rows, grid)
+
+
+def _open_safetensors(path: Path) -> Checkpoint:
+    """Takes activation, epsilon, heads and grid from the config.json beside the file."""
+    names, arrays = names_of(read_safetensors(path))
+    beside = path.parent / "config.json"
+    settings = json.loads(beside.read_text()) if beside.is_file() else {}
+    fields = torch_fields(names, arrays, settings)
+    size = settings.get("image_size")
+    size = (size, size) if isinstance(size, int) else size
+    grid = _square(arrays.get(names.positions), fields)
+    if size is not None:
+        grid = (size[0] // fields["patch_size"], size[1] // fields["patch_size"])
+    return Checkpoint(path, arrays, fields, functools.partial(torch_rows, names), grid)
+
+
+def _open_h5(path: Path) -> Checkpoint:
+    arrays = read_h5(path)
+    fields = keras_fields(arrays)
+    grid = _square(arrays.get(position_name(fields)), fields)
+    return Checkpoint(path, arrays, fields, keras_rows, grid)
+
+
+def _open_keras(path: Path) -> Checkpoint:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            settings = json.loads(archive.read("config.json"))
+            content = io.BytesIO(archive.read("model.weights.h5"))
+    except (zipfile.BadZipFile, KeyError, json.JSONDecodeError, OSError) as error:
+        raise ValueError(f"{path} is not a whole .keras file ({error}).") from error
+    if settings.get("registered_name") != "keras_vit>VisionTransformer":
+        raise ValueError(
+            f"{path} holds a {settings.get('class_name')}, not a VisionTransformer; load it with "
+            "keras.saving.load_model."
+        )
+    config = ViTConfig.from_dict(settings["config"]["config"])
+    fields = {name: getattr(config, name) for name in (*ARCHITECTURE, *DECIDED)}
+    return Checkpoint(path, read_h5(path, content), fields, keras_rows, config.grid)
+
+
+_OPENERS: dict[str, Callable[[Path], Checkpoint]] = {
+    ".npz": _open_npz,
+    ".safetensors": _open_safetensors,
+    ".weights.h5": _open_h5,
+    ".keras": _open_keras,
+}
+SUFFIXES = tuple(_OPENERS)
+
+
+def _square(table: StoredArray | None, fields: dict[str, Any]) -> tuple[int, int] | None:
     if table is None or len(table.shape) != 3:
         return None
     return square_grid(table.shape[1] - fields["class_token"])

@@ -22,6 +22,7 @@ class Row:
 
     Attributes:
         path: the variable's path in the model.
+        shape: the variable's shape.
         names: the arrays' names in the checkpoint.
         shapes: the arrays' shapes there.
         join: makes the variable's value from the arrays.
@@ -29,6 +30,7 @@ class Row:
     """
 
     path: str
+    shape: tuple[int, ...]
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     join: Callable[..., np.ndarray] = lambda value: value
@@ -44,10 +46,8 @@ def original_rows(config: ViTConfig) -> list[Row]:
     if config.class_token:
         rows.append(_plain("patch_encoder/class_token", "cls", (1, 1, d)))
     rows.append(_plain("patch_encoder/position_embedding", position, (1, config.num_tokens, d)))
-    kernel_shape = (size, size, channels, d)
-    rows.append(
-        _reshaped("patch_encoder/projection/kernel", "embedding/kernel", kernel_shape, (-1, d))
-    )
+    kernel, flat = (size, size, channels, d), (size * size * channels, d)
+    rows.append(_reshaped("patch_encoder/projection/kernel", "embedding/kernel", kernel, flat))
     rows.append(_plain("patch_encoder/projection/bias", "embedding/bias", (d,)))
     for index in range(config.num_layers):
         rows += _block_rows(config, f"block_{index}", f"Transformer/encoderblock_{index}")
@@ -63,12 +63,13 @@ def original_rows(config: ViTConfig) -> list[Row]:
 
 
 def _plain(path: str, name: str, shape: tuple[int, ...]) -> Row:
-    return Row(path, (name,), (shape,))
+    return Row(path, shape, (name,), (shape,))
 
 
 def _reshaped(path: str, name: str, shape: tuple[int, ...], flat: tuple[int, ...]) -> Row:
     return Row(
         path,
+        flat,
         (name,),
         (shape,),
         join=lambda value: value.reshape(flat),
@@ -107,8 +108,8 @@ def _heads_rows(config: ViTConfig, path: str, name: str, parts: tuple[str, ...])
     kernels = tuple(f"{name}/{part}/kernel" for part in parts)
     biases = tuple(f"{name}/{part}/bias" for part in parts)
     return [
-        Row(f"{path}/kernel", kernels, ((d, h, d // h),) * count, join, split),
-        Row(f"{path}/bias", biases, ((h, d // h),) * count, join, split),
+        Row(f"{path}/kernel", (d, count * d), kernels, ((d, h, d // h),) * count, join, split),
+        Row(f"{path}/bias", (count * d,), biases, ((h, d // h),) * count, join, split),
     ]
 
 

@@ -1,0 +1,232 @@
+"""Lists the published checkpoints, one row each, and finds the one that a short name means.
+
+All files are Google's own, in the bucket gs://vit_models. Two of its folders need a word: `augreg`
+holds 52 thousand files more than the rows here, each reached by its name; `gsam` is not listed,
+because its files are of another architecture and of doubtful quality (vision_transformer issues 195
+and 223, pytorch-image-models issue 1302).
+"""
+
+import dataclasses
+import functools
+import urllib.parse
+from collections.abc import Mapping
+from typing import Literal
+
+from keras_vit import config as configs
+from keras_vit.weights import augreg, published
+
+Family = Literal["original", "augreg", "sam"]
+
+BASE_URL = "https://storage.googleapis.com/vit_models/"
+DEFAULT_IMAGE_SIZE = 224  # pixels
+LICENCE = "Apache-2.0"  # of google-research/vision_transformer, which publishes the files
+
+_SOURCE = "https://github.com/google-research/vision_transformer#available-vit-models"
+_PAPERS: Mapping[Family, str] = {
+    "original": "https://arxiv.org/abs/2010.11929",
+    "augreg": "https://arxiv.org/abs/2106.10270",
+    "sam": "https://arxiv.org/abs/2106.01548",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CatalogRow:
+    """One published checkpoint.
+
+    Example:
+        >>> row = resolve("B/16", "imagenet21k")
+        >>> row.classes, row.head, row.parameters
+        (21843, 'trained', 102595923)
+
+    Attributes:
+        name: folder and file name in the bucket, without suffix.
+        variant: the architecture, a key of `keras_vit.config.VARIANTS`.
+        family: "original" (the ViT paper), "augreg" (How to train your ViT?) or "sam".
+        data: what it was trained on, in order: "imagenet21k+imagenet2012".
+        image_size: side of the images it was trained on last, in pixels.
+        classes: size of its classifier.
+        head: "trained", or "zeros" where the publisher blanked the classifier.
+        representation_dim: width of its representation layer (pre-logits), None for none.
+        published_size: the file's size in its publisher's words, None where nobody states it.
+        accuracy: reported ImageNet top-1 accuracy in percent, None where nobody reports it.
+        accuracy_source: who reports it.
+        sha256: the file's SHA-256, None where it is not known: Google publishes none.
+    """
+
+    name: str
+    variant: str
+    family: Family
+    data: str
+    image_size: int
+    classes: int
+    head: Literal["trained", "zeros"] = "trained"
+    representation_dim: int | None = None
+    published_size: str | None = None
+    accuracy: float | None = None
+    accuracy_source: str | None = None
+    sha256: str | None = None
+    licence: str = LICENCE
+    source: str = _SOURCE
+
+    @property
+    def url(self) -> str:
+        """Where the file is."""
+        return f"{BASE_URL}{urllib.parse.quote(self.name)}.npz"
+
+    @property
+    def paper(self) -> str:
+        """The paper that describes the training."""
+        return _PAPERS[self.family]
+
+    @property
+    def config(self) -> configs.ViTConfig:
+        """The model that the file fills."""
+        return dataclasses.replace(
+            configs.variant(self.variant),
+            input_shape=(self.image_size, self.image_size, 3),
+            classes=self.classes,
+            representation_dim=self.representation_dim,
+        )
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of that model; the file holds four bytes for each and a little more."""
+        return configs.parameter_count(self.config)
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The names that `resolve` takes for it."""
+        short = "sam" if self.family == "sam" else self.data
+        return (short, f"{self.family}/{self.data}", self.name)
+
+
+@functools.cache
+def catalog() -> tuple[CatalogRow, ...]:
+    """Returns all rows, recommended ones first.
+
+    Example:
+        >>> [row.name for row in catalog() if row.variant == "H/14"]
+        ['imagenet21k/ViT-H_14']
+    """
+    augreg_files = (*published.AUGREG_21K, *published.AUGREG_21K_1K, *published.AUGREG_1K)
+    return (
+        *(_augreg_row(file) for file in augreg_files),
+        *(_original_21k_row(file) for file in published.ORIGINAL_21K),
+        *(_original_21k_1k_row(file) for file in published.ORIGINAL_21K_1K),
+        *(_sam_row(file) for file in published.SAM),
+    )
+
+
+def resolve(variant: str, weights: str, *, image_size: int | None = None) -> CatalogRow:
+    """Returns the checkpoint that a short name means for a variant.
+
+    `weights` is one of
+    - "imagenet21k", "imagenet21k+imagenet2012", "imagenet2012": the recommended checkpoint trained
+      on that data, AugReg's where there is one (its ImageNet-21k classifiers are trained, the
+      original's are zeros), otherwise the paper's own;
+    - "sam": trained on ImageNet-1k with sharpness-aware minimisation;
+    - "original/imagenet21k", "augreg/imagenet2012", ...: the same of one family;
+    - "augreg/<file name without .npz>": any file of the AugReg sweep;
+    - the `name` of a row.
+
+    Example:
+        >>> resolve("L/16", "imagenet21k+imagenet2012", image_size=384).accuracy
+        85.59
+        >>> resolve("L/16", "original/imagenet21k").head
+        'zeros'
+
+    Args:
+        variant: a key of `keras_vit.config.VARIANTS`.
+        weights: a name as above.
+        image_size: side in pixels of the images it shall be used on. Of several files the one
+            trained nearest to that size is taken, the larger of two equally near. None stands for
+            224, or the only size there is.
+
+    Raises:
+        ValueError: there is no such variant or no such checkpoint of it.
+    """
+    configs.variant(variant)
+    rows = [row for row in catalog() if weights in row.words]
+    if not rows and weights.startswith("augreg/") and weights.count("-") > 1:
+        rows = [_augreg_row(published.Published(weights.removeprefix("augreg/")))]
+    fitting = [row for row in rows if row.variant == variant]
+    if not fitting:
+        raise ValueError(_unknown(variant, weights, rows))
+    wanted = DEFAULT_IMAGE_SIZE if image_size is None else image_size
+    return min(fitting, key=lambda row: (abs(row.image_size - wanted), -row.image_size))
+
+
+def _unknown(variant: str, weights: str, elsewhere: list[CatalogRow]) -> str:
+    sizes: dict[str, list[int]] = {}
+    for row in catalog():
+        for word in row.words[:2] if row.variant == variant else ():
+            sizes.setdefault(word, []).append(row.image_size)
+    known = [f"{word!r} ({', '.join(map(str, sorted({*at})))} px)" for word, at in sizes.items()]
+    if variant in augreg.VARIANTS.values():
+        known.append("'augreg/<file name without .npz>'")
+    other = f", it belongs to {elsewhere[0].variant}" if len(elsewhere) == 1 else ""
+    there_are = f"there are {', '.join(known)}" if known else "none are published"
+    return f"There are no weights {weights!r} for {variant}{other}; {there_are}."
+
+
+def _augreg_row(file: published.Published) -> CatalogRow:
+    name = augreg.parse(file.stem)
+    return CatalogRow(
+        name=f"augreg/{file.stem}",
+        variant=name.variant,
+        family="augreg",
+        data=name.data,
+        image_size=name.image_size,
+        classes=name.classes,
+        published_size=file.size,
+        accuracy=file.accuracy,
+        accuracy_source=file.measured_by,
+    )
+
+
+def _original_21k_row(file: published.Published) -> CatalogRow:
+    variant = _original_variant(file.stem)
+    return CatalogRow(
+        name=f"imagenet21k/{file.stem}",
+        variant=variant,
+        family="original",
+        data="imagenet21k",
+        image_size=224,
+        classes=21843,
+        head="zeros",
+        representation_dim=configs.variant(variant).hidden_dim,
+        published_size=file.size,
+    )
+
+
+def _original_21k_1k_row(file: published.Published) -> CatalogRow:
+    return CatalogRow(
+        name=f"imagenet21k+imagenet2012/{file.stem}",
+        variant=_original_variant(file.stem),
+        family="original",
+        data="imagenet21k+imagenet2012",
+        image_size=224 if file.stem.endswith("-224") else 384,
+        classes=1000,
+        published_size=file.size,
+        accuracy=file.accuracy,
+        accuracy_source=file.measured_by,
+    )
+
+
+def _sam_row(file: published.Published) -> CatalogRow:
+    return CatalogRow(
+        name=f"sam/{file.stem}",
+        variant=_original_variant(file.stem),
+        family="sam",
+        data="imagenet2012",
+        image_size=224,
+        classes=1000,
+        published_size=file.size,
+        accuracy=file.accuracy,
+        accuracy_source=file.measured_by,
+    )
+
+
+def _original_variant(stem: str) -> str:
+    # "R50+ViT-B_16-224" is R50+B/16.
+    return stem.replace("ViT-", "").removesuffix("-224").replace("_", "/")

@@ -1,0 +1,206 @@
+"""Assigns a checkpoint's arrays to a model's variables, each exactly once, or says what differs."""
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Literal
+
+import keras
+import numpy as np
+
+from keras_vit.config import ViTConfig
+from keras_vit.layers.initialization import overwritten_weights
+from keras_vit.model import VisionTransformer
+from keras_vit.weights.checkpoint import ARCHITECTURE, Checkpoint, open_checkpoint
+from keras_vit.weights.facts import listed
+from keras_vit.weights.layouts import Row
+from keras_vit.weights.positions import Method, resample_positions
+
+POSITIONS = "patch_encoder/position_embedding"
+HEAD = ("head/", "representation/")
+
+logger = logging.getLogger(__name__)
+
+
+def load(model: VisionTransformer, path: str | Path, *, positions: Method = "original") -> None:
+    """Loads a checkpoint's weights into a model, position embeddings resampled to the model's grid.
+
+    The file is read and checked whole before the first variable changes. A model without classifier
+    leaves the file's classifier aside.
+
+    Args:
+        model: the model to fill.
+        path: an .npz file in the published layout with older or newer Flax names, a .safetensors
+            file of Hugging Face transformers or timm, or a .weights.h5 or .keras file.
+        positions: how positions are resampled if the grids differ, see `resample_positions`.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is damaged, or does not fit the model; all differences are listed.
+    """
+    checkpoint = open_checkpoint(path)
+    rows = match(checkpoint, model.config)
+    for row in rows:
+        _value(checkpoint, row, model.config, positions)
+    assign(model, checkpoint, rows=rows, positions=positions)
+
+
+def resize(
+    model: VisionTransformer, input_shape: tuple[int, int, int], *, positions: Method = "original"
+) -> VisionTransformer:
+    """Returns the same model for images of another size; the given one stays as it is.
+
+    Position embeddings are resampled, every other weight is copied.
+
+    Example:
+        >>> from keras_vit.config import ViTConfig
+        >>> config = ViTConfig(input_shape=(32, 32, 3), patch_size=8, hidden_dim=8, mlp_dim=16,
+        ...                    num_heads=2, num_layers=1, classes=3)
+        >>> resize(VisionTransformer(config), (48, 64, 3)).config.grid
+        (6, 8)
+
+    Args:
+        model: the model to start from.
+        input_shape: (height, width, channels) wanted, in pixels.
+        positions: how positions are resampled, see `resample_positions`.
+
+    Raises:
+        ValueError: the size is not a multiple of the patch, or the channels differ.
+    """
+    old = model.config
+    if input_shape[2] != old.input_shape[2]:
+        raise ValueError(
+            f"A model for {old.input_shape[2]} channels cannot be resized to "
+            f"input_shape={input_shape}; keep the number of channels."
+        )
+    config = dataclasses.replace(old, input_shape=input_shape)
+    settings = {**model.get_config(), "config": config.to_dict()}
+    with overwritten_weights():
+        resized = VisionTransformer.from_config(settings)
+    for source, target in zip(model.weights, resized.weights, strict=True):
+        if source.path != POSITIONS:
+            target.assign(source)
+            continue
+        table = np.asarray(keras.ops.convert_to_numpy(source))
+        target.assign(resample_positions(table, old.grid, config.grid, method=positions))
+    _log_grids(old.grid, config.grid, positions)
+    return resized
+
+
+def assign(
+    model: VisionTransformer,
+    checkpoint: Checkpoint,
+    *,
+    rows: list[Row],
+    positions: Method = "original",
+) -> None:
+    """Streams the arrays of the matched rows into the model's variables, one variable at a time."""
+    _log_grids(checkpoint.grid, model.config.grid, positions)
+    variables = {variable.path: variable for variable in model.weights}
+    for row in rows:
+        variables.pop(row.path).assign(_value(checkpoint, row, model.config, positions))
+    left = [path for path in variables if not path.startswith(HEAD)]
+    if left:
+        raise ValueError(f"{checkpoint.path} does not give the variables {listed(left)}.")
+
+
+def match(
+    checkpoint: Checkpoint, config: ViTConfig, *, head: Literal["file", "fresh"] = "file"
+) -> list[Row]:
+    """Returns the rows that fill a model of this config, having held every array against them.
+
+    Args:
+        checkpoint: the opened file.
+        config: the model's config.
+        head: "fresh" leaves the classifier and representation layer of both sides aside.
+
+    Raises:
+        ValueError: arrays are missing, left over or of another shape; the message lists them.
+    """
+    check_architecture(checkpoint, config)
+    rows = checkpoint.rows(config)
+    if head == "fresh":
+        rows = [row for row in rows if not row.path.startswith(HEAD)]
+    used = {name for row in rows for name in row.names}
+    skipped = _skipped_names(checkpoint, config, head)
+    missing = used - set(checkpoint.arrays)
+    extra = {name for name in set(checkpoint.arrays) - used if not name.startswith(skipped)}
+    misshapen = [
+        f"{name} (expected {shape}, received {checkpoint.arrays[name].shape})"
+        for row in rows
+        for name, shape in zip(row.names, row.shapes, strict=True)
+        if name not in missing and not _fits(checkpoint.arrays[name].shape, shape, row.path)
+    ]
+    found = (("missing", missing), ("unexpected", extra), ("of another shape", misshapen))
+    problems = [f"{kind}: {listed(names)}" for kind, names in found if names]
+    if problems:
+        raise ValueError(f"{checkpoint.path} does not fit the model. Arrays {'; '.join(problems)}.")
+    return rows
+
+
+def check_architecture(checkpoint: Checkpoint, config: ViTConfig) -> None:
+    """Raises a ValueError unless the file's sizes are the config's."""
+    for name in ARCHITECTURE:
+        wanted, found = getattr(config, name), checkpoint.fields.get(name)
+        if name in checkpoint.fields and wanted != found:
+            raise ValueError(
+                f"{checkpoint.path} does not fit the model: its {name} is {found}, the model's "
+                f"is {wanted}."
+            )
+
+
+def _skipped_names(
+    checkpoint: Checkpoint, config: ViTConfig, head: Literal["file", "fresh"]
+) -> tuple[str, ...]:
+    """Returns the beginnings of array names that a model of this config may leave aside."""
+    whole = dataclasses.replace(config, **checkpoint.fields)
+    paths = HEAD if head == "fresh" or config.classes is None else ()
+    if config.pooling != "map":
+        paths = (*paths, "pooling/")
+    rows = (row for row in checkpoint.rows(whole) if paths and row.path.startswith(paths))
+    return tuple(name for row in rows for name in row.names)
+
+
+def _fits(shape: tuple[int, ...], expected: tuple[int, ...], path: str) -> bool:
+    if path == POSITIONS and len(shape) == 3:
+        return shape[2] == expected[2]  # the number of positions may differ: they are resampled
+    return shape == expected
+
+
+def _value(checkpoint: Checkpoint, row: Row, config: ViTConfig, positions: Method) -> np.ndarray:
+    """Reads one variable's value."""
+    values = [checkpoint.arrays[name].read() for name in row.names]
+    for name, value in zip(row.names, values, strict=True):
+        if value.size and not np.isfinite(value).any():
+            raise ValueError(f"{checkpoint.path}: array {name!r} holds no finite number.")
+    value = row.join(*values)
+    value = value.astype(np.float32, copy=False)
+    if row.path == POSITIONS:
+        return _resampled(checkpoint, value, config, positions)
+    return value
+
+
+def _resampled(
+    checkpoint: Checkpoint, table: np.ndarray, config: ViTConfig, positions: Method
+) -> np.ndarray:
+    if checkpoint.grid == config.grid:
+        return table
+    if checkpoint.grid is None and table.shape[1] == config.num_tokens:
+        return table  # not square and not said: taken as the model's own
+    if checkpoint.grid is None:
+        raise ValueError(
+            f"{checkpoint.path} holds {table.shape[1]} positions, not a square grid, and does not "
+            f"say its height and width; the model's grid is {config.grid}. Build the model at the "
+            "size that the file was trained at."
+        )
+    return resample_positions(table, checkpoint.grid, config.grid, method=positions)
+
+
+def _log_grids(old: tuple[int, int] | None, new: tuple[int, int], positions: Method) -> None:
+    if old is not None and old != new:
+        logger.info(
+            "Position embeddings resampled from a grid of %dx%d to %dx%d patches (%s).",
+            *old,
+            *new,
+            positions,
+        )

@@ -1,0 +1,220 @@
+"""What the download tests run against: a file server with faults, and child processes."""
+
+import base64
+import contextlib
+import hashlib
+import http.server
+import io
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+import keras_vit
+
+SOURCE = Path(keras_vit.__file__).parent.parent
+
+# Imports the module without the packages above it, which shows that it needs no framework.
+CHILD = """
+import sys, types
+for name in ("keras_vit", "keras_vit.weights"):
+    module = types.ModuleType(name)
+    module.__path__ = [sys.argv[1] + "/" + name.replace(".", "/")]
+    sys.modules[name] = module
+from keras_vit.weights import download
+"""
+FETCH = CHILD + "print(download.fetch(sys.argv[2], wait=lambda _: None))"
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """Serves `files` as Google Cloud Storage does, minus what is switched off, plus `faults`."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.files: dict[str, bytes] = {}
+        self.faults: list[Callable[[Handler, bytes], bool]] = []  # one per request, then none
+        self.requests: list[dict[str, str]] = []
+        self.released = threading.Event()
+        self.ranges = self.if_range = self.validators = self.length = True
+        self.hashes: tuple[str, ...] | None = None  # None: the true ones
+        self.pause = 0.0  # seconds between pieces of 16 KiB
+        self.headers: dict[str, str] = {}
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client that goes away is part of these tests."""
+
+    def tag(self, body: bytes) -> str:
+        return f'"{hashlib.md5(body).hexdigest()}"'
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Server
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self.server.requests.append({key.lower(): value for key, value in self.headers.items()})
+        self.close_connection = True
+        body = self.server.files.get(self.path)
+        if body is None:
+            self.send_error(404)
+            return
+        fault = self.server.faults.pop(0) if self.server.faults else None
+        if fault is None or fault(self, body):
+            self.send_file(body, body)
+
+    def send_file(self, body: bytes, sent: bytes, *, upto: int | None = None) -> None:
+        """Sends `sent` under the headers of `body`, or only its bytes before `upto`."""
+        start = self.begin(body)
+        pieces = io.BytesIO(sent[start:upto])
+        while piece := pieces.read(2**14):
+            self.wfile.write(piece if self.server.length else b"%x\r\n%b\r\n" % (len(piece), piece))
+            time.sleep(self.server.pause)
+        if upto is None and not self.server.length:
+            self.wfile.write(b"0\r\n\r\n")
+
+    def begin(self, body: bytes) -> int:
+        start = 0
+        wanted = self.headers.get("Range", "")
+        current = self.headers.get("If-Range") in (None, self.server.tag(body))
+        if wanted and self.server.ranges and (current or not self.server.if_range):
+            start = int(wanted.removeprefix("bytes=").removesuffix("-"))
+            self.send_response(206)
+            self.send_header("Content-Range", f"bytes {start}-{len(body) - 1}/{len(body)}")
+        else:
+            self.send_response(200)
+        length = ("Content-Length", str(len(body) - start))
+        self.send_header(*(length if self.server.length else ("Transfer-Encoding", "chunked")))
+        if self.server.validators:
+            self.send_header("ETag", self.server.tag(body))
+            self.send_header("x-goog-generation", str(len(body)))
+        md5 = base64.b64encode(hashlib.md5(body).digest()).decode()
+        for text in (f"md5={md5}",) if self.server.hashes is None else self.server.hashes:
+            self.send_header("x-goog-hash", text)
+        for name, text in self.server.headers.items():
+            self.send_header(name, text)
+        self.end_headers()
+        return start
+
+
+def status(code: int, **headers: str) -> Callable[[Handler, bytes], bool]:
+    def fault(handler: Handler, _: bytes) -> bool:
+        handler.send_response(code)
+        for name, text in headers.items():
+            handler.send_header(name.replace("_", "-"), text)
+        handler.send_header("Content-Length", "0")
+        handler.end_headers()
+        return False
+
+    return fault
+
+
+def cut(upto: int) -> Callable[[Handler, bytes], bool]:
+    def fault(handler: Handler, body: bytes) -> bool:
+        handler.send_file(body, body, upto=upto)
+        return False
+
+    return fault
+
+
+def reset(upto: int) -> Callable[[Handler, bytes], bool]:
+    def fault(handler: Handler, body: bytes) -> bool:
+        handler.send_file(body, body, upto=upto)
+        handler.wfile.flush()
+        time.sleep(0.1)
+        handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        handler.connection.close()
+        return False
+
+    return fault
+
+
+def stall(upto: int) -> Callable[[Handler, bytes], bool]:
+    def fault(handler: Handler, body: bytes) -> bool:
+        handler.send_file(body, body, upto=upto)
+        handler.wfile.flush()
+        handler.server.released.wait(30)
+        return False
+
+    return fault
+
+
+def flip(place: int) -> Callable[[Handler, bytes], bool]:
+    def fault(handler: Handler, body: bytes) -> bool:
+        handler.send_file(body, flipped(body, place))
+        return False
+
+    return fault
+
+
+def flipped(body: bytes, place: int) -> bytes:
+    return body[:place] + bytes([body[place] ^ 1]) + body[place + 1 :]
+
+
+def archive(seed: int, *, floats: int = 50_000) -> bytes:
+    file = io.BytesIO()
+    np.savez(file, w=np.random.default_rng(seed).standard_normal(floats, np.float32))
+    return file.getvalue()
+
+
+BODY = archive(0)
+OTHER = archive(1)
+MIDDLE = len(BODY) // 2
+NAME = "/vit_models/imagenet21k/ViT-B_16.npz"
+
+
+@contextlib.contextmanager
+def serving() -> Iterator[Server]:
+    """Runs a server that holds BODY under NAME."""
+    with Server() as server:
+        server.files[NAME] = BODY
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.released.set()
+        server.shutdown()
+        thread.join()
+
+
+def run_child(code: str, *arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code, str(SOURCE), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
+
+
+def start_child(
+    code: str, *arguments: str, env: dict[str, str] | None = None
+) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", code, str(SOURCE), *arguments]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env)
+
+
+def kept(home: Path) -> set[str]:
+    """The names of all files in the cache, without the locks."""
+    return {path.name for path in home.rglob("*") if path.is_file() and path.suffix != ".lock"}
+
+
+def one_sentence(error: BaseException) -> bool:
+    text = str(error)
+    return "\n" not in text and not text.rstrip(".]'\"").count(". ")
+
+
+def reference_crc32c(body: bytes) -> int:
+    """CRC-32C bit by bit, from RFC 3720's definition."""
+    register = 0xFFFFFFFF
+    for byte in body:
+        register ^= byte
+        for _ in range(8):
+            register = register >> 1 ^ (0x82F63B78 if register & 1 else 0)
+    return register ^ 0xFFFFFFFF

@@ -1,0 +1,189 @@
+"""Pixels to [-1, 1] on every kind of array, and class names in the order of the classifiers."""
+
+import importlib.resources
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_vit import preprocessing
+
+# Classes of keras.applications' own table (imagenet_class_index.json), two with equal words.
+IMAGENET_1K = {
+    0: ("n01440764", "tench"),
+    1: ("n01443537", "goldfish"),
+    134: ("n02012849", "crane"),
+    207: ("n02099601", "golden_retriever"),
+    281: ("n02123045", "tabby"),
+    319: ("n02268443", "dragonfly"),
+    419: ("n02786058", "Band_Aid"),
+    517: ("n03126707", "crane"),
+    639: ("n03710721", "maillot"),
+    998: ("n13133613", "ear"),
+    999: ("n15075141", "toilet_tissue"),
+}
+
+# The first and the last of WordNet's nouns that have pictures in ImageNet-21k.
+IMAGENET_21K = {
+    0: ("n00004475", "organism"),
+    1: ("n00005787", "benthos"),
+    2: ("n00006024", "heterotroph"),
+    21842: ("n15102894", "knothole"),
+}
+
+PIXELS = np.arange(256).reshape(1, 8, 16, 2)
+EXPECTED = ((PIXELS - 127.5) / 127.5).astype("float32")
+
+KINDS = {
+    "uint8 array": lambda x: x.astype("uint8"),
+    "int64 array": lambda x: x,
+    "float64 array": lambda x: x.astype("float64"),
+    "float16 array": lambda x: x.astype("float16"),
+    "nested list": lambda x: x.tolist(),
+    "uint8 tensor": lambda x: keras.ops.convert_to_tensor(x.astype("uint8")),
+    "float32 tensor": lambda x: keras.ops.convert_to_tensor(x.astype("float32")),
+    "bfloat16 tensor": lambda x: keras.ops.cast(x, "bfloat16"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pixels_become_minus_one_to_one(kind: str) -> None:
+    """Every kind of number and array gives the same float32 values, to the bit."""
+    x = KINDS[kind](PIXELS)
+
+    result = preprocessing.preprocess_input(x)
+
+    assert isinstance(result, np.ndarray) == ("array" in kind or "list" in kind)
+    assert keras.backend.standardize_dtype(result.dtype) == "float32"
+    np.testing.assert_array_equal(np.asarray(result), EXPECTED)
+
+
+def test_input_is_untouched() -> None:
+    """A float32 array, which could be changed in place, is not."""
+    x = PIXELS.astype("float32")
+
+    preprocessing.preprocess_input(x)
+
+    np.testing.assert_array_equal(x, PIXELS)
+
+
+def test_same_as_keras_tf_mode() -> None:
+    """The values are those of keras.applications' "tf" mode, up to its rounding."""
+    theirs = keras.applications.mobilenet_v2.preprocess_input(PIXELS.astype("float32"))
+
+    np.testing.assert_allclose(preprocessing.preprocess_input(PIXELS), theirs, atol=1.2e-7)
+
+
+def test_in_a_tf_data_pipeline() -> None:
+    """It maps over a dataset, where tensors have no values yet."""
+    dataset = tf.data.Dataset.from_tensor_slices(PIXELS.astype("uint8"))
+
+    (result,) = dataset.map(preprocessing.preprocess_input).as_numpy_iterator()
+
+    np.testing.assert_array_equal(result, EXPECTED[0])
+
+
+def test_in_a_functional_model() -> None:
+    """It takes a Keras tensor, so that it can stand inside a model."""
+    inputs = keras.Input((8, 16, 2))
+    model = keras.Model(inputs, preprocessing.preprocess_input(inputs))
+
+    # Compiled, the division may round differently by one unit in the last place.
+    np.testing.assert_allclose(model.predict(PIXELS, verbose=0), EXPECTED, rtol=0, atol=1.2e-7)
+
+
+@pytest.mark.parametrize("data_format", ["channels_first", "channels_last", None])
+def test_data_format_does_not_matter(data_format: str | None) -> None:
+    """keras.applications' argument is accepted."""
+    result = preprocessing.preprocess_input(PIXELS, data_format=data_format)
+
+    np.testing.assert_array_equal(result, EXPECTED)
+
+
+def test_bad_data_format() -> None:
+    """Another data format is refused."""
+    with pytest.raises(ValueError, match="Received: 'NHWC'"):
+        preprocessing.preprocess_input(PIXELS, data_format="NHWC")
+
+
+@pytest.mark.parametrize(
+    ("classes", "known"), [(1000, IMAGENET_1K), (21843, IMAGENET_21K)], ids=["1k", "21k"]
+)
+def test_labels_are_in_order(classes: int, known: dict[int, tuple[str, str]]) -> None:
+    """There is one identifier per class, ascending, and those known from elsewhere fit."""
+    labels = preprocessing.class_labels(classes)
+    identifiers = [identifier for identifier, _ in labels]
+
+    assert len(labels) == classes
+    assert identifiers == sorted(set(identifiers))
+    assert {index: labels[index] for index in known} == known
+    assert all(word and " " not in word for _, word in labels)
+
+
+def test_both_tables_agree() -> None:
+    """Every class of ImageNet-1k but teddy is one of ImageNet-21k, under the same word."""
+    small = dict(preprocessing.class_labels(1000))
+    large = dict(preprocessing.class_labels(21843))
+
+    assert {name for name in small if small[name] != large.get(name)} == {"n04399382"}
+
+
+@pytest.mark.parametrize("kind", ["array", "list", "tensor"])
+@pytest.mark.parametrize("classes", [1000, 21843])
+def test_highest_scores_are_named(kind: str, classes: int) -> None:
+    """The best classes come first, one list per sample, scores as Python floats."""
+    scores = np.random.default_rng(0).permuted(np.tile(np.arange(classes), (3, 1)), axis=1)
+    scores = scores.astype("float32")
+    given = {"array": scores, "list": scores.tolist(), "tensor": keras.ops.array(scores)}[kind]
+
+    decoded = preprocessing.decode_predictions(given, top=4)
+
+    labels = preprocessing.class_labels(classes)
+    for sample, named in zip(scores, decoded, strict=True):
+        assert [score for _, _, score in named] == [
+            float(classes - place) for place in (1, 2, 3, 4)
+        ]
+        places = [int(np.flatnonzero(sample == score)[0]) for _, _, score in named]
+        assert [(identifier, word) for identifier, word, _ in named] == [labels[p] for p in places]
+
+
+def test_five_by_default() -> None:
+    """As in keras.applications, five classes are named, the first of equal ones first."""
+    ((first, *_, last),) = preprocessing.decode_predictions(np.zeros((1, 1000)))
+
+    assert (first[1], last[1]) == ("tench", "hammerhead")
+
+
+def test_low_precision_scores() -> None:
+    """bfloat16 scores, as under mixed precision, are read too."""
+    scores = keras.ops.cast(np.eye(1, 1000), "bfloat16")
+
+    assert preprocessing.decode_predictions(scores, top=1) == [[("n01440764", "tench", 1.0)]]
+
+
+@pytest.mark.parametrize("shape", [(1000,), (2, 999), (2, 21841), (2, 1, 1000), ()])
+def test_other_shapes_are_refused(shape: tuple[int, ...]) -> None:
+    """Scores that belong to no table are an error that states the shape."""
+    with pytest.raises(ValueError, match="Received: shape"):
+        preprocessing.decode_predictions(np.zeros(shape))
+
+
+@pytest.mark.parametrize("top", [0, -1, 1001])
+def test_other_tops_are_refused(top: int) -> None:
+    """More classes than there are, or none, cannot be named."""
+    with pytest.raises(ValueError, match="top must be from 1 to 1000"):
+        preprocessing.decode_predictions(np.zeros((1, 1000)), top=top)
+
+
+def test_other_numbers_of_classes_have_no_names() -> None:
+    """Only the two ImageNets have tables."""
+    with pytest.raises(ValueError, match="Received: classes=100"):
+        preprocessing.class_labels(100)
+
+
+def test_labels_come_with_their_licence() -> None:
+    """WordNet's copyright notice stands beside its words, as its licence asks."""
+    notice = importlib.resources.files("keras_vit") / "labels" / "NOTICE"
+
+    assert "WordNet 3.0 Copyright 2006 by Princeton University" in notice.read_text()

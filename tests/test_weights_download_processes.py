@@ -1,0 +1,304 @@
+"""Downloads in processes of their own: full disks, several at once, kill -9, terminals."""
+
+import contextlib
+import logging
+import os
+import pty
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import download_rig as rig
+import numpy as np
+import pytest
+
+from keras_vit.weights import download
+
+GOOGLE = "https://storage.googleapis.com/vit_models"
+
+
+@pytest.fixture
+def server() -> Iterator[rig.Server]:
+    with rig.serving() as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("KERAS_HOME", str(tmp_path / "keras"))
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.delenv("KERAS_VIT_MIRROR", raising=False)
+    return tmp_path / "keras"
+
+
+@pytest.fixture
+def url(server: rig.Server) -> str:
+    return server.url + rig.NAME
+
+
+def run_child(code: str, *arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code, str(rig.SOURCE), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
+
+
+@pytest.mark.slow
+def test_cache_is_in_keras_own_folder(tmp_path: Path) -> None:
+    """Files are kept where keras.utils.get_file keeps a model, with and without KERAS_HOME."""
+    (tmp_path / "file.bin").write_bytes(b"x")
+    ask = rig.CHILD + (
+        "import keras\n"
+        "print(keras.utils.get_file(origin=sys.argv[2], cache_subdir='models'))\n"
+        "print(download.cached_path(sys.argv[3]))"
+    )
+    plain = {name: text for name, text in os.environ.items() if name != "KERAS_HOME"}
+    plain["HOME"] = str(tmp_path)
+    arguments = (f"file://{tmp_path}/file.bin", f"{GOOGLE}/sam/ViT-B_16.npz")
+    children = [
+        rig.start_child(ask, *arguments, env=plain),
+        rig.start_child(ask, *arguments, env=plain | {"KERAS_HOME": str(tmp_path / "elsewhere")}),
+    ]
+    folders = []
+    for child in children:
+        out, err = child.communicate(timeout=120)
+        of_keras, ours = (Path(line) for line in out.splitlines()[-2:])
+        assert ours == of_keras.parent / "keras_vit" / "vit_models" / "sam" / "ViT-B_16.npz", err
+        folders.append(of_keras.parent)
+
+    assert folders == [tmp_path / ".keras" / "models", tmp_path / "elsewhere" / "models"]
+
+
+def test_download_needs_no_framework(url: str) -> None:
+    """The module runs where neither Keras nor TensorFlow is imported."""
+    loaded = "; print([name for name in ('keras', 'tensorflow', 'rich') if name in sys.modules])"
+    child = rig.run_child(rig.FETCH + loaded, url)
+
+    assert child.stdout.splitlines()[-1] == "[]", child.stderr
+
+
+@pytest.mark.parametrize("length", [True, False])
+def test_file_size_limit(server: rig.Server, url: str, home: Path, length: bool) -> None:
+    """Where the system stops a file from growing, the error says so and the space is given back."""
+    server.length = length
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (rig.MIDDLE, rig.MIDDLE))
+
+    child = rig.run_child(rig.FETCH, url, preexec_fn=limit)
+
+    last = child.stderr.splitlines()[-1]
+    assert "OSError" in last
+    assert "there is no room in" in last
+    assert "set KERAS_HOME" in last
+    assert rig.kept(home) == set()
+
+
+def on_a_disk(folder: Path, *, before: str, url: str) -> subprocess.CompletedProcess[str]:
+    """Runs a fetch whose cache is a file system of 128 KiB, in a mount namespace of its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    mount = f"mount -t tmpfs -o size=128k none {folder}"
+    command = f'{mount} && {before} && "$@"; code=$?; find {folder} -type f >&2; exit $code'
+    fetch = [sys.executable, "-c", rig.FETCH, str(rig.SOURCE), url]
+    return subprocess.run(
+        ["unshare", "--map-root-user", "--mount", "sh", "-c", command, "sh", *fetch],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def can_mount(folder: Path) -> bool:
+    if shutil.which("unshare") is None:
+        return False
+    command = ["unshare", "--map-root-user", "--mount", "mount", "-t", "tmpfs", "none", str(folder)]
+    return subprocess.run(command, capture_output=True, timeout=10).returncode == 0
+
+
+@pytest.mark.parametrize("length", [True, False])
+def test_full_disk(server: rig.Server, url: str, tmp_path: Path, length: bool) -> None:
+    """A file larger than the disk is refused before or while it is written, and leaves nothing."""
+    if not can_mount(tmp_path):
+        pytest.skip("this machine lets no user mount a file system")
+    server.length = length
+
+    child = on_a_disk(tmp_path / "keras", before="true", url=url)
+
+    assert child.returncode == 1
+    assert "there is no room in" in child.stderr, child.stderr
+    assert ".npz\n" not in child.stderr
+    assert ".partial\n" not in child.stderr
+
+
+def test_partial_file_outlives_a_full_disk(
+    server: rig.Server, url: str, home: Path, tmp_path: Path
+) -> None:
+    """Where the rest would not fit, nothing is written and what is there is kept for later."""
+    if not can_mount(tmp_path):
+        pytest.skip("this machine lets no user mount a file system")
+    server.faults = [rig.cut(2**16), *[rig.status(503)] * 5]
+    with pytest.raises(ConnectionError):
+        download.fetch(url, wait=lambda _: None)
+    place = download.cached_path(url).parent
+    shutil.move(place, tmp_path / "partial")
+    before = f"mkdir -p {place} && cp {tmp_path}/partial/* {place}"
+
+    child = on_a_disk(tmp_path / "keras", before=before, url=url)
+
+    assert "there is no room in" in child.stderr, child.stderr
+    assert "ViT-B_16.npz.partial\n" in child.stderr
+
+
+def test_read_only_cache(server: rig.Server, tmp_path: Path) -> None:
+    """A cache that another user filled and this one cannot write to is read as it is."""
+    if not can_mount(tmp_path):
+        pytest.skip("this machine lets no user mount a file system")
+    small = rig.archive(2, floats=1000)
+    (tmp_path / "small.npz").write_bytes(small)
+    url = f"{server.url}/small.npz"
+    place = download.cached_path(url)
+    before = (
+        f"mkdir -p {place.parent} && cp {tmp_path}/small.npz {place} && "
+        f"mount -o remount,ro {tmp_path}/keras"
+    )
+
+    child = on_a_disk(tmp_path / "keras", before=before, url=url)
+
+    assert child.stdout.strip() == str(place), child.stderr
+    assert "Cannot record the SHA-256" in child.stderr
+    absent = on_a_disk(tmp_path / "keras", before=before, url=f"{server.url}/absent.npz")
+    assert "set KERAS_HOME to a folder that you can write to" in absent.stderr
+
+
+def start_child(
+    code: str, *arguments: str, env: dict[str, str] | None = None
+) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", code, str(rig.SOURCE), *arguments]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, "the expected state was not reached in 30 s"
+        time.sleep(0.01)
+
+
+def size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def test_two_processes_at_once(server: rig.Server, url: str) -> None:
+    """Two processes that want the same file get it by one download."""
+    server.pause = 0.02
+    children = [rig.start_child(rig.FETCH, url), rig.start_child(rig.FETCH, url)]
+    results = [child.communicate(timeout=60) for child in children]
+
+    assert [out.strip() for out, _ in results] == [str(download.cached_path(url))] * 2, results
+    assert len(server.requests) == 1
+    assert download.cached_path(url).read_bytes() == rig.BODY
+
+
+def test_two_threads_at_once(server: rig.Server, url: str) -> None:
+    """So do two threads of one process."""
+    server.pause = 0.02
+    paths: list[Path] = []
+    threads = [threading.Thread(target=lambda: paths.append(download.fetch(url))) for _ in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert paths == [download.cached_path(url)] * 2
+    assert len(server.requests) == 1
+
+
+def test_killed_in_the_middle(server: rig.Server, url: str, home: Path) -> None:
+    """kill -9 leaves a partial file and no held lock; the next call asks only for the rest."""
+    server.faults = [rig.stall(rig.MIDDLE)]
+    partial = download.cached_path(url).with_name("ViT-B_16.npz.partial")
+    child = rig.start_child(rig.FETCH, url)
+    until(lambda: size(partial) > 0)
+    child.send_signal(signal.SIGKILL)
+    child.communicate(timeout=10)
+    there = size(partial)
+
+    assert "ViT-B_16.npz" not in rig.kept(home)
+    assert 0 < there <= rig.MIDDLE
+    assert download.fetch(url).read_bytes() == rig.BODY
+    assert server.requests[-1]["range"] == f"bytes={there}-"
+
+
+def test_killed_again_and_again(server: rig.Server, home: Path) -> None:
+    """Killed at any moment, a download leaves either no file under its name or the whole one."""
+    body = rig.archive(3, floats=200_000)
+    server.files["/large.npz"] = body
+    server.pause = 0.01
+    url = f"{server.url}/large.npz"
+    path = download.cached_path(url)
+    for moment in np.random.default_rng(0).uniform(0.2, 0.8, 8):
+        child = rig.start_child(rig.FETCH, url)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(moment)
+        child.send_signal(signal.SIGKILL)
+        child.communicate(timeout=10)
+        assert not path.exists() or path.read_bytes() == body
+
+    assert download.fetch(url).read_bytes() == body
+    assert rig.kept(home) == {"large.npz", "large.npz.sha256"}
+
+
+def on_a_terminal(code: str, url: str) -> str:
+    """Runs a child whose standard error is a terminal and returns what it drew."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-c", rig.CHILD + code, str(rig.SOURCE), url]
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "100"}
+    with subprocess.Popen(command, stderr=theirs, env=environment) as child:
+        os.close(theirs)
+        drawn = b""
+        with contextlib.suppress(OSError):  # the terminal's end is an error on Linux
+            while piece := os.read(ours, 2**16):
+                drawn += piece
+        child.wait(60)
+    os.close(ours)
+    assert child.returncode == 0, drawn.decode()
+    return drawn.decode()
+
+
+def test_progress_bar_on_a_terminal(server: rig.Server, url: str) -> None:
+    """On a terminal the bar shows the name, the bytes, the speed and the time left."""
+    server.pause = 0.03
+
+    drawn = on_a_terminal("download.fetch(sys.argv[2])", url)
+
+    assert "ViT-B_16.npz" in drawn
+    assert "KiB" in drawn
+    assert "kB/s" in drawn or "MB/s" in drawn
+    assert "0:00:0" in drawn
+
+
+def test_no_progress_bar_when_not_wanted(url: str) -> None:
+    """`progress=False` draws nothing on a terminal."""
+    assert on_a_terminal("download.fetch(sys.argv[2], progress=False)", url) == ""
+
+
+def test_nothing_is_drawn_without_a_terminal(url: str) -> None:
+    """Where standard error is a pipe, the library is silent."""
+    child = rig.run_child(rig.FETCH, url)
+
+    assert child.stderr == ""
+
+
+def test_log_lines(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The library logs what it downloads, and how much."""
+    with caplog.at_level(logging.INFO, logger="keras_vit.weights"):
+        download.fetch(url)
+
+    first, last = (record.getMessage() for record in caplog.records)
+    assert first == "Downloading ViT-B_16.npz: 0.2 MiB."
+    assert last.startswith("Downloaded ViT-B_16.npz in ")

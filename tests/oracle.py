@@ -1,4 +1,4 @@
-"""The same network once more, in NumPy and float64, read off the names of the published checkpoint."""
+"""The same network once more, in float64 NumPy, read off the published checkpoint's names."""
 
 from typing import Any
 
@@ -19,8 +19,12 @@ def forward(arrays: dict[str, np.ndarray], images: np.ndarray, *, exact_gelu: bo
     depth = sum(name.endswith("LayerNorm_0/scale") for name in p)
     for index in range(depth):
         block = f"Transformer/encoderblock_{index}"
-        x = x + attention(p, f"{block}/MultiHeadDotProductAttention_1", norm(p, f"{block}/LayerNorm_0", x))
-        y = gelu(dense(p, f"{block}/MlpBlock_3/Dense_0", norm(p, f"{block}/LayerNorm_2", x)), exact_gelu)
+        x = x + attention(
+            p, f"{block}/MultiHeadDotProductAttention_1", norm(p, f"{block}/LayerNorm_0", x)
+        )
+        y = gelu(
+            dense(p, f"{block}/MlpBlock_3/Dense_0", norm(p, f"{block}/LayerNorm_2", x)), exact_gelu
+        )
         x = x + dense(p, f"{block}/MlpBlock_3/Dense_1", y)
     x = norm(p, "Transformer/encoder_norm", x)[:, 0]
     if "pre_logits/kernel" in p:
@@ -47,7 +51,8 @@ def gelu(x: np.ndarray, exact: bool) -> np.ndarray:
 
 def attention(p: dict[str, np.ndarray], name: str, x: np.ndarray) -> np.ndarray:
     query, key, value = (
-        np.einsum("bnd,dhk->bhnk", x, p[f"{name}/{part}/kernel"]) + p[f"{name}/{part}/bias"][:, None]
+        np.einsum("bnd,dhk->bhnk", x, p[f"{name}/{part}/kernel"])
+        + p[f"{name}/{part}/bias"][:, None]
         for part in ("query", "key", "value")
     )
     logits = np.einsum("bhnk,bhmk->bhnm", query, key) / np.sqrt(query.shape[-1])

@@ -14,6 +14,13 @@ from keras_vit.weights.layouts import original_rows
 
 GOLDEN = Path(__file__).parent / "golden"
 
+# Newer Flax numbers the modules of a block per class, the published files per block.
+TO_LINEN = (
+    ("LayerNorm_2", "LayerNorm_1"),
+    ("MultiHeadDotProductAttention_1", "MultiHeadDotProductAttention_0"),
+    ("MlpBlock_3", "MlpBlock_0"),
+)
+
 
 def array(name: str, shape: tuple[int, ...]) -> np.ndarray:
     """Returns the array of that name: a normal one seeded by the name, scaled by its role."""

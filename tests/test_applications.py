@@ -96,7 +96,7 @@ def test_every_variant_has_a_public_builder() -> None:
 
 @pytest.mark.parametrize("variant", BUILDERS)
 def test_builder_builds_its_variant(variant: str) -> None:
-    """Each builder has its variant's sizes at any image size, and the arguments of keras.applications."""
+    """Each builder has its variant's sizes and the arguments of keras.applications."""
     config, builder = VARIANTS[variant], BUILDERS[variant]
     assert list(inspect.signature(builder).parameters) == ARGUMENTS
     if keras_vit.parameter_count(config) > 50e6:

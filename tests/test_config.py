@@ -145,7 +145,7 @@ def test_unknown_field_is_refused() -> None:
 
 def test_unknown_variant_is_refused() -> None:
     """The error lists what there is."""
-    with pytest.raises(ValueError, match="no variant 'B/17'.*B/16"):
+    with pytest.raises(ValueError, match=r"no variant 'B/17'.*B/16"):
         variant("B/17")
 
 

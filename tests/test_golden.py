@@ -30,6 +30,24 @@ MODELS = {
 }
 LOGITS = np.load(published.GOLDEN / "logits.npz")
 
+# Small models of big_vision's own code (google-research/big_vision, commit 0127fb6b, models/vit.py)
+# on weights and images by the same rule, under the names that it gives them.
+BIG_VISION_LOGITS = np.load(published.GOLDEN / "big_vision.npz")
+BIG_VISION = keras_vit.ViTConfig(
+    input_shape=(32, 48, 3),
+    patch_size=8,
+    hidden_dim=48,
+    mlp_dim=80,
+    num_heads=4,
+    num_layers=2,
+    classes=10,
+)
+BIG_VISION_MODELS = {
+    "map": {"pooling": "map", "class_token": False},
+    "gap": GAP,
+    "tok, representation": {"representation_dim": 40},
+}
+
 
 def config_of(name: str, **fields: object) -> keras_vit.ViTConfig:
     variant, changes = MODELS[name]
@@ -60,3 +78,29 @@ def test_the_tolerance_tells_the_exact_gelu_apart(tmp_path: Path) -> None:
     """The comparison fails on the smallest mistake it is there to find."""
     wrong = logits(config_of("ViT-Ti_16", activation="gelu"), tmp_path)
     assert np.abs(wrong - LOGITS["ViT-Ti_16"]).max() > 5 * TOLERANCE
+
+
+def big_vision_arrays(config: keras_vit.ViTConfig) -> dict[str, np.ndarray]:
+    """Returns the arrays as big_vision names them, with positions of the patches only."""
+    shapes = {n: a.shape for n, a in published.arrays(config).items()}
+    positions = shapes.pop("Transformer/posembed_input/pos_embedding")
+    shapes["pos_embedding"] = (1, config.grid[0] * config.grid[1], positions[2])
+    renamed = {}
+    for name, shape in shapes.items():
+        if name.startswith("Transformer/"):
+            for old, new in published.TO_LINEN:
+                name = name.replace(f"/{old}/", f"/{new}/")
+        renamed[name] = shape
+    return {name: published.array(name, shape) for name, shape in renamed.items()}
+
+
+@pytest.mark.parametrize("name", BIG_VISION_MODELS)
+def test_logits_are_big_visions(name: str, tmp_path: Path) -> None:
+    """Attention pooling, average pooling and a folded class position give big_vision's logits."""
+    config = dataclasses.replace(BIG_VISION, **BIG_VISION_MODELS[name])
+    np.savez(tmp_path / "weights.npz", **big_vision_arrays(config))
+    model = keras_vit.VisionTransformer(config)
+    keras_vit.weights.load(model, tmp_path / "weights.npz")
+    found = keras.ops.convert_to_numpy(model(published.images(config)))
+    np.testing.assert_allclose(found, BIG_VISION_LOGITS[name], rtol=0, atol=TOLERANCE)
+    assert set(BIG_VISION_LOGITS.files) == set(BIG_VISION_MODELS)

@@ -50,7 +50,14 @@ CONTRACTS: list[tuple[type, dict[str, Any], tuple[int, ...], tuple[int, ...], in
     (layers.TokenPooling, {"pooling": "token", "class_token": True}, (2, 5, 8), (2, 8), 0, 0),
     (layers.TokenPooling, {"pooling": "avg", "class_token": False}, (2, 5, 8), (2, 8), 0, 0),
     (layers.AttentionPooling, {"num_heads": 2, "mlp_dim": 16}, (2, 5, 8), (2, 8), 13, 0),
-    (layers.StdConv2D, {"filters": 8, "kernel_size": 3, "strides": 2}, (2, 7, 8, 3), (2, 4, 4, 8), 1, 0),
+    (
+        layers.StdConv2D,
+        {"filters": 8, "kernel_size": 3, "strides": 2},
+        (2, 7, 8, 3),
+        (2, 4, 4, 8),
+        1,
+        0,
+    ),
     (layers.BottleneckUnit, {"filters": 32}, (2, 4, 4, 128), (2, 4, 4, 128), 9, 0),
     (layers.BottleneckUnit, {"filters": 32, "strides": 2}, (2, 4, 4, 64), (2, 2, 2, 128), 12, 0),
     (layers.ResNetStem, {"layers": ()}, (2, 16, 16, 3), (2, 4, 4, 64), 3, 0),
@@ -92,7 +99,7 @@ class _Contract(testing.TestCase):
 @pytest.mark.filterwarnings("ignore:The model does not have any trainable weights")
 @pytest.mark.parametrize("case", CONTRACTS, ids=lambda case: f"{case[0].__name__}{case[1]}")
 def test_layer_keeps_the_keras_contract(case: Any) -> None:
-    """Config, building, symbolic and eager calls, fit, saving and mixed precision, as Keras tests its own."""
+    """Config, building, symbolic and eager calls, fit, saving and mixed precision work."""
     layer_class, arguments, input_shape, output_shape, weights, seeds = case
     _Contract().run_layer_test(
         layer_class,
@@ -172,7 +179,10 @@ def test_dropout_acts_in_training_only() -> None:
     """Every dropout rate changes the output in training and none at inference."""
     tokens = np.random.default_rng(0).standard_normal((2, 5, 8)).astype(np.float32)
     for name in ("dropout_rate", "attention_dropout_rate", "drop_path_rate"):
-        plain, dropping = layers.TransformerBlock(2, 16), layers.TransformerBlock(2, 16, **{name: 0.5})
+        plain, dropping = (
+            layers.TransformerBlock(2, 16),
+            layers.TransformerBlock(2, 16, **{name: 0.5}),
+        )
         plain(tokens), dropping(tokens)
         randomize(plain), dropping.set_weights(plain.get_weights())
         expected = keras.ops.convert_to_numpy(plain(tokens))
@@ -210,7 +220,7 @@ def test_initial_weights_are_the_originals() -> None:
 
 
 def test_ten_lines_assemble_a_vision_transformer() -> None:
-    """The layers work in a plain functional model, and every weight receives a gradient by training."""
+    """The layers work in a plain functional model, and training moves every weight."""
     images = keras.Input((32, 32, 3))
     x = layers.Patches(8)(images)
     x = layers.PatchEncoder(16)(x)

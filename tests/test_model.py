@@ -45,7 +45,11 @@ MAP_PATHS = [
     "pooling/norm/gamma",
     "pooling/norm/beta",
     *(f"pooling/mlp/{layer}/{leaf}" for layer in ("fc1", "fc2") for leaf in ("kernel", "bias")),
-    *(f"pooling/{part}/{leaf}" for part in ("query", "key_value", "out") for leaf in ("kernel", "bias")),
+    *(
+        f"pooling/{part}/{leaf}"
+        for part in ("query", "key_value", "out")
+        for leaf in ("kernel", "bias")
+    ),
 ]
 ENDS = {
     "encoder": [
@@ -126,8 +130,10 @@ def test_model_equals_the_same_network_in_numpy(exact: bool, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("fields", "shape"), POOLINGS)
-def test_output_shapes(fields: dict[str, object], shape: tuple[int, ...], images: np.ndarray) -> None:
-    """Pooling, classifier and representation layer give the documented shape, eager and in `predict`."""
+def test_output_shapes(
+    fields: dict[str, object], shape: tuple[int, ...], images: np.ndarray
+) -> None:
+    """Pooling, classifier and representation layer give the documented shape, eager or not."""
     model = randomize(VisionTransformer(dataclasses.replace(TINY, **fields)))
     assert model.output_shape == (None, *shape[1:])
     assert tuple(model(images).shape) == shape
@@ -179,7 +185,9 @@ def test_features_are_the_models_own(tiny: VisionTransformer, images: np.ndarray
 
 def test_unknown_feature_is_refused(tiny: VisionTransformer) -> None:
     """The error lists the names there are."""
-    with pytest.raises(ValueError, match=r"no feature 'block_9'; choose from patch_encoder.*block_2"):
+    with pytest.raises(
+        ValueError, match=r"no feature 'block_9'; choose from patch_encoder.*block_2"
+    ):
         tiny.feature_extractor(["block_9"])
 
 
@@ -214,7 +222,8 @@ def test_files_load_in_a_process_that_only_imported_the_package(
     code = (
         "import keras, keras_vit, numpy as np, sys, os; os.chdir(sys.argv[1]); "
         "model = keras.saving.load_model('model.keras'); x = np.load('images.npy'); "
-        "again = keras_vit.VisionTransformer(model.config); again.load_weights('model.weights.h5'); "
+        "again = keras_vit.VisionTransformer(model.config); "
+        "again.load_weights('model.weights.h5'); "
         "np.savez('out.npz', a=model.predict(x, verbose=0), b=again.predict(x, verbose=0), "
         "names=[v.path for v in model.weights])"
     )
@@ -226,14 +235,18 @@ def test_files_load_in_a_process_that_only_imported_the_package(
     assert out["names"].tolist() == [variable.path for variable in tiny.weights]
 
 
-def test_model_works_inside_another(tiny: VisionTransformer, images: np.ndarray, tmp_path: Path) -> None:
+def test_model_works_inside_another(
+    tiny: VisionTransformer, images: np.ndarray, tmp_path: Path
+) -> None:
     """Nested in a user's model it computes, saves and loads, and its features still answer."""
     inputs = keras.Input((32, 48, 3))
     model = keras.Model(inputs, keras.layers.Dense(2, name="mine")(tiny(inputs)))
     model.save(tmp_path / "model.keras")
     again = keras.saving.load_model(tmp_path / "model.keras")
     np.testing.assert_allclose(again(images), model(images), atol=1e-6)
-    np.testing.assert_allclose(again.get_layer("vit").features(images)["head"], tiny(images), atol=1e-6)
+    np.testing.assert_allclose(
+        again.get_layer("vit").features(images)["head"], tiny(images), atol=1e-6
+    )
 
 
 def test_training_lowers_the_loss_and_moves_every_weight() -> None:

@@ -17,12 +17,6 @@ from keras_vit.model import VisionTransformer
 
 HYBRID = dataclasses.replace(TINY, input_shape=(32, 64, 3), patch_size=1, resnet_layers=(2, 1, 1))
 MAP = dataclasses.replace(TINY, pooling="map", class_token=False)
-TO_LINEN = (
-    ("LayerNorm_2", "LayerNorm_1"),
-    ("MultiHeadDotProductAttention_1", "MultiHeadDotProductAttention_0"),
-    ("MlpBlock_3", "MlpBlock_0"),
-)
-
 Arrays = dict[str, np.ndarray]
 
 
@@ -30,7 +24,7 @@ def linen(arrays: Arrays) -> Arrays:
     """Newer Flax numbers the modules of a block per class."""
     renamed = {}
     for name, array in arrays.items():
-        for old, new in TO_LINEN if name.startswith("Transformer/") else ():
+        for old, new in published.TO_LINEN if name.startswith("Transformer/") else ():
             name = name.replace(f"/{old}/", f"/{new}/")
         renamed[name] = array
     return renamed
@@ -63,13 +57,17 @@ LAYOUTS: dict[str, tuple[keras_vit.ViTConfig, Callable[[Arrays], Arrays]]] = {
     "params/": (TINY, lambda arrays: {f"params/{name}": a for name, a in linen(arrays).items()}),
     "params/img/ beside another tower": (
         TINY,
-        lambda arrays: {f"params/img/{name}": a for name, a in linen(arrays).items()}
-        | {"params/txt/head/kernel": np.ones((2, 2), np.float32), "params/t": np.ones(1)},
+        lambda arrays: (
+            {f"params/img/{name}": a for name, a in linen(arrays).items()}
+            | {"params/txt/head/kernel": np.ones((2, 2), np.float32), "params/t": np.ones(1)}
+        ),
     ),
     "opt/target/ beside optimizer state": (
         TINY,
-        lambda arrays: {f"opt/target/{name}": a for name, a in arrays.items()}
-        | {f"opt/state/param_states/{name}/momentum": a for name, a in arrays.items()},
+        lambda arrays: (
+            {f"opt/target/{name}": a for name, a in arrays.items()}
+            | {f"opt/state/param_states/{name}/momentum": a for name, a in arrays.items()}
+        ),
     ),
     "scanned": (TINY, scanned),
     "hybrid": (HYBRID, lambda arrays: arrays),
@@ -197,7 +195,10 @@ DAMAGED = {
         rf"{FC1} \(expected \(24, 48\), received \(48, 24\)\)",
     ),
     "not a number": (changed(FC1, lambda a: a * np.nan), f"{FC1}' holds no finite number"),
-    "another head": (changed("head/kernel", lambda a: a[:, :5]), r"head/kernel \(expected \(24, 7\)"),
+    "another head": (
+        changed("head/kernel", lambda a: a[:, :5]),
+        r"head/kernel \(expected \(24, 7\)",
+    ),
     "classes that do not fit": (
         lambda arrays: {
             **arrays,
@@ -226,5 +227,5 @@ def test_a_file_that_does_not_fit_changes_nothing(damage: str, tmp_path: Path) -
 
 def test_missing_file_is_refused(tiny: VisionTransformer) -> None:
     """A path that is not there is FileNotFoundError, as in open()."""
-    with pytest.raises(FileNotFoundError, match="no checkpoint file 'nowhere.npz'"):
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint file 'nowhere\.npz'"):
         keras_vit.weights.load(tiny, "nowhere.npz")

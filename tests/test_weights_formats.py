@@ -186,7 +186,7 @@ def test_a_users_model_is_not_a_checkpoint(tiny: VisionTransformer, tmp_path: Pa
     """A `.keras` file of something else names the function that loads it."""
     inputs = keras.Input((32, 48, 3))
     keras.Model(inputs, tiny(inputs)).save(tmp_path / "mine.keras")
-    with pytest.raises(ValueError, match="holds a Functional.*keras.saving.load_model"):
+    with pytest.raises(ValueError, match=r"holds a Functional.*keras.saving.load_model"):
         open_checkpoint(tmp_path / "mine.keras")
 
 
@@ -241,7 +241,7 @@ def test_save_npz_refuses_another_suffix(tiny: VisionTransformer, tmp_path: Path
 
 
 def test_resize_keeps_every_weight_but_the_positions(tiny: VisionTransformer) -> None:
-    """A live model for another size shares its numbers, and resizing back is not needed to keep it."""
+    """A live model for another size has the same numbers; the given one is left alone."""
     larger = keras_vit.resize(tiny, (64, 48, 3))
     assert larger.config == dataclasses.replace(TINY, input_shape=(64, 48, 3))
     assert larger.name == tiny.name

@@ -99,5 +99,5 @@ def test_a_table_of_another_grid_is_refused() -> None:
     """The sentence names both."""
     with pytest.raises(ValueError, match="26 positions does not hold a grid of 4x4"):
         resample_positions(table(5, 5), (4, 4), (8, 8))
-    with pytest.raises(ValueError, match="method must be one of.*'nearest'"):
+    with pytest.raises(ValueError, match=r"method must be one of.*'nearest'"):
         resample_positions(table(4, 4), (4, 4), (8, 8), method="nearest")  # type: ignore[arg-type]

@@ -131,7 +131,9 @@ def test_zero_heads_are_told(mirror: Path) -> None:
     config = dataclasses.replace(keras_vit.variant("Ti/16"), classes=9)
     zeros = {"head/kernel": np.zeros((192, 9), np.float32), "head/bias": np.zeros(9, np.float32)}
     put(mirror, TINY_AUGREG, config, **zeros)
-    with pytest.warns(UserWarning, match="all zeros.*classes=N.*include_top=False.*augreg") as seen:
+    with pytest.warns(
+        UserWarning, match=r"all zeros.*classes=N.*include_top=False.*augreg"
+    ) as seen:
         keras_vit.ViTTi16(weights=TINY_AUGREG)
     assert Path(seen[0].filename) == Path(__file__)
     with warnings.catch_warnings():
@@ -155,7 +157,7 @@ def test_input_shape_chooses_among_files(mirror: Path) -> None:
 
 def test_unknown_name_lists_what_there_is() -> None:
     """A misspelt name is a sentence with the names of that variant."""
-    with pytest.raises(ValueError, match="no weights 'imagenet' for H/14.*original/imagenet21k"):
+    with pytest.raises(ValueError, match=r"no weights 'imagenet' for H/14.*original/imagenet21k"):
         keras_vit.ViTH14(weights="imagenet")
 
 

@@ -30,7 +30,8 @@ def locate(weights: str | Path, variant: str, *, image_size: int | None = None) 
         return fetch(weights)
     if weights.startswith("hf://"):
         return _hub_file(weights)
-    return fetch(resolve(variant, weights, image_size=image_size).url)
+    row = resolve(variant, weights, image_size=image_size)
+    return fetch(row.url, sha256=row.sha256)
 
 
 def _hub_file(address: str) -> Path:

@@ -34,7 +34,8 @@ def train(
     """Trains a model and leaves a run directory: the model of the best epoch and how it was made.
 
     The best epoch has the lowest validation loss. The same data, model, recipe, seed and machine
-    give the same model. `out` appears when everything in it is complete. An interruption (Ctrl-C) after the first epoch saves the best epoch so far.
+    give the same model. `out` appears when everything in it is complete. An interruption (Ctrl-C)
+    after the first epoch saves the best epoch so far.
 
     Example:
         >>> import dataclasses, tempfile

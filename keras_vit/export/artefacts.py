@@ -1,24 +1,37 @@
 """Makes every asked-for artefact of a model, checks each, and puts them in place together."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+import importlib.util
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import keras
+import numpy as np
 
+from keras_vit.data import images as image_files
 from keras_vit.export import (
     rebuild,
     references,
+    samples,
     savedmodel,
     serving_files,
+    tflite,
     verification,
     versions,
 )
 from keras_vit.export.clean import request as requests
 from keras_vit.export.rebuild import Exportable
 
-FORMATS = ("savedmodel",)
+FORMATS = ("savedmodel", *tflite.FORMATS, "onnx")
 TOP_K = 5
+# Images for int8 throughout: one half sets the ranges, the other is the accuracy gate.
+CALIBRATION_COUNTS = (16, 512)
+# Where a format lies under the export directory: the server looks at the directory itself.
+_FOLDERS = {"savedmodel": "", "onnx": "onnx", **dict.fromkeys(tflite.FORMATS, "tflite")}
+_NEEDS = {
+    "onnx": (("onnx", "onnxruntime"), "onnx"),
+    **dict.fromkeys(tflite.FORMATS, (("ai_edge_litert",), "tflite")),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,13 +59,14 @@ def export(
     labels: Sequence[str] | str | Path | None = None,
     images: Sequence[str | Path] = (),
     top_k: int = TOP_K,
+    tflite_batch_size: int = 1,
     verify: bool = True,
 ) -> tuple[Artefact, ...]:
-    """Writes a trained model for TensorFlow Serving.
+    """Writes a trained model for TensorFlow Serving, TFLite and ONNX.
 
     The model is rebuilt in float32, whatever it was trained in. Each artefact is checked on the
     disk, in a process that can import neither Keras nor this package, before the next version of
-    all of them appears at once. An artefact that fails its checks appears nowhere.
+    all of them appears. If one fails its checks, none appears.
 
     Example:
         >>> import tempfile, keras_vit
@@ -68,34 +82,42 @@ def export(
     Args:
         model: a `VisionTransformer`, or a functional model with one inside.
         path: the directory to export to, which is the base path for the server; its name is the
-            model's name. Version n lies in `path/n`.
-        formats: which of `FORMATS`.
+            model's name. Version n lies in `path/n`, `path/tflite/n` and `path/onnx/n`.
+        formats: which of "savedmodel", "tflite" (float32), "tflite-fp16", "tflite-int8" (weights
+            in int8), "tflite-int8-full" (everything in int8; needs `images`) and "onnx".
         labels: the name of each class, or a text file with one a line; None for "0", "1", ...
         images: image files to compare on; without, or with fewer than eight, drawn ones join.
         top_k: classes in an answer of the server, at most all.
+        tflite_batch_size: the fixed number of images that a TFLite file takes.
         verify: whether to check the artefacts before they are put in place.
 
     Raises:
         ValueError: an argument does not fit the model.
         TypeError: the model is of another kind.
+        ImportError: a format needs a package that is not installed.
         VerificationError: an artefact does not do what the model does.
         OSError: another export is at work in the directory.
     """
-    wanted = _formats(formats)
+    wanted = _formats(formats, images=images, verify=verify)
+    for name, value in (("top_k", top_k), ("tflite_batch_size", tflite_batch_size)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1. Received: {name}={value!r}.")
     exportable = rebuild.rebuild(model)
-    names = _labels(labels, exportable)
-    top_k = min(top_k, exportable.classes or top_k)
-    if top_k < 1:
-        raise ValueError(f"top_k must be at least 1. Received: top_k={top_k!r}.")
+    expected = references.make_references(exportable, images)
+    rebuilt = references.compare_rebuilt(model, exportable, expected)
+    verification.require([rebuilt], artefact="float32")
     job = _Job(
         directory=Path(path).absolute(),
         exportable=exportable,
-        labels=names,
-        top_k=top_k,
+        labels=_labels(labels, exportable),
+        top_k=min(top_k, exportable.classes or top_k),
         images=tuple(images),
+        batch_size=tflite_batch_size,
         verify=verify,
+        expected=expected,
+        rebuilt=rebuilt,
     )
-    return job.run(model, wanted)
+    return job.run(wanted)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -105,85 +127,148 @@ class _Job:
     labels: tuple[str, ...]
     top_k: int
     images: tuple[str | Path, ...]
+    batch_size: int
     verify: bool
+    expected: references.References
+    rebuilt: requests.Check
 
-    def run(self, model: keras.Model, formats: Sequence[str]) -> tuple[Artefact, ...]:
-        expected = references.make_references(self.exportable, self.images)
-        rebuilt = references.compare_rebuilt(model, self.exportable, expected)
-        verification.require([rebuilt], artefact="float32 copy, and so no")
+    def run(self, formats: Sequence[str]) -> tuple[Artefact, ...]:
+        """Makes, checks and publishes the formats; the SavedModel appears last."""
+        folders = sorted({_FOLDERS[name] for name in formats}, reverse=True)
+        made: list[Artefact] = []
         with versions.staging_folder(self.directory) as stage:
-            made, moves = [], {}
-            version = versions.next_version([self.directory])
-            for name in formats:
-                folder, final = stage / name, self.directory / str(version)
-                _WRITERS[name](self, folder)
-                checks = self._check(name, folder, expected, rebuilt)
-                made.append(self._artefact(name, folder, final, checks))
-                moves[folder] = final
-            serving_files.write_server_files(
-                self.directory, exportable=self.exportable, labels=self.labels
+            version = versions.next_version(
+                [self.directory / folder for folder in ("", "tflite", "onnx")]
             )
+            moves = {}
+            for folder in folders:
+                names = [name for name in formats if _FOLDERS[name] == folder]
+                staged = stage / (folder or "savedmodel")
+                final = self.directory / folder / str(version)
+                made += self._make(names, staged, final)
+                moves[staged] = final
+            if "savedmodel" in formats:
+                serving_files.write_server_files(
+                    self.directory, exportable=self.exportable, labels=self.labels
+                )
             versions.publish(moves)
-        return tuple(made)
+        return tuple(sorted(made, key=lambda artefact: formats.index(artefact.format)))
 
-    def write_savedmodel(self, folder: Path) -> None:
-        savedmodel.write_savedmodel(
-            self.exportable,
-            folder,
-            labels=self.labels,
-            top_k=self.top_k,
-            model_name=self.directory.name,
-        )
-
-    def _check(
-        self,
-        name: str,
-        folder: Path,
-        expected: references.References,
-        rebuilt: requests.Check,
-    ) -> tuple[requests.Check, ...]:
-        checks: tuple[requests.Check, ...] = (rebuilt,)
-        runtime: dict[str, str] = {}
-        if self.verify:
-            request = requests.Request(
-                format=name,
-                path=folder,
-                parameter_bytes=self.exportable.parameter_bytes,
-                batch_sizes=references.BATCH_SIZES,
-                labels=self.labels,
-                cases=verification.savedmodel_cases(
-                    self.exportable, expected, labels=self.labels, top_k=self.top_k
-                ),
-            )
-            found, runtime = verification.check_artefact(request)
-            checks = (rebuilt, *found)
-        count = min(len(self.images), len(expected.files))
+    def _make(self, names: Sequence[str], staged: Path, final: Path) -> list[Artefact]:
+        """Writes and checks the formats that lie in one folder."""
+        paths = {name: staged / self._file_name(name) for name in names}
+        self._write(paths, staged)
+        checks, runtime = {}, {}
+        for name, path in paths.items():
+            checks[name] = [self.rebuilt]
+            if self.verify:
+                found, versions_there = verification.check_artefact(self._request(name, path))
+                checks[name] += found
+                runtime.update(versions_there)
+        count = min(len(self.images), samples.COUNT)
         verification.write_record(
-            folder,
-            artefact=name,
+            staged,
             checks=checks,
             runtime=runtime,
-            images=f"{count} given, {len(expected.files) - count} drawn",
+            images=f"{count} given, {samples.COUNT - count} drawn",
         )
-        return checks
+        return [
+            Artefact(
+                format=name,
+                path=final / path.relative_to(staged),
+                bytes=_size(path),
+                checks=tuple(checks[name]),
+            )
+            for name, path in paths.items()
+        ]
 
-    def _artefact(
-        self, name: str, folder: Path, final: Path, checks: tuple[requests.Check, ...]
-    ) -> Artefact:
-        size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-        return Artefact(format=name, path=final, bytes=size, checks=checks)
+    def _write(self, paths: dict[str, Path], staged: Path) -> None:
+        if "savedmodel" in paths:
+            savedmodel.write_savedmodel(
+                self.exportable,
+                staged,
+                labels=self.labels,
+                top_k=self.top_k,
+                model_name=self.directory.name,
+            )
+            return
+        staged.mkdir()
+        if "onnx" in paths:
+            from keras_vit.export import onnx_files
+
+            onnx_files.write_onnx(self.exportable, paths["onnx"])
+        else:
+            tflite.write_tflite(
+                self.exportable,
+                paths,
+                batch_size=self.batch_size,
+                calibration=self._given(0) if "tflite-int8-full" in paths else (),
+            )
+        if self.labels:
+            serving_files.write_labels(staged / "labels.txt", self.labels)
+
+    def _file_name(self, name: str) -> str:
+        if name == "savedmodel":
+            return ""
+        if name == "onnx":
+            return f"{self.directory.name}.onnx"
+        return f"{self.directory.name}{name.removeprefix('tflite')}.tflite"
+
+    def _request(self, name: str, path: Path) -> requests.Request:
+        exportable, expected = self.exportable, self.expected
+        if name == "savedmodel":
+            cases = verification.savedmodel_cases(
+                exportable, expected, labels=self.labels, top_k=self.top_k
+            )
+        else:
+            pixels, outputs = expected.pixels, expected.of_pixels
+            if name == "tflite-int8-full":
+                pixels = np.stack(self._given(1))
+                outputs = references.outputs(exportable, pixels.astype(np.float32))
+            images = references.as_original(exportable, pixels)
+            cases = (verification.file_case(exportable, name, images, outputs),)
+        return requests.Request(
+            format=name,
+            path=path,
+            parameter_bytes=exportable.parameter_bytes,
+            batch_sizes=references.BATCH_SIZES,
+            labels=self.labels,
+            cases=cases,
+        )
+
+    def _given(self, half: int) -> list[np.ndarray]:
+        """One half of the given images, as pixels of the model's size."""
+        size = self.exportable.image_shape[:2]
+        chosen = self.images[: CALIBRATION_COUNTS[1]][half::2]
+        pixels = np.round(image_files.read_images(chosen, size=size))
+        if half == 0:
+            pixels = references.as_original(self.exportable, pixels)
+        return list(pixels.astype(np.float32))
 
 
-_WRITERS: dict[str, Callable[[_Job, Path], None]] = {"savedmodel": _Job.write_savedmodel}
-
-
-def _formats(formats: Iterable[str]) -> tuple[str, ...]:
+def _formats(
+    formats: Iterable[str], *, images: Sequence[str | Path], verify: bool
+) -> tuple[str, ...]:
     wanted = (formats,) if isinstance(formats, str) else tuple(formats)
     unknown = [name for name in wanted if name not in FORMATS]
     if unknown or not wanted or len(set(wanted)) < len(wanted):
         raise ValueError(
             f"formats must be some of {', '.join(FORMATS)}, each once. Received: {wanted!r}."
         )
+    fewest, _ = CALIBRATION_COUNTS
+    if "tflite-int8-full" in wanted and len(images) < fewest:
+        raise ValueError(
+            f"tflite-int8-full needs at least {fewest} images of the kind that the model will "
+            f"see, to set its ranges and to measure what it loses. Received: {len(images)} images."
+        )
+    for name in wanted:
+        packages, extra = _NEEDS.get(name, ((), ""))
+        missing = [package for package in packages if importlib.util.find_spec(package) is None]
+        if missing and (verify or name == "onnx"):
+            raise ImportError(
+                f"To export {name}, {missing[0]} is needed, which is not installed; "
+                f'run: pip install "keras-vit[{extra}]"'
+            )
     return wanted
 
 
@@ -201,3 +286,9 @@ def _labels(labels: Sequence[str] | str | Path | None, exportable: Exportable) -
             f"Received: {len(labels)} labels."
         )
     return tuple(labels)
+
+
+def _size(path: Path) -> int:
+    if path.is_file():
+        return sum(file.stat().st_size for file in path.parent.glob(f"{path.name}*"))
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

@@ -74,14 +74,26 @@ class Exportable:
     def outputs(self) -> keras.Model:
         """Returns a model with every output by name: "logits", "features", as far as it has them.
 
-        Features are the pooled representation (B, D), or all tokens of a model that does not pool.
+        Features are what a model without classifier answers, otherwise the pooled tokens (B, D).
         """
-        name = "features" if self.activation is None else "logits"
-        outputs = {name: self.network.output}
-        if self.config is not None:
-            layer = "encoder_norm" if self.config.pooling is None else "pooling"
-            outputs["features"] = self.network.get_layer(layer).output
+        if self.activation is None:
+            outputs = {"features": self.network.output}
+        elif self.config is None:
+            outputs = {"logits": self.network.output}
+        else:
+            pooled = self.network.get_layer("pooling").output
+            outputs = {"logits": self.network.output, "features": pooled}
         return keras.Model(self.network.input, outputs)
+
+    def answer(self, images: Any) -> dict[str, Any]:
+        """Returns the outputs of a file by name, for what the original model takes."""
+        return self.named(self.network(self.from_original(images), training=False))
+
+    def named(self, output: Any) -> dict[str, Any]:
+        """Names the network's output, and adds the probabilities to logits."""
+        if self.activation is None:
+            return {"features": output}
+        return {"logits": output, "probabilities": self.activation(output)}
 
 
 def rebuild(model: keras.Model) -> Exportable:

@@ -58,8 +58,8 @@ def make_references(exportable: Exportable, images: Iterable[str | Path] = ()) -
     return References(
         files=files,
         pixels=pixels,
-        of_files=_outputs(exportable, resized),
-        of_pixels=_outputs(exportable, pixels.astype(np.float32)),
+        of_files=outputs(exportable, resized),
+        of_pixels=outputs(exportable, pixels.astype(np.float32)),
     )
 
 
@@ -67,8 +67,7 @@ def compare_rebuilt(
     model: keras.Model, exportable: Exportable, references: References
 ) -> requests.Check:
     """Compares the live model with its float32 copy, so that nothing is lost before the export."""
-    pixels = references.pixels.astype(np.float32)
-    images = pixels if exportable.takes == "pixels" else pixels / 127.5 - 1
+    images = as_original(exportable, references.pixels)
     live = np.asarray(keras.ops.convert_to_numpy(model(images, training=False)), np.float32)
     copied = references.of_pixels[exportable.answers]
     if _is_float32(model):
@@ -82,12 +81,18 @@ def compare_rebuilt(
     return requests.Check(name=name, measured=measured, limit=limit, passed=passed)
 
 
-def _outputs(exportable: Exportable, pixels: np.ndarray) -> dict[str, np.ndarray]:
-    images = exportable.from_pixels(pixels)
-    outputs = dict(exportable.outputs()(images, training=False))
+def outputs(exportable: Exportable, pixels: np.ndarray) -> dict[str, np.ndarray]:
+    """Returns every output of the rebuilt model by name, for float32 pixels 0..255."""
+    found = dict(exportable.outputs()(exportable.from_pixels(pixels), training=False))
     if exportable.activation is not None:
-        outputs["probabilities"] = exportable.activation(outputs["logits"])
-    return {name: keras.ops.convert_to_numpy(value) for name, value in outputs.items()}
+        found["probabilities"] = exportable.activation(found["logits"])
+    return {name: keras.ops.convert_to_numpy(value) for name, value in found.items()}
+
+
+def as_original(exportable: Exportable, pixels: np.ndarray) -> np.ndarray:
+    """Turns pixels 0..255 into what the original model takes, float32."""
+    images = pixels.astype(np.float32)
+    return images if exportable.takes == "pixels" else images / np.float32(127.5) - 1
 
 
 def _is_float32(model: keras.Model) -> bool:

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +22,14 @@ from keras_vit.export.references import References
 RECORD = "verification.json"
 # What float32 rounding allows between two orders of the same sums; measured up to 2e-6.
 SAVEDMODEL_LIMIT = 1e-5
+# How a file is compared and what it may reach: other kernels, other numbers of bits.
+FILE_LIMITS: Mapping[str, tuple[str, float]] = {
+    "onnx": ("absolute", 1e-4),
+    "tflite": ("absolute", 1e-4),
+    "tflite-fp16": ("relative", 5e-3),
+    "tflite-int8": ("cosine", 0.995),
+    "tflite-int8-full": ("top1", 0.98),
+}
 # Two classes whose scores are closer than this may change places.
 TIE = 1e-5
 _BOOTSTRAP = Path(__file__).parent / "clean" / "bootstrap.py"
@@ -116,18 +124,47 @@ def savedmodel_cases(
     return tuple(cases)
 
 
+def file_case(
+    exportable: Exportable, artefact: str, images: np.ndarray, expected: Mapping[str, np.ndarray]
+) -> requests.Case:
+    """Returns the one case of an ONNX or TFLite file.
+
+    Args:
+        exportable: the rebuilt model.
+        artefact: the format.
+        images: a batch as the original model takes it.
+        expected: the model's outputs for it, by name.
+    """
+    measure, limit = FILE_LIMITS[artefact]
+    names = ["features"] if exportable.activation is None else ["logits", "probabilities"]
+    if measure in ("cosine", "top1"):
+        names = names[:1]
+    scale = _scale(dict(expected)) if measure == "absolute" else 1.0
+    return requests.Case(
+        signature="",
+        inputs={"images": images},
+        expected={name: expected[name] for name in names},
+        limit=limit * scale,
+        measure=measure,
+    )
+
+
 def write_record(
     folder: Path,
     *,
-    artefact: str,
-    checks: Iterable[requests.Check],
-    runtime: dict[str, str],
+    checks: Mapping[str, Iterable[requests.Check]],
+    runtime: Mapping[str, str],
     images: str,
 ) -> None:
-    """Writes `verification.json` beside the files that it is about."""
-    target = folder / "assets.extra" if artefact == "savedmodel" else folder
+    """Writes `verification.json` beside the files that it is about.
+
+    Args:
+        folder: where the files are.
+        checks: what was checked, by format.
+        runtime: versions of what ran the checks; empty if nothing was.
+        images: on which images.
+    """
     record = {
-        "format": artefact,
         "verified": bool(runtime),
         "made": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": {"keras-vit": version.__version__, **_versions(), **runtime},
@@ -140,8 +177,11 @@ def write_record(
             for file in sorted(folder.rglob("*"))
             if file.is_file()
         },
-        "checks": [dataclasses.asdict(check) for check in checks],
+        "checks": {
+            name: [dataclasses.asdict(check) for check in found] for name, found in checks.items()
+        },
     }
+    target = folder / "assets.extra" if "savedmodel" in checks else folder
     text = json.dumps(record, indent=1) + "\n"
     (target / RECORD).write_text(text, encoding="utf-8")
 

@@ -21,7 +21,8 @@ class Case:
         expected: the output of each name.
         limit: what the comparison `measure` may reach.
         measure: "absolute", the largest difference; "relative", the same over the largest expected
-            value; "cosine", the lowest cosine of two rows, which must stay above the limit.
+            value; "cosine", the lowest cosine of two rows; "top1", the share of rows with the same
+            best class. The last two must not fall below the limit.
     """
 
     signature: str

@@ -177,10 +177,14 @@ def test_full_size_models_in_every_format(name, tmp_path):
     config = dataclasses.replace(variant(name), include_preprocessing=True)
     model = randomize_as_published(VisionTransformer(config))
     formats = ["savedmodel", "onnx", "tflite", "tflite-fp16", "tflite-int8"]
+    limits = {"savedmodel": 1e-5, "onnx": 1e-4, "tflite": 1e-4}
     for artefact in export(model, tmp_path / "full", formats=formats):
-        assert all(check.passed for check in artefact.checks)
         for check in artefact.checks:
             print(name, artefact.format, check.name, check.measured, check.limit)
+            assert check.passed
+            # The export's own limits grow with the logits; these do not.
+            if check.name.endswith("absolute difference"):
+                assert check.measured <= limits[artefact.format]
 
 
 def randomize_as_published(model):

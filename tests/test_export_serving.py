@@ -2,9 +2,15 @@
 
 import base64
 import concurrent.futures
+import contextlib
 import json
 import shutil
+import socket
+import subprocess
+import sys
+import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,13 +26,14 @@ from exported import (
     strings,
 )
 
+import keras_vit
 from keras_vit import data
 from keras_vit.export import export, serving_files
 
 grpc = pytest.importorskip("grpc")
 pytest.importorskip("tensorflow_serving.apis", reason="pip install tensorflow-serving-api")
 
-from serving_harness.client import serving  # noqa: E402
+from serving_harness.client import IMAGE, serving  # noqa: E402
 
 LIMIT = 1e-5  # float32 rounding in another order of the same sums; measured up to 1e-6
 SIZE = (32, 48)
@@ -83,6 +90,13 @@ def evaluated(model, contents):
     """What `evaluate` and `predict` would compute for these files."""
     resized = [data.resize_image(data.decode_image(content), size=SIZE) for content in contents]
     return np.asarray(model(np.stack(resized)))
+
+
+def run_client(name, *arguments):
+    """Runs a client of examples/serving as a user does."""
+    script = Path(keras_vit.__file__).parents[1] / "examples" / "serving" / name
+    command = [sys.executable, str(script), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def b64(content):
@@ -211,6 +225,7 @@ def test_wrong_keys_types_and_shapes_are_refused(served, model, pixels):
     assert np.isfinite(served.predict("image_tensor", images=pixels)["logits"]).all()
 
 
+@pytest.mark.skipif(bool(IMAGE), reason="the real server does not tell how many it has run")
 def test_the_server_warms_up_every_signature_and_batch_size(served):
     """The recorded requests are as many as signatures times batch sizes, and all of them ran."""
     assert served.status()["warmed"] == 5 * len(serving_files.BATCH_SIZES)
@@ -249,3 +264,73 @@ def test_a_new_version_replaces_the_old_one_while_it_is_served(directory, tmp_pa
     assert answer["class_ids"][0, 0] == evaluated(other, [FILES["PNG"]])[0].argmax()
     record = json.loads((path / "2/assets.extra/verification.json").read_text())
     assert record["verified"] is False
+
+
+@pytest.mark.parametrize("kind", ["rest", "grpc"])
+def test_the_clients_print_labels(kind, served, model, tmp_path):
+    """Each client sends files in batches and prints the labels; a bad file is told and exits 1."""
+    files = []
+    for name in ("PNG", "JPEG", "grey"):
+        files.append(tmp_path / f"{name}.image")
+        files[-1].write_bytes(FILES[name])
+    where = {
+        "rest": ("--url", f"http://127.0.0.1:{served.rest_port}"),
+        "grpc": ("--address", f"127.0.0.1:{served.grpc_port}"),
+    }[kind]
+    options = (*where, "--model", served.name, "--batch", 2)
+    done = run_client(f"{kind}_client.py", *files, *options)
+    expected = evaluated(model, [file.read_bytes() for file in files])
+    for line, file, row in zip(done.stdout.splitlines(), files, expected, strict=True):
+        best = row.argmax()
+        assert line.startswith(f"{file}: {LABELS[best]} {row[best]:.1%}, ")
+    assert done.returncode == 0
+    bad = tmp_path / "bad.jpg"
+    bad.write_bytes(b"no image")
+    done = run_client(f"{kind}_client.py", files[0], bad, *where, "--model", served.name,
+                      "--batch", 1)  # fmt: skip
+    assert done.returncode == 1
+    assert "Unknown image file format" in done.stderr
+    assert len(done.stdout.splitlines()) == 1
+
+
+@pytest.mark.skipif(bool(IMAGE), reason="is about the clients alone")
+@pytest.mark.parametrize("kind", ["rest", "grpc"])
+def test_the_clients_wait_for_a_server_that_is_not_up_yet(kind, served, tmp_path):
+    """While nothing listens the clients try again, and give up after the retries."""
+    file = tmp_path / "image.png"
+    file.write_bytes(FILES["PNG"])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    where = {
+        "rest": ("--url", f"http://127.0.0.1:{port}"),
+        "grpc": ("--address", f"127.0.0.1:{port}"),
+    }[kind]
+    options = (file, *where, "--model", served.name, "--timeout", 5)
+    assert run_client(f"{kind}_client.py", *options, "--retries", 0).returncode == 1
+
+    def forward():
+        time.sleep(0.5)
+        target = served.rest_port if kind == "rest" else served.grpc_port
+        with (
+            socket.create_server(("127.0.0.1", port)) as listener,
+            listener.accept()[0] as client,
+            socket.create_connection(("127.0.0.1", target)) as server,
+        ):
+            back = threading.Thread(target=pump, args=(server, client))
+            back.start()
+            pump(client, server)
+            back.join()
+
+    def pump(source, sink):
+        with contextlib.suppress(OSError):
+            while content := source.recv(65536):
+                sink.sendall(content)
+            sink.shutdown(socket.SHUT_WR)
+
+    proxy = threading.Thread(target=forward)
+    proxy.start()
+    done = run_client(f"{kind}_client.py", *options, "--retries", 6)
+    proxy.join()
+    assert done.returncode == 0, done.stderr
+    assert str(file) in done.stdout

@@ -64,6 +64,23 @@ def test_the_operators_are_the_fast_ones(tmp_path):
     assert not {"SQUARED_DIFFERENCE", "NEG", "POW"} & set(operators)
 
 
+def test_float16_is_for_kernels_that_bear_it(tmp_path):
+    """Kernels are float16; the one that reads the image, norms and positions stay float32."""
+    files = {"tflite": tmp_path / "whole.tflite", "tflite-fp16": tmp_path / "half.tflite"}
+    model = served_model(hidden_dim=48, mlp_dim=96)
+    tflite.write_tflite(rebuild(model), files)
+    interpreter = litert.Interpreter(str(files["tflite-fp16"]))
+    halved = [
+        details["shape"].tolist()
+        for details in interpreter.get_tensor_details()
+        if details["dtype"] == np.float16
+    ]
+    assert sorted(halved) == sorted([[144, 48], [48, 48], [96, 48], [48, 96]] * 3)
+    saved = files["tflite"].stat().st_size - files["tflite-fp16"].stat().st_size
+    kernels = sum(np.prod(shape) for shape in halved)
+    assert 2 * kernels - 8000 < saved <= 2 * kernels  # the added operators take some bytes
+
+
 def test_a_batch_of_its_own_size(tmp_path):
     """A file for batches of three takes three images, and is verified with eight."""
     made = export(served_model(), tmp_path / "pets", formats="tflite", tflite_batch_size=3)

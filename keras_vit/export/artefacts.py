@@ -57,7 +57,7 @@ def export(
     *,
     formats: Iterable[str] = ("savedmodel",),
     labels: Sequence[str] | str | Path | None = None,
-    images: Sequence[str | Path] = (),
+    images: Sequence[samples.Image] = (),
     top_k: int = TOP_K,
     tflite_batch_size: int = 1,
     verify: bool = True,
@@ -86,7 +86,8 @@ def export(
         formats: which of "savedmodel", "tflite" (float32), "tflite-fp16", "tflite-int8" (weights
             in int8), "tflite-int8-full" (everything in int8; needs `images`) and "onnx".
         labels: the name of each class, or a text file with one a line; None for "0", "1", ...
-        images: image files to compare on; without, or with fewer than eight, drawn ones join.
+        images: image files, or pixels 0..255 as uint8 arrays (height, width, 3), to compare on;
+            drawn ones join if they are fewer than eight.
         top_k: classes in an answer of the server, at most all.
         tflite_batch_size: the fixed number of images that a TFLite file takes.
         verify: whether to check the artefacts before they are put in place.
@@ -126,7 +127,7 @@ class _Job:
     exportable: Exportable
     labels: tuple[str, ...]
     top_k: int
-    images: tuple[str | Path, ...]
+    images: tuple[samples.Image, ...]
     batch_size: int
     verify: bool
     expected: references.References
@@ -240,14 +241,16 @@ class _Job:
         """One half of the given images, as pixels of the model's size."""
         size = self.exportable.image_shape[:2]
         chosen = self.images[: CALIBRATION_COUNTS[1]][half::2]
-        pixels = np.round(image_files.read_images(chosen, size=size))
+        decoded = [image_files.decode_image(samples.file_bytes(image)) for image in chosen]
+        resized = [image_files.resize_image(image, size=size) for image in decoded]
+        pixels = np.round(np.stack(resized))
         if half == 0:
             pixels = references.as_original(self.exportable, pixels)
         return list(pixels.astype(np.float32))
 
 
 def _formats(
-    formats: Iterable[str], *, images: Sequence[str | Path], verify: bool
+    formats: Iterable[str], *, images: Sequence[samples.Image], verify: bool
 ) -> tuple[str, ...]:
     wanted = (formats,) if isinstance(formats, str) else tuple(formats)
     unknown = [name for name in wanted if name not in FORMATS]

@@ -3,18 +3,20 @@
 import contextlib
 import logging
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import onnx
 import tensorflow as tf
 
 from keras_vit.export.rebuild import Exportable
 
+if TYPE_CHECKING:
+    import onnx
+
 OPSET = 18  # the highest that tf2onnx 1.17 writes
 
 
-def convert_to_onnx(exportable: Exportable) -> onnx.ModelProto:
+def convert_to_onnx(exportable: Exportable) -> "onnx.ModelProto":
     """Converts a model op by op.
 
     tf2onnx logs ops that it cannot convert and writes an invalid file all the same: here they are
@@ -66,7 +68,7 @@ def _erfc(context: Any, node: Any, name: str, args: Any) -> Any:
     return result
 
 
-def _name_batch(model: onnx.ModelProto) -> None:
+def _name_batch(model: "onnx.ModelProto") -> None:
     for value in (*model.graph.input, *model.graph.output):
         value.type.tensor_type.shape.dim[0].dim_param = "batch"
     del model.graph.value_info[:]  # still under the old, anonymous names

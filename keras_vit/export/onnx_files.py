@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import onnx
-
 from keras_vit.export import onnx_conversion, onnx_graph
 from keras_vit.export.rebuild import Exportable
 
@@ -19,6 +17,8 @@ def write_onnx(exportable: Exportable, file: Path, *, largest: int = LARGEST) ->
         file: where to.
         largest: bytes of weights that stay within the file.
     """
+    import onnx
+
     activation = exportable.activation
     is_known = activation is None or activation.__name__ in onnx_graph.ACTIVATIONS
     if exportable.config is not None and is_known:

@@ -5,23 +5,26 @@ TensorFlow each is a dozen that none fuses again (measured: benchmarks/export.py
 Letters: B batch, N tokens, D hidden width, H heads, K = D/H, C channels.
 """
 
+import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import onnx
 
 from keras_vit.config import ViTConfig
 from keras_vit.export.arrays import folded_arrays, same_padding
 from keras_vit.export.rebuild import Exportable
 from keras_vit.layers.resnet import GROUP_NORM_EPSILON, GROUPS
 
+if TYPE_CHECKING:
+    import onnx
+
 OPSET = 20  # the first with Gelu
 IR_VERSION = 9  # what belongs to it
 ACTIVATIONS = {"softmax": "Softmax", "sigmoid": "Sigmoid"}
 
 
-def make_onnx(exportable: Exportable) -> onnx.ModelProto:
+def make_onnx(exportable: Exportable) -> "onnx.ModelProto":
     """Makes the ONNX model of a Vision Transformer with nothing around it.
 
     Input `images` (batch, height, width, channels) float32, as the original model takes it.
@@ -43,14 +46,23 @@ def make_onnx(exportable: Exportable) -> onnx.ModelProto:
     return _model(graph, exportable)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Node:
+    kind: str
+    name: str
+    inputs: Sequence[str]
+    outputs: Sequence[str]
+    attributes: dict[str, Any]
+
+
 class _Graph:
     """The nodes and weights so far."""
 
     def __init__(self, config: ViTConfig, arrays: dict[str, np.ndarray]) -> None:
         self.config = config
         self.arrays = arrays
-        self.nodes: list[onnx.NodeProto] = []
-        self.weights: dict[str, onnx.TensorProto] = {}
+        self.nodes: list[_Node] = []
+        self.weights: dict[str, np.ndarray] = {}
 
     def node(self, kind: str, *inputs: str, name: str | None = None, **attributes: Any) -> str:
         """Adds a node with one output and returns that output's name."""
@@ -62,14 +74,13 @@ class _Graph:
         """Adds a node and returns the names of its outputs."""
         stem = f"{kind}_{len(self.nodes)}"
         outputs = [name or f"{stem}_{place}" for place, name in enumerate(names)]
-        self.nodes.append(onnx.helper.make_node(kind, inputs, outputs, name=stem, **attributes))
+        self.nodes.append(_Node(kind, stem, inputs, outputs, attributes))
         return outputs
 
     def weight(self, path: str, value: np.ndarray | None = None) -> str:
         """Adds a weight, once, and returns its name."""
         if path not in self.weights:
-            array = self.arrays[path] if value is None else value
-            self.weights[path] = onnx.numpy_helper.from_array(np.ascontiguousarray(array), path)
+            self.weights[path] = self.arrays[path] if value is None else value
         return path
 
     def constant(self, value: Any) -> str:
@@ -256,18 +267,28 @@ def _group_norm(graph: _Graph, x: str, path: str, size: tuple[int, int]) -> str:
     return graph.node("Add", x, graph.weight(f"{path}/beta", beta[:, None, None]))
 
 
-def _model(graph: _Graph, exportable: Exportable) -> onnx.ModelProto:
+def _model(graph: _Graph, exportable: Exportable) -> "onnx.ModelProto":
+    import onnx
+
     def described(name: str, shape: Sequence[Any]) -> onnx.ValueInfoProto:
         return onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ("batch", *shape))
 
     shape = exportable.network.output_shape[1:]
     names = ("features",) if exportable.activation is None else ("logits", "probabilities")
     made = onnx.helper.make_graph(
-        graph.nodes,
+        [
+            onnx.helper.make_node(
+                node.kind, node.inputs, node.outputs, name=node.name, **node.attributes
+            )
+            for node in graph.nodes
+        ],
         exportable.network.name,
         [described("images", exportable.image_shape)],
         [described(name, shape) for name in names],
-        list(graph.weights.values()),
+        [
+            onnx.numpy_helper.from_array(np.ascontiguousarray(value), path)
+            for path, value in graph.weights.items()
+        ],
     )
     return onnx.helper.make_model(
         made,

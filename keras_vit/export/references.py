@@ -1,8 +1,7 @@
 """Runs the model itself on a few images: what its artefacts must answer."""
 
 import dataclasses
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Sequence
 
 import keras
 import numpy as np
@@ -37,7 +36,7 @@ class References:
     of_pixels: dict[str, np.ndarray]
 
 
-def make_references(exportable: Exportable, images: Iterable[str | Path] = ()) -> References:
+def make_references(exportable: Exportable, images: Sequence[samples.Image] = ()) -> References:
     """Runs the rebuilt model on the given images, and on drawn ones where they are too few.
 
     Raises:
@@ -45,7 +44,7 @@ def make_references(exportable: Exportable, images: Iterable[str | Path] = ()) -
         ValueError: a file is not an image.
     """
     height, width, channels = exportable.image_shape
-    contents = samples.sample_files(tuple(images), size=(height, width))
+    contents = samples.sample_files(images, size=(height, width))
     files = np.empty(len(contents), object)
     files[:] = contents
     decoded = [np.asarray(image_files.decode_image(content)) for content in contents]

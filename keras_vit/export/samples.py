@@ -9,10 +9,13 @@ import tensorflow as tf
 
 from keras_vit.data import images as image_files
 
+# A file, or pixels 0..255, uint8 (height, width, 3).
+Image = str | Path | np.ndarray
+
 COUNT = 8  # images in the largest batch that is compared
 
 
-def sample_files(images: Sequence[str | Path], *, size: tuple[int, int]) -> list[bytes]:
+def sample_files(images: Sequence[Image], *, size: tuple[int, int]) -> list[bytes]:
     """Returns `COUNT` image files as bytes: the given ones, and drawn ones of every format.
 
     Example:
@@ -20,7 +23,7 @@ def sample_files(images: Sequence[str | Path], *, size: tuple[int, int]) -> list
         8
 
     Args:
-        images: paths of image files; of more than `COUNT`, evenly spread ones.
+        images: image files or pixels; of more than `COUNT`, evenly spread ones.
         size: (height, width) around which the drawn images vary.
 
     Raises:
@@ -29,10 +32,20 @@ def sample_files(images: Sequence[str | Path], *, size: tuple[int, int]) -> list
     """
     count = min(len(images), COUNT)
     chosen = [images[index * len(images) // count] for index in range(count)]
-    for path in chosen:
-        image_files.read_image(path)
-    files = [Path(path).read_bytes() for path in chosen]
-    return files + drawn_files(size=size)[: COUNT - len(files)]
+    return [file_bytes(image) for image in chosen] + drawn_files(size=size)[count:]
+
+
+def file_bytes(image: Image) -> bytes:
+    """Returns the bytes of an image file, or of a PNG of pixels.
+
+    Raises:
+        FileNotFoundError: the file is not there.
+        ValueError: the file is not an image.
+    """
+    if isinstance(image, np.ndarray):
+        return bytes(tf.io.encode_png(image).numpy())
+    image_files.read_image(image)
+    return Path(image).read_bytes()
 
 
 def drawn_files(*, size: tuple[int, int]) -> list[bytes]:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from keras_vit.export import half
 from keras_vit.export.edge_forward import EdgeForward
 from keras_vit.export.rebuild import Exportable
 
@@ -35,10 +36,17 @@ def write_tflite(
         options = tf.saved_model.SaveOptions(save_debug_info=False)
         signatures = {SIGNATURE: module.call}
         tf.saved_model.save(module, folder, signatures=signatures, options=options)
+        plain = b""
         for name, file in files.items():
-            converter = tf.lite.TFLiteConverter.from_saved_model(folder, [SIGNATURE])
-            _configure(converter, name, batch_size=batch_size, calibration=calibration)
-            file.write_bytes(converter.convert())
+            is_float = name in ("tflite", "tflite-fp16")
+            content = plain if is_float else b""
+            if not content:
+                converter = tf.lite.TFLiteConverter.from_saved_model(folder, [SIGNATURE])
+                _configure(converter, name, batch_size=batch_size, calibration=calibration)
+                content = converter.convert()
+            if is_float:
+                plain = content
+            file.write_bytes(half.store_as_float16(content) if name == "tflite-fp16" else content)
 
 
 def _module(exportable: Exportable, *, batch_size: int) -> Any:
@@ -56,10 +64,8 @@ def _configure(
     converter: Any, name: str, *, batch_size: int, calibration: Sequence[np.ndarray]
 ) -> None:
     converter.target_spec.supported_ops = [tf.lite.OpsSet.TFLITE_BUILTINS]
-    if name != "tflite":
+    if name.startswith("tflite-int8"):
         converter.optimizations = [tf.lite.Optimize.DEFAULT]
-    if name == "tflite-fp16":
-        converter.target_spec.supported_types = [tf.float16]
     if name == "tflite-int8-full":
         whole = len(calibration) // batch_size * batch_size
         batches = np.stack(calibration[:whole]).reshape(-1, batch_size, *calibration[0].shape)

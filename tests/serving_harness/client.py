@@ -1,10 +1,16 @@
-"""Starts the stand-in server, and asks it over gRPC and REST."""
+"""Starts a server, and asks it over gRPC and REST.
+
+The server is the stand-in of this folder; with the environment variable KERAS_VIT_SERVING_IMAGE it
+is that image of TensorFlow Serving, in docker.
+"""
 
 import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -12,12 +18,18 @@ from pathlib import Path
 import keras_vit.export.clean
 
 BOOTSTRAP = Path(keras_vit.export.clean.__file__).parent / "bootstrap.py"
+IMAGE = os.environ.get("KERAS_VIT_SERVING_IMAGE")
 SECONDS = 60
 
 
-@contextlib.contextmanager
 def serving(directory, *allowed_sizes):
-    """Serves a model directory while the block runs."""
+    """Serves a model directory while the block runs, in batches if sizes are given."""
+    start = _docker if IMAGE else _stand_in
+    return start(Path(directory), allowed_sizes)
+
+
+@contextlib.contextmanager
+def _stand_in(directory, allowed_sizes):
     script = Path(__file__).parent / "server.py"
     process = subprocess.Popen(
         [sys.executable, "-P", script, BOOTSTRAP, directory, *map(str, allowed_sizes)],
@@ -32,9 +44,45 @@ def serving(directory, *allowed_sizes):
         if not line:
             raise RuntimeError(process.communicate()[1][-2000:])
         ports = json.loads(line)
-        yield Served(Path(directory).name, ports["grpc"], ports["rest"])
+        yield Served(directory.name, ports["grpc"], ports["rest"])
     finally:
         process.communicate("")
+
+
+@contextlib.contextmanager
+def _docker(directory, allowed_sizes):
+    name, flags = directory.name, []
+    if allowed_sizes:
+        (directory / "test_batching.txt").write_text(
+            f"max_batch_size {{ value: {allowed_sizes[-1]} }}\n"
+            "batch_timeout_micros { value: 200000 }\n"
+            f"allowed_batch_sizes: {list(allowed_sizes)}\n"
+        )
+        path = f"/models/{name}/test_batching.txt"
+        flags = ["--enable_batching=true", f"--batching_parameters_file={path}"]
+    served = Served(name, *_free_ports(2))
+    command = ["docker", "run", "--rm", "--detach"]
+    command += ["-p", f"{served.grpc_port}:8500", "-p", f"{served.rest_port}:8501"]
+    command += ["--mount", f"type=bind,source={directory},target=/models/{name}"]
+    command += ["-e", f"MODEL_NAME={name}", IMAGE, *flags]
+    container = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    try:
+        for _ in range(2 * SECONDS):
+            with contextlib.suppress(OSError, KeyError):
+                if served.status()["model_version_status"][0]["state"] == "AVAILABLE":
+                    break
+            time.sleep(0.5)
+        yield served
+    finally:
+        subprocess.run(["docker", "stop", container], check=True, capture_output=True)
+
+
+def _free_ports(count):
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
 
 
 class Served:

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import keras_vit.export.clean
+from keras_vit.export import clean
 from keras_vit.export.clean import measures, request, savedmodel_checks, warm_up, wire
 
-FOLDER = Path(keras_vit.export.clean.__file__).parent
+FOLDER = Path(clean.__file__).parent
 RANDOM = np.random.default_rng(0)
 CASE = request.Case(
     signature="",

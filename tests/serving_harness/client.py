@@ -15,9 +15,9 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-import keras_vit.export.clean
+from keras_vit.export import clean
 
-BOOTSTRAP = Path(keras_vit.export.clean.__file__).parent / "bootstrap.py"
+BOOTSTRAP = Path(clean.__file__).parent / "bootstrap.py"
 IMAGE = os.environ.get("KERAS_VIT_SERVING_IMAGE")
 SECONDS = 60
 

@@ -169,6 +169,12 @@ def test_arguments_that_do_not_fit_are_refused(options, message, tmp_path):
     assert not (tmp_path / "pets").exists()
 
 
+def test_a_name_that_no_address_can_carry_is_refused(tmp_path):
+    """The directory names the model in URLs and in a shell script."""
+    with pytest.raises(ValueError, match="name is the model's name"):
+        export(served_model(), tmp_path / "my pets; rm")
+
+
 def test_a_model_of_grey_images_has_no_savedmodel(tmp_path):
     """A model of one channel cannot take decoded files; the message names the way out."""
     with pytest.raises(ValueError, match="export it as tflite or onnx"):

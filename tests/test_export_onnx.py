@@ -10,7 +10,7 @@ from conftest import randomize
 from exported import LABELS, SERVED, photo, served_model
 
 from keras_vit.config import variant
-from keras_vit.export import artefacts, export
+from keras_vit.export import arguments, export
 from keras_vit.export.rebuild import rebuild
 from keras_vit.model import VisionTransformer
 
@@ -165,7 +165,7 @@ def test_export_writes_a_verified_file(policy, tmp_path):
 
 def test_a_missing_package_is_named(monkeypatch, tmp_path):
     """Without onnx the message says what to install."""
-    monkeypatch.setattr(artefacts.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(arguments.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r'pip install "keras-vit\[onnx\]"'):
         export(served_model(), tmp_path / "pets", formats=["onnx"])
 

@@ -1,7 +1,6 @@
 """Makes every asked-for artefact of a model, checks each, and puts them in place together."""
 
 import dataclasses
-import importlib.util
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import numpy as np
 
 from keras_vit.data import images as image_files
 from keras_vit.export import (
+    arguments,
     rebuild,
     references,
     samples,
@@ -22,16 +22,9 @@ from keras_vit.export import (
 from keras_vit.export.clean import request as requests
 from keras_vit.export.rebuild import Exportable
 
-FORMATS = ("savedmodel", *tflite.FORMATS, "onnx")
 TOP_K = 5
-# Images for int8 throughout: one half sets the ranges, the other is the accuracy gate.
-CALIBRATION_COUNTS = (16, 512)
 # Where a format lies under the export directory: the server looks at the directory itself.
 _FOLDERS = {"savedmodel": "", "onnx": "onnx", **dict.fromkeys(tflite.FORMATS, "tflite")}
-_NEEDS = {
-    "onnx": (("onnx", "onnxruntime"), "onnx"),
-    **dict.fromkeys(tflite.FORMATS, (("ai_edge_litert",), "tflite")),
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +32,7 @@ class Artefact:
     """One exported artefact.
 
     Attributes:
-        format: one of `FORMATS`.
+        format: one of `arguments.FORMATS`.
         path: the version directory of a SavedModel, otherwise the file.
         bytes: its size on the disk.
         checks: what was verified, with the figures.
@@ -99,18 +92,19 @@ def export(
         VerificationError: an artefact does not do what the model does.
         OSError: another export is at work in the directory.
     """
-    wanted = _formats(formats, images=images, verify=verify)
+    wanted = arguments.checked_formats(formats, images=images, verify=verify)
     for name, value in (("top_k", top_k), ("tflite_batch_size", tflite_batch_size)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1. Received: {name}={value!r}.")
+    directory = arguments.checked_directory(path)
     exportable = rebuild.rebuild(model)
     expected = references.make_references(exportable, images)
     rebuilt = references.compare_rebuilt(model, exportable, expected)
     verification.require([rebuilt], artefact="float32")
     job = _Job(
-        directory=Path(path).absolute(),
+        directory=directory,
         exportable=exportable,
-        labels=_labels(labels, exportable),
+        labels=arguments.checked_labels(labels, exportable),
         top_k=min(top_k, exportable.classes or top_k),
         images=tuple(images),
         batch_size=tflite_batch_size,
@@ -240,55 +234,13 @@ class _Job:
     def _given(self, half: int) -> list[np.ndarray]:
         """One half of the given images, as pixels of the model's size."""
         size = self.exportable.image_shape[:2]
-        chosen = self.images[: CALIBRATION_COUNTS[1]][half::2]
+        chosen = self.images[: arguments.CALIBRATION_COUNTS[1]][half::2]
         decoded = [image_files.decode_image(samples.file_bytes(image)) for image in chosen]
         resized = [image_files.resize_image(image, size=size) for image in decoded]
         pixels = np.round(np.stack(resized))
         if half == 0:
             pixels = references.as_original(self.exportable, pixels)
         return list(pixels.astype(np.float32))
-
-
-def _formats(
-    formats: Iterable[str], *, images: Sequence[samples.Image], verify: bool
-) -> tuple[str, ...]:
-    wanted = (formats,) if isinstance(formats, str) else tuple(formats)
-    unknown = [name for name in wanted if name not in FORMATS]
-    if unknown or not wanted or len(set(wanted)) < len(wanted):
-        raise ValueError(
-            f"formats must be some of {', '.join(FORMATS)}, each once. Received: {wanted!r}."
-        )
-    fewest, _ = CALIBRATION_COUNTS
-    if "tflite-int8-full" in wanted and len(images) < fewest:
-        raise ValueError(
-            f"tflite-int8-full needs at least {fewest} images of the kind that the model will "
-            f"see, to set its ranges and to measure what it loses. Received: {len(images)} images."
-        )
-    for name in wanted:
-        packages, extra = _NEEDS.get(name, ((), ""))
-        missing = [package for package in packages if importlib.util.find_spec(package) is None]
-        if missing and (verify or name == "onnx"):
-            raise ImportError(
-                f"To export {name}, {missing[0]} is needed, which is not installed; "
-                f'run: pip install "keras-vit[{extra}]"'
-            )
-    return wanted
-
-
-def _labels(labels: Sequence[str] | str | Path | None, exportable: Exportable) -> tuple[str, ...]:
-    classes = exportable.classes
-    if classes is None:
-        return ()
-    if labels is None:
-        return tuple(map(str, range(classes)))
-    if isinstance(labels, str | Path):
-        labels = Path(labels).read_text(encoding="utf-8").splitlines()
-    if len(labels) != classes:
-        raise ValueError(
-            f"The model has {classes} classes; give a label for each. "
-            f"Received: {len(labels)} labels."
-        )
-    return tuple(labels)
 
 
 def _size(path: Path) -> int:

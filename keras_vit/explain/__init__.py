@@ -12,6 +12,14 @@ from keras_vit.explain.embeddings import (
     position_similarity,
     token_similarity,
 )
+from keras_vit.explain.page import write_explanation
+from keras_vit.explain.pictures import (
+    plot_attention_distance,
+    plot_filters,
+    plot_heads,
+    plot_heatmap,
+    plot_position_similarity,
+)
 from keras_vit.explain.relevance import class_relevance
 
 __all__ = [
@@ -21,7 +29,13 @@ __all__ = [
     "class_relevance",
     "embedding_filters",
     "mean_attention_distance",
+    "plot_attention_distance",
+    "plot_filters",
+    "plot_heads",
+    "plot_heatmap",
+    "plot_position_similarity",
     "pooling_attention",
     "position_similarity",
     "token_similarity",
+    "write_explanation",
 ]

@@ -56,22 +56,25 @@ def image_batches(model: keras.Model, images: Any) -> Iterator[np.ndarray]:
             "Images have the shape (batch, height, width, channels), at least one of them; add an "
             f"axis to a single image: image[None]. Received: shape {images.shape}."
         )
-    size = _image_size(model)
+    size = image_size(model)
     if size is not None and images.shape[1:3] != size:
         warnings.warn(
             f"The images are {images.shape[1]}x{images.shape[2]} pixels; they were resampled to "
             f"{size[0]}x{size[1]}, the size that the model takes.",
             stacklevel=3,
         )
-        resized = keras.ops.image.resize(
-            images.astype(np.float32), size, data_format="channels_last"
-        )
-        images = np.asarray(keras.ops.convert_to_numpy(resized))
+        images = resample(images, size)
     for start in range(0, len(images), BATCH_SIZE):
         yield images[start : start + BATCH_SIZE]
 
 
-def _image_size(model: keras.Model) -> tuple[int, int] | None:
+def resample(images: np.ndarray, size: tuple[int, ...]) -> np.ndarray:
+    """Resizes images (B, H, W, channels) to (height, width), bilinear without anti-aliasing."""
+    resized = keras.ops.image.resize(images.astype(np.float32), size, data_format="channels_last")
+    return np.asarray(keras.ops.convert_to_numpy(resized))
+
+
+def image_size(model: keras.Model) -> tuple[int, int] | None:
     """Returns the (height, width) that a model takes, or None if it says nothing about them."""
     try:
         shape = model.input_shape

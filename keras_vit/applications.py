@@ -14,6 +14,7 @@ from keras_vit.weights import loading
 from keras_vit.weights.checkpoint import Checkpoint, open_checkpoint
 from keras_vit.weights.source import locate
 
+LARGE = 100e6  # parameters; the examples of larger models are not run by the tests
 DEFAULT_CLASSES = 1000  # ImageNet-1k, as in keras.applications
 
 
@@ -42,8 +43,8 @@ Reference:
     [{paper}]({link})
 
 Example:
-    >>> model = {function}(weights=None, input_shape={shape}, classes=10)
-    >>> model.output_shape
+    >>> model = {function}(weights=None, input_shape={shape}, classes=10){skip}
+    >>> model.output_shape{skip}
     (None, 10)
 
 Args:
@@ -251,6 +252,7 @@ def _documentation(variant: str) -> str:
         paper="Scaling Vision Transformers" if is_scaled else "An Image is Worth 16x16 Words",
         link=f"https://arxiv.org/abs/{'2106.04560' if is_scaled else '2010.11929'}",
         shape=(side, side, 3),
+        skip="  # doctest: +SKIP" if parameter_count(config) > LARGE else "",
         stride=config.stride,
         default=config.input_shape,
         pooling=config.pooling,

@@ -6,8 +6,22 @@ A backend without a file of its own uses `plain`, which the tests hold the other
 import keras
 
 if keras.backend.backend() == "tensorflow":
-    from keras_vit.backend.tensorflow import ACTIVATIONS, dense, space_to_depth
+    from keras_vit.backend.tensorflow import (
+        ACTIVATIONS,
+        ALIGNMENT,
+        adopt,
+        dense,
+        space_to_depth,
+        uninitialized,
+    )
 else:
-    from keras_vit.backend.plain import ACTIVATIONS, dense, space_to_depth
+    from keras_vit.backend.plain import (
+        ACTIVATIONS,
+        ALIGNMENT,
+        adopt,
+        dense,
+        space_to_depth,
+        uninitialized,
+    )
 
-__all__ = ["ACTIVATIONS", "dense", "space_to_depth"]
+__all__ = ["ACTIVATIONS", "ALIGNMENT", "adopt", "dense", "space_to_depth", "uninitialized"]

@@ -3,6 +3,9 @@
 from typing import Any
 
 import keras
+import numpy as np
+
+ALIGNMENT = 1  # bytes
 
 ACTIVATIONS = {
     None: lambda x: x,
@@ -23,3 +26,13 @@ def space_to_depth(images: Any, block: int) -> Any:
     x = keras.ops.reshape(images, (-1, height // block, block, width // block, block, channels))
     x = keras.ops.transpose(x, (0, 1, 3, 2, 4, 5))
     return keras.ops.reshape(x, (-1, height // block, width // block, block * block * channels))
+
+
+def adopt(array: np.ndarray) -> Any:
+    """Returns the array's values in a form that a variable takes; the array must not change."""
+    return array
+
+
+def uninitialized(shape: Any, dtype: Any = None) -> Any:
+    """Returns an array whose values nobody will read; a Keras initializer."""
+    return keras.ops.zeros(shape, dtype)

@@ -5,12 +5,14 @@ import contextvars
 from collections.abc import Iterator
 from typing import Any
 
+from keras_vit import backend
+
 _overwritten = contextvars.ContextVar("overwritten", default=False)
 
 
 @contextlib.contextmanager
 def overwritten_weights() -> Iterator[None]:
-    """Inside this scope `initializer` answers "zeros", whatever it is asked for."""
+    """Inside this scope `initializer` leaves memory as it is: every weight must be assigned."""
     token = _overwritten.set(True)
     try:
         yield
@@ -19,5 +21,5 @@ def overwritten_weights() -> Iterator[None]:
 
 
 def initializer(wanted: Any) -> Any:
-    """Returns the wanted Keras initializer, or "zeros" where its numbers would be thrown away."""
-    return "zeros" if _overwritten.get() else wanted
+    """Returns the wanted Keras initializer, or one that does nothing where it would be in vain."""
+    return backend.uninitialized if _overwritten.get() else wanted

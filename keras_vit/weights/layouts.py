@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from keras_vit.config import ViTConfig
-from keras_vit.weights.arrays import StoredArray
+from keras_vit.weights.arrays import StoredArray, aligned_empty
 
 Arrays = Mapping[str, StoredArray]
 
@@ -97,7 +97,9 @@ def _heads_rows(config: ViTConfig, path: str, name: str, parts: tuple[str, ...])
     count = len(parts)
 
     def join(*values: np.ndarray) -> np.ndarray:
-        return np.concatenate([value.reshape(*value.shape[:-2], d) for value in values], axis=-1)
+        parts = [value.reshape(*value.shape[:-2], d) for value in values]
+        joined = aligned_empty((*parts[0].shape[:-1], count * d), parts[0].dtype)
+        return np.concatenate(parts, axis=-1, out=joined)
 
     def split(value: np.ndarray) -> tuple[np.ndarray, ...]:
         return tuple(

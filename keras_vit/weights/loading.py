@@ -1,6 +1,9 @@
 """Assigns a checkpoint's arrays to a model's variables, each exactly once, or says what differs."""
 
+import concurrent.futures
 import dataclasses
+import functools
+import itertools
 import logging
 from pathlib import Path
 from typing import Literal
@@ -8,6 +11,7 @@ from typing import Literal
 import keras
 import numpy as np
 
+from keras_vit import backend
 from keras_vit.config import ViTConfig
 from keras_vit.layers.initialization import overwritten_weights
 from keras_vit.model import VisionTransformer
@@ -50,22 +54,23 @@ def resize(
 ) -> VisionTransformer:
     """Returns the same model for images of another size; the given one stays as it is.
 
-    Position embeddings are resampled, every other weight is copied.
+        Position embeddings are resampled, every other weight is copied.
 
-    Example:
-        >>> from keras_vit.config import ViTConfig
-        >>> config = ViTConfig(input_shape=(32, 32, 3), patch_size=8, hidden_dim=8, mlp_dim=16,
-        ...                    num_heads=2, num_layers=1, classes=3)
-        >>> resize(VisionTransformer(config), (48, 64, 3)).config.grid
-        (6, 8)
+        Example:
+            >>> from keras_vit import backend
+    from keras_vit.config import ViTConfig
+            >>> config = ViTConfig(input_shape=(32, 32, 3), patch_size=8, hidden_dim=8, mlp_dim=16,
+            ...                    num_heads=2, num_layers=1, classes=3)
+            >>> resize(VisionTransformer(config), (48, 64, 3)).config.grid
+            (6, 8)
 
-    Args:
-        model: the model to start from.
-        input_shape: (height, width, channels) wanted, in pixels.
-        positions: how positions are resampled, see `resample_positions`.
+        Args:
+            model: the model to start from.
+            input_shape: (height, width, channels) wanted, in pixels.
+            positions: how positions are resampled, see `resample_positions`.
 
-    Raises:
-        ValueError: the size is not a multiple of the patch, or the channels differ.
+        Raises:
+            ValueError: the size is not a multiple of the patch, or the channels differ.
     """
     old = model.config
     if input_shape[2] != old.input_shape[2]:
@@ -94,11 +99,20 @@ def assign(
     rows: list[Row],
     positions: Method = "original",
 ) -> None:
-    """Streams the arrays of the matched rows into the model's variables, one variable at a time."""
+    """Streams the arrays of the matched rows into the model's variables, one variable at a time.
+
+    The next one is read while the last one is assigned.
+    """
     _log_grids(checkpoint.grid, model.config.grid, positions)
     variables = {variable.path: variable for variable in model.weights}
-    for row in rows:
-        variables.pop(row.path).assign(_value(checkpoint, row, model.config, positions))
+    with concurrent.futures.ThreadPoolExecutor(1) as reader:
+        read = functools.partial(_value, checkpoint, config=model.config, positions=positions)
+        ahead = reader.submit(read, rows[0])
+        for row, following in itertools.zip_longest(rows, rows[1:]):
+            value = ahead.result()
+            if following is not None:
+                ahead = reader.submit(read, following)
+            variables.pop(row.path).assign(backend.adopt(value))
     left = [path for path in variables if not path.startswith(HEAD)]
     if left:
         raise ValueError(f"{checkpoint.path} does not give the variables {listed(left)}.")
@@ -171,7 +185,7 @@ def _value(checkpoint: Checkpoint, row: Row, config: ViTConfig, positions: Metho
     """Reads one variable's value."""
     values = [checkpoint.arrays[name].read() for name in row.names]
     for name, value in zip(row.names, values, strict=True):
-        if value.size and not np.isfinite(value).any():
+        if value.size and not np.isfinite(value.flat[0]) and not np.isfinite(value).any():
             raise ValueError(f"{checkpoint.path}: array {name!r} holds no finite number.")
     value = row.join(*values)
     value = value.astype(np.float32, copy=False)

@@ -140,6 +140,14 @@ def merge_lora(model: LoRAVisionTransformer) -> VisionTransformer:
 def save_adapter(model: LoRAVisionTransformer, path: str | Path) -> Path:
     """Writes what `lora` made trainable, the thin matrices and the classifier, and nothing else.
 
+    Example:
+        >>> import tempfile
+        >>> config = ViTConfig(input_shape=(32, 32, 3), patch_size=8, hidden_dim=8, mlp_dim=16,
+        ...                    num_heads=2, num_layers=1, classes=3)
+        >>> adapted = lora(VisionTransformer(config), rank=2)
+        >>> save_adapter(adapted, Path(tempfile.mkdtemp()) / "adapter.safetensors").name
+        'adapter.safetensors'
+
     Args:
         model: an adapted model.
         path: the file to write or replace; its name ends in .safetensors.
@@ -168,6 +176,15 @@ def save_adapter(model: LoRAVisionTransformer, path: str | Path) -> Path:
 
 def load_adapter(model: VisionTransformer, path: str | Path) -> LoRAVisionTransformer:
     """Returns a model adapted by a file of `save_adapter`; the given one stays as it is.
+
+    Example:
+        >>> import tempfile
+        >>> config = ViTConfig(input_shape=(32, 32, 3), patch_size=8, hidden_dim=8, mlp_dim=16,
+        ...                    num_heads=2, num_layers=1, classes=3)
+        >>> model = VisionTransformer(config)
+        >>> file = save_adapter(lora(model, rank=2), Path(tempfile.mkdtemp()) / "a.safetensors")
+        >>> load_adapter(model, file).rank
+        2
 
     Args:
         model: the plain model that the adapter was trained on, with as many classes.

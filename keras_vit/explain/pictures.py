@@ -42,7 +42,9 @@ def plot_heatmap(image: np.ndarray, heatmap: np.ndarray, *, title: str, unit: st
     axes = figure.subplots(1, 3)
     axes[0].imshow(picture, extent=extent, vmin=0, vmax=1, cmap="gray")
     axes[0].set_title("image")
-    drawn = axes[1].imshow(heatmap, extent=extent, cmap=COLORS)
+    low, high = float(heatmap.min()), float(heatmap.max())
+    scale = {"vmin": low, "vmax": high if high > low else low + 1}
+    drawn = axes[1].imshow(heatmap, extent=extent, cmap=COLORS, **scale)
     axes[1].set_title(title)
     axes[2].imshow(_lit(picture, heatmap), extent=extent)
     axes[2].set_title("image, lit by it")
@@ -68,7 +70,7 @@ def plot_heads(heatmaps: np.ndarray, *, title: str, unit: str) -> "Figure":
     columns = min(heads, 4 if heads <= 12 else 8)
     rows = -(-heads // columns)
     shape = heatmaps.shape[1] / heatmaps.shape[2]
-    figure = _figure(2 + 2.1 * columns, 1 + 2.2 * rows * min(max(shape, 0.5), 2))
+    figure = _figure(2 + 2.1 * columns, 1.2 + rows * (0.7 + 1.9 * min(max(shape, 0.4), 2)))
     axes = figure.subplots(rows, columns, squeeze=False)
     for index, each in enumerate(axes.flat):
         if index >= heads:

@@ -18,7 +18,6 @@ import hashlib
 import logging
 import os
 import re
-import threading
 import time
 import urllib.parse
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from pathlib import Path
 
 import filelock
 
+from keras_vit import atomic
 from keras_vit.weights import _checksums, _progress, _transfer
 
 MIRROR_SETTING = "KERAS_VIT_MIRROR"
@@ -162,7 +162,7 @@ def _download(
         raise
     _write_record(path, digest)
     partial.replace(path)
-    _sync_folder(path.parent)
+    atomic.sync_folder(path.parent)
     _transfer.discard(partial)
     return path
 
@@ -235,17 +235,11 @@ def _record(path: Path) -> Path:
 def _write_record(path: Path, digest: str) -> None:
     # The format of `sha256sum`, so that `sha256sum --check` works too.
     record = _record(path)
-    fresh = record.with_name(f"{record.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         record.parent.mkdir(parents=True, exist_ok=True)
-        with fresh.open("w") as file:
-            file.write(f"{digest}  {path.name}\n")
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.replace(record)
+        with atomic.whole_file(record) as fresh:
+            fresh.write_text(f"{digest}  {path.name}\n")
     except OSError as error:
-        with contextlib.suppress(OSError):
-            fresh.unlink(missing_ok=True)
         if error.errno not in _UNWRITABLE:
             raise
         _LOGGER.warning(
@@ -274,13 +268,3 @@ def _locked(path: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-def _sync_folder(folder: Path) -> None:
-    # The new name itself must survive a power cut; only POSIX lets a folder be synced.
-    if os.name == "posix":
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

@@ -1,5 +1,6 @@
 """Assigns a checkpoint's arrays to a model's variables, each exactly once, or says what differs."""
 
+import collections
 import concurrent.futures
 import dataclasses
 import functools
@@ -22,6 +23,7 @@ from keras_vit.weights.positions import Method, resample_positions
 
 POSITIONS = "patch_encoder/position_embedding"
 HEAD = ("head/", "representation/")
+READERS = 2  # threads; reading and checking an array needs no lock of Python's
 
 logger = logging.getLogger(__name__)
 
@@ -101,18 +103,18 @@ def assign(
 ) -> None:
     """Streams the arrays of the matched rows into the model's variables, one variable at a time.
 
-    The next one is read while the last one is assigned.
+    A few are read ahead of the one that is assigned.
     """
     _log_grids(checkpoint.grid, model.config.grid, positions)
     variables = {variable.path: variable for variable in model.weights}
-    with concurrent.futures.ThreadPoolExecutor(1) as reader:
-        read = functools.partial(_value, checkpoint, config=model.config, positions=positions)
-        ahead = reader.submit(read, rows[0])
-        for row, following in itertools.zip_longest(rows, rows[1:]):
-            value = ahead.result()
-            if following is not None:
-                ahead = reader.submit(read, following)
+    read = functools.partial(_value, checkpoint, config=model.config, positions=positions)
+    with concurrent.futures.ThreadPoolExecutor(READERS) as readers:
+        ahead = collections.deque(readers.submit(read, row) for row in rows[: 2 * READERS])
+        for row, later in itertools.zip_longest(rows, rows[2 * READERS :]):
+            value = ahead.popleft().result()
             variables.pop(row.path).assign(backend.adopt(value))
+            if later is not None:
+                ahead.append(readers.submit(read, later))
     left = [path for path in variables if not path.startswith(HEAD)]
     if left:
         raise ValueError(f"{checkpoint.path} does not give the variables {listed(left)}.")

@@ -1,0 +1,1 @@
+"""Benchmarks: ratios from one alternating run, for the machine at hand."""

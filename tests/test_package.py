@@ -1,0 +1,127 @@
+"""Tests of the package as a whole: its names, its imports, its documentation, its wheel."""
+
+import doctest
+import importlib
+import importlib.metadata
+import pkgutil
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import keras_vit
+
+ROOT = Path(__file__).parents[1]
+
+PUBLIC = [
+    "VARIANTS",
+    *("R26ViTB32", "R26ViTS32", "R50ViTB16", "R50ViTL32", "RViTTi16"),
+    *("ViTB16", "ViTB32", "ViTB8", "ViTG14", "ViTH14", "ViTL16", "ViTL32", "ViTS16", "ViTS32"),
+    *("ViTSo400m14", "ViTTi16", "ViTg14"),
+    *("ViTConfig", "VisionTransformer", "__version__", "decode_predictions", "layers"),
+    *("parameter_count", "preprocess_input", "resize", "variant", "weights"),
+]
+
+# What `import keras_vit` must leave for later: together these take seconds.
+LATE = (
+    "matplotlib",
+    "sklearn",
+    "scipy",
+    "tensorflow_datasets",
+    "huggingface_hub",
+    "urllib.request",
+)
+
+MODULES = [
+    module.name
+    for module in pkgutil.walk_packages(keras_vit.__path__, "keras_vit.")
+    if module.name != "keras_vit.__main__"
+]
+
+
+def test_public_names() -> None:
+    """Names come and go by decision: this list and the package's are the same."""
+    assert sorted(keras_vit.__all__) == sorted(PUBLIC)
+    assert all(hasattr(keras_vit, name) for name in PUBLIC)
+
+
+def test_version_is_the_distributions() -> None:
+    """The installed package and the code agree on the version."""
+    assert importlib.metadata.version("keras-vit") == keras_vit.__version__
+
+
+def test_import_brings_nothing_heavy() -> None:
+    """Beyond Keras itself, importing the package loads no library that takes its time."""
+    code = f"import sys, keras_vit; print([name for name in {LATE!r} if name in sys.modules])"
+    before = f"import sys, keras; print([name for name in {LATE!r} if name in sys.modules])"
+    ours, keras_alone = (
+        subprocess.run([sys.executable, "-c", c], capture_output=True, text=True, check=True)
+        for c in (code, before)
+    )
+    assert ours.stdout == keras_alone.stdout
+
+
+@pytest.mark.parametrize("name", ["keras_vit", *MODULES])
+def test_docstring_examples_run(name: str) -> None:
+    """Every example in a docstring gives what it says."""
+    module = importlib.import_module(name)
+    globs = {**vars(importlib.import_module("keras_vit")), **vars(module)}
+    globs["keras"] = importlib.import_module("keras")
+    failed, _ = doctest.testmod(
+        module,
+        extraglobs=globs,
+        optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS,
+    )
+    assert failed == 0
+
+
+def test_a_wrong_example_would_be_seen() -> None:
+    """The runner above fails on an example that does not hold."""
+    test = doctest.DocTestParser().get_doctest(">>> 1 + 1\n3\n", {}, "wrong", None, None)
+    assert doctest.DocTestRunner(verbose=False).run(test, out=lambda _: None).failed == 1
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_things_are_documented(name: str) -> None:
+    """Every public function and class has a docstring with an example."""
+    thing = getattr(keras_vit, name)
+    if callable(thing):
+        assert ">>>" in (thing.__doc__ or ""), name
+
+
+def test_readme_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Python of the README runs from top to bottom, as one script."""
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert blocks
+    names: dict[str, object] = {}
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), names)
+
+
+def test_documents_link_to_what_exists() -> None:
+    """Relative links in the documents lead to files of the repository."""
+    for document in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")]:
+        for link in re.findall(r"\]\((?!https?://|#)([^)#]+)", document.read_text()):
+            assert (document.parent / link).exists(), f"{document.name}: {link}"
+
+
+@pytest.mark.slow
+def test_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
+    """The wheel has the code, the labels and the licence, and no tests."""
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "--no-deps", "-q", "-w", str(tmp_path), str(ROOT)],
+        check=True,
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0] for name in names} == {
+        "keras_vit",
+        f"keras_vit-{keras_vit.__version__}.dist-info",
+    }
+    for name in ("keras_vit/py.typed", "keras_vit/labels/imagenet2012.txt"):
+        assert name in names
+    assert any(name.endswith("licenses/LICENSE") for name in names)

@@ -142,9 +142,9 @@ def _build(name: str, weights: str | Path | None, request: _Request) -> VisionTr
     loading.assign(model, checkpoint, rows=rows)
     if config.classes and request.classes is None and not _has_trained_head(model):
         warnings.warn(
-            f"The classifier in {checkpoint.path} is all zeros, as it was published: it predicts "
-            "nothing. Pass classes=N to train a fresh one, include_top=False for features, or "
-            'weights="augreg/imagenet21k" for a trained one.',
+            f"The classifier in {checkpoint.path} is all zeros, as the original's ImageNet-21k "
+            "ones were published: it predicts nothing. Pass classes=N to train a fresh one, "
+            'include_top=False for features, or weights="augreg/imagenet21k" for a trained one.',
             stacklevel=3,
         )
     return model

@@ -56,23 +56,22 @@ def resize(
 ) -> VisionTransformer:
     """Returns the same model for images of another size; the given one stays as it is.
 
-        Position embeddings are resampled, every other weight is copied.
+    Position embeddings are resampled, every other weight is copied.
 
-        Example:
-            >>> from keras_vit import backend
-    from keras_vit.config import ViTConfig
-            >>> config = ViTConfig(input_shape=(32, 32, 3), patch_size=8, hidden_dim=8, mlp_dim=16,
-            ...                    num_heads=2, num_layers=1, classes=3)
-            >>> resize(VisionTransformer(config), (48, 64, 3)).config.grid
-            (6, 8)
+    Example:
+        >>> from keras_vit.config import ViTConfig
+        >>> config = ViTConfig(input_shape=(32, 32, 3), patch_size=8, hidden_dim=8, mlp_dim=16,
+        ...                    num_heads=2, num_layers=1, classes=3)
+        >>> resize(VisionTransformer(config), (48, 64, 3)).config.grid
+        (6, 8)
 
-        Args:
-            model: the model to start from.
-            input_shape: (height, width, channels) wanted, in pixels.
-            positions: how positions are resampled, see `resample_positions`.
+    Args:
+        model: the model to start from.
+        input_shape: (height, width, channels) wanted, in pixels.
+        positions: how positions are resampled, see `resample_positions`.
 
-        Raises:
-            ValueError: the size is not a multiple of the patch, or the channels differ.
+    Raises:
+        ValueError: the size is not a multiple of the patch, or the channels differ.
     """
     old = model.config
     if input_shape[2] != old.input_shape[2]:

@@ -1,0 +1,105 @@
+"""`keras-vit evaluate`: how good the model of a run is."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from keras_vit.cli import output
+
+if TYPE_CHECKING:
+    from keras_vit.data import ImageData
+    from keras_vit.evaluation import Evaluation
+    from keras_vit.training import Run
+
+_DESCRIPTION = """\
+Measures the model of a run: accuracy, loss, and how each class fares.
+
+Without --data on the run's own validation and test images, the same that training set aside; the
+numbers are those of the run's metrics.json. With --data on another folder with the same classes:
+on its test/ if it has splits, otherwise on all of its images.
+
+examples:
+  keras-vit evaluate digits-run
+  keras-vit evaluate photos-run --data more-photos --out more-photos-report
+  keras-vit evaluate photos-run --json
+"""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds the subcommand."""
+    parser = commands.add_parser(
+        "evaluate",
+        help="measure the model of a run",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("directory", metavar="RUN", help="a run directory, the --out of a training")
+    parser.add_argument(
+        "--data", metavar="PATH", help="a folder of other images (default: the run's own)"
+    )
+    parser.add_argument(
+        "--out",
+        metavar="DIR",
+        help="write metrics.json and confusion.png there (default: nowhere; to RUN, "
+        "if it lacks them after an interruption)",
+    )
+    parser.add_argument(
+        "--strict",
+        action="store_true",
+        help="with --data, stop at damaged images (default: leave them out)",
+    )
+    output.add_json_flag(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Evaluates, prints, and writes where asked."""
+    from keras_vit import evaluation, training
+
+    opened = training.load_run(arguments.directory)
+    data = _data(arguments, opened)
+    evaluations = {
+        name: evaluation.evaluate(opened.model, data.split(name), labels=opened.labels)
+        for name in ("validation", "test")
+        if len(data.split(name))
+    }
+    recorded = None if arguments.data else _recorded(opened.path)
+    is_first = not arguments.data and recorded is None
+    out = Path(arguments.out) if arguments.out else opened.path
+    if arguments.out or is_first:
+        out.mkdir(parents=True, exist_ok=True)
+        evaluation.write_report(out, evaluations)
+    output.show_evaluations(evaluations, json=arguments.json)
+    if not arguments.json:
+        _say_more(evaluations, recorded=recorded, out=out if arguments.out or is_first else None)
+    return 0
+
+
+def _data(arguments: argparse.Namespace, opened: "Run") -> "ImageData":
+    from keras_vit import training
+
+    if arguments.data is None:
+        return training.load_run_data(opened)
+    return output.load_data(
+        arguments.data, strict=arguments.strict, json=arguments.json, labels=opened.labels
+    )
+
+
+def _recorded(directory: Path) -> dict[str, object] | None:
+    file = directory / "metrics.json"
+    if not file.is_file():
+        return None
+    recorded: dict[str, object] = json.loads(file.read_text(encoding="utf-8"))
+    return recorded
+
+
+def _say_more(
+    evaluations: "dict[str, Evaluation]", *, recorded: dict[str, object] | None, out: Path | None
+) -> None:
+    if recorded is not None:
+        numbers = {name: evaluation.to_dict() for name, evaluation in evaluations.items()}
+        verdict = "the same numbers" if numbers == recorded else "OTHER numbers"
+        print(f"The run's metrics.json holds {verdict}.")
+    if out is not None:
+        print(f"Written: {out / 'metrics.json'} and {out / 'confusion.png'}")

@@ -1,0 +1,75 @@
+"""Dispatches to the subcommands, and turns errors into one line and an exit code.
+
+Exit codes: 0 success, 1 something was wrong with the input, 2 wrong usage, 130 interrupted.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from keras_vit import version
+from keras_vit.cli import catalog, evaluate, predict, train
+
+PROGRAM = "keras-vit"
+_DESCRIPTION = """\
+Vision Transformers: train one on your own images, use it, measure it.
+
+examples:
+  keras-vit train --data digits --out digits-run
+  keras-vit train --data photos --out photos-run --epochs 50
+  keras-vit predict photos-run holiday.jpg
+  keras-vit evaluate photos-run
+  keras-vit list --variant B/16
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line.
+
+    Example:
+        >>> main(["predict", "no-such-run", "image.png"])
+        1
+
+    Args:
+        argv: the arguments after the program's name; None for the process's own.
+
+    Returns:
+        The exit code.
+    """
+    # TensorFlow's own remarks would stand between ours; its errors still reach us as exceptions.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    arguments = make_parser().parse_args(argv)
+    try:
+        exit_code: int = arguments.run(arguments)
+    except KeyboardInterrupt as interruption:
+        message = str(interruption) or "Interrupted: nothing was saved."
+        print(f"{PROGRAM}: {message}", file=sys.stderr)
+        return 130
+    except (ValueError, OSError, ImportError) as error:
+        message = " ".join(str(error).split())
+        print(f"{PROGRAM}: error: {message}", file=sys.stderr)
+        return 1
+    return exit_code
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Makes the parser with all subcommands."""
+    parser = _Parser(
+        prog=PROGRAM,
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=version.__version__)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for command in (train, predict, evaluate, catalog):
+        command.add_parser(commands)
+    return parser

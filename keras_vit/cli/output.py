@@ -1,0 +1,261 @@
+"""What the subcommands print: lines and tables for people, JSON lines for machines."""
+
+import argparse
+import contextlib
+import dataclasses
+import json as json_format
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import rich.box
+import rich.console
+import rich.progress
+import rich.table
+
+if TYPE_CHECKING:
+    from keras_vit.data import ImageData
+    from keras_vit.evaluation import Evaluation, Prediction
+    from keras_vit.training import Event, Run
+
+# Above so many classes only the worst of them are shown.
+_SHOWN_CLASSES = 30
+
+
+def add_json_flag(parser: argparse.ArgumentParser) -> None:
+    """Adds `--json`."""
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print JSON, one object per line, and nothing else (default: text)",
+    )
+
+
+def load_data(
+    path: str, *, strict: bool, json: bool, labels: Sequence[str] | None = None
+) -> "ImageData":
+    """Loads the digits or a folder, and says what was found.
+
+    Args:
+        path: "digits", or a folder.
+        strict: whether damaged images are an error.
+        json: whether machines read.
+        labels: the known classes, to load a folder as test images alone.
+    """
+    from keras_vit import data
+
+    with _checking(json=json) as on_progress:
+        if labels is not None:
+            found = data.load_test_folder(
+                path, labels=labels, strict=strict, on_progress=on_progress
+            )
+        elif path == "digits":
+            found = data.load_digits()
+        else:
+            found = data.load_folder(path, strict=strict, on_progress=on_progress)
+    if json:
+        _print_json("data", **_data_fields(found))
+    else:
+        _describe_data(found)
+    return found
+
+
+class TrainDisplay:
+    """Shows a training as it goes: a bar that moves and one line per epoch, or JSON.
+
+    Args:
+        data: what is trained on.
+        json: whether machines read.
+    """
+
+    def __init__(self, data: "ImageData", *, json: bool) -> None:
+        self._data = data
+        self._json = json
+        self._bar = rich.progress.Progress(
+            rich.progress.TextColumn("{task.description}"),
+            rich.progress.BarColumn(),
+            rich.progress.TaskProgressColumn(),
+            rich.progress.TextColumn("{task.fields[left]}"),
+            transient=True,
+            disable=json or not _is_terminal(),
+        )
+        self._task = self._bar.add_task("compiling", total=None, left="")
+
+    def __enter__(self) -> "TrainDisplay":
+        if not self._json:
+            self._print("  epoch    loss  accuracy  val. loss  val. accuracy  seconds    left")
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+
+    def show(self, event: "Event") -> None:
+        """Shows one event of the training."""
+        from keras_vit import training
+
+        if isinstance(event, training.StepDone):
+            left = "" if event.seconds_left is None else f"{_clock(event.seconds_left)} left"
+            self._bar.update(
+                self._task,
+                completed=event.step,
+                total=event.steps,
+                description=f"epoch {event.epoch}",
+                left=left,
+            )
+        elif self._json:
+            _print_json("epoch", **dataclasses.asdict(event))
+        else:
+            mark = "*" if event.is_best else " "
+            self._print(
+                f"{event.epoch:>4}/{event.epochs:<4}{event.loss:>6.3f}{event.accuracy:>8.1%}"
+                f"{event.validation_loss:>11.3f}{event.validation_accuracy:>13.2%} {mark}"
+                f"{event.seconds:>9.1f}{_clock(event.seconds_left):>8}"
+            )
+
+    def finish(
+        self, run: "Run", evaluations: "Mapping[str, Evaluation]", *, seconds: float
+    ) -> None:
+        """Says how it ended and what to do next."""
+        if self._json:
+            numbers = {name: evaluation.to_dict() for name, evaluation in evaluations.items()}
+            _print_json(
+                "done", run=str(run.path), seconds=seconds, **run.config["result"], **numbers
+            )
+            return
+        test, validation = evaluations["test"], evaluations["validation"]
+        self._print(
+            f"Best epoch (*): {run.config['result']['best_epoch']}, "
+            f"validation accuracy {validation.accuracy:.2%}."
+        )
+        self._print(
+            f"Test accuracy: {test.accuracy:.2%} of {test.images} images, after {seconds:.0f} s."
+        )
+        sample = run.path / "sample.png"
+        image = sample if sample.exists() else "IMAGE"
+        self._print(f"Saved in {run.path}. Next: keras-vit predict {run.path} {image}")
+
+    def _print(self, line: str) -> None:
+        self._bar.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def show_predictions(predictions: "Mapping[str, Sequence[Prediction]]", *, json: bool) -> None:
+    """Prints the likeliest classes of each image."""
+    if json:
+        for image, likeliest in predictions.items():
+            classes = [dataclasses.asdict(prediction) for prediction in likeliest]
+            print(json_format.dumps({"image": image, "predictions": classes}), flush=True)
+        return
+    if not predictions:
+        return
+    table = _table("image", "label")
+    table.add_column("probability", justify="right")
+    for image, likeliest in predictions.items():
+        for place, prediction in enumerate(likeliest):
+            is_last = place == len(likeliest) - 1
+            table.add_row(
+                "" if place else image,
+                prediction.label,
+                f"{prediction.probability:.2%}",
+                end_section=is_last,
+            )
+    _print_table(table)
+
+
+def show_evaluations(evaluations: "Mapping[str, Evaluation]", *, json: bool) -> None:
+    """Prints the numbers of each split, and the classes of the last."""
+    if json:
+        for name, evaluation in evaluations.items():
+            _print_json("evaluation", split=name, **evaluation.to_dict())
+        return
+    for name, evaluation in evaluations.items():
+        top5 = evaluation.top5_accuracy
+        print(
+            f"{name}: {evaluation.images} images, accuracy {evaluation.accuracy:.2%}, "
+            + ("" if top5 is None else f"top-5 accuracy {top5:.2%}, ")
+            + f"loss {evaluation.loss:.4f}"
+        )
+    _print_table(_class_table(evaluation))
+
+
+def _class_table(evaluation: "Evaluation") -> rich.table.Table:
+    scores = list(evaluation.class_scores)
+    title = None
+    if len(scores) > _SHOWN_CLASSES:
+        scores = sorted(scores, key=lambda score: 2 if score.recall is None else score.recall)
+        title = f"the {_SHOWN_CLASSES} classes of {len(scores)} that fare worst"
+        scores = scores[:_SHOWN_CLASSES]
+    table = _table("class", title=title)
+    for name in ("images", "recognised", "right when named"):
+        table.add_column(name, justify="right")
+    for score in scores:
+        table.add_row(
+            score.label, str(score.images), _per_cent(score.recall), _per_cent(score.precision)
+        )
+    return table
+
+
+@contextlib.contextmanager
+def _checking(*, json: bool) -> Iterator[Any]:
+    """A bar for the look at every image of a folder."""
+    with rich.progress.Progress(transient=True, disable=json or not _is_terminal()) as bar:
+        task = bar.add_task("looking at the images", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _describe_data(data: "ImageData") -> None:
+    counts = ", ".join(f"{count} {name}" for name, count in data.counts.items() if count)
+    print(f"{data.source}: {len(data.labels)} classes; images: {counts}", flush=True)
+    if data.damaged:
+        print(f"Left out, because damaged: {_listed(data.damaged)}", flush=True)
+    if data.ignored:
+        print(f"Left out, no image by its ending: {_listed(data.ignored)}", flush=True)
+
+
+def _data_fields(data: "ImageData") -> dict[str, Any]:
+    return {
+        "source": data.source,
+        "labels": data.labels,
+        "images": data.counts,
+        "damaged": data.damaged,
+        "ignored": data.ignored,
+    }
+
+
+def _listed(files: Sequence[str], *, shown: int = 5) -> str:
+    more = f" and {len(files) - shown} more" if len(files) > shown else ""
+    return f"{len(files)} ({', '.join(files[:shown])}{more})"
+
+
+def _print_json(event: str, **fields: Any) -> None:
+    print(json_format.dumps({"event": event, **fields}), flush=True)
+
+
+def _table(*columns: str, title: str | None = None) -> rich.table.Table:
+    return rich.table.Table(*columns, title=title, box=rich.box.SIMPLE, pad_edge=False)
+
+
+def _print_table(table: rich.table.Table) -> None:
+    console = rich.console.Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = 200  # a pipe has no width: do not break lines
+    console.print(table)
+
+
+def _is_terminal() -> bool:
+    return rich.console.Console().is_terminal
+
+
+def _per_cent(fraction: float | None) -> str:
+    return "-" if fraction is None else f"{fraction:.1%}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

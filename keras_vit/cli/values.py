@@ -1,0 +1,36 @@
+"""Reads the values of flags, and says in one sentence what a wrong one should have been."""
+
+import argparse
+
+
+def count(text: str) -> int:
+    """Reads a whole number above zero."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def seed(text: str) -> int:
+    """Reads a seed: NumPy takes 32 bits."""
+    if not text.isdecimal() or int(text) >= 2**32:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to {2**32 - 1}")
+    return int(text)
+
+
+def positive(text: str) -> float:
+    """Reads a number above zero."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return number
+
+
+def size(text: str) -> tuple[int, int]:
+    """Reads "64" or "48x64" as (height, width) in pixels."""
+    sides = text.lower().split("x")
+    if len(sides) > 2 or not all(side.isdecimal() and int(side) for side in sides):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 64 or 48x64")
+    return int(sides[0]), int(sides[-1])

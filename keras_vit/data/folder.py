@@ -1,0 +1,261 @@
+"""Lists folders of images, one sub-folder per class, leaving out the images that are damaged."""
+
+import concurrent.futures
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import tensorflow as tf
+
+from keras_vit.data import images, source
+
+# Fractions of a folder that has no splits of its own.
+VALIDATION, TEST = 0.1, 0.1
+_SHOWN = 10
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Listing:
+    """Image files of one folder, each with the name of its class."""
+
+    root: Path
+    files: tuple[Path, ...] = ()
+    names: tuple[str, ...] = ()
+    damaged: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+
+
+def load_folder(
+    path: str | os.PathLike[str],
+    *,
+    strict: bool = False,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> source.ImageData:
+    """Lists a folder that has one sub-folder per class.
+
+    Or one that has `train/`, `validation/` and `test/`, which have those. Where validation or test
+    is missing, a tenth of each class is carved out of the training images: always the same ones for
+    the same file names. Every file is decoded once, to know the damaged ones before training
+    starts; the pixels are not kept.
+
+    Example:
+        >>> import pathlib, tempfile, tensorflow as tf
+        >>> root = pathlib.Path(tempfile.mkdtemp())
+        >>> for index in range(8):
+        ...     file = root / ["cat", "dog"][index % 2] / f"{index}.png"
+        ...     file.parent.mkdir(exist_ok=True)
+        ...     _ = file.write_bytes(tf.io.encode_png(tf.zeros((4, 4, 3), tf.uint8)).numpy())
+        >>> data = load_folder(root)
+        >>> data.labels, data.counts
+        (('cat', 'dog'), {'train': 4, 'validation': 2, 'test': 2})
+
+    Args:
+        path: the folder.
+        strict: whether a damaged image is an error, instead of being left out and counted.
+        on_progress: called with (files looked at, files in all), for each split anew.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+        ValueError: there are no images, fewer than two classes, too few images for three splits,
+            a class that training does not know, or, with `strict`, a damaged image.
+    """
+    root = _existing_folder(path)
+    listings = {
+        name: _without_damaged(_list_classes(part), strict=strict, on_progress=on_progress)
+        for name, part in _split_folders(root).items()
+    }
+    labels = _labels(listings["train"])
+    splits = {name: _split(listing, labels=labels) for name, listing in listings.items()}
+    splits = _carve(splits, root=root)
+    return source.ImageData(
+        source=str(root),
+        labels=labels,
+        train=splits["train"],
+        validation=splits["validation"],
+        test=splits["test"],
+        damaged=tuple(name for listing in listings.values() for name in listing.damaged),
+        ignored=tuple(name for listing in listings.values() for name in listing.ignored),
+    )
+
+
+def load_test_folder(
+    path: str | os.PathLike[str],
+    *,
+    labels: Sequence[str],
+    strict: bool = False,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> source.ImageData:
+    """Lists a folder to evaluate on: its `test/` if it has splits, otherwise all its class folders.
+
+    Example:
+        >>> import pathlib, tempfile, tensorflow as tf
+        >>> file = pathlib.Path(tempfile.mkdtemp(), "dog", "1.png")
+        >>> file.parent.mkdir()
+        >>> _ = file.write_bytes(tf.io.encode_png(tf.zeros((4, 4, 3), tf.uint8)).numpy())
+        >>> load_test_folder(file.parents[1], labels=["cat", "dog"]).test.targets.tolist()
+        [1]
+
+    Args:
+        path: the folder.
+        labels: the classes that the model knows; the folder may lack some of them.
+        strict: whether a damaged image is an error, instead of being left out and counted.
+        on_progress: called with (files looked at, files in all).
+
+    Returns:
+        The images as the test split; the two others are empty.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+        ValueError: there are no images, a class that the model does not know, or, with `strict`,
+            a damaged image.
+    """
+    root = _existing_folder(path)
+    part = _split_folders(root).get("test", root)
+    listing = _without_damaged(_list_classes(part), strict=strict, on_progress=on_progress)
+    return source.ImageData(
+        source=str(root),
+        labels=tuple(labels),
+        train=_split(_Listing(root=root), labels=labels),
+        validation=_split(_Listing(root=root), labels=labels),
+        test=_split(listing, labels=labels),
+        damaged=listing.damaged,
+        ignored=listing.ignored,
+    )
+
+
+def _existing_folder(path: str | os.PathLike[str]) -> Path:
+    if not Path(path).exists():
+        raise FileNotFoundError(f"There is no folder {str(path)!r}; check the path.")
+    if not Path(path).is_dir():
+        raise NotADirectoryError(
+            f"{str(path)!r} is a file; give a folder with one sub-folder per class."
+        )
+    return Path(path).resolve()
+
+
+def _split_folders(root: Path) -> dict[str, Path]:
+    """The folders that hold class folders, by the name of their split."""
+    train = root / "train"
+    if not (train.is_dir() and any(_folders(train))):
+        return {"train": root}  # also when "train" is one of the classes
+    return {name: root / name for name in source.SPLITS if (root / name).is_dir()}
+
+
+def _folders(root: Path) -> Iterator[Path]:
+    entries = sorted(root.iterdir())
+    return (entry for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+
+
+def _list_classes(root: Path) -> _Listing:
+    listing = _Listing(root=root)
+    for folder in _folders(root):
+        entries = [file for file in sorted(folder.rglob("*")) if file.is_file()]
+        files = [file for file in entries if file.suffix.lower() in images.SUFFIXES]
+        if not files:
+            raise ValueError(
+                f"The class folder {str(folder)!r} holds no {images.FORMATS} file; "
+                "put images into it, or remove it."
+            )
+        listing = dataclasses.replace(
+            listing,
+            files=(*listing.files, *files),
+            names=(*listing.names, *[folder.name] * len(files)),
+            ignored=(*listing.ignored, *map(str, sorted(set(entries) - set(files)))),
+        )
+    if not listing.files:
+        raise ValueError(
+            f"The folder {str(root)!r} holds no class folders; it needs one sub-folder per class, "
+            f"with {images.FORMATS} files inside."
+        )
+    return listing
+
+
+def _without_damaged(
+    listing: _Listing, *, strict: bool, on_progress: Callable[[int, int], None] | None
+) -> _Listing:
+    """Decodes every file and moves the damaged ones to `damaged`."""
+    sound = []
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
+        for done, is_sound in enumerate(threads.map(_is_sound, listing.files), start=1):
+            sound.append(is_sound)
+            if on_progress is not None:
+                on_progress(done, len(listing.files))
+    pairs = list(zip(listing.files, listing.names, strict=True))
+    kept = [pair for pair, is_sound in zip(pairs, sound, strict=True) if is_sound]
+    damaged = [str(file) for (file, _), is_sound in zip(pairs, sound, strict=True) if not is_sound]
+    if damaged and strict:
+        raise ValueError(
+            f"{len(damaged)} of {len(pairs)} images in {str(listing.root)!r} cannot be decoded: "
+            f"{_some(damaged)}; repair or remove them, or do not ask for strictness."
+        )
+    lost = sorted(set(listing.names) - {name for _, name in kept})
+    if lost:
+        raise ValueError(
+            f"In {str(listing.root)!r} none of the images of class {lost[0]!r} can be decoded; "
+            "repair them, or remove the class folder."
+        )
+    return dataclasses.replace(
+        listing,
+        files=tuple(file for file, _ in kept),
+        names=tuple(name for _, name in kept),
+        damaged=tuple(damaged),
+    )
+
+
+def _is_sound(file: Path) -> bool:
+    try:
+        images.decode_image(tf.constant(file.read_bytes()))
+    except tf.errors.InvalidArgumentError:
+        return False
+    return True
+
+
+def _labels(listing: _Listing) -> tuple[str, ...]:
+    labels = tuple(sorted(set(listing.names)))
+    if len(labels) < 2:
+        raise ValueError(
+            f"The folder {str(listing.root)!r} has one class, {labels[0]!r}; a classifier needs "
+            "at least two sub-folders with images."
+        )
+    return labels
+
+
+def _split(listing: _Listing, *, labels: Sequence[str]) -> source.Split:
+    places = {label: place for place, label in enumerate(labels)}
+    unknown = sorted(set(listing.names) - set(labels))
+    if unknown:
+        raise ValueError(
+            f"The folder {str(listing.root)!r} has classes that the model is not trained for: "
+            f"{_some(unknown)}; those it is trained for are {_some(labels)}."
+        )
+    return source.Split(
+        images=np.array([str(file) for file in listing.files], object),
+        targets=np.array([places[name] for name in listing.names], np.int32),
+    )
+
+
+def _carve(splits: dict[str, source.Split], *, root: Path) -> dict[str, source.Split]:
+    """Takes the splits that are missing out of the training images."""
+    train = splits["train"]
+    indices = source.assign_splits(
+        [Path(image).relative_to(root).as_posix() for image in train.images],
+        train.targets,
+        validation=0 if "validation" in splits else VALIDATION,
+        test=0 if "test" in splits else TEST,
+    )
+    whole = {name: splits.get(name, train.take(indices[name])) for name in source.SPLITS}
+    whole["train"] = train.take(indices["train"])
+    for name, split in whole.items():
+        if not len(split):
+            raise ValueError(
+                f"The {len(train)} images in {str(root)!r} are too few for a {name} split; "
+                "give at least one class three images, or better thirty."
+            )
+    return whole
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(map(repr, names[:_SHOWN]))
+    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"

@@ -1,0 +1,67 @@
+"""Writes down which file of a folder belongs to which split, and reads it back without decoding."""
+
+import csv
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from keras_vit.data import source
+
+_COLUMNS = ("split", "label", "path")
+
+
+def write_splits(data: source.ImageData, file: Path) -> None:
+    """Writes a CSV file with the columns split, label and path.
+
+    Args:
+        data: images of a folder.
+        file: where to write; the paths in it are relative to `data.source`.
+    """
+    with file.open("w", encoding="utf-8", errors="surrogateescape", newline="") as stream:
+        writer = csv.writer(stream)
+        writer.writerow(_COLUMNS)
+        for name in source.SPLITS:
+            split = data.split(name)
+            for image, target in zip(split.images, split.targets, strict=True):
+                path = Path(image).relative_to(data.source).as_posix()
+                writer.writerow([name, data.labels[target], path])
+
+
+def read_splits(
+    file: Path, *, root: str | os.PathLike[str], labels: Sequence[str]
+) -> source.ImageData:
+    """Returns the images that `write_splits` wrote down.
+
+    Args:
+        file: the CSV file.
+        root: the folder that its paths are relative to.
+        labels: the classes, in the order of the model's outputs.
+
+    Raises:
+        FileNotFoundError: an image is no longer there.
+    """
+    with file.open(encoding="utf-8", errors="surrogateescape", newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    missing = [row["path"] for row in rows if not Path(root, row["path"]).is_file()]
+    if missing:
+        raise FileNotFoundError(
+            f"{len(missing)} of the {len(rows)} images of this run are no longer in {str(root)!r}, "
+            f"the first is {missing[0]!r}; put them back, or name a folder to evaluate on."
+        )
+    places = {label: place for place, label in enumerate(labels)}
+    splits = {}
+    for name in source.SPLITS:
+        part = [row for row in rows if row["split"] == name]
+        splits[name] = source.Split(
+            images=np.array([str(Path(root, row["path"])) for row in part], object),
+            targets=np.array([places[row["label"]] for row in part], np.int32),
+        )
+    return source.ImageData(
+        source=str(root),
+        labels=tuple(labels),
+        train=splits["train"],
+        validation=splits["validation"],
+        test=splits["test"],
+    )

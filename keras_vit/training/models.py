@@ -1,0 +1,94 @@
+"""Which model is trained: the small ones of this module, or the published variants."""
+
+import dataclasses
+import os
+from collections.abc import Mapping
+
+from keras_vit.applications import BUILDERS
+from keras_vit.config import VARIANTS, ViTConfig
+from keras_vit.model import VisionTransformer
+
+# Models that learn from few images, on a CPU.
+MODELS: Mapping[str, ViTConfig] = {
+    # 8 by 8 pixels, doubled: augmentation then blurs them less. Sizes chosen on validation images.
+    "digits": ViTConfig(
+        input_shape=(16, 16, 3),
+        patch_size=4,
+        hidden_dim=64,
+        mlp_dim=128,
+        num_heads=4,
+        num_layers=4,
+        classes=10,
+    ),
+    # About half of Ti/16 in width and depth, on 64 by 64 pixels.
+    "tiny": ViTConfig(
+        input_shape=(64, 64, 3),
+        patch_size=8,
+        hidden_dim=128,
+        mlp_dim=256,
+        num_heads=4,
+        num_layers=6,
+        drop_path_rate=0.1,  # DeiT (arXiv 2012.12877, Table 9)
+    ),
+}
+MODEL_NAMES = (*MODELS, *VARIANTS)
+
+
+def model_config(
+    name: str, *, image_size: tuple[int, int] | None = None, patch_size: int | None = None
+) -> ViTConfig:
+    """Returns the config of a model to train from scratch.
+
+    Example:
+        >>> model_config("tiny", image_size=(32, 48)).grid
+        (4, 6)
+
+    Args:
+        name: one of `MODEL_NAMES`: "digits", "tiny", or a published variant such as "Ti/16".
+        image_size: (height, width) in pixels; None for the model's own.
+        patch_size: side of a patch in pixels; None for the model's own.
+
+    Raises:
+        ValueError: there is no such model, or the image is not a multiple of the patch.
+    """
+    _check_name(name, MODEL_NAMES)
+    config = MODELS.get(name) or VARIANTS[name]
+    return dataclasses.replace(
+        config,
+        input_shape=(*(image_size or config.input_shape[:2]), 3),
+        patch_size=patch_size or config.patch_size,
+    )
+
+
+def pretrained_model(
+    name: str,
+    *,
+    weights: str | os.PathLike[str],
+    classes: int,
+    image_size: tuple[int, int] | None = None,
+) -> VisionTransformer:
+    """Makes a published variant from a checkpoint, ready to be fine-tuned.
+
+    Args:
+        name: one of `keras_vit.VARIANTS`.
+        weights: the checkpoint: a file, or a name that the builders know, such as "imagenet21k".
+        classes: number of classes; a fresh classifier is made if the checkpoint has another.
+        image_size: (height, width) in pixels; None for the checkpoint's.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint.
+        ValueError: there is no such variant, or the checkpoint does not fit it.
+    """
+    _check_name(name, tuple(VARIANTS))
+    model: VisionTransformer = BUILDERS[name](
+        weights=os.fspath(weights),
+        classes=classes,
+        input_shape=None if image_size is None else (*image_size, 3),
+        classifier_activation=None,
+    )
+    return model
+
+
+def _check_name(name: str, names: tuple[str, ...]) -> None:
+    if name not in names:
+        raise ValueError(f"There is no model {name!r}; choose one of {', '.join(names)}.")

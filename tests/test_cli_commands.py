@@ -1,0 +1,269 @@
+"""Tests of `keras-vit train`, `predict` and `evaluate` as a user runs them: processes and files."""
+
+import concurrent.futures
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import image_files
+import pytest
+
+import keras_vit
+from keras_vit.cli import main
+from keras_vit.training import load_run
+
+# The smallest model there is: most of the time goes into starting TensorFlow.
+SMALL = ("--model", "digits", "--batch-size", "8", "--epochs", "2")
+FILES = {
+    "config.json",
+    "confusion.png",
+    "curves.png",
+    "history.csv",
+    "labels.txt",
+    "metrics.json",
+    "model.keras",
+    "splits.csv",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a finished process left."""
+
+    code: int
+    out: str
+    errors: list[str]
+
+    @property
+    def events(self) -> list[dict]:
+        """The JSON lines of stdout."""
+        return [json.loads(line) for line in self.out.splitlines()]
+
+
+def start(*argv: object, folder: Path, **environment: str) -> subprocess.Popen[str]:
+    source = str(Path(keras_vit.__file__).parents[1])
+    path = os.pathsep.join(filter(None, [environment.pop("first", ""), source]))
+    return subprocess.Popen(
+        [sys.executable, "-m", "keras_vit", *map(str, argv)],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> Result:
+    out, errors = process.communicate(timeout=120)
+    # TensorFlow speaks before the command line can silence it.
+    return Result(
+        process.returncode,
+        out,
+        [line for line in errors.splitlines() if line.startswith(("keras-vit", "Traceback"))],
+    )
+
+
+def run(*argv: object, folder: Path, **environment: str) -> Result:
+    return finish(start(*argv, folder=folder, **environment))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with images of all kinds, one of them damaged, and a run trained on them."""
+    folder = tmp_path_factory.mktemp("cli")
+    image_files.write_classes(folder / "images")
+    image_files.damage(folder / "images" / "plain" / "001.png")
+    (folder / "result.json").write_text(
+        json.dumps(
+            dataclasses.asdict(
+                run("train", "--data", "images", "--out", "run", *SMALL, folder=folder)
+            )
+        )
+    )
+    return folder
+
+
+def test_training_leaves_a_whole_run_and_says_what_happens(place: Path) -> None:
+    """One line per epoch, the damaged image named, the results, and every file in the run."""
+    result = Result(**json.loads((place / "result.json").read_text()))
+    metrics = json.loads((place / "run" / "metrics.json").read_text())
+
+    assert (result.code, result.errors) == (0, [])
+    assert {file.name for file in (place / "run").iterdir()} == FILES
+    assert "2 classes; images: 15 train, 2 validation, 2 test" in result.out
+    assert "Left out, because damaged: 1 (" in result.out
+    assert "001.png" in result.out
+    assert "   1/2 " in result.out
+    assert "   2/2 " in result.out
+    assert f"Test accuracy: {metrics['test']['accuracy']:.2%} of 2 images" in result.out
+    assert "keras-vit predict run IMAGE" in result.out
+
+
+def test_predicting_prints_a_table_and_json(place: Path) -> None:
+    """Labels and probabilities that add up to one; an image that cannot be read costs no other."""
+    images = [place / "images" / "striped" / name for name in ("000.jpg", "001.png")]
+    bad = place / "run" / "labels.txt"
+    first = start("predict", "run", *images, folder=place)
+    second = start("predict", "run", images[0], bad, "gone.png", "--json", folder=place)
+    table, lines = finish(first), finish(second)
+
+    assert table.code == 0
+    assert table.out.count("striped ") == 2
+    assert table.out.count("%") == 4
+    assert lines.code == 1
+    (event,) = lines.events
+    assert event["image"] == str(images[0])
+    assert {one["label"] for one in event["predictions"]} == {"plain", "striped"}
+    assert sum(one["probability"] for one in event["predictions"]) == pytest.approx(1)
+    assert [line.split(":")[1] for line in lines.errors] == [" error", " error"]
+    assert "labels.txt" in lines.errors[0]
+    assert "gone.png" in lines.errors[1]
+
+
+def test_evaluating_agrees_with_the_training(place: Path) -> None:
+    """The numbers are exactly those of metrics.json; another folder is measured and reported."""
+    image_files.write_classes(place / "more", count=3)
+    before = (place / "run" / "metrics.json").read_bytes()
+    first = start("evaluate", "run", "--json", folder=place)
+    second = start("evaluate", "run", "--data", "more", "--out", "report", folder=place)
+    own, other = finish(first), finish(second)
+    written = {event.pop("split"): event for event in own.events if event.pop("event")}
+
+    assert own.code == other.code == 0
+    assert written == json.loads(before)
+    assert (place / "run" / "metrics.json").read_bytes() == before
+    assert "test: 6 images, accuracy " in other.out
+    assert {file.name for file in (place / "report").iterdir()} == {
+        "confusion.png",
+        "metrics.json",
+    }
+
+
+def test_numbers_that_do_not_agree_are_seen(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`evaluate` compares with metrics.json, says what came out, and leaves the file alone."""
+    copy = shutil.copytree(place / "run", tmp_path / "run")
+    assert main(["evaluate", str(copy)]) == 0
+    assert "metrics.json holds the same numbers" in capsys.readouterr().out
+
+    text = (copy / "metrics.json").read_text().replace('"images": 2', '"images": 3')
+    (copy / "metrics.json").write_text(text)
+    assert main(["evaluate", str(copy)]) == 0
+    assert "metrics.json holds OTHER numbers" in capsys.readouterr().out
+    assert (copy / "metrics.json").read_text() == text
+
+
+# Arguments, and what the sentence says; run in `place`.
+WRONG: dict[str, tuple[str, str]] = {
+    "no folder": ("train --data gone --out new", "no folder 'gone'"),
+    "empty folder": ("train --data empty --out new", "holds no class folders"),
+    "one class": ("train --data one --out new", "has one class, 'only'"),
+    "damaged": ("train --data images --out new --strict", "001.png"),
+    "image and patch": ("train --data images --out new --image-size 60", "multiples of 8"),
+    "unknown model": ("train --data images --out new --model vgg", "no model 'vgg'"),
+    "run there": ("train --data images --out run", "already holds a run"),
+    "other things there": ("train --data images --out images", "holds other things"),
+    "predict no run": ("predict images a.png", "is not a run directory"),
+    "evaluate no run": ("evaluate gone", "no run directory 'gone'"),
+    "no scikit-learn": ("train --data digits --out new", 'pip install "keras-vit[data]"'),
+}
+
+
+@pytest.fixture(scope="module")
+def wrong(place: Path) -> dict[str, Result]:
+    """All wrong inputs, two processes at a time."""
+    image_files.write_classes(place / "one", classes=("only",))
+    (place / "empty").mkdir()
+    # A module that cannot be imported stands for a package that is not installed.
+    (place / "blocked").mkdir()
+    (place / "blocked" / "sklearn.py").write_text("raise ModuleNotFoundError('No sklearn')")
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        results = {
+            name: threads.submit(run, *argv.split(), folder=place, first=str(place / "blocked"))
+            for name, (argv, _) in WRONG.items()
+        }
+    return {name: result.result() for name, result in results.items()}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_input_is_one_sentence(name: str, wrong: dict[str, Result], place: Path) -> None:
+    """One line on stderr, the documented exit code, nothing written, nothing lost."""
+    result = wrong[name]
+
+    assert result.code == 1
+    assert len(result.errors) == 1
+    assert WRONG[name][1] in result.errors[0]
+    assert not (place / "new").exists()
+    assert {file.name for file in (place / "run").iterdir()} == FILES
+
+
+def wait_for(process: subprocess.Popen[str], event: str) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if json.loads(line)["event"] == event:
+            return
+    raise AssertionError(f"the process ended before {event!r}")
+
+
+def test_ctrl_c_leaves_a_whole_model_or_nothing(place: Path, tmp_path: Path) -> None:
+    """After an epoch the best model is kept, before the first nothing is; exit code 130."""
+    endless = ("--model", "digits", "--epochs", "100000", "--json")
+    data = ("train", "--data", place / "images")
+    late = start(*data, "--out", "late", *endless, folder=tmp_path)
+    early = start(*data, "--out", "early", *endless, folder=tmp_path)
+    wait_for(early, "data")
+    early.send_signal(signal.SIGINT)
+    wait_for(late, "epoch")
+    late.send_signal(signal.SIGINT)
+    kept, lost = finish(late), finish(early)
+
+    assert (kept.code, lost.code) == (130, 130)
+    assert len(kept.errors) == len(lost.errors) == 1
+    assert "'late' holds the model of epoch" in kept.errors[0]
+    assert "nothing was saved" in lost.errors[0]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["late"]
+    assert load_run(tmp_path / "late").config["result"]["finished"] is False
+    assert main(["evaluate", str(tmp_path / "late")]) == 0
+    assert (tmp_path / "late" / "metrics.json").is_file()
+
+
+def test_overwriting_replaces_the_run_at_the_end(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With --overwrite the new run is alone in the old one's place, and JSON lines tell of it."""
+    out = tmp_path / "run"
+    out.mkdir()
+    for name in FILES:
+        (out / name).write_text("old")
+    images = ["--data", str(place / "images")]
+
+    assert main(["train", *images, "--out", str(out), *SMALL, "--overwrite", "--json"]) == 0
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+    assert [event["event"] for event in events] == ["data", "epoch", "epoch", "done"]
+    assert {file.name for file in out.iterdir()} == FILES
+    assert all(file.read_bytes() != b"old" for file in out.iterdir())
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
+    assert events[-1]["test"] == json.loads((out / "metrics.json").read_text())["test"]
+
+
+@pytest.mark.slow
+def test_the_digits_reach_98_per_cent_and_evaluate_agrees(tmp_path: Path) -> None:
+    """The whole job from process start to metrics.json: accuracy, time, agreement, a prediction."""
+    result = run("train", "--data", "digits", "--out", "run", "--json", folder=tmp_path)
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    again = run("evaluate", "run", "--json", folder=tmp_path)
+    seen = run("predict", "run", "run/sample.png", "--json", folder=tmp_path)
+
+    assert result.code == 0
+    assert metrics["test"]["accuracy"] >= 0.98
+    assert result.events[-1]["seconds"] < 180
+    written = {event.pop("split"): event for event in again.events if event.pop("event")}
+    assert written == metrics
+    assert seen.events[0]["predictions"][0]["label"] == "0"

@@ -1,0 +1,140 @@
+"""Tests of keras_vit.cli.main: help, usage errors, and what errors look like."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from keras_vit.cli import main, train
+from keras_vit.cli.main import make_parser
+from keras_vit.training import MODELS, RECIPES
+
+COMMANDS = ("train", "predict", "evaluate")
+USAGE = [
+    [],
+    ["fly"],
+    ["train"],
+    ["train", "--data", "x"],
+    ["train", "--data", "x", "--out", "y", "--epochs", "0"],
+    ["train", "--data", "x", "--out", "y", "--image-size", "big"],
+    ["predict", "run"],
+    ["evaluate"],
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_examples_and_every_default(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each subcommand explains itself, gives examples, and no flag hides its default."""
+    with pytest.raises(SystemExit) as stopped:
+        main([command, "--help"])
+    shown = capsys.readouterr().out
+
+    assert stopped.value.code == 0
+    assert f"examples:\n  keras-vit {command} " in shown
+    parser = make_parser()._subparsers._group_actions[0].choices[command]
+    for action in parser._actions:
+        if action.option_strings and not action.required and action.dest != "help":
+            assert "default" in str(action.help), action.dest
+
+
+def test_the_defaults_in_the_help_are_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    """The numbers of the help text are those of the recipes and models."""
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    digits, scratch, tuned = (RECIPES[name] for name in ("digits", "scratch", "fine-tune"))
+
+    for text in (
+        f"{digits.epochs} for the digits, {scratch.epochs} for a folder, "
+        f"{tuned.epochs} with --weights",
+        f"{digits.batch_size} for the digits, otherwise {scratch.batch_size}",
+        f"{scratch.learning_rate}; {tuned.learning_rate} with --weights",
+        f"{MODELS['digits'].input_shape[0]} for digits, {MODELS['tiny'].input_shape[0]} for tiny",
+        f"{MODELS['digits'].patch_size} for digits, {MODELS['tiny'].patch_size} for tiny",
+    ):
+        assert text in shown
+    assert digits.learning_rate == scratch.learning_rate
+    assert scratch.batch_size == tuned.batch_size
+
+
+@pytest.mark.parametrize("argv", USAGE)
+def test_wrong_usage_is_one_line_and_exit_code_2(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is printed but one line that points to the help."""
+    with pytest.raises(SystemExit) as stopped:
+        main(argv)
+    shown = capsys.readouterr()
+
+    assert stopped.value.code == 2
+    assert shown.out == ""
+    assert shown.err.count("\n") == 1
+    assert "error: " in shown.err
+    assert "--help" in shown.err
+
+
+def run_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> int:
+    def fail(arguments: argparse.Namespace) -> int:
+        raise error
+
+    monkeypatch.setattr(train, "run", fail)
+    return main(["train", "--data", "x", "--out", "y"])
+
+
+ERRORS: list[tuple[BaseException, int, str]] = [
+    (ValueError("Two\nlines."), 1, "keras-vit: error: Two lines.\n"),
+    (FileNotFoundError("Gone."), 1, "keras-vit: error: Gone.\n"),
+    (ImportError("pip install x"), 1, "keras-vit: error: pip install x\n"),
+    (KeyboardInterrupt(), 130, "keras-vit: Interrupted: nothing was saved.\n"),
+    (KeyboardInterrupt("Saved."), 130, "keras-vit: Saved.\n"),
+]
+
+
+@pytest.mark.parametrize(("error", "code", "line"), ERRORS)
+def test_errors_are_one_line(
+    error: BaseException,
+    code: int,
+    line: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What the user did wrong is told in one line on stderr, with the documented exit code."""
+    assert run_with(monkeypatch, error) == code
+    assert capsys.readouterr().err == line
+
+
+def test_a_mistake_of_ours_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A TypeError inside is a bug, and keeps its traceback."""
+    with pytest.raises(TypeError):
+        run_with(monkeypatch, TypeError("bug"))
+
+
+@pytest.fixture
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], int]:
+    """Runs the command line in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    return main
+
+
+WEIGHTS = [
+    (["--weights", "x.npz"], "--weights needs --model"),
+    (["--model", "Ti/16", "--weights", "x.npz", "--patch-size", "8"], "is the checkpoint's"),
+    (["--model", "tiny", "--weights", "x.npz"], "no model 'tiny'; choose one of Ti/16"),
+    (["--model", "Ti/16", "--weights", "gone.npz"], "gone.npz"),
+]
+
+
+@pytest.mark.parametrize(("argv", "message"), WEIGHTS)
+def test_weights_that_do_not_fit_are_refused(
+    argv: list[str],
+    message: str,
+    in_folder: Callable[[list[str]], int],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Flags that contradict a checkpoint are told, not ignored, and nothing is written."""
+    assert in_folder(["train", "--data", "digits", "--out", "run", *argv]) == 1
+    assert message in capsys.readouterr().err
+    assert not Path("run").exists()

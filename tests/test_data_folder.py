@@ -1,0 +1,188 @@
+"""Tests of keras_vit.data.folder."""
+
+from pathlib import Path
+
+import image_files
+import numpy as np
+import pytest
+
+from keras_vit.data import folder, load_folder, load_test_folder, source
+
+
+def names(split: source.Split) -> set[str]:
+    return {Path(image).name for image in split.images}
+
+
+def test_classes_become_labels_and_every_file_is_used_once(tmp_path: Path) -> None:
+    """A folder of four formats gives stratified splits of all its images with their targets."""
+    data = load_folder(image_files.write_classes(tmp_path))
+    everything = [image for name in source.SPLITS for image in data.split(name).images]
+
+    assert data.labels == ("plain", "striped")
+    assert data.counts == {"train": 16, "validation": 2, "test": 2}
+    assert sorted(everything) == sorted(str(file) for file in tmp_path.glob("*/*"))
+    for name in source.SPLITS:
+        split = data.split(name)
+        parents = [Path(image).parent.name for image in split.images]
+        assert parents == [data.labels[target] for target in split.targets]
+
+
+def test_given_splits_are_kept(tmp_path: Path) -> None:
+    """train/, validation/ and test/ are taken as they are."""
+    for name, count in (("train", 4), ("validation", 2), ("test", 3)):
+        image_files.write_classes(tmp_path / name, count=count)
+
+    data = load_folder(tmp_path)
+
+    assert data.counts == {"train": 8, "validation": 4, "test": 6}
+    for name in source.SPLITS:
+        assert all(Path(image).parts[-3] == name for image in data.split(name).images)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (("train",), {"train": 16, "validation": 2, "test": 2}),
+        (("train", "test"), {"train": 18, "validation": 2, "test": 20}),
+        (("train", "validation"), {"train": 18, "validation": 20, "test": 2}),
+    ],
+)
+def test_missing_splits_are_carved_out_of_training(
+    tmp_path: Path, given: tuple[str, ...], expected: dict[str, int]
+) -> None:
+    """A tenth of each class of train/ becomes what is missing, and is not trained on."""
+    for name in given:
+        image_files.write_classes(tmp_path / name)
+
+    data = load_folder(tmp_path)
+
+    assert data.counts == expected
+    assert not set(data.train.images) & set(data.validation.images)
+    assert not set(data.train.images) & set(data.test.images)
+
+
+def test_train_may_be_the_name_of_a_class(tmp_path: Path) -> None:
+    """A folder "train" with pictures of trains and no folders inside is a class."""
+    image_files.write_classes(tmp_path, classes=("car", "train"))
+
+    assert load_folder(tmp_path).labels == ("car", "train")
+
+
+def test_damaged_images_are_left_out_and_named(tmp_path: Path) -> None:
+    """Half a file, a text with an image's ending and an empty file are skipped and listed."""
+    image_files.write_classes(tmp_path)
+    image_files.damage(tmp_path / "plain" / "000.jpg")
+    (tmp_path / "plain" / "text.png").write_text("not an image")
+    (tmp_path / "striped" / "empty.bmp").touch()
+
+    data = load_folder(tmp_path)
+
+    assert {Path(file).name for file in data.damaged} == {"000.jpg", "text.png", "empty.bmp"}
+    assert sum(data.counts.values()) == 19
+    with pytest.raises(ValueError, match=r"3 of 22 images .*000\.jpg.*strict"):
+        load_folder(tmp_path, strict=True)
+
+
+def test_other_files_are_ignored_and_listed(tmp_path: Path) -> None:
+    """Notes, hidden files and folders beside the images do no harm and do not go unseen."""
+    image_files.write_classes(tmp_path)
+    (tmp_path / "README.txt").touch()
+    (tmp_path / "plain" / "notes.txt").touch()
+    image_files.write_image(tmp_path / ".thumbnails" / "a.png")
+
+    data = load_folder(tmp_path)
+
+    assert [Path(file).name for file in data.ignored] == ["notes.txt"]
+    assert data.labels == ("plain", "striped")
+
+
+def test_the_look_at_the_images_is_reported(tmp_path: Path) -> None:
+    """Progress counts every file once, in order."""
+    seen: list[tuple[int, int]] = []
+    load_folder(
+        image_files.write_classes(tmp_path, count=4),
+        on_progress=lambda done, total: seen.append((done, total)),
+    )
+
+    assert seen == [(done, 8) for done in range(1, 9)]
+
+
+def test_a_wrong_folder_is_one_sentence(tmp_path: Path) -> None:
+    """Missing, a file, empty, without class folders, one class, an empty class: each is told."""
+    image_files.write_image(tmp_path / "flat" / "a.png")
+    image_files.write_classes(tmp_path / "one", classes=("only",))
+    image_files.write_classes(tmp_path / "hollow")
+    (tmp_path / "hollow" / "nothing").mkdir()
+    image_files.write_classes(tmp_path / "few", count=1)
+    (tmp_path / "empty").mkdir()
+
+    with pytest.raises(FileNotFoundError, match=r"There is no folder '.*gone'"):
+        load_folder(tmp_path / "gone")
+    with pytest.raises(NotADirectoryError, match="is a file; give a folder"):
+        load_folder(tmp_path / "flat" / "a.png")
+    for name in ("empty", "flat"):
+        with pytest.raises(ValueError, match="holds no class folders"):
+            load_folder(tmp_path / name)
+    with pytest.raises(ValueError, match="has one class, 'only'"):
+        load_folder(tmp_path / "one")
+    with pytest.raises(ValueError, match="nothing' holds no JPEG, PNG, BMP or GIF file"):
+        load_folder(tmp_path / "hollow")
+    with pytest.raises(ValueError, match="too few for a validation split"):
+        load_folder(tmp_path / "few")
+
+
+def test_a_class_whose_images_are_all_damaged_does_not_vanish(tmp_path: Path) -> None:
+    """Losing a whole class to damage is an error, never a model that lacks it."""
+    image_files.write_classes(tmp_path, count=2, classes=("a", "b", "c"))
+    for file in (tmp_path / "c").iterdir():
+        image_files.damage(file)
+
+    with pytest.raises(ValueError, match="none of the images of class 'c'"):
+        load_folder(tmp_path)
+
+
+def test_a_test_split_with_an_unknown_class_is_an_error(tmp_path: Path) -> None:
+    """A class that training lacks cannot be evaluated on."""
+    image_files.write_classes(tmp_path / "train")
+    image_files.write_classes(tmp_path / "test", classes=("plain", "spotted"))
+
+    with pytest.raises(ValueError, match=r"not trained for: 'spotted'; .* 'plain', 'striped'"):
+        load_folder(tmp_path)
+
+
+def test_a_folder_to_evaluate_on_is_taken_whole(tmp_path: Path) -> None:
+    """All class folders are the test split; targets follow the model's labels, not the folder's."""
+    image_files.write_classes(tmp_path / "flat", count=3, classes=("b", "c"))
+    labels = ("a", "b", "c")
+
+    data = load_test_folder(tmp_path / "flat", labels=labels)
+
+    assert data.counts == {"train": 0, "validation": 0, "test": 6}
+    assert data.test.targets.tolist() == [1, 1, 1, 2, 2, 2]
+    with pytest.raises(ValueError, match="not trained for: 'c'"):
+        load_test_folder(tmp_path / "flat", labels=("a", "b"))
+
+
+def test_of_a_folder_with_splits_the_test_split_is_evaluated_on(tmp_path: Path) -> None:
+    """Training images of a folder with splits are not tested on."""
+    for name, count in (("train", 4), ("test", 3)):
+        image_files.write_classes(tmp_path / name, count=count)
+
+    assert len(load_test_folder(tmp_path, labels=("plain", "striped")).test) == 6
+
+
+def test_file_names_of_any_alphabet_are_read(tmp_path: Path) -> None:
+    """Names with spaces and other scripts are kept."""
+    image_files.write_classes(tmp_path, count=4, classes=("Äpfel und Birnen", "猫"))
+
+    data = load_folder(tmp_path)
+
+    assert data.labels == ("Äpfel und Birnen", "猫")
+    assert np.bincount(data.train.targets).tolist() == [2, 2]
+
+
+def test_long_lists_of_names_are_cut() -> None:
+    """A message about a thousand files stays a sentence."""
+    listed = folder._some([f"{index}.png" for index in range(1000)])
+
+    assert listed.endswith("'9.png' and 990 more")

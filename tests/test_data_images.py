@@ -1,0 +1,157 @@
+"""Tests of keras_vit.data.images."""
+
+import io
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from PIL import Image
+
+from keras_vit.data import images
+
+# Pillow's mode and format; tolerance 2 where decoders may round their colour transform differently.
+CASES = [
+    ("RGB", "PNG", 0),
+    ("L", "PNG", 0),
+    ("P", "PNG", 0),
+    ("1", "PNG", 0),
+    ("I;16", "PNG", 0),
+    ("RGB", "JPEG", 2),
+    ("L", "JPEG", 2),
+    ("CMYK", "JPEG", 2),
+    ("RGB", "BMP", 0),
+    ("L", "BMP", 0),
+    ("P", "BMP", 0),
+    ("RGB", "GIF", 0),
+    ("L", "GIF", 0),
+]
+
+
+def encoded(image: Image.Image, form: str, **options: object) -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, form, **options)
+    return stream.getvalue()
+
+
+def colors() -> np.ndarray:
+    """Blocks of random colours: smooth enough for JPEG."""
+    generator = np.random.default_rng(0)
+    return np.kron(generator.integers(0, 256, (3, 4, 3)), np.ones((8, 8, 1))).astype(np.uint8)
+
+
+def difference(contents: bytes, expected: np.ndarray) -> int:
+    found = images.decode_image(tf.constant(contents)).numpy()
+    assert found.dtype == np.uint8
+    assert found.shape == expected.shape
+    return int(np.abs(found.astype(int) - expected).max())
+
+
+@pytest.mark.parametrize(("mode", "form", "tolerance"), CASES)
+def test_every_format_and_mode_gives_the_pixels_that_pillow_gives(
+    mode: str, form: str, tolerance: int
+) -> None:
+    """Grey, palette, 1-bit, 16-bit and CMYK images become the RGB that another reader sees."""
+    if mode == "I;16":
+        grey = colors()[..., 0]
+        image, expected = Image.fromarray(grey.astype(np.uint16) * 257), np.stack([grey] * 3, -1)
+    else:
+        image = Image.fromarray(colors()).convert(mode)
+        expected = None
+    contents = encoded(image, form)
+    if expected is None:
+        expected = np.asarray(Image.open(io.BytesIO(contents)).convert("RGB"))
+
+    assert difference(contents, expected) <= tolerance
+
+
+@pytest.mark.parametrize("colors_used", [2, 5, 200])
+def test_palettes_of_every_length_are_followed(colors_used: int) -> None:
+    """A BMP or PNG with a short palette shows its colours, not the palette's indices."""
+    image = Image.fromarray(colors()).quantize(colors_used)
+    expected = np.asarray(image.convert("RGB"))
+
+    assert difference(encoded(image, "BMP"), expected) == 0
+    assert difference(encoded(image, "PNG"), expected) == 0
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+def test_what_is_transparent_lies_on_white(mode: str) -> None:
+    """Alpha of 0, 128 and 255, and a transparent palette colour, are blended with white."""
+    image = Image.fromarray(colors()).convert("RGBA")
+    alpha = np.resize(np.array([0, 128, 255], np.uint8), image.size[::-1])
+    image.putalpha(Image.fromarray(alpha if mode != "P" else np.where(alpha == 128, 255, alpha)))
+    contents = encoded(image.convert(mode) if mode != "P" else image.quantize(16), "PNG")
+    white = Image.new("RGBA", image.size, "white")
+    white.alpha_composite(Image.open(io.BytesIO(contents)).convert("RGBA"))
+
+    assert difference(contents, np.asarray(white.convert("RGB"))) <= 1
+
+
+def test_the_padding_of_a_32_bit_bmp_is_not_alpha() -> None:
+    """A BMP with four bytes per pixel shows its colours whatever the fourth byte is."""
+    pixels = np.dstack([colors(), np.zeros(colors().shape[:2], np.uint8)])
+    contents = encoded(Image.fromarray(pixels, "RGBA"), "BMP")
+
+    assert difference(contents, colors()) == 0
+
+
+def test_of_a_moving_gif_the_first_frame_counts() -> None:
+    """An animation decodes to one image."""
+    frames = [Image.fromarray(np.full((6, 5, 3), grey, np.uint8)) for grey in (10, 200)]
+    contents = encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])
+
+    assert difference(contents, np.full((6, 5, 3), 10)) == 0
+
+
+def test_a_graph_decodes_as_eager_code_does() -> None:
+    """One traced function serves all formats, as a SavedModel or tf.data needs it."""
+    graph = tf.function(images.decode_image, input_signature=[tf.TensorSpec((), tf.string)])
+
+    for form in ("PNG", "JPEG", "BMP", "GIF"):
+        contents = encoded(Image.fromarray(colors()), form)
+        assert np.array_equal(graph(contents), images.decode_image(tf.constant(contents)))
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "BMP", "GIF"])
+def test_half_a_file_is_an_error(form: str) -> None:
+    """A truncated image is never half a picture."""
+    contents = encoded(Image.fromarray(colors()), form)
+
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        images.decode_image(tf.constant(contents[: len(contents) // 2]))
+
+
+def test_resizing_is_bilinear_without_antialiasing() -> None:
+    """Halving an image averages nothing but the two middle pixels of each four."""
+    image = np.arange(8, dtype=np.float32).reshape(1, 8, 1) * np.ones((8, 1, 3), np.float32)
+
+    resized = images.resize_image(image, size=(2, 2)).numpy()
+
+    assert resized.dtype == np.float32
+    assert resized[0, :, 0].tolist() == [1.5, 5.5]
+
+
+def test_a_file_reads_as_its_bytes_do(tmp_path) -> None:
+    """`read_image` and `read_images` are decoding and resizing, nothing else."""
+    file = tmp_path / "image.png"
+    Image.fromarray(colors()).save(file)
+
+    assert np.array_equal(images.read_image(file), colors())
+    assert np.array_equal(
+        images.read_images([file], size=(5, 6))[0], images.resize_image(colors(), size=(5, 6))
+    )
+
+
+def test_what_is_no_image_file_is_named(tmp_path) -> None:
+    """A missing file, a folder, a text and an empty file each give a sentence with the path."""
+    text, empty = tmp_path / "text.png", tmp_path / "empty.png"
+    text.write_text("not a picture")
+    empty.touch()
+
+    with pytest.raises(FileNotFoundError, match=r"There is no image file '.*gone.png'"):
+        images.read_image(tmp_path / "gone.png")
+    with pytest.raises(ValueError, match="is a folder"):
+        images.read_image(tmp_path)
+    for file in (text, empty):
+        with pytest.raises(ValueError, match=f"{file.name}' is not an image"):
+            images.read_image(file)

@@ -1,0 +1,43 @@
+"""Tests of keras_vit.data.record."""
+
+from pathlib import Path
+
+import image_files
+import numpy as np
+import pytest
+
+from keras_vit.data import load_folder, record, source
+
+
+def test_splits_come_back_as_they_were_written(tmp_path: Path) -> None:
+    """Files, targets and order of all splits survive, also after the folder has grown."""
+    data = load_folder(image_files.write_classes(tmp_path / "images"))
+    record.write_splits(data, tmp_path / "splits.csv")
+    image_files.write_image(tmp_path / "images" / "plain" / "new.png")
+
+    found = record.read_splits(tmp_path / "splits.csv", root=data.source, labels=data.labels)
+
+    for name in source.SPLITS:
+        assert found.split(name).images.tolist() == data.split(name).images.tolist()
+        assert np.array_equal(found.split(name).targets, data.split(name).targets)
+
+
+def test_paths_are_relative(tmp_path: Path) -> None:
+    """A folder that has moved can be read from its new place."""
+    data = load_folder(image_files.write_classes(tmp_path / "images"))
+    record.write_splits(data, tmp_path / "splits.csv")
+    (tmp_path / "images").rename(tmp_path / "moved")
+
+    found = record.read_splits(tmp_path / "splits.csv", root=tmp_path / "moved", labels=data.labels)
+
+    assert Path(found.test.images[0]).is_file()
+
+
+def test_images_that_have_gone_are_counted(tmp_path: Path) -> None:
+    """Evaluating on what is left would be another number, so it is an error."""
+    data = load_folder(image_files.write_classes(tmp_path / "images"))
+    record.write_splits(data, tmp_path / "splits.csv")
+    Path(data.train.images[0]).unlink()
+
+    with pytest.raises(FileNotFoundError, match="1 of the 20 images of this run are no longer in"):
+        record.read_splits(tmp_path / "splits.csv", root=data.source, labels=data.labels)

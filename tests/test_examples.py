@@ -1,0 +1,49 @@
+"""Tests of the scripts in examples/."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import keras_vit
+
+ROOT = Path(keras_vit.__file__).parents[1]
+QUICKSTART = ROOT / "examples" / "quickstart.py"
+
+pytestmark = pytest.mark.skipif(not QUICKSTART.exists(), reason="the examples are not installed")
+
+
+def run_quickstart(folder: Path, *argv: str) -> str:
+    return subprocess.run(
+        [sys.executable, str(QUICKSTART), *argv],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    ).stdout
+
+
+def test_the_quickstart_is_short() -> None:
+    """A first script is read in a minute: under 25 lines."""
+    assert len(QUICKSTART.read_text().splitlines()) < 25
+
+
+def test_the_quickstart_runs(tmp_path: Path) -> None:
+    """One epoch trains, measures and reads a digit."""
+    lines = run_quickstart(tmp_path, "1").splitlines()
+
+    assert lines[-2].startswith("Of 359 digits")
+    assert "it reads a " in lines[-1]
+    assert {"model.keras", "sample.png"} <= {file.name for file in tmp_path.glob("digits-run/*")}
+
+
+@pytest.mark.slow
+def test_the_quickstart_reads_the_digit_rightly(tmp_path: Path) -> None:
+    """The whole script ends with the right answer."""
+    last = run_quickstart(tmp_path).splitlines()[-1]
+    shown, read = last.split("; it reads a ")
+
+    assert shown[-1] == read[0]

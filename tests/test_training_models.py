@@ -1,0 +1,61 @@
+"""Tests of keras_vit.training.models."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import keras_vit
+from keras_vit.training import MODEL_NAMES, MODELS, model_config, pretrained_model
+
+
+@pytest.mark.parametrize("name", MODEL_NAMES)
+def test_every_name_gives_its_model(name: str) -> None:
+    """Without sizes a name gives the table's own row."""
+    assert model_config(name) == (MODELS.get(name) or keras_vit.VARIANTS[name])
+
+
+def test_sizes_can_be_chosen() -> None:
+    """Image and patch are replaced, the rest stays."""
+    config = model_config("Ti/16", image_size=(96, 48), patch_size=8)
+
+    assert config.grid == (12, 6)
+    assert config.hidden_dim == 192
+
+
+def test_an_image_that_the_patch_does_not_divide_is_an_error() -> None:
+    """The sentence names both numbers."""
+    with pytest.raises(ValueError, match=r"multiples of 8.*\(60, 64, 3\)"):
+        model_config("tiny", image_size=(60, 64))
+
+
+def test_an_unknown_model_is_an_error() -> None:
+    """The sentence lists the known names."""
+    with pytest.raises(ValueError, match=r"no model 'vgg'; choose one of digits, tiny, Ti/16"):
+        model_config("vgg")
+
+
+def test_a_checkpoint_is_taken_over_with_a_fresh_head(tmp_path: Path) -> None:
+    """The body is the file's, the classifier new and zero for other classes, the size as asked."""
+    config = model_config("Ti/16", image_size=(32, 32))
+    saved = keras_vit.VisionTransformer(config)
+    keras_vit.weights.save_npz(saved, tmp_path / "saved.npz")
+
+    model = pretrained_model(
+        "Ti/16", weights=tmp_path / "saved.npz", classes=3, image_size=(48, 32)
+    )
+
+    before, after = saved.get_layer("block_3"), model.get_layer("block_3")
+    for old, new in zip(before.get_weights(), after.get_weights(), strict=True):
+        assert np.array_equal(old, new)
+    assert model.output_shape == (None, 3)
+    assert not model.get_layer("head").kernel.numpy().any()
+    assert model.input_shape == (None, 48, 32, 3)
+
+
+def test_weights_need_a_published_variant_and_a_file(tmp_path: Path) -> None:
+    """Small models have no published weights, and a missing file is named."""
+    with pytest.raises(ValueError, match="no model 'tiny'; choose one of Ti/16"):
+        pretrained_model("tiny", weights="x.npz", classes=2)
+    with pytest.raises(FileNotFoundError, match=r"gone\.npz"):
+        pretrained_model("Ti/16", weights=tmp_path / "gone.npz", classes=2)

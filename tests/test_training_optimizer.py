@@ -1,0 +1,88 @@
+"""Tests of keras_vit.training.optimizer."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+import keras_vit
+from keras_vit.training import RECIPES, Recipe
+from keras_vit.training.optimizer import make_optimizer
+
+CONFIG = keras_vit.ViTConfig(
+    input_shape=(8, 8, 3),
+    patch_size=4,
+    hidden_dim=8,
+    mlp_dim=8,
+    num_heads=2,
+    num_layers=1,
+    classes=3,
+)
+RECIPE = dataclasses.replace(RECIPES["scratch"], learning_rate=0.01, warmup=0.2)
+
+
+def learning_rates(recipe: Recipe, steps: int) -> list[float]:
+    model = keras_vit.VisionTransformer(CONFIG)
+    optimizer = make_optimizer(recipe, model=model, steps=steps)
+    rates = []
+    for step in range(steps + 1):
+        optimizer.iterations.assign(step)
+        rates.append(float(optimizer.learning_rate))
+    return rates
+
+
+def test_the_learning_rate_rises_linearly_and_falls_as_a_cosine() -> None:
+    """20 steps of warm-up of 100, the peak, zero at the end: the closed form, step for step."""
+    expected = [0.01 * step / 20 for step in range(20)]
+    expected += [0.005 * (1 + math.cos(math.pi * step / 80)) for step in range(81)]
+
+    assert learning_rates(RECIPE, 100) == pytest.approx(expected, abs=1e-8)
+
+
+def test_without_warm_up_it_starts_at_the_top() -> None:
+    """A warm-up of zero is none."""
+    rates = learning_rates(dataclasses.replace(RECIPE, warmup=0), 10)
+
+    assert rates[0] == pytest.approx(0.01)
+    assert rates[-1] == pytest.approx(0, abs=1e-9)
+
+
+def test_only_kernels_decay() -> None:
+    """With gradients of zero, kernels shrink and biases, norms, token and positions stay."""
+    model = keras_vit.VisionTransformer(CONFIG)
+    for variable in model.trainable_variables:
+        variable.assign(np.ones(variable.shape))
+    recipe = dataclasses.replace(RECIPE, warmup=0, weight_decay=0.5)
+    optimizer = make_optimizer(recipe, model=model, steps=10)
+
+    optimizer.apply(
+        [np.zeros(variable.shape, np.float32) for variable in model.trainable_variables],
+        model.trainable_variables,
+    )
+
+    decayed = {v.path for v in model.trainable_variables if not np.all(v.numpy() == 1)}
+    assert decayed == {v.path for v in model.trainable_variables if v.name == "kernel"}
+    assert len(decayed) > 5
+    assert model.get_layer("head").kernel.numpy() == pytest.approx(1 - 0.01 * 0.5)
+
+
+def test_large_gradients_are_cut_to_the_norm() -> None:
+    """A gradient ten times too large moves no other way than one of norm one."""
+
+    def after(scale: float) -> list[np.ndarray]:
+        model = keras_vit.VisionTransformer(CONFIG)
+        for variable in model.trainable_variables:
+            variable.assign(np.zeros(variable.shape))
+        optimizer = make_optimizer(RECIPE, model=model, steps=10)
+        optimizer.iterations.assign(5)
+        gradients = [
+            np.full(variable.shape, scale, np.float32) for variable in model.trainable_variables
+        ]
+        clipped = optimizer._clip_gradients(gradients)
+        return [np.asarray(gradient) for gradient in clipped]
+
+    norm = math.sqrt(sum(float((gradient**2).sum()) for gradient in after(10)))
+
+    assert norm == pytest.approx(1, abs=1e-5)
+    assert all(np.allclose(a, b) for a, b in zip(after(10), after(100), strict=True))

@@ -1,0 +1,255 @@
+"""Tests of keras_vit.training.train."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import image_files
+import keras
+import numpy as np
+import pytest
+
+import keras_vit
+from keras_vit.data import Augmentation, ImageData, load_folder
+from keras_vit.evaluation import evaluate
+from keras_vit.training import (
+    RECIPES,
+    EpochDone,
+    Recipe,
+    Run,
+    TrainingInterrupted,
+    load_run,
+    load_run_data,
+    train,
+)
+
+CONFIG = keras_vit.ViTConfig(
+    input_shape=(16, 16, 3),
+    patch_size=8,
+    hidden_dim=16,
+    mlp_dim=32,
+    num_heads=2,
+    num_layers=1,
+    dropout_rate=0.1,
+)
+RECIPE = dataclasses.replace(
+    RECIPES["scratch"],
+    epochs=3,
+    batch_size=8,
+    learning_rate=0.01,
+    augmentation=Augmentation(crop=0.7, flip=True, rotation=5),
+)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> ImageData:
+    """Twenty image files of two classes."""
+    return load_folder(image_files.write_classes(tmp_path_factory.mktemp("images")))
+
+
+@pytest.fixture(scope="module")
+def trained(data: ImageData, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """One run on the image files; tests must not change it."""
+    return train(data, out=tmp_path_factory.mktemp("runs") / "run", model=CONFIG, recipe=RECIPE)
+
+
+def weights_differ(left: keras.Model, right: keras.Model) -> bool:
+    pairs = zip(left.get_weights(), right.get_weights(), strict=True)
+    return not all(np.array_equal(a, b) for a, b in pairs)
+
+
+def test_the_run_directory_is_complete(trained: Run, data: ImageData) -> None:
+    """Model, config, labels, splits, history and curves are there, and nothing else."""
+    names = sorted(file.name for file in trained.path.iterdir())
+    config = json.loads((trained.path / "config.json").read_text())
+
+    assert names == [
+        "config.json",
+        "curves.png",
+        "history.csv",
+        "labels.txt",
+        "model.keras",
+        "splits.csv",
+    ]
+    assert (trained.path / "labels.txt").read_text() == "plain\nstriped\n"
+    assert Recipe.from_dict(config["recipe"]) == RECIPE
+    assert keras_vit.ViTConfig.from_dict(config["model"]) == trained.model.config
+    assert config["data"]["images"] == data.counts
+    assert config["result"]["finished"] is True
+    assert set(config["versions"]) == {"keras_vit", "keras", "tensorflow", "numpy", "python"}
+
+
+def test_the_config_is_made_for_the_data(trained: Run) -> None:
+    """Classes come from the data; the model takes pixels and gives logits."""
+    config = trained.model.config
+
+    assert (config.classes, config.include_preprocessing) == (2, True)
+    assert config.classifier_activation is None
+
+
+def test_the_saved_model_is_the_best_epoch(trained: Run, data: ImageData) -> None:
+    """What the file holds has exactly the validation accuracy that history.csv calls the best."""
+    opened = load_run(trained.path)
+    found = evaluate(opened.model, data.validation, labels=opened.labels)
+    result = trained.config["result"]
+
+    assert not weights_differ(opened.model, trained.model)
+    assert found.accuracy == pytest.approx(result["validation_accuracy"], abs=1e-6)
+    assert opened.labels == data.labels
+
+
+def test_the_saved_model_carries_no_optimizer(trained: Run) -> None:
+    """The file holds the model and not three times as much."""
+    saved = keras.saving.load_model(trained.path / "model.keras")
+
+    assert getattr(saved, "optimizer", None) is None
+
+
+def test_the_run_knows_its_images(trained: Run, data: ImageData) -> None:
+    """The splits of the run directory are those that training used."""
+    found = load_run_data(load_run(trained.path))
+
+    assert found.counts == data.counts
+    assert found.test.images.tolist() == data.test.images.tolist()
+
+
+def test_one_seed_gives_one_model(trained: Run, data: ImageData, tmp_path: Path) -> None:
+    """Twice the same seed gives the same bits, another seed gives others."""
+    again = train(data, out=tmp_path / "again", model=CONFIG, recipe=RECIPE)
+    other = train(data, out=tmp_path / "other", model=CONFIG, recipe=RECIPE, seed=1)
+
+    assert not weights_differ(again.model, trained.model)
+    assert weights_differ(other.model, trained.model)
+
+
+def test_training_learns(data: ImageData, tmp_path: Path) -> None:
+    """Stripes are told from plain images after a few epochs."""
+    recipe = dataclasses.replace(RECIPE, epochs=20, augmentation=Augmentation())
+    events: list[Any] = []
+    train(data, out=tmp_path / "run", model=CONFIG, recipe=recipe, on_event=events.append)
+    epochs = [event for event in events if isinstance(event, EpochDone)]
+
+    assert epochs[-1].loss < 0.7 * epochs[0].loss
+    assert epochs[-1].accuracy > 0.9
+
+
+def test_a_given_model_is_trained_on(data: ImageData, tmp_path: Path) -> None:
+    """Training starts from a model's weights and leaves the file with its config."""
+    config = dataclasses.replace(CONFIG, classes=2, include_preprocessing=True)
+    model = keras_vit.VisionTransformer(config)
+    recipe = dataclasses.replace(RECIPE, epochs=1, learning_rate=1e-12, weight_decay=0.0)
+    before = [weight.copy() for weight in model.get_weights()]
+
+    run = train(data, out=tmp_path / "run", model=model, recipe=recipe)
+
+    for old, new in zip(before, run.model.get_weights(), strict=True):
+        if old.dtype == np.float32:  # seeds move on
+            assert np.allclose(old, new, atol=1e-9)
+
+
+def test_a_model_that_does_not_fit_is_an_error(data: ImageData, tmp_path: Path) -> None:
+    """Wrong classes, and pixels that are not 0..255, are told before anything is trained."""
+    three = dataclasses.replace(CONFIG, classes=3, include_preprocessing=True)
+    scaled = dataclasses.replace(CONFIG, classes=2)
+
+    with pytest.raises(ValueError, match="classes=3, the data 2"):
+        train(data, out=tmp_path / "run", model=keras_vit.VisionTransformer(three))
+    with pytest.raises(ValueError, match="include_preprocessing=False"):
+        train(data, out=tmp_path / "run", model=keras_vit.VisionTransformer(scaled))
+    assert not any(tmp_path.iterdir())
+
+
+def test_data_without_validation_images_is_an_error(data: ImageData, tmp_path: Path) -> None:
+    """Without them no epoch could be called the best."""
+    lacking = dataclasses.replace(data, validation=data.validation.take([]))
+
+    with pytest.raises(ValueError, match="no validation images"):
+        train(lacking, out=tmp_path / "run")
+
+
+def test_an_old_run_is_refused_first(trained: Run, data: ImageData) -> None:
+    """Nothing is trained if the place is taken."""
+
+    def fail(event: object) -> None:
+        raise AssertionError
+
+    with pytest.raises(FileExistsError, match="already holds a run"):
+        train(data, out=trained.path, model=CONFIG, recipe=RECIPE, on_event=fail)
+
+
+def interrupt_in_epoch(epoch: int) -> Any:
+    """A callback that stands for Ctrl-C in the middle of an epoch."""
+
+    def on_event(event: Any) -> None:
+        if not isinstance(event, EpochDone) and event.epoch == epoch:
+            raise KeyboardInterrupt
+
+    return on_event
+
+
+def test_an_interruption_before_the_first_epoch_leaves_nothing(
+    data: ImageData, tmp_path: Path
+) -> None:
+    """Neither a run nor a temporary folder stays."""
+    with pytest.raises(TrainingInterrupted, match="nothing was saved") as caught:
+        train(
+            data,
+            out=tmp_path / "run",
+            model=CONFIG,
+            recipe=RECIPE,
+            on_event=interrupt_in_epoch(1),
+        )
+
+    assert caught.value.path is None
+    assert not any(tmp_path.iterdir())
+
+
+def test_an_interruption_keeps_the_best_epoch(data: ImageData, tmp_path: Path) -> None:
+    """The run holds the model of the epochs that were finished, and says so."""
+    with pytest.raises(TrainingInterrupted, match=r"after epoch 2 of 3: .* holds the model"):
+        train(
+            data,
+            out=tmp_path / "run",
+            model=CONFIG,
+            recipe=RECIPE,
+            on_event=interrupt_in_epoch(3),
+        )
+    opened = load_run(tmp_path / "run")
+    found = evaluate(opened.model, data.validation, labels=opened.labels)
+    result = opened.config["result"]
+
+    assert (result["epochs"], result["finished"]) == (2, False)
+    assert found.accuracy == pytest.approx(result["validation_accuracy"], abs=1e-6)
+
+
+def test_an_interruption_does_not_replace_a_whole_run(data: ImageData, tmp_path: Path) -> None:
+    """With `overwrite` the old run stays and the interrupted one lies beside it."""
+    recipe = dataclasses.replace(RECIPE, epochs=1)
+    train(data, out=tmp_path / "run", model=CONFIG, recipe=recipe)
+    before = (tmp_path / "run" / "model.keras").read_bytes()
+
+    with pytest.raises(TrainingInterrupted) as caught:
+        train(
+            data,
+            out=tmp_path / "run",
+            model=CONFIG,
+            recipe=RECIPE,
+            overwrite=True,
+            on_event=interrupt_in_epoch(2),
+        )
+
+    assert (tmp_path / "run" / "model.keras").read_bytes() == before
+    assert caught.value.path == tmp_path / "run.interrupted"
+    assert load_run(caught.value.path).config["result"]["epochs"] == 1
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_another_backend_is_refused(
+    data: ImageData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training is TensorFlow's; the sentence says which variable to set."""
+    monkeypatch.setattr(keras.backend, "backend", lambda: "jax")
+
+    with pytest.raises(ValueError, match="set KERAS_BACKEND=tensorflow"):
+        train(data, out=tmp_path / "run")

@@ -3,6 +3,7 @@
 import keras
 
 from keras_vit import layers, weights
+from keras_vit.adaptation import freeze, load_adapter, lora, merge_lora, save_adapter
 from keras_vit.applications import (
     R26ViTB32,
     R26ViTS32,
@@ -51,10 +52,15 @@ __all__ = [
     "VisionTransformer",
     "__version__",
     "decode_predictions",
+    "freeze",
     "layers",
+    "load_adapter",
+    "lora",
+    "merge_lora",
     "parameter_count",
     "preprocess_input",
     "resize",
+    "save_adapter",
     "variant",
     "weights",
 ]

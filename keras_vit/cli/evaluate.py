@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from keras_vit.cli import output
+from keras_vit.cli import measures, output
 
 if TYPE_CHECKING:
     from keras_vit.data import ImageData
@@ -22,6 +22,7 @@ on its test/ if it has splits, otherwise on all of its images.
 examples:
   keras-vit evaluate digits-run
   keras-vit evaluate photos-run --data more-photos --out more-photos-report
+  keras-vit evaluate photos-run --more --out report
   keras-vit evaluate photos-run --json
 """
 
@@ -49,6 +50,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         action="store_true",
         help="with --data, stop at damaged images (default: leave them out)",
     )
+    measures.add_flag(parser)
     output.add_json_flag(parser)
     parser.set_defaults(run=run)
 
@@ -71,6 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
         out.mkdir(parents=True, exist_ok=True)
         evaluation.write_report(out, evaluations)
     output.show_evaluations(evaluations, json=arguments.json)
+    if arguments.more:
+        measures.show(opened, data, out=arguments.out, json=arguments.json)
     if not arguments.json:
         _say_more(evaluations, recorded=recorded, out=out if arguments.out or is_first else None)
     return 0

@@ -9,6 +9,8 @@ from keras_vit.layers.initialization import initializer
 
 # google-research/vision_transformer, vit_jax/models_vit.py, MlpBlock.
 BIAS_STDDEV = 1e-6
+# Uniform up to 1 / sqrt(width): microsoft/LoRA, loralib/layers.py, reset_parameters.
+LORA_UNIFORM = keras.initializers.VarianceScaling(1 / 3, mode="fan_in", distribution="uniform")
 
 
 @keras.saving.register_keras_serializable(package="keras_vit")
@@ -44,6 +46,7 @@ class TokenDense(keras.layers.Layer):
         self.activation = activation
         self.kernel_initializer = kernel_initializer
         self.random_bias = random_bias
+        self.lora_rank = 0
 
     def build(self, input_shape: tuple[Any, ...]) -> None:
         bias = keras.initializers.RandomNormal(stddev=BIAS_STDDEV) if self.random_bias else "zeros"
@@ -57,8 +60,46 @@ class TokenDense(keras.layers.Layer):
     def call(self, inputs: Any) -> Any:
         *outer, width = keras.ops.shape(inputs)
         rows = keras.ops.reshape(inputs, (-1, width))  # (B*N, D)
-        rows = backend.dense(rows, self.kernel, self.bias, self.activation)  # (B*N, M)
+        if self.lora_rank:
+            rows = self._adapted(rows)  # (B*N, M)
+        else:
+            rows = backend.dense(rows, self.kernel, self.bias, self.activation)  # (B*N, M)
         return keras.ops.reshape(rows, (-1, *outer[1:], self.units))  # (B, N, M)
 
     def compute_output_shape(self, input_shape: tuple[Any, ...]) -> tuple[Any, ...]:
         return (*input_shape[:-1], self.units)
+
+    def enable_lora(self, rank: int, *, alpha: float | None = None) -> None:
+        """Adds a trainable product of two thin matrices to the kernel (LoRA, arXiv 2106.09685).
+
+        The second matrix is zero, so nothing changes until it is trained. Freezing what else there
+        is, is the caller's part, as `keras_vit.lora` does.
+
+        Args:
+            rank: width of the thin matrices.
+            alpha: the product is scaled by alpha / rank; None for rank, a scale of 1.
+
+        Raises:
+            ValueError: the layer is not built, has it already, or the rank does not fit.
+        """
+        if not self.built or self.lora_rank:
+            state = "not built" if not self.built else f"adapted at rank {self.lora_rank} already"
+            raise ValueError(f"Only a built layer can be adapted, once. {self.path!r} is {state}.")
+        if not 1 <= rank <= min(self.kernel.shape):
+            raise ValueError(
+                f"rank must be from 1 to {min(self.kernel.shape)}, the smaller side of the kernel "
+                f"of {self.path!r}. Received: rank={rank!r}."
+            )
+        width, units = self.kernel.shape
+        # As keras.layers.Dense.enable_lora does: a built layer takes no weights otherwise.
+        self._tracker.unlock()
+        self.lora_a = self.add_weight(name="lora_a", shape=(width, rank), initializer=LORA_UNIFORM)
+        self.lora_b = self.add_weight(name="lora_b", shape=(rank, units), initializer="zeros")
+        self._tracker.lock()
+        self.lora_rank = rank
+        self.lora_scale = (rank if alpha is None else alpha) / rank
+
+    def _adapted(self, rows: Any) -> Any:
+        change = keras.ops.matmul(keras.ops.matmul(rows, self.lora_a), self.lora_b)
+        rows = backend.dense(rows, self.kernel, self.bias)
+        return backend.ACTIVATIONS[self.activation](rows + self.lora_scale * change)

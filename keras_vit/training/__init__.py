@@ -1,6 +1,7 @@
 """Trains models and keeps what comes of it in run directories. TensorFlow only."""
 
 from keras_vit.training.finish import TrainingInterrupted
+from keras_vit.training.masked_patches import MaskedPatchModel
 from keras_vit.training.models import MODEL_NAMES, MODELS, model_config, pretrained_model
 from keras_vit.training.progress import EpochDone, Event, StepDone
 from keras_vit.training.recipe import RECIPES, Recipe
@@ -13,6 +14,7 @@ __all__ = [
     "RECIPES",
     "EpochDone",
     "Event",
+    "MaskedPatchModel",
     "Recipe",
     "Run",
     "StepDone",

@@ -1,0 +1,282 @@
+"""Fine-tuning on little hardware: low-rank adaptation (LoRA), adapter files, freezing by depth."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from keras_vit.atomic import whole_file
+from keras_vit.config import ViTConfig
+from keras_vit.layers import TokenDense
+from keras_vit.model import VisionTransformer
+
+# The dense products of a block; the paper adapts query and value (arXiv 2106.09685, Section 4.2).
+TARGETS = ("qkv", "out", "fc1", "fc2")
+_PARTS = {"qkv": "attention", "out": "attention", "fc1": "mlp", "fc2": "mlp"}
+
+
+@keras.saving.register_keras_serializable(package="keras_vit")
+class LoRAVisionTransformer(VisionTransformer):
+    """A Vision Transformer that trains thin matrices beside its kernels, and its classifier.
+
+    `keras_vit.lora` makes one of a model, `keras_vit.merge_lora` a plain model of it.
+
+    Args:
+        config: as of a `VisionTransformer`.
+        rank: width of the thin matrices.
+        targets: which dense products of each block, of `TARGETS`.
+        alpha: their product is scaled by alpha / rank; None for rank.
+        name: name of the model.
+        dtype: dtype policy of its layers.
+    """
+
+    def __init__(
+        self,
+        config: ViTConfig,
+        *,
+        rank: int,
+        targets: str | Iterable[str],
+        alpha: float | None = None,
+        name: str | None = "vit",
+        dtype: Any = None,
+        trainable: bool = True,
+    ) -> None:
+        super().__init__(config, name=name, dtype=dtype, trainable=trainable)
+        self.rank, self.targets, self.alpha = rank, _checked(targets), alpha
+        for layer in self.adapted_layers():
+            layer.enable_lora(rank, alpha=alpha)
+        for variable in self.trainable_variables:
+            variable.trainable = _is_adapter(variable.path)
+
+    def adapted_layers(self) -> list[TokenDense]:
+        """Returns the dense layers with thin matrices, in the order of the network."""
+        blocks = [self.get_layer(f"block_{index}") for index in range(self.config.num_layers)]
+        return [
+            getattr(getattr(block, _PARTS[target]), target)
+            for block in blocks
+            for target in TARGETS
+            if target in self.targets
+        ]
+
+    def get_config(self) -> dict[str, Any]:
+        own = {"rank": self.rank, "targets": list(self.targets), "alpha": self.alpha}
+        return {**super().get_config(), **own}
+
+
+def lora(
+    model: VisionTransformer,
+    *,
+    rank: int = 8,
+    targets: str | Iterable[str] = ("qkv",),
+    alpha: float | None = None,
+) -> LoRAVisionTransformer:
+    """Returns the same model, ready to be fine-tuned by few parameters (LoRA, arXiv 2106.09685).
+
+    It answers as the given one until it is trained. Trainable are the thin matrices and the
+    classifier; everything else is frozen. The given model stays as it is.
+
+    Example:
+        >>> config = ViTConfig(input_shape=(32, 32, 3), patch_size=8, hidden_dim=64, mlp_dim=256,
+        ...                    num_heads=2, num_layers=2, classes=3)
+        >>> adapted = lora(VisionTransformer(config), rank=2)
+        >>> [variable.path for variable in adapted.trainable_variables][:2]
+        ['block_0/attention/qkv/lora_a', 'block_0/attention/qkv/lora_b']
+        >>> sum(variable.shape.num_elements() for variable in adapted.trainable_variables)
+        1219
+
+    Args:
+        model: the model to fine-tune. To use it inside a model of your own, adapt it first.
+        rank: width of the thin matrices.
+        targets: which dense products of each block, any of "qkv", "out", "fc1", "fc2".
+        alpha: their product is scaled by alpha / rank; None for rank, a scale of 1.
+
+    Raises:
+        TypeError: the model is not a `VisionTransformer`.
+        ValueError: the model is adapted already, there is no such target, or the rank does not fit.
+    """
+    if not isinstance(model, VisionTransformer):
+        raise TypeError(
+            "lora takes a VisionTransformer; adapt the one inside your model, then build your "
+            f"model with it. Received: {type(model).__name__}."
+        )
+    if isinstance(model, LoRAVisionTransformer):
+        raise ValueError("The model is adapted already; merge_lora makes a plain one of it.")
+    settings = {**model.get_config(), "rank": rank, "targets": _checked(targets), "alpha": alpha}
+    adapted = LoRAVisionTransformer.from_config(settings)
+    _copy_weights(model, adapted)
+    return adapted
+
+
+def merge_lora(model: LoRAVisionTransformer) -> VisionTransformer:
+    """Returns a plain model with the thin matrices added to the kernels; it costs nothing extra.
+
+    Example:
+        >>> config = ViTConfig(input_shape=(32, 32, 3), patch_size=8, hidden_dim=8, mlp_dim=16,
+        ...                    num_heads=2, num_layers=1, classes=3)
+        >>> type(merge_lora(lora(VisionTransformer(config), rank=2))).__name__
+        'VisionTransformer'
+
+    Raises:
+        TypeError: the model is not adapted.
+    """
+    _check_adapted(model)
+    settings = model.get_config()
+    for name in ("rank", "targets", "alpha"):
+        del settings[name]
+    merged = VisionTransformer.from_config(settings)
+    _copy_weights(model, merged)
+    kernels = {variable.path: variable for variable in merged.weights}
+    for layer in model.adapted_layers():
+        change = keras.ops.matmul(layer.lora_a.value, layer.lora_b.value)
+        kernels[layer.kernel.path].assign_add(layer.lora_scale * change)
+    return merged
+
+
+def save_adapter(model: LoRAVisionTransformer, path: str | Path) -> Path:
+    """Writes what `lora` made trainable, the thin matrices and the classifier, and nothing else.
+
+    Example:
+        >>> import tempfile
+        >>> config = ViTConfig(input_shape=(32, 32, 3), patch_size=8, hidden_dim=8, mlp_dim=16,
+        ...                    num_heads=2, num_layers=1, classes=3)
+        >>> adapted = lora(VisionTransformer(config), rank=2)
+        >>> save_adapter(adapted, Path(tempfile.mkdtemp()) / "adapter.safetensors").name
+        'adapter.safetensors'
+
+    Args:
+        model: an adapted model.
+        path: the file to write or replace; its name ends in .safetensors.
+
+    Returns:
+        The path.
+
+    Raises:
+        TypeError: the model is not adapted.
+        ValueError: the name does not end in .safetensors.
+    """
+    _check_adapted(model)
+    path = Path(path)
+    if path.suffix != ".safetensors":
+        raise ValueError(f"An adapter is a .safetensors file. Received: {str(path)!r}.")
+    tensors = {
+        variable.path: np.asarray(keras.ops.convert_to_numpy(variable))
+        for variable in model.weights
+        if _is_adapter(variable.path)
+    }
+    settings = {"rank": model.rank, "targets": model.targets, "alpha": model.alpha}
+    with whole_file(path) as temporary:
+        safetensors.numpy.save_file(tensors, temporary, metadata={"lora": json.dumps(settings)})
+    return path
+
+
+def load_adapter(model: VisionTransformer, path: str | Path) -> LoRAVisionTransformer:
+    """Returns a model adapted by a file of `save_adapter`; the given one stays as it is.
+
+    Example:
+        >>> import tempfile
+        >>> config = ViTConfig(input_shape=(32, 32, 3), patch_size=8, hidden_dim=8, mlp_dim=16,
+        ...                    num_heads=2, num_layers=1, classes=3)
+        >>> model = VisionTransformer(config)
+        >>> file = save_adapter(lora(model, rank=2), Path(tempfile.mkdtemp()) / "a.safetensors")
+        >>> load_adapter(model, file).rank
+        2
+
+    Args:
+        model: the plain model that the adapter was trained on, with as many classes.
+        path: the file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        TypeError: the model is not a `VisionTransformer`.
+        ValueError: the file is not an adapter, or not of such a model.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"There is no adapter file {str(path)!r}; check the path.")
+    try:
+        with safetensors.safe_open(path, framework="numpy") as opened:
+            settings = json.loads((opened.metadata() or {})["lora"])
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        rank, targets, alpha = (settings[name] for name in ("rank", "targets", "alpha"))
+    except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is not an adapter of save_adapter ({error}).") from error
+    adapted = lora(model, rank=rank, targets=targets, alpha=alpha)
+    variables = {v.path: v for v in adapted.weights if _is_adapter(v.path)}
+    differing = sorted(
+        set(variables) ^ set(tensors)
+        | {n for n in set(variables) & set(tensors) if variables[n].shape != tensors[n].shape}
+    )
+    if differing:
+        raise ValueError(
+            f"{path} is the adapter of another model: {differing[0]!r} "
+            + (f"and {len(differing) - 1} more differ." if len(differing) > 1 else "differs.")
+            + " Build the model that it was trained on, with as many layers and classes."
+        )
+    for name, variable in variables.items():
+        variable.assign(tensors[name])
+    return adapted
+
+
+def freeze(model: VisionTransformer, *, blocks: int) -> None:
+    """Freezes the first blocks of a model, and everything before them.
+
+    Example:
+        >>> config = ViTConfig(input_shape=(32, 32, 3), patch_size=8, hidden_dim=8, mlp_dim=16,
+        ...                    num_heads=2, num_layers=3, classes=3)
+        >>> model = VisionTransformer(config)
+        >>> freeze(model, blocks=2)
+        >>> model.trainable_variables[0].path
+        'block_2/attention_norm/gamma'
+
+    Args:
+        model: the model to change.
+        blocks: how many blocks to freeze; 0 freezes the patch embedding and positions (and the
+            stem of a hybrid) alone. What was frozen deeper before trains again.
+
+    Raises:
+        ValueError: the model has not so many blocks.
+    """
+    if not 0 <= blocks <= model.config.num_layers:
+        raise ValueError(
+            f"blocks must be from 0 to {model.config.num_layers}, the model's number of blocks. "
+            f"Received: blocks={blocks!r}."
+        )
+    names = [layer.name for layer in model.layers]
+    first = names.index(f"block_{blocks}" if blocks < model.config.num_layers else "encoder_norm")
+    for place, layer in enumerate(model.layers):
+        layer.trainable = place >= first
+
+
+def _checked(targets: str | Iterable[str]) -> tuple[str, ...]:
+    wanted = (targets,) if isinstance(targets, str) else tuple(targets)
+    unknown = [target for target in wanted if target not in TARGETS]
+    if unknown or not wanted:
+        raise ValueError(
+            f"targets must be some of {', '.join(TARGETS)}, the dense products of a block. "
+            f"Received: targets={wanted}."
+        )
+    return tuple(target for target in TARGETS if target in wanted)
+
+
+def _is_adapter(path: str) -> bool:
+    return path.startswith("head/") or path.rsplit("/", 1)[-1] in ("lora_a", "lora_b")
+
+
+def _copy_weights(source: keras.Model, target: keras.Model) -> None:
+    """Copies every weight that both have."""
+    values = {variable.path: variable for variable in source.weights}
+    for variable in target.weights:
+        if variable.path in values:
+            variable.assign(values[variable.path])
+
+
+def _check_adapted(model: keras.Model) -> None:
+    if not isinstance(model, LoRAVisionTransformer):
+        raise TypeError(
+            f"This takes a model that keras_vit.lora made. Received: {type(model).__name__}."
+        )

@@ -1,0 +1,41 @@
+"""Looks inside a model: attention, relevance, positions, filters, and pictures of them."""
+
+from keras_vit.explain.attention import (
+    attention_rollout,
+    attention_weights,
+    mean_attention_distance,
+    pooling_attention,
+)
+from keras_vit.explain.embeddings import (
+    Filters,
+    embedding_filters,
+    position_similarity,
+    token_similarity,
+)
+from keras_vit.explain.page import write_explanation
+from keras_vit.explain.pictures import (
+    plot_attention_distance,
+    plot_filters,
+    plot_heads,
+    plot_heatmap,
+    plot_position_similarity,
+)
+from keras_vit.explain.relevance import class_relevance
+
+__all__ = [
+    "Filters",
+    "attention_rollout",
+    "attention_weights",
+    "class_relevance",
+    "embedding_filters",
+    "mean_attention_distance",
+    "plot_attention_distance",
+    "plot_filters",
+    "plot_heads",
+    "plot_heatmap",
+    "plot_position_similarity",
+    "pooling_attention",
+    "position_similarity",
+    "token_similarity",
+    "write_explanation",
+]

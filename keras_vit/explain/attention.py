@@ -1,0 +1,221 @@
+"""What attends to what: attention weights, attention rollout, mean attention distance.
+
+Letters: B images, L layers, H heads, N tokens, (h, w) the grid in patches.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_vit.config import ViTConfig
+from keras_vit.explain import inside
+from keras_vit.layers import attention as attention_layer
+from keras_vit.model import VisionTransformer
+
+
+@dataclasses.dataclass(eq=False)
+class Heard:
+    """What one forward pass let be heard, as tensors.
+
+    Attributes:
+        blocks: the attention weights (B, H, N, N) of each block.
+        pooling: those of attention pooling, (B, H, 1, N); empty without it.
+        outputs: what the model answered.
+    """
+
+    blocks: list[Any] = dataclasses.field(default_factory=list)
+    pooling: list[Any] = dataclasses.field(default_factory=list)
+    outputs: Any = None
+
+
+def attention_weights(
+    model: keras.Model,
+    images: Any,
+    *,
+    layers: int | Sequence[int] | None = None,
+    heads: int | Sequence[int] | None = None,
+) -> np.ndarray:
+    """Returns the attention weights of any layers and heads, from the model's own forward pass.
+
+    Example:
+        >>> from keras_vit.config import ViTConfig
+        >>> config = ViTConfig(input_shape=(16, 24, 3), patch_size=8, hidden_dim=8, mlp_dim=16,
+        ...                    num_heads=2, num_layers=3, classes=5)
+        >>> weights = attention_weights(VisionTransformer(config), np.zeros((1, 16, 24, 3)),
+        ...                             layers=-1)
+        >>> weights.shape
+        (1, 1, 2, 7, 7)
+
+    Args:
+        model: a `VisionTransformer`, or any Keras model with one inside.
+        images: (B, H, W, channels) as that model takes them; of another size they are resampled,
+            with a warning.
+        layers: which blocks, 0 the first, -1 the last; None for all.
+        heads: which heads; None for all.
+
+    Returns:
+        (B, L, H, N, N): how much each token (second to last axis) takes from each (last axis); they
+        sum to 1. Token 0 is the class token if there is one, then patches in row order.
+
+    Raises:
+        ValueError: there is no such layer or head, or not one Vision Transformer in the model.
+    """
+    vit = inside.find_vit(model)
+    rows = inside.choose(layers, vit.config.num_layers, word="layer")
+    columns = inside.choose(heads, vit.config.num_heads, word="head")
+    parts = []
+    for batch in inside.image_batches(model, images):
+        blocks = listen(model, vit, batch).blocks
+        stacked = np.stack([inside.to_numpy(blocks[row]) for row in rows], axis=1)
+        parts.append(stacked[:, :, columns])
+    return np.concatenate(parts)
+
+
+def pooling_attention(model: keras.Model, images: Any) -> np.ndarray:
+    """Returns how much attention pooling takes from each token: (B, H, N), each head sums to 1.
+
+    Raises:
+        ValueError: the model does not pool by attention.
+    """
+    vit = inside.find_vit(model)
+    if vit.config.pooling != "map":
+        raise ValueError(
+            'Only models with pooling="map" pool by attention. '
+            f"Received: a model with pooling={vit.config.pooling!r}."
+        )
+    heard = (listen(model, vit, batch) for batch in inside.image_batches(model, images))
+    return np.concatenate([inside.to_numpy(each.pooling[0])[:, :, 0] for each in heard])
+
+
+def attention_rollout(model: keras.Model, images: Any) -> np.ndarray:
+    """Returns how much of each patch reaches the model's answer by way of attention.
+
+    The weights are averaged over heads, mixed in halves with the identity for the residual
+    connection, and multiplied through all layers (arXiv 2005.00928; arXiv 2010.11929, Figure 6).
+
+    Example:
+        >>> from keras_vit.config import ViTConfig
+        >>> config = ViTConfig(input_shape=(16, 24, 3), patch_size=8, hidden_dim=8, mlp_dim=16,
+        ...                    num_heads=2, num_layers=3, classes=5)
+        >>> attention_rollout(VisionTransformer(config), np.zeros((1, 16, 24, 3))).shape
+        (1, 2, 3)
+
+    Args:
+        model: a `VisionTransformer`, or any Keras model with one inside.
+        images: (B, H, W, channels) as that model takes them.
+
+    Returns:
+        (B, h, w) shares in [0, 1]. With the patches' shares, the class token's own makes 1.
+    """
+    vit = inside.find_vit(model)
+    parts = []
+    for batch in inside.image_batches(model, images):
+        heard = listen(model, vit, batch)
+        blocks = [inside.to_numpy(weights).mean(axis=1) for weights in heard.blocks]
+        pooling = inside.to_numpy(heard.pooling[0]).mean(axis=1) if heard.pooling else None
+        parts.append(on_grid(vit.config, answer_row(vit.config, pooling, roll(blocks))))
+    return np.concatenate(parts)
+
+
+def mean_attention_distance(model: keras.Model, images: Any) -> np.ndarray:
+    """Returns how far each head of each layer looks, in pixels (arXiv 2010.11929, Figure 7 right).
+
+    The distance between the centres of the asking patch and each patch, weighted by attention and
+    averaged over asking patches and images. The class token is left out on both sides, and what is
+    left of each patch's attention counts as 1.
+
+    Args:
+        model: a `VisionTransformer`, or any Keras model with one inside.
+        images: (B, H, W, channels) as that model takes them; the paper averages over 128.
+
+    Returns:
+        (L, H) distances in pixels of the Vision Transformer's input.
+    """
+    vit = inside.find_vit(model)
+    first = int(vit.config.class_token)
+    distances = patch_distances(vit.config)
+    total, count = np.zeros((vit.config.num_layers, vit.config.num_heads)), 0
+    for batch in inside.image_batches(model, images):
+        blocks = listen(model, vit, batch).blocks
+        for index, weights in enumerate(blocks):
+            patches = inside.to_numpy(weights)[:, :, first:, first:].astype(np.float64)
+            patches /= patches.sum(axis=-1, keepdims=True)
+            total[index] += (patches * distances).sum(axis=-1).mean(axis=-1).sum(axis=0)
+        count += len(batch)
+    return total / count
+
+
+def patch_distances(config: ViTConfig) -> np.ndarray:
+    """Returns the distance in pixels between the centres of every two patches, (h*w, h*w)."""
+    rows, columns = np.indices(config.grid).reshape(2, -1) * config.stride
+    return np.asarray(np.hypot(rows[:, None] - rows, columns[:, None] - columns))
+
+
+def listen(model: keras.Model, vit: VisionTransformer, images: Any) -> Heard:
+    """Runs a model once and keeps the attention weights that it used, as they were used."""
+    heard = Heard()
+    calls: dict[keras.layers.Layer, Any] = {
+        attention: functools.partial(_attend, attention, heard.blocks)
+        for attention in (
+            vit.get_layer(f"block_{index}").attention for index in range(vit.config.num_layers)
+        )
+    }
+    if vit.config.pooling == "map":
+        pooling = vit.get_layer("pooling")
+        calls[pooling] = functools.partial(_pool, pooling, heard.pooling)
+    heard.outputs = inside.run(model, images, calls)
+    return heard
+
+
+def roll(blocks: Sequence[np.ndarray]) -> np.ndarray:
+    """Multiplies weights (B, N, N) through the layers, each mixed in halves with the identity."""
+    tokens = blocks[0].shape[-1]
+    rolled = np.broadcast_to(np.eye(tokens), blocks[0].shape)
+    for weights in blocks:
+        mixed = weights + np.eye(tokens)
+        rolled = mixed / mixed.sum(axis=-1, keepdims=True) @ rolled
+    return rolled
+
+
+def answer_row(config: ViTConfig, pooling: np.ndarray | None, tokens: np.ndarray) -> np.ndarray:
+    """Follows the pooling from tokens (B, N, N) to the answer: (B, N)."""
+    if pooling is not None:
+        return np.asarray((pooling @ tokens)[:, 0])
+    if config.pooling == "token" or (config.pooling is None and config.class_token):
+        return np.asarray(tokens[:, 0])
+    return np.asarray(tokens[:, int(config.class_token) :].mean(axis=1))
+
+
+def on_grid(config: ViTConfig, row: np.ndarray) -> np.ndarray:
+    """Lays the patches' part of (B, N) out as (B, h, w)."""
+    return np.asarray(row[:, int(config.class_token) :].reshape(-1, *config.grid))
+
+
+def _attend(layer: Any, heard: list[Any], inputs: Any, training: bool | None = None) -> Any:
+    """MultiHeadSelfAttention.call, whose weights are heard; dropout has no part in it."""
+    query, key, value = (
+        attention_layer.split_heads(x, layer.num_heads)
+        for x in keras.ops.split(layer.qkv(inputs), 3, axis=-1)
+    )
+    weights = attention_layer.attention_weights(query, key)  # (B, H, N, N)
+    heard.append(weights)
+    return layer.out(attention_layer.merge_heads(keras.ops.matmul(weights, value)))
+
+
+def _pool(layer: Any, heard: list[Any], inputs: Any, training: bool | None = None) -> Any:
+    """AttentionPooling.call, whose weights are heard."""
+    batch, _, hidden_dim = keras.ops.shape(inputs)
+    probe = keras.ops.cast(layer.probe, inputs.dtype)
+    query = keras.ops.broadcast_to(layer.query(probe), (batch, 1, hidden_dim))
+    key, value = keras.ops.split(layer.key_value(inputs), 2, axis=-1)
+    query, key, value = (
+        attention_layer.split_heads(x, layer.num_heads) for x in (query, key, value)
+    )
+    weights = attention_layer.attention_weights(query, key)  # (B, H, 1, N)
+    heard.append(weights)
+    x = layer.out(attention_layer.merge_heads(keras.ops.matmul(weights, value)))
+    return (x + layer.mlp(layer.norm(x)))[:, 0]

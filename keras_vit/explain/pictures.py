@@ -1,0 +1,226 @@
+"""Draws what the other modules compute, readable in greyscale; matplotlib is optional."""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from keras_vit.explain import inside
+from keras_vit.explain.embeddings import Filters
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Its lightness rises evenly, so a grey print shows the same order.
+COLORS = "magma"
+# The paper shows every other position of its 14x14 grid.
+SHOWN_POSITIONS = 7
+
+
+def plot_heatmap(image: np.ndarray, heatmap: np.ndarray, *, title: str, unit: str) -> "Figure":
+    """Draws an image, a heatmap over its patches, and the image lit by the heatmap.
+
+    Example:
+        >>> figure = plot_heatmap(np.zeros((32, 48, 3)), np.ones((4, 6)), title="Rollout",
+        ...                       unit="share of the patch")
+        >>> [axes.get_title() for axes in figure.axes[:3]]
+        ['image', 'Rollout', 'image, lit by it']
+
+    Args:
+        image: (H, W, channels) pixels 0..255.
+        heatmap: (h, w) values of its patches, as `attention_rollout` and `class_relevance` give
+            them for one image.
+        title: what the heatmap is.
+        unit: what its numbers count.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    picture = _displayable(image)
+    height, width = picture.shape[:2]
+    extent = (0, width, height, 0)
+    figure = _figure(10.5, 0.6 + 3.4 * min(max(height / width, 0.5), 1.6))
+    axes = figure.subplots(1, 3)
+    axes[0].imshow(picture, extent=extent, vmin=0, vmax=1, cmap="gray")
+    axes[0].set_title("image")
+    low, high = float(heatmap.min()), float(heatmap.max())
+    scale = {"vmin": low, "vmax": high if high > low else low + 1}
+    drawn = axes[1].imshow(heatmap, extent=extent, cmap=COLORS, **scale)
+    axes[1].set_title(title)
+    axes[2].imshow(_lit(picture, heatmap), extent=extent)
+    axes[2].set_title("image, lit by it")
+    for each in axes:
+        each.set_xlabel("pixels")
+    axes[0].set_ylabel("pixels")
+    figure.colorbar(drawn, ax=axes, label=unit, shrink=0.9)
+    return figure
+
+
+def plot_heads(heatmaps: np.ndarray, *, title: str, unit: str) -> "Figure":
+    """Draws one heatmap for each attention head, all on one scale.
+
+    Args:
+        heatmaps: (H, h, w), for instance what the class token takes from each patch.
+        title: what they are.
+        unit: what their numbers count.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    heads = len(heatmaps)
+    columns = min(heads, 4 if heads <= 12 else 8)
+    rows = -(-heads // columns)
+    shape = heatmaps.shape[1] / heatmaps.shape[2]
+    figure = _figure(2 + 2.1 * columns, 1.2 + rows * (0.7 + 1.9 * min(max(shape, 0.4), 2)))
+    axes = figure.subplots(rows, columns, squeeze=False)
+    for index, each in enumerate(axes.flat):
+        if index >= heads:
+            each.set_axis_off()
+            continue
+        drawn = each.imshow(heatmaps[index], cmap=COLORS, vmin=0, vmax=heatmaps.max())
+        each.set_title(f"head {index}")
+        _count_patches(each, heatmaps.shape[1:])
+    figure.suptitle(title)
+    figure.supxlabel("column of the patch")
+    figure.supylabel("row of the patch")
+    figure.colorbar(drawn, ax=axes, label=unit)
+    return figure
+
+
+def plot_attention_distance(distances: np.ndarray) -> "Figure":
+    """Draws how far each head looks, by depth (arXiv 2010.11929, Figure 7 right).
+
+    Args:
+        distances: (L, H) in pixels, from `mean_attention_distance`.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    layers, heads = distances.shape
+    figure = _figure(6.5, 4.2)
+    axes = figure.subplots()
+    depth = np.arange(layers)
+    for head in range(heads):
+        axes.plot(
+            depth,
+            distances[:, head],
+            linestyle="none",
+            marker="o",
+            markersize=5,
+            markerfacecolor="0.75",
+            markeredgecolor="black",
+            label="one head" if head == 0 else None,
+        )
+    axes.plot(depth, distances.mean(axis=1), color="black", label="mean of the heads")
+    axes.set(
+        xlabel="network depth (layer)",
+        ylabel="mean attention distance (pixels)",
+        title="How far each head looks",
+        ylim=(0, 1.08 * max(float(distances.max()), 1)),
+    )
+    axes.set_xticks(_spaced(layers, 13))
+    axes.legend()
+    return figure
+
+
+def plot_position_similarity(similarity: np.ndarray) -> "Figure":
+    """Draws the similarity of position embeddings (arXiv 2010.11929, Figure 7 centre).
+
+    Each tile is one patch's similarity with all; of large grids evenly spaced patches are shown.
+
+    Args:
+        similarity: (h, w, h, w), from `position_similarity`.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    height, width = similarity.shape[:2]
+    rows, columns = _spaced(height), _spaced(width)
+    figure = _figure(2.2 + 0.85 * len(columns), 1.3 + 0.85 * len(rows) * height / width)
+    axes: Any = figure.subplots(len(rows), len(columns), squeeze=False)
+    for i, j in np.ndindex(axes.shape):
+        tile = similarity[rows[i], columns[j]]
+        drawn = axes[i, j].imshow(tile, cmap=COLORS, vmin=-1, vmax=1)
+        axes[i, j].set(xticks=[], yticks=[])
+    for i, row in enumerate(rows):
+        axes[i, 0].set_ylabel(str(row))
+    for j, column in enumerate(columns):
+        axes[-1, j].set_xlabel(str(column))
+    figure.suptitle("Position embedding similarity")
+    figure.supxlabel("column of the patch")
+    figure.supylabel("row of the patch")
+    figure.colorbar(drawn, ax=axes, label="cosine similarity")
+    return figure
+
+
+def plot_filters(filters: Filters) -> "Figure":
+    """Draws the principal components of the patch embedding (arXiv 2010.11929, Figure 7 left).
+
+    Args:
+        filters: from `embedding_filters`, of a model that embeds pixels.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: the filters act on a ResNet's features, not on pixels.
+    """
+    count, size, _, channels = filters.components.shape
+    if channels not in (1, 3):
+        raise ValueError(
+            f"These filters act on {channels} channels of a ResNet stem, not on pixels; only "
+            "filters with 1 or 3 channels can be drawn."
+        )
+    columns = min(count, 7)
+    rows = -(-count // columns)
+    figure = _figure(1 + 1.15 * columns, 1 + 1.35 * rows)
+    axes = figure.subplots(rows, columns, squeeze=False)
+    for index, each in enumerate(axes.flat):
+        each.set(xticks=[], yticks=[])
+        if index >= count:
+            each.set_axis_off()
+            continue
+        component = filters.components[index]
+        scaled = 0.5 + 0.5 * component / np.abs(component).max()
+        each.imshow(scaled, vmin=0, vmax=1, cmap="gray")
+        each.set_title(f"{100 * filters.variance[index]:.1f} %", fontsize=9)
+    figure.suptitle("Embedding filters: principal components, share of variance")
+    figure.supxlabel(f"each {size}x{size} pixels; grey is zero", fontsize=10)
+    return figure
+
+
+def _count_patches(axes: Any, grid: tuple[int, ...]) -> None:
+    axes.set_xticks(_spaced(grid[1], 4))
+    axes.set_yticks(_spaced(grid[0], 4))
+
+
+def _spaced(count: int, most: int = SHOWN_POSITIONS) -> list[int]:
+    """Returns at most so many indices, the first and the last among them."""
+    return sorted({round(x) for x in np.linspace(0, count - 1, min(count, most))})
+
+
+def _displayable(image: np.ndarray) -> np.ndarray:
+    image = np.asarray(image)
+    if image.ndim != 3 or image.shape[2] not in (1, 3):
+        raise ValueError(
+            "An image to draw has the shape (height, width, 3) or (height, width, 1). "
+            f"Received: shape {image.shape}."
+        )
+    scaled = np.clip(image.astype(np.float32) / 255, 0, 1)
+    return scaled if image.shape[2] == 3 else scaled[..., 0]
+
+
+def _lit(picture: np.ndarray, heatmap: np.ndarray) -> np.ndarray:
+    """Multiplies the picture by the heatmap, smoothed to its size, the highest value being 1."""
+    color = picture if picture.ndim == 3 else np.repeat(picture[..., None], 3, axis=-1)
+    light = inside.resample(heatmap[None, ..., None], color.shape[:2])[0]
+    low, high = float(light.min()), float(light.max())
+    return np.asarray(color * (0.1 + 0.9 * (light - low) / max(high - low, 1e-12)))
+
+
+def _figure(width: float, height: float) -> "Figure":
+    try:
+        import matplotlib.figure
+    except ImportError:
+        raise ImportError(
+            "Pictures are drawn by matplotlib, which is not installed; "
+            'run: pip install "keras-vit[data]"'
+        ) from None
+    return matplotlib.figure.Figure(figsize=(width, height), layout="constrained")

@@ -1,0 +1,219 @@
+"""Pre-training without labels: hidden patches are predicted from what is left to see.
+
+Source: arXiv 2010.11929, Appendix B.1.2.
+"""
+
+import dataclasses
+from typing import Any, Literal, get_args
+
+import keras
+
+from keras_vit.config import ViTConfig
+from keras_vit.layers import TokenDense
+from keras_vit.model import VisionTransformer
+
+Target = Literal["mean_color", "small_patch", "pixels"]
+
+# Of the corrupted patches so many become the mask's embedding, so many that of another patch; the
+# rest is kept.
+MASKED, SWAPPED = 0.8, 0.1
+# A colour has 3 bits in each channel.
+LEVELS = 8
+# The side of the small patch whose colours are predicted in parallel.
+SMALL_SIDE = 4
+
+
+@keras.saving.register_keras_serializable(package="keras_vit")
+class MaskedPatchModel(keras.Model):
+    """A Vision Transformer that learns to predict corrupted patches; needs no labels.
+
+    `compile` it with an optimizer and `fit` it on images; the loss is its own, over the corrupted
+    patches alone. Afterwards `vit` is an ordinary model without classifier.
+
+    Example:
+        >>> import numpy as np
+        >>> config = ViTConfig(input_shape=(16, 24, 3), patch_size=8, hidden_dim=8, mlp_dim=16,
+        ...                    num_heads=2, num_layers=1, pooling="avg", class_token=False,
+        ...                    include_preprocessing=True)
+        >>> model = MaskedPatchModel(config)
+        >>> model.compile("adam")
+        >>> _ = model.fit(np.zeros((4, 16, 24, 3)), verbose=0)
+        >>> model.vit.output_shape
+        (None, 8)
+
+    Args:
+        config: the network; its classifier and pre-logits layer are left out.
+        target: what is predicted: the "mean_color" of each patch, one of 512; the 4x4 colours of a
+            "small_patch"; or all "pixels" in [-1, 1], by least squares.
+        corruption: fraction of the patches that is corrupted in each image.
+        seed: of the corruption; None for a random one.
+        name: name of the model.
+        dtype: dtype policy of its layers; predictions are float32.
+
+    Raises:
+        ValueError: there is no such target, it does not fit the patches, or nothing is corrupted.
+    """
+
+    def __init__(
+        self,
+        config: ViTConfig,
+        *,
+        target: Target = "mean_color",
+        corruption: float = 0.5,
+        seed: int | None = None,
+        name: str | None = "masked_patches",
+        dtype: Any = None,
+        trainable: bool = True,
+    ) -> None:
+        super().__init__(name=name, trainable=trainable)
+        self.config = dataclasses.replace(config, classes=None, representation_dim=None)
+        self.target, self.corruption, self.seed = target, corruption, seed
+        self._policy = keras.dtype_policies.get(dtype).name
+        _check(self.config, target=target, corruption=corruption)
+        self.vit = VisionTransformer(self.config, dtype=self._policy)
+        self.predictor = TokenDense(_outputs(self.config, target), dtype="float32", name="head")
+        self.seeds = keras.random.SeedGenerator(seed)
+        self.accuracy = keras.metrics.Mean(name="accuracy")
+        self.build()
+
+    def build(self, input_shape: tuple[Any, ...] | None = None) -> None:
+        self.mask_embedding = self.add_weight(
+            name="mask_embedding", shape=(1, 1, self.config.hidden_dim), initializer="zeros"
+        )
+        self.predictor.build((None, None, self.config.hidden_dim))
+        self.built = True
+
+    def call(self, images: Any, training: bool | None = None) -> dict[str, Any]:
+        """Returns the predictions (B, patches, ...) and which patches were corrupted."""
+        x = images
+        for name in ("rescaling", "stem", "patches"):
+            if any(layer.name == name for layer in self.vit.layers):
+                x = self.vit.get_layer(name)(x)
+        encoder = self.vit.get_layer("patch_encoder")
+        tokens, corrupted = self._corrupt(self._embed(encoder, x))  # (B, patches, D)
+        if encoder.use_class_token:
+            first = keras.ops.cast(encoder.class_token, tokens.dtype)
+            first = keras.ops.broadcast_to(first, (keras.ops.shape(tokens)[0], *first.shape[1:]))
+            tokens = keras.ops.concatenate([first, tokens], axis=1)  # (B, N, D)
+        tokens = tokens + keras.ops.cast(encoder.position_embedding, tokens.dtype)
+        tokens = encoder.dropout(tokens, training=training)
+        for index in range(self.config.num_layers):
+            tokens = self.vit.get_layer(f"block_{index}")(tokens, training=training)
+        tokens = self.vit.get_layer("encoder_norm")(tokens)
+        patches = tokens[:, int(self.config.class_token) :]
+        return {"predictions": self.predictor(patches), "corrupted": corrupted}
+
+    def compute_loss(
+        self,
+        x: Any = None,
+        y: Any = None,
+        y_pred: Any = None,
+        sample_weight: Any = None,
+        training: bool = True,
+    ) -> Any:
+        """Returns the mean loss of the corrupted patches; labels are not looked at."""
+        targets = patch_targets(x, self.config, self.target)
+        predictions, weights = y_pred["predictions"], y_pred["corrupted"]
+        if self.target == "pixels":
+            loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+            return loss(targets, predictions, sample_weight=weights)
+        colors = LEVELS ** self.config.input_shape[2]
+        predictions = keras.ops.reshape(predictions, (-1, *targets.shape[1:], colors))
+        weights = weights[..., None] * keras.ops.ones_like(targets, dtype="float32")
+        right = keras.ops.equal(keras.ops.argmax(predictions, axis=-1), targets)
+        self.accuracy.update_state(keras.ops.cast(right, "float32"), sample_weight=weights)
+        loss = keras.losses.SparseCategoricalCrossentropy(
+            from_logits=True, reduction="mean_with_sample_weight"
+        )
+        return loss(targets, predictions, sample_weight=weights)
+
+    def get_config(self) -> dict[str, Any]:
+        return {
+            "config": self.config.to_dict(),
+            "target": self.target,
+            "corruption": self.corruption,
+            "seed": self.seed,
+            "name": self.name,
+            "dtype": self._policy,
+            "trainable": self.trainable,
+        }
+
+    @classmethod
+    def from_config(
+        cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
+    ) -> "MaskedPatchModel":
+        return cls(**{**config, "config": ViTConfig.from_dict(config["config"])})
+
+    def _embed(self, encoder: Any, patches: Any) -> Any:
+        embedded = encoder.projection(patches)  # (B, h, w, D)
+        rows, columns = self.config.grid
+        return keras.ops.reshape(embedded, (-1, rows * columns, self.config.hidden_dim))
+
+    def _corrupt(self, embedded: Any) -> tuple[Any, Any]:
+        """Returns embeddings (B, patches, D), some corrupted, and where: (B, patches), 0 or 1."""
+        batch, count = keras.ops.shape(embedded)[0], embedded.shape[1]
+        draws = keras.random.uniform((batch, count), seed=self.seeds)
+        number = max(round(self.corruption * count), 1)
+        limit = keras.ops.sort(draws, axis=1)[:, number - 1 : number]
+        corrupted = draws <= limit
+        fate = keras.random.uniform((batch, count), seed=self.seeds)
+        step = keras.random.randint((batch, count), 1, max(count, 2), seed=self.seeds)
+        other = (keras.ops.arange(count) + step) % count
+        swapped = keras.ops.take_along_axis(embedded, other[..., None], axis=1)
+        mask = keras.ops.cast(self.mask_embedding, embedded.dtype)
+        change = keras.ops.where(fate[..., None] < MASKED + SWAPPED, swapped, embedded)
+        change = keras.ops.where(fate[..., None] < MASKED, mask, change)
+        result = keras.ops.where(corrupted[..., None], change, embedded)
+        return result, keras.ops.cast(corrupted, "float32")
+
+
+def patch_targets(images: Any, config: ViTConfig, target: Target) -> Any:
+    """Returns what is to be predicted of each patch, patches in row order.
+
+    Args:
+        images: (B, H, W, channels), as the model takes them.
+        config: the model's.
+        target: as of `MaskedPatchModel`.
+
+    Returns:
+        (B, patches, colours) classes, with one colour or 4x4; or (B, patches, values) pixels.
+    """
+    images = keras.ops.cast(images, "float32")
+    if config.include_preprocessing:
+        images = images / 127.5 - 1
+    (rows, columns), stride, channels = config.grid, config.stride, config.input_shape[2]
+    parts = {"mean_color": 1, "small_patch": SMALL_SIDE, "pixels": stride}[target]
+    side = stride // parts
+    x = keras.ops.reshape(images, (-1, rows, parts, side, columns, parts, side, channels))
+    x = keras.ops.mean(x, axis=(3, 6))  # (B, h, parts, w, parts, channels)
+    x = keras.ops.transpose(x, (0, 1, 3, 2, 4, 5))
+    x = keras.ops.reshape(x, (-1, rows * columns, parts * parts, channels))
+    if target == "pixels":
+        return keras.ops.reshape(x, (-1, rows * columns, parts * parts * channels))
+    levels = keras.ops.clip(keras.ops.floor((x + 1) / 2 * LEVELS), 0, LEVELS - 1)
+    digits = [LEVELS ** (channels - 1 - channel) for channel in range(channels)]
+    places = keras.ops.cast(keras.ops.array(digits), "float32")
+    return keras.ops.cast(keras.ops.sum(levels * places, axis=-1), "int32")
+
+
+def _outputs(config: ViTConfig, target: Target) -> int:
+    colors = int(LEVELS ** config.input_shape[2])
+    pixels = config.stride**2 * config.input_shape[2]
+    return {"mean_color": colors, "small_patch": SMALL_SIDE**2 * colors, "pixels": pixels}[target]
+
+
+def _check(config: ViTConfig, *, target: str, corruption: float) -> None:
+    if target not in get_args(Target):
+        raise ValueError(f"target must be one of {list(get_args(Target))}. Received: {target!r}.")
+    if not 0 < corruption <= 1:
+        raise ValueError(f"corruption must be above 0, at most 1. Received: {corruption!r}.")
+    if target == "small_patch" and config.stride % SMALL_SIDE:
+        raise ValueError(
+            f'target="small_patch" needs patches whose side is a multiple of {SMALL_SIDE} pixels. '
+            f"Received: {config.stride}."
+        )
+    if config.input_shape[2] > 3 and target != "pixels":
+        raise ValueError(
+            "Colours of 3 bits are for 1 to 3 channels; choose target='pixels'. Received: "
+            f"{config.input_shape[2]} channels."
+        )

@@ -1,0 +1,276 @@
+"""Tests of keras_vit.adaptation."""
+
+import dataclasses
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+from conftest import TINY, randomize
+
+import keras_vit
+from keras_vit import adaptation, explain
+from keras_vit.model import VisionTransformer
+
+ALL = adaptation.TARGETS
+CROSS_ENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+HYBRID = dataclasses.replace(
+    TINY, input_shape=(32, 32, 3), patch_size=2, resnet_layers=(1,), pooling="map",
+    class_token=False, num_layers=1,
+)  # fmt: skip
+
+
+@pytest.fixture
+def plain() -> VisionTransformer:
+    return randomize(VisionTransformer(TINY))
+
+
+def trained(model: keras.Model, images: np.ndarray) -> keras.Model:
+    """Fits a model to two images, so that its thin matrices are no longer zero."""
+    model.compile(keras.optimizers.Adam(0.02), CROSS_ENTROPY)
+    model.fit(images, np.array([0, 3]), epochs=3, verbose=0)
+    return model
+
+
+@pytest.mark.parametrize("targets", [("qkv",), ("out", "fc2"), ALL, "fc1"])
+def test_nothing_changes_until_it_is_trained(
+    targets: tuple[str, ...], plain: VisionTransformer, images: np.ndarray
+) -> None:
+    """A fresh adapter answers as the plain model, bit for bit, and shares no weight with it."""
+    adapted = keras_vit.lora(plain, targets=targets)
+    np.testing.assert_array_equal(adapted(images), plain(images))
+    assert not {id(v) for v in adapted.variables} & {id(v) for v in plain.variables}
+
+
+def test_only_adapters_and_head_train(plain: VisionTransformer, images: np.ndarray) -> None:
+    """After `fit` every other weight has its bits, and every trainable one has moved."""
+    adapted = keras_vit.lora(plain, rank=4, targets=("qkv", "fc1"))
+    expected = [
+        f"block_{index}/{layer}/{leaf}"
+        for index, layer, leaf in itertools.product(
+            range(3), ("attention/qkv", "mlp/fc1"), ("lora_a", "lora_b")
+        )
+    ]
+    paths = [variable.path for variable in adapted.trainable_variables]
+    assert sorted(paths) == sorted([*expected, "head/kernel", "head/bias"])
+    before = {v.path: keras.ops.convert_to_numpy(v).copy() for v in adapted.weights}
+    trained(adapted, images)
+    for variable in adapted.weights:
+        is_same = np.array_equal(before[variable.path], variable)
+        assert is_same == (variable.path not in paths), variable.path
+
+
+def test_the_share_of_trainable_parameters() -> None:
+    """Of B/16 all four products at rank 8 train less than 5 per cent, in closed form."""
+    config = keras_vit.variant("B/16")
+    sides = {"qkv": (768, 2304), "out": (768, 768), "fc1": (768, 3072), "fc2": (3072, 768)}
+    expected = 12 * sum(8 * sum(side) for side in sides.values()) + 769 * 1000
+    with keras_vit.layers.initialization.overwritten_weights():
+        adapted = adaptation.LoRAVisionTransformer(config, rank=8, targets=ALL)
+    assert adapted.count_params() == keras_vit.parameter_count(config) + expected - 769 * 1000
+    found = sum(np.prod(variable.shape) for variable in adapted.trainable_variables)
+    assert found == expected < 0.05 * keras_vit.parameter_count(config)
+
+
+@pytest.mark.parametrize("alpha", [None, 3.0])
+def test_merged_is_a_plain_model_with_the_sums(
+    alpha: float | None, plain: VisionTransformer, images: np.ndarray
+) -> None:
+    """Each kernel is W + alpha / rank A B in NumPy, and the answer is the adapted model's."""
+    adapted = trained(keras_vit.lora(plain, rank=4, targets=ALL, alpha=alpha), images)
+    merged = keras_vit.merge_lora(adapted)
+    assert type(merged) is VisionTransformer
+    assert [v.path for v in merged.weights] == [v.path for v in plain.weights]
+    np.testing.assert_allclose(merged(images), adapted(images), atol=1e-5)
+    assert np.abs(keras.ops.convert_to_numpy(merged(images)) - plain(images)).max() > 0.1
+    values = {v.path: keras.ops.convert_to_numpy(v) for v in adapted.weights}
+    for path in [p.removesuffix("/lora_a") for p in values if p.endswith("lora_a")]:
+        product = values[f"{path}/lora_a"].astype(float) @ values[f"{path}/lora_b"]
+        values[f"{path}/kernel"] = values[f"{path}/kernel"] + product * (alpha or 4) / 4
+    other = VisionTransformer(TINY)
+    for variable in other.weights:
+        variable.assign(values[variable.path])
+    np.testing.assert_allclose(merged(images), other(images), atol=1e-6)
+    other.set_weights(merged.get_weights())
+    np.testing.assert_array_equal(merged(images), other(images))
+
+
+def test_gradients_are_those_of_the_merged_kernel(
+    plain: VisionTransformer, images: np.ndarray
+) -> None:
+    """dA and dB follow from the plain model's dW by the chain rule: dA = dW B', dB = A' dW."""
+    import tensorflow as tf
+
+    adapted = trained(keras_vit.lora(plain, rank=4, targets=ALL), images)
+    merged = keras_vit.merge_lora(adapted)
+    targets = np.array([1, 2])
+    found = gradients(adapted, images, targets, tf)
+    of_kernel = gradients(merged, images, targets, tf)
+    layers = {layer.kernel.path: layer for layer in adapted.adapted_layers()}
+    assert len(layers) == 12
+    for path, layer in layers.items():
+        slope = of_kernel[path]
+        a, b = (keras.ops.convert_to_numpy(each) for each in (layer.lora_a, layer.lora_b))
+        np.testing.assert_allclose(found[layer.lora_a.path], slope @ b.T, atol=1e-5)
+        np.testing.assert_allclose(found[layer.lora_b.path], a.T @ slope, atol=1e-5)
+
+
+def gradients(
+    model: keras.Model, images: np.ndarray, targets: np.ndarray, tf: object
+) -> dict[str, np.ndarray]:
+    with tf.GradientTape() as tape:
+        loss = CROSS_ENTROPY(targets, model(images))
+    slopes = tape.gradient(loss, [v.value for v in model.trainable_variables])
+    return {
+        v.path: np.asarray(slope)
+        for v, slope in zip(model.trainable_variables, slopes, strict=True)
+    }
+
+
+def test_an_adapter_file_holds_the_adapter_alone(
+    plain: VisionTransformer, images: np.ndarray, tmp_path: Path
+) -> None:
+    """It is small, and on the same plain model it gives the same bits."""
+    adapted = trained(keras_vit.lora(plain, rank=2, targets=("qkv", "fc2"), alpha=5.0), images)
+    path = keras_vit.save_adapter(adapted, tmp_path / "a.safetensors")
+    numbers = sum(int(np.prod(v.shape)) for v in adapted.trainable_variables)
+    assert 4 * numbers < path.stat().st_size < 4 * numbers + 4000
+    again = keras_vit.load_adapter(plain, path)
+    np.testing.assert_array_equal(again(images), adapted(images))
+    assert [v.path for v in again.trainable_variables] == [
+        v.path for v in adapted.trainable_variables
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_layers": 4}, "another model: 'block_3/attention/qkv/lora_a' and 1 more differ"),
+        ({"hidden_dim": 48}, "another model"),
+        ({"classes": 9}, "another model: 'head/bias' and 1 more"),
+    ],
+)
+def test_an_adapter_of_another_model_is_refused(
+    fields: dict[str, int], message: str, plain: VisionTransformer, tmp_path: Path
+) -> None:
+    """The error names a variable that differs."""
+    path = keras_vit.save_adapter(keras_vit.lora(plain), tmp_path / "a.safetensors")
+    with pytest.raises(ValueError, match=message):
+        keras_vit.load_adapter(VisionTransformer(dataclasses.replace(TINY, **fields)), path)
+
+
+def test_what_is_no_adapter_is_refused(plain: VisionTransformer, tmp_path: Path) -> None:
+    """A missing file, another name, damaged bytes and a file without settings are told apart."""
+    with pytest.raises(FileNotFoundError, match="nothing"):
+        keras_vit.load_adapter(plain, tmp_path / "nothing.safetensors")
+    with pytest.raises(ValueError, match=r"\.safetensors file"):
+        keras_vit.save_adapter(keras_vit.lora(plain), tmp_path / "a.npz")
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(b"no")
+    with pytest.raises(ValueError, match="not an adapter"):
+        keras_vit.load_adapter(plain, path)
+    adaptation.safetensors.numpy.save_file({"a": np.zeros(2)}, path)
+    with pytest.raises(ValueError, match="not an adapter"):
+        keras_vit.load_adapter(plain, path)
+
+
+def test_adapted_models_are_saved_as_keras_files(
+    plain: VisionTransformer, images: np.ndarray, tmp_path: Path
+) -> None:
+    """In a new process a `.keras` file gives the same bits and the same trainable weights."""
+    adapted = trained(keras_vit.lora(plain, rank=2, targets=ALL, alpha=1.0), images)
+    adapted.save(tmp_path / "model.keras")
+    np.save(tmp_path / "images.npy", images)
+    code = (
+        "import keras, keras_vit, numpy as np, sys, os; os.chdir(sys.argv[1]); "
+        "model = keras.saving.load_model('model.keras'); "
+        "np.savez('out.npz', a=model.predict(np.load('images.npy'), verbose=0), "
+        "names=[v.path for v in model.trainable_variables])"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, capture_output=True)
+    out = np.load(tmp_path / "out.npz")
+    np.testing.assert_array_equal(out["a"], adapted.predict(images, verbose=0))
+    assert out["names"].tolist() == [v.path for v in adapted.trainable_variables]
+
+
+@pytest.mark.parametrize("config", [HYBRID, dataclasses.replace(TINY, classes=None)])
+def test_other_models_are_adapted(config: keras_vit.ViTConfig) -> None:
+    """Hybrids, attention pooling and feature models too; only blocks have thin matrices."""
+    model = randomize(VisionTransformer(config))
+    adapted = keras_vit.lora(model, targets=ALL, rank=2)
+    images = np.ones((1, *config.input_shape), np.float32)
+    np.testing.assert_array_equal(adapted(images), model(images))
+    assert len(adapted.adapted_layers()) == 4 * config.num_layers
+
+
+def test_mixed_precision_and_explanation(plain: VisionTransformer, images: np.ndarray) -> None:
+    """An adapted model trains in bfloat16, and its attention is that of the merged one."""
+    mixed = VisionTransformer(TINY, dtype="mixed_bfloat16")
+    mixed.set_weights(plain.get_weights())
+    adapted = trained(keras_vit.lora(mixed, targets=ALL), images)
+    merged = keras_vit.merge_lora(adapted)
+    assert merged.get_layer("block_0").compute_dtype == "bfloat16"
+    np.testing.assert_allclose(merged(images), adapted(images), atol=0.1)
+    found, expected = (explain.attention_weights(m, images) for m in (adapted, merged))
+    np.testing.assert_allclose(found, expected, atol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"targets": ("qkv", "head")}, r"some of qkv, out, fc1, fc2.*'head'"),
+        ({"targets": ()}, r"targets=\(\)"),
+        ({"rank": 0}, "from 1 to 24.*'block_0/attention/qkv'.*rank=0"),
+        ({"rank": 25}, "rank=25"),
+    ],
+)
+def test_bad_arguments_are_refused(
+    arguments: dict[str, object], message: str, plain: VisionTransformer
+) -> None:
+    """The error says what is allowed."""
+    with pytest.raises(ValueError, match=message):
+        keras_vit.lora(plain, **arguments)
+
+
+def test_what_cannot_be_adapted_is_refused(plain: VisionTransformer) -> None:
+    """Other models, adapted ones, and merging of plain ones are errors that say the way."""
+    with pytest.raises(TypeError, match=r"inside your model.*Sequential"):
+        keras_vit.lora(keras.Sequential([plain]))
+    with pytest.raises(ValueError, match="adapted already"):
+        keras_vit.lora(keras_vit.lora(plain))
+    for function in (keras_vit.merge_lora, lambda model: keras_vit.save_adapter(model, "x")):
+        with pytest.raises(TypeError, match=r"keras_vit\.lora made.*VisionTransformer"):
+            function(plain)
+    layer = keras_vit.layers.TokenDense(4)
+    with pytest.raises(ValueError, match="not built"):
+        layer.enable_lora(2)
+    layer.build((None, 4))
+    layer.enable_lora(2)
+    with pytest.raises(ValueError, match="rank 2 already"):
+        layer.enable_lora(2)
+
+
+def test_freezing_by_depth(images: np.ndarray) -> None:
+    """The first blocks and all before keep their bits, the rest trains; freezing can be undone."""
+    model = randomize(VisionTransformer(TINY))
+    before = {v.path: keras.ops.convert_to_numpy(v).copy() for v in model.weights}
+    keras_vit.freeze(model, blocks=2)
+    trained(model, images)
+    frozen = ("patch_encoder/", "block_0/", "block_1/")
+    for variable in model.weights:
+        is_same = np.array_equal(before[variable.path], variable)
+        assert is_same == variable.path.startswith(frozen), variable.path
+    keras_vit.freeze(model, blocks=0)
+    assert model.trainable_variables[0].path.startswith("block_0/")
+    keras_vit.freeze(model, blocks=3)
+    assert {v.path.split("/")[0] for v in model.trainable_variables} == {"encoder_norm", "head"}
+
+
+@pytest.mark.parametrize("blocks", [-1, 4])
+def test_blocks_that_do_not_exist_are_refused(blocks: int, plain: VisionTransformer) -> None:
+    """The error says how many there are."""
+    with pytest.raises(ValueError, match=f"from 0 to 3.*blocks={blocks}"):
+        keras_vit.freeze(plain, blocks=blocks)

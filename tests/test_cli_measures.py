@@ -1,0 +1,57 @@
+"""Tests of keras_vit.cli.measures."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import TINY
+
+from keras_vit import evaluation
+from keras_vit.cli.main import main
+from keras_vit.data import load_digits
+from keras_vit.training import RECIPES, load_run, train
+
+CONFIG = dataclasses.replace(
+    TINY, input_shape=(8, 8, 3), patch_size=4, num_layers=1, classes=10, include_preprocessing=True
+)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on the digits, trained for one epoch."""
+    out = tmp_path_factory.mktemp("measures") / "run"
+    recipe = dataclasses.replace(RECIPES["digits"], epochs=1, batch_size=64)
+    train(load_digits(), out=out, model=CONFIG, recipe=recipe)
+    return out
+
+
+def test_more_is_what_the_functions_say(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """The JSON holds the numbers of keras_vit.evaluation, and the picture is drawn to --out."""
+    assert main(["evaluate", str(run), "--more", "--json", "--out", str(tmp_path)]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    model, data = load_run(run).model, load_digits()
+    probabilities = np.exp(evaluation.log_probabilities(model, data.test))
+    expected = evaluation.calibration(probabilities, data.test.targets).error
+    assert found["calibration_error"] == pytest.approx(expected, abs=1e-6)
+    expected = evaluation.nearest_neighbors(model, train=data.train, test=data.test)
+    assert found["nearest_neighbors"] == pytest.approx(expected, abs=1e-9)
+    results = evaluation.few_shot(model, train=data.train, test=data.test)
+    assert [each["accuracies"] for each in found["few_shot"]] == [
+        list(result.accuracies) for result in results
+    ]
+    assert len(found["mistakes"]) == 16
+    assert (tmp_path / "mistakes.png").stat().st_size > 5000
+
+
+def test_people_get_sentences(run: Path, capsys: pytest.CaptureFixture) -> None:
+    """Without --json each measure is a line; without --more there are none."""
+    assert main(["evaluate", str(run), "--more"]) == 0
+    said = capsys.readouterr().out
+    for text in ("Expected calibration error: ", "25 labelled images", "taken for", "neighbours"):
+        assert text in said
+    assert main(["evaluate", str(run)]) == 0
+    assert "calibration" not in capsys.readouterr().out

@@ -1,0 +1,130 @@
+"""Tests of keras_vit.evaluation.few_shot."""
+
+import dataclasses
+
+import keras
+import numpy as np
+import pytest
+from conftest import TINY, randomize
+
+from keras_vit.data import Split, load_digits
+from keras_vit.evaluation.few_shot import FewShot, draw_shots, few_shot, fit_linear
+from keras_vit.model import VisionTransformer
+
+SMALL = dataclasses.replace(
+    TINY, input_shape=(8, 8, 3), patch_size=4, num_layers=1, classes=10, include_preprocessing=True
+)
+
+
+def features(rows: int, width: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Classes with different means, of features with very different scales."""
+    generator = np.random.default_rng(seed)
+    targets = np.concatenate([np.arange(4), generator.integers(0, 4, rows - 4)])
+    means = np.random.default_rng(9).standard_normal((4, width))
+    x = means[targets] + 0.5 * generator.standard_normal((rows, width))
+    return (x * 10.0 ** np.linspace(-2, 2, width)).astype(np.float32), targets
+
+
+def expected_scores(
+    x: np.ndarray, targets: np.ndarray, asked: np.ndarray, strength: float
+) -> np.ndarray:
+    """The regularised regression as one plain least-squares problem with rows added."""
+    x, asked = x.astype(np.float64), asked.astype(np.float64)
+    mean, deviation = x.mean(axis=0), x.std(axis=0) + 1e-5
+    x, asked = ((each - mean) / deviation for each in (x, asked))
+    x, asked = (np.hstack([each, np.full((len(each), 1), 100.0)]) for each in (x, asked))
+    y = np.where(targets[:, None] == np.arange(4), 1.0, -1.0)
+    stacked = np.vstack([x, np.sqrt(strength) * np.eye(x.shape[1])])
+    zeros = np.zeros((x.shape[1], 4))
+    return asked @ np.linalg.lstsq(stacked, np.vstack([y, zeros]), rcond=None)[0]
+
+
+@pytest.mark.parametrize("strength", [1e-3, 1.0, 2.0**10])
+@pytest.mark.parametrize(("rows", "width"), [(60, 12), (12, 60), (13, 12)])
+def test_the_closed_form_is_least_squares(rows: int, width: int, strength: float) -> None:
+    """With more rows than features or fewer, the scores are those of `numpy.linalg.lstsq`."""
+    x, targets = features(rows, width)
+    asked, _ = features(30, width, seed=1)
+    found = fit_linear(x, targets, regularization=strength).scores(asked)
+    np.testing.assert_allclose(found, expected_scores(x, targets, asked, strength), atol=1e-7)
+
+
+def test_the_comparison_sees_another_strength() -> None:
+    """It fails for a regularisation that is a tenth off."""
+    x, targets = features(60, 12)
+    found = fit_linear(x, targets, regularization=11.0).scores(x)
+    assert np.abs(found - expected_scores(x, targets, x, 10.0)).max() > 1e-4
+
+
+def test_shots_are_nested_and_seeded() -> None:
+    """Each class gives as many as asked; more shots hold the fewer; a seed decides everything."""
+    targets = np.random.default_rng(0).permutation(np.repeat(np.arange(3), 30))
+    drawn = draw_shots(targets, shots=(1, 5, 25), seed=4)
+    for count, chosen in drawn.items():
+        assert np.bincount(targets[chosen]).tolist() == [count] * 3
+    assert set(drawn[1]) < set(drawn[5]) < set(drawn[25])
+    again = draw_shots(targets, shots=(5,), seed=4)[5]
+    np.testing.assert_array_equal(again, drawn[5])
+    assert set(draw_shots(targets, shots=(5,), seed=5)[5]) != set(again)
+
+
+def test_pixels_of_digits_are_learned_from_few() -> None:
+    """On raw pixels the accuracy rises with the shots to what ridge regression gives."""
+    data = load_digits()
+    flat = keras.Sequential([keras.Input((8, 8, 3)), keras.layers.Flatten()])
+    results = few_shot(
+        flat, train=data.train, test=data.test, shots=(1, 5, 25), seeds=3, regularization=1.0
+    )
+    assert [result.shots for result in results] == [1, 5, 25]
+    one, five, many = (result.mean for result in results)
+    assert one < five < many
+    assert 0.4 < one < 0.7
+    assert 0.85 < many < 0.97
+    assert all(len(result.accuracies) == 3 for result in results)
+    expected = np.std(results[0].accuracies) * np.sqrt(3 / 2)
+    np.testing.assert_allclose(results[0].spread, expected)
+    assert FewShot(1, (0.5,)).spread == 0
+
+
+def test_a_vit_is_measured_by_its_frozen_features() -> None:
+    """The classifier has no part in it, the weights stay, and the same call gives the same."""
+    data = load_digits()
+    model = randomize(VisionTransformer(SMALL))
+    arguments = {"train": data.train, "test": data.test, "shots": (5,), "seeds": 2}
+    first = few_shot(model, **arguments)
+    model.get_layer("head").kernel.assign(np.zeros((24, 10)))
+    before = model.get_weights()
+    assert few_shot(model, **arguments) == first
+    for old, new in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(old, new)
+    headless = VisionTransformer(dataclasses.replace(SMALL, classes=None))
+    headless.set_weights(before[:-2])
+    assert few_shot(headless, **arguments) == first
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"shots": (1, 500)}, "fewer than the 500 shots asked for"),
+        ({"shots": ()}, r"shots=\(\)"),
+        ({"shots": (0,)}, r"shots=\(0,\)"),
+        ({"seeds": 0}, "seeds=0"),
+        ({"regularization": 0.0}, "regularization=0.0"),
+    ],
+)
+def test_bad_numbers_are_refused(arguments: dict[str, object], message: str) -> None:
+    """The error says what there is, before anything is computed."""
+    data = load_digits()
+    model = keras.Sequential([keras.Input((8, 8, 3)), keras.layers.Flatten()])
+    with pytest.raises(ValueError, match=message):
+        few_shot(model, train=data.train, test=data.test, **arguments)
+
+
+def test_a_class_that_is_only_tested_is_refused() -> None:
+    """It could never be named."""
+    data = load_digits()
+    some = data.train.targets != 7
+    train = Split(images=data.train.images[some], targets=data.train.targets[some])
+    model = keras.Sequential([keras.Input((8, 8, 3)), keras.layers.Flatten()])
+    with pytest.raises(ValueError, match="test images show class 7"):
+        few_shot(model, train=train, test=data.test, shots=(1,))

@@ -1,0 +1,135 @@
+"""Tests of keras_vit.explain.pictures."""
+
+import sys
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from keras_vit import explain
+from keras_vit.explain import pictures
+
+GENERATOR = np.random.default_rng(0)
+IMAGE = GENERATOR.integers(0, 256, (32, 48, 3), dtype=np.uint8)
+HEATMAP = GENERATOR.uniform(0, 1, (4, 6))
+FIGURES = {
+    "heatmap": lambda: explain.plot_heatmap(IMAGE, HEATMAP, title="rollout", unit="share"),
+    "grey image": lambda: explain.plot_heatmap(IMAGE[..., :1], HEATMAP, title="x", unit="y"),
+    "heads": lambda: explain.plot_heads(
+        GENERATOR.uniform(0, 1, (5, 4, 6)), title="heads", unit="weight"
+    ),
+    "many heads": lambda: explain.plot_heads(np.ones((16, 14, 14)), title="heads", unit="weight"),
+    "distance": lambda: explain.plot_attention_distance(GENERATOR.uniform(0, 90, (24, 16))),
+    "positions": lambda: explain.plot_position_similarity(GENERATOR.uniform(-1, 1, (4, 6, 4, 6))),
+    "filters": lambda: explain.plot_filters(
+        explain.Filters(GENERATOR.standard_normal((10, 8, 8, 3)), np.full(10, 0.1))
+    ),
+}
+
+
+def texts(figure: Figure) -> set[str]:
+    """Returns every label and title of a figure."""
+    found = {figure.get_supxlabel(), figure.get_supylabel(), figure.get_suptitle()}
+    for axes in figure.axes:
+        found |= {axes.get_xlabel(), axes.get_ylabel(), axes.get_title()}
+    return found
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_every_picture_is_drawn(name: str, tmp_path: Path) -> None:
+    """It is saved without a warning and is not one flat colour."""
+    figure = FIGURES[name]()
+    figure.savefig(tmp_path / "picture.png", dpi=50)
+    drawn = matplotlib.image.imread(tmp_path / "picture.png")
+    assert drawn.std() > 0.02
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("heatmap", {"pixels", "share", "rollout", "image"}),
+        ("heads", {"row of the patch", "column of the patch", "weight", "head 4"}),
+        ("distance", {"network depth (layer)", "mean attention distance (pixels)"}),
+        ("positions", {"row of the patch", "column of the patch", "cosine similarity"}),
+        ("filters", {"each 8x8 pixels; grey is zero", "10.0 %"}),
+    ],
+)
+def test_axes_say_what_they_count(name: str, expected: set[str]) -> None:
+    """Axes and scales carry their names and units."""
+    assert expected <= texts(FIGURES[name]())
+
+
+def test_the_heatmap_lies_over_the_image() -> None:
+    """All three panels share the image's extent in pixels, oblong images too."""
+    figure = FIGURES["heatmap"]()
+    panels = [axes.get_images()[0] for axes in figure.axes[:3]]
+    assert [tuple(panel.get_extent()) for panel in panels] == [(0, 48, 32, 0)] * 3
+    np.testing.assert_array_equal(panels[1].get_array(), HEATMAP)
+
+
+def test_what_is_relevant_is_lit() -> None:
+    """The last panel is bright where the heatmap is high and dark where it is low."""
+    heatmap = np.zeros((4, 6))
+    heatmap[1, 4] = 1
+    figure = explain.plot_heatmap(np.full((32, 48, 3), 255), heatmap, title="", unit="")
+    lit = figure.axes[2].get_images()[0].get_array()
+    assert lit[12, 36].min() > 0.95
+    assert lit[28, 4].max() < 0.15
+
+
+def test_heads_share_one_scale() -> None:
+    """A faint head looks faint beside a strong one."""
+    heads = np.ones((2, 4, 6)) * np.array([1, 9])[:, None, None]
+    figure = explain.plot_heads(heads, title="", unit="")
+    assert {panel.get_images()[0].get_clim() for panel in figure.axes[:2]} == {(0, 9)}
+
+
+def test_the_distance_is_drawn_by_depth() -> None:
+    """Each head has a marker in each layer; the legend tells heads from their mean."""
+    distances = GENERATOR.uniform(0, 90, (3, 4))
+    axes = explain.plot_attention_distance(distances).axes[0]
+    *heads, mean = axes.get_lines()
+    np.testing.assert_array_equal([line.get_ydata() for line in heads], distances.T)
+    np.testing.assert_allclose(mean.get_ydata(), distances.mean(axis=1))
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [
+        "one head",
+        "mean of the heads",
+    ]
+    assert axes.get_ylim()[1] > distances.max()
+
+
+def test_a_large_grid_shows_evenly_spaced_positions() -> None:
+    """Of 24x24 positions 7x7 tiles are drawn, corners included."""
+    figure = explain.plot_position_similarity(np.zeros((24, 24, 24, 24)))
+    assert len(figure.axes) == 7 * 7 + 1
+    assert {axes.get_xlabel() for axes in figure.axes} >= {"0", "23"}
+
+
+def test_the_colours_survive_a_grey_print() -> None:
+    """Lightness rises with every step of the colour map."""
+    colors = matplotlib.colormaps[pictures.COLORS](np.linspace(0, 1, 64))[:, :3]
+    lightness = colors @ (0.2126, 0.7152, 0.0722)
+    assert np.diff(lightness).min() > 0
+
+
+def test_filters_of_a_hybrid_are_not_drawn() -> None:
+    """They act on features: the error says so."""
+    with pytest.raises(ValueError, match="64 channels of a ResNet stem"):
+        explain.plot_filters(explain.Filters(np.ones((2, 4, 4, 64)), np.ones(2)))
+
+
+def test_an_image_of_another_shape_is_refused() -> None:
+    """The error names the shape."""
+    with pytest.raises(ValueError, match=r"shape \(2, 32, 48, 3\)"):
+        explain.plot_heatmap(np.zeros((2, 32, 48, 3)), HEATMAP, title="", unit="")
+
+
+def test_without_matplotlib_the_error_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The pip command is in it; the arrays need no matplotlib."""
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r'pip install "keras-vit\[data\]"'):
+        explain.plot_attention_distance(np.ones((2, 2)))

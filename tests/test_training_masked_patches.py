@@ -1,0 +1,186 @@
+"""Tests of keras_vit.training.masked_patches."""
+
+import dataclasses
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+from conftest import TINY, randomize
+
+from keras_vit.training import masked_patches
+from keras_vit.training.masked_patches import MaskedPatchModel, patch_targets
+
+TARGETS = ("mean_color", "small_patch", "pixels")
+CONFIGS = {
+    "token": TINY,
+    "avg": dataclasses.replace(TINY, pooling="avg", class_token=False),
+    "hybrid": dataclasses.replace(
+        TINY, input_shape=(32, 48, 3), patch_size=2, resnet_layers=(), include_preprocessing=True
+    ),
+}
+
+
+def images_for(config: object, count: int = 4) -> np.ndarray:
+    generator = np.random.default_rng(3)
+    low, high = (0, 255) if config.include_preprocessing else (-1, 1)
+    return generator.uniform(low, high, (count, *config.input_shape)).astype(np.float32)
+
+
+def expected_targets(images: np.ndarray, target: str, *, pixels: bool) -> list:
+    """Walks over the patches of 8x8 pixels, and over the parts of each."""
+    side = {"mean_color": 8, "small_patch": 2, "pixels": 1}[target]
+    scaled = images / 255 if pixels else (images + 1) / 2
+    result = []
+    for image in scaled.astype(np.float64):
+        for y in range(0, 32, 8):
+            for x in range(0, 48, 8):
+                parts = []
+                for v in range(y, y + 8, side):
+                    for u in range(x, x + 8, side):
+                        mean = image[v : v + side, u : u + side].mean(axis=(0, 1))
+                        if target == "pixels":
+                            parts += (2 * mean - 1).tolist()
+                        else:
+                            red, green, blue = (min(int(8 * value), 7) for value in mean)
+                            parts.append(64 * red + 8 * green + blue)
+                result.append(parts)
+    return np.reshape(result, (len(images), 24, -1))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_targets_are_those_of_a_walk_over_the_patches(target: str, name: str) -> None:
+    """Colours of 3 bits, of whole patches or 4x4 parts, and pixels, on oblong images."""
+    config = CONFIGS[name]
+    images = images_for(config)
+    expected = expected_targets(images, target, pixels=config.include_preprocessing)
+    found = keras.ops.convert_to_numpy(patch_targets(images, config, target))
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    assert found.dtype.kind == ("f" if target == "pixels" else "i")
+
+
+def test_the_whitest_white_is_the_last_colour() -> None:
+    """The edges of the range are colours 0 and 511."""
+    images = np.stack([np.full((32, 48, 3), -1.0), np.ones((32, 48, 3))])
+    found = keras.ops.convert_to_numpy(patch_targets(images, TINY, "mean_color"))
+    assert (found[0] == 0).all()
+    assert (found[1] == 511).all()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_loss_is_that_of_the_corrupted_patches(target: str, name: str) -> None:
+    """From the predictions, NumPy's mean over corrupted patches alone is the loss."""
+    config = CONFIGS[name]
+    model = randomize(MaskedPatchModel(config, target=target, seed=0))
+    images = images_for(config)
+    answer = model(images)
+    predictions, corrupted = (
+        keras.ops.convert_to_numpy(answer[key]).astype(np.float64)
+        for key in ("predictions", "corrupted")
+    )
+    targets = expected_targets(images, target, pixels=config.include_preprocessing)
+    losses = []
+    for image, patch in zip(*np.nonzero(corrupted), strict=True):
+        if target == "pixels":
+            losses.append(np.mean((predictions[image, patch] - targets[image, patch]) ** 2))
+            continue
+        for scores, color in zip(
+            predictions[image, patch].reshape(-1, 512), targets[image, patch], strict=True
+        ):
+            losses.append(
+                np.log(np.exp(scores - scores.max()).sum()) + scores.max() - scores[color]
+            )
+    assert corrupted.sum(axis=1).tolist() == [12] * 4
+    found = model.compute_loss(x=images, y_pred=answer)
+    np.testing.assert_allclose(found, np.mean(losses), rtol=1e-5)
+
+
+def test_patches_are_corrupted_in_the_papers_proportions() -> None:
+    """Half of the patches: 80 % masked, 10 % another of the same image, 10 % kept."""
+    model = MaskedPatchModel(TINY, seed=0)
+    model.mask_embedding.assign(np.full((1, 1, 24), -7.0))
+    # Each patch's embedding is its number, so that what became of it can be read off.
+    embedded = np.tile(np.arange(24, dtype=np.float32)[None, :, None], (500, 1, 24))
+    result, corrupted = (keras.ops.convert_to_numpy(x) for x in model._corrupt(embedded))
+    chosen = corrupted.astype(bool)
+    assert (chosen.sum(axis=1) == 12).all()
+    np.testing.assert_array_equal(result[~chosen], embedded[~chosen])
+    fates = result[chosen][:, 0]
+    before = embedded[chosen][:, 0]
+    shares = [(fates == -7).mean(), ((fates != -7) & (fates != before)).mean()]
+    np.testing.assert_allclose(shares, [0.8, 0.1], atol=0.02)
+    assert set(np.unique(fates)) == {-7.0, *range(24)}  # every place gives, none from outside
+    assert abs(chosen.mean(axis=0) - 0.5).max() < 0.1  # no place is favoured
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_without_corruption_the_network_is_the_vits(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where every corrupted patch is kept, predictions come of the model's own last tokens."""
+    monkeypatch.setattr(masked_patches, "MASKED", 0.0)
+    monkeypatch.setattr(masked_patches, "SWAPPED", 0.0)
+    config = CONFIGS[name]
+    model = randomize(MaskedPatchModel(config, seed=0))
+    images = images_for(config)
+    tokens = model.vit.features(images, ["encoder_norm"])["encoder_norm"]
+    expected = model.predictor(tokens[:, int(config.class_token) :])
+    np.testing.assert_allclose(model(images)["predictions"], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_fit_lowers_the_loss_and_moves_every_weight(target: str) -> None:
+    """Compiled, with dropout and labels that nobody looks at, everything before pooling learns."""
+    keras.utils.set_random_seed(0)
+    config = dataclasses.replace(TINY, num_layers=1, dropout_rate=0.1)
+    model = MaskedPatchModel(config, target=target, seed=0)
+    images = np.tile(images_for(config, 1), (8, 1, 1, 1))
+    before = {v.path: keras.ops.convert_to_numpy(v).copy() for v in model.trainable_variables}
+    model.compile(keras.optimizers.Adam(0.01))
+    history = model.fit(images, np.zeros(8), epochs=12, verbose=0).history
+    assert history["loss"][-1] < 0.9 * history["loss"][0]
+    assert target == "pixels" or history["accuracy"][-1] > history["accuracy"][0]
+    for variable in model.trainable_variables:
+        assert not np.array_equal(before[variable.path], variable), variable.path
+    assert model.evaluate(images, verbose=0, return_dict=True)["loss"] < history["loss"][0]
+
+
+def test_it_is_saved_as_a_keras_file(tmp_path: Path) -> None:
+    """After loading, the Vision Transformer inside has the same bits, and the settings are back."""
+    model = randomize(MaskedPatchModel(TINY, target="pixels", corruption=0.25, seed=3))
+    model.save(tmp_path / "model.keras")
+    again = keras.saving.load_model(tmp_path / "model.keras")
+    assert again.get_config() == model.get_config()
+    images = images_for(TINY)
+    np.testing.assert_array_equal(again.vit(images), model.vit(images))
+    np.testing.assert_array_equal(again.mask_embedding, model.mask_embedding)
+
+
+def test_mixed_precision_predicts_in_float32() -> None:
+    """Under bfloat16 blocks compute in it; predictions and loss do not."""
+    model = MaskedPatchModel(TINY, dtype="mixed_bfloat16", seed=0)
+    images = images_for(TINY)
+    answer = model(images)
+    assert keras.backend.standardize_dtype(answer["predictions"].dtype) == "float32"
+    assert model.vit.get_layer("block_0").compute_dtype == "bfloat16"
+    model.compile("adam")
+    assert np.isfinite(model.fit(images, verbose=0).history["loss"][0])
+
+
+@pytest.mark.parametrize(
+    ("fields", "arguments", "message"),
+    [
+        ({}, {"target": "words"}, r"one of \['mean_color', 'small_patch', 'pixels'\].*'words'"),
+        ({}, {"corruption": 0.0}, "corruption must be above 0.*0.0"),
+        ({"input_shape": (24, 24, 3), "patch_size": 6}, {"target": "small_patch"}, "of 4.*6"),
+        ({"input_shape": (32, 48, 5)}, {}, "5 channels"),
+    ],
+)
+def test_bad_arguments_are_refused(
+    fields: dict[str, object], arguments: dict[str, object], message: str
+) -> None:
+    """The error says what is allowed."""
+    with pytest.raises(ValueError, match=message):
+        MaskedPatchModel(dataclasses.replace(TINY, **fields), **arguments)

@@ -56,6 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = str(interruption) or "Interrupted: nothing was saved."
         print(f"{PROGRAM}: {message}", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        # Who reads has seen enough, as in `keras-vit list | head`; Python would complain at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (ValueError, OSError, ImportError) as error:
         message = " ".join(str(error).split())
         print(f"{PROGRAM}: error: {message}", file=sys.stderr)

@@ -26,6 +26,18 @@ import numpy as np
 
 BATCH = 8
 FORMATS = ("savedmodel", "tflite", "tflite-fp16", "tflite-int8", "onnx")
+RUNTIMES = {
+    "savedmodel": ", C++ loader",
+    "onnx": ", onnxruntime",
+    **dict.fromkeys(FORMATS[1:4], ", LiteRT"),
+}
+CONTENDERS = (
+    "live model",
+    *(f"{name}{RUNTIMES[name]}" for name in FORMATS),
+    "tflite of the layers, LiteRT",
+    "onnx by tf2onnx, onnxruntime",
+    "onnx, OpenVINO",
+)
 PACKAGES = ("tensorflow", "keras", "onnxruntime", "ai-edge-litert", "tf2onnx", "openvino")
 
 Runner = Callable[[np.ndarray], Any]
@@ -38,12 +50,13 @@ def main() -> None:
     parser.add_argument("--image-size", type=int, default=224)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     # Before any runtime starts: each makes as many threads as it may use cores.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
     with tempfile.TemporaryDirectory() as folder:
-        runners = make_runners(options.variant, Path(folder), options.image_size, options.threads)
+        runners = make_runners(Path(folder), options)
         generator = np.random.default_rng(0)
         shape = (BATCH, options.image_size, options.image_size, 3)
         images = generator.integers(0, 256, shape).astype(np.float32)
@@ -51,12 +64,42 @@ def main() -> None:
     report(figures, options)
 
 
-def make_runners(variant: str, folder: Path, size: int, threads: int) -> dict[str, Runner]:
-    """Exports a model with random weights and opens every artefact."""
+def make_runners(folder: Path, options: argparse.Namespace) -> dict[str, Runner]:
+    """Exports a model with random weights and opens every wanted artefact."""
     import keras
 
+    from keras_vit.export import export, rebuild
+
+    model = make_model(options.variant, options.image_size)
+    wanted, threads = options.only, options.threads
+    formats = [name for name in FORMATS if f"{name}{RUNTIMES[name]}" in wanted]
+    if "onnx, OpenVINO" in wanted and "onnx" not in formats:
+        formats.append("onnx")
+    made = {}
+    if formats:
+        artefacts = export(model, folder / "model", formats=formats, verify=False)
+        made = {each.format: each.path for each in artefacts}
+    layers = dataclasses.replace(rebuild.rebuild(model), config=None)
+    openers: dict[str, Callable[[], Runner]] = {
+        "live model": lambda: model.predict_on_batch,
+        "savedmodel, C++ loader": lambda: _savedmodel(made["savedmodel"]),
+        "onnx, onnxruntime": lambda: _onnx(made["onnx"], threads),
+        "onnx by tf2onnx, onnxruntime": lambda: _converted_onnx(layers, folder, threads),
+        "onnx, OpenVINO": lambda: _openvino(made["onnx"], threads),
+        "tflite of the layers, LiteRT": lambda: _converted_tflite(layers, folder, threads),
+        **{
+            f"{name}, LiteRT": lambda name=name: _tflite(made[name], threads)
+            for name in FORMATS[1:4]
+        },
+    }
+    runners = {name: openers[name]() for name in CONTENDERS if name in wanted and _is_there(name)}
+    keras.backend.clear_session()
+    return runners
+
+
+def make_model(variant: str, size: int) -> Any:
+    """Makes a model of pixels with random weights that keep signals of order 1."""
     import keras_vit
-    from keras_vit.export import export, rebuild, tflite
 
     config = dataclasses.replace(
         keras_vit.variant(variant), input_shape=(size, size, 3), include_preprocessing=True
@@ -67,30 +110,7 @@ def make_runners(variant: str, folder: Path, size: int, threads: int) -> dict[st
         fan_in = np.prod(weight.shape[:-1]) if weight.name == "kernel" else 100
         normal = generator.standard_normal(weight.shape, dtype=np.float32) / np.sqrt(fan_in)
         weight.assign(normal + (weight.name == "gamma"))
-    made = {each.format: each.path for each in export(model, folder, formats=FORMATS, verify=False)}
-    exportable = rebuild.rebuild(model)
-    layers = dataclasses.replace(exportable, config=None)
-    tflite.write_tflite(layers, {"tflite": folder / "layers.tflite"})
-    runners: dict[str, Runner] = {
-        "live model, model.predict_on_batch": model.predict_on_batch,
-        "savedmodel, C++ loader": _savedmodel(made["savedmodel"]),
-        "onnx, onnxruntime": _onnx(made["onnx"], threads),
-    }
-    for name in FORMATS[1:4]:
-        runners[f"{name}, LiteRT"] = _tflite(made[name], threads)
-    runners["tflite of the layers, LiteRT"] = _tflite(folder / "layers.tflite", threads)
-    if importlib.util.find_spec("tf2onnx"):
-        import onnx
-
-        from keras_vit.export import onnx_conversion
-
-        converted = folder / "converted.onnx"
-        onnx.save_model(onnx_conversion.convert_to_onnx(layers), str(converted))
-        runners["onnx by tf2onnx, onnxruntime"] = _onnx(converted, threads)
-    if importlib.util.find_spec("openvino"):
-        runners["onnx, OpenVINO"] = _openvino(made["onnx"], threads)
-    keras.backend.clear_session()
-    return runners
+    return model
 
 
 def measure(
@@ -159,6 +179,27 @@ def _tflite(path: Path, threads: int) -> Runner:
 
     runner = litert.Interpreter(str(path), num_threads=threads).get_signature_runner()
     return lambda images: [runner(images=images[place : place + 1]) for place in range(len(images))]
+
+
+def _converted_onnx(layers: Any, folder: Path, threads: int) -> Runner:
+    import onnx
+
+    from keras_vit.export import onnx_conversion
+
+    onnx.save_model(onnx_conversion.convert_to_onnx(layers), str(folder / "converted.onnx"))
+    return _onnx(folder / "converted.onnx", threads)
+
+
+def _converted_tflite(layers: Any, folder: Path, threads: int) -> Runner:
+    from keras_vit.export import tflite
+
+    tflite.write_tflite(layers, {"tflite": folder / "converted.tflite"})
+    return _tflite(folder / "converted.tflite", threads)
+
+
+def _is_there(contender: str) -> bool:
+    needs = {"onnx by tf2onnx, onnxruntime": "tf2onnx", "onnx, OpenVINO": "openvino"}
+    return contender not in needs or importlib.util.find_spec(needs[contender]) is not None
 
 
 def _openvino(path: Path, threads: int) -> Runner:

@@ -109,12 +109,21 @@ def test_warm_up_requests_are_those_of_the_server(exported):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"classes": None, "classifier_activation": None},
-        {"classes": None, "classifier_activation": None, "pooling": None},
-        {"include_preprocessing": False, "classifier_activation": "sigmoid"},
-        {"pooling": "map", "class_token": False, "representation_dim": 12},
+        pytest.param({"classes": None, "classifier_activation": None}, id="features"),
+        pytest.param(
+            {"classes": None, "classifier_activation": None, "pooling": None},
+            id="tokens",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"include_preprocessing": False, "classifier_activation": "sigmoid"}, id="sigmoid"
+        ),
+        pytest.param(
+            {"pooling": "map", "class_token": False, "representation_dim": 12},
+            id="map",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["features", "tokens", "sigmoid", "map"],
 )
 def test_other_kinds_of_models_are_exported_and_verified(fields, tmp_path):
     """Models without classifier or pooling, multi-label ones, and the other parts."""

@@ -294,7 +294,7 @@ def test_the_clients_print_labels(kind, served, model, tmp_path):
 
 
 @pytest.mark.skipif(bool(IMAGE), reason="is about the clients alone")
-@pytest.mark.parametrize("kind", ["rest", "grpc"])
+@pytest.mark.parametrize("kind", ["rest", pytest.param("grpc", marks=pytest.mark.slow)])
 def test_the_clients_wait_for_a_server_that_is_not_up_yet(kind, served, tmp_path):
     """While nothing listens the clients try again, and give up after the retries."""
     file = tmp_path / "image.png"

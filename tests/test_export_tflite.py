@@ -30,7 +30,13 @@ def test_the_edge_form_is_the_same_function(name):
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"resnet_layers": (1, 1), "patch_size": 1}], ids=["plain", "hybrid"]
+    "fields",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param(
+            {"resnet_layers": (1, 1), "patch_size": 1}, id="hybrid", marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_every_format_is_written_and_verified(fields, tmp_path):
     """float32, float16 and int8 files pass the export's own checks, and run by signature."""
@@ -100,6 +106,7 @@ def test_a_model_around_a_vision_transformer_is_converted(tmp_path):
     np.testing.assert_allclose(answer, np.asarray(model(PIXELS[:1])), atol=LIMIT)
 
 
+@pytest.mark.slow
 def test_int8_throughout_needs_images_and_passes_a_gate(tmp_path):
     """Full int8 is calibrated on one half of the images and refused if the other half suffers."""
     images = []

@@ -1,4 +1,6 @@
-"""Vision Transformers in Keras: models, published weights, training."""
+"""Vision Transformers in Keras: models, published weights, training, export."""
+
+import keras
 
 from keras_vit import layers, weights
 from keras_vit.adaptation import freeze, load_adapter, lora, merge_lora, save_adapter
@@ -62,3 +64,9 @@ __all__ = [
     "variant",
     "weights",
 ]
+
+if keras.backend.backend() == "tensorflow":
+    # TensorFlow alone can do this. The function takes the name of the package that holds it.
+    from keras_vit.export import export
+
+    __all__ += ["export"]

@@ -128,3 +128,42 @@ def test_a_graph_transforms_as_eager_code_does() -> None:
 
     eager = augment.transform_batch(picture(), augmentation=augmentation, seed=SEED)
     assert np.allclose(graph(picture()), eager, atol=1e-3)
+
+
+def mixed(
+    alpha: float, *, count: int = 400, seed: tuple[int, int] = SEED
+) -> tuple[np.ndarray, ...]:
+    """Blends images that are their own number everywhere, and targets that name it."""
+    images = np.broadcast_to(
+        np.arange(count, dtype=np.float32)[:, None, None, None], (count, 2, 2, 3)
+    )
+    images, targets = augment.mix_batch(
+        tf.constant(images), tf.eye(count), alpha=alpha, seed=tf.constant(seed, tf.int64)
+    )
+    return np.asarray(images), np.asarray(targets)
+
+
+@pytest.mark.parametrize("alpha", [0.01, 0.2, 1.0])
+def test_mixup_blends_an_image_and_its_target_alike(alpha: float) -> None:
+    """Targets stay probabilities, say what is in the image, and the image itself weighs most."""
+    images, targets = mixed(alpha)
+    numbers = np.arange(len(images))
+    assert np.allclose(targets.sum(axis=1), 1, atol=1e-5)
+    assert ((targets > 0).sum(axis=1) <= 2).all()
+    assert (targets[numbers, numbers] >= 0.5 - 1e-6).all()
+    assert np.allclose(images[:, 0, 0, 0], targets @ numbers, atol=0.05)
+    assert (images == images[:, :1, :1, :1]).all()
+
+
+def test_mixup_follows_beta() -> None:
+    """The share that is kept has the mean of max(b, 1 - b), b from Beta(1, 1): three quarters."""
+    _, targets = mixed(1.0, count=2000)
+    kept = targets.max(axis=1)
+    assert abs(kept[kept < 1].mean() - 0.75) < 0.02
+
+
+def test_mixup_is_a_function_of_its_seed() -> None:
+    """The same seed blends the same, another differently, and alpha 0 not at all."""
+    assert np.array_equal(mixed(0.2)[0], mixed(0.2)[0])
+    assert not np.array_equal(mixed(0.2)[0], mixed(0.2, seed=(3, 6))[0])
+    assert np.array_equal(mixed(0.0)[1], np.eye(400))

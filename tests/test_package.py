@@ -21,7 +21,7 @@ PUBLIC = [
     *("R26ViTB32", "R26ViTS32", "R50ViTB16", "R50ViTL32", "RViTTi16"),
     *("ViTB16", "ViTB32", "ViTB8", "ViTG14", "ViTH14", "ViTL16", "ViTL32", "ViTS16", "ViTS32"),
     *("ViTSo400m14", "ViTTi16", "ViTg14"),
-    *("ViTConfig", "VisionTransformer", "__version__", "decode_predictions", "layers"),
+    *("ViTConfig", "VisionTransformer", "__version__", "decode_predictions", "export", "layers"),
     *("freeze", "load_adapter", "lora", "merge_lora", "save_adapter"),
     *("parameter_count", "preprocess_input", "resize", "variant", "weights"),
 ]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from keras_vit import version
-from keras_vit.cli import catalog, evaluate, explain, predict, train
+from keras_vit.cli import catalog, evaluate, explain, export, predict, train
 
 PROGRAM = "keras-vit"
 _DESCRIPTION = """\
@@ -22,6 +22,7 @@ examples:
   keras-vit predict photos-run holiday.jpg
   keras-vit evaluate photos-run
   keras-vit explain photos-run holiday.jpg --out seen
+  keras-vit export photos-run --out export/photos
   keras-vit list --variant B/16
 """
 
@@ -71,6 +72,6 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=version.__version__)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in (train, predict, evaluate, explain, catalog):
+    for command in (train, predict, evaluate, explain, export, catalog):
         command.add_parser(commands)
     return parser

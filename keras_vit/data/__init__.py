@@ -1,6 +1,6 @@
 """Where images come from: sources, splits, decoding, augmentation, batches. TensorFlow only."""
 
-from keras_vit.data.augment import Augmentation
+from keras_vit.data.augment import Augmentation, mix_batch
 from keras_vit.data.digits import load_digits
 from keras_vit.data.folder import load_folder, load_test_folder
 from keras_vit.data.images import decode_image, read_image, read_images, resize_image
@@ -16,6 +16,7 @@ __all__ = [
     "load_digits",
     "load_folder",
     "load_test_folder",
+    "mix_batch",
     "read_image",
     "read_images",
     "resize_image",

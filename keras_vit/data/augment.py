@@ -10,6 +10,7 @@ import tensorflow as tf
 
 # Aspect of a random crop, as in Inception's training (arXiv 1409.4842, Section 6).
 CROP_ASPECT = (3 / 4, 4 / 3)
+TINY = 1e-30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,6 +108,41 @@ def transform_batch(images: tf.Tensor, *, augmentation: Augmentation, seed: tf.T
         fill_value=0.0,
     )
     return tf.ensure_shape(moved, images.shape)
+
+
+def mix_batch(
+    images: tf.Tensor, targets: tf.Tensor, *, alpha: float, seed: tf.Tensor
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Blends each image and its target with those of another of the batch (arXiv 1710.09412).
+
+    Example:
+        >>> import tensorflow as tf
+        >>> images, targets = mix_batch(tf.ones((2, 8, 8, 3)), tf.eye(2), alpha=0.2, seed=(1, 2))
+        >>> float(tf.reduce_sum(targets))
+        2.0
+
+    Args:
+        images: pixels, float32 of shape (batch, height, width, 3).
+        targets: probabilities of the classes, float32 of shape (batch, classes).
+        alpha: the share that an image keeps is drawn from Beta(alpha, alpha), or one minus that if
+            it is less than half; 0 blends nothing.
+        seed: two integers.
+
+    Returns:
+        Images and targets of the same shapes.
+    """
+    if not alpha:
+        return images, targets
+    count = tf.shape(images)[0]
+    keys = tf.random.experimental.stateless_split(tf.convert_to_tensor(seed), 2)
+    draws = tf.random.stateless_gamma((2, count), keys[0], alpha=alpha)
+    draws = tf.maximum(draws, TINY)  # both may be too small for a float
+    share = tf.reduce_max(draws, axis=0) / tf.reduce_sum(draws, axis=0)
+    others = tf.random.experimental.stateless_shuffle(tf.range(count), seed=keys[1])
+    kept = share[:, None, None, None]
+    images = images * kept + tf.gather(images, others) * (1 - kept)
+    kept = share[:, None]
+    return images, targets * kept + tf.gather(targets, others) * (1 - kept)
 
 
 def _random_transforms(

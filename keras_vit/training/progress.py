@@ -62,7 +62,8 @@ Event = StepDone | EpochDone
 class Watcher(keras.callbacks.Callback):
     """Reports each step and epoch, and keeps the weights of the best epoch.
 
-    The best epoch has the highest validation accuracy, among equals the lowest validation loss.
+    The best epoch has the lowest validation loss. Accuracy would be the coarser judge: over 179
+    images it cannot tell most epochs apart, and then an early one wins by chance.
 
     Args:
         epochs: epochs in all.
@@ -100,11 +101,7 @@ class Watcher(keras.callbacks.Callback):
                 f"The training loss is {logs['loss']} after epoch {epoch + 1}; "
                 "try a smaller learning rate."
             )
-        score = (logs["val_accuracy"], -logs["val_loss"])
-        is_best = self.best is None or score > (
-            self.best.validation_accuracy,
-            -self.best.validation_loss,
-        )
+        is_best = self.best is None or logs["val_loss"] < self.best.validation_loss
         done = EpochDone(
             epoch=epoch + 1,
             epochs=self._epochs,

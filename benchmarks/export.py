@@ -1,0 +1,178 @@
+"""Times every exported artefact beside the live model: latency of one image, throughput of eight.
+
+    python -m benchmarks.export --variant B/16 --threads 1 --rounds 5
+
+The contenders take turns, so that a busy machine slows all of them; figures are medians. TFLite
+files take one image at a time, so their throughput is that of eight calls. "onnx by tf2onnx" is the
+same network converted from TensorFlow, "tflite of the layers" the same from the Keras layers: what
+the direct writer and the edge form are measured against. OpenVINO joins if it is installed.
+"""
+
+import argparse
+import dataclasses
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+BATCH = 8
+FORMATS = ("savedmodel", "tflite", "tflite-fp16", "tflite-int8", "onnx")
+PACKAGES = ("tensorflow", "keras", "onnxruntime", "ai-edge-litert", "tf2onnx", "openvino")
+
+Runner = Callable[[np.ndarray], Any]
+
+
+def main() -> None:
+    """Makes the artefacts, times them and prints a table, or JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--variant", default="B/16")
+    parser.add_argument("--image-size", type=int, default=224)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    # Before any runtime starts: each makes as many threads as it may use cores.
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
+    with tempfile.TemporaryDirectory() as folder:
+        runners = make_runners(options.variant, Path(folder), options.image_size, options.threads)
+        generator = np.random.default_rng(0)
+        shape = (BATCH, options.image_size, options.image_size, 3)
+        images = generator.integers(0, 256, shape).astype(np.float32)
+        figures = measure(runners, images, rounds=options.rounds)
+    report(figures, options)
+
+
+def make_runners(variant: str, folder: Path, size: int, threads: int) -> dict[str, Runner]:
+    """Exports a model with random weights and opens every artefact."""
+    import keras
+
+    import keras_vit
+    from keras_vit.export import export, rebuild, tflite
+
+    config = dataclasses.replace(
+        keras_vit.variant(variant), input_shape=(size, size, 3), include_preprocessing=True
+    )
+    model = keras_vit.VisionTransformer(config)
+    generator = np.random.default_rng(0)
+    for weight in model.trainable_variables:
+        fan_in = np.prod(weight.shape[:-1]) if weight.name == "kernel" else 100
+        normal = generator.standard_normal(weight.shape, dtype=np.float32) / np.sqrt(fan_in)
+        weight.assign(normal + (weight.name == "gamma"))
+    made = {each.format: each.path for each in export(model, folder, formats=FORMATS, verify=False)}
+    exportable = rebuild.rebuild(model)
+    layers = dataclasses.replace(exportable, config=None)
+    tflite.write_tflite(layers, {"tflite": folder / "layers.tflite"})
+    runners: dict[str, Runner] = {
+        "live model, model.predict_on_batch": model.predict_on_batch,
+        "savedmodel, C++ loader": _savedmodel(made["savedmodel"]),
+        "onnx, onnxruntime": _onnx(made["onnx"], threads),
+    }
+    for name in FORMATS[1:4]:
+        runners[f"{name}, LiteRT"] = _tflite(made[name], threads)
+    runners["tflite of the layers, LiteRT"] = _tflite(folder / "layers.tflite", threads)
+    if importlib.util.find_spec("tf2onnx"):
+        import onnx
+
+        from keras_vit.export import onnx_conversion
+
+        converted = folder / "converted.onnx"
+        onnx.save_model(onnx_conversion.convert_to_onnx(layers), str(converted))
+        runners["onnx by tf2onnx, onnxruntime"] = _onnx(converted, threads)
+    if importlib.util.find_spec("openvino"):
+        runners["onnx, OpenVINO"] = _openvino(made["onnx"], threads)
+    keras.backend.clear_session()
+    return runners
+
+
+def measure(
+    runners: dict[str, Runner], images: np.ndarray, *, rounds: int
+) -> dict[str, dict[str, float]]:
+    """Returns the median milliseconds of one image and images per second of a batch."""
+    times: dict[str, dict[int, list[float]]] = {name: {1: [], BATCH: []} for name in runners}
+    for turn in range(rounds + 1):
+        for name, run in runners.items():
+            for size in (1, BATCH):
+                begun = time.perf_counter()
+                run(images[:size])
+                if turn:  # the first is for warming up
+                    times[name][size].append(time.perf_counter() - begun)
+    return {
+        name: {
+            "ms": 1000 * statistics.median(taken[1]),
+            "images_per_second": BATCH / statistics.median(taken[BATCH]),
+        }
+        for name, taken in times.items()
+    }
+
+
+def report(figures: dict[str, dict[str, float]], options: argparse.Namespace) -> None:
+    """Prints the figures with what they depend on."""
+    versions = {}
+    for package in PACKAGES:
+        if importlib.util.find_spec(package.replace("-", "_")):
+            versions[package] = importlib.metadata.version(package)
+    about = {
+        "variant": options.variant,
+        "image_size": options.image_size,
+        "threads": options.threads,
+        "rounds": options.rounds,
+        "machine": f"{platform.machine()}, {_processor()}",
+        "date": time.strftime("%Y-%m-%d"),
+        **versions,
+    }
+    if options.json:
+        print(json.dumps({**about, "figures": figures}))
+        return
+    print(", ".join(f"{key} {value}" for key, value in about.items()))
+    print(f"{'':40}{'ms, batch 1':>12}{'images/s, batch 8':>20}")
+    for name, each in figures.items():
+        print(f"{name:40}{each['ms']:>12.1f}{each['images_per_second']:>20.1f}")
+
+
+def _savedmodel(path: Path) -> Runner:
+    from keras_vit.export.clean import loader
+
+    model = loader.SavedModel(path)
+    return lambda images: model.run("image_tensor", {"images": images.astype(np.uint8)})
+
+
+def _onnx(path: Path, threads: int) -> Runner:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    session = onnxruntime.InferenceSession(str(path), options)
+    return lambda images: session.run(["logits"], {"images": images})
+
+
+def _tflite(path: Path, threads: int) -> Runner:
+    from ai_edge_litert import interpreter as litert
+
+    runner = litert.Interpreter(str(path), num_threads=threads).get_signature_runner()
+    return lambda images: [runner(images=images[place : place + 1]) for place in range(len(images))]
+
+
+def _openvino(path: Path, threads: int) -> Runner:
+    import openvino
+
+    settings = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY"}
+    compiled = openvino.Core().compile_model(str(path), "CPU", settings)
+    return lambda images: compiled(images)
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+
+
+if __name__ == "__main__":
+    main()

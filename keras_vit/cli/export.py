@@ -1,0 +1,136 @@
+"""`keras-vit export`: a trained model for TensorFlow Serving, TFLite and ONNX."""
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from keras_vit.cli import output, values
+
+if TYPE_CHECKING:
+    from keras_vit.export import Artefact
+
+_FORMATS = "savedmodel, tflite, tflite-fp16, tflite-int8, tflite-int8-full, onnx"
+_DESCRIPTION = f"""\
+Writes a trained model in the formats that servers and devices run, and checks each file against
+the model before it is put in place.
+
+The formats: {_FORMATS}.
+savedmodel is for TensorFlow Serving: DIR is its base path, DIR/1, DIR/2, ... are the versions.
+The others lie in DIR/tflite/N and DIR/onnx/N. The checks use the run's test images, or --images.
+
+examples:
+  keras-vit export digits-run --out export/digits
+  keras-vit export photos-run --out export/photos --formats savedmodel,tflite,tflite-int8,onnx
+  keras-vit export model.keras --labels labels.txt --out export/mine --images photos/*.jpg
+"""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds the subcommand."""
+    parser = commands.add_parser(
+        "export",
+        help="write a model for servers and devices",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", metavar="RUN_OR_MODEL", help="a run directory, or a .keras file")
+    parser.add_argument("--out", metavar="DIR", required=True, help="the directory to export to")
+    parser.add_argument(
+        "--formats",
+        metavar="LIST",
+        default="savedmodel",
+        help="formats with commas between (default: savedmodel)",
+    )
+    parser.add_argument(
+        "--labels",
+        metavar="FILE",
+        help="text file with one label a line (default: the run's; for a .keras file 0, 1, ...)",
+    )
+    parser.add_argument(
+        "--images",
+        metavar="IMAGE",
+        nargs="+",
+        help="image files to check on, and to set the ranges of tflite-int8-full "
+        "(default: the run's test images; for a .keras file drawn ones)",
+    )
+    parser.add_argument(
+        "--top",
+        type=values.count,
+        default=5,
+        metavar="N",
+        help="how many classes the server names for each image (default: 5)",
+    )
+    parser.add_argument(
+        "--tflite-batch",
+        type=values.count,
+        default=1,
+        metavar="N",
+        help="how many images a TFLite file takes at once (default: 1)",
+    )
+    parser.add_argument(
+        "--no-verify", action="store_true", help="do not check the files (default: check them)"
+    )
+    output.add_json_flag(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exports and says what was written."""
+    from keras_vit.export import artefacts
+
+    model, labels, images = _open(arguments)
+    made = artefacts.export(
+        model,
+        arguments.out,
+        formats=[name.strip() for name in arguments.formats.split(",")],
+        labels=labels,
+        images=images,
+        top_k=arguments.top,
+        tflite_batch_size=arguments.tflite_batch,
+        verify=not arguments.no_verify,
+    )
+    for artefact in made:
+        _show(artefact, as_json=arguments.json, verified=not arguments.no_verify)
+    if not arguments.json and made[0].format == "savedmodel":
+        print(f"Next: {Path(arguments.out) / 'serve.sh'}")
+    return 0
+
+
+def _open(arguments: argparse.Namespace) -> tuple[Any, Any, Sequence[Any]]:
+    """Returns the model, its labels, and the images to check on."""
+    import keras
+
+    from keras_vit import training
+
+    path, images = Path(arguments.model), arguments.images or ()
+    if path.suffix == ".keras":
+        if not path.is_file():
+            raise FileNotFoundError(f"There is no model file {arguments.model!r}; check the path.")
+        return keras.saving.load_model(path, compile=False), arguments.labels, images
+    opened = training.load_run(path)
+    labels = arguments.labels or opened.labels
+    return opened.model, labels, images or _test_images(opened, is_json=arguments.json)
+
+
+def _test_images(opened: Any, *, is_json: bool) -> Sequence[Any]:
+    from keras_vit import training
+
+    try:
+        return list(training.load_run_data(opened).test.images)
+    except (ValueError, OSError, ImportError) as error:
+        if not is_json:
+            print(f"Checking on drawn images, as the run's own cannot be had: {error}")
+        return ()
+
+
+def _show(artefact: "Artefact", *, as_json: bool, verified: bool) -> None:
+    if as_json:
+        fields = {**dataclasses.asdict(artefact), "path": str(artefact.path)}
+        print(json.dumps({"event": "artefact", **fields}), flush=True)
+        return
+    size = f"{artefact.bytes / 1e6:.1f} MB"
+    checked = f"{len(artefact.checks)} checks passed" if verified else "not checked"
+    print(f"{artefact.format}: {artefact.path} ({size}, {checked})", flush=True)

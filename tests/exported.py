@@ -1,0 +1,69 @@
+"""A tiny exported model, and image files of many kinds, for the tests of export."""
+
+import dataclasses
+import io
+import struct
+import zlib
+
+import numpy as np
+from conftest import TINY, randomize
+from PIL import Image
+
+from keras_vit.export import samples
+from keras_vit.model import VisionTransformer
+
+LABELS = ("ant", "bee", "cat", "dog", "eel", "fox", "gnu")
+SERVED = dataclasses.replace(TINY, include_preprocessing=True, classifier_activation="softmax")
+
+
+def served_model(**fields):
+    """A tiny classifier of pixels with every weight random."""
+    return randomize(VisionTransformer(dataclasses.replace(SERVED, **fields)))
+
+
+def photo(seed=0, *, height=40, width=56, kind="PNG", mode="RGB"):
+    """The bytes of an image file."""
+    stream = io.BytesIO()
+    Image.fromarray(samples.draw(seed, height=height, width=width)).convert(mode).save(stream, kind)
+    return stream.getvalue()
+
+
+def strings(*values):
+    """Bytes as the array that signatures take."""
+    array = np.empty(len(values), object)
+    array[:] = values
+    return array
+
+
+def png_of_declared_size(width, height):
+    """A small PNG file that claims to be huge."""
+
+    def chunk(kind, content):
+        checksum = zlib.crc32(kind + content)
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", checksum)
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    rows = zlib.compress(bytes(100_000), 9)
+    signature = b"\x89PNG\r\n\x1a\n"
+    return signature + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+def jpeg_of_declared_size(width, height):
+    """A small JPEG file that claims to be huge."""
+    content = photo(kind="JPEG")
+    place = content.index(b"\xff\xc0") + 5  # marker, length, precision
+    return content[:place] + struct.pack(">HH", height, width) + content[place + 4 :]
+
+
+def gif_of_declared_size(width, height):
+    """A small GIF file that claims to be huge."""
+    content = photo(kind="GIF")
+    sized = content[:6] + struct.pack("<HH", width, height) + content[10:]
+    place = sized.index(b"\x2c\x00\x00\x00\x00") + 5
+    return sized[:place] + struct.pack("<HH", width, height) + sized[place + 4 :]
+
+
+def bmp_of_declared_size(width, height):
+    """A small BMP file that claims to be huge."""
+    content = photo(kind="BMP")
+    return content[:18] + struct.pack("<ii", width, height) + content[26:]

@@ -1,0 +1,182 @@
+"""One call exports, checks on the disk, and puts in place what passed, and nothing else."""
+
+import hashlib
+import json
+
+import numpy as np
+import pytest
+from exported import LABELS, photo, served_model
+
+from keras_vit.export import VerificationError, artefacts, export, savedmodel, serving_files
+from keras_vit.export.clean import request as requests
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """A directory with one verified version of a tiny model."""
+    folder = tmp_path_factory.mktemp("export")
+    (folder / "photo.jpg").write_bytes(photo(kind="JPEG"))
+    made = export(
+        served_model(), folder / "pets", labels=LABELS, images=[folder / "photo.jpg"], top_k=2
+    )
+    return folder / "pets", made
+
+
+def test_everything_that_belongs_to_a_served_model_is_there(exported):
+    """The version has weights, labels, warm-up and record; the settings stand beside it."""
+    directory, made = exported
+    names = {str(file.relative_to(directory)) for file in directory.rglob("*") if file.is_file()}
+    assert names == {
+        ".export.lock",
+        "README.md",
+        "batching_parameters.txt",
+        "labels.txt",
+        "models.config",
+        "monitoring.config",
+        "serve.sh",
+        "1/fingerprint.pb",
+        "1/saved_model.pb",
+        "1/variables/variables.data-00000-of-00001",
+        "1/variables/variables.index",
+        "1/assets.extra/labels.txt",
+        "1/assets.extra/tf_serving_warmup_requests",
+        "1/assets.extra/verification.json",
+    }
+    assert made[0].path == directory / "1"
+    assert (directory / "labels.txt").read_text().splitlines() == list(LABELS)
+    assert "$" not in (directory / "models.config").read_text()
+
+
+def test_the_record_tells_what_was_checked(exported):
+    """The record has versions, the SHA-256 of every other file, and checks that all passed."""
+    directory, made = exported
+    record = json.loads((directory / "1/assets.extra/verification.json").read_text())
+    assert record["verified"] is True
+    assert record["images"] == "1 given, 7 drawn"
+    assert {"keras-vit", "tensorflow", "keras", "loader"} <= set(record["versions"])
+    for name, file in record["files"].items():
+        content = (directory / "1" / name).read_bytes()
+        assert file == {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    assert len(record["files"]) == 6
+    assert all(check["passed"] for check in record["checks"]["savedmodel"])
+    assert len(record["checks"]["savedmodel"]) == len(made[0].checks)
+    names = {check["name"].partition(":")[0] for check in record["checks"]["savedmodel"]}
+    assert {"serving_default", "image_tensor", "pixels", "features", "classify"} <= names
+
+
+def test_the_settings_are_what_the_server_parses(exported):
+    """The batching sizes rise to the largest; the server configs parse as its own messages."""
+    text_format = pytest.importorskip("google.protobuf.text_format")
+    config = pytest.importorskip("tensorflow_serving.config.model_server_config_pb2")
+    directory, _ = exported
+    parsed = text_format.Parse(
+        (directory / "models.config").read_text(), config.ModelServerConfig()
+    ).model_config_list.config[0]
+    assert (parsed.name, parsed.base_path) == ("pets", "/models/pets")
+    lines = (directory / "batching_parameters.txt").read_text()
+    sizes = json.loads(lines.partition("allowed_batch_sizes:")[2])
+    assert sizes == sorted(sizes) == list(serving_files.BATCH_SIZES)
+    assert f"max_batch_size {{ value: {sizes[-1]} }}" in lines
+
+
+def test_warm_up_requests_are_those_of_the_server(exported):
+    """TensorFlow Serving's own description of the log reads every request."""
+    logs = pytest.importorskip("tensorflow_serving.apis.prediction_log_pb2")
+    import tensorflow as tf
+
+    directory, _ = exported
+    file = directory / "1/assets.extra/tf_serving_warmup_requests"
+    found = []
+    for record in tf.data.TFRecordDataset(str(file)).as_numpy_iterator():
+        request = logs.PredictionLog.FromString(record).predict_log.request
+        assert request.model_spec.name == "pets"
+        ((name, tensor),) = request.inputs.items()
+        found.append((request.model_spec.signature_name, name, tf.make_ndarray(tensor).shape[0]))
+    inputs = {
+        "serving_default": "image_bytes",
+        "image_tensor": "images",
+        "pixels": "pixel_values",
+        "features": "images",
+        "classify": "inputs",
+    }
+    assert sorted(found) == sorted(
+        (signature, name, size)
+        for signature, name in inputs.items()
+        for size in serving_files.BATCH_SIZES
+    )
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"classes": None, "classifier_activation": None},
+        {"classes": None, "classifier_activation": None, "pooling": None},
+        {"include_preprocessing": False, "classifier_activation": "sigmoid"},
+        {"pooling": "map", "class_token": False, "representation_dim": 12},
+    ],
+    ids=["features", "tokens", "sigmoid", "map"],
+)
+def test_other_kinds_of_models_are_exported_and_verified(fields, tmp_path):
+    """Models without classifier or pooling, multi-label ones, and the other parts."""
+    made = export(served_model(**fields), tmp_path / "other")
+    assert all(check.passed for check in made[0].checks)
+
+
+def test_an_artefact_that_differs_is_put_nowhere(tmp_path, monkeypatch):
+    """If what was written is not what the model computes, no version appears and none is lost."""
+    directory = tmp_path / "pets"
+    export(served_model(), directory, verify=False)
+    write = savedmodel.write_savedmodel
+
+    def write_another(exportable, *arguments, **options):
+        head = exportable.network.get_layer("head")
+        head.bias.assign_add(np.linspace(0, 1e-3, 7))
+        write(exportable, *arguments, **options)
+
+    monkeypatch.setattr(savedmodel, "write_savedmodel", write_another)
+    with pytest.raises(VerificationError, match=r"not put in place: .*difference.*limit"):
+        export(served_model(), directory)
+    assert [child.name for child in directory.iterdir() if child.is_dir()] == ["1"]
+
+
+def test_a_process_that_dies_is_told(tmp_path):
+    """An artefact that cannot even be opened is an error that says so."""
+    (tmp_path / "variables").mkdir()
+    (tmp_path / "saved_model.pb").write_bytes(b"nothing")
+    (tmp_path / "variables/variables.index").write_bytes(b"nothing")
+    request = requests.Request(
+        format="savedmodel", path=tmp_path, parameter_bytes=8, batch_sizes=(1,), labels=(), cases=()
+    )
+    with pytest.raises(VerificationError, match="could not be checked"):
+        artefacts.verification.check_artefact(request)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"formats": ["savedmodel", "pdf"]}, "formats must be some of"),
+        ({"formats": []}, "formats must be some of"),
+        ({"labels": ["one"]}, "7 classes; give a label for each"),
+        ({"top_k": 0}, "top_k must be at least 1"),
+        ({"images": ["absent.png"]}, "no image file 'absent.png'"),
+    ],
+    ids=["format", "no format", "labels", "top_k", "images"],
+)
+def test_arguments_that_do_not_fit_are_refused(options, message, tmp_path):
+    """Each wrong argument is refused in one sentence, and nothing is written."""
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        export(served_model(), tmp_path / "pets", **options)
+    assert not (tmp_path / "pets").exists()
+
+
+def test_a_name_that_no_address_can_carry_is_refused(tmp_path):
+    """The directory names the model in URLs and in a shell script."""
+    with pytest.raises(ValueError, match="name is the model's name"):
+        export(served_model(), tmp_path / "my pets; rm")
+
+
+def test_a_model_of_grey_images_has_no_savedmodel(tmp_path):
+    """A model of one channel cannot take decoded files; the message names the way out."""
+    with pytest.raises(ValueError, match="export it as tflite or onnx"):
+        export(served_model(input_shape=(32, 48, 1)), tmp_path / "grey")
+    assert not list((tmp_path / "grey").glob("[0-9]*"))

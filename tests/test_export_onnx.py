@@ -1,0 +1,199 @@
+"""ONNX files answer like the model in onnxruntime, whatever the network's parts."""
+
+import dataclasses
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import randomize
+from exported import LABELS, SERVED, photo, served_model
+
+from keras_vit.config import variant
+from keras_vit.export import arguments, export
+from keras_vit.export.rebuild import rebuild
+from keras_vit.model import VisionTransformer
+
+onnx = pytest.importorskip("onnx")
+onnxruntime = pytest.importorskip("onnxruntime")
+
+from keras_vit.export import onnx_conversion, onnx_files, onnx_graph  # noqa: E402
+
+LIMIT = 1e-5  # onnxruntime's kernels sum in another order; measured up to 2e-6
+PIXELS = np.random.default_rng(6).uniform(0, 255, (3, 32, 48, 3)).astype("float32")
+
+CONFIGS = {
+    "plain": {},
+    "exact GELU": {"activation": "gelu"},
+    "normalized input, logits": {"include_preprocessing": False, "classifier_activation": None},
+    "sigmoid": {"classifier_activation": "sigmoid"},
+    "average": {"pooling": "avg"},
+    "average, no class token": {"pooling": "avg", "class_token": False},
+    "map": {"pooling": "map", "class_token": False},
+    "map with class token": {"pooling": "map"},
+    "representation": {"representation_dim": 10},
+    "features": {"classes": None, "classifier_activation": None},
+    "features after representation": {
+        "classes": None, "classifier_activation": None, "representation_dim": 10
+    },
+    "tokens": {"classes": None, "classifier_activation": None, "pooling": None},
+    "one channel": {"input_shape": (32, 48, 1)},
+    "epsilon": {"layer_norm_epsilon": 1e-2},
+    "one block": {"num_layers": 1},
+    "ResNet root": {"resnet_layers": (), "patch_size": 2},
+    "ResNet stages": {"resnet_layers": (2, 1), "patch_size": 1},
+}  # fmt: skip
+
+
+def run(model, **inputs):
+    """What onnxruntime answers."""
+    session = onnxruntime.InferenceSession(model.SerializeToString())
+    names = [output.name for output in session.get_outputs()]
+    return dict(zip(names, session.run(names, inputs), strict=True))
+
+
+def assert_answers(made, model, exportable, images):
+    onnx.checker.check_model(made, full_check=True)
+    answer = run(made, images=images)
+    expected = np.asarray(model(images, training=False))
+    np.testing.assert_allclose(answer[exportable.answers], expected, atol=LIMIT)
+    assert list(answer) == (
+        ["features"] if exportable.activation is None else ["logits", "probabilities"]
+    )
+    single = run(made, images=images[:1])
+    np.testing.assert_allclose(single[exportable.answers], expected[:1], atol=LIMIT)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_part_of_the_family_is_written(name):
+    """The written graph passes the full checker and equals the model at batch 3 and 1."""
+    model = served_model(**CONFIGS[name])
+    images = PIXELS[..., : model.input_shape[-1]]
+    if not model.config.include_preprocessing:
+        images = images / np.float32(127.5) - 1
+    exportable = rebuild(model)
+    made = onnx_graph.make_onnx(exportable)
+    assert_answers(made, model, exportable, images)
+    (images_in,) = made.graph.input
+    assert images_in.type.tensor_type.shape.dim[0].dim_param == "batch"
+    kinds = [node.op_type for node in made.graph.node]
+    blocks = model.config.num_layers + (model.config.pooling == "map")
+    assert kinds.count("Gelu") == blocks
+    assert kinds.count("LayerNormalization") == 2 * model.config.num_layers + 1 + (
+        model.config.pooling == "map"
+    )
+
+
+@pytest.mark.parametrize("name", ["exact GELU", "ResNet root"])
+def test_tf2onnx_agrees_with_the_writer(name):
+    """Two independent ways to ONNX give the same numbers, exact GELU included."""
+    pytest.importorskip("tf2onnx")
+    model = served_model(**CONFIGS[name])
+    exportable = rebuild(model)
+    made = onnx_conversion.convert_to_onnx(exportable)
+    assert_answers(made, model, exportable, PIXELS)
+    (images_in,) = made.graph.input
+    assert images_in.type.tensor_type.shape.dim[0].dim_param == "batch"
+
+
+def test_a_model_around_a_vision_transformer_is_converted(tmp_path):
+    """What a user has added goes through tf2onnx, and is verified like the rest."""
+    pytest.importorskip("tf2onnx")
+    inner = served_model(classes=None, classifier_activation=None)
+    images = keras.Input((32, 48, 3))
+    x = keras.layers.Dense(5, activation="gelu", name="mine")(inner(images))
+    outputs = keras.layers.Dense(4, activation="softmax", name="last")(x)
+    model = randomize(keras.Model(images, outputs))
+    made = export(model, tmp_path / "around", formats=["onnx"])
+    session = onnxruntime.InferenceSession(made[0].path)
+    answer = session.run(["probabilities"], {"images": PIXELS})[0]
+    np.testing.assert_allclose(answer, np.asarray(model(PIXELS, training=False)), atol=LIMIT)
+
+
+def test_an_op_that_onnx_lacks_is_an_error(tmp_path):
+    """tf2onnx only logs what it cannot convert; here nothing is written and the op is named."""
+    pytest.importorskip("tf2onnx")
+
+    @keras.saving.register_keras_serializable(package="test")
+    class Digamma(keras.layers.Layer):
+        def call(self, inputs):
+            return tf.math.digamma(inputs + 3.0)
+
+    inner = served_model(classes=None, classifier_activation=None)
+    images = keras.Input((32, 48, 3))
+    model = keras.Model(images, keras.layers.Dense(2)(Digamma()(inner(images))))
+    with pytest.raises(ValueError, match=r"cannot be converted to ONNX.*Digamma"):
+        export(model, tmp_path / "odd", formats=["onnx"])
+    assert not (tmp_path / "odd" / "onnx").exists()
+
+
+def test_large_weights_go_to_a_file_of_their_own(tmp_path):
+    """Above the limit the weights lie beside the graph, which is checked and runs as well."""
+    model = served_model()
+    exportable = rebuild(model)
+    file = tmp_path / "big.onnx"
+    onnx_files.write_onnx(exportable, file, largest=10_000)
+    assert (tmp_path / "big.onnx.data").stat().st_size > 70_000 > file.stat().st_size
+    onnx.checker.check_model(str(file), full_check=True)
+    answer = onnxruntime.InferenceSession(file).run(["probabilities"], {"images": PIXELS})[0]
+    np.testing.assert_allclose(answer, np.asarray(model(PIXELS)), atol=LIMIT)
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "float32"])
+def test_export_writes_a_verified_file(policy, tmp_path):
+    """One call writes the file with labels and a record; version 2 follows version 1."""
+    model = randomize(VisionTransformer(SERVED, dtype=policy))
+    image = tmp_path / "photo.png"
+    image.write_bytes(photo())
+    for version in ("1", "2"):
+        made = export(
+            model,
+            tmp_path / "pets",
+            formats=["onnx"],
+            labels=LABELS,
+            images=[tmp_path / "photo.png"],
+        )
+        assert made[0].path == tmp_path / "pets/onnx" / version / "pets.onnx"
+    names = {check.name for check in made[0].checks}
+    assert {"onnx.checker, full", "batch invariance", "top-1 agreement"} <= names
+    folder = made[0].path.parent
+    assert {file.name for file in folder.iterdir()} == {
+        "pets.onnx", "labels.txt", "verification.json"
+    }  # fmt: skip
+    assert not list((tmp_path / "pets").glob("[0-9]*"))
+
+
+def test_a_missing_package_is_named(monkeypatch, tmp_path):
+    """Without onnx the message says what to install."""
+    monkeypatch.setattr(arguments.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r'pip install "keras-vit\[onnx\]"'):
+        export(served_model(), tmp_path / "pets", formats=["onnx"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Ti/16", "B/32", "B/16", "R50+B/16"])
+def test_full_size_models_in_every_format(name, tmp_path):
+    """SavedModel, ONNX and TFLite files of full-size models hold every limit of the export."""
+    config = dataclasses.replace(variant(name), include_preprocessing=True)
+    model = randomize_as_published(VisionTransformer(config))
+    formats = ["savedmodel", "onnx", "tflite", "tflite-fp16", "tflite-int8"]
+    limits = {"savedmodel": 1e-5, "onnx": 1e-4, "tflite": 1e-4}
+    for artefact in export(model, tmp_path / "full", formats=formats):
+        for check in artefact.checks:
+            print(name, artefact.format, check.name, check.measured, check.limit)
+            assert check.passed
+            # The export's own limits grow with the logits; these do not.
+            if check.name.endswith("absolute difference"):
+                assert check.measured <= limits[artefact.format]
+
+
+def randomize_as_published(model):
+    """Every weight random, of the scale that keeps signals of order 1 through many layers."""
+    generator = np.random.default_rng(8)
+    for variable in model.trainable_variables:
+        normal = generator.standard_normal(variable.shape, dtype=np.float32)
+        if variable.name == "kernel":
+            variable.assign(normal / np.sqrt(np.prod(variable.shape[:-1])))
+        else:
+            variable.assign((variable.name == "gamma") + np.float32(0.1) * normal)
+    return model

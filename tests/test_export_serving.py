@@ -1,0 +1,336 @@
+"""Served predictions: golden and hostile requests over gRPC and REST, batching, versions."""
+
+import base64
+import concurrent.futures
+import contextlib
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from exported import (
+    LABELS,
+    bmp_of_declared_size,
+    gif_of_declared_size,
+    jpeg_of_declared_size,
+    photo,
+    png_of_declared_size,
+    served_model,
+    strings,
+)
+
+import keras_vit
+from keras_vit import data
+from keras_vit.export import export, serving_files
+
+grpc = pytest.importorskip("grpc")
+pytest.importorskip("tensorflow_serving.apis", reason="pip install tensorflow-serving-api")
+
+from serving_harness.client import IMAGE, serving  # noqa: E402
+
+LIMIT = 1e-5  # float32 rounding in another order of the same sums; measured up to 1e-6
+SIZE = (32, 48)
+
+# What is sent as an image, and a word of the answer.
+HOSTILE = {
+    "empty": (b"", "empty"),
+    "no image": (b"<html>404</html>", "Unknown image file format"),
+    "truncated JPEG": (photo(kind="JPEG")[:400], "Invalid JPEG data"),
+    "truncated PNG": (photo()[:400], "Invalid PNG data"),
+    "one pixel": (photo(height=1, width=1), "single pixel"),
+    "PNG bomb": (png_of_declared_size(30_000, 30_000), "PNG"),
+    "JPEG bomb": (jpeg_of_declared_size(30_000, 30_000), "JPEG"),
+    "GIF bomb": (gif_of_declared_size(30_000, 30_000), "GIF"),
+    "BMP bomb": (bmp_of_declared_size(30_000, 30_000), "pixel bytes"),
+}
+FILES = {
+    "PNG": photo(0),
+    "JPEG": photo(1, height=61, width=17, kind="JPEG"),
+    "GIF": photo(2, height=20, width=90, kind="GIF"),
+    "BMP": photo(3, kind="BMP"),
+    "grey": photo(4, mode="L"),
+    "RGBA": photo(5, mode="RGBA"),
+    "palette": photo(6, mode="P"),
+    "WebP": photo(7, kind="WEBP"),
+    "two pixels": photo(8, height=2, width=1),
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return served_model()
+
+
+@pytest.fixture(scope="module")
+def directory(model, tmp_path_factory):
+    path = tmp_path_factory.mktemp("serving") / "pets"
+    export(model, path, labels=LABELS, top_k=3)
+    return path
+
+
+@pytest.fixture(scope="module")
+def served(directory):
+    with serving(directory) as server:
+        yield server
+
+
+@pytest.fixture
+def pixels():
+    return np.random.default_rng(3).integers(0, 256, (2, *SIZE, 3), np.uint8)
+
+
+def evaluated(model, contents):
+    """What `evaluate` and `predict` would compute for these files."""
+    resized = [data.resize_image(data.decode_image(content), size=SIZE) for content in contents]
+    return np.asarray(model(np.stack(resized)))
+
+
+def run_client(name, *arguments):
+    """Runs a client of examples/serving as a user does."""
+    script = Path(keras_vit.__file__).parents[1] / "examples" / "serving" / name
+    command = [sys.executable, str(script), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def b64(content):
+    return {"b64": base64.b64encode(content).decode()}
+
+
+def test_files_of_every_kind_in_one_batch_are_classified_as_evaluation_does(served, model):
+    """JPEG, PNG, GIF, BMP, WebP, grey, RGBA, palette, each of its own size, in one request."""
+    expected = evaluated(model, FILES.values())
+    answer = served.predict("serving_default", image_bytes=strings(*FILES.values()))
+    best = np.argsort(-expected, axis=1)[:, :3]
+    np.testing.assert_array_equal(answer["class_ids"], best)
+    np.testing.assert_allclose(answer["scores"], np.take_along_axis(expected, best, 1), atol=LIMIT)
+    named = [[label.decode() for label in row] for row in answer["classes"]]
+    assert named == [[LABELS[index] for index in row] for row in best]
+
+
+def test_every_tensor_signature_answers_as_the_model(served, model, pixels):
+    """gRPC: image_tensor, pixels and features equal the model, names and types as documented."""
+    expected = np.asarray(model(pixels))
+    values = np.float32(pixels / 127.5 - 1)
+    for answer in (
+        served.predict("image_tensor", images=pixels),
+        served.predict("pixels", pixel_values=values),
+    ):
+        assert sorted(answer) == ["logits", "probabilities"]
+        np.testing.assert_allclose(answer["probabilities"], expected, atol=LIMIT)
+        softmax = tf.nn.softmax(answer["logits"])
+        np.testing.assert_allclose(softmax, expected, atol=LIMIT)
+    features = served.predict("features", images=pixels)["features"]
+    pooled = model.features(pixels.astype("float32"), ["pooling"])["pooling"]
+    np.testing.assert_allclose(features, pooled, atol=LIMIT)
+
+
+def test_examples_are_classified(served, model):
+    """gRPC Classify takes tf.Examples and answers labels with scores."""
+    from tensorflow_serving.apis import classification_pb2
+
+    request = classification_pb2.ClassificationRequest()
+    request.model_spec.name, request.model_spec.signature_name = served.name, "classify"
+    for content in list(FILES.values())[:2]:
+        example = tf.train.Example.FromString(serving_files.example(content))
+        request.input.example_list.examples.append(example)
+    answer = served.stub().Classify(request, timeout=60)
+    expected = evaluated(model, list(FILES.values())[:2])
+    for row, found in zip(expected, answer.result.classifications, strict=True):
+        best = np.argsort(-row)[:3]
+        assert [each.label for each in found.classes] == [LABELS[index] for index in best]
+        np.testing.assert_allclose([each.score for each in found.classes], row[best], atol=LIMIT)
+
+
+def test_rest_in_rows_and_columns(served, model, pixels):
+    """REST: bare and named b64, integer pixels in rows and columns, floats."""
+    content = FILES["JPEG"]
+    best = LABELS[evaluated(model, [content])[0].argmax()]
+    for body in ({"instances": [b64(content)]}, {"instances": [{"image_bytes": b64(content)}]}):
+        code, answer = served.rest(body)
+        assert code == 200
+        assert answer["predictions"][0]["classes"][0] == best
+    code, answer = served.rest({"inputs": b64(content) and [b64(content)]})
+    assert (code, answer["outputs"]["classes"][0][0]) == (200, best)
+    expected = np.asarray(model(pixels))
+    rows = {"signature_name": "image_tensor", "instances": pixels.tolist()}
+    answer = served.rest(rows)[1]["predictions"]
+    found = [row["probabilities"] for row in answer]
+    np.testing.assert_allclose(found, expected, atol=LIMIT)
+    columns = {"signature_name": "features", "inputs": {"images": pixels.tolist()}}
+    assert np.shape(served.rest(columns)[1]["outputs"]) == (2, 24)  # one output: its name goes
+    values = (pixels / 127.5 - 1).tolist()
+    answer = served.rest({"signature_name": "pixels", "inputs": values})[1]["outputs"]
+    np.testing.assert_allclose(answer["probabilities"], expected, atol=LIMIT)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_image_is_refused_and_the_next_is_served(served, model, name):
+    """gRPC and REST answer INVALID_ARGUMENT with a reason, and go on serving."""
+    content, word = HOSTILE[name]
+    with pytest.raises(grpc.RpcError) as refused:
+        served.predict("serving_default", image_bytes=strings(content))
+    assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert word in refused.value.details()
+    code, answer = served.rest({"instances": [b64(content)]})
+    assert code == 400
+    assert word in answer["error"]
+    good = served.predict("serving_default", image_bytes=strings(FILES["PNG"]))
+    assert good["class_ids"][0, 0] == evaluated(model, [FILES["PNG"]])[0].argmax()
+
+
+def test_wrong_keys_types_and_shapes_are_refused(served, model, pixels):
+    """A wrong input name, type, shape, signature, model or JSON is refused with a reason."""
+    wrong = {
+        "key": ({"signature": "serving_default", "wrong": strings(b"")}, "Sent extra: {wrong}"),
+        "type": (
+            {"signature": "image_tensor", "images": pixels.astype("float32")},
+            "uint8 but float is provided",
+        ),
+        "shape": (
+            {"signature": "image_tensor", "images": pixels[:, :16]},
+            "is not compatible with expected shape",
+        ),
+        "text": ({"signature": "serving_default", "image_bytes": np.zeros(1)}, "string but double"),
+    }
+    for inputs, word in wrong.values():
+        arguments = dict(inputs)
+        with pytest.raises(grpc.RpcError) as refused:
+            served.predict(arguments.pop("signature"), **arguments)
+        assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT, word
+        assert word in refused.value.details()
+    with pytest.raises(grpc.RpcError, match="not found"):
+        served.predict("no-such-signature", images=pixels)
+    with pytest.raises(grpc.RpcError, match="Servable not found"):
+        served.predict("image_tensor", name="other", images=pixels)
+    for body in (
+        {"instances": [{"wrong": b64(b"")}]},
+        {"instances": [{"b64": "not base64!"}]},
+        {"signature_name": "image_tensor", "instances": (pixels / 2).tolist()},
+        {"signature_name": "image_tensor", "instances": [[1, [2]]]},
+        {"signature_name": "image_tensor", "instances": [[[[256, 0, 0]]]]},
+        {"instances": []},
+        {},
+        b"{",
+    ):
+        code, answer = served.rest(body)
+        assert code == 400, body
+        assert answer["error"]
+    assert np.isfinite(served.predict("image_tensor", images=pixels)["logits"]).all()
+
+
+@pytest.mark.skipif(bool(IMAGE), reason="the real server does not tell how many it has run")
+def test_the_server_warms_up_every_signature_and_batch_size(served):
+    """The recorded requests are as many as signatures times batch sizes, and all of them ran."""
+    assert served.status()["warmed"] == 5 * len(serving_files.BATCH_SIZES)
+
+
+def test_merged_padded_and_split_requests_equal_single_ones(directory, model):
+    """Requests that the server batches answer what they answer alone, and so does a failing one."""
+    pixels = np.random.default_rng(4).integers(0, 256, (6, *SIZE, 3), np.uint8)
+    expected = np.asarray(model(pixels))
+    parts = [pixels[:1], pixels[1:3], pixels[3:6]]  # six rows: padded to eight
+    with serving(directory, 1, 2, 4, 8) as server:
+        with concurrent.futures.ThreadPoolExecutor(3) as pool:
+            asked = [pool.submit(server.predict, "image_tensor", images=part) for part in parts]
+            answers = [future.result()["probabilities"] for future in asked]
+        np.testing.assert_allclose(np.concatenate(answers), expected, atol=LIMIT)
+        with pytest.raises(grpc.RpcError):
+            server.predict("serving_default", image_bytes=strings(b"junk"))
+        good = server.predict("serving_default", image_bytes=strings(FILES["PNG"]))
+        assert good["class_ids"].shape == (1, 3)
+
+
+def test_a_new_version_replaces_the_old_one_while_it_is_served(directory, tmp_path):
+    """Exporting again makes version 2, which the running server picks up."""
+    path = tmp_path / "pets"
+    shutil.copytree(directory, path)
+    other = served_model(num_layers=1)
+    other.get_layer("head").bias.assign(np.arange(7.0) * 3)  # another favourite than `model`
+    with serving(path) as server:
+        assert server.status()["model_version_status"][0]["version"] == "1"
+        export(other, path, labels=LABELS, verify=False)
+        for _ in range(200):
+            if server.status()["model_version_status"][0]["version"] == "2":
+                break
+            time.sleep(0.05)
+        answer = server.predict("serving_default", image_bytes=strings(FILES["PNG"]))
+    assert answer["class_ids"][0, 0] == evaluated(other, [FILES["PNG"]])[0].argmax()
+    record = json.loads((path / "2/assets.extra/verification.json").read_text())
+    assert record["verified"] is False
+
+
+@pytest.mark.parametrize("kind", ["rest", "grpc"])
+def test_the_clients_print_labels(kind, served, model, tmp_path):
+    """Each client sends files in batches and prints the labels; a bad file is told and exits 1."""
+    files = []
+    for name in ("PNG", "JPEG", "grey"):
+        files.append(tmp_path / f"{name}.image")
+        files[-1].write_bytes(FILES[name])
+    where = {
+        "rest": ("--url", f"http://127.0.0.1:{served.rest_port}"),
+        "grpc": ("--address", f"127.0.0.1:{served.grpc_port}"),
+    }[kind]
+    options = (*where, "--model", served.name, "--batch", 2)
+    done = run_client(f"{kind}_client.py", *files, *options)
+    expected = evaluated(model, [file.read_bytes() for file in files])
+    for line, file, row in zip(done.stdout.splitlines(), files, expected, strict=True):
+        best = row.argmax()
+        assert line.startswith(f"{file}: {LABELS[best]} {row[best]:.1%}, ")
+    assert done.returncode == 0
+    bad = tmp_path / "bad.jpg"
+    bad.write_bytes(b"no image")
+    done = run_client(f"{kind}_client.py", files[0], bad, *where, "--model", served.name,
+                      "--batch", 1)  # fmt: skip
+    assert done.returncode == 1
+    assert "Unknown image file format" in done.stderr
+    assert len(done.stdout.splitlines()) == 1
+
+
+@pytest.mark.skipif(bool(IMAGE), reason="is about the clients alone")
+@pytest.mark.parametrize("kind", ["rest", "grpc"])
+def test_the_clients_wait_for_a_server_that_is_not_up_yet(kind, served, tmp_path):
+    """While nothing listens the clients try again, and give up after the retries."""
+    file = tmp_path / "image.png"
+    file.write_bytes(FILES["PNG"])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    where = {
+        "rest": ("--url", f"http://127.0.0.1:{port}"),
+        "grpc": ("--address", f"127.0.0.1:{port}"),
+    }[kind]
+    options = (file, *where, "--model", served.name, "--timeout", 5)
+    assert run_client(f"{kind}_client.py", *options, "--retries", 0).returncode == 1
+
+    def forward():
+        time.sleep(0.5)
+        target = served.rest_port if kind == "rest" else served.grpc_port
+        with (
+            socket.create_server(("127.0.0.1", port)) as listener,
+            listener.accept()[0] as client,
+            socket.create_connection(("127.0.0.1", target)) as server,
+        ):
+            back = threading.Thread(target=pump, args=(server, client))
+            back.start()
+            pump(client, server)
+            back.join()
+
+    def pump(source, sink):
+        with contextlib.suppress(OSError):
+            while content := source.recv(65536):
+                sink.sendall(content)
+            sink.shutdown(socket.SHUT_WR)
+
+    proxy = threading.Thread(target=forward)
+    proxy.start()
+    done = run_client(f"{kind}_client.py", *options, "--retries", 6)
+    proxy.join()
+    assert done.returncode == 0, done.stderr
+    assert str(file) in done.stdout

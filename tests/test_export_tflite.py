@@ -1,0 +1,122 @@
+"""TFLite files answer like the model in LiteRT, with built-in operators of rank 4 at most."""
+
+import keras
+import numpy as np
+import pytest
+from conftest import randomize
+from exported import LABELS, photo, served_model
+from test_export_onnx import CONFIGS
+
+from keras_vit.export import VerificationError, edge_forward, export, tflite
+from keras_vit.export.rebuild import rebuild
+
+litert = pytest.importorskip("ai_edge_litert.interpreter")
+
+LIMIT = 1e-5
+PIXELS = np.random.default_rng(6).uniform(0, 255, (2, 32, 48, 3)).astype("float32")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_edge_form_is_the_same_function(name):
+    """The forward pass for TFLite equals the model for every part of the family."""
+    model = served_model(**CONFIGS[name])
+    images = PIXELS[..., : model.input_shape[-1]]
+    if not model.config.include_preprocessing:
+        images = images / np.float32(127.5) - 1
+    exportable = rebuild(model)
+    module = edge_forward.EdgeForward(exportable, config=exportable.config, batch_size=2)
+    answer = module.call(images)[exportable.answers]
+    np.testing.assert_allclose(answer, np.asarray(model(images)), atol=LIMIT)
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"resnet_layers": (1, 1), "patch_size": 1}], ids=["plain", "hybrid"]
+)
+def test_every_format_is_written_and_verified(fields, tmp_path):
+    """float32, float16 and int8 files pass the export's own checks, and run by signature."""
+    model = served_model(**fields)
+    formats = ["tflite", "tflite-fp16", "tflite-int8"]
+    made = export(model, tmp_path / "pets", formats=formats, labels=LABELS)
+    assert [artefact.path.name for artefact in made] == [
+        "pets.tflite", "pets-fp16.tflite", "pets-int8.tflite"
+    ]  # fmt: skip
+    names = {file.name for file in made[0].path.parent.iterdir()}
+    assert names == {*(each.path.name for each in made), "labels.txt", "verification.json"}
+    runner = litert.Interpreter(str(made[0].path)).get_signature_runner("serving_default")
+    answer = runner(images=PIXELS[:1])
+    np.testing.assert_allclose(answer["probabilities"], np.asarray(model(PIXELS[:1])), atol=LIMIT)
+    checks = {check.name: check.measured for check in made[0].checks}
+    assert checks["highest rank"] <= 4
+    assert made[0].bytes > made[1].bytes > made[2].bytes
+
+
+def test_the_operators_are_the_fast_ones(tmp_path):
+    """One GELU and one SOFTMAX a block; dense products fully connected; no squares."""
+    file = tmp_path / "model.tflite"
+    tflite.write_tflite(rebuild(served_model()), {"tflite": file})
+    plain = litert.OpResolverType.BUILTIN_WITHOUT_DEFAULT_DELEGATES
+    interpreter = litert.Interpreter(str(file), experimental_op_resolver_type=plain)
+    operators = [details["op_name"] for details in interpreter._get_ops_details()]
+    assert operators.count("GELU") == 3
+    assert operators.count("SOFTMAX") == 3 + 1
+    assert operators.count("BATCH_MATMUL") == 2 * 3
+    assert operators.count("FULLY_CONNECTED") == 4 * 3 + 1
+    assert not {"SQUARED_DIFFERENCE", "NEG", "POW"} & set(operators)
+
+
+def test_float16_is_for_kernels_that_bear_it(tmp_path):
+    """Kernels are float16; the one that reads the image, norms and positions stay float32."""
+    files = {"tflite": tmp_path / "whole.tflite", "tflite-fp16": tmp_path / "half.tflite"}
+    model = served_model(hidden_dim=48, mlp_dim=96)
+    tflite.write_tflite(rebuild(model), files)
+    interpreter = litert.Interpreter(str(files["tflite-fp16"]))
+    halved = [
+        details["shape"].tolist()
+        for details in interpreter.get_tensor_details()
+        if details["dtype"] == np.float16
+    ]
+    assert sorted(halved) == sorted([[144, 48], [48, 48], [96, 48], [48, 96]] * 3)
+    saved = files["tflite"].stat().st_size - files["tflite-fp16"].stat().st_size
+    kernels = sum(np.prod(shape) for shape in halved)
+    assert 2 * kernels - 8000 < saved <= 2 * kernels  # the added operators take some bytes
+
+
+def test_a_batch_of_its_own_size(tmp_path):
+    """A file for batches of three takes three images, and is verified with eight."""
+    made = export(served_model(), tmp_path / "pets", formats="tflite", tflite_batch_size=3)
+    interpreter = litert.Interpreter(str(made[0].path))
+    assert list(interpreter.get_input_details()[0]["shape"]) == [3, 32, 48, 3]
+
+
+def test_a_model_around_a_vision_transformer_is_converted(tmp_path):
+    """What a user has added is converted from the Keras layers, and verified."""
+    inner = served_model(classes=None, classifier_activation=None)
+    images = keras.Input((32, 48, 3))
+    outputs = keras.layers.Dense(4, activation="softmax", name="mine")(inner(images))
+    model = randomize(keras.Model(images, outputs))
+    made = export(model, tmp_path / "around", formats=["tflite", "tflite-int8"])
+    runner = litert.Interpreter(str(made[0].path)).get_signature_runner("serving_default")
+    answer = runner(images=PIXELS[:1])["probabilities"]
+    np.testing.assert_allclose(answer, np.asarray(model(PIXELS[:1])), atol=LIMIT)
+
+
+def test_int8_throughout_needs_images_and_passes_a_gate(tmp_path):
+    """Full int8 is calibrated on one half of the images and refused if the other half suffers."""
+    images = []
+    for seed in range(40):
+        images.append(tmp_path / f"{seed}.png")
+        images[-1].write_bytes(photo(seed))
+    with pytest.raises(ValueError, match="needs at least 16 images"):
+        export(served_model(), tmp_path / "pets", formats="tflite-int8-full", images=images[:3])
+    steady = served_model()
+    steady.get_layer("head").bias.assign([0, 0, 9, 0, 0, 0, 0])
+    made = export(steady, tmp_path / "pets", formats="tflite-int8-full", images=images)
+    gate = [check for check in made[0].checks if check.name.endswith("top-1 agreement")]
+    assert [check.limit for check in gate] == [0.98]
+    fragile = served_model()
+    kernel = fragile.get_layer("head").kernel
+    kernel.assign(kernel + 40 * np.random.default_rng(0).normal(size=kernel.shape))
+    fragile.get_layer("block_1").attention_norm.gamma.assign(np.geomspace(1e-3, 300, 24))
+    with pytest.raises(VerificationError, match="top-1 agreement"):
+        export(fragile, tmp_path / "fragile", formats="tflite-int8-full", images=images)
+    assert not (tmp_path / "fragile" / "tflite").exists()

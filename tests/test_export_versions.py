@@ -1,0 +1,92 @@
+"""Versions appear whole or not at all."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from keras_vit.export import versions
+
+KILLED = """
+import sys
+from pathlib import Path
+from exported import LABELS, served_model
+from keras_vit.export import export
+model = served_model()
+print("start", flush=True)
+while True:
+    export(model, Path(sys.argv[1]), labels=LABELS, verify=False)
+    print("done", flush=True)
+"""
+
+
+def content(folder):
+    return {
+        str(file.relative_to(folder)): file.read_bytes()
+        for file in sorted(folder.rglob("*"))
+        if file.is_file()
+    }
+
+
+@pytest.mark.parametrize(
+    "after",
+    [0.3, *(pytest.param(wait, marks=pytest.mark.slow) for wait in (0.02, 0.1, 0.2, 0.45, 0.6))],
+)
+def test_a_kill_leaves_whole_versions_only(after, tmp_path):
+    """Kill -9 at any moment: what was served stays, every number is a whole version."""
+    directory = tmp_path / "pets"
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, directory],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TF_CPP_MIN_LOG_LEVEL": "3"},
+        text=True,
+    )
+    assert process.stdout.readline() == "start\n", process.stderr.read()
+    assert process.stdout.readline() == "done\n"
+    first = content(directory / "1")
+    time.sleep(after)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert content(directory / "1") == first
+    numbers = [child for child in directory.iterdir() if child.name.isdecimal()]
+    assert {len(content(number)) for number in numbers} == {len(first)}
+    with versions.staging_folder(directory):
+        leftovers = [child for child in directory.iterdir() if child.name.startswith(".export-")]
+        assert len(leftovers) == 1  # the new one: what the killed process left is gone
+
+
+def test_the_next_version_follows_the_highest(tmp_path):
+    """Names that are no number do not count, nor do gaps."""
+    for name in ("1", "7", ".export-x", "notes", "8.txt"):
+        (tmp_path / name).mkdir()
+    assert versions.next_version([tmp_path, tmp_path / "absent"]) == 8
+
+
+def test_one_export_at_a_time(tmp_path):
+    """A second export to the same directory is refused while the first is at work."""
+    with versions.staging_folder(tmp_path), pytest.raises(OSError, match="Another export"):
+        versions.staging_folder(tmp_path).__enter__()
+    with versions.staging_folder(tmp_path) as stage:
+        assert stage.is_dir()
+    assert not stage.exists()
+
+
+def test_a_failed_rename_takes_the_others_back(tmp_path):
+    """If one artefact cannot be put in place, none is."""
+    directory = tmp_path / "pets"
+    (directory / "blocked" / "file").mkdir(parents=True)
+    with versions.staging_folder(directory) as stage:
+        for name in ("a", "b"):
+            (stage / name).mkdir()
+            (stage / name / "content").write_text(name)
+        with pytest.raises(OSError, match="not empty"):
+            versions.publish({stage / "a": directory / "1", stage / "b": directory / "blocked"})
+        assert not (directory / "1").exists()
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(FileExistsError, match="is a file"):
+        versions.staging_folder(file).__enter__()

@@ -109,8 +109,25 @@ def test_crops_have_the_area_and_aspect_asked_for() -> None:
     assert boxes[:, 0].std() > 0.05
 
 
+def test_erasing_blackens_one_square_of_half_of_the_images() -> None:
+    """Squares of the asked size lie everywhere, edges included; the other pixels stay."""
+    images = np.full((1000, 10, 20, 3), 200, np.float32)
+    found = np.asarray(
+        augment.erase_squares(images, augmentation=Augmentation(erase=0.3), seed=SEED)
+    )
+    black = (found == 0).all(axis=3)
+    hit = black.any(axis=(1, 2))
+
+    assert 400 < hit.sum() < 600
+    assert set(black[hit].sum(axis=(1, 2))) == {3 * 6}
+    assert set(black[hit].any(axis=2).sum(axis=1)) == {3}
+    assert black.any(axis=0).all()
+    assert set(np.unique(found)) == {0, 200}
+
+
 @pytest.mark.parametrize(
-    "fields", [{"rotation": 181}, {"shift": -0.1}, {"zoom": 1}, {"crop": 0}, {"crop": 1.5}]
+    "fields",
+    [{"rotation": 181}, {"shift": -0.1}, {"zoom": 1}, {"crop": 0}, {"crop": 1.5}, {"erase": 2}],
 )
 def test_impossible_strengths_are_errors(fields: dict[str, float]) -> None:
     """A strength out of range is named with its limits."""

@@ -17,7 +17,7 @@ from keras_vit.data import (
 )
 from keras_vit.data.pipeline import steps_per_epoch
 
-EVERYTHING = Augmentation(rotation=10, shift=0.1, zoom=0.1, crop=0.5, flip=True)
+EVERYTHING = Augmentation(rotation=10, shift=0.1, zoom=0.1, crop=0.5, flip=True, erase=0.3)
 
 
 def numbered(count: int = 10) -> Split:

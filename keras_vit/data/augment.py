@@ -27,6 +27,8 @@ class Augmentation:
         zoom: largest change of size, as a fraction, smaller or larger.
         crop: smallest area of a random crop, as a fraction; 1 keeps the whole image.
         flip: whether half of the images are mirrored left to right.
+        erase: side of a square that half of the images lose, as a fraction of their sides (cutout,
+            arXiv 1708.04552).
     """
 
     rotation: float = 0.0
@@ -34,9 +36,16 @@ class Augmentation:
     zoom: float = 0.0
     crop: float = 1.0
     flip: bool = False
+    erase: float = 0.0
 
     def __post_init__(self) -> None:
-        limits = {"rotation": (0, 180), "shift": (0, 1), "zoom": (0, 0.9), "crop": (0.01, 1)}
+        limits = {
+            "rotation": (0, 180),
+            "shift": (0, 1),
+            "zoom": (0, 0.9),
+            "crop": (0.01, 1),
+            "erase": (0, 1),
+        }
         for name, (low, high) in limits.items():
             if not low <= getattr(self, name) <= high:
                 raise ValueError(
@@ -143,6 +152,42 @@ def mix_batch(
     images = images * kept + tf.gather(images, others) * (1 - kept)
     kept = share[:, None]
     return images, targets * kept + tf.gather(targets, others) * (1 - kept)
+
+
+def erase_squares(images: tf.Tensor, *, augmentation: Augmentation, seed: tf.Tensor) -> tf.Tensor:
+    """Makes a square of half of the images black, each at its own place.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> erased = erase_squares(
+        ...     tf.ones((1000, 8, 8, 1)), augmentation=Augmentation(erase=0.5), seed=(1, 2))
+        >>> sorted(set(tf.reduce_sum(erased, axis=(1, 2, 3)).numpy().tolist()))
+        [48.0, 64.0]
+
+    Args:
+        images: pixels, float32 of shape (batch, height, width, channels).
+        augmentation: its `erase` is the side of the square.
+        seed: two integers.
+
+    Returns:
+        The images, of the same shape.
+    """
+    if not augmentation.erase:
+        return images
+    batch, height, width = tf.shape(images)[0], tf.shape(images)[1], tf.shape(images)[2]
+    draws = tf.random.stateless_uniform((3, batch), seed)
+    kept_rows = _outside(draws[0], height, fraction=augmentation.erase)
+    kept_columns = _outside(draws[1], width, fraction=augmentation.erase)
+    kept = kept_rows[:, :, None] | kept_columns[:, None, :] | (draws[2] < 0.5)[:, None, None]
+    return images * tf.cast(kept, images.dtype)[..., None]
+
+
+def _outside(draws: tf.Tensor, side: tf.Tensor, *, fraction: float) -> tf.Tensor:
+    """Whether each pixel of a side lies outside a random stretch of it, shape (batch, side)."""
+    length = tf.cast(tf.round(tf.cast(side, tf.float32) * fraction), tf.int32)
+    start = tf.cast(draws * tf.cast(side - length + 1, tf.float32), tf.int32)[:, None]
+    place = tf.range(side)[None]
+    return (place < start) | (place >= start + length)
 
 
 def _random_transforms(

@@ -7,7 +7,7 @@ import tensorflow as tf
 from keras_vit.data import augment, images, source
 
 # What a draw is for; folded into the seed, so that no two uses share one stream.
-_SHUFFLE, _CROP, _TRANSFORM = range(3)
+_SHUFFLE, _CROP, _TRANSFORM, _ERASE = range(4)
 
 
 def steps_per_epoch(split: source.Split, *, batch_size: int) -> int:
@@ -69,8 +69,13 @@ def train_batches(
     def transform(
         step: tf.Tensor, batch: tf.Tensor, targets: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        key = _key(seed, _TRANSFORM, step)
-        return augment.transform_batch(batch, augmentation=augmentation, seed=key), targets
+        moved = augment.transform_batch(
+            batch, augmentation=augmentation, seed=_key(seed, _TRANSFORM, step)
+        )
+        erased = augment.erase_squares(
+            moved, augmentation=augmentation, seed=_key(seed, _ERASE, step)
+        )
+        return erased, targets
 
     load = _load_pixels if split.in_memory else _load_files
     loaded = load(

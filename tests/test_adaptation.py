@@ -30,7 +30,7 @@ def plain() -> VisionTransformer:
 
 def trained(model: keras.Model, images: np.ndarray) -> keras.Model:
     """Fits a model to two images, so that its thin matrices are no longer zero."""
-    model.compile(keras.optimizers.Adam(0.02), CROSS_ENTROPY)
+    model.compile(keras.optimizers.Adam(0.02), CROSS_ENTROPY, jit_compile=False)  # traces faster
     model.fit(images, np.array([0, 3]), epochs=3, verbose=0)
     return model
 
@@ -177,6 +177,7 @@ def test_what_is_no_adapter_is_refused(plain: VisionTransformer, tmp_path: Path)
         keras_vit.load_adapter(plain, path)
 
 
+@pytest.mark.slow
 def test_adapted_models_are_saved_as_keras_files(
     plain: VisionTransformer, images: np.ndarray, tmp_path: Path
 ) -> None:
@@ -206,6 +207,7 @@ def test_other_models_are_adapted(config: keras_vit.ViTConfig) -> None:
     assert len(adapted.adapted_layers()) == 4 * config.num_layers
 
 
+@pytest.mark.slow
 def test_mixed_precision_and_explanation(plain: VisionTransformer, images: np.ndarray) -> None:
     """An adapted model trains in bfloat16, and its attention is that of the merged one."""
     mixed = VisionTransformer(TINY, dtype="mixed_bfloat16")

@@ -45,6 +45,7 @@ def test_a_run_is_explained(run: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert (out / "rollout.png").stat().st_size > 5000
 
 
+@pytest.mark.slow
 def test_machines_get_the_files(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """With --json one line names every file; a .keras file is as good as a run."""
     model = str(run / "run" / "model.keras")
@@ -55,6 +56,7 @@ def test_machines_get_the_files(run: Path, tmp_path: Path, capsys: pytest.Captur
     assert (said["image"], said["taken"]) == ([8, 8], [16, 24])
 
 
+@pytest.mark.slow
 def test_imagenet_classes_have_their_names(run: Path, tmp_path: Path) -> None:
     """A model with 1,000 classes is taken for one of ImageNet."""
     model = randomize(VisionTransformer(dataclasses.replace(CONFIG, classes=1000)))

@@ -18,6 +18,9 @@ CONFIG = dataclasses.replace(
 )
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run on the digits, trained for one epoch."""

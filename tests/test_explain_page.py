@@ -42,7 +42,9 @@ class Page(html.parser.HTMLParser):
         self.words.append(data)
 
 
-@pytest.mark.parametrize("name", ["token", "avg", "map", "hybrid"])
+@pytest.mark.parametrize(
+    "name", ["hybrid", *(pytest.param(name, marks=pytest.mark.slow) for name in ("avg", "map"))]
+)
 def test_every_kind_of_model_has_its_page(name: str, tmp_path: Path) -> None:
     """PNGs and a page come of square, oblong and hybrid models with every pooling."""
     config = CONFIGS[name]
@@ -69,6 +71,7 @@ def test_the_page_holds_everything_itself(tmp_path: Path) -> None:
     assert "speak for <gnu>" in said
 
 
+@pytest.mark.slow
 def test_the_page_names_the_likeliest_classes(tmp_path: Path) -> None:
     """Probabilities are the softmax of the logits, or the outputs where they are probabilities."""
     logits, image = sharp(TINY), pixels(TINY)
@@ -83,6 +86,7 @@ def test_the_page_names_the_likeliest_classes(tmp_path: Path) -> None:
         assert f"{LABELS[best]} {scores[best]:.1%}" in said
 
 
+@pytest.mark.slow
 def test_pixels_are_scaled_for_a_model_that_does_not(tmp_path: Path) -> None:
     """With preprocessing inside or not, the same image gives the same page."""
     model, image = sharp(TINY), pixels(TINY)
@@ -103,6 +107,7 @@ def test_an_image_of_another_size_is_resampled_and_said(tmp_path: Path) -> None:
     assert "50x40 pixels was resampled to 32x48" in written.read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_features_have_a_page_without_relevance(tmp_path: Path) -> None:
     """A model without classifier is explained all the same."""
     model = sharp(dataclasses.replace(TINY, classes=None))
@@ -111,6 +116,7 @@ def test_features_have_a_page_without_relevance(tmp_path: Path) -> None:
     assert "no classifier" in written.read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_a_users_model_has_a_page(tmp_path: Path) -> None:
     """Nested, it is given pixels, and its own classes are named."""
     inputs = keras.Input((32, 48, 3))

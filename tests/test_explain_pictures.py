@@ -37,7 +37,10 @@ def texts(figure: Figure) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) if "many" in name else name for name in FIGURES],
+)
 def test_every_picture_is_drawn(name: str, tmp_path: Path) -> None:
     """It is saved without a warning and is not one flat colour."""
     figure = FIGURES[name]()

@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{PROGRAM}: {message}", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # Who reads has seen enough, as in `keras-vit list | head`; Python would complain at its end.
+        # The reader has seen enough, as in `keras-vit list | head`; Python would complain at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ValueError, OSError, ImportError) as error:

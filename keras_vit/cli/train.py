@@ -119,7 +119,7 @@ def _add_recipe_flags(group: argparse._ArgumentGroup) -> None:
         "--epochs",
         type=values.count,
         metavar="N",
-        help="passes over the training images (default: 60 for the digits, 100 for a folder, "
+        help="passes over the training images (default: 100 for the digits, 100 for a folder, "
         "10 with --weights)",
     )
     group.add_argument(

@@ -22,6 +22,9 @@ from keras_vit.export.references import References
 RECORD = "verification.json"
 # What float32 rounding allows between two orders of the same sums; measured up to 2e-6.
 SAVEDMODEL_LIMIT = 1e-5
+# Convolutions sum in another order at another batch size; measured up to 1.6e-5 of the largest logit
+# for R50+B/16, in the live model as in the file.
+HYBRID_LIMIT = 5e-5
 # How a file is compared and what it may reach: other kernels, other numbers of bits.
 FILE_LIMITS: Mapping[str, tuple[str, float]] = {
     "onnx": ("absolute", 1e-4),
@@ -91,6 +94,9 @@ def savedmodel_cases(
     """Returns a case for every signature of a SavedModel."""
     from keras_vit.export import serving_files
 
+    is_hybrid = exportable.config is not None and exportable.config.resnet_layers is not None
+    limit = HYBRID_LIMIT if is_hybrid else SAVEDMODEL_LIMIT
+
     def case(
         signature: str, name: str, value: np.ndarray, outputs: dict[str, np.ndarray], *names: str
     ) -> requests.Case:
@@ -98,7 +104,7 @@ def savedmodel_cases(
             signature=signature,
             inputs={name: value},
             expected={name: outputs[name] for name in names},
-            limit=SAVEDMODEL_LIMIT * _scale(outputs),
+            limit=limit * _scale(outputs),
         )
 
     files, pixels = references.files, references.pixels

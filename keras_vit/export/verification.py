@@ -22,8 +22,8 @@ from keras_vit.export.references import References
 RECORD = "verification.json"
 # What float32 rounding allows between two orders of the same sums; measured up to 2e-6.
 SAVEDMODEL_LIMIT = 1e-5
-# Convolutions sum in another order at another batch size; measured up to 1.6e-5 of the largest logit
-# for R50+B/16, in the live model as in the file.
+# Convolutions sum in another order at another batch size; measured up to 1.6e-5 of the largest
+# logit for R50+B/16.
 HYBRID_LIMIT = 5e-5
 # How a file is compared and what it may reach: other kernels, other numbers of bits.
 FILE_LIMITS: Mapping[str, tuple[str, float]] = {

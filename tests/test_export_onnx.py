@@ -170,15 +170,13 @@ def test_a_missing_package_is_named(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["Ti/16", "B/32", "B/16", "R50+B/16"])
+@pytest.mark.parametrize("name", ["Ti/16", "B/32", "B/16"])
 def test_full_size_models_in_every_format(name, tmp_path):
     """SavedModel, ONNX and TFLite files of full-size models hold every limit of the export."""
     config = dataclasses.replace(variant(name), include_preprocessing=True)
     model = randomize_as_published(VisionTransformer(config))
     formats = ["savedmodel", "onnx", "tflite", "tflite-fp16", "tflite-int8"]
-    # A hybrid's convolutions sum in another order at another batch size.
-    exact = 1e-5 if config.resnet_layers is None else 2e-4
-    limits = {"savedmodel": exact, "onnx": max(exact, 1e-4), "tflite": max(exact, 1e-4)}
+    limits = {"savedmodel": 1e-5, "onnx": 1e-4, "tflite": 1e-4}
     for artefact in export(model, tmp_path / "full", formats=formats):
         for check in artefact.checks:
             print(name, artefact.format, check.name, check.measured, check.limit)

@@ -34,6 +34,10 @@ class Builder(Protocol):
         classifier_activation: str | None = "softmax",
         include_preprocessing: bool = True,
         name: str | None = None,
+        *,
+        dropout_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+        remat: bool = False,
     ) -> keras.Model: ...
 
 
@@ -68,6 +72,8 @@ Args:
     include_preprocessing: whether the model takes pixels 0..255, uint8 or float, and scales them
         itself; otherwise it takes what `preprocess_input` makes of them.
     name: name of the model.
+    dropout_rate, drop_path_rate: dropout and stochastic depth in training, see `ViTConfig`.
+    remat: whether training computes activations anew instead of keeping them, to save memory.
 
 Returns:
     A `VisionTransformer`: (B, classes) with the classifier; (B, {hidden_dim}) without, or
@@ -96,6 +102,10 @@ def _builder(variant: str) -> Builder:
         classifier_activation: str | None = "softmax",
         include_preprocessing: bool = True,
         name: str | None = None,
+        *,
+        dropout_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+        remat: bool = False,
     ) -> keras.Model:
         request = _Request(
             include_top=include_top,
@@ -105,6 +115,11 @@ def _builder(variant: str) -> Builder:
             classifier_activation=classifier_activation,
             include_preprocessing=include_preprocessing,
             name=name or build.__name__.lower(),
+            training={
+                "dropout_rate": dropout_rate,
+                "drop_path_rate": drop_path_rate,
+                "remat": remat,
+            },
         )
         model = _build(variant, weights, request)
         return model if input_tensor is None else _on_tensor(model, input_tensor)
@@ -125,6 +140,7 @@ class _Request:
     classifier_activation: str | None
     include_preprocessing: bool
     name: str
+    training: dict[str, Any]  # fields of the config that matter in training alone
 
 
 def _build(name: str, weights: str | Path | None, request: _Request) -> VisionTransformer:
@@ -200,6 +216,7 @@ def _with_request(variant: ViTConfig, request: _Request, **fields: Any) -> ViTCo
         variant,
         classifier_activation=activation,
         include_preprocessing=request.include_preprocessing,
+        **request.training,
         **fields,
     )
 

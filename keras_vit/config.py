@@ -50,6 +50,8 @@ class ViTConfig:
             key and value.
         attention_dropout_rate: dropout on the attention weights.
         drop_path_rate: stochastic depth of the last block; the blocks before rise to it from 0.
+        remat: whether training keeps only the input of each block and computes the rest anew for
+            the gradient: less memory, more time, the same numbers.
         classifier_activation: activation after the classifier, e.g. "softmax"; None for logits.
         include_preprocessing: whether the model takes pixels 0..255 and scales them to [-1, 1].
 
@@ -73,6 +75,7 @@ class ViTConfig:
     dropout_rate: float = 0.0
     attention_dropout_rate: float = 0.0
     drop_path_rate: float = 0.0
+    remat: bool = False
     classifier_activation: str | None = None
     include_preprocessing: bool = False
 

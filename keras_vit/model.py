@@ -8,12 +8,15 @@ from typing import Any
 
 import keras
 
-from keras_vit import layers
+# By its own name: Keras' swap of `keras.Model` for it fails with a second base.
+from keras.src.models.functional import Functional
+
+from keras_vit import backend, layers
 from keras_vit.config import ViTConfig
 
 
 @keras.saving.register_keras_serializable(package="keras_vit")
-class VisionTransformer(keras.Model):
+class VisionTransformer(backend.ExactTrainer, Functional):  # type: ignore[misc]
     """A Vision Transformer (arXiv 2010.11929) as a functional `keras.Model`.
 
     Example:
@@ -121,6 +124,7 @@ def _forward(config: ViTConfig, dtype: str, images: Any) -> Any:
             dropout_rate=config.dropout_rate,
             attention_dropout_rate=config.attention_dropout_rate,
             drop_path_rate=drop_path_rate,
+            remat=config.remat,
             dtype=dtype,
             name=f"block_{index}",
         )(x)  # (B, N, D)

@@ -28,6 +28,10 @@ ARGUMENTS = [
     "classifier_activation",
     "include_preprocessing",
     "name",
+    # ours, by keyword
+    "dropout_rate",
+    "drop_path_rate",
+    "remat",
 ]
 
 FRESH = [
@@ -106,6 +110,16 @@ def test_builder_builds_its_variant(variant: str) -> None:
     sizes = ("hidden_dim", "mlp_dim", "num_heads", "num_layers", "patch_size", "resnet_layers")
     assert [getattr(model.config, s) for s in sizes] == [getattr(config, s) for s in sizes]
     assert model.name == builder.__name__.lower()
+
+
+def test_what_matters_in_training_is_passed_on() -> None:
+    """Dropout, stochastic depth and recomputing come into the config."""
+    model = keras_vit.ViTTi16(
+        input_shape=(32, 32, 3), dropout_rate=0.1, drop_path_rate=0.2, remat=True
+    )
+    config = model.config
+
+    assert (config.dropout_rate, config.drop_path_rate, config.remat) == (0.1, 0.2, True)
 
 
 @pytest.mark.parametrize("variant", BUILDERS)

@@ -11,17 +11,30 @@ if keras.backend.backend() == "tensorflow":
         ALIGNMENT,
         adopt,
         dense,
+        replica_id,
         space_to_depth,
         uninitialized,
     )
+    from keras_vit.backend.tensorflow_trainer import ExactTrainer
 else:
     from keras_vit.backend.plain import (
         ACTIVATIONS,
         ALIGNMENT,
+        ExactTrainer,
         adopt,
         dense,
+        replica_id,
         space_to_depth,
         uninitialized,
     )
 
-__all__ = ["ACTIVATIONS", "ALIGNMENT", "adopt", "dense", "space_to_depth", "uninitialized"]
+__all__ = [
+    "ACTIVATIONS",
+    "ALIGNMENT",
+    "ExactTrainer",
+    "adopt",
+    "dense",
+    "replica_id",
+    "space_to_depth",
+    "uninitialized",
+]

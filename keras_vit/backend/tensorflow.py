@@ -47,3 +47,11 @@ def uninitialized(shape: Any, dtype: Any = None) -> Any:
     Its memory is never touched, so it costs neither the time nor the pages of zeros.
     """
     return tf.raw_ops.Empty(shape=shape, dtype=dtype or tf.float32, init=False)
+
+
+def replica_id() -> Any:
+    """Returns which replica of a strategy this computation is: 0 to replicas - 1, 0 without one."""
+    context = tf.distribute.get_replica_context()
+    if context is None or context.num_replicas_in_sync == 1:
+        return 0
+    return context.replica_id_in_sync_group

@@ -5,10 +5,11 @@ from typing import Any
 import keras
 
 from keras_vit.layers.dense import TokenDense
+from keras_vit.layers.random import RandomLayer, dropout, split_seed
 
 
 @keras.saving.register_keras_serializable(package="keras_vit")
-class MultiHeadSelfAttention(keras.layers.Layer):
+class MultiHeadSelfAttention(RandomLayer):
     """Self-attention with one product for query, key and value (arXiv 2010.11929, Appendix A).
 
     Example:
@@ -32,11 +33,10 @@ class MultiHeadSelfAttention(keras.layers.Layer):
         dropout_rate: float = 0.0,
         **kwargs: Any,
     ) -> None:
-        super().__init__(**kwargs)
-        dtype = self.dtype_policy.name
+        super().__init__(is_random=attention_dropout_rate > 0 or dropout_rate > 0, **kwargs)
         self.num_heads = num_heads
-        self.attention_dropout = keras.layers.Dropout(attention_dropout_rate, dtype=dtype)
-        self.dropout = keras.layers.Dropout(dropout_rate, dtype=dtype)
+        self.attention_dropout_rate = attention_dropout_rate
+        self.dropout_rate = dropout_rate
 
     def build(self, input_shape: tuple[Any, ...]) -> None:
         hidden_dim, dtype = input_shape[-1], self.dtype_policy.name
@@ -49,13 +49,15 @@ class MultiHeadSelfAttention(keras.layers.Layer):
         self.qkv.build(input_shape)
         self.out.build(input_shape)
 
-    def call(self, inputs: Any, training: bool | None = None) -> Any:
+    def call(self, inputs: Any, training: bool | None = None, seed: Any = None) -> Any:
+        """Drops with `seed`, drawn by `next_seed`; with a fresh one if it is None."""
+        seeds = split_seed(self.next_seed(training) if seed is None else seed, 2)
         query, key, value = keras.ops.split(self.qkv(inputs), 3, axis=-1)  # (B, N, D) each
         query, key, value = (split_heads(x, self.num_heads) for x in (query, key, value))
         weights = attention_weights(query, key)  # (B, H, N, N)
-        weights = self.attention_dropout(weights, training=training)
+        weights = dropout(weights, self.attention_dropout_rate, seed=seeds[0])
         x = merge_heads(keras.ops.matmul(weights, value))  # (B, N, D)
-        return self.dropout(self.out(x), training=training)
+        return dropout(self.out(x), self.dropout_rate, seed=seeds[1])
 
     def compute_output_shape(self, input_shape: tuple[Any, ...]) -> tuple[Any, ...]:
         return input_shape

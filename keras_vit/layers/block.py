@@ -25,6 +25,8 @@ class TransformerBlock(keras.layers.Layer):
         dropout_rate: dropout after each dense layer except query, key and value.
         attention_dropout_rate: dropout on the attention weights.
         drop_path_rate: fraction of samples for which a branch is dropped in training.
+        remat: whether training keeps only the block's input and computes the rest anew for the
+            gradient (gradient checkpointing, arXiv 1604.06174): less memory, more time.
     """
 
     def __init__(
@@ -37,9 +39,11 @@ class TransformerBlock(keras.layers.Layer):
         dropout_rate: float = 0.0,
         attention_dropout_rate: float = 0.0,
         drop_path_rate: float = 0.0,
+        remat: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        self.remat = remat
         dtype = self.dtype_policy.name
         self.attention_norm = keras.layers.LayerNormalization(
             epsilon=layer_norm_epsilon, dtype=dtype, name="attention_norm"
@@ -64,10 +68,25 @@ class TransformerBlock(keras.layers.Layer):
             layer.build(input_shape)
 
     def call(self, inputs: Any, training: bool | None = None) -> Any:
-        x = self.attention(self.attention_norm(inputs), training=training)
-        tokens = inputs + self.drop_path(x, training=training)  # (B, N, D)
-        x = self.mlp(self.mlp_norm(tokens), training=training)
-        return tokens + self.drop_path(x, training=training)  # (B, N, D)
+        parts = (self.attention, self.drop_path, self.mlp, self.drop_path)
+        # Drawn here, so that what is computed anew drops the same again.
+        seeds = [part.next_seed(training) for part in parts]
+        if not (self.remat and training):
+            return self._forward(inputs, seeds)
+        drawn = [seed for seed in seeds if seed is not None]
+
+        def forward(inputs: Any, *drawn: Any) -> Any:
+            rest = iter(drawn)
+            return self._forward(inputs, [None if seed is None else next(rest) for seed in seeds])
+
+        return keras.remat(forward)(inputs, *drawn)  # which takes tensors alone
+
+    def _forward(self, inputs: Any, seeds: list[Any]) -> Any:
+        # A part without a seed is not random, or it is not training.
+        x = self.attention(self.attention_norm(inputs), seed=seeds[0])
+        tokens = inputs + self.drop_path(x, seed=seeds[1])  # (B, N, D)
+        x = self.mlp(self.mlp_norm(tokens), seed=seeds[2])
+        return tokens + self.drop_path(x, seed=seeds[3])  # (B, N, D)
 
     def compute_output_shape(self, input_shape: tuple[Any, ...]) -> tuple[Any, ...]:
         return input_shape

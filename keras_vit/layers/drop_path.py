@@ -4,9 +4,11 @@ from typing import Any
 
 import keras
 
+from keras_vit.layers.random import RandomLayer, drop_samples
+
 
 @keras.saving.register_keras_serializable(package="keras_vit")
-class DropPath(keras.layers.Layer):
+class DropPath(RandomLayer):
     """Drops a residual branch for whole samples in training (stochastic depth, arXiv 1603.09382).
 
     What is kept is divided by `1 - rate`, so that the expectation stays.
@@ -24,24 +26,20 @@ class DropPath(keras.layers.Layer):
     """
 
     def __init__(self, rate: float, *, seed: int | None = None, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
         if not 0 <= rate < 1:
             raise ValueError(f"rate must lie in [0, 1). Received: rate={rate!r}.")
+        super().__init__(is_random=rate > 0, seed=seed, **kwargs)
         self.rate = rate
         self.seed = seed
-        if rate > 0:
-            self.seed_generator = keras.random.SeedGenerator(seed)
 
     def build(self, input_shape: tuple[Any, ...]) -> None:
         self.built = True
 
-    def call(self, inputs: Any, training: bool | None = None) -> Any:
-        if not training or self.rate == 0:
-            return inputs
-        shape = (keras.ops.shape(inputs)[0],) + (1,) * (len(inputs.shape) - 1)
-        drawn = keras.random.uniform(shape, seed=self.seed_generator)
-        kept = keras.ops.cast(drawn >= self.rate, inputs.dtype)
-        return inputs * kept / (1 - self.rate)
+    def call(self, inputs: Any, training: bool | None = None, seed: Any = None) -> Any:
+        """Drops with `seed`, drawn by `next_seed`; with a fresh one if it is None."""
+        return drop_samples(
+            inputs, self.rate, seed=self.next_seed(training) if seed is None else seed
+        )
 
     def compute_output_shape(self, input_shape: tuple[Any, ...]) -> tuple[Any, ...]:
         return input_shape

@@ -5,10 +5,11 @@ from typing import Any
 import keras
 
 from keras_vit.layers.dense import TokenDense
+from keras_vit.layers.random import RandomLayer, dropout, split_seed
 
 
 @keras.saving.register_keras_serializable(package="keras_vit")
-class MLP(keras.layers.Layer):
+class MLP(RandomLayer):
     """Two dense layers with a GELU between, dropout after each (arXiv 2010.11929, 3.1).
 
     Example:
@@ -29,8 +30,9 @@ class MLP(keras.layers.Layer):
         dropout_rate: float = 0.0,
         **kwargs: Any,
     ) -> None:
-        super().__init__(**kwargs)
+        super().__init__(is_random=dropout_rate > 0, **kwargs)
         self.mlp_dim = mlp_dim
+        self.dropout_rate = dropout_rate
         self.fc1 = TokenDense(
             mlp_dim,
             activation=activation,
@@ -38,7 +40,6 @@ class MLP(keras.layers.Layer):
             dtype=self.dtype_policy.name,
             name="fc1",
         )
-        self.dropout = keras.layers.Dropout(dropout_rate, dtype=self.dtype_policy.name)
 
     def build(self, input_shape: tuple[Any, ...]) -> None:
         self.fc2 = TokenDense(
@@ -47,9 +48,11 @@ class MLP(keras.layers.Layer):
         self.fc1.build(input_shape)
         self.fc2.build((*input_shape[:-1], self.mlp_dim))
 
-    def call(self, inputs: Any, training: bool | None = None) -> Any:
-        x = self.dropout(self.fc1(inputs), training=training)  # (B, N, M)
-        return self.dropout(self.fc2(x), training=training)  # (B, N, D)
+    def call(self, inputs: Any, training: bool | None = None, seed: Any = None) -> Any:
+        """Drops with `seed`, drawn by `next_seed`; with a fresh one if it is None."""
+        hidden, out = split_seed(self.next_seed(training) if seed is None else seed, 2)
+        x = dropout(self.fc1(inputs), self.dropout_rate, seed=hidden)  # (B, N, M)
+        return dropout(self.fc2(x), self.dropout_rate, seed=out)  # (B, N, D)
 
     def compute_output_shape(self, input_shape: tuple[Any, ...]) -> tuple[Any, ...]:
         return input_shape

@@ -7,6 +7,7 @@ import keras
 from keras_vit import backend
 from keras_vit.layers.dense import TokenDense
 from keras_vit.layers.initialization import initializer
+from keras_vit.layers.random import RandomLayer, dropout
 
 # From BERT, as the original says (vit_jax/models_vit.py, Encoder).
 POSITION_STDDEV = 0.02
@@ -61,7 +62,7 @@ class Patches(keras.layers.Layer):
 
 
 @keras.saving.register_keras_serializable(package="keras_vit")
-class PatchEncoder(keras.layers.Layer):
+class PatchEncoder(RandomLayer):
     """Projects patches to tokens, puts a class token before them and adds position embeddings.
 
     Example:
@@ -85,8 +86,9 @@ class PatchEncoder(keras.layers.Layer):
         dropout_rate: float = 0.0,
         **kwargs: Any,
     ) -> None:
-        super().__init__(**kwargs)
+        super().__init__(is_random=dropout_rate > 0, **kwargs)
         self.hidden_dim = hidden_dim
+        self.dropout_rate = dropout_rate
         self.use_class_token = class_token
         self.projection = TokenDense(
             hidden_dim,
@@ -94,7 +96,6 @@ class PatchEncoder(keras.layers.Layer):
             dtype=self.dtype_policy.name,
             name="projection",
         )
-        self.dropout = keras.layers.Dropout(dropout_rate, dtype=self.dtype_policy.name)
 
     def build(self, input_shape: tuple[Any, ...]) -> None:
         _, tokens, _ = self.compute_output_shape(input_shape)
@@ -121,7 +122,11 @@ class PatchEncoder(keras.layers.Layer):
             )
             tokens = keras.ops.concatenate([first, tokens], axis=1)  # (B, N, D)
         tokens = tokens + keras.ops.cast(self.position_embedding, tokens.dtype)
-        return self.dropout(tokens, training=training)
+        return self.drop(tokens, training=training)
+
+    def drop(self, tokens: Any, *, training: bool | None) -> Any:
+        """Applies the dropout that comes after the positions."""
+        return dropout(tokens, self.dropout_rate, seed=self.next_seed(training))
 
     def compute_output_shape(self, input_shape: tuple[Any, ...]) -> tuple[Any, ...]:
         if len(input_shape) != 4 or any(side is None for side in input_shape[1:]):

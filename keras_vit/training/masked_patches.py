@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 import keras
 
+from keras_vit import backend
 from keras_vit.config import ViTConfig
 from keras_vit.layers import TokenDense
 from keras_vit.model import VisionTransformer
@@ -24,7 +25,7 @@ SMALL_SIDE = 4
 
 
 @keras.saving.register_keras_serializable(package="keras_vit")
-class MaskedPatchModel(keras.Model):
+class MaskedPatchModel(backend.ExactTrainer, keras.Model):  # type: ignore[misc]
     """A Vision Transformer that learns to predict corrupted patches; needs no labels.
 
     `compile` it with an optimizer and `fit` it on images; the loss is its own, over the corrupted
@@ -96,7 +97,7 @@ class MaskedPatchModel(keras.Model):
             first = keras.ops.broadcast_to(first, (keras.ops.shape(tokens)[0], *first.shape[1:]))
             tokens = keras.ops.concatenate([first, tokens], axis=1)  # (B, N, D)
         tokens = tokens + keras.ops.cast(encoder.position_embedding, tokens.dtype)
-        tokens = encoder.dropout(tokens, training=training)
+        tokens = encoder.drop(tokens, training=training)
         for index in range(self.config.num_layers):
             tokens = self.vit.get_layer(f"block_{index}")(tokens, training=training)
         tokens = self.vit.get_layer("encoder_norm")(tokens)

@@ -1,0 +1,369 @@
+"""The training step that is right under every `tf.distribute` strategy, and compiled by XLA.
+
+Keras clips gradients before it sums them over replicas, and switches XLA off under a strategy. Here
+a step is: forward and backward of each replica, compiled alone; the sum; then the optimizer, whose
+own sum is taken out. Some of what is overridden is Keras' private part: tests/test_backend_trainer
+and tests/test_multi_worker hold it, and pyproject.toml keeps Keras to the tested range.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import keras
+import tensorflow as tf
+
+_TINY = 1e-12  # keeps SAM's division finite
+
+
+class ExactTrainer:
+    """Put before `keras.Model` among the bases of a model: makes its `fit` exact.
+
+    One device, `MirroredStrategy` and `MultiWorkerMirroredStrategy` train the same; `TPUStrategy`
+    runs the same code.
+    """
+
+    _accumulate = 1
+    _sam_rho = 0.0
+    _norm: "_Untracked | None" = None
+    _is_xla = False
+
+    def compile(
+        self,
+        optimizer: Any = "rmsprop",
+        *args: Any,
+        accumulate: int = 1,
+        sam_rho: float = 0.0,
+        report_gradient_norm: bool = False,
+        jit_compile: bool | Literal["auto"] = "auto",
+        **kwargs: Any,
+    ) -> None:
+        """Configures training, with the arguments of `keras.Model.compile` and a few more.
+
+        Args:
+            optimizer: any Keras optimizer; wrapped in a `LossScaleOptimizer` if layers compute in
+                float16.
+            args: of `keras.Model.compile`.
+            accumulate: parts that the batch of a replica is cut into, one after another: the memory
+                of a part, the gradient of the whole.
+            sam_rho: radius of sharpness-aware minimisation (arXiv 2010.01412); 0 for none. A step
+                takes twice the time.
+            report_gradient_norm: whether the logs have "gradient_norm", the norm before clipping,
+                mean over the epoch.
+            jit_compile: whether XLA compiles the forward and backward pass. "auto": on a GPU. On a
+                CPU it is slower, and does not use bfloat16 units; a TPU always compiles.
+            kwargs: of `keras.Model.compile`.
+
+        Raises:
+            ValueError: what was asked for cannot be right under the strategy.
+        """
+        if accumulate < 1 or sam_rho < 0:
+            raise ValueError(
+                "accumulate must be at least 1 and sam_rho at least 0. "
+                f"Received: accumulate={accumulate!r}, sam_rho={sam_rho!r}."
+            )
+        optimizer = keras.optimizers.get(optimizer)
+        if optimizer is not None and self._computes_in_float16():
+            optimizer = _with_loss_scale(optimizer)
+        super().compile(optimizer, *args, **kwargs, jit_compile=False)  # type: ignore[misc]
+        self._check_strategy()
+        self._accumulate, self._sam_rho = accumulate, sam_rho
+        self._norm = _Untracked(keras.metrics.Mean(name="gradient_norm"))
+        self._reports_norm = report_gradient_norm
+        self._jit_request = jit_compile
+        self._is_xla = _wants_xla(jit_compile) and not self.run_eagerly
+        if self.optimizer is not None:
+            _leave_sum_to_trainer(self.optimizer)
+
+    def get_compile_config(self) -> dict[str, Any] | None:
+        config = super().get_compile_config()  # type: ignore[misc]
+        return config and {
+            **config,
+            "accumulate": self._accumulate,
+            "sam_rho": self._sam_rho,
+            "report_gradient_norm": self._reports_norm,
+            "jit_compile": self._jit_request,
+        }
+
+    def compile_from_config(self, config: dict[str, Any]) -> None:
+        self.compile(**keras.saving.deserialize_keras_object(config))
+        if self.optimizer is not None and self.built:
+            self.optimizer.build(self.trainable_variables)
+
+    def fit(self, *args: Any, **kwargs: Any) -> Any:
+        """Trains; see `keras.Model.fit`.
+
+        Raises:
+            ValueError: a batch cannot be divided evenly among replicas and parts.
+        """
+        try:
+            return super().fit(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            # Keras would start the next `fit` at the epoch that this one was resumed at.
+            self._initial_epoch = None
+
+    def reset_metrics(self) -> None:
+        super().reset_metrics()  # type: ignore[misc]
+        if self._norm is not None:
+            self._norm.value.reset_state()
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        """Runs one step on the batch of one replica."""
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
+        size = tf.shape(keras.tree.flatten(x)[0])[0]
+        replicas = _replicas()
+        if not self.trainable_variables:
+            raise ValueError("There is nothing to train: every weight of the model is frozen.")
+        with tf.control_dependencies(_batch_checks(size, replicas, self._accumulate)):
+            scale = tf.convert_to_tensor(self.optimizer.scale_loss(1.0))
+            loss, y_pred, gradients = self._gradients(x, y, weight, scale)
+        self._loss_tracker.update_state(loss * replicas, sample_weight=size)
+        if self._norm is not None:
+            known = [gradient for gradient in gradients if gradient is not None]
+            self._norm.value.update_state(tf.linalg.global_norm(known) / scale)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        logs = self.compute_metrics(x, y, y_pred, sample_weight=weight)
+        if self._reports_norm:
+            logs["gradient_norm"] = self._norm.value.result()
+        return _reducible(logs)
+
+    def test_step(self, data: Any) -> dict[str, Any]:
+        """Runs one evaluation step on the batch of one replica."""
+        return _reducible(super().test_step(data))  # type: ignore[misc]
+
+    def make_train_function(self, force: bool = False) -> Any:
+        if self.train_function is not None and not force:
+            return self.train_function
+        super().make_train_function(force=force)  # type: ignore[misc]
+        run = self.train_function
+
+        def checked(iterator: Any) -> Any:
+            try:
+                return run(iterator)
+            except tf.errors.InvalidArgumentError as error:
+                _raise_uneven(error)
+                raise
+
+        self.train_function = checked
+        return checked
+
+    def _gradients(
+        self, x: Any, y: Any, weight: Any, scale: tf.Tensor
+    ) -> tuple[tf.Tensor, Any, list[Any]]:
+        """Returns this replica's loss and predictions, and the gradients summed over replicas."""
+
+        def ascend(x: Any, y: Any, weight: Any, scale: tf.Tensor) -> list[Any]:
+            # No state changes: the second pass then draws the same masks as the first.
+            with keras.StatelessScope():
+                return self._pass(x, y, weight, scale)[2]
+
+        def descend(x: Any, y: Any, weight: Any, scale: tf.Tensor, steps: list[Any]) -> Any:
+            moved = [
+                variable.value if step is None else variable.value + tf.cast(step, variable.dtype)
+                for variable, step in zip(self.trainable_variables, steps, strict=True)
+            ]
+            mapping = list(zip(self.trainable_variables, moved, strict=True))
+            with keras.StatelessScope(state_mapping=mapping) as scope:
+                result = self._pass(x, y, weight, scale, sources=moved)
+            for variable in self.non_trainable_variables:
+                value = scope.get_current_value(variable)
+                if value is not None:
+                    variable.assign(value)
+            return result
+
+        if not self._sam_rho:
+            loss, y_pred, gradients = self._compiled(self._pass)(x, y, weight, scale)
+        else:
+            upward = _sum_over_replicas(self._compiled(ascend)(x, y, weight, scale))
+            norm = tf.linalg.global_norm([g for g in upward if g is not None])
+            steps = [
+                None if g is None else g * self._sam_rho / (norm + _TINY * scale) for g in upward
+            ]
+            loss, y_pred, gradients = self._compiled(descend)(x, y, weight, scale, steps)
+        return loss, y_pred, _sum_over_replicas(gradients)
+
+    def _pass(
+        self, x: Any, y: Any, weight: Any, scale: tf.Tensor, sources: list[Any] | None = None
+    ) -> tuple[tf.Tensor, Any, list[Any]]:
+        """Forward and backward: the loss, the predictions, the gradients of loss * scale."""
+
+        def part(x: Any, y: Any, weight: Any) -> tuple[tf.Tensor, Any, list[Any]]:
+            with tf.GradientTape() as tape:
+                tape.watch(sources or [])
+                y_pred = self(x, training=True)
+                loss = self._compute_loss(
+                    x=x, y=y, y_pred=y_pred, sample_weight=weight, training=True
+                )
+                scaled = loss * tf.cast(scale, loss.dtype)
+            return loss, y_pred, tape.gradient(scaled, sources or self.trainable_variables)
+
+        return _in_parts(part, (x, y, weight), count=self._accumulate)
+
+    def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        if not self._is_xla:
+            return function
+        compiled: Callable[..., Any] = tf.function(function, jit_compile=True, autograph=False)
+        return compiled
+
+    def _computes_in_float16(self) -> bool:
+        return any(layer.compute_dtype == "float16" for layer in self._flatten_layers())
+
+    def _check_strategy(self) -> None:
+        strategy = self.distribute_strategy
+        if isinstance(strategy, tf.distribute.ParameterServerStrategy):
+            raise ValueError(
+                "Keras cannot train under ParameterServerStrategy; use MirroredStrategy on one "
+                "machine, MultiWorkerMirroredStrategy on several."
+            )
+        if strategy.num_replicas_in_sync > 1 and self.steps_per_execution > 1:
+            raise ValueError(
+                f"steps_per_execution={self.steps_per_execution} does not work with "
+                f"{strategy.num_replicas_in_sync} replicas; leave it at 1."
+            )
+        if getattr(self.optimizer, "gradient_accumulation_steps", None):
+            raise ValueError(
+                "The optimizer's gradient_accumulation_steps does not work with this model's "
+                "training step; leave it out, and give compile(accumulate=...) instead."
+            )
+
+    def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
+        # Keras' own reduces the first batch over replicas, which fails with several workers.
+        if self._distribute_strategy is None:
+            return
+        strategy = self.distribute_strategy
+        if iterator is not None:
+            for _, _, batches in iterator:
+                data_batch = keras.tree.map_structure(
+                    lambda value: strategy.experimental_local_results(value)[0], next(batches)
+                )
+                break
+        with strategy.scope():
+            self._symbolic_build(data_batch=data_batch)
+
+
+class _Untracked:
+    """Hides a metric from the model, which would report it in evaluation too."""
+
+    def __init__(self, value: keras.metrics.Metric) -> None:
+        self.value = value
+
+
+def _wants_xla(request: bool | str) -> bool:
+    if request != "auto":
+        return bool(request)
+    is_tpu = isinstance(tf.distribute.get_strategy(), tf.distribute.TPUStrategy)
+    return bool(tf.config.list_physical_devices("GPU")) and not is_tpu
+
+
+def _replicas() -> int:
+    context = tf.distribute.get_replica_context()
+    return 1 if context is None else int(context.num_replicas_in_sync)
+
+
+def _sum_over_replicas(gradients: Sequence[Any]) -> list[Any]:
+    context = tf.distribute.get_replica_context()
+    if context is None or context.num_replicas_in_sync == 1:
+        return list(gradients)
+    known = [gradient for gradient in gradients if gradient is not None]
+    # A sum, because the loss of each replica is divided by their number already.
+    summed = iter(context.all_reduce(tf.distribute.ReduceOp.SUM, known))
+    return [None if gradient is None else next(summed) for gradient in gradients]
+
+
+def _leave_sum_to_trainer(optimizer: keras.optimizers.Optimizer) -> None:
+    """Makes an optimizer take gradients that are summed over replicas already.
+
+    On the object, not in a subclass: any optimizer keeps its class, and is saved under its name.
+    """
+    inner = getattr(optimizer, "inner_optimizer", optimizer)  # of a LossScaleOptimizer
+    object.__setattr__(inner, "_all_reduce_sum_gradients", list)
+
+
+def _with_loss_scale(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+    # Keras looks at the model's own policy alone, not at its layers'.
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return optimizer
+    return keras.optimizers.LossScaleOptimizer(optimizer)
+
+
+def _reducible(logs: dict[str, Any]) -> dict[str, Any]:
+    """Gives scalars the axis that Keras reduces over when there are several workers."""
+    strategy = tf.distribute.get_strategy()
+    if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
+        return logs
+    return {name: tf.reshape(value, [1]) for name, value in logs.items()}
+
+
+def _in_parts(
+    function: Callable[..., tuple[tf.Tensor, Any, list[Any]]], batch: Any, *, count: int
+) -> tuple[tf.Tensor, Any, list[Any]]:
+    """Runs a pass over a batch in parts: mean loss, all predictions, mean gradients."""
+    if count == 1:
+        return function(*batch)
+
+    def cut(value: tf.Tensor) -> tf.Tensor:
+        return tf.reshape(value, tf.concat([[count, -1], tf.shape(value)[1:]], axis=0))
+
+    def take(index: Any) -> Any:
+        return keras.tree.map_structure(
+            lambda part, whole: (
+                None if whole is None else tf.ensure_shape(part[index], [None, *whole.shape[1:]])
+            ),
+            parts,
+            batch,
+        )
+
+    parts = keras.tree.map_structure(lambda value: None if value is None else cut(value), batch)
+    loss, y_pred, gradients = function(*take(0))
+    predictions = [
+        tf.TensorArray(value.dtype, count, element_shape=value.shape).write(0, value)
+        for value in keras.tree.flatten(y_pred)
+    ]
+    known = [gradient for gradient in gradients if gradient is not None]
+
+    def body(index: tf.Tensor, loss: tf.Tensor, predictions: Any, known: Any) -> Any:
+        more_loss, more, further = function(*take(index))
+        predictions = [
+            array.write(index, value)
+            for array, value in zip(predictions, keras.tree.flatten(more), strict=True)
+        ]
+        further = [gradient for gradient in further if gradient is not None]
+        return (
+            index + 1,
+            loss + more_loss,
+            predictions,
+            [total + gradient for total, gradient in zip(known, further, strict=True)],
+        )
+
+    _, loss, predictions, known = tf.while_loop(
+        lambda index, *_: index < count, body, (tf.constant(1), loss, predictions, known)
+    )
+    whole = [tf.concat(tf.unstack(array.stack(), count), axis=0) for array in predictions]
+    means = iter([gradient / count for gradient in known])
+    return (
+        loss / count,
+        keras.tree.pack_sequence_as(y_pred, whole),
+        [None if gradient is None else next(means) for gradient in gradients],
+    )
+
+
+_UNEVEN = "keras-vit: uneven batch"
+
+
+def _batch_checks(size: tf.Tensor, replicas: int, parts: int) -> list[Any]:
+    """Returns ops that fail unless all replicas have batches of one size that parts divide."""
+    checks = []
+    if parts > 1:
+        checks.append(tf.debugging.assert_equal(size % parts, 0, message=_UNEVEN))
+    if replicas > 1:
+        total = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, size)
+        checks.append(tf.debugging.assert_equal(total, size * replicas, message=_UNEVEN))
+    return [check for check in checks if check is not None]
+
+
+def _raise_uneven(error: tf.errors.InvalidArgumentError) -> None:
+    if _UNEVEN in str(error):
+        raise ValueError(
+            "A training batch cannot be divided evenly among the replicas and the accumulated "
+            "parts, so its gradient would be wrong; choose a batch size that can, and drop the "
+            "incomplete last batch: dataset.batch(size, drop_remainder=True)."
+        ) from None

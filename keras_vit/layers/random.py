@@ -1,0 +1,92 @@
+"""Random masks: their seed is state that a checkpoint can save, and differs between replicas."""
+
+from typing import Any
+
+import keras
+
+from keras_vit import backend
+
+# Odd, so that its multiples modulo 2**32 are all different (Knuth's multiplicative hash).
+_STRIDE = 0x9E3779B1
+
+
+class ReplicaSeedGenerator(keras.random.SeedGenerator):
+    """A seed generator whose seeds differ between the replicas of a `tf.distribute` strategy.
+
+    Its state is the same on all of them; Keras' own generator therefore drops the same units for
+    every replica's images.
+    """
+
+    def next(self, ordered: bool = True) -> Any:
+        return _shifted(super().next(ordered), backend.replica_id())
+
+
+class RandomLayer(keras.layers.Layer):
+    """A layer that draws masks in training.
+
+    A recomputed layer (gradient checkpointing) must drop the same units again. So a seed can be
+    drawn first, by `next_seed`, and given to `call`.
+
+    Args:
+        is_random: whether it draws at all; if not, it has no state.
+        seed: integer seed of the masks; None for a random one.
+    """
+
+    def __init__(self, *, is_random: bool, seed: int | None = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.is_random = is_random
+        if is_random:
+            self.seed_generator = ReplicaSeedGenerator(seed)
+
+    def next_seed(self, training: bool | None) -> Any:
+        """Draws the seed of one call, two integers; None if nothing is drawn in this call."""
+        return self.seed_generator.next() if training and self.is_random else None
+
+
+class _GivenSeed(keras.random.SeedGenerator):
+    """Lets `keras.random` draw with a seed that is a tensor."""
+
+    def __init__(self, seed: Any) -> None:
+        self._seed = seed
+
+    def next(self, ordered: bool = True) -> Any:
+        return self._seed
+
+
+def split_seed(seed: Any, count: int) -> list[Any]:
+    """Makes `count` seeds of one; None stays None."""
+    return [None if seed is None else _shifted(seed, index << 16) for index in range(count)]
+
+
+def dropout(x: Any, rate: float, *, seed: Any) -> Any:
+    """Drops a fraction of the values and scales the rest by 1 / (1 - rate); nothing without seed.
+
+    Args:
+        x: any shape.
+        rate: fraction, in [0, 1).
+        seed: two integers, or None.
+    """
+    return x if seed is None or not rate else keras.random.dropout(x, rate, seed=_GivenSeed(seed))
+
+
+def drop_samples(x: Any, rate: float, *, seed: Any) -> Any:
+    """Drops a fraction of the samples whole and scales the rest by 1 / (1 - rate).
+
+    Args:
+        x: (B, ...).
+        rate: fraction, in [0, 1).
+        seed: two integers, or None, which drops nothing.
+    """
+    if seed is None or not rate:
+        return x
+    shape = (keras.ops.shape(x)[0],) + (1,) * (len(x.shape) - 1)
+    kept = keras.random.uniform(shape, seed=_GivenSeed(seed)) >= rate
+    return x * keras.ops.cast(kept, x.dtype) / (1 - rate)
+
+
+def _shifted(seed: Any, by: Any) -> Any:
+    if isinstance(by, int):
+        by = by * _STRIDE % 2**32
+        return seed if not by else seed + keras.ops.convert_to_tensor([by, 0], dtype=seed.dtype)
+    shift = keras.ops.cast(by, seed.dtype) * _STRIDE % 2**32
+    return seed + keras.ops.stack([shift, keras.ops.zeros_like(shift)])

@@ -14,7 +14,7 @@ epochs = int(sys.argv[1]) if len(sys.argv) > 1 else RECIPES["digits"].epochs
 recipe = dataclasses.replace(RECIPES["digits"], epochs=epochs)
 
 data = load_digits()
-run = train(data, out="digits-run", recipe=recipe, overwrite=True)
+run = train(data, out="digits-run", recipe=recipe, existing="overwrite")
 accuracy = evaluate(run.model, data.test, labels=data.labels).accuracy
 print(f"Of {len(data.test)} digits it has never seen, {accuracy:.1%} are read rightly.")
 

@@ -38,6 +38,17 @@ def whole_file(path: str | Path) -> Iterator[Path]:
         Path(folder).rmdir()
 
 
+def sync_tree(folder: Path) -> None:
+    """Brings every file and name under a folder to the disk."""
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            sync_tree(entry)
+        else:
+            with entry.open("rb") as written:
+                os.fsync(written.fileno())
+    sync_folder(folder)
+
+
 def sync_folder(folder: Path) -> None:
     """Makes the names in a folder survive a power cut, where the system can do that."""
     if not hasattr(os, "O_DIRECTORY"):

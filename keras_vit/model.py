@@ -16,7 +16,7 @@ from keras_vit.config import ViTConfig
 
 
 @keras.saving.register_keras_serializable(package="keras_vit")
-class VisionTransformer(backend.ExactTrainer, Functional):  # type: ignore[misc]
+class VisionTransformer(backend.ExactTrainer, Functional):
     """A Vision Transformer (arXiv 2010.11929) as a functional `keras.Model`.
 
     Example:

@@ -1,4 +1,4 @@
-"""Fixtures that several test files share."""
+"""Fixtures that several test files share; two devices, so that strategies can be tested."""
 
 import keras
 import numpy as np
@@ -6,6 +6,13 @@ import pytest
 
 from keras_vit.config import ViTConfig
 from keras_vit.model import VisionTransformer
+
+if keras.backend.backend() == "tensorflow":
+    import tensorflow as tf
+
+    tf.config.set_logical_device_configuration(
+        tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
+    )
 
 TINY = ViTConfig(
     input_shape=(32, 48, 3),

@@ -212,7 +212,7 @@ def wait_for(process: subprocess.Popen[str], event: str) -> None:
 
 
 def test_ctrl_c_leaves_a_whole_model_or_nothing(place: Path, tmp_path: Path) -> None:
-    """After an epoch the best model is kept, before the first nothing is; exit code 130."""
+    """What was learnt can be resumed, after an epoch used as well; exit code 130."""
     endless = ("--model", "digits", "--epochs", "100000", "--json")
     data = ("train", "--data", place / "images")
     late = start(*data, "--out", "late", *endless, folder=tmp_path)
@@ -225,12 +225,14 @@ def test_ctrl_c_leaves_a_whole_model_or_nothing(place: Path, tmp_path: Path) -> 
 
     assert (kept.code, lost.code) == (130, 130)
     assert len(kept.errors) == len(lost.errors) == 1
-    assert "'late' holds the model of epoch" in kept.errors[0]
-    assert "nothing was saved" in lost.errors[0]
-    assert [entry.name for entry in tmp_path.iterdir()] == ["late"]
-    assert load_run(tmp_path / "late").config["result"]["finished"] is False
-    assert main(["evaluate", str(tmp_path / "late")]) == 0
-    assert (tmp_path / "late" / "metrics.json").is_file()
+    late_run = tmp_path / "late.unfinished"
+    assert "a checkpoint is in 'late.unfinished'" in kept.errors[0]
+    assert "the best so far" in kept.errors[0]
+    assert "nothing was saved" in lost.errors[0] or "early.unfinished" in lost.errors[0]
+    assert {entry.name for entry in tmp_path.iterdir()} <= {late_run.name, "early.unfinished"}
+    assert load_run(late_run).config["result"]["finished"] is False
+    assert main(["evaluate", str(late_run)]) == 0
+    assert (late_run / "metrics.json").is_file()
 
 
 def test_overwriting_replaces_the_run_at_the_end(

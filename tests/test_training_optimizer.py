@@ -9,6 +9,7 @@ import pytest
 import keras_vit
 from keras_vit.training import RECIPES, Recipe
 from keras_vit.training.optimizer import make_optimizer
+from keras_vit.training.recipe import Plan
 
 CONFIG = keras_vit.ViTConfig(
     input_shape=(8, 8, 3),
@@ -22,9 +23,13 @@ CONFIG = keras_vit.ViTConfig(
 RECIPE = dataclasses.replace(RECIPES["scratch"], learning_rate=0.01, warmup=0.2)
 
 
+def plan(recipe: Recipe, steps: int) -> Plan:
+    return dataclasses.replace(recipe, epochs=None, steps=steps).plan(images=1000)
+
+
 def learning_rates(recipe: Recipe, steps: int) -> list[float]:
     model = keras_vit.VisionTransformer(CONFIG)
-    optimizer = make_optimizer(recipe, model=model, steps=steps)
+    optimizer = make_optimizer(recipe, model=model, plan=plan(recipe, steps))
     rates = []
     for step in range(steps + 1):
         optimizer.iterations.assign(step)
@@ -54,7 +59,7 @@ def test_only_kernels_decay() -> None:
     for variable in model.trainable_variables:
         variable.assign(np.ones(variable.shape))
     recipe = dataclasses.replace(RECIPE, warmup=0, weight_decay=0.5)
-    optimizer = make_optimizer(recipe, model=model, steps=10)
+    optimizer = make_optimizer(recipe, model=model, plan=plan(recipe, 10))
 
     optimizer.apply(
         [np.zeros(variable.shape, np.float32) for variable in model.trainable_variables],
@@ -74,7 +79,7 @@ def test_large_gradients_are_cut_to_the_norm() -> None:
         model = keras_vit.VisionTransformer(CONFIG)
         for variable in model.trainable_variables:
             variable.assign(np.zeros(variable.shape))
-        optimizer = make_optimizer(RECIPE, model=model, steps=10)
+        optimizer = make_optimizer(RECIPE, model=model, plan=plan(RECIPE, 10))
         optimizer.iterations.assign(5)
         gradients = [
             np.full(variable.shape, scale, np.float32) for variable in model.trainable_variables

@@ -1,27 +1,23 @@
 """Tests of keras_vit.training.progress."""
 
+import json
 from typing import Any
 
-import keras
-import numpy as np
 import pytest
 
 from keras_vit.training import EpochDone, StepDone
 from keras_vit.training.progress import Watcher
 
+LOGS = {"loss": 1.0, "accuracy": 0.5, "gradient_norm": 2.0}
+
 
 def watch(epochs: list[tuple[float, float]], **fields: Any) -> Watcher:
-    """Feeds a watcher one step and one (accuracy, loss) of validation per epoch."""
-    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
-    watcher = Watcher(epochs=len(epochs), steps=len(epochs), **fields)
-    watcher.set_model(model)
-    for epoch, (accuracy, loss) in enumerate(epochs):
-        watcher.on_epoch_begin(epoch)
-        model.set_weights([np.full((1, 1), epoch + 1.0), np.zeros(1)])
-        watcher.on_train_batch_end(0)
-        logs = {"loss": 1.0, "accuracy": 0.5, "val_accuracy": accuracy, "val_loss": loss}
-        watcher.on_epoch_end(epoch, logs)
+    """Feeds a watcher two steps and one (accuracy, loss) of validation per epoch."""
+    watcher = Watcher(epochs=len(epochs), steps=2 * len(epochs), batch_size=8, **fields)
+    for accuracy, loss in epochs:
+        watcher.end_step(LOGS)
+        watcher.end_step({**LOGS, "loss": 3.0})
+        watcher.tell(watcher.end_epoch({"accuracy": accuracy, "loss": loss}, learning_rate=0.1))
     return watcher
 
 
@@ -37,30 +33,63 @@ BEST = [
 def test_the_best_epoch_is_the_one_of_least_validation_loss(
     epochs: list[tuple[float, float]], best: int
 ) -> None:
-    """Its weights are kept, whatever came after."""
+    """Whatever came after, and the first of equals."""
     watcher = watch(epochs)
 
     assert watcher.best is not None
     assert watcher.best.epoch == best
-    assert watcher.best_weights[0].item() == best
 
 
 def test_events_come_in_order_and_are_complete() -> None:
     """Each step and each epoch is told once, with what is left to do."""
     events: list[Any] = []
     watch([(0.5, 1.0), (0.6, 0.9)], on_event=events.append)
+    steps = [event for event in events if isinstance(event, StepDone)]
+    epochs = [event for event in events if isinstance(event, EpochDone)]
 
-    assert [type(event) for event in events] == [StepDone, EpochDone] * 2
-    assert [event.step for event in events[::2]] == [1, 2]
-    assert events[0].seconds_left is None
-    assert events[2].seconds_left == 0
-    assert [event.is_best for event in events[1::2]] == [True, True]
-    assert events[1].validation_accuracy == 0.5
+    assert [type(event) for event in events] == [StepDone, StepDone, EpochDone] * 2
+    assert [event.step for event in steps] == [1, 2, 3, 4]
+    assert [event.epoch for event in steps] == [1, 1, 2, 2]
+    assert (steps[0].seconds_left, steps[0].images_per_second) == (None, None)
+    assert steps[3].seconds_left == 0
+    assert steps[3].memory > 1e6
+    assert [event.is_best for event in epochs] == [True, True]
+    assert (epochs[1].loss, epochs[1].validation_accuracy) == (2.0, 0.6)
 
 
-def test_a_loss_that_is_no_number_stops_the_training() -> None:
-    """The sentence says what to try."""
+def test_a_loss_that_is_no_number_is_an_error() -> None:
+    """The sentence says at which step; the step does not count."""
     watcher = watch([(0.5, 1.0)])
 
-    with pytest.raises(ValueError, match=r"loss is nan after epoch 2; try a smaller learning rate"):
-        watcher.on_epoch_end(1, {"loss": float("nan")})
+    with pytest.raises(FloatingPointError, match=r"loss is nan at step 3 \(epoch 2\)"):
+        watcher.end_step({**LOGS, "loss": float("nan")})
+    assert watcher.step == 2
+
+
+def test_it_goes_on_where_it_was() -> None:
+    """In the middle of an epoch, after JSON: the rest of the epoch has the same mean."""
+    events: list[Any] = []
+    watcher = watch([(0.5, 1.0)])
+    watcher.end_step({**LOGS, "loss": 1 / 3})
+    again = Watcher(epochs=2, steps=4, batch_size=8, on_event=events.append)
+    again.resume(json.loads(json.dumps(watcher.to_dict())))
+    for either in (watcher, again):
+        either.end_step(LOGS)
+        either.end_epoch({"accuracy": 0.4, "loss": 2.0}, learning_rate=0.0)
+
+    assert again.history[1].loss == watcher.history[1].loss == (1 / 3 + 1) / 2
+    assert again.best == watcher.best == again.history[0]
+    assert [event.step for event in events] == [4]
+
+
+def test_an_interruption_by_whoever_watches_is_kept_for_later() -> None:
+    """The step that is over stays counted."""
+
+    def interrupt(event: object) -> None:
+        raise KeyboardInterrupt
+
+    watcher = Watcher(epochs=1, steps=2, batch_size=8, on_event=interrupt)
+    watcher.end_step(LOGS)
+
+    assert watcher.stop_requested
+    assert watcher.step == 1

@@ -18,8 +18,8 @@ def write_run(path: Path, *, content: str = "{}") -> Path:
 
 def test_a_free_place_is_free(tmp_path: Path) -> None:
     """A new name and an empty folder may be written to."""
-    run.check_free(tmp_path / "new", overwrite=False)
-    run.check_free(tmp_path, overwrite=False)
+    run.check_free(tmp_path / "new", existing="refuse")
+    run.check_free(tmp_path, existing="refuse")
 
 
 def test_a_run_is_replaced_only_on_demand(tmp_path: Path) -> None:
@@ -27,12 +27,12 @@ def test_a_run_is_replaced_only_on_demand(tmp_path: Path) -> None:
     write_run(tmp_path / "run")
 
     with pytest.raises(FileExistsError, match="already holds a run"):
-        run.check_free(tmp_path / "run", overwrite=False)
-    run.check_free(tmp_path / "run", overwrite=True)
+        run.check_free(tmp_path / "run", existing="refuse")
+    run.check_free(tmp_path / "run", existing="overwrite")
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_what_is_no_run_is_never_replaced(tmp_path: Path, overwrite: bool) -> None:
+@pytest.mark.parametrize("existing", ["refuse", "overwrite", "resume"])
+def test_what_is_no_run_is_never_replaced(tmp_path: Path, existing: run.Existing) -> None:
     """A file, a link, a folder of other things, and a run with notes in it are all refused."""
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to(write_run(tmp_path / "run"))
@@ -50,7 +50,7 @@ def test_what_is_no_run_is_never_replaced(tmp_path: Path, overwrite: bool) -> No
         ("half", "no whole run"),
     ):
         with pytest.raises(FileExistsError, match=message):
-            run.check_free(tmp_path / name, overwrite=overwrite)
+            run.check_free(tmp_path / name, existing=existing)
 
 
 def test_a_run_appears_whole(tmp_path: Path) -> None:

@@ -71,6 +71,7 @@ def test_the_run_directory_is_complete(trained: Run, data: ImageData) -> None:
         "labels.txt",
         "model.keras",
         "splits.csv",
+        "tensorboard",
     ]
     assert (trained.path / "labels.txt").read_text() == "plain\nstriped\n"
     assert Recipe.from_dict(config["recipe"]) == RECIPE
@@ -188,26 +189,32 @@ def interrupt_in_epoch(epoch: int) -> Any:
     return on_event
 
 
-def test_an_interruption_before_the_first_epoch_leaves_nothing(
-    data: ImageData, tmp_path: Path
+def test_an_interruption_is_resumed_to_the_same_bits(
+    data: ImageData, trained: Run, tmp_path: Path
 ) -> None:
-    """Neither a run nor a temporary folder stays."""
-    with pytest.raises(TrainingInterrupted, match="nothing was saved") as caught:
-        train(
-            data,
-            out=tmp_path / "run",
-            model=CONFIG,
-            recipe=RECIPE,
-            on_event=interrupt_in_epoch(1),
-        )
+    """Stopped in the first epoch and in the last, and resumed, a run ends as if it never was."""
+    for epoch in (1, 3):
+        with pytest.raises(TrainingInterrupted, match=r"a checkpoint is in .*run.unfinished"):
+            train(
+                data,
+                out=tmp_path / "run",
+                model=CONFIG,
+                recipe=RECIPE,
+                existing="resume",
+                on_event=interrupt_in_epoch(epoch),
+            )
+        assert [entry.name for entry in tmp_path.iterdir()] == ["run.unfinished"]
+    resumed = train(data, out=tmp_path / "run", model=CONFIG, recipe=RECIPE, existing="resume")
 
-    assert caught.value.path is None
-    assert not any(tmp_path.iterdir())
+    result, expected = resumed.config["result"], trained.config["result"]
+    assert result["state_sha256"] == expected["state_sha256"]
+    assert not weights_differ(resumed.model, trained.model)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
 
 
-def test_an_interruption_keeps_the_best_epoch(data: ImageData, tmp_path: Path) -> None:
-    """The run holds the model of the epochs that were finished, and says so."""
-    with pytest.raises(TrainingInterrupted, match=r"after epoch 2 of 3: .* holds the model"):
+def test_an_interruption_leaves_a_run_of_the_best_epoch(data: ImageData, tmp_path: Path) -> None:
+    """What can be resumed can be used too, and says how far it came."""
+    with pytest.raises(TrainingInterrupted, match=r"the model of epoch \d, the best so far"):
         train(
             data,
             out=tmp_path / "run",
@@ -215,7 +222,7 @@ def test_an_interruption_keeps_the_best_epoch(data: ImageData, tmp_path: Path) -
             recipe=RECIPE,
             on_event=interrupt_in_epoch(3),
         )
-    opened = load_run(tmp_path / "run")
+    opened = load_run(tmp_path / "run.unfinished")
     found = evaluate(opened.model, data.validation, labels=opened.labels)
     result = opened.config["result"]
 
@@ -223,26 +230,61 @@ def test_an_interruption_keeps_the_best_epoch(data: ImageData, tmp_path: Path) -
     assert found.accuracy == pytest.approx(result["validation_accuracy"], abs=1e-6)
 
 
+def test_an_unfinished_training_is_safe(data: ImageData, tmp_path: Path) -> None:
+    """It is neither replaced unasked nor resumed with other settings."""
+    arguments: dict[str, Any] = {"out": tmp_path / "run", "model": CONFIG}
+    with pytest.raises(TrainingInterrupted):
+        train(data, recipe=RECIPE, on_event=interrupt_in_epoch(1), **arguments)
+    other = dataclasses.replace(RECIPE, learning_rate=0.5)
+
+    with pytest.raises(FileExistsError, match="holds an unfinished training"):
+        train(data, recipe=RECIPE, **arguments)
+    with pytest.raises(ValueError, match=r"started with recipe.learning_rate=0.01, not 0.5"):
+        train(data, recipe=other, existing="resume", **arguments)
+
+
+def test_a_finished_run_is_not_replaced_by_resuming(trained: Run, data: ImageData) -> None:
+    """The same command once more says that there is a run."""
+    with pytest.raises(FileExistsError, match="already holds a run"):
+        train(data, out=trained.path, model=CONFIG, recipe=RECIPE, existing="resume")
+
+
 def test_an_interruption_does_not_replace_a_whole_run(data: ImageData, tmp_path: Path) -> None:
-    """With `overwrite` the old run stays and the interrupted one lies beside it."""
+    """With "overwrite" the old run stays until the new one is complete."""
     recipe = dataclasses.replace(RECIPE, epochs=1)
     train(data, out=tmp_path / "run", model=CONFIG, recipe=recipe)
     before = (tmp_path / "run" / "model.keras").read_bytes()
 
-    with pytest.raises(TrainingInterrupted) as caught:
+    with pytest.raises(TrainingInterrupted):
         train(
             data,
             out=tmp_path / "run",
             model=CONFIG,
             recipe=RECIPE,
-            overwrite=True,
-            on_event=interrupt_in_epoch(2),
+            existing="overwrite",
+            on_event=interrupt_in_epoch(1),
         )
-
     assert (tmp_path / "run" / "model.keras").read_bytes() == before
-    assert caught.value.path == tmp_path / "run.interrupted"
-    assert load_run(caught.value.path).config["result"]["epochs"] == 1
-    assert len(list(tmp_path.iterdir())) == 2
+    train(data, out=tmp_path / "run", model=CONFIG, recipe=RECIPE, existing="resume")
+
+    assert load_run(tmp_path / "run").config["result"]["epochs"] == 3
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_loss_that_is_no_number_stops_the_training(data: ImageData, tmp_path: Path) -> None:
+    """The step is named, and the checkpoint of before is kept."""
+    recipe = dataclasses.replace(RECIPE, learning_rate=100.0, gradient_norm=None, warmup=0)
+
+    def poison(event: Any) -> None:
+        if not isinstance(event, EpochDone) and event.step == 2:
+            model.get_layer("head").kernel.assign(np.full((16, 2), np.nan))
+
+    config = dataclasses.replace(CONFIG, classes=2, include_preprocessing=True)
+    model = keras_vit.VisionTransformer(config)
+    with pytest.raises(FloatingPointError, match=r"loss is nan at step 3 \(epoch 2\); .* step 2"):
+        train(data, out=tmp_path / "run", model=model, recipe=recipe, on_event=poison)
+
+    assert (tmp_path / "run.unfinished" / "checkpoint-00000002.npz").is_file()
 
 
 def test_another_backend_is_refused(

@@ -17,7 +17,7 @@ if keras.backend.backend() == "tensorflow":
     )
     from keras_vit.backend.tensorflow_trainer import ExactTrainer
 else:
-    from keras_vit.backend.plain import (
+    from keras_vit.backend.plain import (  # type: ignore[assignment]
         ACTIVATIONS,
         ALIGNMENT,
         ExactTrainer,

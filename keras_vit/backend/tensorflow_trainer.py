@@ -7,15 +7,21 @@ and tests/test_multi_worker hold it, and pyproject.toml keeps Keras to the teste
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import keras
 import tensorflow as tf
 
 _TINY = 1e-12  # keeps SAM's division finite
 
+# A mixin; to the type checker it is the model that it becomes a part of.
+if TYPE_CHECKING:
+    from keras import Model as _Model
+else:
+    _Model = object
 
-class ExactTrainer:
+
+class ExactTrainer(_Model):
     """Put before `keras.Model` among the bases of a model: makes its `fit` exact.
 
     One device, `MirroredStrategy` and `MultiWorkerMirroredStrategy` train the same; `TPUStrategy`
@@ -25,6 +31,9 @@ class ExactTrainer:
     _accumulate = 1
     _sam_rho = 0.0
     _norm: "_Untracked | None" = None
+    _reports_norm = False
+    train_function: Any
+    _jit_request: bool | Literal["auto"] = "auto"
     _is_xla = False
 
     def compile(
@@ -64,7 +73,7 @@ class ExactTrainer:
         optimizer = keras.optimizers.get(optimizer)
         if optimizer is not None and self._computes_in_float16():
             optimizer = _with_loss_scale(optimizer)
-        super().compile(optimizer, *args, **kwargs, jit_compile=False)  # type: ignore[misc]
+        super().compile(optimizer, *args, **kwargs, jit_compile=False)
         self._check_strategy()
         self._accumulate, self._sam_rho = accumulate, sam_rho
         self._norm = _Untracked(keras.metrics.Mean(name="gradient_norm"))
@@ -75,7 +84,7 @@ class ExactTrainer:
             _leave_sum_to_trainer(self.optimizer)
 
     def get_compile_config(self) -> dict[str, Any] | None:
-        config = super().get_compile_config()  # type: ignore[misc]
+        config = super().get_compile_config()
         return config and {
             **config,
             "accumulate": self._accumulate,
@@ -96,13 +105,25 @@ class ExactTrainer:
             ValueError: a batch cannot be divided evenly among replicas and parts.
         """
         try:
-            return super().fit(*args, **kwargs)  # type: ignore[misc]
+            return super().fit(*args, **kwargs)
         finally:
             # Keras would start the next `fit` at the epoch that this one was resumed at.
             self._initial_epoch = None
 
+    def prepare(self, batch: Any) -> None:
+        """Makes `train_function`, as `fit` does, for a loop of one's own.
+
+        Args:
+            batch: one batch of the (distributed) data.
+        """
+        local = self.distribute_strategy.experimental_local_results
+        self._maybe_symbolic_build(
+            data_batch=keras.tree.map_structure(lambda value: local(value)[0], batch)
+        )
+        self.make_train_function()
+
     def reset_metrics(self) -> None:
-        super().reset_metrics()  # type: ignore[misc]
+        super().reset_metrics()
         if self._norm is not None:
             self._norm.value.reset_state()
 
@@ -122,19 +143,19 @@ class ExactTrainer:
             self._norm.value.update_state(tf.linalg.global_norm(known) / scale)
         self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
         logs = self.compute_metrics(x, y, y_pred, sample_weight=weight)
-        if self._reports_norm:
+        if self._norm is not None and self._reports_norm:
             logs["gradient_norm"] = self._norm.value.result()
         return _reducible(logs)
 
     def test_step(self, data: Any) -> dict[str, Any]:
         """Runs one evaluation step on the batch of one replica."""
-        return _reducible(super().test_step(data))  # type: ignore[misc]
+        return _reducible(super().test_step(data))
 
-    def make_train_function(self, force: bool = False) -> Any:
+    def make_train_function(self, force: bool = False) -> None:
         if self.train_function is not None and not force:
-            return self.train_function
-        super().make_train_function(force=force)  # type: ignore[misc]
-        run = self.train_function
+            return
+        super().make_train_function(force=force)
+        run: Callable[[Any], dict[str, Any]] = self.train_function
 
         def checked(iterator: Any) -> Any:
             try:
@@ -144,7 +165,6 @@ class ExactTrainer:
                 raise
 
         self.train_function = checked
-        return checked
 
     def _gradients(
         self, x: Any, y: Any, weight: Any, scale: tf.Tensor
@@ -229,14 +249,12 @@ class ExactTrainer:
         # Keras' own reduces the first batch over replicas, which fails with several workers.
         if self._distribute_strategy is None:
             return
-        strategy = self.distribute_strategy
+        local = self.distribute_strategy.experimental_local_results
         if iterator is not None:
             for _, _, batches in iterator:
-                data_batch = keras.tree.map_structure(
-                    lambda value: strategy.experimental_local_results(value)[0], next(batches)
-                )
+                data_batch = keras.tree.map_structure(lambda value: local(value)[0], next(batches))
                 break
-        with strategy.scope():
+        with self.distribute_strategy.scope():
             self._symbolic_build(data_batch=data_batch)
 
 

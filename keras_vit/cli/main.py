@@ -1,6 +1,7 @@
 """Dispatches to the subcommands, and turns errors into one line and an exit code.
 
-Exit codes: 0 success, 1 something was wrong with the input, 2 wrong usage, 130 interrupted.
+Exit codes: 0 success, 1 something was wrong with the input, 2 wrong usage, 130 interrupted, 75
+stopped by SIGTERM or by the loss of another worker: start again with --resume.
 """
 
 import argparse
@@ -55,15 +56,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as interruption:
         message = str(interruption) or "Interrupted: nothing was saved."
         print(f"{PROGRAM}: {message}", file=sys.stderr)
-        return 130
+        return getattr(interruption, "exit_code", 130)
     except BrokenPipeError:
         # The reader has seen enough, as in `keras-vit list | head`; Python would complain at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, FloatingPointError) as error:
         message = " ".join(str(error).split())
         print(f"{PROGRAM}: error: {message}", file=sys.stderr)
-        return 1
+        return getattr(error, "exit_code", 1)
     return exit_code
 
 

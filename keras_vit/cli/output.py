@@ -16,7 +16,7 @@ import rich.table
 if TYPE_CHECKING:
     from keras_vit.data import ImageData
     from keras_vit.evaluation import Evaluation, Prediction
-    from keras_vit.training import Event, Run
+    from keras_vit.training import Event, Run, StepDone
 
 # Above so many classes only the worst of them are shown.
 _SHOWN_CLASSES = 30
@@ -75,11 +75,11 @@ class TrainDisplay:
             rich.progress.TextColumn("{task.description}"),
             rich.progress.BarColumn(),
             rich.progress.TaskProgressColumn(),
-            rich.progress.TextColumn("{task.fields[left]}"),
+            rich.progress.TextColumn("{task.fields[numbers]}"),
             transient=True,
             disable=json or not _is_terminal(),
         )
-        self._task = self._bar.add_task("compiling", total=None, left="")
+        self._task = self._bar.add_task("compiling", total=None, numbers="")
 
     def __enter__(self) -> "TrainDisplay":
         if not self._json:
@@ -100,13 +100,12 @@ class TrainDisplay:
         from keras_vit import training
 
         if isinstance(event, training.StepDone):
-            left = "" if event.seconds_left is None else f"{_clock(event.seconds_left)} left"
             self._bar.update(
                 self._task,
                 completed=event.step,
                 total=event.steps,
                 description=f"epoch {event.epoch}",
-                left=left,
+                numbers=_numbers(event),
             )
         elif self._json:
             _print_json("epoch", **dataclasses.asdict(event))
@@ -225,6 +224,17 @@ def _data_fields(data: "ImageData") -> dict[str, Any]:
         "damaged": data.damaged,
         "ignored": data.ignored,
     }
+
+
+def _numbers(event: "StepDone") -> str:
+    """What stands after the bar: loss, speed, memory, time left."""
+    memory = f"{event.memory / 2**30:.1f} GiB"
+    if event.images_per_second is None or event.seconds_left is None:
+        return f"loss {event.loss:.3f}  {memory}"
+    return (
+        f"loss {event.loss:.3f}  {event.images_per_second:.0f} images/s  {memory}  "
+        f"{_clock(event.seconds_left)} left"
+    )
 
 
 def _listed(files: Sequence[str], *, shown: int = 5) -> str:

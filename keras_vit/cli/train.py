@@ -10,7 +10,7 @@ from keras_vit.cli import output, values
 if TYPE_CHECKING:
     from keras_vit import VisionTransformer, ViTConfig
     from keras_vit.data import ImageData
-    from keras_vit.training import Recipe
+    from keras_vit.training import Execution, Recipe
 
 _DESCRIPTION = """\
 Trains a Vision Transformer and writes a run directory.
@@ -21,14 +21,22 @@ a tenth of each class for validation, a tenth for test. Or --data is the word di
 handwritten digits that scikit-learn brings (a folder of that name is ./digits).
 
 The run directory holds model.keras (of the epoch that was best on the validation images),
-labels.txt, config.json, history.csv, curves.png, metrics.json and confusion.png. It appears when it
-is complete. Ctrl-C keeps the best model so far.
+labels.txt, config.json, history.csv, curves.png, tensorboard/, metrics.json and confusion.png. It
+appears when it is complete; until then RUN.unfinished holds checkpoints, history and curves. Ctrl-C
+and SIGTERM save a checkpoint first. Whatever ended a training, the same command with --resume goes
+on, to the same bits.
+
+Several GPUs are used at once. For several machines, start the same command on each, with TF_CONFIG
+in its environment.
 
 examples:
   keras-vit train --data digits --out digits-run
   keras-vit train --data photos --out photos-run
   keras-vit train --data photos --out photos-run --image-size 96 --epochs 200 --no-flip
   keras-vit train --data photos --out tuned-run --model Ti/16 --weights imagenet21k
+  keras-vit train --data photos --out paper-run --model B/16 --weights imagenet21k \\
+      --recipe finetune-pets --batch-size 64 --accumulate 4 --precision mixed_bfloat16
+  keras-vit train --data photos --out photos-run --resume
 """
 
 
@@ -45,13 +53,25 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     needed.add_argument("--out", required=True, metavar="RUN", help="the run directory to write")
     _add_model_flags(parser.add_argument_group("model"))
     _add_recipe_flags(parser.add_argument_group("recipe"))
+    _add_execution_flags(parser.add_argument_group("execution"))
     parser.add_argument(
         "--strict", action="store_true", help="stop at damaged images (default: leave them out)"
     )
-    parser.add_argument(
+    existing = parser.add_mutually_exclusive_group()
+    existing.add_argument(
         "--overwrite",
-        action="store_true",
+        dest="existing",
+        action="store_const",
+        const="overwrite",
+        default="refuse",
         help="replace the run at --out, once the new one is complete (default: refuse)",
+    )
+    existing.add_argument(
+        "--resume",
+        dest="existing",
+        action="store_const",
+        const="resume",
+        help="go on with the unfinished training of this --out; start it if there is none",
     )
     output.add_json_flag(parser)
     parser.set_defaults(run=run)
@@ -62,7 +82,8 @@ def run(arguments: argparse.Namespace) -> int:
     from keras_vit import evaluation, training
 
     start = time.monotonic()
-    training.check_free(arguments.out, overwrite=arguments.overwrite)
+    execution = _execution(arguments)
+    training.check_free(arguments.out, existing=arguments.existing)
     config = _config(arguments)
     data = output.load_data(arguments.data, strict=arguments.strict, json=arguments.json)
     display = output.TrainDisplay(data, json=arguments.json)
@@ -73,9 +94,12 @@ def run(arguments: argparse.Namespace) -> int:
             model=_weights(arguments, data) or config,
             recipe=_recipe(arguments, data),
             seed=arguments.seed,
-            overwrite=arguments.overwrite,
+            existing=arguments.existing,
+            execution=execution,
             on_event=display.show,
         )
+    if not training.is_first_worker():
+        return 0
     evaluations = {
         name: evaluation.evaluate(result.model, data.split(name), labels=data.labels)
         for name in ("validation", "test")
@@ -102,8 +126,8 @@ def _add_model_flags(group: argparse._ArgumentGroup) -> None:
         "--image-size",
         type=values.size,
         metavar="N or HxW",
-        help="size that images are brought to, in pixels (default: 16 for digits, 64 for tiny, "
-        "224 for the variants)",
+        help="size that images are brought to, in pixels (default: the recipe's; otherwise 16 for "
+        "digits, 64 for tiny, 224 for the variants)",
     )
     group.add_argument(
         "--patch-size",
@@ -116,6 +140,18 @@ def _add_model_flags(group: argparse._ArgumentGroup) -> None:
 
 def _add_recipe_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
+        "--recipe",
+        metavar="NAME",
+        help="how to train: digits, scratch, fine-tune, or one of the papers: vit-imagenet21k, "
+        "vit-imagenet, finetune-imagenet, -cifar10, -cifar100, -pets, -flowers, -vtab, augreg-none "
+        "to augreg-strong2, augreg-finetune, plain-s16 (default: digits for the digits, fine-tune "
+        "with --weights, otherwise scratch); the flags below change single numbers of it",
+    )
+    length = group.add_mutually_exclusive_group()
+    length.add_argument(
+        "--steps", type=values.count, metavar="N", help="batches in all, instead of --epochs"
+    )
+    length.add_argument(
         "--epochs",
         type=values.count,
         metavar="N",
@@ -149,6 +185,47 @@ def _add_recipe_flags(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def _add_execution_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--strategy",
+        choices=("auto", "none", "mirrored", "multi_worker", "tpu"),
+        default="auto",
+        help="devices: one, all of this machine, the machines of TF_CONFIG, a TPU; the same is "
+        "learnt on all of them (default: auto, whichever is there)",
+    )
+    group.add_argument(
+        "--precision",
+        choices=("float32", "mixed_bfloat16", "mixed_float16"),
+        default="float32",
+        help="what the layers compute in; weights stay float32 (default: float32)",
+    )
+    group.add_argument(
+        "--accumulate",
+        type=values.count,
+        default=1,
+        metavar="N",
+        help="cut each batch into N parts, one after another, to save memory (default: 1)",
+    )
+    group.add_argument(
+        "--checkpoint-steps",
+        type=values.count,
+        default=1000,
+        metavar="N",
+        help="steps between checkpoints, besides one after each epoch (default: 1000)",
+    )
+
+
+def _execution(arguments: argparse.Namespace) -> "Execution":
+    from keras_vit import training
+
+    return training.Execution(
+        strategy=arguments.strategy,
+        precision=arguments.precision,
+        accumulate=arguments.accumulate,
+        checkpoint_steps=arguments.checkpoint_steps,
+    )
+
+
 def _config(arguments: argparse.Namespace) -> "ViTConfig":
     from keras_vit import training
 
@@ -158,7 +235,7 @@ def _config(arguments: argparse.Namespace) -> "ViTConfig":
         raise ValueError("--patch-size is the checkpoint's; leave it out together with --weights.")
     name = arguments.model or ("digits" if arguments.data == "digits" else "tiny")
     return training.model_config(
-        name, image_size=arguments.image_size, patch_size=arguments.patch_size
+        name, image_size=_image_size(arguments), patch_size=arguments.patch_size
     )
 
 
@@ -171,7 +248,7 @@ def _weights(arguments: argparse.Namespace, data: "ImageData") -> "VisionTransfo
         arguments.model,
         weights=arguments.weights,
         classes=len(data.labels),
-        image_size=arguments.image_size,
+        image_size=_image_size(arguments),
     )
 
 
@@ -182,11 +259,34 @@ def _recipe(arguments: argparse.Namespace, data: "ImageData") -> "Recipe":
     augmentation = recipe.augmentation
     if arguments.weights is not None:
         recipe = training.RECIPES["fine-tune"]
-    asked = {name: getattr(arguments, name) for name in ("epochs", "batch_size", "learning_rate")}
+    if arguments.recipe is not None:
+        recipe = _named_recipe(arguments.recipe)
+        augmentation = recipe.augmentation
+    asked = {name: getattr(arguments, name) for name in ("batch_size", "learning_rate")}
     if arguments.flip is not None:
         augmentation = dataclasses.replace(augmentation, flip=arguments.flip)
+    if arguments.epochs or arguments.steps:
+        recipe = dataclasses.replace(recipe, epochs=arguments.epochs, steps=arguments.steps)
     return dataclasses.replace(
         recipe,
         augmentation=augmentation,
         **{name: value for name, value in asked.items() if value is not None},
     )
+
+
+def _named_recipe(name: str) -> "Recipe":
+    from keras_vit import training
+
+    if name not in training.RECIPES:
+        raise ValueError(
+            f"There is no recipe {name!r}; choose one of {', '.join(training.RECIPES)}."
+        )
+    return training.RECIPES[name]
+
+
+def _image_size(arguments: argparse.Namespace) -> tuple[int, int] | None:
+    """Returns the size that was asked for, or the recipe's; None for the model's own."""
+    if arguments.image_size is not None or arguments.recipe is None:
+        size: tuple[int, int] | None = arguments.image_size
+        return size
+    return _named_recipe(arguments.recipe).image_size

@@ -5,7 +5,6 @@ version is assembled under a name that is no number and renamed when everything 
 """
 
 import contextlib
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -75,7 +74,7 @@ def publish(stages: Mapping[Path, Path]) -> None:
     already renamed are taken back.
     """
     for stage in stages:
-        sync_tree(stage)
+        atomic.sync_tree(stage)
     done: list[tuple[Path, Path]] = []
     try:
         for stage, final in stages.items():
@@ -88,17 +87,6 @@ def publish(stages: Mapping[Path, Path]) -> None:
         for stage, final in reversed(done):
             final.rename(stage)
         raise
-
-
-def sync_tree(folder: Path) -> None:
-    """Waits until every file and name under a folder is on the disk."""
-    for file in sorted(folder.rglob("*")):
-        if file.is_file():
-            with file.open("rb") as stream:
-                os.fsync(stream.fileno())
-        else:
-            atomic.sync_folder(file)
-    atomic.sync_folder(folder)
 
 
 def _make_readable(folder: Path) -> None:

@@ -1,27 +1,41 @@
 """Trains models and keeps what comes of it in run directories. TensorFlow only."""
 
+from keras_vit.training.execution import Execution, is_first_worker
 from keras_vit.training.finish import TrainingInterrupted
+from keras_vit.training.loop import WorkerLostError
+from keras_vit.training.losses import SigmoidCrossEntropy
 from keras_vit.training.masked_patches import MaskedPatchModel
 from keras_vit.training.models import MODEL_NAMES, MODELS, model_config, pretrained_model
+from keras_vit.training.optimizers import AdamW, MomentumSGD, decayed_rates
 from keras_vit.training.progress import EpochDone, Event, StepDone
-from keras_vit.training.recipe import RECIPES, Recipe
-from keras_vit.training.run import Run, check_free, load_run, load_run_data
-from keras_vit.training.train import default_config, default_recipe, train
+from keras_vit.training.recipe import Recipe
+from keras_vit.training.recipes import RECIPES
+from keras_vit.training.run import Run, load_run, load_run_data
+from keras_vit.training.schedule import WarmupDecay
+from keras_vit.training.train import check_free, default_config, default_recipe, train
 
 __all__ = [
     "MODELS",
     "MODEL_NAMES",
     "RECIPES",
+    "AdamW",
     "EpochDone",
     "Event",
+    "Execution",
     "MaskedPatchModel",
+    "MomentumSGD",
     "Recipe",
     "Run",
+    "SigmoidCrossEntropy",
     "StepDone",
     "TrainingInterrupted",
+    "WarmupDecay",
+    "WorkerLostError",
     "check_free",
+    "decayed_rates",
     "default_config",
     "default_recipe",
+    "is_first_worker",
     "load_run",
     "load_run_data",
     "model_config",

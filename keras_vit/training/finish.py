@@ -1,8 +1,10 @@
-"""Assembles the run directory of a training and puts it into its place."""
+"""Ends a training: the run directory is assembled and put into its place."""
 
 import datetime
 import json
 import platform
+import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,44 +15,98 @@ import tensorflow as tf
 from keras_vit import version
 from keras_vit.data import ImageData, record
 from keras_vit.model import VisionTransformer
-from keras_vit.training import report, run
-from keras_vit.training.progress import Watcher
+from keras_vit.training import run
+from keras_vit.training.checkpoints import state_hash
+from keras_vit.training.loop import Loop
 from keras_vit.training.recipe import Recipe
 
 
 class TrainingInterrupted(KeyboardInterrupt):
-    """Raised after an interruption; its text says what was saved.
+    """Raised after Ctrl-C or SIGTERM; its text says what was saved.
 
     Attributes:
-        path: the directory of the run that was saved, or None.
+        path: the folder of the training, which can be resumed; a run directory as well, once an
+            epoch is over.
+        exit_code: 130 after Ctrl-C; 75 after SIGTERM, by which a supervisor knows to start again.
     """
 
-    def __init__(self, message: str, *, path: Path | None) -> None:
+    def __init__(self, message: str, *, path: Path, asked: int = signal.SIGINT) -> None:
         super().__init__(message)
         self.path = path
+        self.exit_code = 75 if asked == signal.SIGTERM else 130
 
 
-def describe(
-    model: VisionTransformer,
-    data: ImageData,
-    *,
-    recipe: Recipe,
-    seed: int,
-    watcher: Watcher,
+def settings(
+    model: VisionTransformer, data: ImageData, *, recipe: Recipe, seed: int
 ) -> dict[str, Any]:
-    """Returns what config.json holds: all that made the model, and how it came out."""
-    best = watcher.best
+    """Returns what config.json says of how a run was made; all of it decides the result."""
     return {
         "model": model.config.to_dict(),
         "recipe": recipe.to_dict(),
         "seed": seed,
         "data": {"source": data.source, "images": data.counts, "damaged": list(data.damaged)},
         "labels": list(data.labels),
+    }
+
+
+def finish(loop: Loop, *, settings: dict[str, Any], out: Path, asked: int) -> run.Run:
+    """Makes the run directory, or after an interruption leaves what can be resumed.
+
+    Args:
+        loop: that has run.
+        settings: how the run was made.
+        out: the run directory.
+        asked: the signal that interrupted it, or 0.
+
+    Raises:
+        TrainingInterrupted: the training was interrupted.
+    """
+    best = loop.watcher.best
+    if best is not None:
+        loop.best_model = keras.saving.load_model(loop.folder.best_model(best.epoch), compile=False)
+    if asked:
+        raise _interruption(loop, settings, asked=asked)
+    config = {**settings, **_outcome(loop)}
+    if loop.workers.index == 0:
+        with run.staging_directory(out) as stage:
+            for name in (run.HISTORY, run.CURVES):
+                shutil.copy2(loop.folder.path / name, stage / name)
+            shutil.copytree(loop.folder.path / run.EVENTS, stage / run.EVENTS)
+            _write(stage, loop, config)
+            run.publish(stage, out)
+    loop.workers.gather(1)  # the run is there before any worker says so
+    loop.folder.remove()
+    return run.Run(path=out, model=loop.best_model, labels=tuple(config["labels"]), config=config)
+
+
+def _interruption(loop: Loop, settings: dict[str, Any], *, asked: int) -> TrainingInterrupted:
+    watcher, folder = loop.watcher, loop.folder.path
+    text = (
+        f"Interrupted at step {watcher.step} of {loop.plan.steps}: a checkpoint is in "
+        f"{str(folder)!r}, resume from it"
+    )
+    if watcher.best is None:
+        return TrainingInterrupted(f"{text}.", path=folder, asked=asked)
+    _write(folder, loop, {**settings, **_outcome(loop)})
+    return TrainingInterrupted(
+        f"{text}; the model of epoch {watcher.best.epoch}, the best so far, can be used from there "
+        "too.",
+        path=folder,
+        asked=asked,
+    )
+
+
+def _outcome(loop: Loop) -> dict[str, Any]:
+    """Returns what config.json says of how a training came out."""
+    best = loop.watcher.best
+    return {
         "result": {
-            "epochs": len(watcher.history),
-            "finished": len(watcher.history) == recipe.epochs,
+            "epochs": len(loop.watcher.history),
+            "steps": loop.watcher.step,
+            "finished": loop.watcher.step == loop.plan.steps,
             "best_epoch": best.epoch if best else None,
             "validation_accuracy": best.validation_accuracy if best else None,
+            "state_sha256": state_hash(loop.model),
         },
         "versions": {
             "keras_vit": version.__version__,
@@ -63,46 +119,14 @@ def describe(
     }
 
 
-def write(
-    stage: Path,
-    model: VisionTransformer,
-    data: ImageData,
-    *,
-    config: dict[str, Any],
-    watcher: Watcher,
-) -> None:
-    """Writes the files of a run into a directory."""
-    model.save(stage / run.MODEL)
-    (stage / run.CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    (stage / run.LABELS).write_text("".join(f"{label}\n" for label in data.labels), "utf-8")
-    report.write_history(watcher.history, stage / run.HISTORY)
-    report.plot_curves(
-        watcher.history, stage / run.CURVES, best_epoch=config["result"]["best_epoch"]
-    )
+def _write(folder: Path, loop: Loop, config: dict[str, Any]) -> None:
+    """Writes the files of a run that do not grow with the training."""
+    data = loop.data
+    loop.best_model.save(folder / run.MODEL)
+    (folder / run.CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (folder / run.LABELS).write_text("".join(f"{label}\n" for label in data.labels), "utf-8")
     if not data.train.in_memory:
-        record.write_splits(data, stage / run.SPLITS)
+        record.write_splits(data, folder / run.SPLITS)
     elif len(data.test):
         png = tf.io.encode_png(data.test.images[0]).numpy()
-        (stage / run.SAMPLE).write_bytes(png)
-
-
-def publish(
-    stage: Path, out: Path, *, model: VisionTransformer, config: dict[str, Any], finished: bool
-) -> run.Run:
-    """Puts the assembled run into its place: beside a whole one, if this one was interrupted.
-
-    Raises:
-        TrainingInterrupted: it was interrupted; the text says where it is.
-    """
-    interrupted_beside = not finished and run.is_run(out)
-    place = out.with_name(f"{out.name}.interrupted") if interrupted_beside else out
-    run.check_free(place, overwrite=True)
-    run.publish(stage, place)
-    if not finished:
-        result = config["result"]
-        raise TrainingInterrupted(
-            f"Interrupted after epoch {result['epochs']} of {config['recipe']['epochs']}: "
-            f"{str(place)!r} holds the model of epoch {result['best_epoch']}, the best so far.",
-            path=place,
-        )
-    return run.Run(path=out, model=model, labels=tuple(config["labels"]), config=config)
+        (folder / run.SAMPLE).write_bytes(png)

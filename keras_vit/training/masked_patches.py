@@ -25,7 +25,7 @@ SMALL_SIDE = 4
 
 
 @keras.saving.register_keras_serializable(package="keras_vit")
-class MaskedPatchModel(backend.ExactTrainer, keras.Model):  # type: ignore[misc]
+class MaskedPatchModel(backend.ExactTrainer, keras.Model):
     """A Vision Transformer that learns to predict corrupted patches; needs no labels.
 
     `compile` it with an optimizer and `fit` it on images; the loss is its own, over the corrupted

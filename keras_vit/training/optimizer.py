@@ -1,37 +1,61 @@
-"""Makes the optimizer of a recipe: AdamW whose decay touches kernels alone, warm-up, cosine."""
+"""Makes the optimizer of a recipe."""
+
+from typing import Any
 
 import keras
 
-from keras_vit.training.recipe import Recipe
+from keras_vit.model import VisionTransformer
+from keras_vit.training.optimizers import AdamW, MomentumSGD, decayed_rates
+from keras_vit.training.recipe import Plan, Recipe
+from keras_vit.training.schedule import WarmupDecay
 
 
-def make_optimizer(recipe: Recipe, *, model: keras.Model, steps: int) -> keras.optimizers.Optimizer:
+def make_optimizer(
+    recipe: Recipe, *, model: VisionTransformer, plan: Plan
+) -> keras.optimizers.Optimizer:
     """Makes an optimizer for a model.
 
     Example:
-        >>> import keras
-        >>> from keras_vit.training import recipe
-        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
-        >>> optimizer = make_optimizer(recipe.RECIPES["digits"], model=model, steps=100)
+        >>> from keras_vit import ViTConfig
+        >>> model = VisionTransformer(ViTConfig(
+        ...     input_shape=(16, 16, 3), patch_size=8, hidden_dim=8, mlp_dim=16, num_heads=2,
+        ...     num_layers=1, classes=3))
+        >>> recipe = Recipe(steps=100, batch_size=8, learning_rate=0.1)
+        >>> optimizer = make_optimizer(recipe, model=model, plan=recipe.plan(images=100))
         >>> float(optimizer.learning_rate)  # the warm-up starts from zero
         0.0
 
     Args:
-        recipe: learning rate, warm-up, decay and clipping.
-        model: the model to train, built.
-        steps: steps of the whole training.
+        recipe: learning rate, warm-up, decay, clipping, averaging.
+        model: the model to train.
+        plan: the recipe's, for the number of images.
     """
-    warmup = round(recipe.warmup * steps)
-    # `decay_steps` counts from the end of the warm-up, and an integer 0 would not do as a start.
-    schedule = keras.optimizers.schedules.CosineDecay(
-        0.0 if warmup else recipe.learning_rate,
-        max(steps - warmup, 1),
-        warmup_target=recipe.learning_rate if warmup else None,
-        warmup_steps=warmup,
+    schedule = WarmupDecay(
+        recipe.learning_rate,
+        steps=plan.steps,
+        warmup_steps=plan.warmup_steps,
+        decay=recipe.decay,
     )
-    optimizer = keras.optimizers.AdamW(
-        schedule, weight_decay=recipe.weight_decay, global_clipnorm=recipe.gradient_norm
-    )
+    rates = None
+    if recipe.layer_decay != 1:
+        rates = decayed_rates(model, model.config, recipe.layer_decay)
+    common: dict[str, Any] = {
+        "weight_decay": recipe.weight_decay,
+        "global_clipnorm": recipe.gradient_norm,
+        "use_ema": recipe.average is not None,
+        "ema_momentum": recipe.average or 0.0,
+        "layer_rates": rates,
+    }
+    optimizer: keras.optimizers.Optimizer
+    if recipe.optimizer == "momentum":
+        optimizer = MomentumSGD(
+            schedule,
+            momentum=recipe.momentum,
+            accumulator_dtype=recipe.accumulator_dtype,
+            **common,
+        )
+    else:
+        optimizer = AdamW(schedule, **common)
     others = [
         variable
         for variable in model.trainable_variables

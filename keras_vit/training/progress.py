@@ -1,13 +1,12 @@
-"""Watches a training: tells what happened, counts the time left, keeps the best epoch."""
+"""Watches a training: tells what happened, counts the time left, remembers the best epoch."""
 
 import dataclasses
 import math
+import resource
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
-
-import keras
-import numpy as np
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,12 +17,20 @@ class StepDone:
         step: steps so far, from 1.
         steps: steps in all.
         epoch: the epoch it belongs to, from 1.
+        loss: of the step's images.
+        gradient_norm: global norm of the gradients before clipping.
+        images_per_second: since the second step of this process; None before it.
+        memory: most that the process has held so far, in bytes.
         seconds_left: estimate for the rest; None before the second step.
     """
 
     step: int
     steps: int
     epoch: int
+    loss: float
+    gradient_norm: float
+    images_per_second: float | None
+    memory: int
     seconds_left: float | None
 
 
@@ -34,9 +41,9 @@ class EpochDone:
     Attributes:
         epoch: from 1.
         epochs: epochs in all.
-        loss: mean cross-entropy of the training images, varied and with smoothed labels.
+        loss: mean loss of the training images, varied and with smoothed labels.
         accuracy: fraction of the training images, varied, that were right.
-        validation_loss: mean cross-entropy of the validation images.
+        validation_loss: mean loss of the validation images.
         validation_accuracy: fraction of the validation images that were right.
         learning_rate: of the epoch's last step.
         seconds: wall time of the epoch.
@@ -59,8 +66,8 @@ class EpochDone:
 Event = StepDone | EpochDone
 
 
-class Watcher(keras.callbacks.Callback):
-    """Reports each step and epoch, and keeps the weights of the best epoch.
+class Watcher:
+    """Reports each step and epoch, and remembers which epoch is the best.
 
     The best epoch has the lowest validation loss. Accuracy would be the coarser judge: over 179
     images it cannot tell most epochs apart, and then an early one wins by chance.
@@ -68,62 +75,119 @@ class Watcher(keras.callbacks.Callback):
     Args:
         epochs: epochs in all.
         steps: steps in all.
+        batch_size: images in a step.
         on_event: called with every `StepDone` and `EpochDone`.
+
+    Attributes:
+        step: steps so far.
+        history: the epochs so far.
+        best: the best of them, or None.
+        stop_requested: whether `on_event` raised a KeyboardInterrupt.
     """
 
     def __init__(
-        self, *, epochs: int, steps: int, on_event: Callable[[Event], None] | None = None
+        self,
+        *,
+        epochs: int,
+        steps: int,
+        batch_size: int,
+        on_event: Callable[[Event], None] | None = None,
     ) -> None:
-        super().__init__()
+        self.step = 0
         self.history: list[EpochDone] = []
         self.best: EpochDone | None = None
-        self.best_weights: list[np.ndarray] = []
-        self._epochs, self._steps = epochs, steps
+        self.stop_requested = False
+        self._epochs, self._steps, self._batch_size = epochs, steps, batch_size
         self._on_event = on_event or (lambda event: None)
-        self._step = 0
+        self._sums = {"loss": 0.0, "accuracy": 0.0, "steps": 0.0}
+        self._first_step = 0
         self._first_step_end = self._epoch_start = time.monotonic()
 
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._epoch_start = time.monotonic()
+    def end_step(self, logs: dict[str, Any]) -> None:
+        """Takes the numbers of one step.
 
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        self._step += 1
-        if self._step == 1:  # it compiles, and says nothing about the others
-            self._first_step_end = time.monotonic()
-        epoch = len(self.history) + 1
-        left = self._seconds_left() if self._step > 1 else None
-        self._on_event(StepDone(step=self._step, steps=self._steps, epoch=epoch, seconds_left=left))
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        logs = logs or {}
-        if not math.isfinite(logs["loss"]):
-            raise ValueError(
-                f"The training loss is {logs['loss']} after epoch {epoch + 1}; "
-                "try a smaller learning rate."
+        Raises:
+            FloatingPointError: the loss is not finite.
+        """
+        loss = float(logs["loss"])
+        if not math.isfinite(loss):
+            raise FloatingPointError(
+                f"The training loss is {loss} at step {self.step + 1} "
+                f"(epoch {len(self.history) + 1})"
             )
-        is_best = self.best is None or logs["val_loss"] < self.best.validation_loss
+        self.step += 1
+        self._sums["loss"] += loss
+        self._sums["accuracy"] += float(logs["accuracy"])
+        self._sums["steps"] += 1
+        if not self._first_step:  # it compiles, and says nothing about the others
+            self._first_step, self._first_step_end = self.step, time.monotonic()
+        passed = time.monotonic() - self._first_step_end
+        done = self.step - self._first_step
+        self.tell(
+            StepDone(
+                step=self.step,
+                steps=self._steps,
+                epoch=len(self.history) + 1,
+                loss=loss,
+                gradient_norm=float(logs["gradient_norm"]),
+                images_per_second=done * self._batch_size / passed if done else None,
+                memory=_peak_memory(),
+                seconds_left=self._seconds_left() if done else None,
+            )
+        )
+
+    def end_epoch(self, validation: dict[str, float], *, learning_rate: float) -> EpochDone:
+        """Takes the loss and accuracy of the validation images; `tell` reports what it returns."""
+        steps = self._sums["steps"]
+        best = self.best
         done = EpochDone(
-            epoch=epoch + 1,
+            epoch=len(self.history) + 1,
             epochs=self._epochs,
-            loss=logs["loss"],
-            accuracy=logs["accuracy"],
-            validation_loss=logs["val_loss"],
-            validation_accuracy=logs["val_accuracy"],
-            learning_rate=float(self.model.optimizer.learning_rate),
+            loss=self._sums["loss"] / steps,
+            accuracy=self._sums["accuracy"] / steps,
+            validation_loss=validation["loss"],
+            validation_accuracy=validation["accuracy"],
+            learning_rate=learning_rate,
             seconds=time.monotonic() - self._epoch_start,
             seconds_left=self._seconds_left(),
-            is_best=is_best,
+            is_best=best is None or validation["loss"] < best.validation_loss,
         )
-        self._record(done)
-        self._on_event(done)
-
-    def _record(self, done: EpochDone) -> None:
-        weights = self.model.get_weights() if done.is_best else []
-        # An interruption may come between any two lines: the epoch and its weights change together.
         self.history.append(done)
         if done.is_best:
-            self.best, self.best_weights = done, weights
+            self.best = done
+        self._sums = dict.fromkeys(self._sums, 0.0)
+        self._epoch_start = time.monotonic()
+        return done
+
+    def tell(self, event: Event) -> None:
+        """Reports a step, or an epoch after all of it is saved."""
+        try:
+            self._on_event(event)
+        except KeyboardInterrupt:  # what has been done is recorded: the training stops after it
+            self.stop_requested = True
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns how far it is as plain values that JSON can carry."""
+        return {
+            "step": self.step,
+            "history": [dataclasses.asdict(done) for done in self.history],
+            "best_epoch": self.best.epoch if self.best else None,
+            "sums": self._sums,
+        }
+
+    def resume(self, progress: dict[str, Any]) -> None:
+        """Goes on from what `to_dict` returned."""
+        self.step = progress["step"]
+        self.history = [EpochDone(**done) for done in progress["history"]]
+        self._sums = progress["sums"]
+        if progress["best_epoch"]:
+            self.best = self.history[progress["best_epoch"] - 1]
 
     def _seconds_left(self) -> float:
         passed = time.monotonic() - self._first_step_end
-        return passed / max(self._step - 1, 1) * (self._steps - self._step)
+        return passed / max(self.step - self._first_step, 1) * (self._steps - self.step)
+
+
+def _peak_memory() -> int:
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -8,7 +8,7 @@ import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import keras
 
@@ -18,8 +18,11 @@ from keras_vit.data import ImageData, load_digits, record
 # What a run directory may hold, in the order of writing; the last two are evaluation's.
 MODEL, CONFIG, LABELS, SPLITS = "model.keras", "config.json", "labels.txt", "splits.csv"
 HISTORY, CURVES, SAMPLE = "history.csv", "curves.png", "sample.png"
-METRICS, CONFUSION = "metrics.json", "confusion.png"
-FILES = (MODEL, CONFIG, LABELS, SPLITS, HISTORY, CURVES, SAMPLE, METRICS, CONFUSION)
+METRICS, CONFUSION, EVENTS = "metrics.json", "confusion.png", "tensorboard"
+FILES = (MODEL, CONFIG, LABELS, SPLITS, HISTORY, CURVES, SAMPLE, EVENTS, METRICS, CONFUSION)
+
+# What to do where a run or an unfinished training is already.
+Existing = Literal["refuse", "overwrite", "resume"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -97,11 +100,11 @@ def is_run(path: Path) -> bool:
     return (path / MODEL).is_file() and (path / CONFIG).is_file()
 
 
-def check_free(out: str | os.PathLike[str], *, overwrite: bool) -> None:
+def check_free(out: str | os.PathLike[str], *, existing: Existing) -> None:
     """Raises an error unless a run may be written to `out` without losing anything.
 
     Example:
-        >>> check_free("new-run", overwrite=False)
+        >>> check_free("new-run", existing="refuse")
 
     Raises:
         FileExistsError: something is there that may not be replaced.
@@ -118,7 +121,7 @@ def check_free(out: str | os.PathLike[str], *, overwrite: bool) -> None:
             f"The folder {str(out)!r} holds other things than a run ({found!r}); "
             "choose another place for the run."
         )
-    if not overwrite:
+    if existing != "overwrite":
         raise FileExistsError(
             f"{str(out)!r} already holds a run; choose another place, or ask to overwrite it."
         )
@@ -144,10 +147,7 @@ def publish(stage: Path, out: Path) -> None:
 
     Everything is on the disk before the first rename.
     """
-    for file in stage.iterdir():
-        with file.open("rb") as stream:
-            os.fsync(stream.fileno())
-    atomic.sync_folder(stage)
+    atomic.sync_tree(stage)
     if not out.exists():
         stage.rename(out)
     else:

@@ -1,0 +1,137 @@
+"""Makes the parts of a training: the model, compiled for its recipe, and its batches."""
+
+import dataclasses
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_vit.config import ViTConfig
+from keras_vit.data import ImageData, mix_batch, train_batches
+from keras_vit.model import VisionTransformer
+from keras_vit.training.execution import Execution
+from keras_vit.training.loop import Batches
+from keras_vit.training.losses import make_loss
+from keras_vit.training.optimizer import make_optimizer
+from keras_vit.training.recipe import Plan, Recipe
+
+MIXUP = 100  # marks these draws, so that they share no stream with those of the data's pipeline
+
+
+def build(
+    model: ViTConfig | VisionTransformer, *, data: ImageData, recipe: Recipe, execution: Execution
+) -> VisionTransformer:
+    """Returns the model to train, in the strategy's scope that this is called in.
+
+    Args:
+        model: a config, or a model, which is trained itself where that is possible, and otherwise
+            copied.
+        data: decides the number of classes.
+        recipe: decides dropout, stochastic depth and the bias of a fresh classifier.
+        execution: decides the precision.
+
+    Raises:
+        ValueError: the model does not fit the data.
+    """
+    if isinstance(model, ViTConfig):
+        vit = VisionTransformer(_config(model, data, recipe), dtype=execution.precision)
+    else:
+        _check(model.config, data)
+        vit = _placed(model, recipe=recipe, execution=execution)
+    head = vit.get_layer("head")
+    if recipe.head_bias and not keras.ops.any(head.kernel != 0):
+        head.bias.assign(keras.ops.full_like(head.bias, recipe.head_bias))
+    return vit
+
+
+def compile_model(
+    model: VisionTransformer, *, recipe: Recipe, plan: Plan, execution: Execution
+) -> None:
+    """Compiles a model for a recipe, and builds all state that a checkpoint has to hold."""
+    model.compile(
+        make_optimizer(recipe, model=model, plan=plan),
+        loss=make_loss(recipe.loss, from_logits=model.config.classifier_activation is None),
+        metrics=[keras.metrics.CategoricalAccuracy(name="accuracy")],
+        accumulate=execution.accumulate,
+        sam_rho=recipe.sam_rho,
+        report_gradient_norm=True,
+        jit_compile=execution.xla,
+    )
+    if not model.optimizer.built:  # Keras wraps it for float16
+        model.optimizer.build(model.trainable_variables)
+
+
+def plain_copy(model: VisionTransformer) -> VisionTransformer:
+    """Returns an equal model in float32, outside of any strategy, not compiled."""
+    copy = VisionTransformer.from_config({**model.get_config(), "dtype": "float32"})
+    copy.set_weights(model.get_weights())
+    return copy
+
+
+def make_batches(
+    data: ImageData, model: VisionTransformer, *, recipe: Recipe, plan: Plan, seed: int
+) -> Batches:
+    """Returns a function that makes the batches from any step on: images, probabilities."""
+    classes = len(data.labels)
+
+    def soften(step: tf.Tensor, batch: tuple[tf.Tensor, tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
+        images, certain = batch[0], tf.one_hot(batch[1], classes)
+        targets = certain * (1 - recipe.label_smoothing) + recipe.label_smoothing / classes
+        key = tf.random.experimental.stateless_fold_in(tf.constant((seed, MIXUP), tf.int64), step)
+        return mix_batch(images, targets, alpha=recipe.mixup, seed=key)
+
+    def batches(start_step: int, shard: tuple[int, int]) -> tf.data.Dataset:
+        made = train_batches(
+            data.train,
+            image_size=model.input_shape[1:3],
+            batch_size=plan.batch_size,
+            epochs=plan.epochs,
+            seed=seed,
+            augmentation=recipe.augmentation,
+            start_step=start_step,
+            **({} if shard == (0, 1) else {"shard": shard}),
+        )
+        return made.enumerate(start_step).map(soften)
+
+    return batches
+
+
+def _config(config: ViTConfig, data: ImageData, recipe: Recipe) -> ViTConfig:
+    return dataclasses.replace(
+        config,
+        classes=len(data.labels),
+        classifier_activation=None,
+        include_preprocessing=True,
+        **_regularization(recipe),
+    )
+
+
+def _regularization(recipe: Recipe) -> dict[str, Any]:
+    rates = {"dropout_rate": recipe.dropout_rate, "drop_path_rate": recipe.drop_path_rate}
+    return {name: rate for name, rate in rates.items() if rate is not None}
+
+
+def _placed(model: VisionTransformer, *, recipe: Recipe, execution: Execution) -> VisionTransformer:
+    """Returns the model, or a copy in this scope and with this precision and dropout."""
+    config = dataclasses.replace(model.config, **_regularization(recipe))
+    fields = {**model.get_config(), "config": config.to_dict(), "dtype": execution.precision}
+    is_here = model.distribute_strategy is tf.distribute.get_strategy()
+    if is_here and fields == model.get_config():
+        return model
+    copy = VisionTransformer.from_config(fields)
+    copy.set_weights(model.get_weights())
+    return copy
+
+
+def _check(config: ViTConfig, data: ImageData) -> None:
+    if config.classes != len(data.labels):
+        raise ValueError(
+            f"The model has classes={config.classes}, the data {len(data.labels)}; "
+            "make the model with as many."
+        )
+    if not config.include_preprocessing or config.input_shape[2] != 3:
+        raise ValueError(
+            "The model must take RGB pixels 0..255: make it with include_preprocessing=True and "
+            f"three channels. Received: include_preprocessing={config.include_preprocessing}, "
+            f"input_shape={config.input_shape}."
+        )

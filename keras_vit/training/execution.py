@@ -1,0 +1,158 @@
+"""Where a training runs: devices, precision, and how often it saves."""
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import tensorflow as tf
+
+StrategyName = Literal["auto", "none", "mirrored", "multi_worker", "tpu"]
+Precision = Literal["float32", "mixed_bfloat16", "mixed_float16"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Execution:
+    """Where and how a training runs; but for rounding, none of it changes what is learnt.
+
+    Example:
+        >>> Execution(strategy="none").make_strategy().num_replicas_in_sync
+        1
+
+    Attributes:
+        strategy: "none" for one device; "mirrored" for all GPUs of this machine (or its logical
+            CPUs); "multi_worker" for the machines of TF_CONFIG; "tpu"; "auto" for whichever of
+            these is there.
+        precision: dtype policy of the layers.
+        accumulate: parts that a replica's batch is cut into, to save memory.
+        xla: whether XLA compiles the forward and backward pass; "auto" on GPUs.
+        checkpoint_steps: steps between checkpoints; there is one after each epoch besides.
+        keep_checkpoints: how many of the last checkpoints are kept.
+    """
+
+    strategy: StrategyName = "auto"
+    precision: Precision = "float32"
+    accumulate: int = 1
+    xla: bool | Literal["auto"] = "auto"
+    checkpoint_steps: int = 1000  # as the original's (vit_jax/configs/common.py)
+    keep_checkpoints: int = 3
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("strategy", get_args(StrategyName)),
+            ("precision", get_args(Precision)),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"{name} must be one of {list(allowed)}. "
+                    f"Received: {name}={getattr(self, name)!r}."
+                )
+        for name in ("accumulate", "checkpoint_steps", "keep_checkpoints"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"{name} must be a positive integer. Received: {name}={getattr(self, name)!r}."
+                )
+
+    def make_strategy(self) -> tf.distribute.Strategy:
+        """Returns the strategy, of which a process makes one before any tensor.
+
+        Raises:
+            ValueError: what was asked for is not there.
+        """
+        name = _available() if self.strategy == "auto" else self.strategy
+        if name == "none":
+            return tf.distribute.get_strategy()
+        if name == "mirrored":
+            kind = "GPU" if tf.config.list_physical_devices("GPU") else "CPU"
+            devices = [device.name for device in tf.config.list_logical_devices(kind)]
+            return tf.distribute.MirroredStrategy(devices)
+        if name == "tpu":
+            resolver = tf.distribute.cluster_resolver.TPUClusterResolver(os.environ.get("TPU_NAME"))
+            tf.config.experimental_connect_to_cluster(resolver)
+            tf.tpu.experimental.initialize_tpu_system(resolver)
+            return tf.distribute.TPUStrategy(resolver)
+        if len(_workers()) < 2:
+            raise ValueError(
+                'strategy="multi_worker" needs TF_CONFIG in the environment of each worker, with '
+                "cluster.worker listing two or more host:port and task.index saying which of them "
+                f"this is. Received: TF_CONFIG={os.environ.get('TF_CONFIG')!r}."
+            )
+        return tf.distribute.MultiWorkerMirroredStrategy()
+
+
+class Workers:
+    """The processes that train together, each with a strategy of its own; usually one.
+
+    Attributes:
+        index: which of them this is; 0 writes the run directory.
+        count: how many there are.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy) -> None:
+        self._strategy = strategy
+        resolver = strategy.cluster_resolver
+        is_several = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
+        self.count = len(resolver.cluster_spec().as_dict().get("worker", [])) if is_several else 1
+        self.count = max(self.count, 1)
+        self.index = int(resolver.task_id or 0) if self.count > 1 else 0
+        self._sum = tf.function(self._summed, autograph=False)
+
+    def gather(self, number: int) -> list[int]:
+        """Returns the number that each worker gives; all of them must ask."""
+        if self.count == 1:
+            return [number]
+        mine = tf.one_hot(self.index, self.count, dtype=tf.int64) * number
+        summed = self._strategy.experimental_local_results(self._sum(mine))[0]
+        replicas = self._strategy.num_replicas_in_sync // self.count
+        return [int(value) // replicas for value in summed.numpy()]
+
+    def distribute(self, make: Callable[[tuple[int, int]], tf.data.Dataset], size: int) -> Any:
+        """Distributes batches over all replicas.
+
+        Args:
+            make: makes this worker's part of each batch, given (worker, workers).
+            size: images in a whole batch.
+        """
+        replicas = self._strategy.num_replicas_in_sync
+        if size % replicas:
+            raise ValueError(
+                f"A batch of {size} images cannot be divided evenly among {replicas} replicas; "
+                f"choose a multiple of {replicas}."
+            )
+        part = make((self.index, self.count))
+        if self.count == 1:
+            return self._strategy.experimental_distribute_dataset(part)
+        local = replicas // self.count
+        return self._strategy.distribute_datasets_from_function(
+            lambda _: part.rebatch(size // replicas) if local > 1 else part
+        )
+
+    def _summed(self, numbers: tf.Tensor) -> Any:
+        def add(numbers: tf.Tensor) -> Any:
+            context = tf.distribute.get_replica_context()
+            return context.all_reduce(tf.distribute.ReduceOp.SUM, numbers)
+
+        return self._strategy.run(add, args=(numbers,))
+
+
+def is_first_worker() -> bool:
+    """Whether this process is the one of its cluster that writes the run directory."""
+    task = json.loads(os.environ.get("TF_CONFIG") or "{}").get("task", {})
+    return len(_workers()) < 2 or int(task.get("index", 0)) == 0
+
+
+def _available() -> str:
+    if len(_workers()) > 1:
+        return "multi_worker"
+    if os.environ.get("TPU_NAME"):
+        return "tpu"
+    return "mirrored" if len(tf.config.list_physical_devices("GPU")) > 1 else "none"
+
+
+def _workers() -> list[str]:
+    try:
+        workers: list[str] = json.loads(os.environ.get("TF_CONFIG") or "{}")["cluster"]["worker"]
+    except (KeyError, TypeError, json.JSONDecodeError):
+        return []
+    return workers

@@ -1,0 +1,211 @@
+"""Runs the steps of a training, from any step on, and saves what it takes to go on from there."""
+
+import contextlib
+import dataclasses
+import signal
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_vit.data import ImageData, evaluation_batches
+from keras_vit.model import VisionTransformer
+from keras_vit.training.checkpoints import get_state, set_state
+from keras_vit.training.execution import Workers
+from keras_vit.training.progress import Watcher
+from keras_vit.training.recipe import Plan
+from keras_vit.training.tensorboard import EventFiles
+from keras_vit.training.unfinished import Unfinished
+
+EVALUATION_BATCH = 128
+
+# What a lost worker looks like to the others: their collectives are broken off.
+_LOST = (
+    tf.errors.UnavailableError,
+    tf.errors.InternalError,
+    tf.errors.AbortedError,
+    tf.errors.CancelledError,
+    tf.errors.DeadlineExceededError,
+)
+
+Batches = Callable[[int, tuple[int, int]], tf.data.Dataset]
+
+
+class WorkerLostError(ConnectionError):
+    """Another worker has gone, and without it no step can be made.
+
+    Attributes:
+        exit_code: 75, by which a supervisor knows to start the workers again.
+    """
+
+    exit_code = 75  # EX_TEMPFAIL of sysexits.h
+
+
+@dataclasses.dataclass(kw_only=True)
+class Loop:
+    """One training in this process.
+
+    Attributes:
+        model: compiled, its optimizer built.
+        best_model: an equal one, which takes the weights of the best epoch.
+        data: its validation images are what the epochs are judged by.
+        batches: makes the batches from a step on, for one of several workers.
+        plan: how long an epoch and the whole training are.
+        checkpoint_steps: steps between checkpoints, besides those after each epoch.
+        is_averaged: whether the optimizer's moving average is evaluated and saved.
+        workers: those that train together.
+        watcher: is told about each step.
+        folder: where everything is saved.
+    """
+
+    model: VisionTransformer
+    best_model: VisionTransformer
+    data: ImageData
+    batches: Batches
+    plan: Plan
+    checkpoint_steps: int
+    is_averaged: bool
+    workers: Workers
+    watcher: Watcher
+    folder: Unfinished
+
+    def resume(self) -> None:
+        """Goes back to the last checkpoint that every worker has.
+
+        Raises:
+            ValueError: a checkpoint is damaged, or the workers have none in common.
+        """
+        latest = max(self.folder.checkpoints.steps(), default=0)
+        step = min(self.workers.gather(latest))  # one worker may be a save ahead of another
+        state, progress = self.folder.checkpoints.load(step)
+        set_state(self.model, state)
+        self.watcher.resume(progress)
+
+    def run(self) -> int:
+        """Trains to the end, or until someone asks to stop.
+
+        Returns:
+            0 at the end, otherwise the signal that asked any of the workers.
+
+        Raises:
+            FloatingPointError: the loss is not finite; the checkpoints are of before.
+            WorkerLostError: another worker has gone.
+        """
+        with _stop_requests() as requests, EventFiles(self.folder, self.workers) as events:
+            try:
+                return self._run(requests, events)
+            except FloatingPointError as error:
+                kept = self.folder.checkpoints.steps()[-1]
+                raise FloatingPointError(
+                    f"{error}; the checkpoint of step {kept} is kept in {str(self.folder.path)!r}. "
+                    "Try a smaller learning rate."
+                ) from None
+            except _LOST as error:
+                if self.workers.count == 1:
+                    raise
+                raise WorkerLostError(
+                    f"Another worker was lost at step {self.watcher.step + 1} "
+                    f"({type(error).__name__}); start all workers again, resuming."
+                ) from error
+
+    def _run(self, requests: list[int], events: EventFiles) -> int:
+        dataset = self.workers.distribute(
+            lambda shard: self.batches(self.watcher.step, shard), self.plan.batch_size
+        )
+        self.model.prepare(next(iter(dataset)))
+        batches = iter(dataset)
+        while self.watcher.step < self.plan.steps:
+            self.model.reset_metrics()  # so that the logs are those of one step
+            logs = self.model.train_function(batches)
+            self._end_step(logs, events)
+            own = signal.SIGINT if self.watcher.stop_requested else next(iter(requests), 0)
+            asked = max(self.workers.gather(int(own)))
+            if asked and self.watcher.step < self.plan.steps:
+                self.save()
+                return asked
+        return 0
+
+    def _end_step(self, logs: dict[str, Any], events: EventFiles) -> None:
+        self.watcher.end_step(logs)
+        step = self.watcher.step
+        events.write_step(step, logs)
+        if step % self.plan.steps_per_epoch == 0 or step == self.plan.steps:
+            self._end_epoch(events)
+        elif step % self.checkpoint_steps == 0:
+            self.save()
+
+    def _end_epoch(self, events: EventFiles) -> None:
+        with self._averaged_weights():
+            validation = self._evaluate()
+            done = self.watcher.end_epoch(
+                validation, learning_rate=float(self.model.optimizer.learning_rate)
+            )
+            if done.is_best:
+                self.best_model.set_weights(self.model.get_weights())
+                self.folder.save_best(self.best_model, epoch=done.epoch)
+        self.save()
+        best = self.watcher.best.epoch if self.watcher.best else done.epoch
+        self.folder.remove_old(best_epoch=best)
+        self.folder.show(self.watcher.history, best_epoch=best)
+        events.write_epoch(self.watcher.step, done)
+        self.watcher.tell(done)
+
+    def save(self) -> None:
+        """Saves a checkpoint."""
+        self.folder.checkpoints.save(
+            self.watcher.step, get_state(self.model), progress=self.watcher.to_dict()
+        )
+
+    def _evaluate(self) -> dict[str, float]:
+        classes = len(self.data.labels)
+        batches = evaluation_batches(
+            self.data.validation,
+            image_size=self.model.input_shape[1:3],
+            batch_size=EVALUATION_BATCH,
+        ).map(lambda images, targets: (images, tf.one_hot(targets, classes)))
+        options = tf.data.Options()
+        options.experimental_distribute.auto_shard_policy = (
+            tf.data.experimental.AutoShardPolicy.DATA
+        )
+        logs = self.model.evaluate(batches.with_options(options), verbose=0, return_dict=True)
+        return {name: float(np.asarray(logs[name]).ravel()[0]) for name in ("loss", "accuracy")}
+
+    @contextlib.contextmanager
+    def _averaged_weights(self) -> Iterator[None]:
+        """Puts the moving averages in the weights' place for a while."""
+        if not self.is_averaged:
+            yield
+            return
+        variables = self.model.trainable_variables
+        own = [variable.numpy() for variable in variables]
+        self.model.optimizer.finalize_variable_values(variables)
+        try:
+            yield
+        finally:
+            # From copies: a swap by sums and differences would not give back the same bits.
+            for variable, value in zip(variables, own, strict=True):
+                variable.assign(value)
+
+
+@contextlib.contextmanager
+def _stop_requests() -> Iterator[list[int]]:
+    """Collects SIGINT and SIGTERM, to stop between two steps; a second SIGINT stops at once."""
+    requests: list[int] = []
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and requests:
+            raise KeyboardInterrupt
+        requests.append(number)
+
+    kinds = (signal.SIGINT, signal.SIGTERM)
+    try:
+        before = {kind: signal.signal(kind, ask) for kind in kinds}
+    except ValueError:  # not the main thread, which alone gets signals
+        before = {}
+    try:
+        yield requests
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)

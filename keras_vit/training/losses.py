@@ -1,0 +1,49 @@
+"""The losses of the recipes, on logits and on probabilities of classes as targets."""
+
+from typing import Any, Literal
+
+import keras
+
+LossName = Literal["softmax", "sigmoid"]
+
+
+@keras.saving.register_keras_serializable(package="keras_vit")
+class SigmoidCrossEntropy(keras.losses.Loss):
+    """One binary cross-entropy for each class, summed over the classes, mean over the batch.
+
+    Keras' `BinaryCrossentropy` is the mean over classes: smaller by their number.
+
+    Example:
+        >>> loss = SigmoidCrossEntropy()
+        >>> round(float(loss([[1.0, 0.0]], [[0.0, 0.0]])), 4)  # twice the logarithm of 2
+        1.3863
+
+    Source: google-research/big_vision, big_vision/utils.py, sigmoid_xent.
+    """
+
+    def __init__(self, name: str = "sigmoid_cross_entropy", **kwargs: Any) -> None:
+        super().__init__(name=name, **kwargs)
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        losses = keras.ops.binary_crossentropy(y_true, y_pred, from_logits=True)  # (B, C)
+        return keras.ops.sum(losses, axis=-1)  # (B,)
+
+
+def make_loss(name: LossName, *, from_logits: bool = True) -> keras.losses.Loss:
+    """Makes a loss for targets that are probabilities of the classes.
+
+    Args:
+        name: "softmax", or "sigmoid", which takes the classes for independent.
+        from_logits: whether the model gives logits, not probabilities.
+
+    Raises:
+        ValueError: "sigmoid" is asked for a model that gives probabilities.
+    """
+    if name == "softmax":
+        return keras.losses.CategoricalCrossentropy(from_logits=from_logits)
+    if not from_logits:
+        raise ValueError(
+            'loss="sigmoid" needs a model that gives logits; make it with '
+            "classifier_activation=None."
+        )
+    return SigmoidCrossEntropy()

@@ -1,0 +1,175 @@
+"""The optimizers of the recipes: optax's momentum, AdamW, each layer with its own learning rate."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import keras
+
+from keras_vit.config import ViTConfig
+
+# A mixin; to the type checker it is the optimizer that it becomes a part of.
+if TYPE_CHECKING:
+    from keras.optimizers import Optimizer as _Optimizer
+else:
+    _Optimizer = object
+
+
+class _LayerRates(_Optimizer):
+    """Put before an optimizer among the bases: scales the learning rate of each variable.
+
+    Weight decay is scaled with it, as in torch's parameter groups. So it is done here, variable by
+    variable, and not by Keras for all of them at once.
+    """
+
+    def __init__(self, *args: Any, layer_rates: Mapping[str, float] | None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.layer_rates = dict(layer_rates or {})
+
+    def build(self, variables: Any) -> None:
+        if not self.built:
+            self._factors = [self.layer_rates.get(variable.path, 1.0) for variable in variables]
+        super().build(variables)
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        rate = learning_rate * self._factors[self._get_variable_index(variable)]
+        if self.weight_decay and self._use_weight_decay(variable):
+            dtype = variable.dtype
+            factor = keras.ops.cast(rate, dtype) * keras.ops.cast(self.weight_decay, dtype)
+            self.assign_sub(variable, keras.ops.convert_to_tensor(variable) * factor)
+        super().update_step(gradient, variable, rate)
+
+    def _apply_weight_decay(self, variables: Any) -> None:
+        """Nothing: `update_step` does it."""
+
+    def get_config(self) -> dict[str, Any]:
+        return {**super().get_config(), "layer_rates": self.layer_rates}
+
+
+@keras.saving.register_keras_serializable(package="keras_vit")
+class AdamW(_LayerRates, keras.optimizers.AdamW):
+    """`keras.optimizers.AdamW` with a learning rate for each layer.
+
+    Args:
+        learning_rate: number or schedule.
+        layer_rates: factor of the learning rate for variables by their path; 1 for all others.
+        kwargs: of `keras.optimizers.AdamW`.
+    """
+
+    def __init__(
+        self,
+        learning_rate: Any = 1e-3,
+        *,
+        layer_rates: Mapping[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(learning_rate, layer_rates=layer_rates, **kwargs)
+
+
+class _Trace(keras.optimizers.Optimizer):
+    """Momentum as `optax.trace` defines it: m = g + momentum * m, w = w - rate * m.
+
+    Keras' SGD has the learning rate inside its momentum, which differs whenever the rate changes.
+    """
+
+    def __init__(
+        self, learning_rate: Any, *, momentum: float, accumulator_dtype: str, **kwargs: Any
+    ) -> None:
+        super().__init__(learning_rate=learning_rate, **kwargs)
+        self.momentum = momentum
+        self.accumulator_dtype = accumulator_dtype
+
+    def build(self, variables: Any) -> None:
+        if self.built:
+            return
+        super().build(variables)
+        self._momenta = [
+            self.add_variable(
+                shape=variable.shape,
+                dtype=self.accumulator_dtype,
+                initializer="zeros",
+                name="momentum",
+            )
+            for variable in variables
+        ]
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        memory = self._momenta[self._get_variable_index(variable)]
+        # The product is rounded before the sum, as optax does it in the accumulator's dtype.
+        kept = keras.ops.convert_to_tensor(memory) * self.momentum
+        moved = keras.ops.cast(gradient, "float32") + keras.ops.cast(kept, "float32")
+        self.assign(memory, keras.ops.cast(moved, memory.dtype))
+        step = keras.ops.cast(learning_rate, "float32") * moved
+        self.assign_sub(variable, keras.ops.cast(step, variable.dtype))
+
+    def get_config(self) -> dict[str, Any]:
+        return {
+            **super().get_config(),
+            "momentum": self.momentum,
+            "accumulator_dtype": self.accumulator_dtype,
+        }
+
+
+@keras.saving.register_keras_serializable(package="keras_vit")
+class MomentumSGD(_LayerRates, _Trace):
+    """Stochastic gradient descent with momentum as optax defines it, which the paper fine-tunes by.
+
+    Args:
+        learning_rate: number or schedule.
+        momentum: share of the old momentum in the new.
+        accumulator_dtype: what the momentum is kept in: "bfloat16", as the original's, or
+            "float32".
+        layer_rates: factor of the learning rate for variables by their path; 1 for all others.
+        kwargs: of `keras.optimizers.Optimizer`.
+
+    Source: optax, `sgd(rate, momentum, accumulator_dtype)`;
+        google-research/vision_transformer, vit_jax/train.py.
+    """
+
+    def __init__(
+        self,
+        learning_rate: Any = 0.03,
+        *,
+        momentum: float = 0.9,
+        accumulator_dtype: str = "bfloat16",
+        layer_rates: Mapping[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            learning_rate,
+            momentum=momentum,
+            accumulator_dtype=accumulator_dtype,
+            layer_rates=layer_rates,
+            **kwargs,
+        )
+
+
+def decayed_rates(model: keras.Model, config: ViTConfig, decay: float) -> dict[str, float]:
+    """Returns factors of the learning rate that fall from the head down to the patches.
+
+    Example:
+        >>> from keras_vit import VisionTransformer
+        >>> config = ViTConfig(input_shape=(16, 16, 3), patch_size=8, hidden_dim=8, mlp_dim=16,
+        ...                    num_heads=2, num_layers=2, classes=3)
+        >>> rates = decayed_rates(VisionTransformer(config), config, 0.5)
+        >>> [rates[f"{name}/kernel"] for name in ("head", "block_1/mlp/fc1", "block_0/mlp/fc1")]
+        [1.0, 0.5, 0.25]
+
+    Args:
+        model: a `VisionTransformer`, built.
+        config: the model's.
+        decay: factor from one block to the one before it.
+
+    Source: BEiT (arXiv 2106.08254), Appendix; layers are counted as there.
+    """
+    top = config.num_layers + 1
+
+    def depth(path: str) -> int:
+        name = path.split("/")[0]
+        if name.startswith("block_"):
+            return int(name.removeprefix("block_")) + 1
+        return 0 if name in ("stem", "patch_encoder") else top
+
+    return {
+        variable.path: decay ** (top - depth(variable.path))
+        for variable in model.trainable_variables
+    }

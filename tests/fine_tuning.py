@@ -1,0 +1,183 @@
+"""The original's twelve fine-tuning steps through `model.fit`: a process of its own prints them.
+
+A process has one strategy, and logical devices are made before anything else. Run as
+`python fine_tuning.py '{"replicas": 2, "xla": true}'`; under TF_CONFIG it is one of the workers.
+"""
+
+import hashlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+STEPS, TOTAL, WARMUP, BASE = 12, 40, 4, 0.3
+SIZES: dict[str, Any] = {
+    "input_shape": (32, 48, 3),
+    "patch_size": 8,
+    "hidden_dim": 64,
+    "mlp_dim": 128,
+    "num_heads": 4,
+    "num_layers": 2,
+    "classes": 10,
+}
+DEFAULTS: dict[str, Any] = {
+    "replicas": 1,
+    "multi_worker": False,
+    "xla": False,
+    "accumulate": 1,
+    "accumulator_dtype": "float32",
+    "optimizer": "momentum",
+    "remat": False,
+    "precision": "float32",
+    "sam_rho": 0.0,
+    "dropout_rate": 0.0,
+    "clip": 1.0,
+}
+
+
+def start(environment: dict[str, str] | None = None, **case: Any) -> subprocess.Popen[str]:
+    """Starts a process for one case; see `DEFAULTS` for what it may say."""
+    return subprocess.Popen(
+        [sys.executable, __file__, json.dumps(case)],
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", **(environment or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def result(process: "subprocess.Popen[str]", *, seconds: float = 400) -> dict[str, Any]:
+    """Returns what a process printed: losses, gradient norms, arrays and a hash of the weights."""
+    output, errors = process.communicate(timeout=seconds)
+    if process.returncode:
+        raise RuntimeError(errors[-3000:])
+    found: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return found
+
+
+def run(**case: Any) -> dict[str, Any]:
+    """Runs one case in a process of its own."""
+    return result(start(**case))
+
+
+def cluster(count: int) -> list[dict[str, str]]:
+    """Returns the environment of each of `count` workers on loopback."""
+    ports = []
+    sockets = [socket.socket() for _ in range(count)]
+    for made in sockets:
+        made.bind(("127.0.0.1", 0))
+        ports.append(made.getsockname()[1])
+    for made in sockets:
+        made.close()
+    workers = {"worker": [f"127.0.0.1:{port}" for port in ports]}
+    return [
+        {"TF_CONFIG": json.dumps({"cluster": workers, "task": {"type": "worker", "index": index}})}
+        for index in range(count)
+    ]
+
+
+def run_workers(count: int, **case: Any) -> list[dict[str, Any]]:
+    """Runs one case in several processes that train together."""
+    processes = [start(environment, multi_worker=True, **case) for environment in cluster(count)]
+    return [result(process) for process in processes]
+
+
+def batch(number: int) -> tuple[np.ndarray, np.ndarray]:
+    """The original's batch of that number."""
+    generator = np.random.default_rng(zlib.crc32(f"batch {number}".encode()))
+    images = generator.uniform(-1, 1, (16, 32, 48, 3)).astype(np.float32)
+    return images, generator.integers(0, 10, 16)
+
+
+def _main(case: dict[str, Any]) -> None:
+    import keras
+    import published
+    import tensorflow as tf
+
+    import keras_vit
+    from keras_vit import training
+
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(
+        cpu, [tf.config.LogicalDeviceConfiguration()] * case["replicas"]
+    )
+    if case["multi_worker"]:
+        strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    elif case["replicas"] > 1:
+        strategy = tf.distribute.MirroredStrategy(
+            [device.name for device in tf.config.list_logical_devices("CPU")]
+        )
+    else:
+        strategy = tf.distribute.get_strategy()
+    config = keras_vit.ViTConfig(**SIZES, remat=case["remat"], dropout_rate=case["dropout_rate"])
+    keras.utils.set_random_seed(0)
+    schedule = training.WarmupDecay(BASE, steps=TOTAL, warmup_steps=WARMUP)
+    with strategy.scope():
+        model = keras_vit.VisionTransformer(config, dtype=case["precision"])
+        with tempfile.TemporaryDirectory() as folder:
+            path = published.write(Path(folder) / "weights.npz", keras_vit.ViTConfig(**SIZES))
+            keras_vit.weights.load(model, path)
+        optimizer: keras.optimizers.Optimizer
+        if case["optimizer"] == "momentum":
+            optimizer = training.MomentumSGD(
+                schedule,
+                accumulator_dtype=case["accumulator_dtype"],
+                global_clipnorm=case["clip"],
+            )
+        else:
+            optimizer = keras.optimizers.get(case["optimizer"])
+            optimizer.global_clipnorm = case["clip"]
+        model.compile(
+            optimizer,
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
+            accumulate=case["accumulate"],
+            sam_rho=case["sam_rho"],
+            report_gradient_norm=True,
+            jit_compile=case["xla"],
+        )
+    images, labels = zip(*map(batch, range(STEPS)), strict=True)
+    data = tf.data.Dataset.from_tensor_slices((np.concatenate(images), np.concatenate(labels)))
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
+    data = data.batch(16, drop_remainder=True).with_options(options)
+    validation = data.unbatch().take(20).batch(8)
+    history = model.fit(
+        data.repeat(), epochs=STEPS, steps_per_epoch=1, shuffle=False, verbose=0
+    ).history
+    evaluated = model.evaluate(validation.with_options(options), verbose=0, return_dict=True)
+    weights = {variable.path: variable.numpy() for variable in model.weights}
+    digest = hashlib.sha256(b"".join(value.tobytes() for value in weights.values())).hexdigest()
+    print(
+        json.dumps(
+            {
+                "losses": [float(np.ravel(value)[0]) for value in history["loss"]],
+                "gradient_norms": [float(np.ravel(v)[0]) for v in history["gradient_norm"]],
+                "head_bias": weights["head/bias"].tolist(),
+                "cls": weights["patch_encoder/class_token"].ravel().tolist(),
+                "validation": [float(np.ravel(evaluated[n])[0]) for n in ("loss", "accuracy")],
+                "sha256": digest,
+                "replicas": _replica_hashes(strategy, model),
+            }
+        )
+    )
+
+
+def _replica_hashes(strategy: Any, model: Any) -> list[str]:
+    """One hash of all weights for each replica of this process."""
+    copies = [strategy.experimental_local_results(v.value) for v in model.weights]
+    return [
+        hashlib.sha256(b"".join(copy.numpy().tobytes() for copy in replica)).hexdigest()
+        for replica in zip(*copies, strict=True)
+    ]
+
+
+if __name__ == "__main__":
+    _main({**DEFAULTS, **json.loads(sys.argv[1])})

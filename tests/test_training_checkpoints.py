@@ -1,0 +1,84 @@
+"""Tests of keras_vit.training.checkpoints."""
+
+import dataclasses
+from pathlib import Path
+
+import keras
+import ml_dtypes
+import numpy as np
+import pytest
+from conftest import TINY
+
+from keras_vit import VisionTransformer
+from keras_vit.training import MomentumSGD
+from keras_vit.training.checkpoints import Checkpoints, get_state, set_state, state_hash
+
+ARRAYS = {
+    "00000": np.arange(6, dtype=np.float32).reshape(2, 3),
+    "00001": np.array([1.5, -2], ml_dtypes.bfloat16),
+    "00002": np.array(7, np.int64),
+}
+
+
+def test_what_is_saved_comes_back(tmp_path: Path) -> None:
+    """Values, shapes and dtypes, bfloat16 too; floats of the progress to the bit."""
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(12, ARRAYS, progress={"loss": 1 / 3})
+    arrays, progress = checkpoints.load(12)
+
+    assert progress == {"loss": 1 / 3}
+    assert {name: value.dtype for name, value in arrays.items()} == {
+        name: value.dtype for name, value in ARRAYS.items()
+    }
+    for name, value in ARRAYS.items():
+        np.testing.assert_array_equal(arrays[name], value)
+
+
+def test_the_last_are_kept(tmp_path: Path) -> None:
+    """Older ones go, other files stay."""
+    (tmp_path / "notes.txt").write_text("mine")
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for step in (9, 10, 100_000_000):
+        checkpoints.save(step, ARRAYS, progress={})
+
+    assert checkpoints.steps() == [10, 100_000_000]
+    assert (tmp_path / "notes.txt").exists()
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_damage_is_told(tmp_path: Path) -> None:
+    """A flipped byte, and a file that is cut, are named."""
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(1, ARRAYS, progress={})
+    file = tmp_path / "checkpoint-00000001.npz"
+    content = bytearray(file.read_bytes())
+    content[200] ^= 1
+    for damaged in (bytes(content), bytes(content[:300])):
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"checkpoint-00000001.npz' is damaged .* delete it"):
+            checkpoints.load(1)
+
+
+def trained(dropout_rate: float = 0.2) -> VisionTransformer:
+    model = VisionTransformer(dataclasses.replace(TINY, dropout_rate=dropout_rate))
+    model.compile(MomentumSGD(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model.fit(np.ones((2, 32, 48, 3)), np.zeros(2), verbose=0)
+    return model
+
+
+def test_a_state_is_all_that_training_changes() -> None:
+    """Put into another model, it goes on alike: weights, momenta, step, random states."""
+    first, second = trained(), trained()
+    assert state_hash(first) != state_hash(second)
+
+    set_state(second, get_state(first))
+    assert state_hash(second) == state_hash(first)
+    for model in (first, second):
+        model.fit(np.ones((2, 32, 48, 3)), np.zeros(2), verbose=0)
+    assert state_hash(second) == state_hash(first)
+
+
+def test_a_state_of_another_model_is_an_error() -> None:
+    """The first difference is named."""
+    with pytest.raises(ValueError, match=r"of another model or optimizer: it has \d+ arrays"):
+        set_state(trained(), get_state(trained(dropout_rate=0.0)))

@@ -1,0 +1,55 @@
+"""Tests of keras_vit.training.execution."""
+
+import json
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+from keras_vit.training import Execution, is_first_worker
+from keras_vit.training.execution import Workers
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"strategy": "parameter_server"}, "strategy must be one of .*='parameter_server'"),
+    ({"precision": "int8"}, "precision must be one of .*='int8'"),
+    ({"accumulate": 0}, "accumulate must be a positive integer. Received: accumulate=0"),
+    ({"keep_checkpoints": 0}, "keep_checkpoints must be a positive integer"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), WRONG)
+def test_impossible_requests_are_errors(fields: dict[str, Any], message: str) -> None:
+    """What was asked and what is allowed are in the sentence."""
+    with pytest.raises(ValueError, match=message):
+        Execution(**fields)
+
+
+def test_several_workers_need_their_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without TF_CONFIG, or with one worker in it, the sentence says what it must hold."""
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": {"worker": ["localhost:1"]}}))
+    with pytest.raises(ValueError, match=r"cluster\.worker listing two or more host:port"):
+        Execution(strategy="multi_worker").make_strategy()
+
+
+def test_the_first_worker_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the index in TF_CONFIG; alone, a process is the first."""
+    cluster = {"worker": ["localhost:1", "localhost:2"]}
+    found = []
+    for index in (0, 1):
+        task = {"cluster": cluster, "task": {"type": "worker", "index": index}}
+        monkeypatch.setenv("TF_CONFIG", json.dumps(task))
+        found.append(is_first_worker())
+    monkeypatch.delenv("TF_CONFIG")
+
+    assert [*found, is_first_worker()] == [True, False, True]
+
+
+def test_all_devices_of_the_machine_are_used() -> None:
+    """Here two logical CPUs; a batch that they cannot share evenly is an error."""
+    strategy = Execution(strategy="mirrored").make_strategy()
+    workers = Workers(strategy)
+
+    assert strategy.num_replicas_in_sync == 2
+    assert (workers.index, workers.count, workers.gather(5)) == (0, 1, [5])
+    with pytest.raises(ValueError, match="7 images cannot be divided evenly among 2 replicas"):
+        workers.distribute(lambda shard: tf.data.Dataset.range(7), 7)

@@ -1,0 +1,97 @@
+"""Tests of keras_vit.training.optimizers."""
+
+import dataclasses
+from typing import Any
+
+import keras
+import ml_dtypes
+import numpy as np
+import pytest
+from conftest import TINY
+
+from keras_vit import VisionTransformer
+from keras_vit.training import AdamW, MomentumSGD, decayed_rates
+
+OPTIMIZERS = [MomentumSGD, AdamW]
+
+
+def variable(value: float) -> keras.Variable:
+    return keras.Variable(np.full(3, value, np.float32), name="kernel")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_momentum_is_optaxs(dtype: str) -> None:
+    """m = g + 0.9 m with the product and m rounded to the accumulator's dtype, w = w - rate m."""
+    rates = [0.5, 0.1, 1.0, 0.0, 0.3]
+    gradients = np.random.default_rng(0).standard_normal((5, 3)).astype(np.float32)
+    rounded = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32
+    weight, optimizer = variable(1.0), MomentumSGD(0.0, accumulator_dtype=dtype)
+    expected, momentum = np.ones(3, np.float32), np.zeros(3, rounded)
+    for rate, gradient in zip(rates, gradients, strict=True):
+        optimizer.learning_rate = rate
+        optimizer.apply([keras.ops.convert_to_tensor(gradient)], [weight])
+        kept = (momentum * rounded(0.9)).astype(np.float32)
+        moved = gradient + kept
+        momentum = moved.astype(rounded)
+        expected = expected - np.float32(rate) * moved
+
+    np.testing.assert_allclose(weight.numpy(), expected, rtol=1e-6)
+    np.testing.assert_array_equal(optimizer.variables[-1].numpy(), momentum)
+
+
+@pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
+def test_each_layer_has_its_rate(optimizer_class: Any) -> None:
+    """A factor scales the step and the decay of its variable, and of no other."""
+
+    def step(factor: float) -> np.ndarray:
+        weight = variable(2.0)
+        optimizer = (
+            optimizer_class(0.1, layer_rates={weight.path: factor}, weight_decay=0.5, epsilon=1e-9)
+            if optimizer_class is AdamW
+            else optimizer_class(0.1, layer_rates={weight.path: factor}, weight_decay=0.5)
+        )
+        optimizer.apply([keras.ops.ones(3)], [weight])
+        return np.asarray(weight.numpy() - 2.0)
+
+    # A step of 0.1 along the gradient, and a decay of 0.1 * 0.5 * 2.
+    np.testing.assert_allclose(step(1.0), -0.2, rtol=1e-5)
+    np.testing.assert_allclose(step(0.25), -0.05, rtol=1e-5)
+
+
+def test_without_factors_it_is_keras_adamw() -> None:
+    """Ten steps with decay, clipping and averaging give the same numbers."""
+    arguments: dict[str, Any] = {
+        "learning_rate": 0.1,
+        "weight_decay": 0.3,
+        "global_clipnorm": 1.0,
+        "use_ema": True,
+    }
+    ours, theirs = variable(1.0), variable(1.0)
+    pairs = [(AdamW(**arguments), ours), (keras.optimizers.AdamW(**arguments), theirs)]
+    gradients = np.random.default_rng(0).standard_normal((10, 3)).astype(np.float32)
+    for optimizer, weight in pairs:
+        for gradient in gradients:
+            optimizer.apply([keras.ops.convert_to_tensor(gradient)], [weight])
+
+    np.testing.assert_allclose(ours.numpy(), theirs.numpy(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
+def test_it_is_serialized(optimizer_class: Any) -> None:
+    """A saved optimizer comes back with its factors."""
+    optimizer = optimizer_class(0.1, layer_rates={"a/kernel": 0.5}, weight_decay=0.1)
+    again = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(optimizer))
+
+    assert isinstance(again, optimizer_class)
+    assert again.get_config() == optimizer.get_config()
+
+
+def test_rates_fall_from_the_head_to_the_patches() -> None:
+    """One factor for each block, as BEiT counts them; every variable has one."""
+    model = VisionTransformer(dataclasses.replace(TINY, num_layers=3))
+    rates = decayed_rates(model, model.config, 0.5)
+
+    assert set(rates) == {variable.path for variable in model.trainable_variables}
+    assert rates["head/kernel"] == rates["encoder_norm/gamma"] == 1
+    assert [rates[f"block_{index}/mlp/fc1/kernel"] for index in range(3)] == [0.125, 0.25, 0.5]
+    assert rates["patch_encoder/position_embedding"] == 0.0625

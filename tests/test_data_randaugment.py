@@ -1,0 +1,89 @@
+"""Tests of keras_vit.data.randaugment."""
+
+import math
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_vit.data import draws, operations, randaugment
+
+NAMES = list(randaugment.OPERATIONS)
+# What magnitude 10 means, on an image of 224 pixels: the argument of the original's code.
+AT_TEN = [
+    ("rotate", lambda image: operations.rotate(image, math.radians(-30))),
+    ("posterize", lambda image: operations.posterize(image, 4)),
+    ("solarize", lambda image: image),
+    ("solarize_add", lambda image: operations.solarize_add(image, 110)),
+    ("color", lambda image: operations.color(image, 1.9)),
+    ("contrast", lambda image: operations.contrast(image, 1.9)),
+    ("brightness", lambda image: operations.brightness(image, 1.9)),
+    ("sharpness", lambda image: operations.sharpness(image, 1.9)),
+    ("shear_x", lambda image: operations.shear_x(image, -0.3)),
+    ("shear_y", lambda image: operations.shear_y(image, -0.3)),
+    ("translate_x", lambda image: operations.translate_x(image, -100)),
+    ("translate_y", lambda image: operations.translate_y(image, -100)),
+    ("cutout", lambda image: operations.cutout(image, 40, place=tf.constant([0.3, 0.6]))),
+]
+
+
+def picture(side: int = 224) -> tf.Tensor:
+    return tf.constant(np.random.default_rng(1).integers(0, 256, (side, side, 3)), tf.float32)
+
+
+def drawn(name: str) -> list[float]:
+    """Draws that choose an operation, the negative side and a place."""
+    return [(NAMES.index(name) + 0.5) / len(NAMES), 0.9, 0.3, 0.6]
+
+
+@pytest.mark.parametrize(("name", "expected"), AT_TEN, ids=[name for name, _ in AT_TEN])
+def test_magnitude_ten_is_what_it_is_in_the_original(name: str, expected: object) -> None:
+    """Each operation gets the strength that the paper's code gives it."""
+    found = randaugment.distort(picture(), magnitude=10, drawn=drawn(name))
+    image = tf.cast(picture(), tf.uint8)
+    assert np.array_equal(found, tf.cast(expected(image), tf.float32))
+
+
+def test_each_operation_comes_as_often_as_any_other() -> None:
+    """Uniform draws choose uniformly among the sixteen, and both sides."""
+    image, rest = picture(20), drawn("invert")[1:]
+    known = np.array(
+        [randaugment.distort(image, magnitude=7, drawn=drawn(name)).numpy() for name in NAMES]
+    )
+    numbers = draws.uniform(1, 1600, seed=(1, 2))[0]
+
+    def vary(number: tf.Tensor) -> tf.Tensor:
+        return randaugment.distort(image, magnitude=7, drawn=tf.stack([number, *rest]))
+
+    found = tf.data.Dataset.from_tensor_slices(numbers).map(vary).batch(1600).get_single_element()
+    counts = [int((found.numpy() == each).all(axis=(1, 2, 3)).sum()) for each in known]
+
+    assert len(NAMES) == len(np.unique(known, axis=0)) == 16
+    assert sum(counts) == 1600
+    assert min(counts) > 65
+    assert max(counts) < 140
+
+
+def test_operations_follow_each_other() -> None:
+    """Two layers are the one operation after the other, and none is the image untouched."""
+    both = randaugment.distort(
+        picture(32), magnitude=7, drawn=[*drawn("translate_x"), *drawn("equalize")]
+    )
+    first = randaugment.distort(picture(32), magnitude=7, drawn=drawn("translate_x"))
+    second = randaugment.distort(first, magnitude=7, drawn=drawn("equalize"))
+
+    assert np.array_equal(both, second)
+    assert not np.array_equal(both, first)
+    fractions = picture(8) / 3
+    assert np.array_equal(
+        randaugment.distort(fractions, magnitude=7, drawn=tf.zeros((0,))), fractions
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("magnitude", [0, 30])
+def test_every_magnitude_gives_pixels(name: str, magnitude: int) -> None:
+    """The ends of the range give images of the same shape, values 0..255."""
+    found = randaugment.distort(picture(9), magnitude=magnitude, drawn=drawn(name)).numpy()
+    assert found.shape == (9, 9, 3)
+    assert 0 <= found.min() <= found.max() <= 255

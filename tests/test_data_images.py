@@ -155,3 +155,32 @@ def test_what_is_no_image_file_is_named(tmp_path) -> None:
     for file in (text, empty):
         with pytest.raises(ValueError, match=f"{file.name}' is not an image"):
             images.read_image(file)
+
+
+@pytest.mark.parametrize("part", [(0, 0, 60, 80), (3, 1, 7, 9), (20, 33, 40, 47), (59, 79, 1, 1)])
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "BMP", "GIF"])
+def test_a_part_has_the_pixels_of_the_whole(form: str, part: tuple[int, ...]) -> None:
+    """Decoding a part is decoding the whole and cutting, but for JPEG's colours at the edges."""
+    soft = Image.fromarray(colors()).resize((80, 60), Image.Resampling.BICUBIC)
+    contents = tf.constant(encoded(soft, form))
+    top, left, height, width = part
+
+    shapes = []
+    found = images.decode_part(
+        contents, choose=lambda shape: shapes.append(shape.numpy().tolist()) or tf.constant(part)
+    ).numpy()
+    whole = images.decode_image(contents).numpy()[top : top + height, left : left + width]
+
+    assert shapes == [[60, 80]]
+    assert found.shape == (height, width, 3)
+    difference = np.abs(found.astype(int) - whole)
+    assert difference.max() <= (10 if form == "JPEG" else 0)
+    assert difference[1:-1, 1:-1].sum() == 0
+
+
+def test_encoded_bytes_are_read_as_a_file_is() -> None:
+    """`read_image` takes what is in a file, and says what it is if it is no image."""
+    contents = encoded(Image.fromarray(colors()), "PNG")
+    assert np.array_equal(images.read_image(contents), colors())
+    with pytest.raises(ValueError, match="An image of 7 bytes is not an image"):
+        images.read_image(contents[:7])

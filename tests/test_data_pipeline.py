@@ -1,23 +1,38 @@
 """Tests of keras_vit.data.pipeline."""
 
+import dataclasses
+import logging
 from pathlib import Path
 from typing import Any
 
 import image_files
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from keras_vit.data import (
     Augmentation,
     Split,
+    crop,
     evaluation_batches,
+    images,
     load_folder,
+    pipeline,
     read_images,
     train_batches,
 )
+from keras_vit.data.damage import Damage
 from keras_vit.data.pipeline import steps_per_epoch
 
-EVERYTHING = Augmentation(rotation=10, shift=0.1, zoom=0.1, crop=0.5, flip=True, erase=0.3)
+EVERYTHING = Augmentation(
+    rotation=10,
+    shift=0.1,
+    zoom=0.1,
+    crop=0.5,
+    flip=True,
+    erase=0.3,
+)
+VARIED = dataclasses.replace(EVERYTHING, randaugment_layers=2)  # takes seconds to trace
 
 
 def numbered(count: int = 10) -> Split:
@@ -74,8 +89,8 @@ def test_an_epoch_shows_each_image_at_most_once_in_an_order_of_its_own() -> None
 
 def test_images_keep_their_targets() -> None:
     """After all the shuffling, an image still shows its target."""
-    for images, targets in batches(numbered()):
-        assert images[:, 0, 0, 0].tolist() == targets.tolist()
+    for batch, targets in batches(numbered()):
+        assert batch[:, 0, 0, 0].tolist() == targets.tolist()
 
 
 def test_a_split_smaller_than_a_batch_is_one_batch() -> None:
@@ -124,11 +139,147 @@ def test_evaluation_keeps_order_and_every_image(files: Split) -> None:
 def test_training_without_variation_sees_what_evaluation_sees(files: Split) -> None:
     """Training and evaluation share one path from bytes to pixels."""
     expected = read_images(files.images, size=(9, 7))
-    for images, targets in batches(files, image_size=(9, 7), batch_size=20, epochs=1):
-        order = [int(np.abs(expected - image).sum(axis=(1, 2, 3)).argmin()) for image in images]
+    for batch, targets in batches(files, image_size=(9, 7), batch_size=20, epochs=1):
+        order = [int(np.abs(expected - image).sum(axis=(1, 2, 3)).argmin()) for image in batch]
         assert sorted(order) == list(range(20))
-        assert np.array_equal(images, expected[order])
+        assert np.array_equal(batch, expected[order])
         assert np.array_equal(targets, files.targets[order])
+
+
+@pytest.mark.slow
+def test_parallelism_changes_nothing(files: Split, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One image at a time gives the bits that as many as possible give."""
+    expected = batches(files, augmentation=VARIED)
+    monkeypatch.setattr(pipeline, "_PARALLEL", 1)
+
+    assert same(batches(files, augmentation=VARIED), expected)
+    assert not same(batches(files, augmentation=EVERYTHING), expected)
+
+
+@pytest.mark.slow
+def test_randaugment_starts_at_any_step_on_any_worker_with_the_same_bits(files: Split) -> None:
+    """The second half of each batch from the second step on is what the whole run has there."""
+    whole = batches(files, batch_size=6, augmentation=VARIED)
+    part = batches(files, batch_size=6, augmentation=VARIED, start_step=1, shard=(1, 2))
+
+    assert same(part, [(batch[3:], targets[3:]) for batch, targets in whole[1:]])
+
+
+@pytest.mark.parametrize("kind", ["pixels", "resized pixels", "files"])
+def test_the_workers_batches_together_are_the_batch_of_one(kind: str, files: Split) -> None:
+    """Three workers make a third of each batch, to the bit, from any step on."""
+    split = files if kind == "files" else numbered()
+    options = {"batch_size": 6, "augmentation": EVERYTHING, "start_step": 1}
+    if kind == "resized pixels":
+        options["augmentation"] = Augmentation(rotation=10, flip=True, erase=0.5)
+    parts = [batches(split, **options, shard=(index, 3)) for index in range(3)]
+    together = [
+        tuple(np.concatenate(arrays) for arrays in zip(*step, strict=True))
+        for step in zip(*parts, strict=True)
+    ]
+
+    assert same(together, batches(split, **options))
+    assert len(parts[0][0][1]) == 2
+
+
+def test_a_worker_decodes_no_more_than_its_own(files: Split) -> None:
+    """What is another worker's may be gone: it is not read."""
+    options = {"batch_size": 20, "epochs": 1}
+    whole = batches(files, **options)[0][1]
+    order = [path for path, _ in shown(files, **options)]
+    for path in order[:10]:
+        Path(path).unlink()
+
+    second = batches(files, **options, shard=(1, 2))
+
+    assert np.array_equal(second[0][1], whole[10:])
+    assert files.damage.names == ()
+
+
+def shown(files: Split, **options: Any) -> list[tuple[str, np.ndarray]]:
+    """The path of each image of the first batch, and its pixels."""
+    expected = read_images(files.images, size=(4, 4))
+    made = batches(files, **options)[0][0]
+    places = [int(np.abs(expected - image).sum(axis=(1, 2, 3)).argmin()) for image in made]
+    return [(str(files.images[place]), image) for place, image in zip(places, made, strict=True)]
+
+
+@pytest.mark.parametrize("shard", [(2, 2), (-1, 2), (0, 0)])
+def test_a_worker_that_cannot_be_is_an_error(shard: tuple[int, int]) -> None:
+    """The index counts from zero."""
+    with pytest.raises(ValueError, match=r"the index from 0\. Received: shard="):
+        batches(numbered(), shard=shard)
+
+
+def test_a_batch_that_workers_cannot_share_is_an_error() -> None:
+    """Three images do not divide by two, whether they are the batch or all there are."""
+    for split, size in ((numbered(), 3), (numbered(3), 64)):
+        with pytest.raises(ValueError, match="2 workers cannot share batches of 3"):
+            batches(split, batch_size=size, shard=(0, 2))
+
+
+@pytest.mark.parametrize("kind", ["pixels", "files"])
+def test_a_crop_is_a_part_of_the_image_resized(kind: str, files: Split) -> None:
+    """The part that the step's draws choose, resized as the whole would be."""
+    split = numbered() if kind == "pixels" else files
+    for fields in ({"crop": 0.3}, {"resize_small": 1.5}):
+        for image, target in zip(
+            *batches(split, augmentation=Augmentation(**fields), image_size=(9, 7))[0], strict=True
+        ):
+            assert image.shape == (9, 7, 3)
+            if kind == "pixels":
+                assert (image == target).all()
+
+
+def test_evaluation_can_cut_out_the_middle(files: Split) -> None:
+    """The short side is resized, and the middle is what is seen."""
+    found, _ = next(
+        iter(evaluation_batches(files, image_size=(12, 12), batch_size=20, resize_small=1.25))
+    )
+    for path, image in zip(files.images, found.numpy(), strict=True):
+        pixels = images.read_image(path)
+        top, left, height, width = crop.small_part(
+            pixels.shape[:2], size=(12, 12), ratio=1.25, place=(0.5, 0.5)
+        ).numpy()
+        assert height == width == round(min(pixels.shape[:2]) / 1.25)
+        assert abs(2 * top + height - pixels.shape[0]) <= 1
+        assert abs(2 * left + width - pixels.shape[1]) <= 1
+        part = pixels[top : top + height, left : left + width]
+        expected = images.resize_image(part, size=(12, 12)).numpy()
+        assert np.abs(image - expected)[1:-1, 1:-1].max() <= 5  # JPEG's colours at the edges
+
+
+def test_a_damaged_image_is_replaced_and_named(
+    files: Split, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The next sound image of the batch stands in with its target, and the others stay."""
+    options = {"batch_size": 20, "epochs": 2, "augmentation": EVERYTHING}
+    whole, first = batches(files, **options), [path for path, _ in shown(files, batch_size=20)]
+    image_files.damage(Path(first[4]))
+    Path(first[5]).unlink()
+    with caplog.at_level(logging.WARNING):
+        found = batches(files, **options)
+
+    assert files.damage.names == tuple(sorted(first[4:6]))
+    assert len(caplog.records) == 2
+    assert len(found) == len(whole) == 2
+    (images_found, targets_found), (images_whole, targets_whole) = found[0], whole[0]
+    assert np.array_equal(targets_found[4:6], targets_whole[[6, 6]])
+    others = [place for place in range(20) if place not in (4, 5)]
+    assert np.array_equal(images_found[others], images_whole[others])
+    assert same(batches(files, **options), found)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_damage_can_be_an_error(files: Split, strict: bool) -> None:
+    """Strictness ends at the first damaged image, and a batch of nothing else always does."""
+    damaged = files.images[:1] if strict else files.images
+    for path in damaged:
+        image_files.damage(Path(path))
+    split = Split(images=files.images, targets=files.targets, damage=Damage(strict=strict))
+
+    with pytest.raises(tf.errors.InvalidArgumentError, match="cannot be decoded"):
+        batches(split, batch_size=20)
 
 
 def test_comparing_runs_can_fail() -> None:

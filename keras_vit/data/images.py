@@ -4,7 +4,7 @@ Only TensorFlow ops: the same functions run eagerly, in `tf.data` and in a Saved
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +50,47 @@ def decode_image(contents: tf.Tensor) -> tf.Tensor:
     return tf.ensure_shape(image, (None, None, 3))
 
 
+def decode_part(contents: tf.Tensor, *, choose: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
+    """Decodes a part of one image, of a JPEG no more than that.
+
+    The same pixels as decoding the whole and cutting, but for colours at the part's edges, which
+    JPEG interpolates from what lies beside: up to 10 of 255.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> contents = tf.io.encode_jpeg(tf.zeros((60, 80, 3), tf.uint8))
+        >>> decode_part(contents, choose=lambda shape: tf.constant([10, 20, 30, 40])).shape
+        TensorShape([30, 40, 3])
+
+    Args:
+        contents: the bytes of the file, a scalar string.
+        choose: takes (height, width) of the image and gives (top, left, height, width) of the part,
+            both int32.
+
+    Returns:
+        The pixels 0..255, uint8 of shape (height, width, 3).
+
+    Raises:
+        tf.errors.InvalidArgumentError: as in `decode_image`.
+    """
+
+    def decode_and_cut() -> tf.Tensor:
+        return cut_part(decode_image(contents), choose=choose)
+
+    def decode_jpeg() -> tf.Tensor:
+        part = choose(tf.image.extract_jpeg_shape(contents)[:2])
+        return tf.image.decode_and_crop_jpeg(contents, part, channels=3)
+
+    image = tf.cond(_starts_with(contents, b"\xff\xd8\xff"), decode_jpeg, decode_and_cut)
+    return tf.ensure_shape(image, (None, None, 3))
+
+
+def cut_part(image: tf.Tensor, *, choose: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
+    """Cuts a part out of pixels of shape (height, width, 3), see `decode_part`."""
+    part = choose(tf.shape(image)[:2])
+    return tf.image.crop_to_bounding_box(image, part[0], part[1], part[2], part[3])
+
+
 def resize_image(image: tf.Tensor, *, size: tuple[int, int]) -> tf.Tensor:
     """Resizes to (height, width) by plain bilinear interpolation, stretching to another aspect.
 
@@ -71,8 +112,8 @@ def resize_image(image: tf.Tensor, *, size: tuple[int, int]) -> tf.Tensor:
     return tf.cast(tf.image.resize(image, size), tf.float32)
 
 
-def read_image(path: str | os.PathLike[str]) -> np.ndarray:
-    """Reads one image file.
+def read_image(path: str | os.PathLike[str] | bytes) -> np.ndarray:
+    """Reads one image.
 
     Example:
         >>> import pathlib, tempfile, tensorflow as tf
@@ -81,6 +122,9 @@ def read_image(path: str | os.PathLike[str]) -> np.ndarray:
         >>> read_image(file).tolist()
         [[[0, 0, 0]]]
 
+    Args:
+        path: the path of a file, or what is in one.
+
     Returns:
         The pixels 0..255, uint8 of shape (height, width, 3).
 
@@ -88,17 +132,14 @@ def read_image(path: str | os.PathLike[str]) -> np.ndarray:
         FileNotFoundError: there is no such file.
         ValueError: the file is not an image, or is damaged.
     """
+    if isinstance(path, bytes):
+        return _decode(path, name=f"An image of {len(path)} bytes")
     file = Path(path)
     if not file.exists():
         raise FileNotFoundError(f"There is no image file {str(path)!r}; check the path.")
     if file.is_dir():
         raise ValueError(f"{str(path)!r} is a folder; give the path of a {FORMATS} file.")
-    try:
-        return np.asarray(decode_image(tf.constant(file.read_bytes())))
-    except tf.errors.InvalidArgumentError:
-        raise ValueError(
-            f"{str(path)!r} is not an image that can be read, or is damaged; give a {FORMATS} file."
-        ) from None
+    return _decode(file.read_bytes(), name=repr(str(path)))
 
 
 def read_images(paths: Sequence[str | os.PathLike[str]], *, size: tuple[int, int]) -> np.ndarray:
@@ -119,6 +160,15 @@ def read_images(paths: Sequence[str | os.PathLike[str]], *, size: tuple[int, int
         ValueError: a file is not an image, or is damaged.
     """
     return np.stack([np.asarray(resize_image(read_image(path), size=size)) for path in paths])
+
+
+def _decode(contents: bytes, *, name: str) -> np.ndarray:
+    try:
+        return np.asarray(decode_image(tf.constant(contents)))
+    except tf.errors.InvalidArgumentError:
+        raise ValueError(
+            f"{name} is not an image that can be read, or is damaged; give a {FORMATS} file."
+        ) from None
 
 
 def _starts_with(contents: tf.Tensor, magic: bytes) -> tf.Tensor:

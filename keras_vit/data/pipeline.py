@@ -1,13 +1,42 @@
 """Feeds a model: training batches that depend on (seed, step) alone, evaluation batches."""
 
-import os
+import dataclasses
+import functools
+from collections.abc import Callable
 
 import tensorflow as tf
 
-from keras_vit.data import augment, images, source
+from keras_vit.data import augment, crop, draws, erase, images, randaugment, reading, source
+from keras_vit.data.damage import replace_damaged, try_load
 
 # What a draw is for; folded into the seed, so that no two uses share one stream.
-_SHUFFLE, _CROP, _TRANSFORM, _ERASE = range(4)
+_SHUFFLE, _CROP, _TRANSFORM, _ERASE, _RANDAUGMENT = range(5)
+_PARALLEL = tf.data.AUTOTUNE
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """What `train_batches` was asked for; `count` images of each batch are this worker's."""
+
+    image_size: tuple[int, int]
+    batch_size: int
+    steps: int
+    epochs: int
+    seed: int
+    augmentation: augment.Augmentation
+    start_step: int
+    shard: tuple[int, int]
+
+    @property
+    def count(self) -> int:
+        return self.batch_size // self.shard[1]
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.count * self.shard[0], self.count * (self.shard[0] + 1))
+
+    def key(self, use: int, step: tf.Tensor) -> tf.Tensor:
+        return draws.key(self.seed, use, step)
 
 
 def steps_per_epoch(split: source.Split, *, batch_size: int) -> int:
@@ -24,12 +53,17 @@ def train_batches(
     seed: int,
     augmentation: augment.Augmentation,
     start_step: int = 0,
+    shard: tuple[int, int] = draws.WHOLE,
 ) -> tf.data.Dataset:
     """Makes the batches of a whole training run, epoch after epoch.
 
     Batch number `step` is a pure function of (seed, step): a run can be continued at any step with
     the same bits, and what is skipped is not decoded. Each epoch is shuffled anew; its incomplete
     last batch is dropped.
+
+    The batches of all workers, one after the other, are the batch of a single one to the bit; each
+    decodes no more than its own. An image that cannot be decoded is replaced by the next of its
+    worker's batch, and `split.damage` keeps its name.
 
     Example:
         >>> from keras_vit.data import augment, digits
@@ -43,53 +77,55 @@ def train_batches(
     Args:
         split: the images.
         image_size: (height, width) in pixels.
-        batch_size: images in a batch; all of them if the split has fewer.
+        batch_size: images in a batch, of all workers together; all of them if the split has fewer.
         epochs: passes over the split.
         seed: any integer of 64 bits.
         augmentation: how images are varied.
         start_step: first step to make.
+        shard: (index of this worker, number of workers).
 
     Returns:
         Pairs of images, float32 0..255 of shape (batch, height, width, 3), and targets, int32 of
         shape (batch,).
+
+    Raises:
+        ValueError: there is no such worker, or the workers cannot share a batch equally.
     """
     batch_size = min(batch_size, len(split))
-    steps = steps_per_epoch(split, batch_size=batch_size)
-    order = _shuffled_batches(
-        len(split), batch_size=batch_size, epochs=epochs, seed=seed, start_step=start_step
+    _check_shard(shard, batch_size)
+    plan = _Plan(
+        image_size=image_size,
+        batch_size=batch_size,
+        steps=steps_per_epoch(split, batch_size=batch_size),
+        epochs=epochs,
+        seed=seed,
+        augmentation=augmentation,
+        start_step=start_step,
+        shard=shard,
     )
-    numbered = tf.data.Dataset.zip(tf.data.Dataset.range(start_step, steps * epochs), order)
-
-    def crops(step: tf.Tensor, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        boxes = augment.crop_boxes(
-            batch_size, augmentation=augmentation, seed=_key(seed, _CROP, step)
-        )
-        return step, indices, boxes
+    alone = augmentation.is_cropped or augmentation.randaugment_layers or not split.in_memory
+    loaded = _load_singly(split, plan) if alone else _load_together(split, plan)
 
     def transform(
         step: tf.Tensor, batch: tf.Tensor, targets: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
         moved = augment.transform_batch(
-            batch, augmentation=augmentation, seed=_key(seed, _TRANSFORM, step)
+            batch, augmentation=augmentation, seed=plan.key(_TRANSFORM, step), shard=shard
         )
-        erased = augment.erase_squares(
-            moved, augmentation=augmentation, seed=_key(seed, _ERASE, step)
+        erased = erase.erase_rectangles(
+            moved, probability=augmentation.erase, seed=plan.key(_ERASE, step), shard=shard
         )
         return erased, targets
 
-    load = _load_pixels if split.in_memory else _load_files
-    loaded = load(
-        numbered.map(crops),
-        split,
-        image_size=image_size,
-        batch_size=batch_size,
-        cropped=augmentation.crop < 1,
-    )
-    return loaded.map(transform, num_parallel_calls=tf.data.AUTOTUNE).prefetch(tf.data.AUTOTUNE)
+    return loaded.map(transform, num_parallel_calls=_PARALLEL).prefetch(tf.data.AUTOTUNE)
 
 
 def evaluation_batches(
-    split: source.Split, *, image_size: tuple[int, int], batch_size: int
+    split: source.Split,
+    *,
+    image_size: tuple[int, int],
+    batch_size: int,
+    resize_small: float = 0.0,
 ) -> tf.data.Dataset:
     """Makes the batches of one pass over a split, in order, the last one as short as it comes.
 
@@ -104,103 +140,140 @@ def evaluation_batches(
         split: the images.
         image_size: (height, width) in pixels.
         batch_size: images in a batch.
+        resize_small: 0 resizes the whole image, to another aspect if need be. From 1 on, the short
+            side is resized to this many times `image_size`, and the middle is cut out.
 
     Returns:
         Pairs of images, float32 0..255 of shape (batch, height, width, 3), and targets, int32 of
         shape (batch,).
     """
-    pairs = tf.data.Dataset.from_tensor_slices((_tensor(split), split.targets))
-    if split.in_memory:
+    if split.in_memory and not resize_small:
+        pairs = tf.data.Dataset.from_tensor_slices((tf.constant(split.images), split.targets))
         batches = pairs.batch(batch_size).map(
             lambda x, y: (images.resize_image(x, size=image_size), y)
         )
-    else:
+        return batches.prefetch(tf.data.AUTOTUNE)
 
-        def load(path: tf.Tensor, target: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            image = images.decode_image(tf.io.read_file(path))
-            return images.resize_image(image, size=image_size), target
+    def choose(shape: tf.Tensor) -> tf.Tensor:
+        return crop.small_part(shape, size=image_size, ratio=resize_small, place=[0.5, 0.5])
 
-        batches = pairs.map(load, num_parallel_calls=tf.data.AUTOTUNE).batch(batch_size)
-    return batches.prefetch(tf.data.AUTOTUNE)
+    def load(*item: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        contents, target = fetch(item)
+        image = _pixels(split, contents, choose=choose if resize_small else None)
+        return images.resize_image(image, size=image_size), target
+
+    fetch = reading.fetcher(split)
+    loaded = reading.ordered_items(split).map(load, num_parallel_calls=_PARALLEL)
+    return loaded.batch(batch_size).prefetch(tf.data.AUTOTUNE)
 
 
-def _shuffled_batches(
-    count: int, *, batch_size: int, epochs: int, seed: int, start_step: int
-) -> tf.data.Dataset:
-    """Positions of the images of each batch, from `start_step` on."""
-    steps = count // batch_size
-
-    def epoch_batches(epoch: tf.Tensor) -> tf.data.Dataset:
-        order = tf.random.experimental.stateless_shuffle(
-            tf.range(count), seed=_key(seed, _SHUFFLE, epoch)
+def _check_shard(shard: tuple[int, int], batch_size: int) -> None:
+    index, workers = shard
+    if not 0 <= index < workers:
+        raise ValueError(
+            f"shard is (index, number of workers), the index from 0. Received: shard={shard!r}."
         )
-        return tf.data.Dataset.from_tensor_slices(
-            tf.reshape(order[: steps * batch_size], (steps, batch_size))
+    if batch_size % workers:
+        raise ValueError(
+            f"{workers} workers cannot share batches of {batch_size} images equally; choose a "
+            "batch size that their number divides, not above the number of training images."
         )
 
-    first_epoch, skipped = divmod(start_step, steps)
-    return tf.data.Dataset.range(first_epoch, epochs).flat_map(epoch_batches).skip(skipped)
 
+def _load_together(split: source.Split, plan: _Plan) -> tf.data.Dataset:
+    """Steps, images and targets of pixels in memory that are only resized, a batch at a time."""
+    pixels, targets = tf.constant(split.images), tf.constant(split.targets)
 
-def _load_pixels(
-    numbered: tf.data.Dataset,
-    split: source.Split,
-    *,
-    image_size: tuple[int, int],
-    batch_size: int,
-    cropped: bool,
-) -> tf.data.Dataset:
-    pixels, targets = _tensor(split), tf.constant(split.targets)
-
-    def load(
-        step: tf.Tensor, indices: tf.Tensor, boxes: tf.Tensor
-    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        batch = tf.gather(pixels, indices)
-        if cropped:
-            batch = tf.image.crop_and_resize(batch, boxes, tf.range(batch_size), image_size)
-        else:
-            batch = images.resize_image(batch, size=image_size)
+    def load(step: tf.Tensor, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        batch = images.resize_image(tf.gather(pixels, indices), size=plan.image_size)
         return step, batch, tf.gather(targets, indices)
 
-    return numbered.map(load, num_parallel_calls=tf.data.AUTOTUNE)
+    numbered = _numbered_items(split, plan).map(lambda step, item: (step, item[0]))
+    return numbered.map(load, num_parallel_calls=_PARALLEL)
 
 
-def _load_files(
-    numbered: tf.data.Dataset,
-    split: source.Split,
-    *,
-    image_size: tuple[int, int],
-    batch_size: int,
-    cropped: bool,
-) -> tf.data.Dataset:
-    paths, targets = _tensor(split), tf.constant(split.targets)
+def _load_singly(split: source.Split, plan: _Plan) -> tf.data.Dataset:
+    """Steps, images and targets, each image decoded, cropped and varied by itself."""
+    layers = plan.augmentation.randaugment_layers
+    fetch = reading.fetcher(split)
 
-    def load(
-        step: tf.Tensor, index: tf.Tensor, box: tf.Tensor
+    def attach(step: tf.Tensor, item: reading.Item) -> tuple[tf.Tensor, ...]:
+        cropping, varying = (
+            draws.uniform(numbers, plan.count, seed=plan.key(use, step), shard=plan.shard)
+            for use, numbers in ((_CROP, crop.DRAWS), (_RANDAUGMENT, randaugment.DRAWS * layers))
+        )
+        # One tensor: `unbatch` crashes where there are no numbers at all.
+        drawn = tf.transpose(tf.concat([cropping, varying], axis=0))
+        return tf.fill((plan.count,), step), item, drawn
+
+    @tf.autograph.experimental.do_not_convert
+    def load(step: tf.Tensor, item: reading.Item, drawn: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        contents, target = fetch(item)
+        shape = (*plan.image_size, 3)
+
+        def make() -> tf.Tensor:
+            return _cropped(split, contents, plan=plan, drawn=drawn[: crop.DRAWS])
+
+        image, sound = (make(), True) if split.in_memory else try_load(make, shape=shape)
+        varied = randaugment.distort(
+            tf.ensure_shape(image, shape),
+            magnitude=plan.augmentation.randaugment_magnitude,
+            drawn=drawn[crop.DRAWS :],
+        )
+        return step, varied, target, item[-1], sound
+
+    def mend(
+        steps: tf.Tensor, batch: tf.Tensor, targets: tf.Tensor, names: tf.Tensor, sound: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        image = images.decode_image(tf.io.read_file(paths[index]))
-        if cropped:
-            image = tf.image.crop_and_resize(image[None], box[None], [0], image_size)[0]
-        else:
-            image = images.resize_image(image, size=image_size)
-        return step, image, targets[index]
+        mended = replace_damaged(
+            batch, targets, sound=sound, names=names, damage=split.damage, name=split.name
+        )
+        return steps[0], *mended
 
-    single = numbered.map(
-        lambda step, indices, boxes: (tf.fill((batch_size,), step), indices, boxes)
-    ).unbatch()
-    loaded = single.map(load, num_parallel_calls=tf.data.AUTOTUNE).batch(
-        batch_size, drop_remainder=True
+    single = _numbered_items(split, plan).map(attach).unbatch()
+    loaded = single.map(load, num_parallel_calls=_PARALLEL)
+    return loaded.batch(plan.count, drop_remainder=True).map(mend)
+
+
+def _numbered_items(split: source.Split, plan: _Plan) -> tf.data.Dataset:
+    """The steps with this worker's items, see `reading`."""
+    order = reading.shuffled_items(
+        split,
+        batch_size=plan.batch_size,
+        epochs=plan.epochs,
+        key=functools.partial(plan.key, _SHUFFLE),
+        start_step=plan.start_step,
+        rows=plan.rows,
     )
-    return loaded.map(lambda steps, batch, classes: (steps[0], batch, classes))
+    steps = tf.data.Dataset.range(plan.start_step, plan.steps * plan.epochs)
+    return tf.data.Dataset.zip(steps, order)
 
 
-def _tensor(split: source.Split) -> tf.Tensor:
+def _cropped(
+    split: source.Split, contents: tf.Tensor, *, plan: _Plan, drawn: tf.Tensor
+) -> tf.Tensor:
+    """One image, cropped at random if that is asked for, and resized."""
+    augmentation = plan.augmentation
+
+    def choose(shape: tf.Tensor) -> tf.Tensor:
+        if augmentation.resize_small:
+            return crop.small_part(
+                shape, size=plan.image_size, ratio=augmentation.resize_small, place=drawn[2:]
+            )
+        return crop.inception_part(shape, smallest_area=augmentation.crop, draws=drawn)
+
+    image = _pixels(split, contents, choose=choose if augmentation.is_cropped else None)
+    return images.resize_image(image, size=plan.image_size)
+
+
+def _pixels(
+    split: source.Split, contents: tf.Tensor, *, choose: Callable[[tf.Tensor], tf.Tensor] | None
+) -> tf.Tensor:
+    """Decodes what is not decoded, all of it or the part that is chosen."""
     if split.in_memory:
-        return tf.constant(split.images)
-    return tf.constant(
-        [os.fsencode(path) for path in split.images]
-    )  # also names that are not UTF-8
-
-
-def _key(seed: int, use: int, step: tf.Tensor) -> tf.Tensor:
-    return tf.random.experimental.stateless_fold_in(tf.constant((seed, use), tf.int64), step)
+        return contents if choose is None else images.cut_part(contents, choose=choose)
+    if split.in_files:
+        contents = tf.io.read_file(contents)
+    if choose is None:
+        return images.decode_image(contents)
+    return images.decode_part(contents, choose=choose)

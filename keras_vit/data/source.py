@@ -1,14 +1,17 @@
 """Describes labelled images in three splits, and decides which image goes into which.
 
-Nothing is decoded here: a split holds pixels that are already in memory, or the paths of files.
+Nothing is decoded here: a split holds pixels, encoded images or the paths of files.
 """
 
 import dataclasses
 import hashlib
 import os
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
+
+from keras_vit.data.damage import Damage
 
 SPLITS = ("train", "validation", "test")
 
@@ -23,26 +26,44 @@ class Split:
         (3, 2, True)
 
     Attributes:
-        images: pixels 0..255, uint8 of shape (count, height, width, 3), or the paths of image
-            files, shape (count,).
+        images: pixels 0..255, uint8 of shape (count, height, width, 3), the paths of image files,
+            or the bytes of such files, both of shape (count,).
         targets: the class of each image, int32 of shape (count,).
+        names: what to call each image, shape (count,); None for its path or its place.
+        damage: where training writes the names of images that it could not decode.
     """
 
     images: np.ndarray
     targets: np.ndarray
+    names: np.ndarray | None = None
+    damage: Damage = dataclasses.field(default_factory=Damage)
 
     def __len__(self) -> int:
         return len(self.targets)
 
     @property
     def in_memory(self) -> bool:
-        """Whether `images` are pixels and not paths."""
+        """Whether `images` are pixels, with nothing left to decode."""
         return self.images.ndim == 4
+
+    @property
+    def in_files(self) -> bool:
+        """Whether `images` are paths."""
+        return self.images.ndim == 1 and not any(isinstance(x, bytes) for x in self.images[:1])
+
+    def name(self, index: Any) -> str:
+        """Returns what to call the image at a position."""
+        if self.names is not None:
+            return str(self.names[index])
+        return str(self.images[index]) if self.in_files else f"image {index}"
 
     def take(self, indices: Iterable[int]) -> "Split":
         """Returns the images at these positions."""
         chosen = np.fromiter(indices, np.int64)
-        return Split(images=self.images[chosen], targets=self.targets[chosen])
+        names = None if self.names is None else self.names[chosen]
+        return dataclasses.replace(
+            self, images=self.images[chosen], targets=self.targets[chosen], names=names
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,12 +78,12 @@ class ImageData:
         {'train': 3, 'validation': 3, 'test': 3}
 
     Attributes:
-        source: "digits", the absolute path of a folder, or any other word.
+        source: "digits", "tfds:NAME", the absolute path of a folder, or any other word.
         labels: the name of each class; a target is a position in it.
         train: what the weights are fitted to.
         validation: what the recipe and the best epoch are chosen on.
         test: what is looked at once, at the end.
-        damaged: files that could not be decoded, left out.
+        damaged: images that could not be decoded, left out.
         ignored: files that are not JPEG, PNG, BMP or GIF by their ending, left out.
     """
 

@@ -1,0 +1,117 @@
+"""Keeps training when an image cannot be decoded: its neighbour stands in, and its name is kept."""
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+_LOGGER = logging.getLogger(__name__)
+
+
+class Damage:
+    """The names of the images that could not be decoded while training.
+
+    Example:
+        >>> damage = Damage()
+        >>> damage.add("cat/7.jpg")
+        >>> damage.names
+        ('cat/7.jpg',)
+
+    Args:
+        strict: whether such an image ends the training, instead of being replaced and named.
+    """
+
+    def __init__(self, *, strict: bool = False) -> None:
+        self.strict = strict
+        self._names: set[str] = set()
+        self._lock = threading.Lock()  # tf.data calls from several threads
+
+    def add(self, name: str) -> None:
+        """Adds a name, and logs it the first time."""
+        with self._lock:
+            known = name in self._names
+            self._names.add(name)
+        if not known:
+            _LOGGER.warning("%s cannot be decoded; another image stands in for it.", name)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names so far, in alphabetic order."""
+        with self._lock:
+            return tuple(sorted(self._names))
+
+
+def try_load(
+    load: Callable[[], tf.Tensor], *, shape: tuple[int, int, int]
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Loads an image inside a graph, where an error cannot be caught.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> _, sound = try_load(lambda: tf.io.decode_png("no image"), shape=(1, 1, 3))
+        >>> bool(sound)
+        False
+
+    Args:
+        load: makes the image, float32.
+        shape: (height, width, 3) of the image.
+
+    Returns:
+        The image, float32, black if it could not be loaded; and whether it could.
+    """
+    # A dataset is the one thing in a graph that goes on after an error.
+    black = tf.data.Dataset.from_tensors((tf.zeros(shape), False))
+    loaded = tf.data.Dataset.from_tensors(0).map(lambda _: (tf.ensure_shape(load(), shape), True))
+    first = loaded.ignore_errors(log_warning=False).concatenate(black).take(1)
+    image, sound = first.get_single_element()
+    return image, sound
+
+
+def replace_damaged(
+    images: tf.Tensor,
+    targets: tf.Tensor,
+    *,
+    sound: tf.Tensor,
+    names: tf.Tensor,
+    damage: Damage,
+    name: Callable[[Any], str],
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Puts the next sound image of the batch, with its target, in the place of each damaged one.
+
+    Args:
+        images: shape (batch, height, width, 3).
+        targets: shape (batch,).
+        sound: whether each could be loaded, shape (batch,).
+        names: what `name` makes a name of, shape (batch,).
+        damage: where the names go.
+        name: makes a name of one of `names`.
+
+    Returns:
+        Images and targets of the same shapes.
+
+    Raises:
+        tf.errors.InvalidArgumentError: none of the batch could be loaded; or one could not, where
+            `damage` is strict.
+    """
+
+    def record(names: np.ndarray, any_sound: np.ndarray) -> None:
+        found = [name(one) for one in names]
+        if damage.strict or not any_sound:
+            reason = "be decoded" if damage.strict else "be decoded, which is all of a batch"
+            raise ValueError(f"{', '.join(found)} cannot {reason}; repair or remove the images.")
+        for one in found:
+            damage.add(one)
+
+    def replaced() -> tuple[tf.Tensor, tf.Tensor]:
+        tf.numpy_function(record, [tf.boolean_mask(names, ~sound), tf.reduce_any(sound)], [])
+        places = tf.range(tf.size(targets))
+        following = (places[:, None] + places) % tf.size(targets)
+        first = tf.argmax(tf.cast(tf.gather(sound, following), tf.int32), axis=1)
+        chosen = tf.gather(following, first, batch_dims=1)
+        return tf.gather(images, chosen), tf.gather(targets, chosen)
+
+    mended = tf.cond(tf.reduce_all(sound), lambda: (images, targets), replaced)
+    return mended[0], mended[1]

@@ -74,13 +74,19 @@ def make_batches(
     """Returns a function that makes the batches from any step on: images, probabilities."""
     classes = len(data.labels)
 
-    def soften(step: tf.Tensor, batch: tuple[tf.Tensor, tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
-        images, certain = batch[0], tf.one_hot(batch[1], classes)
-        targets = certain * (1 - recipe.label_smoothing) + recipe.label_smoothing / classes
-        key = tf.random.experimental.stateless_fold_in(tf.constant((seed, MIXUP), tf.int64), step)
-        return mix_batch(images, targets, alpha=recipe.mixup, seed=key)
-
     def batches(start_step: int, shard: tuple[int, int]) -> tf.data.Dataset:
+        def soften(
+            step: tf.Tensor, batch: tuple[tf.Tensor, tf.Tensor]
+        ) -> tuple[tf.Tensor, tf.Tensor]:
+            images, certain = batch[0], tf.one_hot(batch[1], classes)
+            targets = certain * (1 - recipe.label_smoothing) + recipe.label_smoothing / classes
+            key = tf.random.experimental.stateless_fold_in(
+                tf.constant((seed, MIXUP), tf.int64), step
+            )
+            return mix_batch(
+                images, targets, alpha=recipe.mixup, cutmix=recipe.cutmix, seed=key, shard=shard
+            )
+
         made = train_batches(
             data.train,
             image_size=model.input_shape[1:3],
@@ -89,7 +95,7 @@ def make_batches(
             seed=seed,
             augmentation=recipe.augmentation,
             start_step=start_step,
-            **({} if shard == (0, 1) else {"shard": shard}),
+            shard=shard,
         )
         return made.enumerate(start_step).map(soften)
 

@@ -131,7 +131,8 @@ class Workers:
     def _summed(self, numbers: tf.Tensor) -> Any:
         def add(numbers: tf.Tensor) -> Any:
             context = tf.distribute.get_replica_context()
-            return context.all_reduce(tf.distribute.ReduceOp.SUM, numbers)
+            # The copy lies on the replica's device; the argument itself on none that is known.
+            return context.all_reduce(tf.distribute.ReduceOp.SUM, tf.identity(numbers))
 
         return self._strategy.run(add, args=(numbers,))
 

@@ -62,6 +62,7 @@ class Recipe:
         head_bias: start of the classifier's bias, where the classifier is fresh.
         label_smoothing: probability that training spreads evenly over all classes.
         mixup: alpha of the blending of images and targets, see `keras_vit.data.mix_batch`.
+        cutmix: alpha of pasting a part of another image, in half of the batches if `mixup` is on.
         average: decay of the moving average of the weights that is evaluated and saved in their
             place (Polyak averaging); None for none.
         layer_decay: factor of the learning rate from one block to the one before it; 1 for none.
@@ -88,6 +89,7 @@ class Recipe:
     head_bias: float = 0.0
     label_smoothing: float = 0.0
     mixup: float = 0.0
+    cutmix: float = 0.0
     average: float | None = None
     layer_decay: float = 1.0
     sam_rho: float = 0.0
@@ -159,6 +161,7 @@ _LIMITS: dict[str, tuple[float, float]] = {
     "gradient_norm": (1e-9, 1e9),
     "label_smoothing": (0, 0.99),
     "mixup": (0, 100),
+    "cutmix": (0, 100),
     "average": (0, 1),
     "layer_decay": (0.01, 1),
     "sam_rho": (0, 10),

@@ -55,7 +55,9 @@ def _augreg(level: str) -> Recipe:
         loss="sigmoid",
         head_bias=-10.0,
         mixup=mixup,
-        augmentation=Augmentation(crop=0.05, flip=True),
+        augmentation=Augmentation(
+            crop=0.05, flip=True, randaugment_layers=layers, randaugment_magnitude=magnitude
+        ),
         source=f"{_AUGREG}, level {level}; {_BIG_VISION}/vit_i21k.py",
     )
 
@@ -143,7 +145,9 @@ RECIPES: Mapping[str, Recipe] = {
         warmup=10_000,
         weight_decay=0.1,
         mixup=0.2,
-        augmentation=Augmentation(crop=0.05, flip=True),
+        augmentation=Augmentation(
+            crop=0.05, flip=True, randaugment_layers=2, randaugment_magnitude=10
+        ),
         source=f"arXiv 2205.01580; {_BIG_VISION}/vit_s16_i1k.py",
     ),
 }

@@ -1,0 +1,263 @@
+"""Tests of keras_vit.backend.tensorflow_trainer: what every strategy trains, one device trains."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import fine_tuning
+import keras
+import numpy as np
+import published
+import pytest
+import tensorflow as tf
+from conftest import TINY, randomize
+
+from keras_vit import VisionTransformer
+from keras_vit.training import MomentumSGD
+
+GOLDEN = np.load(published.GOLDEN / "finetune.npz")
+CONFIG = dataclasses.replace(TINY, num_layers=1, classes=3)
+
+# What trains the same as one device does: losses within 1e-5.
+SAME: list[dict[str, Any]] = [
+    {"xla": True},
+    {"accumulate": 2},
+    {"accumulate": 4, "xla": True},
+    {"remat": True},
+    {"replicas": 2},
+    {"replicas": 2, "xla": True},
+    {"replicas": 2, "accumulate": 2},
+    {"replicas": 2, "accumulate": 4, "xla": True},
+    {"replicas": 4},
+    {"replicas": 4, "xla": True, "accumulate": 2},
+]
+WORKERS: list[dict[str, Any]] = [
+    {},
+    {"xla": True},
+    {"accumulate": 2},
+    {"xla": True, "accumulate": 4},
+]
+
+
+@functools.cache
+def one_device() -> dict[str, Any]:
+    return fine_tuning.run()
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Losses, gradient norms before clipping, validation and final arrays."""
+    for name in ("losses", "gradient_norms", "validation", "head_bias", "cls"):
+        np.testing.assert_allclose(found[name], expected[name], rtol=0, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "losses", "tolerance"),
+    [
+        ("float32", "losses_float32_momentum", 1e-4),
+        ("bfloat16", "losses", 2e-3),
+    ],
+)
+def test_twelve_steps_are_the_originals(dtype: str, losses: str, tolerance: float) -> None:
+    """Clipping, momentum, schedule: the original's losses, and with its dtype its norms too."""
+    found = fine_tuning.run(accumulator_dtype=dtype)
+
+    np.testing.assert_allclose(found["losses"], GOLDEN[losses], rtol=0, atol=tolerance)
+    if dtype == "bfloat16":
+        norms, bias = GOLDEN["gradient_norms"], GOLDEN["head_bias_after_12_steps"]
+        np.testing.assert_allclose(found["gradient_norms"], norms, rtol=5e-3)
+        np.testing.assert_allclose(found["head_bias"], bias, rtol=0, atol=2e-3)
+        cls = GOLDEN["cls_after_12_steps"].ravel()
+        np.testing.assert_allclose(found["cls"], cls, rtol=0, atol=2e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SAME, ids=str)
+def test_strategies_train_as_one_device(case: dict[str, Any]) -> None:
+    """Any replicas, XLA on and off, in parts: the same numbers, and equal replicas."""
+    found = fine_tuning.run(**case)
+
+    assert_same(found, one_device())
+    assert len(found["replicas"]) == case.get("replicas", 1)
+    assert set(found["replicas"]) == {found["sha256"]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", WORKERS, ids=str)
+def test_two_workers_train_as_one_device(case: dict[str, Any]) -> None:
+    """Two processes on loopback: the same numbers, and equal bits on both."""
+    found = fine_tuning.run_workers(2, **case)
+
+    for worker in found:
+        assert_same(worker, one_device())
+    assert found[0]["sha256"] == found[1]["sha256"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "lion"])
+def test_any_optimizer_clips_after_the_sum(optimizer: str) -> None:
+    """Keras' own optimizers too; Keras' own step clips each replica's gradient by itself."""
+    case = {"optimizer": optimizer, "clip": 0.1}
+    found, expected = fine_tuning.run(replicas=2, **case), fine_tuning.run(**case)
+
+    np.testing.assert_allclose(found["losses"], expected["losses"], rtol=0, atol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [{"sam_rho": 0.05}, {"precision": "mixed_float16"}], ids=str)
+def test_two_passes_and_loss_scaling_are_the_same_too(case: dict[str, Any]) -> None:
+    """Sharpness-aware steps move along the gradient of all replicas; float16 is scaled once."""
+    found, expected = fine_tuning.run(replicas=2, **case), fine_tuning.run(**case)
+    tolerance = 1e-4 if "sam_rho" in case else 2e-2
+
+    np.testing.assert_allclose(found["losses"], expected["losses"], rtol=0, atol=tolerance)
+    assert len(set(found["replicas"])) == 1
+
+
+def compiled(**arguments: Any) -> VisionTransformer:
+    model = randomize(VisionTransformer(arguments.pop("config", CONFIG)))
+    model.compile(
+        arguments.pop("optimizer", None) or MomentumSGD(0.1, accumulator_dtype="float32"),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        **arguments,
+    )
+    return model
+
+
+def trained(**arguments: Any) -> list[np.ndarray]:
+    """Weights after two steps on one batch."""
+    model = compiled(**arguments)
+    generator = np.random.default_rng(0)
+    x = generator.uniform(-1, 1, (8, 32, 48, 3)).astype(np.float32)
+    model.fit(x, generator.integers(0, 3, 8), batch_size=8, epochs=2, shuffle=False, verbose=0)
+    weights: list[np.ndarray] = model.get_weights()
+    return weights
+
+
+def test_a_batch_in_parts_has_the_gradient_of_the_whole() -> None:
+    """Weights after two steps, in four parts and in one."""
+    for part, whole in zip(trained(accumulate=4), trained(), strict=True):
+        np.testing.assert_allclose(part, whole, rtol=0, atol=2e-6)
+
+
+def test_sharpness_aware_steps_use_the_gradient_uphill() -> None:
+    """One step by hand: gradient, climb by rho along it, gradient there, step from the start."""
+    x, y = np.ones((4, 32, 48, 3), np.float32), np.array([0, 1, 2, 0])
+    model = compiled(optimizer=keras.optimizers.SGD(0.1), sam_rho=0.05)
+    before = [variable.numpy() for variable in model.trainable_variables]
+
+    def gradients() -> list[np.ndarray]:
+        with tf.GradientTape() as tape:
+            loss = model.compute_loss(y=y, y_pred=model(x, training=True))
+        return [np.asarray(g) for g in tape.gradient(loss, model.trainable_variables)]
+
+    uphill = gradients()
+    norm = np.sqrt(sum(float((g**2).sum()) for g in uphill))
+    for variable, value, gradient in zip(model.trainable_variables, before, uphill, strict=True):
+        variable.assign(value + 0.05 * gradient / norm)
+    expected = [value - 0.1 * g for value, g in zip(before, gradients(), strict=True)]
+    for variable, value in zip(model.trainable_variables, before, strict=True):
+        variable.assign(value)
+    model.fit(x, y, batch_size=4, verbose=0)
+
+    for variable, value in zip(model.trainable_variables, expected, strict=True):
+        np.testing.assert_allclose(variable.numpy(), value, rtol=0, atol=1e-6)
+
+
+def test_the_gradient_norm_is_reported_before_clipping() -> None:
+    """In training alone, and it is the norm of what was not cut."""
+    arguments = {"report_gradient_norm": True}
+    clipped = compiled(optimizer=keras.optimizers.SGD(0.0, global_clipnorm=1e-3), **arguments)
+    free = compiled(optimizer=keras.optimizers.SGD(0.0), **arguments)
+    x, y = np.ones((4, 32, 48, 3), np.float32), np.array([0, 1, 2, 0])
+    norms = [model.fit(x, y, verbose=0).history["gradient_norm"][0] for model in (clipped, free)]
+
+    assert norms[0] == pytest.approx(norms[1])
+    assert norms[0] > 1e-2
+    assert set(free.evaluate(x, y, verbose=0, return_dict=True)) == {"loss"}
+
+
+def test_float16_is_scaled() -> None:
+    """Keras does so only if the model itself, not its layers, has the policy."""
+    model = VisionTransformer(CONFIG, dtype="mixed_float16")
+    model.compile("sgd", "mse")
+
+    assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+
+
+def test_a_compiled_model_is_saved_and_loaded(tmp_path: Any) -> None:
+    """With what is particular to this training step."""
+    model = compiled(accumulate=2, sam_rho=0.1, report_gradient_norm=True)
+    model.fit(np.ones((2, 32, 48, 3)), np.zeros(2), verbose=0)
+    model.save(tmp_path / "model.keras")
+    again = keras.saving.load_model(tmp_path / "model.keras")
+    found = again.get_compile_config()
+
+    assert (found["accumulate"], found["sam_rho"], found["report_gradient_norm"]) == (2, 0.1, True)
+    assert isinstance(again.optimizer, MomentumSGD)
+
+
+@pytest.fixture(scope="module")
+def strategy() -> tf.distribute.Strategy:
+    """Two replicas in this process; the fixtures' file makes the devices."""
+    return tf.distribute.MirroredStrategy(
+        [device.name for device in tf.config.list_logical_devices("CPU")]
+    )
+
+
+def test_masks_differ_between_replicas(strategy: tf.distribute.Strategy) -> None:
+    """Dropout and drop path; on one device the same layers draw anew in each call."""
+    config = dataclasses.replace(
+        CONFIG, dropout_rate=0.5, attention_dropout_rate=0.5, drop_path_rate=0.5, num_layers=2
+    )
+    ones = tf.ones((8, 32, 48, 3))
+    with strategy.scope():
+        model = randomize(VisionTransformer(config))
+
+    def run() -> tuple[np.ndarray, np.ndarray]:
+        outputs = strategy.run(lambda: model(ones, training=True))
+        first, second = strategy.experimental_local_results(outputs)
+        return first.numpy(), second.numpy()
+
+    first, second = run()
+    again, _ = run()
+    assert not np.allclose(first, second)
+    assert not np.allclose(first, again)
+    # Without masks both replicas compute the same: the difference is the masks'.
+    plain = strategy.experimental_local_results(strategy.run(lambda: model(ones, training=False)))
+    np.testing.assert_allclose(plain[0].numpy(), plain[1].numpy(), atol=1e-5)
+
+
+def fit_dataset(model: VisionTransformer, images: int, batch: int) -> None:
+    data = tf.data.Dataset.from_tensor_slices((np.ones((images, 32, 48, 3)), np.zeros(images)))
+    model.fit(data.batch(batch), shuffle=False, verbose=0)
+
+
+def test_a_batch_that_cannot_be_shared_is_an_error(strategy: tf.distribute.Strategy) -> None:
+    """Keras would weigh the images of the smaller share more; a last batch of one stops too."""
+    with strategy.scope():
+        model = compiled()
+    with pytest.raises(ValueError, match=r"cannot be divided evenly .* drop_remainder=True"):
+        fit_dataset(model, 9, 8)
+    with pytest.raises(ValueError, match="cannot be divided evenly"):
+        fit_dataset(compiled(accumulate=3), 8, 8)
+
+
+def test_what_cannot_be_right_is_refused(strategy: tf.distribute.Strategy) -> None:
+    """One sentence each, at compile."""
+    with strategy.scope(), pytest.raises(ValueError, match="steps_per_execution=4 does not work"):
+        compiled(steps_per_execution=4)
+    with pytest.raises(ValueError, match=r"give compile\(accumulate=...\) instead"):
+        compiled(optimizer=keras.optimizers.SGD(0.1, gradient_accumulation_steps=2))
+    with pytest.raises(ValueError, match="accumulate must be at least 1"):
+        compiled(accumulate=0)
+
+
+def test_a_frozen_model_is_told() -> None:
+    """Keras warns and counts epochs in which nothing happens."""
+    model = compiled()
+    for layer in model.layers:
+        layer.trainable = False
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="nothing to train"):
+        model.fit(np.ones((2, 32, 48, 3)), np.ones((2, 3)), verbose=0)

@@ -25,6 +25,7 @@ from keras_vit.applications import (
 )
 from keras_vit.config import VARIANTS, ViTConfig, parameter_count, variant
 from keras_vit.model import VisionTransformer
+from keras_vit.parallel import layout_map
 from keras_vit.preprocessing import decode_predictions, preprocess_input
 from keras_vit.version import __version__
 from keras_vit.weights import resize
@@ -54,6 +55,7 @@ __all__ = [
     "decode_predictions",
     "freeze",
     "layers",
+    "layout_map",
     "load_adapter",
     "lora",
     "merge_lora",

@@ -1,22 +1,32 @@
 """Where images come from: sources, splits, decoding, augmentation, batches. TensorFlow only."""
 
 from keras_vit.data.augment import Augmentation
+from keras_vit.data.catalogued import load_tfds
+from keras_vit.data.damage import Damage
+from keras_vit.data.datasets import from_dataset
 from keras_vit.data.digits import load_digits
 from keras_vit.data.folder import load_folder, load_test_folder
 from keras_vit.data.images import decode_image, read_image, read_images, resize_image
+from keras_vit.data.loading import load_data
 from keras_vit.data.mix import mix_batch
 from keras_vit.data.pipeline import evaluation_batches, train_batches
 from keras_vit.data.source import ImageData, Split
+from keras_vit.data.stream import Stream
 
 __all__ = [
     "Augmentation",
+    "Damage",
     "ImageData",
     "Split",
+    "Stream",
     "decode_image",
     "evaluation_batches",
+    "from_dataset",
+    "load_data",
     "load_digits",
     "load_folder",
     "load_test_folder",
+    "load_tfds",
     "mix_batch",
     "read_image",
     "read_images",

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-import tensorflow as tf
 
 from keras_vit.data import images, source
+from keras_vit.data.damage import Damage
 
 # Fractions of a folder that has no splits of its own.
 VALIDATION, TEST = 0.1, 0.1
@@ -67,7 +67,11 @@ def load_folder(
         for name, part in _split_folders(root).items()
     }
     labels = _labels(listings["train"])
-    splits = {name: _split(listing, labels=labels) for name, listing in listings.items()}
+    damage = Damage(strict=strict)
+    splits = {
+        name: dataclasses.replace(_split(listing, labels=labels), damage=damage)
+        for name, listing in listings.items()
+    }
     splits = _carve(splits, root=root)
     return source.ImageData(
         source=str(root),
@@ -205,11 +209,7 @@ def _without_damaged(
 
 
 def _is_sound(file: Path) -> bool:
-    try:
-        images.decode_image(tf.constant(file.read_bytes()))
-    except tf.errors.InvalidArgumentError:
-        return False
-    return True
+    return images.is_sound(file.read_bytes())
 
 
 def _labels(listing: _Listing) -> tuple[str, ...]:

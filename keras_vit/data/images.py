@@ -50,6 +50,20 @@ def decode_image(contents: tf.Tensor) -> tf.Tensor:
     return tf.ensure_shape(image, (None, None, 3))
 
 
+def is_sound(contents: bytes) -> bool:
+    """Returns whether `decode_image` can decode what is in a file.
+
+    Example:
+        >>> is_sound(b"no image")
+        False
+    """
+    try:
+        decode_image(tf.constant(contents))
+    except tf.errors.InvalidArgumentError:
+        return False
+    return True
+
+
 def decode_part(contents: tf.Tensor, *, choose: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
     """Decodes a part of one image, of a JPEG no more than that.
 

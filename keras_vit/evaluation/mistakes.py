@@ -61,7 +61,7 @@ def confident_mistakes(
     return tuple(
         Mistake(
             index=int(index),
-            name=f"image {index}" if split.in_memory else str(split.images[index]),
+            name=split.name(int(index)),
             label=labels[split.targets[index]],
             predicted=labels[predicted[index]],
             probability=float(np.exp(sure[index])),

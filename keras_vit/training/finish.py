@@ -125,8 +125,8 @@ def _write(folder: Path, loop: Loop, config: dict[str, Any]) -> None:
     loop.best_model.save(folder / run.MODEL)
     (folder / run.CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     (folder / run.LABELS).write_text("".join(f"{label}\n" for label in data.labels), "utf-8")
-    if not data.train.in_memory:
+    if data.train.in_files:
         record.write_splits(data, folder / run.SPLITS)
-    elif len(data.test):
+    elif data.test.in_memory and len(data.test):
         png = tf.io.encode_png(data.test.images[0]).numpy()
         (folder / run.SAMPLE).write_bytes(png)

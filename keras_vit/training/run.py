@@ -13,7 +13,7 @@ from typing import Any, Literal
 import keras
 
 from keras_vit import atomic
-from keras_vit.data import ImageData, load_digits, record
+from keras_vit.data import ImageData, load_data, record
 
 # What a run directory may hold, in the order of writing; the last two are evaluation's.
 MODEL, CONFIG, LABELS, SPLITS = "model.keras", "config.json", "labels.txt", "splits.csv"
@@ -87,12 +87,12 @@ def load_run_data(run: Run) -> ImageData:
     source = run.config["data"]["source"]
     if (run.path / SPLITS).is_file():
         return record.read_splits(run.path / SPLITS, root=source, labels=run.labels)
-    if source != "digits":
+    if source != "digits" and not source.startswith("tfds:"):
         raise ValueError(
             f"The images of the run {str(run.path)!r} were in memory and are gone; "
             "name a folder to evaluate on."
         )
-    return load_digits()
+    return load_data(source)
 
 
 def is_run(path: Path) -> bool:

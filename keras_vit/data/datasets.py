@@ -1,0 +1,204 @@
+"""Takes labelled images from any finite `tf.data.Dataset`: into memory, or as a stream."""
+
+import concurrent.futures
+import os
+from collections.abc import Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from keras_vit.data import images, source
+from keras_vit.data.damage import Damage
+from keras_vit.data.stream import Stream
+
+# Bytes of a split that are held in memory; a larger split is read again in each epoch.
+MEMORY = 2**30
+# Fractions of a training split that has no others beside it. Of a stream, no more than the
+# original takes of ImageNet (vit_jax/configs/common.py).
+VALIDATION, TEST = 0.1, 0.1
+_STREAM_PART = 100
+
+
+def from_dataset(
+    train: tf.data.Dataset,
+    validation: tf.data.Dataset | None,
+    *,
+    labels: Sequence[str],
+    test: tf.data.Dataset | None = None,
+    name: str = "dataset",
+    strict: bool = False,
+    memory: int = MEMORY,
+) -> source.ImageData:
+    """Takes labelled images from datasets.
+
+    What is missing is carved out of the training images: of each class a tenth, of a stream every
+    hundredth image.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> pixels = tf.zeros((20, 8, 8, 3), tf.uint8)
+        >>> dataset = tf.data.Dataset.from_tensor_slices((pixels, [0, 1] * 10))
+        >>> from_dataset(dataset, None, labels=["cat", "dog"]).counts
+        {'train': 16, 'validation': 2, 'test': 2}
+
+    Args:
+        train: pairs of an image and its class, and maybe its name. An image is the bytes of a file,
+            or pixels 0..255, uint8 of shape (height, width, 3 or 1). The order must be the same
+            each time, or training is not a function of its seed.
+        validation: such a dataset, or None.
+        labels: the name of each class.
+        test: such a dataset, or None.
+        name: what to call the source.
+        strict: whether a damaged image is an error, instead of being left out and counted. Those of
+            a stream are looked at in training only.
+        memory: bytes of a split that may be held in memory; a larger one is a stream.
+
+    Raises:
+        ValueError: the elements are something else, a dataset has no end or no images, or a class
+            is not among the labels.
+    """
+    damage = Damage(strict=strict)
+    given = {"train": train, "validation": validation, "test": test}
+    taken = {
+        split: _take(dataset, split=split, damage=damage, memory=memory)
+        for split, dataset in given.items()
+        if dataset is not None
+    }
+    splits = _carve(taken)
+    for split, images_of_split in splits.items():
+        _check(images_of_split, split=split, labels=labels)
+    return source.ImageData(
+        source=name,
+        labels=tuple(labels),
+        train=splits["train"],
+        validation=splits["validation"],
+        test=splits["test"],
+        damaged=damage.names,
+    )
+
+
+def _take(dataset: tf.data.Dataset, *, split: str, damage: Damage, memory: int) -> source.Split:
+    """Holds a dataset in memory, or makes a stream of it."""
+    _check_elements(dataset, split=split)
+    if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
+        raise ValueError(f"The {split} dataset has no end; give it without `repeat`.")
+    shape = dataset.element_spec[0].shape
+    pixels = shape.rank == 3 and shape.is_fully_defined()
+    held, size = [], 0
+    for record in (dataset if pixels else _encoded(dataset, split=split)).as_numpy_iterator():
+        held.append(record)
+        size += record[0].nbytes if pixels else len(record[0])
+        if size > memory:
+            return _stream(dataset, split=split, damage=damage)
+    if not held:
+        raise ValueError(f"The {split} dataset holds no images; give it some.")
+    contents, targets = [record[0] for record in held], [record[1] for record in held]
+    names = [_name(record, place, split=split) for place, record in enumerate(held)]
+    array: np.ndarray = np.stack(contents) if pixels else np.array(contents, object)
+    whole = source.Split(
+        images=np.broadcast_to(array, (*array.shape[:3], 3)) if pixels else array,
+        targets=np.array(targets, np.int32),
+        names=np.array(names, object),
+        damage=Damage(strict=damage.strict),
+    )
+    return whole if pixels else _without_damaged(whole, damage=damage)
+
+
+def _check_elements(dataset: tf.data.Dataset, *, split: str) -> None:
+    spec = dataset.element_spec
+    if isinstance(spec, tuple) and len(spec) in (2, 3):
+        image, target = spec[:2]
+        encoded = image.dtype == tf.string and image.shape.rank == 0
+        pixels = image.dtype == tf.uint8 and image.shape.rank == 3 and image.shape[2] in (1, 3)
+        if (encoded or pixels) and target.dtype.is_integer and target.shape.rank == 0:
+            return
+    raise ValueError(
+        f"The {split} dataset must give pairs of an image (the bytes of a file, or uint8 of shape "
+        "(height, width, 3 or 1)) and its class (an integer), unbatched; map it to such pairs. "
+        f"Received: {spec}."
+    )
+
+
+def _encoded(dataset: tf.data.Dataset, *, split: str) -> tf.data.Dataset:
+    """The bytes, the class and the name of each image; pixels become a PNG, which loses nothing."""
+
+    def encode(place: tf.Tensor, record: tuple[tf.Tensor, ...]) -> tuple[tf.Tensor, ...]:
+        contents = record[0]
+        if contents.dtype != tf.string:
+            contents = tf.io.encode_png(contents)
+        name = (
+            record[2]
+            if len(record) == 3
+            else tf.strings.join([f"{split} image ", tf.as_string(place)])
+        )
+        return contents, tf.cast(record[1], tf.int32), name
+
+    return dataset.enumerate().map(encode)
+
+
+def _name(record: tuple[bytes, ...], place: int, *, split: str) -> str:
+    return record[2].decode(errors="replace") if len(record) == 3 else f"{split} image {place}"
+
+
+def _stream(dataset: tf.data.Dataset, *, split: str, damage: Damage) -> Stream:
+    count = int(dataset.cardinality())
+    if count < 0:
+        count = int(dataset.reduce(np.int64(0), lambda count, _: count + 1))
+    return Stream(_encoded(dataset, split=split), count=count, damage=Damage(strict=damage.strict))
+
+
+def _without_damaged(split: source.Split, *, damage: Damage) -> source.Split:
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
+        sound = list(threads.map(images.is_sound, split.images))
+    damaged = [split.name(place) for place, is_sound in enumerate(sound) if not is_sound]
+    if damaged and damage.strict:
+        raise ValueError(
+            f"{len(damaged)} of {len(split)} images cannot be decoded, the first is "
+            f"{damaged[0]!r}; repair or remove them, or do not ask for strictness."
+        )
+    for name in damaged:
+        damage.add(name)
+    return split.take(np.flatnonzero(sound))
+
+
+def _carve(splits: dict[str, source.Split]) -> dict[str, source.Split]:
+    """Takes the splits that are missing out of the training images."""
+    train = splits["train"]
+    if isinstance(train, Stream):
+        missing = [name for name in ("validation", "test") if name not in splits]
+        hundredths = {name: _every(train, [place]) for place, name in enumerate(missing)}
+        rest = _every(train, range(len(missing), _STREAM_PART))
+        return {**splits, **hundredths, "train": rest}
+    names = [train.name(place) for place in range(len(train))]
+    indices = source.assign_splits(
+        names,
+        train.targets,
+        validation=0 if "validation" in splits else VALIDATION,
+        test=0 if "test" in splits else TEST,
+    )
+    carved = {name: train.take(indices[name]) for name in source.SPLITS if name not in splits}
+    return {**splits, **carved, "train": train.take(indices["train"])}
+
+
+def _every(stream: Stream, places: Sequence[int]) -> Stream:
+    """The images at some of each hundred places."""
+    first, last = places[0], places[-1]
+
+    def wanted(place: tf.Tensor, record: tuple[tf.Tensor, ...]) -> tf.Tensor:
+        return (place % _STREAM_PART >= first) & (place % _STREAM_PART <= last)
+
+    records = stream.records.enumerate().filter(wanted).map(lambda place, record: record)
+    whole, over = divmod(len(stream), _STREAM_PART)
+    count = whole * len(places) + sum(place < over for place in places)
+    return Stream(records, count=count, damage=stream.damage)
+
+
+def _check(images_of_split: source.Split, *, split: str, labels: Sequence[str]) -> None:
+    if isinstance(images_of_split, Stream) or not len(images_of_split):
+        return  # a stream's classes would have to be read
+    low, high = images_of_split.targets.min(), images_of_split.targets.max()
+    if low < 0 or high >= len(labels):
+        raise ValueError(
+            f"The classes of the {split} images must lie between 0 and {len(labels) - 1}, as there "
+            f"are {len(labels)} labels; give all labels. Received: {low} to {high}."
+        )

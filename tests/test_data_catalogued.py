@@ -1,0 +1,130 @@
+"""Tests of keras_vit.data.catalogued, all offline."""
+
+import sys
+from pathlib import Path
+
+import image_files
+import numpy as np
+import pytest
+from PIL import Image
+
+from keras_vit.data import Augmentation, load_data, load_tfds, train_batches
+
+pytestmark = [
+    pytest.mark.slow,  # importing the package takes seconds
+    pytest.mark.filterwarnings("ignore"),  # of the package and what it imports
+]
+
+
+def write_splits(root: Path, *names: str) -> Path:
+    """JPEGs of two classes in folders as the package's `ImageFolder` wants them."""
+    generator = np.random.default_rng(0)
+    for split in names:
+        for index in range(12):
+            file = root / split / ("cat", "dog")[index % 2] / f"{index}.jpg"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(generator.integers(0, 256, (9, 8, 3), np.uint8)).save(file)
+    return root
+
+
+def test_splits_are_the_dataset_s_and_nothing_is_decoded(tmp_path: Path) -> None:
+    """Three splits of files, their bytes as they are, with names."""
+    import tensorflow_datasets as tfds
+
+    root = write_splits(tmp_path, "train", "validation", "test")
+    data = load_tfds(tfds.folder_dataset.ImageFolder(str(root)))
+
+    files = {file.read_bytes() for file in root.glob("train/*/*.jpg")}
+    assert data.source == "tfds:image_folder"
+    assert data.labels == ("cat", "dog")
+    assert data.counts == {"train": 12, "validation": 12, "test": 12}
+    assert set(data.train.images) == files
+    assert all(data.train.name(place).endswith(".jpg") for place in range(12))
+    batch, targets = next(
+        iter(
+            train_batches(
+                data.train,
+                image_size=(8, 8),
+                batch_size=12,
+                epochs=1,
+                seed=0,
+                augmentation=Augmentation(crop=0.5),
+            )
+        )
+    )
+    assert batch.shape == (12, 8, 8, 3)
+    assert sorted(targets.numpy()) == [0] * 6 + [1] * 6
+
+
+def test_missing_splits_are_carved_out_the_same_each_time(tmp_path: Path) -> None:
+    """A dataset with train alone gives the same validation and test images again."""
+    import tensorflow_datasets as tfds
+
+    root = write_splits(tmp_path, "train")
+    first, again = (load_tfds(tfds.folder_dataset.ImageFolder(str(root))) for _ in range(2))
+
+    assert first.counts == {"train": 8, "validation": 2, "test": 2}
+    assert list(first.test.images) == list(again.test.images)
+    assert not set(first.test.images) & set(first.train.images)
+
+
+def test_a_name_of_the_catalogue_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`tfds:cifar10`, with the package's own mock of its data."""
+    import tensorflow_datasets as tfds
+
+    real = tfds.builder
+
+    def with_splits(name: str, **options: object) -> object:
+        builder = real(name, **options)
+        infos = [
+            tfds.core.SplitInfo(name=split, shard_lengths=[40], num_bytes=0)
+            for split in ("train", "test")
+        ]
+        builder.info.set_splits(tfds.core.splits.SplitDict(infos))  # the mock knows none
+        return builder
+
+    monkeypatch.setattr(tfds, "builder", with_splits)
+    with tfds.testing.mock_data(num_examples=40, policy=tfds.testing.MockPolicy.USE_CODE):
+        data = load_data("tfds:cifar10")
+
+    assert data.source == "tfds:cifar10"
+    assert len(data.labels) == 10
+    assert len(data.train) + len(data.validation) == 40
+    assert len(data.test) == 40
+    assert isinstance(data.train.images[0], bytes)
+
+
+def test_what_is_not_for_classification_is_an_error() -> None:
+    """A dataset without one image and one class says what it gives instead."""
+    import tensorflow_datasets as tfds
+
+    with (
+        tfds.testing.mock_data(policy=tfds.testing.MockPolicy.USE_CODE),
+        pytest.raises(ValueError, match="must give an image and one class"),
+    ):
+        load_data("tfds:imdb_reviews")
+
+
+def test_a_dataset_without_training_images_is_an_error(tmp_path: Path) -> None:
+    """The splits that there are are named."""
+    import tensorflow_datasets as tfds
+
+    root = write_splits(tmp_path, "fold1")
+    with pytest.raises(ValueError, match="no labelled split called train; it has fold1"):
+        load_tfds(tfds.folder_dataset.ImageFolder(str(root)))
+
+
+def test_without_the_package_the_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What to install is in the error."""
+    monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
+    with pytest.raises(ImportError, match=r'pip install "keras-vit\[tfds\]"'):
+        load_data("tfds:oxford_flowers102")
+
+
+def test_other_words_are_folders(tmp_path: Path) -> None:
+    """A path is a folder, whatever its name."""
+    root = image_files.write_classes(tmp_path / "digits")
+    assert load_data(root).source == str(root)
+    assert load_data("digits").source == "digits"
+    with pytest.raises(FileNotFoundError, match="There is no folder 'nowhere'"):
+        load_data("nowhere")

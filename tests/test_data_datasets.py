@@ -1,0 +1,163 @@
+"""Tests of keras_vit.data.datasets."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_vit.data import Augmentation, Stream, from_dataset, stream, train_batches
+
+LABELS = ("dark", "bright")
+COUNT = 40
+
+
+def encoded(count: int = COUNT, *, damaged: tuple[int, ...] = ()) -> tf.data.Dataset:
+    """PNGs of different sizes that show their own number, of two classes in turn."""
+    contents = [
+        b"no image"
+        if number in damaged
+        else tf.io.encode_png(np.full((5 + number % 3, 6, 3), number, np.uint8)).numpy()
+        for number in range(count)
+    ]
+    return tf.data.Dataset.from_tensor_slices((contents, np.arange(count) % 2))
+
+
+def ragged(count: int = COUNT) -> tf.data.Dataset:
+    """The same as pixels."""
+    return encoded(count).map(lambda contents, target: (tf.io.decode_png(contents, 3), target))
+
+
+def even(count: int = COUNT) -> tf.data.Dataset:
+    """Grey pixels of one size."""
+    pixels = np.tile(np.arange(count, dtype=np.uint8)[:, None, None, None], (1, 4, 4, 1))
+    return tf.data.Dataset.from_tensor_slices((pixels, np.arange(count) % 2))
+
+
+def batches(split: Any, **fields: Any) -> list[tuple[np.ndarray, np.ndarray]]:
+    options = {
+        "image_size": (4, 4),
+        "batch_size": 6,
+        "epochs": 2,
+        "seed": 7,
+        "augmentation": Augmentation(flip=True),
+        **fields,
+    }
+    return [(x.numpy(), y.numpy()) for x, y in train_batches(split, **options)]
+
+
+def numbers(made: list[tuple[np.ndarray, np.ndarray]]) -> list[list[int]]:
+    return [images[:, 0, 0, 0].astype(int).tolist() for images, _ in made]
+
+
+def flat(lists: list[list[int]]) -> list[int]:
+    return [number for part in lists for number in part]
+
+
+@pytest.mark.parametrize("memory", [2**20, 0], ids=["held", "stream"])
+@pytest.mark.parametrize("make", [encoded, ragged, even])
+def test_any_dataset_trains(make: Any, memory: int) -> None:
+    """Bytes, pixels and grey pixels, held or as a stream: each image keeps its number and class."""
+    data = from_dataset(make(), make(6), test=make(4), labels=LABELS, memory=memory)
+
+    assert data.counts == {"train": COUNT, "validation": 6, "test": 4}
+    assert isinstance(data.train, Stream) == (memory == 0)
+    assert data.train.targets.tolist() == [0, 1] * (COUNT // 2)
+    made = batches(data.train)
+    for images, targets in made:
+        assert (images == images[:, :1, :1, :1]).all()
+        assert (images[:, 0, 0, 0] % 2 == targets).all()
+    first = flat(numbers(made)[: COUNT // 6])
+    assert len(set(first)) == 36
+    assert first != sorted(first)
+
+
+@pytest.mark.parametrize("buffer", [7, 1000])
+def test_a_stream_is_a_function_of_seed_and_step(
+    buffer: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From any step, on any worker, whatever TensorFlow's global seed: the same bits."""
+    monkeypatch.setattr(stream, "BUFFER", buffer)
+    train = from_dataset(encoded(), encoded(), test=encoded(), labels=LABELS, memory=0).train
+    whole = batches(train)
+    tf.random.set_seed(3)
+
+    part = batches(train, start_step=8, shard=(1, 3))
+
+    assert numbers(part) == [row[2:4] for row in numbers(whole)[8:]]
+    assert all(np.array_equal(x, y[2:4]) for (x, _), (y, _) in zip(part, whole[8:], strict=True))
+    assert len(whole) == 12
+    assert numbers(whole)[:6] != numbers(whole)[6:]
+    assert numbers(batches(train, seed=8)) != numbers(whole)
+
+
+def test_a_stream_s_blocks_hold_other_images_in_each_epoch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Shuffling by blocks of ten brings together what other blocks held in other epochs."""
+    monkeypatch.setattr(stream, "BUFFER", 10)
+    train = from_dataset(encoded(), encoded(), test=encoded(), labels=LABELS, memory=0).train
+    firsts = {
+        frozenset(numbers(batches(train, batch_size=10, epochs=1, seed=seed))[-1])
+        for seed in range(2)
+    }
+    assert len(firsts) > 1
+
+
+def test_missing_splits_are_carved_out() -> None:
+    """A tenth of each class if held; of a stream every hundredth image, none twice."""
+    held = from_dataset(encoded(), None, labels=LABELS)
+    long = from_dataset(even(250), None, labels=LABELS, memory=0)
+    parts = [
+        [int(name.split()[-1]) for *_, name in long.split(split).records.as_numpy_iterator()]
+        for split in ("train", "validation", "test")
+    ]
+
+    assert held.counts == {"train": 32, "validation": 4, "test": 4}
+    assert np.bincount(held.test.targets).tolist() == [2, 2]
+    assert long.counts == {"train": 244, "validation": 3, "test": 3}
+    assert [len(part) for part in parts] == [244, 3, 3]
+    assert parts[1:] == [[0, 100, 200], [1, 101, 201]]
+    assert sorted(flat(parts)) == list(range(250))
+
+
+def test_damaged_images_are_left_out_and_named() -> None:
+    """Held images are decoded once; strictness makes it an error."""
+    data = from_dataset(encoded(damaged=(3, 9)), encoded(4), test=encoded(4), labels=LABELS)
+
+    assert data.damaged == ("train image 3", "train image 9")
+    assert len(data.train) == COUNT - 2
+    with pytest.raises(ValueError, match="2 of 40 images cannot be decoded, the first is 'train"):
+        from_dataset(encoded(damaged=(3, 9)), encoded(4), labels=LABELS, strict=True)
+
+
+def test_a_stream_s_damaged_images_are_named_in_training() -> None:
+    """They are met when they are decoded."""
+    data = from_dataset(
+        encoded(damaged=(3, 9)), encoded(4), test=encoded(4), labels=LABELS, memory=0
+    )
+    made = batches(data.train, batch_size=40, epochs=1)
+
+    assert data.train.damage.names == ("train image 3", "train image 9")
+    assert not {3, 9} & set(numbers(made)[0])
+
+
+# What makes a good dataset bad, and what the error says.
+BAD = {
+    "batches": (lambda good: good.batch(2), "must give pairs of an image"),
+    "floats": (
+        lambda good: good.map(lambda x, y: (tf.cast(x, tf.float32), y)),
+        "must give pairs of an image",
+    ),
+    "no classes": (lambda good: good.map(lambda x, y: x), "must give pairs of an image"),
+    "no end": (lambda good: good.repeat(), "has no end"),
+    "no images": (lambda good: good.take(0), "holds no images"),
+    "no label": (lambda good: good.map(lambda x, y: (x, y + 1)), "must lie between 0 and 1"),
+}
+
+
+@pytest.mark.parametrize(("spoil", "message"), BAD.values(), ids=BAD)
+def test_what_cannot_be_taken_is_an_error(spoil: Any, message: str) -> None:
+    """One sentence says what a dataset has to be."""
+    with pytest.raises(ValueError, match=message):
+        from_dataset(spoil(even()), None, labels=LABELS)

@@ -47,3 +47,20 @@ def test_the_quickstart_reads_the_digit_rightly(tmp_path: Path) -> None:
     shown, read = last.split("; it reads a ")
 
     assert shown[-1] == read[0]
+
+
+@pytest.mark.slow
+def test_the_example_of_keras_cv_trains(tmp_path: Path) -> None:
+    """One epoch through the adapter ends with an accuracy."""
+    pytest.importorskip("keras_cv")
+    script = ROOT / "examples" / "keras_cv_augment.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "1"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.startswith("Of 359 digits")
+    assert "cannot be seeded" in done.stderr

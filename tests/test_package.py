@@ -32,6 +32,7 @@ LATE = (
     "sklearn",
     "scipy",
     "tensorflow_datasets",
+    "keras_cv",
     "huggingface_hub",
     "urllib.request",
 )

@@ -6,6 +6,7 @@ from keras_vit.data.damage import Damage
 from keras_vit.data.datasets import from_dataset
 from keras_vit.data.digits import load_digits
 from keras_vit.data.folder import load_folder, load_test_folder
+from keras_vit.data.foreign import from_keras_cv
 from keras_vit.data.images import decode_image, read_image, read_images, resize_image
 from keras_vit.data.loading import load_data
 from keras_vit.data.mix import mix_batch
@@ -22,6 +23,7 @@ __all__ = [
     "decode_image",
     "evaluation_batches",
     "from_dataset",
+    "from_keras_cv",
     "load_data",
     "load_digits",
     "load_folder",

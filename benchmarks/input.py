@@ -3,14 +3,15 @@
     python -m benchmarks.input --rounds 5
 
 Every contender reads the same JPEGs (500 by 375 pixels, made on the spot), cuts an Inception crop,
-resizes it to 224 by 224 and applies RandAugment with two operations. The peers get the crop by our
-own `decode_part`, and differ in what follows. The contenders take turns; figures are medians, ratios
-turn by turn. Then a Ti/16 trains on one batch that is always the same, and on the pipeline: what the
-pipeline adds to a step is the share that is spent waiting. A contender that is not installed is left
-out.
+resizes it to 224 by 224 and applies RandAugment with two operations. The peers get the crop from
+our own pipeline, and differ in what follows. The contenders take turns; figures are medians, ratios
+turn by turn. Then a Ti/16 trains on one batch that is always the same, and on the pipeline: what
+the pipeline adds to a step is the share that is spent waiting. A contender that is not installed is
+left out.
 """
 
 import argparse
+import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -18,7 +19,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the figures as JSON (default: do not)")
     options = parser.parse_args()
     jpegs = make_jpegs(64)
-    streams = {name: make_stream(name, jpegs) for name in options.only if is_there(name)}
+    contenders = {name: make_batches(name, jpegs) for name in options.only if is_there(name)}
     turns = [
-        {name: images_per_second(stream, options.images) for name, stream in streams.items()}
+        {name: images_per_second(made, options.images) for name, made in contenders.items()}
         for _ in range(options.rounds)
     ]
     steps = [
@@ -71,8 +72,8 @@ def make_jpegs(count: int) -> list[bytes]:
     return jpegs
 
 
-def make_stream(name: str, jpegs: list[bytes], *, batch_size: int = BATCH) -> Iterator[Any]:
-    """Endless batches, warm."""
+def make_batches(name: str, jpegs: list[bytes]) -> Any:
+    """The batches of a contender, more than will be taken."""
     from keras_vit.data import Augmentation, Split, train_batches
 
     whole = Split(images=np.array(jpegs * 8, object), targets=np.zeros(8 * len(jpegs), np.int32))
@@ -80,7 +81,7 @@ def make_stream(name: str, jpegs: list[bytes], *, batch_size: int = BATCH) -> It
     batches = train_batches(
         whole,
         image_size=SIZE,
-        batch_size=batch_size,
+        batch_size=BATCH,
         epochs=1_000_000,
         seed=0,
         augmentation=Augmentation(crop=0.05, randaugment_layers=2 if ours else 0),
@@ -88,10 +89,7 @@ def make_stream(name: str, jpegs: list[bytes], *, batch_size: int = BATCH) -> It
     vary = peer(name)
     if vary is not None:
         batches = batches.map(vary, num_parallel_calls=-1).prefetch(-1)
-    stream = iter(batches)
-    for _ in range(2):
-        next(stream)
-    return stream
+    return batches
 
 
 def peer(name: str) -> Callable[[Any, Any], Any] | None:
@@ -111,14 +109,21 @@ def peer(name: str) -> Callable[[Any, Any], Any] | None:
     return None
 
 
-def images_per_second(stream: Iterator[Any], count: int) -> float:
-    """Takes as many images; what was made ahead while others had their turn is thrown away."""
-    for _ in range(4):
+def warm(batches: Any) -> Any:
+    """Starts to make batches; a new iterator each time, so that none is made in another's turn."""
+    stream = iter(batches)
+    for _ in range(2):
         next(stream)
+    return stream
+
+
+def images_per_second(batches: Any, count: int) -> float:
+    """Takes as many images as fast as they come."""
+    stream, taken = warm(batches), -(-count // BATCH)
     begun = time.perf_counter()
-    for _ in range(-(-count // BATCH)):
+    for _ in range(taken):
         next(stream)
-    return -(-count // BATCH) * BATCH / (time.perf_counter() - begun)
+    return taken * BATCH / (time.perf_counter() - begun)
 
 
 def train(jpegs: list[bytes], options: argparse.Namespace) -> list[tuple[float, float]]:
@@ -131,22 +136,21 @@ def train(jpegs: list[bytes], options: argparse.Namespace) -> list[tuple[float, 
     model.compile(
         keras.optimizers.AdamW(1e-4), loss=keras.losses.SparseCategoricalCrossentropy(True)
     )
-    stream = make_stream(OURS, jpegs)
-    constant = next(stream)
+    batches = make_batches(OURS, jpegs)
+    constant = next(iter(batches))
     model.train_on_batch(*constant)
 
-    def seconds(batches: Callable[[], Any]) -> float:
+    def seconds(fetch: Callable[[], Any]) -> float:
         begun = time.perf_counter()
         for _ in range(options.steps):
-            model.train_on_batch(*batches())
+            model.train_on_batch(*fetch())
         return (time.perf_counter() - begun) / options.steps
 
     pairs = []
     for _ in range(options.rounds):
         alone = seconds(lambda: constant)
-        for _ in range(4):
-            next(stream)
-        pairs.append((alone, seconds(lambda: next(stream))))
+        fetch = functools.partial(next, warm(batches))
+        pairs.append((alone, seconds(fetch)))
     return pairs
 
 

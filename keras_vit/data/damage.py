@@ -51,7 +51,9 @@ def try_load(
 
     Example:
         >>> import tensorflow as tf
-        >>> _, sound = try_load(lambda: tf.io.decode_png("no image"), shape=(1, 1, 3))
+        >>> def load():
+        ...     return tf.cast(tf.io.decode_png("no image"), tf.float32)
+        >>> _, sound = try_load(load, shape=(1, 1, 3))
         >>> bool(sound)
         False
 

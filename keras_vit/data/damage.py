@@ -95,8 +95,8 @@ def replace_damaged(
         Images and targets of the same shapes.
 
     Raises:
-        tf.errors.InvalidArgumentError: none of the batch could be loaded; or one could not, where
-            `damage` is strict.
+        ValueError: none of the batch could be loaded; or one could not, where `damage` is strict.
+            From `tf.data` it comes as `tf.errors.InvalidArgumentError`.
     """
 
     def record(names: np.ndarray, any_sound: np.ndarray) -> None:

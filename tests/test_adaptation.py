@@ -45,6 +45,7 @@ def test_nothing_changes_until_it_is_trained(
     assert not {id(v) for v in adapted.variables} & {id(v) for v in plain.variables}
 
 
+@pytest.mark.slow
 def test_only_adapters_and_head_train(plain: VisionTransformer, images: np.ndarray) -> None:
     """After `fit` every other weight has its bits, and every trainable one has moved."""
     adapted = keras_vit.lora(plain, rank=4, targets=("qkv", "fc1"))
@@ -75,6 +76,7 @@ def test_the_share_of_trainable_parameters() -> None:
     assert found == expected < 0.05 * keras_vit.parameter_count(config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alpha", [None, 3.0])
 def test_merged_is_a_plain_model_with_the_sums(
     alpha: float | None, plain: VisionTransformer, images: np.ndarray
@@ -98,6 +100,7 @@ def test_merged_is_a_plain_model_with_the_sums(
     np.testing.assert_array_equal(merged(images), other(images))
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_the_merged_kernel(
     plain: VisionTransformer, images: np.ndarray
 ) -> None:
@@ -130,6 +133,7 @@ def gradients(
     }
 
 
+@pytest.mark.slow
 def test_an_adapter_file_holds_the_adapter_alone(
     plain: VisionTransformer, images: np.ndarray, tmp_path: Path
 ) -> None:
@@ -255,6 +259,7 @@ def test_what_cannot_be_adapted_is_refused(plain: VisionTransformer) -> None:
         layer.enable_lora(2)
 
 
+@pytest.mark.slow
 def test_freezing_by_depth(images: np.ndarray) -> None:
     """The first blocks and all before keep their bits, the rest trains; freezing can be undone."""
     model = randomize(VisionTransformer(TINY))

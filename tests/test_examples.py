@@ -31,6 +31,7 @@ def test_the_quickstart_is_short() -> None:
     assert len(QUICKSTART.read_text().splitlines()) < 25
 
 
+@pytest.mark.slow
 def test_the_quickstart_runs(tmp_path: Path) -> None:
     """One epoch trains, measures and reads a digit."""
     lines = run_quickstart(tmp_path, "1").splitlines()

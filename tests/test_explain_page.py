@@ -100,6 +100,7 @@ def test_pixels_are_scaled_for_a_model_that_does_not(tmp_path: Path) -> None:
     assert said[0] == said[1]
 
 
+@pytest.mark.slow
 def test_an_image_of_another_size_is_resampled_and_said(tmp_path: Path) -> None:
     """The page names both sizes."""
     image = np.zeros((50, 40, 3), np.uint8)

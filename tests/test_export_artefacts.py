@@ -131,6 +131,7 @@ def test_other_kinds_of_models_are_exported_and_verified(fields, tmp_path):
     assert all(check.passed for check in made[0].checks)
 
 
+@pytest.mark.slow
 def test_an_artefact_that_differs_is_put_nowhere(tmp_path, monkeypatch):
     """If what was written is not what the model computes, no version appears and none is lost."""
     directory = tmp_path / "pets"

@@ -84,6 +84,7 @@ def test_every_part_of_the_family_is_written(name):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["exact GELU", "ResNet root"])
 def test_tf2onnx_agrees_with_the_writer(name):
     """Two independent ways to ONNX give the same numbers, exact GELU included."""
@@ -96,6 +97,7 @@ def test_tf2onnx_agrees_with_the_writer(name):
     assert images_in.type.tensor_type.shape.dim[0].dim_param == "batch"
 
 
+@pytest.mark.slow
 def test_a_model_around_a_vision_transformer_is_converted(tmp_path):
     """What a user has added goes through tf2onnx, and is verified like the rest."""
     pytest.importorskip("tf2onnx")
@@ -110,6 +112,7 @@ def test_a_model_around_a_vision_transformer_is_converted(tmp_path):
     np.testing.assert_allclose(answer, np.asarray(model(PIXELS, training=False)), atol=LIMIT)
 
 
+@pytest.mark.slow
 def test_an_op_that_onnx_lacks_is_an_error(tmp_path):
     """tf2onnx only logs what it cannot convert; here nothing is written and the op is named."""
     pytest.importorskip("tf2onnx")

@@ -94,6 +94,7 @@ def test_a_batch_of_its_own_size(tmp_path):
     assert list(interpreter.get_input_details()[0]["shape"]) == [3, 32, 48, 3]
 
 
+@pytest.mark.slow
 def test_a_model_around_a_vision_transformer_is_converted(tmp_path):
     """What a user has added is converted from the Keras layers, and verified."""
     inner = served_model(classes=None, classifier_activation=None)

@@ -12,6 +12,7 @@ import keras_vit
 
 # Float noise stays below 2e-5; the exact GELU moves these logits by 5e-4 to 9e-4.
 TOLERANCE = 5e-5
+LARGE = 50e6  # parameters; larger models are slow tests
 
 GAP = {"pooling": "avg", "class_token": False}
 MODELS = {
@@ -66,7 +67,15 @@ def test_every_golden_array_is_tested() -> None:
     assert set(LOGITS.files) == set(MODELS)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow)
+        if keras_vit.parameter_count(config_of(name)) > LARGE
+        else name
+        for name in MODELS
+    ],
+)
 def test_logits_are_the_originals(name: str, tmp_path: Path) -> None:
     """Full-size models give the original's logits in float32."""
     np.testing.assert_allclose(

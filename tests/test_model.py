@@ -249,6 +249,7 @@ def test_model_works_inside_another(
     )
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss_and_moves_every_weight() -> None:
     """`fit` with every kind of dropout reaches all weights, and the loss falls."""
     keras.utils.set_random_seed(0)
@@ -267,6 +268,7 @@ def test_training_lowers_the_loss_and_moves_every_weight() -> None:
         assert not np.array_equal(old, keras.ops.convert_to_numpy(variable)), variable.path
 
 
+@pytest.mark.slow
 def test_frozen_weights_stay(tiny: VisionTransformer) -> None:
     """A frozen block keeps its bits while the rest trains."""
     model = VisionTransformer(TINY)

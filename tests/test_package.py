@@ -37,6 +37,13 @@ LATE = (
     "urllib.request",
 )
 
+# They train, or build every variant.
+SLOW_EXAMPLES = {
+    "keras_vit.applications",
+    "keras_vit.export.artefacts",
+    "keras_vit.training.masked_patches",
+    "keras_vit.training.train",
+}
 MODULES = [
     module.name
     for module in pkgutil.walk_packages(keras_vit.__path__, "keras_vit.")
@@ -66,7 +73,13 @@ def test_import_brings_nothing_heavy() -> None:
     assert ours.stdout == keras_alone.stdout
 
 
-@pytest.mark.parametrize("name", ["keras_vit", *MODULES])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name in SLOW_EXAMPLES else name
+        for name in ("keras_vit", *MODULES)
+    ],
+)
 def test_docstring_examples_run(name: str) -> None:
     """Every example in a docstring gives what it says."""
     module = importlib.import_module(name)

@@ -115,6 +115,7 @@ def test_the_run_knows_its_images(trained: Run, data: ImageData) -> None:
     assert found.test.images.tolist() == data.test.images.tolist()
 
 
+@pytest.mark.slow
 def test_one_seed_gives_one_model(trained: Run, data: ImageData, tmp_path: Path) -> None:
     """Twice the same seed gives the same bits, another seed gives others."""
     again = train(data, out=tmp_path / "again", model=CONFIG, recipe=RECIPE)
@@ -124,6 +125,7 @@ def test_one_seed_gives_one_model(trained: Run, data: ImageData, tmp_path: Path)
     assert weights_differ(other.model, trained.model)
 
 
+@pytest.mark.slow
 def test_training_learns(data: ImageData, tmp_path: Path) -> None:
     """Stripes are told from plain images after a few epochs."""
     recipe = dataclasses.replace(RECIPE, epochs=20, augmentation=Augmentation())
@@ -212,6 +214,7 @@ def test_an_interruption_is_resumed_to_the_same_bits(
     assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
 
 
+@pytest.mark.slow
 def test_an_interruption_leaves_a_run_of_the_best_epoch(data: ImageData, tmp_path: Path) -> None:
     """What can be resumed can be used too, and says how far it came."""
     with pytest.raises(TrainingInterrupted, match=r"the model of epoch \d, the best so far"):
@@ -230,6 +233,7 @@ def test_an_interruption_leaves_a_run_of_the_best_epoch(data: ImageData, tmp_pat
     assert found.accuracy == pytest.approx(result["validation_accuracy"], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_an_unfinished_training_is_safe(data: ImageData, tmp_path: Path) -> None:
     """It is neither replaced unasked nor resumed with other settings."""
     arguments: dict[str, Any] = {"out": tmp_path / "run", "model": CONFIG}
@@ -249,6 +253,7 @@ def test_a_finished_run_is_not_replaced_by_resuming(trained: Run, data: ImageDat
         train(data, out=trained.path, model=CONFIG, recipe=RECIPE, existing="resume")
 
 
+@pytest.mark.slow
 def test_an_interruption_does_not_replace_a_whole_run(data: ImageData, tmp_path: Path) -> None:
     """With "overwrite" the old run stays until the new one is complete."""
     recipe = dataclasses.replace(RECIPE, epochs=1)

@@ -249,6 +249,7 @@ def test_a_hub_repository_gives_its_librarys_logits(hub: str, tmp_path: Path) ->
     np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("address", "message"),
     [

@@ -37,7 +37,7 @@ def load_data(
     """Loads the digits or a folder, and says what was found.
 
     Args:
-        path: "digits", or a folder.
+        path: "digits", "tfds:NAME", or a folder.
         strict: whether damaged images are an error.
         json: whether machines read.
         labels: the known classes, to load a folder as test images alone.
@@ -49,10 +49,8 @@ def load_data(
             found = data.load_test_folder(
                 path, labels=labels, strict=strict, on_progress=on_progress
             )
-        elif path == "digits":
-            found = data.load_digits()
         else:
-            found = data.load_folder(path, strict=strict, on_progress=on_progress)
+            found = data.load_data(path, strict=strict, on_progress=on_progress)
     if json:
         _print_json("data", **_data_fields(found))
     else:
@@ -135,6 +133,9 @@ class TrainDisplay:
         self._print(
             f"Test accuracy: {test.accuracy:.2%} of {test.images} images, after {seconds:.0f} s."
         )
+        replaced = run.config["result"]["replaced"]
+        if replaced:
+            self._print(f"Replaced while training, because damaged: {_listed(replaced)}")
         sample = run.path / "sample.png"
         image = sample if sample.exists() else "IMAGE"
         self._print(f"Saved in {run.path}. Next: keras-vit predict {run.path} {image}")

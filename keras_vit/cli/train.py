@@ -17,8 +17,9 @@ Trains a Vision Transformer and writes a run directory.
 
 --data is a folder: one sub-folder per class, or train/, validation/ and test/ that have those.
 JPEG, PNG, BMP or GIF of any size, grey, coloured or transparent. Splits that are missing are made:
-a tenth of each class for validation, a tenth for test. Or --data is the word digits, for the 1,797
-handwritten digits that scikit-learn brings (a folder of that name is ./digits).
+a tenth of each class for validation, a tenth for test. Or --data is tfds:NAME, for a dataset of
+TensorFlow Datasets (pip install "keras-vit[tfds]"), or the word digits, for the 1,797 handwritten
+digits that scikit-learn brings (a folder of that name is ./digits).
 
 The run directory holds model.keras (of the epoch that was best on the validation images),
 labels.txt, config.json, history.csv, curves.png, tensorboard/, metrics.json and confusion.png. It
@@ -49,7 +50,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     needed = parser.add_argument_group("needed")
-    needed.add_argument("--data", required=True, metavar="PATH", help='a folder, or "digits"')
+    needed.add_argument(
+        "--data", required=True, metavar="PATH", help='a folder, "tfds:NAME" or "digits"'
+    )
     needed.add_argument("--out", required=True, metavar="RUN", help="the run directory to write")
     _add_model_flags(parser.add_argument_group("model"))
     _add_recipe_flags(parser.add_argument_group("recipe"))

@@ -106,6 +106,7 @@ def _outcome(loop: Loop) -> dict[str, Any]:
             "finished": loop.watcher.step == loop.plan.steps,
             "best_epoch": best.epoch if best else None,
             "validation_accuracy": best.validation_accuracy if best else None,
+            "replaced": list(loop.data.train.damage.names),
             "state_sha256": state_hash(loop.model),
         },
         "versions": {

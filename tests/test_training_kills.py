@@ -1,0 +1,104 @@
+"""Trainings in processes of their own that are stopped, killed and resumed: the same bits."""
+
+import os
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import fine_tuning
+import pytest
+import training_rig
+
+pytestmark = pytest.mark.slow
+
+KILLS = int(os.environ.get("KERAS_VIT_TEST_KILLS", "8"))
+
+
+def train_together(count: int, **case: Any) -> list[dict[str, list[str]]]:
+    environments = fine_tuning.cluster(count) if count > 1 else [None]
+    processes = [training_rig.start(environment, **case) for environment in environments]
+    return [training_rig.told(process) for process in processes]
+
+
+@pytest.mark.parametrize(("workers", "replicas"), [(1, 1), (1, 2), (2, 1)])
+def test_a_stopped_run_ends_with_the_same_bits(workers: int, replicas: int, tmp_path: Path) -> None:
+    """Dropout, augmentation, AdamW, averaging, cosine; stopped between checkpoints as well."""
+    case = {"replicas": replicas}
+    whole = train_together(workers, out=str(tmp_path / "whole"), **case)
+    for stop in (3, 16, 30):
+        stopped = train_together(workers, out=str(tmp_path / "run"), stop_at=stop, **case)
+        assert [said["code"] for said in stopped] == [["130"]] * workers
+    resumed = train_together(workers, out=str(tmp_path / "run"), **case)
+
+    assert {said["resumed"][0] for said in resumed} == {"30"}
+    assert {said["done"][0] for said in resumed} == {said["done"][0] for said in whole}
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["run", "whole"]
+
+
+def wait_for(process: "subprocess.Popen[str]", word: str, least: int) -> int:
+    """Waits until the training says `word` with that number or a larger one; 0 if it has ended."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        said, _, number = line.partition(" ")
+        if said == word and int(number) >= least:
+            return int(number)
+    return 0
+
+
+def test_kill_9_at_any_moment_loses_nothing(tmp_path: Path) -> None:
+    """Half of the kills fall into a save; each time it goes on from the last whole checkpoint."""
+    draws = random.Random(0)
+    case = {"out": str(tmp_path / "run"), "steps": 20 * KILLS, "checkpoint_steps": 2}
+    saved = 0
+    for number in range(KILLS):
+        process = training_rig.start(**case)
+        assert process.stdout is not None
+        in_save = number % 2 == 0
+        reached = wait_for(process, "saving" if in_save else "step", saved + 3)
+        time.sleep(draws.uniform(0, 0.004 if in_save else 0.1))
+        process.send_signal(signal.SIGKILL)
+        rest = training_rig.told(process)
+        last = max(map(int, rest.get("saved", [])), default=saved)
+        assert reached
+        assert last >= saved
+        again = training_rig.run(**case, stop_at=last + 1)
+        assert int(again["resumed"][0]) >= last
+        saved = last + 1
+    ended = training_rig.run(**case)
+    whole = training_rig.run(**{**case, "out": str(tmp_path / "whole")})
+
+    assert ended["done"] == whole["done"]
+
+
+def test_sigterm_to_one_worker_stops_both_at_one_step(tmp_path: Path) -> None:
+    """Both save the same step, exit with 75, and go on from there."""
+    case: dict[str, Any] = {"out": str(tmp_path / "run"), "steps": 100_000}
+    workers = [training_rig.start(environment, **case) for environment in fine_tuning.cluster(2)]
+    assert wait_for(workers[1], "step", 10)
+    workers[1].send_signal(signal.SIGTERM)
+    said = [training_rig.told(worker) for worker in workers]
+    resumed = train_together(2, **case, stop_at=int(said[0]["saved"][-1]) + 2)
+
+    assert [words["code"] for words in said] == [["75"], ["75"]]
+    assert said[0]["saved"][-1] == said[1]["saved"][-1]
+    assert [words["resumed"] for words in resumed] == [[said[0]["saved"][-1]]] * 2
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_the_loss_of_a_worker_is_told(killed: int, tmp_path: Path) -> None:
+    """The other one names the fault and ends; both together go on from a common checkpoint."""
+    case: dict[str, Any] = {"out": str(tmp_path / "run"), "steps": 100_000}
+    workers = [training_rig.start(environment, **case) for environment in fine_tuning.cluster(2)]
+    assert wait_for(workers[killed], "step", 10)
+    workers[killed].send_signal(signal.SIGKILL)
+    left = training_rig.told(workers[1 - killed], seconds=60)
+    training_rig.told(workers[killed])
+    resumed = train_together(2, **case, stop_at=20)
+
+    assert left["code"] == ["75"]
+    assert "Another worker was lost at step" in left["failed"][0]
+    assert {words["resumed"][0] for words in resumed} <= {str(step) for step in range(7, 20)}
+    assert resumed[0]["resumed"] == resumed[1]["resumed"]

@@ -128,7 +128,7 @@ def _forward(config: ViTConfig, dtype: str, images: Any) -> Any:
             dtype=dtype,
             name=f"block_{index}",
         )(x)  # (B, N, D)
-    x = keras.layers.LayerNormalization(
+    x = layers.LayerNormalization(
         epsilon=config.layer_norm_epsilon, dtype=dtype, name="encoder_norm"
     )(x)  # (B, N, D)
     if config.pooling == "map":

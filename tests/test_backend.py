@@ -1,5 +1,7 @@
 """Tests of keras_vit.backend: each backend's own forms give the plain form's numbers."""
 
+from typing import Any
+
 import keras
 import numpy as np
 import pytest
@@ -8,21 +10,67 @@ from keras_vit import backend
 from keras_vit.backend import plain
 
 
-def normal(*shape: int) -> np.ndarray:
-    return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-@pytest.mark.parametrize("activation", plain.ACTIVATIONS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_dense_equals_the_plain_form(activation: str | None, dtype: str) -> None:
-    """Product, bias and activation agree to float32's noise, or to a rounding of bfloat16."""
-    rows, kernel, bias = (
-        keras.ops.cast(array, dtype) for array in (normal(6, 8), normal(8, 5), normal(5))
+# Largest difference between the two forms, as a fraction of the largest value.
+TOLERANCES = {"float32": 1e-5, "bfloat16": 2e-2}
+
+# Form, shapes of what it takes, its other arguments.
+FORMS: dict[str, tuple[str, list[tuple[int, ...]], dict[str, Any]]] = {
+    **{
+        f"dense, {activation}": ("dense", [(2, 3, 8), (8, 5), (5,)], {"activation": activation})
+        for activation in plain.ACTIVATIONS
+    },
+    "layer_norm": ("layer_norm", [(2, 3, 8), (8,), (8,)], {"epsilon": 1e-6}),
+    "softmax": ("softmax", [(2, 2, 3, 7)], {}),
+    "self_attention": ("self_attention", [(2, 5, 24)], {"num_heads": 2}),
+}
+
+
+def relative(ours: Any, expected: Any) -> float:
+    """Returns the largest difference as a fraction of the largest expected value."""
+    ours, expected = (
+        keras.ops.convert_to_numpy(keras.ops.cast(x, "float32")) for x in (ours, expected)
     )
-    ours = keras.ops.cast(backend.dense(rows, kernel, bias, activation), "float32")
-    expected = keras.ops.cast(plain.dense(rows, kernel, bias, activation), "float32")
-    tolerance = 1e-5 if dtype == "float32" else 5e-2
-    np.testing.assert_allclose(ours, expected, atol=tolerance)
+    assert ours.shape == expected.shape
+    return float(np.abs(ours - expected).max() / np.abs(expected).max())
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("name", FORMS)
+def test_forms_equal_the_plain_ones(name: str, dtype: str) -> None:
+    """Every form of this backend gives the plain form's numbers, outside a graph."""
+    function, shapes, arguments = FORMS[name]
+    arrays = [keras.ops.cast(normal(*shape, seed=k), dtype) for k, shape in enumerate(shapes)]
+    ours = getattr(backend, function)(*arrays, **arguments)
+    expected = getattr(plain, function)(*arrays, **arguments)
+    assert relative(ours, expected) < TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_dense_adds_the_residual_last(dtype: str) -> None:
+    """The residual is added to what the activation gives."""
+    x, kernel, bias, residual = (
+        keras.ops.cast(normal(*shape, seed=k), dtype)
+        for k, shape in enumerate([(2, 3, 8), (8, 5), (5,), (2, 3, 5)])
+    )
+    for activation in plain.ACTIVATIONS:
+        ours = backend.dense(x, kernel, bias, activation, residual=residual)
+        expected = residual + plain.dense(x, kernel, bias, activation)
+        assert relative(ours, expected) < TOLERANCES[dtype]
+        assert relative(backend.dense(x, kernel, bias, activation), expected) > TOLERANCES[dtype]
+
+
+def test_layer_norm_keeps_its_statistics_in_float32() -> None:
+    """Under bfloat16 a mean far from zero costs no more than rounding the answer does."""
+    x = keras.ops.cast(normal(4, 768) + 20, "bfloat16")
+    gamma, beta = (keras.ops.cast(value, "bfloat16") for value in (np.ones(768), np.zeros(768)))
+    wide = np.asarray(keras.ops.cast(x, "float32"), np.float64)
+    expected = (wide - wide.mean(-1, keepdims=True)) / wide.std(-1, keepdims=True)
+    ours = backend.layer_norm(x, gamma, beta, epsilon=1e-6)
+    assert relative(ours, expected) < TOLERANCES["bfloat16"]
 
 
 def test_backends_have_the_same_activations() -> None:

@@ -36,6 +36,7 @@ CONTRACTS: list[tuple[type, dict[str, Any], tuple[int, ...], tuple[int, ...], in
         4,
         1,
     ),
+    (layers.LayerNormalization, {"epsilon": 1e-3}, (2, 5, 8), (2, 5, 8), 2, 0),
     (layers.DropPath, {"rate": 0.5}, (2, 5, 8), (2, 5, 8), 0, 1),
     (layers.DropPath, {"rate": 0.0}, (2, 5, 8), (2, 5, 8), 0, 0),
     (layers.TransformerBlock, {"num_heads": 2, "mlp_dim": 16}, (2, 5, 8), (2, 5, 8), 12, 0),
@@ -234,7 +235,7 @@ def test_ten_lines_assemble_a_vision_transformer() -> None:
     x = layers.PatchEncoder(16)(x)
     for _ in range(2):
         x = layers.TransformerBlock(num_heads=2, mlp_dim=32)(x)
-    x = keras.layers.LayerNormalization(epsilon=1e-6)(x)
+    x = layers.LayerNormalization()(x)
     model = keras.Model(images, keras.layers.Dense(3)(x[:, 0]))
     randomize(model)
     before = [keras.ops.convert_to_numpy(weight) for weight in model.trainable_weights]

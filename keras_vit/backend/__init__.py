@@ -11,7 +11,10 @@ if keras.backend.backend() == "tensorflow":
         ALIGNMENT,
         adopt,
         dense,
+        layer_norm,
         replica_id,
+        self_attention,
+        softmax,
         space_to_depth,
         uninitialized,
     )
@@ -23,10 +26,16 @@ else:
         ExactTrainer,
         adopt,
         dense,
+        layer_norm,
         replica_id,
+        self_attention,
+        softmax,
         space_to_depth,
         uninitialized,
     )
+
+    if keras.backend.backend() == "jax":
+        from keras_vit.backend.jax import self_attention
 
 __all__ = [
     "ACTIVATIONS",
@@ -34,7 +43,10 @@ __all__ = [
     "ExactTrainer",
     "adopt",
     "dense",
+    "layer_norm",
     "replica_id",
+    "self_attention",
+    "softmax",
     "space_to_depth",
     "uninitialized",
 ]

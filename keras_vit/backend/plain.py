@@ -15,9 +15,39 @@ ACTIVATIONS = {
 }
 
 
-def dense(rows: Any, kernel: Any, bias: Any, activation: str | None = None) -> Any:
-    """Multiplies rows (R, D) by a kernel (D, M), adds the bias (M,) and applies the activation."""
-    return ACTIVATIONS[activation](keras.ops.add(keras.ops.matmul(rows, kernel), bias))
+def dense(
+    x: Any, kernel: Any, bias: Any, activation: str | None = None, *, residual: Any = None
+) -> Any:
+    """Multiplies x (..., D) by a kernel (D, M), adds the bias (M,) and applies the activation.
+
+    Adds a residual (..., M) last, if there is one.
+    """
+    x = ACTIVATIONS[activation](keras.ops.add(keras.ops.matmul(x, kernel), bias))
+    return x if residual is None else residual + x
+
+
+def layer_norm(x: Any, gamma: Any, beta: Any, *, epsilon: float) -> Any:
+    """Normalises x (..., D) over the last axis, in float32, then applies gamma and beta (D,)."""
+    wide, gamma, beta = (keras.ops.cast(each, "float32") for each in (x, gamma, beta))
+    mean, variance = keras.ops.moments(wide, axes=-1, keepdims=True)
+    normal = (wide - mean) * keras.ops.rsqrt(variance + epsilon)
+    return keras.ops.cast(normal * gamma + beta, x.dtype)
+
+
+def softmax(x: Any) -> Any:
+    """Returns the softmax of x over the last axis, in its dtype, computed in float32."""
+    return keras.ops.cast(keras.ops.softmax(keras.ops.cast(x, "float32"), axis=-1), x.dtype)
+
+
+def self_attention(qkv: Any, num_heads: int) -> Any:
+    """Returns what tokens take from each other, (B, N, D), for (B, N, 3D) query, key and value."""
+    _, tokens, width = keras.ops.shape(qkv)
+    size = width // 3 // num_heads
+    x = keras.ops.reshape(qkv, (-1, tokens, 3, num_heads, size))
+    query, key, value = keras.ops.unstack(keras.ops.transpose(x, (2, 0, 3, 1, 4)))
+    logits = keras.ops.matmul(query * size**-0.5, keras.ops.transpose(key, (0, 1, 3, 2)))
+    x = keras.ops.matmul(softmax(logits), value)  # (B, H, N, K)
+    return keras.ops.reshape(keras.ops.transpose(x, (0, 2, 1, 3)), (-1, tokens, width // 3))
 
 
 def space_to_depth(images: Any, block: int) -> Any:

@@ -1,9 +1,17 @@
-"""The forms that TensorFlow's graph optimizer turns into single oneDNN kernels."""
+"""The forms that TensorFlow's graph optimizer turns into single oneDNN kernels.
 
+They are what its remapper recognises (tensorflow/core/grappler/optimizers/remapper.cc); what they
+become is held by tests/test_backend_kernels.py. Their gradients are in `tensorflow_gradients`.
+"""
+
+import functools
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
+
+from keras_vit.backend import plain, tensorflow_gradients
 
 # Bytes; Eigen's largest vectors (EIGEN_MAX_ALIGN_BYTES).
 ALIGNMENT = 64
@@ -16,12 +24,50 @@ ACTIVATIONS = {
 }
 
 
-def dense(rows: Any, kernel: Any, bias: Any, activation: str | None = None) -> Any:
-    """Multiplies rows (R, D) by a kernel (D, M), adds the bias (M,) and applies the activation.
+def dense(
+    x: Any, kernel: Any, bias: Any, activation: str | None = None, *, residual: Any = None
+) -> Any:
+    """Multiplies x (..., D) by a kernel (D, M), adds the bias (M,) and applies the activation.
 
-    MatMul, BiasAdd and GELU become one kernel only for rank 2, and only when the bias is a BiasAdd.
+    MatMul, BiasAdd and GELU become one kernel only for rank 2, and only when the bias is a BiasAdd;
+    so do MatMul, BiasAdd and AddN, which sums a residual (..., M). An AddV2 would have to prove
+    that it broadcasts nothing, which it cannot with an unknown batch.
     """
-    return ACTIVATIONS[activation](tf.nn.bias_add(tf.matmul(rows, kernel), bias))
+    kernel, bias = tf.convert_to_tensor(kernel), tf.convert_to_tensor(bias)
+    width, units = kernel.shape
+    rows = _dense(tf.reshape(x, (-1, width)), kernel, bias, activation)
+    if residual is not None:
+        rows = tf.add_n([tf.reshape(residual, (-1, units)), rows])
+    return tf.reshape(rows, (-1, *keras.ops.shape(x)[1:-1], units))
+
+
+def layer_norm(x: Any, gamma: Any, beta: Any, *, epsilon: float) -> Any:
+    """Normalises x (..., D) over the last axis, in float32, then applies gamma and beta (D,)."""
+    if tf.executing_eagerly() or not _has_cpu_alone():
+        return plain.layer_norm(x, gamma, beta, epsilon=epsilon)
+    gamma, beta = tf.convert_to_tensor(gamma), tf.convert_to_tensor(beta)
+    rows = tf.reshape(x, (-1, x.shape[-1]))
+    normalize = tensorflow_gradients.layer_norm(epsilon)
+    return tf.reshape(normalize(rows, gamma, beta), tf.shape(x))
+
+
+def softmax(x: Any) -> Any:
+    """Returns the softmax of x over the last axis, in its dtype; oneDNN sums in float32."""
+    if tf.executing_eagerly() or not _has_cpu_alone():
+        return plain.softmax(x)
+    return tf.nn.softmax(x)
+
+
+def self_attention(qkv: Any, num_heads: int) -> Any:
+    """Returns what tokens take from each other, (B, N, D), for (B, N, 3D) query, key and value."""
+    _, tokens, width = keras.ops.shape(qkv)
+    size = width // 3 // num_heads
+    # One transposition for all three, after which each of them is in one piece.
+    x = tf.transpose(tf.reshape(qkv, (-1, tokens, 3, num_heads, size)), (2, 0, 3, 1, 4))
+    query, key, value = tf.unstack(x)  # (B, H, N, K) each
+    weights = softmax(tf.matmul(query * size**-0.5, key, transpose_b=True))  # (B, H, N, N)
+    x = tf.transpose(tf.matmul(weights, value), (0, 2, 1, 3))  # (B, N, H, K)
+    return tf.reshape(x, (-1, tokens, width // 3))
 
 
 def space_to_depth(images: Any, block: int) -> Any:
@@ -55,3 +101,14 @@ def replica_id() -> Any:
     if context is None or context.num_replicas_in_sync == 1:
         return 0
     return context.replica_id_in_sync_group
+
+
+def _dense(rows: Any, kernel: Any, bias: Any, activation: str | None) -> Any:
+    if activation in tensorflow_gradients.GELUS:
+        return tensorflow_gradients.dense_gelu(activation)(rows, kernel, bias)
+    return ACTIVATIONS[activation](tf.nn.bias_add(tf.matmul(rows, kernel), bias))
+
+
+@functools.cache
+def _has_cpu_alone() -> bool:
+    return all(device.device_type == "CPU" for device in tf.config.list_physical_devices())

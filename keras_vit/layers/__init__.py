@@ -9,6 +9,7 @@ from keras_vit.layers.block import TransformerBlock
 from keras_vit.layers.dense import TokenDense
 from keras_vit.layers.drop_path import DropPath
 from keras_vit.layers.mlp import MLP
+from keras_vit.layers.normalization import LayerNormalization
 from keras_vit.layers.patches import PatchEncoder, Patches
 from keras_vit.layers.pooling import AttentionPooling, TokenPooling
 from keras_vit.layers.resnet import BottleneckUnit, ResNetStem, StdConv2D
@@ -18,6 +19,7 @@ __all__ = [
     "AttentionPooling",
     "BottleneckUnit",
     "DropPath",
+    "LayerNormalization",
     "MultiHeadSelfAttention",
     "PatchEncoder",
     "Patches",

@@ -4,7 +4,8 @@ from typing import Any
 
 import keras
 
-from keras_vit.layers.dense import TokenDense
+from keras_vit import backend
+from keras_vit.layers.dense import TokenDense, add_dropped
 from keras_vit.layers.random import RandomLayer, dropout, split_seed
 
 
@@ -49,18 +50,35 @@ class MultiHeadSelfAttention(RandomLayer):
         self.qkv.build(input_shape)
         self.out.build(input_shape)
 
-    def call(self, inputs: Any, training: bool | None = None, seed: Any = None) -> Any:
-        """Drops with `seed`, drawn by `next_seed`; with a fresh one if it is None."""
+    def call(
+        self,
+        inputs: Any,
+        training: bool | None = None,
+        seed: Any = None,
+        residual: Any = None,
+    ) -> Any:
+        """Drops with `seed`, drawn by `next_seed`; with a fresh one if it is None.
+
+        Adds `residual` (B, N, D) last.
+        """
         seeds = split_seed(self.next_seed(training) if seed is None else seed, 2)
-        query, key, value = keras.ops.split(self.qkv(inputs), 3, axis=-1)  # (B, N, D) each
-        query, key, value = (split_heads(x, self.num_heads) for x in (query, key, value))
-        weights = attention_weights(query, key)  # (B, H, N, N)
-        weights = dropout(weights, self.attention_dropout_rate, seed=seeds[0])
-        x = merge_heads(keras.ops.matmul(weights, value))  # (B, N, D)
-        return dropout(self.out(x), self.dropout_rate, seed=seeds[1])
+        qkv = self.qkv(inputs)  # (B, N, 3D)
+        if seeds[0] is None or not self.attention_dropout_rate:
+            x = backend.self_attention(qkv, self.num_heads)  # (B, N, D)
+        else:
+            x = self._dropping(qkv, seeds[0])  # (B, N, D)
+        return add_dropped(self.out, x, self.dropout_rate, seed=seeds[1], residual=residual)
 
     def compute_output_shape(self, input_shape: tuple[Any, ...]) -> tuple[Any, ...]:
         return input_shape
+
+    def _dropping(self, qkv: Any, seed: Any) -> Any:
+        query, key, value = (
+            split_heads(x, self.num_heads) for x in keras.ops.split(qkv, 3, axis=-1)
+        )
+        weights = attention_weights(query, key)  # (B, H, N, N)
+        weights = dropout(weights, self.attention_dropout_rate, seed=seed)
+        return merge_heads(keras.ops.matmul(weights, value))
 
 
 def check_heads(hidden_dim: int, num_heads: int) -> None:
@@ -86,8 +104,7 @@ def merge_heads(x: Any) -> Any:
 
 
 def attention_weights(query: Any, key: Any) -> Any:
-    """Returns softmax(query key^T / sqrt(K)), (B, H, N, N); the softmax runs in float32."""
+    """Returns softmax(query key^T / sqrt(K)), (B, H, N, N); its sums are float32's."""
     query = query * (query.shape[-1] ** -0.5)
     logits = keras.ops.matmul(query, keras.ops.transpose(key, (0, 1, 3, 2)))
-    weights = keras.ops.softmax(keras.ops.cast(logits, "float32"), axis=-1)
-    return keras.ops.cast(weights, query.dtype)
+    return backend.softmax(logits)

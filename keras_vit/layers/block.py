@@ -7,6 +7,8 @@ import keras
 from keras_vit.layers.attention import MultiHeadSelfAttention
 from keras_vit.layers.drop_path import DropPath
 from keras_vit.layers.mlp import MLP
+from keras_vit.layers.normalization import LayerNormalization
+from keras_vit.layers.random import RandomLayer
 
 
 @keras.saving.register_keras_serializable(package="keras_vit")
@@ -45,7 +47,7 @@ class TransformerBlock(keras.layers.Layer):
         super().__init__(**kwargs)
         self.remat = remat
         dtype = self.dtype_policy.name
-        self.attention_norm = keras.layers.LayerNormalization(
+        self.attention_norm = LayerNormalization(
             epsilon=layer_norm_epsilon, dtype=dtype, name="attention_norm"
         )
         self.attention = MultiHeadSelfAttention(
@@ -55,9 +57,7 @@ class TransformerBlock(keras.layers.Layer):
             dtype=dtype,
             name="attention",
         )
-        self.mlp_norm = keras.layers.LayerNormalization(
-            epsilon=layer_norm_epsilon, dtype=dtype, name="mlp_norm"
-        )
+        self.mlp_norm = LayerNormalization(epsilon=layer_norm_epsilon, dtype=dtype, name="mlp_norm")
         self.mlp = MLP(
             mlp_dim, activation=activation, dropout_rate=dropout_rate, dtype=dtype, name="mlp"
         )
@@ -83,10 +83,15 @@ class TransformerBlock(keras.layers.Layer):
 
     def _forward(self, inputs: Any, seeds: list[Any]) -> Any:
         # A part without a seed is not random, or it is not training.
-        x = self.attention(self.attention_norm(inputs), seed=seeds[0])
-        tokens = inputs + self.drop_path(x, seed=seeds[1])  # (B, N, D)
-        x = self.mlp(self.mlp_norm(tokens), seed=seeds[2])
-        return tokens + self.drop_path(x, seed=seeds[3])  # (B, N, D)
+        tokens = self._add(self.attention, self.attention_norm, inputs, seeds[:2])  # (B, N, D)
+        return self._add(self.mlp, self.mlp_norm, tokens, seeds[2:])  # (B, N, D)
+
+    def _add(
+        self, part: RandomLayer, norm: LayerNormalization, tokens: Any, seeds: list[Any]
+    ) -> Any:
+        if seeds[1] is None:  # the part can add its input in its last product
+            return part(norm(tokens), seed=seeds[0], residual=tokens)
+        return tokens + self.drop_path(part(norm(tokens), seed=seeds[0]), seed=seeds[1])
 
     def compute_output_shape(self, input_shape: tuple[Any, ...]) -> tuple[Any, ...]:
         return input_shape

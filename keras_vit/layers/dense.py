@@ -1,4 +1,4 @@
-"""A dense layer over tokens, in the two-dimensional form that fuses."""
+"""A dense layer over tokens, in the form that fuses."""
 
 from typing import Any
 
@@ -6,6 +6,7 @@ import keras
 
 from keras_vit import backend
 from keras_vit.layers.initialization import initializer
+from keras_vit.layers.random import dropout
 
 # google-research/vision_transformer, vit_jax/models_vit.py, MlpBlock.
 BIAS_STDDEV = 1e-6
@@ -15,7 +16,7 @@ LORA_UNIFORM = keras.initializers.VarianceScaling(1 / 3, mode="fan_in", distribu
 
 @keras.saving.register_keras_serializable(package="keras_vit")
 class TokenDense(keras.layers.Layer):
-    """A dense layer with bias on the last axis; tokens are flattened to (B*N, D) for the product.
+    """A dense layer with bias on the last axis, which one kernel computes where it can.
 
     Example:
         >>> TokenDense(8, activation="gelu_tanh")(keras.ops.ones((2, 5, 4))).shape
@@ -57,14 +58,14 @@ class TokenDense(keras.layers.Layer):
         )
         self.bias = self.add_weight(name="bias", shape=(self.units,), initializer=initializer(bias))
 
-    def call(self, inputs: Any) -> Any:
-        *outer, width = keras.ops.shape(inputs)
-        rows = keras.ops.reshape(inputs, (-1, width))  # (B*N, D)
+    def call(self, inputs: Any, residual: Any = None) -> Any:
+        """Adds `residual` (B, N, M) to the result, in the same kernel where that is possible."""
         if self.lora_rank:
-            rows = self._adapted(rows)  # (B*N, M)
-        else:
-            rows = backend.dense(rows, self.kernel, self.bias, self.activation)  # (B*N, M)
-        return keras.ops.reshape(rows, (-1, *outer[1:], self.units))  # (B, N, M)
+            x = self._adapted(inputs)  # (B, N, M)
+            return x if residual is None else residual + x
+        return backend.dense(  # (B, N, M)
+            inputs, self.kernel, self.bias, self.activation, residual=residual
+        )
 
     def compute_output_shape(self, input_shape: tuple[Any, ...]) -> tuple[Any, ...]:
         return (*input_shape[:-1], self.units)
@@ -99,7 +100,26 @@ class TokenDense(keras.layers.Layer):
         self.lora_rank = rank
         self.lora_scale = (rank if alpha is None else alpha) / rank
 
-    def _adapted(self, rows: Any) -> Any:
+    def _adapted(self, inputs: Any) -> Any:
+        *outer, width = keras.ops.shape(inputs)
+        rows = keras.ops.reshape(inputs, (-1, width))  # (B*N, D): one product, not one an image
         change = keras.ops.matmul(keras.ops.matmul(rows, self.lora_a), self.lora_b)
-        rows = backend.dense(rows, self.kernel, self.bias)
-        return backend.ACTIVATIONS[self.activation](rows + self.lora_scale * change)
+        change = keras.ops.reshape(change, (-1, *outer[1:], self.units))
+        x = backend.dense(inputs, self.kernel, self.bias)
+        return backend.ACTIVATIONS[self.activation](x + self.lora_scale * change)
+
+
+def add_dropped(layer: TokenDense, x: Any, rate: float, *, seed: Any, residual: Any) -> Any:
+    """Applies a layer, then dropout; then adds the residual, in the layer itself if nothing drops.
+
+    Args:
+        layer: from (B, N, D) to (B, N, M).
+        x: (B, N, D).
+        rate: fraction of the layer's output that is dropped.
+        seed: two integers, or None, which drops nothing.
+        residual: (B, N, M), or None.
+    """
+    if seed is None or not rate:
+        return layer(x, residual=residual)
+    x = dropout(layer(x), rate, seed=seed)
+    return x if residual is None else residual + x

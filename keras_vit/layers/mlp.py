@@ -4,7 +4,7 @@ from typing import Any
 
 import keras
 
-from keras_vit.layers.dense import TokenDense
+from keras_vit.layers.dense import TokenDense, add_dropped
 from keras_vit.layers.random import RandomLayer, dropout, split_seed
 
 
@@ -48,11 +48,20 @@ class MLP(RandomLayer):
         self.fc1.build(input_shape)
         self.fc2.build((*input_shape[:-1], self.mlp_dim))
 
-    def call(self, inputs: Any, training: bool | None = None, seed: Any = None) -> Any:
-        """Drops with `seed`, drawn by `next_seed`; with a fresh one if it is None."""
+    def call(
+        self,
+        inputs: Any,
+        training: bool | None = None,
+        seed: Any = None,
+        residual: Any = None,
+    ) -> Any:
+        """Drops with `seed`, drawn by `next_seed`; with a fresh one if it is None.
+
+        Adds `residual` (B, N, D) last.
+        """
         hidden, out = split_seed(self.next_seed(training) if seed is None else seed, 2)
         x = dropout(self.fc1(inputs), self.dropout_rate, seed=hidden)  # (B, N, M)
-        return dropout(self.fc2(x), self.dropout_rate, seed=out)  # (B, N, D)
+        return add_dropped(self.fc2, x, self.dropout_rate, seed=out, residual=residual)
 
     def compute_output_shape(self, input_shape: tuple[Any, ...]) -> tuple[Any, ...]:
         return input_shape

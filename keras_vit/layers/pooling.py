@@ -8,6 +8,7 @@ from keras_vit.layers.attention import attention_weights, check_heads, merge_hea
 from keras_vit.layers.dense import TokenDense
 from keras_vit.layers.initialization import initializer
 from keras_vit.layers.mlp import MLP
+from keras_vit.layers.normalization import LayerNormalization
 
 
 @keras.saving.register_keras_serializable(package="keras_vit")
@@ -73,9 +74,7 @@ class AttentionPooling(keras.layers.Layer):
         super().__init__(**kwargs)
         dtype = self.dtype_policy.name
         self.num_heads = num_heads
-        self.norm = keras.layers.LayerNormalization(
-            epsilon=layer_norm_epsilon, dtype=dtype, name="norm"
-        )
+        self.norm = LayerNormalization(epsilon=layer_norm_epsilon, dtype=dtype, name="norm")
         self.mlp = MLP(mlp_dim, activation=activation, dtype=dtype, name="mlp")
 
     def build(self, input_shape: tuple[Any, ...]) -> None:
@@ -101,7 +100,7 @@ class AttentionPooling(keras.layers.Layer):
         query, key, value = (split_heads(x, self.num_heads) for x in (query, key, value))
         x = merge_heads(keras.ops.matmul(attention_weights(query, key), value))  # (B, 1, D)
         x = self.out(x)
-        x = x + self.mlp(self.norm(x), training=training)
+        x = self.mlp(self.norm(x), training=training, residual=x)
         return x[:, 0]  # (B, D)
 
     def compute_output_shape(self, input_shape: tuple[Any, ...]) -> tuple[Any, ...]:

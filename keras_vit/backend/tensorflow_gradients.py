@@ -1,0 +1,119 @@
+"""Gradients for the forms that fuse: a gradient that needs an intermediate prevents the fusing.
+
+Each form runs fused forward. Backward it computes what it needs anew, the element-wise part as one
+loop compiled by XLA, which takes no part in the matrix products: those are oneDNN's.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+Form = Callable[[Any, Any, Any], Any]
+
+_SQRT_HALF = math.sqrt(0.5)
+_SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
+_GELU_CUBIC = 0.044715  # arXiv 1606.08415, Section 2
+
+
+def _gelu_slope(x: Any) -> Any:
+    density = tf.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+    return 0.5 * (1 + tf.math.erf(_SQRT_HALF * x)) + x * density
+
+
+def _gelu_tanh_slope(x: Any) -> Any:
+    tanh = tf.tanh(_SQRT_2_OVER_PI * (x + _GELU_CUBIC * x * x * x))
+    inner = _SQRT_2_OVER_PI * (1 + 3 * _GELU_CUBIC * x * x)
+    return 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh * tanh) * inner
+
+
+_SLOPES = {"gelu": _gelu_slope, "gelu_tanh": _gelu_tanh_slope}
+
+
+@functools.cache
+def dense_gelu(activation: str) -> Form:
+    """Returns GELU of rows (R, D) times a kernel (D, M) plus a bias (M,).
+
+    Backward it computes the product anew, which takes less time than a GELU that is not fused, and
+    keeps two tensors (R, M) less.
+    """
+
+    def product(rows: Any, kernel: Any, bias: Any) -> Any:
+        return tf.nn.bias_add(tf.matmul(rows, kernel), bias)
+
+    @tf.function(jit_compile=True, autograph=False)
+    def change(x: Any, above: Any) -> Any:
+        slope = _SLOPES[activation](tf.cast(x, tf.float32))
+        return tf.cast(slope * tf.cast(above, tf.float32), above.dtype)
+
+    def forward(rows: Any, kernel: Any, bias: Any) -> Any:
+        def backward(above: Any) -> tuple[Any, Any, Any]:
+            # Were it the same product, the optimizer would compute it once, and keep it.
+            with tf.control_dependencies([above]):
+                again = tf.raw_ops.PlaceholderWithDefault(input=kernel, shape=kernel.shape)
+            inner = change(product(rows, again, bias), above)
+            return (
+                tf.matmul(inner, kernel, transpose_b=True),
+                tf.matmul(rows, inner, transpose_a=True),
+                tf.raw_ops.BiasAddGrad(out_backprop=inner),
+            )
+
+        hidden = product(rows, kernel, bias)
+        return tf.nn.gelu(hidden, approximate=activation == "gelu_tanh"), backward
+
+    fused: Form = tf.custom_gradient(forward)
+    return fused
+
+
+@functools.cache
+def layer_norm(epsilon: float) -> Form:
+    """Returns the normalisation of rows (R, D) with gamma and beta (D,)."""
+
+    @tf.function(jit_compile=True, autograph=False)
+    def change(rows: Any, gamma: Any, above: Any) -> tuple[Any, Any, Any]:
+        dtype = rows.dtype
+        rows, gamma, above = (tf.cast(x, tf.float32) for x in (rows, gamma, above))
+        centred = rows - tf.reduce_mean(rows, axis=-1, keepdims=True)
+        variance = tf.reduce_mean(centred * centred, axis=-1, keepdims=True)
+        scale = tf.math.rsqrt(variance + epsilon)
+        normal, inner = centred * scale, above * gamma
+        mean = tf.reduce_mean(inner, axis=-1, keepdims=True)
+        along = tf.reduce_mean(inner * normal, axis=-1, keepdims=True)
+        changes = (
+            scale * (inner - mean - normal * along),
+            tf.reduce_sum(above * normal, axis=0),
+            tf.reduce_sum(above, axis=0),
+        )
+        return tuple(tf.cast(x, dtype) for x in changes)
+
+    def forward(rows: Any, gamma: Any, beta: Any) -> Any:
+        def backward(above: Any) -> Any:
+            return change(rows, gamma, above)
+
+        return _normalize(rows, epsilon) * gamma + beta, backward
+
+    fused: Form = tf.custom_gradient(forward)
+    return fused
+
+
+def _normalize(rows: Any, epsilon: float) -> Any:
+    """Normalises rows (R, D) in the form that becomes _MklLayerNorm: a batch norm of R channels."""
+    # As constants the two Fills would be folded, and the form lost: the default hides the size.
+    size = tf.raw_ops.PlaceholderWithDefault(input=tf.shape(rows)[:1], shape=(1,))
+    nothing = tf.constant([], tf.float32)
+    normal, *_ = tf.raw_ops.FusedBatchNormV3(
+        x=tf.reshape(rows, (1, -1, rows.shape[-1], 1)),
+        scale=tf.fill(size, 1.0),
+        offset=tf.fill(size, 0.0),
+        mean=nothing,
+        variance=nothing,
+        epsilon=epsilon,
+        data_format="NCHW",
+        is_training=True,
+    )
+    return tf.reshape(normal, tf.shape(rows))
+
+
+GELUS = tuple(_SLOPES)

@@ -1,0 +1,165 @@
+"""Tests of keras_vit.backend.tensorflow: what users call runs fused kernels, with right gradients.
+
+What TensorFlow makes of a form is nowhere promised: an upgrade that loses it must fail here.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import TINY, randomize
+from tensorflow.python.eager import context
+from tensorflow.python.util import _pywrap_util_port
+
+from keras_vit import backend
+from keras_vit.backend import plain
+from keras_vit.model import VisionTransformer
+
+needs_onednn = pytest.mark.skipif(
+    not _pywrap_util_port.IsMklEnabled(), reason="oneDNN is not in this TensorFlow, or off"
+)
+
+# How many of each kernel a forward pass has.
+BLOCKS = TINY.num_layers
+FORWARD = {
+    "_MklLayerNorm": 2 * BLOCKS + 1,
+    "_MklSoftmax": BLOCKS,
+    "_MklNativeFusedMatMul BiasAdd, GeluApproximate": BLOCKS,
+    "_MklNativeFusedMatMul BiasAdd, Add": 2 * BLOCKS,
+}
+
+TOLERANCES = {"float32": 1e-5, "bfloat16": 2e-2}
+# Form, shapes of what it takes, its other arguments.
+FORMS: dict[str, tuple[str, list[tuple[int, ...]], dict[str, Any]]] = {
+    "gelu": ("dense", [(2, 3, 8), (8, 5), (5,)], {"activation": "gelu"}),
+    "gelu_tanh": ("dense", [(2, 3, 8), (8, 5), (5,)], {"activation": "gelu_tanh"}),
+    "layer_norm": ("layer_norm", [(2, 3, 8), (8,), (8,)], {"epsilon": 1e-6}),
+    "softmax": ("softmax", [(2, 2, 3, 7)], {}),
+    "self_attention": ("self_attention", [(2, 5, 24)], {"num_heads": 2}),
+}
+
+
+def kernels(call: Callable[[], Any]) -> collections.Counter[str]:
+    """Counts the operations of the graphs that a first call makes, as they are run."""
+    context.context().enable_run_metadata()
+    try:
+        call()
+        metadata = context.context().export_run_metadata()
+    finally:
+        context.context().disable_run_metadata()
+    graphs = [graph for each in metadata.function_graphs for graph in each.partition_graphs]
+    counts: collections.Counter[str] = collections.Counter()
+    for node in (node for graph in graphs for node in graph.node):
+        fused = [name.decode() for name in node.attr["fused_ops"].list.s]
+        counts[f"{node.op} {', '.join(fused)}".strip()] += 1
+    return counts
+
+
+def assert_fused(counts: collections.Counter[str]) -> None:
+    assert {name: counts[name] for name in FORWARD} == FORWARD
+
+
+def relative(ours: Any, expected: Any) -> float:
+    """Returns the largest difference as a fraction of the largest expected value."""
+    difference = np.abs(tf.cast(ours, tf.float32) - tf.cast(expected, tf.float32)).max()
+    return float(difference / np.abs(tf.cast(expected, tf.float32)).max())
+
+
+def value_and_gradients(module: Any, name: str, arrays: list[tf.Tensor], **options: Any) -> Any:
+    """Runs a form and its gradients in a function with an unknown batch."""
+    function, _, arguments = FORMS[name]
+    signature = [
+        tf.TensorSpec((None, *array.shape[1:]) if place == 0 else array.shape, array.dtype)
+        for place, array in enumerate(arrays)
+    ]
+
+    def run(*inputs: tf.Tensor) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(inputs)
+            value = getattr(module, function)(*inputs, **arguments)
+            # Not a plain sum, whose gradient would be zero behind a softmax.
+            score = tf.reduce_sum(tf.cast(value, tf.float32) ** 2)
+        return value, *tape.gradient(score, inputs)
+
+    return tf.function(run, input_signature=signature, autograph=False, **options)(*arrays)
+
+
+@needs_onednn
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "mixed_bfloat16"])
+def test_predict_runs_fused_kernels(dtype: str, images: np.ndarray) -> None:
+    """The function behind `model.predict` has every fused kernel."""
+    model = VisionTransformer(TINY, dtype=dtype)
+    assert_fused(kernels(lambda: model.predict(images, verbose=0)))
+
+
+@needs_onednn
+@pytest.mark.parametrize("batch", [None, 2])
+def test_functions_run_fused_kernels(batch: int | None, images: np.ndarray) -> None:
+    """A `tf.function` has them with an unknown batch and with a known one."""
+    model = VisionTransformer(TINY)
+    signature = [tf.TensorSpec((batch, *TINY.input_shape))]
+    function = tf.function(lambda x: model(x, training=False), input_signature=signature)
+    assert_fused(kernels(lambda: function(images)))
+
+
+@needs_onednn
+def test_training_runs_fused_kernels(images: np.ndarray) -> None:
+    """A training step has them in its forward pass: no gradient needs what fusing removes."""
+    model = VisionTransformer(TINY)
+    model.compile("sgd", "mse")
+    targets = np.zeros((2, TINY.classes))
+    assert_fused(kernels(lambda: model.fit(images, targets, verbose=0)))
+
+
+@needs_onednn
+def test_the_comparison_sees_a_lost_kernel(images: np.ndarray) -> None:
+    """Keras' own normalisation and dense layer are not fused: the count tells them apart."""
+    dense = keras.layers.Dense(8, activation="gelu")
+    model = keras.Sequential([keras.layers.LayerNormalization(), dense])
+    assert not set(FORWARD) & set(kernels(lambda: model.predict(images, verbose=0)))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("name", FORMS)
+def test_fused_forms_have_the_plain_numbers_and_gradients(name: str, dtype: str) -> None:
+    """In a graph, value and gradients are those that TensorFlow derives from the plain form."""
+    arrays = [
+        tf.cast(np.random.default_rng(k).standard_normal(shape), dtype)
+        for k, shape in enumerate(FORMS[name][1])
+    ]
+    ours = value_and_gradients(backend, name, arrays)
+    expected = value_and_gradients(plain, name, arrays)
+    for each, wanted in zip(ours, expected, strict=True):
+        assert relative(each, wanted) < TOLERANCES[dtype]
+        assert relative(each, 1.05 * wanted) > TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_fused_forms_compile_with_xla(name: str) -> None:
+    """XLA compiles forward and backward, to the same numbers."""
+    arrays = [
+        tf.constant(np.random.default_rng(k).standard_normal(shape), tf.float32)
+        for k, shape in enumerate(FORMS[name][1])
+    ]
+    compiled = value_and_gradients(backend, name, arrays, jit_compile=True)
+    for each, wanted in zip(compiled, value_and_gradients(plain, name, arrays), strict=True):
+        assert relative(each, wanted) < TOLERANCES["float32"]
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_training_moves_weights_as_eager_training_does(remat: bool, images: np.ndarray) -> None:
+    """A step in a graph, blocks recomputed or not, gives the gradients of the eager plain forms."""
+    config = dataclasses.replace(TINY, remat=remat)
+    steps = []
+    for eagerly in (True, False):
+        model = randomize(VisionTransformer(config))
+        model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=eagerly)
+        model.fit(images, np.ones((2, TINY.classes)), verbose=0)
+        steps.append(model.get_weights())
+    for eager, graph in zip(*steps, strict=True):
+        np.testing.assert_allclose(graph, eager, atol=1e-5)

@@ -4,7 +4,10 @@ They are what its remapper recognises (tensorflow/core/grappler/optimizers/remap
 become is held by tests/test_backend_kernels.py. Their gradients are in `tensorflow_gradients`.
 """
 
+import contextlib
+import contextvars
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -22,6 +25,19 @@ ACTIVATIONS = {
     "gelu": lambda x: tf.nn.gelu(x, approximate=False),
     "tanh": tf.math.tanh,
 }
+
+
+_portable = contextvars.ContextVar("portable", default=False)
+
+
+@contextlib.contextmanager
+def portable_forms() -> Iterator[None]:
+    """Inside this scope graphs hold no form that only TensorFlow knows; for converters."""
+    token = _portable.set(True)
+    try:
+        yield
+    finally:
+        _portable.reset(token)
 
 
 def dense(
@@ -43,7 +59,7 @@ def dense(
 
 def layer_norm(x: Any, gamma: Any, beta: Any, *, epsilon: float) -> Any:
     """Normalises x (..., D) over the last axis, in float32, then applies gamma and beta (D,)."""
-    if tf.executing_eagerly() or not _has_cpu_alone():
+    if not _may_fuse():
         return plain.layer_norm(x, gamma, beta, epsilon=epsilon)
     gamma, beta = tf.convert_to_tensor(gamma), tf.convert_to_tensor(beta)
     rows = tf.reshape(x, (-1, x.shape[-1]))
@@ -53,7 +69,7 @@ def layer_norm(x: Any, gamma: Any, beta: Any, *, epsilon: float) -> Any:
 
 def softmax(x: Any) -> Any:
     """Returns the softmax of x over the last axis, in its dtype; oneDNN sums in float32."""
-    if tf.executing_eagerly() or not _has_cpu_alone():
+    if not _may_fuse():
         return plain.softmax(x)
     return tf.nn.softmax(x)
 
@@ -62,9 +78,9 @@ def self_attention(qkv: Any, num_heads: int) -> Any:
     """Returns what tokens take from each other, (B, N, D), for (B, N, 3D) query, key and value."""
     _, tokens, width = keras.ops.shape(qkv)
     size = width // 3 // num_heads
-    # One transposition for all three, after which each of them is in one piece.
-    x = tf.transpose(tf.reshape(qkv, (-1, tokens, 3, num_heads, size)), (2, 0, 3, 1, 4))
-    query, key, value = tf.unstack(x)  # (B, H, N, K) each
+    # One transposition for all three, of rank 4: TFLite has none of more for every chip.
+    x = tf.transpose(tf.reshape(qkv, (-1, tokens, 3 * num_heads, size)), (0, 2, 1, 3))
+    query, key, value = tf.split(x, 3, axis=1)  # (B, H, N, K) each
     weights = softmax(tf.matmul(query * size**-0.5, key, transpose_b=True))  # (B, H, N, N)
     x = tf.transpose(tf.matmul(weights, value), (0, 2, 1, 3))  # (B, N, H, K)
     return tf.reshape(x, (-1, tokens, width // 3))
@@ -107,6 +123,10 @@ def _dense(rows: Any, kernel: Any, bias: Any, activation: str | None) -> Any:
     if activation in tensorflow_gradients.GELUS:
         return tensorflow_gradients.dense_gelu(activation)(rows, kernel, bias)
     return ACTIVATIONS[activation](tf.nn.bias_add(tf.matmul(rows, kernel), bias))
+
+
+def _may_fuse() -> bool:
+    return _has_cpu_alone() and not tf.executing_eagerly() and not _portable.get()
 
 
 @functools.cache

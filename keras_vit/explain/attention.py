@@ -195,7 +195,14 @@ def on_grid(config: ViTConfig, row: np.ndarray) -> np.ndarray:
     return np.asarray(row[:, int(config.class_token) :].reshape(-1, *config.grid))
 
 
-def _attend(layer: Any, heard: list[Any], inputs: Any, training: bool | None = None) -> Any:
+def _attend(
+    layer: Any,
+    heard: list[Any],
+    inputs: Any,
+    training: bool | None = None,
+    seed: Any = None,
+    residual: Any = None,
+) -> Any:
     """MultiHeadSelfAttention.call, whose weights are heard; dropout has no part in it."""
     query, key, value = (
         attention_layer.split_heads(x, layer.num_heads)
@@ -203,7 +210,8 @@ def _attend(layer: Any, heard: list[Any], inputs: Any, training: bool | None = N
     )
     weights = attention_layer.attention_weights(query, key)  # (B, H, N, N)
     heard.append(weights)
-    return layer.out(attention_layer.merge_heads(keras.ops.matmul(weights, value)))
+    x = attention_layer.merge_heads(keras.ops.matmul(weights, value))
+    return layer.out(x, residual=residual)
 
 
 def _pool(layer: Any, heard: list[Any], inputs: Any, training: bool | None = None) -> Any:

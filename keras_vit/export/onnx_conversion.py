@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tensorflow as tf
 
+from keras_vit.backend.tensorflow import portable_forms
 from keras_vit.export.rebuild import Exportable
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def convert_to_onnx(exportable: Exportable) -> "onnx.ModelProto":
 
     spec = tf.TensorSpec((None, *exportable.image_shape), tf.float32, name="images")
     function = tf.function(exportable.answer, input_signature=[spec], autograph=False)
-    with _collected_errors() as errors:
+    with _collected_errors() as errors, portable_forms():
         converted, _ = tf2onnx.convert.from_function(
             function,
             input_signature=[spec],

@@ -39,7 +39,8 @@ def write_savedmodel(
     functions = signatures.make_signatures(exportable, labels=labels, top_k=top_k)
     module = tf.Module(name="vit")
     module.weights = [weight.value for weight in exportable.network.weights]
-    options = tf.saved_model.SaveOptions(save_debug_info=False)
+    # Nobody trains it, and the gradients would bring functions for XLA.
+    options = tf.saved_model.SaveOptions(save_debug_info=False, experimental_custom_gradients=False)
     tf.saved_model.save(module, str(folder), signatures=functions, options=options)
     extra = folder / "assets.extra"
     extra.mkdir()

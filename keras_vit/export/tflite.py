@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from keras_vit.backend.tensorflow import portable_forms
 from keras_vit.export import half
 from keras_vit.export.edge_forward import EdgeForward
 from keras_vit.export.rebuild import Exportable
@@ -32,8 +33,10 @@ def write_tflite(
         calibration: images (H, W, C) as the original model takes them, for "tflite-int8-full".
     """
     module = _module(exportable, batch_size=batch_size)
-    with tempfile.TemporaryDirectory(prefix="keras-vit-") as folder:
-        options = tf.saved_model.SaveOptions(save_debug_info=False)
+    with tempfile.TemporaryDirectory(prefix="keras-vit-") as folder, portable_forms():
+        options = tf.saved_model.SaveOptions(
+            save_debug_info=False, experimental_custom_gradients=False
+        )
         signatures = {SIGNATURE: module.call}
         tf.saved_model.save(module, folder, signatures=signatures, options=options)
         plain = b""

@@ -1,1 +1,1 @@
-"""Benchmarks: ratios from one alternating run, for the machine at hand."""
+"""Benchmarks: ratios from alternating runs, for the machine at hand."""

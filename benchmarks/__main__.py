@@ -1,0 +1,132 @@
+"""Measures keras_vit beside every peer that is installed.
+
+    python -m benchmarks                                   # inference, B/16, batch 8, float32
+    python -m benchmarks --task training --precisions float32 bfloat16 --variants S/16 B/16
+    python -m benchmarks --batches 1 2 4 8 16 --out curves # a scaling curve, JSON and a chart
+    python -m benchmarks --image-sizes 224 384 512 --layers 6 12 24 --only keras_vit timm
+    python -m benchmarks --task training --remat off on --only keras_vit
+    python -m benchmarks --task cold                       # process start to first prediction
+    python -m benchmarks --suite issue --out issue         # every line that must be shown
+
+Each contender runs in a process of its own; they take turns, so that a busy machine slows all of
+them. Figures are medians, ratios are medians over the turns. GFLOP/s count the matrix products, and
+"of peak" compares them with a measured one. MiB is the highest memory of the process.
+
+Peers are found in this Python: KerasHub (keras-hub), timm, Hugging Face (transformers), OpenVINO,
+ONNX Runtime. bfloat16 says something only on processors that have it: see the line "machine".
+"""
+
+import argparse
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks import report
+from benchmarks.cases import CONTENDERS, PRECISIONS, SIZES, TASKS, Case, installed, product
+from benchmarks.ceiling import ceiling
+from benchmarks.measuring import measure
+from benchmarks.suites import SUITES
+
+_SWITCH = {"off": False, "on": True}
+_PACKAGES = ("tensorflow", "keras", "keras-hub", "torch", "timm", "transformers", "openvino")
+# What lets a processor multiply bfloat16, by its name in /proc/cpuinfo.
+_BFLOAT16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses, measures, reports."""
+    options = _parser().parse_args(arguments)
+    if options.threads:
+        # Before any runtime starts: each makes as many threads as it may use cores.
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
+    there = installed()
+    names = [name for name in CONTENDERS if name in there and name in (options.only or CONTENDERS)]
+    about = _about(options.rounds)
+    print("\n".join(f"{key}: {value}" for key, value in about.items()))
+    print(f"contenders: {', '.join(names)}")
+    missing = [name for name in CONTENDERS if name not in there]
+    if missing:
+        print(f"not installed: {', '.join(missing)}")
+    targets = SUITES.get(options.suite, [])
+    figures = {
+        case: measure(case, wanted, rounds=options.rounds)
+        for case, wanted in _plan(options, names).items()
+    }
+    ceilings = {case.precision: ceiling(case.precision) for case in figures}
+    report.show(figures, ceilings)
+    if targets:
+        report.show_targets(figures, targets)
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
+        about = {**about, "ceilings": ceilings}
+        report.write_json(options.out / "figures.json", about, figures)
+        report.write_chart(options.out / "chart.png", figures)
+        print(f"\nWritten: {options.out / 'figures.json'} and {options.out / 'chart.png'}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--suite", choices=SUITES, help="a set of cases with what they must reach")
+    add("--task", choices=TASKS, default="inference", help="(default: inference)")
+    add("--variants", nargs="+", default=["B/16"], metavar="V", help=f"sizes: {', '.join(SIZES)}")
+    add("--image-sizes", nargs="+", type=int, default=[224], metavar="N", help="(default: 224)")
+    add("--batches", nargs="+", type=int, metavar="N", help="(default: 8; 1 for a cold start)")
+    add("--precisions", nargs="+", choices=PRECISIONS, default=["float32"])
+    add("--layers", nargs="+", type=int, default=[0], metavar="N", help="(default: the variant's)")
+    add("--remat", nargs="+", choices=_SWITCH, default=["off"], help="recompute blocks; ours only")
+    add("--only", nargs="+", choices=CONTENDERS, help="(default: all that are installed)")
+    add("--rounds", type=int, default=5, help="turns of each contender (default: 5)")
+    add("--threads", type=int, help="cores to use (default: all)")
+    add("--out", type=Path, metavar="DIR", help="write figures.json and chart.png there")
+    return parser
+
+
+def _plan(options: argparse.Namespace, names: list[str]) -> dict[Case, list[str]]:
+    """Returns who runs which case: of a suite, those that its targets name."""
+    if not options.suite:
+        cases = product(
+            task=[options.task],
+            variant=options.variants,
+            image_size=options.image_sizes,
+            batch=options.batches or [1 if options.task == "cold" else 8],
+            precision=options.precisions,
+            layers=options.layers,
+            remat=[_SWITCH[word] for word in options.remat],
+        )
+        return dict.fromkeys(cases, names)
+    wanted: dict[Case, set[str]] = {}
+    for target in SUITES[options.suite]:
+        wanted.setdefault(target.case, set()).add(target.ours)
+        wanted.setdefault(target.against or target.case, set()).update(target.peers)
+    return {case: [name for name in names if name in known] for case, known in wanted.items()}
+
+
+def _about(rounds: int) -> dict[str, object]:
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    about = {line.partition(":")[0].strip(): line.partition(":")[2].strip() for line in lines}
+    has_bfloat16 = not set(_BFLOAT16_FLAGS).isdisjoint(about.get("flags", "").split())
+    versions = {
+        package: importlib.metadata.version(package)
+        for package in _PACKAGES
+        if importlib.util.find_spec(package.replace("-", "_"))
+    }
+    return {
+        "machine": f"{platform.machine()}, {about.get('model name', 'unknown')}, "
+        f"{len(os.sched_getaffinity(0))} cores, bfloat16 {'units' if has_bfloat16 else 'EMULATED'}",
+        "date": time.strftime("%Y-%m-%d"),
+        "rounds": rounds,
+        **versions,
+    }
+
+
+if __name__ == "__main__":
+    main()

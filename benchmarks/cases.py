@@ -1,0 +1,148 @@
+"""What can be measured: cases, contenders, and the lines of the suites."""
+
+import dataclasses
+import importlib.util
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+# Width, MLP width, heads, layers; arXiv 2010.11929, Table 1, and arXiv 2106.10270, Table 2.
+SIZES = {
+    "tiny": (64, 128, 2, 2),  # of no paper: for trying the command out
+    "Ti": (192, 768, 3, 12),
+    "S": (384, 1536, 6, 12),
+    "B": (768, 3072, 12, 12),
+    "L": (1024, 4096, 16, 24),
+}
+CLASSES = 1000
+TASKS = ("inference", "training", "cold")
+PRECISIONS = ("float32", "bfloat16")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One thing to measure for every contender.
+
+    Attributes:
+        task: "inference" of a batch, a "training" step (forward, backward, SGD), or a "cold" start:
+            from the start of the process to the first prediction with weights from a local file.
+        variant: size and patch, as "B/16".
+        layers: blocks instead of the variant's own; 0 for those.
+        remat: whether training recomputes blocks for the gradient.
+    """
+
+    task: str = "inference"
+    variant: str = "B/16"
+    image_size: int = 224
+    batch: int = 8
+    precision: str = "float32"
+    layers: int = 0
+    remat: bool = False
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The network's sizes by name."""
+        size, _, patch = self.variant.partition("/")
+        width, mlp, heads, layers = SIZES[size]
+        return {
+            "image_size": self.image_size,
+            "patch_size": int(patch),
+            "hidden_dim": width,
+            "mlp_dim": mlp,
+            "num_heads": heads,
+            "num_layers": self.layers or layers,
+        }
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of one run: those of its matrix products."""
+        sizes = self.sizes
+        width, patch = sizes["hidden_dim"], sizes["patch_size"]
+        patches = (self.image_size // patch) ** 2
+        tokens = patches + 1
+        block = tokens * (4 * width**2 + 2 * width * sizes["mlp_dim"]) + 2 * tokens**2 * width
+        products = patches * 3 * patch**2 * width + sizes["num_layers"] * block + width * CLASSES
+        return 2.0 * products * self.batch * (3 if self.task == "training" else 1)
+
+    def __str__(self) -> str:
+        extras = (f", {self.layers} layers" if self.layers else "") + ", remat" * self.remat
+        return (
+            f"{self.task}, {self.variant} at {self.image_size}, batch {self.batch}, "
+            f"{self.precision}{extras}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Contender:
+    """Somebody who can run cases.
+
+    Attributes:
+        module: module of `benchmarks` that makes its runs.
+        needs: modules that must be installed.
+        tasks: what it can do.
+        precisions: in which precisions.
+        is_ours: whether it is keras_vit.
+    """
+
+    module: str
+    needs: tuple[str, ...]
+    tasks: tuple[str, ...] = TASKS
+    precisions: tuple[str, ...] = PRECISIONS
+    is_ours: bool = False
+
+    def takes(self, case: Case) -> bool:
+        """Whether it can run the case."""
+        fits = case.task in self.tasks and case.precision in self.precisions
+        return fits and (self.is_ours or not case.remat)
+
+
+_INFERENCE = ("inference",)
+_KERAS, _TORCH, _FILES = "keras_runs", "torch_runs", "file_runs"
+CONTENDERS = {
+    "keras_vit": Contender(_KERAS, ("tensorflow", "keras"), is_ours=True),
+    "keras_vit tf.function": Contender(_KERAS, ("tensorflow", "keras"), _INFERENCE, is_ours=True),
+    "keras_vit SavedModel": Contender(
+        _FILES, ("tensorflow", "keras"), _INFERENCE, ("float32",), is_ours=True
+    ),
+    "KerasHub": Contender(_KERAS, ("keras_hub",)),
+    "timm": Contender(_TORCH, ("torch", "timm")),
+    "timm compiled": Contender(_TORCH, ("torch", "timm"), ("inference", "training")),
+    "Hugging Face": Contender(_TORCH, ("torch", "transformers")),
+    "OpenVINO": Contender(_FILES, ("openvino", "keras", "onnx"), _INFERENCE),
+    "ONNX Runtime": Contender(_FILES, ("onnxruntime", "keras", "onnx"), _INFERENCE, ("float32",)),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Target:
+    """What one of ours must reach beside peers: at least `ratio` of the best of them.
+
+    Attributes:
+        figure: "speed", runs per second, or "memory", peak bytes, where less is better.
+        ours: a contender.
+        peers: contenders; the best that was measured counts.
+        against: the case that the peers run, if it is not the same.
+    """
+
+    case: Case
+    ours: str
+    peers: tuple[str, ...]
+    ratio: float
+    figure: str = "speed"
+    against: Case | None = None
+
+
+def installed() -> list[str]:
+    """Returns the contenders whose modules are there."""
+    return [
+        name
+        for name, contender in CONTENDERS.items()
+        if all(importlib.util.find_spec(module) for module in contender.needs)
+    ]
+
+
+def product(**axes: Iterable[Any]) -> list[Case]:
+    """Makes a case of every combination of the fields' values."""
+    return [
+        Case(**dict(zip(axes, values, strict=True))) for values in itertools.product(*axes.values())
+    ]

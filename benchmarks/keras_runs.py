@@ -1,0 +1,134 @@
+"""keras_vit and KerasHub, on the TensorFlow backend."""
+
+import dataclasses
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.cases import CLASSES, Case
+
+Run = Callable[[], Any]
+
+
+def import_framework(name: str) -> None:
+    """Imports what the contender is made of."""
+    os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    import keras  # noqa: F401
+
+    if name == "KerasHub":
+        import keras_hub  # noqa: F401
+    else:
+        import keras_vit  # noqa: F401
+
+
+def version(name: str) -> str:
+    """Returns the contender's version."""
+    import keras_vit
+
+    if name != "KerasHub":
+        return str(keras_vit.__version__)
+    import keras_hub
+
+    return str(keras_hub.__version__)
+
+
+def make_run(name: str, case: Case, folder: Path) -> Run:
+    """Returns what runs the case once."""
+    model, images = make_model(name, case), images_of(case)
+    if case.task == "training":
+        return _training(model, images)
+    if not name.endswith("tf.function"):
+        return lambda: model.predict(images, batch_size=case.batch, verbose=0)
+    import tensorflow as tf
+
+    function = tf.function(lambda x: model(x, training=False), autograph=False)
+    tensor = tf.constant(images)
+    return lambda: function(tensor).numpy()
+
+
+def make_model(name: str, case: Case) -> Any:
+    """Makes the network with random weights.
+
+    Inference computes and keeps weights in the case's precision; training keeps them in float32.
+    """
+    is_mixed = case.task == "training" and case.precision != "float32"
+    dtype = f"mixed_{case.precision}" if is_mixed else case.precision
+    if name == "KerasHub":
+        return _hub_model(case, dtype)
+    import keras_vit
+
+    return keras_vit.VisionTransformer(_config(case), dtype=dtype)
+
+
+def images_of(case: Case) -> np.ndarray:
+    """Returns a batch of random images in [-1, 1]."""
+    shape = (case.batch, case.image_size, case.image_size, 3)
+    return np.random.default_rng(0).uniform(-1, 1, shape).astype(np.float32)
+
+
+def write_weights(name: str, case: Case, folder: Path) -> None:
+    """Writes the file that the cold start reads."""
+    import_framework(name)
+    model = make_model(name, case)
+    if name == "KerasHub":
+        model.save_to_preset(str(folder / "hub"))
+        return
+    import keras_vit
+
+    keras_vit.weights.save_npz(model, folder / "ours.npz")
+
+
+def first_prediction(name: str, case: Case, folder: Path) -> None:
+    """Loads the network from its file and predicts once."""
+    if name == "KerasHub":
+        import keras_hub
+
+        model = keras_hub.models.ViTImageClassifier.from_preset(
+            str(folder / "hub"), preprocessor=None
+        )
+    else:
+        model = _load(case, folder / "ours.npz")
+    model.predict(images_of(case), batch_size=case.batch, verbose=0)
+
+
+def _load(case: Case, path: Path) -> Any:
+    import keras_vit
+
+    builder = getattr(keras_vit, f"ViT{case.variant.replace('/', '')}", None)
+    if builder is not None and not case.layers:
+        size = (case.image_size, case.image_size, 3)
+        return builder(weights=str(path), input_shape=size, classes=CLASSES)
+    model = keras_vit.VisionTransformer(_config(case))  # of no published size
+    keras_vit.weights.load(model, path)
+    return model
+
+
+def _config(case: Case) -> Any:
+    import keras_vit
+
+    sizes = case.sizes
+    side = sizes.pop("image_size")
+    config = keras_vit.ViTConfig(input_shape=(side, side, 3), classes=CLASSES, **sizes)
+    return dataclasses.replace(config, remat=case.remat)
+
+
+def _hub_model(case: Case, dtype: str) -> Any:
+    import keras_hub
+
+    sizes = case.sizes
+    side = sizes.pop("image_size")
+    backbone = keras_hub.models.ViTBackbone(image_shape=(side, side, 3), dtype=dtype, **sizes)
+    return keras_hub.models.ViTImageClassifier(backbone, num_classes=CLASSES, dtype=dtype)
+
+
+def _training(model: Any, images: np.ndarray) -> Run:
+    import keras
+
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(1e-3), loss, jit_compile=False)
+    labels = np.arange(len(images)) % CLASSES
+    return lambda: model.train_on_batch(images, labels)

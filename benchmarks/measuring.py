@@ -1,0 +1,149 @@
+"""Runs cases: every contender in a process of its own, taking turns."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cases import CONTENDERS, Case
+from benchmarks.worker import MARK
+
+_ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclasses.dataclass
+class Measured:
+    """What one contender did with one case.
+
+    Attributes:
+        version: of the contender.
+        seconds: of each turn.
+        cpu: processor seconds of each turn, of all threads; not for a cold start.
+        peak: highest memory of the process in MiB.
+        imported: memory in MiB once its modules were imported.
+        loading: of a cold start, seconds of each turn after the imports.
+    """
+
+    version: str = ""
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    cpu: list[float] = dataclasses.field(default_factory=list)
+    peak: float = 0.0
+    imported: float = 0.0
+    loading: list[float] = dataclasses.field(default_factory=list)
+
+
+class _Worker:
+    """A contender's process."""
+
+    def __init__(self, name: str, case: Case, folder: Path, *extra: str) -> None:
+        arguments = [name, json.dumps(dataclasses.asdict(case)), str(folder), *extra]
+        path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
+        self.errors = (folder / "errors").open("w+", encoding="utf-8")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.worker", *arguments],
+            env={**os.environ, "PYTHONPATH": path},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            text=True,
+        )
+
+    def answer(self) -> dict[str, Any]:
+        """Waits for the next answer.
+
+        Raises:
+            RuntimeError: the process ended without one.
+        """
+        for line in self.process.stdout or ():
+            if line.startswith(MARK):
+                answer: dict[str, Any] = json.loads(line[len(MARK) :])
+                return answer
+        self.errors.seek(0)
+        raise RuntimeError((self.errors.read().strip().splitlines() or ["it ended silently"])[-1])
+
+    def run(self) -> dict[str, Any]:
+        """Lets it run once."""
+        if self.process.stdin is not None:
+            self.process.stdin.write("run\n")
+            self.process.stdin.flush()
+        return self.answer()
+
+    def close(self) -> None:
+        """Lets the process end."""
+        self.process.communicate()
+        self.errors.close()
+
+
+def measure(case: Case, names: Sequence[str], *, rounds: int) -> dict[str, Measured]:
+    """Measures the contenders that can run a case; who fails is named and left out."""
+    able = [name for name in names if CONTENDERS[name].takes(case)]
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+        folders = {name: Path(folder, str(place)) for place, name in enumerate(able)}
+        for each in folders.values():
+            each.mkdir()
+        if case.task == "cold":
+            return _cold_starts(case, folders, rounds=rounds)
+        return _turns(case, folders, rounds=rounds)
+
+
+def _turns(case: Case, folders: Mapping[str, Path], *, rounds: int) -> dict[str, Measured]:
+    workers, measured = {}, {}
+    for name, folder in folders.items():
+        worker = _Worker(name, case, folder)
+        try:
+            ready = worker.answer()
+        except RuntimeError as error:
+            _leave_out(name, error)
+            worker.close()
+            continue
+        workers[name] = worker
+        measured[name] = Measured(version=ready["version"], imported=ready["memory"])
+    for turn in range(rounds + 1):
+        for name, worker in workers.items():
+            answer = worker.run()
+            measured[name].peak = answer["peak"]
+            if turn:  # the first warms up
+                measured[name].seconds.append(answer["seconds"])
+                measured[name].cpu.append(answer["cpu"])
+    for worker in workers.values():
+        worker.close()
+    return measured
+
+
+def _cold_starts(case: Case, folders: Mapping[str, Path], *, rounds: int) -> dict[str, Measured]:
+    measured = {name: Measured() for name in folders}
+    for name, folder in folders.items():
+        _Worker(name, case, folder, "write").close()
+    for turn in range(rounds + 1):
+        for name, folder in folders.items():
+            if name not in measured:
+                continue
+            begun = time.perf_counter()
+            worker = _Worker(name, case, folder)
+            try:
+                answer = worker.answer()
+            except RuntimeError as error:
+                _leave_out(name, error)
+                del measured[name]
+                continue
+            finally:
+                taken = time.perf_counter() - begun
+                worker.close()
+            each = measured[name]
+            each.version, each.peak, each.imported = (
+                answer[key] for key in ("version", "peak", "memory")
+            )
+            if turn:  # the first fills the page cache
+                each.seconds.append(taken)
+                each.loading.append(answer["seconds"])
+    return measured
+
+
+def _leave_out(name: str, error: Exception) -> None:
+    print(f"{name} is left out: {error}", file=sys.stderr)

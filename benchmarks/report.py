@@ -1,0 +1,118 @@
+"""Says what was measured: tables of medians and ratios, a JSON file, a chart."""
+
+import dataclasses
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cases import CONTENDERS, Case, Target
+from benchmarks.measuring import Measured
+
+Figures = Mapping[Case, Mapping[str, Measured]]
+
+
+def show(figures: Figures, ceilings: Mapping[str, float]) -> None:
+    """Prints a table for each case; ratios are medians over turns of peer by first contender."""
+    for case, measured in figures.items():
+        if not measured:
+            continue
+        first = next(iter(measured.values()))
+        print(f"\n{case}")
+        header = ("median s", "images/s", "CPU s", "speed /", "GFLOP/s", "of peak", "MiB")
+        print(f"{'':52}" + "".join(f"{word:>10}" for word in header))
+        for name, each in measured.items():
+            seconds = statistics.median(each.seconds)
+            rate = case.flops / seconds
+            cpu = f"{statistics.median(each.cpu):>10.2f}" if each.cpu else f"{'':>10}"
+            print(
+                f"{name + ' ' + each.version:52}{seconds:>10.3f}{case.batch / seconds:>10.2f}{cpu}"
+                f"{speed_ratio(each, first):>10.2f}{rate / 1e9:>10.0f}"
+                f"{rate / ceilings[case.precision]:>10.0%}{each.peak:>10.0f}"
+            )
+        if case.task == "cold":
+            for name, each in measured.items():
+                print(f"  {name}: {statistics.median(each.loading):.2f} s of it after the imports")
+    for precision, ceiling in ceilings.items():
+        print(f"\npeak: a {precision} matrix product, {ceiling / 1e9:.0f} GFLOP/s")
+
+
+def show_targets(figures: Figures, targets: Sequence[Target]) -> None:
+    """Prints whether each target was reached."""
+    print("\ntargets (at least)")
+    for target in targets:
+        found = ratio(figures, target)
+        verdict = "not measured" if found is None else "yes" if found >= target.ratio else "NO"
+        against = f" ({target.against})" if target.against else ""
+        line = (
+            f"{target.ours} / {' or '.join(target.peers)}{against}, {target.figure}: {target.case}"
+        )
+        shown = "" if found is None else f"{found:.2f} "
+        print(f"  {shown:>5}of {target.ratio:.2f}  {verdict:12}  {line}")
+
+
+def ratio(figures: Figures, target: Target) -> float | None:
+    """Returns how far ours is above the best peer's figure; None without one of them."""
+    ours = figures.get(target.case, {}).get(target.ours)
+    peers = figures.get(target.against or target.case, {})
+    known = [peers[name] for name in target.peers if name in peers]
+    if ours is None or not known:
+        return None
+    if target.figure == "memory":
+        grown = min(peer.peak - peer.imported for peer in known)
+        return grown / (ours.peak - ours.imported)
+    return min(speed_ratio(ours, peer) for peer in known)
+
+
+def speed_ratio(one: Measured, other: Measured) -> float:
+    """Returns how many times as fast one is: the median over turns."""
+    pairs = zip(other.seconds, one.seconds, strict=True)
+    return statistics.median(theirs / ours for theirs, ours in pairs)
+
+
+def write_json(path: Path, about: dict[str, Any], figures: Figures) -> None:
+    """Writes every turn of every contender."""
+    cases = [
+        {
+            "case": dataclasses.asdict(case),
+            "flops": case.flops,
+            "contenders": {name: dataclasses.asdict(each) for name, each in measured.items()},
+        }
+        for case, measured in figures.items()
+    ]
+    path.write_text(json.dumps({**about, "cases": cases}, indent=1) + "\n", encoding="utf-8")
+
+
+def write_chart(path: Path, figures: Figures) -> None:
+    """Draws images per second, and memory, of each contender over the field that varies.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ImportError("The chart needs matplotlib; run: pip install matplotlib") from None
+    axis = varying(list(figures))
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    speed, memory = figure.subplots(1, 2)
+    for name in CONTENDERS:
+        known = [(case, each[name]) for case, each in figures.items() if name in each]
+        if not known:
+            continue
+        places = [str(getattr(case, axis)) for case, _ in known]
+        style = "o-" if CONTENDERS[name].is_ours else "s--"
+        rates = [case.batch / statistics.median(each.seconds) for case, each in known]
+        speed.plot(places, rates, style, label=name)
+        memory.plot(places, [each.peak for _, each in known], style, label=name)
+    speed.set(xlabel=axis.replace("_", " "), ylabel="images per second", ylim=(0, None))
+    memory.set(xlabel=axis.replace("_", " "), ylabel="peak memory, MiB", ylim=(0, None))
+    speed.legend()
+    figure.savefig(path, dpi=120)
+
+
+def varying(cases: Sequence[Case]) -> str:
+    """Returns the field with the most values among the cases."""
+    names = [field.name for field in dataclasses.fields(Case)]
+    return max(names, key=lambda name: len({getattr(case, name) for case in cases}))

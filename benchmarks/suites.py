@@ -1,0 +1,64 @@
+"""The suites: targets to reach, and the cases that they need."""
+
+from benchmarks.cases import Case, Target
+
+_ALL_FLOAT = ("timm", "Hugging Face", "KerasHub")
+_LIVE = ("keras_vit", "keras_vit tf.function")
+
+
+def _inference() -> list[Target]:
+    half, full = Case(precision="bfloat16"), Case()
+    one = Case(precision="bfloat16", batch=1)
+    return [
+        *(Target(case=half, ours=ours, peers=("timm",), ratio=1.0) for ours in _LIVE),
+        *(Target(case=half, ours=ours, peers=("OpenVINO",), ratio=1.0) for ours in _LIVE),
+        *(Target(case=half, ours=ours, peers=("KerasHub",), ratio=2.4) for ours in _LIVE),
+        *(Target(case=full, ours=ours, peers=_ALL_FLOAT, ratio=1.0) for ours in _LIVE),
+        *(Target(case=one, ours=ours, peers=("timm",), ratio=1.0) for ours in _LIVE),
+        Target(case=full, ours="keras_vit SavedModel", peers=_LIVE[1:], ratio=0.95),
+    ]
+
+
+def _training() -> list[Target]:
+    half, full = Case(task="training", precision="bfloat16"), Case(task="training")
+    return [
+        Target(case=half, ours="keras_vit", peers=("timm",), ratio=0.9),
+        Target(case=half, ours="keras_vit", peers=("KerasHub",), ratio=2.0),
+        Target(case=full, ours="keras_vit", peers=("timm",), ratio=1.0),
+    ]
+
+
+def _cold() -> list[Target]:
+    return [
+        Target(case=Case(task="cold", batch=1), ours="keras_vit", peers=("timm",), ratio=1.0),
+        Target(case=Case(task="cold", batch=1), ours="keras_vit", peers=("KerasHub",), ratio=1.0),
+    ]
+
+
+def _memory() -> list[Target]:
+    step = Case(task="training")
+    recomputed = Case(task="training", remat=True)
+    return [
+        Target(case=Case(), ours="keras_vit", peers=("timm",), ratio=1.0, figure="memory"),
+        Target(case=step, ours="keras_vit", peers=("timm",), ratio=1.0, figure="memory"),
+        Target(
+            case=recomputed,
+            ours="keras_vit",
+            peers=("keras_vit",),
+            ratio=2.0,
+            figure="memory",
+            against=step,
+        ),
+        Target(
+            case=recomputed, ours="keras_vit", peers=("keras_vit",), ratio=1 / 1.3, against=step
+        ),
+    ]
+
+
+SUITES = {
+    "inference": _inference(),
+    "training": _training(),
+    "cold": _cold(),
+    "memory": _memory(),
+    "issue": [*_inference(), *_training(), *_cold(), *_memory()],
+}

@@ -1,0 +1,85 @@
+"""Tests of benchmarks: what is counted and compared; nothing here depends on a time."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import report
+from benchmarks.cases import CONTENDERS, Case, Target, product
+from benchmarks.measuring import Measured
+from benchmarks.suites import SUITES
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_operations_are_those_of_the_paper() -> None:
+    """B/16 at 224 takes 17.6 billion multiplications and additions, a training step three times."""
+    assert Case(batch=1).flops / 2 == pytest.approx(17.58e9, rel=0.01)
+    assert Case(task="training").flops == 3 * Case().flops == 24 * Case(batch=1).flops
+    assert Case(layers=24).flops == pytest.approx(2 * Case().flops, rel=0.02)
+
+
+def test_cases_are_every_combination() -> None:
+    """Lists multiply; what is not named keeps its default."""
+    cases = product(batch=[1, 8], precision=["float32", "bfloat16"])
+    assert len(set(cases)) == 4
+    assert {case.variant for case in cases} == {"B/16"}
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_targets_can_be_measured(name: str) -> None:
+    """Every contender of a target exists and takes its case."""
+    for target in SUITES[name]:
+        assert CONTENDERS[target.ours].takes(target.case)
+        for peer in target.peers:
+            assert CONTENDERS[peer].takes(target.against or target.case)
+
+
+def test_ratios_compare_with_the_best_peer_turn_by_turn() -> None:
+    """A turn that was slow for all changes nothing; memory counts above the imports."""
+    case = Case()
+    figures = {
+        case: {
+            "keras_vit": Measured(seconds=[1.0, 9.0, 1.0], peak=300.0, imported=200.0),
+            "timm": Measured(seconds=[2.0, 18.0, 2.0], peak=250.0, imported=100.0),
+            "KerasHub": Measured(seconds=[4.0, 36.0, 4.0], peak=900.0, imported=100.0),
+        }
+    }
+    speed = Target(case=case, ours="keras_vit", peers=("timm", "KerasHub"), ratio=1.0)
+    memory = Target(case=case, ours="keras_vit", peers=("timm",), ratio=1.0, figure="memory")
+    absent = Target(case=case, ours="keras_vit", peers=("OpenVINO",), ratio=1.0)
+    assert report.ratio(figures, speed) == 2.0
+    assert report.ratio(figures, memory) == 1.5
+    assert report.ratio(figures, absent) is None
+
+
+def test_the_chart_is_over_what_varies() -> None:
+    """The axis is the field with the most values."""
+    assert report.varying(product(batch=[1, 2, 4], image_size=[32, 64])) == "batch"
+    assert report.varying(product(layers=[1, 2])) == "layers"
+
+
+@pytest.mark.slow
+def test_the_command_measures_a_tiny_model(tmp_path: Path) -> None:
+    """Inference, training and cold starts run, and leave their figures and a chart."""
+    for task in ("inference", "training", "cold"):
+        options = ["--variants", "tiny/16", "--image-sizes", "32", "--batches", "2"]
+        command = [sys.executable, "-m", "benchmarks", "--task", task, "--only", "keras_vit"]
+        out = tmp_path / task
+        done = subprocess.run(
+            [*command, *options, "--rounds", "2", "--out", str(out)],
+            cwd=ROOT,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "keras_vit" in done.stdout
+        (case,) = json.loads((out / "figures.json").read_text(encoding="utf-8"))["cases"]
+        assert len(case["contenders"]["keras_vit"]["seconds"]) == 2
+        assert (out / "chart.png").stat().st_size > 1000

@@ -52,12 +52,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if missing:
         print(f"not installed: {', '.join(missing)}")
     targets = SUITES.get(options.suite, [])
-    figures = {
-        case: measure(case, wanted, rounds=options.rounds)
-        for case, wanted in _plan(options, names).items()
-    }
-    ceilings = {case.precision: ceiling(case.precision) for case in figures}
-    report.show(figures, ceilings)
+    figures, ceilings = {}, {}
+    for case, wanted in _plan(options, names).items():
+        figures[case] = measure(case, wanted, rounds=options.rounds)
+        if case.precision not in ceilings:
+            ceilings[case.precision] = ceiling(case.precision)
+        report.show(case, figures[case], peak=ceilings[case.precision])
     if targets:
         report.show_targets(figures, targets)
     if options.out:

@@ -13,29 +13,25 @@ from benchmarks.measuring import Measured
 Figures = Mapping[Case, Mapping[str, Measured]]
 
 
-def show(figures: Figures, ceilings: Mapping[str, float]) -> None:
-    """Prints a table for each case; ratios are medians over turns of peer by first contender."""
-    for case, measured in figures.items():
-        if not measured:
-            continue
-        first = next(iter(measured.values()))
-        print(f"\n{case}")
-        header = ("median s", "images/s", "CPU s", "speed /", "GFLOP/s", "of peak", "MiB")
-        print(f"{'':52}" + "".join(f"{word:>10}" for word in header))
-        for name, each in measured.items():
-            seconds = statistics.median(each.seconds)
-            rate = case.flops / seconds
-            cpu = f"{statistics.median(each.cpu):>10.2f}" if each.cpu else f"{'':>10}"
-            print(
-                f"{name + ' ' + each.version:52}{seconds:>10.3f}{case.batch / seconds:>10.2f}{cpu}"
-                f"{speed_ratio(each, first):>10.2f}{rate / 1e9:>10.0f}"
-                f"{rate / ceilings[case.precision]:>10.0%}{each.peak:>10.0f}"
-            )
-        if case.task == "cold":
-            for name, each in measured.items():
-                print(f"  {name}: {statistics.median(each.loading):.2f} s of it after the imports")
-    for precision, ceiling in ceilings.items():
-        print(f"\npeak: a {precision} matrix product, {ceiling / 1e9:.0f} GFLOP/s")
+def show(case: Case, measured: Mapping[str, Measured], *, peak: float) -> None:
+    """Prints the table of a case; ratios are medians over turns, beside the first contender."""
+    if not measured:
+        return
+    first = next(iter(measured.values()))
+    print(f"\n{case}; a {case.precision} matrix product: {peak / 1e9:.0f} GFLOP/s")
+    header = ("median s", "images/s", "CPU s", "speed /", "GFLOP/s", "of peak", "MiB")
+    print(f"{'':44}" + "".join(f"{word:>9}" for word in header))
+    for name, each in measured.items():
+        seconds = statistics.median(each.seconds)
+        rate = case.flops / seconds
+        cpu = f"{statistics.median(each.cpu):>9.2f}" if each.cpu else f"{'':>9}"
+        print(
+            f"{name + ' ' + each.version:44.43}{seconds:>9.3f}{case.batch / seconds:>9.2f}{cpu}"
+            f"{speed_ratio(each, first):>9.2f}{rate / 1e9:>9.0f}{rate / peak:>9.0%}"
+            f"{each.peak:>9.0f}"
+        )
+        if each.loading:
+            print(f"{'':44}of which after the imports: {statistics.median(each.loading):.2f} s")
 
 
 def show_targets(figures: Figures, targets: Sequence[Target]) -> None:

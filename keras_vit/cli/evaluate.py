@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from keras_vit.cli import measures, output
+from keras_vit.cli import measures, output, precision
 
 if TYPE_CHECKING:
     from keras_vit.data import ImageData
@@ -50,6 +50,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         action="store_true",
         help="with --data, stop at damaged images (default: leave them out)",
     )
+    precision.add_flag(parser)
     measures.add_flag(parser)
     output.add_json_flag(parser)
     parser.set_defaults(run=run)
@@ -57,17 +58,18 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(arguments: argparse.Namespace) -> int:
     """Evaluates, prints, and writes where asked."""
-    from keras_vit import evaluation, training
+    from keras_vit import evaluation
 
-    opened = training.load_run(arguments.directory)
+    opened = precision.load_run(arguments)
     data = _data(arguments, opened)
     evaluations = {
         name: evaluation.evaluate(opened.model, data.split(name), labels=opened.labels)
         for name in ("validation", "test")
         if len(data.split(name))
     }
-    recorded = None if arguments.data else _recorded(opened.path)
-    is_first = not arguments.data and recorded is None
+    is_own = arguments.data is None and arguments.precision == "float32"
+    recorded = _recorded(opened.path) if is_own else None
+    is_first = is_own and recorded is None
     out = Path(arguments.out) if arguments.out else opened.path
     if arguments.out or is_first:
         out.mkdir(parents=True, exist_ok=True)

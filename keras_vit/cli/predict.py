@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from keras_vit.cli import output, values
+from keras_vit.cli import output, precision, values
 
 _DESCRIPTION = """\
 Names what images show, with the model of a run.
@@ -35,15 +35,16 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="N",
         help="how many classes to name for each image (default: 5)",
     )
+    precision.add_flag(parser)
     output.add_json_flag(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Reads the images, predicts, prints."""
-    from keras_vit import data, evaluation, training
+    from keras_vit import data, evaluation
 
-    opened = training.load_run(arguments.directory)
+    opened = precision.load_run(arguments)
     images, problems = {}, []
     for path in arguments.images:
         try:

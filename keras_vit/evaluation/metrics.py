@@ -8,6 +8,7 @@ import keras
 import numpy as np
 
 from keras_vit.data import Split, evaluation_batches
+from keras_vit.evaluation.precision import sensible_batch_size
 
 TOP = 5
 
@@ -89,7 +90,7 @@ class Evaluation:
 
 
 def evaluate(
-    model: keras.Model, split: Split, *, labels: Sequence[str], batch_size: int = 128
+    model: keras.Model, split: Split, *, labels: Sequence[str], batch_size: int | None = None
 ) -> Evaluation:
     """Measures a model on the images of a split.
 
@@ -109,7 +110,7 @@ def evaluate(
             probabilities of shape (batch, classes).
         split: the images and their targets.
         labels: the name of each class, in the order of the model's outputs.
-        batch_size: images in a batch.
+        batch_size: images in a batch; None for `sensible_batch_size`.
 
     Raises:
         ValueError: the split is empty, or the model has another number of classes.
@@ -122,6 +123,7 @@ def evaluate(
             "evaluate on the classes that it was trained for."
         )
     image_size = tuple(model.input_shape[1:3])
+    batch_size = batch_size or sensible_batch_size(model)
     batches = evaluation_batches(split, image_size=image_size, batch_size=batch_size)
     outputs = model.predict(batches.map(lambda images, targets: images), verbose=0)
     log_probabilities = log_softmax(outputs, model=model)

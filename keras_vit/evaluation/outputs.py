@@ -5,10 +5,13 @@ import numpy as np
 
 from keras_vit.data import Split, evaluation_batches
 from keras_vit.evaluation.metrics import log_softmax
+from keras_vit.evaluation.precision import sensible_batch_size
 from keras_vit.model import VisionTransformer
 
 
-def frozen_features(model: keras.Model, split: Split, *, batch_size: int = 128) -> np.ndarray:
+def frozen_features(
+    model: keras.Model, split: Split, *, batch_size: int | None = None
+) -> np.ndarray:
     """Returns the vector that a model makes of each image, before any classifier.
 
     Example:
@@ -25,7 +28,7 @@ def frozen_features(model: keras.Model, split: Split, *, batch_size: int = 128) 
             the pre-logits layer, if there is one), or any model with outputs (B, D), taken as they
             are. It takes pixels 0..255.
         split: the images.
-        batch_size: images in a batch.
+        batch_size: images in a batch; None for `sensible_batch_size`.
 
     Returns:
         (count, D), float32.
@@ -46,7 +49,9 @@ def frozen_features(model: keras.Model, split: Split, *, batch_size: int = 128) 
     return _predict(model, split, batch_size)
 
 
-def log_probabilities(model: keras.Model, split: Split, *, batch_size: int = 128) -> np.ndarray:
+def log_probabilities(
+    model: keras.Model, split: Split, *, batch_size: int | None = None
+) -> np.ndarray:
     """Returns a classifier's log-probabilities for each image of a split, (count, C) in float64.
 
     Raises:
@@ -61,8 +66,9 @@ def _check_filled(split: Split) -> None:
         raise ValueError("There are no images to evaluate on; give a split that has some.")
 
 
-def _predict(model: keras.Model, split: Split, batch_size: int) -> np.ndarray:
+def _predict(model: keras.Model, split: Split, batch_size: int | None) -> np.ndarray:
     size = tuple(model.input_shape[1:3])
+    batch_size = batch_size or sensible_batch_size(model)
     batches = evaluation_batches(split, image_size=size, batch_size=batch_size)
     outputs = model.predict(batches.map(lambda images, targets: images), verbose=0)
     return np.asarray(outputs, np.float32)

@@ -16,7 +16,7 @@ def add_flag(parser: argparse.ArgumentParser) -> None:
         choices=("float32", "bfloat16"),
         default="float32",
         help="what the model computes in: bfloat16 is faster on processors that have units for it, "
-        "slower on all others, and rounds probabilities by about a hundredth (default: float32)",
+        "slower on all others (default: float32)",
     )
 
 

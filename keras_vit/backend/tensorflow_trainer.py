@@ -6,11 +6,22 @@ own sum is taken out. Some of what is overridden is Keras' private part: tests/t
 and tests/test_multi_worker hold it, and pyproject.toml keeps Keras to the tested range.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import keras
 import tensorflow as tf
+
+from keras_vit.backend.tensorflow_steps import (
+    batch_checks,
+    global_norm,
+    in_parts,
+    raise_uneven,
+    reducible,
+    replicas,
+    sum_over_replicas,
+    with_loss_scale,
+)
 
 _TINY = 1e-12  # keeps SAM's division finite
 
@@ -72,7 +83,7 @@ class ExactTrainer(_Model):
             )
         optimizer = keras.optimizers.get(optimizer)
         if optimizer is not None and self._computes_in_float16():
-            optimizer = _with_loss_scale(optimizer)
+            optimizer = with_loss_scale(optimizer)
         super().compile(optimizer, *args, **kwargs, jit_compile=False)
         self._check_strategy()
         self._accumulate, self._sam_rho = accumulate, sam_rho
@@ -131,25 +142,24 @@ class ExactTrainer(_Model):
         """Runs one step on the batch of one replica."""
         x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
         size = tf.shape(keras.tree.flatten(x)[0])[0]
-        replicas = _replicas()
+        count = replicas()
         if not self.trainable_variables:
             raise ValueError("There is nothing to train: every weight of the model is frozen.")
-        with tf.control_dependencies(_batch_checks(size, replicas, self._accumulate)):
+        with tf.control_dependencies(batch_checks(size, count, self._accumulate)):
             scale = tf.convert_to_tensor(self.optimizer.scale_loss(1.0))
             loss, y_pred, gradients = self._gradients(x, y, weight, scale)
-        self._loss_tracker.update_state(loss * replicas, sample_weight=size)
+        self._loss_tracker.update_state(loss * count, sample_weight=size)
         if self._norm is not None:
-            known = [gradient for gradient in gradients if gradient is not None]
-            self._norm.value.update_state(tf.linalg.global_norm(known) / scale)
+            self._norm.value.update_state(global_norm(gradients) / scale)
         self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
         logs = self.compute_metrics(x, y, y_pred, sample_weight=weight)
         if self._norm is not None and self._reports_norm:
             logs["gradient_norm"] = self._norm.value.result()
-        return _reducible(logs)
+        return reducible(logs)
 
     def test_step(self, data: Any) -> dict[str, Any]:
         """Runs one evaluation step on the batch of one replica."""
-        return _reducible(super().test_step(data))
+        return reducible(super().test_step(data))
 
     def make_train_function(self, force: bool = False) -> None:
         if self.train_function is not None and not force:
@@ -161,7 +171,7 @@ class ExactTrainer(_Model):
             try:
                 return run(iterator)
             except tf.errors.InvalidArgumentError as error:
-                _raise_uneven(error)
+                raise_uneven(error)
                 raise
 
         self.train_function = checked
@@ -193,13 +203,11 @@ class ExactTrainer(_Model):
         if not self._sam_rho:
             loss, y_pred, gradients = self._compiled(self._pass)(x, y, weight, scale)
         else:
-            upward = _sum_over_replicas(self._compiled(ascend)(x, y, weight, scale))
-            norm = tf.linalg.global_norm([g for g in upward if g is not None])
-            steps = [
-                None if g is None else g * self._sam_rho / (norm + _TINY * scale) for g in upward
-            ]
+            upward = sum_over_replicas(self._compiled(ascend)(x, y, weight, scale))
+            reach = self._sam_rho / (global_norm(upward) + _TINY * scale)
+            steps = [None if g is None else tf.cast(reach, g.dtype) * g for g in upward]
             loss, y_pred, gradients = self._compiled(descend)(x, y, weight, scale, steps)
-        return loss, y_pred, _sum_over_replicas(gradients)
+        return loss, y_pred, sum_over_replicas(gradients)
 
     def _pass(
         self, x: Any, y: Any, weight: Any, scale: tf.Tensor, sources: list[Any] | None = None
@@ -216,7 +224,7 @@ class ExactTrainer(_Model):
                 scaled = loss * tf.cast(scale, loss.dtype)
             return loss, y_pred, tape.gradient(scaled, sources or self.trainable_variables)
 
-        return _in_parts(part, (x, y, weight), count=self._accumulate)
+        return in_parts(part, (x, y, weight), count=self._accumulate)
 
     def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         if not self._is_xla:
@@ -272,21 +280,6 @@ def _wants_xla(request: bool | str) -> bool:
     return bool(tf.config.list_physical_devices("GPU")) and not is_tpu
 
 
-def _replicas() -> int:
-    context = tf.distribute.get_replica_context()
-    return 1 if context is None else int(context.num_replicas_in_sync)
-
-
-def _sum_over_replicas(gradients: Sequence[Any]) -> list[Any]:
-    context = tf.distribute.get_replica_context()
-    if context is None or context.num_replicas_in_sync == 1:
-        return list(gradients)
-    known = [gradient for gradient in gradients if gradient is not None]
-    # A sum, because the loss of each replica is divided by their number already.
-    summed = iter(context.all_reduce(tf.distribute.ReduceOp.SUM, known))
-    return [None if gradient is None else next(summed) for gradient in gradients]
-
-
 def _leave_sum_to_trainer(optimizer: keras.optimizers.Optimizer) -> None:
     """Makes an optimizer take gradients that are summed over replicas already.
 
@@ -294,94 +287,3 @@ def _leave_sum_to_trainer(optimizer: keras.optimizers.Optimizer) -> None:
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)  # of a LossScaleOptimizer
     object.__setattr__(inner, "_all_reduce_sum_gradients", list)
-
-
-def _with_loss_scale(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-    # Keras looks at the model's own policy alone, not at its layers'.
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        return optimizer
-    return keras.optimizers.LossScaleOptimizer(optimizer)
-
-
-def _reducible(logs: dict[str, Any]) -> dict[str, Any]:
-    """Gives scalars the axis that Keras reduces over when there are several workers."""
-    strategy = tf.distribute.get_strategy()
-    if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
-        return logs
-    return {name: tf.reshape(value, [1]) for name, value in logs.items()}
-
-
-def _in_parts(
-    function: Callable[..., tuple[tf.Tensor, Any, list[Any]]], batch: Any, *, count: int
-) -> tuple[tf.Tensor, Any, list[Any]]:
-    """Runs a pass over a batch in parts: mean loss, all predictions, mean gradients."""
-    if count == 1:
-        return function(*batch)
-
-    def cut(value: tf.Tensor) -> tf.Tensor:
-        return tf.reshape(value, tf.concat([[count, -1], tf.shape(value)[1:]], axis=0))
-
-    def take(index: Any) -> Any:
-        return keras.tree.map_structure(
-            lambda part, whole: (
-                None if whole is None else tf.ensure_shape(part[index], [None, *whole.shape[1:]])
-            ),
-            parts,
-            batch,
-        )
-
-    parts = keras.tree.map_structure(lambda value: None if value is None else cut(value), batch)
-    loss, y_pred, gradients = function(*take(0))
-    predictions = [
-        tf.TensorArray(value.dtype, count, element_shape=value.shape).write(0, value)
-        for value in keras.tree.flatten(y_pred)
-    ]
-    known = [gradient for gradient in gradients if gradient is not None]
-
-    def body(index: tf.Tensor, loss: tf.Tensor, predictions: Any, known: Any) -> Any:
-        more_loss, more, further = function(*take(index))
-        predictions = [
-            array.write(index, value)
-            for array, value in zip(predictions, keras.tree.flatten(more), strict=True)
-        ]
-        further = [gradient for gradient in further if gradient is not None]
-        return (
-            index + 1,
-            loss + more_loss,
-            predictions,
-            [total + gradient for total, gradient in zip(known, further, strict=True)],
-        )
-
-    _, loss, predictions, known = tf.while_loop(
-        lambda index, *_: index < count, body, (tf.constant(1), loss, predictions, known)
-    )
-    whole = [tf.concat(tf.unstack(array.stack(), count), axis=0) for array in predictions]
-    means = iter([gradient / count for gradient in known])
-    return (
-        loss / count,
-        keras.tree.pack_sequence_as(y_pred, whole),
-        [None if gradient is None else next(means) for gradient in gradients],
-    )
-
-
-_UNEVEN = "keras-vit: uneven batch"
-
-
-def _batch_checks(size: tf.Tensor, replicas: int, parts: int) -> list[Any]:
-    """Returns ops that fail unless all replicas have batches of one size that parts divide."""
-    checks = []
-    if parts > 1:
-        checks.append(tf.debugging.assert_equal(size % parts, 0, message=_UNEVEN))
-    if replicas > 1:
-        total = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, size)
-        checks.append(tf.debugging.assert_equal(total, size * replicas, message=_UNEVEN))
-    return [check for check in checks if check is not None]
-
-
-def _raise_uneven(error: tf.errors.InvalidArgumentError) -> None:
-    if _UNEVEN in str(error):
-        raise ValueError(
-            "A training batch cannot be divided evenly among the replicas and the accumulated "
-            "parts, so its gradient would be wrong; choose a batch size that can, and drop the "
-            "incomplete last batch: dataset.batch(size, drop_remainder=True)."
-        ) from None

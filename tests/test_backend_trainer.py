@@ -20,16 +20,12 @@ CONFIG = dataclasses.replace(TINY, num_layers=1, classes=3)
 
 # What trains the same as one device does: losses within 1e-5.
 SAME: list[dict[str, Any]] = [
-    {"xla": True},
-    {"accumulate": 2},
     {"accumulate": 4, "xla": True},
-    {"remat": True},
+    {"accumulate": 2, "remat": True},
     {"replicas": 2},
-    {"replicas": 2, "xla": True},
-    {"replicas": 2, "accumulate": 2},
     {"replicas": 2, "accumulate": 4, "xla": True},
-    {"replicas": 4},
-    {"replicas": 4, "xla": True, "accumulate": 2},
+    {"replicas": 4, "accumulate": 2},
+    {"replicas": 4, "xla": True},
 ]
 WORKERS: list[dict[str, Any]] = [
     {},
@@ -94,10 +90,9 @@ def test_two_workers_train_as_one_device(case: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "lion"])
-def test_any_optimizer_clips_after_the_sum(optimizer: str) -> None:
-    """Keras' own optimizers too; Keras' own step clips each replica's gradient by itself."""
-    case = {"optimizer": optimizer, "clip": 0.1}
+def test_keras_own_optimizers_clip_after_the_sum() -> None:
+    """Keras' own step would clip each replica's gradient by itself, and end elsewhere."""
+    case = {"optimizer": "adamw", "clip": 0.1}
     found, expected = fine_tuning.run(replicas=2, **case), fine_tuning.run(**case)
 
     np.testing.assert_allclose(found["losses"], expected["losses"], rtol=0, atol=1e-3)
@@ -134,6 +129,7 @@ def trained(**arguments: Any) -> list[np.ndarray]:
     return weights
 
 
+@pytest.mark.slow
 def test_a_batch_in_parts_has_the_gradient_of_the_whole() -> None:
     """Weights after two steps, in four parts and in one."""
     for part, whole in zip(trained(accumulate=4), trained(), strict=True):
@@ -185,6 +181,7 @@ def test_float16_is_scaled() -> None:
     assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_saved_and_loaded(tmp_path: Any) -> None:
     """With what is particular to this training step."""
     model = compiled(accumulate=2, sam_rho=0.1, report_gradient_norm=True)

@@ -15,6 +15,8 @@ from keras_vit.data import load_digits
 from keras_vit.model import VisionTransformer
 from keras_vit.training import RECIPES, train
 
+pytestmark = pytest.mark.slow
+
 CONFIG = dataclasses.replace(
     TINY, input_shape=(16, 24, 3), num_layers=1, classes=10, include_preprocessing=True
 )
@@ -45,7 +47,6 @@ def test_a_run_is_explained(run: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert (out / "rollout.png").stat().st_size > 5000
 
 
-@pytest.mark.slow
 def test_machines_get_the_files(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """With --json one line names every file; a .keras file is as good as a run."""
     model = str(run / "run" / "model.keras")
@@ -56,7 +57,6 @@ def test_machines_get_the_files(run: Path, tmp_path: Path, capsys: pytest.Captur
     assert (said["image"], said["taken"]) == ([8, 8], [16, 24])
 
 
-@pytest.mark.slow
 def test_imagenet_classes_have_their_names(run: Path, tmp_path: Path) -> None:
     """A model with 1,000 classes is taken for one of ImageNet."""
     model = randomize(VisionTransformer(dataclasses.replace(CONFIG, classes=1000)))

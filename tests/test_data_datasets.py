@@ -73,6 +73,7 @@ def test_any_dataset_trains(make: Any, memory: int) -> None:
 
 
 @pytest.mark.parametrize("buffer", [7, 1000])
+@pytest.mark.slow
 def test_a_stream_is_a_function_of_seed_and_step(
     buffer: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

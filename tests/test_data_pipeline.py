@@ -100,6 +100,7 @@ def test_a_split_smaller_than_a_batch_is_one_batch() -> None:
 
 
 @pytest.mark.parametrize("kind", ["pixels", "files"])
+@pytest.mark.slow
 def test_a_run_can_start_at_any_step_with_the_same_bits(kind: str, files: Split) -> None:
     """Starting at step k gives exactly what is left of the whole run, augmented."""
     split = numbered() if kind == "pixels" else files
@@ -110,6 +111,7 @@ def test_a_run_can_start_at_any_step_with_the_same_bits(kind: str, files: Split)
 
 
 @pytest.mark.parametrize("kind", ["pixels", "files"])
+@pytest.mark.slow
 def test_the_seed_decides_everything(kind: str, files: Split) -> None:
     """One seed gives one run, at any parallelism; another gives another."""
     split = numbered() if kind == "pixels" else files
@@ -166,6 +168,7 @@ def test_randaugment_starts_at_any_step_on_any_worker_with_the_same_bits(files: 
 
 
 @pytest.mark.parametrize("kind", ["pixels", "resized pixels", "files"])
+@pytest.mark.slow
 def test_the_workers_batches_together_are_the_batch_of_one(kind: str, files: Split) -> None:
     """Three workers make a third of each batch, to the bit, from any step on."""
     split = files if kind == "files" else numbered()
@@ -249,6 +252,7 @@ def test_evaluation_can_cut_out_the_middle(files: Split) -> None:
         assert np.abs(image - expected)[1:-1, 1:-1].max() <= 5  # JPEG's colours at the edges
 
 
+@pytest.mark.slow
 def test_a_damaged_image_is_replaced_and_named(
     files: Split, caplog: pytest.LogCaptureFixture
 ) -> None:

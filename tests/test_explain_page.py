@@ -45,6 +45,7 @@ class Page(html.parser.HTMLParser):
 @pytest.mark.parametrize(
     "name", ["hybrid", *(pytest.param(name, marks=pytest.mark.slow) for name in ("avg", "map"))]
 )
+@pytest.mark.slow
 def test_every_kind_of_model_has_its_page(name: str, tmp_path: Path) -> None:
     """PNGs and a page come of square, oblong and hybrid models with every pooling."""
     config = CONFIGS[name]

@@ -125,6 +125,7 @@ def test_warm_up_requests_are_those_of_the_server(exported):
         ),
     ],
 )
+@pytest.mark.slow
 def test_other_kinds_of_models_are_exported_and_verified(fields, tmp_path):
     """Models without classifier or pooling, multi-label ones, and the other parts."""
     made = export(served_model(**fields), tmp_path / "other")

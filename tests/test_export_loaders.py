@@ -13,6 +13,8 @@ from exported import LABELS, served_model
 from keras_vit.export import VerificationError, artefacts, rebuild, references, verification
 from keras_vit.export.clean import request as requests
 
+pytestmark = pytest.mark.slow
+
 VERSIONS = ("2.18.1", "2.20.0")
 LIBRARIES = ("libtensorflow_cc.so.2", "libtensorflow_framework.so.2")
 
@@ -54,7 +56,6 @@ def request_of(tmp_path_factory):
     return make
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("version", VERSIONS)
 def test_an_older_loader_reads_the_model(version, request_of, tmp_path):
     """Every signature, JPEG, PNG and BMP included, answers the same to 1e-5; warm-up replays."""

@@ -30,6 +30,8 @@ import keras_vit
 from keras_vit import data
 from keras_vit.export import export, serving_files
 
+pytestmark = pytest.mark.slow
+
 grpc = pytest.importorskip("grpc")
 pytest.importorskip("tensorflow_serving.apis", reason="pip install tensorflow-serving-api")
 
@@ -103,7 +105,6 @@ def b64(content):
     return {"b64": base64.b64encode(content).decode()}
 
 
-@pytest.mark.slow
 def test_files_of_every_kind_in_one_batch_are_classified_as_evaluation_does(served, model):
     """JPEG, PNG, GIF, BMP, WebP, grey, RGBA, palette, each of its own size, in one request."""
     expected = evaluated(model, FILES.values())
@@ -232,7 +233,6 @@ def test_the_server_warms_up_every_signature_and_batch_size(served):
     assert served.status()["warmed"] == 5 * len(serving_files.BATCH_SIZES)
 
 
-@pytest.mark.slow
 def test_merged_padded_and_split_requests_equal_single_ones(directory, model):
     """Requests that the server batches answer what they answer alone, and so does a failing one."""
     pixels = np.random.default_rng(4).integers(0, 256, (6, *SIZE, 3), np.uint8)
@@ -249,7 +249,6 @@ def test_merged_padded_and_split_requests_equal_single_ones(directory, model):
         assert good["class_ids"].shape == (1, 3)
 
 
-@pytest.mark.slow
 def test_a_new_version_replaces_the_old_one_while_it_is_served(directory, tmp_path):
     """Exporting again makes version 2, which the running server picks up."""
     path = tmp_path / "pets"
@@ -269,7 +268,6 @@ def test_a_new_version_replaces_the_old_one_while_it_is_served(directory, tmp_pa
     assert record["verified"] is False
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["rest", "grpc"])
 def test_the_clients_print_labels(kind, served, model, tmp_path):
     """Each client sends files in batches and prints the labels; a bad file is told and exits 1."""

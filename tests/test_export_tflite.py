@@ -70,6 +70,7 @@ def test_the_operators_are_the_fast_ones(tmp_path):
     assert not {"SQUARED_DIFFERENCE", "NEG", "POW"} & set(operators)
 
 
+@pytest.mark.slow
 def test_float16_is_for_kernels_that_bear_it(tmp_path):
     """Kernels are float16; the one that reads the image, norms and positions stay float32."""
     files = {"tflite": tmp_path / "whole.tflite", "tflite-fp16": tmp_path / "half.tflite"}
@@ -87,6 +88,7 @@ def test_float16_is_for_kernels_that_bear_it(tmp_path):
     assert 2 * kernels - 8000 < saved <= 2 * kernels  # the added operators take some bytes
 
 
+@pytest.mark.slow
 def test_a_batch_of_its_own_size(tmp_path):
     """A file for batches of three takes three images, and is verified with eight."""
     made = export(served_model(), tmp_path / "pets", formats="tflite", tflite_batch_size=3)

@@ -35,6 +35,7 @@ def content(folder):
     "after",
     [0.3, *(pytest.param(wait, marks=pytest.mark.slow) for wait in (0.02, 0.1, 0.2, 0.45, 0.6))],
 )
+@pytest.mark.slow
 def test_a_kill_leaves_whole_versions_only(after, tmp_path):
     """Kill -9 at any moment: what was served stays, every number is a whole version."""
     directory = tmp_path / "pets"

@@ -133,6 +133,7 @@ def test_without_corruption_the_network_is_the_vits(
 @pytest.mark.parametrize(
     "target", ["mean_color", *(pytest.param(t, marks=pytest.mark.slow) for t in TARGETS[1:])]
 )
+@pytest.mark.slow
 def test_fit_lowers_the_loss_and_moves_every_weight(target: str) -> None:
     """Compiled, with dropout and labels that nobody looks at, everything before pooling learns."""
     keras.utils.set_random_seed(0)

@@ -137,6 +137,7 @@ def test_training_learns(data: ImageData, tmp_path: Path) -> None:
     assert epochs[-1].accuracy > 0.9
 
 
+@pytest.mark.slow
 def test_a_given_model_is_trained_on(data: ImageData, tmp_path: Path) -> None:
     """Training starts from a model's weights and leaves the file with its config."""
     config = dataclasses.replace(CONFIG, classes=2, include_preprocessing=True)
@@ -191,6 +192,7 @@ def interrupt_in_epoch(epoch: int) -> Any:
     return on_event
 
 
+@pytest.mark.slow
 def test_an_interruption_is_resumed_to_the_same_bits(
     data: ImageData, trained: Run, tmp_path: Path
 ) -> None:

@@ -74,7 +74,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         dest="existing",
         action="store_const",
         const="resume",
-        help="go on with the unfinished training of this --out; start it if there is none",
+        help="go on with the unfinished training of this --out; start it if there is none "
+        "(default: refuse)",
     )
     output.add_json_flag(parser)
     parser.set_defaults(run=run)
@@ -152,7 +153,10 @@ def _add_recipe_flags(group: argparse._ArgumentGroup) -> None:
     )
     length = group.add_mutually_exclusive_group()
     length.add_argument(
-        "--steps", type=values.count, metavar="N", help="batches in all, instead of --epochs"
+        "--steps",
+        type=values.count,
+        metavar="N",
+        help="batches in all, instead of --epochs (default: by epochs)",
     )
     length.add_argument(
         "--epochs",

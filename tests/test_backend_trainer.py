@@ -194,6 +194,20 @@ def test_a_compiled_model_is_saved_and_loaded(tmp_path: Any) -> None:
     assert isinstance(again.optimizer, MomentumSGD)
 
 
+def test_one_batch_is_predicted_as_any_other() -> None:
+    """Arrays of any dtype, with and without the short way, with and without progress."""
+    model = randomize(VisionTransformer(dataclasses.replace(CONFIG, include_preprocessing=True)))
+    pixels = np.random.default_rng(0).integers(0, 255, (5, 32, 48, 3))
+    expected = np.asarray(model(pixels.astype(np.float32)))
+    for dtype in ("uint8", "float32", "float64"):
+        found = model.predict(pixels.astype(dtype), verbose=0)
+        several = model.predict(pixels.astype(dtype), batch_size=2, verbose=0)
+
+        assert isinstance(found, np.ndarray)
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+        np.testing.assert_allclose(several, expected, atol=1e-5)
+
+
 @pytest.fixture(scope="module")
 def strategy() -> tf.distribute.Strategy:
     """Two replicas in this process; the fixtures' file makes the devices."""
@@ -230,6 +244,7 @@ def fit_dataset(model: VisionTransformer, images: int, batch: int) -> None:
     model.fit(data.batch(batch), shuffle=False, verbose=0)
 
 
+@pytest.mark.slow
 def test_a_batch_that_cannot_be_shared_is_an_error(strategy: tf.distribute.Strategy) -> None:
     """Keras would weigh the images of the smaller share more; a last batch of one stops too."""
     with strategy.scope():

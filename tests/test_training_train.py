@@ -278,6 +278,7 @@ def test_an_interruption_does_not_replace_a_whole_run(data: ImageData, tmp_path:
     assert len(list(tmp_path.iterdir())) == 1
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_no_number_stops_the_training(data: ImageData, tmp_path: Path) -> None:
     """The step is named, and the checkpoint of before is kept."""
     recipe = dataclasses.replace(RECIPE, learning_rate=100.0, gradient_norm=None, warmup=0)

@@ -242,6 +242,7 @@ def from_hub(address: str, hub: str, folder: Path) -> object:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_a_hub_repository_gives_its_librarys_logits(hub: str, tmp_path: Path) -> None:
     """Weights and config.json come over HTTP through the Hub's own client."""
     logits = np.array(from_hub("hf://someone/tiny-vit", hub, tmp_path))

@@ -124,3 +124,20 @@ def reducible(logs: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
         return logs
     return {name: tf.reshape(value, [1]) for name, value in logs.items()}
+
+
+def wants_xla(request: bool | str) -> bool:
+    """Returns whether XLA compiles: what was asked, or on GPUs for "auto"."""
+    if request != "auto":
+        return bool(request)
+    is_tpu = isinstance(tf.distribute.get_strategy(), tf.distribute.TPUStrategy)
+    return bool(tf.config.list_physical_devices("GPU")) and not is_tpu
+
+
+def leave_sum_to_trainer(optimizer: keras.optimizers.Optimizer) -> None:
+    """Makes an optimizer take gradients that are summed over replicas already.
+
+    On the object, not in a subclass: any optimizer keeps its class, and is saved under its name.
+    """
+    inner = getattr(optimizer, "inner_optimizer", optimizer)  # of a LossScaleOptimizer
+    object.__setattr__(inner, "_all_reduce_sum_gradients", list)

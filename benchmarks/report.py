@@ -90,9 +90,32 @@ def write_chart(path: Path, figures: Figures) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         raise ImportError("The chart needs matplotlib; run: pip install matplotlib") from None
-    axis = varying(list(figures))
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     speed, memory = figure.subplots(1, 2)
+    if len(figures) == 1:
+        _draw_bars(speed, memory, *next(iter(figures.items())))
+    else:
+        _draw_curves(speed, memory, figures)
+    figure.savefig(path, dpi=120)
+
+
+def _draw_bars(speed: Any, memory: Any, case: Case, measured: Mapping[str, Measured]) -> None:
+    names = [name for name in reversed(CONTENDERS) if name in measured]
+    colors = ["tab:blue" if CONTENDERS[name].is_ours else "0.6" for name in names]
+    rates = [case.batch / statistics.median(measured[name].seconds) for name in names]
+    bars = speed.barh(names, rates, color=colors)
+    speed.bar_label(bars, fmt="%.2f", padding=3)
+    bars = memory.barh(names, [measured[name].peak for name in names], color=colors)
+    memory.bar_label(bars, fmt="%.0f", padding=3)
+    memory.set_yticks([])
+    speed.set(xlabel="images per second")
+    memory.set(xlabel="peak memory, MiB")
+    for axes in (speed, memory):
+        axes.margins(x=0.15)
+
+
+def _draw_curves(speed: Any, memory: Any, figures: Figures) -> None:
+    axis = varying(list(figures))
     for name in CONTENDERS:
         known = [(case, each[name]) for case, each in figures.items() if name in each]
         if not known:
@@ -105,7 +128,6 @@ def write_chart(path: Path, figures: Figures) -> None:
     speed.set(xlabel=axis.replace("_", " "), ylabel="images per second", ylim=(0, None))
     memory.set(xlabel=axis.replace("_", " "), ylabel="peak memory, MiB", ylim=(0, None))
     speed.legend()
-    figure.savefig(path, dpi=120)
 
 
 def varying(cases: Sequence[Case]) -> str:

@@ -62,9 +62,10 @@ def test_twelve_steps_are_the_originals(dtype: str, losses: str, tolerance: floa
     if dtype == "bfloat16":
         norms, bias = GOLDEN["gradient_norms"], GOLDEN["head_bias_after_12_steps"]
         np.testing.assert_allclose(found["gradient_norms"], norms, rtol=5e-3)
-        np.testing.assert_allclose(found["head_bias"], bias, rtol=0, atol=2e-3)
+        # A momentum of 8 bits rounds float noise to the other side now and then.
+        np.testing.assert_allclose(found["head_bias"], bias, rtol=0, atol=5e-3)
         cls = GOLDEN["cls_after_12_steps"].ravel()
-        np.testing.assert_allclose(found["cls"], cls, rtol=0, atol=2e-3)
+        np.testing.assert_allclose(found["cls"], cls, rtol=0, atol=5e-3)
 
 
 @pytest.mark.slow

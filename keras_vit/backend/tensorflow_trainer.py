@@ -46,7 +46,6 @@ class ExactTrainer(_Model):
     _accumulate = 1
     _sam_rho = 0.0
     _norm: "_Untracked | None" = None
-    _reports_norm = False
     train_function: Any
     _jit_request: bool | Literal["auto"] = "auto"
     _is_xla = False
@@ -91,8 +90,9 @@ class ExactTrainer(_Model):
         super().compile(optimizer, *args, **kwargs, jit_compile=False)
         self._check_strategy()
         self._accumulate, self._sam_rho = accumulate, sam_rho
-        self._norm = _Untracked(keras.metrics.Mean(name="gradient_norm"))
-        self._reports_norm = report_gradient_norm
+        self._norm = None
+        if report_gradient_norm:
+            self._norm = _Untracked(keras.metrics.Mean(name="gradient_norm"))
         self._jit_request = jit_compile
         self._is_xla = wants_xla(jit_compile) and not self.run_eagerly
         if self.optimizer is not None:
@@ -104,7 +104,7 @@ class ExactTrainer(_Model):
             **config,
             "accumulate": self._accumulate,
             "sam_rho": self._sam_rho,
-            "report_gradient_norm": self._reports_norm,
+            "report_gradient_norm": self._norm is not None,
             "jit_compile": self._jit_request,
         }
 
@@ -175,7 +175,7 @@ class ExactTrainer(_Model):
             self._norm.value.update_state(global_norm(gradients) / scale)
         self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
         logs = self.compute_metrics(x, y, y_pred, sample_weight=weight)
-        if self._norm is not None and self._reports_norm:
+        if self._norm is not None:
             logs["gradient_norm"] = self._norm.value.result()
         return reducible(logs)
 

@@ -27,12 +27,7 @@ SAME: list[dict[str, Any]] = [
     {"replicas": 4, "accumulate": 2},
     {"replicas": 4, "xla": True},
 ]
-WORKERS: list[dict[str, Any]] = [
-    {},
-    {"xla": True},
-    {"accumulate": 2},
-    {"xla": True, "accumulate": 4},
-]
+WORKERS: list[dict[str, Any]] = [{}, {"xla": True, "accumulate": 2}]
 
 
 @functools.cache
@@ -41,9 +36,9 @@ def one_device() -> dict[str, Any]:
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Losses, gradient norms before clipping, validation and final arrays."""
+    """Losses, gradient norms before clipping (about 5), validation and final arrays."""
     for name in ("losses", "gradient_norms", "validation", "head_bias", "cls"):
-        np.testing.assert_allclose(found[name], expected[name], rtol=0, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(found[name], expected[name], rtol=1e-5, atol=1e-5, err_msg=name)
 
 
 @pytest.mark.slow

@@ -134,6 +134,9 @@ def _main(case: dict[str, Any]) -> None:
         else:
             optimizer = keras.optimizers.get(case["optimizer"])
             optimizer.global_clipnorm = case["clip"]
+        if case["precision"] == "mixed_float16":
+            # Small: whether a larger one overflows, and a step is left out, is up to rounding.
+            optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=64.0)
         model.compile(
             optimizer,
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),

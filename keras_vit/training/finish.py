@@ -87,6 +87,7 @@ def _interruption(loop: Loop, settings: dict[str, Any], *, asked: int) -> Traini
     )
     if watcher.best is None:
         return TrainingInterrupted(f"{text}.", path=folder, asked=asked)
+    loop.folder.show(watcher.history, best_epoch=watcher.best.epoch, is_last=True)
     _write(folder, loop, {**settings, **_outcome(loop)})
     return TrainingInterrupted(
         f"{text}; the model of epoch {watcher.best.epoch}, the best so far, can be used from there "

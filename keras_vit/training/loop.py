@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import signal
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -148,7 +149,8 @@ class Loop:
         self.save()
         best = self.watcher.best.epoch if self.watcher.best else done.epoch
         self.folder.remove_old(best_epoch=best)
-        self.folder.show(self.watcher.history, best_epoch=best)
+        is_last = self.watcher.step == self.plan.steps
+        self.folder.show(self.watcher.history, best_epoch=best, is_last=is_last)
         events.write_epoch(self.watcher.step, done)
         self.watcher.tell(done)
 
@@ -159,6 +161,11 @@ class Loop:
         )
 
     def _evaluate(self) -> dict[str, float]:
+        logs = self.model.evaluate(self._validation, verbose=0, return_dict=True)
+        return {name: float(np.asarray(logs[name]).ravel()[0]) for name in ("loss", "accuracy")}
+
+    @functools.cached_property
+    def _validation(self) -> tf.data.Dataset:
         classes = len(self.data.labels)
         batches = evaluation_batches(
             self.data.validation,
@@ -169,8 +176,7 @@ class Loop:
         options.experimental_distribute.auto_shard_policy = (
             tf.data.experimental.AutoShardPolicy.DATA
         )
-        logs = self.model.evaluate(batches.with_options(options), verbose=0, return_dict=True)
-        return {name: float(np.asarray(logs[name]).ravel()[0]) for name in ("loss", "accuracy")}
+        return batches.with_options(options)
 
     @contextlib.contextmanager
     def _averaged_weights(self) -> Iterator[None]:

@@ -1,8 +1,10 @@
 """The folder of a training that goes on: what it needs to be resumed, and what one looks at."""
 
 import json
+import math
 import re
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from keras_vit.training.checkpoints import Checkpoints
 from keras_vit.training.progress import EpochDone
 
 SETTINGS = "settings.json"
+SECONDS_BETWEEN_CURVES = 30
 _BEST = "best-{epoch:05d}.keras"
 _BEST_PATTERN = re.compile(r"best-\d{5,}\.keras")
 
@@ -31,6 +34,7 @@ class Unfinished:
         suffix = f"-{worker}" if worker else ""
         self.path = out.with_name(f"{out.name}.unfinished{suffix}")
         self._keep = keep
+        self._drawn = -math.inf
 
     @property
     def checkpoints(self) -> Checkpoints:
@@ -84,10 +88,14 @@ class Unfinished:
             if _BEST_PATTERN.fullmatch(file.name) and file.name != kept:
                 file.unlink(missing_ok=True)
 
-    def show(self, history: list[EpochDone], *, best_epoch: int) -> None:
-        """Brings the table and the curves up to date."""
+    def show(self, history: list[EpochDone], *, best_epoch: int, is_last: bool) -> None:
+        """Brings the table up to date, and the curves, which take longer, every half minute."""
         with atomic.whole_file(self.path / run.HISTORY) as temporary:
             report.write_history(history, temporary)
+        now = time.monotonic()
+        if now < self._drawn + SECONDS_BETWEEN_CURVES and not is_last:
+            return
+        self._drawn = now
         with atomic.whole_file(self.path / run.CURVES) as temporary:
             report.plot_curves(history, temporary, best_epoch=best_epoch)
 

@@ -100,6 +100,11 @@ class VisionTransformer(backend.ExactTrainer, Functional):
 
 def _forward(config: ViTConfig, dtype: str, images: Any) -> Any:
     """Applies the network to images (B, H, W, channels)."""
+    return _head(config, dtype, _tokens(config, dtype, images))
+
+
+def _tokens(config: ViTConfig, dtype: str, images: Any) -> Any:
+    """Returns the encoder's tokens (B, N, D)."""
     x = images
     if config.include_preprocessing:
         x = keras.layers.Rescaling(1 / 127.5, offset=-1.0, dtype="float32", name="rescaling")(x)
@@ -128,9 +133,14 @@ def _forward(config: ViTConfig, dtype: str, images: Any) -> Any:
             dtype=dtype,
             name=f"block_{index}",
         )(x)  # (B, N, D)
-    x = layers.LayerNormalization(
+    return layers.LayerNormalization(
         epsilon=config.layer_norm_epsilon, dtype=dtype, name="encoder_norm"
     )(x)  # (B, N, D)
+
+
+def _head(config: ViTConfig, dtype: str, tokens: Any) -> Any:
+    """Makes of tokens (B, N, D) what the model gives: one vector, a representation, logits."""
+    x = tokens
     if config.pooling == "map":
         x = layers.AttentionPooling(
             config.num_heads,

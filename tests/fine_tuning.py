@@ -6,8 +6,6 @@ A process has one strategy, and logical devices are made before anything else. R
 
 import hashlib
 import json
-import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import processes
 
 STEPS, TOTAL, WARMUP, BASE = 12, 40, 4, 0.3
 SIZES: dict[str, Any] = {
@@ -44,13 +43,7 @@ DEFAULTS: dict[str, Any] = {
 
 def start(environment: dict[str, str] | None = None, **case: Any) -> subprocess.Popen[str]:
     """Starts a process for one case; see `DEFAULTS` for what it may say."""
-    return subprocess.Popen(
-        [sys.executable, __file__, json.dumps(case)],
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", **(environment or {})},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return processes.start(__file__, case, environment)
 
 
 def result(process: "subprocess.Popen[str]", *, seconds: float = 400) -> dict[str, Any]:
@@ -67,26 +60,11 @@ def run(**case: Any) -> dict[str, Any]:
     return result(start(**case))
 
 
-def cluster(count: int) -> list[dict[str, str]]:
-    """Returns the environment of each of `count` workers on loopback."""
-    ports = []
-    sockets = [socket.socket() for _ in range(count)]
-    for made in sockets:
-        made.bind(("127.0.0.1", 0))
-        ports.append(made.getsockname()[1])
-    for made in sockets:
-        made.close()
-    workers = {"worker": [f"127.0.0.1:{port}" for port in ports]}
-    return [
-        {"TF_CONFIG": json.dumps({"cluster": workers, "task": {"type": "worker", "index": index}})}
-        for index in range(count)
-    ]
-
-
 def run_workers(count: int, **case: Any) -> list[dict[str, Any]]:
     """Runs one case in several processes that train together."""
-    processes = [start(environment, multi_worker=True, **case) for environment in cluster(count)]
-    return [result(process) for process in processes]
+    environments = processes.cluster(count)
+    workers = [start(environment, multi_worker=True, **case) for environment in environments]
+    return [result(worker) for worker in workers]
 
 
 def batch(number: int) -> tuple[np.ndarray, np.ndarray]:
@@ -98,47 +76,19 @@ def batch(number: int) -> tuple[np.ndarray, np.ndarray]:
 
 def _main(case: dict[str, Any]) -> None:
     import keras
-    import published
-    import tensorflow as tf
 
     import keras_vit
-    from keras_vit import training
 
-    cpu = tf.config.list_physical_devices("CPU")[0]
-    tf.config.set_logical_device_configuration(
-        cpu, [tf.config.LogicalDeviceConfiguration()] * case["replicas"]
-    )
-    if case["multi_worker"]:
-        strategy = tf.distribute.MultiWorkerMirroredStrategy()
-    elif case["replicas"] > 1:
-        strategy = tf.distribute.MirroredStrategy(
-            [device.name for device in tf.config.list_logical_devices("CPU")]
-        )
-    else:
-        strategy = tf.distribute.get_strategy()
-    config = keras_vit.ViTConfig(**SIZES, remat=case["remat"], dropout_rate=case["dropout_rate"])
+    strategy = _strategy(case)
     keras.utils.set_random_seed(0)
-    schedule = training.WarmupDecay(BASE, steps=TOTAL, warmup_steps=WARMUP)
     with strategy.scope():
+        config = keras_vit.ViTConfig(
+            **SIZES, remat=case["remat"], dropout_rate=case["dropout_rate"]
+        )
         model = keras_vit.VisionTransformer(config, dtype=case["precision"])
-        with tempfile.TemporaryDirectory() as folder:
-            path = published.write(Path(folder) / "weights.npz", keras_vit.ViTConfig(**SIZES))
-            keras_vit.weights.load(model, path)
-        optimizer: keras.optimizers.Optimizer
-        if case["optimizer"] == "momentum":
-            optimizer = training.MomentumSGD(
-                schedule,
-                accumulator_dtype=case["accumulator_dtype"],
-                global_clipnorm=case["clip"],
-            )
-        else:
-            optimizer = keras.optimizers.get(case["optimizer"])
-            optimizer.global_clipnorm = case["clip"]
-        if case["precision"] == "mixed_float16":
-            # Small: whether a larger one overflows, and a step is left out, is up to rounding.
-            optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=64.0)
+        _load_weights(model)
         model.compile(
-            optimizer,
+            _optimizer(case),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=["accuracy"],
             accumulate=case["accumulate"],
@@ -146,6 +96,56 @@ def _main(case: dict[str, Any]) -> None:
             report_gradient_norm=True,
             jit_compile=case["xla"],
         )
+    print(json.dumps({**_fit(model), "replicas": _replica_hashes(strategy, model)}))
+
+
+def _strategy(case: dict[str, Any]) -> Any:
+    import tensorflow as tf
+
+    processes.make_devices(case["replicas"])
+    if case["multi_worker"]:
+        return tf.distribute.MultiWorkerMirroredStrategy()
+    if case["replicas"] == 1:
+        return tf.distribute.get_strategy()
+    devices = [device.name for device in tf.config.list_logical_devices("CPU")]
+    return tf.distribute.MirroredStrategy(devices)
+
+
+def _load_weights(model: Any) -> None:
+    import published
+
+    import keras_vit
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = published.write(Path(folder) / "weights.npz", keras_vit.ViTConfig(**SIZES))
+        keras_vit.weights.load(model, path)
+
+
+def _optimizer(case: dict[str, Any]) -> Any:
+    import keras
+
+    from keras_vit import training
+
+    optimizer: keras.optimizers.Optimizer
+    if case["optimizer"] == "momentum":
+        optimizer = training.MomentumSGD(
+            training.WarmupDecay(BASE, steps=TOTAL, warmup_steps=WARMUP),
+            accumulator_dtype=case["accumulator_dtype"],
+            global_clipnorm=case["clip"],
+        )
+    else:
+        optimizer = keras.optimizers.get(case["optimizer"])
+        optimizer.global_clipnorm = case["clip"]
+    if case["precision"] == "mixed_float16":
+        # Small: whether a larger one overflows, and a step is left out, is up to rounding.
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=64.0)
+    return optimizer
+
+
+def _fit(model: Any) -> dict[str, Any]:
+    """Trains, evaluates, and returns the numbers of both."""
+    import tensorflow as tf
+
     images, labels = zip(*map(batch, range(STEPS)), strict=True)
     data = tf.data.Dataset.from_tensor_slices((np.concatenate(images), np.concatenate(labels)))
     options = tf.data.Options()
@@ -157,20 +157,15 @@ def _main(case: dict[str, Any]) -> None:
     ).history
     evaluated = model.evaluate(validation.with_options(options), verbose=0, return_dict=True)
     weights = {variable.path: variable.numpy() for variable in model.weights}
-    digest = hashlib.sha256(b"".join(value.tobytes() for value in weights.values())).hexdigest()
-    print(
-        json.dumps(
-            {
-                "losses": [float(np.ravel(value)[0]) for value in history["loss"]],
-                "gradient_norms": [float(np.ravel(v)[0]) for v in history["gradient_norm"]],
-                "head_bias": weights["head/bias"].tolist(),
-                "cls": weights["patch_encoder/class_token"].ravel().tolist(),
-                "validation": [float(np.ravel(evaluated[n])[0]) for n in ("loss", "accuracy")],
-                "sha256": digest,
-                "replicas": _replica_hashes(strategy, model),
-            }
-        )
-    )
+    content = b"".join(value.tobytes() for value in weights.values())
+    return {
+        "losses": [float(np.ravel(value)[0]) for value in history["loss"]],
+        "gradient_norms": [float(np.ravel(value)[0]) for value in history["gradient_norm"]],
+        "head_bias": weights["head/bias"].tolist(),
+        "cls": weights["patch_encoder/class_token"].ravel().tolist(),
+        "validation": [float(np.ravel(evaluated[name])[0]) for name in ("loss", "accuracy")],
+        "sha256": hashlib.sha256(content).hexdigest(),
+    }
 
 
 def _replica_hashes(strategy: Any, model: Any) -> list[str]:

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import fine_tuning
+import processes
 import pytest
 import training_rig
 
@@ -18,9 +18,9 @@ KILLS = int(os.environ.get("KERAS_VIT_TEST_KILLS", "6"))
 
 
 def train_together(count: int, **case: Any) -> list[dict[str, list[str]]]:
-    environments = fine_tuning.cluster(count) if count > 1 else [None]
-    processes = [training_rig.start(environment, **case) for environment in environments]
-    return [training_rig.told(process) for process in processes]
+    environments = processes.cluster(count) if count > 1 else [None]
+    workers = [training_rig.start(environment, **case) for environment in environments]
+    return [training_rig.told(worker) for worker in workers]
 
 
 @pytest.mark.parametrize(("workers", "replicas"), [(1, 1), (1, 2), (2, 1)])
@@ -83,7 +83,7 @@ def test_kill_9_at_any_moment_loses_nothing(tmp_path: Path) -> None:
 def test_sigterm_to_one_worker_stops_both_at_one_step(tmp_path: Path) -> None:
     """Both save the same step, exit with 75, and go on from there."""
     case: dict[str, Any] = {"out": str(tmp_path / "run"), "steps": 100_000}
-    workers = [training_rig.start(environment, **case) for environment in fine_tuning.cluster(2)]
+    workers = [training_rig.start(environment, **case) for environment in processes.cluster(2)]
     assert wait_for(workers[1], "step", 10) >= 0
     workers[1].send_signal(signal.SIGTERM)
     said = [training_rig.told(worker) for worker in workers]
@@ -98,7 +98,7 @@ def test_sigterm_to_one_worker_stops_both_at_one_step(tmp_path: Path) -> None:
 def test_the_loss_of_a_worker_is_told(killed: int, tmp_path: Path) -> None:
     """The other one names the fault and ends; both together go on from a common checkpoint."""
     case: dict[str, Any] = {"out": str(tmp_path / "run"), "steps": 100_000}
-    workers = [training_rig.start(environment, **case) for environment in fine_tuning.cluster(2)]
+    workers = [training_rig.start(environment, **case) for environment in processes.cluster(2)]
     assert wait_for(workers[killed], "step", 10) >= 0
     workers[killed].send_signal(signal.SIGKILL)
     left = training_rig.told(workers[1 - killed], seconds=60)

@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import processes
+
 DEFAULTS: dict[str, Any] = {
     "replicas": 1,
     "steps": 40,
@@ -24,13 +26,7 @@ DEFAULTS: dict[str, Any] = {
 
 def start(environment: dict[str, str] | None = None, **case: Any) -> subprocess.Popen[str]:
     """Starts a training; see `DEFAULTS` for what a case may say besides `out`."""
-    return subprocess.Popen(
-        [sys.executable, __file__, json.dumps(case)],
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", **(environment or {})},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return processes.start(__file__, case, environment)
 
 
 def told(process: "subprocess.Popen[str]", *, seconds: float = 300) -> dict[str, list[str]]:
@@ -53,30 +49,12 @@ def _say(*words: object) -> None:
 
 
 def _main(case: dict[str, Any]) -> int:
-    import tensorflow as tf
-
+    processes.make_devices(case["replicas"])
     from keras_vit import training
-    from keras_vit.config import ViTConfig
-    from keras_vit.data import Augmentation, load_digits
+    from keras_vit.data import load_digits
     from keras_vit.training import checkpoints, loop
 
-    cpu = tf.config.list_physical_devices("CPU")[0]
-    tf.config.set_logical_device_configuration(
-        cpu, [tf.config.LogicalDeviceConfiguration()] * case["replicas"]
-    )
     _listen(checkpoints.Checkpoints, loop.Loop)
-    several = "multi_worker" if os.environ.get("TF_CONFIG") else "mirrored"
-    recipe = training.Recipe(
-        steps=case["steps"],
-        batch_size=64,
-        learning_rate=case["learning_rate"],
-        label_smoothing=0.1,
-        mixup=0.2,
-        average=0.9,
-        dropout_rate=0.1,
-        drop_path_rate=0.1,
-        augmentation=Augmentation(rotation=15, shift=0.1),
-    )
 
     def on_event(event: training.Event) -> None:
         if isinstance(event, training.StepDone):
@@ -84,24 +62,13 @@ def _main(case: dict[str, Any]) -> int:
             if event.step == case["stop_at"]:
                 raise KeyboardInterrupt
 
-    config = ViTConfig(
-        input_shape=(8, 8, 3), patch_size=4, hidden_dim=32, mlp_dim=64, num_heads=2, num_layers=2
-    )
-    execution = training.Execution(
-        strategy=several if case["replicas"] > 1 or several == "multi_worker" else "none",
-        checkpoint_steps=case["checkpoint_steps"],
-        accumulate=case["accumulate"],
-        precision=case["precision"],
-    )
     try:
         run = training.train(
             load_digits(),
             out=Path(case["out"]),
-            model=config,
-            recipe=recipe,
             existing="resume",
-            execution=execution,
             on_event=on_event,
+            **_settings(case),
         )
     except training.TrainingInterrupted as interruption:
         _say("stopped", interruption.exit_code)
@@ -111,6 +78,43 @@ def _main(case: dict[str, Any]) -> int:
         return getattr(error, "exit_code", 1)
     _say("done", run.config["result"]["state_sha256"])
     return 0
+
+
+def _settings(case: dict[str, Any]) -> dict[str, Any]:
+    """A small model, everything random that a recipe may have, and the devices of the case."""
+    from keras_vit import training
+    from keras_vit.config import ViTConfig
+    from keras_vit.data import Augmentation
+
+    is_one_of_several = bool(os.environ.get("TF_CONFIG"))
+    several: Any = "multi_worker" if is_one_of_several else "mirrored"
+    return {
+        "model": ViTConfig(
+            input_shape=(8, 8, 3),
+            patch_size=4,
+            hidden_dim=32,
+            mlp_dim=64,
+            num_heads=2,
+            num_layers=2,
+        ),
+        "recipe": training.Recipe(
+            steps=case["steps"],
+            batch_size=64,
+            learning_rate=case["learning_rate"],
+            label_smoothing=0.1,
+            mixup=0.2,
+            average=0.9,
+            dropout_rate=0.1,
+            drop_path_rate=0.1,
+            augmentation=Augmentation(rotation=15, shift=0.1),
+        ),
+        "execution": training.Execution(
+            strategy=several if case["replicas"] > 1 or is_one_of_several else "none",
+            checkpoint_steps=case["checkpoint_steps"],
+            accumulate=case["accumulate"],
+            precision=case["precision"],
+        ),
+    }
 
 
 def _listen(checkpoints: Any, loop: Any) -> None:

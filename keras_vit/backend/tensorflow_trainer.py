@@ -125,16 +125,14 @@ class ExactTrainer(_Model):
             # Keras would start the next `fit` at the epoch that this one was resumed at.
             self._initial_epoch = None
 
-    def prepare(self, batch: Any) -> None:
+    def prepare(self, batches: Any) -> None:
         """Makes `train_function`, as `fit` does, for a loop of one's own.
 
         Args:
-            batch: one batch of the (distributed) data.
+            batches: the (distributed) data, of which a strategy needs to see the first batch.
         """
-        local = self.distribute_strategy.experimental_local_results
-        self._maybe_symbolic_build(
-            data_batch=keras.tree.map_structure(lambda value: local(value)[0], batch)
-        )
+        if self._distribute_strategy is not None:
+            self._maybe_symbolic_build(data_batch=_of_first_replica(self, next(iter(batches))))
         self.make_train_function()
 
     def predict(
@@ -279,13 +277,17 @@ class ExactTrainer(_Model):
         # Keras' own reduces the first batch over replicas, which fails with several workers.
         if self._distribute_strategy is None:
             return
-        local = self.distribute_strategy.experimental_local_results
         if iterator is not None:
             for _, _, batches in iterator:
-                data_batch = keras.tree.map_structure(lambda value: local(value)[0], next(batches))
+                data_batch = _of_first_replica(self, next(batches))
                 break
         with self.distribute_strategy.scope():
             self._symbolic_build(data_batch=data_batch)
+
+
+def _of_first_replica(model: keras.Model, batch: Any) -> Any:
+    local = model.distribute_strategy.experimental_local_results
+    return keras.tree.map_structure(lambda value: local(value)[0], batch)
 
 
 class _Untracked:

@@ -61,7 +61,7 @@ class MultiHeadSelfAttention(RandomLayer):
 
         Adds `residual` (B, N, D) last.
         """
-        seeds = split_seed(self.next_seed(training) if seed is None else seed, 2)
+        seeds = split_seed(self.seed_of_call(seed, training), 2)
         qkv = self.qkv(inputs)  # (B, N, 3D)
         if seeds[0] is None or not self.attention_dropout_rate:
             x = backend.self_attention(qkv, self.num_heads)  # (B, N, D)

@@ -37,9 +37,7 @@ class DropPath(RandomLayer):
 
     def call(self, inputs: Any, training: bool | None = None, seed: Any = None) -> Any:
         """Drops with `seed`, drawn by `next_seed`; with a fresh one if it is None."""
-        return drop_samples(
-            inputs, self.rate, seed=self.next_seed(training) if seed is None else seed
-        )
+        return drop_samples(inputs, self.rate, seed=self.seed_of_call(seed, training))
 
     def compute_output_shape(self, input_shape: tuple[Any, ...]) -> tuple[Any, ...]:
         return input_shape

@@ -59,7 +59,7 @@ class MLP(RandomLayer):
 
         Adds `residual` (B, N, D) last.
         """
-        hidden, out = split_seed(self.next_seed(training) if seed is None else seed, 2)
+        hidden, out = split_seed(self.seed_of_call(seed, training), 2)
         x = dropout(self.fc1(inputs), self.dropout_rate, seed=hidden)  # (B, N, M)
         return add_dropped(self.fc2, x, self.dropout_rate, seed=out, residual=residual)
 

@@ -42,6 +42,10 @@ class RandomLayer(keras.layers.Layer):
         """Draws the seed of one call, two integers; None if nothing is drawn in this call."""
         return self.seed_generator.next() if training and self.is_random else None
 
+    def seed_of_call(self, seed: Any, training: bool | None) -> Any:
+        """Returns the seed that `call` was given, or a fresh one."""
+        return self.next_seed(training) if seed is None else seed
+
 
 class _GivenSeed(keras.random.SeedGenerator):
     """Lets `keras.random` draw with a seed that is a tensor."""

@@ -61,9 +61,6 @@ def finish(loop: Loop, *, settings: dict[str, Any], out: Path, asked: int) -> ru
     Raises:
         TrainingInterrupted: the training was interrupted.
     """
-    best = loop.watcher.best
-    if best is not None:
-        loop.best_model = keras.saving.load_model(loop.folder.best_model(best.epoch), compile=False)
     if asked:
         raise _interruption(loop, settings, asked=asked)
     config = {**settings, **_outcome(loop)}
@@ -74,9 +71,11 @@ def finish(loop: Loop, *, settings: dict[str, Any], out: Path, asked: int) -> ru
             shutil.copytree(loop.folder.path / run.EVENTS, stage / run.EVENTS)
             _write(stage, loop, config)
             run.publish(stage, out)
+    # Not `loop.best_model`: after resuming, the best epoch may have been another process's.
+    model = keras.saving.load_model(_best_file(loop), compile=False)
     loop.workers.gather(1)  # the run is there before any worker says so
     loop.folder.remove()
-    return run.Run(path=out, model=loop.best_model, labels=tuple(config["labels"]), config=config)
+    return run.Run(path=out, model=model, labels=tuple(config["labels"]), config=config)
 
 
 def _interruption(loop: Loop, settings: dict[str, Any], *, asked: int) -> TrainingInterrupted:
@@ -124,7 +123,7 @@ def _outcome(loop: Loop) -> dict[str, Any]:
 def _write(folder: Path, loop: Loop, config: dict[str, Any]) -> None:
     """Writes the files of a run that do not grow with the training."""
     data = loop.data
-    loop.best_model.save(folder / run.MODEL)
+    shutil.copy2(_best_file(loop), folder / run.MODEL)
     (folder / run.CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     (folder / run.LABELS).write_text("".join(f"{label}\n" for label in data.labels), "utf-8")
     if data.train.in_files:
@@ -132,3 +131,10 @@ def _write(folder: Path, loop: Loop, config: dict[str, Any]) -> None:
     elif data.test.in_memory and len(data.test):
         png = tf.io.encode_png(data.test.images[0]).numpy()
         (folder / run.SAMPLE).write_bytes(png)
+
+
+def _best_file(loop: Loop) -> Path:
+    best = loop.watcher.best
+    if best is None:
+        raise ValueError("No epoch is over: there is no best one.")
+    return loop.folder.best_model(best.epoch)

@@ -94,7 +94,8 @@ class Loop:
             FloatingPointError: the loss is not finite; the checkpoints are of before.
             WorkerLostError: another worker has gone.
         """
-        with _stop_requests() as requests, EventFiles(self.folder, self.workers) as events:
+        events = EventFiles(self.folder, self.workers)
+        with _stop_requests() as requests, contextlib.closing(events):
             try:
                 return self._run(requests, events)
             except FloatingPointError as error:
@@ -115,7 +116,7 @@ class Loop:
         dataset = self.workers.distribute(
             lambda shard: self.batches(self.watcher.step, shard), self.plan.batch_size
         )
-        self.model.prepare(next(iter(dataset)))
+        self.model.prepare(dataset)
         batches = iter(dataset)
         while self.watcher.step < self.plan.steps:
             self.model.reset_metrics()  # so that the logs are those of one step

@@ -1,6 +1,5 @@
 """Writes the curves of a training for TensorBoard."""
 
-from types import TracebackType
 from typing import Any
 
 import tensorflow as tf
@@ -33,15 +32,8 @@ class EventFiles:
             tf.summary.create_file_writer(path) if is_first else tf.summary.create_noop_writer()
         )
 
-    def __enter__(self) -> "EventFiles":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Brings to the files what is not there yet."""
         self._writer.close()
 
     def write_step(self, step: int, logs: dict[str, Any]) -> None:

@@ -81,11 +81,10 @@ class Unfinished:
         with atomic.whole_file(self.best_model(epoch)) as temporary:
             model.save(temporary)
 
-    def remove_old(self, *, best_epoch: int | None) -> None:
+    def remove_old(self, *, best_epoch: int) -> None:
         """Removes models of epochs that are no longer the best, once no checkpoint means them."""
-        kept = None if best_epoch is None else self.best_model(best_epoch).name
         for file in self.path.iterdir():
-            if _BEST_PATTERN.fullmatch(file.name) and file.name != kept:
+            if _BEST_PATTERN.fullmatch(file.name) and file != self.best_model(best_epoch):
                 file.unlink(missing_ok=True)
 
     def show(self, history: list[EpochDone], *, best_epoch: int, is_last: bool) -> None:

@@ -153,9 +153,10 @@ def _build(name: str, weights: str | Path | None, request: _Request) -> VisionTr
     config = _checkpoint_config(variant, checkpoint, request)
     keeps_head = config.classes == checkpoint.fields["classes"]
     rows = loading.match(checkpoint, config, head="file" if keeps_head else "fresh")
-    with overwritten_weights():
-        model = VisionTransformer(config, name=request.name)
-    loading.assign(model, checkpoint, rows=rows)
+    with loading.reading(checkpoint, config, rows=rows) as values:
+        with overwritten_weights():
+            model = VisionTransformer(config, name=request.name)
+        loading.assign(model, values)
     if config.classes and request.classes is None and not _has_trained_head(model):
         warnings.warn(
             f"The classifier in {checkpoint.path} is all zeros, as the original's ImageNet-21k "

@@ -1,11 +1,10 @@
 """Assigns a checkpoint's arrays to a model's variables, each exactly once, or says what differs."""
 
-import collections
 import concurrent.futures
+import contextlib
 import dataclasses
-import functools
-import itertools
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -24,6 +23,8 @@ from keras_vit.weights.positions import Method, resample_positions
 POSITIONS = "patch_encoder/position_embedding"
 HEAD = ("head/", "representation/")
 READERS = 2  # threads; reading and checking an array needs no lock of Python's
+
+Values = dict[str, concurrent.futures.Future[np.ndarray]]  # by the variable's path
 
 logger = logging.getLogger(__name__)
 
@@ -46,9 +47,10 @@ def load(model: VisionTransformer, path: str | Path, *, positions: Method = "ori
     """
     checkpoint = open_checkpoint(path)
     rows = match(checkpoint, model.config)
-    for row in rows:
-        _value(checkpoint, row, model.config, positions)
-    assign(model, checkpoint, rows=rows, positions=positions)
+    with reading(checkpoint, model.config, rows=rows, positions=positions) as values:
+        for value in values.values():
+            value.result()
+        assign(model, values)
 
 
 def resize(
@@ -93,30 +95,42 @@ def resize(
     return resized
 
 
-def assign(
-    model: VisionTransformer,
+@contextlib.contextmanager
+def reading(
     checkpoint: Checkpoint,
+    config: ViTConfig,
     *,
     rows: list[Row],
     positions: Method = "original",
-) -> None:
-    """Streams the arrays of the matched rows into the model's variables, one variable at a time.
+) -> Iterator[Values]:
+    """Reads the arrays of the matched rows in threads; a model can be built meanwhile.
 
-    A few are read ahead of the one that is assigned.
+    What was read is held once: variables take its memory over.
     """
-    _log_grids(checkpoint.grid, model.config.grid, positions)
-    variables = {variable.path: variable for variable in model.weights}
-    read = functools.partial(_value, checkpoint, config=model.config, positions=positions)
+    _log_grids(checkpoint.grid, config.grid, positions)
     with concurrent.futures.ThreadPoolExecutor(READERS) as readers:
-        ahead = collections.deque(readers.submit(read, row) for row in rows[: 2 * READERS])
-        for row, later in itertools.zip_longest(rows, rows[2 * READERS :]):
-            value = ahead.popleft().result()
-            variables.pop(row.path).assign(backend.adopt(value))
-            if later is not None:
-                ahead.append(readers.submit(read, later))
-    left = [path for path in variables if not path.startswith(HEAD)]
+        try:
+            yield {
+                row.path: readers.submit(_value, checkpoint, row, config, positions) for row in rows
+            }
+        except BaseException:
+            readers.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def assign(model: VisionTransformer, values: Values) -> None:
+    """Gives each value to its variable; a head without value keeps its own.
+
+    Raises:
+        ValueError: an array is damaged, or another variable would be left without value.
+    """
+    variables = {variable.path: variable for variable in model.weights}
+    left = [path for path in variables if path not in values and not path.startswith(HEAD)]
     if left:
-        raise ValueError(f"{checkpoint.path} does not give the variables {listed(left)}.")
+        raise ValueError(f"The checkpoint does not give the variables {listed(left)}.")
+    while values:
+        path = next(iter(values))
+        variables[path].assign(backend.adopt(values.pop(path).result()))
 
 
 def match(

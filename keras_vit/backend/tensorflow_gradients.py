@@ -1,7 +1,7 @@
 """Gradients for the forms that fuse: a gradient that needs an intermediate prevents the fusing.
 
-Each form runs fused forward. Backward it computes what it needs anew, the element-wise part as one
-loop compiled by XLA, which takes no part in the matrix products: those are oneDNN's.
+Each form runs fused where no gradient is asked for. With one, what is element-wise is a loop that
+XLA compiles, which takes no part in the matrix products: those are oneDNN's.
 """
 
 import functools
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.eager import record
 
 Form = Callable[[Any, Any, Any], Any]
 
@@ -36,31 +37,26 @@ _SLOPES = {"gelu": _gelu_slope, "gelu_tanh": _gelu_tanh_slope}
 def dense_gelu(activation: str) -> Form:
     """Returns GELU of rows (R, D) times a kernel (D, M) plus a bias (M,).
 
-    Backward it computes the product anew, which takes less time than a GELU that is not fused, and
-    keeps two tensors (R, M) less.
+    Where a gradient may be asked for in float32, the product (R, M) is kept. In 16 bits, which
+    matrix units compute fast, it is computed anew for the gradient: that takes less time than a
+    GELU that is not fused, and keeps two tensors (R, M) less.
     """
 
-    def product(rows: Any, kernel: Any, bias: Any) -> Any:
-        return tf.nn.bias_add(tf.matmul(rows, kernel), bias)
-
-    @tf.function(jit_compile=True, autograph=False)
-    def change(x: Any, above: Any) -> Any:
-        slope = _SLOPES[activation](tf.cast(x, tf.float32))
-        return tf.cast(slope * tf.cast(above, tf.float32), above.dtype)
-
     def forward(rows: Any, kernel: Any, bias: Any) -> Any:
+        hidden = _product(rows, kernel, bias)
+        keeps = rows.dtype == tf.float32 and record.could_possibly_record()
+
         def backward(above: Any) -> tuple[Any, Any, Any]:
-            # Were it the same product, the optimizer would compute it once, and keep it.
-            with tf.control_dependencies([above]):
-                again = tf.raw_ops.PlaceholderWithDefault(input=kernel, shape=kernel.shape)
-            inner = change(product(rows, again, bias), above)
+            kept = hidden if keeps else _product_again(rows, kernel, bias, after=above)
+            inner = _gelu_change(activation)(kept, above)
             return (
                 tf.matmul(inner, kernel, transpose_b=True),
                 tf.matmul(rows, inner, transpose_a=True),
                 tf.raw_ops.BiasAddGrad(out_backprop=inner),
             )
 
-        hidden = product(rows, kernel, bias)
+        if keeps:
+            return _gelu(activation)(hidden), backward
         return tf.nn.gelu(hidden, approximate=activation == "gelu_tanh"), backward
 
     fused: Form = tf.custom_gradient(forward)
@@ -96,6 +92,42 @@ def layer_norm(epsilon: float) -> Form:
 
     fused: Form = tf.custom_gradient(forward)
     return fused
+
+
+def _product(rows: Any, kernel: Any, bias: Any) -> Any:
+    return tf.nn.bias_add(tf.matmul(rows, kernel), bias)
+
+
+def _product_again(rows: Any, kernel: Any, bias: Any, *, after: Any) -> Any:
+    # Were it the same product, the optimizer would compute it once, and keep it.
+    with tf.control_dependencies([after]):
+        again = tf.raw_ops.PlaceholderWithDefault(input=kernel, shape=kernel.shape)
+    return _product(rows, again, bias)
+
+
+@functools.cache
+def _gelu(activation: str) -> Callable[[Any], Any]:
+    """Returns GELU as one loop."""
+
+    @tf.function(jit_compile=True, autograph=False)
+    def gelu(x: Any) -> Any:
+        return tf.nn.gelu(x, approximate=activation == "gelu_tanh")
+
+    loop: Callable[[Any], Any] = gelu
+    return loop
+
+
+@functools.cache
+def _gelu_change(activation: str) -> Callable[[Any, Any], Any]:
+    """Returns the gradient of GELU as one loop, in float32."""
+
+    @tf.function(jit_compile=True, autograph=False)
+    def change(x: Any, above: Any) -> Any:
+        slope = _SLOPES[activation](tf.cast(x, tf.float32))
+        return tf.cast(slope * tf.cast(above, tf.float32), above.dtype)
+
+    loop: Callable[[Any, Any], Any] = change
+    return loop
 
 
 def _normalize(rows: Any, epsilon: float) -> Any:

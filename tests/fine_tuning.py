@@ -1,7 +1,8 @@
 """The original's twelve fine-tuning steps through `model.fit`: a process of its own prints them.
 
 A process has one strategy, and logical devices are made before anything else. Run as
-`python fine_tuning.py '{"replicas": 2, "xla": true}'`; under TF_CONFIG it is one of the workers.
+`python fine_tuning.py '{"replicas": 2, "each": [{"xla": true}, {"accumulate": 4}]}'`; under TF_CONFIG
+it is one of the workers.
 """
 
 import hashlib
@@ -41,30 +42,35 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-def start(environment: dict[str, str] | None = None, **case: Any) -> subprocess.Popen[str]:
-    """Starts a process for one case; see `DEFAULTS` for what it may say."""
-    return processes.start(__file__, case, environment)
-
-
-def result(process: "subprocess.Popen[str]", *, seconds: float = 400) -> dict[str, Any]:
-    """Returns what a process printed: losses, gradient norms, arrays and a hash of the weights."""
-    output, errors = process.communicate(timeout=seconds)
-    if process.returncode:
-        raise RuntimeError(errors[-3000:])
-    found: dict[str, Any] = json.loads(output.splitlines()[-1])
+def run(**case: Any) -> dict[str, Any]:
+    """Runs one case in a process of its own; see `DEFAULTS` for what it may say."""
+    (found,) = run_each([{}], **case)
     return found
 
 
-def run(**case: Any) -> dict[str, Any]:
-    """Runs one case in a process of its own."""
-    return result(start(**case))
+def run_each(each: list[dict[str, Any]], **case: Any) -> list[dict[str, Any]]:
+    """Runs several cases in one process: what they share, and what is particular to each.
+
+    Returns:
+        Of each, losses, gradient norms, arrays, a hash of the weights and of every replica's.
+    """
+    return _result(processes.start(__file__, {**case, "each": each}))
 
 
-def run_workers(count: int, **case: Any) -> list[dict[str, Any]]:
-    """Runs one case in several processes that train together."""
+def run_workers(count: int, each: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Runs several cases in processes that train together; the results of each process."""
+    case = {"multi_worker": True, "each": each}
     environments = processes.cluster(count)
-    workers = [start(environment, multi_worker=True, **case) for environment in environments]
-    return [result(worker) for worker in workers]
+    workers = [processes.start(__file__, case, environment) for environment in environments]
+    return [_result(worker) for worker in workers]
+
+
+def _result(process: "subprocess.Popen[str]", *, seconds: float = 600) -> list[dict[str, Any]]:
+    output, errors = process.communicate(timeout=seconds)
+    if process.returncode:
+        raise RuntimeError(errors[-3000:])
+    found: list[dict[str, Any]] = json.loads(output.splitlines()[-1])
+    return found
 
 
 def batch(number: int) -> tuple[np.ndarray, np.ndarray]:
@@ -75,11 +81,16 @@ def batch(number: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _main(case: dict[str, Any]) -> None:
+    each = case.pop("each")
+    strategy = _strategy({**DEFAULTS, **case})
+    print(json.dumps([_train({**DEFAULTS, **case, **one}, strategy) for one in each]))
+
+
+def _train(case: dict[str, Any], strategy: Any) -> dict[str, Any]:
     import keras
 
     import keras_vit
 
-    strategy = _strategy(case)
     keras.utils.set_random_seed(0)
     with strategy.scope():
         config = keras_vit.ViTConfig(
@@ -96,7 +107,7 @@ def _main(case: dict[str, Any]) -> None:
             report_gradient_norm=True,
             jit_compile=case["xla"],
         )
-    print(json.dumps({**_fit(model), "replicas": _replica_hashes(strategy, model)}))
+    return {**_fit(model), "replicas": _replica_hashes(strategy, model)}
 
 
 def _strategy(case: dict[str, Any]) -> Any:
@@ -178,4 +189,4 @@ def _replica_hashes(strategy: Any, model: Any) -> list[str]:
 
 
 if __name__ == "__main__":
-    _main({**DEFAULTS, **json.loads(sys.argv[1])})
+    _main(json.loads(sys.argv[1]))

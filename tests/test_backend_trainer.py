@@ -18,16 +18,8 @@ from keras_vit.training import MomentumSGD
 GOLDEN = np.load(published.GOLDEN / "finetune.npz")
 CONFIG = dataclasses.replace(TINY, num_layers=1, classes=3)
 
-# What trains the same as one device does: losses within 1e-5.
-SAME: list[dict[str, Any]] = [
-    {"accumulate": 4, "xla": True},
-    {"accumulate": 2, "remat": True},
-    {"replicas": 2},
-    {"replicas": 2, "accumulate": 4, "xla": True},
-    {"replicas": 4, "accumulate": 2},
-    {"replicas": 4, "xla": True},
-]
-WORKERS: list[dict[str, Any]] = [{}, {"xla": True, "accumulate": 2}]
+# What trains the same on one device, on several, and on two workers.
+GRID = [{"xla": xla, "accumulate": parts} for xla in (False, True) for parts in (1, 2, 4)]
 
 
 @functools.cache
@@ -64,25 +56,22 @@ def test_twelve_steps_are_the_originals(dtype: str, losses: str, tolerance: floa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", SAME, ids=str)
-def test_strategies_train_as_one_device(case: dict[str, Any]) -> None:
-    """Any replicas, XLA on and off, in parts: the same numbers, and equal replicas."""
-    found = fine_tuning.run(**case)
-
-    assert_same(found, one_device())
-    assert len(found["replicas"]) == case.get("replicas", 1)
-    assert set(found["replicas"]) == {found["sha256"]}
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_strategies_train_as_one_device(replicas: int) -> None:
+    """XLA on and off, in one, two and four parts, recomputed: the same numbers, equal replicas."""
+    for found in fine_tuning.run_each([*GRID, {"remat": True}], replicas=replicas):
+        assert_same(found, one_device())
+        assert len(found["replicas"]) == replicas
+        assert set(found["replicas"]) == {found["sha256"]}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", WORKERS, ids=str)
-def test_two_workers_train_as_one_device(case: dict[str, Any]) -> None:
+def test_two_workers_train_as_one_device() -> None:
     """Two processes on loopback: the same numbers, and equal bits on both."""
-    found = fine_tuning.run_workers(2, **case)
-
-    for worker in found:
-        assert_same(worker, one_device())
-    assert found[0]["sha256"] == found[1]["sha256"]
+    for first, second in zip(*fine_tuning.run_workers(2, GRID), strict=True):
+        assert_same(first, one_device())
+        assert_same(second, one_device())
+        assert first["sha256"] == second["sha256"]
 
 
 @pytest.mark.slow

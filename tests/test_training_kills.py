@@ -73,11 +73,13 @@ def test_kill_9_at_any_moment_loses_nothing(tmp_path: Path) -> None:
         assert reached >= 0
         before = [line.split()[1] for line in said if line.startswith("saved ")]
         saved = max(map(int, [*before, *rest]), default=saved)
+    remains = list((tmp_path / "run.unfinished").glob(".*"))
     ended = training_rig.run(**case)
     whole = training_rig.run(**{**case, "out": str(tmp_path / "whole")})
 
     assert int(ended["resumed"][0]) >= saved
     assert ended["done"] == whole["done"]
+    assert len(remains) <= 1  # of the last kill alone
 
 
 def test_sigterm_to_one_worker_stops_both_at_one_step(tmp_path: Path) -> None:

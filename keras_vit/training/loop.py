@@ -78,6 +78,7 @@ class Loop:
         Raises:
             ValueError: a checkpoint is damaged, or the workers have none in common.
         """
+        self.folder.remove_remains()
         latest = max(self.folder.checkpoints.steps(), default=0)
         step = min(self.workers.gather(latest))  # one worker may be a save ahead of another
         state, progress = self.folder.checkpoints.load(step)

@@ -72,6 +72,11 @@ class Unfinished:
                     f"{value!r}; resume it with the same settings, or delete the folder."
                 )
 
+    def remove_remains(self) -> None:
+        """Removes what a process was writing when it was killed; nobody may write there now."""
+        for entry in self.path.glob(".*"):
+            shutil.rmtree(entry, ignore_errors=True)
+
     def best_model(self, epoch: int) -> Path:
         """Returns the file of the model of an epoch that was the best."""
         return self.path / _BEST.format(epoch=epoch)

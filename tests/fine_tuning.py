@@ -1,8 +1,8 @@
 """The original's twelve fine-tuning steps through `model.fit`: a process of its own prints them.
 
 A process has one strategy, and logical devices are made before anything else. Run as
-`python fine_tuning.py '{"replicas": 2, "each": [{"xla": true}, {"accumulate": 4}]}'`; under TF_CONFIG
-it is one of the workers.
+`python fine_tuning.py '{"replicas": 2, "each": [{"xla": true}, {"accumulate": 4}]}'`; under
+TF_CONFIG it is one of the workers.
 """
 
 import hashlib

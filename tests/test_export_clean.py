@@ -118,6 +118,23 @@ def test_another_best_class_or_batch_is_noticed():
     assert failed == ["logits, batch 2, absolute difference", "batch invariance"]
 
 
+def test_the_first_image_alone_is_held_to_the_model_alone():
+    """Where the model's answer moves with the batch the artefact's must as well; no further."""
+    logits = CASE.expected["logits"]
+    case = dataclasses.replace(CASE, alone={"logits": logits[:1] + 1e-4})
+
+    def failed(drift):
+        checks = measures.check_batches(
+            case, lambda inputs: {"logits": logits[: len(inputs["images"])] + drift
+                                  * (len(inputs["images"]) == 1)}, (1, 4)
+        )  # fmt: skip
+        return [check.name for check in checks if not check.passed]
+
+    assert failed(1e-4) == []
+    assert failed(0.0) == ["logits, batch 1, absolute difference"]
+    assert failed(2e-4) == ["logits, batch 1, absolute difference", "batch invariance"]
+
+
 @pytest.mark.parametrize("package", ["keras", "keras_vit", "keras.layers", "keras_vit.config"])
 def test_neither_keras_nor_this_package_can_be_imported(package):
     """In the clean process both imports fail, and TensorFlow works without them."""

@@ -173,7 +173,7 @@ def test_a_missing_package_is_named(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["Ti/16", "B/32", "B/16"])
+@pytest.mark.parametrize("name", ["Ti/16", "B/32", "B/16", "R50+B/16"])
 def test_full_size_models_in_every_format(name, tmp_path):
     """SavedModel, ONNX and TFLite files of full-size models hold every limit of the export."""
     config = dataclasses.replace(variant(name), include_preprocessing=True)

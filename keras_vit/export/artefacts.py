@@ -216,7 +216,7 @@ class _Job:
                 exportable, expected, labels=self.labels, top_k=self.top_k
             )
         else:
-            pixels, outputs = expected.pixels, expected.of_pixels
+            pixels, outputs = expected.pixels, expected.of_pixels.of_batch
             if name == "tflite-int8-full":
                 pixels = np.stack(self._given(1))
                 outputs = references.outputs(exportable, pixels.astype(np.float32))

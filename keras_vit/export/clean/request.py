@@ -19,6 +19,8 @@ class Case:
         signature: name of the signature; "" where a format has but one.
         inputs: the input of each name, strings as an object array of bytes.
         expected: the output of each name.
+        alone: the outputs for the first image in a batch of its own, where convolutions may sum in
+            another order; empty where that is not told apart.
         limit: what the comparison `measure` may reach.
         measure: "absolute", the largest difference; "relative", the same over the largest expected
             value; "cosine", the lowest cosine of two rows; "top1", the share of rows with the same
@@ -30,6 +32,19 @@ class Case:
     expected: dict[str, np.ndarray]
     limit: float
     measure: str = "absolute"
+    alone: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+
+    @property
+    def own_drift(self) -> float:
+        """How far the model's own answer to the first image changes with the batch it is in."""
+        changes = [
+            np.abs(alone - self.expected[name][:1]).max() for name, alone in self.alone.items()
+        ]
+        return float(max(changes, default=0.0))
+
+
+# The arrays of a case by name.
+_GROUPS = ("inputs", "expected", "alone")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -82,8 +97,10 @@ def write_request(folder: Path, request: Request) -> None:
         "cases": [
             {
                 **dataclasses.asdict(case),
-                "inputs": {name: stored(value) for name, value in case.inputs.items()},
-                "expected": {name: stored(value) for name, value in case.expected.items()},
+                **{
+                    group: {name: stored(value) for name, value in getattr(case, group).items()}
+                    for group in _GROUPS
+                },
             }
             for case in request.cases
         ],
@@ -104,8 +121,10 @@ def read_request(folder: Path) -> Request:
             Case(
                 **{
                     **case,
-                    "inputs": {name: loaded(value) for name, value in case["inputs"].items()},
-                    "expected": {name: loaded(value) for name, value in case["expected"].items()},
+                    **{
+                        group: {name: loaded(value) for name, value in case[group].items()}
+                        for group in _GROUPS
+                    },
                 }
             )
             for case in fields["cases"]

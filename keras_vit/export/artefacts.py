@@ -219,7 +219,9 @@ class _Job:
             pixels, outputs = expected.pixels, expected.of_pixels.of_batch
             if name == "tflite-int8-full":
                 pixels = np.stack(self._given(1))
-                outputs = references.outputs(exportable, pixels.astype(np.float32))
+                outputs = references.outputs(
+                    exportable, exportable.from_pixels(pixels.astype(np.float32))
+                )
             images = references.as_original(exportable, pixels)
             cases = (verification.file_case(exportable, name, images, outputs),)
         return requests.Request(

@@ -40,14 +40,18 @@ class References:
     Attributes:
         files: encoded images, an object array (B,) of bytes.
         pixels: the same through evaluation's decoding and resizing, rounded, uint8 (B, H, W, C).
+        values: the pixels in [-1, 1], float32.
         of_files: what it makes of the files.
         of_pixels: what it makes of the pixels.
+        of_values: what it makes of the values, whose rounding convolutions may amplify.
     """
 
     files: np.ndarray
     pixels: np.ndarray
+    values: np.ndarray
     of_files: Answers
     of_pixels: Answers
+    of_values: Answers
 
 
 def make_references(exportable: Exportable, images: Sequence[samples.Image] = ()) -> References:
@@ -68,11 +72,14 @@ def make_references(exportable: Exportable, images: Sequence[samples.Image] = ()
     if channels != 3:  # no decoder makes these: any values will do
         resized = np.ascontiguousarray(np.resize(resized, (*resized.shape[:3], channels)))
     pixels = np.round(resized).astype(np.uint8)
+    values = pixels.astype(np.float32) / np.float32(127.5) - 1
     return References(
         files=files,
         pixels=pixels,
-        of_files=_answers(exportable, resized),
-        of_pixels=_answers(exportable, pixels.astype(np.float32)),
+        values=values,
+        of_files=_answers(exportable, exportable.from_pixels(resized)),
+        of_pixels=_answers(exportable, exportable.from_pixels(pixels.astype(np.float32))),
+        of_values=_answers(exportable, exportable.from_normalized(values)),
     )
 
 
@@ -94,9 +101,9 @@ def compare_rebuilt(
     return requests.Check(name=name, measured=measured, limit=limit, passed=passed)
 
 
-def outputs(exportable: Exportable, pixels: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns every output of the rebuilt model by name, for float32 pixels 0..255."""
-    found = dict(exportable.outputs()(exportable.from_pixels(pixels), training=False))
+def outputs(exportable: Exportable, images: np.ndarray) -> dict[str, np.ndarray]:
+    """Returns every output of the rebuilt model by name, for images as its network takes them."""
+    found = dict(exportable.outputs()(images, training=False))
     if exportable.activation is not None:
         found["probabilities"] = exportable.activation(found["logits"])
     return {name: keras.ops.convert_to_numpy(value) for name, value in found.items()}
@@ -108,8 +115,8 @@ def as_original(exportable: Exportable, pixels: np.ndarray) -> np.ndarray:
     return images if exportable.takes == "pixels" else images / np.float32(127.5) - 1
 
 
-def _answers(exportable: Exportable, pixels: np.ndarray) -> Answers:
-    whole, first = outputs(exportable, pixels), outputs(exportable, pixels[:1])
+def _answers(exportable: Exportable, images: np.ndarray) -> Answers:
+    whole, first = outputs(exportable, images), outputs(exportable, images[:1])
     return Answers(of_batch=whole, of_first=first)
 
 

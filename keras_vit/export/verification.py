@@ -103,13 +103,12 @@ def savedmodel_cases(
             limit=SAVEDMODEL_LIMIT * _scale(answers.of_batch),
         )
 
-    files, pixels = references.files, references.pixels
-    values = (pixels.astype(np.float32) / 127.5 - 1).astype(np.float32)
-    of_files, of_pixels = references.of_files, references.of_pixels
+    files, pixels, values = references.files, references.pixels, references.values
+    of_files, of_pixels, of_values = references.of_files, references.of_pixels, references.of_values
     if exportable.activation is None:
         return (
             case("serving_default", "image_bytes", files, of_files, "features"),
-            case("pixels", "pixel_values", values, of_pixels, "features"),
+            case("pixels", "pixel_values", values, of_values, "features"),
             case("features", "images", pixels, of_pixels, "features"),
         )
     best = _best(of_files.of_batch["probabilities"], top_k=top_k)
@@ -123,7 +122,7 @@ def savedmodel_cases(
         case("serving_default", "image_bytes", files, answers, *best),
         case("classify", "inputs", examples, answers, "scores"),
         case("image_tensor", "images", pixels, of_pixels, "logits", "probabilities"),
-        case("pixels", "pixel_values", values, of_pixels, "logits", "probabilities"),
+        case("pixels", "pixel_values", values, of_values, "logits", "probabilities"),
     ]
     if exportable.config is not None:
         cases.append(case("features", "images", pixels, of_pixels, "features"))

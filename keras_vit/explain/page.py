@@ -162,11 +162,12 @@ def _pictures(subject: _Subject, target: int | None, names: list[str]) -> Iterat
         pictures.plot_attention_distance(attention.mean_attention_distance(model, inputs)),
         "How far each head looks, in this image alone; the paper averages over 128 images.",
     )
-    yield _Picture(
-        "positions",
-        pictures.plot_position_similarity(embeddings.position_similarity(model)),
-        "Which places the model has learned to be alike, whatever the image.",
-    )
+    if inside.find_vit(model).config.adds_positions:
+        yield _Picture(
+            "positions",
+            pictures.plot_position_similarity(embeddings.position_similarity(model)),
+            "Which places are alike in the model's position embeddings, whatever the image.",
+        )
     filters = embeddings.embedding_filters(model)
     if filters.components.shape[-1] in (1, 3):
         yield _Picture(

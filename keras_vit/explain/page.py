@@ -187,7 +187,8 @@ def _heads(model: keras.Model, inputs: np.ndarray) -> _Picture:
         weights = attention.attention_weights(model, inputs, layers=-1)[0, 0]
         taken, who = (weights[:, 0], "the class token")
         if not config.class_token:
-            taken, who = weights.mean(axis=1), "the average patch"
+            taken = weights[:, config.num_prefix_tokens :].mean(axis=1)
+            who = "the average patch"
         title = f"what {who} takes from each patch in layer {last}"
     figure = pictures.plot_heads(
         attention.on_grid(config, taken), title=title, unit="attention weight"

@@ -206,3 +206,16 @@ def test_recomputed_gradients_are_the_kept_ones(name: str) -> None:
         if one.path.endswith("key_norm/beta"):
             continue
         assert not np.array_equal(old, one), one.path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_variants_train_in_mixed_precision_with_every_dropout(name: str) -> None:
+    """What is computed anew has the precision of the first time."""
+    rates = ("dropout_rate", "attention_dropout_rate", "drop_path_rate")
+    config = dataclasses.replace(CONFIGS[name], remat=True, **dict.fromkeys(rates, 0.1))
+    model = randomize(VisionTransformer(config, dtype="mixed_bfloat16"))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.1), loss)
+    losses = model.fit(images_for(config), np.array([1, 2]), epochs=8, verbose=0).history["loss"]
+    assert losses[-1] < losses[0]

@@ -115,7 +115,9 @@ class TransformerBlock(keras.layers.Layer):
             return part(norm(tokens), seed=seeds[0], residual=tokens)
         branch = part(norm(tokens), seed=seeds[0])
         if self.layer_scale is not None:
-            branch = branch * getattr(self, f"{part.name}_scale")
+            # Cast by hand: Keras does not where the block is computed anew.
+            scale = getattr(self, f"{part.name}_scale")
+            branch = branch * keras.ops.cast(scale, branch.dtype)
         return tokens + (branch if seeds[1] is None else self.drop_path(branch, seed=seeds[1]))
 
     def compute_output_shape(self, input_shape: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -95,7 +95,7 @@ def test_relevance_is_that_of_finite_differences(name: str) -> None:
     )
     found = explain.class_relevance(model, images, classes)
     assert expected.std() > 1e-4
-    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=2e-5)
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=2e-6)
 
 
 def test_the_page_leaves_out_what_there_is_not(tmp_path: Path) -> None:

@@ -79,6 +79,7 @@ def test_tokens_and_positions_are_those_of_numpy(name: str) -> None:
     np.testing.assert_allclose(similarity, unit(table) @ unit(table).T, atol=TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_relevance_is_that_of_finite_differences(name: str) -> None:
     """The score is the mean of both classifiers, whose tokens answer in halves."""
@@ -98,6 +99,7 @@ def test_relevance_is_that_of_finite_differences(name: str) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_the_page_leaves_out_what_there_is_not(tmp_path: Path) -> None:
     """A model with relative positions has no picture of position embeddings."""
     pytest.importorskip("matplotlib")

@@ -54,6 +54,8 @@ class PositionedLayer(keras.layers.Layer):
                 self.position_prefix = self._table("position_prefix", placed)
             self.position_x = self._table("position_x", columns, hidden_dim // 2)
             self.position_y = self._table("position_y", rows, hidden_dim // 2)
+        if kind == "sincos_2d":
+            self._sines = sincos_table(grid, hidden_dim)
 
     def position_table(self) -> Any:
         """Returns the table (1, N, D); its rows of registers are zeros.
@@ -78,7 +80,7 @@ class PositionedLayer(keras.layers.Layer):
             table = keras.ops.convert_to_tensor(self.position_embedding)
             return table[:, : self._placed], table[:, self._placed :]
         if self._kind == "sincos_2d":
-            return nothing, keras.ops.convert_to_tensor(sincos_table(self._grid, width))
+            return nothing, keras.ops.convert_to_tensor(self._sines)
         x = keras.ops.expand_dims(keras.ops.convert_to_tensor(self.position_x), 1)
         y = keras.ops.expand_dims(keras.ops.convert_to_tensor(self.position_y), 2)
         halves = [keras.ops.broadcast_to(each, (1, rows, columns, width // 2)) for each in (x, y)]

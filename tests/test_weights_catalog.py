@@ -277,7 +277,7 @@ def test_stems_round_trip(name: augreg.AugRegName) -> None:
     row = resolve(name.variant, f"augreg/{name}")
     assert row.url.endswith(f"/augreg/{name}.npz")
     assert (row.classes, row.image_size, row.data) == (name.classes, name.image_size, name.data)
-    assert row.parameters == config.parameter_count(row.config)
+    assert row.parameters == variants.parameter_count(row.config)
 
 
 @hypothesis.given(name=names(), place=st.integers(0, 200), character=st.sampled_from("-_.0aT1"))

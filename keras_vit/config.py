@@ -17,6 +17,9 @@ PositionPlacement = Literal["input", "every_block", "every_block_shared"]
 ROOT_STRIDE = 4
 STEM_WIDTH = 64
 
+# What the width of a token must be a multiple of, for position embeddings made of parts.
+WIDTH_MULTIPLES = {"learned_2d": 2, "sincos_2d": 4}
+
 # Fields in which a network may depart from the published ones, docs/variants.md.
 DEPARTURES = (
     "position_embedding",
@@ -240,11 +243,12 @@ class ViTConfig:
             )
 
     def _check_positions(self) -> None:
-        kind, multiple = self.position_embedding, {"learned_2d": 2, "sincos_2d": 4}
-        if self.hidden_dim % multiple.get(str(kind), 1):
+        kind = self.position_embedding
+        multiple = WIDTH_MULTIPLES.get(str(kind), 1)
+        if self.hidden_dim % multiple:
             raise ValueError(
-                f'position_embedding="{kind}" needs a hidden_dim that is a multiple of '
-                f"{multiple[str(kind)]}. Received: hidden_dim={self.hidden_dim}."
+                f'position_embedding="{kind}" needs a hidden_dim that is a multiple of {multiple}. '
+                f"Received: hidden_dim={self.hidden_dim}."
             )
         if not self.adds_positions and self.position_placement != "input":
             raise ValueError(

@@ -165,6 +165,12 @@ BAD_ARGUMENTS = [
         "2x3 patches after 1 other tokens makes 7. Received: 6 tokens",
     ),
     (
+        lambda: layers.PatchEncoder(6, position_embedding="sincos_2d")(
+            np.zeros((1, 2, 3, 48), np.float32)
+        ),
+        "'sincos_2d' need tokens whose width is a multiple of 4. Received: 6",
+    ),
+    (
         lambda: layers.MultiHeadSelfAttention(2, relative_grid=(2, 3))(
             np.zeros((1, 5, 8), np.float32)
         ),

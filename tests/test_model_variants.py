@@ -219,3 +219,21 @@ def test_variants_train_in_mixed_precision_with_every_dropout(name: str) -> None
     model.compile(keras.optimizers.SGD(0.1), loss)
     losses = model.fit(images_for(config), np.array([1, 2]), epochs=8, verbose=0).history["loss"]
     assert losses[-1] < losses[0]
+
+
+def test_fresh_variants_start_as_their_sources_say() -> None:
+    """Factors at their value, tokens and tables small, and no two registers alike."""
+    config = dataclasses.replace(
+        CONFIGS["all, relative"], num_registers=8, hidden_dim=96, input_shape=(96, 96, 3)
+    )
+    model = VisionTransformer(config)
+    arrays = variants_oracle.arrays(model)
+    np.testing.assert_array_equal(arrays["block_0/attention_scale"], np.full(96, 0.5))
+    np.testing.assert_array_equal(arrays["block_1/mlp_scale"], np.full(96, 0.5))
+    assert not arrays["patch_encoder/class_token"].any()
+    for path in ("patch_encoder/registers", "block_1/attention/relative_bias"):
+        assert arrays[path].std() == pytest.approx(0.02, rel=0.1), path
+    assert arrays["patch_encoder/distillation_token"].std() == pytest.approx(0.02, rel=0.3)
+    registers = arrays["patch_encoder/registers"][0]
+    assert len(np.unique(registers, axis=0)) == 8
+    assert (arrays["block_0/attention/query_norm/gamma"] == 1).all()

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from keras_vit.config import WIDTH_MULTIPLES
 from keras_vit.layers.initialization import initializer
 
 # From BERT, as the original says (vit_jax/models_vit.py, Encoder).
@@ -40,7 +41,16 @@ class PositionedLayer(keras.layers.Layer):
             hidden_dim: width D of a token.
             num_prefix_tokens: tokens before the patches'.
             num_registers: how many of them, the last ones, are registers, which have no place.
+
+        Raises:
+            ValueError: the width cannot be cut into the parts that the table is made of.
         """
+        multiple = WIDTH_MULTIPLES.get(str(kind), 1)
+        if hidden_dim % multiple:
+            raise ValueError(
+                f"Positions {kind!r} need tokens whose width is a multiple of {multiple}. "
+                f"Received: {hidden_dim}."
+            )
         self._kind, self._grid, self._width = kind, grid, hidden_dim
         self._registers = num_registers
         self._placed = placed = num_prefix_tokens - num_registers

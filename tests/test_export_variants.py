@@ -45,6 +45,15 @@ def test_every_format_is_written_and_verified(name, tmp_path):
     np.testing.assert_allclose(answer, expected, atol=LIMIT)
 
 
+def test_a_hybrid_that_tflite_cannot_hold_is_refused_at_once(tmp_path):
+    """The sentence names the fields and the formats that are left; nothing is written."""
+    model = served_model(resnet_layers=(), patch_size=2, num_layers=1, num_registers=1)
+    message = "savedmodel or onnx. Received: a hybrid with num_registers set"
+    with pytest.raises(ValueError, match=message):
+        export(model, tmp_path / "v", formats=["onnx", "tflite-int8"])
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_the_writers_by_hand_leave_variants_alone(name):
     """No variant reaches a forward pass that was written for the published networks."""

@@ -23,10 +23,11 @@ from keras_vit.applications import (
     ViTSo400m14,
     ViTTi16,
 )
-from keras_vit.config import VARIANTS, ViTConfig, parameter_count, variant
+from keras_vit.config import ViTConfig
 from keras_vit.model import VisionTransformer
 from keras_vit.parallel import layout_map
 from keras_vit.preprocessing import decode_predictions, preprocess_input
+from keras_vit.variants import VARIANTS, parameter_count, variant
 from keras_vit.version import __version__
 from keras_vit.weights import resize
 

@@ -247,7 +247,8 @@ def freeze(model: VisionTransformer, *, blocks: int) -> None:
             f"Received: blocks={blocks!r}."
         )
     names = [layer.name for layer in model.layers]
-    first = names.index(f"block_{blocks}" if blocks < model.config.num_layers else "encoder_norm")
+    starts = (f"positions_{blocks}", f"block_{blocks}", "encoder_norm")
+    first = min(names.index(name) for name in starts if name in names)
     for place, layer in enumerate(model.layers):
         layer.trainable = place >= first
 
@@ -264,7 +265,8 @@ def _checked(targets: str | Iterable[str]) -> tuple[str, ...]:
 
 
 def _is_adapter(path: str) -> bool:
-    return path.startswith("head/") or path.rsplit("/", 1)[-1] in ("lora_a", "lora_b")
+    is_thin = path.rsplit("/", 1)[-1] in ("lora_a", "lora_b")
+    return is_thin or path.startswith(("head/", "distillation_head/"))
 
 
 def _copy_weights(source: keras.Model, target: keras.Model) -> None:

@@ -7,9 +7,10 @@ from typing import Any, Protocol
 
 import keras
 
-from keras_vit.config import VARIANTS, Pooling, ViTConfig, parameter_count
+from keras_vit.config import Pooling, ViTConfig
 from keras_vit.layers.initialization import overwritten_weights
 from keras_vit.model import VisionTransformer
+from keras_vit.variants import VARIANTS, parameter_count
 from keras_vit.weights import loading
 from keras_vit.weights.checkpoint import Checkpoint, open_checkpoint
 from keras_vit.weights.source import locate

@@ -1,4 +1,4 @@
-"""Describes a Vision Transformer: `ViTConfig`, the table of variants, their parameter counts.
+"""Describes a Vision Transformer: `ViTConfig`.
 
 Knows no framework: importing this module costs nothing.
 """
@@ -8,12 +8,27 @@ from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 Pooling = Literal["token", "avg", "map"]
-Activation = Literal["gelu_tanh", "gelu"]
+Activation = Literal["gelu_tanh", "gelu", "swiglu"]
+PositionEmbedding = Literal["learned", "learned_2d", "sincos_2d", "relative"]
+PositionPlacement = Literal["input", "every_block", "every_block_shared"]
 
 # A ResNet root halves twice (7x7/2 convolution, 3x3/2 max-pool) before any stage
 # (google-research/vision_transformer, vit_jax/models_vit.py).
 ROOT_STRIDE = 4
 STEM_WIDTH = 64
+
+# What the width of a token must be a multiple of, for position embeddings made of parts.
+WIDTH_MULTIPLES = {"learned_2d": 2, "sincos_2d": 4}
+
+# Fields in which a network may depart from the published ones, docs/variants.md.
+DEPARTURES = (
+    "position_embedding",
+    "position_placement",
+    "num_registers",
+    "layer_scale",
+    "query_key_norm",
+    "distillation_token",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,7 +59,8 @@ class ViTConfig:
         resnet_layers: units in each stage of the hybrids' ResNet stem; () for the root alone, None
             for no stem.
         activation: the GELU of the MLPs: "gelu_tanh" is the original's, "gelu" the exact form that
-            other libraries use.
+            other libraries use; or "swiglu", whose gate doubles the first kernel (arXiv
+            2002.05202).
         layer_norm_epsilon: epsilon of every layer normalisation; 1e-6 in the original.
         dropout_rate: dropout after the position embeddings and after each dense layer except query,
             key and value.
@@ -54,6 +70,18 @@ class ViTConfig:
             the gradient: less memory, more time, the same numbers.
         classifier_activation: activation after the classifier, e.g. "softmax"; None for logits.
         include_preprocessing: whether the model takes pixels 0..255 and scales them to [-1, 1].
+        position_embedding: how tokens know their place (arXiv 2010.11929, Appendix D.4): "learned"
+            for each (1-D, the original's), "learned_2d" for each row and column, "sincos_2d" fixed,
+            "relative" as a learned bias of attention, or None.
+        position_placement: where they are added: once at the "input", at the input of "every_block"
+            with a table for each, or "every_block_shared" with one for all.
+        num_registers: learned tokens without place that stand before the patch tokens and after
+            the class token (arXiv 2309.16588).
+        layer_scale: initial value of a learned factor for each channel of each residual branch
+            (arXiv 2103.17239); None for none.
+        query_key_norm: whether queries and keys are normalised in each head (arXiv 2302.05442).
+        distillation_token: whether a second learned token, after the class token, has a second
+            classifier, `distillation_head`; the model answers the mean of both (arXiv 2012.12877).
 
     Raises:
         ValueError: a number is out of range, or the parts do not fit each other.
@@ -78,11 +106,19 @@ class ViTConfig:
     remat: bool = False
     classifier_activation: str | None = None
     include_preprocessing: bool = False
+    position_embedding: PositionEmbedding | None = "learned"
+    position_placement: PositionPlacement = "input"
+    num_registers: int = 0
+    layer_scale: float | None = None
+    query_key_norm: bool = False
+    distillation_token: bool = False
 
     def __post_init__(self) -> None:
         self._check_numbers()
         self._check_choices()
         self._check_image()
+        self._check_positions()
+        self._check_tokens()
 
     @property
     def stride(self) -> int:
@@ -98,9 +134,19 @@ class ViTConfig:
         return height // self.stride, width // self.stride
 
     @property
+    def num_prefix_tokens(self) -> int:
+        """Tokens before the patches': class token, distillation token, registers, in this order."""
+        return self.class_token + self.distillation_token + self.num_registers
+
+    @property
     def num_tokens(self) -> int:
-        """Tokens N that the blocks see: the patches, and the class token if there is one."""
-        return self.grid[0] * self.grid[1] + self.class_token
+        """Tokens N that the blocks see: those before the patches', and the patches'."""
+        return self.num_prefix_tokens + self.grid[0] * self.grid[1]
+
+    @property
+    def adds_positions(self) -> bool:
+        """Whether position embeddings are added to tokens, at the input or before blocks."""
+        return self.position_embedding not in (None, "relative")
 
     @property
     def patch_channels(self) -> int:
@@ -110,6 +156,16 @@ class ViTConfig:
         if not self.resnet_layers:
             return STEM_WIDTH
         return int(4 * STEM_WIDTH * 2 ** (len(self.resnet_layers) - 1))
+
+    @property
+    def departures(self) -> tuple[str, ...]:
+        """Fields in which the network departs from the published ones.
+
+        The layouts of other libraries have no room for these, nor have the hand-written exports.
+        """
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        changed = [name for name in DEPARTURES if getattr(self, name) != defaults[name]]
+        return (*changed, *(("activation",) if self.activation == "swiglu" else ()))
 
     def drop_path_rates(self) -> tuple[float, ...]:
         """Returns each block's stochastic depth: 0 at the first, rising to `drop_path_rate`."""
@@ -150,13 +206,22 @@ class ViTConfig:
         for name in ("dropout_rate", "attention_dropout_rate", "drop_path_rate"):
             self._require(0 <= getattr(self, name) < 1, name, "in [0, 1)")
         self._require(self.layer_norm_epsilon > 0, "layer_norm_epsilon", "above 0")
+        count = self.num_registers
+        self._require(count == 0 or _is_count(count), "num_registers", "a whole number from 0")
+        scale = self.layer_scale
+        self._require(scale is None or scale > 0, "layer_scale", "above 0, or None")
         divides = self.hidden_dim % self.num_heads == 0
         self._require(divides, "hidden_dim", f"a multiple of num_heads={self.num_heads}")
 
     def _check_choices(self) -> None:
-        poolings, activations = [*get_args(Pooling), None], list(get_args(Activation))
-        self._require(self.pooling in poolings, "pooling", f"one of {poolings}")
-        self._require(self.activation in activations, "activation", f"one of {activations}")
+        choices = {
+            "pooling": [*get_args(Pooling), None],
+            "activation": list(get_args(Activation)),
+            "position_embedding": [*get_args(PositionEmbedding), None],
+            "position_placement": list(get_args(PositionPlacement)),
+        }
+        for name, allowed in choices.items():
+            self._require(getattr(self, name) in allowed, name, f"one of {allowed}")
         if self.pooling == "token" and not self.class_token:
             raise ValueError(
                 'pooling="token" needs class_token=True; without one use pooling="avg" or "map".'
@@ -177,122 +242,35 @@ class ViTConfig:
                 f"{(*near, shape[2])}."
             )
 
+    def _check_positions(self) -> None:
+        kind = self.position_embedding
+        multiple = WIDTH_MULTIPLES.get(str(kind), 1)
+        if self.hidden_dim % multiple:
+            raise ValueError(
+                f'position_embedding="{kind}" needs a hidden_dim that is a multiple of {multiple}. '
+                f"Received: hidden_dim={self.hidden_dim}."
+            )
+        if not self.adds_positions and self.position_placement != "input":
+            raise ValueError(
+                f"position_embedding={kind!r} adds nothing to tokens that could stand elsewhere; "
+                'leave position_placement at "input". '
+                f"Received: position_placement={self.position_placement!r}."
+            )
+
+    def _check_tokens(self) -> None:
+        is_classifier = self.pooling == "token" and self.classes is not None
+        if self.distillation_token and (not is_classifier or self.representation_dim is not None):
+            raise ValueError(
+                "distillation_token=True needs class_token=True, classes, "
+                'pooling="token" and no representation_dim. Received: '
+                f"class_token={self.class_token}, classes={self.classes}, "
+                f"pooling={self.pooling!r}, representation_dim={self.representation_dim}."
+            )
+
     def _require(self, fits: bool, name: str, allowed: str) -> None:
         if not fits:
             raise ValueError(f"{name} must be {allowed}. Received: {name}={getattr(self, name)!r}.")
 
 
-def parameter_count(config: ViTConfig) -> int:
-    """Counts the trainable parameters of a config without building it.
-
-    Example:
-        >>> parameter_count(VARIANTS["B/16"])
-        86567656
-    """
-    d, m = config.hidden_dim, config.mlp_dim
-    norm, mlp, attention = 2 * d, d * m + m + m * d + d, 4 * (d * d + d)
-    count = _stem_parameter_count(config)
-    count += config.patch_size**2 * config.patch_channels * d + d  # patch projection
-    count += config.num_tokens * d + config.class_token * d  # positions, class token
-    count += config.num_layers * (norm + attention + norm + mlp) + norm
-    if config.pooling == "map":
-        count += d + attention + norm + mlp
-    if config.representation_dim is not None:
-        count += d * config.representation_dim + config.representation_dim
-        d = config.representation_dim
-    if config.classes is not None:
-        count += d * config.classes + config.classes
-    return count
-
-
-def _stem_parameter_count(config: ViTConfig) -> int:
-    if config.resnet_layers is None:
-        return 0
-    count = 7 * 7 * config.input_shape[2] * STEM_WIDTH + 2 * STEM_WIDTH
-    channels = STEM_WIDTH
-    for stage, units in enumerate(config.resnet_layers):
-        width = STEM_WIDTH * 2**stage
-        out = 4 * width
-        for unit in range(units):
-            count += channels * width + 9 * width * width + width * out  # conv1, conv2, conv3
-            count += 2 * width + 2 * width + 2 * out  # gn1, gn2, gn3
-            if unit == 0:
-                count += channels * out + 2 * out  # conv_proj, gn_proj
-            channels = out
-    return count
-
-
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-# Sizes: name -> hidden_dim, mlp_dim, num_heads, num_layers.
-SIZES: Mapping[str, tuple[int, int, int, int]] = {
-    "Ti": (192, 768, 3, 12),  # arXiv 2106.10270, Table 2
-    "S": (384, 1536, 6, 12),  # arXiv 2106.10270, Table 2
-    "B": (768, 3072, 12, 12),  # arXiv 2010.11929, Table 1
-    "L": (1024, 4096, 16, 24),  # arXiv 2010.11929, Table 1
-    "H": (1280, 5120, 16, 32),  # arXiv 2010.11929, Table 1
-    "g": (1408, 6144, 16, 40),  # arXiv 2106.04560, Table 2
-    "G": (1664, 8192, 16, 48),  # arXiv 2106.04560, Table 2
-    "So400m": (
-        1152,
-        4304,
-        16,
-        27,
-    ),  # arXiv 2305.13035, Section 5 (shape-optimised for 400 M parameters)
-}
-
-
-def _variant(size: str, patch_size: int, **fields: Any) -> ViTConfig:
-    hidden_dim, mlp_dim, num_heads, num_layers = SIZES[size]
-    return ViTConfig(
-        patch_size=patch_size,
-        hidden_dim=hidden_dim,
-        mlp_dim=mlp_dim,
-        num_heads=num_heads,
-        num_layers=num_layers,
-        **fields,
-    )
-
-
-def _map_variant(size: str, patch_size: int) -> ViTConfig:
-    # The scaled-up models pool by attention, without a class token (arXiv 2106.04560, Section 3).
-    return _variant(size, patch_size, pooling="map", class_token=False)
-
-
-# The hybrids' stages: google-research/vision_transformer, vit_jax/configs/models.py.
-VARIANTS: Mapping[str, ViTConfig] = {
-    "Ti/16": _variant("Ti", 16),
-    "S/16": _variant("S", 16),
-    "S/32": _variant("S", 32),
-    "B/8": _variant("B", 8),
-    "B/16": _variant("B", 16),
-    "B/32": _variant("B", 32),
-    "L/16": _variant("L", 16),
-    "L/32": _variant("L", 32),
-    "H/14": _variant("H", 14),
-    "g/14": _map_variant("g", 14),
-    "G/14": _map_variant("G", 14),
-    "So400m/14": _map_variant("So400m", 14),
-    "R+Ti/16": _variant("Ti", 8, resnet_layers=()),
-    "R26+S/32": _variant("S", 1, resnet_layers=(2, 2, 2, 2)),
-    "R26+B/32": _variant("B", 1, resnet_layers=(2, 2, 2, 2)),
-    "R50+B/16": _variant("B", 1, resnet_layers=(3, 4, 9)),
-    "R50+L/32": _variant("L", 1, resnet_layers=(3, 4, 6, 3)),
-}
-
-
-def variant(name: str) -> ViTConfig:
-    """Returns the config of a published variant.
-
-    Example:
-        >>> variant("L/32").num_layers
-        24
-
-    Raises:
-        ValueError: the name is not in the table.
-    """
-    if name not in VARIANTS:
-        raise ValueError(f"There is no variant {name!r}; the variants are {', '.join(VARIANTS)}.")
-    return VARIANTS[name]

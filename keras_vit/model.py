@@ -56,7 +56,7 @@ class VisionTransformer(backend.ExactTrainer, Functional):
     @property
     def feature_names(self) -> tuple[str, ...]:
         """Names of the intermediate results that `features` returns, in order."""
-        skipped = ("images", "rescaling", "patches")
+        skipped = ("images", "rescaling", "patches", "positions")
         return tuple(layer.name for layer in self.layers if layer.name not in skipped)
 
     def features(self, images: Any, names: Iterable[str] | None = None) -> dict[str, Any]:
@@ -83,6 +83,15 @@ class VisionTransformer(backend.ExactTrainer, Functional):
             )
         return keras.Model(self.input, {name: self.get_layer(name).output for name in wanted})
 
+    def encode(self, tokens: Any, *, training: bool | None = None) -> Any:
+        """Continues from the patch encoder's tokens (B, N, D) to the encoder's, (B, N, D)."""
+        for index in range(self.config.num_layers):
+            positions = position_layer(self.config, index)
+            if positions is not None:
+                tokens = self.get_layer(positions)(tokens)
+            tokens = self.get_layer(f"block_{index}")(tokens, training=training)
+        return self.get_layer("encoder_norm")(tokens)
+
     def get_config(self) -> dict[str, Any]:
         return {
             "config": self.config.to_dict(),
@@ -98,13 +107,19 @@ class VisionTransformer(backend.ExactTrainer, Functional):
         return cls(**{**config, "config": ViTConfig.from_dict(config["config"])})
 
 
+def position_layer(config: ViTConfig, block: int) -> str | None:
+    """Returns the name of the layer that adds positions before a block; None for no such layer."""
+    names = {"every_block": f"positions_{block}", "every_block_shared": "positions"}
+    return names.get(config.position_placement)
+
+
 def _forward(config: ViTConfig, dtype: str, images: Any) -> Any:
     """Applies the network to images (B, H, W, channels)."""
-    return _head(config, dtype, _tokens(config, dtype, images))
+    return _head(config, dtype, _encoder(config, dtype, _tokens(config, dtype, images)))
 
 
 def _tokens(config: ViTConfig, dtype: str, images: Any) -> Any:
-    """Returns the encoder's tokens (B, N, D)."""
+    """Returns the tokens of the patches and those before them, (B, N, D)."""
     x = images
     if config.include_preprocessing:
         x = keras.layers.Rescaling(1 / 127.5, offset=-1.0, dtype="float32", name="rescaling")(x)
@@ -113,14 +128,29 @@ def _tokens(config: ViTConfig, dtype: str, images: Any) -> Any:
             x
         )  # (B, H/S, W/S, 64..)
     x = layers.Patches(config.patch_size, dtype=dtype, name="patches")(x)  # (B, h, w, P*P*channels)
-    x = layers.PatchEncoder(
+    is_added_here = config.adds_positions and config.position_placement == "input"
+    return layers.PatchEncoder(
         config.hidden_dim,
         class_token=config.class_token,
         dropout_rate=config.dropout_rate,
+        position_embedding=config.position_embedding if is_added_here else None,
+        num_registers=config.num_registers,
+        distillation_token=config.distillation_token,
         dtype=dtype,
         name="patch_encoder",
     )(x)  # (B, N, D)
+
+
+def _encoder(config: ViTConfig, dtype: str, tokens: Any) -> Any:
+    """Applies the blocks, and positions before them, to tokens (B, N, D)."""
+    x = tokens
+    added = {}
     for index, drop_path_rate in enumerate(config.drop_path_rates()):
+        positions = position_layer(config, index)
+        if positions is not None:
+            if positions not in added:
+                added[positions] = _positions(config, dtype, positions)
+            x = added[positions](x)  # (B, N, D)
         x = layers.TransformerBlock(
             config.num_heads,
             config.mlp_dim,
@@ -130,6 +160,9 @@ def _tokens(config: ViTConfig, dtype: str, images: Any) -> Any:
             attention_dropout_rate=config.attention_dropout_rate,
             drop_path_rate=drop_path_rate,
             remat=config.remat,
+            layer_scale=config.layer_scale,
+            query_key_norm=config.query_key_norm,
+            relative_grid=config.grid if config.position_embedding == "relative" else None,
             dtype=dtype,
             name=f"block_{index}",
         )(x)  # (B, N, D)
@@ -138,23 +171,20 @@ def _tokens(config: ViTConfig, dtype: str, images: Any) -> Any:
     )(x)  # (B, N, D)
 
 
+def _positions(config: ViTConfig, dtype: str, name: str) -> keras.layers.Layer:
+    return layers.PositionEmbedding(
+        config.position_embedding,
+        grid=config.grid,
+        num_prefix_tokens=config.num_prefix_tokens,
+        num_registers=config.num_registers,
+        dtype=dtype,
+        name=name,
+    )
+
+
 def _head(config: ViTConfig, dtype: str, tokens: Any) -> Any:
     """Makes of tokens (B, N, D) what the model gives: one vector, a representation, logits."""
-    x = tokens
-    if config.pooling == "map":
-        x = layers.AttentionPooling(
-            config.num_heads,
-            config.mlp_dim,
-            activation=config.activation,
-            layer_norm_epsilon=config.layer_norm_epsilon,
-            dtype=dtype,
-            name="pooling",
-        )(x)  # (B, D)
-    elif config.pooling is not None:
-        pooling = layers.TokenPooling(
-            config.pooling, class_token=config.class_token, dtype=dtype, name="pooling"
-        )
-        x = pooling(x)  # (B, D)
+    x = _pooled(config, dtype, tokens)  # (B, D), or (B, N, D) without pooling
     if config.representation_dim is not None:
         x = layers.TokenDense(
             config.representation_dim,
@@ -165,11 +195,35 @@ def _head(config: ViTConfig, dtype: str, tokens: Any) -> Any:
         )(x)  # (B, representation_dim)
     if config.classes is None:
         return x
-    # In float32 whatever the policy: bfloat16 logits would round away small differences.
-    x = keras.layers.Dense(
-        config.classes, kernel_initializer="zeros", dtype="float32", name="head"
-    )(x)  # (B, C)
+    x = _classifier(config.classes, "head")(x)  # (B, C)
+    if config.distillation_token:
+        second = layers.TokenPooling("token", token=1, dtype=dtype, name="distillation_pooling")
+        y = _classifier(config.classes, "distillation_head")(second(tokens))  # (B, C)
+        x = keras.layers.Average(dtype="float32", name="logits")([x, y])  # (B, C)
     if config.classifier_activation not in (None, "linear"):
         activation = config.classifier_activation
         x = keras.layers.Activation(activation, dtype="float32", name="classifier_activation")(x)
     return x
+
+
+def _pooled(config: ViTConfig, dtype: str, tokens: Any) -> Any:
+    """Makes one vector (B, D) of tokens (B, N, D), or leaves them."""
+    if config.pooling is None:
+        return tokens
+    if config.pooling == "map":
+        return layers.AttentionPooling(
+            config.num_heads,
+            config.mlp_dim,
+            activation=config.activation,
+            layer_norm_epsilon=config.layer_norm_epsilon,
+            dtype=dtype,
+            name="pooling",
+        )(tokens)
+    return layers.TokenPooling(
+        config.pooling, num_prefix_tokens=config.num_prefix_tokens, dtype=dtype, name="pooling"
+    )(tokens)
+
+
+def _classifier(classes: int, name: str) -> keras.layers.Layer:
+    # In float32 whatever the policy: bfloat16 logits would round away small differences.
+    return keras.layers.Dense(classes, kernel_initializer="zeros", dtype="float32", name=name)

@@ -1,5 +1,7 @@
 """Fixtures that several test files share; two devices, so that strategies can be tested."""
 
+import dataclasses
+
 import keras
 import numpy as np
 import pytest
@@ -22,6 +24,19 @@ TINY = ViTConfig(
     num_heads=3,
     num_layers=3,
     classes=7,
+)
+
+
+# All that may depart from the published networks at once.
+VARIED = dataclasses.replace(
+    TINY,
+    num_layers=2,
+    position_embedding="relative",
+    num_registers=1,
+    layer_scale=0.1,
+    query_key_norm=True,
+    activation="swiglu",
+    distillation_token=True,
 )
 
 

@@ -4,6 +4,7 @@ Slow and literal on purpose: tokens are walked one by one where the package uses
 """
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,7 @@ def rollout(found: Pass, config: keras_vit.ViTConfig) -> np.ndarray:
                 below += amount * 0.5 * row
                 below[token] += amount * 0.5
             share = below
-        heatmaps.append(share[int(config.class_token) :].reshape(config.grid))
+        heatmaps.append(share[first_patch(config) :].reshape(config.grid))
     return np.stack(heatmaps)
 
 
@@ -114,16 +115,22 @@ def first_share(found: Pass, config: keras_vit.ViTConfig, image: int) -> np.ndar
     if found.pooling is not None:
         return found.pooling[image].mean(axis=0)[0]
     share = np.zeros(config.num_tokens)
-    if config.pooling == "token":
+    if config.distillation_token:
+        share[0] = share[1] = 0.5  # the answer is the mean of both tokens' classifiers
+    elif config.pooling == "token":
         share[0] = 1
     else:
-        share[int(config.class_token) :] = 1 / (config.num_tokens - config.class_token)
+        share[first_patch(config) :] = 1 / (config.grid[0] * config.grid[1])
     return share
+
+
+def first_patch(config: keras_vit.ViTConfig) -> int:
+    return config.num_tokens - config.grid[0] * config.grid[1]
 
 
 def distance(found: Pass, config: keras_vit.ViTConfig) -> np.ndarray:
     """Walks over every pair of patches: (L, H)."""
-    first, (rows, columns) = int(config.class_token), config.grid
+    first, (rows, columns) = first_patch(config), config.grid
     places = [(row, column) for row in range(rows) for column in range(columns)]
     result = np.zeros((config.num_layers, config.num_heads))
     for layer, weights in enumerate(found.weights):
@@ -137,10 +144,13 @@ def distance(found: Pass, config: keras_vit.ViTConfig) -> np.ndarray:
 
 
 def relevance(
-    p: dict[str, np.ndarray], image: np.ndarray, config: keras_vit.ViTConfig, target: int
+    forward: Callable[..., Pass], image: np.ndarray, config: keras_vit.ViTConfig, target: int
 ) -> np.ndarray:
-    """Class relevance (h, w) of one image with gradients by central differences."""
-    found = run(p, image[None], str(config.pooling))
+    """Class relevance (h, w) of one image with gradients by central differences.
+
+    `forward` is `run` for given weights: from images, and deltas, to a pass.
+    """
+    found = forward(image[None], None)
     weighted = []
     layers = [*found.weights, *([found.pooling] if found.pooling is not None else [])]
     for layer, weights in enumerate(layers):
@@ -151,7 +161,7 @@ def relevance(
                 deltas: list[Any] = [0.0] * (len(found.weights) + 1)
                 deltas[layer] = np.zeros(gradient.shape)
                 deltas[layer][place] = step
-                scores.append(run(p, image[None], str(config.pooling), deltas).logits[0, target])
+                scores.append(forward(image[None], deltas).logits[0, target])
             gradient[place] = (scores[0] - scores[1]) / 2e-5
         weighted.append(np.maximum(gradient * weights[0], 0).mean(axis=0))
     total = np.eye(config.num_tokens)
@@ -159,11 +169,9 @@ def relevance(
         total = total + matrix @ total
     if found.pooling is not None:
         row = (weighted[-1] @ total)[0]
-    elif config.pooling == "token":
-        row = total[0]
     else:
-        row = total[int(config.class_token) :].mean(axis=0)
-    return row[int(config.class_token) :].reshape(config.grid)
+        row = first_share(found, config, 0) @ total
+    return row[first_patch(config) :].reshape(config.grid)
 
 
 def tokens_before(model: keras.Model, images: np.ndarray) -> np.ndarray:

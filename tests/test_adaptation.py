@@ -9,7 +9,7 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
-from conftest import TINY, randomize
+from conftest import TINY, VARIED, randomize
 
 import keras_vit
 from keras_vit import adaptation, explain
@@ -201,7 +201,7 @@ def test_adapted_models_are_saved_as_keras_files(
     assert out["names"].tolist() == [v.path for v in adapted.trainable_variables]
 
 
-@pytest.mark.parametrize("config", [HYBRID, dataclasses.replace(TINY, classes=None)])
+@pytest.mark.parametrize("config", [HYBRID, dataclasses.replace(TINY, classes=None), VARIED])
 def test_other_models_are_adapted(config: keras_vit.ViTConfig) -> None:
     """Hybrids, attention pooling and feature models too; only blocks have thin matrices."""
     model = randomize(VisionTransformer(config))
@@ -209,6 +209,10 @@ def test_other_models_are_adapted(config: keras_vit.ViTConfig) -> None:
     images = np.ones((1, *config.input_shape), np.float32)
     np.testing.assert_array_equal(adapted(images), model(images))
     assert len(adapted.adapted_layers()) == 4 * config.num_layers
+    names = {v.path.rsplit("/", 1)[0] for v in adapted.trainable_variables}
+    heads = {name for name in names if name.endswith("head")}
+    assert len(heads) == (config.classes is not None) + config.distillation_token
+    assert names == heads | {layer.path for layer in adapted.adapted_layers()}
 
 
 @pytest.mark.slow
@@ -274,6 +278,18 @@ def test_freezing_by_depth(images: np.ndarray) -> None:
     assert model.trainable_variables[0].path.startswith("block_0/")
     keras_vit.freeze(model, blocks=3)
     assert {v.path.split("/")[0] for v in model.trainable_variables} == {"encoder_norm", "head"}
+
+
+@pytest.mark.parametrize("placement", ["every_block", "every_block_shared"])
+def test_positions_freeze_with_their_block(placement: str) -> None:
+    """Those of a block that trains do, those of all blocks freeze with the first."""
+    model = VisionTransformer(dataclasses.replace(TINY, position_placement=placement))
+    keras_vit.freeze(model, blocks=1)
+    first = model.trainable_variables[0].path.split("/")[0]
+    assert first == ("positions_1" if placement == "every_block" else "block_1")
+    keras_vit.freeze(model, blocks=0)
+    first = model.trainable_variables[0].path.split("/")[0]
+    assert first == ("positions_0" if placement == "every_block" else "block_0")
 
 
 @pytest.mark.parametrize("blocks", [-1, 4])

@@ -12,7 +12,8 @@ import pytest
 
 import keras_vit
 from keras_vit.applications import BUILDERS
-from keras_vit.config import VARIANTS, ViTConfig
+from keras_vit.config import ViTConfig
+from keras_vit.variants import VARIANTS
 
 TI16 = VARIANTS["Ti/16"]
 SMALL = (32, 48, 3)

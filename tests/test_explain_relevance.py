@@ -33,9 +33,13 @@ def expected_relevance(
     arrays = explain_oracle.arrays(model, folder)
     if model.config.resnet_layers is not None:
         images = explain_oracle.tokens_before(model, images)
+
+    def forward(images: np.ndarray, deltas: list | None) -> explain_oracle.Pass:
+        return explain_oracle.run(arrays, images, str(model.config.pooling), deltas)
+
     return np.stack(
         [
-            explain_oracle.relevance(arrays, image, model.config, target)
+            explain_oracle.relevance(forward, image, model.config, target)
             for image, target in zip(images, classes, strict=True)
         ]
     )

@@ -9,10 +9,10 @@ import tensorflow as tf
 from conftest import randomize
 from exported import LABELS, SERVED, photo, served_model
 
-from keras_vit.config import variant
 from keras_vit.export import arguments, export
 from keras_vit.export.rebuild import rebuild
 from keras_vit.model import VisionTransformer
+from keras_vit.variants import variant
 
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")

@@ -8,75 +8,14 @@ import numpy as np
 import pytest
 from conftest import randomize
 from keras.src import testing
+from layer_contracts import CONTRACTS
 
 from keras_vit import layers
-
-# Class, arguments, input shape, output shape, trainable weights, seed generators, mixed precision.
-CONTRACTS: list[tuple[type, dict[str, Any], tuple[int, ...], tuple[int, ...], int, int]] = [
-    (layers.Patches, {"patch_size": 4}, (2, 8, 12, 3), (2, 2, 3, 48), 0, 0),
-    (layers.PatchEncoder, {"hidden_dim": 8}, (2, 2, 3, 48), (2, 7, 8), 4, 0),
-    (
-        layers.PatchEncoder,
-        {"hidden_dim": 8, "class_token": False, "dropout_rate": 0.5},
-        (2, 2, 3, 48),
-        (2, 6, 8),
-        3,
-        1,
-    ),
-    (layers.TokenDense, {"units": 6}, (2, 5, 4), (2, 5, 6), 2, 0),
-    (layers.TokenDense, {"units": 6, "activation": "gelu"}, (2, 4), (2, 6), 2, 0),
-    (layers.MLP, {"mlp_dim": 16}, (2, 5, 8), (2, 5, 8), 4, 0),
-    (layers.MLP, {"mlp_dim": 16, "dropout_rate": 0.5}, (2, 5, 8), (2, 5, 8), 4, 1),
-    (layers.MultiHeadSelfAttention, {"num_heads": 2}, (2, 5, 8), (2, 5, 8), 4, 0),
-    (
-        layers.MultiHeadSelfAttention,
-        {"num_heads": 2, "attention_dropout_rate": 0.5, "dropout_rate": 0.5},
-        (2, 5, 8),
-        (2, 5, 8),
-        4,
-        1,
-    ),
-    (layers.LayerNormalization, {"epsilon": 1e-3}, (2, 5, 8), (2, 5, 8), 2, 0),
-    (layers.DropPath, {"rate": 0.5}, (2, 5, 8), (2, 5, 8), 0, 1),
-    (layers.DropPath, {"rate": 0.0}, (2, 5, 8), (2, 5, 8), 0, 0),
-    (layers.TransformerBlock, {"num_heads": 2, "mlp_dim": 16}, (2, 5, 8), (2, 5, 8), 12, 0),
-    (
-        layers.TransformerBlock,
-        {"num_heads": 2, "mlp_dim": 16, "dropout_rate": 0.1, "drop_path_rate": 0.1},
-        (2, 5, 8),
-        (2, 5, 8),
-        12,
-        3,
-    ),
-    (
-        layers.TransformerBlock,
-        {"num_heads": 2, "mlp_dim": 16, "dropout_rate": 0.1, "remat": True},
-        (2, 5, 8),
-        (2, 5, 8),
-        12,
-        2,
-    ),
-    (layers.TokenPooling, {"pooling": "token", "class_token": True}, (2, 5, 8), (2, 8), 0, 0),
-    (layers.TokenPooling, {"pooling": "avg", "class_token": False}, (2, 5, 8), (2, 8), 0, 0),
-    (layers.AttentionPooling, {"num_heads": 2, "mlp_dim": 16}, (2, 5, 8), (2, 8), 13, 0),
-    (
-        layers.StdConv2D,
-        {"filters": 8, "kernel_size": 3, "strides": 2},
-        (2, 7, 8, 3),
-        (2, 4, 4, 8),
-        1,
-        0,
-    ),
-    (layers.BottleneckUnit, {"filters": 32}, (2, 4, 4, 128), (2, 4, 4, 128), 9, 0),
-    (layers.BottleneckUnit, {"filters": 32, "strides": 2}, (2, 4, 4, 64), (2, 2, 2, 128), 12, 0),
-    (layers.ResNetStem, {"layers": ()}, (2, 16, 16, 3), (2, 4, 4, 64), 3, 0),
-    (layers.ResNetStem, {"layers": (1, 1)}, (2, 16, 16, 3), (2, 2, 2, 512), 27, 0),
-]
 
 BAD_ARGUMENTS = [
     (lambda: layers.Patches(0), "patch_size must be a positive integer"),
     (lambda: layers.DropPath(1.0), r"rate must lie in \[0, 1\)"),
-    (lambda: layers.TokenPooling("max", class_token=True), "Received: pooling='max'"),
+    (lambda: layers.TokenPooling("max"), "Received: pooling='max'"),
     (lambda: layers.TokenDense(4, activation="relu"), "activation must be one of.*'relu'"),
     (
         lambda: layers.MultiHeadSelfAttention(3)(np.zeros((1, 2, 8), np.float32)),
@@ -93,6 +32,24 @@ BAD_ARGUMENTS = [
     (
         lambda: layers.PatchEncoder(8)(np.zeros((1, 6, 48), np.float32)),
         r"as Patches makes it. Received: shape=\(1, 6, 48\)",
+    ),
+    (lambda: layers.PatchEncoder(8, position_embedding="relative"), "learned, .*'relative'"),
+    (lambda: layers.PositionEmbedding("2d", grid=(2, 3)), "learned, learned_2d.*'2d'"),
+    (
+        lambda: layers.PositionEmbedding("learned", grid=(2, 3))(np.zeros((1, 6, 8), np.float32)),
+        "2x3 patches after 1 other tokens makes 7. Received: 6 tokens",
+    ),
+    (
+        lambda: layers.PatchEncoder(6, position_embedding="sincos_2d")(
+            np.zeros((1, 2, 3, 48), np.float32)
+        ),
+        "'sincos_2d' need tokens whose width is a multiple of 4. Received: 6",
+    ),
+    (
+        lambda: layers.MultiHeadSelfAttention(2, relative_grid=(2, 3))(
+            np.zeros((1, 5, 8), np.float32)
+        ),
+        "2x3 patches has 6 tokens or more. Received: 5 tokens",
     ),
 ]
 
@@ -200,12 +157,12 @@ def test_dropout_acts_in_training_only() -> None:
         assert np.abs(trained - expected).max() > 1e-2, name
 
 
-def test_average_pooling_leaves_the_class_token_out() -> None:
-    """The average is over patches; with a class token it starts at the second token."""
+def test_average_pooling_leaves_the_tokens_before_the_patches_out() -> None:
+    """The average is over patches; of two tokens before them, it starts at the third."""
     tokens = np.random.default_rng(0).standard_normal((2, 5, 8)).astype(np.float32)
-    with_token = layers.TokenPooling("avg", class_token=True)(tokens)
-    np.testing.assert_allclose(with_token, tokens[:, 1:].mean(1), atol=1e-6)
-    without = layers.TokenPooling("avg", class_token=False)(tokens)
+    with_token = layers.TokenPooling("avg", num_prefix_tokens=2)(tokens)
+    np.testing.assert_allclose(with_token, tokens[:, 2:].mean(1), atol=1e-6)
+    without = layers.TokenPooling("avg", num_prefix_tokens=0)(tokens)
     np.testing.assert_allclose(without, tokens.mean(1), atol=1e-6)
 
 

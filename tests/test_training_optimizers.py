@@ -95,3 +95,9 @@ def test_rates_fall_from_the_head_to_the_patches() -> None:
     assert rates["head/kernel"] == rates["encoder_norm/gamma"] == 1
     assert [rates[f"block_{index}/mlp/fc1/kernel"] for index in range(3)] == [0.125, 0.25, 0.5]
     assert rates["patch_encoder/position_embedding"] == 0.0625
+    for placement, name, expected in (
+        ("every_block", "positions_1", 0.25), ("every_block_shared", "positions", 0.0625)
+    ):  # fmt: skip
+        model = VisionTransformer(dataclasses.replace(model.config, position_placement=placement))
+        rates = decayed_rates(model, model.config, 0.5)
+        assert rates[f"{name}/position_embedding"] == expected

@@ -8,7 +8,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from keras_vit import config
+from keras_vit import variants
 from keras_vit.weights import augreg, published
 from keras_vit.weights.catalog import CatalogRow, catalog, resolve
 
@@ -123,7 +123,7 @@ BAD_STEMS = {
 @pytest.mark.parametrize("row", catalog(), ids=lambda row: row.name)
 def test_rows_are_complete(row: CatalogRow) -> None:
     """Every row has a variant, a licence, a source, a paper, a URL and a count of parameters."""
-    assert row.variant in config.VARIANTS
+    assert row.variant in variants.VARIANTS
     assert row.licence == "Apache-2.0"
     assert row.source.startswith("https://github.com/google-research/vision_transformer")
     assert row.paper.startswith("https://arxiv.org/abs/")
@@ -277,7 +277,7 @@ def test_stems_round_trip(name: augreg.AugRegName) -> None:
     row = resolve(name.variant, f"augreg/{name}")
     assert row.url.endswith(f"/augreg/{name}.npz")
     assert (row.classes, row.image_size, row.data) == (name.classes, name.image_size, name.data)
-    assert row.parameters == config.parameter_count(row.config)
+    assert row.parameters == variants.parameter_count(row.config)
 
 
 @hypothesis.given(name=names(), place=st.integers(0, 200), character=st.sampled_from("-_.0aT1"))

@@ -46,11 +46,11 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the rows."""
-    from keras_vit import config
+    from keras_vit import variants
     from keras_vit.weights import catalog
 
     if arguments.variant is not None:
-        config.variant(arguments.variant)
+        variants.variant(arguments.variant)
     rows = [row for row in catalog() if arguments.variant in (None, row.variant)]
     if not rows and not arguments.json:
         print(f"No weights of {arguments.variant} are published; it trains from scratch.")

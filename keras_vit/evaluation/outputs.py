@@ -38,9 +38,7 @@ def frozen_features(
     """
     _check_filled(split)
     if isinstance(model, VisionTransformer) and model.config.classes is not None:
-        names = model.feature_names
-        before = model.get_layer(names[names.index("head") - 1])
-        model = keras.Model(model.input, before.output)
+        model = keras.Model(model.input, model.get_layer("head").input)
     if len(model.output_shape) != 2:
         raise ValueError(
             "Features are one vector for each image, (batch, width); build the model with pooling. "

@@ -59,7 +59,8 @@ def attention_weights(
 
     Returns:
         (B, L, H, N, N): how much each token (second to last axis) takes from each (last axis); they
-        sum to 1. Token 0 is the class token if there is one, then patches in row order.
+        sum to 1. The last tokens are the patches in row order; before them may stand, in this
+        order, the class token, the distillation token and registers.
 
     Raises:
         ValueError: there is no such layer or head, or not one Vision Transformer in the model.
@@ -109,7 +110,7 @@ def attention_rollout(model: keras.Model, images: Any) -> np.ndarray:
         images: (B, H, W, channels) as that model takes them.
 
     Returns:
-        (B, h, w) shares in [0, 1]. With the patches' shares, the class token's own makes 1.
+        (B, h, w) shares in [0, 1]. With the shares of the tokens before the patches they make 1.
     """
     vit = inside.find_vit(model)
     parts = []
@@ -125,7 +126,7 @@ def mean_attention_distance(model: keras.Model, images: Any) -> np.ndarray:
     """Returns how far each head of each layer looks, in pixels (arXiv 2010.11929, Figure 7 right).
 
     The distance between the centres of the asking patch and each patch, weighted by attention and
-    averaged over asking patches and images. The class token is left out on both sides, and what is
+    averaged over asking patches and images. Other tokens are left out on both sides, and what is
     left of each patch's attention counts as 1.
 
     Args:
@@ -136,7 +137,7 @@ def mean_attention_distance(model: keras.Model, images: Any) -> np.ndarray:
         (L, H) distances in pixels of the Vision Transformer's input.
     """
     vit = inside.find_vit(model)
-    first = int(vit.config.class_token)
+    first = vit.config.num_prefix_tokens
     distances = patch_distances(vit.config)
     total, count = np.zeros((vit.config.num_layers, vit.config.num_heads)), 0
     for batch in inside.image_batches(model, images):
@@ -182,17 +183,20 @@ def roll(blocks: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def answer_row(config: ViTConfig, pooling: np.ndarray | None, tokens: np.ndarray) -> np.ndarray:
-    """Follows the pooling from tokens (B, N, N) to the answer: (B, N)."""
+    """Follows the pooling from tokens (B, N, N) to the answer: (B, N).
+
+    A distillation token and the class token answer in halves.
+    """
     if pooling is not None:
         return np.asarray((pooling @ tokens)[:, 0])
     if config.pooling == "token" or (config.pooling is None and config.class_token):
-        return np.asarray(tokens[:, 0])
-    return np.asarray(tokens[:, int(config.class_token) :].mean(axis=1))
+        return np.asarray(tokens[:, : 1 + config.distillation_token].mean(axis=1))
+    return np.asarray(tokens[:, config.num_prefix_tokens :].mean(axis=1))
 
 
 def on_grid(config: ViTConfig, row: np.ndarray) -> np.ndarray:
     """Lays the patches' part of (B, N) out as (B, h, w)."""
-    return np.asarray(row[:, int(config.class_token) :].reshape(-1, *config.grid))
+    return np.asarray(row[:, config.num_prefix_tokens :].reshape(-1, *config.grid))
 
 
 def _attend(
@@ -204,11 +208,7 @@ def _attend(
     residual: Any = None,
 ) -> Any:
     """MultiHeadSelfAttention.call, whose weights are heard; dropout has no part in it."""
-    query, key, value = (
-        attention_layer.split_heads(x, layer.num_heads)
-        for x in keras.ops.split(layer.qkv(inputs), 3, axis=-1)
-    )
-    weights = attention_layer.attention_weights(query, key)  # (B, H, N, N)
+    weights, value = layer.weigh(layer.qkv(inputs))  # (B, H, N, N), (B, H, N, K)
     heard.append(weights)
     x = attention_layer.merge_heads(keras.ops.matmul(weights, value))
     return layer.out(x, residual=residual)

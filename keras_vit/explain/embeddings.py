@@ -9,6 +9,7 @@ import numpy as np
 
 from keras_vit.config import ViTConfig
 from keras_vit.explain import attention, inside
+from keras_vit.model import position_layer
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -39,11 +40,20 @@ def position_similarity(model: keras.Model) -> np.ndarray:
         model: a `VisionTransformer`, or any Keras model with one inside.
 
     Returns:
-        (h, w, h, w): of the patch in a row and column with every other, from -1 to 1.
+        (h, w, h, w): of the patch in a row and column with every other, from -1 to 1. Where
+        every block has a table, of the first block's.
+
+    Raises:
+        ValueError: the model adds no position embeddings to its tokens.
     """
     vit = inside.find_vit(model)
-    table = inside.to_numpy(vit.get_layer("patch_encoder").position_embedding)[0]
-    directions = _unit(table[int(vit.config.class_token) :])
+    if not vit.config.adds_positions:
+        raise ValueError(
+            "The model adds no position embeddings to its tokens. Received: a model with "
+            f"position_embedding={vit.config.position_embedding!r}."
+        )
+    layer = vit.get_layer(position_layer(vit.config, 0) or "patch_encoder")
+    directions = _unit(inside.to_numpy(layer.position_table())[0, vit.config.num_prefix_tokens :])
     return np.asarray((directions @ directions.T).reshape(*vit.config.grid, *vit.config.grid))
 
 
@@ -129,7 +139,7 @@ def _place(config: ViTConfig, token: tuple[int, int] | str) -> int:
             f"There is no patch {token!r}; the grid has {rows} rows and {columns} columns, "
             'numbered from 0. Give (row, column), or "class".'
         )
-    return token[0] * columns + token[1] + int(config.class_token)
+    return token[0] * columns + token[1] + config.num_prefix_tokens
 
 
 def _unit(vectors: np.ndarray) -> np.ndarray:

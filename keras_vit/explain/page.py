@@ -162,11 +162,12 @@ def _pictures(subject: _Subject, target: int | None, names: list[str]) -> Iterat
         pictures.plot_attention_distance(attention.mean_attention_distance(model, inputs)),
         "How far each head looks, in this image alone; the paper averages over 128 images.",
     )
-    yield _Picture(
-        "positions",
-        pictures.plot_position_similarity(embeddings.position_similarity(model)),
-        "Which places the model has learned to be alike, whatever the image.",
-    )
+    if inside.find_vit(model).config.adds_positions:
+        yield _Picture(
+            "positions",
+            pictures.plot_position_similarity(embeddings.position_similarity(model)),
+            "Which places are alike in the model's position embeddings, whatever the image.",
+        )
     filters = embeddings.embedding_filters(model)
     if filters.components.shape[-1] in (1, 3):
         yield _Picture(
@@ -186,7 +187,8 @@ def _heads(model: keras.Model, inputs: np.ndarray) -> _Picture:
         weights = attention.attention_weights(model, inputs, layers=-1)[0, 0]
         taken, who = (weights[:, 0], "the class token")
         if not config.class_token:
-            taken, who = weights.mean(axis=1), "the average patch"
+            taken = weights[:, config.num_prefix_tokens :].mean(axis=1)
+            who = "the average patch"
         title = f"what {who} takes from each patch in layer {last}"
     figure = pictures.plot_heads(
         attention.on_grid(config, taken), title=title, unit="attention weight"

@@ -42,14 +42,15 @@ def class_relevance(
     vit = inside.find_vit(model)
     targets = _targets(model, len(np.asarray(images)), classes)
     # The softmax of a sure classifier is flat: its logits have the gradient.
-    scorer = vit.feature_extractor(["head"]) if model is vit and vit.config.classes else model
+    name = "logits" if vit.config.distillation_token else "head"
+    scorer = vit.feature_extractor([name]) if model is vit and vit.config.classes else model
     parts, done = [], 0
     for batch in inside.image_batches(model, images):
         chosen = None if targets is None else targets[done : done + len(batch)]
 
         def run(batch: np.ndarray = batch, chosen: Any = chosen) -> tuple[Any, list[Any]]:
             heard = attention.listen(scorer, vit, batch)
-            outputs = heard.outputs["head"] if isinstance(heard.outputs, dict) else heard.outputs
+            outputs = heard.outputs[name] if isinstance(heard.outputs, dict) else heard.outputs
             return _score(outputs, chosen), [*heard.blocks, *heard.pooling]
 
         weighted = [_positive_part(*pair) for pair in _with_gradients(run)]

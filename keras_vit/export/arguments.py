@@ -56,6 +56,19 @@ def checked_formats(
     return wanted
 
 
+def check_network(formats: Sequence[str], exportable: Exportable) -> None:
+    """Raises a ValueError for a network that one of the formats cannot hold."""
+    config = exportable.config
+    if config is None or config.resnet_layers is None or not config.departures:
+        return
+    if not set(formats).isdisjoint(tflite.FORMATS):
+        # Converted, a group normalisation has rank 5.
+        raise ValueError(
+            "TFLite files hold a hybrid only as it was published; export this one as savedmodel or "
+            f"onnx. Received: a hybrid with {', '.join(config.departures)} set."
+        )
+
+
 def checked_labels(
     labels: Sequence[str] | str | Path | None, exportable: Exportable
 ) -> tuple[str, ...]:

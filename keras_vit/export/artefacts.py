@@ -98,6 +98,7 @@ def export(
             raise ValueError(f"{name} must be at least 1. Received: {name}={value!r}.")
     directory = arguments.checked_directory(path)
     exportable = rebuild.rebuild(model)
+    arguments.check_network(wanted, exportable)
     expected = references.make_references(exportable, images)
     rebuilt = references.compare_rebuilt(model, exportable, expected)
     verification.require([rebuilt], artefact="float32")

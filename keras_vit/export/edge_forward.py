@@ -93,7 +93,7 @@ class EdgeForward(tf.Module):
         if config.pooling == "token":
             return tf.reshape(x, (self._batch, config.hidden_dim))
         if config.pooling == "avg":
-            return tf.reduce_mean(x[:, int(config.class_token) :], axis=1)
+            return tf.reduce_mean(x[:, config.num_prefix_tokens :], axis=1)
         if config.pooling == "map":
             key, value = tf.split(self._dense(x, "pooling/key_value"), 2, axis=-1)
             x = self._attention(self._weights["pooling/query"], key, value)  # (B, 1, D)

@@ -31,8 +31,8 @@ def convert_to_onnx(exportable: Exportable) -> "onnx.ModelProto":
         import tf2onnx
     except ImportError:
         raise ImportError(
-            "A model with layers around the Vision Transformer is converted by tf2onnx, which is "
-            'not installed; run: pip install "keras-vit[onnx]"'
+            "A model with layers around the Vision Transformer, or unlike the published ones, is "
+            'converted by tf2onnx, which is not installed; run: pip install "keras-vit[onnx]"'
         ) from None
 
     spec = tf.TensorSpec((None, *exportable.image_shape), tf.float32, name="images")

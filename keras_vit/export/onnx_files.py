@@ -1,4 +1,4 @@
-"""Writes ONNX files: directly for our own networks, through tf2onnx for what stands around them."""
+"""Writes ONNX files: directly for published networks, through tf2onnx for all others."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def write_onnx(exportable: Exportable, file: Path, *, largest: int = LARGEST) ->
 
     activation = exportable.activation
     is_known = activation is None or activation.__name__ in onnx_graph.ACTIVATIONS
-    if exportable.config is not None and is_known:
+    if exportable.written_config is not None and is_known:
         model = onnx_graph.make_onnx(exportable)
     else:
         model = onnx_conversion.convert_to_onnx(exportable)

@@ -30,9 +30,9 @@ def make_onnx(exportable: Exportable) -> "onnx.ModelProto":
     Input `images` (batch, height, width, channels) float32, as the original model takes it.
     Outputs `logits` and `probabilities` (batch, classes), or `features` without classifier.
     """
-    config = exportable.config
+    config = exportable.written_config
     if config is None:
-        raise ValueError("Only a VisionTransformer without anything around it is written directly.")
+        raise ValueError("Only a published network with nothing around it is written directly.")
     graph = _Graph(config, folded_arrays(exportable.network, config))
     x = "images"
     if exportable.takes == "pixels":
@@ -187,7 +187,8 @@ def _pool(graph: _Graph, x: str) -> str:
         x = _attention_pooling(graph, x)
     elif config.pooling == "avg":
         if config.class_token:
-            start, end, axis = map(graph.constant, ([1], [config.num_tokens], [1]))
+            ends = ([config.num_prefix_tokens], [config.num_tokens], [1])
+            start, end, axis = map(graph.constant, ends)
             x = graph.node("Slice", x, start, end, axis)
         return graph.node("ReduceMean", x, graph.constant([1]), keepdims=0)
     return graph.node("Squeeze", x, graph.constant([1]))  # (B, 1, D) to (B, D)

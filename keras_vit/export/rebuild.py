@@ -42,6 +42,14 @@ class Exportable:
     config: ViTConfig | None
 
     @property
+    def written_config(self) -> ViTConfig | None:
+        """The config, if the writers of TFLite and ONNX know the network by heart, else None.
+
+        They know the published ones; others are converted operation by operation.
+        """
+        return None if self.config is None or self.config.departures else self.config
+
+    @property
     def image_shape(self) -> tuple[int, int, int]:
         """(height, width, channels) of the images."""
         height, width, channels = self.network.input_shape[1:]

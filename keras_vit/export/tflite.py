@@ -53,8 +53,8 @@ def write_tflite(
 
 
 def _module(exportable: Exportable, *, batch_size: int) -> Any:
-    if exportable.config is not None:
-        return EdgeForward(exportable, config=exportable.config, batch_size=batch_size)
+    if exportable.written_config is not None:
+        return EdgeForward(exportable, config=exportable.written_config, batch_size=batch_size)
     # Not from_concrete_functions: it loses the weights, or the signature.
     module = tf.Module(name="edge")
     module.weights = [weight.value for weight in exportable.network.weights]

@@ -12,6 +12,7 @@ from keras_vit.layers.mlp import MLP
 from keras_vit.layers.normalization import LayerNormalization
 from keras_vit.layers.patches import PatchEncoder, Patches
 from keras_vit.layers.pooling import AttentionPooling, TokenPooling
+from keras_vit.layers.positions import PositionEmbedding
 from keras_vit.layers.resnet import BottleneckUnit, ResNetStem, StdConv2D
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "MultiHeadSelfAttention",
     "PatchEncoder",
     "Patches",
+    "PositionEmbedding",
     "ResNetStem",
     "StdConv2D",
     "TokenDense",

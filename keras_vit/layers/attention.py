@@ -6,6 +6,9 @@ import keras
 
 from keras_vit import backend
 from keras_vit.layers.dense import TokenDense, add_dropped
+from keras_vit.layers.initialization import initializer
+from keras_vit.layers.normalization import LayerNormalization
+from keras_vit.layers.positions import POSITION_STDDEV, bias_index, bias_rows
 from keras_vit.layers.random import RandomLayer, dropout, split_seed
 
 
@@ -21,9 +24,16 @@ class MultiHeadSelfAttention(RandomLayer):
         num_heads: heads; divides the width D of the tokens.
         attention_dropout_rate: fraction of attention weights dropped in training.
         dropout_rate: fraction of outputs dropped in training.
+        query_key_norm: whether queries and keys are normalised in each head (arXiv 2302.05442).
+        layer_norm_epsilon: epsilon of these normalisations.
+        relative_grid: (height, width) in patches; each head then adds a learned bias for the offset
+            between two patches to its logits. None for no bias. The paper's relative embeddings
+            (arXiv 2010.11929, Appendix D.4) multiply the query; this simpler form, which looks at
+            places alone, has become the common one (arXiv 2103.14030; 2106.08254).
 
     Raises:
-        ValueError: `num_heads` does not divide the width of the tokens.
+        ValueError: `num_heads` does not divide the width of the tokens, or there are fewer tokens
+            than the grid has patches.
     """
 
     def __init__(
@@ -32,12 +42,18 @@ class MultiHeadSelfAttention(RandomLayer):
         *,
         attention_dropout_rate: float = 0.0,
         dropout_rate: float = 0.0,
+        query_key_norm: bool = False,
+        layer_norm_epsilon: float = 1e-6,
+        relative_grid: tuple[int, int] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(is_random=attention_dropout_rate > 0 or dropout_rate > 0, **kwargs)
         self.num_heads = num_heads
         self.attention_dropout_rate = attention_dropout_rate
         self.dropout_rate = dropout_rate
+        self.query_key_norm = query_key_norm
+        self.layer_norm_epsilon = layer_norm_epsilon
+        self.relative_grid = relative_grid
 
     def build(self, input_shape: tuple[Any, ...]) -> None:
         hidden_dim, dtype = input_shape[-1], self.dtype_policy.name
@@ -49,6 +65,15 @@ class MultiHeadSelfAttention(RandomLayer):
         self.out = TokenDense(hidden_dim, dtype=dtype, name="out")
         self.qkv.build(input_shape)
         self.out.build(input_shape)
+        if self.query_key_norm:
+            self.query_norm, self.key_norm = (
+                LayerNormalization(epsilon=self.layer_norm_epsilon, dtype=dtype, name=name)
+                for name in ("query_norm", "key_norm")
+            )
+            for norm in (self.query_norm, self.key_norm):
+                norm.build((None, self.num_heads, None, hidden_dim // self.num_heads))
+        if self.relative_grid is not None:
+            self._build_bias(input_shape[1], self.relative_grid)
 
     def call(
         self,
@@ -63,22 +88,45 @@ class MultiHeadSelfAttention(RandomLayer):
         """
         seeds = split_seed(self.seed_of_call(seed, training), 2)
         qkv = self.qkv(inputs)  # (B, N, 3D)
-        if seeds[0] is None or not self.attention_dropout_rate:
+        is_dropping = seeds[0] is not None and self.attention_dropout_rate
+        if not (is_dropping or self.query_key_norm or self.relative_grid):
             x = backend.self_attention(qkv, self.num_heads)  # (B, N, D)
         else:
-            x = self._dropping(qkv, seeds[0])  # (B, N, D)
+            weights, value = self.weigh(qkv)
+            weights = dropout(weights, self.attention_dropout_rate, seed=seeds[0])
+            x = merge_heads(keras.ops.matmul(weights, value))  # (B, N, D)
         return add_dropped(self.out, x, self.dropout_rate, seed=seeds[1], residual=residual)
 
     def compute_output_shape(self, input_shape: tuple[Any, ...]) -> tuple[Any, ...]:
         return input_shape
 
-    def _dropping(self, qkv: Any, seed: Any) -> Any:
+    def weigh(self, qkv: Any) -> tuple[Any, Any]:
+        """Returns attention weights (B, H, N, N) and values (B, H, N, K) for (B, N, 3D)."""
         query, key, value = (
             split_heads(x, self.num_heads) for x in keras.ops.split(qkv, 3, axis=-1)
         )
-        weights = attention_weights(query, key)  # (B, H, N, N)
-        weights = dropout(weights, self.attention_dropout_rate, seed=seed)
-        return merge_heads(keras.ops.matmul(weights, value))
+        if self.query_key_norm:
+            query, key = self.query_norm(query), self.key_norm(key)
+        bias = None if self.relative_grid is None else self._bias(query.dtype)
+        return attention_weights(query, key, bias=bias), value
+
+    def _build_bias(self, tokens: int, grid: tuple[int, int]) -> None:
+        prefix = tokens - grid[0] * grid[1]
+        if prefix < 0:
+            raise ValueError(
+                f"A grid of {grid[0]}x{grid[1]} patches has {grid[0] * grid[1]} tokens or more. "
+                f"Received: {tokens} tokens."
+            )
+        self._bias_index = bias_index(grid, prefix)
+        self.relative_bias = self.add_weight(
+            name="relative_bias",
+            shape=(1, bias_rows(grid, prefix), self.num_heads),
+            initializer=initializer(keras.initializers.RandomNormal(stddev=POSITION_STDDEV)),
+        )
+
+    def _bias(self, dtype: Any) -> Any:
+        bias = keras.ops.take(self.relative_bias[0], self._bias_index, axis=0)  # (N, N, H)
+        return keras.ops.cast(keras.ops.transpose(bias, (2, 0, 1)), dtype)
 
 
 def check_heads(hidden_dim: int, num_heads: int) -> None:
@@ -103,8 +151,8 @@ def merge_heads(x: Any) -> Any:
     return keras.ops.reshape(keras.ops.transpose(x, (0, 2, 1, 3)), (-1, tokens, num_heads * width))
 
 
-def attention_weights(query: Any, key: Any) -> Any:
-    """Returns softmax(query key^T / sqrt(K)), (B, H, N, N); its sums are float32's."""
+def attention_weights(query: Any, key: Any, *, bias: Any = None) -> Any:
+    """Returns softmax(query key^T / sqrt(K) + bias), (B, H, N, N); its sums are float32's."""
     query = query * (query.shape[-1] ** -0.5)
     logits = keras.ops.matmul(query, keras.ops.transpose(key, (0, 1, 3, 2)))
-    return backend.softmax(logits)
+    return backend.softmax(logits if bias is None else logits + bias)

@@ -6,6 +6,7 @@ import keras
 
 from keras_vit.layers.attention import MultiHeadSelfAttention
 from keras_vit.layers.drop_path import DropPath
+from keras_vit.layers.initialization import initializer
 from keras_vit.layers.mlp import MLP
 from keras_vit.layers.normalization import LayerNormalization
 from keras_vit.layers.random import RandomLayer
@@ -22,13 +23,18 @@ class TransformerBlock(keras.layers.Layer):
     Args:
         num_heads: attention heads; divides the width D of the tokens.
         mlp_dim: width M of the MLP's hidden layer.
-        activation: "gelu_tanh" (the original's) or "gelu" (exact).
-        layer_norm_epsilon: epsilon of both layer normalisations.
+        activation: of the MLP: "gelu_tanh" (the original's), "gelu" (exact) or "swiglu".
+        layer_norm_epsilon: epsilon of the layer normalisations.
         dropout_rate: dropout after each dense layer except query, key and value.
         attention_dropout_rate: dropout on the attention weights.
         drop_path_rate: fraction of samples for which a branch is dropped in training.
         remat: whether training keeps only the block's input and computes the rest anew for the
             gradient (gradient checkpointing, arXiv 1604.06174): less memory, more time.
+        layer_scale: initial value of a learned factor for each channel of both branches (arXiv
+            2103.17239); None for none.
+        query_key_norm: whether queries and keys are normalised in each head.
+        relative_grid: (height, width) in patches of a relative bias of attention, see
+            `MultiHeadSelfAttention`; None for none.
     """
 
     def __init__(
@@ -42,10 +48,14 @@ class TransformerBlock(keras.layers.Layer):
         attention_dropout_rate: float = 0.0,
         drop_path_rate: float = 0.0,
         remat: bool = False,
+        layer_scale: float | None = None,
+        query_key_norm: bool = False,
+        relative_grid: tuple[int, int] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         self.remat = remat
+        self.layer_scale = layer_scale
         dtype = self.dtype_policy.name
         self.attention_norm = LayerNormalization(
             epsilon=layer_norm_epsilon, dtype=dtype, name="attention_norm"
@@ -54,6 +64,9 @@ class TransformerBlock(keras.layers.Layer):
             num_heads,
             attention_dropout_rate=attention_dropout_rate,
             dropout_rate=dropout_rate,
+            query_key_norm=query_key_norm,
+            layer_norm_epsilon=layer_norm_epsilon,
+            relative_grid=relative_grid,
             dtype=dtype,
             name="attention",
         )
@@ -66,6 +79,15 @@ class TransformerBlock(keras.layers.Layer):
     def build(self, input_shape: tuple[Any, ...]) -> None:
         for layer in (self.attention_norm, self.attention, self.mlp_norm, self.mlp):
             layer.build(input_shape)
+        if self.layer_scale is not None:
+            self.attention_scale, self.mlp_scale = (
+                self.add_weight(
+                    name=name,
+                    shape=input_shape[-1:],
+                    initializer=initializer(keras.initializers.Constant(self.layer_scale)),
+                )
+                for name in ("attention_scale", "mlp_scale")
+            )
 
     def call(self, inputs: Any, training: bool | None = None) -> Any:
         parts = (self.attention, self.drop_path, self.mlp, self.drop_path)
@@ -89,9 +111,14 @@ class TransformerBlock(keras.layers.Layer):
     def _add(
         self, part: RandomLayer, norm: LayerNormalization, tokens: Any, seeds: list[Any]
     ) -> Any:
-        if seeds[1] is None:  # the part can add its input in its last product
+        if self.layer_scale is None and seeds[1] is None:  # the part's last product can add them
             return part(norm(tokens), seed=seeds[0], residual=tokens)
-        return tokens + self.drop_path(part(norm(tokens), seed=seeds[0]), seed=seeds[1])
+        branch = part(norm(tokens), seed=seeds[0])
+        if self.layer_scale is not None:
+            # Cast by hand: Keras does not where the block is computed anew.
+            scale = getattr(self, f"{part.name}_scale")
+            branch = branch * keras.ops.cast(scale, branch.dtype)
+        return tokens + (branch if seeds[1] is None else self.drop_path(branch, seed=seeds[1]))
 
     def compute_output_shape(self, input_shape: tuple[Any, ...]) -> tuple[Any, ...]:
         return input_shape

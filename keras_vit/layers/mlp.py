@@ -10,7 +10,7 @@ from keras_vit.layers.random import RandomLayer, dropout, split_seed
 
 @keras.saving.register_keras_serializable(package="keras_vit")
 class MLP(RandomLayer):
-    """Two dense layers with a GELU between, dropout after each (arXiv 2010.11929, 3.1).
+    """Two dense layers with an activation between, dropout after each (arXiv 2010.11929, 3.1).
 
     Example:
         >>> MLP(mlp_dim=32)(keras.ops.ones((2, 5, 8))).shape
@@ -18,7 +18,9 @@ class MLP(RandomLayer):
 
     Args:
         mlp_dim: width M of the hidden layer; the output has the input's width D.
-        activation: "gelu_tanh" (the original's) or "gelu" (exact).
+        activation: "gelu_tanh" (the original's), "gelu" (exact), or "swiglu" (arXiv 2002.05202):
+            the first layer makes a gate and a value of width M each, and silu(gate) * value goes
+            on.
         dropout_rate: fraction of activations dropped in training.
     """
 
@@ -33,9 +35,10 @@ class MLP(RandomLayer):
         super().__init__(is_random=dropout_rate > 0, **kwargs)
         self.mlp_dim = mlp_dim
         self.dropout_rate = dropout_rate
+        self.is_gated = activation == "swiglu"
         self.fc1 = TokenDense(
-            mlp_dim,
-            activation=activation,
+            2 * mlp_dim if self.is_gated else mlp_dim,
+            activation=None if self.is_gated else activation,
             random_bias=True,
             dtype=self.dtype_policy.name,
             name="fc1",
@@ -60,7 +63,11 @@ class MLP(RandomLayer):
         Adds `residual` (B, N, D) last.
         """
         hidden, out = split_seed(self.seed_of_call(seed, training), 2)
-        x = dropout(self.fc1(inputs), self.dropout_rate, seed=hidden)  # (B, N, M)
+        x = self.fc1(inputs)  # (B, N, M)
+        if self.is_gated:
+            gate, value = keras.ops.split(x, 2, axis=-1)
+            x = keras.ops.silu(gate) * value  # (B, N, M)
+        x = dropout(x, self.dropout_rate, seed=hidden)
         return add_dropped(self.fc2, x, self.dropout_rate, seed=out, residual=residual)
 
     def compute_output_shape(self, input_shape: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -7,10 +7,11 @@ import keras
 from keras_vit import backend
 from keras_vit.layers.dense import TokenDense
 from keras_vit.layers.initialization import initializer
+from keras_vit.layers.positions import POSITION_STDDEV, PositionedLayer, check_kind
 from keras_vit.layers.random import RandomLayer, dropout
 
-# From BERT, as the original says (vit_jax/models_vit.py, Encoder).
-POSITION_STDDEV = 0.02
+# Learned tokens that may stand before the patches, in their order.
+PREFIX = ("class_token", "distillation_token", "registers")
 
 
 @keras.saving.register_keras_serializable(package="keras_vit")
@@ -62,8 +63,8 @@ class Patches(keras.layers.Layer):
 
 
 @keras.saving.register_keras_serializable(package="keras_vit")
-class PatchEncoder(RandomLayer):
-    """Projects patches to tokens, puts a class token before them and adds position embeddings.
+class PatchEncoder(RandomLayer, PositionedLayer):
+    """Projects patches to tokens, puts learned tokens before them and adds position embeddings.
 
     Example:
         >>> PatchEncoder(8)(keras.ops.ones((2, 3, 2, 48))).shape
@@ -73,9 +74,14 @@ class PatchEncoder(RandomLayer):
         hidden_dim: width D of a token.
         class_token: whether a learned token stands before the patches (arXiv 2010.11929, Eq. 1).
         dropout_rate: dropout after the positions are added.
+        position_embedding: "learned", "learned_2d" or "sincos_2d", see `PositionEmbedding`; None if
+            the input gets none.
+        num_registers: learned tokens without place after the class token (arXiv 2309.16588).
+        distillation_token: whether a learned token stands after the class token, with a place of
+            its own (arXiv 2012.12877).
 
     Input shape: (B, H/P, W/P, P*P*C), as `Patches` makes them.
-    Output shape: (B, N, D), N = patches + 1 with a class token; patches in row order.
+    Output shape: (B, N, D), N = patches + the tokens before them; patches in row order.
     """
 
     def __init__(
@@ -84,12 +90,21 @@ class PatchEncoder(RandomLayer):
         *,
         class_token: bool = True,
         dropout_rate: float = 0.0,
+        position_embedding: str | None = "learned",
+        num_registers: int = 0,
+        distillation_token: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(is_random=dropout_rate > 0, **kwargs)
+        if position_embedding is not None:
+            check_kind(position_embedding)
         self.hidden_dim = hidden_dim
         self.dropout_rate = dropout_rate
-        self.use_class_token = class_token
+        self.position_kind = position_embedding
+        self.num_registers = num_registers
+        # The learned tokens before the patches, in their order, and how many each is.
+        counts = (class_token, distillation_token, num_registers)
+        self.prefix = tuple(zip(PREFIX, map(int, counts), strict=True))
         self.projection = TokenDense(
             hidden_dim,
             kernel_initializer="lecun_normal",
@@ -98,34 +113,41 @@ class PatchEncoder(RandomLayer):
         )
 
     def build(self, input_shape: tuple[Any, ...]) -> None:
-        _, tokens, _ = self.compute_output_shape(input_shape)
+        self.compute_output_shape(input_shape)
         self.grid = tuple(input_shape[1:3])  # (height, width) in patches
         self.projection.build(input_shape)
-        if self.use_class_token:
-            self.class_token = self.add_weight(
-                name="class_token", shape=(1, 1, self.hidden_dim), initializer="zeros"
-            )
-        self.position_embedding = self.add_weight(
-            name="position_embedding",
-            shape=(1, tokens, self.hidden_dim),
-            initializer=initializer(keras.initializers.RandomNormal(stddev=POSITION_STDDEV)),
+        for name, count in self.prefix:
+            if count:
+                self._build_prefix(name, count)
+        self.build_positions(
+            self.position_kind,
+            grid=self.grid,
+            hidden_dim=self.hidden_dim,
+            num_prefix_tokens=sum(count for _, count in self.prefix),
+            num_registers=self.num_registers,
         )
 
     def call(self, inputs: Any, training: bool | None = None) -> Any:
-        tokens = self.projection(inputs)  # (B, H/P, W/P, D)
-        _, height, width, hidden_dim = tokens.shape
-        tokens = keras.ops.reshape(tokens, (-1, height * width, hidden_dim))  # (B, H/P * W/P, D)
-        if self.use_class_token:
-            batch = keras.ops.shape(tokens)[0]
-            first = keras.ops.broadcast_to(
-                keras.ops.cast(self.class_token, tokens.dtype), (batch, 1, hidden_dim)
-            )
-            tokens = keras.ops.concatenate([first, tokens], axis=1)  # (B, N, D)
-        tokens = tokens + keras.ops.cast(self.position_embedding, tokens.dtype)
-        return self.drop(tokens, training=training)
+        return self.assemble(self.embed(inputs), training=training)
 
-    def drop(self, tokens: Any, *, training: bool | None) -> Any:
-        """Applies the dropout that comes after the positions."""
+    def embed(self, patches: Any) -> Any:
+        """Projects patches (B, H/P, W/P, P*P*C) to their tokens (B, H/P * W/P, D), in row order."""
+        tokens = self.projection(patches)  # (B, H/P, W/P, D)
+        _, height, width, hidden_dim = tokens.shape
+        return keras.ops.reshape(tokens, (-1, height * width, hidden_dim))
+
+    def assemble(self, tokens: Any, *, training: bool | None) -> Any:
+        """Makes of the patches' tokens all of them (B, N, D): with learned ones and positions."""
+        first = [getattr(self, name) for name, count in self.prefix if count]
+        if first:
+            batch = keras.ops.shape(tokens)[0]
+            first = [
+                keras.ops.broadcast_to(keras.ops.cast(each, tokens.dtype), (batch, *each.shape[1:]))
+                for each in first
+            ]
+            tokens = keras.ops.concatenate([*first, tokens], axis=1)  # (B, N, D)
+        if self.position_kind is not None:
+            tokens = tokens + keras.ops.cast(self.position_table(), tokens.dtype)
         return dropout(tokens, self.dropout_rate, seed=self.next_seed(training))
 
     def compute_output_shape(self, input_shape: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -135,4 +157,15 @@ class PatchEncoder(RandomLayer):
                 f"makes it. Received: shape={tuple(input_shape)}."
             )
         batch, rows, columns, _ = input_shape
-        return (batch, rows * columns + self.use_class_token, self.hidden_dim)
+        return (batch, sum(count for _, count in self.prefix) + rows * columns, self.hidden_dim)
+
+    def _build_prefix(self, name: str, count: int) -> None:
+        # Equal registers would stay equal; the original's class token starts at zero.
+        wanted: Any = keras.initializers.RandomNormal(stddev=POSITION_STDDEV)
+        shape = (1, count, self.hidden_dim)
+        weight = self.add_weight(
+            name=name,
+            shape=shape,
+            initializer="zeros" if name == "class_token" else initializer(wanted),
+        )
+        setattr(self, name, weight)

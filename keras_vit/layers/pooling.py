@@ -13,33 +13,37 @@ from keras_vit.layers.normalization import LayerNormalization
 
 @keras.saving.register_keras_serializable(package="keras_vit")
 class TokenPooling(keras.layers.Layer):
-    """Takes the class token, or the average of the patch tokens.
+    """Takes one token, or the average of the patch tokens.
 
     Example:
-        >>> TokenPooling("avg", class_token=True)(keras.ops.ones((2, 5, 8))).shape
+        >>> TokenPooling("avg", num_prefix_tokens=1)(keras.ops.ones((2, 5, 8))).shape
         TensorShape([2, 8])
 
     Args:
-        pooling: "token" for the first token, "avg" for the mean over the patch tokens.
-        class_token: whether the first token is a class token, which "avg" leaves out.
+        pooling: "token" for one of the first tokens, "avg" for the mean over the patch tokens.
+        num_prefix_tokens: tokens before the patches', which "avg" leaves out.
+        token: which token "token" takes; 0 is the class token.
 
     Input shape: (B, N, D). Output shape: (B, D).
     """
 
-    def __init__(self, pooling: str, *, class_token: bool, **kwargs: Any) -> None:
+    def __init__(
+        self, pooling: str, *, num_prefix_tokens: int = 1, token: int = 0, **kwargs: Any
+    ) -> None:
         super().__init__(**kwargs)
         if pooling not in ("token", "avg"):
             raise ValueError(f'pooling must be "token" or "avg". Received: pooling={pooling!r}.')
         self.pooling = pooling
-        self.class_token = class_token
+        self.num_prefix_tokens = num_prefix_tokens
+        self.token = token
 
     def build(self, input_shape: tuple[Any, ...]) -> None:
         self.built = True
 
     def call(self, inputs: Any) -> Any:
         if self.pooling == "token":
-            return inputs[:, 0]  # (B, D)
-        return keras.ops.mean(inputs[:, int(self.class_token) :], axis=1)  # (B, D)
+            return inputs[:, self.token]  # (B, D)
+        return keras.ops.mean(inputs[:, self.num_prefix_tokens :], axis=1)  # (B, D)
 
     def compute_output_shape(self, input_shape: tuple[Any, ...]) -> tuple[Any, ...]:
         return (input_shape[0], input_shape[-1])
@@ -56,7 +60,7 @@ class AttentionPooling(keras.layers.Layer):
     Args:
         num_heads: attention heads; divides the width D of the tokens.
         mlp_dim: width M of the MLP's hidden layer.
-        activation: "gelu_tanh" (the original's) or "gelu" (exact).
+        activation: of the MLP, as there.
         layer_norm_epsilon: epsilon of the layer normalisation before the MLP.
 
     Input shape: (B, N, D). Output shape: (B, D).

@@ -38,9 +38,10 @@ def build(
     else:
         _check(model.config, data)
         vit = _placed(model, recipe=recipe, execution=execution)
-    head = vit.get_layer("head")
-    if recipe.head_bias and not keras.ops.any(head.kernel != 0):
-        head.bias.assign(keras.ops.full_like(head.bias, recipe.head_bias))
+    heads = [layer for layer in vit.layers if layer.name in ("head", "distillation_head")]
+    for head in heads:
+        if recipe.head_bias and not keras.ops.any(head.kernel != 0):
+            head.bias.assign(keras.ops.full_like(head.bias, recipe.head_bias))
     return vit
 
 

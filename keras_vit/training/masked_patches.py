@@ -43,7 +43,7 @@ class MaskedPatchModel(backend.ExactTrainer, keras.Model):
         (None, 8)
 
     Args:
-        config: the network; its classifier and pre-logits layer are left out.
+        config: the network; its classifier, pre-logits layer and distillation token are left out.
         target: what is predicted: the "mean_color" of each patch, one of 512; the 4x4 colours of a
             "small_patch"; or all "pixels" in [-1, 1], by least squares.
         corruption: fraction of the patches that is corrupted in each image.
@@ -67,7 +67,9 @@ class MaskedPatchModel(backend.ExactTrainer, keras.Model):
         trainable: bool = True,
     ) -> None:
         super().__init__(name=name, trainable=trainable)
-        self.config = dataclasses.replace(config, classes=None, representation_dim=None)
+        self.config = dataclasses.replace(
+            config, classes=None, representation_dim=None, distillation_token=False
+        )
         self.target, self.corruption, self.seed = target, corruption, seed
         self._policy = keras.dtype_policies.get(dtype).name
         _check(self.config, target=target, corruption=corruption)
@@ -91,17 +93,10 @@ class MaskedPatchModel(backend.ExactTrainer, keras.Model):
             if any(layer.name == name for layer in self.vit.layers):
                 x = self.vit.get_layer(name)(x)
         encoder = self.vit.get_layer("patch_encoder")
-        tokens, corrupted = self._corrupt(self._embed(encoder, x))  # (B, patches, D)
-        if encoder.use_class_token:
-            first = keras.ops.cast(encoder.class_token, tokens.dtype)
-            first = keras.ops.broadcast_to(first, (keras.ops.shape(tokens)[0], *first.shape[1:]))
-            tokens = keras.ops.concatenate([first, tokens], axis=1)  # (B, N, D)
-        tokens = tokens + keras.ops.cast(encoder.position_embedding, tokens.dtype)
-        tokens = encoder.drop(tokens, training=training)
-        for index in range(self.config.num_layers):
-            tokens = self.vit.get_layer(f"block_{index}")(tokens, training=training)
-        tokens = self.vit.get_layer("encoder_norm")(tokens)
-        patches = tokens[:, int(self.config.class_token) :]
+        tokens, corrupted = self._corrupt(encoder.embed(x))  # (B, patches, D)
+        tokens = encoder.assemble(tokens, training=training)  # (B, N, D)
+        tokens = self.vit.encode(tokens, training=training)
+        patches = tokens[:, self.config.num_prefix_tokens :]
         return {"predictions": self.predictor(patches), "corrupted": corrupted}
 
     def compute_loss(
@@ -144,11 +139,6 @@ class MaskedPatchModel(backend.ExactTrainer, keras.Model):
         cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
     ) -> "MaskedPatchModel":
         return cls(**{**config, "config": ViTConfig.from_dict(config["config"])})
-
-    def _embed(self, encoder: Any, patches: Any) -> Any:
-        embedded = encoder.projection(patches)  # (B, h, w, D)
-        rows, columns = self.config.grid
-        return keras.ops.reshape(embedded, (-1, rows * columns, self.config.hidden_dim))
 
     def _corrupt(self, embedded: Any) -> tuple[Any, Any]:
         """Returns embeddings (B, patches, D), some corrupted, and where: (B, patches), 0 or 1."""

@@ -5,8 +5,9 @@ import os
 from collections.abc import Mapping
 
 from keras_vit.applications import BUILDERS
-from keras_vit.config import VARIANTS, ViTConfig
+from keras_vit.config import ViTConfig
 from keras_vit.model import VisionTransformer
+from keras_vit.variants import VARIANTS
 
 # Models that learn from few images, on a CPU.
 MODELS: Mapping[str, ViTConfig] = {

@@ -165,9 +165,10 @@ def decayed_rates(model: keras.Model, config: ViTConfig, decay: float) -> dict[s
 
     def depth(path: str) -> int:
         name = path.split("/")[0]
-        if name.startswith("block_"):
-            return int(name.removeprefix("block_")) + 1
-        return 0 if name in ("stem", "patch_encoder") else top
+        kind, _, index = name.rpartition("_")
+        if kind in ("block", "positions"):
+            return int(index) + 1
+        return 0 if name in ("stem", "patch_encoder", "positions") else top
 
     return {
         variable.path: decay ** (top - depth(variable.path))

@@ -12,7 +12,8 @@ import urllib.parse
 from collections.abc import Mapping
 from typing import Literal
 
-from keras_vit import config as configs
+from keras_vit import variants
+from keras_vit.config import ViTConfig
 from keras_vit.weights import augreg, published
 
 Family = Literal["original", "augreg", "sam"]
@@ -40,7 +41,7 @@ class CatalogRow:
 
     Attributes:
         name: folder and file name in the bucket, without suffix.
-        variant: the architecture, a key of `keras_vit.config.VARIANTS`.
+        variant: the architecture, a key of `keras_vit.VARIANTS`.
         family: "original" (the ViT paper), "augreg" (How to train your ViT?) or "sam".
         data: what it was trained on, in order: "imagenet21k+imagenet2012".
         image_size: side of the images it was trained on last, in pixels.
@@ -79,10 +80,10 @@ class CatalogRow:
         return _PAPERS[self.family]
 
     @property
-    def config(self) -> configs.ViTConfig:
+    def config(self) -> ViTConfig:
         """The model that the file fills."""
         return dataclasses.replace(
-            configs.variant(self.variant),
+            variants.variant(self.variant),
             input_shape=(self.image_size, self.image_size, 3),
             classes=self.classes,
             representation_dim=self.representation_dim,
@@ -91,7 +92,7 @@ class CatalogRow:
     @property
     def parameters(self) -> int:
         """Parameters of that model; the file holds four bytes for each and a little more."""
-        return configs.parameter_count(self.config)
+        return variants.parameter_count(self.config)
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -136,7 +137,7 @@ def resolve(variant: str, weights: str, *, image_size: int | None = None) -> Cat
         'zeros'
 
     Args:
-        variant: a key of `keras_vit.config.VARIANTS`.
+        variant: a key of `keras_vit.VARIANTS`.
         weights: a name as above.
         image_size: side in pixels of the images it shall be used on. Of several files the one
             trained nearest to that size is taken, the larger of two equally near. None stands for
@@ -145,7 +146,7 @@ def resolve(variant: str, weights: str, *, image_size: int | None = None) -> Cat
     Raises:
         ValueError: there is no such variant or no such checkpoint of it.
     """
-    configs.variant(variant)
+    variants.variant(variant)
     rows = [row for row in catalog() if weights in row.words]
     if not rows and weights.startswith("augreg/") and weights.count("-") > 1:
         rows = [_augreg_row(published.Published(weights.removeprefix("augreg/")))]
@@ -194,7 +195,7 @@ def _original_21k_row(file: published.Published) -> CatalogRow:
         image_size=224,
         classes=21843,
         head="zeros",
-        representation_dim=configs.variant(variant).hidden_dim,
+        representation_dim=variants.variant(variant).hidden_dim,
         published_size=file.size,
     )
 

@@ -13,7 +13,7 @@ from keras_vit.config import ViTConfig
 from keras_vit.weights.arrays import StoredArray, read_h5, read_npz, read_safetensors
 from keras_vit.weights.facts import published_fields
 from keras_vit.weights.keras_layout import keras_fields, keras_rows, position_name
-from keras_vit.weights.layouts import Row, original_rows, published_names
+from keras_vit.weights.layouts import Row, check_published, original_rows, published_names
 from keras_vit.weights.positions import square_grid
 from keras_vit.weights.torch_layouts import names_of, torch_fields, torch_rows
 
@@ -120,6 +120,7 @@ def _open_keras(path: Path) -> Checkpoint:
             "keras.saving.load_model."
         )
     config = ViTConfig.from_dict(settings["config"]["config"])
+    check_published(config)
     fields = {name: getattr(config, name) for name in (*ARCHITECTURE, *DECIDED)}
     return Checkpoint(path, read_h5(path, content), fields, keras_rows, config.grid)
 

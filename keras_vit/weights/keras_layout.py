@@ -48,6 +48,11 @@ def keras_fields(arrays: Arrays) -> dict[str, Any]:
             f"The file holds no VisionTransformer's weights: its arrays are {listed(shapes)}."
         ) from error
     has_token = "layers/patch_encoder/vars/1" in shapes
+    if not has_token and shapes.get("layers/patch_encoder/vars/0", (1, 2))[1] == 1:
+        raise ValueError(
+            "The file holds one learned token, and either no position embeddings or no class "
+            "token: it does not say which. Fill a model of its config with model.load_weights."
+        )
     has_map = "layers/attention_pooling/vars/0" in shapes
     blocks = [re.match(r"layers/transformer_block(?:_(\d+))?/", name) for name in shapes]
     return {

@@ -37,6 +37,17 @@ class Row:
     split: Callable[[np.ndarray], tuple[np.ndarray, ...]] = lambda value: (value,)
 
 
+def check_published(config: ViTConfig) -> None:
+    """Raises a ValueError for a network that the layouts of checkpoints have no room for."""
+    if config.departures:
+        received = ", ".join(f"{name}={getattr(config, name)!r}" for name in config.departures)
+        raise ValueError(
+            "Layouts of checkpoints hold the published network alone; save another with "
+            "model.save and load it with keras.saving.load_model, or use model.save_weights and "
+            f"model.load_weights. Received: {received}."
+        )
+
+
 def original_rows(config: ViTConfig) -> list[Row]:
     """Returns the table of the published .npz layout for a model of this config."""
     d = config.hidden_dim

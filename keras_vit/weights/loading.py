@@ -17,8 +17,8 @@ from keras_vit.layers.initialization import overwritten_weights
 from keras_vit.model import VisionTransformer
 from keras_vit.weights.checkpoint import ARCHITECTURE, Checkpoint, open_checkpoint
 from keras_vit.weights.facts import listed
-from keras_vit.weights.layouts import Row
-from keras_vit.weights.positions import Method, resample_positions
+from keras_vit.weights.layouts import Row, check_published
+from keras_vit.weights.positions import CELLS, Method, resample_positions, resample_variable
 
 POSITIONS = "patch_encoder/position_embedding"
 HEAD = ("head/", "representation/")
@@ -58,7 +58,7 @@ def resize(
 ) -> VisionTransformer:
     """Returns the same model for images of another size; the given one stays as it is.
 
-    Position embeddings are resampled, every other weight is copied.
+    Position embeddings are resampled, of any kind; every other weight is copied.
 
     Example:
         >>> from keras_vit.config import ViTConfig
@@ -86,11 +86,12 @@ def resize(
     with overwritten_weights():
         resized = VisionTransformer.from_config(settings)
     for source, target in zip(model.weights, resized.weights, strict=True):
-        if source.path != POSITIONS:
+        kind = source.path.rsplit("/", 1)[-1]
+        if kind not in CELLS:
             target.assign(source)
             continue
-        table = np.asarray(keras.ops.convert_to_numpy(source))
-        target.assign(resample_positions(table, old.grid, config.grid, method=positions))
+        value = np.asarray(keras.ops.convert_to_numpy(source))
+        target.assign(resample_variable(kind, value, old.grid, config.grid, method=positions))
     _log_grids(old.grid, config.grid, positions)
     return resized
 
@@ -168,7 +169,8 @@ def match(
 
 
 def check_architecture(checkpoint: Checkpoint, config: ViTConfig) -> None:
-    """Raises a ValueError unless the file's sizes are the config's."""
+    """Raises a ValueError unless the file's sizes are the config's, of a published network."""
+    check_published(config)
     for name in ARCHITECTURE:
         wanted, found = getattr(config, name), checkpoint.fields.get(name)
         if name in checkpoint.fields and wanted != found:

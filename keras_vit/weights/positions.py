@@ -1,5 +1,6 @@
 """Resamples a table of position embeddings to another grid of patches, in NumPy alone."""
 
+from collections.abc import Callable
 from typing import Literal, get_args
 
 import numpy as np
@@ -8,6 +9,15 @@ Method = Literal["original", "bilinear", "bicubic"]
 
 # Catmull-Rom's is -0.5; -0.75 is the constant of torch.nn.functional.interpolate(mode="bicubic").
 CUBIC_SHARPNESS = -0.75
+
+# The variables whose shape depends on the grid of patches, by the last part of their path, and
+# how many cells, (height, width), each has for a grid.
+CELLS: dict[str, Callable[[int, int], tuple[int, int]]] = {
+    "position_embedding": lambda height, width: (height, width),
+    "position_x": lambda height, width: (1, width),
+    "position_y": lambda height, width: (height, 1),
+    "relative_bias": lambda height, width: (2 * height - 1, 2 * width - 1),
+}
 
 
 def resample_positions(
@@ -54,6 +64,29 @@ def resample_positions(
     cells = np.einsum("ah,hwd,bw->abd", rows, cells, columns, optimize=True)
     cells = cells.reshape(1, new_grid[0] * new_grid[1], -1).astype(table.dtype)
     return np.concatenate([table[:, :prefix], cells], axis=1)
+
+
+def resample_variable(
+    kind: str,
+    value: np.ndarray,
+    grid: tuple[int, int],
+    new_grid: tuple[int, int],
+    *,
+    method: Method = "original",
+) -> np.ndarray:
+    """Resamples any variable whose shape depends on the grid; rows before the cells' are kept.
+
+    Args:
+        kind: one of `CELLS`.
+        value: its value, (1, prefix + cells, width).
+        grid: (height, width) of the model, in patches.
+        new_grid: (height, width) wanted, in patches.
+        method: see `resample_positions`.
+    """
+    cells, new_cells = CELLS[kind](*grid), CELLS[kind](*new_grid)
+    prefix = value.shape[1] - cells[0] * cells[1]
+    resampled = resample_positions(value[:, prefix:], cells, new_cells, method=method)
+    return np.concatenate([value[:, :prefix], resampled], axis=1)
 
 
 def square_grid(positions: int) -> tuple[int, int] | None:

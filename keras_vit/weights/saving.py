@@ -8,7 +8,7 @@ import numpy as np
 
 from keras_vit.atomic import whole_file
 from keras_vit.model import VisionTransformer
-from keras_vit.weights.layouts import original_rows
+from keras_vit.weights.layouts import check_published, original_rows
 
 
 def save_npz(model: VisionTransformer, path: str | Path) -> Path:
@@ -34,8 +34,9 @@ def save_npz(model: VisionTransformer, path: str | Path) -> Path:
         The path.
 
     Raises:
-        ValueError: the name does not end in .npz.
+        ValueError: the name does not end in .npz, or the layout has no room for the network.
     """
+    check_published(model.config)
     path = Path(path)
     if path.suffix != ".npz":
         raise ValueError(f"The published layout is an .npz file. Received: {str(path)!r}.")

@@ -1,0 +1,46 @@
+"""Draws configs of tiny models, every field among them."""
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from keras_vit.config import ViTConfig
+
+
+def _config(grid: tuple[int, int], *, heads: int, width: int, channels: int, **fields: Any) -> Any:
+    has_token, distilled = fields.pop("has_token"), fields.pop("distilled")
+    is_classifier = fields["pooling"] == "token" and fields["classes"] is not None
+    if fields["position_embedding"] in (None, "relative"):
+        fields["position_placement"] = "input"
+    return ViTConfig(
+        input_shape=(grid[0] * 4, grid[1] * 4, channels),
+        patch_size=4,
+        num_heads=heads,
+        hidden_dim=heads * width,
+        class_token=fields["pooling"] == "token" or has_token,
+        distillation_token=distilled and is_classifier and fields["representation_dim"] is None,
+        **fields,
+    )
+
+
+configs = st.builds(
+    _config,
+    grid=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    heads=st.integers(1, 3),
+    width=st.sampled_from([4, 8]),
+    channels=st.integers(1, 4),
+    has_token=st.booleans(),
+    distilled=st.booleans(),
+    mlp_dim=st.integers(1, 9),
+    num_layers=st.integers(1, 2),
+    classes=st.none() | st.integers(1, 5),
+    pooling=st.sampled_from(["token", "avg", "map", None]),
+    representation_dim=st.none() | st.integers(1, 5),
+    activation=st.sampled_from(["gelu_tanh", "gelu", "swiglu"]),
+    dropout_rate=st.sampled_from([0.0, 0.1]),
+    position_embedding=st.sampled_from(["learned", "learned_2d", "sincos_2d", "relative", None]),
+    position_placement=st.sampled_from(["input", "every_block", "every_block_shared"]),
+    num_registers=st.integers(0, 2),
+    layer_scale=st.none() | st.just(0.1),
+    query_key_norm=st.booleans(),
+)

@@ -1,0 +1,239 @@
+"""Tests of what keras_vit.model may depart in from the published networks."""
+
+import dataclasses
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import variants_oracle
+from conftest import TINY, randomize
+
+import keras_vit
+from keras_vit.config import ViTConfig
+from keras_vit.layers import MultiHeadSelfAttention
+from keras_vit.layers.positions import PositionedLayer
+from keras_vit.model import VisionTransformer
+
+SQUARE = {"input_shape": (24, 24, 3)}
+AVERAGE = {"pooling": "avg", "class_token": False}
+ALL = {
+    "num_registers": 2,
+    "layer_scale": 0.5,
+    "query_key_norm": True,
+    "activation": "swiglu",
+    "distillation_token": True,
+}
+# Oblong images unless said; every field alone, then together with what it meets.
+VARIANTS = {
+    "none": {"position_embedding": None},
+    "learned in 2-D": {"position_embedding": "learned_2d"},
+    "learned in 2-D, square, average": {
+        **SQUARE, **AVERAGE, "position_embedding": "learned_2d"
+    },
+    "sines": {"position_embedding": "sincos_2d"},
+    "sines, square": {**SQUARE, "position_embedding": "sincos_2d", "hidden_dim": 36},
+    "relative": {"position_embedding": "relative"},
+    "relative, square, average": {**SQUARE, **AVERAGE, "position_embedding": "relative"},
+    "every block": {"position_placement": "every_block"},
+    "every block, shared": {"position_placement": "every_block_shared"},
+    "every block, learned in 2-D": {
+        "position_placement": "every_block", "position_embedding": "learned_2d"
+    },
+    "every block, sines, shared": {
+        "position_placement": "every_block_shared", "position_embedding": "sincos_2d"
+    },
+    "registers": {"num_registers": 3},
+    "registers, average": {"num_registers": 3, "pooling": "avg"},
+    "registers alone": {**AVERAGE, "num_registers": 1, "position_embedding": "relative"},
+    "layer scale": {"layer_scale": 0.1},
+    "query and key norm": {"query_key_norm": True},
+    "SwiGLU": {"activation": "swiglu"},
+    "distillation token": {"distillation_token": True},
+    "all": ALL,
+    "all, relative": {**ALL, "position_embedding": "relative"},
+    "all, every block": {
+        **ALL, "position_embedding": "learned_2d", "position_placement": "every_block"
+    },
+}  # fmt: skip
+CONFIGS = {
+    name: dataclasses.replace(TINY, num_layers=2, **fields) for name, fields in VARIANTS.items()
+}
+EVERYTHING = ("all, relative", "all, every block")
+
+
+def images_for(config: ViTConfig) -> np.ndarray:
+    shape = (2, *config.input_shape)
+    return np.random.default_rng(1).uniform(-1, 1, shape).astype(np.float32)
+
+
+def model_of(name: str, **options: object) -> VisionTransformer:
+    return randomize(VisionTransformer(CONFIGS[name], **options))
+
+
+def expected_logits(model: VisionTransformer, config: ViTConfig | None = None) -> np.ndarray:
+    arrays, config = variants_oracle.arrays(model), config or model.config
+    return variants_oracle.run(arrays, images_for(model.config), config).logits
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_variant_equals_the_same_network_in_numpy(name: str) -> None:
+    """Every variant answers as a float64 NumPy walk over its variables, and is counted right."""
+    model = model_of(name)
+    answer, expected = model(images_for(model.config)), expected_logits(model)
+    np.testing.assert_allclose(answer, expected, rtol=0, atol=3e-6)
+    assert keras_vit.parameter_count(model.config) == model.count_params()
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("learned in 2-D", {"position_embedding": None}),
+        ("sines", {"position_embedding": None}),
+        ("relative", {"position_embedding": None}),
+        ("every block, shared", {"position_placement": "input", "position_embedding": None}),
+        ("query and key norm", {"query_key_norm": False}),
+    ],
+)
+def test_the_comparison_sees_a_part_left_out(name: str, wrong: dict[str, object]) -> None:
+    """Without what the variant adds, the logits are far away."""
+    model = model_of(name)
+    expected = expected_logits(model, dataclasses.replace(model.config, **wrong))
+    assert np.abs(model(images_for(model.config)) - expected).max() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["learned in 2-D", "sines", "relative"])
+def test_the_comparison_sees_rows_and_columns_exchanged(name: str) -> None:
+    """Where the grid is read the wrong way round, the logits are far away."""
+    model = model_of(name)
+    arrays = variants_oracle.arrays(model)
+    turned = dataclasses.replace(model.config, input_shape=(48, 32, 3))
+    if name == "learned in 2-D":
+        x, y = (f"patch_encoder/position_{axis}" for axis in "xy")
+        arrays[x], arrays[y] = arrays[y], arrays[x]
+    images = images_for(model.config)
+    tokens = images.reshape(2, 4, 8, 6, 8, 3).transpose(0, 1, 3, 2, 4, 5).reshape(2, 6, 4, 8, 8, 3)
+    same_tokens = tokens.transpose(0, 1, 3, 2, 4, 5).reshape(2, 48, 32, 3)
+    expected = variants_oracle.run(arrays, same_tokens, turned).logits
+    assert np.abs(model(images) - expected).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n if n in EVERYTHING else pytest.param(n, marks=pytest.mark.slow) for n in CONFIGS],
+)
+def test_variant_computes_in_mixed_precision(name: str) -> None:
+    """Under bfloat16 the answer is float32's to the precision of bfloat16, eager or compiled."""
+    model = model_of(name, dtype="mixed_bfloat16")
+    images, expected = images_for(model.config), expected_logits(model)
+    answer = model(images)
+    assert keras.backend.standardize_dtype(answer.dtype) == "float32"
+    np.testing.assert_allclose(answer, expected, atol=0.05)
+    np.testing.assert_allclose(model.predict(images, verbose=0), expected, atol=0.05)
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_variant_is_saved_bit_for_bit(name: str, tmp_path: Path) -> None:
+    """`.keras` and `.weights.h5` bring back every variable, path and answer."""
+    model = model_of(name)
+    images = images_for(model.config)
+    model.save(tmp_path / "model.keras")
+    model.save_weights(tmp_path / "model.weights.h5")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    filled = VisionTransformer(model.config)
+    filled.load_weights(tmp_path / "model.weights.h5")
+    for again in (loaded, filled):
+        assert [v.path for v in again.weights] == [v.path for v in model.weights]
+        np.testing.assert_array_equal(again(images), model(images))
+    assert loaded.config == model.config
+
+
+def test_nothing_of_a_variant_is_in_a_plain_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Off means absent: no layer, no variable, and attention in the backend's own fused form."""
+    model = VisionTransformer(TINY)
+    names = {layer.name for layer in model._flatten_layers(include_self=False)}
+    assert names == {
+        *("images", "patches", "patch_encoder", "projection", "encoder_norm", "pooling", "head"),
+        *(f"block_{index}" for index in range(TINY.num_layers)),
+        *("attention_norm", "attention", "qkv", "out", "mlp_norm", "mlp", "fc1", "fc2"),
+        *(model.get_layer(f"block_{index}").drop_path.name for index in range(TINY.num_layers)),
+    }
+    assert len(model.weights) == 4 + 12 * TINY.num_layers + 2 + 2
+    monkeypatch.delattr(MultiHeadSelfAttention, "weigh")
+    monkeypatch.delattr(PositionedLayer, "_parts")
+    model(images_for(TINY))
+
+
+def test_registers_have_no_place() -> None:
+    """Exchanging two registers exchanges their tokens and nothing else."""
+    model = model_of("registers")
+    images = images_for(model.config)
+    before = keras.ops.convert_to_numpy(model.features(images, ["block_1"])["block_1"])
+    registers = model.get_layer("patch_encoder").registers
+    registers.assign(keras.ops.convert_to_numpy(registers)[:, [2, 1, 0]])
+    after = keras.ops.convert_to_numpy(model.features(images, ["block_1"])["block_1"])
+    order = [0, 3, 2, 1, *range(4, before.shape[1])]
+    np.testing.assert_allclose(after, before[:, order], atol=1e-6)
+    assert np.abs(before[:, 1] - before[:, 3]).max() > 1e-3
+
+
+def test_both_classifiers_can_be_heard() -> None:
+    """The model answers the mean of the class token's and the distillation token's classifier."""
+    model = model_of("distillation token")
+    images = images_for(model.config)
+    heads = model.features(images, ("head", "distillation_head"))
+    first, second = heads["head"], heads["distillation_head"]
+    assert np.abs(first - second).max() > 1e-2
+    np.testing.assert_allclose(model(images), (first + second) / 2, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_recomputed_gradients_are_the_kept_ones(name: str) -> None:
+    """`remat` changes neither loss nor update, and every variable of a variant trains."""
+    kept = model_of(name)
+    thrifty = VisionTransformer(dataclasses.replace(kept.config, remat=True))
+    thrifty.set_weights(kept.get_weights())
+    before = kept.get_weights()
+    images, labels = images_for(kept.config), np.array([1, 2])
+    for model in (kept, thrifty):
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.SGD(1.0), loss)
+        model.fit(images, labels, verbose=0)
+    for old, one, two in zip(before, kept.weights, thrifty.weights, strict=True):
+        np.testing.assert_allclose(one, two, atol=1e-5, err_msg=one.path)
+        # The softmax does not see what is the same for all keys.
+        if one.path.endswith("key_norm/beta"):
+            continue
+        assert not np.array_equal(old, one), one.path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_variants_train_in_mixed_precision_with_every_dropout(name: str) -> None:
+    """What is computed anew has the precision of the first time."""
+    rates = ("dropout_rate", "attention_dropout_rate", "drop_path_rate")
+    config = dataclasses.replace(CONFIGS[name], remat=True, **dict.fromkeys(rates, 0.1))
+    model = randomize(VisionTransformer(config, dtype="mixed_bfloat16"))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.1), loss)
+    losses = model.fit(images_for(config), np.array([1, 2]), epochs=8, verbose=0).history["loss"]
+    assert losses[-1] < losses[0]
+
+
+def test_fresh_variants_start_as_their_sources_say() -> None:
+    """Factors at their value, tokens and tables small, and no two registers alike."""
+    config = dataclasses.replace(
+        CONFIGS["all, relative"], num_registers=8, hidden_dim=96, input_shape=(96, 96, 3)
+    )
+    model = VisionTransformer(config)
+    arrays = variants_oracle.arrays(model)
+    np.testing.assert_array_equal(arrays["block_0/attention_scale"], np.full(96, 0.5))
+    np.testing.assert_array_equal(arrays["block_1/mlp_scale"], np.full(96, 0.5))
+    assert not arrays["patch_encoder/class_token"].any()
+    for path in ("patch_encoder/registers", "block_1/attention/relative_bias"):
+        assert arrays[path].std() == pytest.approx(0.02, rel=0.1), path
+    assert arrays["patch_encoder/distillation_token"].std() == pytest.approx(0.02, rel=0.3)
+    registers = arrays["patch_encoder/registers"][0]
+    assert len(np.unique(registers, axis=0)) == 8
+    assert (arrays["block_0/attention/query_norm/gamma"] == 1).all()

@@ -1,0 +1,94 @@
+"""Tests of keras_vit.weights on models that depart from the published ones."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import variants_oracle
+from conftest import TINY
+from test_model_variants import AVERAGE, CONFIGS, expected_logits, images_for, model_of
+
+import keras_vit
+from keras_vit.model import VisionTransformer
+
+# One of the fields that a sentence about the variant has to name.
+CHANGED = {
+    "relative": "position_embedding",
+    "all": "num_registers",
+    "every block, shared": "position_placement",
+}
+
+
+def quick(*names: str) -> list[Any]:
+    """Every variant; all but the named ones among the slow tests."""
+    slow = pytest.mark.slow
+    return [name if name in names else pytest.param(name, marks=slow) for name in CONFIGS]
+
+
+@pytest.mark.parametrize("method", ["original", "bilinear"])
+@pytest.mark.parametrize("name", quick("learned in 2-D", "relative", "all, every block"))
+def test_resized_variant_is_the_same_network_on_another_grid(name: str, method: str) -> None:
+    """Tables of every kind are resampled, sines computed anew; every other weight is copied."""
+    model = model_of(name)
+    bigger = keras_vit.resize(model, (48, 40, 3), positions=method)
+    assert bigger.config == dataclasses.replace(model.config, input_shape=(48, 40, 3))
+    np.testing.assert_allclose(
+        bigger(images_for(bigger.config)), expected_logits(bigger), rtol=0, atol=3e-6
+    )
+    (rows, columns), old = model.config.grid, variants_oracle.arrays(model)
+    cells = {
+        "position_embedding": (rows, columns),
+        "position_x": (1, columns),
+        "position_y": (rows, 1),
+        "relative_bias": (2 * rows - 1, 2 * columns - 1),
+    }
+    for path, value in variants_oracle.arrays(bigger).items():
+        kind = path.rsplit("/", 1)[-1]
+        if kind not in cells:
+            np.testing.assert_array_equal(value, old[path])
+            continue
+        first = old[path].shape[1] - cells[kind][0] * cells[kind][1]
+        np.testing.assert_array_equal(value[:, :first], old[path][:, :first])
+        smaller = old[path][0, first:].reshape(*cells[kind], -1)
+        sides = {"position_x": (1, 5), "position_y": (6, 1), "relative_bias": (11, 9)}
+        grid = value[0, first:].reshape(*sides.get(kind, (6, 5)), -1)
+        if method == "original":  # corners stay corners, and the middle of offsets the middle
+            for corner in ((0, 0), (0, -1), (-1, 0), (-1, -1)):
+                np.testing.assert_allclose(grid[corner], smaller[corner], atol=1e-6)
+        if kind == "relative_bias":
+            middle = smaller[rows - 1, columns - 1]
+            np.testing.assert_allclose(grid[5, 4], middle, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_layouts_that_have_no_room_refuse_a_variant(name: str, tmp_path: Path) -> None:
+    """Reading and writing both name the fields and say what to do instead."""
+    model = model_of(name)
+    message = f"the published network alone; save another with model.save.*{CHANGED[name]}="
+    with pytest.raises(ValueError, match=message):
+        keras_vit.weights.save_npz(model, tmp_path / "model.npz")
+    plain = VisionTransformer(dataclasses.replace(TINY, num_layers=2))
+    plain.save_weights(tmp_path / "plain.weights.h5")
+    with pytest.raises(ValueError, match=message):
+        keras_vit.weights.load(model, tmp_path / "plain.weights.h5")
+    model.save(tmp_path / "model.keras")
+    with pytest.raises(ValueError, match=message):
+        keras_vit.weights.load(plain, tmp_path / "model.keras")
+
+
+@pytest.mark.parametrize("name", quick("none", "sines", "SwiGLU"))
+def test_weights_of_a_variant_are_not_taken_for_a_published_network(
+    name: str, tmp_path: Path
+) -> None:
+    """The file alone does not say its config: it must not fill any plain model in silence."""
+    model = model_of(name)
+    file = tmp_path / "variant.weights.h5"
+    model.save_weights(file)
+    for fields in ({}, {"pooling": "avg"}, AVERAGE):
+        plain = VisionTransformer(
+            dataclasses.replace(TINY, num_layers=2, hidden_dim=model.config.hidden_dim, **fields)
+        )
+        with pytest.raises(ValueError, match=r"does not fit|does not say|holds no Vision"):
+            keras_vit.weights.load(plain, file)

@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 from exported import LABELS, photo, served_model
+from serving_harness import messages
 
 from keras_vit.export import VerificationError, artefacts, export, savedmodel, serving_files
 from keras_vit.export.clean import request as requests
@@ -65,7 +66,7 @@ def test_the_record_tells_what_was_checked(exported):
 
 
 def test_the_settings_are_what_the_server_parses(exported):
-    """The batching sizes rise to the largest; the server configs parse as its own messages."""
+    """The server's own messages read every file; the batching sizes rise to the largest."""
     text_format = pytest.importorskip("google.protobuf.text_format")
     config = pytest.importorskip("tensorflow_serving.config.model_server_config_pb2")
     directory, _ = exported
@@ -73,10 +74,19 @@ def test_the_settings_are_what_the_server_parses(exported):
         (directory / "models.config").read_text(), config.ModelServerConfig()
     ).model_config_list.config[0]
     assert (parsed.name, parsed.base_path) == ("pets", "/models/pets")
-    lines = (directory / "batching_parameters.txt").read_text()
-    sizes = json.loads(lines.partition("allowed_batch_sizes:")[2])
+    batching = text_format.Parse(
+        (directory / "batching_parameters.txt").read_text(), messages.message("BatchingParameters")
+    )
+    sizes = list(batching.allowed_batch_sizes)
     assert sizes == sorted(sizes) == list(serving_files.BATCH_SIZES)
-    assert f"max_batch_size {{ value: {sizes[-1]} }}" in lines
+    assert batching.max_batch_size.value == sizes[-1]
+    assert min(batching.num_batch_threads.value, batching.max_enqueued_batches.value) >= 1
+    monitoring = text_format.Parse(
+        (directory / "monitoring.config").read_text(), messages.message("MonitoringConfig")
+    )
+    assert monitoring.prometheus_config.enable
+    with pytest.raises(text_format.ParseError):
+        text_format.Parse("max_batch: 1", messages.message("BatchingParameters"))
 
 
 def test_warm_up_requests_are_those_of_the_server(exported):

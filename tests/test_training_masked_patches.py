@@ -110,7 +110,9 @@ def test_patches_are_corrupted_in_the_papers_proportions() -> None:
     model.mask_embedding.assign(np.full((1, 1, 24), -7.0))
     # Each patch's embedding is its number, so that what became of it can be read off.
     embedded = np.tile(np.arange(24, dtype=np.float32)[None, :, None], (500, 1, 24))
-    result, corrupted = (keras.ops.convert_to_numpy(x) for x in model._corrupt(embedded))
+    result, corrupted = (
+        keras.ops.convert_to_numpy(x) for x in model._corrupt(embedded, (model.seeds,) * 3)
+    )
     chosen = corrupted.astype(bool)
     assert (chosen.sum(axis=1) == 12).all()
     np.testing.assert_array_equal(result[~chosen], embedded[~chosen])

@@ -1,5 +1,6 @@
 """Trains models and keeps what comes of it in run directories. TensorFlow only."""
 
+from keras_vit.training.distillation import DistillationModel, distillation_losses
 from keras_vit.training.execution import Execution, is_first_worker
 from keras_vit.training.finish import TrainingInterrupted
 from keras_vit.training.loop import WorkerLostError
@@ -10,21 +11,32 @@ from keras_vit.training.optimizers import AdamW, MomentumSGD, decayed_rates
 from keras_vit.training.progress import EpochDone, Event, StepDone
 from keras_vit.training.recipe import Recipe
 from keras_vit.training.recipes import RECIPES
+from keras_vit.training.reconstructions import Reconstructions, reconstruct
 from keras_vit.training.run import Run, load_run, load_run_data
 from keras_vit.training.schedule import WarmupDecay
-from keras_vit.training.train import check_free, default_config, default_recipe, train
+from keras_vit.training.train import (
+    check_free,
+    default_config,
+    default_pretrain_config,
+    default_pretrain_recipe,
+    default_recipe,
+    pretrain,
+    train,
+)
 
 __all__ = [
     "MODELS",
     "MODEL_NAMES",
     "RECIPES",
     "AdamW",
+    "DistillationModel",
     "EpochDone",
     "Event",
     "Execution",
     "MaskedPatchModel",
     "MomentumSGD",
     "Recipe",
+    "Reconstructions",
     "Run",
     "SigmoidCrossEntropy",
     "StepDone",
@@ -34,11 +46,16 @@ __all__ = [
     "check_free",
     "decayed_rates",
     "default_config",
+    "default_pretrain_config",
+    "default_pretrain_recipe",
     "default_recipe",
+    "distillation_losses",
     "is_first_worker",
     "load_run",
     "load_run_data",
     "model_config",
+    "pretrain",
     "pretrained_model",
+    "reconstruct",
     "train",
 ]

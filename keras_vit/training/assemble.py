@@ -1,26 +1,36 @@
 """Makes the parts of a training: the model, compiled for its recipe, and its batches."""
 
 import dataclasses
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 import tensorflow as tf
 
 from keras_vit.config import ViTConfig
-from keras_vit.data import ImageData, mix_batch, train_batches
+from keras_vit.data import ImageData, evaluation_batches, mix_batch, train_batches
 from keras_vit.model import VisionTransformer
+from keras_vit.training.distillation import DistillationModel
 from keras_vit.training.execution import Execution
 from keras_vit.training.loop import Batches
 from keras_vit.training.losses import make_loss
+from keras_vit.training.masked_patches import MaskedPatchModel
 from keras_vit.training.optimizer import make_optimizer
 from keras_vit.training.recipe import Plan, Recipe
 
+EVALUATION_BATCH = 128
 MIXUP = 100  # marks these draws, so that they share no stream with those of the data's pipeline
 
+Trained = VisionTransformer | MaskedPatchModel | DistillationModel
+Kept = TypeVar("Kept", VisionTransformer, MaskedPatchModel)
 
-def build(
-    model: ViTConfig | VisionTransformer, *, data: ImageData, recipe: Recipe, execution: Execution
-) -> VisionTransformer:
+
+def build_classifier(
+    model: ViTConfig | VisionTransformer | DistillationModel,
+    *,
+    data: ImageData,
+    recipe: Recipe,
+    execution: Execution,
+) -> VisionTransformer | DistillationModel:
     """Returns the model to train, in the strategy's scope that this is called in.
 
     Args:
@@ -36,23 +46,49 @@ def build(
     if isinstance(model, ViTConfig):
         vit = VisionTransformer(_config(model, data, recipe), dtype=execution.precision)
     else:
-        _check(model.config, data)
-        vit = _placed(model, recipe=recipe, execution=execution)
+        _check_classes(model.config, data)
+        _check_pixels(model.config)
+        given = kept_part(model)
+        vit = _placed(given, recipe=recipe, execution=execution)
     heads = [layer for layer in vit.layers if layer.name in ("head", "distillation_head")]
     for head in heads:
         if recipe.head_bias and not keras.ops.any(head.kernel != 0):
             head.bias.assign(keras.ops.full_like(head.bias, recipe.head_bias))
-    return vit
+    return _distilled(model, vit) if isinstance(model, DistillationModel) else vit
 
 
-def compile_model(
-    model: VisionTransformer, *, recipe: Recipe, plan: Plan, execution: Execution
-) -> None:
+def build_masked(
+    model: ViTConfig | MaskedPatchModel, *, recipe: Recipe, execution: Execution
+) -> MaskedPatchModel:
+    """Returns the model to pre-train, as `build_classifier` does; a config's target is the default.
+
+    Raises:
+        ValueError: the model does not take RGB pixels 0..255.
+    """
+    if isinstance(model, ViTConfig):
+        config = dataclasses.replace(model, include_preprocessing=True, **_regularization(recipe))
+        return MaskedPatchModel(config, dtype=execution.precision)
+    _check_pixels(model.config)
+    placed: MaskedPatchModel = _placed(model, recipe=recipe, execution=execution)
+    return placed
+
+
+def kept_part(model: Trained) -> VisionTransformer | MaskedPatchModel:
+    """Returns the part of a model that is saved: of a distillation the student."""
+    return model.student if isinstance(model, DistillationModel) else model
+
+
+def compile_model(model: Trained, *, recipe: Recipe, plan: Plan, execution: Execution) -> None:
     """Compiles a model for a recipe, and builds all state that a checkpoint has to hold."""
+    own: dict[str, Any] = {}
+    if not isinstance(model, MaskedPatchModel):
+        is_logits = model.config.classifier_activation is None
+        own["loss"] = make_loss(recipe.loss, from_logits=is_logits)
+    if isinstance(model, VisionTransformer):
+        own["metrics"] = [keras.metrics.CategoricalAccuracy(name="accuracy")]
     model.compile(
         make_optimizer(recipe, model=model, plan=plan),
-        loss=make_loss(recipe.loss, from_logits=model.config.classifier_activation is None),
-        metrics=[keras.metrics.CategoricalAccuracy(name="accuracy")],
+        **own,
         accumulate=execution.accumulate,
         sam_rho=recipe.sam_rho,
         report_gradient_norm=True,
@@ -62,18 +98,18 @@ def compile_model(
         model.optimizer.build(model.trainable_variables)
 
 
-def plain_copy(model: VisionTransformer) -> VisionTransformer:
+def plain_copy(model: Kept) -> Kept:
     """Returns an equal model in float32, outside of any strategy, not compiled."""
-    copy = VisionTransformer.from_config({**model.get_config(), "dtype": "float32"})
+    copy: Kept = type(model).from_config({**model.get_config(), "dtype": "float32"})
     copy.set_weights(model.get_weights())
     return copy
 
 
 def make_batches(
-    data: ImageData, model: VisionTransformer, *, recipe: Recipe, plan: Plan, seed: int
+    data: ImageData, size: tuple[int, int], *, recipe: Recipe, plan: Plan, seed: int
 ) -> Batches:
     """Returns a function that makes the batches from any step on: images, probabilities."""
-    classes = len(data.labels)
+    classes = max(len(data.labels), 1)  # without labels all are of one class
 
     def batches(start_step: int, shard: tuple[int, int]) -> tf.data.Dataset:
         def soften(
@@ -90,7 +126,7 @@ def make_batches(
 
         made = train_batches(
             data.train,
-            image_size=model.input_shape[1:3],
+            image_size=size,
             batch_size=plan.batch_size,
             epochs=plan.epochs,
             seed=seed,
@@ -101,6 +137,17 @@ def make_batches(
         return made.enumerate(start_step).map(soften)
 
     return batches
+
+
+def make_validation(data: ImageData, size: tuple[int, int]) -> tf.data.Dataset:
+    """Returns the batches that epochs are judged by: images, probabilities."""
+    classes = max(len(data.labels), 1)
+    batches = evaluation_batches(data.validation, image_size=size, batch_size=EVALUATION_BATCH).map(
+        lambda images, targets: (images, tf.one_hot(targets, classes))
+    )
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
+    return batches.with_options(options)
 
 
 def _config(config: ViTConfig, data: ImageData, recipe: Recipe) -> ViTConfig:
@@ -118,24 +165,47 @@ def _regularization(recipe: Recipe) -> dict[str, Any]:
     return {name: rate for name, rate in rates.items() if rate is not None}
 
 
-def _placed(model: VisionTransformer, *, recipe: Recipe, execution: Execution) -> VisionTransformer:
-    """Returns the model, or a copy in this scope and with this precision and dropout."""
+def _placed(model: Any, *, recipe: Recipe, execution: Execution) -> Any:
+    """Returns the model, or a copy in this scope and with this precision and dropout.
+
+    What is frozen stays frozen.
+    """
     config = dataclasses.replace(model.config, **_regularization(recipe))
     fields = {**model.get_config(), "config": config.to_dict(), "dtype": execution.precision}
     is_here = model.distribute_strategy is tf.distribute.get_strategy()
     if is_here and fields == model.get_config():
         return model
-    copy = VisionTransformer.from_config(fields)
+    copy = type(model).from_config(fields)
     copy.set_weights(model.get_weights())
+    for ours, theirs in zip(copy.weights, model.weights, strict=True):
+        ours.trainable = theirs.trainable
     return copy
 
 
-def _check(config: ViTConfig, data: ImageData) -> None:
+def _distilled(model: DistillationModel, student: VisionTransformer) -> DistillationModel:
+    """Returns the model with the student in its place, and the teacher in this scope."""
+    teacher = model.teacher
+    if teacher.distribute_strategy is not tf.distribute.get_strategy():
+        teacher = type(teacher).from_config(teacher.get_config())
+        teacher.set_weights(model.teacher.get_weights())
+    return DistillationModel(
+        student,
+        teacher,
+        distillation=model.distillation,
+        temperature=model.temperature,
+        weight=model.weight,
+    )
+
+
+def _check_classes(config: ViTConfig, data: ImageData) -> None:
     if config.classes != len(data.labels):
         raise ValueError(
             f"The model has classes={config.classes}, the data {len(data.labels)}; "
             "make the model with as many."
         )
+
+
+def _check_pixels(config: ViTConfig) -> None:
     if not config.include_preprocessing or config.input_shape[2] != 3:
         raise ValueError(
             "The model must take RGB pixels 0..255: make it with include_preprocessing=True and "

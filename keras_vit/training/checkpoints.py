@@ -112,8 +112,17 @@ def set_state(model: keras.Model, state: dict[str, np.ndarray]) -> None:
 
 def state_hash(model: keras.Model) -> str:
     """Returns the SHA-256 of `get_state`: equal hashes are equal bits."""
+    return _hash(get_state(model))
+
+
+def weights_hash(model: keras.Model) -> str:
+    """Returns the SHA-256 of a model's weights alone, compiled or not."""
+    return _hash({f"{place:05d}": value for place, value in enumerate(model.get_weights())})
+
+
+def _hash(arrays: dict[str, np.ndarray]) -> str:
     digest = hashlib.sha256()
-    for name, value in get_state(model).items():
+    for name, value in arrays.items():
         digest.update(name.encode() + np.ascontiguousarray(value).tobytes())
     return digest.hexdigest()
 

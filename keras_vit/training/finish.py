@@ -14,8 +14,8 @@ import tensorflow as tf
 
 from keras_vit import version
 from keras_vit.data import ImageData, record
-from keras_vit.model import VisionTransformer
-from keras_vit.training import run
+from keras_vit.training import outcome, run
+from keras_vit.training.assemble import Trained
 from keras_vit.training.checkpoints import state_hash
 from keras_vit.training.loop import Loop
 from keras_vit.training.recipe import Recipe
@@ -36,12 +36,11 @@ class TrainingInterrupted(KeyboardInterrupt):
         self.exit_code = 75 if asked == signal.SIGTERM else 130
 
 
-def settings(
-    model: VisionTransformer, data: ImageData, *, recipe: Recipe, seed: int
-) -> dict[str, Any]:
+def settings(model: Trained, data: ImageData, *, recipe: Recipe, seed: int) -> dict[str, Any]:
     """Returns what config.json says of how a run was made; all of it decides the result."""
     return {
         "model": model.config.to_dict(),
+        **outcome.describe(model),
         "recipe": recipe.to_dict(),
         "seed": seed,
         "data": {"source": data.source, "images": data.counts, "damaged": list(data.damaged)},
@@ -49,11 +48,14 @@ def settings(
     }
 
 
-def finish(loop: Loop, *, settings: dict[str, Any], out: Path, asked: int) -> run.Run:
+def finish(
+    loop: Loop, data: ImageData, *, settings: dict[str, Any], out: Path, asked: int
+) -> run.Run:
     """Makes the run directory, or after an interruption leaves what can be resumed.
 
     Args:
         loop: that has run.
+        data: what it was trained on.
         settings: how the run was made.
         out: the run directory.
         asked: the signal that interrupted it, or 0.
@@ -62,23 +64,30 @@ def finish(loop: Loop, *, settings: dict[str, Any], out: Path, asked: int) -> ru
         TrainingInterrupted: the training was interrupted.
     """
     if asked:
-        raise _interruption(loop, settings, asked=asked)
-    config = {**settings, **_outcome(loop)}
+        raise _interruption(loop, data, settings, asked=asked)
+    config = {**settings, **_outcome(loop, data)}
     if loop.workers.index == 0:
         with run.staging_directory(out) as stage:
             for name in (run.HISTORY, run.CURVES):
                 shutil.copy2(loop.folder.path / name, stage / name)
             shutil.copytree(loop.folder.path / run.EVENTS, stage / run.EVENTS)
-            _write(stage, loop, config)
+            _write(stage, loop, data, config)
             run.publish(stage, out)
     # Not `loop.best_model`: after resuming, the best epoch may have been another process's.
-    model = keras.saving.load_model(_best_file(loop), compile=False)
+    best = keras.saving.load_model(_best_file(loop), compile=False)
     loop.workers.gather(1)  # the run is there before any worker says so
     loop.folder.remove()
-    return run.Run(path=out, model=model, labels=tuple(config["labels"]), config=config)
+    return run.Run(
+        path=out,
+        model=outcome.kept_model(best),
+        labels=tuple(config["labels"]),
+        config=config,
+    )
 
 
-def _interruption(loop: Loop, settings: dict[str, Any], *, asked: int) -> TrainingInterrupted:
+def _interruption(
+    loop: Loop, data: ImageData, settings: dict[str, Any], *, asked: int
+) -> TrainingInterrupted:
     watcher, folder = loop.watcher, loop.folder.path
     text = (
         f"Interrupted at step {watcher.step} of {loop.plan.steps}: a checkpoint is in "
@@ -87,7 +96,7 @@ def _interruption(loop: Loop, settings: dict[str, Any], *, asked: int) -> Traini
     if watcher.best is None:
         return TrainingInterrupted(f"{text}.", path=folder, asked=asked)
     loop.folder.show(watcher.history, best_epoch=watcher.best.epoch, is_last=True)
-    _write(folder, loop, {**settings, **_outcome(loop)})
+    _write(folder, loop, data, {**settings, **_outcome(loop, data)})
     return TrainingInterrupted(
         f"{text}; the model of epoch {watcher.best.epoch}, the best so far, can be used from there "
         "too.",
@@ -96,7 +105,7 @@ def _interruption(loop: Loop, settings: dict[str, Any], *, asked: int) -> Traini
     )
 
 
-def _outcome(loop: Loop) -> dict[str, Any]:
+def _outcome(loop: Loop, data: ImageData) -> dict[str, Any]:
     """Returns what config.json says of how a training came out."""
     best = loop.watcher.best
     return {
@@ -105,8 +114,9 @@ def _outcome(loop: Loop) -> dict[str, Any]:
             "steps": loop.watcher.step,
             "finished": loop.watcher.step == loop.plan.steps,
             "best_epoch": best.epoch if best else None,
+            "validation_loss": best.validation_loss if best else None,
             "validation_accuracy": best.validation_accuracy if best else None,
-            "replaced": list(loop.data.train.damage.names),
+            "replaced": list(data.train.damage.names),
             "state_sha256": state_hash(loop.model),
         },
         "versions": {
@@ -120,10 +130,9 @@ def _outcome(loop: Loop) -> dict[str, Any]:
     }
 
 
-def _write(folder: Path, loop: Loop, config: dict[str, Any]) -> None:
+def _write(folder: Path, loop: Loop, data: ImageData, config: dict[str, Any]) -> None:
     """Writes the files of a run that do not grow with the training."""
-    data = loop.data
-    shutil.copy2(_best_file(loop), folder / run.MODEL)
+    outcome.write_model(_best_file(loop), folder, validation=data.validation)
     (folder / run.CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     (folder / run.LABELS).write_text("".join(f"{label}\n" for label in data.labels), "utf-8")
     if data.train.in_files:

@@ -2,25 +2,22 @@
 
 import contextlib
 import dataclasses
-import functools
 import signal
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_vit.data import ImageData, evaluation_batches
-from keras_vit.model import VisionTransformer
+from keras_vit.backend import ExactTrainer
 from keras_vit.training.checkpoints import get_state, set_state
 from keras_vit.training.execution import Workers
 from keras_vit.training.progress import Watcher
 from keras_vit.training.recipe import Plan
 from keras_vit.training.tensorboard import EventFiles
 from keras_vit.training.unfinished import Unfinished
-
-EVALUATION_BATCH = 128
 
 # What a lost worker looks like to the others: their collectives are broken off.
 _LOST = (
@@ -50,9 +47,10 @@ class Loop:
 
     Attributes:
         model: compiled, its optimizer built.
-        best_model: an equal one, which takes the weights of the best epoch.
-        data: its validation images are what the epochs are judged by.
+        kept: the part of it that is saved, or itself.
+        best_model: equal to that part; takes its weights of the best epoch.
         batches: makes the batches from a step on, for one of several workers.
+        validation: the batches that the epochs are judged by.
         plan: how long an epoch and the whole training are.
         checkpoint_steps: steps between checkpoints, besides those after each epoch.
         is_averaged: whether the optimizer's moving average is evaluated and saved.
@@ -61,10 +59,11 @@ class Loop:
         folder: where everything is saved.
     """
 
-    model: VisionTransformer
-    best_model: VisionTransformer
-    data: ImageData
+    model: ExactTrainer
+    kept: keras.Model
+    best_model: keras.Model
     batches: Batches
+    validation: tf.data.Dataset
     plan: Plan
     checkpoint_steps: int
     is_averaged: bool
@@ -146,7 +145,7 @@ class Loop:
                 validation, learning_rate=float(self.model.optimizer.learning_rate)
             )
             if done.is_best:
-                self.best_model.set_weights(self.model.get_weights())
+                self.best_model.set_weights(self.kept.get_weights())
                 self.folder.save_best(self.best_model, epoch=done.epoch)
         self.save()
         best = self.watcher.best.epoch if self.watcher.best else done.epoch
@@ -163,22 +162,9 @@ class Loop:
         )
 
     def _evaluate(self) -> dict[str, float]:
-        logs = self.model.evaluate(self._validation, verbose=0, return_dict=True)
-        return {name: float(np.asarray(logs[name]).ravel()[0]) for name in ("loss", "accuracy")}
-
-    @functools.cached_property
-    def _validation(self) -> tf.data.Dataset:
-        classes = len(self.data.labels)
-        batches = evaluation_batches(
-            self.data.validation,
-            image_size=self.model.input_shape[1:3],
-            batch_size=EVALUATION_BATCH,
-        ).map(lambda images, targets: (images, tf.one_hot(targets, classes)))
-        options = tf.data.Options()
-        options.experimental_distribute.auto_shard_policy = (
-            tf.data.experimental.AutoShardPolicy.DATA
-        )
-        return batches.with_options(options)
+        logs = self.model.evaluate(self.validation, verbose=0, return_dict=True)
+        measured = [name for name in ("loss", "accuracy") if name in logs]
+        return {name: float(np.asarray(logs[name]).ravel()[0]) for name in measured}
 
     @contextlib.contextmanager
     def _averaged_weights(self) -> Iterator[None]:

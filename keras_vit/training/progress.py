@@ -42,9 +42,10 @@ class EpochDone:
         epoch: from 1.
         epochs: epochs in all.
         loss: mean loss of the training images, varied and with smoothed labels.
-        accuracy: fraction of the training images, varied, that were right.
+        accuracy: fraction of the training images, varied, that were right; of patches, without
+            labels; None where nothing is right or wrong.
         validation_loss: mean loss of the validation images.
-        validation_accuracy: fraction of the validation images that were right.
+        validation_accuracy: the same of the validation images.
         learning_rate: of the epoch's last step.
         seconds: wall time of the epoch.
         seconds_left: estimate for the rest.
@@ -54,9 +55,9 @@ class EpochDone:
     epoch: int
     epochs: int
     loss: float
-    accuracy: float
+    accuracy: float | None
     validation_loss: float
-    validation_accuracy: float
+    validation_accuracy: float | None
     learning_rate: float
     seconds: float
     seconds_left: float
@@ -117,7 +118,7 @@ class Watcher:
             )
         self.step += 1
         self._sums["loss"] += loss
-        self._sums["accuracy"] += float(logs["accuracy"])
+        self._sums["accuracy"] += float(logs.get("accuracy", 0.0))
         self._sums["steps"] += 1
         if not self._first_step:  # it compiles, and says nothing about the others
             self._first_step, self._first_step_end = self.step, time.monotonic()
@@ -137,16 +138,19 @@ class Watcher:
         )
 
     def end_epoch(self, validation: dict[str, float], *, learning_rate: float) -> EpochDone:
-        """Takes the loss and accuracy of the validation images; `tell` reports what it returns."""
+        """Takes what the validation images gave: the loss, and the accuracy where there is one.
+
+        `tell` reports what it returns.
+        """
         steps = self._sums["steps"]
-        best = self.best
+        best, has_accuracy = self.best, "accuracy" in validation
         done = EpochDone(
             epoch=len(self.history) + 1,
             epochs=self._epochs,
             loss=self._sums["loss"] / steps,
-            accuracy=self._sums["accuracy"] / steps,
+            accuracy=self._sums["accuracy"] / steps if has_accuracy else None,
             validation_loss=validation["loss"],
-            validation_accuracy=validation["accuracy"],
+            validation_accuracy=validation.get("accuracy"),
             learning_rate=learning_rate,
             seconds=time.monotonic() - self._epoch_start,
             seconds_left=self._seconds_left(),

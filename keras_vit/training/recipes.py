@@ -92,6 +92,14 @@ RECIPES: Mapping[str, Recipe] = {
         augmentation=Augmentation(crop=0.35, flip=True),
         source=f"no weight decay: {_PAPER}, Appendix B.1.1",
     ),
+    # Without labels; colours are what is predicted, so they are left as they are.
+    "masked-patches": Recipe(
+        epochs=100,
+        batch_size=64,
+        learning_rate=1e-3,
+        augmentation=Augmentation(crop=0.35, flip=True),
+        source=f"batch and rate of our own; {_PAPER}, Appendix B.1.2, has Adam, 2e-4, batch 4096",
+    ),
     "vit-imagenet21k": Recipe(
         epochs=90,
         batch_size=4096,

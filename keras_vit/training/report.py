@@ -31,6 +31,8 @@ def write_history(history: Sequence[EpochDone], file: Path) -> None:
 def plot_curves(history: Sequence[EpochDone], file: Path, *, best_epoch: int) -> None:
     """Draws loss and accuracy of each epoch, told apart by their strokes and not by colour alone.
 
+    Where there is no accuracy, the loss alone.
+
     Raises:
         ImportError: matplotlib is not installed.
     """
@@ -38,8 +40,9 @@ def plot_curves(history: Sequence[EpochDone], file: Path, *, best_epoch: int) ->
     import matplotlib.figure
     import matplotlib.ticker
 
-    figure = matplotlib.figure.Figure(figsize=(9, 3.6), layout="constrained")
-    panels = zip(figure.subplots(1, 2), ("loss", "accuracy"), strict=True)
+    names = ("loss", "accuracy") if history[0].accuracy is not None else ("loss",)
+    figure = matplotlib.figure.Figure(figsize=(4.5 * len(names), 3.6), layout="constrained")
+    panels = zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True)
     epochs = [done.epoch for done in history]
     marker = "o" if len(history) == 1 else None  # a line needs two points
     for axes, name in panels:
@@ -52,9 +55,10 @@ def plot_curves(history: Sequence[EpochDone], file: Path, *, best_epoch: int) ->
         axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
         axes.legend()
-    figure.axes[0].set_ylabel("cross-entropy loss")
+    figure.axes[0].set_ylabel("cross-entropy loss" if len(names) > 1 else "mean squared error")
     figure.axes[0].set_ylim(bottom=0)
-    figure.axes[1].yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1))
+    for axes in figure.axes[1:]:
+        axes.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1))
     figure.savefig(file, dpi=120)
 
 

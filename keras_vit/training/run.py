@@ -18,8 +18,10 @@ from keras_vit.data import ImageData, load_data, record
 # What a run directory may hold, in the order of writing; the last two are evaluation's.
 MODEL, CONFIG, LABELS, SPLITS = "model.keras", "config.json", "labels.txt", "splits.csv"
 HISTORY, CURVES, SAMPLE = "history.csv", "curves.png", "sample.png"
+RECONSTRUCTIONS, ADAPTER = "reconstructions.png", "adapter.safetensors"
 METRICS, CONFUSION, EVENTS = "metrics.json", "confusion.png", "tensorboard"
-FILES = (MODEL, CONFIG, LABELS, SPLITS, HISTORY, CURVES, SAMPLE, EVENTS, METRICS, CONFUSION)
+_TRAINED = (MODEL, CONFIG, LABELS, SPLITS, HISTORY, CURVES, SAMPLE, RECONSTRUCTIONS, ADAPTER)
+FILES = (*_TRAINED, EVENTS, METRICS, CONFUSION)
 
 # What to do where a run or an unfinished training is already.
 Existing = Literal["refuse", "overwrite", "resume"]
@@ -32,7 +34,8 @@ class Run:
     Attributes:
         path: the run directory.
         model: the model of the best epoch.
-        labels: the name of each class, in the order of the model's outputs.
+        labels: the name of each class, in the order of the model's outputs; of a run without
+            labels, of what the images show, or none.
         config: what made the run: model, recipe, data, seed, versions, and its result.
     """
 

@@ -43,16 +43,14 @@ class EventFiles:
 
     def write_epoch(self, step: int, done: EpochDone) -> None:
         """Writes the numbers of one epoch."""
-        self._write(
-            step,
-            {
-                "train/loss": done.loss,
-                "train/accuracy": done.accuracy,
-                "validation/loss": done.validation_loss,
-                "validation/accuracy": done.validation_accuracy,
-                "learning_rate": done.learning_rate,
-            },
-        )
+        values = {
+            "train/loss": done.loss,
+            "train/accuracy": done.accuracy,
+            "validation/loss": done.validation_loss,
+            "validation/accuracy": done.validation_accuracy,
+            "learning_rate": done.learning_rate,
+        }
+        self._write(step, {name: value for name, value in values.items() if value is not None})
         self._writer.flush()
 
     def _write(self, step: int, values: dict[str, Any]) -> None:

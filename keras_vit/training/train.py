@@ -1,5 +1,6 @@
-"""Trains a model on images and leaves a run directory."""
+"""Trains a classifier, or pre-trains without labels, and leaves a run directory."""
 
+import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +11,10 @@ from keras_vit.config import ViTConfig
 from keras_vit.data import ImageData
 from keras_vit.model import VisionTransformer
 from keras_vit.training import assemble, finish, models, report, run
+from keras_vit.training.distillation import DistillationModel
 from keras_vit.training.execution import Execution, Workers
 from keras_vit.training.loop import Loop
+from keras_vit.training.masked_patches import MaskedPatchModel
 from keras_vit.training.progress import Event, Watcher
 from keras_vit.training.recipe import Recipe
 from keras_vit.training.recipes import RECIPES
@@ -22,7 +25,7 @@ def train(
     data: ImageData,
     *,
     out: str | os.PathLike[str],
-    model: ViTConfig | VisionTransformer | None = None,
+    model: ViTConfig | VisionTransformer | DistillationModel | None = None,
     recipe: Recipe | None = None,
     seed: int = 0,
     existing: run.Existing = "refuse",
@@ -50,8 +53,10 @@ def train(
         data: images in three splits; the test split is not looked at.
         out: the run directory to make.
         model: a config, which is built to take pixels 0..255 and to give logits for the data's
-            classes; or a model that does so already, whose weights are started from. None for the
-            small model that suits the data.
+            classes; or a model that does so already, whose weights are started from, what is
+            frozen stays frozen; or a `DistillationModel`, whose student is trained and kept. One
+            of `keras_vit.lora` is kept as a plain model, its adapter beside it. None for the small
+            model that suits the data.
         recipe: how to train. None for the recipe that suits the data.
         seed: decides the fresh weights, the order of the images and how they are varied.
         existing: what to do where a run or an unfinished training is already: "refuse",
@@ -72,7 +77,99 @@ def train(
             or a training is resumed otherwise than it was started.
         WorkerLostError: another worker has gone.
     """
-    out, execution = Path(out), execution or Execution()
+    if isinstance(model, MaskedPatchModel):
+        raise TypeError("A MaskedPatchModel needs no labels; give it to `pretrain`.")
+    recipe, execution = recipe or default_recipe(data), execution or Execution()
+    return _run(
+        data,
+        build=lambda: assemble.build_classifier(
+            model or default_config(data), data=data, recipe=recipe, execution=execution
+        ),
+        out=Path(out),
+        recipe=recipe,
+        seed=seed,
+        existing=existing,
+        execution=execution,
+        on_event=on_event,
+    )
+
+
+def pretrain(
+    data: ImageData,
+    *,
+    out: str | os.PathLike[str],
+    model: ViTConfig | MaskedPatchModel | None = None,
+    recipe: Recipe | None = None,
+    seed: int = 0,
+    existing: run.Existing = "refuse",
+    execution: Execution | None = None,
+    on_event: Callable[[Event], None] | None = None,
+) -> run.Run:
+    """Trains a model without labels, by masked patch prediction, and leaves a run directory.
+
+    Everything is as in `train`: the same loop, checkpoints, strategies and files. The run's model
+    is the Vision Transformer without classifier, of the epoch of least validation loss, over the
+    same corruption each time; reconstructions.png shows what it predicts of validation images.
+    `run_model` makes a classifier of it to `train` on.
+
+    Example:
+        >>> import dataclasses, tempfile
+        >>> from keras_vit.data import load_digits
+        >>> recipe = dataclasses.replace(RECIPES["masked-patches"], epochs=1)
+        >>> run = pretrain(load_digits(), out=tempfile.mkdtemp(), recipe=recipe)
+        >>> run.model.output_shape, (run.path / "reconstructions.png").is_file()
+        ((None, 64), True)
+
+    Args:
+        data: images in three splits; labels and the test split are not looked at.
+        out: the run directory to make.
+        model: a config, whose classifier is left out, to predict mean colours; or a
+            `MaskedPatchModel`, which says what is predicted. It takes pixels 0..255. None for the
+            small model that suits the data.
+        recipe: how to train; `loss`, `label_smoothing` and `head_bias` do not matter. None for
+            the recipe that suits the data.
+        seed: decides the fresh weights, the order of the images and how they are varied.
+        existing: as in `train`.
+        execution: as in `train`.
+        on_event: as in `train`.
+
+    Returns:
+        The run, with the model of the best epoch.
+
+    Raises:
+        TypeError: the model is neither.
+    """
+    if model is not None and not isinstance(model, ViTConfig | MaskedPatchModel):
+        raise TypeError(
+            f"pretrain takes a ViTConfig or a MaskedPatchModel. Received: {type(model).__name__}."
+        )
+    recipe, execution = recipe or default_pretrain_recipe(data), execution or Execution()
+    return _run(
+        data,
+        build=lambda: assemble.build_masked(
+            model or default_pretrain_config(data), recipe=recipe, execution=execution
+        ),
+        out=Path(out),
+        recipe=recipe,
+        seed=seed,
+        existing=existing,
+        execution=execution,
+        on_event=on_event,
+    )
+
+
+def _run(
+    data: ImageData,
+    *,
+    build: Callable[[], assemble.Trained],
+    out: Path,
+    recipe: Recipe,
+    seed: int,
+    existing: run.Existing,
+    execution: Execution,
+    on_event: Callable[[Event], None] | None,
+) -> run.Run:
+    """Trains what `build` makes in the strategy's scope, from the start or from a checkpoint on."""
     _check_backend()
     _check_data(data)
     report.check_matplotlib()
@@ -80,19 +177,19 @@ def train(
     workers = Workers(strategy)
     folder = Unfinished(out, worker=workers.index, keep=execution.keep_checkpoints)
     check_free(out, existing=existing)
-    recipe = recipe or default_recipe(data)
     plan = recipe.plan(images=len(data.train))
     keras.utils.set_random_seed(seed)
     with strategy.scope():
-        vit = assemble.build(
-            model or default_config(data), data=data, recipe=recipe, execution=execution
-        )
-        assemble.compile_model(vit, recipe=recipe, plan=plan, execution=execution)
+        model = build()
+        assemble.compile_model(model, recipe=recipe, plan=plan, execution=execution)
+    size = model.config.input_shape[:2]
+    kept = assemble.kept_part(model)
     loop = Loop(
-        model=vit,
-        best_model=assemble.plain_copy(vit),
-        data=data,
-        batches=assemble.make_batches(data, vit, recipe=recipe, plan=plan, seed=seed),
+        model=model,
+        kept=kept,
+        best_model=assemble.plain_copy(kept),
+        batches=assemble.make_batches(data, size, recipe=recipe, plan=plan, seed=seed),
+        validation=assemble.make_validation(data, size),
         plan=plan,
         checkpoint_steps=execution.checkpoint_steps,
         is_averaged=recipe.average is not None,
@@ -102,7 +199,7 @@ def train(
         ),
         folder=folder,
     )
-    settings = finish.settings(vit, data, recipe=recipe, seed=seed)
+    settings = finish.settings(model, data, recipe=recipe, seed=seed)
     if existing == "resume" and folder.exists():
         folder.check(settings)
         loop.resume()
@@ -110,7 +207,7 @@ def train(
         folder.start(settings)
         loop.save()
     asked = loop.run()
-    return finish.finish(loop, settings=settings, out=out, asked=asked)
+    return finish.finish(loop, data, settings=settings, out=out, asked=asked)
 
 
 def check_free(out: str | os.PathLike[str], *, existing: run.Existing = "refuse") -> None:
@@ -140,6 +237,19 @@ def default_config(data: ImageData) -> ViTConfig:
     return models.MODELS["digits" if data.source == "digits" else "tiny"]
 
 
+def default_pretrain_config(data: ImageData) -> ViTConfig:
+    """Returns the config to pre-train on the data without labels.
+
+    It pools by the average of the patches: no class token would be trained for anything.
+
+    Example:
+        >>> from keras_vit.data import load_digits
+        >>> default_pretrain_config(load_digits()).pooling
+        'avg'
+    """
+    return dataclasses.replace(default_config(data), pooling="avg", class_token=False)
+
+
 def default_recipe(data: ImageData) -> Recipe:
     """Returns the recipe for training from scratch that suits the data.
 
@@ -149,6 +259,18 @@ def default_recipe(data: ImageData) -> Recipe:
         100
     """
     return RECIPES["digits" if data.source == "digits" else "scratch"]
+
+
+def default_pretrain_recipe(data: ImageData) -> Recipe:
+    """Returns the recipe for pre-training without labels, images varied as with labels.
+
+    Example:
+        >>> from keras_vit.data import load_digits
+        >>> default_pretrain_recipe(load_digits()).augmentation.rotation
+        15
+    """
+    varied = default_recipe(data).augmentation
+    return dataclasses.replace(RECIPES["masked-patches"], augmentation=varied)
 
 
 def _check_backend() -> None:

@@ -1,6 +1,6 @@
 """Trains models and keeps what comes of it in run directories. TensorFlow only."""
 
-from keras_vit.training.distillation import DistillationModel, distillation_losses
+from keras_vit.training.distillation import DistillationLoss, DistillationModel
 from keras_vit.training.execution import Execution, is_first_worker
 from keras_vit.training.finish import TrainingInterrupted
 from keras_vit.training.loop import WorkerLostError
@@ -29,6 +29,7 @@ __all__ = [
     "MODEL_NAMES",
     "RECIPES",
     "AdamW",
+    "DistillationLoss",
     "DistillationModel",
     "EpochDone",
     "Event",
@@ -49,7 +50,6 @@ __all__ = [
     "default_pretrain_config",
     "default_pretrain_recipe",
     "default_recipe",
-    "distillation_losses",
     "is_first_worker",
     "load_run",
     "load_run_data",

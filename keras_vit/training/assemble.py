@@ -191,8 +191,8 @@ def _distilled(model: DistillationModel, student: VisionTransformer) -> Distilla
     return DistillationModel(
         student,
         teacher,
-        distillation=model.distillation,
-        temperature=model.temperature,
+        distillation=model.teaching.distillation,
+        temperature=model.teaching.temperature,
         weight=model.weight,
     )
 

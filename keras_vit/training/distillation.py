@@ -19,6 +19,57 @@ TEMPERATURE, WEIGHT = 3.0, 0.5
 _TINY = 1e-7
 
 
+@keras.saving.register_keras_serializable(package="keras_vit")
+class DistillationLoss(keras.losses.Loss):
+    """How far a student's logits are from a teacher's.
+
+    Example:
+        >>> loss = DistillationLoss("hard")
+        >>> round(float(loss([[1.0, 0.0]], [[0.0, 0.0]])), 4)  # the logarithm of 2
+        0.6931
+
+    Args:
+        distillation: "soft" or "hard", see `DistillationModel`.
+        temperature: of "soft".
+
+    Raises:
+        ValueError: there is no such distillation, or the temperature is not above 0.
+    """
+
+    def __init__(
+        self,
+        distillation: Distillation = "soft",
+        *,
+        temperature: float = TEMPERATURE,
+        name: str = "distillation",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(name=name, **kwargs)
+        if distillation not in get_args(Distillation):
+            raise ValueError(
+                f"distillation must be one of {list(get_args(Distillation))}. "
+                f"Received: distillation={distillation!r}."
+            )
+        if not temperature > 0:
+            raise ValueError(f"temperature must be above 0. Received: temperature={temperature!r}.")
+        self.distillation, self.temperature = distillation, temperature
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        """Returns the loss of each image, (B,), for logits (B, C) of teacher and student."""
+        if self.distillation == "hard":
+            wanted = keras.ops.argmax(y_true, axis=-1)
+            return keras.ops.sparse_categorical_crossentropy(wanted, y_pred, from_logits=True)
+        taught, said = (
+            keras.ops.log_softmax(logits / self.temperature, axis=-1) for logits in (y_true, y_pred)
+        )
+        divergence = keras.ops.sum(keras.ops.exp(taught) * (taught - said), axis=-1)
+        return self.temperature**2 * divergence
+
+    def get_config(self) -> dict[str, Any]:
+        own = {"distillation": self.distillation, "temperature": self.temperature}
+        return {**super().get_config(), **own}
+
+
 class DistillationModel(backend.ExactTrainer, keras.Model):
     """A Vision Transformer that learns from labels and from what a teacher says of the same images.
 
@@ -64,10 +115,11 @@ class DistillationModel(backend.ExactTrainer, keras.Model):
         name: str | None = "distillation",
     ) -> None:
         super().__init__(name=name)
-        _check_numbers(distillation, temperature=temperature, weight=weight)
+        if not 0 <= weight <= 1:
+            raise ValueError(f"weight must be from 0 to 1. Received: weight={weight!r}.")
         _check_fit(student, teacher)
-        self.student = student
-        self.distillation, self.temperature, self.weight = distillation, temperature, weight
+        self.student, self.weight = student, weight
+        self.teaching = DistillationLoss(distillation, temperature=temperature)
         self._hidden = _Untracked(teacher, _heads(student))
         self.accuracy = keras.metrics.Mean(name="accuracy")
         self.built = True
@@ -121,41 +173,8 @@ class DistillationModel(backend.ExactTrainer, keras.Model):
         if not training:
             return super().compute_loss(x, y, y_pred["answer"], sample_weight, training)
         labels = super().compute_loss(x, y, y_pred["label"], sample_weight, training)
-        losses = distillation_losses(
-            y_pred["teacher"],
-            self.teacher_logits(x),
-            distillation=self.distillation,
-            temperature=self.temperature,
-        )
-        return (1 - self.weight) * labels + self.weight * keras.ops.mean(losses)
-
-
-def distillation_losses(
-    student: Any, teacher: Any, *, distillation: Distillation, temperature: float = TEMPERATURE
-) -> Any:
-    """Returns the loss of each image, (B,).
-
-    Example:
-        >>> losses = distillation_losses([[0.0, 0.0]], [[1.0, 0.0]], distillation="hard")
-        >>> round(float(losses[0]), 4)  # the logarithm of 2
-        0.6931
-
-    Args:
-        student: logits (B, C).
-        teacher: logits (B, C).
-        distillation: "soft" or "hard", see `DistillationModel`.
-        temperature: of "soft".
-    """
-    student, teacher = (keras.ops.cast(logits, "float32") for logits in (student, teacher))
-    if distillation == "hard":
-        return keras.ops.sparse_categorical_crossentropy(
-            keras.ops.argmax(teacher, axis=-1), student, from_logits=True
-        )
-    said, wanted = (
-        keras.ops.log_softmax(logits / temperature, axis=-1) for logits in (student, teacher)
-    )
-    divergence = keras.ops.sum(keras.ops.exp(wanted) * (wanted - said), axis=-1)
-    return temperature**2 * divergence
+        teaching = self.teaching(self.teacher_logits(x), y_pred["teacher"])
+        return (1 - self.weight) * labels + self.weight * teaching
 
 
 class _Untracked:
@@ -175,19 +194,6 @@ def _gives_probabilities(model: keras.Model) -> bool:
     last = model.layers[-1]
     is_softmax = getattr(last, "activation", None) is keras.activations.softmax
     return is_softmax or isinstance(last, keras.layers.Softmax)
-
-
-def _check_numbers(distillation: str, *, temperature: float, weight: float) -> None:
-    if distillation not in get_args(Distillation):
-        raise ValueError(
-            f"distillation must be one of {list(get_args(Distillation))}. "
-            f"Received: distillation={distillation!r}."
-        )
-    if not temperature > 0 or not 0 <= weight <= 1:
-        raise ValueError(
-            "temperature must be above 0, and weight from 0 to 1. "
-            f"Received: temperature={temperature!r}, weight={weight!r}."
-        )
 
 
 def _check_fit(student: VisionTransformer, teacher: keras.Model) -> None:

@@ -31,8 +31,8 @@ def describe(model: Trained) -> dict[str, Any]:
     if isinstance(model, DistillationModel):
         about |= {"objective": DISTILLATION}
         about["distillation"] = {
-            "kind": model.distillation,
-            "temperature": model.temperature,
+            "kind": model.teaching.distillation,
+            "temperature": model.teaching.temperature,
             "weight": model.weight,
             "teacher_sha256": weights_hash(model.teacher),
         }

@@ -115,7 +115,7 @@ def pretrain(
     Example:
         >>> import dataclasses, tempfile
         >>> from keras_vit.data import load_digits
-        >>> recipe = dataclasses.replace(RECIPES["masked-patches"], epochs=1)
+        >>> recipe = dataclasses.replace(RECIPES["masked-patches"], epochs=None, steps=2)
         >>> run = pretrain(load_digits(), out=tempfile.mkdtemp(), recipe=recipe)
         >>> run.model.output_shape, (run.path / "reconstructions.png").is_file()
         ((None, 64), True)

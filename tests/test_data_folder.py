@@ -6,7 +6,7 @@ import image_files
 import numpy as np
 import pytest
 
-from keras_vit.data import folder, load_folder, load_test_folder, source
+from keras_vit.data import listing, load_folder, load_test_folder, source
 
 
 def names(split: source.Split) -> set[str]:
@@ -183,6 +183,6 @@ def test_file_names_of_any_alphabet_are_read(tmp_path: Path) -> None:
 
 def test_long_lists_of_names_are_cut() -> None:
     """A message about a thousand files stays a sentence."""
-    listed = folder._some([f"{index}.png" for index in range(1000)])
+    listed = listing.some([f"{index}.png" for index in range(1000)])
 
     assert listed.endswith("'9.png' and 990 more")

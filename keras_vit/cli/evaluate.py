@@ -19,10 +19,15 @@ Without --data on the run's own validation and test images, the same that traini
 numbers are those of the run's metrics.json. With --data on another folder with the same classes:
 on its test/ if it has splits, otherwise on all of its images.
 
+Of a run of keras-vit pretrain the features are measured, by few labelled images of each class and
+by nearest neighbours; if it was made without labels, give --data with class folders.
+
 examples:
   keras-vit evaluate digits-run
   keras-vit evaluate photos-run --data more-photos --out more-photos-report
   keras-vit evaluate photos-run --more --out report
+  keras-vit evaluate pretrained-run
+  keras-vit evaluate imagenet-run --data imagenet/val --real real.json
   keras-vit evaluate photos-run --json
 """
 
@@ -51,7 +56,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="with --data, stop at damaged images (default: leave them out)",
     )
     precision.add_flag(parser)
-    measures.add_flag(parser)
+    measures.add_flags(parser)
     output.add_json_flag(parser)
     parser.set_defaults(run=run)
 
@@ -61,6 +66,9 @@ def run(arguments: argparse.Namespace) -> int:
     from keras_vit import evaluation
 
     opened = precision.load_run(arguments)
+    if opened.model.config.classes is None:
+        _show_features(opened, arguments)
+        return 0
     data = _data(arguments, opened)
     evaluations = {
         name: evaluation.evaluate(opened.model, data.split(name), labels=opened.labels)
@@ -77,9 +85,28 @@ def run(arguments: argparse.Namespace) -> int:
     output.show_evaluations(evaluations, json=arguments.json)
     if arguments.more:
         measures.show(opened, data, out=arguments.out, json=arguments.json)
+    if arguments.real is not None:
+        measures.show_real(opened, data, file=arguments.real, json=arguments.json)
     if not arguments.json:
         _say_more(evaluations, recorded=recorded, out=out if arguments.out or is_first else None)
     return 0
+
+
+def _show_features(opened: "Run", arguments: argparse.Namespace) -> None:
+    if arguments.real is not None:
+        raise ValueError(f"The run {arguments.directory!r} has no classifier; --real measures one.")
+    if arguments.data is not None:
+        data = output.load_data(arguments.data, strict=arguments.strict, json=arguments.json)
+    elif opened.labels:
+        from keras_vit import training
+
+        data = training.load_run_data(opened)
+    else:
+        raise ValueError(
+            f"The run {arguments.directory!r} was made without labels; give --data with one "
+            "sub-folder per class to measure its features on."
+        )
+    measures.show_features(opened, data, json=arguments.json)
 
 
 def _data(arguments: argparse.Namespace, opened: "Run") -> "ImageData":

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from keras_vit import version
-from keras_vit.cli import catalog, evaluate, explain, export, predict, train
+from keras_vit.cli import catalog, evaluate, explain, export, predict, pretrain, train
 
 PROGRAM = "keras-vit"
 _DESCRIPTION = """\
@@ -20,6 +20,7 @@ Vision Transformers: train one on your own images, use it, measure it.
 examples:
   keras-vit train --data digits --out digits-run
   keras-vit train --data photos --out photos-run --epochs 50
+  keras-vit pretrain --data photos --out pretrained-run
   keras-vit predict photos-run holiday.jpg
   keras-vit evaluate photos-run
   keras-vit explain photos-run holiday.jpg --out seen
@@ -77,6 +78,6 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=version.__version__)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in (train, predict, evaluate, explain, export, catalog):
+    for command in (train, pretrain, predict, evaluate, explain, export, catalog):
         command.add_parser(commands)
     return parser

@@ -32,7 +32,12 @@ def add_json_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def load_data(
-    path: str, *, strict: bool, json: bool, labels: Sequence[str] | None = None
+    path: str,
+    *,
+    strict: bool,
+    json: bool,
+    labels: Sequence[str] | None = None,
+    labelled: bool = True,
 ) -> "ImageData":
     """Loads the digits or a folder, and says what was found.
 
@@ -41,6 +46,7 @@ def load_data(
         strict: whether damaged images are an error.
         json: whether machines read.
         labels: the known classes, to load a folder as test images alone.
+        labelled: whether a folder must have class folders.
     """
     from keras_vit import data
 
@@ -50,7 +56,7 @@ def load_data(
                 path, labels=labels, strict=strict, on_progress=on_progress
             )
         else:
-            found = data.load_data(path, strict=strict, on_progress=on_progress)
+            found = data.load_data(path, labelled=labelled, strict=strict, on_progress=on_progress)
     if json:
         _print_json("data", **_data_fields(found))
     else:
@@ -110,8 +116,9 @@ class TrainDisplay:
         else:
             mark = "*" if event.is_best else " "
             self._print(
-                f"{event.epoch:>4}/{event.epochs:<4}{event.loss:>6.3f}{event.accuracy:>8.1%}"
-                f"{event.validation_loss:>11.3f}{event.validation_accuracy:>13.2%} {mark}"
+                f"{event.epoch:>4}/{event.epochs:<4}{event.loss:>6.3f}"
+                f"{_per_cent(event.accuracy):>8}{event.validation_loss:>11.3f}"
+                f"{_per_cent(event.validation_accuracy, digits=2):>13} {mark}"
                 f"{event.seconds:>9.1f}{_clock(event.seconds_left):>8}"
             )
 
@@ -139,6 +146,22 @@ class TrainDisplay:
         sample = run.path / "sample.png"
         image = sample if sample.exists() else "IMAGE"
         self._print(f"Saved in {run.path}. Next: keras-vit predict {run.path} {image}")
+
+    def finish_pretraining(self, run: "Run", *, seconds: float) -> None:
+        """Says how it ended without labels, and what to do next."""
+        result = run.config["result"]
+        if self._json:
+            _print_json("done", run=str(run.path), seconds=seconds, **result)
+            return
+        self._print(
+            f"Best epoch (*): {result['best_epoch']}, validation loss "
+            f"{result['validation_loss']:.4f}, after {seconds:.0f} s."
+        )
+        self._print(f"Look at {run.path / 'reconstructions.png'}.")
+        self._print(
+            f"Saved in {run.path}. Next: keras-vit train --data {run.config['data']['source']} "
+            f"--out NEW-RUN --weights {run.path}"
+        )
 
     def _print(self, line: str) -> None:
         self._bar.console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -210,7 +233,8 @@ def _checking(*, json: bool) -> Iterator[Any]:
 
 def _describe_data(data: "ImageData") -> None:
     counts = ", ".join(f"{count} {name}" for name, count in data.counts.items() if count)
-    print(f"{data.source}: {len(data.labels)} classes; images: {counts}", flush=True)
+    classes = f"{len(data.labels)} classes" if data.labels else "no classes"
+    print(f"{data.source}: {classes}; images: {counts}", flush=True)
     if data.damaged:
         print(f"Left out, because damaged: {_listed(data.damaged)}", flush=True)
     if data.ignored:
@@ -262,8 +286,8 @@ def _is_terminal() -> bool:
     return rich.console.Console().is_terminal
 
 
-def _per_cent(fraction: float | None) -> str:
-    return "-" if fraction is None else f"{fraction:.1%}"
+def _per_cent(fraction: float | None, *, digits: int = 1) -> str:
+    return "-" if fraction is None else f"{fraction:.{digits}%}"
 
 
 def _clock(seconds: float) -> str:

@@ -1,12 +1,20 @@
 """Reads the values of flags, and says in one sentence what a wrong one should have been."""
 
 import argparse
+from collections.abc import Callable, Sequence
 
 
 def count(text: str) -> int:
     """Reads a whole number above zero."""
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def index(text: str) -> int:
+    """Reads a whole number from zero."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0")
     return int(text)
 
 
@@ -26,6 +34,27 @@ def positive(text: str) -> float:
     if not 0 < number < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return number
+
+
+def fraction(text: str) -> float:
+    """Reads a number above zero, at most one."""
+    if positive(text) > 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0, at most 1")
+    return float(text)
+
+
+def words(allowed: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+    """Returns what reads some of these words, with commas between."""
+
+    def read(text: str) -> tuple[str, ...]:
+        found = tuple(text.split(","))
+        if not set(found) <= set(allowed):
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not a list such as {','.join(allowed[:2])}, of {', '.join(allowed)}"
+            )
+        return found
+
+    return read
 
 
 def size(text: str) -> tuple[int, int]:

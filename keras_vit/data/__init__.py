@@ -13,6 +13,7 @@ from keras_vit.data.mix import mix_batch
 from keras_vit.data.pipeline import evaluation_batches, train_batches
 from keras_vit.data.source import ImageData, Split
 from keras_vit.data.stream import Stream
+from keras_vit.data.unlabelled import load_unlabelled_folder
 
 __all__ = [
     "Augmentation",
@@ -29,6 +30,7 @@ __all__ = [
     "load_folder",
     "load_test_folder",
     "load_tfds",
+    "load_unlabelled_folder",
     "mix_batch",
     "read_image",
     "read_images",

@@ -1,30 +1,25 @@
 """Lists folders of images, one sub-folder per class, leaving out the images that are damaged."""
 
-import concurrent.futures
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from keras_vit.data import images, source
 from keras_vit.data.damage import Damage
+from keras_vit.data.listing import (
+    Listing,
+    existing_folder,
+    folders,
+    some,
+    split_folders,
+    without_damaged,
+)
 
 # Fractions of a folder that has no splits of its own.
 VALIDATION, TEST = 0.1, 0.1
-_SHOWN = 10
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Listing:
-    """Image files of one folder, each with the name of its class."""
-
-    root: Path
-    files: tuple[Path, ...] = ()
-    names: tuple[str, ...] = ()
-    damaged: tuple[str, ...] = ()
-    ignored: tuple[str, ...] = ()
 
 
 def load_folder(
@@ -61,10 +56,10 @@ def load_folder(
         ValueError: there are no images, fewer than two classes, too few images for three splits,
             a class that training does not know, or, with `strict`, a damaged image.
     """
-    root = _existing_folder(path)
+    root = existing_folder(path)
     listings = {
-        name: _without_damaged(_list_classes(part), strict=strict, on_progress=on_progress)
-        for name, part in _split_folders(root).items()
+        name: without_damaged(_list_classes(part), strict=strict, on_progress=on_progress)
+        for name, part in split_folders(root).items()
     }
     labels = _labels(listings["train"])
     damage = Damage(strict=strict)
@@ -115,46 +110,23 @@ def load_test_folder(
         ValueError: there are no images, a class that the model does not know, or, with `strict`,
             a damaged image.
     """
-    root = _existing_folder(path)
-    part = _split_folders(root).get("test", root)
-    listing = _without_damaged(_list_classes(part), strict=strict, on_progress=on_progress)
+    root = existing_folder(path)
+    part = split_folders(root).get("test", root)
+    listing = without_damaged(_list_classes(part), strict=strict, on_progress=on_progress)
     return source.ImageData(
         source=str(root),
         labels=tuple(labels),
-        train=_split(_Listing(root=root), labels=labels),
-        validation=_split(_Listing(root=root), labels=labels),
+        train=_split(Listing(root=root), labels=labels),
+        validation=_split(Listing(root=root), labels=labels),
         test=_split(listing, labels=labels),
         damaged=listing.damaged,
         ignored=listing.ignored,
     )
 
 
-def _existing_folder(path: str | os.PathLike[str]) -> Path:
-    if not Path(path).exists():
-        raise FileNotFoundError(f"There is no folder {str(path)!r}; check the path.")
-    if not Path(path).is_dir():
-        raise NotADirectoryError(
-            f"{str(path)!r} is a file; give a folder with one sub-folder per class."
-        )
-    return Path(path).resolve()
-
-
-def _split_folders(root: Path) -> dict[str, Path]:
-    """The folders that hold class folders, by the name of their split."""
-    train = root / "train"
-    if not (train.is_dir() and any(_folders(train))):
-        return {"train": root}  # also when "train" is one of the classes
-    return {name: root / name for name in source.SPLITS if (root / name).is_dir()}
-
-
-def _folders(root: Path) -> Iterator[Path]:
-    entries = sorted(root.iterdir())
-    return (entry for entry in entries if entry.is_dir() and not entry.name.startswith("."))
-
-
-def _list_classes(root: Path) -> _Listing:
-    listing = _Listing(root=root)
-    for folder in _folders(root):
+def _list_classes(root: Path) -> Listing:
+    listing = Listing(root=root)
+    for folder in folders(root):
         entries = [file for file in sorted(folder.rglob("*")) if file.is_file()]
         files = [file for file in entries if file.suffix.lower() in images.SUFFIXES]
         if not files:
@@ -176,43 +148,7 @@ def _list_classes(root: Path) -> _Listing:
     return listing
 
 
-def _without_damaged(
-    listing: _Listing, *, strict: bool, on_progress: Callable[[int, int], None] | None
-) -> _Listing:
-    """Decodes every file and moves the damaged ones to `damaged`."""
-    sound = []
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
-        for done, is_sound in enumerate(threads.map(_is_sound, listing.files), start=1):
-            sound.append(is_sound)
-            if on_progress is not None:
-                on_progress(done, len(listing.files))
-    pairs = list(zip(listing.files, listing.names, strict=True))
-    kept = [pair for pair, is_sound in zip(pairs, sound, strict=True) if is_sound]
-    damaged = [str(file) for (file, _), is_sound in zip(pairs, sound, strict=True) if not is_sound]
-    if damaged and strict:
-        raise ValueError(
-            f"{len(damaged)} of {len(pairs)} images in {str(listing.root)!r} cannot be decoded: "
-            f"{_some(damaged)}; repair or remove them, or do not ask for strictness."
-        )
-    lost = sorted(set(listing.names) - {name for _, name in kept})
-    if lost:
-        raise ValueError(
-            f"In {str(listing.root)!r} none of the images of class {lost[0]!r} can be decoded; "
-            "repair them, or remove the class folder."
-        )
-    return dataclasses.replace(
-        listing,
-        files=tuple(file for file, _ in kept),
-        names=tuple(name for _, name in kept),
-        damaged=tuple(damaged),
-    )
-
-
-def _is_sound(file: Path) -> bool:
-    return images.is_sound(file.read_bytes())
-
-
-def _labels(listing: _Listing) -> tuple[str, ...]:
+def _labels(listing: Listing) -> tuple[str, ...]:
     labels = tuple(sorted(set(listing.names)))
     if len(labels) < 2:
         raise ValueError(
@@ -222,13 +158,13 @@ def _labels(listing: _Listing) -> tuple[str, ...]:
     return labels
 
 
-def _split(listing: _Listing, *, labels: Sequence[str]) -> source.Split:
+def _split(listing: Listing, *, labels: Sequence[str]) -> source.Split:
     places = {label: place for place, label in enumerate(labels)}
     unknown = sorted(set(listing.names) - set(labels))
     if unknown:
         raise ValueError(
             f"The folder {str(listing.root)!r} has classes that the model is not trained for: "
-            f"{_some(unknown)}; those it is trained for are {_some(labels)}."
+            f"{some(unknown)}; those it is trained for are {some(labels)}."
         )
     return source.Split(
         images=np.array([str(file) for file in listing.files], object),
@@ -254,8 +190,3 @@ def _carve(splits: dict[str, source.Split], *, root: Path) -> dict[str, source.S
                 "give at least one class three images, or better thirty."
             )
     return whole
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(map(repr, names[:_SHOWN]))
-    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"

@@ -26,7 +26,7 @@ def write_splits(data: source.ImageData, file: Path) -> None:
             split = data.split(name)
             for image, target in zip(split.images, split.targets, strict=True):
                 path = Path(image).relative_to(data.source).as_posix()
-                writer.writerow([name, data.labels[target], path])
+                writer.writerow([name, data.labels[target] if data.labels else "", path])
 
 
 def read_splits(
@@ -50,7 +50,7 @@ def read_splits(
             f"{len(missing)} of the {len(rows)} images of this run are no longer in {str(root)!r}, "
             f"the first is {missing[0]!r}; put them back, or name a folder to evaluate on."
         )
-    places = {label: place for place, label in enumerate(labels)}
+    places = {label: place for place, label in enumerate(labels or ("",))}  # "" without labels
     splits = {}
     for name in source.SPLITS:
         part = [row for row in rows if row["split"] == name]

@@ -6,7 +6,13 @@ from keras_vit.training.finish import TrainingInterrupted
 from keras_vit.training.loop import WorkerLostError
 from keras_vit.training.losses import SigmoidCrossEntropy
 from keras_vit.training.masked_patches import MaskedPatchModel
-from keras_vit.training.models import MODEL_NAMES, MODELS, model_config, pretrained_model
+from keras_vit.training.models import (
+    MODEL_NAMES,
+    MODELS,
+    model_config,
+    pretrained_model,
+    run_model,
+)
 from keras_vit.training.optimizers import AdamW, MomentumSGD, decayed_rates
 from keras_vit.training.progress import EpochDone, Event, StepDone
 from keras_vit.training.recipe import Recipe
@@ -57,5 +63,6 @@ __all__ = [
     "pretrain",
     "pretrained_model",
     "reconstruct",
+    "run_model",
     "train",
 ]

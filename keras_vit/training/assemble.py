@@ -1,6 +1,7 @@
 """Makes the parts of a training: the model, compiled for its recipe, and its batches."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import keras
@@ -20,22 +21,23 @@ from keras_vit.training.recipe import Plan, Recipe
 EVALUATION_BATCH = 128
 MIXUP = 100  # marks these draws, so that they share no stream with those of the data's pipeline
 
-Trained = VisionTransformer | MaskedPatchModel | DistillationModel
+Classifier = VisionTransformer | DistillationModel
+Trained = Classifier | MaskedPatchModel
 Kept = TypeVar("Kept", VisionTransformer, MaskedPatchModel)
 
 
 def build_classifier(
-    model: ViTConfig | VisionTransformer | DistillationModel,
+    model: ViTConfig | Classifier | Callable[[], ViTConfig | Classifier],
     *,
     data: ImageData,
     recipe: Recipe,
     execution: Execution,
-) -> VisionTransformer | DistillationModel:
+) -> Classifier:
     """Returns the model to train, in the strategy's scope that this is called in.
 
     Args:
-        model: a config, or a model, which is trained itself where that is possible, and otherwise
-            copied.
+        model: a config; or a model, which is trained itself where that is possible, and otherwise
+            copied; or a function that makes either.
         data: decides the number of classes.
         recipe: decides dropout, stochastic depth and the bias of a fresh classifier.
         execution: decides the precision.
@@ -43,6 +45,8 @@ def build_classifier(
     Raises:
         ValueError: the model does not fit the data.
     """
+    if not isinstance(model, ViTConfig | Classifier):
+        model = model()
     if isinstance(model, ViTConfig):
         vit = VisionTransformer(_config(model, data, recipe), dtype=execution.precision)
     else:
@@ -58,13 +62,18 @@ def build_classifier(
 
 
 def build_masked(
-    model: ViTConfig | MaskedPatchModel, *, recipe: Recipe, execution: Execution
+    model: ViTConfig | MaskedPatchModel | Callable[[], MaskedPatchModel],
+    *,
+    recipe: Recipe,
+    execution: Execution,
 ) -> MaskedPatchModel:
     """Returns the model to pre-train, as `build_classifier` does; a config's target is the default.
 
     Raises:
         ValueError: the model does not take RGB pixels 0..255.
     """
+    if not isinstance(model, ViTConfig | MaskedPatchModel):
+        model = model()
     if isinstance(model, ViTConfig):
         config = dataclasses.replace(model, include_preprocessing=True, **_regularization(recipe))
         return MaskedPatchModel(config, dtype=execution.precision)

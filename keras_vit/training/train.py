@@ -9,9 +9,8 @@ import keras
 
 from keras_vit.config import ViTConfig
 from keras_vit.data import ImageData
-from keras_vit.model import VisionTransformer
 from keras_vit.training import assemble, finish, models, report, run
-from keras_vit.training.distillation import DistillationModel
+from keras_vit.training.assemble import Classifier
 from keras_vit.training.execution import Execution, Workers
 from keras_vit.training.loop import Loop
 from keras_vit.training.masked_patches import MaskedPatchModel
@@ -25,7 +24,7 @@ def train(
     data: ImageData,
     *,
     out: str | os.PathLike[str],
-    model: ViTConfig | VisionTransformer | DistillationModel | None = None,
+    model: ViTConfig | Classifier | Callable[[], ViTConfig | Classifier] | None = None,
     recipe: Recipe | None = None,
     seed: int = 0,
     existing: run.Existing = "refuse",
@@ -55,8 +54,9 @@ def train(
         model: a config, which is built to take pixels 0..255 and to give logits for the data's
             classes; or a model that does so already, whose weights are started from, what is
             frozen stays frozen; or a `DistillationModel`, whose student is trained and kept. One
-            of `keras_vit.lora` is kept as a plain model, its adapter beside it. None for the small
-            model that suits the data.
+            of `keras_vit.lora` is kept as a plain model, its adapter beside it. Or a function that
+            makes any of these, called where the model is to lie, so that nothing is copied; the
+            seed decides its fresh weights too. None for the small model that suits the data.
         recipe: how to train. None for the recipe that suits the data.
         seed: decides the fresh weights, the order of the images and how they are varied.
         existing: what to do where a run or an unfinished training is already: "refuse",
@@ -98,7 +98,7 @@ def pretrain(
     data: ImageData,
     *,
     out: str | os.PathLike[str],
-    model: ViTConfig | MaskedPatchModel | None = None,
+    model: ViTConfig | MaskedPatchModel | Callable[[], MaskedPatchModel] | None = None,
     recipe: Recipe | None = None,
     seed: int = 0,
     existing: run.Existing = "refuse",
@@ -124,8 +124,8 @@ def pretrain(
         data: images in three splits; labels and the test split are not looked at.
         out: the run directory to make.
         model: a config, whose classifier is left out, to predict mean colours; or a
-            `MaskedPatchModel`, which says what is predicted. It takes pixels 0..255. None for the
-            small model that suits the data.
+            `MaskedPatchModel`, which says what is predicted and takes pixels 0..255; or a function
+            that makes one, as in `train`. None for the small model that suits the data.
         recipe: how to train; `loss`, `label_smoothing` and `head_bias` do not matter. None for
             the recipe that suits the data.
         seed: decides the fresh weights, the order of the images and how they are varied.
@@ -139,7 +139,7 @@ def pretrain(
     Raises:
         TypeError: the model is neither.
     """
-    if model is not None and not isinstance(model, ViTConfig | MaskedPatchModel):
+    if isinstance(model, keras.Model) and not isinstance(model, MaskedPatchModel):
         raise TypeError(
             f"pretrain takes a ViTConfig or a MaskedPatchModel. Received: {type(model).__name__}."
         )

@@ -10,7 +10,7 @@ from keras_vit.cli import main, train
 from keras_vit.cli.main import make_parser
 from keras_vit.training import MODELS, RECIPES
 
-COMMANDS = ("train", "predict", "evaluate")
+COMMANDS = ("train", "pretrain", "predict", "evaluate")
 USAGE = [
     [],
     ["fly"],

@@ -58,3 +58,24 @@ def test_people_get_sentences(run: Path, capsys: pytest.CaptureFixture) -> None:
         assert text in said
     assert main(["evaluate", str(run)]) == 0
     assert "calibration" not in capsys.readouterr().out
+
+
+def test_real_labels_go_by_the_names_of_the_images(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Each image's own class gives the accuracy itself; another order of the file another one."""
+    data = load_digits()
+    places = sorted(range(len(data.test)), key=lambda place: data.test.name(place))
+    labels = [[int(data.test.targets[place])] for place in places]
+    found = []
+    for name, rows in (("right.json", labels), ("wrong.json", labels[::-1])):
+        (tmp_path / name).write_text(json.dumps(rows))
+        assert main(["evaluate", str(run), "--json", "--real", str(tmp_path / name)]) == 0
+        events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        found.append(events[-1]["accuracy"])
+    test = evaluation.evaluate(load_run(run).model, data.test, labels=data.labels)
+    assert found[0] == pytest.approx(test.accuracy)
+    assert found[1] < found[0]
+    (tmp_path / "short.json").write_text("[[1]]")
+    assert main(["evaluate", str(run), "--real", str(tmp_path / "short.json")]) == 1
+    assert "and 1 sets" in capsys.readouterr().err

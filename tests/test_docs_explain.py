@@ -27,11 +27,3 @@ def test_the_python_runs_and_has_the_shapes_it_says(
             assert np.shape(eval(code, names)) == eval(shape), code
             checked += 1
     assert checked == 7
-
-
-def test_the_share_of_b16_is_as_said() -> None:
-    """The 2.3 per cent of the text are counted."""
-    sides = (768 + 2304, 768 + 768, 768 + 3072, 3072 + 768)
-    trained = 12 * 8 * sum(sides) + 769 * 1000
-    assert f"{trained / 86_567_656:.1%}" == "2.3%"
-    assert "2.3 % of the parameters" in DOCUMENT.read_text()

@@ -1,5 +1,6 @@
 """Tests of the scripts in examples/."""
 
+import json
 import os
 import subprocess
 import sys
@@ -65,3 +66,23 @@ def test_the_example_of_keras_cv_trains(tmp_path: Path) -> None:
     )
     assert done.stdout.startswith("Of 359 digits")
     assert "cannot be seeded" in done.stderr
+
+
+@pytest.mark.slow
+def test_learning_from_few_runs_small(tmp_path: Path) -> None:
+    """All four comparisons on a small scale: the table, the picture, and what holds there already."""
+    script = ROOT / "examples" / "learn_from_few.py"
+    subprocess.run(
+        [sys.executable, str(script), "--quick", "--out", "few"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        check=True,
+    )
+    rows = {row["name"]: row for row in json.loads((tmp_path / "few" / "few.json").read_text())}
+    accuracy = {name: row["accuracies"][0] for name, row in rows.items()}
+    assert len(rows) == 16
+    assert accuracy["masked patches, 10 shots"] > accuracy["random initialisation, 10 shots"]
+    assert rows["LoRA at rank 8"]["trained"] < 0.05
+    assert accuracy["student of 200 labels, distilled"] > 0.1
+    assert (tmp_path / "few" / "few.md").read_text().count("\n") == 2 + len(rows)
+    assert (tmp_path / "few" / "few.png").stat().st_size > 10_000

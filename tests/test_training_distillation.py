@@ -90,6 +90,32 @@ def test_labels_and_teacher_are_weighed(kind: Any, batch: tuple[np.ndarray, np.n
     )
 
 
+def test_the_distillation_token_learns_from_the_teacher(
+    batch: tuple[np.ndarray, np.ndarray],
+) -> None:
+    """Labels train one head, the teacher the other; the answer is the student's own, their mean."""
+    images, targets = batch
+    config = dataclasses.replace(SMALL, distillation_token=True)
+    student = randomize(VisionTransformer(config), seed=1)
+    teacher = randomize(VisionTransformer(TINY), seed=2)
+    model = DistillationModel(student, teacher, distillation="hard", weight=0.4)
+    model.compile("sgd", LOSS)
+    answer = model(images, training=True)
+    np.testing.assert_allclose(answer["answer"], student(images), atol=1e-5)
+    heads = student.features(images, ("head", "distillation_head"))
+    said, after = (np.asarray(heads[name], np.float64) for name in ("head", "distillation_head"))
+    labels = -(targets * log_softmax(said, axis=1)).sum(axis=1).mean()
+    teaching = expected(after, np.asarray(teacher(images)), "hard", 1.0).mean()
+    found = model.compute_loss(x=images, y=targets, y_pred=answer)
+    np.testing.assert_allclose(found, 0.6 * labels + 0.4 * teaching, rtol=1e-4)
+    swapped = expected(said, np.asarray(teacher(images)), "hard", 1.0).mean()
+    assert abs(swapped - teaching) > 1e-3
+    before = [np.array(value) for value in student.get_layer("distillation_head").get_weights()]
+    model.fit(images, targets, verbose=0)
+    after = student.get_layer("distillation_head").get_weights()
+    assert not np.array_equal(before[0], after[0])
+
+
 def test_the_teacher_stays_as_it_is(batch: tuple[np.ndarray, np.ndarray]) -> None:
     """After steps its weights have the same bits; they are neither trained nor saved."""
     images, targets = batch

@@ -70,7 +70,7 @@ def test_the_example_of_keras_cv_trains(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_learning_from_few_runs_small(tmp_path: Path) -> None:
-    """All four comparisons on a small scale: the table, the picture, and what holds there already."""
+    """All four comparisons on a small scale: the table, the picture, what holds there already."""
     script = ROOT / "examples" / "learn_from_few.py"
     subprocess.run(
         [sys.executable, str(script), "--quick", "--out", "few"],

@@ -28,7 +28,6 @@ class Learner:
             optimizer,
             keras.losses.CategoricalCrossentropy(from_logits=True) if has_loss else None,
             steps_per_execution=10,
-            jit_compile=True,  # models as small as these are faster so, on a CPU too
         )
 
     def learn(self, split: Split, *, seed: int, start: Any = None, rate: float = 1e-3) -> None:

@@ -17,6 +17,7 @@ examples:
 
 import argparse
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -44,7 +45,7 @@ CONFIG = keras_vit.ViTConfig(
     hidden_dim=64,
     mlp_dim=128,
     num_heads=4,
-    num_layers=4,
+    num_layers=2,
     classes=10,
     include_preprocessing=True,
 )
@@ -139,16 +140,21 @@ def lora(scale: Scale) -> list[Row]:
         adapted = keras_vit.lora(plain, rank=8, targets=targets)
         learners[targets] = Learner(adapted, steps=scale.steps)
 
-    def tune(seed: int, option: tuple[float, Any]) -> keras.Model:
-        rate, targets = option
+    @functools.cache
+    def learnt(seed: int) -> list[np.ndarray]:
         learners[()].learn(low, seed=seed)
         plain.get_layer("head").kernel.assign(np.zeros((config.hidden_dim, 5)))  # other classes
-        start, model = plain, learners[targets].model
+        return plain.get_weights()
+
+    def tune(seed: int, option: tuple[float, Any]) -> keras.Model:
+        rate, targets = option
+        plain.set_weights(learnt(seed))
+        start = plain
         if targets:
             keras.utils.set_random_seed(seed)
             start = keras_vit.lora(plain, rank=8, targets=targets)
         learners[targets].learn(high, seed=seed, start=start.get_weights(), rate=rate)
-        return model
+        return learners[targets].model
 
     wide, narrow = ("qkv", "out", "fc1"), ("qkv", "out")
     options = {
@@ -175,7 +181,7 @@ def distillation(scale: Scale) -> list[Row]:
     targets = np.full(len(data.train), -1)
     targets[few] = data.train.targets[few]
     everything = dataclasses.replace(data.train, targets=targets)
-    small = dataclasses.replace(CONFIG, hidden_dim=32, mlp_dim=64, num_heads=2, num_layers=2)
+    small = dataclasses.replace(CONFIG, hidden_dim=32, mlp_dim=64, num_heads=2)
     teacher = Learner(keras_vit.VisionTransformer(TEACHER), steps=scale.steps)
     alone = Learner(keras_vit.VisionTransformer(small), steps=scale.steps)
     students: dict[Any, Learner] = {}
@@ -235,7 +241,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {names}; all if none")
     parser.add_argument("--out", metavar="DIR", help="write few.json, few.md and few.png there")
     parser.add_argument("--seeds", type=int, default=5, help="how often all is done (default: 5)")
-    parser.add_argument("--steps", type=int, default=400, help="batches of 64 (default: 400)")
+    parser.add_argument("--steps", type=int, default=250, help="batches of 64 (default: 250)")
     parser.add_argument(
         "--quick", action="store_true", help="one seed, few steps, nothing chosen: to see it run"
     )

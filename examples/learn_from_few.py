@@ -50,6 +50,13 @@ CONFIG = keras_vit.ViTConfig(
     include_preprocessing=True,
 )
 TEACHER = dataclasses.replace(CONFIG, hidden_dim=128, mlp_dim=256)
+NARROW, WIDE = ("qkv", "out"), ("qkv", "out", "fc1")
+# Learning rates, and what is adapted, that are tried.
+TUNINGS = {
+    "full fine-tuning": [(1e-3, ()), (3e-4, ())],
+    "LoRA at rank 8": [(1e-2, WIDE), (3e-3, WIDE), (1e-2, NARROW)],
+}
+KINDS = [(kind, has_token) for kind in ("soft", "hard") for has_token in (False, True)]
 POSITIONS = {
     "none": None,
     "learned 1-D": "learned",
@@ -136,7 +143,7 @@ def lora(scale: Scale) -> list[Row]:
     config = dataclasses.replace(CONFIG, hidden_dim=192, mlp_dim=768, num_heads=3, classes=5)
     plain = keras_vit.VisionTransformer(config)
     learners = {(): Learner(plain, steps=scale.steps)}
-    for targets in (("qkv", "out"), ("qkv", "out", "fc1")):
+    for targets in (NARROW, WIDE):
         adapted = keras_vit.lora(plain, rank=8, targets=targets)
         learners[targets] = Learner(adapted, steps=scale.steps)
 
@@ -156,13 +163,8 @@ def lora(scale: Scale) -> list[Row]:
         learners[targets].learn(high, seed=seed, start=start.get_weights(), rate=rate)
         return learners[targets].model
 
-    wide, narrow = ("qkv", "out", "fc1"), ("qkv", "out")
-    options = {
-        "full fine-tuning": [(1e-3, ()), (3e-4, ())],
-        "LoRA at rank 8": [(1e-2, wide), (3e-3, wide), (1e-2, narrow)],
-    }
     rows = []
-    for name, tried in options.items():
+    for name, tried in TUNINGS.items():
         chosen = scale.best(
             tried, lambda each: accuracy(tune(CHOOSING, each), validation), default=tried[0]
         )
@@ -196,13 +198,10 @@ def distillation(scale: Scale) -> list[Row]:
         students[option].learn(everything, seed=seed)
         return students[option].model.student
 
-    options = [(kind, has_token) for kind in ("soft", "hard") for has_token in (False, True)]
     if scale.choose:
         teacher.learn(data.train, seed=CHOOSING)
     chosen = scale.best(
-        options,
-        lambda each: accuracy(distilled(CHOOSING, each), data.validation),
-        default=options[0],
+        KINDS, lambda each: accuracy(distilled(CHOOSING, each), data.validation), default=KINDS[0]
     )
     found: dict[str, list[float]] = {}
     for seed in range(scale.seeds):

@@ -20,60 +20,8 @@ TARGETS = ("qkv", "out", "fc1", "fc2")
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the groups "fine-tuning" and "distillation"."""
-    group = parser.add_argument_group("fine-tuning")
-    group.add_argument(
-        "--layer-decay",
-        type=values.fraction,
-        metavar="X",
-        help="factor of the learning rate from each block to the one before it, such as 0.75 "
-        "(default: 1, the same everywhere)",
-    )
-    group.add_argument(
-        "--freeze",
-        type=values.index,
-        metavar="N",
-        help="with --weights, do not train the patch embedding and the first N blocks; 0 is the "
-        "patch embedding alone (default: train everything)",
-    )
-    group.add_argument(
-        "--lora",
-        type=values.count,
-        metavar="RANK",
-        help="with --weights, train thin matrices of this rank beside the kernels, and the "
-        "classifier; the run's model.keras has them merged, adapter.safetensors has them alone "
-        "(default: train the kernels)",
-    )
-    group.add_argument(
-        "--lora-targets",
-        type=values.words(TARGETS),
-        default=("qkv",),
-        metavar="LIST",
-        help=f"what --lora adapts, some of {','.join(TARGETS)} (default: qkv)",
-    )
-    group = parser.add_argument_group("distillation")
-    group.add_argument(
-        "--teacher",
-        metavar="RUN",
-        help="learn from what this model says too: a run with the same classes, or a .keras file "
-        "of any Keras classifier that takes pixels 0..255 (default: learn from labels alone)",
-    )
-    group.add_argument(
-        "--distillation",
-        choices=("soft", "hard"),
-        help="the teacher's probabilities, or its likeliest class (default: soft)",
-    )
-    group.add_argument(
-        "--temperature",
-        type=values.positive,
-        metavar="X",
-        help="what logits are divided by in soft distillation (default: 3)",
-    )
-    group.add_argument(
-        "--distillation-weight",
-        type=values.fraction,
-        metavar="X",
-        help="what the teacher counts; labels count the rest (default: 0.5)",
-    )
+    _add_fine_tuning(parser.add_argument_group("fine-tuning"))
+    _add_distillation(parser.add_argument_group("distillation"))
 
 
 def check(arguments: argparse.Namespace) -> None:
@@ -121,6 +69,64 @@ def distil(
     }
     chosen = {name: value for name, value in given.items() if value is not None}
     return training.DistillationModel(student, teacher, **chosen)
+
+
+def _add_fine_tuning(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--layer-decay",
+        type=values.fraction,
+        metavar="X",
+        help="factor of the learning rate from each block to the one before it, such as 0.75 "
+        "(default: 1, the same everywhere)",
+    )
+    group.add_argument(
+        "--freeze",
+        type=values.index,
+        metavar="N",
+        help="with --weights, do not train the patch embedding and the first N blocks; 0 is the "
+        "patch embedding alone (default: train everything)",
+    )
+    group.add_argument(
+        "--lora",
+        type=values.count,
+        metavar="RANK",
+        help="with --weights, train thin matrices of this rank beside the kernels, and the "
+        "classifier; the run's model.keras has them merged, adapter.safetensors has them alone "
+        "(default: train the kernels)",
+    )
+    group.add_argument(
+        "--lora-targets",
+        type=values.words(TARGETS),
+        default=("qkv",),
+        metavar="LIST",
+        help=f"what --lora adapts, some of {','.join(TARGETS)} (default: qkv)",
+    )
+
+
+def _add_distillation(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--teacher",
+        metavar="RUN",
+        help="learn from what this model says too: a run with the same classes, or a .keras file "
+        "of any Keras classifier that takes pixels 0..255 (default: learn from labels alone)",
+    )
+    group.add_argument(
+        "--distillation",
+        choices=("soft", "hard"),
+        help="the teacher's probabilities, or its likeliest class (default: soft)",
+    )
+    group.add_argument(
+        "--temperature",
+        type=values.positive,
+        metavar="X",
+        help="what logits are divided by in soft distillation (default: 3)",
+    )
+    group.add_argument(
+        "--distillation-weight",
+        type=values.fraction,
+        metavar="X",
+        help="what the teacher counts; labels count the rest (default: 0.5)",
+    )
 
 
 def _open(path: str, *, labels: Sequence[str]) -> "keras.Model":

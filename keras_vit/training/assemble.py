@@ -107,6 +107,22 @@ def compile_model(model: Trained, *, recipe: Recipe, plan: Plan, execution: Exec
         model.optimizer.build(model.trainable_variables)
 
 
+def parts(
+    model: Trained, data: ImageData, *, recipe: Recipe, plan: Plan, seed: int
+) -> dict[str, Any]:
+    """Returns the arguments of a `Loop` that model, images and recipe decide."""
+    kept, size = kept_part(model), model.config.input_shape[:2]
+    return {
+        "model": model,
+        "kept": kept,
+        "best_model": plain_copy(kept),
+        "batches": make_batches(data, size, recipe=recipe, plan=plan, seed=seed),
+        "validation": make_validation(data, size),
+        "plan": plan,
+        "is_averaged": recipe.average is not None,
+    }
+
+
 def plain_copy(model: Kept) -> Kept:
     """Returns an equal model in float32, outside of any strategy, not compiled."""
     copy: Kept = type(model).from_config({**model.get_config(), "dtype": "float32"})

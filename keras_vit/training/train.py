@@ -182,17 +182,9 @@ def _run(
     with strategy.scope():
         model = build()
         assemble.compile_model(model, recipe=recipe, plan=plan, execution=execution)
-    size = model.config.input_shape[:2]
-    kept = assemble.kept_part(model)
     loop = Loop(
-        model=model,
-        kept=kept,
-        best_model=assemble.plain_copy(kept),
-        batches=assemble.make_batches(data, size, recipe=recipe, plan=plan, seed=seed),
-        validation=assemble.make_validation(data, size),
-        plan=plan,
+        **assemble.parts(model, data, recipe=recipe, plan=plan, seed=seed),
         checkpoint_steps=execution.checkpoint_steps,
-        is_averaged=recipe.average is not None,
         workers=workers,
         watcher=Watcher(
             epochs=plan.epochs, steps=plan.steps, batch_size=plan.batch_size, on_event=on_event

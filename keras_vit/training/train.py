@@ -115,10 +115,12 @@ def pretrain(
     Example:
         >>> import dataclasses, tempfile
         >>> from keras_vit.data import load_digits
+        >>> config = ViTConfig(input_shape=(8, 8, 3), patch_size=4, hidden_dim=8, mlp_dim=8,
+        ...                    num_heads=1, num_layers=1, pooling="avg", class_token=False)
         >>> recipe = dataclasses.replace(RECIPES["masked-patches"], epochs=None, steps=2)
-        >>> run = pretrain(load_digits(), out=tempfile.mkdtemp(), recipe=recipe)
+        >>> run = pretrain(load_digits(), out=tempfile.mkdtemp(), model=config, recipe=recipe)
         >>> run.model.output_shape, (run.path / "reconstructions.png").is_file()
-        ((None, 64), True)
+        ((None, 8), True)
 
     Args:
         data: images in three splits; labels and the test split are not looked at.

@@ -53,3 +53,10 @@ def test_all_devices_of_the_machine_are_used() -> None:
     assert (workers.index, workers.count, workers.gather(5)) == (0, 1, [5])
     with pytest.raises(ValueError, match="7 images cannot be divided evenly among 2 replicas"):
         workers.distribute(lambda shard: tf.data.Dataset.range(7), 7)
+
+
+def test_trainings_of_one_process_share_a_strategy() -> None:
+    """Another one would break off the sums of the second model that it trains."""
+    first, second = (Execution(strategy="mirrored").make_strategy() for _ in range(2))
+
+    assert first is second

@@ -1,6 +1,7 @@
 """Where a training runs: devices, precision, and how often it saves."""
 
 import dataclasses
+import functools
 import json
 import os
 from collections.abc import Callable
@@ -65,8 +66,7 @@ class Execution:
             return tf.distribute.get_strategy()
         if name == "mirrored":
             kind = "GPU" if tf.config.list_physical_devices("GPU") else "CPU"
-            devices = [device.name for device in tf.config.list_logical_devices(kind)]
-            return tf.distribute.MirroredStrategy(devices)
+            return _mirrored(tuple(device.name for device in tf.config.list_logical_devices(kind)))
         if name == "tpu":
             resolver = tf.distribute.cluster_resolver.TPUClusterResolver(os.environ.get("TPU_NAME"))
             tf.config.experimental_connect_to_cluster(resolver)
@@ -141,6 +141,13 @@ def is_first_worker() -> bool:
     """Whether this process is the one of its cluster that writes the run directory."""
     task = json.loads(os.environ.get("TF_CONFIG") or "{}").get("task", {})
     return len(_workers()) < 2 or int(task.get("index", 0)) == 0
+
+
+@functools.cache
+def _mirrored(devices: tuple[str, ...]) -> tf.distribute.Strategy:
+    # One for all trainings of a process: a second would number its sums as the first did, and
+    # TensorFlow would take the gradients of two models for one tensor of two shapes.
+    return tf.distribute.MirroredStrategy(devices)
 
 
 def _available() -> str:

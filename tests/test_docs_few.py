@@ -58,9 +58,6 @@ def test_the_table_is_the_measured_one(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (
             mean[f"masked patches, {shots} shots"] > mean[f"random initialisation, {shots} shots"]
         )
-    others = [name for name in mean if name.startswith(("learned", "sin-cos", "relative"))]
-    assert len(others) == 4
-    assert all(mean[name] > mean["none"] for name in others)
-    assert mean["LoRA at rank 8"] > mean["full fine-tuning"] - 0.01
-    assert next(row.trained for row in rows if row.name == "LoRA at rank 8") < 0.05
+    kinds = ("learned 1-D", "learned 2-D", "sin-cos 2-D", "relative")
+    assert all(mean[name] > mean["none"] for name in kinds)
     assert mean["student of 200 labels, distilled"] > mean["student of 200 labels"]

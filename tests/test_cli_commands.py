@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import image_files
+import processes
 import pytest
 
 import keras_vit
@@ -271,3 +272,16 @@ def test_the_digits_reach_98_per_cent_and_evaluate_agrees(tmp_path: Path) -> Non
     written = {event.pop("split"): event for event in again.events if event.pop("event")}
     assert written == metrics
     assert seen.events[0]["predictions"][0]["label"] == "8"  # the first of the test digits
+
+
+def test_two_workers_train_on_a_folder(place: Path) -> None:
+    """The same command under each TF_CONFIG: one run, written by the first."""
+    command = ("train", "--data", "images", "--out", "together", *SMALL)
+    workers = [start(*command, folder=place, **each) for each in processes.cluster(2)]
+    first, second = map(finish, workers)
+
+    assert (first.code, first.errors, second.code, second.errors) == (0, [], 0, [])
+    assert "Saved in together" in first.out
+    assert "Saved in together" not in second.out
+    assert load_run(place / "together").config["result"]["finished"]
+    assert not list(place.glob("together.unfinished*"))

@@ -156,15 +156,17 @@ def add_existing(parser: argparse.ArgumentParser) -> None:
 
 
 def execution(arguments: argparse.Namespace) -> "Execution":
-    """Returns what the flags of `add_execution` say."""
+    """Returns what the flags of `add_execution` say, the strategy made: images come after it."""
     from keras_vit import training
 
-    return training.Execution(
+    execution = training.Execution(
         strategy=arguments.strategy,
         precision=arguments.precision,
         accumulate=arguments.accumulate,
         checkpoint_steps=arguments.checkpoint_steps,
     )
+    execution.make_strategy()
+    return execution
 
 
 def changed(recipe: "Recipe", arguments: argparse.Namespace) -> "Recipe":

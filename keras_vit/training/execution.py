@@ -56,10 +56,13 @@ class Execution:
                 )
 
     def make_strategy(self) -> tf.distribute.Strategy:
-        """Returns the strategy, of which a process makes one before any tensor.
+        """Returns the strategy: one for all trainings of a process that ask for the same.
+
+        Of several workers, ask before TensorFlow computes anything, such as decoding an image: from
+        then on it takes no part in a cluster.
 
         Raises:
-            ValueError: what was asked for is not there.
+            ValueError: what was asked for is not there, or it is too late.
         """
         name = _available() if self.strategy == "auto" else self.strategy
         if name == "none":
@@ -68,17 +71,14 @@ class Execution:
             kind = "GPU" if tf.config.list_physical_devices("GPU") else "CPU"
             return _mirrored(tuple(device.name for device in tf.config.list_logical_devices(kind)))
         if name == "tpu":
-            resolver = tf.distribute.cluster_resolver.TPUClusterResolver(os.environ.get("TPU_NAME"))
-            tf.config.experimental_connect_to_cluster(resolver)
-            tf.tpu.experimental.initialize_tpu_system(resolver)
-            return tf.distribute.TPUStrategy(resolver)
+            return _tpu(os.environ.get("TPU_NAME"))
         if len(_workers()) < 2:
             raise ValueError(
                 'strategy="multi_worker" needs TF_CONFIG in the environment of each worker, with '
                 "cluster.worker listing two or more host:port and task.index saying which of them "
                 f"this is. Received: TF_CONFIG={os.environ.get('TF_CONFIG')!r}."
             )
-        return tf.distribute.MultiWorkerMirroredStrategy()
+        return _multi_worker(os.environ["TF_CONFIG"])
 
 
 class Workers:
@@ -148,6 +148,26 @@ def _mirrored(devices: tuple[str, ...]) -> tf.distribute.Strategy:
     # One for all trainings of a process: a second would number its sums as the first did, and
     # TensorFlow would take the gradients of two models for one tensor of two shapes.
     return tf.distribute.MirroredStrategy(devices)
+
+
+@functools.cache
+def _tpu(name: str | None) -> tf.distribute.Strategy:
+    resolver = tf.distribute.cluster_resolver.TPUClusterResolver(name)
+    tf.config.experimental_connect_to_cluster(resolver)
+    tf.tpu.experimental.initialize_tpu_system(resolver)
+    return tf.distribute.TPUStrategy(resolver)
+
+
+@functools.cache
+def _multi_worker(tf_config: str) -> tf.distribute.Strategy:
+    try:
+        return tf.distribute.MultiWorkerMirroredStrategy()
+    except RuntimeError as error:
+        raise ValueError(
+            "TensorFlow has computed something already, and joins no other workers after that; "
+            'call Execution(strategy="multi_worker").make_strategy() first, before images are '
+            f"loaded. Received: TF_CONFIG={tf_config!r} ({error})."
+        ) from error
 
 
 def _available() -> str:

@@ -6,8 +6,8 @@
   distillation  a student of 200 labels and a bigger teacher, who names the images that have none,
                 against the same student alone
 
-Every number is of the 359 test images. What had to be chosen (learning rates, regularisation, what
-LoRA adapts, the kind of distillation) was chosen on the 179 validation images, with another seed.
+Every number is of the 359 test images. What had to be chosen (learning rates, regularisation, the
+kind of distillation) was chosen on the 179 validation images, with another seed.
 
 examples:
   python examples/learn_from_few.py --out few            # all four: about 20 minutes on two cores

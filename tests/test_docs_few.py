@@ -60,4 +60,6 @@ def test_the_table_is_the_measured_one(monkeypatch: pytest.MonkeyPatch) -> None:
         )
     kinds = ("learned 1-D", "learned 2-D", "sin-cos 2-D", "relative")
     assert all(mean[name] > mean["none"] for name in kinds)
+    assert mean["LoRA at rank 8"] > mean["full fine-tuning"] - 0.01
+    assert {row.name: row.trained for row in rows}["LoRA at rank 8"] < 0.05
     assert mean["student of 200 labels, distilled"] > mean["student of 200 labels"]

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import signal
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any
 
 import keras
@@ -16,6 +15,7 @@ from keras_vit.training.checkpoints import get_state, set_state
 from keras_vit.training.execution import Workers
 from keras_vit.training.progress import Watcher
 from keras_vit.training.recipe import Plan
+from keras_vit.training.stopping import StopRequests
 from keras_vit.training.tensorboard import EventFiles
 from keras_vit.training.unfinished import Unfinished
 
@@ -84,8 +84,11 @@ class Loop:
         set_state(self.model, state)
         self.watcher.resume(progress)
 
-    def run(self) -> int:
+    def run(self, requests: StopRequests) -> int:
         """Trains to the end, or until someone asks to stop.
+
+        Args:
+            requests: where it is asked.
 
         Returns:
             0 at the end, otherwise the signal that asked any of the workers.
@@ -95,7 +98,8 @@ class Loop:
             WorkerLostError: another worker has gone.
         """
         events = EventFiles(self.folder, self.workers)
-        with _stop_requests() as requests, contextlib.closing(events):
+        requests.wait_for_steps()
+        with contextlib.closing(events):
             try:
                 return self._run(requests, events)
             except FloatingPointError as error:
@@ -112,21 +116,21 @@ class Loop:
                     f"({type(error).__name__}); start all workers again, resuming."
                 ) from error
 
-    def _run(self, requests: list[int], events: EventFiles) -> int:
+    def _run(self, requests: StopRequests, events: EventFiles) -> int:
         dataset = self.workers.distribute(
             lambda shard: self.batches(self.watcher.step, shard), self.plan.batch_size
         )
         self.model.prepare(dataset)
         batches = iter(dataset)
         while self.watcher.step < self.plan.steps:
+            own = signal.SIGINT if self.watcher.stop_requested else requests.asked
+            asked = max(self.workers.gather(int(own)))
+            if asked:
+                self.save()
+                return asked
             self.model.reset_metrics()  # so that the logs are those of one step
             logs = self.model.train_function(batches)
             self._end_step(logs, events)
-            own = signal.SIGINT if self.watcher.stop_requested else next(iter(requests), 0)
-            asked = max(self.workers.gather(int(own)))
-            if asked and self.watcher.step < self.plan.steps:
-                self.save()
-                return asked
         return 0
 
     def _end_step(self, logs: dict[str, Any], events: EventFiles) -> None:
@@ -181,25 +185,3 @@ class Loop:
             # From copies: a swap by sums and differences would not give back the same bits.
             for variable, value in zip(variables, own, strict=True):
                 variable.assign(value)
-
-
-@contextlib.contextmanager
-def _stop_requests() -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM, to stop between two steps; a second SIGINT stops at once."""
-    requests: list[int] = []
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and requests:
-            raise KeyboardInterrupt
-        requests.append(number)
-
-    kinds = (signal.SIGINT, signal.SIGTERM)
-    try:
-        before = {kind: signal.signal(kind, ask) for kind in kinds}
-    except ValueError:  # not the main thread, which alone gets signals
-        before = {}
-    try:
-        yield requests
-    finally:
-        for kind, handler in before.items():
-            signal.signal(kind, handler)

@@ -4,6 +4,7 @@ import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import keras
 
@@ -17,6 +18,7 @@ from keras_vit.training.masked_patches import MaskedPatchModel
 from keras_vit.training.progress import Event, Watcher
 from keras_vit.training.recipe import Recipe
 from keras_vit.training.recipes import RECIPES
+from keras_vit.training.stopping import StopRequests
 from keras_vit.training.unfinished import Unfinished
 
 
@@ -180,28 +182,34 @@ def _run(
     folder = Unfinished(out, worker=workers.index, keep=execution.keep_checkpoints)
     check_free(out, existing=existing)
     plan = recipe.plan(images=len(data.train))
-    keras.utils.set_random_seed(seed)
-    with strategy.scope():
-        model = build()
-        assemble.compile_model(model, recipe=recipe, plan=plan, execution=execution)
-    loop = Loop(
-        **assemble.parts(model, data, recipe=recipe, plan=plan, seed=seed),
-        checkpoint_steps=execution.checkpoint_steps,
-        workers=workers,
-        watcher=Watcher(
-            epochs=plan.epochs, steps=plan.steps, batch_size=plan.batch_size, on_event=on_event
-        ),
-        folder=folder,
-    )
-    settings = finish.settings(model, data, recipe=recipe, seed=seed)
-    if existing == "resume" and folder.exists():
-        folder.check(settings)
+    with StopRequests() as requests:
+        keras.utils.set_random_seed(seed)
+        with strategy.scope():
+            model = build()
+            assemble.compile_model(model, recipe=recipe, plan=plan, execution=execution)
+        loop = Loop(
+            **assemble.parts(model, data, recipe=recipe, plan=plan, seed=seed),
+            checkpoint_steps=execution.checkpoint_steps,
+            workers=workers,
+            watcher=Watcher(
+                epochs=plan.epochs, steps=plan.steps, batch_size=plan.batch_size, on_event=on_event
+            ),
+            folder=folder,
+        )
+        settings = finish.settings(model, data, recipe=recipe, seed=seed)
+        _begin(loop, settings, existing=existing)
+        asked = loop.run(requests)
+    return finish.finish(loop, data, settings=settings, out=out, asked=asked)
+
+
+def _begin(loop: Loop, settings: dict[str, Any], *, existing: run.Existing) -> None:
+    """Goes back to the last checkpoint, or makes the folder and the first one."""
+    if existing == "resume" and loop.folder.exists():
+        loop.folder.check(settings)
         loop.resume()
     else:
-        folder.start(settings)
+        loop.folder.start(settings)
         loop.save()
-    asked = loop.run()
-    return finish.finish(loop, data, settings=settings, out=out, asked=asked)
 
 
 def check_free(out: str | os.PathLike[str], *, existing: run.Existing = "refuse") -> None:

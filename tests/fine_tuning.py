@@ -65,7 +65,7 @@ def run_workers(count: int, each: list[dict[str, Any]]) -> list[list[dict[str, A
     return [_result(worker) for worker in workers]
 
 
-def _result(process: "subprocess.Popen[str]", *, seconds: float = 600) -> list[dict[str, Any]]:
+def _result(process: "subprocess.Popen[str]", *, seconds: float = 1500) -> list[dict[str, Any]]:
     output, errors = process.communicate(timeout=seconds)
     if process.returncode:
         raise RuntimeError(errors[-3000:])

@@ -157,7 +157,7 @@ def _build(name: str, weights: str | Path | None, request: _Request) -> VisionTr
     with loading.reading(checkpoint, config, rows=rows) as values:
         with overwritten_weights():
             model = VisionTransformer(config, name=request.name)
-        loading.assign(model, values)
+        loading.assign(model, values, path=checkpoint.path)
     if config.classes and request.classes is None and not _has_trained_head(model):
         warnings.warn(
             f"The classifier in {checkpoint.path} is all zeros, as the original's ImageNet-21k "

@@ -49,6 +49,12 @@ def randomize(model: keras.Model, seed: int = 0) -> keras.Model:
     return model
 
 
+def weights_differ(left: keras.Model, right: keras.Model) -> bool:
+    """Whether any bit does."""
+    pairs = zip(left.get_weights(), right.get_weights(), strict=True)
+    return not all(np.array_equal(a, b) for a, b in pairs)
+
+
 @pytest.fixture(scope="session")
 def tiny() -> VisionTransformer:
     """A small model with every weight random; tests must not change it."""

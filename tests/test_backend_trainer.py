@@ -2,6 +2,9 @@
 
 import dataclasses
 import functools
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import fine_tuning
@@ -13,13 +16,15 @@ import tensorflow as tf
 from conftest import TINY, randomize
 
 from keras_vit import VisionTransformer
-from keras_vit.training import MomentumSGD
+from keras_vit.training import Execution, MomentumSGD
 
 GOLDEN = np.load(published.GOLDEN / "finetune.npz")
 CONFIG = dataclasses.replace(TINY, num_layers=1, classes=3)
 
-# What trains the same on one device, on several, and on two workers.
+# What trains the same on one device, on several, and on two workers: the whole product on two
+# replicas, whose XLA and parts are those of any number; each of them once elsewhere.
 GRID = [{"xla": xla, "accumulate": parts} for xla in (False, True) for parts in (1, 2, 4)]
+ONCE = [GRID[0], GRID[4], GRID[2]]
 
 
 @functools.cache
@@ -59,7 +64,8 @@ def test_twelve_steps_are_the_originals(dtype: str, losses: str, tolerance: floa
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_strategies_train_as_one_device(replicas: int) -> None:
     """XLA on and off, in one, two and four parts, recomputed: the same numbers, equal replicas."""
-    for found in fine_tuning.run_each([*GRID, {"remat": True}], replicas=replicas):
+    cases = GRID if replicas == 2 else ONCE
+    for found in fine_tuning.run_each([*cases, {"remat": True}], replicas=replicas):
         assert_same(found, one_device())
         assert len(found["replicas"]) == replicas
         assert set(found["replicas"]) == {found["sha256"]}
@@ -68,10 +74,46 @@ def test_strategies_train_as_one_device(replicas: int) -> None:
 @pytest.mark.slow
 def test_two_workers_train_as_one_device() -> None:
     """Two processes on loopback: the same numbers, and equal bits on both."""
-    for first, second in zip(*fine_tuning.run_workers(2, GRID), strict=True):
+    for first, second in zip(*fine_tuning.run_workers(2, ONCE), strict=True):
         assert_same(first, one_device())
         assert_same(second, one_device())
         assert first["sha256"] == second["sha256"]
+
+
+# Two strategies of one process: TensorFlow breaks off the sums of the second.
+TWO_STRATEGIES = """
+import numpy as np
+import tensorflow as tf
+from processes import make_devices
+make_devices(4)
+from keras_vit import VisionTransformer, ViTConfig
+
+for width, count in ((8, 2), %s):
+    strategy = tf.distribute.MirroredStrategy([f"CPU:{index}" for index in range(count)])
+    with strategy.scope():
+        sizes = {"hidden_dim": width, "mlp_dim": 8, "num_heads": 2, "num_layers": 1, "classes": 3}
+        model = VisionTransformer(ViTConfig(input_shape=(8, 8, 3), patch_size=4, **sizes))
+        model.compile("sgd", "mse")
+    model.fit(np.zeros((8, 8, 8, 3)), np.zeros((8, 3)), batch_size=8, verbose=0)
+    print("trained")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("second", [(16, 2), (8, 4)], ids=["another model", "other devices"])
+def test_a_second_strategy_of_a_process_gets_one_sentence(second: tuple[int, int]) -> None:
+    """What to do is said, where TensorFlow speaks of shapes and groups; the first trains."""
+    done = subprocess.run(
+        [sys.executable, "-c", TWO_STRATEGIES % (second,)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        cwd=Path(__file__).parent,
+    )
+    assert done.stdout == "trained\n"
+    assert "ValueError: The sums over replicas do not fit together." in done.stderr
+    assert "make one strategy for all its models" in done.stderr
 
 
 @pytest.mark.slow
@@ -195,10 +237,8 @@ def test_one_batch_is_predicted_as_any_other() -> None:
 
 @pytest.fixture(scope="module")
 def strategy() -> tf.distribute.Strategy:
-    """Two replicas in this process; the fixtures' file makes the devices."""
-    return tf.distribute.MirroredStrategy(
-        [device.name for device in tf.config.list_logical_devices("CPU")]
-    )
+    """Two replicas in this process, the strategy of all its tests; conftest makes the devices."""
+    return Execution(strategy="mirrored").make_strategy()
 
 
 def test_masks_differ_between_replicas(strategy: tf.distribute.Strategy) -> None:

@@ -16,17 +16,11 @@ from keras_vit.config import ViTConfig
 from keras_vit.explain import page
 
 TOLERANCE = 1e-5
-ALL = {
-    "num_registers": 2,
-    "layer_scale": 0.5,
-    "query_key_norm": True,
-    "activation": "swiglu",
-    "distillation_token": True,
-}
 VARIANTS = {
-    "relative": {**ALL, "position_embedding": "relative"},
+    "relative": {**variants_oracle.ALL, "position_embedding": "relative"},
     "every block": {
-        **ALL, "position_embedding": "learned_2d", "position_placement": "every_block"
+        **variants_oracle.ALL, "position_embedding": "learned_2d",
+        "position_placement": "every_block",
     },
     "average after registers": {
         "num_registers": 3, "pooling": "avg", "position_embedding": "sincos_2d",

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import variants_oracle
 from exported import served_model
 
 from keras_vit.export import export, onnx_graph, tflite
@@ -9,14 +10,7 @@ from keras_vit.export.rebuild import rebuild
 
 LIMIT = 1e-5
 PIXELS = np.random.default_rng(6).uniform(0, 255, (1, 32, 48, 3)).astype("float32")
-ALL = {
-    "num_layers": 2,
-    "num_registers": 2,
-    "layer_scale": 0.5,
-    "query_key_norm": True,
-    "activation": "swiglu",
-    "distillation_token": True,
-}
+ALL = {"num_layers": 2, **variants_oracle.ALL}
 VARIANTS = {
     "relative": {**ALL, "position_embedding": "relative"},
     "every block": {

@@ -17,13 +17,6 @@ from keras_vit.model import VisionTransformer
 
 SQUARE = {"input_shape": (24, 24, 3)}
 AVERAGE = {"pooling": "avg", "class_token": False}
-ALL = {
-    "num_registers": 2,
-    "layer_scale": 0.5,
-    "query_key_norm": True,
-    "activation": "swiglu",
-    "distillation_token": True,
-}
 # Oblong images unless said; every field alone, then together with what it meets.
 VARIANTS = {
     "none": {"position_embedding": None},
@@ -50,10 +43,11 @@ VARIANTS = {
     "query and key norm": {"query_key_norm": True},
     "SwiGLU": {"activation": "swiglu"},
     "distillation token": {"distillation_token": True},
-    "all": ALL,
-    "all, relative": {**ALL, "position_embedding": "relative"},
+    "all": variants_oracle.ALL,
+    "all, relative": {**variants_oracle.ALL, "position_embedding": "relative"},
     "all, every block": {
-        **ALL, "position_embedding": "learned_2d", "position_placement": "every_block"
+        **variants_oracle.ALL, "position_embedding": "learned_2d",
+        "position_placement": "every_block",
     },
 }  # fmt: skip
 CONFIGS = {

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from conftest import weights_differ
 from PIL import Image
 
 import keras_vit
@@ -59,11 +60,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> ImageData:
 def trained(data: ImageData, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """One run on the image files; tests must not change it."""
     return pretrain(data, out=tmp_path_factory.mktemp("runs") / "run", model=CONFIG, recipe=RECIPE)
-
-
-def weights_differ(left: keras.Model, right: keras.Model) -> bool:
-    pairs = zip(left.get_weights(), right.get_weights(), strict=True)
-    return not all(np.array_equal(a, b) for a, b in pairs)
 
 
 @pytest.mark.slow
@@ -156,7 +152,7 @@ def test_another_corruption_is_another_training(
 
 def test_replicas_corrupt_other_patches() -> None:
     """On two replicas the same images lose other patches, and a step moves the state once."""
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    strategy = Execution(strategy="mirrored").make_strategy()
     with strategy.scope():
         model = MaskedPatchModel(CONFIG, seed=0)
     image = tf.constant(np.random.default_rng(0).uniform(-1, 1, (1, 16, 24, 3)), tf.float32)

@@ -9,6 +9,7 @@ import image_files
 import keras
 import numpy as np
 import pytest
+from conftest import weights_differ
 
 import keras_vit
 from keras_vit.data import Augmentation, ImageData, load_folder
@@ -52,11 +53,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> ImageData:
 def trained(data: ImageData, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """One run on the image files; tests must not change it."""
     return train(data, out=tmp_path_factory.mktemp("runs") / "run", model=CONFIG, recipe=RECIPE)
-
-
-def weights_differ(left: keras.Model, right: keras.Model) -> bool:
-    pairs = zip(left.get_weights(), right.get_weights(), strict=True)
-    return not all(np.array_equal(a, b) for a, b in pairs)
 
 
 def test_the_run_directory_is_complete(trained: Run, data: ImageData) -> None:

@@ -13,6 +13,14 @@ from explain_oracle import Pass
 from keras_vit.config import ViTConfig
 
 Arrays = dict[str, np.ndarray]
+# What may be had together; positions are chosen besides.
+ALL: dict[str, Any] = {
+    "num_registers": 2,
+    "layer_scale": 0.5,
+    "query_key_norm": True,
+    "activation": "swiglu",
+    "distillation_token": True,
+}
 
 
 def arrays(model: keras.Model) -> Arrays:

@@ -7,6 +7,8 @@ import keras
 import tensorflow as tf
 
 _UNEVEN = "keras-vit: uneven batch"
+# What TensorFlow says when two strategies gave their sums the same numbers.
+_CONFUSED = ("Shape mismatch in the collective instance", "is joining a group with size")
 
 
 def sum_over_replicas(gradients: Sequence[Any]) -> list[Any]:
@@ -100,14 +102,21 @@ def batch_checks(size: tf.Tensor, replicas: int, parts: int) -> list[Any]:
     return [check for check in checks if check is not None]
 
 
-def raise_uneven(error: tf.errors.InvalidArgumentError) -> None:
-    """Raises a ValueError in place of an error of `batch_checks`."""
+def raise_clearly(error: tf.errors.OpError) -> None:
+    """Raises a ValueError in place of an error that a user of strategies can do something about."""
     if _UNEVEN in str(error):
         raise ValueError(
             "A training batch cannot be divided evenly among the replicas and the accumulated "
             "parts, so its gradient would be wrong; choose a batch size that can, and drop the "
             "incomplete last batch: dataset.batch(size, drop_remainder=True)."
         ) from None
+    if any(mark in str(error) for mark in _CONFUSED):
+        raise ValueError(
+            "The sums over replicas do not fit together. Either another MirroredStrategy of this "
+            "process has trained another model, and TensorFlow takes the sums of both for one: "
+            "restart the process, and make one strategy for all its models. Or workers of a "
+            "cluster train different models: start all of them with the same arguments."
+        ) from error
 
 
 def with_loss_scale(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:

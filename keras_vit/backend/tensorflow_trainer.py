@@ -18,7 +18,7 @@ from keras_vit.backend.tensorflow_steps import (
     global_norm,
     in_parts,
     leave_sum_to_trainer,
-    raise_uneven,
+    raise_clearly,
     reducible,
     replicas,
     sum_over_replicas,
@@ -190,8 +190,8 @@ class ExactTrainer(_Model):
         def checked(iterator: Any) -> Any:
             try:
                 return run(iterator)
-            except tf.errors.InvalidArgumentError as error:
-                raise_uneven(error)
+            except (tf.errors.InvalidArgumentError, tf.errors.InternalError) as error:
+                raise_clearly(error)
                 raise
 
         self.train_function = checked

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from keras_vit.cli import values
 
 if TYPE_CHECKING:
+    from keras_vit import ViTConfig
     from keras_vit.training import Execution, Recipe
 
 
@@ -156,17 +157,25 @@ def add_existing(parser: argparse.ArgumentParser) -> None:
 
 
 def execution(arguments: argparse.Namespace) -> "Execution":
-    """Returns what the flags of `add_execution` say, the strategy made: images come after it."""
+    """Returns what the flags of `add_execution` say."""
     from keras_vit import training
 
-    execution = training.Execution(
+    return training.Execution(
         strategy=arguments.strategy,
         precision=arguments.precision,
         accumulate=arguments.accumulate,
         checkpoint_steps=arguments.checkpoint_steps,
     )
-    execution.make_strategy()
-    return execution
+
+
+def model_config(
+    arguments: argparse.Namespace, *, image_size: tuple[int, int] | None
+) -> "ViTConfig":
+    """Returns the config that the flags of `add_sizes` name, for images of this size."""
+    from keras_vit import training
+
+    name = arguments.model or ("digits" if arguments.data == "digits" else "tiny")
+    return training.model_config(name, image_size=image_size, patch_size=arguments.patch_size)
 
 
 def changed(recipe: "Recipe", arguments: argparse.Namespace) -> "Recipe":

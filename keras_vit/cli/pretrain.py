@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from keras_vit.cli import flags, output, values
 
 if TYPE_CHECKING:
-    from keras_vit.data import ImageData
     from keras_vit.training import MaskedPatchModel
 
 OBJECTIVES = ("masked-patches",)
@@ -83,6 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
     start = time.monotonic()
     execution = flags.execution(arguments)
     training.check_free(arguments.out, existing=arguments.existing)
+    execution.make_strategy()  # several workers join before an image is decoded, or never
     data = output.load_data(
         arguments.data, labelled=False, strict=arguments.strict, json=arguments.json
     )
@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
         result = training.pretrain(
             data,
             out=arguments.out,
-            model=functools.partial(_model, arguments, data),
+            model=functools.partial(_model, arguments),
             recipe=flags.changed(training.default_pretrain_recipe(data), arguments),
             seed=arguments.seed,
             existing=arguments.existing,
@@ -103,13 +103,10 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _model(arguments: argparse.Namespace, data: "ImageData") -> "MaskedPatchModel":
+def _model(arguments: argparse.Namespace) -> "MaskedPatchModel":
     from keras_vit import training
 
-    name = arguments.model or ("digits" if data.source == "digits" else "tiny")
-    config = training.model_config(
-        name, image_size=arguments.image_size, patch_size=arguments.patch_size
-    )
+    config = flags.model_config(arguments, image_size=arguments.image_size)
     return training.MaskedPatchModel(
         dataclasses.replace(config, pooling="avg", class_token=False, include_preprocessing=True),
         target=arguments.target,

@@ -80,7 +80,10 @@ def run(arguments: argparse.Namespace) -> int:
     execution = flags.execution(arguments)
     training.check_free(arguments.out, existing=arguments.existing)
     _check(arguments)
-    config = None if arguments.weights is not None else _config(arguments)
+    config = None
+    if arguments.weights is None:
+        config = flags.model_config(arguments, image_size=_image_size(arguments))
+    execution.make_strategy()  # several workers join before an image is decoded, or never
     data = output.load_data(arguments.data, strict=arguments.strict, json=arguments.json)
     display = output.TrainDisplay(data, json=arguments.json)
     with display:
@@ -137,15 +140,6 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _is_run(weights: str) -> bool:
     return Path(weights).is_dir()
-
-
-def _config(arguments: argparse.Namespace) -> "ViTConfig":
-    from keras_vit import training
-
-    name = arguments.model or ("digits" if arguments.data == "digits" else "tiny")
-    return training.model_config(
-        name, image_size=_image_size(arguments), patch_size=arguments.patch_size
-    )
 
 
 def _model(

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from keras_vit import version
 from keras_vit.data import ImageData, record
+from keras_vit.model import VisionTransformer
 from keras_vit.training import outcome, run
 from keras_vit.training.assemble import Trained
 from keras_vit.training.checkpoints import state_hash
@@ -66,20 +67,21 @@ def finish(
     if asked:
         raise _interruption(loop, data, settings, asked=asked)
     config = {**settings, **_outcome(loop, data)}
-    if loop.workers.index == 0:
+    # Not `loop.best_model`: after resuming, the best epoch may have been another process's.
+    if loop.workers.index:
+        kept = outcome.read_model(_best_file(loop))
+    else:
         with run.staging_directory(out) as stage:
             for name in (run.HISTORY, run.CURVES):
                 shutil.copy2(loop.folder.path / name, stage / name)
             shutil.copytree(loop.folder.path / run.EVENTS, stage / run.EVENTS)
-            _write(stage, loop, data, config)
+            kept = _write(stage, loop, data, config)
             run.publish(stage, out)
-    # Not `loop.best_model`: after resuming, the best epoch may have been another process's.
-    best = keras.saving.load_model(_best_file(loop), compile=False)
     loop.workers.gather(1)  # the run is there before any worker says so
     loop.folder.remove()
     return run.Run(
         path=out,
-        model=outcome.kept_model(best),
+        model=kept,
         labels=tuple(config["labels"]),
         config=config,
     )
@@ -130,9 +132,9 @@ def _outcome(loop: Loop, data: ImageData) -> dict[str, Any]:
     }
 
 
-def _write(folder: Path, loop: Loop, data: ImageData, config: dict[str, Any]) -> None:
-    """Writes the files of a run that do not grow with the training."""
-    outcome.write_model(_best_file(loop), folder, validation=data.validation)
+def _write(folder: Path, loop: Loop, data: ImageData, config: dict[str, Any]) -> VisionTransformer:
+    """Writes the files of a run that do not grow with the training, and returns its model."""
+    kept = outcome.write_model(_best_file(loop), folder, validation=data.validation)
     (folder / run.CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     (folder / run.LABELS).write_text("".join(f"{label}\n" for label in data.labels), "utf-8")
     if data.train.in_files:
@@ -140,6 +142,7 @@ def _write(folder: Path, loop: Loop, data: ImageData, config: dict[str, Any]) ->
     elif data.test.in_memory and len(data.test):
         png = tf.io.encode_png(data.test.images[0]).numpy()
         (folder / run.SAMPLE).write_bytes(png)
+    return kept
 
 
 def _best_file(loop: Loop) -> Path:

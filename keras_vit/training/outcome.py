@@ -42,13 +42,16 @@ def describe(model: Trained) -> dict[str, Any]:
     return about
 
 
-def write_model(best: Path, folder: Path, *, validation: Split) -> None:
+def write_model(best: Path, folder: Path, *, validation: Split) -> VisionTransformer:
     """Writes the run's model and what else came of its kind of training.
 
     Args:
         best: the file of the best model, as it was trained.
         folder: where to write.
         validation: images to show reconstructions of.
+
+    Returns:
+        The run's model.
     """
     model = keras.saving.load_model(best, compile=False)
     kept = kept_model(model)
@@ -60,6 +63,12 @@ def write_model(best: Path, folder: Path, *, validation: Split) -> None:
         save_adapter(model, folder / run.ADAPTER)
     if isinstance(model, MaskedPatchModel):
         plot_reconstructions(model, validation, folder / run.RECONSTRUCTIONS, count=SHOWN)
+    return kept
+
+
+def read_model(best: Path) -> VisionTransformer:
+    """Returns the run's model, where another worker writes it."""
+    return kept_model(keras.saving.load_model(best, compile=False))
 
 
 def kept_model(model: keras.Model) -> VisionTransformer:

@@ -50,7 +50,7 @@ def load(model: VisionTransformer, path: str | Path, *, positions: Method = "ori
     with reading(checkpoint, model.config, rows=rows, positions=positions) as values:
         for value in values.values():
             value.result()
-        assign(model, values)
+        assign(model, values, path=checkpoint.path)
 
 
 def resize(
@@ -119,19 +119,19 @@ def reading(
             raise
 
 
-def assign(model: VisionTransformer, values: Values) -> None:
-    """Gives each value to its variable; a head without value keeps its own.
+def assign(model: VisionTransformer, values: Values, *, path: Path) -> None:
+    """Gives each value of the file at `path` to its variable; a head without value keeps its own.
 
     Raises:
         ValueError: an array is damaged, or another variable would be left without value.
     """
     variables = {variable.path: variable for variable in model.weights}
-    left = [path for path in variables if path not in values and not path.startswith(HEAD)]
+    left = [name for name in variables if name not in values and not name.startswith(HEAD)]
     if left:
-        raise ValueError(f"The checkpoint does not give the variables {listed(left)}.")
+        raise ValueError(f"{path} does not give the variables {listed(left)}.")
     while values:
-        path = next(iter(values))
-        variables[path].assign(backend.adopt(values.pop(path).result()))
+        name = next(iter(values))
+        variables[name].assign(backend.adopt(values.pop(name).result()))
 
 
 def match(

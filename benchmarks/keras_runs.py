@@ -40,7 +40,7 @@ def make_run(name: str, case: Case, folder: Path) -> Run:
     """Returns what runs the case once."""
     model, images = make_model(name, case), images_of(case)
     if case.task == "training":
-        return _training(model, images)
+        return _training(name, model, images)
     if not name.endswith("tf.function"):
         return lambda: model.predict(images, batch_size=case.batch, verbose=0)
     import tensorflow as tf
@@ -125,10 +125,21 @@ def _hub_model(case: Case, dtype: str) -> Any:
     return keras_hub.models.ViTImageClassifier(backbone, num_classes=CLASSES, dtype=dtype)
 
 
-def _training(model: Any, images: np.ndarray) -> Run:
+def _momentum(name: str) -> Any:
+    """Makes the optimizer that the paper fine-tunes by, each library its own."""
+    import keras
+
+    if name == "KerasHub":
+        return keras.optimizers.SGD(1e-3, momentum=0.9)
+    from keras_vit.training import MomentumSGD
+
+    return MomentumSGD(1e-3, momentum=0.9, accumulator_dtype="float32")
+
+
+def _training(name: str, model: Any, images: np.ndarray) -> Run:
     import keras
 
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.SGD(1e-3), loss, jit_compile=False)
+    model.compile(_momentum(name), loss, jit_compile=False)
     labels = np.arange(len(images)) % CLASSES
     return lambda: model.train_on_batch(images, labels)

@@ -125,7 +125,7 @@ def _training(name: str, case: Case, model: Any, images: Any) -> Run:
     import torch
 
     model.train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     labels = torch.arange(case.batch) % CLASSES
     compute = torch.compile(model) if name == "timm compiled" else model
 

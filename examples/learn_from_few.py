@@ -116,7 +116,8 @@ def pretraining(scale: Scale) -> list[Row]:
             start(name, seed)  # its own start, pre-training and draw of the labelled images
             found.append([each[seed % 5] for each in measure(data.test, strength)])
         for count, values in zip(SHOTS, zip(*found, strict=True), strict=True):
-            rows.append(Row("pretraining", f"{name}, {count} shots", values))
+            shots = "1 shot" if count == 1 else f"{count} shots"
+            rows.append(Row("pretraining", f"{name}, {shots}", values))
     return rows
 
 

@@ -1,11 +1,17 @@
 """Fixtures that several test files share; two devices, so that strategies can be tested."""
 
 import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
 
+import filelock
 import keras
 import numpy as np
 import pytest
 
+import keras_vit
 from keras_vit.config import ViTConfig
 from keras_vit.model import VisionTransformer
 
@@ -65,3 +71,24 @@ def tiny() -> VisionTransformer:
 def images() -> np.ndarray:
     """Two images for `tiny`, in [-1, 1]."""
     return np.random.default_rng(1).uniform(-1, 1, (2, 32, 48, 3)).astype(np.float32)
+
+
+@pytest.fixture(scope="session")
+def digits_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on the digits as the README makes it: minutes, so one for all processes of a test."""
+    common = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        common = common.parent
+    out = common / "digits-run"
+    with filelock.FileLock(common / "digits-run.lock"):
+        if not out.exists():
+            subprocess.run(
+                [sys.executable, "-m", "keras_vit", "train", "--data", "digits", "--out", out],
+                env={
+                    **os.environ,
+                    "PYTHONPATH": str(Path(keras_vit.__file__).parents[1]),
+                    "CUDA_VISIBLE_DEVICES": "",
+                },
+                check=True,
+            )
+    return out

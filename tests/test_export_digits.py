@@ -1,7 +1,6 @@
 """From training on the digits to predictions of every exported format: what a user does."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -75,13 +74,10 @@ def test_mistakes_are_one_line_and_exit_1(arguments, message, saved, tmp_path, c
 
 
 @pytest.fixture(scope="module")
-def digits(tmp_path_factory):
+def digits(digits_run, tmp_path_factory):
     """A run on the digits as the README makes it, and its export in every format."""
     folder = tmp_path_factory.mktemp("digits")
-    if made := os.environ.get("KERAS_VIT_DIGITS_RUN"):
-        shutil.copytree(made, folder / "digits-run")
-    else:
-        assert cli.main(["train", "--data", "digits", "--out", str(folder / "digits-run")]) == 0
+    shutil.copytree(digits_run, folder / "digits-run")
     arguments = ["--out", str(folder / "digits"), "--formats", ",".join(FORMATS)]
     assert cli.main(["export", str(folder / "digits-run"), *arguments]) == 0
     return folder

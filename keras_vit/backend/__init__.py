@@ -19,14 +19,17 @@ if keras.backend.backend() == "tensorflow":
         uninitialized,
     )
     from keras_vit.backend.tensorflow_trainer import ExactTrainer
+    from keras_vit.backend.tensorflow_updates import adam_step, momentum_step
 else:
     from keras_vit.backend.plain import (  # type: ignore[assignment]
         ACTIVATIONS,
         ALIGNMENT,
         ExactTrainer,
+        adam_step,
         adopt,
         dense,
         layer_norm,
+        momentum_step,
         replica_id,
         self_attention,
         softmax,
@@ -41,9 +44,11 @@ __all__ = [
     "ACTIVATIONS",
     "ALIGNMENT",
     "ExactTrainer",
+    "adam_step",
     "adopt",
     "dense",
     "layer_norm",
+    "momentum_step",
     "replica_id",
     "self_attention",
     "softmax",

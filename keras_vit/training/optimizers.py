@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
+from keras_vit import backend
 from keras_vit.config import ViTConfig
 
 # A mixin; to the type checker it is the optimizer that it becomes a part of.
@@ -45,9 +46,27 @@ class _LayerRates(_Optimizer):
         return {**super().get_config(), "layer_rates": self.layer_rates}
 
 
+class _Adam(keras.optimizers.AdamW):
+    """Keras' AdamW, with one kernel for each variable where the backend has one."""
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        index = self._get_variable_index(variable)
+        done = not self.amsgrad and backend.adam_step(
+            variable,
+            [self._momentums[index], self._velocities[index]],
+            gradient,
+            rate=learning_rate,
+            betas=(self.beta_1, self.beta_2),
+            epsilon=self.epsilon,
+            step=self.iterations + 1,
+        )
+        if not done:
+            super().update_step(gradient, variable, learning_rate)
+
+
 @keras.saving.register_keras_serializable(package="keras_vit")
-class AdamW(_LayerRates, keras.optimizers.AdamW):
-    """`keras.optimizers.AdamW` with a learning rate for each layer.
+class AdamW(_LayerRates, _Adam):
+    """`keras.optimizers.AdamW` with a learning rate for each layer, and one kernel on TensorFlow.
 
     Args:
         learning_rate: number or schedule.
@@ -94,6 +113,10 @@ class _Trace(keras.optimizers.Optimizer):
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         memory = self._momenta[self._get_variable_index(variable)]
+        if backend.momentum_step(
+            variable, memory, gradient, rate=learning_rate, momentum=self.momentum
+        ):
+            return
         # The product is rounded before the sum, as optax does it in the accumulator's dtype.
         kept = keras.ops.convert_to_tensor(memory) * self.momentum
         moved = keras.ops.cast(gradient, "float32") + keras.ops.cast(kept, "float32")

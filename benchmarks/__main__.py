@@ -4,7 +4,7 @@
     python -m benchmarks --task training --precisions float32 bfloat16 --variants S/16 B/16
     python -m benchmarks --batches 1 2 4 8 16 --out curves # a scaling curve, JSON and a chart
     python -m benchmarks --image-sizes 224 384 512 --layers 6 12 24 --only keras_vit timm
-    python -m benchmarks --task training --remat off on --only keras_vit
+    python -m benchmarks --task training --only keras_vit "keras_vit remat"
     python -m benchmarks --task cold                       # process start to first prediction
     python -m benchmarks --suite issue --out issue         # every line that must be shown
 
@@ -31,7 +31,6 @@ from benchmarks.ceiling import ceiling
 from benchmarks.measuring import measure
 from benchmarks.suites import SUITES
 
-_SWITCH = {"off": False, "on": True}
 _PACKAGES = ("tensorflow", "keras", "keras-hub", "torch", "timm", "transformers", "openvino")
 # What lets a processor multiply bfloat16, by its name in /proc/cpuinfo.
 _BFLOAT16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
@@ -82,7 +81,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--batches", nargs="+", type=int, metavar="N", help="(default: 8; 1 for a cold start)")
     add("--precisions", nargs="+", choices=PRECISIONS, default=["float32"])
     add("--layers", nargs="+", type=int, default=[0], metavar="N", help="(default: the variant's)")
-    add("--remat", nargs="+", choices=_SWITCH, default=["off"], help="recompute blocks; ours only")
     add("--only", nargs="+", choices=CONTENDERS, help="(default: all that are installed)")
     add("--rounds", type=int, default=5, help="turns of each contender (default: 5)")
     add("--threads", type=int, help="cores to use (default: all)")
@@ -100,13 +98,11 @@ def _plan(options: argparse.Namespace, names: list[str]) -> dict[Case, list[str]
             batch=options.batches or [1 if options.task == "cold" else 8],
             precision=options.precisions,
             layers=options.layers,
-            remat=[_SWITCH[word] for word in options.remat],
         )
         return dict.fromkeys(cases, names)
     wanted: dict[Case, set[str]] = {}
     for target in SUITES[options.suite]:
-        wanted.setdefault(target.case, set()).add(target.ours)
-        wanted.setdefault(target.against or target.case, set()).update(target.peers)
+        wanted.setdefault(target.case, set()).update((target.ours, *target.peers))
     return {case: [name for name in names if name in known] for case, known in wanted.items()}
 
 

@@ -61,7 +61,8 @@ def make_model(name: str, case: Case) -> Any:
         return _hub_model(case, dtype)
     import keras_vit
 
-    return keras_vit.VisionTransformer(_config(case), dtype=dtype)
+    config = dataclasses.replace(_config(case), remat=name == "keras_vit remat")
+    return keras_vit.VisionTransformer(config, dtype=dtype)
 
 
 def images_of(case: Case) -> np.ndarray:
@@ -112,8 +113,7 @@ def _config(case: Case) -> Any:
 
     sizes = case.sizes
     side = sizes.pop("image_size")
-    config = keras_vit.ViTConfig(input_shape=(side, side, 3), classes=CLASSES, **sizes)
-    return dataclasses.replace(config, remat=case.remat)
+    return keras_vit.ViTConfig(input_shape=(side, side, 3), classes=CLASSES, **sizes)
 
 
 def _hub_model(case: Case, dtype: str) -> Any:

@@ -309,6 +309,8 @@ def test_a_batch_that_cannot_be_shared_is_an_error(strategy: tf.distribute.Strat
         fit_dataset(model, 9, 8)
     with pytest.raises(ValueError, match="cannot be divided evenly"):
         fit_dataset(compiled(accumulate=3), 8, 8)
+    with pytest.raises(ValueError, match=r"cannot be divided evenly .* drop_remainder=True"):
+        compiled(accumulate=3).train_on_batch(np.ones((8, 32, 48, 3)), np.zeros(8))  # known before
 
 
 def test_what_cannot_be_right_is_refused(strategy: tf.distribute.Strategy) -> None:

@@ -17,6 +17,7 @@ from keras_vit.evaluation import evaluate
 from keras_vit.training import (
     RECIPES,
     EpochDone,
+    Execution,
     Recipe,
     Run,
     TrainingInterrupted,
@@ -167,6 +168,19 @@ def test_data_without_validation_images_is_an_error(data: ImageData, tmp_path: P
 
     with pytest.raises(ValueError, match="no validation images"):
         train(lacking, out=tmp_path / "run")
+
+
+def test_a_batch_that_cannot_be_cut_is_refused_first(data: ImageData, tmp_path: Path) -> None:
+    """Nothing is left where the run would have been."""
+    with pytest.raises(ValueError, match=r"8 images .* 3 parts each; choose a multiple of 3"):
+        train(
+            data,
+            out=tmp_path / "run",
+            model=CONFIG,
+            recipe=RECIPE,
+            execution=Execution(accumulate=3),
+        )
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_old_run_is_refused_first(trained: Run, data: ImageData) -> None:

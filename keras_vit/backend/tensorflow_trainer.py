@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from keras_vit.backend.tensorflow_steps import (
     batch_checks,
+    check_parts,
     global_norm,
     in_parts,
     leave_sum_to_trainer,
@@ -161,7 +162,9 @@ class ExactTrainer(_Model):
     def train_step(self, data: Any) -> dict[str, Any]:
         """Runs one step on the batch of one replica."""
         x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
-        size = tf.shape(keras.tree.flatten(x)[0])[0]
+        images = keras.tree.flatten(x)[0]
+        check_parts(images.shape[0], self._accumulate)
+        size = tf.shape(images)[0]
         count = replicas()
         if not self.trainable_variables:
             raise ValueError("There is nothing to train: every weight of the model is frozen.")

@@ -55,6 +55,14 @@ class Execution:
                     f"{name} must be a positive integer. Received: {name}={getattr(self, name)!r}."
                 )
 
+    def check_batch(self, size: int, *, replicas: int) -> None:
+        """Raises a ValueError unless replicas can share so many images, and cut their shares."""
+        if size % (replicas * self.accumulate):
+            raise ValueError(
+                f"A batch of {size} images cannot be divided evenly among {replicas} replicas of "
+                f"{self.accumulate} parts each; choose a multiple of {replicas * self.accumulate}."
+            )
+
     def make_strategy(self) -> tf.distribute.Strategy:
         """Returns the strategy: one for all trainings of a process that ask for the same.
 

@@ -182,6 +182,7 @@ def _run(
     folder = Unfinished(out, worker=workers.index, keep=execution.keep_checkpoints)
     check_free(out, existing=existing)
     plan = recipe.plan(images=len(data.train))
+    execution.check_batch(plan.batch_size, replicas=strategy.num_replicas_in_sync)
     with StopRequests() as requests:
         keras.utils.set_random_seed(seed)
         with strategy.scope():

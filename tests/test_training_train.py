@@ -172,7 +172,7 @@ def test_data_without_validation_images_is_an_error(data: ImageData, tmp_path: P
 
 def test_a_batch_that_cannot_be_cut_is_refused_first(data: ImageData, tmp_path: Path) -> None:
     """Nothing is left where the run would have been."""
-    with pytest.raises(ValueError, match=r"8 images .* 3 parts each; choose a multiple of 3"):
+    with pytest.raises(ValueError, match=r"8 images .* accumulate: 3\); choose a multiple of 3"):
         train(
             data,
             out=tmp_path / "run",

@@ -59,8 +59,9 @@ class Execution:
         """Raises a ValueError unless replicas can share so many images, and cut their shares."""
         if size % (replicas * self.accumulate):
             raise ValueError(
-                f"A batch of {size} images cannot be divided evenly among {replicas} replicas of "
-                f"{self.accumulate} parts each; choose a multiple of {replicas * self.accumulate}."
+                f"A batch of {size} images cannot be divided evenly (replicas: {replicas}, "
+                f"accumulate: {self.accumulate}); choose a multiple of "
+                f"{replicas * self.accumulate}."
             )
 
     def make_strategy(self) -> tf.distribute.Strategy:

@@ -58,7 +58,7 @@ class Case:
         width, patch = sizes["hidden_dim"], sizes["patch_size"]
         patches = (self.image_size // patch) ** 2
         tokens = patches + 1
-        block = tokens * (4 * width**2 + 2 * width * sizes["mlp_dim"]) + 2 * tokens**2 * width
+        block = tokens * self._block_elements + 2 * tokens**2 * width
         products = patches * 3 * patch**2 * width + sizes["num_layers"] * block + width * CLASSES
         return 2.0 * products * self.batch * (3 if self.task == "training" else 1)
 
@@ -66,12 +66,15 @@ class Case:
     def weights_mib(self) -> float:
         """Memory of the network's matrices in float32."""
         sizes = self.sizes
-        width = sizes["hidden_dim"]
-        block = 4 * width**2 + 2 * width * sizes["mlp_dim"]
-        ends = (
-            3 * sizes["patch_size"] ** 2 + CLASSES + (self.image_size // sizes["patch_size"]) ** 2
-        )
-        return 4 * (sizes["num_layers"] * block + ends * width) / 2**20
+        patch = sizes["patch_size"]
+        ends = (3 * patch**2 + CLASSES + (self.image_size // patch) ** 2) * sizes["hidden_dim"]
+        return 4 * (sizes["num_layers"] * self._block_elements + ends) / 2**20
+
+    @property
+    def _block_elements(self) -> int:
+        """Elements of the matrices of one block."""
+        sizes = self.sizes
+        return 4 * sizes["hidden_dim"] ** 2 + 2 * sizes["hidden_dim"] * sizes["mlp_dim"]
 
     def __str__(self) -> str:
         extras = f", {self.layers} layers" if self.layers else ""

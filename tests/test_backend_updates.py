@@ -43,9 +43,8 @@ def trained(name: str, gradients: Any, **options: Any) -> list[np.ndarray]:
     return [variable.numpy() for variable in variables]
 
 
-@pytest.fixture
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Optimizers take their own passes, as on other backends."""
+    """Lets optimizers take their own passes, as on other backends."""
     for name in ("adam_step", "momentum_step"):
         monkeypatch.setattr(backend, name, lambda *_, **__: False)
 
@@ -58,11 +57,11 @@ def drawn(dtype: str = "float32") -> list[tf.Tensor]:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("devices", [1, 2])
 def test_ten_steps_give_the_same_numbers(
-    name: str, devices: int, request: pytest.FixtureRequest
+    name: str, devices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights and all state, with decay, on one device and on two."""
     found = trained(name, drawn(), devices=devices)
-    request.getfixturevalue("without_kernels")
+    without_kernels(monkeypatch)
     for ours, expected in zip(found, trained(name, drawn()), strict=True):
         np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-6)
 
@@ -78,11 +77,11 @@ def test_one_kernel_makes_the_step(name: str) -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_weights_of_half_precision_take_the_optimizers_own_passes(
-    name: str, request: pytest.FixtureRequest
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernels want one type for all arrays, and the rate would lose its digits."""
     found = trained(name, drawn("bfloat16"), dtype="bfloat16")
-    request.getfixturevalue("without_kernels")
+    without_kernels(monkeypatch)
     for ours, expected in zip(
         found, trained(name, drawn("bfloat16"), dtype="bfloat16"), strict=True
     ):

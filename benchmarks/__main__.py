@@ -5,6 +5,7 @@
     python -m benchmarks --batches 1 2 4 8 16 --out curves # a scaling curve, JSON and a chart
     python -m benchmarks --image-sizes 224 384 512 --layers 6 12 24 --only keras_vit timm
     python -m benchmarks --task training --only keras_vit "keras_vit remat"
+    python -m benchmarks --task training --replicas 1 2 4 --only keras_vit
     python -m benchmarks --task cold                       # process start to first prediction
     python -m benchmarks --suite issue --out issue         # every line that must be shown
 
@@ -81,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--batches", nargs="+", type=int, metavar="N", help="(default: 8; 1 for a cold start)")
     add("--precisions", nargs="+", choices=PRECISIONS, default=["float32"])
     add("--layers", nargs="+", type=int, default=[0], metavar="N", help="(default: the variant's)")
+    add("--replicas", nargs="+", type=int, default=[1], metavar="N", help="of a training step")
     add("--only", nargs="+", choices=CONTENDERS, help="(default: all that are installed)")
     add("--rounds", type=int, default=5, help="turns of each contender (default: 5)")
     add("--threads", type=int, help="cores to use (default: all)")
@@ -98,6 +100,7 @@ def _plan(options: argparse.Namespace, names: list[str]) -> dict[Case, list[str]
             batch=options.batches or [1 if options.task == "cold" else 8],
             precision=options.precisions,
             layers=options.layers,
+            replicas=options.replicas,
         )
         return dict.fromkeys(cases, names)
     wanted: dict[Case, set[str]] = {}

@@ -28,6 +28,7 @@ class Case:
             from the start of the process to the first prediction with weights from a local file.
         variant: size and patch, as "B/16".
         layers: blocks instead of the variant's own; 0 for those.
+        replicas: logical devices that share the batch of a training step.
     """
 
     task: str = "inference"
@@ -36,6 +37,7 @@ class Case:
     batch: int = 8
     precision: str = "float32"
     layers: int = 0
+    replicas: int = 1
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -78,6 +80,7 @@ class Case:
 
     def __str__(self) -> str:
         extras = f", {self.layers} layers" if self.layers else ""
+        extras += f", {self.replicas} replicas" if self.replicas > 1 else ""
         return (
             f"{self.task}, {self.variant} at {self.image_size}, batch {self.batch}, "
             f"{self.precision}{extras}"
@@ -94,6 +97,8 @@ class Contender:
         tasks: what it can do.
         precisions: in which precisions.
         is_ours: whether it is keras_vit.
+
+    Several replicas train with ours alone.
     """
 
     module: str
@@ -104,7 +109,12 @@ class Contender:
 
     def takes(self, case: Case) -> bool:
         """Whether it can run the case."""
-        return case.task in self.tasks and case.precision in self.precisions
+        takes_replicas = self.is_ours and case.task == "training"
+        return (
+            case.task in self.tasks
+            and case.precision in self.precisions
+            and (case.replicas == 1 or takes_replicas)
+        )
 
 
 _INFERENCE = ("inference",)

@@ -38,9 +38,12 @@ def version(name: str) -> str:
 
 def make_run(name: str, case: Case, folder: Path) -> Run:
     """Returns what runs the case once."""
+    if case.replicas > 1:
+        return _training_of_replicas(name, case)
     model, images = make_model(name, case), images_of(case)
     if case.task == "training":
-        return _training(name, model, images)
+        labels = _compile(name, model, case)
+        return lambda: model.train_on_batch(images, labels)
     if not name.endswith("tf.function"):
         return lambda: model.predict(images, batch_size=case.batch, verbose=0)
     import tensorflow as tf
@@ -136,10 +139,32 @@ def _momentum(name: str) -> Any:
     return MomentumSGD(1e-3, momentum=0.9, accumulator_dtype="float32")
 
 
-def _training(name: str, model: Any, images: np.ndarray) -> Run:
+def _compile(name: str, model: Any, case: Case) -> np.ndarray:
+    """Makes the model ready to train, and returns the labels of its batch."""
     import keras
 
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(_momentum(name), loss, jit_compile=False)
-    labels = np.arange(len(images)) % CLASSES
-    return lambda: model.train_on_batch(images, labels)
+    return np.arange(case.batch) % CLASSES
+
+
+def _training_of_replicas(name: str, case: Case) -> Run:
+    """Trains on all GPUs, or on as many logical parts of the processor, which share its cores."""
+    import tensorflow as tf
+
+    from keras_vit.training import Execution
+
+    processor = tf.config.list_physical_devices("CPU")[0]
+    parts = [tf.config.LogicalDeviceConfiguration()] * case.replicas
+    tf.config.set_logical_device_configuration(processor, parts)
+    strategy = Execution(strategy="mirrored").make_strategy()
+    if strategy.num_replicas_in_sync != case.replicas:
+        raise RuntimeError(f"there are {strategy.num_replicas_in_sync} devices")
+    with strategy.scope():
+        model = make_model(name, case)
+        labels = _compile(name, model, case)
+    batch = tf.data.Dataset.from_tensors((images_of(case), labels)).cache().repeat()
+    batches = strategy.experimental_distribute_dataset(batch)
+    model.prepare(batches)
+    turns = iter(batches)
+    return lambda: {key: float(value) for key, value in model.train_function(turns).items()}

@@ -40,6 +40,18 @@ def test_targets_can_be_measured(name: str) -> None:
             assert CONTENDERS[peer].takes(target.case)
 
 
+def test_replicas_train_with_ours_alone() -> None:
+    """No peer's step is right on several; inference has none."""
+    ours = CONTENDERS["keras_vit"]
+    assert ours.takes(Case(task="training", replicas=2))
+    assert not ours.takes(Case(replicas=2))
+    assert not any(
+        each.takes(Case(task="training", replicas=2))
+        for each in CONTENDERS.values()
+        if not each.is_ours
+    )
+
+
 def test_ratios_compare_with_the_best_peer_turn_by_turn() -> None:
     """A turn that was slow for all changes nothing; memory counts above the imports."""
     case = Case()
@@ -85,11 +97,12 @@ def test_the_chart_is_over_what_varies() -> None:
 
 @pytest.mark.slow
 def test_the_command_measures_a_tiny_model(tmp_path: Path) -> None:
-    """Inference, training and cold starts run, and leave their figures and a chart."""
-    for task in ("inference", "training", "cold"):
+    """Inference, training, replicas and cold starts run, and leave their figures and a chart."""
+    for task, replicas in (("inference", 1), ("training", 1), ("training", 2), ("cold", 1)):
         options = ["--variants", "tiny/16", "--image-sizes", "32", "--batches", "2"]
+        options += ["--replicas", str(replicas)]
         command = [sys.executable, "-m", "benchmarks", "--task", task, "--only", "keras_vit"]
-        out = tmp_path / task
+        out = tmp_path / f"{task}{replicas}"
         done = subprocess.run(
             [*command, *options, "--rounds", "2", "--out", str(out)],
             cwd=ROOT,
@@ -101,5 +114,6 @@ def test_the_command_measures_a_tiny_model(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         assert "keras_vit" in done.stdout
         (case,) = json.loads((out / "figures.json").read_text(encoding="utf-8"))["cases"]
+        assert case["case"]["replicas"] == replicas
         assert len(case["contenders"]["keras_vit"]["seconds"]) == 2
         assert (out / "chart.png").stat().st_size > 1000

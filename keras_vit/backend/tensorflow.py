@@ -81,8 +81,12 @@ def self_attention(qkv: Any, num_heads: int) -> Any:
     # One transposition for all three, of rank 4: TFLite has none of more for every chip.
     x = tf.transpose(tf.reshape(qkv, (-1, tokens, 3 * num_heads, size)), (0, 2, 1, 3))
     query, key, value = tf.split(x, 3, axis=1)  # (B, H, N, K) each
-    weights = softmax(tf.matmul(query * size**-0.5, key, transpose_b=True))  # (B, H, N, N)
-    x = tf.transpose(tf.matmul(weights, value), (0, 2, 1, 3))  # (B, N, H, K)
+    query = query * size**-0.5
+    if _may_fuse():
+        x = tensorflow_gradients.attend(query, key, value)  # (B, N, H, K)
+    else:
+        weights = plain.softmax(tf.matmul(query, key, transpose_b=True))  # (B, H, N, N)
+        x = tf.transpose(tf.matmul(weights, value), (0, 2, 1, 3))
     return tf.reshape(x, (-1, tokens, width // 3))
 
 

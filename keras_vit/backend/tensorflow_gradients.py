@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import tensorflow as tf
 from tensorflow.python.eager import record
 
@@ -47,7 +48,7 @@ def dense_gelu(activation: str) -> Form:
         keeps = rows.dtype == tf.float32 and record.could_possibly_record()
 
         def backward(above: Any) -> tuple[Any, Any, Any]:
-            kept = hidden if keeps else _product_again(rows, kernel, bias, after=above)
+            kept = hidden if keeps else _product(rows, _again(kernel, after=above), bias)
             inner = _gelu_change(activation)(kept, above)
             return (
                 tf.matmul(inner, kernel, transpose_b=True),
@@ -71,12 +72,13 @@ def layer_norm(epsilon: float) -> Form:
     def change(rows: Any, gamma: Any, above: Any) -> tuple[Any, Any, Any]:
         dtype = rows.dtype
         rows, gamma, above = (tf.cast(x, tf.float32) for x in (rows, gamma, above))
-        centred = rows - tf.reduce_mean(rows, axis=-1, keepdims=True)
-        variance = tf.reduce_mean(centred * centred, axis=-1, keepdims=True)
+        width = rows.shape[-1]
+        centred = rows - _sums(rows) / width
+        variance = _sums(centred * centred) / width
         scale = tf.math.rsqrt(variance + epsilon)
         normal, inner = centred * scale, above * gamma
-        mean = tf.reduce_mean(inner, axis=-1, keepdims=True)
-        along = tf.reduce_mean(inner * normal, axis=-1, keepdims=True)
+        mean = _sums(inner) / width
+        along = _sums(inner * normal) / width
         changes = (
             scale * (inner - mean - normal * along),
             tf.reduce_sum(above * normal, axis=0),
@@ -94,15 +96,76 @@ def layer_norm(epsilon: float) -> Form:
     return fused
 
 
+@tf.custom_gradient
+def attend(query: Any, key: Any, value: Any) -> Any:
+    """Returns softmax(query key^T) value, (B, N, H, K), for (B, H, N, K) each.
+
+    The weights (B, H, N, N), which grow with the square of the tokens, are computed anew for the
+    gradient: that is a hundredth of a block's operations.
+    """
+    taken = tf.transpose(tf.matmul(_weigh(query, key), value), (0, 2, 1, 3))
+
+    def backward(above: Any) -> tuple[Any, Any, Any]:
+        weights = _weigh(query, _again(key, after=above))
+        heads = tf.transpose(above, (0, 2, 1, 3))
+        change = _softmax_change(
+            weights, tf.matmul(heads, value, transpose_b=True), _row_sums(taken, above)
+        )
+        return (
+            tf.matmul(change, key),
+            tf.matmul(change, query, transpose_a=True),
+            tf.matmul(weights, heads, transpose_a=True),
+        )
+
+    return taken, backward
+
+
+def _weigh(query: Any, key: Any) -> Any:
+    return tf.nn.softmax(tf.matmul(query, key, transpose_b=True))
+
+
+@tf.function(jit_compile=True, autograph=False)
+def _softmax_change(weights: Any, above: Any, along: Any) -> Any:
+    """Returns the gradient of a softmax (B, H, N, N) as one loop, in float32.
+
+    Args:
+        weights: what the softmax returned.
+        above: the gradient of the weights.
+        along: (B, N, H, 1), the sum of their product over each row. It is also that of what the
+            weights have taken and its gradient, which are smaller (arXiv 2205.14135, Appendix B.2).
+    """
+    along = tf.transpose(along, (0, 2, 1, 3))
+    change = tf.cast(weights, tf.float32) * (tf.cast(above, tf.float32) - along)
+    return tf.cast(change, above.dtype)
+
+
+@tf.function(jit_compile=True, autograph=False)
+def _row_sums(x: Any, y: Any) -> Any:
+    """Returns the sums of x * y over the last axis, which is kept, in float32."""
+    return _sums(tf.cast(x, tf.float32) * tf.cast(y, tf.float32))
+
+
+def _sums(x: Any) -> Any:
+    """Returns the sums over the last axis, which is kept: for XLA, which adds one by one.
+
+    A product with ones uses whole vectors.
+    """
+    width = x.shape[-1]
+    sums = tf.matmul(tf.reshape(x, (-1, width)), tf.ones((width, 1), x.dtype))
+    return tf.reshape(sums, (*keras.ops.shape(x)[:-1], 1))
+
+
 def _product(rows: Any, kernel: Any, bias: Any) -> Any:
     return tf.nn.bias_add(tf.matmul(rows, kernel), bias)
 
 
-def _product_again(rows: Any, kernel: Any, bias: Any, *, after: Any) -> Any:
-    # Were it the same product, the optimizer would compute it once, and keep it.
+def _again(value: Any, *, after: Any) -> Any:
+    """Returns the value for what shall be computed a second time, not before `after` is there.
+
+    Of the value itself it would be the same product, which the optimizer computes once, and keeps.
+    """
     with tf.control_dependencies([after]):
-        again = tf.raw_ops.PlaceholderWithDefault(input=kernel, shape=kernel.shape)
-    return _product(rows, again, bias)
+        return tf.raw_ops.PlaceholderWithDefault(input=value, shape=value.shape)
 
 
 @functools.cache

@@ -4,7 +4,8 @@
 
 Each loading is a process of its own; the contenders take turns. "load" runs from the call until
 every weight has been read once, because a memory-mapped file is not loaded before that; "process"
-from the start of Python. Memory is the process's peak above what the imports left.
+from the start of Python. Memory is the process's peak above what the imports left. "keras_vit,
+building alone" reads no file: it makes the layers and variables, and leaves their memory as it is.
 """
 
 import argparse
@@ -36,6 +37,13 @@ CONTENDERS = {
         "import keras, keras_vit",
         "model = keras_vit.ViTL16(weights=path)\n"
         "sum(float(keras.ops.sum(weight)) for weight in model.weights)",
+        "keras_vit.__version__",
+    ),
+    "keras_vit, building alone": (
+        "L16.npz",
+        "import keras, keras_vit\nfrom keras_vit.layers.initialization import overwritten_weights",
+        "with overwritten_weights():\n"
+        "    model = keras_vit.VisionTransformer(keras_vit.variant('L/16'))",
         "keras_vit.__version__",
     ),
     "timm .npz": (

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def start(
-    script: str, case: dict[str, Any], environment: dict[str, str] | None = None
+    script: str, case: Any, environment: dict[str, str] | None = None
 ) -> subprocess.Popen[str]:
     """Starts a script with a case as its argument; both of its outputs are piped."""
     return subprocess.Popen(

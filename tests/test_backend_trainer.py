@@ -2,14 +2,13 @@
 
 import dataclasses
 import functools
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import fine_tuning
 import keras
 import numpy as np
+import processes
 import published
 import pytest
 import tensorflow as tf
@@ -81,39 +80,16 @@ def test_two_workers_train_as_one_device() -> None:
 
 
 # Two strategies of one process: TensorFlow breaks off the sums of the second.
-TWO_STRATEGIES = """
-import numpy as np
-import tensorflow as tf
-from processes import make_devices
-make_devices(4)
-from keras_vit import VisionTransformer, ViTConfig
-
-for width, count in ((8, 2), %s):
-    strategy = tf.distribute.MirroredStrategy([f"CPU:{index}" for index in range(count)])
-    with strategy.scope():
-        sizes = {"hidden_dim": width, "mlp_dim": 8, "num_heads": 2, "num_layers": 1, "classes": 3}
-        model = VisionTransformer(ViTConfig(input_shape=(8, 8, 3), patch_size=4, **sizes))
-        model.compile("sgd", "mse")
-    model.fit(np.zeros((8, 8, 8, 3)), np.zeros((8, 3)), batch_size=8, verbose=0)
-    print("trained")
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("second", [(16, 2), (8, 4)], ids=["another model", "other devices"])
 def test_a_second_strategy_of_a_process_gets_one_sentence(second: tuple[int, int]) -> None:
     """What to do is said, where TensorFlow speaks of shapes and groups; the first trains."""
-    done = subprocess.run(
-        [sys.executable, "-c", TWO_STRATEGIES % (second,)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        cwd=Path(__file__).parent,
-    )
-    assert done.stdout == "trained\n"
-    assert "ValueError: The sums over replicas do not fit together." in done.stderr
-    assert "make one strategy for all its models" in done.stderr
+    process = processes.start(str(Path(__file__).with_name("two_strategies.py")), [(8, 2), second])
+    output, errors = process.communicate(timeout=300)
+
+    assert output == "trained\n"
+    assert "ValueError: The sums over replicas do not fit together." in errors
+    assert "make one strategy for all its models" in errors
 
 
 @pytest.mark.slow

@@ -6,8 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-_UNEVEN = "keras-vit: uneven batch"
-_UNEVEN_SENTENCE = (
+_UNEVEN = (
     "A training batch cannot be divided evenly among the replicas and the accumulated parts, so "
     "its gradient would be wrong; choose a batch size that can, and drop the incomplete last "
     "batch: dataset.batch(size, drop_remainder=True)."
@@ -99,7 +98,7 @@ def _known(gradients: Sequence[Any]) -> list[Any]:
 def check_parts(size: int | None, parts: int) -> None:
     """Raises a ValueError if a batch of known size cannot be cut; TensorFlow speaks of shapes."""
     if size is not None and size % parts:
-        raise ValueError(_UNEVEN_SENTENCE)
+        raise ValueError(_UNEVEN)
 
 
 def batch_checks(size: tf.Tensor, replicas: int, parts: int) -> list[Any]:
@@ -116,7 +115,7 @@ def batch_checks(size: tf.Tensor, replicas: int, parts: int) -> list[Any]:
 def raise_clearly(error: tf.errors.OpError) -> None:
     """Raises a ValueError in place of an error that a user of strategies can do something about."""
     if _UNEVEN in str(error):
-        raise ValueError(_UNEVEN_SENTENCE) from None
+        raise ValueError(_UNEVEN) from None
     if any(mark in str(error) for mark in _CONFUSED):
         raise ValueError(
             "The sums over replicas do not fit together. Either another MirroredStrategy of this "

@@ -121,14 +121,9 @@ class Workers:
 
         Args:
             make: makes this worker's part of each batch, given (worker, workers).
-            size: images in a whole batch.
+            size: images in a whole batch, see `Execution.check_batch`.
         """
         replicas = self._strategy.num_replicas_in_sync
-        if size % replicas:
-            raise ValueError(
-                f"A batch of {size} images cannot be divided evenly among {replicas} replicas; "
-                f"choose a multiple of {replicas}."
-            )
         part = make((self.index, self.count))
         if self.count == 1:
             return self._strategy.experimental_distribute_dataset(part)

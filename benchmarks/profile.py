@@ -1,0 +1,89 @@
+"""Shows which kernels the time of keras_vit goes to, by TensorFlow's profiler.
+
+    python -m benchmarks.profile
+    python -m benchmarks.profile --task training --variant S/16 --batch 16
+
+Kernels may run at the same time on several threads, so their sum can be more than the time of a
+run. "XLA loop" are the element-wise loops that XLA compiles.
+"""
+
+import argparse
+import collections
+import re
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cases import PRECISIONS, Case
+from benchmarks.keras_runs import import_framework, make_run
+
+_XLA = ("_XlaRun", "XlaLaunch", "_XlaCompile")
+_KERNEL = re.compile(r"[^:]+:\w+")
+_RUNS = 3
+
+
+def main() -> None:
+    """Runs the case under the profiler and prints the table."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.profile",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--task", choices=("inference", "training"), default="inference", help="(%(default)s)")
+    add("--variant", default="B/16", help="size and patch (%(default)s)")
+    add("--image-size", type=int, default=224, metavar="N", help="(%(default)s)")
+    add("--batch", type=int, default=8, metavar="N", help="(%(default)s)")
+    add("--precision", choices=PRECISIONS, default="float32", help="(%(default)s)")
+    case = Case(**vars(parser.parse_args()))
+    import_framework("keras_vit")
+    with tempfile.TemporaryDirectory(prefix="profile-") as folder:
+        seconds = _profile(case, Path(folder))
+        milliseconds, calls = _kernels(next(Path(folder).rglob("*.xplane.pb")))
+    print(f"{case}: {seconds * 1e3:.0f} ms a run, of which ms in each kernel")
+    for name, spent in milliseconds.most_common(20):
+        share = spent / sum(milliseconds.values())
+        print(f"{name:32}{spent / _RUNS:>9.1f}{share:>7.1%}{calls[name] // _RUNS:>7} calls")
+
+
+def _profile(case: Case, folder: Path) -> float:
+    """Returns the seconds of a run; leaves the profile in the folder."""
+    import tensorflow as tf
+
+    run = make_run("keras_vit", case, folder)
+    run()
+    run()
+    with tf.profiler.experimental.Profile(str(folder)):
+        begun = time.perf_counter()
+        for _ in range(_RUNS):
+            run()
+        return (time.perf_counter() - begun) / _RUNS
+
+
+def _kernels(path: Path) -> tuple[collections.Counter[str], collections.Counter[str]]:
+    """Returns the milliseconds and the calls of each kind of kernel."""
+    from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+    space: Any = xplane_pb2.XSpace()
+    space.ParseFromString(path.read_bytes())
+    milliseconds: collections.Counter[str] = collections.Counter()
+    calls: collections.Counter[str] = collections.Counter()
+    for plane in space.planes:
+        # Kernels are named "where in the model:kind"; all else is the runtime's own.
+        kinds = {
+            key: each.name.rpartition(":")[2]
+            for key, each in plane.event_metadata.items()
+            if _KERNEL.fullmatch(each.name)
+        }
+        for event in (event for line in plane.lines for event in line.events):
+            kind = kinds.get(event.metadata_id)
+            if kind is not None:
+                kind = "XLA loop" if kind in _XLA else kind
+                milliseconds[kind] += event.duration_ps / 1e9
+                calls[kind] += 1
+    return milliseconds, calls
+
+
+if __name__ == "__main__":
+    main()

@@ -54,7 +54,7 @@ def dense(
     rows = _dense(tf.reshape(x, (-1, width)), kernel, bias, activation)
     if residual is not None:
         rows = tf.add_n([tf.reshape(residual, (-1, units)), rows])
-    return tf.reshape(rows, (-1, *keras.ops.shape(x)[1:-1], units))
+    return tf.reshape(rows, (-1, *_shape(x)[1:-1], units))
 
 
 def layer_norm(x: Any, gamma: Any, beta: Any, *, epsilon: float) -> Any:
@@ -76,7 +76,7 @@ def softmax(x: Any) -> Any:
 
 def self_attention(qkv: Any, num_heads: int) -> Any:
     """Returns what tokens take from each other, (B, N, D), for (B, N, 3D) query, key and value."""
-    _, tokens, width = keras.ops.shape(qkv)
+    _, tokens, width = _shape(qkv)
     size = width // 3 // num_heads
     # One transposition for all three, of rank 4: TFLite has none of more for every chip.
     x = tf.transpose(tf.reshape(qkv, (-1, tokens, 3 * num_heads, size)), (0, 2, 1, 3))
@@ -121,6 +121,15 @@ def replica_id() -> Any:
     if context is None or context.num_replicas_in_sync == 1:
         return 0
     return context.replica_id_in_sync_group
+
+
+def _shape(x: Any) -> tuple[Any, ...]:
+    """Returns the shape of x, of which only the batch, that is not read, may be None.
+
+    `keras.ops.shape` would add five operations to the graph for it, each time.
+    """
+    shape = tuple(x.shape)
+    return keras.ops.shape(x) if None in shape[1:] else shape
 
 
 def _dense(rows: Any, kernel: Any, bias: Any, activation: str | None) -> Any:

@@ -18,8 +18,9 @@ from typing import Any
 from benchmarks.cases import PRECISIONS, Case
 from benchmarks.keras_runs import import_framework, make_run
 
-_XLA = ("_XlaRun", "XlaLaunch", "_XlaCompile")
-_KERNEL = re.compile(r"[^:]+:\w+")
+# Kernels are named "where in the model:kind"; all else is the runtime's own, but for one.
+_KERNEL = re.compile(r"[^:]+:(\w+)")
+_LOOP = "CpuExecutable::ExecuteAsyncOnStream"
 _RUNS = 3
 
 
@@ -70,19 +71,21 @@ def _kernels(path: Path) -> tuple[collections.Counter[str], collections.Counter[
     milliseconds: collections.Counter[str] = collections.Counter()
     calls: collections.Counter[str] = collections.Counter()
     for plane in space.planes:
-        # Kernels are named "where in the model:kind"; all else is the runtime's own.
-        kinds = {
-            key: each.name.rpartition(":")[2]
-            for key, each in plane.event_metadata.items()
-            if _KERNEL.fullmatch(each.name)
-        }
+        kinds = {key: _kind(each.name) for key, each in plane.event_metadata.items()}
         for event in (event for line in plane.lines for event in line.events):
             kind = kinds.get(event.metadata_id)
             if kind is not None:
-                kind = "XLA loop" if kind in _XLA else kind
                 milliseconds[kind] += event.duration_ps / 1e9
                 calls[kind] += 1
     return milliseconds, calls
+
+
+def _kind(name: str) -> str | None:
+    """Returns the kernel of an event, None if it is not one."""
+    if name == _LOOP:
+        return "XLA loop"
+    kernel = _KERNEL.fullmatch(name)
+    return kernel and kernel[1]
 
 
 if __name__ == "__main__":

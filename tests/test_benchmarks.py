@@ -117,3 +117,21 @@ def test_the_command_measures_a_tiny_model(tmp_path: Path) -> None:
         assert case["case"]["replicas"] == replicas
         assert len(case["contenders"]["keras_vit"]["seconds"]) == 2
         assert (out / "chart.png").stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_the_profile_names_kernels() -> None:
+    """Products and the loops of XLA are there, and add up to the whole."""
+    options = ["--task", "training", "--variant", "tiny/16", "--image-size", "32", "--batch", "2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.profile", *options],
+        cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    rows = [line.split() for line in done.stdout.splitlines() if line.endswith("calls")]
+    assert 90 < sum(float(row[-3].rstrip("%")) for row in rows) < 101
+    assert any("MatMul" in row[0] for row in rows)
+    assert any(row[:2] == ["XLA", "loop"] for row in rows)

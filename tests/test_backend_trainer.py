@@ -79,7 +79,6 @@ def test_two_workers_train_as_one_device() -> None:
         assert first["sha256"] == second["sha256"]
 
 
-# Two strategies of one process: TensorFlow breaks off the sums of the second.
 @pytest.mark.slow
 @pytest.mark.parametrize("second", [(16, 2), (8, 4)], ids=["another model", "other devices"])
 def test_a_second_strategy_of_a_process_gets_one_sentence(second: tuple[int, int]) -> None:

@@ -95,24 +95,28 @@ def test_the_chart_is_over_what_varies() -> None:
     assert report.varying(product(layers=[1, 2])) == "layers"
 
 
+def run(module: str, *options: str) -> str:
+    """Runs a command of the benchmarks; returns what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-m", module, *options],
+        cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 @pytest.mark.slow
 def test_the_command_measures_a_tiny_model(tmp_path: Path) -> None:
     """Inference, training, replicas and cold starts run, and leave their figures and a chart."""
     for task, replicas in (("inference", 1), ("training", 1), ("training", 2), ("cold", 1)):
         options = ["--variants", "tiny/16", "--image-sizes", "32", "--batches", "2"]
-        options += ["--replicas", str(replicas)]
-        command = [sys.executable, "-m", "benchmarks", "--task", task, "--only", "keras_vit"]
+        options += ["--replicas", str(replicas), "--task", task, "--only", "keras_vit"]
         out = tmp_path / f"{task}{replicas}"
-        done = subprocess.run(
-            [*command, *options, "--rounds", "2", "--out", str(out)],
-            cwd=ROOT,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        assert "keras_vit" in done.stdout
+        assert "keras_vit" in run("benchmarks", *options, "--rounds", "2", "--out", str(out))
         (case,) = json.loads((out / "figures.json").read_text(encoding="utf-8"))["cases"]
         assert case["case"]["replicas"] == replicas
         assert len(case["contenders"]["keras_vit"]["seconds"]) == 2
@@ -123,15 +127,8 @@ def test_the_command_measures_a_tiny_model(tmp_path: Path) -> None:
 def test_the_profile_names_kernels() -> None:
     """Products and the loops of XLA are there, and add up to the whole."""
     options = ["--task", "training", "--variant", "tiny/16", "--image-size", "32", "--batch", "2"]
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.profile", *options],
-        cwd=ROOT,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    rows = [line.split() for line in done.stdout.splitlines() if line.endswith("calls")]
+    printed = run("benchmarks.profile", *options)
+    rows = [line.split() for line in printed.splitlines() if line.endswith("calls")]
     assert 90 < sum(float(row[-3].rstrip("%")) for row in rows) < 101
     assert any("MatMul" in row[0] for row in rows)
     assert any(row[:2] == ["XLA", "loop"] for row in rows)

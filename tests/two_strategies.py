@@ -1,5 +1,6 @@
 """Trains models one after another in one process, each under a strategy of its own.
 
+TensorFlow breaks off the sums of the second where model or devices differ from the first's.
 Its argument is a list of (width of the model, devices of the strategy), as JSON.
 """
 

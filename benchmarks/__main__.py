@@ -13,8 +13,10 @@ Each contender runs in a process of its own; they take turns, so that a busy mac
 them. Figures are medians, ratios are medians over the turns. GFLOP/s count the matrix products, and
 "of peak" compares them with a measured one. MiB is the highest memory of the process.
 
-Peers are found in this Python: KerasHub (keras-hub), timm, Hugging Face (transformers), OpenVINO,
-ONNX Runtime. bfloat16 says something only on processors that have it: see the line "machine".
+Peers are KerasHub (keras-hub), timm, Hugging Face (transformers), OpenVINO and ONNX Runtime; the
+first three are found in --peers-python. A cold start is fair only there: each library then imports
+what its own installation brings, and no more. bfloat16 says something only on processors that have
+it: see the line "machine".
 """
 
 import argparse
@@ -22,6 +24,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,12 +42,19 @@ _BFLOAT16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses, measures, reports."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
     if options.threads:
         # Before any runtime starts: each makes as many threads as it may use cores.
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
-    there = installed()
+    there = installed(options.peers_python)
     names = [name for name in CONTENDERS if name in there and name in (options.only or CONTENDERS)]
+    try:
+        plan = _plan(options, names)
+    except ValueError as error:
+        parser.error(str(error))
+    if options.rounds < 1:
+        parser.error(f"--rounds must be 1 or more. Received: {options.rounds}.")
     about = _about(options.rounds)
     print("\n".join(f"{key}: {value}" for key, value in about.items()))
     print(f"contenders: {', '.join(names)}")
@@ -53,8 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"not installed: {', '.join(missing)}")
     targets = SUITES.get(options.suite, [])
     figures, ceilings = {}, {}
-    for case, wanted in _plan(options, names).items():
-        figures[case] = measure(case, wanted, rounds=options.rounds)
+    for case, wanted in plan.items():
+        figures[case] = measure(
+            case, wanted, rounds=options.rounds, peers_python=options.peers_python
+        )
         if case.precision not in ceilings:
             ceilings[case.precision] = ceiling(case.precision)
         report.show(case, figures[case], peak=ceilings[case.precision])
@@ -84,6 +96,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--layers", nargs="+", type=int, default=[0], metavar="N", help="(default: the variant's)")
     add("--replicas", nargs="+", type=int, default=[1], metavar="N", help="of a training step")
     add("--only", nargs="+", choices=CONTENDERS, help="(default: all that are installed)")
+    add(
+        "--peers-python",
+        metavar="PYTHON",
+        default=sys.executable,
+        help="the Python of another environment, which has the peers (default: this one)",
+    )
     add("--rounds", type=int, default=5, help="turns of each contender (default: 5)")
     add("--threads", type=int, help="cores to use (default: all)")
     add("--out", type=Path, metavar="DIR", help="write figures.json and chart.png there")

@@ -1,8 +1,9 @@
 """What can be measured: cases, contenders, and the lines of the suites."""
 
 import dataclasses
-import importlib.util
 import itertools
+import subprocess
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -29,6 +30,9 @@ class Case:
         variant: size and patch, as "B/16".
         layers: blocks instead of the variant's own; 0 for those.
         replicas: logical devices that share the batch of a training step.
+
+    Raises:
+        ValueError: there is no such case.
     """
 
     task: str = "inference"
@@ -38,6 +42,26 @@ class Case:
     precision: str = "float32"
     layers: int = 0
     replicas: int = 1
+
+    def __post_init__(self) -> None:
+        size, _, patch = self.variant.partition("/")
+        if size not in SIZES or not patch.isdigit() or not int(patch):
+            known = ", ".join(SIZES)
+            raise ValueError(
+                f"A variant is a size of {known}, and a patch size, as B/16. "
+                f"Received: {self.variant}."
+            )
+        if self.image_size < 1 or self.image_size % int(patch):
+            raise ValueError(
+                f"Patches of {patch} pixels do not divide images of {self.image_size} pixels."
+            )
+        if self.batch < 1 or self.replicas < 1 or self.batch % self.replicas:
+            raise ValueError(
+                "The replicas divide the batch. "
+                f"Received: a batch of {self.batch}, {self.replicas} replicas."
+            )
+        if self.layers < 0:
+            raise ValueError(f"A network has 1 block or more. Received: {self.layers}.")
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -116,6 +140,10 @@ class Contender:
             and (case.replicas == 1 or takes_replicas)
         )
 
+    def python(self, peers_python: str) -> str:
+        """Returns the Python that runs it: this one if it runs keras_vit or a file of its."""
+        return sys.executable if self.is_ours or self.module == _FILES else peers_python
+
 
 _INFERENCE = ("inference",)
 _KERAS, _TORCH, _FILES = "keras_runs", "torch_runs", "file_runs"
@@ -153,13 +181,27 @@ class Target:
     figure: str = "speed"
 
 
-def installed() -> list[str]:
-    """Returns the contenders whose modules are there."""
+def installed(peers_python: str) -> list[str]:
+    """Returns the contenders whose modules are there, each in the Python that runs it."""
+    modules = sorted({module for contender in CONTENDERS.values() for module in contender.needs})
+    pythons = {contender.python(peers_python) for contender in CONTENDERS.values()}
+    there = {python: _importable(modules, python) for python in pythons}
     return [
         name
         for name, contender in CONTENDERS.items()
-        if all(importlib.util.find_spec(module) for module in contender.needs)
+        if there[contender.python(peers_python)].issuperset(contender.needs)
     ]
+
+
+def _importable(modules: Iterable[str], python: str) -> set[str]:
+    code = "import importlib.util as u, sys; print(*filter(u.find_spec, sys.argv[1:]))"
+    try:
+        done = subprocess.run(
+            [python, "-c", code, *modules], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise SystemExit(f"The peers' Python must be a Python. Received: {python} ({error}).") from None
+    return set(done.stdout.split())
 
 
 def product(**axes: Iterable[Any]) -> list[Case]:

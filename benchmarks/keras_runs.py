@@ -27,13 +27,11 @@ def import_framework(name: str) -> None:
 
 def version(name: str) -> str:
     """Returns the contender's version."""
-    import keras_vit
-
-    if name != "KerasHub":
-        return str(keras_vit.__version__)
-    import keras_hub
-
-    return str(keras_hub.__version__)
+    if name == "KerasHub":
+        import keras_hub as package
+    else:
+        import keras_vit as package
+    return str(package.__version__)
 
 
 def make_run(name: str, case: Case, folder: Path) -> Run:

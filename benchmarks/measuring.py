@@ -1,13 +1,14 @@
 """Runs cases: every contender in a process of its own, taking turns."""
 
 import dataclasses
+import functools
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +42,15 @@ class Measured:
 class _Worker:
     """A contender's process."""
 
-    def __init__(self, name: str, case: Case, folder: Path, *extra: str) -> None:
+    def __init__(
+        self, name: str, case: Case, folder: Path, *extra: str, peers_python: str
+    ) -> None:
+        python = CONTENDERS[name].python(peers_python)
         arguments = [name, json.dumps(dataclasses.asdict(case)), str(folder), *extra]
         path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
         self.errors = (folder / "errors").open("w+", encoding="utf-8")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.worker", *arguments],
+            [python, "-m", "benchmarks.worker", *arguments],
             env={**os.environ, "PYTHONPATH": path},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -80,22 +84,27 @@ class _Worker:
         self.errors.close()
 
 
-def measure(case: Case, names: Sequence[str], *, rounds: int) -> dict[str, Measured]:
+def measure(
+    case: Case, names: Sequence[str], *, rounds: int, peers_python: str = sys.executable
+) -> dict[str, Measured]:
     """Measures the contenders that can run a case; who fails is named and left out."""
     able = [name for name in names if CONTENDERS[name].takes(case)]
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         folders = {name: Path(folder, str(place)) for place, name in enumerate(able)}
         for each in folders.values():
             each.mkdir()
+        start = functools.partial(_Worker, peers_python=peers_python)
         if case.task == "cold":
-            return _cold_starts(case, folders, rounds=rounds)
-        return _turns(case, folders, rounds=rounds)
+            return _cold_starts(case, folders, start, rounds=rounds)
+        return _turns(case, folders, start, rounds=rounds)
 
 
-def _turns(case: Case, folders: Mapping[str, Path], *, rounds: int) -> dict[str, Measured]:
+def _turns(
+    case: Case, folders: Mapping[str, Path], start: Callable[..., _Worker], *, rounds: int
+) -> dict[str, Measured]:
     workers, measured = {}, {}
     for name, folder in folders.items():
-        worker = _Worker(name, case, folder)
+        worker = start(name, case, folder)
         try:
             ready = worker.answer()
         except RuntimeError as error:
@@ -116,16 +125,18 @@ def _turns(case: Case, folders: Mapping[str, Path], *, rounds: int) -> dict[str,
     return measured
 
 
-def _cold_starts(case: Case, folders: Mapping[str, Path], *, rounds: int) -> dict[str, Measured]:
+def _cold_starts(
+    case: Case, folders: Mapping[str, Path], start: Callable[..., _Worker], *, rounds: int
+) -> dict[str, Measured]:
     measured = {name: Measured() for name in folders}
     for name, folder in folders.items():
-        _Worker(name, case, folder, "write").close()
+        start(name, case, folder, "write").close()
     for turn in range(rounds + 1):
         for name, folder in folders.items():
             if name not in measured:
                 continue
             begun = time.perf_counter()
-            worker = _Worker(name, case, folder)
+            worker = start(name, case, folder)
             try:
                 answer = worker.answer()
             except RuntimeError as error:

@@ -37,7 +37,10 @@ def main() -> None:
     add("--image-size", type=int, default=224, metavar="N", help="(%(default)s)")
     add("--batch", type=int, default=8, metavar="N", help="(%(default)s)")
     add("--precision", choices=PRECISIONS, default="float32", help="(%(default)s)")
-    case = Case(**vars(parser.parse_args()))
+    try:
+        case = Case(**vars(parser.parse_args()))
+    except ValueError as error:
+        parser.error(str(error))
     import_framework("keras_vit")
     with tempfile.TemporaryDirectory(prefix="profile-") as folder:
         seconds = _profile(case, Path(folder))

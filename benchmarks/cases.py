@@ -200,7 +200,9 @@ def _importable(modules: Iterable[str], python: str) -> set[str]:
             [python, "-c", code, *modules], capture_output=True, text=True, check=True
         )
     except (OSError, subprocess.CalledProcessError) as error:
-        raise SystemExit(f"The peers' Python must be a Python. Received: {python} ({error}).") from None
+        raise SystemExit(
+            f"The peers' Python must be a Python. Received: {python} ({error})."
+        ) from None
     return set(done.stdout.split())
 
 

@@ -42,9 +42,7 @@ class Measured:
 class _Worker:
     """A contender's process."""
 
-    def __init__(
-        self, name: str, case: Case, folder: Path, *extra: str, peers_python: str
-    ) -> None:
+    def __init__(self, name: str, case: Case, folder: Path, *extra: str, peers_python: str) -> None:
         python = CONTENDERS[name].python(peers_python)
         arguments = [name, json.dumps(dataclasses.asdict(case)), str(folder), *extra]
         path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))

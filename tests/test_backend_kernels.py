@@ -17,7 +17,7 @@ from tensorflow.python.eager import context
 from tensorflow.python.util import _pywrap_util_port
 
 from keras_vit import backend
-from keras_vit.backend import plain
+from keras_vit.backend import plain, tensorflow_graph
 from keras_vit.model import VisionTransformer
 
 needs_onednn = pytest.mark.skipif(
@@ -105,6 +105,41 @@ def test_functions_run_fused_kernels(batch: int | None, images: np.ndarray) -> N
     signature = [tf.TensorSpec((batch, *TINY.input_shape))]
     function = tf.function(lambda x: model(x, training=False), input_signature=signature)
     assert_fused(kernels(lambda: function(images)))
+
+
+def test_graphs_hold_constants_once() -> None:
+    """A block more makes no constants but those of its GELU, and takes rows as they are."""
+    counts = []
+    for layers in (2, 3):
+        model = VisionTransformer(dataclasses.replace(TINY, num_layers=layers))
+        signature = [tf.TensorSpec((None, *TINY.input_shape))]
+        function = tf.function(lambda x, model=model: model(x, training=False))
+        graph = function.get_concrete_function(*signature).graph
+        counts.append(collections.Counter(op.type for op in graph.get_operations()))
+    more = counts[1] - counts[0]
+    assert more["Const"] == 5 + 1  # the axis of a split
+    assert more["Shape"] == 2  # of the normalisations' rows
+    assert more["Reshape"] == 13
+
+
+def test_constants_keep_to_their_device() -> None:
+    """One tensor for a graph and a device; another graph has its own."""
+
+    def reshaped() -> list[tf.Tensor]:
+        made = []
+        for device in ("CPU:0", "CPU:0", "CPU:1"):
+            with tf.device(device):
+                made.append(tensorflow_graph.reshape(tf.zeros((4, 3)), (-1, 6)).op.inputs[1])
+        return made
+
+    with tf.Graph().as_default():
+        one, again, elsewhere = reshaped()
+    assert one is again
+    assert one is not elsewhere
+    assert one.device != elsewhere.device
+    with tf.Graph().as_default():
+        assert reshaped()[0] is not one
+    assert tensorflow_graph.as_rows(tf.zeros((2, 2, 3))).shape == (4, 3)  # eagerly
 
 
 @needs_onednn

@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_vit.backend import plain, tensorflow_gradients
+from keras_vit.backend.tensorflow_graph import as_rows, constant, reshape, swap_middle
 
 # Bytes; Eigen's largest vectors (EIGEN_MAX_ALIGN_BYTES).
 ALIGNMENT = 64
@@ -50,11 +51,10 @@ def dense(
     that it broadcasts nothing, which it cannot with an unknown batch.
     """
     kernel, bias = tf.convert_to_tensor(kernel), tf.convert_to_tensor(bias)
-    width, units = kernel.shape
-    rows = _dense(tf.reshape(x, (-1, width)), kernel, bias, activation)
+    rows = _dense(as_rows(x), kernel, bias, activation)
     if residual is not None:
-        rows = tf.add_n([tf.reshape(residual, (-1, units)), rows])
-    return tf.reshape(rows, (-1, *_shape(x)[1:-1], units))
+        rows = tf.add_n([as_rows(residual), rows])
+    return reshape(rows, (-1, *_shape(x)[1:-1], kernel.shape[-1]))
 
 
 def layer_norm(x: Any, gamma: Any, beta: Any, *, epsilon: float) -> Any:
@@ -62,9 +62,8 @@ def layer_norm(x: Any, gamma: Any, beta: Any, *, epsilon: float) -> Any:
     if not _may_fuse():
         return plain.layer_norm(x, gamma, beta, epsilon=epsilon)
     gamma, beta = tf.convert_to_tensor(gamma), tf.convert_to_tensor(beta)
-    rows = tf.reshape(x, (-1, x.shape[-1]))
     normalize = tensorflow_gradients.layer_norm(epsilon)
-    return tf.reshape(normalize(rows, gamma, beta), tf.shape(x))
+    return reshape(normalize(as_rows(x), gamma, beta), (-1, *_shape(x)[1:]))
 
 
 def softmax(x: Any) -> Any:
@@ -79,15 +78,15 @@ def self_attention(qkv: Any, num_heads: int) -> Any:
     _, tokens, width = _shape(qkv)
     size = width // 3 // num_heads
     # One transposition for all three, of rank 4: TFLite has none of more for every chip.
-    x = tf.transpose(tf.reshape(qkv, (-1, tokens, 3 * num_heads, size)), (0, 2, 1, 3))
+    x = swap_middle(reshape(as_rows(qkv), (-1, tokens, 3 * num_heads, size)))
     query, key, value = tf.split(x, 3, axis=1)  # (B, H, N, K) each
-    query = query * size**-0.5
+    query = query * constant(size**-0.5, query.dtype, beside=query)
     if _may_fuse():
         x = tensorflow_gradients.attend(query, key, value)  # (B, N, H, K)
     else:
         weights = plain.softmax(tf.matmul(query, key, transpose_b=True))  # (B, H, N, N)
-        x = tf.transpose(tf.matmul(weights, value), (0, 2, 1, 3))
-    return tf.reshape(x, (-1, tokens, width // 3))
+        x = swap_middle(tf.matmul(weights, value))
+    return reshape(x, (-1, tokens, width // 3))
 
 
 def space_to_depth(images: Any, block: int) -> Any:

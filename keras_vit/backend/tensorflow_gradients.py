@@ -13,6 +13,8 @@ import keras
 import tensorflow as tf
 from tensorflow.python.eager import record
 
+from keras_vit.backend.tensorflow_graph import constant, count, reshape, swap_middle
+
 Form = Callable[[Any, Any, Any], Any]
 
 _SQRT_HALF = math.sqrt(0.5)
@@ -103,11 +105,11 @@ def attend(query: Any, key: Any, value: Any) -> Any:
     The weights (B, H, N, N), which grow with the square of the tokens, are computed anew for the
     gradient: that is a hundredth of a block's operations.
     """
-    taken = tf.transpose(tf.matmul(_weigh(query, key), value), (0, 2, 1, 3))
+    taken = swap_middle(tf.matmul(_weigh(query, key), value))
 
     def backward(above: Any) -> tuple[Any, Any, Any]:
         weights = _weigh(query, _again(key, after=above))
-        heads = tf.transpose(above, (0, 2, 1, 3))
+        heads = swap_middle(above)
         change = _softmax_change(
             weights, tf.matmul(heads, value, transpose_b=True), _row_sums(taken, above)
         )
@@ -196,19 +198,20 @@ def _gelu_change(activation: str) -> Callable[[Any, Any], Any]:
 def _normalize(rows: Any, epsilon: float) -> Any:
     """Normalises rows (R, D) in the form that becomes _MklLayerNorm: a batch norm of R channels."""
     # As constants the two Fills would be folded, and the form lost: the default hides the size.
-    size = tf.raw_ops.PlaceholderWithDefault(input=tf.shape(rows)[:1], shape=(1,))
-    nothing = tf.constant([], tf.float32)
+    size = tf.raw_ops.PlaceholderWithDefault(input=count(rows), shape=(1,))
+    values: tuple[Any, ...] = ([], 0.0, 1.0)
+    nothing, zero, one = (constant(value, tf.float32, beside=rows) for value in values)
     normal, *_ = tf.raw_ops.FusedBatchNormV3(
-        x=tf.reshape(rows, (1, -1, rows.shape[-1], 1)),
-        scale=tf.fill(size, 1.0),
-        offset=tf.fill(size, 0.0),
+        x=reshape(rows, (1, -1, rows.shape[-1], 1)),
+        scale=tf.raw_ops.Fill(dims=size, value=one),
+        offset=tf.raw_ops.Fill(dims=size, value=zero),
         mean=nothing,
         variance=nothing,
         epsilon=epsilon,
         data_format="NCHW",
         is_training=True,
     )
-    return tf.reshape(normal, tf.shape(rows))
+    return reshape(normal, (-1, rows.shape[-1]))
 
 
 GELUS = tuple(_SLOPES)

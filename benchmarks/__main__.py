@@ -76,8 +76,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.out.mkdir(parents=True, exist_ok=True)
         about = {**about, "ceilings": ceilings}
         report.write_json(options.out / "figures.json", about, figures)
-        report.write_chart(options.out / "chart.png", figures)
-        print(f"\nWritten: {options.out / 'figures.json'} and {options.out / 'chart.png'}")
+        print(f"\nWritten: {options.out / 'figures.json'}")
+        try:
+            report.write_chart(options.out / "chart.png", figures)
+            print(f"Written: {options.out / 'chart.png'}")
+        except ImportError as error:
+            print(error)
 
 
 def _parser() -> argparse.ArgumentParser:

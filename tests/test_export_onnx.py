@@ -1,6 +1,7 @@
 """ONNX files answer like the model in onnxruntime, whatever the network's parts."""
 
 import dataclasses
+import os
 
 import keras
 import numpy as np
@@ -19,6 +20,8 @@ onnxruntime = pytest.importorskip("onnxruntime")
 
 from keras_vit.export import onnx_conversion, onnx_files, onnx_graph  # noqa: E402
 
+# Full-size models; KERAS_VIT_TEST_EXPORTS="B/32 R50+B/16" takes eight minutes more.
+SIZES = os.environ.get("KERAS_VIT_TEST_EXPORTS", "Ti/16 R26+S/32 B/16").split()
 LIMIT = 1e-5  # onnxruntime's kernels sum in another order; measured up to 2e-6
 PIXELS = np.random.default_rng(6).uniform(0, 255, (3, 32, 48, 3)).astype("float32")
 
@@ -173,7 +176,7 @@ def test_a_missing_package_is_named(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["Ti/16", "B/32", "B/16", "R50+B/16"])
+@pytest.mark.parametrize("name", SIZES)
 def test_full_size_models_in_every_format(name, tmp_path):
     """SavedModel, ONNX and TFLite files of full-size models hold every limit of the export."""
     config = dataclasses.replace(variant(name), include_preprocessing=True)

@@ -12,6 +12,7 @@ import collections
 import re
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ _LOOP = "CpuExecutable::ExecuteAsyncOnStream"
 _RUNS = 3
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the case under the profiler and prints the table."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.profile",
@@ -38,7 +39,7 @@ def main() -> None:
     add("--batch", type=int, default=8, metavar="N", help="(%(default)s)")
     add("--precision", choices=PRECISIONS, default="float32", help="(%(default)s)")
     try:
-        case = Case(**vars(parser.parse_args()))
+        case = Case(**vars(parser.parse_args(arguments)))
     except ValueError as error:
         parser.error(str(error))
     import_framework("keras_vit")

@@ -2,14 +2,17 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import benchmarks.__main__ as benchmarks_main
 import keras_vit
-from benchmarks import report
+from benchmarks import parts, profile, report
 from benchmarks.cases import CONTENDERS, Case, Target, product
 from benchmarks.measuring import Measured
 from benchmarks.suites import SUITES
@@ -93,6 +96,43 @@ def test_the_chart_is_over_what_varies() -> None:
     """The axis is the field with the most values."""
     assert report.varying(product(batch=[1, 2, 4], image_size=[32, 64])) == "batch"
     assert report.varying(product(layers=[1, 2])) == "layers"
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "message"),
+    [
+        (benchmarks_main, ["--variants", "X/16"], "a size of tiny, Ti, S, B, L.*Received: X/16"),
+        (benchmarks_main, ["--image-sizes", "225"], "16 pixels do not divide images of 225"),
+        (benchmarks_main, ["--batches", "8", "--replicas", "3"], "batch of 8, 3 replicas"),
+        (benchmarks_main, ["--rounds", "0"], "must be 1 or more. Received: 0"),
+        (benchmarks_main, ["--peers-python", "nowhere"], "must be a Python. Received: nowhere"),
+        (profile, ["--variant", "B/0"], "Received: B/0"),
+        (parts, ["--batch", "0"], "a batch of 0"),
+        (parts, ["--rounds", "0"], "must be 1 or more. Received: 0"),
+        (parts, [], "pip install torch"),
+    ],
+)
+def test_wrong_options_get_one_sentence(
+    module: Any,
+    options: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Nothing is measured before all that was asked for can be."""
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(SystemExit) as stopped:
+        module.main(options)
+    said = f"{stopped.value} {capsys.readouterr().err}"
+    assert re.search(message, said)
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("name", ["keras_vit", "keras_vit SavedModel", "timm", "KerasHub"])
+def test_peers_run_in_their_python(name: str) -> None:
+    """Whatever runs keras_vit, or a file of its, runs in this one."""
+    expected = sys.executable if name.startswith("keras_vit") else "theirs"
+    assert CONTENDERS[name].python("theirs") == expected
 
 
 def run(module: str, *options: str) -> str:

@@ -1,0 +1,171 @@
+"""Times the parts of a block in training, each alone with its gradient, beside PyTorch.
+
+    python -m benchmarks.parts
+    python -m benchmarks.parts --variant S/16 --batch 32
+
+Both must be installed in this Python. The two take turns; figures are medians in milliseconds.
+Inside a step a part takes longer, where it shares the processor with others.
+"""
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from benchmarks.cases import Case
+
+Part = Callable[[], Any]
+Shape = tuple[int, ...]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Times every part and prints the table."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.parts",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--variant", default="B/16", help="size and patch (%(default)s)")
+    add("--image-size", type=int, default=224, metavar="N", help="(%(default)s)")
+    add("--batch", type=int, default=8, metavar="N", help="(%(default)s)")
+    add("--rounds", type=int, default=15, metavar="N", help="turns of each part (%(default)s)")
+    options = vars(parser.parse_args(arguments))
+    rounds = options.pop("rounds")
+    if rounds < 1:
+        parser.error(f"--rounds must be 1 or more. Received: {rounds}.")
+    try:
+        case = Case(task="training", **options)
+    except ValueError as error:
+        parser.error(str(error))
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    try:
+        import torch
+    except ImportError:
+        parser.error("PyTorch is not in this Python; run: pip install torch")
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    blocks = case.sizes["num_layers"]
+    print(f"{f'a block of {case}, ms':56}{'keras_vit':>10}{'PyTorch':>10}{'ratio':>7}")
+    total = np.zeros(2)
+    for name, ours, theirs, shapes in _parts(case):
+        pair = _take_turns(_in_tensorflow(ours, shapes), _in_torch(theirs, shapes), rounds)
+        _print(name, pair)
+        total += pair
+    _print(f"all of {blocks} blocks", blocks * total)
+
+
+def _print(name: str, pair: Any) -> None:
+    print(f"{name:56}{pair[0]:>10.1f}{pair[1]:>10.1f}{pair[1] / pair[0]:>7.2f}")
+
+
+def _take_turns(ours: Part, theirs: Part, rounds: int) -> np.ndarray:
+    """Returns the median milliseconds of both."""
+    spent: list[list[float]] = [[], []]
+    for turn in range(rounds + 2):
+        for part, seconds in zip((ours, theirs), spent, strict=True):
+            begun = time.perf_counter()
+            part()
+            if turn > 1:  # the first two compile and warm up
+                seconds.append(time.perf_counter() - begun)
+    return 1e3 * np.array([statistics.median(seconds) for seconds in spent])
+
+
+def _parts(case: Case) -> list[tuple[str, Callable[..., Any], Callable[..., Any], list[Shape]]]:
+    """Returns each part: its name, ours, PyTorch's, and the shapes that it takes and gives.
+
+    A kernel is (D, M) here and (M, D) in PyTorch.
+    """
+    import torch
+
+    from keras_vit import backend
+
+    functional = torch.nn.functional
+    sizes = case.sizes
+    width, mlp, heads = (sizes[key] for key in ("hidden_dim", "mlp_dim", "num_heads"))
+    tokens = (case.image_size // sizes["patch_size"]) ** 2 + 1
+    x, wide, hidden = ((case.batch, tokens, each) for each in (width, 3 * width, mlp))
+
+    def add(x: Any, kernel: Any, bias: Any, residual: Any) -> Any:
+        return backend.dense(x, kernel, bias, residual=residual)
+
+    def attend(qkv: Any) -> Any:
+        split = qkv.reshape(*qkv.shape[:2], 3, heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        taken = functional.scaled_dot_product_attention(*split)
+        return taken.transpose(1, 2).reshape(x)
+
+    return [
+        (
+            "two layer normalisations",
+            lambda *x: backend.layer_norm(
+                backend.layer_norm(*x, epsilon=1e-6), *x[1:], epsilon=1e-6
+            ),
+            lambda x, gamma, beta: functional.layer_norm(
+                functional.layer_norm(x, gamma.shape, gamma, beta), gamma.shape, gamma, beta
+            ),
+            [x, (width,), (width,), x],
+        ),
+        (
+            "query, key and value",
+            backend.dense,
+            lambda x, kernel, bias: functional.linear(x, kernel.T, bias),
+            [x, (width, 3 * width), (3 * width,), wide],
+        ),
+        ("attention", lambda qkv: backend.self_attention(qkv, heads), attend, [wide, x]),
+        (
+            "its output, with the residual",
+            add,
+            lambda x, kernel, bias, residual: residual + functional.linear(x, kernel.T, bias),
+            [x, (width, width), (width,), x, x],
+        ),
+        (
+            "first dense layer of the MLP, with GELU",
+            lambda *x: backend.dense(*x, "gelu_tanh"),
+            lambda x, kernel, bias: functional.gelu(functional.linear(x, kernel.T, bias)),
+            [x, (width, mlp), (mlp,), hidden],
+        ),
+        (
+            "second, with the residual",
+            add,
+            lambda x, kernel, bias, residual: residual + functional.linear(x, kernel.T, bias),
+            [hidden, (mlp, width), (width,), x, x],
+        ),
+    ]
+
+
+def _arrays(shapes: list[Shape]) -> list[np.ndarray]:
+    generator = np.random.default_rng(0)
+    return [generator.standard_normal(shape, dtype=np.float32) for shape in shapes]
+
+
+def _in_tensorflow(call: Callable[..., Any], shapes: list[Shape]) -> Part:
+    """Returns what computes the call of all arrays but the last, and the gradient for that one."""
+    import tensorflow as tf
+
+    *inputs, above = map(tf.constant, _arrays(shapes))
+
+    def run(above: Any, *inputs: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(inputs)
+            value = call(*inputs)
+        return value, tape.gradient(value, inputs, above)
+
+    function = tf.function(run, autograph=False)
+    return lambda: function(above, *inputs)
+
+
+def _in_torch(call: Callable[..., Any], shapes: list[Shape]) -> Part:
+    import torch
+
+    *inputs, above = map(torch.from_numpy, _arrays(shapes))
+    # Kernels as torch.nn.Linear keeps them: the call transposes them back.
+    inputs = [x.T.contiguous().T if x.ndim == 2 else x for x in inputs]
+    inputs = [x.requires_grad_() for x in inputs]
+    return lambda: torch.autograd.grad(call(*inputs), inputs, above)
+
+
+if __name__ == "__main__":
+    main()

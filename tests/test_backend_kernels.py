@@ -41,6 +41,7 @@ FORMS: dict[str, tuple[str, list[tuple[int, ...]], dict[str, Any]]] = {
     "layer_norm": ("layer_norm", [(2, 3, 8), (8,), (8,)], {"epsilon": 1e-6}),
     "softmax": ("softmax", [(2, 2, 3, 7)], {}),
     "self_attention": ("self_attention", [(2, 5, 24)], {"num_heads": 2}),
+    "self_attention of many tokens": ("self_attention", [(2, 17, 24)], {"num_heads": 2}),
 }
 
 
@@ -145,18 +146,30 @@ def test_constants_keep_to_their_device() -> None:
 @needs_onednn
 @pytest.mark.parametrize("dtype", ["float32", "mixed_bfloat16"])
 def test_training_runs_fused_kernels(dtype: str, images: np.ndarray) -> None:
-    """A training step has them; in float32 the GELU is a loop of its own.
-
-    The softmax is there twice: attention weights are computed anew for the gradient, not kept.
-    """
+    """A training step has them; in float32 the GELU is a loop of its own."""
     model = VisionTransformer(TINY, dtype=dtype)
     model.compile("sgd", "mse", jit_compile=False)
     targets = np.zeros((2, TINY.classes))
     counts = kernels(lambda: model.fit(images, targets, verbose=0))
-    expected = {**FORWARD, "_MklSoftmax": 2 * BLOCKS}
+    expected = dict(FORWARD)
     if dtype == "float32":
         expected["_MklNativeFusedMatMul BiasAdd, GeluApproximate"] = 0
     assert {name: counts[name] for name in expected} == expected
+
+
+@needs_onednn
+@pytest.mark.parametrize(("tokens", "times"), [(16, 1), (17, 2)])
+def test_attention_weights_are_kept_of_few_tokens(tokens: int, times: int) -> None:
+    """Those of 4 * 4 tokens are as large as an MLP's hidden layer; larger ones are made anew."""
+    qkv = tf.ones((2, tokens, 3 * 2 * 4))
+
+    def run() -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(qkv)
+            value = backend.self_attention(qkv, num_heads=2)
+        return value, tape.gradient(value, qkv)
+
+    assert kernels(tf.function(run, autograph=False))["_MklSoftmax"] == times
 
 
 @needs_onednn

@@ -49,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
     there = installed(options.peers_python)
     names = [name for name in CONTENDERS if name in there and name in (options.only or CONTENDERS)]
+    if not names:
+        parser.error(f"Nothing to measure is installed. Received: {options.only}.")
     try:
         plan = _plan(options, names)
     except ValueError as error:

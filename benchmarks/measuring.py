@@ -83,7 +83,7 @@ class _Worker:
 
 
 def measure(
-    case: Case, names: Sequence[str], *, rounds: int, peers_python: str = sys.executable
+    case: Case, names: Sequence[str], *, rounds: int, peers_python: str
 ) -> dict[str, Measured]:
     """Measures the contenders that can run a case; who fails is named and left out."""
     able = [name for name in names if CONTENDERS[name].takes(case)]

@@ -128,6 +128,16 @@ def test_wrong_options_get_one_sentence(
     assert "Traceback" not in said
 
 
+def test_a_missing_contender_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Who asks for one that is not there does not get an empty table."""
+    monkeypatch.setattr(benchmarks_main, "installed", lambda python: ["keras_vit"])
+    with pytest.raises(SystemExit):
+        benchmarks_main.main(["--only", "timm"])
+    assert "Nothing to measure is installed. Received: ['timm']" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["keras_vit", "keras_vit SavedModel", "timm", "KerasHub"])
 def test_peers_run_in_their_python(name: str) -> None:
     """Whatever runs keras_vit, or a file of its, runs in this one."""

@@ -1,5 +1,6 @@
 """What can be measured: cases, contenders, and the lines of the suites."""
 
+import argparse
 import dataclasses
 import itertools
 import subprocess
@@ -78,12 +79,17 @@ class Case:
         }
 
     @property
+    def tokens(self) -> int:
+        """Tokens of an image: its patches and the class token."""
+        return (self.image_size // self.sizes["patch_size"]) ** 2 + 1
+
+    @property
     def flops(self) -> float:
         """Floating-point operations of one run: those of its matrix products."""
         sizes = self.sizes
         width, patch = sizes["hidden_dim"], sizes["patch_size"]
-        patches = (self.image_size // patch) ** 2
-        tokens = patches + 1
+        tokens = self.tokens
+        patches = tokens - 1
         block = tokens * self._block_elements + 2 * tokens**2 * width
         products = patches * 3 * patch**2 * width + sizes["num_layers"] * block + width * CLASSES
         return 2.0 * products * self.batch * (3 if self.task == "training" else 1)
@@ -93,7 +99,7 @@ class Case:
         """Memory of the network's matrices in float32."""
         sizes = self.sizes
         patch = sizes["patch_size"]
-        ends = (3 * patch**2 + CLASSES + (self.image_size // patch) ** 2) * sizes["hidden_dim"]
+        ends = (3 * patch**2 + CLASSES + self.tokens - 1) * sizes["hidden_dim"]
         return 4 * (sizes["num_layers"] * self._block_elements + ends) / 2**20
 
     @property
@@ -204,6 +210,17 @@ def _importable(modules: Iterable[str], python: str) -> set[str]:
             f"The peers' Python must be a Python. Received: {python} ({error})."
         ) from None
     return set(done.stdout.split())
+
+
+def case_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
+    """Returns the parser of a command that measures one case: what every such command takes."""
+    parser = argparse.ArgumentParser(
+        prog=prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--variant", default="B/16", help="size and patch (%(default)s)")
+    for name, default in (("--image-size", 224), ("--batch", 8)):
+        parser.add_argument(name, type=int, default=default, metavar="N", help="(%(default)s)")
+    return parser
 
 
 def product(**axes: Iterable[Any]) -> list[Case]:

@@ -7,7 +7,6 @@ Both must be installed in this Python. The two take turns; figures are medians i
 Inside a step a part takes longer, where it shares the processor with others.
 """
 
-import argparse
 import os
 import statistics
 import time
@@ -16,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.cases import Case
+from benchmarks.cases import Case, case_parser
 
 Part = Callable[[], Any]
 Shape = tuple[int, ...]
@@ -24,16 +23,10 @@ Shape = tuple[int, ...]
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Times every part and prints the table."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.parts",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = case_parser("python -m benchmarks.parts", __doc__)
+    parser.add_argument(
+        "--rounds", type=int, default=15, metavar="N", help="turns of each part (%(default)s)"
     )
-    add = parser.add_argument
-    add("--variant", default="B/16", help="size and patch (%(default)s)")
-    add("--image-size", type=int, default=224, metavar="N", help="(%(default)s)")
-    add("--batch", type=int, default=8, metavar="N", help="(%(default)s)")
-    add("--rounds", type=int, default=15, metavar="N", help="turns of each part (%(default)s)")
     options = vars(parser.parse_args(arguments))
     rounds = options.pop("rounds")
     if rounds < 1:
@@ -75,64 +68,61 @@ def _take_turns(ours: Part, theirs: Part, rounds: int) -> np.ndarray:
 
 
 def _parts(case: Case) -> list[tuple[str, Callable[..., Any], Callable[..., Any], list[Shape]]]:
-    """Returns each part: its name, ours, PyTorch's, and the shapes that it takes and gives.
-
-    A kernel is (D, M) here and (M, D) in PyTorch.
-    """
-    import torch
-
+    """Returns each part: its name, ours, PyTorch's, and the shapes that it takes and gives."""
     from keras_vit import backend
 
-    functional = torch.nn.functional
-    sizes = case.sizes
-    width, mlp, heads = (sizes[key] for key in ("hidden_dim", "mlp_dim", "num_heads"))
-    tokens = (case.image_size // sizes["patch_size"]) ** 2 + 1
-    x, wide, hidden = ((case.batch, tokens, each) for each in (width, 3 * width, mlp))
+    width, mlp, heads = (case.sizes[key] for key in ("hidden_dim", "mlp_dim", "num_heads"))
+    x, wide, hidden = ((case.batch, case.tokens, each) for each in (width, 3 * width, mlp))
+    norm, attend, dense, dense_gelu, add = _torch_calls(heads)
 
-    def add(x: Any, kernel: Any, bias: Any, residual: Any) -> Any:
+    def our_norm(x: Any, gamma: Any, beta: Any) -> Any:
+        return backend.layer_norm(x, gamma, beta, epsilon=1e-6)
+
+    def our_add(x: Any, kernel: Any, bias: Any, residual: Any) -> Any:
         return backend.dense(x, kernel, bias, residual=residual)
 
-    def attend(qkv: Any) -> Any:
-        split = qkv.reshape(*qkv.shape[:2], 3, heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
-        taken = functional.scaled_dot_product_attention(*split)
-        return taken.transpose(1, 2).reshape(x)
+    def twice(norm: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda x, *weights: norm(norm(x, *weights), *weights)
 
+    scale = (width,)
+    qkv, out, fc1, fc2 = (width, 3 * width), (width, width), (width, mlp), (mlp, width)
     return [
-        (
-            "two layer normalisations",
-            lambda *x: backend.layer_norm(
-                backend.layer_norm(*x, epsilon=1e-6), *x[1:], epsilon=1e-6
-            ),
-            lambda x, gamma, beta: functional.layer_norm(
-                functional.layer_norm(x, gamma.shape, gamma, beta), gamma.shape, gamma, beta
-            ),
-            [x, (width,), (width,), x],
-        ),
-        (
-            "query, key and value",
-            backend.dense,
-            lambda x, kernel, bias: functional.linear(x, kernel.T, bias),
-            [x, (width, 3 * width), (3 * width,), wide],
-        ),
+        ("two layer normalisations", twice(our_norm), twice(norm), [x, scale, scale, x]),
+        ("query, key and value", backend.dense, dense, [x, qkv, qkv[1:], wide]),
         ("attention", lambda qkv: backend.self_attention(qkv, heads), attend, [wide, x]),
-        (
-            "its output, with the residual",
-            add,
-            lambda x, kernel, bias, residual: residual + functional.linear(x, kernel.T, bias),
-            [x, (width, width), (width,), x, x],
-        ),
+        ("its output, with the residual", our_add, add, [x, out, scale, x, x]),
         (
             "first dense layer of the MLP, with GELU",
             lambda *x: backend.dense(*x, "gelu_tanh"),
-            lambda x, kernel, bias: functional.gelu(functional.linear(x, kernel.T, bias)),
-            [x, (width, mlp), (mlp,), hidden],
+            dense_gelu,
+            [x, fc1, fc1[1:], hidden],
         ),
-        (
-            "second, with the residual",
-            add,
-            lambda x, kernel, bias, residual: residual + functional.linear(x, kernel.T, bias),
-            [hidden, (mlp, width), (width,), x, x],
-        ),
+        ("second, with the residual", our_add, add, [hidden, fc2, scale, x, x]),
+    ]
+
+
+def _torch_calls(heads: int) -> list[Callable[..., Any]]:
+    """Returns PyTorch's layer normalisation, attention, and dense layers: plain, GELU, residual.
+
+    They take kernels (D, M), and give PyTorch what it keeps, (M, D).
+    """
+    import torch
+
+    functional = torch.nn.functional
+
+    def attend(qkv: Any) -> Any:
+        split = qkv.reshape(*qkv.shape[:2], 3, heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        return functional.scaled_dot_product_attention(*split).transpose(1, 2).flatten(2)
+
+    def dense(x: Any, kernel: Any, bias: Any) -> Any:
+        return functional.linear(x, kernel.T, bias)
+
+    return [
+        lambda x, gamma, beta: functional.layer_norm(x, gamma.shape, gamma, beta),
+        attend,
+        dense,
+        lambda *x: functional.gelu(dense(*x)),
+        lambda x, kernel, bias, residual: residual + dense(x, kernel, bias),
     ]
 
 

@@ -7,7 +7,6 @@ Kernels may run at the same time on several threads, so their sum can be more th
 run. "XLA loop" are the element-wise loops that XLA compiles.
 """
 
-import argparse
 import collections
 import re
 import tempfile
@@ -16,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cases import PRECISIONS, Case
+from benchmarks.cases import PRECISIONS, Case, case_parser
 from benchmarks.keras_runs import import_framework, make_run
 
 # Kernels are named "where in the model:kind"; all else is the runtime's own, but for one.
@@ -27,16 +26,9 @@ _RUNS = 3
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the case under the profiler and prints the table."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.profile",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = case_parser("python -m benchmarks.profile", __doc__)
     add = parser.add_argument
     add("--task", choices=("inference", "training"), default="inference", help="(%(default)s)")
-    add("--variant", default="B/16", help="size and patch (%(default)s)")
-    add("--image-size", type=int, default=224, metavar="N", help="(%(default)s)")
-    add("--batch", type=int, default=8, metavar="N", help="(%(default)s)")
     add("--precision", choices=PRECISIONS, default="float32", help="(%(default)s)")
     try:
         case = Case(**vars(parser.parse_args(arguments)))

@@ -23,7 +23,9 @@ from keras_vit.applications import (
     ViTSo400m14,
     ViTTi16,
 )
+from keras_vit.backend import ExactTrainer
 from keras_vit.config import ViTConfig
+from keras_vit.exact import ExactModel
 from keras_vit.model import VisionTransformer
 from keras_vit.parallel import layout_map
 from keras_vit.preprocessing import decode_predictions, preprocess_input
@@ -33,6 +35,8 @@ from keras_vit.weights import resize
 
 __all__ = [
     "VARIANTS",
+    "ExactModel",
+    "ExactTrainer",
     "R26ViTB32",
     "R26ViTS32",
     "R50ViTB16",

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import keras
 
 from keras_vit.config import Pooling, ViTConfig
+from keras_vit.exact import ExactModel
 from keras_vit.layers.initialization import overwritten_weights
 from keras_vit.model import VisionTransformer
 from keras_vit.variants import VARIANTS, parameter_count
@@ -61,8 +62,8 @@ Args:
           `keras_vit.weights.catalog()` lists what exists;
         - a path or URL of an .npz, .safetensors, .weights.h5 or .keras file;
         - "hf://owner/name" on the Hugging Face Hub.
-    input_tensor: a Keras tensor of images to build upon; the result is then a plain `keras.Model`
-        with the Vision Transformer inside.
+    input_tensor: a Keras tensor of images to build upon; the result is then an `ExactModel` with
+        the Vision Transformer inside.
     input_shape: (height, width, channels); height and width are multiples of {stride}. Left open:
         the checkpoint's, or {default}. Position embeddings are resampled to it.
     pooling: "token", "avg" (over the patch tokens) or "map" (attention pooling). Left open: the
@@ -251,7 +252,7 @@ def _input_shape(
 def _on_tensor(model: VisionTransformer, input_tensor: Any) -> keras.Model:
     inputs = keras.utils.get_source_inputs(input_tensor)
     inputs = inputs[0] if len(inputs) == 1 else inputs
-    return keras.Model(inputs, model(input_tensor), name=f"{model.name}_on_tensor")
+    return ExactModel(inputs, model(input_tensor), name=f"{model.name}_on_tensor")
 
 
 def _function_name(variant: str) -> str:

@@ -8,15 +8,13 @@ from typing import Any
 
 import keras
 
-# By its own name: Keras' swap of `keras.Model` for it fails with a second base.
-from keras.src.models.functional import Functional
-
-from keras_vit import backend, layers
+from keras_vit import layers
 from keras_vit.config import ViTConfig
+from keras_vit.exact import ExactModel
 
 
 @keras.saving.register_keras_serializable(package="keras_vit")
-class VisionTransformer(backend.ExactTrainer, Functional):
+class VisionTransformer(ExactModel):
     """A Vision Transformer (arXiv 2010.11929) as a functional `keras.Model`.
 
     Example:
@@ -39,14 +37,26 @@ class VisionTransformer(backend.ExactTrainer, Functional):
     Output shape: (B, C) with a classifier, (B, D) without, (B, N, ...) with `pooling=None`.
     """
 
+    def __new__(cls, config: Any, *graph: Any, **kwargs: Any) -> Any:
+        if graph:  # inputs and outputs: keras.models.clone_model makes a functional model so
+            return ExactModel(config, *graph, **kwargs)
+        return super().__new__(cls, config, **kwargs)
+
     def __init__(
         self,
         config: ViTConfig,
-        *,
+        *graph: Any,
         name: str | None = "vit",
         dtype: Any = None,
         trainable: bool = True,
+        **unknown: Any,
     ) -> None:
+        # Keras clones by inputs and outputs whatever takes any arguments, and makes a plain
+        # `keras.Model` of anything else.
+        if unknown:
+            raise TypeError(
+                f"VisionTransformer takes a config, name, dtype and trainable. Received: {unknown}."
+            )
         policy = keras.dtype_policies.get(dtype).name
         images = keras.Input(config.input_shape, name="images", dtype="float32")
         super().__init__(images, _forward(config, policy, images), name=name, trainable=trainable)
@@ -73,7 +83,7 @@ class VisionTransformer(backend.ExactTrainer, Functional):
         """
         return dict(self.feature_extractor(names)(images))
 
-    def feature_extractor(self, names: Iterable[str] | None = None) -> keras.Model:
+    def feature_extractor(self, names: Iterable[str] | None = None) -> ExactModel:
         """Returns a model from images to a dictionary of `features`, sharing this one's weights."""
         wanted = tuple(self.feature_names if names is None else names)
         unknown = [name for name in wanted if name not in self.feature_names]
@@ -81,7 +91,7 @@ class VisionTransformer(backend.ExactTrainer, Functional):
             raise ValueError(
                 f"There is no feature {unknown[0]!r}; choose from {', '.join(self.feature_names)}."
             )
-        return keras.Model(self.input, {name: self.get_layer(name).output for name in wanted})
+        return ExactModel(self.input, {name: self.get_layer(name).output for name in wanted})
 
     def encode(self, tokens: Any, *, training: bool | None = None) -> Any:
         """Continues from the patch encoder's tokens (B, N, D) to the encoder's, (B, N, D)."""

@@ -18,7 +18,7 @@ if keras.backend.backend() == "tensorflow":
         space_to_depth,
         uninitialized,
     )
-    from keras_vit.backend.tensorflow_trainer import ExactTrainer
+    from keras_vit.backend.tensorflow_trainer import ExactTrainer, scope_of, warn_of_keras_step
     from keras_vit.backend.tensorflow_updates import adam_step, momentum_step
 else:
     from keras_vit.backend.plain import (  # type: ignore[assignment]
@@ -31,10 +31,12 @@ else:
         layer_norm,
         momentum_step,
         replica_id,
+        scope_of,
         self_attention,
         softmax,
         space_to_depth,
         uninitialized,
+        warn_of_keras_step,
     )
 
     if keras.backend.backend() == "jax":
@@ -50,8 +52,10 @@ __all__ = [
     "layer_norm",
     "momentum_step",
     "replica_id",
+    "scope_of",
     "self_attention",
     "softmax",
     "space_to_depth",
     "uninitialized",
+    "warn_of_keras_step",
 ]

@@ -1,5 +1,6 @@
 """The forms in `keras.ops` alone, for any Keras backend."""
 
+import contextlib
 from typing import Any
 
 import keras
@@ -81,6 +82,15 @@ def adam_step(*arguments: Any, **options: Any) -> bool:
 def replica_id() -> Any:
     """Returns which replica this computation is: 0, since arrays are global here."""
     return 0
+
+
+def scope_of(model: keras.Model) -> contextlib.AbstractContextManager[None]:
+    """Returns a scope in which variables lie where the model's do: here there is only one."""
+    return contextlib.nullcontext()
+
+
+def warn_of_keras_step(training: bool | None) -> None:
+    """Warns of nothing: Keras' own training step is right here."""
 
 
 class ExactTrainer:

@@ -1,11 +1,14 @@
 """The training step that is right under every `tf.distribute` strategy, and compiled by XLA.
 
-Keras clips gradients before it sums them over replicas, and switches XLA off under a strategy. Here
-a step is: forward and backward of each replica, compiled alone; the sum; then the optimizer, whose
-own sum is taken out. Some of what is overridden is Keras' private part: tests/test_backend_trainer
+Keras clips gradients before it sums them over replicas, counts uneven replicas alike, and switches
+XLA off under a strategy. Here a step is: forward and backward of each replica, compiled alone, of
+its share of the loss; the sum; then the optimizer, which sums no more. Some of what is overridden is Keras' private part: tests/test_backend_trainer
 and tests/test_multi_worker hold it, and pyproject.toml keeps Keras to the tested range.
 """
 
+import concurrent.futures
+import math
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,21 +16,34 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_vit.backend.tensorflow_shares import (
+    Whole,
+    count_images,
+    is_part,
+    measure_whole,
+    own_step,
+    part_of,
+    share_of_own_step,
+    shared_loss,
+)
 from keras_vit.backend.tensorflow_steps import (
-    batch_checks,
-    check_parts,
     global_norm,
     in_parts,
-    leave_sum_to_trainer,
     raise_clearly,
     reducible,
-    replicas,
-    sum_over_replicas,
     wants_xla,
     with_loss_scale,
 )
+from keras_vit.backend.tensorflow_sums import (
+    keras_replicas,
+    replicas,
+    sum_in_apply,
+    sum_over_replicas,
+    summed_already,
+)
 
 _TINY = 1e-12  # keeps SAM's division finite
+_OFF = {"accumulate": 1, "sam_rho": 0.0, "report_gradient_norm": False}
 _BATCH = 32  # Keras' own, where none is given
 
 # A mixin; to the type checker it is the model that it becomes a part of.
@@ -50,6 +66,7 @@ class ExactTrainer(_Model):
     train_function: Any
     _jit_request: bool | Literal["auto"] = "auto"
     _is_xla = False
+    _loss_factor = 1.0
 
     def compile(
         self,
@@ -65,7 +82,8 @@ class ExactTrainer(_Model):
 
         Args:
             optimizer: any Keras optimizer; wrapped in a `LossScaleOptimizer` if layers compute in
-                float16.
+                float16. Under several replicas its `apply` sums gradients before it clips them,
+                whoever calls it.
             args: of `keras.Model.compile`.
             accumulate: parts that the batch of a replica is cut into, one after another: the memory
                 of a part, the gradient of the whole.
@@ -96,18 +114,19 @@ class ExactTrainer(_Model):
             self._norm = _Untracked(keras.metrics.Mean(name="gradient_norm"))
         self._jit_request = jit_compile
         self._is_xla = wants_xla(jit_compile) and not self.run_eagerly
-        if self.optimizer is not None:
-            leave_sum_to_trainer(self.optimizer)
+        if self.optimizer is not None and self.distribute_strategy.num_replicas_in_sync > 1:
+            sum_in_apply(self.optimizer)
 
     def get_compile_config(self) -> dict[str, Any] | None:
         config = super().get_compile_config()
-        return config and {
-            **config,
+        own = {
             "accumulate": self._accumulate,
             "sam_rho": self._sam_rho,
             "report_gradient_norm": self._norm is not None,
-            "jit_compile": self._jit_request,
         }
+        # What is off is left out, so that a `keras.Model` can be compiled alike.
+        used = {name: value for name, value in own.items() if value != _OFF[name]}
+        return config and {**config, **used, "jit_compile": self._jit_request}
 
     def compile_from_config(self, config: dict[str, Any]) -> None:
         self.compile(**keras.saving.deserialize_keras_object(config))
@@ -115,11 +134,7 @@ class ExactTrainer(_Model):
             self.optimizer.build(self.trainable_variables)
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
-        """Trains; see `keras.Model.fit`.
-
-        Raises:
-            ValueError: a batch cannot be divided evenly among replicas and parts.
-        """
+        """Trains; see `keras.Model.fit`."""
         try:
             return super().fit(*args, **kwargs)
         finally:
@@ -135,6 +150,32 @@ class ExactTrainer(_Model):
         if self._distribute_strategy is not None:
             self._maybe_symbolic_build(data_batch=_of_first_replica(self, next(iter(batches))))
         self.make_train_function()
+
+    def compute_loss(
+        self,
+        x: Any = None,
+        y: Any = None,
+        y_pred: Any = None,
+        sample_weight: Any = None,
+        training: bool = True,
+    ) -> Any:
+        """Returns the loss of what was compiled; see `keras.Model.compute_loss`.
+
+        One that overrides this returns the loss of the images it is given, their mean, as on one
+        device: `fit` counts it by their share of the whole batch.
+        """
+        if not is_part():
+            loss = super().compute_loss(x, y, y_pred, sample_weight, training=training)
+            share = share_of_own_step()
+            return loss if share is None else loss * tf.cast(share, loss.dtype)
+        losses = [self._aggregate_additional_loss(loss) for loss in self.losses]
+        losses = [loss * keras_replicas() for loss in losses]  # which Keras has divided by
+        if self._compile_loss is not None:
+            losses.append(shared_loss(self._compile_loss, y, y_pred, sample_weight))
+        losses = [loss for loss in losses if loss is not None]
+        if not losses:
+            raise ValueError("There is no loss to train by; give one to compile(loss=...).")
+        return tf.add_n(losses) if len(losses) > 1 else losses[0]
 
     def predict(
         self,
@@ -162,31 +203,42 @@ class ExactTrainer(_Model):
     def train_step(self, data: Any) -> dict[str, Any]:
         """Runs one step on the batch of one replica."""
         x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
-        images = keras.tree.flatten(x)[0]
-        check_parts(images.shape[0], self._accumulate)
-        size = tf.shape(images)[0]
-        count = replicas()
         if not self.trainable_variables:
             raise ValueError("There is nothing to train: every weight of the model is frozen.")
-        with tf.control_dependencies(batch_checks(size, count, self._accumulate)):
-            scale = tf.convert_to_tensor(self.optimizer.scale_loss(1.0))
-            loss, y_pred, gradients = self._gradients(x, y, weight, scale)
-        self._loss_tracker.update_state(loss * count, sample_weight=size)
+        whole = self._whole(x, y, weight, parts=self._accumulate)
+        scale = tf.convert_to_tensor(self.optimizer.scale_loss(1.0))
+        loss, y_pred, gradients = self._gradients((x, y, weight), scale, whole)
+        self._loss_tracker.update_state(loss, sample_weight=count_images(x))
         if self._norm is not None:
             self._norm.value.update_state(global_norm(gradients) / scale)
-        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
-        logs = self.compute_metrics(x, y, y_pred, sample_weight=weight)
+        with summed_already(self.optimizer):
+            self.optimizer.apply(gradients, self.trainable_variables)
+        logs: dict[str, Any] = self.compute_metrics(x, y, y_pred, sample_weight=weight)
         if self._norm is not None:
             logs["gradient_norm"] = self._norm.value.result()
-        return reducible(logs)
+        return logs
 
     def test_step(self, data: Any) -> dict[str, Any]:
         """Runs one evaluation step on the batch of one replica."""
-        return reducible(super().test_step(data))
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
+        whole = self._whole(x, y, weight)
+        if whole is None:
+            logs: dict[str, Any] = super().test_step(data)
+            return logs
+        y_pred = self(x, training=False)
+        loss = self._share_of_loss(x, y, y_pred, weight, whole, training=False)
+        (loss,) = sum_over_replicas([loss])
+        self._loss_tracker.update_state(loss, sample_weight=count_images(x))
+        logs = self.compute_metrics(x, y, y_pred, sample_weight=weight)
+        return logs
 
     def make_train_function(self, force: bool = False) -> None:
         if self.train_function is not None and not force:
             return
+        if self.optimizer is not None and self.built and not self.optimizer.built:
+            # Inside a traced step some optimizers would lose what they start from.
+            with self.distribute_strategy.scope():
+                self.optimizer.build(self.trainable_variables)
         super().make_train_function(force=force)
         run: Callable[[Any], dict[str, Any]] = self.train_function
 
@@ -199,24 +251,44 @@ class ExactTrainer(_Model):
 
         self.train_function = checked
 
-    def _gradients(
-        self, x: Any, y: Any, weight: Any, scale: tf.Tensor
-    ) -> tuple[tf.Tensor, Any, list[Any]]:
-        """Returns this replica's loss and predictions, and the gradients summed over replicas."""
+    def _make_function(self, step_function: Callable[[Any], Any]) -> Any:
+        if step_function.__name__ == "predict_step":
+            return super()._make_function(step_function)
+        ours = (ExactTrainer.train_step, ExactTrainer.test_step)
+        is_ours = getattr(step_function, "__func__", None) in ours
 
-        def ascend(x: Any, y: Any, weight: Any, scale: tf.Tensor) -> list[Any]:
+        def step(data: Any) -> Any:
+            if is_ours:
+                return reducible(step_function(data))
+            with own_step(keras.utils.unpack_x_y_sample_weight(data)[0]):
+                return reducible(step_function(data))
+
+        return super()._make_function(step)
+
+    def _whole(self, x: Any, y: Any, weight: Any, *, parts: int = 1) -> Whole | None:
+        """Returns what the batch of all replicas is counted by; None if this pass has all of it."""
+        if parts == 1 and replicas() == 1:
+            return None
+        return measure_whole(self._compile_loss, x, y, weight)
+
+    def _gradients(
+        self, data: tuple[Any, Any, Any], scale: tf.Tensor, whole: Whole | None
+    ) -> tuple[tf.Tensor, Any, list[Any]]:
+        """Returns the loss, this replica's predictions, and the gradients, over all replicas."""
+
+        def ascend(data: Any, scale: tf.Tensor, whole: Any) -> list[Any]:
             # No state changes: the second pass then draws the same masks as the first.
             with keras.StatelessScope():
-                return self._pass(x, y, weight, scale)[2]
+                return self._pass(data, scale, whole)[2]
 
-        def descend(x: Any, y: Any, weight: Any, scale: tf.Tensor, steps: list[Any]) -> Any:
+        def descend(data: Any, scale: tf.Tensor, whole: Any, steps: list[Any]) -> Any:
             moved = [
                 variable.value if step is None else variable.value + tf.cast(step, variable.dtype)
                 for variable, step in zip(self.trainable_variables, steps, strict=True)
             ]
             mapping = list(zip(self.trainable_variables, moved, strict=True))
             with keras.StatelessScope(state_mapping=mapping) as scope:
-                result = self._pass(x, y, weight, scale, sources=moved)
+                result = self._pass(data, scale, whole, sources=moved)
             for variable in self.non_trainable_variables:
                 value = scope.get_current_value(variable)
                 if value is not None:
@@ -224,16 +296,17 @@ class ExactTrainer(_Model):
             return result
 
         if not self._sam_rho:
-            loss, y_pred, gradients = self._compiled(self._pass)(x, y, weight, scale)
+            loss, y_pred, gradients = self._compiled(self._pass)(data, scale, whole)
         else:
-            upward = sum_over_replicas(self._compiled(ascend)(x, y, weight, scale))
+            upward = sum_over_replicas(self._compiled(ascend)(data, scale, whole))
             reach = self._sam_rho / (global_norm(upward) + _TINY * scale)
             steps = [None if g is None else tf.cast(reach, g.dtype) * g for g in upward]
-            loss, y_pred, gradients = self._compiled(descend)(x, y, weight, scale, steps)
-        return loss, y_pred, sum_over_replicas(gradients)
+            loss, y_pred, gradients = self._compiled(descend)(data, scale, whole, steps)
+        loss, *gradients = sum_over_replicas([loss, *gradients])
+        return loss, y_pred, gradients
 
     def _pass(
-        self, x: Any, y: Any, weight: Any, scale: tf.Tensor, sources: list[Any] | None = None
+        self, data: Any, scale: tf.Tensor, whole: Whole | None, sources: list[Any] | None = None
     ) -> tuple[tf.Tensor, Any, list[Any]]:
         """Forward and backward: the loss, the predictions, the gradients of loss * scale."""
 
@@ -241,13 +314,24 @@ class ExactTrainer(_Model):
             with tf.GradientTape() as tape:
                 tape.watch(sources or [])
                 y_pred = self(x, training=True)
-                loss = self._compute_loss(
-                    x=x, y=y, y_pred=y_pred, sample_weight=weight, training=True
-                )
+                loss = self._share_of_loss(x, y, y_pred, weight, whole, training=True)
                 scaled = loss * tf.cast(scale, loss.dtype)
             return loss, y_pred, tape.gradient(scaled, sources or self.trainable_variables)
 
-        return in_parts(part, (x, y, weight), count=self._accumulate)
+        return in_parts(part, data, count=self._accumulate)
+
+    def _share_of_loss(
+        self, x: Any, y: Any, y_pred: Any, weight: Any, whole: Whole | None, *, training: bool
+    ) -> tf.Tensor:
+        """Returns what these images bring to the loss of the whole batch."""
+        with part_of(whole, x) as share:
+            loss = self._compute_loss(
+                x=x, y=y, y_pred=y_pred, sample_weight=weight, training=training
+            )
+        if whole is None:
+            return loss
+        counted = loss * tf.cast(share * self._loss_factor, loss.dtype)
+        return tf.where(share > 0, counted, 0.0)  # the mean over no images is no number
 
     def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         if not self._is_xla:
@@ -278,7 +362,7 @@ class ExactTrainer(_Model):
 
     def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
         # Keras' own reduces the first batch over replicas, which fails with several workers.
-        if self._distribute_strategy is None:
+        if self._distribute_strategy is None and self._accumulate == 1:
             return
         if iterator is not None:
             for _, _, batches in iterator:
@@ -286,6 +370,66 @@ class ExactTrainer(_Model):
                 break
         with self.distribute_strategy.scope():
             self._symbolic_build(data_batch=data_batch)
+        is_overridden = type(self).compute_loss is not ExactTrainer.compute_loss
+        if is_overridden and self.distribute_strategy.num_replicas_in_sync > 1:
+            self._loss_factor = _probed_factor(self, data_batch)
+
+
+def scope_of(model: keras.Model) -> Any:
+    """Returns a scope in which variables lie where the model's do."""
+    return model.distribute_strategy.scope()
+
+
+def warn_of_keras_step(training: bool | None) -> None:
+    """Warns where a layer is trained on several replicas in a model that Keras trains itself."""
+    if not training or replicas() == 1:
+        return
+    context = keras.src.backend.common.global_state.get_global_attribute("current_call_ctx")
+    model = getattr(context, "entry_layer", None)
+    if isinstance(model, keras.Model) and not isinstance(model, ExactTrainer):
+        warnings.warn(
+            f"{type(model).__name__} {model.name!r} trains by Keras' own step on {replicas()} "
+            "replicas: gradients are clipped before they are summed, and replicas with fewer "
+            "images count too much. keras_vit.ExactModel(inputs, outputs), or "
+            "keras_vit.ExactModel.from_model(model), trains what one device would.",
+            stacklevel=2,
+        )
+
+
+def _probed_factor(model: ExactTrainer, data: Any) -> float:
+    """Returns what the result of a model's own `compute_loss` is multiplied by under replicas.
+
+    A loss object of Keras divides by their number, a function such as `keras.ops.mean` does not;
+    so the loss of one batch is computed with and without them.
+
+    Raises:
+        ValueError: some of it is divided, and some is not.
+    """
+    x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
+
+    def measure() -> float:
+        with keras.StatelessScope():
+            y_pred = model(x, training=False)
+            with part_of(measure_whole(model._compile_loss, x, y, weight), x):
+                loss = model._compute_loss(
+                    x=x, y=y, y_pred=y_pred, sample_weight=weight, training=True
+                )
+        return float(loss)
+
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:  # no strategy is entered there
+        plain = thread.submit(measure).result()
+    with model.distribute_strategy.scope():
+        divided = measure()
+    count = model.distribute_strategy.num_replicas_in_sync
+    if math.isclose(divided, plain, rel_tol=1e-4, abs_tol=1e-12) or not math.isfinite(plain):
+        return 1.0
+    if math.isclose(divided * count, plain, rel_tol=1e-4):
+        return float(count)
+    raise ValueError(
+        f"compute_loss of {type(model).__name__} adds what loss objects of Keras give, which they "
+        f"divide by the {count} replicas, to what is not divided; take the mean of functions of "
+        "keras.losses or keras.ops in both, or super().compute_loss."
+    )
 
 
 def _of_first_replica(model: keras.Model, batch: Any) -> Any:

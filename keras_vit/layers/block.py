@@ -4,6 +4,7 @@ from typing import Any
 
 import keras
 
+from keras_vit import backend
 from keras_vit.layers.attention import MultiHeadSelfAttention
 from keras_vit.layers.drop_path import DropPath
 from keras_vit.layers.initialization import initializer
@@ -90,6 +91,7 @@ class TransformerBlock(keras.layers.Layer):
             )
 
     def call(self, inputs: Any, training: bool | None = None) -> Any:
+        backend.warn_of_keras_step(training)
         parts = (self.attention, self.drop_path, self.mlp, self.drop_path)
         # Drawn here, so that what is computed anew drops the same again.
         seeds = [part.next_seed(training) for part in parts]

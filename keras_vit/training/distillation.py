@@ -173,7 +173,8 @@ class DistillationModel(backend.ExactTrainer, keras.Model):
         if not training:
             return super().compute_loss(x, y, y_pred["answer"], sample_weight, training)
         labels = super().compute_loss(x, y, y_pred["label"], sample_weight, training)
-        teaching = self.teaching(self.teacher_logits(x), y_pred["teacher"])
+        # By `call`: under several replicas a loss object divides by their number.
+        teaching = keras.ops.mean(self.teaching.call(self.teacher_logits(x), y_pred["teacher"]))
         return (1 - self.weight) * labels + self.weight * teaching
 
 

@@ -1,0 +1,115 @@
+"""Sums of gradients over replicas, made once, before any optimizer looks at them.
+
+Keras clips, and looks for infinite gradients, before it sums. `sum_in_apply` moves the sum to the
+start of `apply`: so a training step of a user's own, a loop under `strategy.run`, a
+`LossScaleOptimizer` and a `MultiOptimizer` see the same gradients as on one device.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+
+def replicas() -> int:
+    """Returns how many replicas train together."""
+    context = tf.distribute.get_replica_context()
+    return 1 if context is None else int(context.num_replicas_in_sync)
+
+
+def keras_replicas() -> int:
+    """Returns what Keras divides the losses of this context by."""
+    return int(tf.distribute.get_strategy().num_replicas_in_sync)
+
+
+def sum_over_replicas(values: Sequence[Any]) -> list[Any]:
+    """Returns the tensors summed over all replicas; None stays None."""
+    if replicas() == 1:
+        return list(values)
+    known = [value for value in values if value is not None]
+    context = tf.distribute.get_replica_context()
+    # Gradients too are summed: the loss of each replica is its share of the whole already.
+    summed = iter(context.all_reduce(tf.distribute.ReduceOp.SUM, known)) if known else iter(())
+    return [None if value is None else next(summed) for value in values]
+
+
+def sum_in_apply(optimizer: keras.optimizers.Optimizer) -> None:
+    """Makes `optimizer.apply` sum the gradients over replicas first, and nothing inside it again.
+
+    On the object, not in a subclass: any optimizer keeps its class, and is saved under its name.
+    What an optimizer has inside, such as the parts of a `MultiOptimizer`, sums too where it is
+    asked by itself.
+    """
+    for part in _parts(optimizer):
+        if not isinstance(vars(part).get("apply"), _SummingApply):
+            object.__setattr__(part, "apply", _SummingApply(part))
+            object.__setattr__(part, "_all_reduce_sum_gradients", list)
+
+
+@contextlib.contextmanager
+def summed_already(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
+    """Inside this scope the optimizer, and what it has inside, take gradients as they are."""
+    applies = [vars(part).get("apply") for part in _parts(optimizer)]
+    entered = [apply for apply in applies if isinstance(apply, _SummingApply)]
+    for apply in entered:
+        apply.enter(1)
+    try:
+        yield
+    finally:
+        for apply in entered:
+            apply.enter(-1)
+
+
+class _SummingApply:
+    """Stands in an optimizer for its own `apply`."""
+
+    def __init__(self, optimizer: keras.optimizers.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._own = optimizer.apply
+        # By replica, since the threads of a MirroredStrategy take turns in the middle of `apply`.
+        self._depths: dict[int, int] = {}
+
+    def __call__(self, grads: Any, trainable_variables: Any = None) -> Any:
+        optimizer, grads = self._optimizer, list(grads)
+        if not optimizer.built and trainable_variables is not None:
+            trainable_variables = list(trainable_variables)
+            optimizer.build(trainable_variables)
+        sum_in_apply(optimizer)  # a MultiOptimizer has all of its parts only once it is built
+        if not self._depths.get(_replica(), 0):
+            grads = sum_over_replicas(grads)
+        with summed_already(optimizer):
+            return self._own(grads, trainable_variables)
+
+    def enter(self, change: int) -> None:
+        """Counts the scopes of this replica that summed already."""
+        self._depths[_replica()] = self._depths.get(_replica(), 0) + change
+
+
+def _replica() -> int:
+    context = tf.distribute.get_replica_context()
+    replica = None if context is None else context.replica_id_in_sync_group
+    return replica if isinstance(replica, int) else 0  # one thread traces for all TPUs
+
+
+def _parts(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
+    """Returns an optimizer and all that are inside it."""
+    found: dict[int, keras.optimizers.Optimizer] = {}
+    waiting = [optimizer]
+    while waiting:
+        part = waiting.pop()
+        if id(part) not in found:
+            found[id(part)] = part
+            waiting += [inner for value in vars(part).values() for inner in _optimizers(value)]
+    return list(found.values())
+
+
+def _optimizers(value: Any) -> list[keras.optimizers.Optimizer]:
+    """Returns the optimizers that an attribute is, or holds."""
+    if isinstance(value, keras.optimizers.OptimizerMap):
+        value = [value.default_optimizer, *value.values()]
+    elif isinstance(value, Mapping):
+        value = list(value.values())
+    held = value if isinstance(value, list | tuple) else [value]
+    return [inner for inner in held if isinstance(inner, keras.optimizers.Optimizer)]

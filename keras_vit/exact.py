@@ -1,0 +1,69 @@
+"""`ExactModel`: a `keras.Model` of inputs and outputs whose training is exact."""
+
+from typing import Any
+
+import keras
+
+# By its own name: Keras' swap of `keras.Model` for it fails with a second base.
+from keras.src.models.functional import Functional
+
+from keras_vit import backend
+
+
+@keras.saving.register_keras_serializable(package="keras_vit")
+class ExactModel(backend.ExactTrainer, Functional):
+    """A functional `keras.Model` that trains the same on one device and under any strategy.
+
+    Everything is as with `keras.Model(inputs, outputs)`, but for `compile` and `fit`: gradients are
+    summed over replicas before they are clipped, replicas with fewer images count less, float16 is
+    scaled wherever a layer computes in it, XLA compiles under a strategy too, and `compile` takes
+    `accumulate`, `sam_rho` and `report_gradient_norm`. Subclass it for a `train_step` or a
+    `compute_loss` of your own. A model that is a class with a `call` takes `ExactTrainer` as its
+    first base: `class Mine(keras_vit.ExactTrainer, keras.Model)`.
+
+    Example:
+        >>> import keras_vit
+        >>> base = keras_vit.ViTTi16(weights=None, include_top=False, pooling="avg",
+        ...                          input_shape=(32, 32, 3))
+        >>> images = keras.Input((32, 32, 3))
+        >>> model = ExactModel(images, keras.layers.Dense(5)(base(images)))
+        >>> model.compile("adam", "mse", accumulate=2)
+        >>> model.output_shape
+        (None, 5)
+
+    Args:
+        inputs: Keras tensors, in any structure.
+        outputs: Keras tensors made of them.
+        name: name of the model.
+    """
+
+    @classmethod
+    def from_model(cls, model: keras.Model) -> "ExactModel":
+        """Returns an exact model of the layers of a functional or sequential one, not compiled.
+
+        Example:
+            >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+            >>> ExactModel.from_model(model).layers[-1] is model.layers[-1]
+            True
+
+        Raises:
+            TypeError: the model is neither.
+            ValueError: the model is not built, so its inputs are not known.
+        """
+        if not isinstance(model, Functional | keras.Sequential):
+            raise TypeError(
+                "from_model takes a functional or sequential model; of a class with a call, make "
+                "keras_vit.ExactTrainer its first base. "
+                f"Received: {type(model).__name__}."
+            )
+        if not model.built:
+            raise ValueError(
+                f"The model {model.name!r} is not built; call it on a batch of images first, or "
+                "give it a keras.Input."
+            )
+        if isinstance(model, keras.Sequential):
+            inputs, outputs = model.inputs[0], model.outputs[0]
+        else:  # in their structure, which `inputs` and `outputs` have lost
+            inputs, outputs = model._inputs_struct, model._outputs_struct
+        with backend.scope_of(model):
+            return cls(inputs, outputs, name=model.name)

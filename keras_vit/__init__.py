@@ -2,7 +2,7 @@
 
 import keras
 
-from keras_vit import layers, weights
+from keras_vit import layers, losses, optimizers, weights
 from keras_vit.adaptation import freeze, load_adapter, lora, merge_lora, save_adapter
 from keras_vit.applications import (
     R26ViTB32,
@@ -63,7 +63,9 @@ __all__ = [
     "layout_map",
     "load_adapter",
     "lora",
+    "losses",
     "merge_lora",
+    "optimizers",
     "parameter_count",
     "preprocess_input",
     "resize",

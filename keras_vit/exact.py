@@ -1,7 +1,5 @@
 """`ExactModel`: a `keras.Model` of inputs and outputs whose training is exact."""
 
-from typing import Any
-
 import keras
 
 # By its own name: Keras' swap of `keras.Model` for it fails with a second base.

@@ -270,22 +270,20 @@ def test_recomputed_blocks_drop_the_same_again(jit_compile: bool | None) -> None
     assert any(np.abs(a - b).max() > 1e-3 for a, b in zip(gradients(kept), first, strict=True))
 
 
-def fit_dataset(model: VisionTransformer, images: int, batch: int) -> None:
-    data = tf.data.Dataset.from_tensor_slices((np.ones((images, 32, 48, 3)), np.zeros(images)))
-    model.fit(data.batch(batch), shuffle=False, verbose=0)
-
-
 @pytest.mark.slow
-def test_a_batch_that_cannot_be_shared_is_an_error(strategy: tf.distribute.Strategy) -> None:
-    """Keras would weigh the images of the smaller share more; a last batch of one stops too."""
-    with strategy.scope():
-        model = compiled()
-    with pytest.raises(ValueError, match=r"cannot be divided evenly .* drop_remainder=True"):
-        fit_dataset(model, 9, 8)
-    with pytest.raises(ValueError, match="cannot be divided evenly"):
-        fit_dataset(compiled(accumulate=3), 8, 8)
-    with pytest.raises(ValueError, match=r"cannot be divided evenly .* drop_remainder=True"):
-        compiled(accumulate=3).train_on_batch(np.ones((8, 32, 48, 3)), np.zeros(8))  # known before
+@pytest.mark.parametrize("jit_compile", [False, True], ids=["graph", "xla"])
+@pytest.mark.parametrize("size", [1, 2, 7])
+def test_parts_of_different_sizes_are_exact(size: int, jit_compile: bool) -> None:
+    """Three parts of one, two and seven images, some of them empty; in one part, the same."""
+    x = np.random.default_rng(1).uniform(-1, 1, (size, 32, 48, 3)).astype(np.float32)
+    y = np.arange(size) % 3
+    found = []
+    for accumulate in (3, 1):
+        model = compiled(accumulate=accumulate, jit_compile=jit_compile)
+        loss = model.train_on_batch(x, y)
+        found.append([loss, *model.get_weights()])
+    for part, whole in zip(*found, strict=True):
+        np.testing.assert_allclose(part, whole, rtol=0, atol=2e-6)
 
 
 def test_what_cannot_be_right_is_refused(strategy: tf.distribute.Strategy) -> None:
@@ -294,6 +292,9 @@ def test_what_cannot_be_right_is_refused(strategy: tf.distribute.Strategy) -> No
         compiled(steps_per_execution=4)
     with pytest.raises(ValueError, match=r"give compile\(accumulate=...\) instead"):
         compiled(optimizer=keras.optimizers.SGD(0.1, gradient_accumulation_steps=2))
+    averaged = keras.optimizers.SGD(0.1, use_ema=True, ema_overwrite_frequency=2)
+    with strategy.scope(), pytest.raises(ValueError, match="ema_overwrite_frequency=2 does not"):
+        compiled(optimizer=averaged)
     with pytest.raises(ValueError, match="accumulate must be at least 1"):
         compiled(accumulate=0)
 

@@ -23,6 +23,7 @@ PUBLIC = [
     *("ViTSo400m14", "ViTTi16", "ViTg14"),
     *("ViTConfig", "VisionTransformer", "__version__", "decode_predictions", "export", "layers"),
     *("freeze", "layout_map", "load_adapter", "lora", "merge_lora", "save_adapter"),
+    *("ExactModel", "ExactTrainer", "losses", "optimizers"),
     *("parameter_count", "preprocess_input", "resize", "variant", "weights"),
 ]
 

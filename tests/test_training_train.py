@@ -170,15 +170,15 @@ def test_data_without_validation_images_is_an_error(data: ImageData, tmp_path: P
         train(lacking, out=tmp_path / "run")
 
 
-def test_a_batch_that_cannot_be_cut_is_refused_first(data: ImageData, tmp_path: Path) -> None:
+def test_a_batch_that_cannot_be_shared_is_refused_first(data: ImageData, tmp_path: Path) -> None:
     """Nothing is left where the run would have been."""
-    with pytest.raises(ValueError, match=r"8 images .* accumulate: 3\); choose a multiple of 3"):
+    with pytest.raises(ValueError, match=r"7 images .* among 2 replicas; choose a multiple of 2"):
         train(
             data,
             out=tmp_path / "run",
             model=CONFIG,
-            recipe=RECIPE,
-            execution=Execution(accumulate=3),
+            recipe=dataclasses.replace(RECIPE, batch_size=7),
+            execution=Execution(strategy="mirrored"),
         )
     assert not list(tmp_path.iterdir())
 

@@ -86,9 +86,7 @@ def _loop(model: Any, strategy: Any) -> dict[str, Any]:
             with tf.GradientTape() as tape:
                 loss = tf.reduce_sum(loss_of(y, model(x, training=True))) / BATCH
             gradients = tape.gradient(loss, model.trainable_variables)
-            model.optimizer.apply_gradients(
-                zip(gradients, model.trainable_variables, strict=True)
-            )
+            model.optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
             return loss
 
         return strategy.reduce("SUM", strategy.run(replica_step, args=(batch,)), axis=None)
@@ -200,6 +198,7 @@ def _added_loss(
     self: Any, x: Any, y: Any, y_pred: Any, sample_weight: Any = None, training: bool = True
 ) -> Any:
     import keras
+
     from keras_vit import VisionTransformer
 
     own = VisionTransformer.compute_loss(self, x, y, y_pred, sample_weight, training)
@@ -209,9 +208,7 @@ def _added_loss(
 def _mean_loss(self: Any, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
     import keras
 
-    return keras.ops.mean(
-        keras.losses.sparse_categorical_crossentropy(y, y_pred, from_logits=True)
-    )
+    return keras.ops.mean(keras.losses.sparse_categorical_crossentropy(y, y_pred, from_logits=True))
 
 
 def _object_loss(self: Any, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
@@ -222,6 +219,7 @@ def _object_loss(self: Any, x: Any, y: Any, y_pred: Any, sample_weight: Any = No
 
 def _wrapper() -> tuple[Any, Any]:
     import keras
+
     import keras_vit
 
     images = keras.Input((SIZE, SIZE, 3))
@@ -231,6 +229,7 @@ def _wrapper() -> tuple[Any, Any]:
 
 def _sequential() -> tuple[Any, Any]:
     import keras
+
     import keras_vit
 
     model = keras.Sequential([_features(), keras.layers.Dense(CLASSES)])
@@ -240,6 +239,7 @@ def _sequential() -> tuple[Any, Any]:
 
 def _frozen() -> tuple[Any, Any]:
     import keras
+
     import keras_vit
 
     base = _features()
@@ -319,9 +319,7 @@ WAYS: dict[str, Any] = {
     "weighted": lambda: _lossy(_CROSS, **_BY_WEIGHT),
     "weighted_accumulated": lambda: _lossy(_CROSS, accumulate=2, **_BY_WEIGHT),
     "ignored": lambda: _lossy(_CROSS, from_logits=True, ignore_class=0),
-    "ignored_accumulated": lambda: _lossy(
-        _CROSS, accumulate=2, from_logits=True, ignore_class=0
-    ),
+    "ignored_accumulated": lambda: _lossy(_CROSS, accumulate=2, from_logits=True, ignore_class=0),
     "multiple": _multiple,
     "schedule_free": lambda: _optimized("ScheduleFreeAdamW", learning_rate=1e-2, clipnorm=0.1),
 }

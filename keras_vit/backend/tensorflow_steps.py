@@ -108,4 +108,3 @@ def wants_xla(request: bool | str) -> bool:
         return bool(request)
     is_tpu = isinstance(tf.distribute.get_strategy(), tf.distribute.TPUStrategy)
     return bool(tf.config.list_physical_devices("GPU")) and not is_tpu
-

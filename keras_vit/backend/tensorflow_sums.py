@@ -35,6 +35,18 @@ def sum_over_replicas(values: Sequence[Any]) -> list[Any]:
     return [None if value is None else next(summed) for value in values]
 
 
+def parts_of(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
+    """Returns an optimizer and all that are inside it."""
+    found: dict[int, keras.optimizers.Optimizer] = {}
+    waiting = [optimizer]
+    while waiting:
+        part = waiting.pop()
+        if id(part) not in found:
+            found[id(part)] = part
+            waiting += [inner for value in vars(part).values() for inner in _optimizers(value)]
+    return list(found.values())
+
+
 def sum_in_apply(optimizer: keras.optimizers.Optimizer) -> None:
     """Makes `optimizer.apply` sum the gradients over replicas first, and nothing inside it again.
 
@@ -42,7 +54,7 @@ def sum_in_apply(optimizer: keras.optimizers.Optimizer) -> None:
     What an optimizer has inside, such as the parts of a `MultiOptimizer`, sums too where it is
     asked by itself.
     """
-    for part in _parts(optimizer):
+    for part in parts_of(optimizer):
         if not isinstance(vars(part).get("apply"), _SummingApply):
             object.__setattr__(part, "apply", _SummingApply(part))
             object.__setattr__(part, "_all_reduce_sum_gradients", list)
@@ -51,7 +63,7 @@ def sum_in_apply(optimizer: keras.optimizers.Optimizer) -> None:
 @contextlib.contextmanager
 def summed_already(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
     """Inside this scope the optimizer, and what it has inside, take gradients as they are."""
-    applies = [vars(part).get("apply") for part in _parts(optimizer)]
+    applies = [vars(part).get("apply") for part in parts_of(optimizer)]
     entered = [apply for apply in applies if isinstance(apply, _SummingApply)]
     for apply in entered:
         apply.enter(1)
@@ -91,18 +103,6 @@ def _replica() -> int:
     context = tf.distribute.get_replica_context()
     replica = None if context is None else context.replica_id_in_sync_group
     return replica if isinstance(replica, int) else 0  # one thread traces for all TPUs
-
-
-def _parts(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
-    """Returns an optimizer and all that are inside it."""
-    found: dict[int, keras.optimizers.Optimizer] = {}
-    waiting = [optimizer]
-    while waiting:
-        part = waiting.pop()
-        if id(part) not in found:
-            found[id(part)] = part
-            waiting += [inner for value in vars(part).values() for inner in _optimizers(value)]
-    return list(found.values())
 
 
 def _optimizers(value: Any) -> list[keras.optimizers.Optimizer]:

@@ -2,8 +2,9 @@
 
 Keras clips gradients before it sums them over replicas, counts uneven replicas alike, and switches
 XLA off under a strategy. Here a step is: forward and backward of each replica, compiled alone, of
-its share of the loss; the sum; then the optimizer, which sums no more. Some of what is overridden is Keras' private part: tests/test_backend_trainer
-and tests/test_multi_worker hold it, and pyproject.toml keeps Keras to the tested range.
+its share of the loss; the sum; then the optimizer, which sums no more. Some of what is overridden
+is Keras' private part: tests/test_backend_trainer and tests/test_training_ways hold it, and
+pyproject.toml keeps Keras to the tested range.
 """
 
 import concurrent.futures
@@ -36,6 +37,7 @@ from keras_vit.backend.tensorflow_steps import (
 )
 from keras_vit.backend.tensorflow_sums import (
     keras_replicas,
+    parts_of,
     replicas,
     sum_in_apply,
     sum_over_replicas,
@@ -230,7 +232,7 @@ class ExactTrainer(_Model):
         (loss,) = sum_over_replicas([loss])
         self._loss_tracker.update_state(loss, sample_weight=count_images(x))
         logs = self.compute_metrics(x, y, y_pred, sample_weight=weight)
-        return logs
+        return dict(logs)
 
     def make_train_function(self, force: bool = False) -> None:
         if self.train_function is not None and not force:
@@ -354,10 +356,18 @@ class ExactTrainer(_Model):
                 f"steps_per_execution={self.steps_per_execution} does not work with "
                 f"{strategy.num_replicas_in_sync} replicas; leave it at 1."
             )
-        if getattr(self.optimizer, "gradient_accumulation_steps", None):
+        optimizers = [] if self.optimizer is None else parts_of(self.optimizer)
+        if any(getattr(part, "gradient_accumulation_steps", None) for part in optimizers):
             raise ValueError(
                 "The optimizer's gradient_accumulation_steps does not work with this model's "
                 "training step; leave it out, and give compile(accumulate=...) instead."
+            )
+        overwrites = [getattr(part, "ema_overwrite_frequency", None) for part in optimizers]
+        if strategy.num_replicas_in_sync > 1 and any(overwrites):
+            raise ValueError(
+                f"ema_overwrite_frequency={max(filter(None, overwrites))} does not work with "
+                f"{strategy.num_replicas_in_sync} replicas; leave it None, and `fit` puts the "
+                "averages in the weights' place at its end."
             )
 
     def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:

@@ -1,7 +1,7 @@
 """Steps of optimizers as one kernel for each variable, where Keras takes four passes or twelve.
 
 For float32 alone, as TensorFlow's kernels want all of their arrays in one type. What they compute
-is held to Keras' own by tests/test_training_optimizers.py.
+is held to Keras' own by tests/test_optimizers.py.
 """
 
 from collections.abc import Sequence

@@ -1,10 +1,11 @@
 """Trains models and keeps what comes of it in run directories. TensorFlow only."""
 
+from keras_vit.losses import SigmoidCrossEntropy
+from keras_vit.optimizers import AdamW, MomentumSGD, WarmupDecay, decayed_rates
 from keras_vit.training.distillation import DistillationLoss, DistillationModel
 from keras_vit.training.execution import Execution, is_first_worker
 from keras_vit.training.finish import TrainingInterrupted
 from keras_vit.training.loop import WorkerLostError
-from keras_vit.training.losses import SigmoidCrossEntropy
 from keras_vit.training.masked_patches import MaskedPatchModel
 from keras_vit.training.models import (
     MODEL_NAMES,
@@ -13,13 +14,11 @@ from keras_vit.training.models import (
     pretrained_model,
     run_model,
 )
-from keras_vit.training.optimizers import AdamW, MomentumSGD, decayed_rates
 from keras_vit.training.progress import EpochDone, Event, StepDone
 from keras_vit.training.recipe import Recipe
 from keras_vit.training.recipes import RECIPES
 from keras_vit.training.reconstructions import Reconstructions, reconstruct
 from keras_vit.training.run import Run, load_run, load_run_data
-from keras_vit.training.schedule import WarmupDecay
 from keras_vit.training.train import (
     check_free,
     default_config,

@@ -9,11 +9,11 @@ import tensorflow as tf
 
 from keras_vit.config import ViTConfig
 from keras_vit.data import ImageData, evaluation_batches, mix_batch, train_batches
+from keras_vit.losses import make_loss
 from keras_vit.model import VisionTransformer
 from keras_vit.training.distillation import DistillationModel
 from keras_vit.training.execution import Execution
 from keras_vit.training.loop import Batches
-from keras_vit.training.losses import make_loss
 from keras_vit.training.masked_patches import MaskedPatchModel
 from keras_vit.training.optimizer import make_optimizer
 from keras_vit.training.recipe import Plan, Recipe

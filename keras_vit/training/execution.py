@@ -56,12 +56,11 @@ class Execution:
                 )
 
     def check_batch(self, size: int, *, replicas: int) -> None:
-        """Raises a ValueError unless replicas can share so many images, and cut their shares."""
-        if size % (replicas * self.accumulate):
+        """Raises a ValueError unless replicas can share so many images equally."""
+        if size % replicas:
             raise ValueError(
-                f"A batch of {size} images cannot be divided evenly (replicas: {replicas}, "
-                f"accumulate: {self.accumulate}); choose a multiple of "
-                f"{replicas * self.accumulate}."
+                f"A batch of {size} images cannot be divided evenly among {replicas} replicas; "
+                f"choose a multiple of {replicas}."
             )
 
     def make_strategy(self) -> tf.distribute.Strategy:

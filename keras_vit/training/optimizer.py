@@ -5,9 +5,8 @@ from typing import Any
 import keras
 
 from keras_vit.model import VisionTransformer
-from keras_vit.training.optimizers import AdamW, MomentumSGD, decayed_rates
+from keras_vit.optimizers import AdamW, MomentumSGD, WarmupDecay, decayed_rates
 from keras_vit.training.recipe import Plan, Recipe
-from keras_vit.training.schedule import WarmupDecay
 
 
 def make_optimizer(

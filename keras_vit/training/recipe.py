@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from keras_vit.data import Augmentation
-from keras_vit.training.losses import LossName
-from keras_vit.training.schedule import Decay
+from keras_vit.losses import LossName
+from keras_vit.optimizers import Decay
 
 OptimizerName = Literal["adamw", "momentum"]
 

@@ -1,11 +1,11 @@
-"""Tests of keras_vit.training.losses."""
+"""Tests of keras_vit.losses."""
 
 import keras
 import numpy as np
 import pytest
 
+from keras_vit.losses import make_loss
 from keras_vit.training import SigmoidCrossEntropy
-from keras_vit.training.losses import make_loss
 
 
 def test_sigmoid_is_the_sum_over_classes_and_the_mean_over_images() -> None:

@@ -1,0 +1,88 @@
+"""Every way to train gives on replicas, and on two workers, what it gives on one device."""
+
+import functools
+from typing import Any
+
+import numpy as np
+import processes
+import pytest
+import training_ways
+
+TWELVE = [
+    "fit",
+    "train_step",
+    "compute_loss",
+    "own_loop",
+    "wrapper",
+    "sequential",
+    "frozen",
+    "cloned",
+    "distilled",
+    "lora",
+    "uneven",
+    "weighted",
+]
+# The same in parts, other losses and optimizers, and losses that Keras divides otherwise.
+OTHERS = [name for name in training_ways.WAYS if name not in TWELVE]
+
+
+@functools.cache
+def one_device() -> dict[str, Any]:
+    return training_ways.result(training_ways.start([*TWELVE, *OTHERS]))
+
+
+def assert_same(found: dict[str, Any], ways: list[str]) -> None:
+    """Losses of three epochs, and of the validation after each, to 2e-5; replicas to the bit."""
+    for way in ways:
+        for kind in ("losses", "validation"):
+            expected = one_device()[way][kind]
+            np.testing.assert_allclose(
+                found[way][kind], expected, rtol=0, atol=2e-5, err_msg=f"{way}: {kind}"
+            )
+        assert len(set(found[way]["replicas"])) == 1, way
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("replicas", "ways"), [(2, [*TWELVE, *OTHERS]), (4, TWELVE)], ids=["two", "four"]
+)
+def test_replicas_train_as_one_device(replicas: int, ways: list[str]) -> None:
+    """A last batch of one image leaves all other replicas without any."""
+    found = training_ways.result(training_ways.start(ways, replicas=replicas))
+
+    assert_same(found, ways)
+    assert {len(found[way]["replicas"]) for way in ways} == {replicas}
+
+
+@pytest.mark.slow
+def test_two_workers_train_as_one_device() -> None:
+    """Two processes on loopback, and equal bits on both."""
+    workers = [training_ways.start(TWELVE, environment=e) for e in processes.cluster(2)]
+    first, second = (training_ways.result(worker) for worker in workers)
+
+    assert_same(first, TWELVE)
+    for way in TWELVE:
+        assert first[way]["replicas"] == second[way]["replicas"], way
+
+
+@pytest.mark.slow
+def test_the_ways_differ() -> None:
+    """Each trains something else, so that equal losses say something; parts change nothing."""
+    same = {
+        "train_step": "fit",
+        "own_loop": "fit",
+        "cloned": "fit",
+        "compute_loss_of_ops": "fit",
+        "compute_loss_of_object": "fit",
+        "uneven_accumulated": "uneven",
+        "uneven_train_step": "uneven",
+        "weighted_accumulated": "weighted",
+        "ignored_accumulated": "ignored",
+    }
+    losses = {way: one_device()[way]["losses"] for way in training_ways.WAYS}
+    for way, other in same.items():
+        np.testing.assert_allclose(losses[way], losses[other], rtol=0, atol=2e-5, err_msg=way)
+    different = [way for way in losses if way not in same]
+    for place, way in enumerate(different):
+        for other in different[:place]:
+            assert np.abs(np.subtract(losses[way], losses[other])).max() > 1e-3, (way, other)

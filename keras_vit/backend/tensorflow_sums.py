@@ -87,7 +87,7 @@ class _SummingApply:
         optimizer, grads = self._optimizer, list(grads)
         if not optimizer.built and trainable_variables is not None:
             trainable_variables = list(trainable_variables)
-            optimizer.build(trainable_variables)
+            _build(optimizer, trainable_variables)
         sum_in_apply(optimizer)  # a MultiOptimizer has all of its parts only once it is built
         if not self._depths.get(_replica(), 0):
             grads = sum_over_replicas(grads)
@@ -97,6 +97,23 @@ class _SummingApply:
     def enter(self, change: int) -> None:
         """Counts the scopes of this replica that summed already."""
         self._depths[_replica()] = self._depths.get(_replica(), 0) + change
+
+
+def _build(optimizer: keras.optimizers.Optimizer, variables: list[Any]) -> None:
+    """Makes the variables of an optimizer once for all replicas, outside of a traced step.
+
+    TensorFlow cannot make them within: what they start from would be of the first trace alone.
+    """
+
+    def build(strategy: tf.distribute.Strategy) -> None:
+        with tf.init_scope(), strategy.scope():
+            optimizer.build(variables)
+
+    context = tf.distribute.get_replica_context()
+    if context is None:
+        optimizer.build(variables)
+    else:
+        context.merge_call(build)
 
 
 def _replica() -> int:

@@ -3,6 +3,7 @@
 from keras_vit.training.distillation import DistillationLoss, DistillationModel
 from keras_vit.training.execution import Execution, is_first_worker
 from keras_vit.training.finish import TrainingInterrupted
+from keras_vit.training.lamb import LAMB
 from keras_vit.training.loop import WorkerLostError
 from keras_vit.training.losses import SigmoidCrossEntropy
 from keras_vit.training.masked_patches import MaskedPatchModel
@@ -31,6 +32,7 @@ from keras_vit.training.train import (
 )
 
 __all__ = [
+    "LAMB",
     "MODELS",
     "MODEL_NAMES",
     "RECIPES",

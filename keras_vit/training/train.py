@@ -200,6 +200,8 @@ def _run(
         settings = finish.settings(model, data, recipe=recipe, seed=seed)
         _begin(loop, settings, existing=existing)
         asked = loop.run(requests)
+    # Not a part of what a resumed training must repeat: it may run elsewhere.
+    settings = {**settings, "execution": dataclasses.asdict(execution)}
     return finish.finish(loop, data, settings=settings, out=out, asked=asked)
 
 

@@ -97,7 +97,17 @@ def kept_part(model: Trained) -> VisionTransformer | MaskedPatchModel:
 
 
 def compile_model(model: Trained, *, recipe: Recipe, plan: Plan, execution: Execution) -> None:
-    """Compiles a model for a recipe, and builds all state that a checkpoint has to hold."""
+    """Compiles a model for a recipe, and builds all state that a checkpoint has to hold.
+
+    Raises:
+        ValueError: the recipe has `sam_rho`, and the model computes blocks anew.
+    """
+    if recipe.sam_rho and model.config.remat:
+        # Their gradient is that of the variables, which SAM has replaced by others.
+        raise ValueError(
+            f"sam_rho={recipe.sam_rho} and remat=True do not go together: blocks that are computed "
+            "anew would not be trained; choose one of them (--sam-rho 0, or --no-remat)."
+        )
     own: dict[str, Any] = {}
     if not isinstance(model, MaskedPatchModel):
         is_logits = model.config.classifier_activation is None

@@ -192,9 +192,9 @@ RECIPES: Mapping[str, Recipe] = {
     # Learning rate, batch, epochs, augmentation and mixup were chosen by cross-validation within
     # the training and validation images. A mirrored 2 is no digit.
     "digits": Recipe(
-        epochs=100,
-        batch_size=32,
-        learning_rate=1e-3,
+        epochs=200,
+        batch_size=64,
+        learning_rate=2e-3,
         label_smoothing=0.1,
         mixup=0.2,
         augmentation=Augmentation(rotation=15, shift=0.1, zoom=0.15),

@@ -51,14 +51,14 @@ def test_the_defaults_in_the_help_are_the_tables(capsys: pytest.CaptureFixture[s
     for text in (
         f"{digits.epochs} for the digits, {scratch.epochs} for a folder, "
         f"{tuned.epochs} with --weights",
-        f"{digits.batch_size} for the digits, otherwise {scratch.batch_size}",
-        f"{scratch.learning_rate}; {tuned.learning_rate} with --weights",
+        f"images in a step (default: {scratch.batch_size})",
+        f"{digits.learning_rate} for the digits, {scratch.learning_rate} for a folder, "
+        f"{tuned.learning_rate} with --weights",
         f"{MODELS['digits'].input_shape[0]} for digits, {MODELS['tiny'].input_shape[0]} for tiny",
         f"{MODELS['digits'].patch_size} for digits, {MODELS['tiny'].patch_size} for tiny",
     ):
         assert text in shown
-    assert digits.learning_rate == scratch.learning_rate
-    assert scratch.batch_size == tuned.batch_size
+    assert digits.batch_size == scratch.batch_size == tuned.batch_size
 
 
 @pytest.mark.parametrize("argv", USAGE)
@@ -146,7 +146,7 @@ SETTINGS = [
     (["--set", "classes=3"], "classes is decided by the data"),
     (["--set", "hidden_dim=65"], "hidden_dim must be a multiple of num_heads=4"),
     (["--set", "pooling=max"], "pooling must be one of"),
-    (["--set", "class_token=false"], 'pooling="token" needs class_token=True'),
+    (["--set", "pooling=token"], 'pooling="token" needs class_token=True'),
     (["--model", "Ti/16", "--weights", "x.npz", "--set", "pooling=avg"], "for fresh weights"),
     (["--recipe", "plain-s32"], "no recipe 'plain-s32'; choose one of digits, "),
     (["--recipe", "deit3-s16", "--layer-decay", "0.7"], "LAMB"),

@@ -10,7 +10,8 @@ from keras_vit.data import Augmentation
 from keras_vit.training import RECIPES, Recipe
 
 # What a recipe has unless a row below says otherwise: fields of Recipe, and of its augmentation.
-NOTHING = Recipe(steps=1, batch_size=1, learning_rate=1.0)
+# The last weights are kept: vit_jax/train.py, big_vision/train.py, facebookresearch/deit's main.py.
+NOTHING = Recipe(steps=1, batch_size=1, learning_rate=1.0, keep="last")
 
 # arXiv 2010.11929, Table 3 and its caption: "All models are trained with a batch size of 4096 and
 # learning rate warmup of 10k steps. For ImageNet we found it beneficial to additionally apply

@@ -122,9 +122,9 @@ def _add_recipe_flags(group: argparse._ArgumentGroup) -> None:
         "docs/training.md has all of them (default: digits for the digits, fine-tune with "
         "--weights, otherwise scratch); the flags below change single numbers of it",
     )
-    flags.add_length(group, epochs="100 for the digits, 100 for a folder, 10 with --weights")
+    flags.add_length(group, epochs="200 for the digits, 100 for a folder, 10 with --weights")
     flags.add_numbers(
-        group, batch="32 for the digits, otherwise 64", rate="0.001; 0.0001 with --weights"
+        group, batch="64", rate="0.002 for the digits, 0.001 for a folder, 0.0001 with --weights"
     )
     flags.add_regularization(group, is_labelled=True)
 

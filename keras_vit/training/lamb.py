@@ -13,9 +13,9 @@ class LAMB(keras.optimizers.Adam):
     as it is. `keras.optimizers.Lamb` has the decay outside, and scales every variable.
 
     Example:
-        >>> variable = keras.Variable([3.0, 4.0], name="kernel")
+        >>> variable = keras.Variable([3.0, 4.0])
         >>> LAMB(0.1, weight_decay=1.0).apply([keras.ops.ones(2)], [variable])
-        >>> [round(float(value), 3) for value in variable]  # moved by 0.1 of its norm of 5
+        >>> [round(float(value), 3) for value in variable.numpy()]  # moved by 0.1 of its norm of 5
         [2.688, 3.61]
 
     Args:

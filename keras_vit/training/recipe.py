@@ -9,6 +9,7 @@ from keras_vit.config import ViTConfig
 from keras_vit.data import Augmentation
 from keras_vit.data.mix import Mixing
 from keras_vit.training.losses import LossName
+from keras_vit.training.progress import Keep
 from keras_vit.training.schedule import Decay
 
 OptimizerName = Literal["adamw", "lamb", "momentum"]
@@ -83,6 +84,8 @@ class Recipe:
         mix_per: whether MixUp and CutMix draw a share for each "image", or one for a "batch".
         average: decay of the moving average of the weights that is evaluated and saved in their
             place (Polyak averaging); None for none.
+        keep: which epoch's model the run holds: the "best" on the validation images, or the "last",
+            as all sources do; where validation images are few, the best is so by chance.
         layer_decay: factor of the learning rate from one block to the one before it; 1 for none.
         sam_rho: radius of sharpness-aware minimisation; 0 for none.
         dropout_rate: dropout of a model that is made for the recipe; None for the model's own.
@@ -115,6 +118,7 @@ class Recipe:
     cutmix: float = 0.0
     mix_per: Mixing = "image"
     average: float | None = None
+    keep: Keep = "best"
     layer_decay: float = 1.0
     sam_rho: float = 0.0
     dropout_rate: float | None = None
@@ -280,5 +284,6 @@ _CHOICES = {
     "decay": get_args(Decay),
     "loss": get_args(LossName),
     "mix_per": get_args(Mixing),
+    "keep": get_args(Keep),
     "accumulator_dtype": ("bfloat16", "float32"),
 }

@@ -79,6 +79,7 @@ def _jft(models: str, *, epochs: int, learning_rate: float) -> Recipe:
         head_bias=-10.0,
         dropout_rate=0.0,
         model=_MLP_HEAD,
+        keep="last",
         augmentation=_CROPPED,
         source=f"{_PAPER}, Table 3, JFT-300M, {models}; loss: {_ISSUES} 34; the bias is that of "
         "ImageNet-21k (issue 2), JFT's is not published",
@@ -107,6 +108,7 @@ def _fine_tune(
         warmup=warmup,
         weight_decay=0.0,
         average=average,
+        keep="last",
         augmentation=augmentation,
         source=f"{_PAPER}, Table 4, {data}; rate: {rate_from}; warm-up: {warmup_from}; bfloat16 "
         f"momentum: {_VIT_JAX}/common.py",
@@ -134,6 +136,7 @@ def _augreg(level: str, *, classes: str) -> Recipe:
         mixup=mixup,
         mix_per="batch",
         model={} if is_21k else _MLP_HEAD,
+        keep="last",
         augmentation=Augmentation(
             crop=0.05, flip=True, randaugment_layers=layers, randaugment_magnitude=magnitude
         ),
@@ -160,6 +163,7 @@ def _deit3(name: str) -> Recipe:
         dropout_rate=0.0,
         drop_path_rate=drop_path,
         model={"layer_scale": 1e-4, "activation": "gelu"},
+        keep="last",
         augmentation=Augmentation(crop=0.08, flip=True),
         source=f"{_DEIT3}, {name}; not here: 3-Augment and colour jitter, repeated augmentation, "
         "targets that are 1 for both of the mixed classes, patches alone with positions, "
@@ -183,6 +187,7 @@ def _deit3_fine_tune(side: int, name: str) -> Recipe:
         mix_per="batch",
         dropout_rate=0.0,
         drop_path_rate=_DEIT3_FINETUNE[side, name],
+        keep="last",
         augmentation=_RAND_M9,
         source=f"{_DEIT3}, fine-tuning of {name} at {side} pixels; {_NOT_TIMM}",
     )
@@ -197,6 +202,7 @@ RECIPES: Mapping[str, Recipe] = {
         learning_rate=2e-3,
         label_smoothing=0.1,
         mixup=0.2,
+        keep="last",
         augmentation=Augmentation(rotation=15, shift=0.1, zoom=0.15),
         source="weight decay and label smoothing: arXiv 2012.12877, Table 9",
     ),
@@ -248,6 +254,7 @@ RECIPES: Mapping[str, Recipe] = {
         head_bias=-10.0,
         dropout_rate=0.1,
         model=_MLP_HEAD,
+        keep="last",
         augmentation=_CROPPED,
         source=f"{_PAPER}, Table 3, which trains ViT-L for 30 or 90 epochs; bias, end of the rate "
         f"and MLP head: {_ISSUES} 2 and 124; loss: issue 34",
@@ -261,6 +268,7 @@ RECIPES: Mapping[str, Recipe] = {
         weight_decay=0.3,
         dropout_rate=0.1,
         model=_MLP_HEAD,
+        keep="last",
         augmentation=_CROPPED,
         source=f"{_PAPER}, Table 3 and Section 3.1; the loss is not published, softmax is ours",
     ),
@@ -334,6 +342,7 @@ RECIPES: Mapping[str, Recipe] = {
         warmup=100,
         weight_decay=0.0,
         dropout_rate=0.0,
+        keep="last",
         augmentation=_CROPPED,
         source=f"{_AUGREG}; {_VIT_JAX}/augreg.py",
     ),
@@ -352,6 +361,7 @@ RECIPES: Mapping[str, Recipe] = {
             "position_embedding": "sincos_2d",
             **_MLP_HEAD,
         },
+        keep="last",
         augmentation=Augmentation(
             crop=0.05, flip=True, randaugment_layers=2, randaugment_magnitude=10
         ),
@@ -373,6 +383,7 @@ RECIPES: Mapping[str, Recipe] = {
         dropout_rate=0.0,
         drop_path_rate=0.1,
         model={"activation": "gelu"},
+        keep="last",
         augmentation=Augmentation(
             crop=0.08, flip=True, randaugment_layers=2, randaugment_magnitude=9, erase=0.25
         ),
@@ -394,6 +405,7 @@ RECIPES: Mapping[str, Recipe] = {
         mix_per="batch",
         dropout_rate=0.0,
         drop_path_rate=0.1,
+        keep="last",
         augmentation=Augmentation(
             crop=0.08, flip=True, randaugment_layers=2, randaugment_magnitude=9, erase=0.25
         ),

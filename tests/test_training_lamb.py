@@ -3,9 +3,21 @@
 import keras
 import numpy as np
 import pytest
+from conftest import randomize
 
-from keras_vit.training import LAMB
+import keras_vit
+from keras_vit.training import LAMB, Execution
 
+CONFIG = keras_vit.ViTConfig(
+    input_shape=(16, 16, 3),
+    patch_size=8,
+    hidden_dim=8,
+    mlp_dim=16,
+    num_heads=2,
+    num_layers=1,
+    classes=3,
+    include_preprocessing=True,
+)
 RATE, DECAY, EPSILON = 0.01, 0.05, 1e-6
 
 
@@ -44,6 +56,28 @@ def test_steps_are_those_of_the_source(start: float) -> None:
         assert np.abs(variable.numpy() - expected).max() < 2e-6
     other = reference(values[1], [pair[1] for pair in gradients], decay=DECAY, betas=(0.8, 0.99))
     assert np.abs(bias.numpy() - other).max() > 1e-3  # the comparison can fail
+
+
+def test_two_replicas_take_the_steps_of_one() -> None:
+    """The ratio is that of whole variables and of the summed gradient."""
+    drawn = np.random.default_rng(1)
+    images = drawn.uniform(0, 255, (8, 16, 16, 3)).astype(np.float32)
+    targets = np.eye(3, dtype=np.float32)[drawn.integers(0, 3, 8)]
+    after = []
+    for strategy in (Execution(strategy=name).make_strategy() for name in ("none", "mirrored")):
+        with strategy.scope():
+            model = keras_vit.VisionTransformer(CONFIG)
+            randomize(model)
+            before = model.get_weights()
+            optimizer = LAMB(RATE, weight_decay=DECAY, global_clipnorm=1.0)
+            optimizer.exclude_from_weight_decay(var_names=["bias", "gamma", "beta"])
+            model.compile(optimizer, keras.losses.CategoricalCrossentropy(from_logits=True))
+        model.fit(images, targets, batch_size=8, epochs=3, shuffle=False, verbose=0)
+        after.append(model.get_weights())
+
+    for one, two in zip(*after, strict=True):
+        assert np.abs(one - two).max() < 2e-5
+    assert any(np.abs(old - one).max() > 1e-2 for old, one in zip(before, after[0], strict=True))
 
 
 def test_it_survives_its_config() -> None:

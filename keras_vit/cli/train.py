@@ -23,11 +23,11 @@ a tenth of each class for validation, a tenth for test. Or --data is tfds:NAME, 
 TensorFlow Datasets (pip install "keras-vit[tfds]"), or the word digits, for the 1,797 handwritten
 digits that scikit-learn brings (a folder of that name is ./digits).
 
-The run directory holds model.keras (of the epoch that was best on the validation images),
-labels.txt, config.json, history.csv, curves.png, tensorboard/, metrics.json and confusion.png. It
-appears when it is complete; until then RUN.unfinished holds checkpoints, history and curves. Ctrl-C
-and SIGTERM save a checkpoint first. Whatever ended a training, the same command with --resume goes
-on, to the same bits.
+The run directory holds model.keras (of the epoch that was best on the validation images, or, as the
+digits and the recipes of the papers have it, of the last), labels.txt, config.json, history.csv,
+curves.png, tensorboard/, metrics.json and confusion.png. It appears when it is complete; until then
+RUN.unfinished holds checkpoints, history and curves. Ctrl-C and SIGTERM save a checkpoint first.
+Whatever ended a training, the same command with --resume goes on, to the same bits.
 
 Several GPUs are used at once. For several machines, start the same command on each, with TF_CONFIG
 in its environment.

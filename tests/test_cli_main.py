@@ -1,12 +1,13 @@
 """Tests of keras_vit.cli.main: help, usage errors, and what errors look like."""
 
 import argparse
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from keras_vit.cli import main, train
+from keras_vit.cli import flags, main, train
 from keras_vit.cli.main import make_parser
 from keras_vit.training import MODELS, RECIPES
 
@@ -50,14 +51,14 @@ def test_the_defaults_in_the_help_are_the_tables(capsys: pytest.CaptureFixture[s
     for text in (
         f"{digits.epochs} for the digits, {scratch.epochs} for a folder, "
         f"{tuned.epochs} with --weights",
-        f"{digits.batch_size} for the digits, otherwise {scratch.batch_size}",
-        f"{scratch.learning_rate}; {tuned.learning_rate} with --weights",
+        f"images in a step (default: {scratch.batch_size})",
+        f"{digits.learning_rate} for the digits, {scratch.learning_rate} for a folder, "
+        f"{tuned.learning_rate} with --weights",
         f"{MODELS['digits'].input_shape[0]} for digits, {MODELS['tiny'].input_shape[0]} for tiny",
         f"{MODELS['digits'].patch_size} for digits, {MODELS['tiny'].patch_size} for tiny",
     ):
         assert text in shown
-    assert digits.learning_rate == scratch.learning_rate
-    assert scratch.batch_size == tuned.batch_size
+    assert digits.batch_size == scratch.batch_size == tuned.batch_size
 
 
 @pytest.mark.parametrize("argv", USAGE)
@@ -138,3 +139,76 @@ def test_weights_that_do_not_fit_are_refused(
     assert in_folder(["train", "--data", "digits", "--out", "run", *argv]) == 1
     assert message in capsys.readouterr().err
     assert not Path("run").exists()
+
+
+SETTINGS = [
+    (["--set", "width=3"], "no field 'width' that a recipe may set"),
+    (["--set", "classes=3"], "classes is decided by the data"),
+    (["--set", "hidden_dim=65"], "hidden_dim must be a multiple of num_heads=4"),
+    (["--set", "pooling=max"], "pooling must be one of"),
+    (["--set", "pooling=token"], 'pooling="token" needs class_token=True'),
+    (["--model", "Ti/16", "--weights", "x.npz", "--set", "pooling=avg"], "for fresh weights"),
+    (["--recipe", "plain-s32"], "no recipe 'plain-s32'; choose one of digits, "),
+    (["--recipe", "deit3-s16", "--layer-decay", "0.7"], "LAMB"),
+]
+
+
+@pytest.mark.parametrize(("argv", "message"), SETTINGS)
+def test_settings_that_do_not_fit_are_refused(
+    argv: list[str],
+    message: str,
+    in_folder: Callable[[list[str]], int],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One sentence, before an image is read, and nothing is written."""
+    assert in_folder(["train", "--data", "digits", "--out", "run", *argv]) == 1
+    assert message in capsys.readouterr().err
+    assert not Path("run").exists()
+
+
+FLAGS: list[tuple[list[str], dict[str, object]]] = [
+    ([], {}),
+    (["--weight-decay", "0"], {"weight_decay": 0.0}),
+    (["--drop-path", "0.2"], {"drop_path_rate": 0.2}),
+    (["--average", "0.99"], {"average": 0.99}),
+    (["--average", "0"], {"average": None}),
+    (["--sam-rho", "0.05"], {"sam_rho": 0.05}),
+    (["--mixup", "0.8", "--cutmix", "1"], {"mixup": 0.8, "cutmix": 1.0}),
+    (["--layer-decay", "0.7"], {"layer_decay": 0.7}),
+    (
+        ["--set", "pooling=avg", "--set", "class_token=false"],
+        {"model": {"pooling": "avg", "class_token": False}},
+    ),
+]
+
+
+@pytest.mark.parametrize(("argv", "changes"), FLAGS)
+def test_flags_change_single_numbers_of_the_recipe(
+    argv: list[str], changes: dict[str, object]
+) -> None:
+    """Each flag its own field, and nothing else."""
+    arguments = make_parser().parse_args(["train", "--data", "x", "--out", "y", *argv])
+    recipe = dataclasses.replace(RECIPES["scratch"], average=0.5)
+
+    assert flags.changed(recipe, arguments) == dataclasses.replace(recipe, **changes)
+
+
+def test_settings_go_over_those_of_the_recipe() -> None:
+    """What is set replaces one field of the recipe's model; the others stay."""
+    argv = ["train", "--data", "x", "--out", "y", "--set", "position_embedding=learned"]
+    arguments = make_parser().parse_args(argv)
+    model = flags.changed(RECIPES["plain-s16"], arguments).model
+
+    assert model == {**RECIPES["plain-s16"].model, "position_embedding": "learned"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "remat", "xla"),
+    [([], None, "auto"), (["--remat", "--xla"], True, True), (["--no-xla"], None, False)],
+)
+def test_memory_and_xla_are_flags(argv: list[str], remat: object, xla: object) -> None:
+    """Of both commands that train."""
+    for command in ("train", "pretrain"):
+        arguments = make_parser().parse_args([command, "--data", "x", "--out", "y", *argv])
+        execution = flags.execution(arguments)
+        assert (execution.remat, execution.xla) == (remat, xla)

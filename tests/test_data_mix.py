@@ -105,3 +105,46 @@ def test_workers_mix_with_their_own_images(options: dict[str, float]) -> None:
         assert np.allclose(single[~other], together[~other], atol=1e-6)
         assert (~other).sum() > 30
     assert not np.array_equal(parts[0] > 0, parts[1] > 0)
+
+
+@pytest.mark.parametrize("options", [{"alpha": 0.4}, {"alpha": 0.0, "cutmix": 1.0}])
+def test_a_batch_can_have_one_share(options: dict[str, float]) -> None:
+    """Each image is mixed with the one before it, all by the same share, or rectangle."""
+    shares = set()
+    for seed in range(6):
+        images, targets = mixed(**options, count=7, side=12, per="batch", seed=(3, seed))
+        numbers = np.arange(7)
+        kept, other = targets[numbers, numbers], targets[numbers, numbers - 1]
+        assert np.allclose(kept, kept[0])
+        assert np.allclose(kept + other, 1)
+        pasted = images[..., 0] != numbers[:, None, None]
+        assert (pasted == pasted[:1]).all()
+        if options["alpha"]:
+            assert kept[0] >= 0.5
+            assert np.allclose(images[:, 0, 0, 0], targets @ numbers, atol=1e-4)
+        shares.add(float(kept[0]))
+    assert len(shares) > 3
+
+
+def test_one_share_for_a_batch_follows_beta() -> None:
+    """As big_vision draws it: the mean of max(b, 1 - b), b from Beta(1, 1), is three quarters."""
+    shares = [mixed(1.0, count=2, per="batch", seed=(1, seed))[1].max() for seed in range(300)]
+    assert abs(np.mean(shares) - 0.75) < 0.03
+
+
+def test_one_mixture_is_chosen_for_a_batch() -> None:
+    """With two alphas a batch is blended as a whole or pasted into as a whole, about half each."""
+    blended = 0
+    for seed in range(60):
+        images, _ = mixed(8.0, count=4, side=12, cutmix=8.0, per="batch", seed=(2, seed))
+        changed = (images[..., 0] != np.arange(4)[:, None, None]).all(axis=(1, 2))
+        assert changed.all() or not changed.any()
+        blended += int(changed.all())
+    assert 15 < blended < 45
+
+
+def test_workers_share_the_draw_for_a_batch() -> None:
+    """Each mixes its own images, both by the share that a single worker would draw."""
+    whole = mixed(0.3, count=8, per="batch")[1].max()
+    parts = [mixed(0.3, count=4, per="batch", shard=(index, 2))[1].max() for index in (0, 1)]
+    assert parts == [whole, whole]

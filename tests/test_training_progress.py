@@ -40,6 +40,16 @@ def test_the_best_epoch_is_the_one_of_least_validation_loss(
     assert watcher.best.epoch == best
 
 
+@pytest.mark.parametrize(("count", "kept"), [(3, [1, 2, 3]), (50, [*range(2, 51, 2)])])
+def test_the_last_epoch_can_be_the_one_that_is_kept(count: int, kept: list[int]) -> None:
+    """Whatever its loss; on the way one epoch in twenty is, in case of an interruption."""
+    watcher = watch([(0.5, float(epoch)) for epoch in range(1, count + 1)], keep="last")
+
+    assert watcher.best is not None
+    assert watcher.best.epoch == count
+    assert [done.epoch for done in watcher.history if done.is_best] == kept
+
+
 def test_events_come_in_order_and_are_complete() -> None:
     """Each step and each epoch is told once, with what is left to do."""
     events: list[Any] = []

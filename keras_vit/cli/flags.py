@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from keras_vit.cli import values
@@ -9,6 +10,19 @@ from keras_vit.cli import values
 if TYPE_CHECKING:
     from keras_vit import ViTConfig
     from keras_vit.training import Execution, Recipe
+
+# What a flag is called here, and the field of the recipe that it changes.
+_FIELDS = {
+    "batch_size": "batch_size",
+    "learning_rate": "learning_rate",
+    "layer_decay": "layer_decay",
+    "weight_decay": "weight_decay",
+    "drop_path": "drop_path_rate",
+    "average": "average",
+    "sam_rho": "sam_rho",
+    "mixup": "mixup",
+    "cutmix": "cutmix",
+}
 
 
 def add_needed(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +35,7 @@ def add_needed(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sizes(group: argparse._ArgumentGroup) -> None:
-    """Adds `--model`, `--image-size` and `--patch-size`."""
+    """Adds `--model`, `--image-size`, `--patch-size` and `--set`."""
     group.add_argument(
         "--model",
         metavar="NAME",
@@ -41,6 +55,16 @@ def add_sizes(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="side of a patch in pixels; must divide the image (default: 4 for digits, 8 for tiny, "
         "the variant's own)",
+    )
+    group.add_argument(
+        "--set",
+        type=values.setting,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a field of ViTConfig for fresh weights, such as pooling=avg, class_token=false, "
+        "position_embedding=sincos_2d or layer_scale=1e-4; may be repeated (default: the recipe's, "
+        "otherwise the model's own)",
     )
 
 
@@ -101,8 +125,47 @@ def add_numbers(group: argparse._ArgumentGroup, *, batch: str, rate: str) -> Non
     )
 
 
+def add_regularization(group: argparse._ArgumentGroup, *, is_labelled: bool) -> None:
+    """Adds `--weight-decay`, `--drop-path`, `--average`, `--sam-rho`, `--mixup` and `--cutmix`.
+
+    Args:
+        group: where to.
+        is_labelled: whether there are targets that the last two can mix.
+    """
+    rows: list[tuple[str, Callable[[str], float], str]] = [
+        ("weight-decay", values.not_negative, "decay of the kernels, times the learning rate"),
+        ("drop-path", values.share, "probability that the last block is left out of a step"),
+        (
+            "average",
+            values.share,
+            "decay of a moving average of the weights, such as 0.9999, that is measured and saved "
+            "in their place; 0 for none",
+        ),
+        (
+            "sam-rho",
+            values.not_negative,
+            "radius of sharpness-aware minimisation, such as 0.1, which takes twice the time; 0 "
+            "for none",
+        ),
+    ]
+    if is_labelled:
+        rows += [
+            ("mixup", values.not_negative, "alpha of blending two images, such as 0.2; 0 for none"),
+            (
+                "cutmix",
+                values.not_negative,
+                "alpha of pasting a part of another image, such as 1; with --mixup one or the "
+                "other; 0 for none",
+            ),
+        ]
+    for name, kind, text in rows:
+        group.add_argument(
+            f"--{name}", type=kind, metavar="X", help=f"{text} (default: the recipe's)"
+        )
+
+
 def add_execution(group: argparse._ArgumentGroup) -> None:
-    """Adds `--strategy`, `--precision`, `--accumulate` and `--checkpoint-steps`."""
+    """Adds `--strategy`, `--precision`, what saves memory or time, and `--checkpoint-steps`."""
     group.add_argument(
         "--strategy",
         choices=("auto", "none", "mirrored", "multi_worker", "tpu"),
@@ -122,6 +185,17 @@ def add_execution(group: argparse._ArgumentGroup) -> None:
         default=1,
         metavar="N",
         help="cut each batch into N parts, one after another, to save memory (default: 1)",
+    )
+    group.add_argument(
+        "--remat",
+        action=argparse.BooleanOptionalAction,
+        help="compute the blocks anew for the gradient, to save memory; the same numbers, a fifth "
+        "more time (default: as the model says, a fresh one no)",
+    )
+    group.add_argument(
+        "--xla",
+        action=argparse.BooleanOptionalAction,
+        help="compile forward and backward pass with XLA (default: on GPUs)",
     )
     group.add_argument(
         "--checkpoint-steps",
@@ -164,6 +238,8 @@ def execution(arguments: argparse.Namespace) -> "Execution":
         strategy=arguments.strategy,
         precision=arguments.precision,
         accumulate=arguments.accumulate,
+        remat=arguments.remat,
+        xla="auto" if arguments.xla is None else arguments.xla,
         checkpoint_steps=arguments.checkpoint_steps,
     )
 
@@ -185,12 +261,10 @@ def changed(recipe: "Recipe", arguments: argparse.Namespace) -> "Recipe":
         augmentation = dataclasses.replace(augmentation, flip=arguments.flip)
     if arguments.epochs or arguments.steps:
         recipe = dataclasses.replace(recipe, epochs=arguments.epochs, steps=arguments.steps)
-    asked = {
-        name: getattr(arguments, name, None)
-        for name in ("batch_size", "learning_rate", "layer_decay")
-    }
+    asked = {field: getattr(arguments, flag, None) for flag, field in _FIELDS.items()}
+    given = {field: value for field, value in asked.items() if value is not None}
+    if given.get("average") == 0:
+        given["average"] = None
     return dataclasses.replace(
-        recipe,
-        augmentation=augmentation,
-        **{name: value for name, value in asked.items() if value is not None},
+        recipe, augmentation=augmentation, model={**recipe.model, **dict(arguments.set)}, **given
     )

@@ -134,7 +134,7 @@ class TrainDisplay:
             return
         test, validation = evaluations["test"], evaluations["validation"]
         self._print(
-            f"Best epoch (*): {run.config['result']['best_epoch']}, "
+            f"Epoch kept (*): {run.config['result']['best_epoch']}, "
             f"validation accuracy {validation.accuracy:.2%}."
         )
         self._print(
@@ -154,7 +154,7 @@ class TrainDisplay:
             _print_json("done", run=str(run.path), seconds=seconds, **result)
             return
         self._print(
-            f"Best epoch (*): {result['best_epoch']}, validation loss "
+            f"Epoch kept (*): {result['best_epoch']}, validation loss "
             f"{result['validation_loss']:.4f}, after {seconds:.0f} s."
         )
         self._print(f"Look at {run.path / 'reconstructions.png'}.")

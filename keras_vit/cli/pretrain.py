@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from keras_vit.cli import flags, output, values
 
 if TYPE_CHECKING:
-    from keras_vit.training import MaskedPatchModel
+    from keras_vit.training import MaskedPatchModel, Recipe
 
 OBJECTIVES = ("masked-patches",)
 TARGETS = ("mean_color", "small_patch", "pixels")
@@ -69,6 +69,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     group = parser.add_argument_group("recipe")
     flags.add_length(group, epochs="100")
     flags.add_numbers(group, batch="64", rate="0.001")
+    flags.add_regularization(group, is_labelled=False)
     flags.add_execution(parser.add_argument_group("execution"))
     flags.add_existing(parser)
     output.add_json_flag(parser)
@@ -82,17 +83,19 @@ def run(arguments: argparse.Namespace) -> int:
     start = time.monotonic()
     execution = flags.execution(arguments)
     training.check_free(arguments.out, existing=arguments.existing)
+    _check(arguments)
     execution.make_strategy()  # several workers join before an image is decoded, or never
     data = output.load_data(
         arguments.data, labelled=False, strict=arguments.strict, json=arguments.json
     )
     display = output.TrainDisplay(data, json=arguments.json)
+    recipe = flags.changed(training.default_pretrain_recipe(data), arguments)
     with display:
         result = training.pretrain(
             data,
             out=arguments.out,
-            model=functools.partial(_model, arguments),
-            recipe=flags.changed(training.default_pretrain_recipe(data), arguments),
+            model=functools.partial(_model, arguments, recipe),
+            recipe=recipe,
             seed=arguments.seed,
             existing=arguments.existing,
             execution=execution,
@@ -103,12 +106,22 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _model(arguments: argparse.Namespace) -> "MaskedPatchModel":
+def _check(arguments: argparse.Namespace) -> None:
+    for name, _ in arguments.set:
+        if name in ("representation_dim", "distillation_token"):
+            raise ValueError(
+                f"--set {name} belongs to a classifier, and pretrain makes none; give it to "
+                "keras-vit train."
+            )
+
+
+def _model(arguments: argparse.Namespace, recipe: "Recipe") -> "MaskedPatchModel":
     from keras_vit import training
 
     config = flags.model_config(arguments, image_size=arguments.image_size)
+    config = dataclasses.replace(config, pooling="avg", class_token=False)
     return training.MaskedPatchModel(
-        dataclasses.replace(config, pooling="avg", class_token=False, include_preprocessing=True),
+        dataclasses.replace(recipe.config(config), include_preprocessing=True),
         target=arguments.target,
         corruption=arguments.corruption,
         seed=arguments.seed,

@@ -23,11 +23,11 @@ a tenth of each class for validation, a tenth for test. Or --data is tfds:NAME, 
 TensorFlow Datasets (pip install "keras-vit[tfds]"), or the word digits, for the 1,797 handwritten
 digits that scikit-learn brings (a folder of that name is ./digits).
 
-The run directory holds model.keras (of the epoch that was best on the validation images),
-labels.txt, config.json, history.csv, curves.png, tensorboard/, metrics.json and confusion.png. It
-appears when it is complete; until then RUN.unfinished holds checkpoints, history and curves. Ctrl-C
-and SIGTERM save a checkpoint first. Whatever ended a training, the same command with --resume goes
-on, to the same bits.
+The run directory holds model.keras (of the epoch that was best on the validation images, or, as the
+digits and the recipes of the papers have it, of the last), labels.txt, config.json, history.csv,
+curves.png, tensorboard/, metrics.json and confusion.png. It appears when it is complete; until then
+RUN.unfinished holds checkpoints, history and curves. Ctrl-C and SIGTERM save a checkpoint first.
+Whatever ended a training, the same command with --resume goes on, to the same bits.
 
 Several GPUs are used at once. For several machines, start the same command on each, with TF_CONFIG
 in its environment.
@@ -39,6 +39,8 @@ examples:
   keras-vit train --data photos --out tuned-run --model Ti/16 --weights imagenet21k
   keras-vit train --data photos --out paper-run --model B/16 --weights imagenet21k \\
       --recipe finetune-pets --batch-size 64 --accumulate 4 --precision mixed_bfloat16
+  keras-vit train --data photos --out s16-run --model S/16 --recipe plain-s16 --batch-size 256
+  keras-vit train --data photos --out gap-run --set pooling=avg --set class_token=false
   keras-vit train --data photos --out few-run --weights pretrained-run --layer-decay 0.75
   keras-vit train --data photos --out lora-run --model B/16 --weights imagenet21k --lora 8
   keras-vit train --data photos --out small-run --teacher tuned-run --distillation hard
@@ -80,9 +82,10 @@ def run(arguments: argparse.Namespace) -> int:
     execution = flags.execution(arguments)
     training.check_free(arguments.out, existing=arguments.existing)
     _check(arguments)
-    config = None
+    recipe, config = _recipe(arguments), None
     if arguments.weights is None:
         config = flags.model_config(arguments, image_size=_image_size(arguments))
+        config = recipe.config(execution.config(config))  # what does not fit is told at once
     execution.make_strategy()  # several workers join before an image is decoded, or never
     data = output.load_data(arguments.data, strict=arguments.strict, json=arguments.json)
     display = output.TrainDisplay(data, json=arguments.json)
@@ -91,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
             data,
             out=arguments.out,
             model=functools.partial(_model, config, data, arguments),
-            recipe=_recipe(arguments, data),
+            recipe=recipe,
             seed=arguments.seed,
             existing=arguments.existing,
             execution=execution,
@@ -113,20 +116,28 @@ def _add_recipe_flags(group: argparse._ArgumentGroup) -> None:
         "--recipe",
         metavar="NAME",
         help="how to train: digits, scratch, fine-tune, or one of the papers: vit-imagenet21k, "
-        "vit-imagenet, finetune-imagenet, -cifar10, -cifar100, -pets, -flowers, -vtab, augreg-none "
-        "to augreg-strong2, augreg-finetune, plain-s16 (default: digits for the digits, fine-tune "
-        "with --weights, otherwise scratch); the flags below change single numbers of it",
+        "vit-imagenet, vit-jft-b to -h14, finetune-imagenet, -imagenet-512, -cifar10, -cifar100, "
+        "-pets, -flowers, -vtab, augreg-none to augreg-strong2, augreg-imagenet-none to -strong2, "
+        "augreg-finetune, plain-s16, deit, deit-384, deit3-s16 to -h14, deit3-384-b16; "
+        "docs/training.md has all of them (default: digits for the digits, fine-tune with "
+        "--weights, otherwise scratch); the flags below change single numbers of it",
     )
-    flags.add_length(group, epochs="100 for the digits, 100 for a folder, 10 with --weights")
+    flags.add_length(group, epochs="200 for the digits, 100 for a folder, 10 with --weights")
     flags.add_numbers(
-        group, batch="32 for the digits, otherwise 64", rate="0.001; 0.0001 with --weights"
+        group, batch="64", rate="0.002 for the digits, 0.001 for a folder, 0.0001 with --weights"
     )
+    flags.add_regularization(group, is_labelled=True)
 
 
 def _check(arguments: argparse.Namespace) -> None:
     tuning.check(arguments)
     if arguments.weights is None:
         return
+    if arguments.set:
+        raise ValueError(
+            f"--set {arguments.set[0][0]} is for fresh weights; leave it out together with "
+            "--weights, whose model is what it is."
+        )
     if arguments.patch_size is not None:
         raise ValueError("--patch-size is the checkpoint's; leave it out together with --weights.")
     if _is_run(arguments.weights):
@@ -163,10 +174,10 @@ def _weights(arguments: argparse.Namespace, data: "ImageData") -> "VisionTransfo
     )
 
 
-def _recipe(arguments: argparse.Namespace, data: "ImageData") -> "Recipe":
+def _recipe(arguments: argparse.Namespace) -> "Recipe":
     from keras_vit import training
 
-    recipe = training.default_recipe(data)
+    recipe = training.RECIPES["digits" if arguments.data == "digits" else "scratch"]
     if arguments.weights is not None:
         recipe = dataclasses.replace(
             training.RECIPES["fine-tune"], augmentation=recipe.augmentation

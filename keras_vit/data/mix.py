@@ -1,9 +1,13 @@
 """Mixes the images of a batch and their targets: MixUp (arXiv 1710.09412), CutMix (1905.04899)."""
 
+from typing import Literal
+
 import tensorflow as tf
 
 from keras_vit.data import draws
 from keras_vit.data.rectangles import inside
+
+Mixing = Literal["image", "batch"]
 
 TINY = 1e-30
 
@@ -15,13 +19,14 @@ def mix_batch(
     alpha: float,
     seed: tf.Tensor,
     cutmix: float = 0.0,
+    per: Mixing = "image",
     shard: tuple[int, int] = draws.WHOLE,
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Mixes each image and its target with those of another of the batch.
 
     MixUp blends the two images. CutMix pastes a rectangle of the other one, at the place where it
-    was, cut at the border; the target's share is the area that is left. With both, each image gets
-    one or the other, with equal chances.
+    was, cut at the border; the target's share is the area that is left. With both, each image, or
+    each batch, gets one or the other, with equal chances.
 
     Example:
         >>> import tensorflow as tf
@@ -37,30 +42,46 @@ def mix_batch(
         seed: two integers.
         cutmix: CutMix's alpha: the share that an image keeps, before the rectangle is cut at the
             border, is drawn from Beta(cutmix, cutmix); 0 pastes nothing.
+        per: "image" draws a share, a rectangle and a partner for each image; "batch" draws one
+            share, or rectangle, for all, and mixes each image with the one before it, as big_vision
+            does. DeiT's (timm's "batch" mode) is the same on a shuffled batch: there images are
+            mixed in pairs, and a share of b for the one is a share of 1 - b for the other.
         shard: (index of this worker, number of workers), see `keras_vit.data.train_batches`. An
             image is mixed with one that the same worker has.
 
     Returns:
         Images and targets of the same shapes.
+
+    Source: of "batch", google-research/big_vision, big_vision/utils.py, get_mixup.
     """
     if not alpha and not cutmix:
         return images, targets
     count = tf.shape(images)[0]
     keys = tf.random.experimental.stateless_split(tf.convert_to_tensor(seed), 2)
-    # Another permutation on each worker; the shares are those of its part of the whole batch.
-    order = tf.random.experimental.stateless_fold_in(keys[1], shard[0]) if shard[0] else keys[1]
-    others = tf.random.experimental.stateless_shuffle(tf.range(count), seed=order)
-    kept, share = _kept(images, alpha=alpha, cutmix=cutmix, seed=keys[0], shard=shard)
+    size = tf.shape(images)[1:3]
+    if per == "batch":  # one draw, the same on every worker
+        others = tf.roll(tf.range(count), shift=1, axis=0)
+        kept, share = _kept(size, 1, alpha=alpha, cutmix=cutmix, seed=keys[0], shard=draws.WHOLE)
+    else:
+        # Another permutation on each worker; the shares are those of its part of the whole batch.
+        order = tf.random.experimental.stateless_fold_in(keys[1], shard[0]) if shard[0] else keys[1]
+        others = tf.random.experimental.stateless_shuffle(tf.range(count), seed=order)
+        kept, share = _kept(size, count, alpha=alpha, cutmix=cutmix, seed=keys[0], shard=shard)
     images = images * kept + tf.gather(images, others) * (1 - kept)
     share = share[:, None]
     return images, targets * share + tf.gather(targets, others) * (1 - share)
 
 
 def _kept(
-    images: tf.Tensor, *, alpha: float, cutmix: float, seed: tf.Tensor, shard: tuple[int, int]
+    size: tf.Tensor,
+    count: tf.Tensor,
+    *,
+    alpha: float,
+    cutmix: float,
+    seed: tf.Tensor,
+    shard: tuple[int, int],
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """How much is kept of each pixel, (batch, height or 1, width or 1, 1), and of each target."""
-    count = tf.shape(images)[0]
+    """How much is kept of each pixel, (count, height or 1, width or 1, 1), and of each target."""
     blended = tf.ones(count)
     if alpha:
         drawn = _gammas(count, alpha=alpha, seed=seed, shard=shard)
@@ -70,9 +91,7 @@ def _kept(
     keys = tf.random.experimental.stateless_split(seed, 2)
     drawn = draws.uniform(3, count, seed=keys[0], shard=shard)
     gammas = _gammas(count, alpha=cutmix, seed=keys[1], shard=shard)
-    pasted = _rectangles(
-        tf.shape(images)[1:3], share=gammas[0] / tf.reduce_sum(gammas, axis=0), center=drawn[:2]
-    )
+    pasted = _rectangles(size, share=gammas[0] / tf.reduce_sum(gammas, axis=0), center=drawn[:2])
     cut = 1 - tf.cast(pasted, tf.float32)
     cuts = (drawn[2] < 0.5) if alpha else tf.ones(count, tf.bool)
     kept = tf.where(cuts[:, None, None, None], cut, blended[:, None, None, None])

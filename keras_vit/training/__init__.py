@@ -1,7 +1,7 @@
 """Trains models and keeps what comes of it in run directories. TensorFlow only."""
 
 from keras_vit.losses import SigmoidCrossEntropy
-from keras_vit.optimizers import AdamW, MomentumSGD, WarmupDecay, decayed_rates
+from keras_vit.optimizers import LAMB, AdamW, MomentumSGD, WarmupDecay, decayed_rates
 from keras_vit.training.distillation import DistillationLoss, DistillationModel
 from keras_vit.training.execution import Execution, is_first_worker
 from keras_vit.training.finish import TrainingInterrupted
@@ -30,6 +30,7 @@ from keras_vit.training.train import (
 )
 
 __all__ = [
+    "LAMB",
     "MODELS",
     "MODEL_NAMES",
     "RECIPES",

@@ -39,8 +39,9 @@ def build_classifier(
         model: a config; or a model, which is trained itself where that is possible, and otherwise
             copied; or a function that makes either.
         data: decides the number of classes.
-        recipe: decides dropout, stochastic depth and the bias of a fresh classifier.
-        execution: decides the precision.
+        recipe: decides dropout, stochastic depth, what a fresh model is like, and the bias of its
+            classifier.
+        execution: decides the precision, and whether blocks are computed anew for the gradient.
 
     Raises:
         ValueError: the model does not fit the data.
@@ -48,7 +49,14 @@ def build_classifier(
     if not isinstance(model, ViTConfig | Classifier):
         model = model()
     if isinstance(model, ViTConfig):
-        vit = VisionTransformer(_config(model, data, recipe), dtype=execution.precision)
+        fresh = recipe.config(execution.config(model))
+        fresh = dataclasses.replace(
+            fresh,
+            classes=len(data.labels),
+            classifier_activation=None,
+            include_preprocessing=True,
+        )
+        vit = VisionTransformer(fresh, dtype=execution.precision)
     else:
         _check_classes(model.config, data)
         _check_pixels(model.config)
@@ -75,7 +83,8 @@ def build_masked(
     if not isinstance(model, ViTConfig | MaskedPatchModel):
         model = model()
     if isinstance(model, ViTConfig):
-        config = dataclasses.replace(model, include_preprocessing=True, **_regularization(recipe))
+        config = recipe.config(execution.config(model))
+        config = dataclasses.replace(config, include_preprocessing=True)
         return MaskedPatchModel(config, dtype=execution.precision)
     _check_pixels(model.config)
     placed: MaskedPatchModel = _placed(model, recipe=recipe, execution=execution)
@@ -88,7 +97,17 @@ def kept_part(model: Trained) -> VisionTransformer | MaskedPatchModel:
 
 
 def compile_model(model: Trained, *, recipe: Recipe, plan: Plan, execution: Execution) -> None:
-    """Compiles a model for a recipe, and builds all state that a checkpoint has to hold."""
+    """Compiles a model for a recipe, and builds all state that a checkpoint has to hold.
+
+    Raises:
+        ValueError: the recipe has `sam_rho`, and the model computes blocks anew.
+    """
+    if recipe.sam_rho and model.config.remat:
+        # Their gradient is that of the variables, which SAM has replaced by others.
+        raise ValueError(
+            f"sam_rho={recipe.sam_rho} and remat=True do not go together: blocks that are computed "
+            "anew would not be trained; choose one of them (--sam-rho 0, or --no-remat)."
+        )
     own: dict[str, Any] = {}
     if not isinstance(model, MaskedPatchModel):
         is_logits = model.config.classifier_activation is None
@@ -146,7 +165,13 @@ def make_batches(
                 tf.constant((seed, MIXUP), tf.int64), step
             )
             return mix_batch(
-                images, targets, alpha=recipe.mixup, cutmix=recipe.cutmix, seed=key, shard=shard
+                images,
+                targets,
+                alpha=recipe.mixup,
+                cutmix=recipe.cutmix,
+                per=recipe.mix_per,
+                seed=key,
+                shard=shard,
             )
 
         made = train_batches(
@@ -175,27 +200,12 @@ def make_validation(data: ImageData, size: tuple[int, int]) -> tf.data.Dataset:
     return batches.with_options(options)
 
 
-def _config(config: ViTConfig, data: ImageData, recipe: Recipe) -> ViTConfig:
-    return dataclasses.replace(
-        config,
-        classes=len(data.labels),
-        classifier_activation=None,
-        include_preprocessing=True,
-        **_regularization(recipe),
-    )
-
-
-def _regularization(recipe: Recipe) -> dict[str, Any]:
-    rates = {"dropout_rate": recipe.dropout_rate, "drop_path_rate": recipe.drop_path_rate}
-    return {name: rate for name, rate in rates.items() if rate is not None}
-
-
 def _placed(model: Any, *, recipe: Recipe, execution: Execution) -> Any:
-    """Returns the model, or a copy in this scope and with this precision and dropout.
+    """Returns the model, or a copy in this scope, with this precision, memory and dropout.
 
     What is frozen stays frozen.
     """
-    config = dataclasses.replace(model.config, **_regularization(recipe))
+    config = recipe.regularized(execution.config(model.config))
     fields = {**model.get_config(), "config": config.to_dict(), "dtype": execution.precision}
     is_here = model.distribute_strategy is tf.distribute.get_strategy()
     if is_here and fields == model.get_config():

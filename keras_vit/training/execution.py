@@ -9,6 +9,8 @@ from typing import Any, Literal, get_args
 
 import tensorflow as tf
 
+from keras_vit.config import ViTConfig
+
 StrategyName = Literal["auto", "none", "mirrored", "multi_worker", "tpu"]
 Precision = Literal["float32", "mixed_bfloat16", "mixed_float16"]
 
@@ -27,6 +29,8 @@ class Execution:
             these is there.
         precision: dtype policy of the layers.
         accumulate: parts that a replica's batch is cut into, to save memory.
+        remat: whether blocks are computed anew for the gradient, to save memory; None for what the
+            model's `ViTConfig.remat` says.
         xla: whether XLA compiles the forward and backward pass; "auto" on GPUs.
         checkpoint_steps: steps between checkpoints; there is one after each epoch besides.
         keep_checkpoints: how many of the last checkpoints are kept.
@@ -35,6 +39,7 @@ class Execution:
     strategy: StrategyName = "auto"
     precision: Precision = "float32"
     accumulate: int = 1
+    remat: bool | None = None
     xla: bool | Literal["auto"] = "auto"
     checkpoint_steps: int = 1000  # as the original's (vit_jax/configs/common.py)
     keep_checkpoints: int = 3
@@ -54,6 +59,10 @@ class Execution:
                 raise ValueError(
                     f"{name} must be a positive integer. Received: {name}={getattr(self, name)!r}."
                 )
+
+    def config(self, config: ViTConfig) -> ViTConfig:
+        """Returns the config of a model that is trained so."""
+        return config if self.remat is None else dataclasses.replace(config, remat=self.remat)
 
     def check_batch(self, size: int, *, replicas: int) -> None:
         """Raises a ValueError unless replicas can share so many images equally."""

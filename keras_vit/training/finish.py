@@ -100,8 +100,8 @@ def _interruption(
     loop.folder.show(watcher.history, best_epoch=watcher.best.epoch, is_last=True)
     _write(folder, loop, data, {**settings, **_outcome(loop, data)})
     return TrainingInterrupted(
-        f"{text}; the model of epoch {watcher.best.epoch}, the best so far, can be used from there "
-        "too.",
+        f"{text}; the model of epoch {watcher.best.epoch}, the {watcher.keep} so far, can be used "
+        "from there too.",
         path=folder,
         asked=asked,
     )

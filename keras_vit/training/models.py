@@ -22,6 +22,8 @@ MODELS: Mapping[str, ViTConfig] = {
         num_heads=4,
         num_layers=4,
         classes=10,
+        pooling="avg",
+        class_token=False,
     ),
     # About half of Ti/16 in width and depth, on 64 by 64 pixels.
     "tiny": ViTConfig(

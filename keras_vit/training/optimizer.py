@@ -5,7 +5,7 @@ from typing import Any
 import keras
 
 from keras_vit.model import VisionTransformer
-from keras_vit.optimizers import AdamW, MomentumSGD, WarmupDecay, decayed_rates
+from keras_vit.optimizers import LAMB, AdamW, MomentumSGD, WarmupDecay, decayed_rates
 from keras_vit.training.recipe import Plan, Recipe
 
 
@@ -43,7 +43,11 @@ def make_optimizer(
         "global_clipnorm": recipe.gradient_norm,
         "use_ema": recipe.average is not None,
         "ema_momentum": recipe.average or 0.0,
-        "layer_rates": rates,
+    }
+    adam = {
+        "beta_1": recipe.betas[0],
+        "beta_2": recipe.betas[1],
+        "epsilon": recipe.epsilon,
     }
     optimizer: keras.optimizers.Optimizer
     if recipe.optimizer == "momentum":
@@ -51,10 +55,13 @@ def make_optimizer(
             schedule,
             momentum=recipe.momentum,
             accumulator_dtype=recipe.accumulator_dtype,
+            layer_rates=rates,
             **common,
         )
+    elif recipe.optimizer == "lamb":
+        optimizer = LAMB(schedule, **adam, **common)
     else:
-        optimizer = AdamW(schedule, **common)
+        optimizer = AdamW(schedule, layer_rates=rates, **adam, **common)
     others = [
         variable
         for variable in model.trainable_variables

@@ -6,7 +6,9 @@ import resource
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
+
+Keep = Literal["best", "last"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +51,8 @@ class EpochDone:
         learning_rate: of the epoch's last step.
         seconds: wall time of the epoch.
         seconds_left: estimate for the rest.
-        is_best: whether it is the best epoch so far.
+        is_best: whether it is the best epoch so far; if the last one is to be kept, whether its
+            model is kept for now.
     """
 
     epoch: int
@@ -68,21 +71,24 @@ Event = StepDone | EpochDone
 
 
 class Watcher:
-    """Reports each step and epoch, and remembers which epoch is the best.
+    """Reports each step and epoch, and remembers which epoch's model is kept.
 
-    The best epoch has the lowest validation loss. Accuracy would be the coarser judge: over 179
-    images it cannot tell most epochs apart, and then an early one wins by chance.
+    That is the best epoch, or the last. The best epoch has the lowest validation loss. Accuracy
+    would be the coarser judge: over 179 images it cannot tell most epochs apart, and then an early
+    one wins by chance.
 
     Args:
         epochs: epochs in all.
         steps: steps in all.
         batch_size: images in a step.
+        keep: "best", or "last", of which one in twenty is kept on the way.
         on_event: called with every `StepDone` and `EpochDone`.
 
     Attributes:
         step: steps so far.
         history: the epochs so far.
-        best: the best of them, or None.
+        best: that of them whose model is kept, or None.
+        keep: which one that is.
         stop_requested: whether `on_event` raised a KeyboardInterrupt.
     """
 
@@ -92,12 +98,14 @@ class Watcher:
         epochs: int,
         steps: int,
         batch_size: int,
+        keep: Keep = "best",
         on_event: Callable[[Event], None] | None = None,
     ) -> None:
         self.step = 0
         self.history: list[EpochDone] = []
         self.best: EpochDone | None = None
         self.stop_requested = False
+        self.keep = keep
         self._epochs, self._steps, self._batch_size = epochs, steps, batch_size
         self._on_event = on_event or (lambda event: None)
         self._sums = {"loss": 0.0, "accuracy": 0.0, "steps": 0.0}
@@ -143,9 +151,9 @@ class Watcher:
         `tell` reports what it returns.
         """
         steps = self._sums["steps"]
-        best, has_accuracy = self.best, "accuracy" in validation
+        epoch, has_accuracy = len(self.history) + 1, "accuracy" in validation
         done = EpochDone(
-            epoch=len(self.history) + 1,
+            epoch=epoch,
             epochs=self._epochs,
             loss=self._sums["loss"] / steps,
             accuracy=self._sums["accuracy"] / steps if has_accuracy else None,
@@ -154,7 +162,7 @@ class Watcher:
             learning_rate=learning_rate,
             seconds=time.monotonic() - self._epoch_start,
             seconds_left=self._seconds_left(),
-            is_best=best is None or validation["loss"] < best.validation_loss,
+            is_best=self._is_kept(epoch, validation["loss"]),
         )
         self.history.append(done)
         if done.is_best:
@@ -186,6 +194,11 @@ class Watcher:
         self._sums = progress["sums"]
         if progress["best_epoch"]:
             self.best = self.history[progress["best_epoch"] - 1]
+
+    def _is_kept(self, epoch: int, validation_loss: float) -> bool:
+        if self.keep == "last":
+            return epoch == self._epochs or epoch % max(self._epochs // 20, 1) == 0
+        return self.best is None or validation_loss < self.best.validation_loss
 
     def _seconds_left(self) -> float:
         passed = time.monotonic() - self._first_step_end

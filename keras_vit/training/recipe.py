@@ -3,13 +3,28 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_type_hints
 
+from keras_vit.config import ViTConfig
 from keras_vit.data import Augmentation
+from keras_vit.data.mix import Mixing
 from keras_vit.losses import LossName
 from keras_vit.optimizers import Decay
+from keras_vit.training.progress import Keep
 
-OptimizerName = Literal["adamw", "momentum"]
+OptimizerName = Literal["adamw", "lamb", "momentum"]
+
+# Fields of ViTConfig that `Recipe.model` may not have, and what decides them.
+DECIDED: Mapping[str, str] = {
+    "input_shape": "image_size",
+    "patch_size": "the choice of the model",
+    "classes": "the data",
+    "classifier_activation": "the training, which needs logits",
+    "include_preprocessing": "the training, which feeds pixels 0..255",
+    "dropout_rate": "the recipe's field of that name",
+    "drop_path_rate": "the recipe's field of that name",
+    "remat": "Execution, the training's memory",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,25 +65,34 @@ class Recipe:
         steps: batches in all; None if `epochs` says how long.
         batch_size: images in a step, over all replicas.
         image_size: (height, width) in pixels of the images; None for the model's own.
-        optimizer: "adamw", or "momentum" as the paper fine-tunes.
+        optimizer: "adamw"; "lamb", as DeiT III trains; or "momentum", as the paper fine-tunes.
         learning_rate: the highest, per step, reached after the warm-up.
         warmup: steps in which the learning rate rises from zero; if below 1, a fraction of all.
         decay: how the learning rate falls after that: "cosine", "linear" or "constant".
         momentum: share of the old momentum in the new; of "momentum" alone.
         accumulator_dtype: what the momentum is kept in; of "momentum" alone.
-        weight_decay: decay of the kernels, times the learning rate; nothing else decays.
+        betas: decay of AdamW's and LAMB's two moving averages, of gradients and of their squares.
+        epsilon: what keeps their division finite; 1e-8 in all sources, 1e-7 is Keras' default.
+        weight_decay: decay of the kernels, times the learning rate, apart from the gradient
+            (decoupled); biases, norms, tokens, positions and learned factors never decay.
         gradient_norm: the gradients' global norm is cut to it; None for no limit.
         loss: "softmax", or "sigmoid", which takes the classes for independent.
         head_bias: start of the classifier's bias, where the classifier is fresh.
         label_smoothing: probability that training spreads evenly over all classes.
         mixup: alpha of the blending of images and targets, see `keras_vit.data.mix_batch`.
         cutmix: alpha of pasting a part of another image, in half of the batches if `mixup` is on.
+        mix_per: whether MixUp and CutMix draw a share for each "image", or one for a "batch".
         average: decay of the moving average of the weights that is evaluated and saved in their
             place (Polyak averaging); None for none.
+        keep: which epoch's model the run holds: the "best" on the validation images, or the "last",
+            as all sources do; where validation images are few, the best is so by chance.
         layer_decay: factor of the learning rate from one block to the one before it; 1 for none.
         sam_rho: radius of sharpness-aware minimisation; 0 for none.
         dropout_rate: dropout of a model that is made for the recipe; None for the model's own.
         drop_path_rate: stochastic depth of such a model; None for the model's own.
+        model: fields of `ViTConfig` that a model made for the recipe gets, such as {"pooling":
+            "avg"}; "hidden_dim" as the value of "representation_dim" is the model's own width. A
+            model that is given, or comes from a checkpoint, keeps its own.
         augmentation: how training images are varied.
         source: where it comes from.
     """
@@ -83,6 +107,8 @@ class Recipe:
     decay: Decay = "cosine"
     momentum: float = 0.9
     accumulator_dtype: str = "bfloat16"
+    betas: tuple[float, float] = (0.9, 0.999)
+    epsilon: float = 1e-8
     weight_decay: float = 0.05
     gradient_norm: float | None = 1.0
     loss: LossName = "softmax"
@@ -90,11 +116,14 @@ class Recipe:
     label_smoothing: float = 0.0
     mixup: float = 0.0
     cutmix: float = 0.0
+    mix_per: Mixing = "image"
     average: float | None = None
+    keep: Keep = "best"
     layer_decay: float = 1.0
     sam_rho: float = 0.0
     dropout_rate: float | None = None
     drop_path_rate: float | None = None
+    model: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
     augmentation: Augmentation = Augmentation()  # noqa: RUF009 - frozen, so it can be shared
     source: str = ""
 
@@ -116,6 +145,8 @@ class Recipe:
                     f"{name} must be one of {list(allowed)}. "
                     f"Received: {name}={getattr(self, name)!r}."
                 )
+        self._check_optimizer()
+        self._check_model()
 
     def plan(self, *, images: int) -> Plan:
         """Returns the recipe in numbers for so many training images.
@@ -135,19 +166,98 @@ class Recipe:
         """Returns the fields as plain values that JSON can carry."""
         fields = dataclasses.asdict(self)
         size = fields["image_size"]
-        return {**fields, "image_size": None if size is None else list(size)}
+        return {
+            **fields,
+            "image_size": None if size is None else list(size),
+            "betas": list(self.betas),
+            "model": {name: _plain(value) for name, value in self.model.items()},
+        }
+
+    def config(self, config: ViTConfig) -> ViTConfig:
+        """Returns the config of a model that is made for the recipe.
+
+        Example:
+            >>> recipe = Recipe(epochs=1, batch_size=8, learning_rate=1e-3, drop_path_rate=0.1,
+            ...                 model={"representation_dim": "hidden_dim"})
+            >>> config = recipe.config(ViTConfig(hidden_dim=192, num_heads=3))
+            >>> config.representation_dim, config.drop_path_rate
+            (192, 0.1)
+
+        Args:
+            config: that it starts from.
+
+        Raises:
+            ValueError: a field of `model` does not fit the others.
+        """
+        fields = dict(self.model)
+        width = fields.get("hidden_dim", config.hidden_dim)
+        if fields.get("representation_dim") == "hidden_dim":
+            fields["representation_dim"] = width
+        return self.regularized(dataclasses.replace(config, **fields))
+
+    def regularized(self, config: ViTConfig) -> ViTConfig:
+        """Returns a config with the recipe's dropout and stochastic depth, where it has them."""
+        rates = {"dropout_rate": self.dropout_rate, "drop_path_rate": self.drop_path_rate}
+        given: dict[str, Any] = {name: rate for name, rate in rates.items() if rate is not None}
+        return dataclasses.replace(config, **given)
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "Recipe":
         """Rebuilds a recipe from `to_dict`."""
         size = fields.get("image_size")
+        model = fields.get("model", {})
         return cls(
             **{
                 **fields,
                 "image_size": None if size is None else tuple(size),
+                "betas": tuple(fields.get("betas", cls.betas)),
+                "model": {
+                    name: tuple(value) if isinstance(value, list) else value
+                    for name, value in model.items()
+                },
                 "augmentation": Augmentation(**fields["augmentation"]),
             }
         )
+
+    def _check_optimizer(self) -> None:
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(
+                f"betas must be two numbers from 0 and below 1. Received: betas={self.betas!r}."
+            )
+        if self.optimizer == "lamb" and self.layer_decay != 1:
+            raise ValueError(
+                "LAMB scales the step of each variable by itself and takes no layer_decay; leave "
+                f'it at 1, or choose optimizer="adamw". Received: layer_decay={self.layer_decay!r}.'
+            )
+
+    def _check_model(self) -> None:
+        hints = get_type_hints(ViTConfig)
+        allowed = [name for name in hints if name not in DECIDED]
+        for name, value in self.model.items():
+            if name in DECIDED:
+                raise ValueError(
+                    f"The model's {name} is decided by {DECIDED[name]}; leave it out of `model`."
+                )
+            if name not in allowed:
+                raise ValueError(
+                    f"ViTConfig has no field {name!r} that a recipe may set; choose from {allowed}."
+                )
+            if (name, value) != ("representation_dim", "hidden_dim"):
+                _check_kind(name, value, hints[name])
+
+
+def _check_kind(name: str, value: Any, hint: Any) -> None:
+    """Raises a ValueError for what ViTConfig, which looks at ranges, would take for something."""
+    kinds = {hint, *get_args(hint)}
+    if kinds == {bool} and not isinstance(value, bool):
+        raise ValueError(f"The model's {name} must be true or false. Received: {value!r}.")
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if float in kinds and not (is_number or (value is None and type(None) in kinds)):
+        raise ValueError(f"The model's {name} must be a number. Received: {value!r}.")
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 _LIMITS: dict[str, tuple[float, float]] = {
@@ -157,6 +267,7 @@ _LIMITS: dict[str, tuple[float, float]] = {
     "learning_rate": (0, 100),
     "warmup": (0, 1_000_000_000),
     "momentum": (0, 1),
+    "epsilon": (1e-30, 1),
     "weight_decay": (0, 100),
     "gradient_norm": (1e-9, 1e9),
     "label_smoothing": (0, 0.99),
@@ -172,5 +283,7 @@ _CHOICES = {
     "optimizer": get_args(OptimizerName),
     "decay": get_args(Decay),
     "loss": get_args(LossName),
+    "mix_per": get_args(Mixing),
+    "keep": get_args(Keep),
     "accumulator_dtype": ("bfloat16", "float32"),
 }

@@ -50,7 +50,7 @@ def plot_curves(history: Sequence[EpochDone], file: Path, *, best_epoch: int) ->
         validation = [getattr(done, f"validation_{name}") for done in history]
         axes.plot(epochs, training, "--", color="0.45", marker=marker, label="training (varied)")
         axes.plot(epochs, validation, "-", color="tab:blue", marker=marker, label="validation")
-        axes.axvline(best_epoch, color="black", linestyle=":", linewidth=1, label="best epoch")
+        axes.axvline(best_epoch, color="black", linestyle=":", linewidth=1, label="epoch kept")
         axes.set(xlabel="epoch", ylabel=name)
         axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
         axes.grid(alpha=0.3)

@@ -35,11 +35,12 @@ def train(
 ) -> run.Run:
     """Trains a model and leaves a run directory: the model of the best epoch and how it was made.
 
-    The best epoch has the lowest validation loss. The same data, model, recipe, seed and machine
-    give the same model, however often the training was stopped and resumed. `out` appears when
-    everything in it is complete; until then all is in `out` with ".unfinished" after its name: the
-    checkpoints, the best model so far, history.csv, curves.png and files for TensorBoard. Ctrl-C
-    and SIGTERM save a checkpoint after the current step; `existing="resume"` goes on from there.
+    The best epoch has the lowest validation loss; a recipe may keep the last one. The same data,
+    model, recipe, seed and machine give the same model, however often the training was stopped and
+    resumed. `out` appears when everything in it is complete; until then all is in `out` with
+    ".unfinished" after its name: the checkpoints, the best model so far, history.csv, curves.png
+    and files for TensorBoard. Ctrl-C and SIGTERM save a checkpoint after the current step;
+    `existing="resume"` goes on from there.
 
     Example:
         >>> import dataclasses, tempfile
@@ -193,13 +194,19 @@ def _run(
             checkpoint_steps=execution.checkpoint_steps,
             workers=workers,
             watcher=Watcher(
-                epochs=plan.epochs, steps=plan.steps, batch_size=plan.batch_size, on_event=on_event
+                epochs=plan.epochs,
+                steps=plan.steps,
+                batch_size=plan.batch_size,
+                keep=recipe.keep,
+                on_event=on_event,
             ),
             folder=folder,
         )
         settings = finish.settings(model, data, recipe=recipe, seed=seed)
         _begin(loop, settings, existing=existing)
         asked = loop.run(requests)
+    # Not a part of what a resumed training must repeat: it may run elsewhere.
+    settings = {**settings, "execution": dataclasses.asdict(execution)}
     return finish.finish(loop, data, settings=settings, out=out, asked=asked)
 
 
@@ -259,7 +266,7 @@ def default_recipe(data: ImageData) -> Recipe:
     Example:
         >>> from keras_vit.data import load_digits
         >>> default_recipe(load_digits()).epochs
-        100
+        200
     """
     return RECIPES["digits" if data.source == "digits" else "scratch"]
 

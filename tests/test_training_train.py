@@ -162,6 +162,54 @@ def test_a_model_that_does_not_fit_is_an_error(data: ImageData, tmp_path: Path) 
     assert not any(tmp_path.iterdir())
 
 
+def by_hand(**changes: Any) -> keras.Model:
+    """A Vision Transformer inside a functional model, as Keras' guides build them."""
+    config = dataclasses.replace(CONFIG, classes=None, include_preprocessing=True)
+    base = keras_vit.VisionTransformer(dataclasses.replace(config, **changes))
+    images = keras.Input(config.input_shape)
+    return keras.Model(images, keras.layers.Dense(2, activation="softmax")(base(images)))
+
+
+@pytest.mark.parametrize("strategy", ["none", "mirrored"])
+def test_a_model_built_by_hand_trains(strategy: Any, data: ImageData, tmp_path: Path) -> None:
+    """Exactly, on one device and on two; the run holds it, and the given one stays where it is."""
+    model = by_hand()
+    run = train(
+        data,
+        out=tmp_path / "run",
+        model=model,
+        recipe=dataclasses.replace(RECIPE, epochs=1),
+        execution=Execution(strategy=strategy),
+    )
+    loaded = load_run(run.path).model
+    pixels = np.zeros((2, *CONFIG.input_shape), np.float32)
+
+    assert isinstance(loaded, keras_vit.ExactModel)
+    np.testing.assert_allclose(loaded.predict(pixels, verbose=0), run.model(pixels), atol=1e-6)
+    assert run.config["model"]["layers"][1].startswith("VisionTransformer")
+
+
+@pytest.mark.parametrize(
+    ("changes", "recipe", "message"),
+    [
+        ({"include_preprocessing": False}, {}, "must take pixels 0..255"),
+        ({}, {"layer_decay": 0.5}, "layer_decay cannot be changed in a model that is built by"),
+    ],
+)
+def test_a_model_built_by_hand_that_does_not_fit_is_refused(
+    changes: Any, recipe: Any, message: str, data: ImageData, tmp_path: Path
+) -> None:
+    """One sentence each, and nothing is left."""
+    with pytest.raises(ValueError, match=message):
+        train(
+            data,
+            out=tmp_path / "run",
+            model=by_hand(**changes),
+            recipe=dataclasses.replace(RECIPE, **recipe),
+        )
+    assert not list(tmp_path.iterdir())
+
+
 def test_data_without_validation_images_is_an_error(data: ImageData, tmp_path: Path) -> None:
     """Without them no epoch could be called the best."""
     lacking = dataclasses.replace(data, validation=data.validation.take([]))

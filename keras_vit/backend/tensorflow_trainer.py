@@ -105,6 +105,12 @@ class ExactTrainer(_Model):
                 "accumulate must be at least 1 and sam_rho at least 0. "
                 f"Received: accumulate={accumulate!r}, sam_rho={sam_rho!r}."
             )
+        if sam_rho and any(getattr(layer, "remat", False) for layer in self._flatten_layers()):
+            # Their gradient is that of the variables, which SAM has replaced by others.
+            raise ValueError(
+                f"sam_rho={sam_rho} and remat=True do not go together: blocks that are computed "
+                "anew would not be trained; choose one of them (--sam-rho 0, or --no-remat)."
+            )
         optimizer = keras.optimizers.get(optimizer)
         if optimizer is not None and self._computes_in_float16():
             optimizer = with_loss_scale(optimizer)

@@ -9,9 +9,10 @@ import tensorflow as tf
 
 from keras_vit.config import ViTConfig
 from keras_vit.data import ImageData, evaluation_batches, mix_batch, train_batches
+from keras_vit.exact import ExactModel
 from keras_vit.losses import make_loss
 from keras_vit.model import VisionTransformer
-from keras_vit.training.distillation import DistillationModel
+from keras_vit.training.distillation import DistillationModel, gives_probabilities
 from keras_vit.training.execution import Execution
 from keras_vit.training.loop import Batches
 from keras_vit.training.masked_patches import MaskedPatchModel
@@ -21,13 +22,13 @@ from keras_vit.training.recipe import Plan, Recipe
 EVALUATION_BATCH = 128
 MIXUP = 100  # marks these draws, so that they share no stream with those of the data's pipeline
 
-Classifier = VisionTransformer | DistillationModel
+Classifier = ExactModel | DistillationModel  # a VisionTransformer is an ExactModel
 Trained = Classifier | MaskedPatchModel
-Kept = TypeVar("Kept", VisionTransformer, MaskedPatchModel)
+Kept = TypeVar("Kept", ExactModel, MaskedPatchModel)
 
 
 def build_classifier(
-    model: ViTConfig | Classifier | Callable[[], ViTConfig | Classifier],
+    model: ViTConfig | keras.Model | Callable[[], ViTConfig | keras.Model],
     *,
     data: ImageData,
     recipe: Recipe,
@@ -36,8 +37,8 @@ def build_classifier(
     """Returns the model to train, in the strategy's scope that this is called in.
 
     Args:
-        model: a config; or a model, which is trained itself where that is possible, and otherwise
-            copied; or a function that makes either.
+        model: a config; or a model, functional or sequential ones too, which is trained itself
+            where that is possible, and otherwise copied; or a function that makes either.
         data: decides the number of classes.
         recipe: decides dropout, stochastic depth, what a fresh model is like, and the bias of its
             classifier.
@@ -46,8 +47,10 @@ def build_classifier(
     Raises:
         ValueError: the model does not fit the data.
     """
-    if not isinstance(model, ViTConfig | Classifier):
+    if not isinstance(model, ViTConfig | keras.Model):
         model = model()
+    if not isinstance(model, ViTConfig | VisionTransformer | DistillationModel):
+        return _wrapped(model, data=data, recipe=recipe, execution=execution)
     if isinstance(model, ViTConfig):
         fresh = recipe.config(execution.config(model))
         fresh = dataclasses.replace(
@@ -91,28 +94,17 @@ def build_masked(
     return placed
 
 
-def kept_part(model: Trained) -> VisionTransformer | MaskedPatchModel:
+def kept_part(model: Trained) -> ExactModel | MaskedPatchModel:
     """Returns the part of a model that is saved: of a distillation the student."""
     return model.student if isinstance(model, DistillationModel) else model
 
 
 def compile_model(model: Trained, *, recipe: Recipe, plan: Plan, execution: Execution) -> None:
-    """Compiles a model for a recipe, and builds all state that a checkpoint has to hold.
-
-    Raises:
-        ValueError: the recipe has `sam_rho`, and the model computes blocks anew.
-    """
-    if recipe.sam_rho and model.config.remat:
-        # Their gradient is that of the variables, which SAM has replaced by others.
-        raise ValueError(
-            f"sam_rho={recipe.sam_rho} and remat=True do not go together: blocks that are computed "
-            "anew would not be trained; choose one of them (--sam-rho 0, or --no-remat)."
-        )
+    """Compiles a model for a recipe, and builds all state that a checkpoint has to hold."""
     own: dict[str, Any] = {}
     if not isinstance(model, MaskedPatchModel):
-        is_logits = model.config.classifier_activation is None
-        own["loss"] = make_loss(recipe.loss, from_logits=is_logits)
-    if isinstance(model, VisionTransformer):
+        own["loss"] = make_loss(recipe.loss, from_logits=_gives_logits(kept_part(model)))
+    if isinstance(model, ExactModel):
         own["metrics"] = [keras.metrics.CategoricalAccuracy(name="accuracy")]
     model.compile(
         make_optimizer(recipe, model=model, plan=plan),
@@ -130,7 +122,8 @@ def parts(
     model: Trained, data: ImageData, *, recipe: Recipe, plan: Plan, seed: int
 ) -> dict[str, Any]:
     """Returns the arguments of a `Loop` that model, images and recipe decide."""
-    kept, size = kept_part(model), model.config.input_shape[:2]
+    kept = kept_part(model)
+    size = kept.input_shape[1:3] if isinstance(kept, ExactModel) else kept.config.input_shape[:2]
     return {
         "model": model,
         "kept": kept,
@@ -143,8 +136,14 @@ def parts(
 
 
 def plain_copy(model: Kept) -> Kept:
-    """Returns an equal model in float32, outside of any strategy, not compiled."""
-    copy: Kept = type(model).from_config({**model.get_config(), "dtype": "float32"})
+    """Returns an equal model in float32, outside of any strategy, not compiled.
+
+    One that was built by hand keeps the precision that its layers were given.
+    """
+    if isinstance(model, VisionTransformer | MaskedPatchModel):
+        copy: Kept = type(model).from_config({**model.get_config(), "dtype": "float32"})
+    else:
+        copy = type(model).from_config(model.get_config())
     copy.set_weights(model.get_weights())
     return copy
 
@@ -207,8 +206,7 @@ def _placed(model: Any, *, recipe: Recipe, execution: Execution) -> Any:
     """
     config = recipe.regularized(execution.config(model.config))
     fields = {**model.get_config(), "config": config.to_dict(), "dtype": execution.precision}
-    is_here = model.distribute_strategy is tf.distribute.get_strategy()
-    if is_here and fields == model.get_config():
+    if _is_here(model) and fields == model.get_config():
         return model
     copy = type(model).from_config(fields)
     copy.set_weights(model.get_weights())
@@ -217,10 +215,71 @@ def _placed(model: Any, *, recipe: Recipe, execution: Execution) -> Any:
     return copy
 
 
+def _wrapped(
+    model: keras.Model, *, data: ImageData, recipe: Recipe, execution: Execution
+) -> ExactModel:
+    """Returns an exact model of a functional or sequential one, in this scope.
+
+    Raises:
+        TypeError: it is a class with a `call`.
+        ValueError: it does not fit the data, or cannot be changed as it is asked for.
+    """
+    _check_wrapped(model, data=data, recipe=recipe, execution=execution)
+    if _is_here(model):
+        return model if isinstance(model, ExactModel) else ExactModel.from_model(model)
+    copy = ExactModel.from_model(keras.models.clone_model(model))
+    copy.set_weights(model.get_weights())
+    for ours, theirs in zip(copy.weights, model.weights, strict=True):
+        ours.trainable = theirs.trainable
+    return copy
+
+
+def _check_wrapped(
+    model: keras.Model, *, data: ImageData, recipe: Recipe, execution: Execution
+) -> None:
+    if not isinstance(model, keras.Sequential) and not hasattr(model, "_inputs_struct"):
+        raise TypeError(
+            "train takes a ViTConfig, a VisionTransformer, a DistillationModel, or a functional or "
+            f"sequential model. Received: {type(model).__name__}."
+        )
+    shape, classes = model.input_shape, len(data.labels)
+    if isinstance(shape, list | dict) or len(shape) != 4 or None in shape[1:3] or shape[3] != 3:
+        raise ValueError(
+            "The model must take RGB images of one size, (None, height, width, 3). "
+            f"Received: a model for inputs of shape {shape}."
+        )
+    if model.output_shape != (None, classes):
+        raise ValueError(
+            f"The model must give one number for each of the {classes} classes, (None, {classes}). "
+            f"Received: a model with outputs of shape {model.output_shape}."
+        )
+    inside = [layer for layer in model._flatten_layers() if isinstance(layer, VisionTransformer)]
+    scales = any(isinstance(layer, keras.layers.Rescaling) for layer in model.layers)
+    if any(not vit.config.include_preprocessing for vit in inside) and not scales:
+        raise ValueError(
+            "The model must take pixels 0..255: make the Vision Transformer inside with "
+            "include_preprocessing=True, or put a keras.layers.Rescaling before it. "
+            "Received: include_preprocessing=False."
+        )
+    asked = {
+        "layer_decay": recipe.layer_decay != 1,
+        "dropout_rate": recipe.dropout_rate is not None,
+        "drop_path_rate": recipe.drop_path_rate is not None,
+        "remat": execution.remat is not None,
+        "precision": execution.precision != "float32",
+    }
+    wrong = [name for name, is_asked in asked.items() if is_asked]
+    if wrong:
+        raise ValueError(
+            f"{wrong[0]} cannot be changed in a model that is built by hand; build it so, and "
+            f"leave {wrong[0]} at its default."
+        )
+
+
 def _distilled(model: DistillationModel, student: VisionTransformer) -> DistillationModel:
     """Returns the model with the student in its place, and the teacher in this scope."""
     teacher = model.teacher
-    if teacher.distribute_strategy is not tf.distribute.get_strategy():
+    if not _is_here(teacher):
         teacher = type(teacher).from_config(teacher.get_config())
         teacher.set_weights(model.teacher.get_weights())
     return DistillationModel(
@@ -230,6 +289,19 @@ def _distilled(model: DistillationModel, student: VisionTransformer) -> Distilla
         temperature=model.teaching.temperature,
         weight=model.weight,
     )
+
+
+def _is_here(model: keras.Model) -> bool:
+    """Whether a model's variables lie where those of this scope do."""
+    # Not `distribute_strategy`, which of a model made without one is that of any scope.
+    strategy = tf.distribute.get_strategy() if tf.distribute.has_strategy() else None
+    return model._distribute_strategy is strategy
+
+
+def _gives_logits(model: keras.Model) -> bool:
+    if isinstance(model, VisionTransformer):
+        return model.config.classifier_activation in (None, "linear")
+    return not gives_probabilities(model)
 
 
 def _check_classes(config: ViTConfig, data: ImageData) -> None:

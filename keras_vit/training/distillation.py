@@ -150,7 +150,7 @@ class DistillationModel(backend.ExactTrainer, keras.Model):
         if tuple(size) != tuple(self.config.input_shape[:2]) and None not in size:
             images = keras.ops.image.resize(images, size)
         outputs = keras.ops.cast(self.teacher(images, training=False), "float32")
-        if _gives_probabilities(self.teacher):
+        if gives_probabilities(self.teacher):
             outputs = keras.ops.log(keras.ops.maximum(outputs, _TINY))
         return keras.ops.stop_gradient(outputs)
 
@@ -191,7 +191,8 @@ def _heads(student: VisionTransformer) -> keras.Model:
     return student.feature_extractor(names)
 
 
-def _gives_probabilities(model: keras.Model) -> bool:
+def gives_probabilities(model: keras.Model) -> bool:
+    """Whether a classifier's last layer gives softmax, not logits."""
     last = model.layers[-1]
     is_softmax = getattr(last, "activation", None) is keras.activations.softmax
     return is_softmax or isinstance(last, keras.layers.Softmax)

@@ -40,7 +40,7 @@ class TrainingInterrupted(KeyboardInterrupt):
 def settings(model: Trained, data: ImageData, *, recipe: Recipe, seed: int) -> dict[str, Any]:
     """Returns what config.json says of how a run was made; all of it decides the result."""
     return {
-        "model": model.config.to_dict(),
+        "model": outcome.architecture(model),
         **outcome.describe(model),
         "recipe": recipe.to_dict(),
         "seed": seed,

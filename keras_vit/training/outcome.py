@@ -1,5 +1,7 @@
 """Says what kind of training a run is of, and makes what it keeps out of the best model."""
 
+import hashlib
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,18 @@ from keras_vit.training.reconstructions import plot_reconstructions
 CLASSIFICATION, MASKED_PATCHES, DISTILLATION = "classification", "masked-patches", "distillation"
 # So many validation images are drawn with what is predicted of them.
 SHOWN = 8
+
+
+def architecture(model: Trained) -> dict[str, Any]:
+    """Returns what config.json says of the network; of one built by hand its layers and a hash."""
+    if not isinstance(model, VisionTransformer | DistillationModel | MaskedPatchModel):
+        text = json.dumps(model.get_config(), sort_keys=True, default=str)
+        return {
+            "layers": [f"{type(layer).__name__} {layer.name}" for layer in model.layers],
+            "sha256": hashlib.sha256(text.encode()).hexdigest(),
+        }
+    fields: dict[str, Any] = model.config.to_dict()
+    return fields
 
 
 def describe(model: Trained) -> dict[str, Any]:

@@ -11,7 +11,6 @@ import keras
 from keras_vit.config import ViTConfig
 from keras_vit.data import ImageData
 from keras_vit.training import assemble, finish, models, report, run
-from keras_vit.training.assemble import Classifier
 from keras_vit.training.execution import Execution, Workers
 from keras_vit.training.loop import Loop
 from keras_vit.training.masked_patches import MaskedPatchModel
@@ -26,7 +25,7 @@ def train(
     data: ImageData,
     *,
     out: str | os.PathLike[str],
-    model: ViTConfig | Classifier | Callable[[], ViTConfig | Classifier] | None = None,
+    model: ViTConfig | keras.Model | Callable[[], ViTConfig | keras.Model] | None = None,
     recipe: Recipe | None = None,
     seed: int = 0,
     existing: run.Existing = "refuse",
@@ -59,7 +58,8 @@ def train(
             frozen stays frozen; or a `DistillationModel`, whose student is trained and kept. One
             of `keras_vit.lora` is kept as a plain model, its adapter beside it. Or a function that
             makes any of these, called where the model is to lie, so that nothing is copied; the
-            seed decides its fresh weights too. None for the small model that suits the data.
+            seed decides its fresh weights too. A functional or sequential model trains too, as a
+            `keras_vit.ExactModel`. None for the small model that suits the data.
         recipe: how to train. None for the recipe that suits the data.
         seed: decides the fresh weights, the order of the images and how they are varied.
         existing: what to do where a run or an unfinished training is already: "refuse",

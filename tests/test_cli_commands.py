@@ -260,7 +260,9 @@ def test_overwriting_replaces_the_run_at_the_end(
     assert events[-1]["test"] == json.loads((out / "metrics.json").read_text())["test"]
 
 
-def test_the_digits_reach_what_the_readme_says_and_evaluate_agrees(digits_run: Path, tmp_path: Path) -> None:
+def test_the_digits_reach_what_the_readme_says_and_evaluate_agrees(
+    digits_run: Path, tmp_path: Path
+) -> None:
     """The whole job: accuracy on unseen digits, agreement of `evaluate`, a prediction."""
     shutil.copytree(digits_run, tmp_path / "run")
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())

@@ -260,14 +260,16 @@ def test_overwriting_replaces_the_run_at_the_end(
     assert events[-1]["test"] == json.loads((out / "metrics.json").read_text())["test"]
 
 
-def test_the_digits_reach_98_per_cent_and_evaluate_agrees(digits_run: Path, tmp_path: Path) -> None:
+def test_the_digits_reach_what_the_readme_says_and_evaluate_agrees(
+    digits_run: Path, tmp_path: Path
+) -> None:
     """The whole job: accuracy on unseen digits, agreement of `evaluate`, a prediction."""
     shutil.copytree(digits_run, tmp_path / "run")
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
     again = run("evaluate", "run", "--json", folder=tmp_path)
     seen = run("predict", "run", "run/sample.png", "--json", folder=tmp_path)
 
-    assert metrics["test"]["accuracy"] >= 0.98
+    assert metrics["test"]["accuracy"] >= 0.986  # one neighbour reaches as much
     written = {event.pop("split"): event for event in again.events if event.pop("event")}
     assert written == metrics
     assert seen.events[0]["predictions"][0]["label"] == "8"  # the first of the test digits

@@ -144,6 +144,10 @@ def test_weights_that_do_not_fit_are_refused(
 SETTINGS = [
     (["--set", "width=3"], "no field 'width' that a recipe may set"),
     (["--set", "classes=3"], "classes is decided by the data"),
+    (["--set", "drop_path_rate=0.1"], "drop_path_rate is decided by the recipe's field of that"),
+    (["--set", "dropout_rate=much"], "dropout_rate is decided by the recipe's field"),
+    (["--set", "dropout_rate=2"], "dropout_rate must lie between 0 and 0.99"),
+    (["--set", "remat=true"], "remat is decided by Execution (--remat)"),
     (["--set", "hidden_dim=65"], "hidden_dim must be a multiple of num_heads=4"),
     (["--set", "pooling=max"], "pooling must be one of"),
     (["--set", "pooling=token"], 'pooling="token" needs class_token=True'),
@@ -175,6 +179,7 @@ FLAGS: list[tuple[list[str], dict[str, object]]] = [
     (["--sam-rho", "0.05"], {"sam_rho": 0.05}),
     (["--mixup", "0.8", "--cutmix", "1"], {"mixup": 0.8, "cutmix": 1.0}),
     (["--layer-decay", "0.7"], {"layer_decay": 0.7}),
+    (["--set", "dropout_rate=0.1"], {"dropout_rate": 0.1}),
     (
         ["--set", "pooling=avg", "--set", "class_token=false"],
         {"model": {"pooling": "avg", "class_token": False}},

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import keras_vit
-from keras_vit.training import RECIPES, Recipe
+from keras_vit.training import LAMB, RECIPES, AdamW, Recipe
 from keras_vit.training.optimizer import make_optimizer
 from keras_vit.training.recipe import Plan
 
@@ -53,12 +53,30 @@ def test_without_warm_up_it_starts_at_the_top() -> None:
     assert rates[-1] == pytest.approx(0, abs=1e-9)
 
 
-def test_only_kernels_decay() -> None:
-    """With gradients of zero, kernels shrink and biases, norms, token and positions stay."""
+@pytest.mark.parametrize(("name", "kind"), [("adamw", AdamW), ("lamb", LAMB)])
+def test_the_numbers_of_adam_are_the_recipes(name: str, kind: type) -> None:
+    """Epsilon is that of optax and torch, not Keras' 1e-7, and averages and decay are as asked."""
+    recipe = dataclasses.replace(RECIPE, optimizer=name, betas=(0.8, 0.95), average=0.99)
+    optimizer = make_optimizer(
+        recipe, model=keras_vit.VisionTransformer(CONFIG), plan=plan(recipe, 10)
+    )
+
+    assert type(optimizer) is kind
+    assert (optimizer.epsilon, optimizer.beta_1, optimizer.beta_2) == (1e-8, 0.8, 0.95)
+    assert (optimizer.weight_decay, optimizer.global_clipnorm) == (0.05, 1.0)
+    assert (optimizer.use_ema, optimizer.ema_momentum) == (True, 0.99)
+
+
+@pytest.mark.parametrize(("name", "kept"), [("adamw", 1 - 0.01 * 0.5), ("lamb", 1 - 0.01)])
+def test_only_kernels_decay(name: str, kept: float) -> None:
+    """With gradients of zero, kernels shrink and biases, norms, token and positions stay.
+
+    LAMB's step is as long as the rate says, whatever the decay.
+    """
     model = keras_vit.VisionTransformer(CONFIG)
     for variable in model.trainable_variables:
         variable.assign(np.ones(variable.shape))
-    recipe = dataclasses.replace(RECIPE, warmup=0, weight_decay=0.5)
+    recipe = dataclasses.replace(RECIPE, optimizer=name, warmup=0, weight_decay=0.5)
     optimizer = make_optimizer(recipe, model=model, plan=plan(recipe, 10))
 
     optimizer.apply(
@@ -69,7 +87,7 @@ def test_only_kernels_decay() -> None:
     decayed = {v.path for v in model.trainable_variables if not np.all(v.numpy() == 1)}
     assert decayed == {v.path for v in model.trainable_variables if v.name == "kernel"}
     assert len(decayed) > 5
-    assert model.get_layer("head").kernel.numpy() == pytest.approx(1 - 0.01 * 0.5)
+    assert model.get_layer("head").kernel.numpy() == pytest.approx(kept)
 
 
 def test_large_gradients_are_cut_to_the_norm() -> None:

@@ -99,7 +99,7 @@ def test_a_recipe_makes_the_model_it_was_published_for() -> None:
 WRONG_MODELS = [
     ({"width": 3}, "no field 'width' that a recipe may set; choose from .*pooling"),
     ({"classes": 3}, "classes is decided by the data"),
-    ({"input_shape": (8, 8, 3)}, "input_shape is decided by image_size"),
+    ({"input_shape": (8, 8, 3)}, "input_shape is decided by image_size .--image-size"),
     ({"drop_path_rate": 0.1}, "decided by the recipe's field of that name"),
     ({"class_token": "no"}, "class_token must be true or false. Received: 'no'"),
     ({"layer_scale": "small"}, "layer_scale must be a number. Received: 'small'"),

@@ -265,6 +265,7 @@ def changed(recipe: "Recipe", arguments: argparse.Namespace) -> "Recipe":
     given = {field: value for field, value in asked.items() if value is not None}
     if given.get("average") == 0:
         given["average"] = None
-    return dataclasses.replace(
-        recipe, augmentation=augmentation, model={**recipe.model, **dict(arguments.set)}, **given
-    )
+    model = {**recipe.model, **dict(arguments.set)}
+    if isinstance(model.get("dropout_rate"), int | float):
+        given["dropout_rate"] = model.pop("dropout_rate")
+    return dataclasses.replace(recipe, augmentation=augmentation, model=model, **given)

@@ -16,14 +16,14 @@ OptimizerName = Literal["adamw", "lamb", "momentum"]
 
 # Fields of ViTConfig that `Recipe.model` may not have, and what decides them.
 DECIDED: Mapping[str, str] = {
-    "input_shape": "image_size",
-    "patch_size": "the choice of the model",
+    "input_shape": "image_size (--image-size)",
+    "patch_size": "the choice of the model (--patch-size)",
     "classes": "the data",
     "classifier_activation": "the training, which needs logits",
     "include_preprocessing": "the training, which feeds pixels 0..255",
-    "dropout_rate": "the recipe's field of that name",
-    "drop_path_rate": "the recipe's field of that name",
-    "remat": "Execution, the training's memory",
+    "dropout_rate": "the recipe's field of that name, a number",
+    "drop_path_rate": "the recipe's field of that name (--drop-path)",
+    "remat": "Execution (--remat)",
 }
 
 

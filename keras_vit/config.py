@@ -132,9 +132,7 @@ class ViTConfig:
     @property
     def stride(self) -> int:
         """Pixels between neighbouring tokens: the patch, times the ResNet stem's own stride."""
-        if self.resnet_layers is None:
-            return self.patch_size
-        return int(self.patch_size * ROOT_STRIDE * 2 ** max(len(self.resnet_layers) - 1, 0))
+        return stride_of(self.patch_size, self.resnet_layers)
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -303,6 +301,13 @@ class ViTConfig:
     def _require(self, fits: bool, name: str, allowed: str) -> None:
         if not fits:
             raise ValueError(f"{name} must be {allowed}. Received: {name}={getattr(self, name)!r}.")
+
+
+def stride_of(patch_size: int, resnet_layers: tuple[int, ...] | None) -> int:
+    """Returns the pixels between neighbouring tokens, see `ViTConfig.stride`."""
+    if resnet_layers is None:
+        return patch_size
+    return int(patch_size * ROOT_STRIDE * 2 ** max(len(resnet_layers) - 1, 0))
 
 
 def _is_number(value: object) -> bool:

@@ -82,8 +82,8 @@ def load(
         >>> config = ViTConfig(input_shape=(32, 32, 3), patch_size=8, hidden_dim=8, mlp_dim=16,
         ...                    num_heads=2, num_layers=1, classes=3)
         >>> path = save_npz(VisionTransformer(config), tempfile.mkdtemp() + "/vit.npz")
-        >>> load(path).output_shape
-        (None, 3)
+        >>> load(path, include_top=False, pooling="avg").output_shape
+        (None, 8)
 
     Args:
         source: where the weights are:

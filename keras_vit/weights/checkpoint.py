@@ -176,7 +176,7 @@ def _torch_grid(
     grids = [(height // patch, width // patch) for height, width in sizes]
     counts = {rows * columns: (rows, columns) for rows, columns in reversed(grids)}
     found = counts.get(count - fields["class_token"]) or square_grid(count - fields["class_token"])
-    if found is None and fields["class_token"] and (count in counts or square_grid(count)):
+    if found is None and fields["class_token"] and count in counts:
         raise ValueError(
             "The file needs a class token without a position of its own (as in DeiT III and "
             "FlexiViT), which keras_vit does not read yet."

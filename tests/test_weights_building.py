@@ -175,6 +175,27 @@ def test_arguments_decide_over_the_source(
     assert model.config.image_mean == (0.485, 0.456, 0.406)
 
 
+def test_another_number_of_channels_is_refused() -> None:
+    """By load and by a builder alike, whatever the pixels."""
+    for family in ("timm_vit", "timm_deit"):
+        with pytest.raises(ValueError, match=r"images of 3 channels.*input_shape=\(64, 64, 1\)"):
+            keras_vit.load(MODERN / family, input_shape=(64, 64, 1))
+
+
+@pytest.mark.parametrize("suffix", [".keras", ".weights.h5"])
+def test_a_compiled_models_optimizer_is_left_aside(suffix: str, tmp_path: Path) -> None:
+    """What was trained and saved with its optimizer gives its weights."""
+    model = randomize(VisionTransformer(TINY))
+    model.compile("adam", "mse")
+    model.fit(np.zeros((2, 32, 48, 3)), np.zeros((2, 7)), verbose=0)
+    path = tmp_path / f"vit{suffix}"
+    (model.save if suffix == ".keras" else model.save_weights)(path)
+    again = VisionTransformer(TINY)
+    keras_vit.weights.load(again, path)
+    for variable, other in zip(model.weights, again.weights, strict=True):
+        np.testing.assert_array_equal(variable, other, err_msg=variable.path)
+
+
 def test_a_dtype_policy_is_taken() -> None:
     """Blocks in bfloat16, weights and head in float32."""
     model = keras_vit.load(MODERN / "timm_vit", dtype="mixed_bfloat16")
@@ -244,6 +265,11 @@ CHANGED: dict[str, tuple[str, Callable[[dict[str, Any]], Any], str]] = {
     ),
     "no heads": ("hf_vit_cls", lambda c: c.pop("num_attention_heads"), "say its num_heads"),
     "settings in another shape": ("timm_vit", lambda c: c.update(model_args=[1]), "model_args"),
+    "a mean for other channels": (
+        "timm_vit",
+        lambda c: c["pretrained_cfg"].update(mean=[0.1, 0.2], std=[0.5, 0.5]),
+        r"model\.safetensors: image_mean must be a tuple of 3",
+    ),
     "a mean in words": (
         "timm_vit",
         lambda c: c["pretrained_cfg"].update(mean="imagenet"),

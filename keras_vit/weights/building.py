@@ -166,7 +166,19 @@ def _described(checkpoint: Checkpoint, input_shape: tuple[int, int, int] | None)
     if missing:
         raise ValueError(_refusal(checkpoint, f"it does not say its {' and '.join(missing)}"))
     shape = input_shape or fields.get("input_shape") or _shape(checkpoint)
-    return ViTConfig(**{**checkpoint.assumed, **fields, "input_shape": shape})
+    _check_channels(checkpoint, shape)
+    try:
+        return ViTConfig(**{**checkpoint.assumed, **fields, "input_shape": shape})
+    except ValueError as error:
+        raise ValueError(f"{checkpoint.path}: {error}") from error
+
+
+def _check_channels(checkpoint: Checkpoint, input_shape: tuple[int, ...]) -> None:
+    if checkpoint.channels not in (None, *input_shape[2:]):
+        raise ValueError(
+            f"{checkpoint.path} is of a model for images of {checkpoint.channels} channels. "
+            f"Received: input_shape={input_shape}."
+        )
 
 
 def _shape(checkpoint: Checkpoint) -> tuple[int, int, int]:
@@ -188,6 +200,7 @@ def _config(base: ViTConfig, checkpoint: Checkpoint, request: Request) -> ViTCon
     if checkpoint.grid is not None:
         rows, columns = checkpoint.grid
         shape = (rows * base.stride, columns * base.stride, checkpoint.channels or shape[2])
+    _check_channels(checkpoint, request.input_shape or shape)
     return request.applied(
         base,
         input_shape=request.input_shape or shape,

@@ -185,7 +185,7 @@ def _torch_grid(
 
 
 def _open_h5(path: Path) -> Checkpoint:
-    arrays = read_h5(path)
+    arrays = _without_optimizer(read_h5(path))
     fields = keras_fields(arrays)
     grid = _square(arrays.get(position_name(fields)), fields)
     return Checkpoint(path=path, arrays=arrays, fields=fields, rows=keras_rows, grid=grid)
@@ -207,12 +207,17 @@ def _open_keras(path: Path) -> Checkpoint:
     check_published(config)
     return Checkpoint(
         path=path,
-        arrays=read_h5(path, content),
+        arrays=_without_optimizer(read_h5(path, content)),
         fields=_whole(config),
         rows=keras_rows,
         grid=config.grid,
         channels=config.input_shape[2],
     )
+
+
+def _without_optimizer(arrays: Mapping[str, StoredArray]) -> dict[str, StoredArray]:
+    """Leaves aside what Keras writes beside the layers of a compiled model."""
+    return {name: array for name, array in arrays.items() if not name.startswith("optimizer/")}
 
 
 def _whole(config: ViTConfig) -> dict[str, Any]:

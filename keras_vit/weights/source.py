@@ -30,7 +30,7 @@ def find(source: str | os.PathLike[str]) -> Path:
         OSError: the file cannot be fetched, or is not what was published.
         ImportError: the Hub's library is not installed.
     """
-    address = os.fspath(source)
+    address = os.fsdecode(source)
     if re.match(r"https?://", address):
         return _url_file(address)
     if address.startswith("hf://"):

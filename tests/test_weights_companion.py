@@ -103,3 +103,11 @@ def test_saving_again_replaces_both(tmp_path: Path) -> None:
     for seed, config in enumerate((TINY, EXACT, TINY)):
         path = saved(config, tmp_path / "vit.npz", seed)
         assert keras_vit.load(path).config == config
+
+
+def test_a_users_json_file_is_not_overwritten(tmp_path: Path) -> None:
+    """What stands where the companion goes stays, and nothing is written."""
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(FileExistsError, match=r"config\.json is there and no companion"):
+        saved(TINY, tmp_path / "config.npz")
+    assert [file.name for file in tmp_path.iterdir()] == ["config.json"]

@@ -40,6 +40,16 @@ def needs_companion(config: ViTConfig) -> bool:
     return not (same and is_natural and config.rescaling == ViTConfig().rescaling)
 
 
+def check_free(path: Path) -> None:
+    """Raises a FileExistsError if what stands in the companion's place is something else's."""
+    beside = companion_path(path)
+    if beside.exists() and _read(beside) is None:
+        raise FileExistsError(
+            f"{beside} is there and no companion of an .npz file, which would take its place; "
+            "choose another name for the .npz, or move the other file away."
+        )
+
+
 def write_companion(path: Path, config: ViTConfig) -> None:
     """Writes the companion of a whole .npz file, whole or not at all."""
     with zipfile.ZipFile(path) as archive:

@@ -8,7 +8,7 @@ import numpy as np
 
 from keras_vit.atomic import whole_file
 from keras_vit.model import VisionTransformer
-from keras_vit.weights.companion import MARK, needs_companion, write_companion
+from keras_vit.weights.companion import MARK, check_free, needs_companion, write_companion
 from keras_vit.weights.layouts import check_published, original_rows
 
 
@@ -38,11 +38,13 @@ def save_npz(model: VisionTransformer, path: str | Path) -> Path:
 
     Raises:
         ValueError: the name does not end in .npz, or the layout has no room for the network.
+        FileExistsError: a .json file of that name is there, and not `save_npz`'s.
     """
     check_published(model.config)
     path = Path(path)
     if path.suffix != ".npz":
         raise ValueError(f"The published layout is an .npz file. Received: {str(path)!r}.")
+    check_free(path)
     variables = {variable.path: variable for variable in model.weights}
     with whole_file(path) as temporary, zipfile.ZipFile(temporary, "w") as archive:
         archive.comment = MARK if needs_companion(model.config) else b""

@@ -32,6 +32,7 @@ from keras_vit.preprocessing import decode_predictions, preprocess_input
 from keras_vit.variants import VARIANTS, parameter_count, variant
 from keras_vit.version import __version__
 from keras_vit.weights import resize
+from keras_vit.weights.building import load
 
 __all__ = [
     "VARIANTS",
@@ -61,6 +62,7 @@ __all__ = [
     "freeze",
     "layers",
     "layout_map",
+    "load",
     "load_adapter",
     "lora",
     "losses",

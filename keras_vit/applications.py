@@ -1,7 +1,5 @@
 """Builders of the published variants, with the signature of `keras.applications`."""
 
-import dataclasses
-import warnings
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -9,10 +7,10 @@ import keras
 
 from keras_vit.config import Pooling, ViTConfig
 from keras_vit.exact import ExactModel
-from keras_vit.layers.initialization import overwritten_weights
 from keras_vit.model import VisionTransformer
 from keras_vit.variants import VARIANTS, parameter_count
-from keras_vit.weights import loading
+from keras_vit.weights import building
+from keras_vit.weights.building import Request
 from keras_vit.weights.checkpoint import Checkpoint, open_checkpoint
 from keras_vit.weights.source import locate
 
@@ -56,11 +54,12 @@ Example:
 Args:
     include_top: whether to keep the classifier. Without it the representation layer goes too.
     weights: None for fresh weights, or a checkpoint, whose content decides what the other arguments
-        leave open: classes, class token or none, representation layer, image size. One of
+        leave open: classes, class token or none, representation layer, image size, and the
+        activation, epsilon and pixels' mean and deviation that its weights belong to. One of
         - a published name: "imagenet21k", "imagenet21k+imagenet2012", "imagenet2012", "sam", with
           the family before it if it matters ("original/imagenet21k"), or "augreg/<file name>";
           `keras_vit.weights.catalog()` lists what exists;
-        - a path or URL of an .npz, .safetensors, .weights.h5 or .keras file;
+        - a path or URL of an .npz, .safetensors, .weights.h5 or .keras file, or a folder with one;
         - "hf://owner/name" on the Hugging Face Hub.
     input_tensor: a Keras tensor of images to build upon; the result is then an `ExactModel` with
         the Vision Transformer inside.
@@ -72,7 +71,7 @@ Args:
         checkpoint's makes a fresh classifier of zeros, as the paper's fine-tuning does.
     classifier_activation: activation after the classifier; None for logits.
     include_preprocessing: whether the model takes pixels 0..255, uint8 or float, and scales them
-        itself; otherwise it takes what `preprocess_input` makes of them.
+        itself; otherwise it takes what its `preprocess_input` makes of them.
     name: name of the model.
     dropout_rate, drop_path_rate: dropout and stochastic depth in training, see `ViTConfig`.
     remat: whether training computes activations anew instead of keeping them, to save memory.
@@ -82,7 +81,8 @@ Returns:
     (B, N, {hidden_dim}) without pooling.
 
 Warns:
-    UserWarning: the checkpoint's classifier is all zeros, as the original's ImageNet-21k ones are.
+    UserWarning: the checkpoint's classifier is all zeros, as the original's ImageNet-21k ones are,
+        or it does not say its activation, epsilon or pixels, which are then assumed.
 
 Raises:
     FileNotFoundError: there is no checkpoint at that path.
@@ -109,7 +109,7 @@ def _builder(variant: str) -> Builder:
         drop_path_rate: float = 0.0,
         remat: bool = False,
     ) -> keras.Model:
-        request = _Request(
+        request = Request(
             include_top=include_top,
             input_shape=_input_shape(input_shape, input_tensor),
             pooling=pooling,
@@ -123,7 +123,12 @@ def _builder(variant: str) -> Builder:
                 "remat": remat,
             },
         )
-        model = _build(variant, weights, request)
+        if weights is None:
+            config = _fresh_config(VARIANTS[variant], request)
+            model = VisionTransformer(config, name=request.name)
+        else:
+            checkpoint = _opened(variant, weights, request)
+            model = building.build(checkpoint, request, base=VARIANTS[variant])
         return model if input_tensor is None else _on_tensor(model, input_tensor)
 
     build.__name__ = build.__qualname__ = _function_name(variant)
@@ -131,104 +136,27 @@ def _builder(variant: str) -> Builder:
     return build
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Request:
-    """What a call of a builder asks for; None is left open."""
-
-    include_top: bool
-    input_shape: tuple[int, int, int] | None
-    pooling: Pooling | None
-    classes: int | None
-    classifier_activation: str | None
-    include_preprocessing: bool
-    name: str
-    training: dict[str, Any]  # fields of the config that matter in training alone
-
-
-def _build(name: str, weights: str | Path | None, request: _Request) -> VisionTransformer:
-    variant = VARIANTS[name]
-    if weights is None:
-        return VisionTransformer(_fresh_config(variant, request), name=request.name)
+def _opened(variant: str, weights: str | Path, request: Request) -> Checkpoint:
     image_size = max(request.input_shape[:2]) if request.input_shape else None
-    checkpoint = open_checkpoint(locate(weights, name, image_size=image_size))
-    loading.check_architecture(checkpoint, variant)
-    config = _checkpoint_config(variant, checkpoint, request)
-    keeps_head = config.classes == checkpoint.fields["classes"]
-    rows = loading.match(checkpoint, config, head="file" if keeps_head else "fresh")
-    with loading.reading(checkpoint, config, rows=rows) as values:
-        with overwritten_weights():
-            model = VisionTransformer(config, name=request.name)
-        loading.assign(model, values, path=checkpoint.path)
-    if config.classes and request.classes is None and not _has_trained_head(model):
-        warnings.warn(
-            f"The classifier in {checkpoint.path} is all zeros, as the original's ImageNet-21k "
-            "ones were published: it predicts nothing. Pass classes=N to train a fresh one, "
-            'include_top=False for features, or weights="augreg/imagenet21k" for a trained one.',
-            stacklevel=3,
-        )
-    return model
-
-
-def _has_trained_head(model: VisionTransformer) -> bool:
-    return bool(keras.ops.any(model.get_layer("head").kernel != 0))
-
-
-def _fresh_config(variant: ViTConfig, request: _Request) -> ViTConfig:
-    pooling = request.pooling or (variant.pooling if request.include_top else None)
-    return _with_request(
-        variant,
-        request,
-        input_shape=request.input_shape or variant.input_shape,
-        pooling=pooling,
-        # Average and attention pooling go without a class token in the original.
-        class_token=variant.class_token if pooling in ("token", None) else False,
-        classes=_classes(request, DEFAULT_CLASSES),
-    )
-
-
-def _checkpoint_config(variant: ViTConfig, checkpoint: Checkpoint, request: _Request) -> ViTConfig:
-    fields = checkpoint.fields
-    classes = _classes(request, fields["classes"])
-    if request.include_top and classes is None:
+    checkpoint = open_checkpoint(locate(weights, variant, image_size=image_size))
+    if request.include_top and request.classes_or(checkpoint.fields["classes"]) is None:
         raise ValueError(
             f"{checkpoint.path} holds no classifier; pass classes=N for a fresh one, or "
             "include_top=False."
         )
-    decided = ("class_token", "activation", "layer_norm_epsilon")
-    kept = {name: fields[name] for name in decided if name in fields}
-    return _with_request(
+    return checkpoint
+
+
+def _fresh_config(variant: ViTConfig, request: Request) -> ViTConfig:
+    pooling = request.pooling or (variant.pooling if request.include_top else None)
+    return request.applied(
         variant,
-        request,
-        input_shape=request.input_shape or _checkpoint_shape(variant, checkpoint),
-        pooling=request.pooling or (fields["pooling"] if request.include_top else None),
-        classes=classes,
-        representation_dim=fields["representation_dim"] if classes == fields["classes"] else None,
-        **kept,
+        input_shape=request.input_shape or variant.input_shape,
+        pooling=pooling,
+        # Average and attention pooling go without a class token in the original.
+        class_token=variant.class_token if pooling in ("token", None) else False,
+        classes=request.classes_or(DEFAULT_CLASSES),
     )
-
-
-def _classes(request: _Request, default: int | None) -> int | None:
-    if not request.include_top:
-        return None
-    return default if request.classes is None else request.classes
-
-
-def _with_request(variant: ViTConfig, request: _Request, **fields: Any) -> ViTConfig:
-    activation = request.classifier_activation if request.include_top else None
-    return dataclasses.replace(
-        variant,
-        classifier_activation=activation,
-        include_preprocessing=request.include_preprocessing,
-        **request.training,
-        **fields,
-    )
-
-
-def _checkpoint_shape(variant: ViTConfig, checkpoint: Checkpoint) -> tuple[int, int, int]:
-    if checkpoint.grid is None:
-        return variant.input_shape
-    rows, columns = checkpoint.grid
-    return (rows * variant.stride, columns * variant.stride, variant.input_shape[2])
 
 
 def _input_shape(

@@ -4,6 +4,7 @@ Knows no framework: importing this module costs nothing.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
@@ -69,7 +70,12 @@ class ViTConfig:
         remat: whether training keeps only the input of each block and computes the rest anew for
             the gradient: less memory, more time, the same numbers.
         classifier_activation: activation after the classifier, e.g. "softmax"; None for logits.
-        include_preprocessing: whether the model takes pixels 0..255 and scales them to [-1, 1].
+        include_preprocessing: whether the model takes pixels 0..255 and scales them itself.
+        image_mean: what the pixels' mean was taken to be in training, in units of 1 (0..255 divided
+            by 255), a number for each channel; equal numbers hold for any number of channels. The
+            original's, 0.5, makes values in [-1, 1].
+        image_std: what their deviation was taken to be: the network computes on
+            (pixels / 255 - image_mean) / image_std.
         position_embedding: how tokens know their place (arXiv 2010.11929, Appendix D.4): "learned"
             for each (1-D, the original's), "learned_2d" for each row and column, "sincos_2d" fixed,
             "relative" as a learned bias of attention, or None.
@@ -106,6 +112,8 @@ class ViTConfig:
     remat: bool = False
     classifier_activation: str | None = None
     include_preprocessing: bool = False
+    image_mean: tuple[float, ...] = (0.5, 0.5, 0.5)
+    image_std: tuple[float, ...] = (0.5, 0.5, 0.5)
     position_embedding: PositionEmbedding | None = "learned"
     position_placement: PositionPlacement = "input"
     num_registers: int = 0
@@ -117,15 +125,14 @@ class ViTConfig:
         self._check_numbers()
         self._check_choices()
         self._check_image()
+        self._check_pixels()
         self._check_positions()
         self._check_tokens()
 
     @property
     def stride(self) -> int:
         """Pixels between neighbouring tokens: the patch, times the ResNet stem's own stride."""
-        if self.resnet_layers is None:
-            return self.patch_size
-        return int(self.patch_size * ROOT_STRIDE * 2 ** max(len(self.resnet_layers) - 1, 0))
+        return stride_of(self.patch_size, self.resnet_layers)
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -156,6 +163,19 @@ class ViTConfig:
         if not self.resnet_layers:
             return STEM_WIDTH
         return int(4 * STEM_WIDTH * 2 ** (len(self.resnet_layers) - 1))
+
+    @property
+    def rescaling(self) -> tuple[float | tuple[float, ...], float | tuple[float, ...]]:
+        """(scale, offset) of pixels: the network computes on `pixels * scale + offset`.
+
+        Numbers where they are the same for every channel, otherwise one for each channel.
+        """
+        pairs = zip(self.image_mean, self.image_std, strict=True)
+        rows = [(1 / (255 * std), -mean / std) for mean, std in pairs]
+        if len(set(rows)) == 1:
+            return rows[0]
+        scales, offsets = zip(*rows, strict=True)
+        return scales, offsets
 
     @property
     def departures(self) -> tuple[str, ...]:
@@ -242,6 +262,17 @@ class ViTConfig:
                 f"{(*near, shape[2])}."
             )
 
+    def _check_pixels(self) -> None:
+        channels = self.input_shape[2]
+        for name in ("image_mean", "image_std"):
+            values = getattr(self, name)
+            is_tuple = isinstance(values, tuple) and all(map(_is_number, values))
+            fits = is_tuple and (len(values) == channels or len(set(values)) == 1)
+            allowed = f"a tuple of {channels} finite numbers, one for each channel"
+            self._require(fits, name, allowed)
+        self._require(len(self.image_mean) == len(self.image_std), "image_std", "as many as means")
+        self._require(min(self.image_std) > 0, "image_std", "above 0")
+
     def _check_positions(self) -> None:
         kind = self.position_embedding
         multiple = WIDTH_MULTIPLES.get(str(kind), 1)
@@ -270,6 +301,18 @@ class ViTConfig:
     def _require(self, fits: bool, name: str, allowed: str) -> None:
         if not fits:
             raise ValueError(f"{name} must be {allowed}. Received: {name}={getattr(self, name)!r}.")
+
+
+def stride_of(patch_size: int, resnet_layers: tuple[int, ...] | None) -> int:
+    """Returns the pixels between neighbouring tokens, see `ViTConfig.stride`."""
+    if resnet_layers is None:
+        return patch_size
+    return int(patch_size * ROOT_STRIDE * 2 ** max(len(resnet_layers) - 1, 0))
+
+
+def _is_number(value: object) -> bool:
+    is_real = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_real and math.isfinite(value)  # type: ignore[arg-type]
 
 
 def _is_count(value: object) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from keras_vit import layers
+from keras_vit import layers, preprocessing
 from keras_vit.config import ViTConfig
 from keras_vit.exact import ExactModel
 
@@ -33,7 +33,7 @@ class VisionTransformer(ExactModel):
             The classifier always computes in float32.
 
     Input shape: (B, H, W, channels) of `config.input_shape`, pixels 0..255 with
-    `config.include_preprocessing`, otherwise values in [-1, 1].
+    `config.include_preprocessing`, otherwise what `preprocess_input` makes of them.
     Output shape: (B, C) with a classifier, (B, D) without, (B, N, ...) with `pooling=None`.
     """
 
@@ -62,6 +62,23 @@ class VisionTransformer(ExactModel):
         super().__init__(images, _forward(config, policy, images), name=name, trainable=trainable)
         self.config = config
         self._policy = policy
+
+    def preprocess_input(self, x: Any) -> Any:
+        """Makes of pixels 0..255 what this model takes, with the mean and deviation of its config.
+
+        A model that scales pixels itself (`include_preprocessing`) takes them as they are: they
+        come back unscaled, as `keras.applications` does it.
+
+        Args:
+            x: images (..., channels) of any kind that `keras_vit.preprocess_input` takes.
+
+        Returns:
+            An array or tensor of the same kind and shape, float32.
+        """
+        config = self.config
+        if config.include_preprocessing:
+            return preprocessing.as_float32(x)
+        return preprocessing.preprocess_input(x, mean=config.image_mean, std=config.image_std)
 
     @property
     def feature_names(self) -> tuple[str, ...]:
@@ -132,7 +149,8 @@ def _tokens(config: ViTConfig, dtype: str, images: Any) -> Any:
     """Returns the tokens of the patches and those before them, (B, N, D)."""
     x = images
     if config.include_preprocessing:
-        x = keras.layers.Rescaling(1 / 127.5, offset=-1.0, dtype="float32", name="rescaling")(x)
+        scale, offset = map(_per_channel, config.rescaling)
+        x = keras.layers.Rescaling(scale, offset=offset, dtype="float32", name="rescaling")(x)
     if config.resnet_layers is not None:
         x = layers.ResNetStem(config.resnet_layers, dtype=dtype, name="stem")(
             x
@@ -149,6 +167,11 @@ def _tokens(config: ViTConfig, dtype: str, images: Any) -> Any:
         dtype=dtype,
         name="patch_encoder",
     )(x)  # (B, N, D)
+
+
+def _per_channel(value: float | tuple[float, ...]) -> Any:
+    """As (1, 1, channels), which Keras' layer leaves so in any of its data formats."""
+    return [[list(value)]] if isinstance(value, tuple) else value
 
 
 def _encoder(config: ViTConfig, dtype: str, tokens: Any) -> Any:

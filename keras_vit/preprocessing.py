@@ -4,6 +4,7 @@ import functools
 import gzip
 import importlib.resources
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -15,10 +16,18 @@ _LABEL_FILES = {1000: "imagenet2012.txt", 21843: "imagenet21k.txt.gz"}
 _DATA_FORMATS = (None, "channels_last", "channels_first")
 
 
-def preprocess_input(x: Any, data_format: str | None = None) -> Any:
-    """Scales pixels from 0..255 to [-1, 1], as the original does: (x - 127.5) / 127.5.
+def preprocess_input(
+    x: Any,
+    data_format: str | None = None,
+    *,
+    mean: float | Sequence[float] = 0.5,
+    std: float | Sequence[float] = 0.5,
+) -> Any:
+    """Turns pixels 0..255 into what the network computes on: (x / 255 - mean) / std.
 
-    Models built with `include_preprocessing=True` do this themselves.
+    The defaults are the original's, which make values in [-1, 1]. A function does not know the
+    model: `VisionTransformer.preprocess_input` takes mean and deviation from its config, and models
+    built with `include_preprocessing=True` do all of it themselves.
 
     Example:
         >>> preprocess_input(np.array([[0, 255]], "uint8"))
@@ -27,20 +36,32 @@ def preprocess_input(x: Any, data_format: str | None = None) -> Any:
     Args:
         x: images of any shape and number type, values 0..255: a NumPy array, which stays as it is,
             a tensor of the Keras backend, or a TensorFlow tensor, as in `tf.data` pipelines.
-        data_format: accepted for likeness with `keras.applications`; the result does not depend on
-            where the channels are.
+        data_format: where the channels are: "channels_last", which None stands for, or
+            "channels_first". It matters where `mean` or `std` differs between channels.
+        mean: what to subtract, in units of 1 (pixels divided by 255); one number, or one for each
+            channel.
+        std: what to divide by, in the same units.
 
     Returns:
         An array or tensor of the same kind and shape, float32.
 
     Raises:
-        ValueError: `data_format` is not "channels_last", "channels_first" or None.
+        ValueError: `data_format` is not "channels_last", "channels_first" or None; or mean and
+            deviation are not finite, a deviation is not above 0, or they do not fit the channels.
     """
     if data_format not in _DATA_FORMATS:
         raise ValueError(
             f"data_format must be one of {list(_DATA_FORMATS)}. Received: {data_format!r}."
         )
-    return (_float32(x) - 127.5) / 127.5
+    pixels = as_float32(x)
+    axis = -3 if data_format == "channels_first" else -1
+    levels, scale = (
+        _of_channels(name, value, tuple(pixels.shape), axis)
+        for name, value in (("mean", mean), ("std", std))
+    )
+    if np.min(scale) <= 0:
+        raise ValueError(f"std must be above 0. Received: std={std!r}.")
+    return (pixels - levels) / scale
 
 
 def decode_predictions(predictions: Any, top: int = 5) -> list[list[tuple[str, str, float]]]:
@@ -80,6 +101,17 @@ def decode_predictions(predictions: Any, top: int = 5) -> list[list[tuple[str, s
     ]
 
 
+def as_float32(x: Any) -> Any:
+    """Returns an array or tensor of the same kind in float32."""
+    if isinstance(x, np.ndarray | np.generic | list | tuple | int | float):
+        return np.asarray(x, np.float32)
+    # In a tf.data pipeline tensors are TensorFlow's, whatever the Keras backend is.
+    tensorflow = sys.modules.get("tensorflow")
+    if tensorflow is not None and tensorflow.is_tensor(x):
+        return tensorflow.cast(x, "float32")
+    return keras.ops.cast(x, "float32")
+
+
 @functools.cache
 def class_labels(classes: int) -> tuple[tuple[str, str], ...]:
     """Returns (WordNet identifier, first word) of every class, in the order of the classifier.
@@ -110,14 +142,21 @@ def _first_word(words: str) -> str:
     return words.split(", ", 1)[0].replace(" ", "_")
 
 
-def _float32(x: Any) -> Any:
-    if isinstance(x, np.ndarray | np.generic | list | tuple | int | float):
-        return np.asarray(x, np.float32)
-    # In a tf.data pipeline tensors are TensorFlow's, whatever the Keras backend is.
-    tensorflow = sys.modules.get("tensorflow")
-    if tensorflow is not None and tensorflow.is_tensor(x):
-        return tensorflow.cast(x, "float32")
-    return keras.ops.cast(x, "float32")
+def _of_channels(name: str, value: float | Sequence[float], shape: Any, axis: int) -> Any:
+    """Returns 255 times the value: a number, or an array that broadcasts along the channels."""
+    numbers = np.asarray(value, np.float64)
+    if numbers.ndim > 1 or not numbers.size or not np.isfinite(numbers).all():
+        raise ValueError(
+            f"{name} must be a finite number, or one for each channel. Received: {name}={value!r}."
+        )
+    if np.all(numbers == numbers.flat[0]):
+        return float(255 * numbers.flat[0])
+    if len(shape) < -axis or shape[axis] not in (None, numbers.size):
+        raise ValueError(
+            f"{name} has {numbers.size} numbers, one for each channel, and the images of shape "
+            f"{shape} have other channels; give their layout by data_format, or one number."
+        )
+    return np.reshape(255 * numbers, (-1, *(1,) * (-axis - 1))).astype(np.float32)
 
 
 def _numpy(x: Any) -> npt.NDArray[Any]:

@@ -47,6 +47,13 @@ BAD_FIELDS = [
         {"position_embedding": None, "position_placement": "every_block_shared"},
         "position_embedding=None adds nothing",
     ),
+    ({"image_mean": [0.5]}, r"image_mean must be a tuple of 3 finite numbers.*\[0.5\]"),
+    ({"image_mean": (0.4, 0.5)}, "image_mean must be a tuple of 3 finite numbers"),
+    ({"image_mean": (0.4, 0.5, float("nan"))}, "image_mean must be a tuple of 3 finite"),
+    ({"image_mean": ("a",) * 3}, "image_mean must be a tuple of 3 finite"),
+    ({"image_std": (0.1, 0.2, 0.0)}, "image_std must be above 0"),
+    ({"image_std": ()}, "image_std must be a tuple of 3"),
+    ({"image_std": (0.5,)}, "image_std must be as many as means"),
     ({"num_registers": -1}, "num_registers must be a whole number from 0.*-1"),
     ({"num_registers": 1.5}, "num_registers must be a whole number from 0.*1.5"),
     ({"layer_scale": 0.0}, "layer_scale must be above 0, or None.*0.0"),
@@ -137,3 +144,18 @@ def test_config_module_loads_no_framework() -> None:
     )
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_equal_means_hold_for_any_number_of_channels(channels: int) -> None:
+    """The original's pixels are the default whatever the images, and one number each."""
+    config = dataclasses.replace(TINY, input_shape=(32, 48, channels))
+    assert config.rescaling == (1 / 127.5, -1.0)
+
+
+def test_channels_of_their_own_give_a_scale_and_an_offset_each() -> None:
+    """pixels * scale + offset is (pixels / 255 - mean) / std."""
+    config = dataclasses.replace(TINY, image_mean=(0.1, 0.2, 0.3), image_std=(0.5, 0.25, 0.2))
+    scale, offset = config.rescaling
+    assert scale == pytest.approx((1 / 127.5, 4 / 255, 5 / 255))
+    assert offset == pytest.approx((-0.2, -0.8, -1.5))

@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pytest
+import tensorflow as tf
 from exported import LABELS, photo, served_model
 from serving_harness import messages
 
@@ -201,3 +202,25 @@ def test_a_model_of_grey_images_has_no_savedmodel(tmp_path):
     with pytest.raises(ValueError, match="export it as tflite or onnx"):
         export(served_model(input_shape=(32, 48, 1)), tmp_path / "grey")
     assert not list((tmp_path / "grey").glob("[0-9]*"))
+
+
+def test_pixels_of_the_model_reach_what_is_exported(tmp_path):
+    """Signatures compute with mean and deviation of its own; record and README say so."""
+    mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+    model = served_model(image_mean=mean, image_std=std)
+    (made,) = export(model, tmp_path / "pets", labels=LABELS)
+    record = json.loads((made.path / "assets.extra/verification.json").read_text())
+    assert record["pixels"] == {
+        "takes": "pixels", "image_mean": list(mean), "image_std": list(std)
+    }  # fmt: skip
+    readme = (tmp_path / "pets" / "README.md").read_text()
+    assert "(0..255 / 255 - (0.485, 0.456, 0.406)) / (0.229, 0.224, 0.225)" in readme
+    pixels = np.random.default_rng(0).integers(0, 256, (2, 32, 48, 3), np.uint8)
+    expected = np.asarray(model(pixels))
+    signatures = tf.saved_model.load(str(made.path)).signatures
+    values = tf.constant((pixels / 255 - np.array(mean)) / np.array(std), tf.float32)
+    for answer in (
+        signatures["image_tensor"](images=tf.constant(pixels)),
+        signatures["pixels"](pixel_values=values),
+    ):
+        np.testing.assert_allclose(answer["probabilities"], expected, rtol=0, atol=1e-5)

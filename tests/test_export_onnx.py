@@ -29,6 +29,10 @@ CONFIGS = {
     "plain": {},
     "exact GELU": {"activation": "gelu"},
     "normalized input, logits": {"include_preprocessing": False, "classifier_activation": None},
+    "pixels of its own": {"image_mean": (0.4, 0.5, 0.6), "image_std": (0.2, 0.3, 0.25)},
+    "normalized by its own": {
+        "include_preprocessing": False, "image_mean": (0.4, 0.5, 0.6), "image_std": (0.2, 0.3, 0.25)
+    },
     "sigmoid": {"classifier_activation": "sigmoid"},
     "average": {"pooling": "avg"},
     "average, no class token": {"pooling": "avg", "class_token": False},

@@ -122,8 +122,10 @@ def test_model_equals_the_same_network_in_numpy(exact: bool, tmp_path: Path) -> 
     config = dataclasses.replace(
         TINY, representation_dim=16, activation="gelu" if exact else "gelu_tanh"
     )
+    original = VisionTransformer(dataclasses.replace(config, activation="gelu_tanh"))
+    keras_vit.weights.load(original, published.write(tmp_path / "weights.npz", config))
     model = VisionTransformer(config)
-    keras_vit.weights.load(model, published.write(tmp_path / "weights.npz", config))
+    model.set_weights(original.get_weights())
     images = published.images(config)
     expected = oracle.forward(published.arrays(config), images, exact_gelu=exact)
     np.testing.assert_allclose(model(images), expected, rtol=0, atol=2e-6)
@@ -167,6 +169,50 @@ def test_preprocessing_takes_pixels(tiny: VisionTransformer) -> None:
     np.testing.assert_allclose(inside(pixels), expected, atol=1e-5)
     np.testing.assert_allclose(inside(pixels.astype(np.float32)), expected, atol=1e-5)
     np.testing.assert_allclose(inside.predict(pixels, verbose=0), expected, atol=1e-5)
+
+
+OWN_PIXELS = {"image_mean": (0.485, 0.456, 0.406), "image_std": (0.229, 0.224, 0.225)}
+
+
+@pytest.mark.parametrize("data_format", ["channels_last", "channels_first"])
+def test_pixels_of_the_config_inside_and_before_the_model(
+    tiny: VisionTransformer, data_format: str
+) -> None:
+    """(x / 255 - mean) / std, in the model or by its preprocess_input, in any layout of Keras."""
+    pixels = np.random.default_rng(2).integers(0, 256, (2, *TINY.input_shape), np.uint8)
+    means = (np.array(OWN_PIXELS[name], np.float32) for name in ("image_mean", "image_std"))
+    mean, std = means
+    expected = keras.ops.convert_to_numpy(tiny((pixels / np.float32(255) - mean) / std))
+    assert np.abs(keras.ops.convert_to_numpy(tiny(pixels / 127.5 - 1)) - expected).max() > 1e-2
+    before = keras.config.image_data_format()
+    keras.config.set_image_data_format(data_format)
+    try:
+        for inside in (True, False):
+            config = dataclasses.replace(TINY, include_preprocessing=inside, **OWN_PIXELS)
+            model = VisionTransformer(config)
+            model.set_weights(tiny.get_weights())
+            answer = keras.ops.convert_to_numpy(model(model.preprocess_input(pixels)))
+            np.testing.assert_allclose(answer, expected, rtol=0, atol=1e-5)
+    finally:
+        keras.config.set_image_data_format(before)
+
+
+def test_pixels_of_the_original_are_one_multiplication_and_one_addition() -> None:
+    """The numbers of the default config are those that it always had."""
+    model = VisionTransformer(dataclasses.replace(TINY, include_preprocessing=True))
+    layer = model.get_layer("rescaling")
+    assert (layer.scale, layer.offset) == (1 / 127.5, -1.0)
+
+
+def test_pixels_of_the_config_survive_a_keras_file(tmp_path: Path) -> None:
+    """What is saved comes back with its mean and deviation, and the same answers."""
+    config = dataclasses.replace(TINY, include_preprocessing=True, **OWN_PIXELS)
+    model = randomize(VisionTransformer(config))
+    model.save(tmp_path / "model.keras")
+    again = keras.saving.load_model(tmp_path / "model.keras")
+    assert again.config == config
+    pixels = np.random.default_rng(2).integers(0, 256, (2, *TINY.input_shape), np.uint8)
+    np.testing.assert_array_equal(again(pixels), model(pixels))
 
 
 def test_features_are_the_models_own(tiny: VisionTransformer, images: np.ndarray) -> None:

@@ -107,6 +107,44 @@ def test_bad_data_format() -> None:
         preprocessing.preprocess_input(PIXELS, data_format="NHWC")
 
 
+MEAN, STD = (0.485, 0.456), (0.229, 0.224)
+OWN = (PIXELS / 255 - np.array(MEAN)) / np.array(STD)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_channels_have_mean_and_deviation_of_their_own(kind: str) -> None:
+    """(x / 255 - mean) / std for every kind of number and array, in float32."""
+    result = preprocessing.preprocess_input(KINDS[kind](PIXELS), mean=MEAN, std=STD)
+
+    assert keras.backend.standardize_dtype(result.dtype) == "float32"
+    np.testing.assert_allclose(np.asarray(result), OWN, rtol=0, atol=1e-6)
+
+
+def test_channels_may_stand_first() -> None:
+    """With values for each channel, data_format says where the channels are."""
+    first = PIXELS.transpose(0, 3, 1, 2)
+
+    result = preprocessing.preprocess_input(first, "channels_first", mean=MEAN, std=STD)
+
+    np.testing.assert_allclose(result.transpose(0, 2, 3, 1), OWN, rtol=0, atol=1e-6)
+
+
+BAD_PIXELS = [
+    ({"mean": (0.1, 0.2, 0.3)}, "mean has 3 numbers.*data_format"),
+    ({"mean": float("inf")}, "mean must be a finite number"),
+    ({"std": 0.0}, "std must be above 0"),
+    ({"std": [[0.5]]}, "std must be a finite number, or one for each channel"),
+    ({"mean": ()}, "mean must be a finite number"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_PIXELS)
+def test_bad_means_and_deviations_are_refused(arguments: dict, message: str) -> None:
+    """Nothing is broadcast into something that was not meant."""
+    with pytest.raises(ValueError, match=message):
+        preprocessing.preprocess_input(PIXELS, **arguments)
+
+
 @pytest.mark.parametrize(
     ("classes", "known"), [(1000, IMAGENET_1K), (21843, IMAGENET_21K)], ids=["1k", "21k"]
 )

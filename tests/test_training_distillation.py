@@ -171,6 +171,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"classes": 5}, {}, r"the student's 7 classes.*\(None, 5\)"),
     ({"input_shape": (32, 48, 1)}, {}, r"\(height, width, 3\).*48, 1\)"),
     ({"include_preprocessing": True}, {}, "include_preprocessing=True of the teacher, False"),
+    ({"image_mean": (0.4, 0.5, 0.6)}, {}, r"same numbers.*image_mean=\(0\.4, 0\.5, 0\.6\)"),
 ]
 
 

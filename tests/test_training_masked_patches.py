@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from conftest import TINY, randomize
 
+from keras_vit.model import VisionTransformer
 from keras_vit.training import masked_patches
 from keras_vit.training.masked_patches import MaskedPatchModel, patch_targets
 
@@ -65,6 +66,18 @@ def test_targets_are_those_of_a_walk_over_the_patches(target: str, name: str) ->
     found = keras.ops.convert_to_numpy(patch_targets(images, config, target))
     np.testing.assert_allclose(found, expected, atol=1e-5)
     assert found.dtype.kind == ("f" if target == "pixels" else "i")
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_targets_do_not_depend_on_how_pixels_are_scaled(target: str) -> None:
+    """Of a model that takes scaled images, colours are those of the pixels they came from."""
+    pixels = np.random.default_rng(0).integers(0, 256, (2, 32, 48, 3)).astype(np.float32)
+    inside = dataclasses.replace(TINY, include_preprocessing=True)
+    outside = dataclasses.replace(TINY, image_mean=(0.4, 0.5, 0.6), image_std=(0.2, 0.3, 0.25))
+    scaled = VisionTransformer(outside).preprocess_input(pixels)
+    expected = keras.ops.convert_to_numpy(patch_targets(pixels, inside, target))
+    found = keras.ops.convert_to_numpy(patch_targets(scaled, outside, target))
+    np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def test_the_whitest_white_is_the_last_colour() -> None:

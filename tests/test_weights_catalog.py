@@ -324,3 +324,27 @@ def test_the_tables_hold_no_file_twice() -> None:
     stems = [file.stem for file in itertools.chain(*tables[:3])]
 
     assert len(stems) == len(set(stems)) == 35
+
+
+MEANT = [
+    ("B/16", "imagenet", "imagenet21k+imagenet2012"),
+    ("Ti/16", "ImageNet-1k", "imagenet21k+imagenet2012"),
+    ("B/16", "in21k", "imagenet21k"),
+    ("B/16", "imagenet2021", "imagenet2012"),
+    ("B/16", "augreg/imagenet-21k", "augreg/imagenet21k"),
+]
+
+
+@pytest.mark.parametrize(("variant", "wrong", "meant"), MEANT)
+def test_a_wrong_name_is_asked_back(variant: str, wrong: str, meant: str) -> None:
+    """What other libraries say, or a slip of the pen, gets the name that was meant."""
+    with pytest.raises(ValueError, match=rf"no weights '{wrong}'.*Did you mean '(.*)'\?") as caught:
+        resolve(variant, wrong)
+    assert f"Did you mean '{meant}'?" in str(caught.value)
+
+
+def test_names_far_from_all_are_not_asked_back() -> None:
+    """No question where nothing is near."""
+    with pytest.raises(ValueError, match="There are no weights 'zzz'") as caught:
+        resolve("B/16", "zzz")
+    assert "Did you mean" not in str(caught.value)

@@ -164,6 +164,7 @@ def test_unknown_name_lists_what_there_is() -> None:
 HUB_FILES = {
     "config.json": published.GOLDEN / "tiny_hf_config.json",
     "model.safetensors": published.GOLDEN / "tiny_hf.safetensors",
+    "preprocessor_config.json": published.GOLDEN / "modern/hf_vit_msn/preprocessor_config.json",
 }
 
 
@@ -202,15 +203,11 @@ HUB_CODE = """
 import json, sys
 import keras, numpy as np
 import keras_vit
-from keras_vit.weights import loading, source
-from keras_vit.weights.checkpoint import open_checkpoint
 try:
-    path = source.locate(sys.argv[1], "Ti/16")
-    found = open_checkpoint(path)
-    model = keras_vit.VisionTransformer(
-        keras_vit.ViTConfig(input_shape=(32, 48, 3), **found.fields)
+    model = keras_vit.load(
+        sys.argv[1], classifier_activation=None, include_preprocessing=False
     )
-    keras_vit.weights.load(model, path)
+    assert model.config.image_mean == (0.485, 0.456, 0.406), model.config
     images = np.load(sys.argv[2])
     print(json.dumps(keras.ops.convert_to_numpy(model(images)).tolist()))
 except (OSError, ValueError) as error:
@@ -244,7 +241,7 @@ def from_hub(address: str, hub: str, folder: Path) -> object:
 
 @pytest.mark.slow
 def test_a_hub_repository_gives_its_librarys_logits(hub: str, tmp_path: Path) -> None:
-    """Weights and config.json come over HTTP through the Hub's own client."""
+    """Weights and both JSON files come over HTTP through the Hub's own client."""
     logits = np.array(from_hub("hf://someone/tiny-vit", hub, tmp_path))
     expected = np.load(published.GOLDEN / "tiny_safetensors_logits.npz")["hf"]
     np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-5)

@@ -13,7 +13,6 @@ import numpy as np
 
 from keras_vit.atomic import whole_file
 from keras_vit.explain import attention, embeddings, inside, pictures, relevance
-from keras_vit.preprocessing import preprocess_input
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -104,8 +103,7 @@ def _subject(model: keras.Model, image: np.ndarray) -> tuple[_Subject, str]:
             f"{size[0]}x{size[1]}, the size that the model takes."
         )
     inputs = inside.resample(image[None], size)
-    takes_pixels = vit.config.include_preprocessing or model is not vit
-    scaled = inputs if takes_pixels else np.asarray(preprocess_input(inputs))
+    scaled = np.asarray(vit.preprocess_input(inputs)) if model is vit else inputs
     return _Subject(model, inputs[0], scaled), note
 
 

@@ -167,6 +167,7 @@ class _Job:
             checks=checks,
             runtime=runtime,
             images=f"{count} given, {samples.COUNT - count} drawn",
+            pixels=verification.pixels_of(self.exportable),
         )
         return [
             Artefact(

@@ -36,8 +36,9 @@ def make_onnx(exportable: Exportable) -> "onnx.ModelProto":
     graph = _Graph(config, folded_arrays(exportable.network, config))
     x = "images"
     if exportable.takes == "pixels":
-        x = graph.node("Mul", x, graph.constant(np.float32(1 / 127.5)))
-        x = graph.node("Add", x, graph.constant(np.float32(-1)))
+        scale, offset = exportable.rescaling
+        x = graph.node("Mul", x, graph.weight("rescaling/scale", np.asarray(scale, np.float32)))
+        x = graph.node("Add", x, graph.weight("rescaling/offset", np.asarray(offset, np.float32)))
     outputs = _forward(graph, x)
     if exportable.activation is not None:
         kind = ACTIVATIONS[exportable.activation.__name__]

@@ -27,11 +27,13 @@ class Exportable:
 
     Attributes:
         network: float32, from images to logits, or to features without classifier.
-        takes: what the original model takes: "pixels" 0..255, or "normalized", in [-1, 1].
+        takes: what the original model takes: "pixels" 0..255, or "normalized": pixels / 255, less
+            the mean and divided by the deviation of its config.
         network_takes: what `network` takes.
         activation: from logits to probabilities; None without classifier.
         answers: what the original model answers.
         config: the network's config, if it is a Vision Transformer and nothing around it.
+        pixels: the config of the Vision Transformer alone or inside, for its mean and deviation.
     """
 
     network: keras.Model
@@ -40,6 +42,7 @@ class Exportable:
     activation: Callable[[Any], Any] | None
     answers: Literal["logits", "probabilities", "features"]
     config: ViTConfig | None
+    pixels: ViTConfig
 
     @property
     def written_config(self) -> ViTConfig | None:
@@ -69,11 +72,28 @@ class Exportable:
         """Turns float32 pixels 0..255 into what `network` takes."""
         if self.network_takes == "pixels":
             return images
-        return images * (1 / 127.5) - 1.0  # as the model's own rescaling does it
+        return self.normalized(images)
 
     def from_normalized(self, images: Any) -> Any:
-        """Turns float32 values in [-1, 1] into what `network` takes."""
-        return images if self.network_takes == "normalized" else (images + 1.0) * 127.5
+        """Turns float32 values, as `normalized` makes them, into what `network` takes."""
+        if self.network_takes == "normalized":
+            return images
+        scale, offset = self.rescaling
+        return (images - offset) / scale
+
+    def normalized(self, pixels: Any) -> Any:
+        """Scales float32 pixels 0..255 as the model's own rescaling does it."""
+        scale, offset = self.rescaling
+        return pixels * scale + offset
+
+    @property
+    def rescaling(self) -> tuple[Any, Any]:
+        """What pixels are multiplied by and what is added: a number each, or (channels,)."""
+        scale, offset = (
+            np.array(value, np.float32) if isinstance(value, tuple) else value
+            for value in self.pixels.rescaling
+        )
+        return scale, offset
 
     def from_original(self, images: Any) -> Any:
         """Turns what the original model takes into what `network` takes."""
@@ -135,6 +155,7 @@ def _rebuild_alone(model: VisionTransformer) -> Exportable:
         takes="pixels" if model.config.include_preprocessing else "normalized",
         network_takes="normalized",
         config=config,
+        pixels=config,
         **_ending(activation, is_classifier=is_classifier),
     )
 
@@ -153,7 +174,14 @@ def _rebuild_around(model: keras.Model) -> Exportable:
     _copy_weights(model, network)
     ending = _ending(_take_off_activation(network), is_classifier=len(network.output_shape) == 2)
     takes: Range = "pixels" if inner[0].config.include_preprocessing else "normalized"
-    return Exportable(network=network, takes=takes, network_takes=takes, config=None, **ending)
+    return Exportable(
+        network=network,
+        takes=takes,
+        network_takes=takes,
+        config=None,
+        pixels=inner[0].config,
+        **ending,
+    )
 
 
 def _in_float32(serialized: Any) -> Any:

@@ -40,7 +40,7 @@ class References:
     Attributes:
         files: encoded images, an object array (B,) of bytes.
         pixels: the same through evaluation's decoding and resizing, rounded, uint8 (B, H, W, C).
-        values: the pixels in [-1, 1], float32.
+        values: the pixels less the model's mean, divided by its deviation, float32.
         of_files: what it makes of the files.
         of_pixels: what it makes of the pixels.
         of_values: what it makes of the values, whose rounding convolutions may amplify.
@@ -72,7 +72,7 @@ def make_references(exportable: Exportable, images: Sequence[samples.Image] = ()
     if channels != 3:  # no decoder makes these: any values will do
         resized = np.ascontiguousarray(np.resize(resized, (*resized.shape[:3], channels)))
     pixels = np.round(resized).astype(np.uint8)
-    values = pixels.astype(np.float32) / np.float32(127.5) - 1
+    values = normalized(exportable, pixels)
     return References(
         files=files,
         pixels=pixels,
@@ -111,8 +111,14 @@ def outputs(exportable: Exportable, images: np.ndarray) -> dict[str, np.ndarray]
 
 def as_original(exportable: Exportable, pixels: np.ndarray) -> np.ndarray:
     """Turns pixels 0..255 into what the original model takes, float32."""
-    images = pixels.astype(np.float32)
-    return images if exportable.takes == "pixels" else images / np.float32(127.5) - 1
+    if exportable.takes == "pixels":
+        return pixels.astype(np.float32)
+    return normalized(exportable, pixels)
+
+
+def normalized(exportable: Exportable, pixels: np.ndarray) -> np.ndarray:
+    """Scales pixels 0..255 with the model's mean and deviation, float32."""
+    return np.asarray(exportable.normalized(pixels.astype(np.float32)), np.float32)
 
 
 def _answers(exportable: Exportable, images: np.ndarray) -> Answers:

@@ -36,6 +36,7 @@ def write_server_files(directory: Path, *, exportable: Exportable, labels: tuple
         "largest": BATCH_SIZES[-1],
         "height": height,
         "width": width,
+        "values": pixel_values(exportable),
     }
     folder = importlib.resources.files("keras_vit.export") / "templates"
     for name in _TEMPLATES:
@@ -46,6 +47,16 @@ def write_server_files(directory: Path, *, exportable: Exportable, labels: tuple
     if labels:
         with atomic.whole_file(directory / "labels.txt") as file:
             write_labels(file, labels)
+
+
+def pixel_values(exportable: Exportable) -> str:
+    """Says which values the signature `pixels` takes."""
+    mean, std = (
+        f"{values[0]:g}" if len(set(values)) == 1 else f"({', '.join(f'{v:g}' for v in values)})"
+        for values in (exportable.pixels.image_mean, exportable.pixels.image_std)
+    )
+    is_original = mean == std == "0.5"
+    return "in [-1, 1]" if is_original else f"(0..255 / 255 - {mean}) / {std}"
 
 
 def write_labels(file: Path, labels: Iterable[str]) -> None:

@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -160,6 +161,7 @@ def write_record(
     checks: Mapping[str, Iterable[requests.Check]],
     runtime: Mapping[str, str],
     images: str,
+    pixels: Mapping[str, Any],
 ) -> None:
     """Writes `verification.json` beside the files that it is about.
 
@@ -168,12 +170,14 @@ def write_record(
         checks: what was checked, by format.
         runtime: versions of what ran the checks; empty if nothing was.
         images: on which images.
+        pixels: what the model takes, see `pixels_of`.
     """
     record = {
         "verified": bool(runtime),
         "made": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": {"keras-vit": version.__version__, **_versions(), **runtime},
         "images": images,
+        "pixels": dict(pixels),
         "files": {
             str(file.relative_to(folder)): {
                 "bytes": file.stat().st_size,
@@ -189,6 +193,15 @@ def write_record(
     target = folder / "assets.extra" if "savedmodel" in checks else folder
     text = json.dumps(record, indent=1) + "\n"
     (target / RECORD).write_text(text, encoding="utf-8")
+
+
+def pixels_of(exportable: Exportable) -> dict[str, Any]:
+    """Says what a model makes of pixels: (x / 255 - mean) / std, inside or before it."""
+    return {
+        "takes": exportable.takes,
+        "image_mean": list(exportable.pixels.image_mean),
+        "image_std": list(exportable.pixels.image_std),
+    }
 
 
 def _scale(outputs: dict[str, np.ndarray]) -> float:

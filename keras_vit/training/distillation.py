@@ -223,3 +223,10 @@ def _check_fit(student: VisionTransformer, teacher: keras.Model) -> None:
             f"include_preprocessing={pixels} of the teacher, {config.include_preprocessing} of the "
             "student."
         )
+    if pixels is False and teacher.config.rescaling != config.rescaling:
+        raise ValueError(
+            "Teacher and student must take the same numbers; with include_preprocessing=True each "
+            "scales pixels itself. Received: images scaled to "
+            f"image_mean={teacher.config.image_mean}, image_std={teacher.config.image_std} for the "
+            f"teacher, image_mean={config.image_mean}, image_std={config.image_std} for the other."
+        )

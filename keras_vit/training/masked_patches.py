@@ -175,9 +175,7 @@ def patch_targets(images: Any, config: ViTConfig, target: Target) -> Any:
     Returns:
         (B, patches, colours) classes, with one colour or 4x4; or (B, patches, values) pixels.
     """
-    images = keras.ops.cast(images, "float32")
-    if config.include_preprocessing:
-        images = images / 127.5 - 1
+    images = as_colors(keras.ops.cast(images, "float32"), config)
     (rows, columns), stride, channels = config.grid, config.stride, config.input_shape[2]
     parts = {"mean_color": 1, "small_patch": SMALL_SIDE, "pixels": stride}[target]
     side = stride // parts
@@ -191,6 +189,17 @@ def patch_targets(images: Any, config: ViTConfig, target: Target) -> Any:
     digits = [LEVELS ** (channels - 1 - channel) for channel in range(channels)]
     places = keras.ops.cast(keras.ops.array(digits), "float32")
     return keras.ops.cast(keras.ops.sum(levels * places, axis=-1), "int32")
+
+
+def as_colors(images: Any, config: ViTConfig) -> Any:
+    """Turns float32 images, as the model takes them, into colours in [-1, 1]."""
+    if config.include_preprocessing:
+        return images / 127.5 - 1
+    scale, offset = config.rescaling
+    if (scale, offset) == (1 / 127.5, -1):
+        return images
+    pixels = keras.ops.subtract(images, keras.ops.array(offset, "float32"))
+    return pixels / keras.ops.array(scale, "float32") / 127.5 - 1
 
 
 def _outputs(config: ViTConfig, target: Target) -> int:

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 
 from keras_vit.data import Split, evaluation_batches
-from keras_vit.training.masked_patches import LEVELS, SMALL_SIDE, MaskedPatchModel
+from keras_vit.training.masked_patches import LEVELS, SMALL_SIDE, MaskedPatchModel, as_colors
 from keras_vit.training.report import check_matplotlib
 
 # What a hidden patch is drawn as: in [-1, 1].
@@ -54,9 +54,8 @@ def reconstruct(model: MaskedPatchModel, images: np.ndarray) -> Reconstructions:
     predictions, corrupted = (
         np.asarray(keras.ops.convert_to_numpy(answer[key])) for key in ("predictions", "corrupted")
     )
-    pixels = np.asarray(images, np.float32)
-    if model.config.include_preprocessing:
-        pixels = pixels / 127.5 - 1
+    colors = as_colors(np.asarray(images, np.float32), model.config)
+    pixels = np.asarray(keras.ops.convert_to_numpy(colors), np.float32)
     patches = _patches(pixels, model)  # (B, patches, stride, stride, channels)
     wanted = _colors(patches, model)
     where = corrupted.astype(bool)[..., None, None, None]

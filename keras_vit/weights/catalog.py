@@ -7,6 +7,7 @@ and 223, pytorch-image-models issue 1302).
 """
 
 import dataclasses
+import difflib
 import functools
 import urllib.parse
 from collections.abc import Mapping
@@ -15,6 +16,14 @@ from typing import Literal
 from keras_vit import variants
 from keras_vit.config import ViTConfig
 from keras_vit.weights import augreg, published
+
+# What other libraries call the data: keras.applications' "imagenet" has 1,000 classes.
+_1K = ("imagenet21k+imagenet2012", "imagenet2012")
+_21K = ("imagenet21k",)
+_MEANT: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("imagenet", "imagenet1k", "imagenet-1k", "in1k"), _1K),
+    **dict.fromkeys(("imagenet-21k", "imagenet22k", "in21k", "in22k"), _21K),
+}
 
 Family = Literal["original", "augreg", "sam"]
 
@@ -167,7 +176,15 @@ def _unknown(variant: str, weights: str, elsewhere: list[CatalogRow]) -> str:
         known.append("'augreg/<file name without .npz>'")
     other = f", it belongs to {elsewhere[0].variant}" if len(elsewhere) == 1 else ""
     there_are = f"there are {', '.join(known)}" if known else "none are published"
-    return f"There are no weights {weights!r} for {variant}{other}; {there_are}."
+    meant = _meant(weights, list(sizes))
+    question = f" Did you mean {meant!r}?" if meant and not other else ""
+    return f"There are no weights {weights!r} for {variant}{other}; {there_are}.{question}"
+
+
+def _meant(weights: str, words: list[str]) -> str | None:
+    """Returns the one of the words that a wrong name most likely stands for."""
+    likely = [word for word in _MEANT.get(weights.lower(), ()) if word in words]
+    return next(iter(likely + difflib.get_close_matches(weights, words, n=1)), None)
 
 
 def _augreg_row(file: published.Published) -> CatalogRow:

@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+from keras_vit.weights.companion import PUBLISHED
 from keras_vit.weights.layouts import Arrays
 
 
@@ -38,9 +39,14 @@ def published_fields(arrays: Arrays) -> dict[str, Any]:
         "class_token": has_token,
         "representation_dim": shapes["pre_logits/bias"][0] if "pre_logits/bias" in shapes else None,
         "resnet_layers": _resnet_layers(shapes),
-        "activation": "gelu_tanh",
-        "layer_norm_epsilon": 1e-6,
+        **PUBLISHED,
     }
+
+
+def published_channels(arrays: Arrays) -> int:
+    """Returns the channels of the images that a published layout reads."""
+    root = arrays.get("conv_root/kernel", arrays["embedding/kernel"])
+    return root.shape[2]
 
 
 def listed(names: Any, limit: int = 10) -> str:

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import keras
 import numpy as np
@@ -15,7 +15,13 @@ from keras_vit import backend
 from keras_vit.config import ViTConfig
 from keras_vit.layers.initialization import overwritten_weights
 from keras_vit.model import VisionTransformer
-from keras_vit.weights.checkpoint import ARCHITECTURE, Checkpoint, open_checkpoint
+from keras_vit.weights.checkpoint import (
+    ARCHITECTURE,
+    NUMBERS,
+    PARTS,
+    Checkpoint,
+    open_checkpoint,
+)
 from keras_vit.weights.facts import listed
 from keras_vit.weights.layouts import Row, check_published
 from keras_vit.weights.positions import CELLS, Method, resample_positions, resample_variable
@@ -43,10 +49,13 @@ def load(model: VisionTransformer, path: str | Path, *, positions: Method = "ori
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is damaged, or does not fit the model; all differences are listed.
+        ValueError: the file is damaged, or does not fit the model; all differences are listed. A
+            file that says its activation, epsilon or pixels' mean and deviation must say the
+            model's.
     """
     checkpoint = open_checkpoint(path)
     rows = match(checkpoint, model.config)
+    check_numbers(checkpoint, model.config)
     with reading(checkpoint, model.config, rows=rows, positions=positions) as values:
         for value in values.values():
             value.result()
@@ -180,11 +189,40 @@ def check_architecture(checkpoint: Checkpoint, config: ViTConfig) -> None:
             )
 
 
+def check_numbers(checkpoint: Checkpoint, config: ViTConfig) -> None:
+    """Raises a ValueError if the file's weights belong to other numbers than the config's.
+
+    What the file does not say is not compared: then the config's word stands.
+    """
+    said = {name: checkpoint.fields[name] for name in NUMBERS if name in checkpoint.fields}
+    other = {name: v for name, v in said.items() if not _same(v, getattr(config, name))}
+    if other:
+        theirs = ", ".join(f"{name}={value!r}" for name, value in other.items())
+        ours = ", ".join(f"{name}={getattr(config, name)!r}" for name in other)
+        raise ValueError(
+            f"{checkpoint.path} belongs to a model with {theirs}, and this one has {ours}: the "
+            "same weights would compute something else. Build it by keras_vit.load, or from "
+            f"dataclasses.replace(config, {theirs})."
+        )
+
+
+def _same(left: Any, right: Any) -> bool:
+    """Whether two values of a field mean the same: up to rounding, for any number of channels."""
+    if isinstance(left, str):
+        return bool(left == right)
+    left, right = (
+        values[:1] if (values == values[0]).all() else values
+        for values in (np.ravel(left), np.ravel(right))
+    )
+    return left.shape == right.shape and np.allclose(left, right, rtol=1e-6, atol=0)
+
+
 def _skipped_names(
     checkpoint: Checkpoint, config: ViTConfig, head: Literal["file", "fresh"]
 ) -> tuple[str, ...]:
     """Returns the beginnings of array names that a model of this config may leave aside."""
-    whole = dataclasses.replace(config, **checkpoint.fields)
+    parts = {name: v for name, v in checkpoint.fields.items() if name in (*ARCHITECTURE, *PARTS)}
+    whole = dataclasses.replace(config, **parts)
     paths = HEAD if head == "fresh" or config.classes is None else ()
     if config.pooling != "map":
         paths = (*paths, "pooling/")

@@ -8,14 +8,17 @@ import numpy as np
 
 from keras_vit.atomic import whole_file
 from keras_vit.model import VisionTransformer
+from keras_vit.weights.companion import MARK, check_free, needs_companion, write_companion
 from keras_vit.weights.layouts import check_published, original_rows
 
 
 def save_npz(model: VisionTransformer, path: str | Path) -> Path:
     """Writes a model's weights under the published names and shapes, in float32.
 
-    The layout has no room for the GELU's form, the epsilon or a grid that is not square: who loads
-    the file must know them. The file appears whole or not at all.
+    The layout has no room for the GELU's form, the epsilon, the pixels' mean and deviation or a
+    grid that is not square: they go into a companion, `vit.json` beside `vit.npz`, which
+    `keras_vit.load`, `keras_vit.weights.load` and the builders read. Who loads the file elsewhere
+    must know them. Each of the two files appears whole or not at all.
 
     Example:
         >>> import tempfile
@@ -35,16 +38,20 @@ def save_npz(model: VisionTransformer, path: str | Path) -> Path:
 
     Raises:
         ValueError: the name does not end in .npz, or the layout has no room for the network.
+        FileExistsError: a .json file of that name is there, and not `save_npz`'s.
     """
     check_published(model.config)
     path = Path(path)
     if path.suffix != ".npz":
         raise ValueError(f"The published layout is an .npz file. Received: {str(path)!r}.")
+    check_free(path)
     variables = {variable.path: variable for variable in model.weights}
     with whole_file(path) as temporary, zipfile.ZipFile(temporary, "w") as archive:
+        archive.comment = MARK if needs_companion(model.config) else b""
         for row in original_rows(model.config):
             value = keras.ops.convert_to_numpy(variables[row.path]).astype(np.float32, copy=False)
             for name, array in zip(row.names, row.split(value), strict=True):
                 with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
                     np.lib.format.write_array(member, array, allow_pickle=False)
+    write_companion(path, model.config)
     return path

@@ -25,6 +25,7 @@ class TorchNames:
     Attributes:
         qkv: query, key and value of a block: three arrays, or one that holds all three.
         map_head: the MAP head's parts, {} where the library has none.
+        left_aside: beginnings of names that inference does not use: decoders, mask tokens.
     """
 
     class_token: str
@@ -40,6 +41,7 @@ class TorchNames:
     representation: str
     head: str
     map_head: Mapping[str, str]
+    left_aside: tuple[str, ...] = ()
 
 
 HUGGING_FACE = TorchNames(
@@ -58,6 +60,7 @@ HUGGING_FACE = TorchNames(
     representation="pooler.dense",
     head="classifier",
     map_head={},
+    left_aside=("decoder.", "embeddings.mask_token"),
 )
 
 TIMM = TorchNames(
@@ -84,17 +87,9 @@ TIMM = TorchNames(
     },
 )
 
-# Their names of activations -> ours (transformers/activations.py, ACT2FN; timm's act_layer).
-_ACTIVATIONS = {
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_tanh": "gelu_tanh",
-}
-
 
 def names_of(arrays: Arrays) -> tuple[TorchNames, dict[str, StoredArray]]:
-    """Returns the library's names and the arrays without their prefix.
+    """Returns the library's names and the arrays of the encoder and its head, without prefix.
 
     Raises:
         ValueError: the arrays are neither library's.
@@ -104,53 +99,57 @@ def names_of(arrays: Arrays) -> tuple[TorchNames, dict[str, StoredArray]]:
         for name in arrays:
             if name.endswith(anchor):
                 prefix = name[: -len(anchor)]
-                return names, {key.removeprefix(prefix): array for key, array in arrays.items()}
+                found = {key.removeprefix(prefix): array for key, array in arrays.items()}
+                kept = {k: v for k, v in found.items() if not k.startswith(names.left_aside)}
+                return names, kept
     raise ValueError(
         "The file does not hold a Vision Transformer of Hugging Face transformers or timm: its "
         f"arrays are {listed(arrays)}."
     )
 
 
-def torch_fields(names: TorchNames, arrays: Arrays, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the ViTConfig fields that the arrays, and the library's own config.json, decide.
-
-    Args:
-        names: the library's names.
-        arrays: the arrays without their prefix.
-        settings: the content of the config.json beside the file, {} where there is none.
+def torch_fields(names: TorchNames, arrays: Arrays) -> dict[str, Any]:
+    """Returns the ViTConfig fields that the arrays decide.
 
     Raises:
-        ValueError: the settings name an activation that no ViTConfig has.
+        ValueError: an array that decides one is missing or of another kind.
     """
-    shapes = {name: array.shape for name, array in arrays.items()}
-    mlp_dim, hidden_dim = shapes[f"{names.fc1}.weight".format(0)]
+    mlp_dim, hidden_dim = _shape(arrays, f"{names.fc1}.weight".format(0), rank=2)
+    _, _, *patch = _shape(arrays, f"{names.projection}.weight", rank=4)
+    if patch[0] != patch[1]:
+        raise ValueError(f"The file has patches of {patch[0]}x{patch[1]} pixels, not square ones.")
     pattern = re.compile(re.escape(names.out).replace(r"\{\}", r"(\d+)"))
-    depth = 1 + max(int(found[1]) for found in map(pattern.match, shapes) if found)
-    has_token, has_map = names.class_token in shapes, names.map_head.get("probe") in shapes
-    timm_settings = settings.get("model_args") or {}
-    activation = settings.get("hidden_act") or timm_settings.get("act_layer", "gelu")
-    if activation not in _ACTIVATIONS:
-        raise ValueError(
-            f"The file's activation is {activation!r}; keras_vit has {sorted(_ACTIVATIONS)}."
-        )
-    fields = {
-        "patch_size": shapes[f"{names.projection}.weight"][-1],
+    blocks = [int(found[1]) for found in map(pattern.match, arrays) if found]
+    has_token, has_map = names.class_token in arrays, names.map_head.get("probe") in arrays
+    return {
+        "patch_size": patch[0],
         "hidden_dim": hidden_dim,
         "mlp_dim": mlp_dim,
-        "num_layers": depth,
-        "classes": shapes.get(f"{names.head}.bias", (None,))[0],
+        "num_layers": 1 + max(blocks, default=0),
+        "classes": _width(arrays, f"{names.head}.bias"),
         "pooling": "map" if has_map else "token" if has_token else "avg",
         "class_token": has_token,
-        "representation_dim": shapes.get(f"{names.representation}.bias", (None,))[0],
+        "representation_dim": _width(arrays, f"{names.representation}.bias"),
         "resnet_layers": None,
-        "activation": _ACTIVATIONS[activation],
-        "layer_norm_epsilon": settings.get(
-            "layer_norm_eps", 1e-12 if names is HUGGING_FACE else 1e-6
-        ),
     }
-    if "num_attention_heads" in settings:
-        fields["num_heads"] = settings["num_attention_heads"]
-    return fields
+
+
+def torch_channels(names: TorchNames, arrays: Arrays) -> int:
+    """Returns the channels of the images that the patches are cut from."""
+    return _shape(arrays, f"{names.projection}.weight", rank=4)[1]
+
+
+def _shape(arrays: Arrays, name: str, *, rank: int) -> tuple[int, ...]:
+    if name not in arrays:
+        raise ValueError(f"The file lacks the array {name!r}; its arrays are {listed(arrays)}.")
+    shape = arrays[name].shape
+    if len(shape) != rank:
+        raise ValueError(f"The file's array {name!r} has shape {shape}, not one of {rank} sides.")
+    return shape
+
+
+def _width(arrays: Arrays, name: str) -> int | None:
+    return _shape(arrays, name, rank=1)[0] if name in arrays else None
 
 
 def torch_rows(names: TorchNames, config: ViTConfig) -> list[Row]:

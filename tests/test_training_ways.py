@@ -75,7 +75,6 @@ def test_the_ways_differ() -> None:
         "compute_loss_of_ops": "fit",
         "compute_loss_of_object": "fit",
         "uneven_accumulated": "uneven",
-        "uneven_train_step": "uneven",
         "weighted_accumulated": "weighted",
         "ignored_accumulated": "ignored",
     }

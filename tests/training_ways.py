@@ -271,7 +271,7 @@ def _adapted() -> tuple[Any, Any]:
 
     vit = _vit()
     _fill(vit)
-    return _alone(_compiled(keras_vit.lora(vit, rank=2)))
+    return _alone(_compiled(keras_vit.lora(vit, rank=2, alpha=40)))
 
 
 def _multiple() -> tuple[Any, Any]:

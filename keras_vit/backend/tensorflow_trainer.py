@@ -60,6 +60,20 @@ class ExactTrainer(_Model):
 
     One device, `MirroredStrategy` and `MultiWorkerMirroredStrategy` train the same; `TPUStrategy`
     runs the same code.
+
+    Example:
+        >>> class Mine(ExactTrainer, keras.Model):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.dense = keras.layers.Dense(2)
+        ...
+        ...     def call(self, x):
+        ...         return self.dense(x)
+        >>> model = Mine()
+        >>> model.compile("sgd", "mse", accumulate=2)
+        >>> history = model.fit(np.ones((4, 3)), np.ones((4, 2)), verbose=0)
+        >>> sorted(history.history)
+        ['loss']
     """
 
     _accumulate = 1

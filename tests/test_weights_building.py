@@ -187,7 +187,7 @@ def test_a_compiled_models_optimizer_is_left_aside(suffix: str, tmp_path: Path) 
     """What was trained and saved with its optimizer gives its weights."""
     model = randomize(VisionTransformer(TINY))
     model.compile("adam", "mse")
-    model.fit(np.zeros((2, 32, 48, 3)), np.zeros((2, 7)), verbose=0)
+    model.optimizer.build(model.trainable_variables)
     path = tmp_path / f"vit{suffix}"
     (model.save if suffix == ".keras" else model.save_weights)(path)
     again = VisionTransformer(TINY)

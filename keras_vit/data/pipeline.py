@@ -198,27 +198,31 @@ def _load_singly(split: source.Split, plan: _Plan) -> tf.data.Dataset:
     fetch = reading.fetcher(split)
 
     def attach(step: tf.Tensor, item: reading.Item) -> tuple[tf.Tensor, ...]:
-        cropping, varying = (
-            draws.uniform(numbers, plan.count, seed=plan.key(use, step), shard=plan.shard)
-            for use, numbers in ((_CROP, crop.DRAWS), (_RANDAUGMENT, randaugment.DRAWS * layers))
+        cropping = draws.keys(plan.count, seed=plan.key(_CROP, step), shard=plan.shard)
+        # One number more than needed: `unbatch` crashes where there are none at all.
+        varying = draws.uniform(
+            randaugment.DRAWS * layers + 1,
+            plan.count,
+            seed=plan.key(_RANDAUGMENT, step),
+            shard=plan.shard,
         )
-        # One tensor: `unbatch` crashes where there are no numbers at all.
-        drawn = tf.transpose(tf.concat([cropping, varying], axis=0))
-        return tf.fill((plan.count,), step), item, drawn
+        return tf.fill((plan.count,), step), item, cropping, tf.transpose(varying)
 
     @tf.autograph.experimental.do_not_convert
-    def load(step: tf.Tensor, item: reading.Item, drawn: tf.Tensor) -> tuple[tf.Tensor, ...]:
+    def load(
+        step: tf.Tensor, item: reading.Item, crop_seed: tf.Tensor, drawn: tf.Tensor
+    ) -> tuple[tf.Tensor, ...]:
         contents, target = fetch(item)
         shape = (*plan.image_size, 3)
 
         def make() -> tf.Tensor:
-            return _cropped(split, contents, plan=plan, drawn=drawn[: crop.DRAWS])
+            return _cropped(split, contents, plan=plan, seed=crop_seed)
 
         image, sound = (make(), True) if split.in_memory else try_load(make, shape=shape)
         varied = randaugment.distort(
             tf.ensure_shape(image, shape),
             magnitude=plan.augmentation.randaugment_magnitude,
-            drawn=drawn[crop.DRAWS :],
+            drawn=drawn[: randaugment.DRAWS * layers],
         )
         return step, varied, target, item[-1], sound
 
@@ -250,17 +254,17 @@ def _numbered_items(split: source.Split, plan: _Plan) -> tf.data.Dataset:
 
 
 def _cropped(
-    split: source.Split, contents: tf.Tensor, *, plan: _Plan, drawn: tf.Tensor
+    split: source.Split, contents: tf.Tensor, *, plan: _Plan, seed: tf.Tensor
 ) -> tf.Tensor:
     """One image, cropped at random if that is asked for, and resized."""
     augmentation = plan.augmentation
 
     def choose(shape: tf.Tensor) -> tf.Tensor:
         if augmentation.resize_small:
-            return crop.small_part(
-                shape, size=plan.image_size, ratio=augmentation.resize_small, place=drawn[2:]
-            )
-        return crop.inception_part(shape, smallest_area=augmentation.crop, draws=drawn)
+            place = tf.random.stateless_uniform((2,), seed)
+            ratio = augmentation.resize_small
+            return crop.small_part(shape, size=plan.image_size, ratio=ratio, place=place)
+        return crop.inception_part(shape, smallest_area=augmentation.crop, seed=seed)
 
     image = _pixels(split, contents, choose=choose if augmentation.is_cropped else None)
     return images.resize_image(image, size=plan.image_size)

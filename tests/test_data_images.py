@@ -24,6 +24,8 @@ CASES = [
     ("P", "BMP", 0),
     ("RGB", "GIF", 0),
     ("L", "GIF", 0),
+    ("RGB", "WEBP", 2),
+    ("L", "WEBP", 2),
 ]
 
 
@@ -74,6 +76,18 @@ def test_palettes_of_every_length_are_followed(colors_used: int) -> None:
     assert difference(encoded(image, "PNG"), expected) == 0
 
 
+def test_what_is_transparent_in_a_webp_lies_on_white() -> None:
+    """As in a PNG."""
+    image = Image.fromarray(colors()).convert("RGBA")
+    alpha = np.resize(np.array([0, 128, 255], np.uint8), image.size[::-1])
+    image.putalpha(Image.fromarray(alpha))
+    white = Image.new("RGBA", image.size, "white")
+    white.alpha_composite(image)
+
+    contents = encoded(image, "WEBP", lossless=True, exact=True)
+    assert difference(contents, np.asarray(white.convert("RGB"))) <= 1
+
+
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
 def test_what_is_transparent_lies_on_white(mode: str) -> None:
     """Alpha of 0, 128 and 255, and a transparent palette colour, are blended with white."""
@@ -95,10 +109,11 @@ def test_the_padding_of_a_32_bit_bmp_is_not_alpha() -> None:
     assert difference(contents, colors()) == 0
 
 
-def test_of_a_moving_gif_the_first_frame_counts() -> None:
+@pytest.mark.parametrize(("form", "options"), [("GIF", {}), ("WEBP", {"lossless": True})])
+def test_of_a_moving_picture_the_first_frame_counts(form: str, options: dict[str, bool]) -> None:
     """An animation decodes to one image."""
     frames = [Image.fromarray(np.full((6, 5, 3), grey, np.uint8)) for grey in (10, 200)]
-    contents = encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    contents = encoded(frames[0], form, save_all=True, append_images=frames[1:], **options)
 
     assert difference(contents, np.full((6, 5, 3), 10)) == 0
 
@@ -107,12 +122,12 @@ def test_a_graph_decodes_as_eager_code_does() -> None:
     """One traced function serves all formats, as a SavedModel or tf.data needs it."""
     graph = tf.function(images.decode_image, input_signature=[tf.TensorSpec((), tf.string)])
 
-    for form in ("PNG", "JPEG", "BMP", "GIF"):
+    for form in ("PNG", "JPEG", "BMP", "GIF", "WEBP"):
         contents = encoded(Image.fromarray(colors()), form)
         assert np.array_equal(graph(contents), images.decode_image(tf.constant(contents)))
 
 
-@pytest.mark.parametrize("form", ["PNG", "JPEG", "BMP", "GIF"])
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "BMP", "GIF", "WEBP"])
 def test_half_a_file_is_an_error(form: str) -> None:
     """A truncated image is never half a picture."""
     contents = encoded(Image.fromarray(colors()), form)
@@ -158,7 +173,7 @@ def test_what_is_no_image_file_is_named(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("part", [(0, 0, 60, 80), (3, 1, 7, 9), (20, 33, 40, 47), (59, 79, 1, 1)])
-@pytest.mark.parametrize("form", ["JPEG", "PNG", "BMP", "GIF"])
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "BMP", "GIF", "WEBP"])
 def test_a_part_has_the_pixels_of_the_whole(form: str, part: tuple[int, ...]) -> None:
     """Decoding a part is decoding the whole and cutting, but for JPEG's colours at the edges."""
     soft = Image.fromarray(colors()).resize((80, 60), Image.Resampling.BICUBIC)

@@ -10,20 +10,25 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 
-SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif")
-FORMATS = "JPEG, PNG, BMP or GIF"
+from keras_vit.data import orientation
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif")
+FORMATS = "JPEG, PNG, WebP, BMP or GIF"
 
 # Byte offset and width of what is read of a BMP's header (BITMAPFILEHEADER, BITMAPINFOHEADER).
 _BMP_INFO_SIZE = (14, 4)
 _BMP_BITS_PER_PIXEL = (28, 2)
 _BMP_COLORS = (46, 4)
+_JPEG = b"\xff\xd8\xff"
 
 
 def decode_image(contents: tf.Tensor) -> tf.Tensor:
-    """Decodes one JPEG, PNG, BMP or GIF to RGB.
+    """Decodes one JPEG, PNG, WebP, BMP or GIF to RGB, upright.
 
-    Grey becomes three equal channels. What is transparent in a PNG lies on white, as on a page.
-    Of a GIF the first frame counts. An orientation tag (EXIF) is not applied, as in the original.
+    Grey becomes three equal channels. What is transparent in a PNG or WebP lies on white, as on a
+    page. Of a moving GIF or WebP the first frame counts. The orientation in a JPEG, PNG or WebP
+    (EXIF) is applied, as browsers and Pillow's `ImageOps.exif_transpose` do; the pipelines that the
+    published models come from did not (google-research/vision_transformer, big_vision).
 
     Example:
         >>> import tensorflow as tf
@@ -43,9 +48,15 @@ def decode_image(contents: tf.Tensor) -> tf.Tensor:
     image = tf.case(
         [
             (_starts_with(contents, b"\x89PNG"), lambda: _decode_png(contents)),
+            (_starts_with(contents, b"RIFF"), lambda: _decode_webp(contents)),
             (_starts_with(contents, b"BM"), lambda: _decode_bmp(contents)),
         ],
         default=lambda: tf.io.decode_image(contents, channels=3, expand_animations=False),
+    )
+    image = tf.cond(
+        orientation.may_be_turned(contents),
+        lambda: orientation.upright(image, orientation.read_orientation(contents)),
+        lambda: image,
     )
     return tf.ensure_shape(image, (None, None, 3))
 
@@ -65,7 +76,7 @@ def is_sound(contents: bytes) -> bool:
 
 
 def decode_part(contents: tf.Tensor, *, choose: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
-    """Decodes a part of one image, of a JPEG no more than that.
+    """Decodes a part of one upright image, of a JPEG no more than that.
 
     The same pixels as decoding the whole and cutting, but for colours at the part's edges, which
     JPEG interpolates from what lies beside: up to 10 of 255.
@@ -78,8 +89,8 @@ def decode_part(contents: tf.Tensor, *, choose: Callable[[tf.Tensor], tf.Tensor]
 
     Args:
         contents: the bytes of the file, a scalar string.
-        choose: takes (height, width) of the image and gives (top, left, height, width) of the part,
-            both int32.
+        choose: takes (height, width) of the upright image and gives (top, left, height, width) of
+            the part, both int32.
 
     Returns:
         The pixels 0..255, uint8 of shape (height, width, 3).
@@ -95,7 +106,18 @@ def decode_part(contents: tf.Tensor, *, choose: Callable[[tf.Tensor], tf.Tensor]
         part = choose(tf.image.extract_jpeg_shape(contents)[:2])
         return tf.image.decode_and_crop_jpeg(contents, part, channels=3)
 
-    image = tf.cond(_starts_with(contents, b"\xff\xd8\xff"), decode_jpeg, decode_and_cut)
+    def decode_turned_jpeg() -> tf.Tensor:
+        turn = orientation.read_orientation(contents)
+        shape = orientation.upright_shape(tf.image.extract_jpeg_shape(contents)[:2], turn)
+        part = orientation.stored_part(choose(shape), shape, turn)
+        cut = tf.image.decode_and_crop_jpeg(contents, part, channels=3)
+        return orientation.upright(cut, turn)
+
+    image = tf.cond(
+        _starts_with(contents, _JPEG),
+        lambda: tf.cond(orientation.may_be_turned(contents), decode_turned_jpeg, decode_jpeg),
+        decode_and_cut,
+    )
     return tf.ensure_shape(image, (None, None, 3))
 
 
@@ -192,7 +214,16 @@ def _starts_with(contents: tf.Tensor, magic: bytes) -> tf.Tensor:
 
 def _decode_png(contents: tf.Tensor) -> tf.Tensor:
     # `channels=4` would be shorter, but makes grey images of 1, 2 or 4 bits almost transparent.
-    pixels = tf.cast(tf.io.decode_png(contents, channels=0), tf.float32)
+    return _on_white(tf.io.decode_png(contents, channels=0))
+
+
+def _decode_webp(contents: tf.Tensor) -> tf.Tensor:
+    return _on_white(tf.image.decode_webp(contents)[0])
+
+
+def _on_white(pixels: tf.Tensor) -> tf.Tensor:
+    """Lays pixels with 1 to 4 channels on white, uint8 of shape (height, width, 3)."""
+    pixels = tf.cast(pixels, tf.float32)
     channels = tf.shape(pixels)[2]
     has_alpha = 1 - channels % 2  # of 1 grey, 2 grey and alpha, 3 RGB, 4 RGB and alpha
     color = pixels[..., : channels - has_alpha] * tf.ones(3)

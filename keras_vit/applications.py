@@ -193,7 +193,7 @@ def _checkpoint_config(variant: ViTConfig, checkpoint: Checkpoint, request: _Req
             f"{checkpoint.path} holds no classifier; pass classes=N for a fresh one, or "
             "include_top=False."
         )
-    decided = ("class_token", "activation", "layer_norm_epsilon")
+    decided = ("class_token", "activation", "layer_norm_epsilon", "antialias")
     kept = {name: fields[name] for name in decided if name in fields}
     return _with_request(
         variant,

@@ -101,7 +101,7 @@ def test_training_leaves_a_whole_run_and_says_what_happens(place: Path) -> None:
     assert (result.code, result.errors) == (0, [])
     assert {file.name for file in (place / "run").iterdir()} == FILES
     assert "2 classes; images: 15 train, 2 validation, 2 test" in result.out
-    assert "Left out, because damaged: 1 (" in result.out
+    assert "Left out because they cannot be decoded: 1 (" in result.out
     assert "001.png" in result.out
     assert "   1/2 " in result.out
     assert "   2/2 " in result.out

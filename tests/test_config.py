@@ -137,3 +137,12 @@ def test_config_module_loads_no_framework() -> None:
     )
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_config_from_before_antialiasing_had_none() -> None:
+    """Files of older versions keep the filter that their weights were trained with."""
+    fields = ViTConfig().to_dict()
+
+    assert fields["antialias"] is True
+    del fields["antialias"]
+    assert ViTConfig.from_dict(fields).antialias is False

@@ -2,12 +2,15 @@
 
 import io
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from PIL import Image
 
+from keras_vit.config import ViTConfig
 from keras_vit.data import images
+from keras_vit.model import VisionTransformer
 
 # Pillow's mode and format; tolerance 2 where decoders may round their colour transform differently.
 CASES = [
@@ -136,14 +139,66 @@ def test_half_a_file_is_an_error(form: str) -> None:
         images.decode_image(tf.constant(contents[: len(contents) // 2]))
 
 
-def test_resizing_is_bilinear_without_antialiasing() -> None:
-    """Halving an image averages nothing but the two middle pixels of each four."""
+def photograph() -> np.ndarray:
+    """Soft colours, fine stripes and noise, as large as a photograph of ImageNet."""
+    generator = np.random.default_rng(0)
+    soft = tf.image.resize(generator.integers(0, 200, (24, 32, 3)), (375, 500), method="bicubic")
+    fine = 30 * (np.arange(500) % 3)[None, :, None] + generator.normal(0, 8, (375, 500, 3))
+    return np.clip(soft.numpy() + fine, 0, 255).astype(np.uint8)
+
+
+@pytest.mark.parametrize("size", [(224, 224), (384, 100), (400, 300), (500, 600)])
+def test_resizing_is_as_pillow_does_it(size: tuple[int, int]) -> None:
+    """To a grey level for rounding, in one direction or both; without anti-aliasing it is not."""
+    pixels = photograph()
+    expected = np.asarray(Image.fromarray(pixels).resize(size[::-1], Image.Resampling.BILINEAR))
+
+    assert np.abs(images.resize_image(pixels, size=size).numpy() - expected).max() < 1.5
+    plain = images.resize_image(pixels, size=size, antialias=False).numpy()
+    assert (np.abs(plain - expected).max() > 15) == (size != (500, 600))
+
+
+def test_without_antialiasing_few_pixels_are_seen() -> None:
+    """Quartering an image averages nothing but the two middle pixels of each four."""
     image = np.arange(8, dtype=np.float32).reshape(1, 8, 1) * np.ones((8, 1, 3), np.float32)
 
-    resized = images.resize_image(image, size=(2, 2)).numpy()
+    resized = images.resize_image(image, size=(2, 2), antialias=False).numpy()
 
     assert resized.dtype == np.float32
     assert resized[0, :, 0].tolist() == [1.5, 5.5]
+
+
+def test_enlarging_has_the_bits_of_plain_interpolation() -> None:
+    """Smoothing has no effect there; batches and graphs of open shape give the same bits."""
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 8, 8, 3), np.uint8)
+    graph = tf.function(
+        lambda image: images.resize_image(image, size=(16, 17)),
+        input_signature=[tf.TensorSpec((None, None, 3), tf.uint8)],
+    )
+    plain = tf.image.resize(pixels, (16, 17)).numpy()
+
+    assert np.array_equal(images.resize_image(pixels, size=(16, 17)), plain)
+    assert np.array_equal(graph(pixels[1]), plain[1])
+    small = images.resize_image(photograph(), size=(16, 17)).numpy()
+    assert np.array_equal(graph(photograph()), small)
+
+
+def test_a_model_says_how_its_images_are_resized() -> None:
+    """Its own config does, or that of the model inside; two that differ are refused."""
+    fields = {"input_shape": (8, 8, 3), "patch_size": 4, "hidden_dim": 8, "mlp_dim": 8}
+    smooth, plain = (
+        VisionTransformer(ViTConfig(**fields, num_heads=1, num_layers=1, antialias=value))
+        for value in (True, False)
+    )
+    image = keras.Input((8, 8, 3))
+
+    assert images.antialias_of(smooth)
+    assert not images.antialias_of(plain)
+    assert not images.antialias_of(keras.Sequential([keras.Sequential([plain])]))
+    assert not images.antialias_of(keras.Model(image, plain(image)))
+    both = keras.Model(image, [plain(image), smooth(image)])
+    with pytest.raises(ValueError, match="with antialias=True and with antialias=False"):
+        images.antialias_of(both)
 
 
 def test_a_file_reads_as_its_bytes_do(tmp_path) -> None:

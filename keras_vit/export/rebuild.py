@@ -32,6 +32,7 @@ class Exportable:
         activation: from logits to probabilities; None without classifier.
         answers: what the original model answers.
         config: the network's config, if it is a Vision Transformer and nothing around it.
+        antialias: whether the images of the original model are downscaled with anti-aliasing.
     """
 
     network: keras.Model
@@ -40,6 +41,7 @@ class Exportable:
     activation: Callable[[Any], Any] | None
     answers: Literal["logits", "probabilities", "features"]
     config: ViTConfig | None
+    antialias: bool
 
     @property
     def written_config(self) -> ViTConfig | None:
@@ -135,6 +137,7 @@ def _rebuild_alone(model: VisionTransformer) -> Exportable:
         takes="pixels" if model.config.include_preprocessing else "normalized",
         network_takes="normalized",
         config=config,
+        antialias=config.antialias,
         **_ending(activation, is_classifier=is_classifier),
     )
 
@@ -153,7 +156,14 @@ def _rebuild_around(model: keras.Model) -> Exportable:
     _copy_weights(model, network)
     ending = _ending(_take_off_activation(network), is_classifier=len(network.output_shape) == 2)
     takes: Range = "pixels" if inner[0].config.include_preprocessing else "normalized"
-    return Exportable(network=network, takes=takes, network_takes=takes, config=None, **ending)
+    return Exportable(
+        network=network,
+        takes=takes,
+        network_takes=takes,
+        config=None,
+        antialias=inner[0].config.antialias,
+        **ending,
+    )
 
 
 def _in_float32(serialized: Any) -> Any:

@@ -111,13 +111,13 @@ def parts(
     model: Trained, data: ImageData, *, recipe: Recipe, plan: Plan, seed: int
 ) -> dict[str, Any]:
     """Returns the arguments of a `Loop` that model, images and recipe decide."""
-    kept, size = kept_part(model), model.config.input_shape[:2]
+    kept, config = kept_part(model), model.config
     return {
         "model": model,
         "kept": kept,
         "best_model": plain_copy(kept),
-        "batches": make_batches(data, size, recipe=recipe, plan=plan, seed=seed),
-        "validation": make_validation(data, size),
+        "batches": make_batches(data, config, recipe=recipe, plan=plan, seed=seed),
+        "validation": make_validation(data, config),
         "plan": plan,
         "is_averaged": recipe.average is not None,
     }
@@ -131,7 +131,7 @@ def plain_copy(model: Kept) -> Kept:
 
 
 def make_batches(
-    data: ImageData, size: tuple[int, int], *, recipe: Recipe, plan: Plan, seed: int
+    data: ImageData, config: ViTConfig, *, recipe: Recipe, plan: Plan, seed: int
 ) -> Batches:
     """Returns a function that makes the batches from any step on: images, probabilities."""
     classes = max(len(data.labels), 1)  # without labels all are of one class
@@ -151,11 +151,12 @@ def make_batches(
 
         made = train_batches(
             data.train,
-            image_size=size,
+            image_size=config.input_shape[:2],
             batch_size=plan.batch_size,
             epochs=plan.epochs,
             seed=seed,
             augmentation=recipe.augmentation,
+            antialias=config.antialias,
             start_step=start_step,
             shard=shard,
         )
@@ -164,12 +165,15 @@ def make_batches(
     return batches
 
 
-def make_validation(data: ImageData, size: tuple[int, int]) -> tf.data.Dataset:
+def make_validation(data: ImageData, config: ViTConfig) -> tf.data.Dataset:
     """Returns the batches that epochs are judged by: images, probabilities."""
     classes = max(len(data.labels), 1)
-    batches = evaluation_batches(data.validation, image_size=size, batch_size=EVALUATION_BATCH).map(
-        lambda images, targets: (images, tf.one_hot(targets, classes))
-    )
+    batches = evaluation_batches(
+        data.validation,
+        image_size=config.input_shape[:2],
+        batch_size=EVALUATION_BATCH,
+        antialias=config.antialias,
+    ).map(lambda images, targets: (images, tf.one_hot(targets, classes)))
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
     return batches.with_options(options)

@@ -34,6 +34,7 @@ DECIDED = (
     "representation_dim",
     "activation",
     "layer_norm_epsilon",
+    "antialias",
 )
 
 

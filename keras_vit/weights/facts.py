@@ -40,6 +40,7 @@ def published_fields(arrays: Arrays) -> dict[str, Any]:
         "resnet_layers": _resnet_layers(shapes),
         "activation": "gelu_tanh",
         "layer_norm_epsilon": 1e-6,
+        "antialias": False,  # tf.image.resize without it: vit_jax/input_pipeline.py
     }
 
 

@@ -147,6 +147,7 @@ def torch_fields(names: TorchNames, arrays: Arrays, settings: Mapping[str, Any])
         "layer_norm_epsilon": settings.get(
             "layer_norm_eps", 1e-12 if names is HUGGING_FACE else 1e-6
         ),
+        "antialias": True,  # Pillow's resize, in both libraries
     }
     if "num_attention_heads" in settings:
         fields["num_heads"] = settings["num_attention_heads"]

@@ -187,7 +187,9 @@ def test_a_model_says_how_its_images_are_resized() -> None:
     """Its own config does, or that of the model inside; two that differ are refused."""
     fields = {"input_shape": (8, 8, 3), "patch_size": 4, "hidden_dim": 8, "mlp_dim": 8}
     smooth, plain = (
-        VisionTransformer(ViTConfig(**fields, num_heads=1, num_layers=1, antialias=value))
+        VisionTransformer(
+            ViTConfig(**fields, num_heads=1, num_layers=1, antialias=value), name=f"vit_{value}"
+        )
         for value in (True, False)
     )
     image = keras.Input((8, 8, 3))

@@ -69,6 +69,8 @@ class ViTConfig:
         drop_path_rate: stochastic depth of the last block; the blocks before rise to it from 0.
         remat: whether training keeps only the input of each block and computes the rest anew for
             the gradient: less memory, more time, the same numbers.
+        antialias: whether images are downscaled with anti-aliasing before they reach the model, in
+            training, evaluation, prediction and exports; Google's published weights were not.
         classifier_activation: activation after the classifier, e.g. "softmax"; None for logits.
         include_preprocessing: whether the model takes pixels 0..255 and scales them itself.
         image_mean: what the pixels' mean was taken to be in training, in units of 1 (0..255 divided
@@ -110,6 +112,7 @@ class ViTConfig:
     attention_dropout_rate: float = 0.0
     drop_path_rate: float = 0.0
     remat: bool = False
+    antialias: bool = True
     classifier_activation: str | None = None
     include_preprocessing: bool = False
     image_mean: tuple[float, ...] = (0.5, 0.5, 0.5)
@@ -204,6 +207,8 @@ class ViTConfig:
     def from_dict(cls, fields: Mapping[str, Any]) -> "ViTConfig":
         """Rebuilds a config from `to_dict`.
 
+        Fields without `antialias` are from before it existed, when nothing was anti-aliased.
+
         Raises:
             ValueError: a field is not one of ViTConfig's.
         """
@@ -215,7 +220,7 @@ class ViTConfig:
             name: tuple(value) if isinstance(value, list) else value
             for name, value in fields.items()
         }
-        return cls(**values)
+        return cls(**{"antialias": False, **values})
 
     def _check_numbers(self) -> None:
         for name in ("patch_size", "hidden_dim", "mlp_dim", "num_heads", "num_layers"):

@@ -1,12 +1,15 @@
 """Makes folders of small real image files in every format that is read."""
 
+import io
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageOps
 
 # File ending and Pillow's mode of the images of a class, in turn.
 KINDS = (("jpg", "RGB"), ("png", "RGBA"), ("bmp", "L"), ("gif", "P"), ("jpeg", "L"), ("png", "LA"))
+# How a format with EXIF is saved.
+SAVED = {"JPEG": {"quality": 95}, "PNG": {}, "WEBP": {"lossless": True}}
 
 
 def write_image(file: Path, *, mode: str = "RGB", seed: int = 0, stripes: bool = False) -> Path:
@@ -38,3 +41,25 @@ def damage(file: Path) -> Path:
     contents = file.read_bytes()
     file.write_bytes(contents[: len(contents) // 2])
     return file
+
+
+def picture() -> np.ndarray:
+    """Blocks of random colours, no two corners alike, higher than wide."""
+    generator = np.random.default_rng(0)
+    blocks = np.kron(generator.integers(0, 256, (7, 5, 3)), np.ones((8, 8, 1)))
+    return blocks.astype(np.uint8)[:52, :36]
+
+
+def photo(turn: int, form: str = "JPEG") -> bytes:
+    """A file that says how the camera was held."""
+    exif = Image.Exif()
+    exif[0x010F] = "a maker"
+    exif[0x0112] = turn
+    stream = io.BytesIO()
+    Image.fromarray(picture()).save(stream, form, exif=exif, **SAVED[form])
+    return stream.getvalue()
+
+
+def as_pillow(contents: bytes) -> np.ndarray:
+    """The upright pixels that Pillow makes of a file."""
+    return np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(contents))).convert("RGB"))

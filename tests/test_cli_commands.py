@@ -13,6 +13,7 @@ from pathlib import Path
 import image_files
 import processes
 import pytest
+from PIL import Image
 
 import keras_vit
 from keras_vit.cli import main
@@ -101,7 +102,7 @@ def test_training_leaves_a_whole_run_and_says_what_happens(place: Path) -> None:
     assert (result.code, result.errors) == (0, [])
     assert {file.name for file in (place / "run").iterdir()} == FILES
     assert "2 classes; images: 15 train, 2 validation, 2 test" in result.out
-    assert "Left out, because damaged: 1 (" in result.out
+    assert "Left out because they cannot be decoded: 1 (" in result.out
     assert "001.png" in result.out
     assert "   1/2 " in result.out
     assert "   2/2 " in result.out
@@ -128,6 +129,22 @@ def test_predicting_prints_a_table_and_json(place: Path) -> None:
     assert [line.split(":")[1] for line in lines.errors] == [" error", " error"]
     assert "labels.txt" in lines.errors[0]
     assert "gone.png" in lines.errors[1]
+
+
+def test_photos_are_predicted_upright(place: Path) -> None:
+    """A photo of each orientation gets what its upright pixels get."""
+    photos = [place / f"{turn}.png" for turn in range(1, 9)]
+    upright = [place / f"upright-{turn}.png" for turn in range(1, 9)]
+    for turn in range(1, 9):
+        contents = image_files.photo(turn, "PNG")
+        photos[turn - 1].write_bytes(contents)
+        Image.fromarray(image_files.as_pillow(contents)).save(upright[turn - 1])
+
+    result = run("predict", "run", *photos, *upright, "--json", folder=place)
+
+    predictions = [event["predictions"] for event in result.events]
+    assert result.code == 0
+    assert predictions[:8] == predictions[8:]
 
 
 def test_evaluating_agrees_with_the_training(place: Path) -> None:

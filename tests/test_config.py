@@ -159,3 +159,12 @@ def test_channels_of_their_own_give_a_scale_and_an_offset_each() -> None:
     scale, offset = config.rescaling
     assert scale == pytest.approx((1 / 127.5, 4 / 255, 5 / 255))
     assert offset == pytest.approx((-0.2, -0.8, -1.5))
+
+
+def test_a_config_from_before_antialiasing_had_none() -> None:
+    """Files of older versions keep the filter that their weights were trained with."""
+    fields = ViTConfig().to_dict()
+
+    assert fields["antialias"] is True
+    del fields["antialias"]
+    assert ViTConfig.from_dict(fields).antialias is False

@@ -1,15 +1,16 @@
 """Tests of keras_vit.data.folder."""
 
+import os
 from pathlib import Path
 
 import image_files
 import numpy as np
 import pytest
 
-from keras_vit.data import listing, load_folder, load_test_folder, source
+from keras_vit.data import Split, listing, load_folder, load_test_folder, source
 
 
-def names(split: source.Split) -> set[str]:
+def names(split: Split) -> set[str]:
     return {Path(image).name for image in split.images}
 
 
@@ -83,17 +84,73 @@ def test_damaged_images_are_left_out_and_named(tmp_path: Path) -> None:
         load_folder(tmp_path, strict=True)
 
 
-def test_other_files_are_ignored_and_listed(tmp_path: Path) -> None:
-    """Notes, hidden files and folders beside the images do no harm and do not go unseen."""
+def test_every_file_that_is_left_out_is_named_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another ending, a broken link, hidden, beside the class folders, unreadable: none unseen."""
     image_files.write_classes(tmp_path)
+    plain = tmp_path / "plain"
     (tmp_path / "README.txt").touch()
-    (tmp_path / "plain" / "notes.txt").touch()
+    image_files.write_image(tmp_path / "beside.png")
     image_files.write_image(tmp_path / ".thumbnails" / "a.png")
+    (plain / "notes.txt").touch()
+    (plain / "gone.png").symlink_to(tmp_path / "nowhere.png")
+    (plain / "elsewhere").symlink_to(tmp_path / "striped")
+    image_files.write_image(plain / "deep" / "._a.png")
+    os.mkfifo(plain / "pipe.png")
+    locked = image_files.write_image(plain / "locked.png")
+    read = Path.read_bytes
+
+    def refuse(path: Path) -> bytes:
+        if path == locked:
+            raise PermissionError(13, "Permission denied", str(path))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    data = load_folder(tmp_path)
+
+    found = {Path(one.name).name: one.reason for one in data.left_out}
+    assert found == {
+        "README.txt": listing.OUTSIDE,
+        "beside.png": listing.OUTSIDE,
+        ".thumbnails": listing.HIDDEN,
+        "notes.txt": listing.ENDING,
+        "gone.png": listing.BROKEN_LINK,
+        "elsewhere": listing.FOLDER_LINK,
+        "._a.png": listing.HIDDEN,
+        "pipe.png": listing.NO_FILE,
+        "locked.png": listing.UNREADABLE,
+    }
+    assert len(data.left_out) == len(found)
+    assert sum(data.counts.values()) == 20
+    assert data.labels == ("plain", "striped")
+    assert data.reasons[listing.UNREADABLE] == (str(locked),)
+    with pytest.raises(ValueError, match=r"1 of 21 images .* cannot be decoded or read: .*locked"):
+        load_folder(tmp_path, strict=True)
+
+
+def test_what_lies_beside_given_splits_is_named(tmp_path: Path) -> None:
+    """A folder that is no split, and a file beside them; to test on, only the test split counts."""
+    for name in ("train", "test", "extra"):
+        image_files.write_classes(tmp_path / name)
+    (tmp_path / "labels.csv").touch()
 
     data = load_folder(tmp_path)
 
-    assert [Path(file).name for file in data.ignored] == ["notes.txt"]
-    assert data.labels == ("plain", "striped")
+    assert [Path(name).name for name in data.reasons[listing.OUTSIDE]] == ["extra", "labels.csv"]
+    assert load_test_folder(tmp_path, labels=data.labels).left_out == ()
+
+
+def test_webp_files_are_images(tmp_path: Path) -> None:
+    """Whatever the case of their ending."""
+    image_files.write_classes(tmp_path)
+    image_files.write_image(tmp_path / "plain" / "photo.webp")
+    image_files.write_image(tmp_path / "plain" / "other.WEBP")
+
+    data = load_folder(tmp_path)
+
+    assert sum(data.counts.values()) == 22
+    assert data.left_out == ()
 
 
 def test_the_look_at_the_images_is_reported(tmp_path: Path) -> None:
@@ -125,7 +182,7 @@ def test_a_wrong_folder_is_one_sentence(tmp_path: Path) -> None:
             load_folder(tmp_path / name)
     with pytest.raises(ValueError, match="has one class, 'only'"):
         load_folder(tmp_path / "one")
-    with pytest.raises(ValueError, match="nothing' holds no JPEG, PNG, BMP or GIF file"):
+    with pytest.raises(ValueError, match="nothing' holds no JPEG, PNG, WebP, BMP or GIF file"):
         load_folder(tmp_path / "hollow")
     with pytest.raises(ValueError, match="too few for a validation split"):
         load_folder(tmp_path / "few")

@@ -2,12 +2,15 @@
 
 import io
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from PIL import Image
 
+from keras_vit.config import ViTConfig
 from keras_vit.data import images
+from keras_vit.model import VisionTransformer
 
 # Pillow's mode and format; tolerance 2 where decoders may round their colour transform differently.
 CASES = [
@@ -24,6 +27,8 @@ CASES = [
     ("P", "BMP", 0),
     ("RGB", "GIF", 0),
     ("L", "GIF", 0),
+    ("RGB", "WEBP", 2),
+    ("L", "WEBP", 2),
 ]
 
 
@@ -74,6 +79,18 @@ def test_palettes_of_every_length_are_followed(colors_used: int) -> None:
     assert difference(encoded(image, "PNG"), expected) == 0
 
 
+def test_what_is_transparent_in_a_webp_lies_on_white() -> None:
+    """As in a PNG."""
+    image = Image.fromarray(colors()).convert("RGBA")
+    alpha = np.resize(np.array([0, 128, 255], np.uint8), image.size[::-1])
+    image.putalpha(Image.fromarray(alpha))
+    white = Image.new("RGBA", image.size, "white")
+    white.alpha_composite(image)
+
+    contents = encoded(image, "WEBP", lossless=True, exact=True)
+    assert difference(contents, np.asarray(white.convert("RGB"))) <= 1
+
+
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
 def test_what_is_transparent_lies_on_white(mode: str) -> None:
     """Alpha of 0, 128 and 255, and a transparent palette colour, are blended with white."""
@@ -95,10 +112,11 @@ def test_the_padding_of_a_32_bit_bmp_is_not_alpha() -> None:
     assert difference(contents, colors()) == 0
 
 
-def test_of_a_moving_gif_the_first_frame_counts() -> None:
+@pytest.mark.parametrize(("form", "options"), [("GIF", {}), ("WEBP", {"lossless": True})])
+def test_of_a_moving_picture_the_first_frame_counts(form: str, options: dict[str, bool]) -> None:
     """An animation decodes to one image."""
     frames = [Image.fromarray(np.full((6, 5, 3), grey, np.uint8)) for grey in (10, 200)]
-    contents = encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    contents = encoded(frames[0], form, save_all=True, append_images=frames[1:], **options)
 
     assert difference(contents, np.full((6, 5, 3), 10)) == 0
 
@@ -107,12 +125,12 @@ def test_a_graph_decodes_as_eager_code_does() -> None:
     """One traced function serves all formats, as a SavedModel or tf.data needs it."""
     graph = tf.function(images.decode_image, input_signature=[tf.TensorSpec((), tf.string)])
 
-    for form in ("PNG", "JPEG", "BMP", "GIF"):
+    for form in ("PNG", "JPEG", "BMP", "GIF", "WEBP"):
         contents = encoded(Image.fromarray(colors()), form)
         assert np.array_equal(graph(contents), images.decode_image(tf.constant(contents)))
 
 
-@pytest.mark.parametrize("form", ["PNG", "JPEG", "BMP", "GIF"])
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "BMP", "GIF", "WEBP"])
 def test_half_a_file_is_an_error(form: str) -> None:
     """A truncated image is never half a picture."""
     contents = encoded(Image.fromarray(colors()), form)
@@ -121,14 +139,68 @@ def test_half_a_file_is_an_error(form: str) -> None:
         images.decode_image(tf.constant(contents[: len(contents) // 2]))
 
 
-def test_resizing_is_bilinear_without_antialiasing() -> None:
-    """Halving an image averages nothing but the two middle pixels of each four."""
+def photograph() -> np.ndarray:
+    """Soft colours, fine stripes and noise, as large as a photograph of ImageNet."""
+    generator = np.random.default_rng(0)
+    soft = tf.image.resize(generator.integers(0, 200, (24, 32, 3)), (375, 500), method="bicubic")
+    fine = 30 * (np.arange(500) % 3)[None, :, None] + generator.normal(0, 8, (375, 500, 3))
+    return np.clip(soft.numpy() + fine, 0, 255).astype(np.uint8)
+
+
+@pytest.mark.parametrize("size", [(224, 224), (384, 100), (400, 300), (500, 600)])
+def test_resizing_is_as_pillow_does_it(size: tuple[int, int]) -> None:
+    """To a grey level for rounding, in one direction or both; without anti-aliasing it is not."""
+    pixels = photograph()
+    expected = np.asarray(Image.fromarray(pixels).resize(size[::-1], Image.Resampling.BILINEAR))
+
+    assert np.abs(images.resize_image(pixels, size=size).numpy() - expected).max() < 1.5
+    plain = images.resize_image(pixels, size=size, antialias=False).numpy()
+    assert (np.abs(plain - expected).max() > 15) == (size != (500, 600))
+
+
+def test_without_antialiasing_few_pixels_are_seen() -> None:
+    """Quartering an image averages nothing but the two middle pixels of each four."""
     image = np.arange(8, dtype=np.float32).reshape(1, 8, 1) * np.ones((8, 1, 3), np.float32)
 
-    resized = images.resize_image(image, size=(2, 2)).numpy()
+    resized = images.resize_image(image, size=(2, 2), antialias=False).numpy()
 
     assert resized.dtype == np.float32
     assert resized[0, :, 0].tolist() == [1.5, 5.5]
+
+
+def test_enlarging_has_the_bits_of_plain_interpolation() -> None:
+    """Smoothing has no effect there; batches and graphs of open shape give the same bits."""
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 8, 8, 3), np.uint8)
+    graph = tf.function(
+        lambda image: images.resize_image(image, size=(16, 17)),
+        input_signature=[tf.TensorSpec((None, None, 3), tf.uint8)],
+    )
+    plain = tf.image.resize(pixels, (16, 17)).numpy()
+
+    assert np.array_equal(images.resize_image(pixels, size=(16, 17)), plain)
+    assert np.array_equal(graph(pixels[1]), plain[1])
+    small = images.resize_image(photograph(), size=(16, 17)).numpy()
+    assert np.array_equal(graph(photograph()), small)
+
+
+def test_a_model_says_how_its_images_are_resized() -> None:
+    """Its own config does, or that of the model inside; two that differ are refused."""
+    fields = {"input_shape": (8, 8, 3), "patch_size": 4, "hidden_dim": 8, "mlp_dim": 8}
+    smooth, plain = (
+        VisionTransformer(
+            ViTConfig(**fields, num_heads=1, num_layers=1, antialias=value), name=f"vit_{value}"
+        )
+        for value in (True, False)
+    )
+    image = keras.Input((8, 8, 3))
+
+    assert images.antialias_of(smooth)
+    assert not images.antialias_of(plain)
+    assert not images.antialias_of(keras.Sequential([keras.Sequential([plain])]))
+    assert not images.antialias_of(keras.Model(image, plain(image)))
+    both = keras.Model(image, [plain(image), smooth(image)])
+    with pytest.raises(ValueError, match="with antialias=True and with antialias=False"):
+        images.antialias_of(both)
 
 
 def test_a_file_reads_as_its_bytes_do(tmp_path) -> None:
@@ -158,7 +230,7 @@ def test_what_is_no_image_file_is_named(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("part", [(0, 0, 60, 80), (3, 1, 7, 9), (20, 33, 40, 47), (59, 79, 1, 1)])
-@pytest.mark.parametrize("form", ["JPEG", "PNG", "BMP", "GIF"])
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "BMP", "GIF", "WEBP"])
 def test_a_part_has_the_pixels_of_the_whole(form: str, part: tuple[int, ...]) -> None:
     """Decoding a part is decoding the whole and cutting, but for JPEG's colours at the edges."""
     soft = Image.fromarray(colors()).resize((80, 60), Image.Resampling.BICUBIC)

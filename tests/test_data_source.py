@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from keras_vit.data import source
+from keras_vit.data import Split, source
 
 # Images in a class -> (train, validation, test) with fractions of a tenth each.
 SHARES = [(1, (1, 0, 0)), (2, (1, 1, 0)), (3, (1, 1, 1)), (10, (8, 1, 1)), (100, (80, 10, 10))]
@@ -57,7 +57,7 @@ def test_adding_a_file_moves_few_others() -> None:
 
 def test_an_unknown_split_is_an_error() -> None:
     """Asking for "val" names the three splits."""
-    empty = source.Split(images=np.empty(0, object), targets=np.empty(0, np.int32))
+    empty = Split(images=np.empty(0, object), targets=np.empty(0, np.int32))
     data = source.ImageData(source="x", labels=(), train=empty, validation=empty, test=empty)
 
     with pytest.raises(ValueError, match="no split 'val'; the splits are train, validation, test"):

@@ -12,6 +12,7 @@ import threading
 import time
 from pathlib import Path
 
+import image_files
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -114,6 +115,20 @@ def test_files_of_every_kind_in_one_batch_are_classified_as_evaluation_does(serv
     np.testing.assert_allclose(answer["scores"], np.take_along_axis(expected, best, 1), atol=LIMIT)
     named = [[label.decode() for label in row] for row in answer["classes"]]
     assert named == [[LABELS[index] for index in row] for row in best]
+
+
+def test_photos_are_served_upright_and_resized_as_the_model_says(served, model):
+    """All eight orientations, and a photo that shrinks: what the model makes of Pillow's pixels."""
+    photos = [image_files.photo(turn, "PNG") for turn in range(1, 9)]
+    upright = [image_files.as_pillow(contents) for contents in photos]
+    resized = np.stack([data.resize_image(pixels, size=SIZE) for pixels in upright])
+    expected = np.asarray(model(resized))
+    answer = served.predict("serving_default", image_bytes=strings(*photos))
+    best = np.argsort(-expected, axis=1)[:, :3]
+
+    np.testing.assert_allclose(answer["scores"], np.take_along_axis(expected, best, 1), atol=LIMIT)
+    plain = np.stack([data.resize_image(one, size=SIZE, antialias=False) for one in upright])
+    assert np.abs(np.asarray(model(plain)) - expected).max() > LIMIT
 
 
 def test_every_tensor_signature_answers_as_the_model(served, model, pixels):

@@ -38,7 +38,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="a run directory, the --out of a training, or a .keras file of a model that takes "
         "pixels 0..255",
     )
-    parser.add_argument("image", metavar="IMAGE", help="a JPEG, PNG, BMP or GIF file")
+    parser.add_argument("image", metavar="IMAGE", help="a JPEG, PNG, WebP, BMP or GIF file")
     parser.add_argument("--out", required=True, metavar="DIR", help="the folder to write to")
     parser.add_argument(
         "--class",

@@ -235,10 +235,8 @@ def _describe_data(data: "ImageData") -> None:
     counts = ", ".join(f"{count} {name}" for name, count in data.counts.items() if count)
     classes = f"{len(data.labels)} classes" if data.labels else "no classes"
     print(f"{data.source}: {classes}; images: {counts}", flush=True)
-    if data.damaged:
-        print(f"Left out, because damaged: {_listed(data.damaged)}", flush=True)
-    if data.ignored:
-        print(f"Left out, no image by its ending: {_listed(data.ignored)}", flush=True)
+    for reason, names in data.reasons.items():
+        print(f"Left out because they {reason}: {_listed(names)}", flush=True)
 
 
 def _data_fields(data: "ImageData") -> dict[str, Any]:
@@ -247,7 +245,7 @@ def _data_fields(data: "ImageData") -> dict[str, Any]:
         "labels": data.labels,
         "images": data.counts,
         "damaged": data.damaged,
-        "ignored": data.ignored,
+        "left_out": data.reasons,
     }
 
 

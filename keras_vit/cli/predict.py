@@ -27,7 +27,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("directory", metavar="RUN", help="a run directory, the --out of a training")
-    parser.add_argument("images", metavar="IMAGE", nargs="+", help="JPEG, PNG, BMP or GIF files")
+    parser.add_argument(
+        "images", metavar="IMAGE", nargs="+", help="JPEG, PNG, WebP, BMP or GIF files"
+    )
     parser.add_argument(
         "--top",
         type=values.count,

@@ -18,7 +18,7 @@ _DESCRIPTION = """\
 Trains a Vision Transformer and writes a run directory.
 
 --data is a folder: one sub-folder per class, or train/, validation/ and test/ that have those.
-JPEG, PNG, BMP or GIF of any size, grey, coloured or transparent. Splits that are missing are made:
+JPEG, PNG, WebP, BMP or GIF of any size, grey, coloured or transparent. Missing splits are made:
 a tenth of each class for validation, a tenth for test. Or --data is tfds:NAME, for a dataset of
 TensorFlow Datasets (pip install "keras-vit[tfds]"), or the word digits, for the 1,797 handwritten
 digits that scikit-learn brings (a folder of that name is ./digits).

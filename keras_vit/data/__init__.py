@@ -7,20 +7,22 @@ from keras_vit.data.datasets import from_dataset
 from keras_vit.data.digits import load_digits
 from keras_vit.data.folder import load_folder, load_test_folder
 from keras_vit.data.foreign import from_keras_cv
-from keras_vit.data.images import decode_image, read_image, read_images, resize_image
+from keras_vit.data.images import antialias_of, decode_image, read_image, read_images, resize_image
 from keras_vit.data.loading import load_data
 from keras_vit.data.mix import mix_batch
 from keras_vit.data.pipeline import evaluation_batches, train_batches
-from keras_vit.data.source import ImageData, Split
-from keras_vit.data.stream import Stream
+from keras_vit.data.source import ImageData, LeftOut
+from keras_vit.data.splits import Split, Stream
 from keras_vit.data.unlabelled import load_unlabelled_folder
 
 __all__ = [
     "Augmentation",
     "Damage",
     "ImageData",
+    "LeftOut",
     "Split",
     "Stream",
+    "antialias_of",
     "decode_image",
     "evaluation_batches",
     "from_dataset",

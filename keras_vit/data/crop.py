@@ -4,40 +4,45 @@ A part is four integers, top, left, height and width in pixels, because a JPEG d
 lies outside of it.
 """
 
-import math
-
 import tensorflow as tf
 
-# Aspect of a random crop, as in Inception's training (arXiv 1409.4842, Section 6).
-ASPECT = (3 / 4, 4 / 3)
-DRAWS = 4  # random numbers for each image
+# Width over height of a random crop: the default of `tf.image.sample_distorted_bounding_box`, for
+# the originals pass none (vit_jax/input_pipeline.py; big_vision, pp/ops_image.py).
+ASPECT = (0.75, 1.33)
 
 
-def inception_part(shape: tf.Tensor, *, smallest_area: float, draws: tf.Tensor) -> tf.Tensor:
-    """Returns a random part with a random area and aspect.
+def inception_part(shape: tf.Tensor, *, smallest_area: float, seed: tf.Tensor) -> tf.Tensor:
+    """Returns a random part with a random area and aspect, as the originals draw it.
 
-    A part that would be higher or wider than the image is cut to it.
+    It is TensorFlow's `sample_distorted_bounding_box` with the originals' arguments: a part that
+    does not fit is drawn anew, and after 100 attempts the whole image is taken.
 
     Example:
         >>> import tensorflow as tf
-        >>> draws = [0.0, 0.5, 0.0, 0.99]  # as small as may be, at the top, to the right
-        >>> inception_part((60, 80), smallest_area=0.25, draws=draws).numpy().tolist()
-        [0, 40, 30, 40]
+        >>> top, left, height, width = inception_part(
+        ...     (60, 80), smallest_area=0.25, seed=(1, 2)).numpy()
+        >>> bool(height * width >= 0.24 * 60 * 80 and top + height <= 60 and left + width <= 80)
+        True
 
     Args:
         shape: (height, width) of the image, int32.
         smallest_area: as a fraction of the image.
-        draws: four numbers, uniform in [0, 1): area, aspect, place from the top and from the left.
+        seed: two integers; they alone decide.
 
     Returns:
         (top, left, height, width) in pixels, int32 of shape (4,).
     """
-    sides = tf.cast(shape, tf.float32)
-    area = smallest_area + draws[0] * (1 - smallest_area)
-    low, high = map(math.log, ASPECT)
-    aspect = tf.exp(low + draws[1] * (high - low))
-    wanted = tf.stack([tf.sqrt(area / aspect), tf.sqrt(area * aspect)]) * sides
-    return _placed(shape, wanted, place=draws[2:])
+    begin, size, _ = tf.image.stateless_sample_distorted_bounding_box(
+        tf.concat([shape, [3]], axis=0),
+        tf.zeros((0, 0, 4)),
+        seed=seed,
+        min_object_covered=0.0,
+        aspect_ratio_range=ASPECT,
+        area_range=(smallest_area, 1.0),
+        max_attempts=100,
+        use_image_if_no_bounding_boxes=True,
+    )
+    return tf.concat([begin[:2], size[:2]], axis=0)
 
 
 def small_part(

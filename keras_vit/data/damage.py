@@ -29,6 +29,9 @@ class Damage:
         self._names: set[str] = set()
         self._lock = threading.Lock()  # tf.data calls from several threads
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _with_names, (self.strict, self.names)  # a lock cannot be copied
+
     def add(self, name: str) -> None:
         """Adds a name, and logs it the first time."""
         with self._lock:
@@ -42,6 +45,12 @@ class Damage:
         """The names so far, in alphabetic order."""
         with self._lock:
             return tuple(sorted(self._names))
+
+
+def _with_names(strict: bool, names: tuple[str, ...]) -> Damage:
+    damage = Damage(strict=strict)
+    damage._names.update(names)
+    return damage
 
 
 def try_load(

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from keras_vit.data import images, source
 from keras_vit.data.damage import Damage
-from keras_vit.data.stream import Stream
+from keras_vit.data.splits import Split, Stream
 
 # Bytes of a split that are held in memory; a larger split is read again in each epoch.
 MEMORY = 2**30
@@ -73,11 +73,11 @@ def from_dataset(
         train=splits["train"],
         validation=splits["validation"],
         test=splits["test"],
-        damaged=damage.names,
+        left_out=tuple(source.LeftOut(name, source.DAMAGED) for name in damage.names),
     )
 
 
-def _take(dataset: tf.data.Dataset, *, split: str, damage: Damage, memory: int) -> source.Split:
+def _take(dataset: tf.data.Dataset, *, split: str, damage: Damage, memory: int) -> Split:
     """Holds a dataset in memory, or makes a stream of it."""
     _check_elements(dataset, split=split)
     if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
@@ -95,7 +95,7 @@ def _take(dataset: tf.data.Dataset, *, split: str, damage: Damage, memory: int) 
     contents, targets = [record[0] for record in held], [record[1] for record in held]
     names = [_name(record, place, split=split) for place, record in enumerate(held)]
     array: np.ndarray = np.stack(contents) if pixels else np.array(contents, object)
-    whole = source.Split(
+    whole = Split(
         images=np.broadcast_to(array, (*array.shape[:3], 3)) if pixels else array,
         targets=np.array(targets, np.int32),
         names=np.array(names, object),
@@ -147,7 +147,7 @@ def _stream(dataset: tf.data.Dataset, *, split: str, damage: Damage) -> Stream:
     return Stream(_encoded(dataset, split=split), count=count, damage=Damage(strict=damage.strict))
 
 
-def _without_damaged(split: source.Split, *, damage: Damage) -> source.Split:
+def _without_damaged(split: Split, *, damage: Damage) -> Split:
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
         sound = list(threads.map(images.is_sound, split.images))
     damaged = [split.name(place) for place, is_sound in enumerate(sound) if not is_sound]
@@ -161,7 +161,7 @@ def _without_damaged(split: source.Split, *, damage: Damage) -> source.Split:
     return split.take(np.flatnonzero(sound))
 
 
-def _carve(splits: dict[str, source.Split]) -> dict[str, source.Split]:
+def _carve(splits: dict[str, Split]) -> dict[str, Split]:
     """Takes the splits that are missing out of the training images."""
     train = splits["train"]
     if isinstance(train, Stream):
@@ -187,13 +187,13 @@ def _every(stream: Stream, places: Sequence[int]) -> Stream:
     def wanted(place: tf.Tensor, record: tuple[tf.Tensor, ...]) -> tf.Tensor:
         return (place % _STREAM_PART >= first) & (place % _STREAM_PART <= last)
 
-    records = stream.records.enumerate().filter(wanted).map(lambda place, record: record)
+    records = stream.dataset.enumerate().filter(wanted).map(lambda place, record: record)
     whole, over = divmod(len(stream), _STREAM_PART)
     count = whole * len(places) + sum(place < over for place in places)
     return Stream(records, count=count, damage=stream.damage)
 
 
-def _check(images_of_split: source.Split, *, split: str, labels: Sequence[str]) -> None:
+def _check(images_of_split: Split, *, split: str, labels: Sequence[str]) -> None:
     if isinstance(images_of_split, Stream) or not len(images_of_split):
         return  # a stream's classes would have to be read
     low, high = images_of_split.targets.min(), images_of_split.targets.max()

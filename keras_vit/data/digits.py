@@ -3,6 +3,7 @@
 import numpy as np
 
 from keras_vit.data import source
+from keras_vit.data.splits import PixelSplit
 
 # Fractions of the images. Testing has the larger one: an error is then 0.3 per cent, not 0.6.
 VALIDATION, TEST = 0.1, 0.2
@@ -34,7 +35,7 @@ def load_digits() -> source.ImageData:
         ) from None
     digits = sklearn.datasets.load_digits()
     grey = np.round(digits.images * 255 / INK).astype(np.uint8)
-    everything = source.Split(
+    everything = PixelSplit(
         images=np.repeat(grey[..., None], 3, axis=-1), targets=digits.target.astype(np.int32)
     )
     names = [str(index) for index in range(len(everything))]

@@ -12,11 +12,14 @@ from keras_vit.data.damage import Damage
 from keras_vit.data.listing import (
     Listing,
     existing_folder,
+    find_images,
     folders,
+    outside,
     some,
     split_folders,
     without_damaged,
 )
+from keras_vit.data.splits import FileSplit
 
 # Fractions of a folder that has no splits of its own.
 VALIDATION, TEST = 0.1, 0.1
@@ -57,10 +60,12 @@ def load_folder(
             a class that training does not know, or, with `strict`, a damaged image.
     """
     root = existing_folder(path)
+    parts = split_folders(root)
     listings = {
         name: without_damaged(_list_classes(part), strict=strict, on_progress=on_progress)
-        for name, part in split_folders(root).items()
+        for name, part in parts.items()
     }
+    beside = () if root in parts.values() else outside(root, parts.values())
     labels = _labels(listings["train"])
     damage = Damage(strict=strict)
     splits = {
@@ -74,8 +79,7 @@ def load_folder(
         train=splits["train"],
         validation=splits["validation"],
         test=splits["test"],
-        damaged=tuple(name for listing in listings.values() for name in listing.damaged),
-        ignored=tuple(name for listing in listings.values() for name in listing.ignored),
+        left_out=(*beside, *(one for part in listings.values() for one in part.left_out)),
     )
 
 
@@ -119,16 +123,15 @@ def load_test_folder(
         train=_split(Listing(root=root), labels=labels),
         validation=_split(Listing(root=root), labels=labels),
         test=_split(listing, labels=labels),
-        damaged=listing.damaged,
-        ignored=listing.ignored,
+        left_out=listing.left_out,
     )
 
 
 def _list_classes(root: Path) -> Listing:
-    listing = Listing(root=root)
-    for folder in folders(root):
-        entries = [file for file in sorted(folder.rglob("*")) if file.is_file()]
-        files = [file for file in entries if file.suffix.lower() in images.SUFFIXES]
+    classes = list(folders(root))
+    listing = Listing(root=root, left_out=outside(root, classes))
+    for folder in classes:
+        files, left_out = find_images(folder)
         if not files:
             raise ValueError(
                 f"The class folder {str(folder)!r} holds no {images.FORMATS} file; "
@@ -138,7 +141,7 @@ def _list_classes(root: Path) -> Listing:
             listing,
             files=(*listing.files, *files),
             names=(*listing.names, *[folder.name] * len(files)),
-            ignored=(*listing.ignored, *map(str, sorted(set(entries) - set(files)))),
+            left_out=(*listing.left_out, *left_out),
         )
     if not listing.files:
         raise ValueError(
@@ -158,7 +161,7 @@ def _labels(listing: Listing) -> tuple[str, ...]:
     return labels
 
 
-def _split(listing: Listing, *, labels: Sequence[str]) -> source.Split:
+def _split(listing: Listing, *, labels: Sequence[str]) -> FileSplit:
     places = {label: place for place, label in enumerate(labels)}
     unknown = sorted(set(listing.names) - set(labels))
     if unknown:
@@ -166,13 +169,13 @@ def _split(listing: Listing, *, labels: Sequence[str]) -> source.Split:
             f"The folder {str(listing.root)!r} has classes that the model is not trained for: "
             f"{some(unknown)}; those it is trained for are {some(labels)}."
         )
-    return source.Split(
+    return FileSplit(
         images=np.array([str(file) for file in listing.files], object),
         targets=np.array([places[name] for name in listing.names], np.int32),
     )
 
 
-def _carve(splits: dict[str, source.Split], *, root: Path) -> dict[str, source.Split]:
+def _carve(splits: dict[str, FileSplit], *, root: Path) -> dict[str, FileSplit]:
     """Takes the splits that are missing out of the training images."""
     train = splits["train"]
     indices = source.assign_splits(

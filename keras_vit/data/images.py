@@ -4,26 +4,36 @@ Only TensorFlow ops: the same functions run eagerly, in `tf.data` and in a Saved
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif")
-FORMATS = "JPEG, PNG, BMP or GIF"
+from keras_vit.config import ViTConfig
+from keras_vit.data import orientation
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif")
+FORMATS = "JPEG, PNG, WebP, BMP or GIF"
 
 # Byte offset and width of what is read of a BMP's header (BITMAPFILEHEADER, BITMAPINFOHEADER).
 _BMP_INFO_SIZE = (14, 4)
 _BMP_BITS_PER_PIXEL = (28, 2)
 _BMP_COLORS = (46, 4)
+# Where an extended WebP file has its flags, and two of them (RFC 9649, 2.7).
+_WEBP_FLAGS, _WEBP_ALPHA, _WEBP_ANIMATION = 20, 0x10, 0x02
+_BYTES = [bytes([value]) for value in range(256)]
+_JPEG = b"\xff\xd8\xff"
 
 
 def decode_image(contents: tf.Tensor) -> tf.Tensor:
-    """Decodes one JPEG, PNG, BMP or GIF to RGB.
+    """Decodes one JPEG, PNG, WebP, BMP or GIF to RGB, upright.
 
-    Grey becomes three equal channels. What is transparent in a PNG lies on white, as on a page.
-    Of a GIF the first frame counts. An orientation tag (EXIF) is not applied, as in the original.
+    Grey becomes three equal channels. What is transparent in a PNG or WebP lies on white, as on a
+    page. Of a moving GIF or WebP the first frame counts. The orientation in a JPEG, PNG or WebP
+    (EXIF) is applied, as browsers and Pillow's `ImageOps.exif_transpose` do; the pipelines that the
+    published models come from did not (google-research/vision_transformer, big_vision).
 
     Example:
         >>> import tensorflow as tf
@@ -43,9 +53,15 @@ def decode_image(contents: tf.Tensor) -> tf.Tensor:
     image = tf.case(
         [
             (_starts_with(contents, b"\x89PNG"), lambda: _decode_png(contents)),
+            (_starts_with(contents, b"RIFF"), lambda: _decode_webp(contents)),
             (_starts_with(contents, b"BM"), lambda: _decode_bmp(contents)),
         ],
         default=lambda: tf.io.decode_image(contents, channels=3, expand_animations=False),
+    )
+    image = tf.cond(
+        orientation.may_be_turned(contents),
+        lambda: orientation.upright(image, orientation.read_orientation(contents)),
+        lambda: image,
     )
     return tf.ensure_shape(image, (None, None, 3))
 
@@ -65,7 +81,7 @@ def is_sound(contents: bytes) -> bool:
 
 
 def decode_part(contents: tf.Tensor, *, choose: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
-    """Decodes a part of one image, of a JPEG no more than that.
+    """Decodes a part of one upright image, of a JPEG no more than that.
 
     The same pixels as decoding the whole and cutting, but for colours at the part's edges, which
     JPEG interpolates from what lies beside: up to 10 of 255.
@@ -78,8 +94,8 @@ def decode_part(contents: tf.Tensor, *, choose: Callable[[tf.Tensor], tf.Tensor]
 
     Args:
         contents: the bytes of the file, a scalar string.
-        choose: takes (height, width) of the image and gives (top, left, height, width) of the part,
-            both int32.
+        choose: takes (height, width) of the upright image and gives (top, left, height, width) of
+            the part, both int32.
 
     Returns:
         The pixels 0..255, uint8 of shape (height, width, 3).
@@ -95,7 +111,18 @@ def decode_part(contents: tf.Tensor, *, choose: Callable[[tf.Tensor], tf.Tensor]
         part = choose(tf.image.extract_jpeg_shape(contents)[:2])
         return tf.image.decode_and_crop_jpeg(contents, part, channels=3)
 
-    image = tf.cond(_starts_with(contents, b"\xff\xd8\xff"), decode_jpeg, decode_and_cut)
+    def decode_turned_jpeg() -> tf.Tensor:
+        turn = orientation.read_orientation(contents)
+        shape = orientation.upright_shape(tf.image.extract_jpeg_shape(contents)[:2], turn)
+        part = orientation.stored_part(choose(shape), shape, turn)
+        cut = tf.image.decode_and_crop_jpeg(contents, part, channels=3)
+        return orientation.upright(cut, turn)
+
+    image = tf.cond(
+        _starts_with(contents, _JPEG),
+        lambda: tf.cond(orientation.may_be_turned(contents), decode_turned_jpeg, decode_jpeg),
+        decode_and_cut,
+    )
     return tf.ensure_shape(image, (None, None, 3))
 
 
@@ -105,11 +132,12 @@ def cut_part(image: tf.Tensor, *, choose: Callable[[tf.Tensor], tf.Tensor]) -> t
     return tf.image.crop_to_bounding_box(image, part[0], part[1], part[2], part[3])
 
 
-def resize_image(image: tf.Tensor, *, size: tuple[int, int]) -> tf.Tensor:
-    """Resizes to (height, width) by plain bilinear interpolation, stretching to another aspect.
+def resize_image(image: tf.Tensor, *, size: tuple[int, int], antialias: bool = True) -> tf.Tensor:
+    """Resizes to (height, width) by bilinear interpolation, stretching to another aspect.
 
-    No anti-aliasing: the published models are evaluated this way
-    (google-research/vision_transformer, vit_jax/input_pipeline.py).
+    With anti-aliasing it is Pillow's `resize` with BILINEAR, to a grey level; without,
+    `tf.image.resize`, as Google's published models were trained and evaluated
+    (google-research/vision_transformer, vit_jax/input_pipeline.py). Enlarging is the same in both.
 
     Example:
         >>> import numpy as np
@@ -119,11 +147,47 @@ def resize_image(image: tf.Tensor, *, size: tuple[int, int]) -> tf.Tensor:
     Args:
         image: pixels of shape (height, width, 3), or (batch, height, width, 3).
         size: (height, width) in pixels.
+        antialias: whether an image that shrinks is smoothed; a model's own choice is
+            `antialias_of(model)`.
 
     Returns:
         The pixels, float32 in 0..255.
     """
-    return tf.cast(tf.image.resize(image, size), tf.float32)
+    image = tf.convert_to_tensor(image)
+
+    def plain() -> tf.Tensor:
+        return tf.cast(tf.image.resize(image, size), tf.float32)
+
+    def smooth() -> tf.Tensor:
+        return tf.image.resize(image, size, antialias=True)
+
+    known = image.shape[-3:-1]
+    if not antialias or all(side and side <= to for side, to in zip(known, size, strict=True)):
+        return plain()  # smoothing would cost, and change nothing
+    return tf.cond(tf.reduce_any(tf.shape(image)[-3:-1] > size), smooth, plain)
+
+
+def antialias_of(model: Any) -> bool:
+    """Returns whether the images of a model are downscaled with anti-aliasing.
+
+    Example:
+        >>> import keras
+        >>> antialias_of(keras.Sequential([keras.layers.Flatten()]))
+        True
+
+    Args:
+        model: a model with a `ViTConfig`, or around one, which decides; any other is anti-aliased.
+
+    Raises:
+        ValueError: it contains two that differ.
+    """
+    found = {config.antialias for config in _configs(model)}
+    if len(found) > 1:
+        raise ValueError(
+            f"The model {model.name!r} contains Vision Transformers with antialias=True and with "
+            "antialias=False, so that no one image is right for both; rebuild one of them."
+        )
+    return found.pop() if found else True
 
 
 def read_image(path: str | os.PathLike[str] | bytes) -> np.ndarray:
@@ -156,8 +220,10 @@ def read_image(path: str | os.PathLike[str] | bytes) -> np.ndarray:
     return _decode(file.read_bytes(), name=repr(str(path)))
 
 
-def read_images(paths: Sequence[str | os.PathLike[str]], *, size: tuple[int, int]) -> np.ndarray:
-    """Reads image files and resizes them to one size.
+def read_images(
+    paths: Sequence[str | os.PathLike[str]], *, size: tuple[int, int], antialias: bool = True
+) -> np.ndarray:
+    """Reads image files and resizes them to one size, see `resize_image`.
 
     Example:
         >>> import pathlib, tempfile, tensorflow as tf
@@ -173,7 +239,17 @@ def read_images(paths: Sequence[str | os.PathLike[str]], *, size: tuple[int, int
         FileNotFoundError: there is no such file.
         ValueError: a file is not an image, or is damaged.
     """
-    return np.stack([np.asarray(resize_image(read_image(path), size=size)) for path in paths])
+    resized = [resize_image(read_image(path), size=size, antialias=antialias) for path in paths]
+    return np.stack([np.asarray(image) for image in resized])
+
+
+def _configs(layer: Any) -> Iterator[ViTConfig]:
+    config = getattr(layer, "config", None)
+    if isinstance(config, ViTConfig):
+        yield config
+        return
+    for inner in getattr(layer, "layers", ()):
+        yield from _configs(inner)
 
 
 def _decode(contents: bytes, *, name: str) -> np.ndarray:
@@ -192,7 +268,33 @@ def _starts_with(contents: tf.Tensor, magic: bytes) -> tf.Tensor:
 
 def _decode_png(contents: tf.Tensor) -> tf.Tensor:
     # `channels=4` would be shorter, but makes grey images of 1, 2 or 4 bits almost transparent.
-    pixels = tf.cast(tf.io.decode_png(contents, channels=0), tf.float32)
+    return _on_white(tf.io.decode_png(contents, channels=0))
+
+
+def _decode_webp(contents: tf.Tensor) -> tf.Tensor:
+    # TensorFlow 2.21 takes animations with alpha alone, and left to choose, writes beyond the
+    # pixels of others: to it every animation says that it has alpha.
+    start = tf.strings.substr(contents, 0, _WEBP_FLAGS + 1)
+    head = tf.io.decode_raw(start, tf.uint8, fixed_length=_WEBP_FLAGS + 1)
+    is_extended = tf.reduce_all(head[12:16] == list(b"VP8X"))
+
+    def moving() -> tf.Tensor:
+        flags = tf.gather(_BYTES, tf.cast(head[_WEBP_FLAGS] | _WEBP_ALPHA, tf.int32))
+        rest = tf.strings.substr(contents, _WEBP_FLAGS + 1, tf.int32.max)
+        marked = tf.strings.join([tf.strings.substr(contents, 0, _WEBP_FLAGS), flags, rest])
+        return tf.image.decode_webp(marked, channels=4)[0]
+
+    pixels = tf.cond(
+        is_extended & (head[_WEBP_FLAGS] & _WEBP_ANIMATION > 0),
+        moving,
+        lambda: tf.image.decode_webp(contents)[0],
+    )
+    return _on_white(pixels)
+
+
+def _on_white(pixels: tf.Tensor) -> tf.Tensor:
+    """Lays pixels with 1 to 4 channels on white, uint8 of shape (height, width, 3)."""
+    pixels = tf.cast(pixels, tf.float32)
     channels = tf.shape(pixels)[2]
     has_alpha = 1 - channels % 2  # of 1 grey, 2 grey and alpha, 3 RGB, 4 RGB and alpha
     color = pixels[..., : channels - has_alpha] * tf.ones(3)

@@ -3,12 +3,21 @@
 import concurrent.futures
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from keras_vit.data import images, source
 
 _SHOWN = 10
+
+# Why a file is left out: the ends of sentences that begin with "they".
+UNREADABLE = "cannot be read"
+ENDING = f"do not end in {', '.join(images.SUFFIXES)}"
+BROKEN_LINK = "are links that lead nowhere"
+FOLDER_LINK = "are links to folders, which are not followed"
+NO_FILE = "are neither files nor folders"
+HIDDEN = "are hidden: their names begin with a dot"
+OUTSIDE = "lie outside of the folders of classes or splits"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,8 +27,7 @@ class Listing:
     root: Path
     files: tuple[Path, ...] = ()
     names: tuple[str, ...] = ()
-    damaged: tuple[str, ...] = ()
-    ignored: tuple[str, ...] = ()
+    left_out: tuple[source.LeftOut, ...] = ()
 
 
 def existing_folder(path: str | os.PathLike[str]) -> Path:
@@ -47,25 +55,51 @@ def folders(root: Path) -> Iterator[Path]:
     return (entry for entry in entries if entry.is_dir() and not entry.name.startswith("."))
 
 
+def find_images(root: Path) -> tuple[list[Path], list[source.LeftOut]]:
+    """Returns the image files below a folder, at any depth, in order, and what is not taken."""
+    found: list[Path] = []
+    left_out: list[source.LeftOut] = []
+
+    def note(error: OSError) -> None:
+        left_out.append(source.LeftOut(str(error.filename), UNREADABLE))
+
+    for folder, inner, names in os.walk(root, onerror=note):
+        for path in [Path(folder, name) for name in (*inner, *names)]:
+            reason = _reason(path)
+            if reason is not None:
+                left_out.append(source.LeftOut(str(path), reason))
+            elif not path.is_dir():
+                found.append(path)
+        inner[:] = [name for name in inner if not name.startswith(".")]
+    return sorted(found), sorted(left_out, key=lambda one: one.name)
+
+
+def outside(root: Path, used: Collection[Path]) -> tuple[source.LeftOut, ...]:
+    """Returns what lies in a folder beside the folders that are used, in order."""
+    others = [path for path in sorted(root.iterdir()) if path not in used]
+    return tuple(source.LeftOut(str(path), _hidden_or_broken(path) or OUTSIDE) for path in others)
+
+
 def without_damaged(
     listing: Listing, *, strict: bool, on_progress: Callable[[int, int], None] | None
 ) -> Listing:
-    """Decodes every file and moves the damaged ones to `damaged`."""
-    sound = []
+    """Decodes every file and moves those that cannot be to `left_out`."""
+    faults = []
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
-        for done, is_sound in enumerate(threads.map(_is_sound, listing.files), start=1):
-            sound.append(is_sound)
+        for done, fault in enumerate(threads.map(_fault, listing.files), start=1):
+            faults.append(fault)
             if on_progress is not None:
                 on_progress(done, len(listing.files))
-    pairs = list(zip(listing.files, listing.names, strict=True))
-    kept = [pair for pair, is_sound in zip(pairs, sound, strict=True) if is_sound]
-    damaged = [str(file) for (file, _), is_sound in zip(pairs, sound, strict=True) if not is_sound]
-    if damaged and strict:
+    rows = list(zip(listing.files, listing.names, faults, strict=True))
+    kept = [row for row in rows if row[2] is None]
+    faulty = [source.LeftOut(str(file), fault) for file, _, fault in rows if fault is not None]
+    if faulty and strict:
         raise ValueError(
-            f"{len(damaged)} of {len(pairs)} images in {str(listing.root)!r} cannot be decoded: "
-            f"{some(damaged)}; repair or remove them, or do not ask for strictness."
+            f"{len(faulty)} of {len(rows)} images in {str(listing.root)!r} cannot be decoded or "
+            f"read: {some([one.name for one in faulty])}; repair or remove them, or do not ask for "
+            "strictness."
         )
-    lost = sorted(set(listing.names) - {name for _, name in kept})
+    lost = sorted(set(listing.names) - {name for _, name, _ in kept})
     if lost:
         raise ValueError(
             f"In {str(listing.root)!r} none of the images of class {lost[0]!r} can be decoded; "
@@ -73,9 +107,9 @@ def without_damaged(
         )
     return dataclasses.replace(
         listing,
-        files=tuple(file for file, _ in kept),
-        names=tuple(name for _, name in kept),
-        damaged=tuple(damaged),
+        files=tuple(file for file, _, _ in kept),
+        names=tuple(name for _, name, _ in kept),
+        left_out=(*listing.left_out, *faulty),
     )
 
 
@@ -85,5 +119,26 @@ def some(names: Sequence[str]) -> str:
     return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
 
 
-def _is_sound(file: Path) -> bool:
-    return images.is_sound(file.read_bytes())
+def _reason(path: Path) -> str | None:
+    """Returns why something in a folder is left out, None for an image and a folder."""
+    reason = _hidden_or_broken(path)
+    if reason is not None or (path.is_dir() and not path.is_symlink()):
+        return reason
+    if path.is_dir():
+        return FOLDER_LINK
+    if path.suffix.lower() not in images.SUFFIXES:
+        return ENDING
+    return None if path.is_file() else NO_FILE
+
+
+def _hidden_or_broken(path: Path) -> str | None:
+    if path.is_symlink() and not path.exists():
+        return BROKEN_LINK
+    return HIDDEN if path.name.startswith(".") else None
+
+
+def _fault(file: Path) -> str | None:
+    try:
+        return None if images.is_sound(file.read_bytes()) else source.DAMAGED
+    except OSError:
+        return UNREADABLE

@@ -2,12 +2,12 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 
 import tensorflow as tf
 
-from keras_vit.data import augment, crop, draws, erase, images, randaugment, reading, source
+from keras_vit.data import augment, crop, draws, erase, images, randaugment
 from keras_vit.data.damage import replace_damaged, try_load
+from keras_vit.data.splits import Choice, Item, Split
 
 # What a draw is for; folded into the seed, so that no two uses share one stream.
 _SHUFFLE, _CROP, _TRANSFORM, _ERASE, _RANDAUGMENT = range(5)
@@ -24,8 +24,12 @@ class _Plan:
     epochs: int
     seed: int
     augmentation: augment.Augmentation
+    antialias: bool
     start_step: int
     shard: tuple[int, int]
+
+    def resize(self, image: tf.Tensor) -> tf.Tensor:
+        return images.resize_image(image, size=self.image_size, antialias=self.antialias)
 
     @property
     def count(self) -> int:
@@ -39,19 +43,20 @@ class _Plan:
         return draws.key(self.seed, use, step)
 
 
-def steps_per_epoch(split: source.Split, *, batch_size: int) -> int:
+def steps_per_epoch(split: Split, *, batch_size: int) -> int:
     """Returns the number of full batches in a pass over the split; at least one."""
     return max(len(split) // batch_size, 1)
 
 
 def train_batches(
-    split: source.Split,
+    split: Split,
     *,
     image_size: tuple[int, int],
     batch_size: int,
     epochs: int,
     seed: int,
     augmentation: augment.Augmentation,
+    antialias: bool = True,
     start_step: int = 0,
     shard: tuple[int, int] = draws.WHOLE,
 ) -> tf.data.Dataset:
@@ -81,6 +86,7 @@ def train_batches(
         epochs: passes over the split.
         seed: any integer of 64 bits.
         augmentation: how images are varied.
+        antialias: whether shrinking smooths; for a model, `antialias_of(model)`.
         start_step: first step to make.
         shard: (index of this worker, number of workers).
 
@@ -100,6 +106,7 @@ def train_batches(
         epochs=epochs,
         seed=seed,
         augmentation=augmentation,
+        antialias=antialias,
         start_step=start_step,
         shard=shard,
     )
@@ -121,11 +128,12 @@ def train_batches(
 
 
 def evaluation_batches(
-    split: source.Split,
+    split: Split,
     *,
     image_size: tuple[int, int],
     batch_size: int,
     resize_small: float = 0.0,
+    antialias: bool = True,
 ) -> tf.data.Dataset:
     """Makes the batches of one pass over a split, in order, the last one as short as it comes.
 
@@ -142,28 +150,26 @@ def evaluation_batches(
         batch_size: images in a batch.
         resize_small: 0 resizes the whole image, to another aspect if need be. From 1 on, the short
             side is resized to this many times `image_size`, and the middle is cut out.
+        antialias: whether shrinking smooths; for a model, `antialias_of(model)`.
 
     Returns:
         Pairs of images, float32 0..255 of shape (batch, height, width, 3), and targets, int32 of
         shape (batch,).
     """
+    resize = functools.partial(images.resize_image, size=image_size, antialias=antialias)
     if split.in_memory and not resize_small:
         pairs = tf.data.Dataset.from_tensor_slices((tf.constant(split.images), split.targets))
-        batches = pairs.batch(batch_size).map(
-            lambda x, y: (images.resize_image(x, size=image_size), y)
-        )
+        batches = pairs.batch(batch_size).map(lambda x, y: (resize(x), y))
         return batches.prefetch(tf.data.AUTOTUNE)
 
     def choose(shape: tf.Tensor) -> tf.Tensor:
         return crop.small_part(shape, size=image_size, ratio=resize_small, place=[0.5, 0.5])
 
     def load(*item: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        contents, target = fetch(item)
-        image = _pixels(split, contents, choose=choose if resize_small else None)
-        return images.resize_image(image, size=image_size), target
+        return resize(loader.pixels(item, choose if resize_small else None)), loader.target(item)
 
-    fetch = reading.fetcher(split)
-    loaded = reading.ordered_items(split).map(load, num_parallel_calls=_PARALLEL)
+    loader = split.loader()
+    loaded = split.items().map(load, num_parallel_calls=_PARALLEL)
     return loaded.batch(batch_size).prefetch(tf.data.AUTOTUNE)
 
 
@@ -180,47 +186,49 @@ def _check_shard(shard: tuple[int, int], batch_size: int) -> None:
         )
 
 
-def _load_together(split: source.Split, plan: _Plan) -> tf.data.Dataset:
+def _load_together(split: Split, plan: _Plan) -> tf.data.Dataset:
     """Steps, images and targets of pixels in memory that are only resized, a batch at a time."""
     pixels, targets = tf.constant(split.images), tf.constant(split.targets)
 
     def load(step: tf.Tensor, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        batch = images.resize_image(tf.gather(pixels, indices), size=plan.image_size)
-        return step, batch, tf.gather(targets, indices)
+        return step, plan.resize(tf.gather(pixels, indices)), tf.gather(targets, indices)
 
     numbered = _numbered_items(split, plan).map(lambda step, item: (step, item[0]))
     return numbered.map(load, num_parallel_calls=_PARALLEL)
 
 
-def _load_singly(split: source.Split, plan: _Plan) -> tf.data.Dataset:
+def _load_singly(split: Split, plan: _Plan) -> tf.data.Dataset:
     """Steps, images and targets, each image decoded, cropped and varied by itself."""
     layers = plan.augmentation.randaugment_layers
-    fetch = reading.fetcher(split)
+    loader = split.loader()
 
-    def attach(step: tf.Tensor, item: reading.Item) -> tuple[tf.Tensor, ...]:
-        cropping, varying = (
-            draws.uniform(numbers, plan.count, seed=plan.key(use, step), shard=plan.shard)
-            for use, numbers in ((_CROP, crop.DRAWS), (_RANDAUGMENT, randaugment.DRAWS * layers))
+    def attach(step: tf.Tensor, item: Item) -> tuple[tf.Tensor, ...]:
+        cropping = draws.keys(plan.count, seed=plan.key(_CROP, step), shard=plan.shard)
+        # One number more than needed: `unbatch` crashes where there are none at all.
+        varying = draws.uniform(
+            randaugment.DRAWS * layers + 1,
+            plan.count,
+            seed=plan.key(_RANDAUGMENT, step),
+            shard=plan.shard,
         )
-        # One tensor: `unbatch` crashes where there are no numbers at all.
-        drawn = tf.transpose(tf.concat([cropping, varying], axis=0))
-        return tf.fill((plan.count,), step), item, drawn
+        return tf.fill((plan.count,), step), item, cropping, tf.transpose(varying)
 
     @tf.autograph.experimental.do_not_convert
-    def load(step: tf.Tensor, item: reading.Item, drawn: tf.Tensor) -> tuple[tf.Tensor, ...]:
-        contents, target = fetch(item)
+    def load(
+        step: tf.Tensor, item: Item, crop_seed: tf.Tensor, drawn: tf.Tensor
+    ) -> tuple[tf.Tensor, ...]:
         shape = (*plan.image_size, 3)
 
         def make() -> tf.Tensor:
-            return _cropped(split, contents, plan=plan, drawn=drawn[: crop.DRAWS])
+            return plan.resize(loader.pixels(item, _choice(plan, seed=crop_seed)))
 
         image, sound = (make(), True) if split.in_memory else try_load(make, shape=shape)
         varied = randaugment.distort(
             tf.ensure_shape(image, shape),
             magnitude=plan.augmentation.randaugment_magnitude,
-            drawn=drawn[crop.DRAWS :],
+            drawn=drawn[: randaugment.DRAWS * layers],
         )
-        return step, varied, target, item[-1], sound
+        return step, varied, loader.target(item), item[-1], sound
 
     def mend(
         steps: tf.Tensor, batch: tf.Tensor, targets: tf.Tensor, names: tf.Tensor, sound: tf.Tensor
@@ -235,45 +243,29 @@ def _load_singly(split: source.Split, plan: _Plan) -> tf.data.Dataset:
     return loaded.batch(plan.count, drop_remainder=True).map(mend)
 
 
-def _numbered_items(split: source.Split, plan: _Plan) -> tf.data.Dataset:
-    """The steps with this worker's items, see `reading`."""
-    order = reading.shuffled_items(
-        split,
-        batch_size=plan.batch_size,
-        epochs=plan.epochs,
-        key=functools.partial(plan.key, _SHUFFLE),
-        start_step=plan.start_step,
-        rows=plan.rows,
-    )
+def _numbered_items(split: Split, plan: _Plan) -> tf.data.Dataset:
+    """The steps with this worker's items, each epoch in an order of its own."""
+    first_epoch, skipped = divmod(plan.start_step, plan.steps)
+
+    def epoch_batches(epoch: tf.Tensor) -> tf.data.Dataset:
+        items = split.shuffled_items(seed=plan.key(_SHUFFLE, epoch))
+        return items.batch(plan.batch_size, drop_remainder=True).take(plan.steps)
+
+    whole = tf.data.Dataset.range(first_epoch, plan.epochs).flat_map(epoch_batches).skip(skipped)
+    order = whole.map(lambda *item: tuple(part[plan.rows] for part in item))
     steps = tf.data.Dataset.range(plan.start_step, plan.steps * plan.epochs)
     return tf.data.Dataset.zip(steps, order)
 
 
-def _cropped(
-    split: source.Split, contents: tf.Tensor, *, plan: _Plan, drawn: tf.Tensor
-) -> tf.Tensor:
-    """One image, cropped at random if that is asked for, and resized."""
+def _choice(plan: _Plan, *, seed: tf.Tensor) -> Choice | None:
+    """How a part of an image is chosen at random, if that is asked for."""
     augmentation = plan.augmentation
 
     def choose(shape: tf.Tensor) -> tf.Tensor:
         if augmentation.resize_small:
-            return crop.small_part(
-                shape, size=plan.image_size, ratio=augmentation.resize_small, place=drawn[2:]
-            )
-        return crop.inception_part(shape, smallest_area=augmentation.crop, draws=drawn)
+            place = tf.random.stateless_uniform((2,), seed)
+            ratio = augmentation.resize_small
+            return crop.small_part(shape, size=plan.image_size, ratio=ratio, place=place)
+        return crop.inception_part(shape, smallest_area=augmentation.crop, seed=seed)
 
-    image = _pixels(split, contents, choose=choose if augmentation.is_cropped else None)
-    return images.resize_image(image, size=plan.image_size)
-
-
-def _pixels(
-    split: source.Split, contents: tf.Tensor, *, choose: Callable[[tf.Tensor], tf.Tensor] | None
-) -> tf.Tensor:
-    """Decodes what is not decoded, all of it or the part that is chosen."""
-    if split.in_memory:
-        return contents if choose is None else images.cut_part(contents, choose=choose)
-    if split.in_files:
-        contents = tf.io.read_file(contents)
-    if choose is None:
-        return images.decode_image(contents)
-    return images.decode_part(contents, choose=choose)
+    return choose if augmentation.is_cropped else None

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from keras_vit.data import source
+from keras_vit.data.splits import FileSplit
 
 _COLUMNS = ("split", "label", "path")
 
@@ -54,7 +55,7 @@ def read_splits(
     splits = {}
     for name in source.SPLITS:
         part = [row for row in rows if row["split"] == name]
-        splits[name] = source.Split(
+        splits[name] = FileSplit(
             images=np.array([str(Path(root, row["path"])) for row in part], object),
             targets=np.array([places[row["label"]] for row in part], np.int32),
         )

@@ -1,69 +1,29 @@
-"""Describes labelled images in three splits, and decides which image goes into which.
-
-Nothing is decoded here: a split holds pixels, encoded images or the paths of files.
-"""
+"""Describes labelled images in three splits, and decides which image goes into which."""
 
 import dataclasses
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
-from keras_vit.data.damage import Damage
+from keras_vit.data.splits import Split
 
 SPLITS = ("train", "validation", "test")
+DAMAGED = "cannot be decoded"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Split:
-    """Labelled images of one split.
-
-    Example:
-        >>> split = Split(images=np.zeros((3, 8, 8, 3), np.uint8), targets=np.array([0, 1, 1]))
-        >>> len(split), len(split.take([0, 2])), split.in_memory
-        (3, 2, True)
+@dataclasses.dataclass(frozen=True)
+class LeftOut:
+    """A file, or a folder with all that is in it, that is not among the images.
 
     Attributes:
-        images: pixels 0..255, uint8 of shape (count, height, width, 3), the paths of image files,
-            or the bytes of such files, both of shape (count,).
-        targets: the class of each image, int32 of shape (count,).
-        names: what to call each image, shape (count,); None for its path or its place.
-        damage: where training writes the names of images that it could not decode.
+        name: its path, or what its dataset calls it.
+        reason: why, as the end of a sentence that begins with "they".
     """
 
-    images: np.ndarray
-    targets: np.ndarray
-    names: np.ndarray | None = None
-    damage: Damage = dataclasses.field(default_factory=Damage)
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    @property
-    def in_memory(self) -> bool:
-        """Whether `images` are pixels, with nothing left to decode."""
-        return self.images.ndim == 4
-
-    @property
-    def in_files(self) -> bool:
-        """Whether `images` are paths."""
-        return self.images.ndim == 1 and not any(isinstance(x, bytes) for x in self.images[:1])
-
-    def name(self, index: Any) -> str:
-        """Returns what to call the image at a position."""
-        if self.names is not None:
-            return str(self.names[index])
-        return str(self.images[index]) if self.in_files else f"image {index}"
-
-    def take(self, indices: Iterable[int]) -> "Split":
-        """Returns the images at these positions."""
-        chosen = np.fromiter(indices, np.int64)
-        names = None if self.names is None else self.names[chosen]
-        return dataclasses.replace(
-            self, images=self.images[chosen], targets=self.targets[chosen], names=names
-        )
+    name: str
+    reason: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -83,8 +43,7 @@ class ImageData:
         train: what the weights are fitted to.
         validation: what the recipe and the best epoch are chosen on.
         test: what is looked at once, at the end.
-        damaged: images that could not be decoded, left out.
-        ignored: files that are not JPEG, PNG, BMP or GIF by their ending, left out.
+        left_out: files that are not used, each with the reason.
     """
 
     source: str
@@ -92,14 +51,26 @@ class ImageData:
     train: Split
     validation: Split
     test: Split
-    damaged: tuple[str, ...] = ()
-    ignored: tuple[str, ...] = ()
+    left_out: tuple[LeftOut, ...] = ()
 
     def split(self, name: str) -> Split:
         """Returns the split called "train", "validation" or "test"."""
         if name not in SPLITS:
             raise ValueError(f"There is no split {name!r}; the splits are {', '.join(SPLITS)}.")
         return {"train": self.train, "validation": self.validation, "test": self.test}[name]
+
+    @property
+    def damaged(self) -> tuple[str, ...]:
+        """Images that cannot be decoded, left out."""
+        return self.reasons.get(DAMAGED, ())
+
+    @property
+    def reasons(self) -> dict[str, tuple[str, ...]]:
+        """The names of what is left out, by reason."""
+        found: dict[str, tuple[str, ...]] = {}
+        for one in self.left_out:
+            found[one.reason] = (*found.get(one.reason, ()), one.name)
+        return found
 
     @property
     def counts(self) -> dict[str, int]:

@@ -1,14 +1,22 @@
 """Lists the images of a folder for training without labels."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from keras_vit.data import folder, images, source
 from keras_vit.data.damage import Damage
-from keras_vit.data.listing import Listing, existing_folder, folders, without_damaged
+from keras_vit.data.listing import (
+    Listing,
+    existing_folder,
+    find_images,
+    folders,
+    outside,
+    without_damaged,
+)
+from keras_vit.data.splits import FileSplit
 
 
 def load_unlabelled_folder(
@@ -49,12 +57,13 @@ def load_unlabelled_folder(
     root = existing_folder(path)
     if _has_classes(root):
         return folder.load_folder(root, strict=strict, on_progress=on_progress)
-    has_splits = any(_images(root / "train"))
+    has_splits = bool(_images(root / "train"))
     parts = {name: root / name for name in source.SPLITS} if has_splits else {"train": root}
     listings = {
         name: without_damaged(_listing(part), strict=strict, on_progress=on_progress)
         for name, part in parts.items()
     }
+    beside = outside(root, parts.values()) if has_splits else ()
     damage = Damage(strict=strict)
     splits = {name: _split(listing, damage) for name, listing in listings.items()}
     none = _split(Listing(root=root), damage)
@@ -74,7 +83,7 @@ def load_unlabelled_folder(
         train=train,
         validation=validation,
         test=splits.get("test", none),
-        damaged=tuple(name for listing in listings.values() for name in listing.damaged),
+        left_out=(*beside, *(one for part in listings.values() for one in part.left_out)),
     )
 
 
@@ -86,22 +95,23 @@ def _has_classes(root: Path) -> bool:
     if len(classes) < 2 or any(entry.name in source.SPLITS for entry in classes):
         return False
     has_stray = any(file.suffix.lower() in images.SUFFIXES for file in root.iterdir())
-    return not has_stray and all(any(_images(entry)) for entry in classes)
+    return not has_stray and all(_images(entry) for entry in classes)
 
 
-def _images(root: Path) -> Iterator[Path]:
+def _images(root: Path) -> list[Path]:
     """The image files below a folder, or none if there is no such folder."""
-    found = sorted(root.rglob("*")) if root.is_dir() else []
-    return (file for file in found if file.is_file() and file.suffix.lower() in images.SUFFIXES)
+    return find_images(root)[0] if root.is_dir() else []
 
 
 def _listing(root: Path) -> Listing:
-    files = tuple(_images(root))
-    return Listing(root=root, files=files, names=(root.name,) * len(files))
+    files, left_out = find_images(root) if root.is_dir() else ([], [])
+    return Listing(
+        root=root, files=tuple(files), names=(root.name,) * len(files), left_out=tuple(left_out)
+    )
 
 
-def _split(listing: Listing, damage: Damage) -> source.Split:
-    return source.Split(
+def _split(listing: Listing, damage: Damage) -> FileSplit:
+    return FileSplit(
         images=np.array([str(file) for file in listing.files], object),
         targets=np.zeros(len(listing.files), np.int32),
         damage=damage,

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_vit.data import Split, evaluation_batches
+from keras_vit.data import Split, antialias_of, evaluation_batches
 from keras_vit.evaluation.precision import sensible_batch_size
 
 TOP = 5
@@ -124,7 +124,9 @@ def evaluate(
         )
     image_size = tuple(model.input_shape[1:3])
     batch_size = batch_size or sensible_batch_size(model)
-    batches = evaluation_batches(split, image_size=image_size, batch_size=batch_size)
+    batches = evaluation_batches(
+        split, image_size=image_size, batch_size=batch_size, antialias=antialias_of(model)
+    )
     outputs = model.predict(batches.map(lambda images, targets: images), verbose=0)
     log_probabilities = log_softmax(outputs, model=model)
     return _measure(log_probabilities, split.targets, labels=tuple(labels))

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 from keras_vit.atomic import whole_file
-from keras_vit.data import Split, read_image
+from keras_vit.data import Split
 from keras_vit.evaluation.outputs import log_probabilities
 
 
@@ -98,8 +98,7 @@ def plot_mistakes(mistakes: Sequence[Mistake], split: Split, file: str | os.Path
     figure = matplotlib.figure.Figure(figsize=(2.6 * columns, 3.0 * rows), layout=layout)
     all_axes: Any = figure.subplots(rows, columns, squeeze=False)
     for axes, mistake in zip(all_axes.flat, mistakes, strict=False):
-        image = split.images[mistake.index]
-        axes.imshow(image if split.in_memory else read_image(image))
+        axes.imshow(split.pixels(mistake.index))
         axes.set_title(
             f"{_short(mistake.label)}\ntaken for {_short(mistake.predicted)}, "
             f"{100 * mistake.probability:.1f} %",

@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 
-from keras_vit.data import Split, evaluation_batches
+from keras_vit.data import Split, antialias_of, evaluation_batches
 from keras_vit.evaluation.metrics import log_softmax
 from keras_vit.evaluation.precision import sensible_batch_size
 from keras_vit.model import VisionTransformer
@@ -37,6 +37,7 @@ def frozen_features(
         ValueError: the split is empty, or the model makes no vector of an image.
     """
     _check_filled(split)
+    antialias = antialias_of(model)
     if isinstance(model, VisionTransformer) and model.config.classes is not None:
         model = keras.Model(model.input, model.get_layer("head").input)
     if len(model.output_shape) != 2:
@@ -44,7 +45,7 @@ def frozen_features(
             "Features are one vector for each image, (batch, width); build the model with pooling. "
             f"Received: a model with outputs of shape {model.output_shape}."
         )
-    return _predict(model, split, batch_size)
+    return _predict(model, split, batch_size, antialias=antialias)
 
 
 def log_probabilities(
@@ -56,7 +57,8 @@ def log_probabilities(
         ValueError: the split is empty.
     """
     _check_filled(split)
-    return log_softmax(_predict(model, split, batch_size), model=model)
+    outputs = _predict(model, split, batch_size, antialias=antialias_of(model))
+    return log_softmax(outputs, model=model)
 
 
 def _check_filled(split: Split) -> None:
@@ -64,9 +66,11 @@ def _check_filled(split: Split) -> None:
         raise ValueError("There are no images to evaluate on; give a split that has some.")
 
 
-def _predict(model: keras.Model, split: Split, batch_size: int | None) -> np.ndarray:
+def _predict(
+    model: keras.Model, split: Split, batch_size: int | None, *, antialias: bool
+) -> np.ndarray:
     size = tuple(model.input_shape[1:3])
     batch_size = batch_size or sensible_batch_size(model)
-    batches = evaluation_batches(split, image_size=size, batch_size=batch_size)
+    batches = evaluation_batches(split, image_size=size, batch_size=batch_size, antialias=antialias)
     outputs = model.predict(batches.map(lambda images, targets: images), verbose=0)
     return np.asarray(outputs, np.float32)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import keras
 import numpy as np
 
-from keras_vit.data import resize_image
+from keras_vit.data import antialias_of, resize_image
 from keras_vit.evaluation.metrics import log_softmax
 
 
@@ -60,10 +60,11 @@ def predict(
                 "An image has the shape (height, width, 3). "
                 f"Received: an array of shape {np.shape(image)}."
             )
-    size = tuple(model.input_shape[1:3])
+    size, antialias = tuple(model.input_shape[1:3]), antialias_of(model)
     predictions = []
     for image in images:  # one by one, so that an image's numbers do not depend on the others
-        outputs = model(resize_image(image, size=size)[None], training=False)
+        resized = resize_image(image, size=size, antialias=antialias)
+        outputs = model(resized[None], training=False)
         probabilities = np.exp(log_softmax(np.asarray(outputs), model=model))[0]
         likeliest = np.argsort(-probabilities, kind="stable")[:top]
         predictions.append(

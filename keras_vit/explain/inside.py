@@ -63,14 +63,20 @@ def image_batches(model: keras.Model, images: Any) -> Iterator[np.ndarray]:
             f"{size[0]}x{size[1]}, the size that the model takes.",
             stacklevel=3,
         )
-        images = resample(images, size)
+        images = resample(images, size, antialias=find_vit(model).config.antialias)
     for start in range(0, len(images), BATCH_SIZE):
         yield images[start : start + BATCH_SIZE]
 
 
-def resample(images: np.ndarray, size: tuple[int, ...]) -> np.ndarray:
-    """Resizes images (B, H, W, channels) to (height, width), bilinear without anti-aliasing."""
-    resized = keras.ops.image.resize(images.astype(np.float32), size, data_format="channels_last")
+def resample(images: np.ndarray, size: tuple[int, ...], *, antialias: bool) -> np.ndarray:
+    """Resizes images (B, H, W, channels) to (height, width), as `keras_vit.data.resize_image`."""
+    shrinks = images.shape[1] > size[0] or images.shape[2] > size[1]
+    resized = keras.ops.image.resize(
+        images.astype(np.float32),
+        size,
+        antialias=antialias and shrinks,
+        data_format="channels_last",
+    )
     return np.asarray(keras.ops.convert_to_numpy(resized))
 
 

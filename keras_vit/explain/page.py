@@ -102,7 +102,7 @@ def _subject(model: keras.Model, image: np.ndarray) -> tuple[_Subject, str]:
             f"The image of {image.shape[0]}x{image.shape[1]} pixels was resampled to "
             f"{size[0]}x{size[1]}, the size that the model takes."
         )
-    inputs = inside.resample(image[None], size)
+    inputs = inside.resample(image[None], size, antialias=vit.config.antialias)
     scaled = np.asarray(vit.preprocess_input(inputs)) if model is vit else inputs
     return _Subject(model, inputs[0], scaled), note
 

@@ -210,7 +210,7 @@ def _displayable(image: np.ndarray) -> np.ndarray:
 def _lit(picture: np.ndarray, heatmap: np.ndarray) -> np.ndarray:
     """Multiplies the picture by the heatmap, smoothed to its size, the highest value being 1."""
     color = picture if picture.ndim == 3 else np.repeat(picture[..., None], 3, axis=-1)
-    light = inside.resample(heatmap[None, ..., None], color.shape[:2])[0]
+    light = inside.resample(heatmap[None, ..., None], color.shape[:2], antialias=True)[0]
     low, high = float(light.min()), float(light.max())
     return np.asarray(color * (0.1 + 0.9 * (light - low) / max(high - low, 1e-12)))
 

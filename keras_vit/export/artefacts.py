@@ -240,7 +240,10 @@ class _Job:
         size = self.exportable.image_shape[:2]
         chosen = self.images[: arguments.CALIBRATION_COUNTS[1]][half::2]
         decoded = [image_files.decode_image(samples.file_bytes(image)) for image in chosen]
-        resized = [image_files.resize_image(image, size=size) for image in decoded]
+        resized = [
+            image_files.resize_image(image, size=size, antialias=self.exportable.antialias)
+            for image in decoded
+        ]
         pixels = np.round(np.stack(resized))
         if half == 0:
             pixels = references.as_original(self.exportable, pixels)

@@ -34,6 +34,7 @@ class Exportable:
         answers: what the original model answers.
         config: the network's config, if it is a Vision Transformer and nothing around it.
         pixels: the config of the Vision Transformer alone or inside, for its mean and deviation.
+        antialias: whether the images of the original model are downscaled with anti-aliasing.
     """
 
     network: keras.Model
@@ -43,6 +44,7 @@ class Exportable:
     answers: Literal["logits", "probabilities", "features"]
     config: ViTConfig | None
     pixels: ViTConfig
+    antialias: bool
 
     @property
     def written_config(self) -> ViTConfig | None:
@@ -156,6 +158,7 @@ def _rebuild_alone(model: VisionTransformer) -> Exportable:
         network_takes="normalized",
         config=config,
         pixels=config,
+        antialias=config.antialias,
         **_ending(activation, is_classifier=is_classifier),
     )
 
@@ -180,6 +183,7 @@ def _rebuild_around(model: keras.Model) -> Exportable:
         network_takes=takes,
         config=None,
         pixels=inner[0].config,
+        antialias=inner[0].config.antialias,
         **ending,
     )
 

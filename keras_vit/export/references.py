@@ -67,7 +67,10 @@ def make_references(exportable: Exportable, images: Sequence[samples.Image] = ()
     files[:] = contents
     decoded = [np.asarray(image_files.decode_image(content)) for content in contents]
     resized = np.stack(
-        [np.asarray(image_files.resize_image(image, size=(height, width))) for image in decoded]
+        [
+            image_files.resize_image(image, size=(height, width), antialias=exportable.antialias)
+            for image in decoded
+        ]
     )
     if channels != 3:  # no decoder makes these: any values will do
         resized = np.ascontiguousarray(np.resize(resized, (*resized.shape[:3], channels)))

@@ -73,7 +73,9 @@ class _Inputs:
             lambda images: model(images, training=False), autograph=False
         ).get_concrete_function(tf.TensorSpec(shape, tf.float32))
         self._decode = tf.function(
-            lambda contents: decode_images(contents, size=exportable.image_shape[:2]),
+            lambda contents: decode_images(
+                contents, size=exportable.image_shape[:2], antialias=exportable.antialias
+            ),
             autograph=False,
         ).get_concrete_function(tf.TensorSpec((None,), tf.string))
 
@@ -97,7 +99,7 @@ class _Inputs:
         return tf.ensure_shape(images, (None, *self._exportable.image_shape))
 
 
-def decode_images(contents: Any, *, size: tuple[int, int]) -> Any:
+def decode_images(contents: Any, *, size: tuple[int, int], antialias: bool) -> Any:
     """Turns the bytes of image files (B,) into pixels (B, height, width, 3), float32 in 0..255.
 
     Each file may have its own size and format; evaluation goes through the same two functions.
@@ -111,7 +113,7 @@ def decode_images(contents: Any, *, size: tuple[int, int]) -> Any:
         shape = tf.shape(image)
         several = tf.debugging.Assert(shape[0] * shape[1] > 1, [SINGLE_PIXEL])
         with tf.control_dependencies([several] if several is not None else []):
-            return image_files.resize_image(tf.identity(image), size=size)
+            return image_files.resize_image(tf.identity(image), size=size, antialias=antialias)
 
     spec = tf.TensorSpec((*size, 3), tf.float32)
     return tf.map_fn(decode, contents, fn_output_signature=spec)

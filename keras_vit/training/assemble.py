@@ -2,13 +2,13 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import keras
 import tensorflow as tf
 
 from keras_vit.config import ViTConfig
-from keras_vit.data import ImageData, evaluation_batches, mix_batch, train_batches
+from keras_vit.data import ImageData, antialias_of, evaluation_batches, mix_batch, train_batches
 from keras_vit.exact import ExactModel
 from keras_vit.losses import make_loss
 from keras_vit.model import VisionTransformer
@@ -25,6 +25,13 @@ MIXUP = 100  # marks these draws, so that they share no stream with those of the
 Classifier = ExactModel | DistillationModel  # a VisionTransformer is an ExactModel
 Trained = Classifier | MaskedPatchModel
 Kept = TypeVar("Kept", ExactModel, MaskedPatchModel)
+
+
+class Resizing(NamedTuple):
+    """How images come to the size that a model takes, (height, width) in pixels."""
+
+    size: tuple[int, int]
+    antialias: bool
 
 
 def build_classifier(
@@ -124,12 +131,13 @@ def parts(
     """Returns the arguments of a `Loop` that model, images and recipe decide."""
     kept = kept_part(model)
     size = kept.input_shape[1:3] if isinstance(kept, ExactModel) else kept.config.input_shape[:2]
+    resizing = Resizing(size, antialias_of(kept))
     return {
         "model": model,
         "kept": kept,
         "best_model": plain_copy(kept),
-        "batches": make_batches(data, size, recipe=recipe, plan=plan, seed=seed),
-        "validation": make_validation(data, size),
+        "batches": make_batches(data, resizing, recipe=recipe, plan=plan, seed=seed),
+        "validation": make_validation(data, resizing),
         "plan": plan,
         "is_averaged": recipe.average is not None,
     }
@@ -149,7 +157,7 @@ def plain_copy(model: Kept) -> Kept:
 
 
 def make_batches(
-    data: ImageData, size: tuple[int, int], *, recipe: Recipe, plan: Plan, seed: int
+    data: ImageData, resizing: Resizing, *, recipe: Recipe, plan: Plan, seed: int
 ) -> Batches:
     """Returns a function that makes the batches from any step on: images, probabilities."""
     classes = max(len(data.labels), 1)  # without labels all are of one class
@@ -175,11 +183,12 @@ def make_batches(
 
         made = train_batches(
             data.train,
-            image_size=size,
+            image_size=resizing.size,
             batch_size=plan.batch_size,
             epochs=plan.epochs,
             seed=seed,
             augmentation=recipe.augmentation,
+            antialias=resizing.antialias,
             start_step=start_step,
             shard=shard,
         )
@@ -188,12 +197,15 @@ def make_batches(
     return batches
 
 
-def make_validation(data: ImageData, size: tuple[int, int]) -> tf.data.Dataset:
+def make_validation(data: ImageData, resizing: Resizing) -> tf.data.Dataset:
     """Returns the batches that epochs are judged by: images, probabilities."""
     classes = max(len(data.labels), 1)
-    batches = evaluation_batches(data.validation, image_size=size, batch_size=EVALUATION_BATCH).map(
-        lambda images, targets: (images, tf.one_hot(targets, classes))
-    )
+    batches = evaluation_batches(
+        data.validation,
+        image_size=resizing.size,
+        batch_size=EVALUATION_BATCH,
+        antialias=resizing.antialias,
+    ).map(lambda images, targets: (images, tf.one_hot(targets, classes)))
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
     return batches.with_options(options)

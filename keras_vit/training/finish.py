@@ -140,7 +140,7 @@ def _write(folder: Path, loop: Loop, data: ImageData, config: dict[str, Any]) ->
     if data.train.in_files:
         record.write_splits(data, folder / run.SPLITS)
     elif data.test.in_memory and len(data.test):
-        png = tf.io.encode_png(data.test.images[0]).numpy()
+        png = tf.io.encode_png(data.test.pixels(0)).numpy()
         (folder / run.SAMPLE).write_bytes(png)
     return kept
 

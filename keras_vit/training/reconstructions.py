@@ -83,7 +83,10 @@ def plot_reconstructions(model: MaskedPatchModel, split: Split, file: Path, *, c
 
     count = min(count, len(split))
     size = model.config.input_shape[:2]
-    batch, _ = next(iter(evaluation_batches(split, image_size=size, batch_size=count)))
+    batches = evaluation_batches(
+        split, image_size=size, batch_size=count, antialias=model.config.antialias
+    )
+    batch, _ = next(iter(batches))
     found = reconstruct(model, batch.numpy())
     rows = {
         "image": found.images,

@@ -17,8 +17,8 @@ from keras_vit.weights.positions import Method
 from keras_vit.weights.source import find
 
 AUTO = "auto"
-# What weights do not decide, and a file that keeps a whole config does.
-_KEPT = ("class_token", *NUMBERS)
+# What no argument decides: the file does.
+_KEPT = ("class_token", *NUMBERS, "antialias")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -40,6 +40,7 @@ def published_fields(arrays: Arrays) -> dict[str, Any]:
         "representation_dim": shapes["pre_logits/bias"][0] if "pre_logits/bias" in shapes else None,
         "resnet_layers": _resnet_layers(shapes),
         **PUBLISHED,
+        "antialias": False,  # tf.image.resize without it: vit_jax/input_pipeline.py
     }
 
 

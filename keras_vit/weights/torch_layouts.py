@@ -131,6 +131,7 @@ def torch_fields(names: TorchNames, arrays: Arrays) -> dict[str, Any]:
         "class_token": has_token,
         "representation_dim": _width(arrays, f"{names.representation}.bias"),
         "resnet_layers": None,
+        "antialias": True,  # Pillow's resize, in both libraries
     }
 
 

@@ -1,0 +1,191 @@
+"""Tests of keras_vit.data.orientation: photos are upright wherever a file is read."""
+
+import io
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from image_files import as_pillow, photo, picture
+from PIL import Image
+
+from keras_vit.data import Augmentation, Split, evaluation_batches, images, train_batches
+from keras_vit.data import orientation as held
+
+TAG = 0x0112
+TURNS = range(1, 9)
+# Formats with EXIF, and how far decoders may round apart.
+FORMS = {"JPEG": 6, "PNG": 0, "WEBP": 0}
+GRAPH = tf.function(images.decode_image, input_signature=[tf.TensorSpec((), tf.string)])
+
+
+def difference(found: np.ndarray, expected: np.ndarray) -> float:
+    assert found.shape == expected.shape
+    return float(np.abs(np.asarray(found, np.float32) - expected).max())
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Split:
+    """Eight photos, one for each orientation; the class is the orientation, from 0."""
+    root = tmp_path_factory.mktemp("photos")
+    for turn in TURNS:
+        (root / f"{turn}.jpg").write_bytes(photo(turn))
+    paths = [str(root / f"{turn}.jpg") for turn in TURNS]
+    return Split(images=np.array(paths, object), targets=np.arange(8, dtype=np.int32))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("turn", [0, *TURNS, 9])
+def test_every_orientation_is_as_pillow_shows_it(turn: int, form: str) -> None:
+    """Eagerly and in a graph; 0 and 9 are no orientations."""
+    contents = photo(turn, form)
+
+    assert difference(images.read_image(contents), as_pillow(contents)) <= FORMS[form]
+    assert np.array_equal(GRAPH(contents), images.read_image(contents))
+    if turn in TURNS[1:]:
+        stored = np.asarray(Image.open(io.BytesIO(contents)).convert("RGB"))
+        expected = as_pillow(contents)
+        assert stored.shape != expected.shape or difference(stored, expected) > 100
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("turn", TURNS)
+def test_a_part_is_chosen_in_the_upright_photo(turn: int, form: str) -> None:
+    """The chooser sees the upright shape, and the part is where Pillow has it."""
+    contents, shapes = photo(turn, form), []
+    expected = as_pillow(contents)[3:20, 7:30]
+
+    def choose(shape: tf.Tensor) -> tf.Tensor:
+        shapes.append(shape.numpy().tolist())
+        return tf.constant([3, 7, 17, 23])
+
+    found = images.decode_part(tf.constant(contents), choose=choose).numpy()
+
+    assert shapes == [[52, 36] if turn < 5 else [36, 52]]
+    assert difference(found[1:-1, 1:-1], expected[1:-1, 1:-1]) <= FORMS[form]
+
+
+def test_training_and_evaluation_see_photos_upright(files: Split) -> None:
+    """Batches of evaluation, of training, and of training with crops as wide as the photo."""
+    size = (36, 36)
+    photos = [as_pillow(photo(turn)) for turn in TURNS]
+    expected = np.stack([images.resize_image(whole, size=size) for whole in photos])
+
+    (evaluated, targets), *_ = evaluation_batches(files, image_size=size, batch_size=8)
+    assert targets.numpy().tolist() == list(range(8))
+    assert difference(evaluated.numpy(), expected) <= 6
+    options = {"image_size": size, "batch_size": 8, "epochs": 1, "seed": 1}
+    (trained, targets), *_ = train_batches(files, augmentation=Augmentation(), **options)
+    assert difference(trained.numpy(), expected[targets.numpy()]) <= 6
+    crop = Augmentation(resize_small=1.0)
+    (cropped, targets), *_ = train_batches(files, augmentation=crop, **options)
+    for image, target in zip(cropped.numpy(), targets.numpy(), strict=True):
+        assert min(gaps(image, photos[target])) < 2
+
+
+def gaps(image: np.ndarray, whole: np.ndarray) -> list[float]:
+    """The mean differences from each square as wide as the photo's short side."""
+    side = min(whole.shape[:2])
+    return [
+        float(np.abs(whole[top : top + side, left : left + side] - image).mean())
+        for top in range(whole.shape[0] - side + 1)
+        for left in range(whole.shape[1] - side + 1)
+    ]
+
+
+def segment(marker: int, body: bytes) -> bytes:
+    return bytes([0xFF, marker]) + (len(body) + 2).to_bytes(2, "big") + body
+
+
+def tiff(order: str, entries: list[tuple[int, int, int, bytes]], *, start: int = 8) -> bytes:
+    """IFD0 in either byte order: (tag, type, count, the value's four bytes)."""
+    head = (b"II*\0" if order == "little" else b"MM\0*") + start.to_bytes(4, order)
+    rows = [
+        tag.to_bytes(2, order) + kind.to_bytes(2, order) + count.to_bytes(4, order) + value
+        for tag, kind, count, value in entries
+    ]
+    return head + len(rows).to_bytes(2, order) + b"".join(rows) + b"\0\0\0\0"
+
+
+def with_segments(*segments: bytes) -> bytes:
+    """A JPEG with these segments before its tables."""
+    stream = io.BytesIO()
+    Image.fromarray(picture()).save(stream, "JPEG")
+    whole = stream.getvalue()
+    return whole[:2] + b"".join(segments) + whole[2:]
+
+
+SIX = {"little": b"\6\0\0\0", "big": b"\0\6\0\0"}
+LONG_SIX = {"little": b"\6\0\0\0", "big": b"\0\0\0\6"}
+
+
+@pytest.mark.parametrize("order", ["little", "big"])
+def test_both_byte_orders_and_any_segments_before_are_read(order: str) -> None:
+    """Comments, fill bytes, another APP1 and other tags stand before the tag, which may be long."""
+    other = (0x010F, 2, 4, b"abc\0")
+    for entry in ((TAG, 3, 1, SIX[order]), (TAG, 4, 1, LONG_SIX[order])):
+        exif = segment(0xE1, b"Exif\0\0" + tiff(order, [other, entry]))
+        xmp = segment(0xE1, b"http://ns.adobe.com/xap/1.0/\0")
+        file = with_segments(segment(0xFE, b"hello"), b"\xff\xff\xff", xmp, exif)
+        assert int(held.read_orientation(tf.constant(file))) == 6
+        assert images.read_image(file).shape == (36, 52, 3)
+
+
+def test_a_damaged_block_is_upright() -> None:
+    """Cut anywhere, with lengths and offsets that lead nowhere, or of other types: no error."""
+    six = tiff("big", [(TAG, 3, 1, SIX["big"])])
+    bodies = [b"Exif\0\0" + six[:cut] for cut in range(len(six) - 5)]
+    bodies += [
+        b"Exif\0\0" + tiff("big", [(TAG, 3, 1, SIX["big"])], start=start)
+        for start in (0, 9, 2**16, 2**31 - 1, 2**32 - 1)
+    ]
+    bodies += [
+        b"Exif\0\0" + tiff("big", [(TAG, *entry)])
+        for entry in (
+            (3, 2, SIX["big"]),
+            (2, 1, b"6\0\0\0"),
+            (3, 1, b"\0\x09\0\0"),
+            (4, 1, b"\xff" * 4),
+        )
+    ]
+    bodies += [b"Exif\0\0XX" + six[2:], b"Exif\0\0", b"Exif\0", b""]
+    for body in bodies:
+        assert images.read_image(with_segments(segment(0xE1, body))).shape == (52, 36, 3)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_no_bytes_make_the_search_fail_or_go_on_for_ever(form: str) -> None:
+    """Every cut of a file, bytes changed at random, and megabytes of nothing give 1 to 8."""
+    file, generator = photo(6, form), np.random.default_rng(0)
+    spoilt = [file[:cut] for cut in range(0, min(len(file), 120), 3)]
+    for _ in range(100):
+        changed = bytearray(file)
+        for place in generator.integers(8, min(len(file), 160), 4):
+            changed[place] = generator.integers(256)
+        spoilt.append(bytes(changed))
+    spoilt += [file[:12] + byte * 3_000_000 for byte in (b"\0", b"\xff")]
+    spoilt += [b"\xff\xd8" + b"\xff" * 3_000_000, b"", b"RIFF", b"\x89PNG"]
+    begun = time.perf_counter()
+    found = [int(held.read_orientation(tf.constant(one))) for one in spoilt]
+
+    assert set(found) <= set(TURNS)
+    assert 1 in found
+    assert time.perf_counter() - begun < 20
+
+
+def test_a_plain_file_is_told_from_its_first_bytes() -> None:
+    """What encoders write without EXIF costs no search; what may have an orientation does."""
+    pixels = tf.constant(picture())
+    plain = [tf.io.encode_jpeg(pixels), b"GIF89a", b"BM"]
+    assert not any(bool(held.may_be_turned(tf.constant(file))) for file in plain)
+    for form in FORMS:
+        assert bool(held.may_be_turned(tf.constant(photo(6, form))))
+
+
+def test_the_whole_path_can_fail(files: Split, tmp_path: Path) -> None:
+    """A photo whose tag is taken out no longer is what Pillow showed."""
+    bare = tmp_path / "bare.jpg"
+    Image.fromarray(np.asarray(Image.open(files.images[5]))).save(bare, quality=95)
+
+    assert images.read_image(bare).shape != as_pillow(photo(6)).shape

@@ -1,0 +1,160 @@
+"""Tests of keras_vit.data.splits."""
+
+import copy
+import dataclasses
+import pickle
+from pathlib import Path
+
+import image_files
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_vit.data import Split, Stream, images, load_folder, splits
+
+PIXELS = np.arange(5 * 48, dtype=np.uint8).reshape(5, 4, 4, 3)
+TARGETS = np.array([0, 1, 0, 1, 2], np.int32)
+
+
+def encoded() -> np.ndarray:
+    array = np.empty(len(PIXELS), object)
+    array[:] = [tf.io.encode_png(image).numpy() for image in PIXELS]
+    return array
+
+
+def stream() -> Stream:
+    names = [f"image {place}" for place in range(len(PIXELS))]
+    records = tf.data.Dataset.from_tensor_slices((list(encoded()), TARGETS, names))
+    return Stream(records, count=len(PIXELS))
+
+
+@pytest.fixture(params=["PixelSplit", "EncodedSplit", "FileSplit", "Stream"])
+def split(request: pytest.FixtureRequest, tmp_path: Path) -> Split:
+    """The same five images in each kind of split."""
+    if request.param == "Stream":
+        return stream()
+    held = encoded()
+    if request.param == "PixelSplit":
+        held = PIXELS
+    if request.param == "FileSplit":
+        for place, contents in enumerate(held):
+            (tmp_path / f"{place}.png").write_bytes(contents)
+        held = np.array([str(tmp_path / f"{place}.png") for place in range(len(held))], object)
+    made = Split(images=held, targets=TARGETS)
+    assert type(made).__name__ == request.param
+    return made
+
+
+def shown(split: Split) -> list[tuple[np.ndarray, int]]:
+    loader = split.loader()
+    return [
+        (np.asarray(loader.pixels(item, None)), int(loader.target(item))) for item in split.items()
+    ]
+
+
+def equal(left: Split, right: Split) -> bool:
+    pairs = list(zip(shown(left), shown(right), strict=True))
+    return all(np.array_equal(a, b) and x == y for (a, x), (b, y) in pairs)
+
+
+def test_every_kind_shows_the_same_images(split: Split) -> None:
+    """Pixels and classes, in order; the third by its place; a part of it; each with a name."""
+    assert isinstance(split, Split)
+    assert len(split) == 5
+    assert split.targets.tolist() == TARGETS.tolist()
+    for (image, target), expected, wanted in zip(shown(split), PIXELS, TARGETS, strict=True):
+        assert np.array_equal(image, expected)
+        assert target == wanted
+    assert np.array_equal(split.pixels(2), PIXELS[2])
+    item = next(iter(split.items()))
+    part = split.loader().pixels(item, lambda shape: tf.constant([1, 2, 3, 2]))
+    assert np.array_equal(part, PIXELS[0, 1:4, 2:4])
+    assert split.name(item[-1].numpy()).endswith(("image 0", "0.png"))
+
+
+def test_every_kind_can_be_taken_from_replaced_copied_and_pickled(split: Split) -> None:
+    """In any order, places twice and from the end; the names of the damaged come along."""
+    split.damage.add("7.png")
+
+    assert equal(
+        split.take([4, 1, 1, -5]), Split(images=PIXELS[[4, 1, 1, 0]], targets=[2, 1, 1, 0])
+    )
+    for copied in (
+        pickle.loads(pickle.dumps(split)),
+        copy.deepcopy(split),
+        dataclasses.replace(split),
+    ):
+        assert type(copied) is type(split)
+        assert equal(copied, split)
+        assert copied.damage.names == ("7.png",)
+    assert not equal(split.take([1]), split.take([2]))
+    with pytest.raises(IndexError):
+        split.take([5])
+
+
+def test_a_shuffled_pass_is_a_permutation_that_the_seed_decides(split: Split) -> None:
+    """Each image once; the same for the same seed."""
+
+    def order(seed: tuple[int, int]) -> list[str]:
+        return [split.name(item[-1].numpy()) for item in split.shuffled_items(seed=seed)]
+
+    assert sorted(order((1, 2))) == sorted(split.name(item[-1].numpy()) for item in split.items())
+    assert order((1, 2)) == order((1, 2))
+    assert len({tuple(order((1, n))) for n in range(8)}) > 1
+
+
+def test_a_stream_says_what_it_is_without_being_read() -> None:
+    """`repr` reads nothing: this dataset would fail."""
+
+    def fail(place: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        with tf.control_dependencies([tf.debugging.Assert(place < 0, ["read"])]):
+            return tf.constant(b""), tf.constant(1), tf.constant(b"")
+
+    unread = Stream(tf.data.Dataset.range(3).map(fail), count=3)
+
+    assert "count=3" in repr(unread)
+    assert len(dataclasses.replace(unread, count=2)) == 2
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        unread.count = 4
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        unread.targets.tolist()
+
+
+def test_a_stream_that_calls_python_is_not_pickled() -> None:
+    """It says so, where another process would fail."""
+    spec = (tf.TensorSpec((), tf.string), tf.TensorSpec((), tf.int32), tf.TensorSpec((), tf.string))
+    records = tf.data.Dataset.from_generator(lambda: iter([(b"", 0, b"")]), output_signature=spec)
+
+    with pytest.raises(TypeError, match="calls Python, or keeps state, cannot be pickled"):
+        pickle.dumps(Stream(records, count=1))
+
+
+# Images that no split can hold.
+WRONG = {
+    "floats": np.zeros((2, 4, 4, 3), np.float32),
+    "grey": np.zeros((2, 4, 4, 1), np.uint8),
+    "one image": np.zeros((4, 4, 3), np.uint8),
+    "numbers": np.zeros(2, np.int32),
+    "a list": ["a.png", "b.png"],
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+def test_images_of_no_kind_are_refused(wrong: object) -> None:
+    """One sentence says what a split takes."""
+    with pytest.raises(ValueError, match="The images of a split are pixels"):
+        Split(images=wrong, targets=np.zeros(2, np.int32))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    """Another number of classes; a kind made of another kind's images."""
+    with pytest.raises(ValueError, match="5 images and 4 targets"):
+        Split(images=PIXELS, targets=TARGETS[:4])
+    with pytest.raises(ValueError, match="A FileSplit cannot hold these images, a PixelSplit can"):
+        splits.FileSplit(images=PIXELS, targets=TARGETS)
+
+
+def test_a_split_of_a_folder_reads_its_files(tmp_path: Path) -> None:
+    """`pixels` is what `read_image` gives."""
+    test = load_folder(image_files.write_classes(tmp_path)).test
+    assert np.array_equal(test.pixels(1), images.read_image(test.images[1]))

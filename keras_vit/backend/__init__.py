@@ -11,6 +11,7 @@ if keras.backend.backend() == "tensorflow":
         ALIGNMENT,
         adopt,
         dense,
+        is_concrete,
         layer_norm,
         replica_id,
         self_attention,
@@ -28,6 +29,7 @@ else:
         adam_step,
         adopt,
         dense,
+        is_concrete,
         layer_norm,
         momentum_step,
         replica_id,
@@ -38,7 +40,7 @@ else:
     )
 
     if keras.backend.backend() == "jax":
-        from keras_vit.backend.jax import self_attention
+        from keras_vit.backend.jax import is_concrete, self_attention
 
 __all__ = [
     "ACTIVATIONS",
@@ -47,6 +49,7 @@ __all__ = [
     "adam_step",
     "adopt",
     "dense",
+    "is_concrete",
     "layer_norm",
     "momentum_step",
     "replica_id",

@@ -68,6 +68,11 @@ def uninitialized(shape: Any, dtype: Any = None) -> Any:
     return keras.ops.zeros(shape, dtype)
 
 
+def is_concrete(x: Any) -> bool:
+    """Whether x has values now, and is no part of a graph that is being traced."""
+    return not isinstance(x, keras.KerasTensor)
+
+
 def momentum_step(*arguments: Any, **options: Any) -> bool:
     """Does nothing and says so: the optimizer's own step is as fast once it is compiled."""
     return False

@@ -114,6 +114,11 @@ def uninitialized(shape: Any, dtype: Any = None) -> Any:
     return tf.raw_ops.Empty(shape=shape, dtype=dtype or tf.float32, init=False)
 
 
+def is_concrete(x: Any) -> bool:
+    """Whether x has values now, and is no part of a graph that is being traced."""
+    return not (isinstance(x, keras.KerasTensor) or tf.is_symbolic_tensor(x))
+
+
 def replica_id() -> Any:
     """Returns which replica of a strategy this computation is: 0 to replicas - 1, 0 without one."""
     context = tf.distribute.get_replica_context()

@@ -7,6 +7,7 @@ import keras
 from keras_vit.layers.attention import attention_weights, check_heads, merge_heads, split_heads
 from keras_vit.layers.dense import TokenDense
 from keras_vit.layers.initialization import initializer
+from keras_vit.layers.listening import tell
 from keras_vit.layers.mlp import MLP
 from keras_vit.layers.normalization import LayerNormalization
 
@@ -102,8 +103,9 @@ class AttentionPooling(keras.layers.Layer):
         query = keras.ops.broadcast_to(self.query(probe), (batch, 1, hidden_dim))
         key, value = keras.ops.split(self.key_value(inputs), 2, axis=-1)  # (B, N, D) each
         query, key, value = (split_heads(x, self.num_heads) for x in (query, key, value))
-        x = merge_heads(keras.ops.matmul(attention_weights(query, key), value))  # (B, 1, D)
-        x = self.out(x)
+        weights = attention_weights(query, key)  # (B, H, 1, N)
+        tell(self, weights)
+        x = self.out(merge_heads(keras.ops.matmul(weights, value)))  # (B, 1, D)
         x = self.mlp(self.norm(x), training=training, residual=x)
         return x[:, 0]  # (B, D)
 

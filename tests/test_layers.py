@@ -75,7 +75,7 @@ def test_layer_keeps_the_keras_contract(case: Any) -> None:
         expected_num_trainable_weights=weights,
         expected_num_non_trainable_weights=0,
         expected_num_seed_generators=seeds,
-        supports_masking=False,
+        supports_masking=issubclass(layer_class, keras.layers.Dense),
     )
 
 

@@ -22,7 +22,7 @@ if keras.backend.backend() == "tensorflow":
     from keras_vit.backend.tensorflow_trainer import ExactTrainer
     from keras_vit.backend.tensorflow_updates import adam_step, momentum_step
 else:
-    from keras_vit.backend.plain import (  # type: ignore[assignment]
+    from keras_vit.backend.plain import (
         ACTIVATIONS,
         ALIGNMENT,
         ExactTrainer,

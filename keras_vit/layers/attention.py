@@ -5,6 +5,7 @@ from typing import Any
 import keras
 
 from keras_vit import backend
+from keras_vit.layers.composite import CompositeLayer
 from keras_vit.layers.dense import TokenDense, add_dropped
 from keras_vit.layers.initialization import initializer
 from keras_vit.layers.listening import is_heard, tell
@@ -14,7 +15,7 @@ from keras_vit.layers.random import RandomLayer, dropout, split_seed
 
 
 @keras.saving.register_keras_serializable(package="keras_vit")
-class MultiHeadSelfAttention(RandomLayer):
+class MultiHeadSelfAttention(CompositeLayer, RandomLayer):
     """Self-attention with one product for query, key and value (arXiv 2010.11929, Appendix A).
 
     Example:
@@ -75,6 +76,7 @@ class MultiHeadSelfAttention(RandomLayer):
                 norm.build((None, self.num_heads, None, hidden_dim // self.num_heads))
         if self.relative_grid is not None:
             self._build_bias(input_shape[1], self.relative_grid)
+        self.change_dense()
 
     def call(
         self,

@@ -5,6 +5,7 @@ from typing import Any
 import keras
 
 from keras_vit.layers.attention import MultiHeadSelfAttention
+from keras_vit.layers.composite import CompositeLayer
 from keras_vit.layers.drop_path import DropPath
 from keras_vit.layers.initialization import initializer
 from keras_vit.layers.listening import tell
@@ -14,7 +15,7 @@ from keras_vit.layers.random import RandomLayer
 
 
 @keras.saving.register_keras_serializable(package="keras_vit")
-class TransformerBlock(keras.layers.Layer):
+class TransformerBlock(CompositeLayer):
     """A pre-norm encoder block: attention, then MLP, each added to its input (arXiv 2010.11929).
 
     Example:
@@ -90,6 +91,7 @@ class TransformerBlock(keras.layers.Layer):
                 )
                 for name in ("attention_scale", "mlp_scale")
             )
+        self.change_dense()
 
     def call(self, inputs: Any, training: bool | None = None) -> Any:
         parts = (self.attention, self.drop_path, self.mlp, self.drop_path)

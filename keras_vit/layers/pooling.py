@@ -5,6 +5,7 @@ from typing import Any
 import keras
 
 from keras_vit.layers.attention import attention_weights, check_heads, merge_heads, split_heads
+from keras_vit.layers.composite import CompositeLayer
 from keras_vit.layers.dense import TokenDense
 from keras_vit.layers.initialization import initializer
 from keras_vit.layers.listening import tell
@@ -51,7 +52,7 @@ class TokenPooling(keras.layers.Layer):
 
 
 @keras.saving.register_keras_serializable(package="keras_vit")
-class AttentionPooling(keras.layers.Layer):
+class AttentionPooling(CompositeLayer):
     """Pools by multi-head attention from one learned query, then an MLP (arXiv 2106.04560).
 
     Example:
@@ -96,6 +97,7 @@ class AttentionPooling(keras.layers.Layer):
         self.out = TokenDense(hidden_dim, dtype=dtype, name="out")
         for layer in (self.query, self.key_value, self.out, self.norm, self.mlp):
             layer.build((input_shape[0], 1, hidden_dim))
+        self.change_dense()
 
     def call(self, inputs: Any, training: bool | None = None) -> Any:
         batch, _, hidden_dim = keras.ops.shape(inputs)

@@ -281,6 +281,15 @@ def test_images_without_a_batch_are_refused() -> None:
         explain.attention_rollout(sharp(TINY), images_for(TINY)[0])
 
 
+def test_max_pooling_has_no_one_way_back_to_the_patches() -> None:
+    """Rollout is refused, attention is read."""
+    config = dataclasses.replace(TINY, pooling="max", num_layers=1)
+    model, images = sharp(config), images_for(config)
+    with pytest.raises(ValueError, match=r'pooling="max".*attention_weights'):
+        explain.attention_rollout(model, images)
+    assert explain.attention_weights(model, images).shape == (2, 1, 3, 25, 25)
+
+
 def test_only_attention_pooling_has_pooling_attention() -> None:
     """Asked of another model, the error names its pooling."""
     with pytest.raises(ValueError, match="pooling='token'"):

@@ -22,6 +22,7 @@ CONFIGS = {
     "gelu_tanh": dataclasses.replace(TINY, num_layers=1),
     "gelu": dataclasses.replace(TINY, num_layers=1, activation="gelu"),
     "varied": VARIED,
+    "max": dataclasses.replace(TINY, num_layers=1, pooling="max"),
     "map, pixels": dataclasses.replace(
         TINY, num_layers=1, pooling="map", class_token=False, include_preprocessing=True
     ),

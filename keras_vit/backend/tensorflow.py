@@ -23,7 +23,8 @@ ALIGNMENT = 64
 
 ACTIVATIONS: dict[str | None, Callable[[Any], Any]] = {
     None: lambda x: x,
-    **tensorflow_gradients.GELUS,
+    "gelu_tanh": tensorflow_gradients.gelu_tanh,
+    "gelu": tensorflow_gradients.gelu,
     "tanh": tf.math.tanh,
 }
 

@@ -180,7 +180,15 @@ def answer_row(config: ViTConfig, pooling: np.ndarray | None, tokens: np.ndarray
     """Follows the pooling from tokens (B, N, N) to the answer: (B, N).
 
     A distillation token and the class token answer in halves.
+
+    Raises:
+        ValueError: each channel comes from a patch of its own.
     """
+    if config.pooling == "max":
+        raise ValueError(
+            'With pooling="max" each channel of the answer comes from another patch, so there is '
+            "no one way back to the patches; attention_weights and mean_attention_distance work."
+        )
     if pooling is not None:
         return np.asarray((pooling @ tokens)[:, 0])
     if config.pooling == "token" or (config.pooling is None and config.class_token):

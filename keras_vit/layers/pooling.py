@@ -1,4 +1,4 @@
-"""From tokens to one vector: the class token, the average, or attention pooling."""
+"""From tokens to one vector: the class token, average, maximum, or attention pooling."""
 
 from typing import Any
 
@@ -15,15 +15,16 @@ from keras_vit.layers.normalization import LayerNormalization
 
 @keras.saving.register_keras_serializable(package="keras_vit")
 class TokenPooling(keras.layers.Layer):
-    """Takes one token, or the average of the patch tokens.
+    """Takes one token, or the average or the largest values of the patch tokens.
 
     Example:
         >>> TokenPooling("avg", num_prefix_tokens=1)(keras.ops.ones((2, 5, 8))).shape
         TensorShape([2, 8])
 
     Args:
-        pooling: "token" for one of the first tokens, "avg" for the mean over the patch tokens.
-        num_prefix_tokens: tokens before the patches', which "avg" leaves out.
+        pooling: "token" for one of the first tokens, "avg" and "max" for the mean and the maximum
+            over the patch tokens.
+        num_prefix_tokens: tokens before the patches', which "avg" and "max" leave out.
         token: which token "token" takes; 0 is the class token.
 
     Input shape: (B, N, D). Output shape: (B, D).
@@ -33,8 +34,10 @@ class TokenPooling(keras.layers.Layer):
         self, pooling: str, *, num_prefix_tokens: int = 1, token: int = 0, **kwargs: Any
     ) -> None:
         super().__init__(**kwargs)
-        if pooling not in ("token", "avg"):
-            raise ValueError(f'pooling must be "token" or "avg". Received: pooling={pooling!r}.')
+        if pooling not in ("token", "avg", "max"):
+            raise ValueError(
+                f'pooling must be "token", "avg" or "max". Received: pooling={pooling!r}.'
+            )
         self.pooling = pooling
         self.num_prefix_tokens = num_prefix_tokens
         self.token = token
@@ -45,7 +48,8 @@ class TokenPooling(keras.layers.Layer):
     def call(self, inputs: Any) -> Any:
         if self.pooling == "token":
             return inputs[:, self.token]  # (B, D)
-        return keras.ops.mean(inputs[:, self.num_prefix_tokens :], axis=1)  # (B, D)
+        pool = keras.ops.mean if self.pooling == "avg" else keras.ops.max
+        return pool(inputs[:, self.num_prefix_tokens :], axis=1)  # (B, D)
 
     def compute_output_shape(self, input_shape: tuple[Any, ...]) -> tuple[Any, ...]:
         return (input_shape[0], input_shape[-1])

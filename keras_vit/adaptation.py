@@ -1,6 +1,7 @@
 """Fine-tuning on little hardware: low-rank adaptation (LoRA), adapter files, freezing by depth."""
 
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from keras_vit.model import VisionTransformer
 
 # The dense products of a block; the paper adapts query and value (arXiv 2106.09685, Section 4.2).
 TARGETS = ("qkv", "out", "fc1", "fc2")
+# Uniform up to 1 / sqrt(width): microsoft/LoRA, loralib/layers.py, reset_parameters.
+LORA_UNIFORM = keras.initializers.VarianceScaling(1 / 3, mode="fan_in", distribution="uniform")
 _PARTS = {"qkv": "attention", "out": "attention", "fc1": "mlp", "fc2": "mlp"}
 
 
@@ -49,7 +52,7 @@ class LoRAVisionTransformer(VisionTransformer):
         super().__init__(config, name=name, dtype=dtype, trainable=trainable)
         self.rank, self.targets, self.alpha = rank, _checked(targets), alpha
         for layer in self.adapted_layers():
-            layer.enable_lora(rank, alpha=alpha)
+            layer.enable_lora(rank, alpha, LORA_UNIFORM)
         for variable in self.trainable_variables:
             variable.trainable = _is_adapter(variable.path)
 
@@ -85,7 +88,7 @@ def lora(
         ...                    num_heads=2, num_layers=2, classes=3)
         >>> adapted = lora(VisionTransformer(config), rank=2)
         >>> [variable.path for variable in adapted.trainable_variables][:2]
-        ['block_0/attention/qkv/lora_a', 'block_0/attention/qkv/lora_b']
+        ['block_0/attention/qkv/lora_kernel_a', 'block_0/attention/qkv/lora_kernel_b']
         >>> sum(variable.shape.num_elements() for variable in adapted.trainable_variables)
         1219
 
@@ -132,8 +135,8 @@ def merge_lora(model: LoRAVisionTransformer) -> VisionTransformer:
     _copy_weights(model, merged)
     kernels = {variable.path: variable for variable in merged.weights}
     for layer in model.adapted_layers():
-        change = keras.ops.matmul(layer.lora_a.value, layer.lora_b.value)
-        kernels[layer.kernel.path].assign_add(layer.lora_scale * change)
+        change = keras.ops.matmul(layer.lora_kernel_a.value, layer.lora_kernel_b.value)
+        kernels[f"{layer.path}/kernel"].assign_add(layer.lora_alpha / layer.lora_rank * change)
     return merged
 
 
@@ -201,7 +204,7 @@ def load_adapter(model: VisionTransformer, path: str | Path) -> LoRAVisionTransf
     try:
         with safetensors.safe_open(path, framework="numpy") as opened:
             settings = json.loads((opened.metadata() or {})["lora"])
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            tensors = {_renamed(name): opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
         rank, targets, alpha = (settings[name] for name in ("rank", "targets", "alpha"))
     except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not an adapter of save_adapter ({error}).") from error
@@ -265,8 +268,13 @@ def _checked(targets: str | Iterable[str]) -> tuple[str, ...]:
 
 
 def _is_adapter(path: str) -> bool:
-    is_thin = path.rsplit("/", 1)[-1] in ("lora_a", "lora_b")
+    is_thin = path.rsplit("/", 1)[-1] in ("lora_kernel_a", "lora_kernel_b")
     return is_thin or path.startswith(("head/", "distillation_head/"))
+
+
+def _renamed(name: str) -> str:
+    """Returns today's name of a tensor: earlier files say lora_a and lora_b."""
+    return re.sub(r"/lora_([ab])$", r"/lora_kernel_\1", name)
 
 
 def _copy_weights(source: keras.Model, target: keras.Model) -> None:

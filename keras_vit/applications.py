@@ -65,8 +65,8 @@ Args:
         the Vision Transformer inside.
     input_shape: (height, width, channels); height and width are multiples of {stride}. Left open:
         the checkpoint's, or {default}. Position embeddings are resampled to it.
-    pooling: "token", "avg" (over the patch tokens) or "map" (attention pooling). Left open: the
-        checkpoint's, or "{pooling}", with the classifier; every token, (B, N, D), without.
+    pooling: "token", "avg" or "max" (over the patch tokens), or "map" (attention pooling). Left
+        open: with the classifier the checkpoint's, or "{pooling}"; without, every token (B, N, D).
     classes: size of the classifier. Left open: the checkpoint's, or 1,000. Another number than the
         checkpoint's makes a fresh classifier of zeros, as the paper's fine-tuning does.
     classifier_activation: activation after the classifier; None for logits.

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-Pooling = Literal["token", "avg", "map"]
+Pooling = Literal["token", "avg", "max", "map"]
 Activation = Literal["gelu_tanh", "gelu", "swiglu"]
 PositionEmbedding = Literal["learned", "learned_2d", "sincos_2d", "relative"]
 PositionPlacement = Literal["input", "every_block", "every_block_shared"]
@@ -52,8 +52,9 @@ class ViTConfig:
         num_heads: attention heads H; divides `hidden_dim`.
         num_layers: number of Transformer blocks.
         classes: size of the classifier; None for no classifier.
-        pooling: how tokens become one vector: the class "token", the average ("avg") of the patch
-            tokens, multi-head attention pooling ("map"), or None to keep every token.
+        pooling: how tokens become one vector: the class "token", the average ("avg") or the largest
+            values ("max") of the patch tokens, multi-head attention pooling ("map"), or None to
+            keep every token.
         class_token: whether a learned token stands before the patch tokens.
         representation_dim: width of a dense layer with tanh before the classifier (pre-logits);
             None for none.
@@ -188,7 +189,8 @@ class ViTConfig:
         """
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         changed = [name for name in DEPARTURES if getattr(self, name) != defaults[name]]
-        return (*changed, *(("activation",) if self.activation == "swiglu" else ()))
+        others = {"activation": self.activation == "swiglu", "pooling": self.pooling == "max"}
+        return (*changed, *(name for name, departs in others.items() if departs))
 
     def drop_path_rates(self) -> tuple[float, ...]:
         """Returns each block's stochastic depth: 0 at the first, rising to `drop_path_rate`."""
@@ -249,7 +251,8 @@ class ViTConfig:
             self._require(getattr(self, name) in allowed, name, f"one of {allowed}")
         if self.pooling == "token" and not self.class_token:
             raise ValueError(
-                'pooling="token" needs class_token=True; without one use pooling="avg" or "map".'
+                'pooling="token" needs class_token=True; without one use pooling="avg", "max" or '
+                '"map".'
             )
         stages = () if self.resnet_layers is None else self.resnet_layers
         is_stages = isinstance(stages, tuple) and all(map(_is_count, stages))

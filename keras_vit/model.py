@@ -11,6 +11,7 @@ import keras
 from keras_vit import layers, preprocessing
 from keras_vit.config import ViTConfig
 from keras_vit.exact import ExactModel
+from keras_vit.layers.composite import CHANGES, change_dense, dense_changes
 
 
 @keras.saving.register_keras_serializable(package="keras_vit")
@@ -120,18 +121,24 @@ class VisionTransformer(ExactModel):
         return self.get_layer("encoder_norm")(tokens)
 
     def get_config(self) -> dict[str, Any]:
+        changes = dense_changes(self)
         return {
             "config": self.config.to_dict(),
             "name": self.name,
             "dtype": self._policy,
             "trainable": self.trainable,
+            **({CHANGES: changes} if changes else {}),
         }
 
     @classmethod
     def from_config(
         cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
     ) -> "VisionTransformer":
-        return cls(**{**config, "config": ViTConfig.from_dict(config["config"])})
+        arguments = {**config, "config": ViTConfig.from_dict(config["config"])}
+        changes = arguments.pop(CHANGES, {})
+        model = cls(**arguments)
+        change_dense(model, changes)
+        return model
 
 
 def position_layer(config: ViTConfig, block: int) -> str | None:

@@ -52,7 +52,7 @@ def test_only_adapters_and_head_train(plain: VisionTransformer, images: np.ndarr
     expected = [
         f"block_{index}/{layer}/{leaf}"
         for index, layer, leaf in itertools.product(
-            range(3), ("attention/qkv", "mlp/fc1"), ("lora_a", "lora_b")
+            range(3), ("attention/qkv", "mlp/fc1"), ("lora_kernel_a", "lora_kernel_b")
         )
     ]
     paths = [variable.path for variable in adapted.trainable_variables]
@@ -89,8 +89,8 @@ def test_merged_is_a_plain_model_with_the_sums(
     np.testing.assert_allclose(merged(images), adapted(images), atol=1e-5)
     assert np.abs(keras.ops.convert_to_numpy(merged(images)) - plain(images)).max() > 0.1
     values = {v.path: keras.ops.convert_to_numpy(v) for v in adapted.weights}
-    for path in [p.removesuffix("/lora_a") for p in values if p.endswith("lora_a")]:
-        product = values[f"{path}/lora_a"].astype(float) @ values[f"{path}/lora_b"]
+    for path in [p.removesuffix("/lora_kernel_a") for p in values if p.endswith("lora_kernel_a")]:
+        product = values[f"{path}/lora_kernel_a"].astype(float) @ values[f"{path}/lora_kernel_b"]
         values[f"{path}/kernel"] = values[f"{path}/kernel"] + product * (alpha or 4) / 4
     other = VisionTransformer(TINY)
     for variable in other.weights:
@@ -112,13 +112,15 @@ def test_gradients_are_those_of_the_merged_kernel(
     targets = np.array([1, 2])
     found = gradients(adapted, images, targets, tf)
     of_kernel = gradients(merged, images, targets, tf)
-    layers = {layer.kernel.path: layer for layer in adapted.adapted_layers()}
+    layers = {f"{layer.path}/kernel": layer for layer in adapted.adapted_layers()}
     assert len(layers) == 12
     for path, layer in layers.items():
         slope = of_kernel[path]
-        a, b = (keras.ops.convert_to_numpy(each) for each in (layer.lora_a, layer.lora_b))
-        np.testing.assert_allclose(found[layer.lora_a.path], slope @ b.T, atol=1e-5)
-        np.testing.assert_allclose(found[layer.lora_b.path], a.T @ slope, atol=1e-5)
+        a, b = (
+            keras.ops.convert_to_numpy(each) for each in (layer.lora_kernel_a, layer.lora_kernel_b)
+        )
+        np.testing.assert_allclose(found[layer.lora_kernel_a.path], slope @ b.T, atol=1e-5)
+        np.testing.assert_allclose(found[layer.lora_kernel_b.path], a.T @ slope, atol=1e-5)
 
 
 def gradients(
@@ -152,7 +154,10 @@ def test_an_adapter_file_holds_the_adapter_alone(
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"num_layers": 4}, "another model: 'block_3/attention/qkv/lora_a' and 1 more differ"),
+        (
+            {"num_layers": 4},
+            "another model: 'block_3/attention/qkv/lora_kernel_a' and 1 more differ",
+        ),
         ({"hidden_dim": 48}, "another model"),
         ({"classes": 9}, "another model: 'head/bias' and 1 more"),
     ],

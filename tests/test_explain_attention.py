@@ -1,16 +1,19 @@
 """Tests of keras_vit.explain.attention."""
 
+import concurrent.futures
 import dataclasses
-import inspect
+import itertools
+import threading
 from pathlib import Path
 
 import explain_oracle
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from conftest import TINY, randomize
 
-from keras_vit import explain, layers
+from keras_vit import explain
 from keras_vit.config import ViTConfig
 from keras_vit.explain import attention, inside
 from keras_vit.model import VisionTransformer
@@ -179,18 +182,57 @@ def test_mixed_precision_is_near(policy: str) -> None:
 
 
 def test_listening_changes_neither_the_answer_nor_the_model() -> None:
-    """The heard pass answers as the model does; after it, even after an error, nothing is left."""
+    """The heard pass answers as the model does, and the model's layers are as they were."""
     for config in CONFIGS.values():
         model, images = sharp(config), images_for(config)
+        before = [vars(layer).get("call") for layer in model._flatten_layers()]
         expected = keras.ops.convert_to_numpy(model(images))
         heard = attention.listen(model, model, images)
         np.testing.assert_allclose(heard.outputs, expected, atol=1e-5)
         np.testing.assert_array_equal(model(images), expected)
-    block = model.get_layer("block_0")
-    with pytest.raises(ZeroDivisionError):
-        inside.run(model, images, {block: lambda *_, **__: 1 / 0})
-    np.testing.assert_array_equal(model(images), expected)
-    assert inspect.unwrap(block.call).__func__ is layers.TransformerBlock.call
+        assert [vars(layer).get("call") for layer in model._flatten_layers()] == before
+
+
+@pytest.mark.parametrize("answers", [10, pytest.param(250, marks=pytest.mark.slow)])
+def test_threads_read_and_call_one_model_at_once(answers: int) -> None:
+    """Each answer of four threads, two of which read attention, is that of one thread alone."""
+    model = sharp(dataclasses.replace(TINY, num_layers=1))
+    batches = [images_for(TINY) * scale for scale in (0.5, 1.0)]
+    uses = [lambda images: np.asarray(model(images)),
+            lambda images: explain.attention_weights(model, images)] * 2  # fmt: skip
+    expected = [[use(images) for images in batches] for use in uses[:2]] * 2
+    start = threading.Barrier(4)
+
+    def work(place: int) -> int:
+        start.wait()
+        found = (uses[place](batches[turn % 2]) for turn in range(answers))
+        pairs = zip(found, itertools.cycle(expected[place]), strict=False)
+        return sum(np.allclose(*pair, atol=1e-6) for pair in pairs)
+
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(work, range(4))) == [answers] * 4
+    assert not np.allclose(*expected[0], atol=1e-3)
+    assert not np.allclose(*expected[1], atol=1e-3)
+
+
+def test_a_graph_that_is_traced_while_somebody_listens_tells_nothing() -> None:
+    """A model that runs the Vision Transformer inside a compiled function is refused, and works."""
+    model, images = sharp(TINY), images_for(TINY)
+
+    class Compiled(Subclassed):
+        def build(self, shape: object) -> None:
+            self.built = True
+
+        @tf.function(autograph=False)
+        def call(self, inputs: object) -> object:
+            return self.vit(inputs)
+
+    compiled = Compiled(model)
+    with pytest.raises(ValueError, match=r"did not run its layer 'block_0/attention' eagerly"):
+        explain.attention_weights(compiled, images)
+    np.testing.assert_allclose(compiled(images), model(images), atol=1e-5)
+    with pytest.raises(ValueError, match="did not run its layer"):
+        explain.token_similarity(compiled, images)
 
 
 def test_another_image_size_is_resampled_and_said() -> None:
@@ -237,6 +279,15 @@ def test_images_without_a_batch_are_refused() -> None:
     """The error says how to add the axis."""
     with pytest.raises(ValueError, match=r"image\[None\].*\(32, 48, 3\)"):
         explain.attention_rollout(sharp(TINY), images_for(TINY)[0])
+
+
+def test_max_pooling_has_no_one_way_back_to_the_patches() -> None:
+    """Rollout is refused, attention is read."""
+    config = dataclasses.replace(TINY, pooling="max", num_layers=1)
+    model, images = sharp(config), images_for(config)
+    with pytest.raises(ValueError, match=r'pooling="max".*attention_weights'):
+        explain.attention_rollout(model, images)
+    assert explain.attention_weights(model, images).shape == (2, 1, 3, 25, 25)
 
 
 def test_only_attention_pooling_has_pooling_attention() -> None:

@@ -80,6 +80,15 @@ def test_lora_is_merged(policy):
     ]
 
 
+@pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method")
+def test_a_model_quantised_whole_is_restored():
+    """Every dense layer becomes float32 again, with LoRA in the blocks too."""
+    model = served_model()
+    model.quantize("int8")
+    model.get_layer("block_0").attention.qkv.enable_lora(2, b_initializer="ones")
+    np.testing.assert_allclose(answer(rebuild(model)), said(model), atol=0.03)
+
+
 def test_int8_weights_are_restored():
     """A classifier quantised to int8 becomes float32 again; other modes are refused."""
     model = served_model()

@@ -15,7 +15,7 @@ from keras_vit import layers
 BAD_ARGUMENTS = [
     (lambda: layers.Patches(0), "patch_size must be a positive integer"),
     (lambda: layers.DropPath(1.0), r"rate must lie in \[0, 1\)"),
-    (lambda: layers.TokenPooling("max"), "Received: pooling='max'"),
+    (lambda: layers.TokenPooling("sum"), "Received: pooling='sum'"),
     (lambda: layers.TokenDense(4, activation="relu"), "activation must be one of.*'relu'"),
     (
         lambda: layers.MultiHeadSelfAttention(3)(np.zeros((1, 2, 8), np.float32)),
@@ -75,7 +75,7 @@ def test_layer_keeps_the_keras_contract(case: Any) -> None:
         expected_num_trainable_weights=weights,
         expected_num_non_trainable_weights=0,
         expected_num_seed_generators=seeds,
-        supports_masking=False,
+        supports_masking=issubclass(layer_class, keras.layers.Dense),
     )
 
 
@@ -162,6 +162,8 @@ def test_average_pooling_leaves_the_tokens_before_the_patches_out() -> None:
     tokens = np.random.default_rng(0).standard_normal((2, 5, 8)).astype(np.float32)
     with_token = layers.TokenPooling("avg", num_prefix_tokens=2)(tokens)
     np.testing.assert_allclose(with_token, tokens[:, 2:].mean(1), atol=1e-6)
+    largest = layers.TokenPooling("max", num_prefix_tokens=2)(tokens)
+    np.testing.assert_array_equal(largest, np.max(np.asarray(tokens)[:, 2:], axis=1))
     without = layers.TokenPooling("avg", num_prefix_tokens=0)(tokens)
     np.testing.assert_allclose(without, tokens.mean(1), atol=1e-6)
 

@@ -11,6 +11,7 @@ if keras.backend.backend() == "tensorflow":
         ALIGNMENT,
         adopt,
         dense,
+        is_concrete,
         layer_norm,
         replica_id,
         self_attention,
@@ -21,13 +22,14 @@ if keras.backend.backend() == "tensorflow":
     from keras_vit.backend.tensorflow_trainer import ExactTrainer, scope_of, warn_of_keras_step
     from keras_vit.backend.tensorflow_updates import adam_step, momentum_step
 else:
-    from keras_vit.backend.plain import (  # type: ignore[assignment]
+    from keras_vit.backend.plain import (
         ACTIVATIONS,
         ALIGNMENT,
         ExactTrainer,
         adam_step,
         adopt,
         dense,
+        is_concrete,
         layer_norm,
         momentum_step,
         replica_id,
@@ -40,7 +42,7 @@ else:
     )
 
     if keras.backend.backend() == "jax":
-        from keras_vit.backend.jax import self_attention
+        from keras_vit.backend.jax import is_concrete, self_attention
 
 __all__ = [
     "ACTIVATIONS",
@@ -49,6 +51,7 @@ __all__ = [
     "adam_step",
     "adopt",
     "dense",
+    "is_concrete",
     "layer_norm",
     "momentum_step",
     "replica_id",

@@ -6,6 +6,11 @@ import jax
 import keras
 
 
+def is_concrete(x: Any) -> bool:
+    """Whether x has values now, and is no part of a function that is being traced."""
+    return not isinstance(x, keras.KerasTensor | jax.core.Tracer)
+
+
 def self_attention(qkv: Any, num_heads: int) -> Any:
     """Returns what tokens take from each other, (B, N, D), for (B, N, 3D) query, key and value.
 

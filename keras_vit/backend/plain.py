@@ -1,12 +1,21 @@
 """The forms in `keras.ops` alone, for any Keras backend."""
 
 import contextlib
-from typing import Any
+import warnings
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
 
+# A mixin; to the type checker it is the model that it becomes a part of.
+if TYPE_CHECKING:
+    from keras import Model as _Model
+else:
+    _Model = object
+
 ALIGNMENT = 1  # bytes
+# What `compile` takes on TensorFlow alone.
+_DEFAULTS = {"accumulate": 1, "sam_rho": 0.0, "report_gradient_norm": False}
 
 ACTIVATIONS = {
     None: lambda x: x,
@@ -69,6 +78,11 @@ def uninitialized(shape: Any, dtype: Any = None) -> Any:
     return keras.ops.zeros(shape, dtype)
 
 
+def is_concrete(x: Any) -> bool:
+    """Whether x has values now, and is no part of a graph that is being traced."""
+    return not isinstance(x, keras.KerasTensor)
+
+
 def momentum_step(*arguments: Any, **options: Any) -> bool:
     """Does nothing and says so: the optimizer's own step is as fast once it is compiled."""
     return False
@@ -93,5 +107,59 @@ def warn_of_keras_step(training: bool | None) -> None:
     """Warns of nothing: Keras' own training step is right here."""
 
 
-class ExactTrainer:
-    """Adds nothing: Keras' own training step is right where arrays are global, as on JAX."""
+class ExactTrainer(_Model):
+    """Adds no step: Keras' own is right where arrays are global, as on JAX."""
+
+    def compile(
+        self,
+        optimizer: Any = "rmsprop",
+        *args: Any,
+        accumulate: int = 1,
+        sam_rho: float = 0.0,
+        report_gradient_norm: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """Configures training, with the arguments of `keras.Model.compile`.
+
+        Args:
+            optimizer: any Keras optimizer.
+            args: of `keras.Model.compile`.
+            accumulate: on TensorFlow, parts of a batch; 1 here.
+            sam_rho: on TensorFlow, radius of sharpness-aware minimisation; 0 here.
+            report_gradient_norm: on TensorFlow, whether the logs have it; False here.
+            kwargs: of `keras.Model.compile`.
+
+        Raises:
+            ValueError: what was asked for is there on TensorFlow alone.
+        """
+        asked = {
+            "accumulate": accumulate,
+            "sam_rho": sam_rho,
+            "report_gradient_norm": report_gradient_norm,
+        }
+        for name in _departing(asked):
+            raise ValueError(
+                f"compile({name}=...) works on TensorFlow alone; set KERAS_BACKEND=tensorflow, or "
+                f"leave {name} at {_DEFAULTS[name]}. Received: {name}={asked[name]!r} on the "
+                f"backend {keras.backend.backend()!r}."
+            )
+        super().compile(optimizer, *args, **kwargs)
+
+    def compile_from_config(self, config: dict[str, Any]) -> None:
+        arguments = keras.saving.deserialize_keras_object(config)
+        departing = _departing(arguments)
+        if departing:
+            warnings.warn(
+                f"The model {self.name!r} was trained with {', '.join(departing)}, which works on "
+                "TensorFlow alone; it was loaded without optimizer. Compile it to train it here.",
+                stacklevel=2,
+            )
+            return
+        self.compile(**arguments)
+        if self.optimizer is not None and self.built:
+            self.optimizer.build(self.trainable_variables)
+
+
+def _departing(arguments: dict[str, Any]) -> list[str]:
+    """Returns which options of TensorFlow's training step are not at their defaults."""
+    return [name for name, value in _DEFAULTS.items() if arguments.get(name, value) != value]

@@ -7,7 +7,8 @@ become is held by tests/test_backend_kernels.py. Their gradients are in `tensorf
 import contextlib
 import contextvars
 import functools
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -20,13 +21,15 @@ from keras_vit.backend.tensorflow_graph import as_rows, constant, reshape, swap_
 # Bytes; Eigen's largest vectors (EIGEN_MAX_ALIGN_BYTES).
 ALIGNMENT = 64
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str | None, Callable[[Any], Any]] = {
     None: lambda x: x,
-    "gelu_tanh": lambda x: tf.nn.gelu(x, approximate=True),
-    "gelu": lambda x: tf.nn.gelu(x, approximate=False),
+    "gelu_tanh": tensorflow_gradients.gelu_tanh,
+    "gelu": tensorflow_gradients.gelu,
     "tanh": tf.math.tanh,
 }
 
+# The module of Keras whose function converts by tf2onnx.
+_ONNX_EXPORTER = "keras.src.export.onnx"
 
 _portable = contextvars.ContextVar("portable", default=False)
 
@@ -114,6 +117,11 @@ def uninitialized(shape: Any, dtype: Any = None) -> Any:
     return tf.raw_ops.Empty(shape=shape, dtype=dtype or tf.float32, init=False)
 
 
+def is_concrete(x: Any) -> bool:
+    """Whether x has values now, and is no part of a graph that is being traced."""
+    return not (isinstance(x, keras.KerasTensor) or tf.is_symbolic_tensor(x))
+
+
 def replica_id() -> Any:
     """Returns which replica of a strategy this computation is: 0 to replicas - 1, 0 without one."""
     context = tf.distribute.get_replica_context()
@@ -138,7 +146,22 @@ def _dense(rows: Any, kernel: Any, bias: Any, activation: str | None) -> Any:
 
 
 def _may_fuse() -> bool:
-    return _has_cpu_alone() and not tf.executing_eagerly() and not _portable.get()
+    if tf.executing_eagerly() or not _has_cpu_alone():
+        return False
+    return not (_portable.get() or _is_traced_for_onnx())
+
+
+def _is_traced_for_onnx() -> bool:
+    """Whether `keras.Model.export` traces this graph for tf2onnx, which it says nowhere.
+
+    Any model may have our layers inside, so no method of ours would be called before.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == _ONNX_EXPORTER:
+            return True
+        frame = frame.f_back
+    return False
 
 
 @functools.cache

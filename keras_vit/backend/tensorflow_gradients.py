@@ -22,6 +22,19 @@ _SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
 _GELU_CUBIC = 0.044715  # arXiv 1606.08415, Section 2
 
 
+def gelu(x: Any) -> Any:
+    """Returns exact GELU, which fuses as `tf.nn.gelu` does: that has an Erfc, ONNX has none."""
+    return 0.5 * x * (1 + tf.math.erf(_SQRT_HALF * x))
+
+
+def gelu_tanh(x: Any) -> Any:
+    """Returns GELU with a tanh in it."""
+    return tf.nn.gelu(x, approximate=True)
+
+
+GELUS = {"gelu": gelu, "gelu_tanh": gelu_tanh}
+
+
 def _gelu_slope(x: Any) -> Any:
     density = tf.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
     return 0.5 * (1 + tf.math.erf(_SQRT_HALF * x)) + x * density
@@ -60,7 +73,7 @@ def dense_gelu(activation: str) -> Form:
 
         if keeps:
             return _gelu(activation)(hidden), backward
-        return tf.nn.gelu(hidden, approximate=activation == "gelu_tanh"), backward
+        return GELUS[activation](hidden), backward
 
     fused: Form = tf.custom_gradient(forward)
     return fused
@@ -179,11 +192,11 @@ def _gelu(activation: str) -> Callable[[Any], Any]:
     """Returns GELU as one loop."""
 
     @tf.function(jit_compile=True, autograph=False)
-    def gelu(x: Any) -> Any:
-        return tf.nn.gelu(x, approximate=activation == "gelu_tanh")
+    def loop(x: Any) -> Any:
+        return GELUS[activation](x)
 
-    loop: Callable[[Any], Any] = gelu
-    return loop
+    compiled: Callable[[Any], Any] = loop
+    return compiled
 
 
 @functools.cache
@@ -216,6 +229,3 @@ def _normalize(rows: Any, epsilon: float) -> Any:
         is_training=True,
     )
     return reshape(normal, (-1, rows.shape[-1]))
-
-
-GELUS = tuple(_SLOPES)

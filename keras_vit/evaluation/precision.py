@@ -4,6 +4,7 @@ from pathlib import Path
 
 import keras
 
+from keras_vit.layers.composite import dense_changes
 from keras_vit.layers.initialization import overwritten_weights
 from keras_vit.model import VisionTransformer
 
@@ -37,7 +38,7 @@ def in_precision(model: keras.Model, precision: str) -> keras.Model:
 
     Raises:
         TypeError: a model that is not a `VisionTransformer` cannot be copied.
-        ValueError: another precision, or the model has been adapted by LoRA.
+        ValueError: another precision, or the model has been adapted by LoRA or quantised.
     """
     if precision not in PRECISIONS:
         raise ValueError(f"precision must be one of {PRECISIONS}. Received: {precision!r}.")
@@ -47,11 +48,15 @@ def in_precision(model: keras.Model, precision: str) -> keras.Model:
         raise TypeError(
             f"Only a VisionTransformer runs in {precision}. Received: {type(model).__name__}."
         )
+    if dense_changes(model):
+        raise ValueError(
+            f"Only plain dense layers run in {precision}. Merge the adapter first, with "
+            "keras_vit.merge_lora, or convert the model from before it was quantised. "
+            f"Received: {model.name!r}, whose dense layers are adapted or quantised."
+        )
     with overwritten_weights():
         copy = VisionTransformer.from_config({**model.get_config(), "dtype": precision})
     values = {weight.path: weight for weight in model.weights}
-    if len(values) != len(copy.weights):
-        raise ValueError("Merge the adapter first, with keras_vit.merge_lora; then convert.")
     for weight in copy.weights:
         weight.assign(values[weight.path])
     return copy

@@ -4,7 +4,6 @@ Letters: B images, L layers, H heads, N tokens, (h, w) the grid in patches.
 """
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,11 +12,10 @@ import numpy as np
 
 from keras_vit.config import ViTConfig
 from keras_vit.explain import inside
-from keras_vit.layers import attention as attention_layer
 from keras_vit.model import VisionTransformer
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Heard:
     """What one forward pass let be heard, as tensors.
 
@@ -27,9 +25,9 @@ class Heard:
         outputs: what the model answered.
     """
 
-    blocks: list[Any] = dataclasses.field(default_factory=list)
-    pooling: list[Any] = dataclasses.field(default_factory=list)
-    outputs: Any = None
+    blocks: list[Any]
+    pooling: list[Any]
+    outputs: Any
 
 
 def attention_weights(
@@ -158,18 +156,14 @@ def patch_distances(config: ViTConfig) -> np.ndarray:
 
 def listen(model: keras.Model, vit: VisionTransformer, images: Any) -> Heard:
     """Runs a model once and keeps the attention weights that it used, as they were used."""
-    heard = Heard()
-    calls: dict[keras.layers.Layer, Any] = {
-        attention: functools.partial(_attend, attention, heard.blocks)
-        for attention in (
-            vit.get_layer(f"block_{index}").attention for index in range(vit.config.num_layers)
-        )
-    }
-    if vit.config.pooling == "map":
-        pooling = vit.get_layer("pooling")
-        calls[pooling] = functools.partial(_pool, pooling, heard.pooling)
-    heard.outputs = inside.run(model, images, calls)
-    return heard
+    attentions = [vit.get_layer(f"block_{i}").attention for i in range(vit.config.num_layers)]
+    pooling = [vit.get_layer("pooling")] if vit.config.pooling == "map" else []
+    outputs, heard = inside.run(model, images, [*attentions, *pooling])
+    return Heard(
+        blocks=[heard[layer][0] for layer in attentions],
+        pooling=[heard[layer][0] for layer in pooling],
+        outputs=outputs,
+    )
 
 
 def roll(blocks: Sequence[np.ndarray]) -> np.ndarray:
@@ -186,7 +180,15 @@ def answer_row(config: ViTConfig, pooling: np.ndarray | None, tokens: np.ndarray
     """Follows the pooling from tokens (B, N, N) to the answer: (B, N).
 
     A distillation token and the class token answer in halves.
+
+    Raises:
+        ValueError: each channel comes from a patch of its own.
     """
+    if config.pooling == "max":
+        raise ValueError(
+            'With pooling="max" each channel of the answer comes from another patch, so there is '
+            "no one way back to the patches; attention_weights and mean_attention_distance work."
+        )
     if pooling is not None:
         return np.asarray((pooling @ tokens)[:, 0])
     if config.pooling == "token" or (config.pooling is None and config.class_token):
@@ -197,33 +199,3 @@ def answer_row(config: ViTConfig, pooling: np.ndarray | None, tokens: np.ndarray
 def on_grid(config: ViTConfig, row: np.ndarray) -> np.ndarray:
     """Lays the patches' part of (B, N) out as (B, h, w)."""
     return np.asarray(row[:, config.num_prefix_tokens :].reshape(-1, *config.grid))
-
-
-def _attend(
-    layer: Any,
-    heard: list[Any],
-    inputs: Any,
-    training: bool | None = None,
-    seed: Any = None,
-    residual: Any = None,
-) -> Any:
-    """MultiHeadSelfAttention.call, whose weights are heard; dropout has no part in it."""
-    weights, value = layer.weigh(layer.qkv(inputs))  # (B, H, N, N), (B, H, N, K)
-    heard.append(weights)
-    x = attention_layer.merge_heads(keras.ops.matmul(weights, value))
-    return layer.out(x, residual=residual)
-
-
-def _pool(layer: Any, heard: list[Any], inputs: Any, training: bool | None = None) -> Any:
-    """AttentionPooling.call, whose weights are heard."""
-    batch, _, hidden_dim = keras.ops.shape(inputs)
-    probe = keras.ops.cast(layer.probe, inputs.dtype)
-    query = keras.ops.broadcast_to(layer.query(probe), (batch, 1, hidden_dim))
-    key, value = keras.ops.split(layer.key_value(inputs), 2, axis=-1)
-    query, key, value = (
-        attention_layer.split_heads(x, layer.num_heads) for x in (query, key, value)
-    )
-    weights = attention_layer.attention_weights(query, key)  # (B, H, 1, N)
-    heard.append(weights)
-    x = layer.out(attention_layer.merge_heads(keras.ops.matmul(weights, value)))
-    return (x + layer.mlp(layer.norm(x)))[:, 0]

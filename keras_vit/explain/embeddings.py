@@ -1,7 +1,6 @@
 """What the model has learned about places and patches: positions, filters, tokens."""
 
 import dataclasses
-import functools
 from typing import Any, Literal
 
 import keras
@@ -109,20 +108,13 @@ def token_similarity(
     (index,) = inside.choose(layer, vit.config.num_layers, word="layer")
     place = _place(vit.config, token)
     block = vit.get_layer(f"block_{index}")
-    heard: list[Any] = []
     parts = []
     for batch in inside.image_batches(model, images):
-        inside.run(model, batch, {block: functools.partial(_hear, block, heard)})
-        directions = _unit(inside.to_numpy(heard.pop()))
+        _, heard = inside.run(model, batch, [block])
+        directions = _unit(inside.to_numpy(heard[block][0]))
         similarity = (directions @ directions[:, place, :, None])[..., 0]
         parts.append(attention.on_grid(vit.config, similarity))
     return np.concatenate(parts)
-
-
-def _hear(layer: Any, heard: list[Any], *inputs: Any, **options: Any) -> Any:
-    outputs = type(layer).call(layer, *inputs, **options)
-    heard.append(outputs)
-    return outputs
 
 
 def _place(config: ViTConfig, token: tuple[int, int] | str) -> int:

@@ -1,12 +1,13 @@
 """Finds the Vision Transformer inside a user's model, and lets a caller listen while it runs."""
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 
+from keras_vit.layers.listening import Heard, listening
 from keras_vit.model import VisionTransformer
 
 BATCH_SIZE = 8
@@ -91,24 +92,23 @@ def image_size(model: keras.Model) -> tuple[int, int] | None:
     return shape[1], shape[2]
 
 
-def run(
-    model: keras.Model, images: Any, calls: Mapping[keras.layers.Layer, Callable[..., Any]]
-) -> Any:
-    """Runs a model once, eagerly, with each of these layers answering with the function given.
+def run(model: keras.Model, images: Any, layers: Sequence[keras.layers.Layer]) -> tuple[Any, Heard]:
+    """Runs a model once, eagerly; returns its answer, and what these layers told on the way.
 
-    The weights, the layers and every graph that was traced before stay as they are, so a model pays
-    nothing when nobody listens.
+    The model stays as it is, so it pays nothing when nobody listens, and other threads may call it.
+
+    Raises:
+        ValueError: a layer was not called, or only inside a compiled function.
     """
-    if not model.built:
-        model(images, training=False)  # Keras builds on a first, symbolic pass
-    try:
-        for layer, call in calls.items():
-            layer.call = call
-        return model(images, training=False)
-    finally:
-        for layer in calls:
-            if "call" in vars(layer):
-                del layer.call
+    with listening(*layers) as heard:
+        outputs = model(images, training=False)
+    silent = [layer.path for layer, values in heard.items() if not values]
+    if silent:
+        raise ValueError(
+            f"The model {model.name!r} did not run its layer {silent[0]!r} eagerly, so nothing can "
+            "be read from it; call the Vision Transformer outside of tf.function, or give it alone."
+        )
+    return outputs, heard
 
 
 def choose(wanted: int | Sequence[int] | None, count: int, *, word: str) -> list[int]:

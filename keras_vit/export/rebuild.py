@@ -11,6 +11,8 @@ import keras
 import numpy as np
 
 from keras_vit.config import ViTConfig
+from keras_vit.layers import TokenDense
+from keras_vit.layers.composite import CHANGES
 from keras_vit.layers.initialization import overwritten_weights
 from keras_vit.model import VisionTransformer
 
@@ -199,7 +201,7 @@ def _in_float32(serialized: Any) -> Any:
     if isinstance(config, dict) and "dtype" in config and result["class_name"] != "InputLayer":
         policy = keras.dtype_policies.get(config["dtype"]).name
         config["dtype"] = policy if policy in _KEPT_DTYPES else "float32"
-        for key in ("lora_rank", "lora_alpha", "quantization_config"):
+        for key in ("lora_rank", "lora_alpha", "quantization_config", CHANGES):
             config.pop(key, None)
     return result
 
@@ -215,7 +217,7 @@ def _take_off_activation(network: keras.Model) -> Callable[[Any], Any]:
             "export takes a model that ends in logits or in a Dense or Activation layer. "
             'Received: one that ends in Softmax; use Activation("softmax").'
         )
-    if not callable(activation):  # none, or TokenDense's, which is a name
+    if not callable(activation) or isinstance(last, TokenDense):  # a part of the representation
         activation = "linear"
     else:
         last.activation = keras.activations.linear

@@ -5,15 +5,17 @@ from typing import Any
 import keras
 
 from keras_vit import backend
+from keras_vit.layers.composite import CompositeLayer
 from keras_vit.layers.dense import TokenDense, add_dropped
 from keras_vit.layers.initialization import initializer
+from keras_vit.layers.listening import is_heard, tell
 from keras_vit.layers.normalization import LayerNormalization
 from keras_vit.layers.positions import POSITION_STDDEV, bias_index, bias_rows
 from keras_vit.layers.random import RandomLayer, dropout, split_seed
 
 
 @keras.saving.register_keras_serializable(package="keras_vit")
-class MultiHeadSelfAttention(RandomLayer):
+class MultiHeadSelfAttention(CompositeLayer, RandomLayer):
     """Self-attention with one product for query, key and value (arXiv 2010.11929, Appendix A).
 
     Example:
@@ -74,6 +76,7 @@ class MultiHeadSelfAttention(RandomLayer):
                 norm.build((None, self.num_heads, None, hidden_dim // self.num_heads))
         if self.relative_grid is not None:
             self._build_bias(input_shape[1], self.relative_grid)
+        self.change_dense()
 
     def call(
         self,
@@ -89,10 +92,11 @@ class MultiHeadSelfAttention(RandomLayer):
         seeds = split_seed(self.seed_of_call(seed, training), 2)
         qkv = self.qkv(inputs)  # (B, N, 3D)
         is_dropping = seeds[0] is not None and self.attention_dropout_rate
-        if not (is_dropping or self.query_key_norm or self.relative_grid):
+        if not (is_dropping or self.query_key_norm or self.relative_grid or is_heard(self, qkv)):
             x = backend.self_attention(qkv, self.num_heads)  # (B, N, D)
         else:
-            weights, value = self.weigh(qkv)
+            weights, value = self._weigh(qkv)  # (B, H, N, N), (B, H, N, K)
+            tell(self, weights)
             weights = dropout(weights, self.attention_dropout_rate, seed=seeds[0])
             x = merge_heads(keras.ops.matmul(weights, value))  # (B, N, D)
         return add_dropped(self.out, x, self.dropout_rate, seed=seeds[1], residual=residual)
@@ -100,7 +104,7 @@ class MultiHeadSelfAttention(RandomLayer):
     def compute_output_shape(self, input_shape: tuple[Any, ...]) -> tuple[Any, ...]:
         return input_shape
 
-    def weigh(self, qkv: Any) -> tuple[Any, Any]:
+    def _weigh(self, qkv: Any) -> tuple[Any, Any]:
         """Returns attention weights (B, H, N, N) and values (B, H, N, K) for (B, N, 3D)."""
         query, key, value = (
             split_heads(x, self.num_heads) for x in keras.ops.split(qkv, 3, axis=-1)

@@ -6,15 +6,17 @@ import keras
 
 from keras_vit import backend
 from keras_vit.layers.attention import MultiHeadSelfAttention
+from keras_vit.layers.composite import CompositeLayer
 from keras_vit.layers.drop_path import DropPath
 from keras_vit.layers.initialization import initializer
+from keras_vit.layers.listening import tell
 from keras_vit.layers.mlp import MLP
 from keras_vit.layers.normalization import LayerNormalization
 from keras_vit.layers.random import RandomLayer
 
 
 @keras.saving.register_keras_serializable(package="keras_vit")
-class TransformerBlock(keras.layers.Layer):
+class TransformerBlock(CompositeLayer):
     """A pre-norm encoder block: attention, then MLP, each added to its input (arXiv 2010.11929).
 
     Example:
@@ -78,7 +80,8 @@ class TransformerBlock(keras.layers.Layer):
         self.drop_path = DropPath(drop_path_rate, dtype=dtype)
 
     def build(self, input_shape: tuple[Any, ...]) -> None:
-        for layer in (self.attention_norm, self.attention, self.mlp_norm, self.mlp):
+        # Keras quantises built layers alone: drop path has no weights, but is one of them.
+        for layer in (self.attention_norm, self.attention, self.mlp_norm, self.mlp, self.drop_path):
             layer.build(input_shape)
         if self.layer_scale is not None:
             self.attention_scale, self.mlp_scale = (
@@ -89,6 +92,7 @@ class TransformerBlock(keras.layers.Layer):
                 )
                 for name in ("attention_scale", "mlp_scale")
             )
+        self.change_dense()
 
     def call(self, inputs: Any, training: bool | None = None) -> Any:
         backend.warn_of_keras_step(training)
@@ -108,7 +112,9 @@ class TransformerBlock(keras.layers.Layer):
     def _forward(self, inputs: Any, seeds: list[Any]) -> Any:
         # A part without a seed is not random, or it is not training.
         tokens = self._add(self.attention, self.attention_norm, inputs, seeds[:2])  # (B, N, D)
-        return self._add(self.mlp, self.mlp_norm, tokens, seeds[2:])  # (B, N, D)
+        tokens = self._add(self.mlp, self.mlp_norm, tokens, seeds[2:])  # (B, N, D)
+        tell(self, tokens)
+        return tokens
 
     def _add(
         self, part: RandomLayer, norm: LayerNormalization, tokens: Any, seeds: list[Any]

@@ -9,14 +9,19 @@ from keras_vit.layers.initialization import initializer
 from keras_vit.layers.random import dropout
 
 # google-research/vision_transformer, vit_jax/models_vit.py, MlpBlock.
-BIAS_STDDEV = 1e-6
-# Uniform up to 1 / sqrt(width): microsoft/LoRA, loralib/layers.py, reset_parameters.
-LORA_UNIFORM = keras.initializers.VarianceScaling(1 / 3, mode="fan_in", distribution="uniform")
+RANDOM_BIAS = keras.initializers.RandomNormal(stddev=1e-6)
+# Keras' other modes, "gptq" and "awq", are calibrated on text.
+MODES = ("int8", "int4", "float8")
+# What LoRA adds, in the order of files.
+_THIN = ("lora_kernel_a", "lora_kernel_b")
 
 
 @keras.saving.register_keras_serializable(package="keras_vit")
-class TokenDense(keras.layers.Layer):
+class TokenDense(keras.layers.Dense):
     """A dense layer with bias on the last axis, which one kernel computes where it can.
+
+    What `keras.layers.Dense` can do beside that is Keras': `quantize` to "int8", "int4" or
+    "float8", and `enable_lora`. What LoRA adds is saved beside the kernel, not added to it.
 
     Example:
         >>> TokenDense(8, activation="gelu_tanh")(keras.ops.ones((2, 5, 4))).shape
@@ -29,6 +34,9 @@ class TokenDense(keras.layers.Layer):
         random_bias: draw the bias from N(0, 1e-6) as the original's MLPs do, not zeros.
     """
 
+    kernel_initializer: Any
+    bias_initializer: Any
+
     def __init__(
         self,
         units: int,
@@ -38,52 +46,79 @@ class TokenDense(keras.layers.Layer):
         random_bias: bool = False,
         **kwargs: Any,
     ) -> None:
-        super().__init__(**kwargs)
         if activation not in backend.ACTIVATIONS:
             raise ValueError(
                 f"activation must be one of {list(backend.ACTIVATIONS)}. Received: {activation!r}."
             )
-        self.units = units
-        self.activation = activation
-        self.kernel_initializer = kernel_initializer
+        super().__init__(
+            units,
+            activation=backend.ACTIVATIONS[activation],
+            kernel_initializer=kernel_initializer,
+            bias_initializer=RANDOM_BIAS if random_bias else "zeros",
+            **kwargs,
+        )
+        self.activation_name = activation
+        self._kernel_initializer_name = kernel_initializer
         self.random_bias = random_bias
-        self.lora_rank = 0
 
     def build(self, input_shape: tuple[Any, ...]) -> None:
-        bias = keras.initializers.RandomNormal(stddev=BIAS_STDDEV) if self.random_bias else "zeros"
-        self.kernel = self.add_weight(
-            name="kernel",
-            shape=(input_shape[-1], self.units),
-            initializer=initializer(self.kernel_initializer),
-        )
-        self.bias = self.add_weight(name="bias", shape=(self.units,), initializer=initializer(bias))
+        wanted = self.kernel_initializer, self.bias_initializer
+        self.kernel_initializer, self.bias_initializer = map(initializer, wanted)
+        super().build(input_shape)
+        self.kernel_initializer, self.bias_initializer = wanted
 
-    def call(self, inputs: Any, residual: Any = None) -> Any:
+    def call(self, inputs: Any, residual: Any = None, training: bool | None = None) -> Any:
         """Adds `residual` (B, N, M) to the result, in the same kernel where that is possible."""
-        if self.lora_rank:
-            x = self._adapted(inputs)  # (B, N, M)
-            return x if residual is None else residual + x
+        if self.lora_enabled:
+            return _add(residual, self._adapted(inputs))  # (B, N, M)
         return backend.dense(  # (B, N, M)
-            inputs, self.kernel, self.bias, self.activation, residual=residual
+            inputs, self._kernel, self.bias, self.activation_name, residual=residual
         )
 
-    def compute_output_shape(self, input_shape: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (*input_shape[:-1], self.units)
+    def quantized_call(
+        self, inputs: Any, residual: Any = None, training: bool | None = None
+    ) -> Any:
+        """As `call`, where the layer is quantised."""
+        return _add(residual, super().quantized_call(inputs, training=training))
 
-    def enable_lora(self, rank: int, *, alpha: float | None = None) -> None:
+    def quantize(
+        self, mode: str | None = None, type_check: bool = True, config: Any = None
+    ) -> None:
+        """Makes the kernel int8 or int4, or the products float8; see `keras.Model.quantize`.
+
+        Raises:
+            ValueError: the mode needs calibration.
+        """
+        if mode not in MODES:
+            raise ValueError(
+                f"The dense layers of a Vision Transformer are quantised in the modes {MODES}; "
+                f"the others need calibration on text. Received: mode={mode!r}."
+            )
+        # Keras refuses subclasses of its layer, for they might compute something else.
+        super().quantize(mode, type_check=False, config=config)
+
+    def enable_lora(
+        self,
+        rank: int,
+        lora_alpha: float | None = None,
+        a_initializer: Any = "he_uniform",
+        b_initializer: Any = "zeros",
+    ) -> None:
         """Adds a trainable product of two thin matrices to the kernel (LoRA, arXiv 2106.09685).
 
-        The second matrix is zero, so nothing changes until it is trained. Freezing what else there
-        is, is the caller's part, as `keras_vit.lora` does.
+        The second matrix is zero, so nothing changes until it is trained. The kernel is frozen;
+        `keras_vit.lora` freezes what else there is.
 
         Args:
             rank: width of the thin matrices.
-            alpha: the product is scaled by alpha / rank; None for rank, a scale of 1.
+            lora_alpha: the product is scaled by lora_alpha / rank; None for rank, a scale of 1.
+            a_initializer: of the first matrix.
+            b_initializer: of the second.
 
         Raises:
             ValueError: the layer is not built, has it already, or the rank does not fit.
         """
-        if not self.built or self.lora_rank:
+        if not self.built or self.lora_enabled:
             state = "not built" if not self.built else f"adapted at rank {self.lora_rank} already"
             raise ValueError(f"Only a built layer can be adapted, once. {self.path!r} is {state}.")
         if not 1 <= rank <= min(self.kernel.shape):
@@ -91,22 +126,54 @@ class TokenDense(keras.layers.Layer):
                 f"rank must be from 1 to {min(self.kernel.shape)}, the smaller side of the kernel "
                 f"of {self.path!r}. Received: rank={rank!r}."
             )
-        width, units = self.kernel.shape
-        # As keras.layers.Dense.enable_lora does: a built layer takes no weights otherwise.
-        self._tracker.unlock()
-        self.lora_a = self.add_weight(name="lora_a", shape=(width, rank), initializer=LORA_UNIFORM)
-        self.lora_b = self.add_weight(name="lora_b", shape=(rank, units), initializer="zeros")
-        self._tracker.lock()
-        self.lora_rank = rank
-        self.lora_scale = (rank if alpha is None else alpha) / rank
+        # Keras forgets the alpha of a config, where it enables what the config has.
+        alpha = self.lora_alpha if lora_alpha is None else lora_alpha
+        super().enable_lora(rank, alpha, a_initializer, b_initializer)
+
+    def save_own_variables(self, store: Any) -> None:
+        # Keras' own adds LoRA to the kernel, so that training could not go on.
+        for index, variable in enumerate(self._stored()):
+            store[str(index)] = variable
+
+    def load_own_variables(self, store: Any) -> None:
+        variables = self._stored()
+        if self.lora_enabled and len(store.keys()) == len(variables) - len(_THIN):
+            # A file of the model from before it was adapted.
+            variables = variables[: -len(_THIN)]
+            self.lora_kernel_b.assign(keras.ops.zeros_like(self.lora_kernel_b))
+        else:
+            self._check_load_own_variables(store)
+        for index, variable in enumerate(variables):
+            variable.assign(store[str(index)])
+
+    def get_config(self) -> dict[str, Any]:
+        config = {
+            **keras.layers.Layer.get_config(self),  # Dense's own has much that is settled here
+            "units": self.units,
+            "activation": self.activation_name,
+            "kernel_initializer": self._kernel_initializer_name,
+            "random_bias": self.random_bias,
+        }
+        if self.lora_enabled:
+            config |= {"lora_rank": self.lora_rank, "lora_alpha": self.lora_alpha}
+        if self.quantization_config is not None:
+            serialized = keras.saving.serialize_keras_object(self.quantization_config)
+            config["quantization_config"] = serialized
+        return config
+
+    def _stored(self) -> list[keras.Variable]:
+        """Returns the variables of a file, in its order."""
+        names = (*self.variable_serialization_spec[self.quantization_mode], *_THIN)
+        found = (getattr(self, "_kernel" if name == "kernel" else name, None) for name in names)
+        return [variable for variable in found if variable is not None]
 
     def _adapted(self, inputs: Any) -> Any:
         *outer, width = keras.ops.shape(inputs)
         rows = keras.ops.reshape(inputs, (-1, width))  # (B*N, D): one product, not one an image
-        change = keras.ops.matmul(keras.ops.matmul(rows, self.lora_a), self.lora_b)
+        change = keras.ops.matmul(keras.ops.matmul(rows, self.lora_kernel_a), self.lora_kernel_b)
         change = keras.ops.reshape(change, (-1, *outer[1:], self.units))
-        x = backend.dense(inputs, self.kernel, self.bias)
-        return backend.ACTIVATIONS[self.activation](x + self.lora_scale * change)
+        x = backend.dense(inputs, self._kernel, self.bias)
+        return self.activation(x + self.lora_alpha / self.lora_rank * change)
 
 
 def add_dropped(layer: TokenDense, x: Any, rate: float, *, seed: Any, residual: Any) -> Any:
@@ -121,5 +188,8 @@ def add_dropped(layer: TokenDense, x: Any, rate: float, *, seed: Any, residual: 
     """
     if seed is None or not rate:
         return layer(x, residual=residual)
-    x = dropout(layer(x), rate, seed=seed)
+    return _add(residual, dropout(layer(x), rate, seed=seed))
+
+
+def _add(residual: Any, x: Any) -> Any:
     return x if residual is None else residual + x

@@ -4,12 +4,13 @@ from typing import Any
 
 import keras
 
+from keras_vit.layers.composite import CompositeLayer
 from keras_vit.layers.dense import TokenDense, add_dropped
 from keras_vit.layers.random import RandomLayer, dropout, split_seed
 
 
 @keras.saving.register_keras_serializable(package="keras_vit")
-class MLP(RandomLayer):
+class MLP(CompositeLayer, RandomLayer):
     """Two dense layers with an activation between, dropout after each (arXiv 2010.11929, 3.1).
 
     Example:
@@ -50,6 +51,7 @@ class MLP(RandomLayer):
         )
         self.fc1.build(input_shape)
         self.fc2.build((*input_shape[:-1], self.mlp_dim))
+        self.change_dense()
 
     def call(
         self,

@@ -5,6 +5,7 @@ from typing import Any
 import keras
 
 from keras_vit import backend
+from keras_vit.layers.composite import CompositeLayer
 from keras_vit.layers.dense import TokenDense
 from keras_vit.layers.initialization import initializer
 from keras_vit.layers.positions import POSITION_STDDEV, PositionedLayer, check_kind
@@ -63,7 +64,7 @@ class Patches(keras.layers.Layer):
 
 
 @keras.saving.register_keras_serializable(package="keras_vit")
-class PatchEncoder(RandomLayer, PositionedLayer):
+class PatchEncoder(CompositeLayer, RandomLayer, PositionedLayer):
     """Projects patches to tokens, puts learned tokens before them and adds position embeddings.
 
     Example:
@@ -126,6 +127,7 @@ class PatchEncoder(RandomLayer, PositionedLayer):
             num_prefix_tokens=sum(count for _, count in self.prefix),
             num_registers=self.num_registers,
         )
+        self.change_dense()
 
     def call(self, inputs: Any, training: bool | None = None) -> Any:
         return self.assemble(self.embed(inputs), training=training)

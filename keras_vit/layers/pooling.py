@@ -1,27 +1,30 @@
-"""From tokens to one vector: the class token, the average, or attention pooling."""
+"""From tokens to one vector: the class token, average, maximum, or attention pooling."""
 
 from typing import Any
 
 import keras
 
 from keras_vit.layers.attention import attention_weights, check_heads, merge_heads, split_heads
+from keras_vit.layers.composite import CompositeLayer
 from keras_vit.layers.dense import TokenDense
 from keras_vit.layers.initialization import initializer
+from keras_vit.layers.listening import tell
 from keras_vit.layers.mlp import MLP
 from keras_vit.layers.normalization import LayerNormalization
 
 
 @keras.saving.register_keras_serializable(package="keras_vit")
 class TokenPooling(keras.layers.Layer):
-    """Takes one token, or the average of the patch tokens.
+    """Takes one token, or the average or the largest values of the patch tokens.
 
     Example:
         >>> TokenPooling("avg", num_prefix_tokens=1)(keras.ops.ones((2, 5, 8))).shape
         TensorShape([2, 8])
 
     Args:
-        pooling: "token" for one of the first tokens, "avg" for the mean over the patch tokens.
-        num_prefix_tokens: tokens before the patches', which "avg" leaves out.
+        pooling: "token" for one of the first tokens, "avg" and "max" for the mean and the maximum
+            over the patch tokens.
+        num_prefix_tokens: tokens before the patches', which "avg" and "max" leave out.
         token: which token "token" takes; 0 is the class token.
 
     Input shape: (B, N, D). Output shape: (B, D).
@@ -31,8 +34,10 @@ class TokenPooling(keras.layers.Layer):
         self, pooling: str, *, num_prefix_tokens: int = 1, token: int = 0, **kwargs: Any
     ) -> None:
         super().__init__(**kwargs)
-        if pooling not in ("token", "avg"):
-            raise ValueError(f'pooling must be "token" or "avg". Received: pooling={pooling!r}.')
+        if pooling not in ("token", "avg", "max"):
+            raise ValueError(
+                f'pooling must be "token", "avg" or "max". Received: pooling={pooling!r}.'
+            )
         self.pooling = pooling
         self.num_prefix_tokens = num_prefix_tokens
         self.token = token
@@ -43,14 +48,15 @@ class TokenPooling(keras.layers.Layer):
     def call(self, inputs: Any) -> Any:
         if self.pooling == "token":
             return inputs[:, self.token]  # (B, D)
-        return keras.ops.mean(inputs[:, self.num_prefix_tokens :], axis=1)  # (B, D)
+        pool = keras.ops.mean if self.pooling == "avg" else keras.ops.max
+        return pool(inputs[:, self.num_prefix_tokens :], axis=1)  # (B, D)
 
     def compute_output_shape(self, input_shape: tuple[Any, ...]) -> tuple[Any, ...]:
         return (input_shape[0], input_shape[-1])
 
 
 @keras.saving.register_keras_serializable(package="keras_vit")
-class AttentionPooling(keras.layers.Layer):
+class AttentionPooling(CompositeLayer):
     """Pools by multi-head attention from one learned query, then an MLP (arXiv 2106.04560).
 
     Example:
@@ -95,6 +101,7 @@ class AttentionPooling(keras.layers.Layer):
         self.out = TokenDense(hidden_dim, dtype=dtype, name="out")
         for layer in (self.query, self.key_value, self.out, self.norm, self.mlp):
             layer.build((input_shape[0], 1, hidden_dim))
+        self.change_dense()
 
     def call(self, inputs: Any, training: bool | None = None) -> Any:
         batch, _, hidden_dim = keras.ops.shape(inputs)
@@ -102,8 +109,9 @@ class AttentionPooling(keras.layers.Layer):
         query = keras.ops.broadcast_to(self.query(probe), (batch, 1, hidden_dim))
         key, value = keras.ops.split(self.key_value(inputs), 2, axis=-1)  # (B, N, D) each
         query, key, value = (split_heads(x, self.num_heads) for x in (query, key, value))
-        x = merge_heads(keras.ops.matmul(attention_weights(query, key), value))  # (B, 1, D)
-        x = self.out(x)
+        weights = attention_weights(query, key)  # (B, H, 1, N)
+        tell(self, weights)
+        x = self.out(merge_heads(keras.ops.matmul(weights, value)))  # (B, 1, D)
         x = self.mlp(self.norm(x), training=training, residual=x)
         return x[:, 0]  # (B, D)
 

@@ -52,6 +52,7 @@ class _GivenSeed(keras.random.SeedGenerator):
 
     def __init__(self, seed: Any) -> None:
         self._seed = seed
+        self._initial_seed = seed  # PyTorch's dropout draws without a seed where this is None
 
     def next(self, ordered: bool = True) -> Any:
         return self._seed

@@ -1,0 +1,104 @@
+"""Tests of training without TensorFlow: what JAX and PyTorch do, and what is refused there.
+
+They run under KERAS_BACKEND=jax and torch, in environments of their own; under TensorFlow the
+module is skipped, where tests/test_backend_trainer holds the same.
+"""
+
+import dataclasses
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+from conftest import TINY, randomize
+
+from keras_vit import layers
+from keras_vit.backend import plain
+from keras_vit.layers.random import ReplicaSeedGenerator, drop_samples, dropout, split_seed
+from keras_vit.model import VisionTransformer
+
+if keras.backend.backend() == "tensorflow":
+    pytest.skip("JAX's and PyTorch's part", allow_module_level=True)
+
+RANDOM = dataclasses.replace(
+    TINY, num_layers=2, dropout_rate=0.3, attention_dropout_rate=0.3, drop_path_rate=0.3
+)
+CROSS_ENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def images_for(count: int = 8) -> np.ndarray:
+    images = np.random.default_rng(3).normal(size=(count, *TINY.input_shape))
+    return images.astype(np.float32)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_a_model_with_every_dropout_learns(remat: bool, tmp_path: Path) -> None:
+    """The loss of eight images falls, and a saved file answers as the trained model."""
+    keras.utils.set_random_seed(0)
+    model = VisionTransformer(dataclasses.replace(RANDOM, remat=remat))
+    images, labels = images_for(), np.arange(8) % 7
+    model.compile(keras.optimizers.Adam(1e-2), CROSS_ENTROPY)
+    losses = model.fit(images, labels, epochs=12, batch_size=8, verbose=0).history["loss"]
+    assert losses[-1] < 0.85 * losses[0]
+    expected = model.predict(images, verbose=0)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    np.testing.assert_allclose(loaded.predict(images, verbose=0), expected, atol=1e-5)
+    assert loaded.evaluate(images, labels, verbose=0) == pytest.approx(
+        model.evaluate(images, labels, verbose=0), abs=1e-5
+    )
+
+
+def test_masks_are_right_and_their_seed_decides_them() -> None:
+    """The share that is dropped, what becomes of the rest, and the same seed's same mask."""
+    seed = ReplicaSeedGenerator(5).next()
+    first, second = split_seed(seed, 2)
+    ones = keras.ops.ones((200, 50))
+    masks = [np.asarray(keras.ops.convert_to_numpy(dropout(ones, 0.25, seed=each)))
+             for each in (first, first, second)]  # fmt: skip
+    np.testing.assert_array_equal(masks[0], masks[1])
+    assert 0.3 < (masks[0] != masks[2]).mean() < 0.45
+    np.testing.assert_allclose(np.unique(masks[0]), [0, 4 / 3], rtol=1e-6)
+    assert abs((masks[0] == 0).mean() - 0.25) < 0.02
+    samples = np.asarray(keras.ops.convert_to_numpy(drop_samples(ones, 0.25, seed=first)))
+    assert np.ptp(samples, axis=1).max() == 0
+    assert 0.1 < (samples[:, 0] == 0).mean() < 0.4
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("accumulate", 2), ("sam_rho", 0.05), ("report_gradient_norm", True)]
+)
+def test_what_only_tensorflow_does_is_refused(option: str, value: object) -> None:
+    """One sentence names the option, the backend, and where it works; defaults pass."""
+    model = VisionTransformer(TINY)
+    backend = keras.backend.backend()
+    with pytest.raises(ValueError, match=rf"{option}=.*works on TensorFlow.*'{backend}'"):
+        model.compile("adam", **{option: value})
+    model.compile("adam", "mse", accumulate=1, sam_rho=0.0, report_gradient_norm=False)
+    assert model.compiled
+
+
+def test_int8_and_lora_work(tmp_path: Path) -> None:
+    """A quantised, adapted model trains and comes back."""
+    config = dataclasses.replace(TINY, num_layers=1)
+    model, images = randomize(VisionTransformer(config)), images_for()
+    before = model.predict(images, verbose=0)
+    for layer in model._flatten_layers():
+        if isinstance(layer, layers.TokenDense):
+            layer.quantize("int8")
+            layer.enable_lora(2)
+    after = model.predict(images, verbose=0)
+    assert (before * after).sum() / np.linalg.norm(before) / np.linalg.norm(after) > 0.99
+    model.compile("adam", CROSS_ENTROPY)
+    model.fit(images, np.arange(8) % 7, verbose=0)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    np.testing.assert_allclose(
+        loaded.predict(images, verbose=0), model.predict(images, verbose=0), atol=1e-5
+    )
+
+
+def test_the_plain_forms_are_used() -> None:
+    """Both backends train with Keras' own step."""
+    assert issubclass(VisionTransformer, plain.ExactTrainer)
+    assert VisionTransformer.train_step is keras.Model.train_step

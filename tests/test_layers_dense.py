@@ -1,0 +1,162 @@
+"""Tests of keras_vit.layers.dense and composite: quantisation and LoRA through Keras' own API."""
+
+import dataclasses
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+from conftest import TINY, VARIED, randomize
+
+from keras_vit import layers
+from keras_vit.layers.dense import MODES
+from keras_vit.model import VisionTransformer
+
+# Keras says of each layer without matrix products that it has no such method.
+pytestmark = pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method")
+
+# Least cosine similarity of the answers before and after; random weights are the hardest to round.
+NEAR = {"int8": 0.999, "int4": 0.95, "float8": 0.99}
+CONFIGS = {
+    "representation": dataclasses.replace(
+        TINY, num_layers=2, representation_dim=8, dropout_rate=0.1, drop_path_rate=0.1
+    ),
+    "map": dataclasses.replace(TINY, num_layers=1, pooling="map", class_token=False),
+    "varied": VARIED,
+}
+
+
+def images_for(count: int = 4) -> np.ndarray:
+    images = np.random.default_rng(3).normal(size=(count, *TINY.input_shape))
+    return images.astype(np.float32)
+
+
+def dense_layers(model: keras.Model) -> list[keras.layers.Dense]:
+    return [each for each in model._flatten_layers() if isinstance(each, keras.layers.Dense)]
+
+
+def answer(model: keras.Model, images: np.ndarray) -> np.ndarray:
+    return np.asarray(keras.ops.convert_to_numpy(model(images, training=False)))
+
+
+def cosine(left: np.ndarray, right: np.ndarray) -> float:
+    return float((left * right).sum() / np.linalg.norm(left) / np.linalg.norm(right))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name == "map" else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS],
+)
+@pytest.mark.parametrize("mode", MODES)
+def test_every_dense_layer_is_quantised_and_comes_back(
+    mode: str, name: str, tmp_path: Path
+) -> None:
+    """Answers stay near, and a file, a weights file and a clone give the quantised one's bits."""
+    model, images = randomize(VisionTransformer(CONFIGS[name])), images_for()
+    before = answer(model, images)
+    model.quantize(mode)
+    assert {layer.quantization_mode for layer in dense_layers(model)} == {mode}
+    after = answer(model, images)
+    assert NEAR[mode] < cosine(before, after) < 1 - 1e-7
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert type(loaded) is VisionTransformer
+    np.testing.assert_array_equal(answer(loaded, images), after)
+    model.save_weights(tmp_path / "model.weights.h5")
+    for copy in (
+        VisionTransformer.from_config(model.get_config()),
+        keras.models.clone_model(model),
+    ):
+        copy.load_weights(tmp_path / "model.weights.h5")
+        np.testing.assert_array_equal(answer(copy, images), after)
+
+
+def test_prediction_after_training_and_quantisation_is_the_quantised_one() -> None:
+    """Functions that were traced before are not used again."""
+    model, images = randomize(VisionTransformer(CONFIGS["representation"])), images_for()
+    model.predict(images, verbose=0)
+    model.quantize("int8")
+    np.testing.assert_allclose(model.predict(images, verbose=0), answer(model, images), atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", [None, "int8"])
+def test_adapted_layers_train_and_come_back(mode: str | None, tmp_path: Path) -> None:
+    """Keras' own `enable_lora` on every layer: what trains, and the same bits from a file."""
+    model, images = randomize(VisionTransformer(CONFIGS["representation"])), images_for()
+    if mode is not None:
+        model.quantize(mode, filters="block_")
+    inner = [layer for layer in dense_layers(model) if "block_" in layer.path]
+    before = answer(model, images)
+    for layer in inner:
+        layer.enable_lora(2, lora_alpha=6)
+    np.testing.assert_allclose(answer(model, images), before, atol=1e-6)
+    model.compile(keras.optimizers.Adam(0.02), "sparse_categorical_crossentropy")
+    model.fit(images, np.arange(4), verbose=0)
+    after = answer(model, images)
+    assert np.abs(after - before).max() > 1e-3
+    thin = [v for layer in inner for v in (layer.lora_kernel_a, layer.lora_kernel_b)]
+    assert all(np.abs(v).max() > 0 for v in thin)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras", compile=False)
+    np.testing.assert_array_equal(answer(loaded, images), after)
+    paths = [v.path for v in loaded.trainable_variables]
+    assert "block_0/attention/qkv/lora_kernel_a" in paths
+    assert "block_0/attention/qkv/kernel" not in paths
+
+
+def test_layers_in_a_model_of_the_users_come_back_too(tmp_path: Path) -> None:
+    """Blocks, encoders and pooling in a functional model remember their dense layers."""
+    x = inputs = keras.Input((16, 16, 3))
+    for layer in (
+        layers.Patches(8),
+        layers.PatchEncoder(8),
+        layers.TransformerBlock(2, 16),
+        layers.AttentionPooling(2, 16),
+        layers.TokenDense(3, activation="tanh"),
+    ):
+        x = layer(x)
+    model = randomize(keras.Model(inputs, x))
+    images = images_for()[:, :16, :16]
+    model.quantize("int8")
+    model.layers[3].mlp.fc1.enable_lora(2)
+    after = answer(model, images)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    np.testing.assert_array_equal(answer(loaded, images), after)
+    clone = keras.models.clone_model(model)
+    clone.set_weights(model.get_weights())
+    np.testing.assert_array_equal(answer(clone, images), after)
+
+
+def test_weights_from_before_adaptation_load_into_an_adapted_layer(tmp_path: Path) -> None:
+    """They answer as they did: the product of the thin matrices becomes zero."""
+    plain, images = randomize(VisionTransformer(TINY)), images_for()
+    plain.save_weights(tmp_path / "plain.weights.h5")
+    model = randomize(VisionTransformer(TINY), seed=1)
+    qkv = model.get_layer("block_0").attention.qkv
+    qkv.enable_lora(2, b_initializer="ones")
+    model.load_weights(tmp_path / "plain.weights.h5")
+    np.testing.assert_allclose(answer(model, images), answer(plain, images), atol=1e-6)
+    assert np.abs(qkv.lora_kernel_a).max() > 0  # could train on
+
+
+def test_a_layer_with_lora_in_its_config_keeps_its_alpha() -> None:
+    """Rank and alpha survive `from_config(get_config())`."""
+    layer = layers.TokenDense(4)
+    layer.build((None, 4))
+    layer.enable_lora(2, lora_alpha=3)
+    copy = layers.TokenDense.from_config(layer.get_config())
+    copy.build((None, 4))
+    assert (copy.lora_rank, copy.lora_alpha) == (2, 3)
+
+
+def test_what_needs_calibration_and_other_models_configs_are_refused() -> None:
+    """Errors say which modes there are, and that there is no such dense layer."""
+    layer = layers.TokenDense(4)
+    layer.build((None, 4))
+    with pytest.raises(ValueError, match=r"int8.*float8.*calibration.*'gptq'"):
+        layer.quantize("gptq", config=keras.quantizers.GPTQConfig(dataset=["a"], tokenizer=str))
+    model = VisionTransformer(CONFIGS["map"])
+    config = {**model.get_config(), "dense": {"99": {"lora_rank": 1, "lora_alpha": 1}}}
+    with pytest.raises(ValueError, match="changes dense layer 99 of 'vit'"):
+        VisionTransformer.from_config(config)

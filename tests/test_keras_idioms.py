@@ -78,7 +78,7 @@ def save_compiled(model: keras.Model, folder: Path) -> None:
 def save_h5(model: keras.Model, folder: Path) -> None:
     model.save(folder / "model.h5")
     # Keras' legacy format knows no registered names: it asks for each class that is not its own.
-    custom_objects = {type(model).__name__: type(model)}
+    custom_objects = {type(each).__name__: type(each) for each in model._flatten_layers()}
     same(keras.saving.load_model(folder / "model.h5", custom_objects=custom_objects), model)
 
 

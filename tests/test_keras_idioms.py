@@ -284,9 +284,6 @@ def test_builders_pool_as_those_of_keras(pooling: str) -> None:
     assert {len(model.output_shape) for model in builders.values()} == {2}
 
 
-@pytest.mark.xfail(
-    strict=False, reason="the clone is a plain Functional, which knows no `accumulate` to compile"
-)
 def test_a_compiled_model_is_cloned_as_the_reference_is(originals: dict[str, keras.Model]) -> None:
     """The clone is compiled, and answers the same."""
     for model in originals.values():

@@ -23,7 +23,7 @@ def start(ways: list[str], *, replicas: int = 1, environment: dict[str, str] | N
     return processes.start(__file__, case, environment)
 
 
-def result(process: Any, *, seconds: float = 900) -> dict[str, Any]:
+def result(process: Any, *, seconds: float = 1500) -> dict[str, Any]:
     """Returns, by the name of each way, losses, validation losses, and a hash of each replica."""
     output, errors = process.communicate(timeout=seconds)
     if process.returncode:
@@ -115,7 +115,7 @@ def _dataset(name: str, *, images: int) -> Any:
 def _fill(model: Any) -> None:
     """Gives every weight a value that its name alone decides."""
     for variable in model.weights:
-        if variable.dtype != "float32" or "seed" in variable.path or "lora_b" in variable.path:
+        if variable.dtype != "float32" or "seed" in variable.path or "lora_kernel_b" in variable.path:
             continue
         generator = np.random.default_rng(zlib.crc32(variable.path.split("/", 1)[-1].encode()))
         value = generator.standard_normal(variable.shape) / 4

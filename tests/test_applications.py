@@ -198,7 +198,7 @@ def test_input_tensor_is_built_upon() -> None:
 
 ERRORS = [
     ({"input_shape": (30, 48, 3)}, ValueError, "multiples of 16.*nearest that fits is"),
-    ({"pooling": "max"}, ValueError, "pooling must be one of"),
+    ({"pooling": "mean"}, ValueError, "pooling must be one of"),
     ({"classes": 0}, ValueError, "classes must be a positive integer"),
     ({"classifier_activation": "sofmax"}, ValueError, "sofmax"),
     ({"weights": "nowhere.npz"}, FileNotFoundError, "no checkpoint file 'nowhere.npz'"),

@@ -149,7 +149,7 @@ SETTINGS = [
     (["--set", "dropout_rate=2"], "dropout_rate must lie between 0 and 0.99"),
     (["--set", "remat=true"], "remat is decided by Execution (--remat)"),
     (["--set", "hidden_dim=65"], "hidden_dim must be a multiple of num_heads=4"),
-    (["--set", "pooling=max"], "pooling must be one of"),
+    (["--set", "pooling=mean"], "pooling must be one of"),
     (["--set", "pooling=token"], 'pooling="token" needs class_token=True'),
     (["--model", "Ti/16", "--weights", "x.npz", "--set", "pooling=avg"], "for fresh weights"),
     (["--recipe", "plain-s32"], "no recipe 'plain-s32'; choose one of digits, "),

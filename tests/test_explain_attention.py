@@ -241,7 +241,7 @@ def test_another_image_size_is_resampled_and_said() -> None:
     large = np.repeat(np.repeat(images, 2, axis=1), 2, axis=2)
     with pytest.warns(UserWarning, match="64x96 pixels; they were resampled to 32x48"):
         found = explain.attention_rollout(model, large)
-    resized = keras.ops.convert_to_numpy(keras.ops.image.resize(large, (32, 48)))
+    resized = keras.ops.convert_to_numpy(keras.ops.image.resize(large, (32, 48), antialias=True))
     np.testing.assert_allclose(found, explain.attention_rollout(model, resized), atol=1e-6)
 
 

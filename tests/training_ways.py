@@ -115,7 +115,7 @@ def _dataset(name: str, *, images: int) -> Any:
 def _fill(model: Any) -> None:
     """Gives every weight a value that its name alone decides."""
     for variable in model.weights:
-        if variable.dtype != "float32" or "seed" in variable.path or "lora_kernel_b" in variable.path:
+        if variable.dtype != "float32" or any(n in variable.path for n in ("seed", "kernel_b")):
             continue
         generator = np.random.default_rng(zlib.crc32(variable.path.split("/", 1)[-1].encode()))
         value = generator.standard_normal(variable.shape) / 4

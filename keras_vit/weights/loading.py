@@ -39,8 +39,8 @@ def load(model: VisionTransformer, path: str | Path, *, positions: Method = "ori
     """Loads a checkpoint's weights into a model, position embeddings resampled to the model's grid.
 
     The file is read and checked whole before the first variable changes. A model without classifier
-    leaves the file's classifier aside. How images are resized to the model's size stays its config's
-    `antialias`: a builder and `keras_vit.load` take the one that the weights were trained with.
+    leaves the file's classifier aside. How images are resized to the model's size stays what
+    `antialias` of its config says; builders and `keras_vit.load` take that of the weights.
 
     Args:
         model: the model to fill.

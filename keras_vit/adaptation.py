@@ -14,6 +14,7 @@ import safetensors.numpy
 from keras_vit.atomic import whole_file
 from keras_vit.config import ViTConfig
 from keras_vit.layers import TokenDense
+from keras_vit.layers.composite import CHANGES, without_lora
 from keras_vit.model import VisionTransformer
 
 # The dense products of a block; the paper adapts query and value (arXiv 2106.09685, Section 4.2).
@@ -126,11 +127,19 @@ def merge_lora(model: LoRAVisionTransformer) -> VisionTransformer:
 
     Raises:
         TypeError: the model is not adapted.
+        ValueError: an adapted kernel is quantised, so nothing can be added to it.
     """
     _check_adapted(model)
+    quantised = [layer.path for layer in model.adapted_layers() if layer.quantization_mode]
+    if quantised:
+        raise ValueError(
+            f"The kernel of {quantised[0]!r} is quantised, and takes no sum; merge the adapter "
+            "into the model as it was before, and quantise what comes of it."
+        )
     settings = model.get_config()
     for name in ("rank", "targets", "alpha"):
         del settings[name]
+    settings[CHANGES] = without_lora(settings.get(CHANGES, {}))
     merged = VisionTransformer.from_config(settings)
     _copy_weights(model, merged)
     kernels = {variable.path: variable for variable in merged.weights}

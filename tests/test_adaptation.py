@@ -123,6 +123,14 @@ def test_gradients_are_those_of_the_merged_kernel(
         np.testing.assert_allclose(found[layer.lora_kernel_b.path], a.T @ slope, atol=1e-5)
 
 
+def test_a_quantised_kernel_takes_no_sum(plain: VisionTransformer) -> None:
+    """Merging into whole numbers would round the adapter away."""
+    adapted = keras_vit.lora(plain, rank=2)
+    adapted.quantize("int8")
+    with pytest.raises(ValueError, match=r"'block_0/attention/qkv' is quantised, and takes no sum"):
+        keras_vit.merge_lora(adapted)
+
+
 def gradients(
     model: keras.Model, images: np.ndarray, targets: np.ndarray, tf: object
 ) -> dict[str, np.ndarray]:

@@ -73,6 +73,15 @@ def change_dense(layer: keras.layers.Layer, changes: dict[str, dict[str, Any]]) 
             dense.enable_lora(change["lora_rank"], lora_alpha=change["lora_alpha"])
 
 
+def without_lora(changes: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Returns what `dense_changes` said, but for what LoRA changed."""
+    kept = {
+        place: {key: value for key, value in change.items() if not key.startswith("lora")}
+        for place, change in changes.items()
+    }
+    return {place: change for place, change in kept.items() if change}
+
+
 def _dense(layer: keras.layers.Layer) -> list[keras.layers.Dense]:
     inside = layer._flatten_layers(include_self=False)
     return [each for each in inside if isinstance(each, keras.layers.Dense)]

@@ -123,6 +123,7 @@ def test_gradients_are_those_of_the_merged_kernel(
         np.testing.assert_allclose(found[layer.lora_kernel_b.path], a.T @ slope, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method")
 def test_a_quantised_kernel_takes_no_sum(plain: VisionTransformer) -> None:
     """Merging into whole numbers would round the adapter away."""
     adapted = keras_vit.lora(plain, rank=2)

@@ -277,7 +277,7 @@ def default_pretrain_recipe(data: ImageData) -> Recipe:
     Example:
         >>> from keras_vit.data import load_digits
         >>> default_pretrain_recipe(load_digits()).augmentation.rotation
-        20
+        15
     """
     varied = default_recipe(data).augmentation
     return dataclasses.replace(RECIPES["masked-patches"], augmentation=varied)

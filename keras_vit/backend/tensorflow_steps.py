@@ -75,9 +75,12 @@ def _known(gradients: Sequence[Any]) -> list[Any]:
     return [gradient for gradient in gradients if gradient is not None]
 
 
-def raise_clearly(error: tf.errors.OpError) -> None:
+def raise_clearly(error: tf.errors.OpError, strategy: tf.distribute.Strategy) -> None:
     """Raises a ValueError in place of an error that a user of strategies can do something about."""
-    if any(mark in str(error) for mark in _CONFUSED):
+    # In one process nothing but the failure of another replica cancels a step.
+    is_alone = isinstance(strategy, tf.distribute.MirroredStrategy)
+    is_cancelled = isinstance(error, tf.errors.CancelledError) and is_alone
+    if is_cancelled or any(mark in str(error) for mark in _CONFUSED):
         raise ValueError(
             "The sums over replicas do not fit together. Either another MirroredStrategy of this "
             "process has trained another model, and TensorFlow takes the sums of both for one: "

@@ -46,6 +46,7 @@ from keras_vit.backend.tensorflow_sums import (
 
 _TINY = 1e-12  # keeps SAM's division finite
 _OFF = {"accumulate": 1, "sam_rho": 0.0, "report_gradient_norm": False}
+_FAILED = (tf.errors.InvalidArgumentError, tf.errors.InternalError, tf.errors.CancelledError)
 _BATCH = 32  # Keras' own, where none is given
 
 # A mixin; to the type checker it is the model that it becomes a part of.
@@ -267,8 +268,8 @@ class ExactTrainer(_Model):
         def checked(iterator: Any) -> Any:
             try:
                 return run(iterator)
-            except (tf.errors.InvalidArgumentError, tf.errors.InternalError) as error:
-                raise_clearly(error)
+            except _FAILED as error:
+                raise_clearly(error, self.distribute_strategy)
                 raise
 
         self.train_function = checked

@@ -164,20 +164,25 @@ def _alone(model: Any) -> tuple[Any, Any]:
     return model, model
 
 
-def _subclass(**methods: Any) -> tuple[Any, Any]:
+def _subclass(loss: dict[str, Any] | None = None, **methods: Any) -> tuple[Any, Any]:
+    import keras
+
     import keras_vit
 
-    return _alone(_compiled(type("Mine", (keras_vit.VisionTransformer,), methods)(_config())))
+    made = keras.losses.SparseCategoricalCrossentropy(from_logits=True, **(loss or {}))
+    mine = type("Mine", (keras_vit.VisionTransformer,), methods)
+    return _alone(_compiled(mine(_config()), loss=made))
 
 
 def _textbook_step(self: Any, data: Any) -> dict[str, Any]:
     """Of the Keras guide "Customizing what happens in fit() with TensorFlow"."""
+    import keras
     import tensorflow as tf
 
-    x, y = data
+    x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
     with tf.GradientTape() as tape:
         y_pred = self(x, training=True)
-        loss = self.compute_loss(y=y, y_pred=y_pred)
+        loss = self.compute_loss(y=y, y_pred=y_pred, sample_weight=weight)
     gradients = tape.gradient(loss, self.trainable_variables)
     self.optimizer.apply(gradients, self.trainable_variables)
     for metric in self.metrics:
@@ -320,6 +325,9 @@ WAYS: dict[str, Any] = {
     "weighted_accumulated": lambda: _lossy(_CROSS, accumulate=2, **_BY_WEIGHT),
     "ignored": lambda: _lossy(_CROSS, from_logits=True, ignore_class=0),
     "ignored_accumulated": lambda: _lossy(_CROSS, accumulate=2, from_logits=True, ignore_class=0),
+    "weighted_train_step": lambda: _subclass(
+        {"reduction": "mean_with_sample_weight"}, train_step=_textbook_step
+    ),
     "multiple": _multiple,
     "schedule_free": lambda: _optimized("ScheduleFreeAdamW", learning_rate=1e-2, clipnorm=0.1),
 }

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_vit.backend.tensorflow_sums import keras_replicas, replicas, sum_over_replicas
+from keras_vit.backend.tensorflow_sums import keras_replicas, sum_over_replicas
 
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
@@ -33,15 +33,26 @@ class Whole(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Part:
-    """The part of a batch that a loss is computed of: `size` images of the whole."""
+class Part:
+    """The part of a batch that a loss is computed of.
+
+    Attributes:
+        whole: the batch.
+        size: images of the part, a float32 scalar.
+        is_counted: whether the loss is given as its share of the whole, not relative to it.
+    """
 
     whole: Whole
     size: tf.Tensor
+    is_counted: bool = False
+
+    @property
+    def share(self) -> tf.Tensor:
+        """What the images of the part are of those of the whole."""
+        return self.size / self.whole.size
 
 
-_part: contextvars.ContextVar[_Part | None] = contextvars.ContextVar("part", default=None)
-_share: contextvars.ContextVar[tf.Tensor | None] = contextvars.ContextVar("share", default=None)
+_part: contextvars.ContextVar[Part | None] = contextvars.ContextVar("part", default=None)
 
 
 def count_images(x: Any) -> tf.Tensor:
@@ -71,42 +82,24 @@ def measure_whole(compiled: Any, x: Any, y: Any, weight: Any) -> Whole:
 
 
 @contextlib.contextmanager
-def part_of(whole: Whole | None, x: Any) -> Iterator[tf.Tensor | float]:
-    """Inside this scope losses are of the part `x`; gives the share of its images."""
-    if whole is None:
-        yield 1.0
-        return
-    size = count_images(x)
-    token = _part.set(_Part(whole, size))
+def part_of(whole: Whole | None, x: Any, *, is_counted: bool = False) -> Iterator[Part | None]:
+    """Inside this scope losses are of the part `x` of a batch; None for no parts."""
+    part = None if whole is None else Part(whole, count_images(x), is_counted)
+    token = _part.set(part)
     try:
-        yield size / whole.size
+        yield part
     finally:
         _part.reset(token)
 
 
-@contextlib.contextmanager
-def own_step(x: Any) -> Iterator[None]:
-    """Inside this scope, a user's own training step, losses of Keras are counted by their share."""
-    if replicas() == 1:
-        yield
-        return
-    size = count_images(x)
-    (whole,) = sum_over_replicas([size])
-    token = _share.set(size * replicas() / whole)
-    try:
-        yield
-    finally:
-        _share.reset(token)
+def current_part() -> Part | None:
+    """Returns the part of a batch that a loss is asked of, None for a whole batch."""
+    return _part.get()
 
 
-def share_of_own_step() -> tf.Tensor | None:
-    """Returns what a loss that Keras divided by the replicas is multiplied by; None for nothing."""
-    return _share.get()
-
-
-def is_part() -> bool:
-    """Whether a loss is asked of a part of a batch, see `part_of`."""
-    return _part.get() is not None
+def counted(loss: tf.Tensor, share: tf.Tensor) -> tf.Tensor:
+    """Returns the share of a loss; nothing of one over no images, which is no number."""
+    return tf.where(share > 0, loss * tf.cast(share, loss.dtype), 0.0)
 
 
 def shared_loss(compiled: Any, y: Any, y_pred: Any, weight: Any) -> Any:
@@ -162,10 +155,8 @@ class _Counted:
         if part is None or getattr(self.loss, "reduction", None) not in _MEANS:
             relative = 1.0 if part is None else part.whole.size / tf.maximum(part.size, 1.0)
             return value * tf.cast(relative / keras_replicas(), value.dtype)
-        own = _denominator(self.loss, y_true, weight)
-        relative = tf.math.divide_no_nan(
-            own * part.whole.size, part.whole.terms[self.place] * part.size
-        )
+        own, whole = _denominator(self.loss, y_true, weight), part.whole
+        relative = tf.math.divide_no_nan(own * whole.size, whole.terms[self.place] * part.size)
         if not self.loss.call(y_true, y_pred).shape.rank:  # a function that took the mean itself
             relative = relative / keras_replicas()  # which Keras therefore leaves alone
         return value * tf.cast(relative, value.dtype)

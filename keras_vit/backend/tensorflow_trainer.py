@@ -20,11 +20,10 @@ import tensorflow as tf
 from keras_vit.backend.tensorflow_shares import (
     Whole,
     count_images,
-    is_part,
+    counted,
+    current_part,
     measure_whole,
-    own_step,
     part_of,
-    share_of_own_step,
     shared_loss,
 )
 from keras_vit.backend.tensorflow_steps import (
@@ -187,10 +186,9 @@ class ExactTrainer(_Model):
         One that overrides this returns the loss of the images it is given, their mean, as on one
         device: `fit` counts it by their share of the whole batch.
         """
-        if not is_part():
-            loss = super().compute_loss(x, y, y_pred, sample_weight, training=training)
-            share = share_of_own_step()
-            return loss if share is None else loss * tf.cast(share, loss.dtype)
+        part = current_part()
+        if part is None:
+            return super().compute_loss(x, y, y_pred, sample_weight, training=training)
         losses = [self._aggregate_additional_loss(loss) for loss in self.losses]
         losses = [loss * keras_replicas() for loss in losses]  # which Keras has divided by
         if self._compile_loss is not None:
@@ -198,7 +196,8 @@ class ExactTrainer(_Model):
         losses = [loss for loss in losses if loss is not None]
         if not losses:
             raise ValueError("There is no loss to train by; give one to compile(loss=...).")
-        return tf.add_n(losses) if len(losses) > 1 else losses[0]
+        total = tf.add_n(losses) if len(losses) > 1 else losses[0]
+        return counted(total, part.share) if part.is_counted else total
 
     def predict(
         self,
@@ -283,7 +282,8 @@ class ExactTrainer(_Model):
         def step(data: Any) -> Any:
             if is_ours:
                 return reducible(step_function(data))
-            with own_step(keras.utils.unpack_x_y_sample_weight(data)[0]):
+            x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
+            with part_of(self._whole(x, y, weight), x, is_counted=True):
                 return reducible(step_function(data))
 
         return super()._make_function(step)
@@ -347,14 +347,11 @@ class ExactTrainer(_Model):
         self, x: Any, y: Any, y_pred: Any, weight: Any, whole: Whole | None, *, training: bool
     ) -> tf.Tensor:
         """Returns what these images bring to the loss of the whole batch."""
-        with part_of(whole, x) as share:
+        with part_of(whole, x) as part:
             loss = self._compute_loss(
                 x=x, y=y, y_pred=y_pred, sample_weight=weight, training=training
             )
-        if whole is None:
-            return loss
-        counted = loss * tf.cast(share * self._loss_factor, loss.dtype)
-        return tf.where(share > 0, counted, 0.0)  # the mean over no images is no number
+        return loss if part is None else counted(loss * self._loss_factor, part.share)
 
     def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         if not self._is_xla:

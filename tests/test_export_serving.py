@@ -45,6 +45,7 @@ SIZE = (32, 48)
 HOSTILE = {
     "empty": (b"", "empty"),
     "no image": (b"<html>404</html>", "Unknown image file format"),
+    "WebP": (photo(7, kind="WEBP"), "Unknown image file format"),
     "truncated JPEG": (photo(kind="JPEG")[:400], "Invalid JPEG data"),
     "truncated PNG": (photo()[:400], "Invalid PNG data"),
     "one pixel": (photo(height=1, width=1), "single pixel"),
@@ -61,7 +62,6 @@ FILES = {
     "grey": photo(4, mode="L"),
     "RGBA": photo(5, mode="RGBA"),
     "palette": photo(6, mode="P"),
-    "WebP": photo(7, kind="WEBP"),
     "two pixels": photo(8, height=2, width=1),
 }
 
@@ -107,7 +107,7 @@ def b64(content):
 
 
 def test_files_of_every_kind_in_one_batch_are_classified_as_evaluation_does(served, model):
-    """JPEG, PNG, GIF, BMP, WebP, grey, RGBA, palette, each of its own size, in one request."""
+    """JPEG, PNG, GIF, BMP, grey, RGBA, palette, each of its own size, in one request."""
     expected = evaluated(model, FILES.values())
     answer = served.predict("serving_default", image_bytes=strings(*FILES.values()))
     best = np.argsort(-expected, axis=1)[:, :3]

@@ -27,7 +27,7 @@ _BYTES = [bytes([value]) for value in range(256)]
 _JPEG = b"\xff\xd8\xff"
 
 
-def decode_image(contents: tf.Tensor) -> tf.Tensor:
+def decode_image(contents: tf.Tensor, *, webp: bool = True) -> tf.Tensor:
     """Decodes one JPEG, PNG, WebP, BMP or GIF to RGB, upright.
 
     Grey becomes three equal channels. What is transparent in a PNG or WebP lies on white, as on a
@@ -43,6 +43,8 @@ def decode_image(contents: tf.Tensor) -> tf.Tensor:
 
     Args:
         contents: the bytes of the file, a scalar string.
+        webp: whether WebP is decoded, by an operation that TensorFlow has from 2.20 on; a graph
+            that has it does not load in servers of before.
 
     Returns:
         The pixels 0..255, uint8 of shape (height, width, 3).
@@ -50,12 +52,14 @@ def decode_image(contents: tf.Tensor) -> tf.Tensor:
     Raises:
         tf.errors.InvalidArgumentError: the bytes are not such an image, or are damaged.
     """
+    decoders = [
+        (_starts_with(contents, b"\x89PNG"), lambda: _decode_png(contents)),
+        (_starts_with(contents, b"BM"), lambda: _decode_bmp(contents)),
+    ]
+    if webp:
+        decoders.append((_starts_with(contents, b"RIFF"), lambda: _decode_webp(contents)))
     image = tf.case(
-        [
-            (_starts_with(contents, b"\x89PNG"), lambda: _decode_png(contents)),
-            (_starts_with(contents, b"RIFF"), lambda: _decode_webp(contents)),
-            (_starts_with(contents, b"BM"), lambda: _decode_bmp(contents)),
-        ],
+        decoders,
         default=lambda: tf.io.decode_image(contents, channels=3, expand_animations=False),
     )
     image = tf.cond(

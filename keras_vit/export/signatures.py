@@ -102,14 +102,15 @@ class _Inputs:
 def decode_images(contents: Any, *, size: tuple[int, int], antialias: bool) -> Any:
     """Turns the bytes of image files (B,) into pixels (B, height, width, 3), float32 in 0..255.
 
-    Each file may have its own size and format; evaluation goes through the same two functions.
+    Each file may have its own size and format; evaluation goes through the same two functions, and
+    knows WebP besides.
 
     Raises:
         tf.errors.InvalidArgumentError: the bytes are no image, or an image of one pixel.
     """
 
     def decode(content: Any) -> Any:
-        image = image_files.decode_image(content)
+        image = image_files.decode_image(content, webp=False)
         shape = tf.shape(image)
         several = tf.debugging.Assert(shape[0] * shape[1] > 1, [SINGLE_PIXEL])
         with tf.control_dependencies([several] if several is not None else []):

@@ -19,8 +19,6 @@ from keras_vit.model import VisionTransformer
 
 # The dense products of a block; the paper adapts query and value (arXiv 2106.09685, Section 4.2).
 TARGETS = ("qkv", "out", "fc1", "fc2")
-# Uniform up to 1 / sqrt(width): microsoft/LoRA, loralib/layers.py, reset_parameters.
-LORA_UNIFORM = keras.initializers.VarianceScaling(1 / 3, mode="fan_in", distribution="uniform")
 _PARTS = {"qkv": "attention", "out": "attention", "fc1": "mlp", "fc2": "mlp"}
 
 
@@ -53,7 +51,7 @@ class LoRAVisionTransformer(VisionTransformer):
         super().__init__(config, name=name, dtype=dtype, trainable=trainable)
         self.rank, self.targets, self.alpha = rank, _checked(targets), alpha
         for layer in self.adapted_layers():
-            layer.enable_lora(rank, alpha, LORA_UNIFORM)
+            layer.enable_lora(rank, alpha, _lora_initializer())
         for variable in self.trainable_variables:
             variable.trainable = _is_adapter(variable.path)
 
@@ -263,6 +261,14 @@ def freeze(model: VisionTransformer, *, blocks: int) -> None:
     first = min(names.index(name) for name in starts if name in names)
     for place, layer in enumerate(model.layers):
         layer.trainable = place >= first
+
+
+def _lora_initializer() -> keras.initializers.Initializer:
+    """Uniform up to 1 / sqrt(width): microsoft/LoRA, loralib/layers.py, reset_parameters.
+
+    One for each layer: an initializer draws its seed where it is made.
+    """
+    return keras.initializers.VarianceScaling(1 / 3, mode="fan_in", distribution="uniform")
 
 
 def _checked(targets: str | Iterable[str]) -> tuple[str, ...]:

@@ -325,3 +325,23 @@ def test_frozen_weights_stay(tiny: VisionTransformer) -> None:
     model.fit(np.ones((4, 32, 48, 3)), np.arange(4), verbose=0)
     for old, variable in zip(before, model.get_layer("block_1").weights, strict=True):
         np.testing.assert_array_equal(old, variable)
+
+
+def test_a_seed_decides_every_fresh_weight() -> None:
+    """In processes of their own, where nothing drew before; the thin matrices of LoRA too."""
+    import processes
+
+    found = [processes.start(__file__, seed).communicate(timeout=120)[0] for seed in (0, 0, 1)]
+    assert found[0] == found[1] != found[2]
+    assert len(found[0]) == 65
+
+
+if __name__ == "__main__":
+    import hashlib
+    import sys
+
+    import keras_vit
+
+    keras.utils.set_random_seed(int(sys.argv[1]))
+    fresh = keras_vit.lora(VisionTransformer(TINY), rank=2).get_weights()
+    print(hashlib.sha256(b"".join(value.tobytes() for value in fresh)).hexdigest())

@@ -9,7 +9,7 @@ from keras_vit.layers.initialization import initializer
 from keras_vit.layers.random import dropout
 
 # google-research/vision_transformer, vit_jax/models_vit.py, MlpBlock.
-RANDOM_BIAS = keras.initializers.RandomNormal(stddev=1e-6)
+BIAS_STDDEV = 1e-6
 # Keras' other modes, "gptq" and "awq", are calibrated on text.
 MODES = ("int8", "int4", "float8")
 # What LoRA adds, in the order of files.
@@ -50,11 +50,13 @@ class TokenDense(keras.layers.Dense):
             raise ValueError(
                 f"activation must be one of {list(backend.ACTIVATIONS)}. Received: {activation!r}."
             )
+        # Made here: an initializer draws its seed where it is made, after `set_random_seed`.
+        random = keras.initializers.RandomNormal(stddev=BIAS_STDDEV)
         super().__init__(
             units,
             activation=backend.ACTIVATIONS[activation],
             kernel_initializer=kernel_initializer,
-            bias_initializer=RANDOM_BIAS if random_bias else "zeros",
+            bias_initializer=random if random_bias else "zeros",
             **kwargs,
         )
         self.activation_name = activation

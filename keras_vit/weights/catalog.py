@@ -96,6 +96,7 @@ class CatalogRow:
             input_shape=(self.image_size, self.image_size, 3),
             classes=self.classes,
             representation_dim=self.representation_dim,
+            antialias=False,  # as the weights were trained
         )
 
     @property

@@ -15,6 +15,7 @@ from conftest import TINY, randomize
 
 from keras_vit.applications import ViTTi16
 from keras_vit.model import VisionTransformer
+from keras_vit.training import Execution
 
 CLASSES = 7
 CROSS_ENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -242,7 +243,7 @@ def subclass(model: keras.Model, folder: Path) -> None:
 
 
 def replicas(model: keras.Model, folder: Path) -> None:
-    strategy = tf.distribute.MirroredStrategy(["/cpu:0", "/cpu:1"])
+    strategy = Execution(strategy="mirrored").make_strategy()  # one for all models of a process
     with strategy.scope():
         copy = type(model).from_config(model.get_config())
         copy.set_weights(model.get_weights())

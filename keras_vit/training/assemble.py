@@ -220,7 +220,11 @@ def _placed(model: Any, *, recipe: Recipe, execution: Execution) -> Any:
     fields = {**model.get_config(), "config": config.to_dict(), "dtype": execution.precision}
     if _is_here(model) and fields == model.get_config():
         return model
-    copy = type(model).from_config(fields)
+    return _filled(type(model).from_config(fields), model)
+
+
+def _filled(copy: Kept, model: keras.Model) -> Kept:
+    """Returns a copy with the weights of its model; what is frozen there is frozen here."""
     copy.set_weights(model.get_weights())
     for ours, theirs in zip(copy.weights, model.weights, strict=True):
         ours.trainable = theirs.trainable
@@ -239,11 +243,7 @@ def _wrapped(
     _check_wrapped(model, data=data, recipe=recipe, execution=execution)
     if _is_here(model):
         return model if isinstance(model, ExactModel) else ExactModel.from_model(model)
-    copy = ExactModel.from_model(keras.models.clone_model(model))
-    copy.set_weights(model.get_weights())
-    for ours, theirs in zip(copy.weights, model.weights, strict=True):
-        ours.trainable = theirs.trainable
-    return copy
+    return _filled(ExactModel.from_model(keras.models.clone_model(model)), model)
 
 
 def _check_wrapped(

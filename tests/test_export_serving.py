@@ -45,7 +45,7 @@ SIZE = (32, 48)
 HOSTILE = {
     "empty": (b"", "empty"),
     "no image": (b"<html>404</html>", "Unknown image file format"),
-    "WebP": (photo(7, kind="WEBP"), "Unknown image file format"),
+    "WebP": (photo(7, kind="WEBP"), "WebP is not decoded here"),
     "truncated JPEG": (photo(kind="JPEG")[:400], "Invalid JPEG data"),
     "truncated PNG": (photo()[:400], "Invalid PNG data"),
     "one pixel": (photo(height=1, width=1), "single pixel"),

@@ -21,6 +21,7 @@ FORMATS = "JPEG, PNG, WebP, BMP or GIF"
 _BMP_INFO_SIZE = (14, 4)
 _BMP_BITS_PER_PIXEL = (28, 2)
 _BMP_COLORS = (46, 4)
+NO_WEBP = "WebP is not decoded here; send the image as JPEG, PNG, GIF or BMP."
 # Where an extended WebP file has its flags, and two of them (RFC 9649, 2.7).
 _WEBP_FLAGS, _WEBP_ALPHA, _WEBP_ANIMATION = 20, 0x10, 0x02
 _BYTES = [bytes([value]) for value in range(256)]
@@ -44,7 +45,7 @@ def decode_image(contents: tf.Tensor, *, webp: bool = True) -> tf.Tensor:
     Args:
         contents: the bytes of the file, a scalar string.
         webp: whether WebP is decoded, by an operation that TensorFlow has from 2.20 on; a graph
-            that has it does not load in servers of before.
+            that has it does not load in servers of before. Otherwise WebP is refused.
 
     Returns:
         The pixels 0..255, uint8 of shape (height, width, 3).
@@ -56,8 +57,8 @@ def decode_image(contents: tf.Tensor, *, webp: bool = True) -> tf.Tensor:
         (_starts_with(contents, b"\x89PNG"), lambda: _decode_png(contents)),
         (_starts_with(contents, b"BM"), lambda: _decode_bmp(contents)),
     ]
-    if webp:
-        decoders.append((_starts_with(contents, b"RIFF"), lambda: _decode_webp(contents)))
+    is_webp = _starts_with(contents, b"RIFF")
+    decoders.append((is_webp, lambda: _decode_webp(contents) if webp else _refuse_webp()))
     image = tf.case(
         decoders,
         default=lambda: tf.io.decode_image(contents, channels=3, expand_animations=False),
@@ -294,6 +295,13 @@ def _decode_webp(contents: tf.Tensor) -> tf.Tensor:
         lambda: tf.image.decode_webp(contents)[0],
     )
     return _on_white(pixels)
+
+
+def _refuse_webp() -> tf.Tensor:
+    # `decode_image` would take it where TensorFlow is new enough, and lay it on black.
+    refused = tf.debugging.Assert(False, [NO_WEBP])
+    with tf.control_dependencies([refused] if refused is not None else []):
+        return tf.zeros((1, 1, 3), tf.uint8)
 
 
 def _on_white(pixels: tf.Tensor) -> tf.Tensor:

@@ -16,7 +16,8 @@ import numpy as np
 
 from campaigns import oracle
 
-HUNG = 60.0  # seconds without a word from a process
+HUNG = 60.0  # seconds in one case
+_START = 300.0  # seconds before the first case: imports, and sound files
 _CONTEXT = multiprocessing.get_context("spawn")
 
 
@@ -97,7 +98,7 @@ def run(
         for worker in list(workers):
             if worker.pipe in ready:
                 worker.listen(outcome)
-            elif time.monotonic() - worker.heard > HUNG:
+            elif worker.is_hung:
                 worker.give_up(outcome, "hung")
             if worker.is_done:
                 workers.remove(worker)
@@ -121,11 +122,15 @@ class _Worker:
         self._process.start()
         theirs.close()
         self.is_done = False
-        self.heard = time.monotonic()
+        self._heard = time.monotonic()
         self._at: tuple[int, str] | None = None
 
+    @property
+    def is_hung(self) -> bool:
+        return time.monotonic() - self._heard > (HUNG if self._at else _START)
+
     def listen(self, outcome: Outcome) -> None:
-        self.heard = time.monotonic()
+        self._heard = time.monotonic()
         try:
             message: Any = self.pipe.recv()
         except (EOFError, OSError):

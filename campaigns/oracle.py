@@ -11,7 +11,7 @@ from pathlib import Path
 
 import keras_vit
 
-SECONDS = 1.0  # a refusal takes no longer
+SECONDS = 1.0  # of processor time, as others may be busy too; a refusal takes no longer
 MEGABYTES = 100.0  # nor more memory above what the process held before
 LONGEST = 600  # characters of an error
 FINE = ("same", "refused", "unseen")
@@ -58,7 +58,7 @@ class Verdict:
             "large": a case above its limits. "crashed" and "hung" are the runner's.
         what: the case's own words.
         message: the error, if there was one.
-        seconds: the time it took.
+        seconds: the processor time it took.
         megabytes: the most memory it held above what was held before; 0 where that is not known.
     """
 
@@ -72,7 +72,7 @@ class Verdict:
 def judge(case: Case) -> Verdict:
     """Carries a case out, and decides."""
     before = _start_peak()
-    start = time.perf_counter()
+    start = time.process_time()
     try:
         digest = case.act()
     except Exception as error:
@@ -83,7 +83,7 @@ def judge(case: Case) -> Verdict:
     else:
         kind = "same" if digest == case.sound else "wrong" if case.has_checksum else "unseen"
         message = ""
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     megabytes = max(_peak() - before, 0.0)
     if kind in FINE and seconds > case.seconds:
         kind = "slow"

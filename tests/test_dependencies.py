@@ -1,4 +1,4 @@
-"""Tests of what is installed beside the package: its licences, and the versions it is tested with."""
+"""Tests of what the package depends on: the licences, and the versions that are tested."""
 
 import functools
 import importlib.metadata
@@ -40,7 +40,7 @@ def closure() -> dict[str, frozenset[str]]:
 
 
 def license_of(name: str) -> str:
-    """Returns what a package's metadata says of its licence: the expression, text or classifiers."""
+    """Returns what a package says of its licence: the expression, the text or classifiers."""
     data = importlib.metadata.metadata(name)
     classifiers = [c for c in data.get_all("Classifier") or () if c.startswith("License ::")]
     said = data.get("License-Expression") or " ".join(classifiers) or data.get("License")

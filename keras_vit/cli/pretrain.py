@@ -118,7 +118,7 @@ def _check(arguments: argparse.Namespace) -> None:
 def _model(arguments: argparse.Namespace, recipe: "Recipe") -> "MaskedPatchModel":
     from keras_vit import training
 
-    config = flags.model_config(arguments, image_size=arguments.image_size)
+    config = flags.model_config(arguments, image_size=arguments.image_size, default="digits")
     config = dataclasses.replace(config, pooling="avg", class_token=False)
     return training.MaskedPatchModel(
         dataclasses.replace(recipe.config(config), include_preprocessing=True),

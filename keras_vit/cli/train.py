@@ -84,7 +84,9 @@ def run(arguments: argparse.Namespace) -> int:
     _check(arguments)
     recipe, config = _recipe(arguments), None
     if arguments.weights is None:
-        config = flags.model_config(arguments, image_size=_image_size(arguments))
+        config = flags.model_config(
+            arguments, image_size=_image_size(arguments), default="digits-hybrid"
+        )
         config = recipe.config(execution.config(config))  # what does not fit is told at once
     execution.make_strategy()  # several workers join before an image is decoded, or never
     data = output.load_data(arguments.data, strict=arguments.strict, json=arguments.json)

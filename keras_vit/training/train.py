@@ -244,20 +244,22 @@ def default_config(data: ImageData) -> ViTConfig:
         >>> default_config(load_digits()).input_shape
         (16, 16, 3)
     """
-    return models.MODELS["digits" if data.source == "digits" else "tiny"]
+    return models.MODELS["digits-hybrid" if data.source == "digits" else "tiny"]
 
 
 def default_pretrain_config(data: ImageData) -> ViTConfig:
     """Returns the config to pre-train on the data without labels.
 
-    It pools by the average of the patches: no class token would be trained for anything.
+    It pools by the average of the patches: no class token would be trained for anything. Patches
+    are of pixels, which are what is predicted: it is no hybrid.
 
     Example:
         >>> from keras_vit.data import load_digits
         >>> default_pretrain_config(load_digits()).pooling
         'avg'
     """
-    return dataclasses.replace(default_config(data), pooling="avg", class_token=False)
+    config = models.MODELS["digits" if data.source == "digits" else "tiny"]
+    return dataclasses.replace(config, pooling="avg", class_token=False)
 
 
 def default_recipe(data: ImageData) -> Recipe:

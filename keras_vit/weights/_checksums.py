@@ -22,7 +22,7 @@ _START = 512  # bytes that tell what a file is
 _MARKS = (
     (rb"\s*<(!doctype html|html|head|body)", "a web page"),
     (rb"\s*<(\?xml|[a-z]+[ >])", "an XML text"),
-    (rb"version https://git-lfs", "a Git LFS pointer, which stands for the file"),
+    (rb"version https://git-lfs", "a Git LFS pointer"),
     (rb"\x1f\x8b", "gzip data"),
     (rb'\s*(\{\s*["}]|\[)', "a JSON text"),
     (rb"PK\x03\x04", "a zip archive"),

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 _TRANSIENT_STATUS = (408, 425, 429)
+_OTHER_SCHEME = "to an address that is not http or https"
 
 
 class InterruptedTransferError(Exception):
@@ -203,15 +204,22 @@ def _refusal(error: urllib.error.HTTPError, url: str, advice: str) -> Exception:
             f"There is no file at {shown(url)} ({status}): check the name, or {advice}."
         )
     if 300 <= error.code < 400:
-        is_ours = isinstance(error, _RedirectError)
-        where = error.reason if is_ours else "in a circle or to no address that can be followed"
-        return ConnectionError(f"{shown(url)} redirects {where}: {advice}.")
+        return ConnectionError(f"{shown(url)} redirects {_where(error)}: {advice}.")
     is_beyond = error.code == 416
     if error.code < 500 and error.code not in _TRANSIENT_STATUS and not is_beyond:
         return ConnectionError(f"{shown(url)} was refused ({status}): {advice}.")
     after = error.headers.get("Retry-After", "")
     pause = float(after) if after.isdecimal() else 0.0
     return InterruptedTransferError(status, wait=pause, is_beyond=is_beyond)
+
+
+def _where(error: urllib.error.HTTPError) -> str:
+    """Says of a redirect that was not followed where it leads."""
+    if isinstance(error, _RedirectError):
+        return str(error.reason)
+    if re.match(r"(?!https?:)[a-z][a-z0-9+.-]*:", error.headers.get("Location", ""), re.IGNORECASE):
+        return _OTHER_SCHEME
+    return "in a circle or to no address that can be followed"
 
 
 def _transient(reason: object) -> bool:
@@ -243,7 +251,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         old, new = urllib.parse.urlsplit(req.full_url), urllib.parse.urlsplit(newurl)
         reason = None
         if new.scheme not in ("http", "https"):
-            reason = "to an address that is not http or https"
+            reason = _OTHER_SCHEME
         elif old.scheme == "https" and new.scheme == "http":
             reason = "from https to http, where anyone on the way could change the file"
         elif "@" in new.netloc:

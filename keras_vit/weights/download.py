@@ -229,6 +229,7 @@ def _download(
             _transfer.discard(partial)
             raise
     _write_record(path, digest)
+    _close(partial)
     partial.replace(path)
     atomic.sync_folder(path.parent)
     _transfer.discard(partial)
@@ -307,6 +308,7 @@ def _write_record(path: Path, digest: str) -> None:
         _make_folder(record.parent)
         with atomic.whole_file(record) as fresh:
             fresh.write_text(f"{digest}  {path.name}\n")
+            _close(fresh)
     except OSError as error:
         if error.errno not in _UNWRITABLE:
             raise
@@ -342,6 +344,11 @@ def _make_folder(folder: Path) -> None:
     """Makes folders that others may not write to, whatever the process' umask says."""
     for missing in reversed([each for each in (folder, *folder.parents) if not each.exists()]):
         missing.mkdir(mode=0o755, exist_ok=True)
+
+
+def _close(file: Path) -> None:
+    """Takes the right to write to a file from all others; a umask may have left it."""
+    file.chmod(stat.S_IMODE(file.stat().st_mode) & ~stat.S_IWOTH)
 
 
 def _check_owner(path: Path) -> None:

@@ -15,7 +15,6 @@ from keras_vit.weights.download import cached_path, fetch, verify
 from keras_vit.weights.torch_settings import SETTINGS_FILES
 
 HUB_WEIGHTS = "model.safetensors"
-HUB_ADDRESS = "hf://owner/name, hf://owner/name@revision or hf://owner/name@revision/file"
 # What a folder is looked through for, before any other file that can be read.
 FOLDER_FILES = ("model.safetensors", "model.keras")
 
@@ -162,7 +161,10 @@ def _hub_parts(address: str) -> tuple[str, str | None, str | None]:
     """Returns the repository, and the revision and the file where the address says them."""
     found = re.fullmatch(r"hf://([\w.-]+/[\w.-]+)(?:@([^@/\s]+))?(?:/([^@\s]+))?", address)
     if found is None:
-        raise ValueError(f"A Hub address is {HUB_ADDRESS}. Received: {shown(address)!r}.")
+        raise ValueError(
+            f"A Hub address is hf://owner/name. Received: {shown(address)!r}; after the name may "
+            "come @revision, and then /file."
+        )
     repository, revision, file = found.groups()
     if file is not None and (not file.endswith(SUFFIXES) or ".." in file.split("/")):
         raise ValueError(

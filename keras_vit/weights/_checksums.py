@@ -4,6 +4,7 @@ import base64
 import functools
 import hashlib
 import json
+import os
 import re
 import struct
 import zipfile
@@ -163,6 +164,7 @@ def _check_zip(path: Path) -> None:
             packings = {member.compress_type for member in members}
             if not packings <= {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}:
                 raise ValueError("a member is packed otherwise than stored or deflated")
+            _check_ends(path, len(archive.comment))
             damaged = archive.testzip()
     except _ZIP_ERRORS as error:
         text = f"{error}"[:80]
@@ -171,6 +173,16 @@ def _check_zip(path: Path) -> None:
         ) from error
     if damaged is not None:
         raise ValueError(f"the archive's member {damaged[:80]!r} does not have its own CRC")
+
+
+def _check_ends(path: Path, comment: int) -> None:
+    """Refuses what `zipfile` skips: bytes before the first member and after the archive's end."""
+    with path.open("rb") as file:
+        first = file.read(2)
+        file.seek(-22 - comment, os.SEEK_END)
+        last = file.read(4)
+    if (first, last) != (b"PK", b"PK\x05\x06"):
+        raise ValueError("other bytes before or after it")
 
 
 def _check_safetensors(path: Path) -> None:

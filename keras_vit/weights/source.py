@@ -159,7 +159,7 @@ def _hub_file(address: str, sha256: str | None) -> Path:
 
 def _hub_parts(address: str) -> tuple[str, str | None, str | None]:
     """Returns the repository, and the revision and the file where the address says them."""
-    found = re.fullmatch(r"hf://([\w.-]+/[\w.-]+)(?:@([^@/\s]+))?(?:/([^@\s]+))?", address)
+    found = re.fullmatch(r"hf://([\w.-]+/[\w.-]+)(?:@([^@/\s?#]+))?(?:/([^@\s?#]+))?", address)
     if found is None:
         raise ValueError(
             f"A Hub address is hf://owner/name. Received: {shown(address)!r}; after the name may "

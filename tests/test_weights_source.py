@@ -23,7 +23,7 @@ import published
 import pytest
 
 import keras_vit
-from keras_vit.weights import source
+from keras_vit.weights import building, loading, source
 from keras_vit.weights.catalog import CatalogRow, catalog
 from keras_vit.weights.layouts import original_rows
 
@@ -395,7 +395,7 @@ def test_addresses_that_are_none_of_the_hub(address: str, moving: MovingServer) 
     assert "hunter2" not in str(raised.value)
 
 
-SHA256_ENTRANCES = ["load", "builder", "path", "folder", "url", "hub", "name"]
+SHA256_ENTRANCES = ["load", "model", "builder", "path", "folder", "url", "hub", "name"]
 
 
 @pytest.mark.parametrize("entrance", SHA256_ENTRANCES)
@@ -414,6 +414,9 @@ def test_sha256_is_compared_before_anything_is_read(
         server.files["/vit.npz"] = file.read_bytes()
         roads = {
             "load": lambda sha256: keras_vit.load(file, sha256=sha256),
+            "model": lambda sha256: keras_vit.weights.load(
+                keras_vit.VisionTransformer(config), file, sha256=sha256
+            ),
             "builder": lambda sha256: keras_vit.ViTTi16(weights=str(file), sha256=sha256),
             "path": lambda sha256: keras_vit.ViTTi16(weights=file, sha256=sha256),
             "folder": lambda sha256: keras_vit.load(file.parent, sha256=sha256),
@@ -425,7 +428,7 @@ def test_sha256_is_compared_before_anything_is_read(
         if entrance == "hub":
             digest = hashlib.sha256(HUB_FILES["model.safetensors"].read_bytes()).hexdigest()
         with monkeypatch.context() as patch:
-            for module in (keras_vit.weights.building, keras_vit.applications):
+            for module in (building, loading, keras_vit.applications):
                 patch.setattr(module, "open_checkpoint", lambda path: pytest.fail("was read"))
             with pytest.raises(ValueError, match=f"{'0' * 64} was asked for"):
                 road("0" * 64)

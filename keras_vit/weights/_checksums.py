@@ -69,13 +69,17 @@ def checked_sha256(sha256: str | None) -> str | None:
 
 
 def check_sha256(path: Path, sha256: str | None) -> None:
-    """Compares a local file with the SHA-256 that a caller gave; None is given by nobody.
+    """Compares a local file with the SHA-256 that a caller gave, None for nothing.
+
+    What is not there, or no file, is left to its reader to refuse.
 
     Raises:
         ValueError: the file has another one.
     """
     wanted = checked_sha256(sha256)
-    if wanted is not None and (digest := digest_of(path)) != wanted:
+    if wanted is None or not path.is_file():
+        return
+    if (digest := digest_of(path)) != wanted:
         raise ValueError(
             f"{path} has the SHA-256 {digest}, and {wanted} was asked for: it is damaged or "
             "another file, get it from its publisher again."

@@ -91,9 +91,7 @@ def locate(
 
 
 def _compared(path: Path, sha256: str | None) -> Path:
-    """Returns the file; one that is not there, or no file, is for its reader to refuse."""
-    if path.is_file():
-        check_sha256(path, sha256)
+    check_sha256(path, sha256)
     return path
 
 

@@ -33,6 +33,7 @@ ARGUMENTS = [
     "dropout_rate",
     "drop_path_rate",
     "remat",
+    "sha256",
 ]
 
 FRESH = [

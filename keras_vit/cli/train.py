@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from keras_vit.cli import flags, output, tuning
+from keras_vit.cli import flags, output, tuning, values
 
 if TYPE_CHECKING:
     from keras_vit import VisionTransformer, ViTConfig
@@ -65,6 +65,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="start from the model of a run, of pretrain or train, which says what --model is; or "
         "from a checkpoint of the variant: a file, or the name of published weights such as "
         "imagenet21k, which are downloaded (default: from fresh weights)",
+    )
+    group.add_argument(
+        "--weights-sha256",
+        type=values.sha256,
+        metavar="HEX",
+        help="the SHA-256 of the file of --weights, a run's model.keras, compared before it is "
+        "read (default: a download is compared with its first use)",
     )
     _add_recipe_flags(parser.add_argument_group("recipe"))
     tuning.add_flags(parser)
@@ -134,6 +141,8 @@ def _add_recipe_flags(group: argparse._ArgumentGroup) -> None:
 def _check(arguments: argparse.Namespace) -> None:
     tuning.check(arguments)
     if arguments.weights is None:
+        if arguments.weights_sha256 is not None:
+            raise ValueError("--weights-sha256 needs --weights.")
         return
     if arguments.set:
         raise ValueError(
@@ -164,15 +173,19 @@ def _model(
 
 def _weights(arguments: argparse.Namespace, data: "ImageData") -> "VisionTransformer":
     from keras_vit import training
+    from keras_vit.weights.source import find
 
-    size = _image_size(arguments)
+    size, sha256 = _image_size(arguments), arguments.weights_sha256
     if _is_run(arguments.weights):
+        if sha256 is not None:
+            find(arguments.weights, sha256=sha256)
         return training.run_model(arguments.weights, labels=data.labels, image_size=size)
     return training.pretrained_model(
         arguments.model,
         weights=arguments.weights,
         classes=len(data.labels),
         image_size=size,
+        sha256=sha256,
     )
 
 

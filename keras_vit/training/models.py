@@ -76,6 +76,7 @@ def pretrained_model(
     weights: str | os.PathLike[str],
     classes: int,
     image_size: tuple[int, int] | None = None,
+    sha256: str | None = None,
 ) -> VisionTransformer:
     """Makes a published variant from a checkpoint, ready to be fine-tuned.
 
@@ -84,6 +85,7 @@ def pretrained_model(
         weights: the checkpoint: a file, or a name that the builders know, such as "imagenet21k".
         classes: number of classes; a fresh classifier is made if the checkpoint has another.
         image_size: (height, width) in pixels; None for the checkpoint's.
+        sha256: that of the checkpoint's file, None where it is not known.
 
     Raises:
         FileNotFoundError: there is no checkpoint.
@@ -95,6 +97,7 @@ def pretrained_model(
         classes=classes,
         input_shape=None if image_size is None else (*image_size, 3),
         classifier_activation=None,
+        sha256=sha256,
     )
     return model
 

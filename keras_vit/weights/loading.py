@@ -15,6 +15,7 @@ from keras_vit import backend
 from keras_vit.config import ViTConfig
 from keras_vit.layers.initialization import overwritten_weights
 from keras_vit.model import VisionTransformer
+from keras_vit.weights._checksums import check_sha256
 from keras_vit.weights.checkpoint import (
     ARCHITECTURE,
     NUMBERS,
@@ -35,7 +36,13 @@ Values = dict[str, concurrent.futures.Future[np.ndarray]]  # by the variable's p
 logger = logging.getLogger(__name__)
 
 
-def load(model: VisionTransformer, path: str | Path, *, positions: Method = "original") -> None:
+def load(
+    model: VisionTransformer,
+    path: str | Path,
+    *,
+    positions: Method = "original",
+    sha256: str | None = None,
+) -> None:
     """Loads a checkpoint's weights into a model, position embeddings resampled to the model's grid.
 
     The file is read and checked whole before the first variable changes. A model without classifier
@@ -47,13 +54,15 @@ def load(model: VisionTransformer, path: str | Path, *, positions: Method = "ori
         path: an .npz file in the published layout with older or newer Flax names, a .safetensors
             file of Hugging Face transformers or timm, or a .weights.h5 or .keras file.
         positions: how positions are resampled if the grids differ, see `resample_positions`.
+        sha256: that of the file, in hexadecimal; compared before anything is read from it.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is damaged, or does not fit the model; all differences are listed. A
-            file that says its activation, epsilon or pixels' mean and deviation must say the
-            model's.
+        ValueError: the file is damaged, has another SHA-256, or does not fit the model; all
+            differences are listed. A file that says its activation, epsilon or pixels' mean and
+            deviation must say the model's.
     """
+    check_sha256(Path(path), sha256)
     checkpoint = open_checkpoint(path)
     rows = match(checkpoint, model.config)
     check_numbers(checkpoint, model.config)

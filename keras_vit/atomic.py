@@ -147,6 +147,16 @@ def publish(stage: Path, out: Path) -> None:
         sync_folder(stage.parent)
 
 
+def was_cut_off(parent: Path, out: Path) -> bool:
+    """Whether `publish` has taken the old folder away and not put the new one there.
+
+    Args:
+        parent: of the stage.
+        out: as in `publish`.
+    """
+    return not out.exists() and (parent / _REPLACED).is_dir()
+
+
 def restore(parent: Path, out: Path) -> None:
     """Puts back the folder that a killed `publish` took away; nobody may be publishing now.
 
@@ -155,7 +165,7 @@ def restore(parent: Path, out: Path) -> None:
         out: as in `publish`.
     """
     old = parent / _REPLACED
-    if old.is_dir() and not out.exists():
+    if was_cut_off(parent, out):
         with telling(out, kept=f"the old folder is {str(old)!r}"):
             old.rename(out)
             sync_folder(out.parent)
@@ -269,8 +279,7 @@ def _locked(path: Path, what: str) -> int:
         descriptor = os.open(path, flags, 0o644)
         try:
             _lock(descriptor, path, what)
-            is_there = path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())
-            if is_there:  # else its holder removed it while it was being opened
+            if _is_at(descriptor, path):  # else its holder removed it while it was being opened
                 os.truncate(descriptor, 0)
                 os.write(descriptor, _myself().encode())
                 return descriptor
@@ -278,6 +287,13 @@ def _locked(path: Path, what: str) -> int:
             os.close(descriptor)
             raise
         os.close(descriptor)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _lock(descriptor: int, path: Path, what: str) -> None:

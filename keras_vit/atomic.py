@@ -132,10 +132,10 @@ def publish(stage: Path, out: Path) -> None:
 
     Args:
         stage: from `staging_folder`.
-        out: where to; the old folder is left at `stage`.
+        out: where to.
 
     Raises:
-        OSError: the old folder is where it was.
+        OSError: the old folder is where it was, or where `restore` finds it.
     """
     with telling(out):
         sync_tree(stage)
@@ -158,7 +158,9 @@ def was_cut_off(parent: Path, out: Path) -> bool:
 
 
 def restore(parent: Path, out: Path) -> None:
-    """Puts back the folder that a killed `publish` took away; nobody may be publishing now.
+    """Puts back the folder that a killed `publish` took away, or removes what is not needed.
+
+    Nobody may be publishing now.
 
     Args:
         parent: of the stage.
@@ -169,6 +171,7 @@ def restore(parent: Path, out: Path) -> None:
         with telling(out, kept=f"the old folder is {str(old)!r}"):
             old.rename(out)
             sync_folder(out.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -267,9 +270,10 @@ def _rename_twice(stage: Path, out: Path) -> None:
         stage.rename(out)
     except BaseException:
         if not out.exists():
-            old.rename(out)
+            with contextlib.suppress(OSError):  # then `restore` does it
+                old.rename(out)
         raise
-    old.rename(stage)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _locked(path: Path, what: str) -> int:

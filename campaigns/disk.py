@@ -280,9 +280,9 @@ class _Trouble:
             if is_change and _is_inside(arguments[0], folder):
                 self._strike()
 
-        def counted_fsync(descriptor: Any) -> None:
+        def counted_fsync(fd: Any) -> None:
             self._strike()
-            fsync(descriptor)
+            fsync(fd)
 
         def counted_swap(first: Path, second: Path) -> bool:
             self._strike()

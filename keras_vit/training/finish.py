@@ -113,7 +113,7 @@ def _publish(loop: Loop, data: ImageData, config: dict[str, Any], out: Path) -> 
     """Assembles the run in the training's folder, lets others add to it, and puts it in place."""
     folder = loop.folder.path
     with atomic.staging_folder(folder) as stage:
-        with atomic.telling(stage, kept=f"all of the training is in {folder}", again="resume"):
+        with atomic.telling(folder, kept="the checkpoints are kept", again="resume"):
             for name in (run.HISTORY, run.CURVES):
                 shutil.copy2(folder / name, stage / name)
             (stage / run.EVENTS).mkdir()

@@ -243,13 +243,14 @@ def _train(
 
 def _begin(loop: Loop, settings: dict[str, Any], *, existing: run.Existing) -> None:
     """Goes back to the last checkpoint, or makes the folder and the first one."""
-    found = loop.workers.gather(int(existing == "resume" and loop.folder.exists()))
+    is_there = existing == "resume" and loop.folder.exists()
+    found = loop.workers.gather(1 + loop.folder.checkpoints.steps()[-1] if is_there else 0)
     if all(found):
         loop.folder.check(settings)
         loop.resume()
         return
-    if any(found):
-        lacking = [index for index, is_there in enumerate(found) if not is_there]
+    if max(found) > 1:  # otherwise they were killed before the first step
+        lacking = [index for index, steps in enumerate(found) if not steps]
         raise ValueError(
             f"Of the workers {lacking} the checkpoints are gone; put back the folders "
             f"{loop.folder.path.name}-N, or overwrite the training of all."

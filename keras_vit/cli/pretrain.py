@@ -101,7 +101,9 @@ def run(arguments: argparse.Namespace) -> int:
             execution=execution,
             on_event=display.show,
         )
-    if training.is_first_worker():
+    if training.is_first_worker() and not display.has_ended:
+        display.show_finished(result)
+    elif training.is_first_worker():
         display.finish_pretraining(result, seconds=time.monotonic() - start)
     return 0
 

@@ -31,7 +31,10 @@ _LAYERS = {
 _PLACES = {"kernel": 0, "bias": 1, "gamma": 0, "beta": 1, "class_token": 0, "probe": 0}
 
 # What h5py makes of the many errors of the HDF5 library.
-_NO_HDF5 = (OSError, RuntimeError, ValueError, KeyError, TypeError, MemoryError, OverflowError)
+_NO_HDF5 = (
+    *(OSError, RuntimeError, ValueError, KeyError, TypeError, MemoryError, OverflowError),
+    SystemError,  # an error of the library while another is handled
+)
 
 
 def read_h5(path: Path, content: bytes | None = None) -> dict[str, StoredArray]:
@@ -207,7 +210,8 @@ def _h5_node(name: str, place: int, found: Any) -> _Node:
 def _h5_dtype(kind: Any) -> np.dtype | None:
     """Returns the dtype of numbers as Keras writes them, None for anything else."""
     if kind.get_class() == h5py.h5t.OPAQUE and kind.get_size() == 2:
-        return np.dtype(ml_dtypes.bfloat16)  # two raw bytes, which Keras marks with an attribute
+        marked: np.dtype = np.dtype(ml_dtypes.bfloat16)  # two raw bytes, marked by an attribute
+        return marked
     if kind.get_class() not in (h5py.h5t.FLOAT, h5py.h5t.INTEGER):
         return None
     dtype = np.dtype(str(kind.dtype.str))

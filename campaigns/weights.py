@@ -29,7 +29,6 @@ CONFIG = keras_vit.ViTConfig(
     num_heads=2,
     num_layers=1,
     classes=3,
-    activation="gelu",
 )
 # timm's name for each of ours, and how it keeps the array.
 _TIMM = {
@@ -48,10 +47,10 @@ _TIMM = {
 _SETTINGS = {
     "architecture": "vit_tiny_patch16_224",
     "num_classes": 3,
-    "model_args": {"num_heads": 2, "img_size": 8, "global_pool": "token"},
+    "model_args": {"num_heads": 2, "img_size": 8, "act_layer": "gelu_tanh"},
     "pretrained_cfg": {"mean": [0.5] * 3, "std": [0.5] * 3, "input_size": [3, 8, 8]},
 }
-_ODD_VALUES = (
+_ODD_VALUES: tuple[Any, ...] = (
     *(None, True, -1, 0, 1, 2, 3, 7, 10**6, 10**9, 10**30, 10**4200, 0.5, 1e308, -1e-300),
     *(float("nan"), float("inf"), "", "x", "gelu", "é\x1b[31m", "x" * 100_000, " " * 100_000),
     *([], {}, [[]], [2], [8, 8, 3], [0, 0, 0], [20000, 20000, 3], [10**9] * 3, {"a": {}}),

@@ -56,7 +56,9 @@ def read_h5(path: Path, content: bytes | None = None) -> dict[str, StoredArray]:
             nodes = _h5_nodes(opened)
             has_more = opened.userblock_size > 0
     except _NO_HDF5 as error:
-        raise ValueError(f"{path} is not a whole HDF5 file ({shown(str(error))}).") from error
+        raise ValueError(
+            f"{path} is not a whole HDF5 file; delete it and fetch it again."
+        ) from error
     if has_more or len(nodes) > MAX_ARRAYS:
         raise ValueError(f"{path} holds more than the arrays of a model; Keras wrote no such file.")
     size = path.stat().st_size if content is None else len(content)

@@ -268,11 +268,11 @@ def _check_variables(model: VisionTransformer, rows: list[Row]) -> None:
 def _unchanged_after_an_error(model: VisionTransformer) -> Iterator[None]:
     """Gives the variables the values back that they had, if what is done inside fails.
 
-    Their values are not copied where assigning replaces them: PyTorch alone writes in place.
+    Only PyTorch, which assigns in place, copies them for that: TensorFlow's copy of a variable
+    shares its memory, and JAX's values never change.
     """
-    kept = [(variable, keras.ops.convert_to_tensor(variable)) for variable in model.weights]
-    if keras.backend.backend() == "torch":
-        kept = [(variable, keras.ops.copy(value)) for variable, value in kept]
+    keep = keras.ops.convert_to_tensor if keras.backend.backend() == "jax" else keras.ops.copy
+    kept = [(variable, keep(variable)) for variable in model.weights]
     try:
         yield
     except BaseException:

@@ -225,7 +225,7 @@ def load_adapter(model: VisionTransformer, path: str | Path) -> LoRAVisionTransf
     if ranks != {(rank,)} or not is_scale or not isinstance(targets, list) or _odd(tensors):
         raise ValueError(
             f"{path} is damaged: rank {shown(rank)}, targets {shown(targets)}, alpha "
-            f"{shown(alpha)} or the arrays {shown(_odd(tensors))} are not those of an adapter; fetch it again."
+            f"{shown(alpha)} or the arrays {shown(_odd(tensors))} are not those of an adapter."
         )
     adapted = lora(model, rank=rank, targets=targets, alpha=alpha)
     variables = {v.path: v for v in adapted.weights if _is_adapter(v.path)}

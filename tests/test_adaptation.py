@@ -189,10 +189,10 @@ def test_what_is_no_adapter_is_refused(plain: VisionTransformer, tmp_path: Path)
         keras_vit.save_adapter(keras_vit.lora(plain), tmp_path / "a.npz")
     path = tmp_path / "a.safetensors"
     path.write_bytes(b"no")
-    with pytest.raises(ValueError, match="not an adapter|not a whole"):
+    with pytest.raises(ValueError, match=r"not an adapter|not a whole"):
         keras_vit.load_adapter(plain, path)
     adaptation.safetensors.numpy.save_file({"a": np.zeros(2)}, path)
-    with pytest.raises(ValueError, match="not an adapter|not a whole"):
+    with pytest.raises(ValueError, match=r"not an adapter|not a whole"):
         keras_vit.load_adapter(plain, path)
 
 

@@ -229,8 +229,8 @@ class Campaign:
         else:
             kind = str(rng.choice(_ODD_TYPES))
         content = _header(shape, kind) + self._arrays[name].tobytes()
-        if rng.integers(8) == 0:  # a bomb: zeros that pack to a thousandth
-            content = _header("(1, 1000001, 8)", "<f4") + bytes(32 * 1000001)
+        if rng.integers(8) == 0:  # a bomb: zeros that pack to a thousandth, no square grid
+            content = _header("(1, 1000003, 8)", "<f4") + bytes(32 * 1000003)
         arrays = {n: _npy(value) for n, value in self._arrays.items()} | {name: content}
         self._write_npz(list(arrays.items()), rng)
         return "vit.npz", f"{name} declared as {kind} {shape[:60]}", False

@@ -1,4 +1,4 @@
-"""Tests of keras_vit.data.orientation: photos are upright wherever a file is read."""
+"""Tests of keras_vit.data.header: photos are upright wherever a file is read."""
 
 import io
 import time
@@ -11,7 +11,7 @@ from image_files import as_pillow, photo, picture
 from PIL import Image
 
 from keras_vit.data import Augmentation, Split, evaluation_batches, images, train_batches
-from keras_vit.data import orientation as held
+from keras_vit.data import header as held
 
 TAG = 0x0112
 TURNS = range(1, 9)

@@ -4,10 +4,13 @@ Only TensorFlow ops, like `keras_vit.data.images`: they run in `tf.data` and in 
 Nothing is decoded. What is read is what TensorFlow's decoders make room for.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import tensorflow as tf
+
+# How files begin.
+JPEG, PNG, WEBP, GIF, BMP = b"\xff\xd8\xff", b"\x89PNG", b"RIFF", b"GIF8", b"BM"
 
 # Exif 2.32 (CIPA DC-008), 4.6.4: the tag of IFD0 that holds the orientation, and the types it has.
 _TAG, _SHORT, _LONG = 0x0112, 3, 4
@@ -43,37 +46,26 @@ Walk = tuple[tf.Tensor, tf.Tensor]
 _one_op = tf.function(autograph=False, experimental_attributes={"_noinline": True})
 
 
-@_one_op
-def declared_pixels(contents: tf.Tensor) -> tf.Tensor:
-    """Returns how many pixels decoding a file makes room for, int64; `UNKNOWN` if no one knows.
+def declared_pixels(contents: bytes) -> int:
+    """Returns how many pixels decoding a file makes room for; `UNKNOWN` if no one knows.
 
     Of a moving GIF or WebP all frames count: the decoder holds them all, though the first is used.
 
     Example:
         >>> import tensorflow as tf
-        >>> int(declared_pixels(tf.io.encode_png(tf.zeros((3, 5, 3), tf.uint8))))
+        >>> declared_pixels(tf.io.encode_png(tf.zeros((3, 5, 3), tf.uint8)).numpy())
         15
 
     Args:
-        contents: the bytes of a file, or the first of them, a scalar string.
+        contents: the bytes of a file, or the first of them.
 
     Raises:
         tf.errors.InvalidArgumentError: the header of a JPEG is damaged.
     """
-
-    def begins(magic: bytes) -> tf.Tensor:
-        return tf.equal(tf.strings.substr(contents, 0, len(magic)), magic)
-
-    return tf.case(
-        [
-            (begins(b"\xff\xd8\xff"), lambda: _pixels_of_jpeg(contents)),
-            (begins(b"\x89PNG"), lambda: _pixels_of_png(contents)),
-            (begins(b"GIF8"), lambda: _pixels_of_gif(contents)),
-            (begins(b"BM"), lambda: _pixels_of_bmp(contents)),
-            (begins(b"RIFF"), lambda: _pixels_of_webp(contents)),
-        ],
-        default=lambda: tf.constant(UNKNOWN, tf.int64),
-    )
+    for begin, pixels in PIXELS.items():
+        if contents.startswith(begin):
+            return int(pixels(tf.constant(contents)))
+    return UNKNOWN
 
 
 def may_be_turned(contents: tf.Tensor) -> tf.Tensor:
@@ -415,6 +407,16 @@ def _number(digits: tf.Tensor) -> tf.Tensor:
     powers = [256**place for place in reversed(range(width))]
     limit = [127 if width == 4 and place == 0 else 255 for place in range(width)]
     return tf.reduce_sum(tf.minimum(digits, limit) * powers, axis=-1)
+
+
+# How the files begin that are read, and what reads the number of their pixels in a graph.
+PIXELS: Mapping[bytes, Callable[[tf.Tensor], tf.Tensor]] = {
+    JPEG: _pixels_of_jpeg,
+    PNG: _pixels_of_png,
+    WEBP: _pixels_of_webp,
+    GIF: _pixels_of_gif,
+    BMP: _pixels_of_bmp,
+}
 
 
 def _among(orientation: tf.Tensor, values: tuple[int, ...]) -> tf.Tensor:

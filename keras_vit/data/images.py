@@ -39,7 +39,6 @@ NO_WEBP = "WebP is not decoded here; send the image as JPEG, PNG, GIF or BMP."
 # Where an extended WebP file has its flags, and two of them (RFC 9649, 2.7).
 _WEBP_FLAGS, _WEBP_ALPHA, _WEBP_ANIMATION = 20, 0x10, 0x02
 _BYTES = [bytes([value]) for value in range(256)]
-_JPEG = b"\xff\xd8\xff"
 
 
 def max_pixels() -> int:
@@ -90,16 +89,23 @@ def decode_image(contents: tf.Tensor, *, webp: bool = True) -> tf.Tensor:
         tf.errors.InvalidArgumentError: the bytes are not such an image, are damaged, or hold too
             many pixels.
     """
-    contents = _within_budget(contents)
-    decoders = [
-        (_starts_with(contents, b"\x89PNG"), lambda: _decode_png(contents)),
-        (_starts_with(contents, b"BM"), lambda: _decode_bmp(contents)),
-    ]
-    is_webp = _starts_with(contents, b"RIFF")
-    decoders.append((is_webp, lambda: _decode_webp(contents) if webp else _refuse_webp()))
+    decode = {
+        header.JPEG: _decode_plain,
+        header.PNG: _decode_png,
+        header.WEBP: _decode_webp if webp else _refuse_webp,
+        header.GIF: _decode_plain,
+        header.BMP: _decode_bmp,
+    }
+
+    def within_budget(begin: bytes) -> tf.Tensor:
+        return decode[begin](_within_budget(contents, begin=begin))
+
     image = tf.case(
-        decoders,
-        default=lambda: tf.io.decode_image(contents, channels=3, expand_animations=False),
+        [
+            (_starts_with(contents, begin), functools.partial(within_budget, begin))
+            for begin in decode
+        ],
+        default=lambda: _decode_plain(contents),  # which says that it knows no such file
     )
     image = tf.cond(
         header.may_be_turned(contents),
@@ -150,21 +156,21 @@ def decode_part(contents: tf.Tensor, *, choose: Callable[[tf.Tensor], tf.Tensor]
     def decode_and_cut() -> tf.Tensor:
         return cut_part(decode_image(contents), choose=choose)
 
-    contents = _within_budget(contents)
-
     def decode_jpeg() -> tf.Tensor:
-        part = choose(tf.image.extract_jpeg_shape(contents)[:2])
-        return tf.image.decode_and_crop_jpeg(contents, part, channels=3)
+        checked = _within_budget(contents, begin=header.JPEG)
+        part = choose(tf.image.extract_jpeg_shape(checked)[:2])
+        return tf.image.decode_and_crop_jpeg(checked, part, channels=3)
 
     def decode_turned_jpeg() -> tf.Tensor:
+        checked = _within_budget(contents, begin=header.JPEG)
         turn = header.read_orientation(contents)
-        shape = header.upright_shape(tf.image.extract_jpeg_shape(contents)[:2], turn)
+        shape = header.upright_shape(tf.image.extract_jpeg_shape(checked)[:2], turn)
         part = header.stored_part(choose(shape), shape, turn)
-        cut = tf.image.decode_and_crop_jpeg(contents, part, channels=3)
+        cut = tf.image.decode_and_crop_jpeg(checked, part, channels=3)
         return header.upright(cut, turn)
 
     image = tf.cond(
-        _starts_with(contents, _JPEG),
+        _starts_with(contents, header.JPEG),
         lambda: tf.cond(header.may_be_turned(contents), decode_turned_jpeg, decode_jpeg),
         decode_and_cut,
     )
@@ -366,7 +372,7 @@ def _decoder(most: int) -> Callable[[bytes], tf.Tensor]:
 def _check_head(contents: bytes, *, name: str) -> None:
     """Raises an error if the head of a file says that it holds too many pixels."""
     try:
-        pixels = int(header.declared_pixels(tf.constant(contents)))
+        pixels = header.declared_pixels(contents)
     except _DECODER_ERRORS:
         return  # the decoder has the last word
     most = max_pixels()
@@ -377,10 +383,11 @@ def _check_head(contents: bytes, *, name: str) -> None:
         )
 
 
-def _within_budget(contents: tf.Tensor) -> tf.Tensor:
+def _within_budget(contents: tf.Tensor, *, begin: bytes) -> tf.Tensor:
     """Passes on a file of so many pixels as are decoded; any other is an error."""
-    few = header.declared_pixels(contents) <= max_pixels()
-    checked = tf.debugging.Assert(few, [TOO_LARGE])
+    few = header.PIXELS[begin](contents) <= max_pixels()
+    # Not `tf.debugging.Assert`: its branches cost more than what is asked here.
+    checked = tf.raw_ops.Assert(condition=few, data=[TOO_LARGE])
     with tf.control_dependencies([checked] if checked is not None else []):
         return tf.identity(contents)
 
@@ -388,6 +395,10 @@ def _within_budget(contents: tf.Tensor) -> tf.Tensor:
 def _starts_with(contents: tf.Tensor, magic: bytes) -> tf.Tensor:
     # `substr` clips to the end of shorter strings, so an empty file answers False.
     return tf.equal(tf.strings.substr(contents, 0, len(magic)), magic)
+
+
+def _decode_plain(contents: tf.Tensor) -> tf.Tensor:
+    return tf.io.decode_image(contents, channels=3, expand_animations=False)
 
 
 def _decode_png(contents: tf.Tensor) -> tf.Tensor:
@@ -416,7 +427,7 @@ def _decode_webp(contents: tf.Tensor) -> tf.Tensor:
     return _on_white(pixels)
 
 
-def _refuse_webp() -> tf.Tensor:
+def _refuse_webp(contents: tf.Tensor) -> tf.Tensor:
     # `decode_image` would take it where TensorFlow is new enough, and lay it on black.
     refused = tf.debugging.Assert(False, [NO_WEBP])
     with tf.control_dependencies([refused] if refused is not None else []):

@@ -1,0 +1,51 @@
+"""Tests of campaigns: the oracle tells every way apart, and a repeated case is the same."""
+
+import numpy as np
+import pytest
+from campaign_rig import WAYS, Campaign
+
+from campaigns import mutations, oracle, runner
+
+CONTENT = bytes(range(256)) * 20
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way not in ("crashed", "hung")])
+def test_the_oracle_tells_the_ways_apart(tmp_path, way):
+    case = oracle.Case(
+        what=way,
+        act=lambda: Campaign(tmp_path).act(way),
+        sound="sound",
+        names=("lost.npz",),
+        has_checksum=way != "unseen",
+    )
+    assert oracle.judge(case).kind == way
+
+
+@pytest.mark.parametrize(
+    ("text", "enough"),
+    [
+        ("lost.npz is cut off; fetch it again", True),
+        ("an array is cut off", False),
+        ("lost.npz " + "x" * oracle.LONGEST, False),
+        ("lost.npz: use allow_pickle", False),
+        ("lost.npz \x1b[2J", False),
+    ],
+)
+def test_what_an_error_must_say(text, enough):
+    assert oracle.says_enough(text, ("lost.npz",)) == enough
+
+
+@pytest.mark.slow
+def test_crashed_and_hung_processes_are_counted_with_their_case(monkeypatch):
+    monkeypatch.setattr(runner, "HUNG", 15.0)
+    outcome = runner.run("campaign_rig", count=24, seed=3)
+    drawn = [WAYS[int(np.random.default_rng([3, i]).integers(len(WAYS)))] for i in range(24)]
+    assert {way: outcome.counts[way] for way in WAYS} == {w: drawn.count(w) for w in WAYS}
+    assert {"crashed", "hung"} < set(drawn)
+
+
+def test_a_seed_repeats_a_mutation():
+    one, other = (mutations.mutate(CONTENT, np.random.default_rng([5, 7])) for _ in range(2))
+    assert one == other
+    changed = [mutations.mutate(CONTENT, np.random.default_rng(i))[0] for i in range(200)]
+    assert len(set(changed)) > 150

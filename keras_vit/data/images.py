@@ -7,7 +7,6 @@ import functools
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
@@ -364,9 +363,10 @@ def _decoder(most: int) -> Callable[[bytes], tf.Tensor]:
     Args:
         most: `max_pixels()`, which the graph holds.
     """
-    return tf.function(
+    graph: Callable[[bytes], tf.Tensor] = tf.function(
         decode_image, input_signature=[tf.TensorSpec((), tf.string)], autograph=False
     )
+    return graph
 
 
 def _check_head(contents: bytes, *, name: str) -> None:

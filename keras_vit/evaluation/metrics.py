@@ -134,6 +134,11 @@ def evaluate(
 
 def log_softmax(outputs: np.ndarray, *, model: keras.Model) -> np.ndarray:
     """Turns a classifier's outputs, logits or probabilities, into log-probabilities in float64."""
+    if not np.isfinite(outputs).all():
+        raise ValueError(
+            f"The model {model.name!r} answers with what is no number (NaN or infinite): its "
+            "weights are damaged, or its training went astray; use another."
+        )
     outputs = outputs.astype(np.float64)
     config = getattr(model, "config", None)
     if config is not None and config.classifier_activation == "softmax":

@@ -28,7 +28,7 @@ _BYTES_PER_PIXEL, _OTHER_BYTES = 8, 2**26
 _LARGE_FILE, _HEAD_BYTES = 2**25, 2**20  # of a larger file the head is read before the whole
 _STRIP = 2**20  # pixels that are laid on white at a time
 TOO_LARGE = "The image has more pixels than are decoded, or a header that does not say how many."
-_DECODER_ERRORS = (tf.errors.OpError, UnicodeDecodeError)  # the second: a message with bytes in it
+DECODER_ERRORS = (tf.errors.OpError, UnicodeDecodeError)  # the second: a message with bytes in it
 
 # Byte offset and width of what is read of a BMP's header (BITMAPFILEHEADER, BITMAPINFOHEADER).
 _BMP_INFO_SIZE = (14, 4)
@@ -123,7 +123,7 @@ def is_sound(contents: bytes) -> bool:
     """
     try:
         _decoder(max_pixels())(contents)
-    except _DECODER_ERRORS:
+    except DECODER_ERRORS:
         return False
     return True
 
@@ -349,7 +349,7 @@ def _check_file(file: IO[bytes], *, name: str) -> None:
 def _decode(contents: bytes, *, name: str) -> np.ndarray:
     try:
         return np.asarray(_decoder(max_pixels())(contents))
-    except _DECODER_ERRORS:
+    except DECODER_ERRORS:
         _check_head(contents, name=name)
         raise ValueError(
             f"{name} is not an image that can be read, or is damaged; give a {FORMATS} file."
@@ -373,7 +373,7 @@ def _check_head(contents: bytes, *, name: str) -> None:
     """Raises an error if the head of a file says that it holds too many pixels."""
     try:
         pixels = header.declared_pixels(contents)
-    except _DECODER_ERRORS:
+    except DECODER_ERRORS:
         return  # the decoder has the last word
     most = max_pixels()
     if most < pixels < header.UNKNOWN:

@@ -17,7 +17,7 @@ import keras
 from keras_vit import atomic, weights
 from keras_vit.config import ViTConfig
 from keras_vit.data import ImageData, load_data, record
-from keras_vit.layers.dense import CHANGES
+from keras_vit.layers.composite import CHANGES
 from keras_vit.model import VisionTransformer
 from keras_vit.variants import parameter_count
 

@@ -7,7 +7,7 @@ import image_files
 import numpy as np
 import pytest
 
-from keras_vit.data import Split, listing, load_folder, load_test_folder, source
+from keras_vit.data import Split, images, listing, load_folder, load_test_folder, source
 
 
 def names(split: Split) -> set[str]:
@@ -99,14 +99,14 @@ def test_every_file_that_is_left_out_is_named_with_the_reason(
     image_files.write_image(plain / "deep" / "._a.png")
     os.mkfifo(plain / "pipe.png")
     locked = image_files.write_image(plain / "locked.png")
-    read = Path.read_bytes
+    read = images.read_bytes
 
     def refuse(path: Path) -> bytes:
         if path == locked:
             raise PermissionError(13, "Permission denied", str(path))
         return read(path)
 
-    monkeypatch.setattr(Path, "read_bytes", refuse)
+    monkeypatch.setattr(images, "read_bytes", refuse)
     data = load_folder(tmp_path)
 
     found = {Path(one.name).name: one.reason for one in data.left_out}

@@ -1,6 +1,13 @@
 """Tests of keras_vit.data.images."""
 
 import io
+import os
+import resource
+import struct
+import subprocess
+import sys
+import zlib
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -256,3 +263,123 @@ def test_encoded_bytes_are_read_as_a_file_is() -> None:
     assert np.array_equal(images.read_image(contents), colors())
     with pytest.raises(ValueError, match="An image of 7 bytes is not an image"):
         images.read_image(contents[:7])
+
+
+def bomb(width: int, height: int, *, kind: int = 6) -> bytes:
+    """A PNG of one colour: a thousandth of its pixels' bytes."""
+    row = b"\0" + b"\x80" * (width * {2: 3, 6: 4}[kind])
+    packer = zlib.compressobj(9)
+    packed = b"".join(packer.compress(row) for _ in range(height)) + packer.flush()
+    head = struct.pack(">IIBBBBB", width, height, 8, kind, 0, 0, 0)
+    chunks = [(b"IHDR", head), (b"IDAT", packed), (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        for name, data in chunks
+    )
+
+
+MEASURED = """
+import sys
+from pathlib import Path
+from keras_vit.data import images
+def peak():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
+images.is_sound(Path(sys.argv[2]).read_bytes())
+before = peak()
+try:
+    images.read_image(sys.argv[1])
+except ValueError:
+    pass
+print(peak() - before)
+"""
+
+
+def grown(file: Path, *, small: Path) -> int:
+    """Bytes that reading a file takes at most, in a process that has decoded another before."""
+    run = [sys.executable, "-c", MEASURED, str(file), str(small)]
+    return int(subprocess.run(run, capture_output=True, text=True, check=True).stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not tell")
+def test_memory_is_bounded_by_the_pixels(tmp_path: Path) -> None:
+    """A sound image takes 16 bytes a pixel at most while decoded; one that is too large none."""
+    small, sound, large = tmp_path / "small.png", tmp_path / "sound.png", tmp_path / "large.png"
+    small.write_bytes(bomb(8, 8))
+    sound.write_bytes(bomb(5000, 5000))
+    large.write_bytes(bomb(13_000, 13_000))
+    assert grown(sound, small=small) < 16 * 5000 * 5000
+    assert grown(large, small=small) < 30e6
+
+
+def test_an_image_above_the_budget_is_refused_everywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading, listing and a part of it in training; the number is the environment's to set."""
+    file = tmp_path / "large.png"
+    for form in ("PNG", "JPEG", "BMP", "GIF", "WEBP"):
+        contents = encoded(Image.fromarray(colors()), form)
+        file.write_bytes(contents)
+        monkeypatch.setenv("KERAS_VIT_MAX_PIXELS", str(24 * 32))
+        assert images.is_sound(contents)
+        assert images.read_image(file).shape == (24, 32, 3)
+        monkeypatch.setenv("KERAS_VIT_MAX_PIXELS", str(24 * 32 - 1))
+        assert not images.is_sound(contents)
+        with pytest.raises(ValueError, match=r"large.png' has 768 pixels, .* than the 767 that"):
+            images.read_image(file)
+        with pytest.raises(tf.errors.InvalidArgumentError, match="more pixels than are decoded"):
+            images.decode_part(
+                tf.constant(contents), choose=lambda shape: tf.constant([0, 0, 1, 1])
+            )
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "1e6", "many", "9" * 30])
+def test_a_budget_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("KERAS_VIT_MAX_PIXELS", text)
+    with pytest.raises(ValueError, match="KERAS_VIT_MAX_PIXELS is the most pixels"):
+        images.read_image(b"no image")
+
+
+def test_a_pipe_a_device_and_a_huge_file_are_refused_at_once(tmp_path: Path) -> None:
+    """Nothing waits for a writer, and nothing without end is read."""
+    os.mkfifo(tmp_path / "pipe.jpg")
+    (tmp_path / "zero.jpg").symlink_to("/dev/zero")
+    with (tmp_path / "sparse.png").open("wb") as file:
+        file.write(b"\x89PNG")
+        file.truncate(40 * 2**30)
+    with pytest.raises(ValueError, match=r"pipe.jpg' is a pipe or a device, not a file"):
+        images.read_image(tmp_path / "pipe.jpg")
+    with pytest.raises(ValueError, match=r"zero.jpg' is a pipe or a device, not a file"):
+        images.read_image(tmp_path / "zero.jpg")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ValueError, match=r"sparse.png' has 42949672960 bytes, more than"):
+        images.read_image(tmp_path / "sparse.png")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**15  # KiB
+
+
+@pytest.mark.parametrize("place", [14, 18, 28, 46])
+@pytest.mark.parametrize("value", [0, 3, 2**31 - 1, 2**31, 2**32 - 1])
+def test_a_damaged_palette_bmp_is_refused_by_name(place: int, value: int) -> None:
+    """TensorFlow's message holds bytes of the file, which are no text: nobody meets that error."""
+    palette = Image.fromarray(colors()).quantize(64)
+    contents = bytearray(encoded(palette, "BMP"))
+    contents[place : place + 4] = struct.pack("<I", value)
+    for damaged in (bytes(contents), bytes(contents[:30])):
+        if images.is_sound(damaged):
+            images.read_image(damaged)
+        else:
+            with pytest.raises(ValueError, match=r"An image of \d+ bytes (is not|has \d+ pixels)"):
+                images.read_image(damaged)
+
+
+def test_laying_on_white_in_integers_is_laying_on_white(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each colour with each alpha gives what floating point gives; in strips too."""
+    color, alpha = np.meshgrid(np.arange(256), np.arange(256))
+    pixels = np.stack([color, color[::-1], color, alpha], axis=-1).astype(np.uint8)
+    share = pixels[..., 3:].astype(np.float64) / 255
+    expected = np.round(pixels[..., :3] * share + 255 * (1 - share)).astype(np.uint8)
+    contents = encoded(Image.fromarray(pixels, "RGBA"), "PNG")
+    assert difference(contents, expected) == 0
+    monkeypatch.setattr(images, "_STRIP", 1000)
+    assert difference(contents, expected) == 0

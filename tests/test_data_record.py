@@ -39,5 +39,29 @@ def test_images_that_have_gone_are_counted(tmp_path: Path) -> None:
     record.write_splits(data, tmp_path / "splits.csv")
     Path(data.train.images[0]).unlink()
 
-    with pytest.raises(FileNotFoundError, match="1 of the 20 images of this run are no longer in"):
+    with pytest.raises(
+        FileNotFoundError, match=r"1 of the 20 images of .*splits\.csv' are no longer in"
+    ):
         record.read_splits(tmp_path / "splits.csv", root=data.source, labels=data.labels)
+
+
+ROWS = {
+    "empty": "",
+    "other columns": "a,b\n1,2\n",
+    "short": "split,label,path\ntest,plain\n",
+    "long": "split,label,path\ntest,plain,a.png,b\n",
+    "endless field": 'split,label,path\ntest,plain,"' + "x" * 300_000,
+    "split": "split,label,path\nothers,plain,plain/000.jpg\n",
+    "label": "split,label,path\ntest,cat,plain/000.jpg\n",
+    "absolute": "split,label,path\ntest,plain,/etc/hostname\n",
+    "above": "split,label,path\ntest,plain,../other/000.jpg\n",
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_damaged_record_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    """Nor is a file read that lies outside of the folder."""
+    (tmp_path / "splits.csv").write_text(ROWS[name])
+    with pytest.raises(ValueError, match=r"splits.csv' is (damaged|not of this run)") as refused:
+        record.read_splits(tmp_path / "splits.csv", root=tmp_path, labels=("plain",))
+    assert len(str(refused.value)) < 600

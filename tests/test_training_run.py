@@ -1,9 +1,21 @@
 """Tests of keras_vit.training.run."""
 
+import io
+import json
+import os
+import shutil
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import h5py
+import numpy as np
 import pytest
+from conftest import TINY, randomize
 
+from keras_vit import VisionTransformer
+from keras_vit.cli.main import main
 from keras_vit.data import load_digits
 from keras_vit.training import load_run, run
 
@@ -76,3 +88,173 @@ def test_a_run_of_images_in_memory_cannot_be_measured_again(tmp_path: Path) -> N
 
     with pytest.raises(ValueError, match="were in memory and are gone; name a folder"):
         run.load_run_data(opened)
+
+
+LABELS = [f"class {place}" for place in range(TINY.classes)]
+Damage = Callable[[Path], Any]
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a tiny random model."""
+    folder = tmp_path_factory.mktemp("sound") / "run"
+    folder.mkdir()
+    randomize(VisionTransformer(TINY)).save(folder / run.MODEL)
+    fields = {"model": TINY.to_dict(), "labels": LABELS, "data": {"source": "digits"}}
+    (folder / run.CONFIG).write_text(json.dumps(fields))
+    return folder
+
+
+def says(**fields: Any) -> Damage:
+    """Other fields in the run's config.json; a dictionary changes the one that is there."""
+
+    def change(folder: Path) -> None:
+        found = json.loads((folder / run.CONFIG).read_text())
+        for name, value in fields.items():
+            found[name] = {**found[name], **value} if name == "model" and value else value
+        (folder / run.CONFIG).write_text(json.dumps(found))
+
+    return change
+
+
+def holds(name: str, content: bytes) -> Damage:
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+def inside(**fields: Any) -> Damage:
+    """Other fields of the network in the config.json inside of model.keras."""
+
+    def change(settings: bytes) -> bytes:
+        found = json.loads(settings)
+        found["config"]["config"].update(fields)
+        return json.dumps(found).encode()
+
+    return member("config.json", change)
+
+
+def member(name: str, change: Callable[[bytes], bytes], *, compression: int = 0) -> Damage:
+    def rewrite(folder: Path) -> None:
+        with zipfile.ZipFile(folder / run.MODEL) as archive:
+            members = {one: archive.read(one) for one in archive.namelist()}
+        members[name] = change(members[name])
+        with zipfile.ZipFile(folder / run.MODEL, "w", compression) as archive:
+            for one, content in members.items():
+                archive.writestr(one, content)
+
+    return rewrite
+
+
+def fewer_layers(folder: Path) -> None:
+    """Both files agree on it; the weights do not."""
+    says(model={"num_layers": 1})(folder)
+    inside(num_layers=1)(folder)
+
+
+def flipped(folder: Path) -> None:
+    content = bytearray((folder / run.MODEL).read_bytes())
+    content[len(content) // 2] ^= 1
+    (folder / run.MODEL).write_bytes(content)
+
+
+def piped(folder: Path) -> None:
+    (folder / run.CONFIG).unlink()
+    os.mkfifo(folder / run.CONFIG)
+
+
+def not_a_number(weights: bytes) -> bytes:
+    stream = io.BytesIO(weights)
+    with h5py.File(stream, "r+") as file:
+        file["layers/dense/vars/1"][0] = np.nan
+    return stream.getvalue()
+
+
+# What is done to a run, and a word of the sentence.
+DAMAGED: dict[str, tuple[Damage, str]] = {
+    "empty config": (holds(run.CONFIG, b""), "config.json' is damaged"),
+    "no text": (holds(run.CONFIG, b"\xff\xfe{}"), "config.json' is damaged"),
+    "a list": (holds(run.CONFIG, b"[]"), "config.json' is damaged"),
+    "deep": (holds(run.CONFIG, b"[" * 100_000), "config.json' is damaged"),
+    "spaces": (holds(run.CONFIG, b" " * 2**25), "config.json' is larger than"),
+    "nothing said": (holds(run.CONFIG, b"{}"), "does not say the labels"),
+    "no labels": (says(labels=None), "does not say the labels"),
+    "one text": (says(labels="abc"), "does not say the labels"),
+    "numbers": (says(labels=[1, 2]), "does not say the labels"),
+    "few labels": (says(labels=["a"]), "has 1 labels, and model.keras has"),
+    "data": (says(data=[]), "does not say the labels and the data"),
+    "source": (says(data={"source": 3}), "does not say the labels and the data"),
+    "no model": (says(model=None), "does not say the model"),
+    "other model": (says(model={"num_heads": 1}), "not of the same run: num_heads"),
+    "nan": (says(model={"layer_norm_epsilon": float("nan")}), "not of the same run"),
+    "pipe": (piped, "is not a run directory"),
+    "empty model": (holds(run.MODEL, b""), "model.keras' is not a whole .keras file"),
+    "page": (holds(run.MODEL, b"<html>"), "model.keras' is not a whole .keras file"),
+    "flipped": (flipped, "model.keras' cannot be opened"),
+    "no object": (member("config.json", lambda _: b"[]"), "model.keras' is not a whole"),
+    "fewer layers": (fewer_layers, "model.keras' cannot be opened"),
+    "a million layers": (inside(num_layers=10**6), "asks for .* parameters"),
+    "huge pictures": (inside(input_shape=[2**20, 2**20, 3]), "asks for .* parameters"),
+    "no number": (inside(hidden_dim="x"), "model.keras' cannot be opened"),
+    "bomb": (
+        member("metadata.json", lambda _: bytes(2**26), compression=zipfile.ZIP_DEFLATED),
+        "members are too large",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_run_is_refused_in_a_sentence(sound: Path, tmp_path: Path, name: str) -> None:
+    """It names the file that is at fault, and what to do."""
+    damage, word = DAMAGED[name]
+    folder = shutil.copytree(sound, tmp_path / "run")
+    damage(folder)
+    with pytest.raises(ValueError, match=word) as refused:
+        load_run(folder)
+    assert len(str(refused.value)) < 500
+    assert "\n" not in str(refused.value)
+
+
+def test_a_sound_run_is_the_model_that_was_saved(sound: Path) -> None:
+    """Every weight, to the bit; the labels and the config."""
+    opened = load_run(sound)
+    expected = randomize(VisionTransformer(TINY))
+    for ours, theirs in zip(opened.model.weights, expected.weights, strict=True):
+        np.testing.assert_array_equal(ours.numpy(), theirs.numpy(), err_msg=ours.path)
+    assert opened.labels == tuple(LABELS)
+
+
+def test_a_model_that_answers_no_number_is_an_error(
+    sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not a table with "nan%" and exit code 0."""
+    folder = shutil.copytree(sound, tmp_path / "run")
+    member("model.weights.h5", not_a_number)(folder)
+    picture = tmp_path / "dot.png"
+    picture.write_bytes(run_picture())
+    assert main(["predict", str(folder), str(picture)]) == 1
+    printed = capsys.readouterr()
+    assert "nan%" not in printed.out
+    assert "error" in printed.err
+
+
+def test_labels_cannot_move_the_cursor(
+    sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the terminal they are escaped; in JSON they are as they are."""
+    folder = shutil.copytree(sound, tmp_path / "run")
+    wild = [f"\x1b[2J\u202e\x07 {place}" for place in range(TINY.classes)]
+    says(labels=wild)(folder)
+    picture = tmp_path / "dot\x1b[31m.png"
+    picture.write_bytes(run_picture())
+    main(["predict", str(folder), str(picture), str(tmp_path / "gone\x1b[1m.png")])
+    printed = capsys.readouterr()
+    assert not set("\x1b\u202e\x07") & set(printed.out + printed.err)
+    assert r"\x1b[2J\u202e\x07" in printed.out
+    main(["predict", str(folder), str(picture), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert {one["label"] for one in found["predictions"]} <= set(wild)
+
+
+def run_picture() -> bytes:
+    import tensorflow as tf
+
+    return bytes(tf.io.encode_png(np.full((8, 8, 3), 90, np.uint8)).numpy())

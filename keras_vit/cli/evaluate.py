@@ -1,9 +1,8 @@
 """`keras-vit evaluate`: how good the model of a run is."""
 
 import argparse
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from keras_vit.cli import measures, output, precision
 
@@ -69,14 +68,16 @@ def run(arguments: argparse.Namespace) -> int:
     if opened.model.config.classes is None:
         _show_features(opened, arguments)
         return 0
+    is_own = arguments.data is None and arguments.precision == "float32"
+    recorded = _recorded(opened.path) if is_own else None
     data = _data(arguments, opened)
     evaluations = {
         name: evaluation.evaluate(opened.model, data.split(name), labels=opened.labels)
         for name in ("validation", "test")
         if len(data.split(name))
     }
-    is_own = arguments.data is None and arguments.precision == "float32"
-    recorded = _recorded(opened.path) if is_own else None
+    if not evaluations:
+        raise ValueError(f"{data.source!r} holds no validation or test images to measure on.")
     is_first = is_own and recorded is None
     out = Path(arguments.out) if arguments.out else opened.path
     if arguments.out or is_first:
@@ -119,20 +120,19 @@ def _data(arguments: argparse.Namespace, opened: "Run") -> "ImageData":
     )
 
 
-def _recorded(directory: Path) -> dict[str, object] | None:
+def _recorded(directory: Path) -> dict[str, Any] | None:
+    from keras_vit import training
+
     file = directory / "metrics.json"
-    if not file.is_file():
-        return None
-    recorded: dict[str, object] = json.loads(file.read_text(encoding="utf-8"))
-    return recorded
+    return training.read_fields(file) if file.is_file() else None
 
 
 def _say_more(
-    evaluations: "dict[str, Evaluation]", *, recorded: dict[str, object] | None, out: Path | None
+    evaluations: "dict[str, Evaluation]", *, recorded: dict[str, Any] | None, out: Path | None
 ) -> None:
     if recorded is not None:
         numbers = {name: evaluation.to_dict() for name, evaluation in evaluations.items()}
         verdict = "the same numbers" if numbers == recorded else "OTHER numbers"
         print(f"The run's metrics.json holds {verdict}.")
     if out is not None:
-        print(f"Written: {out / 'metrics.json'} and {out / 'confusion.png'}")
+        output.say(f"Written: {out / 'metrics.json'} and {out / 'confusion.png'}")

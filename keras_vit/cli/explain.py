@@ -75,8 +75,8 @@ def _show(
         return
     if size != taken:
         print(f"The image of {_size(size)} pixels was resampled to {_size(taken)}.")
-    print(f"Written: {', '.join(file.name for file in files[:-1])}")
-    print(f"Open {files[-1]} in a browser.")
+    output.say(f"Written: {', '.join(file.name for file in files[:-1])}")
+    output.say(f"Open {files[-1]} in a browser.")
 
 
 def _size(size: tuple[int, ...]) -> str:
@@ -85,7 +85,6 @@ def _size(size: tuple[int, ...]) -> str:
 
 def _open(path: str) -> "tuple[keras.Model, tuple[str, ...] | None]":
     """Returns the model and the names of its classes, where they are known."""
-    import keras
 
     from keras_vit import preprocessing, training
 
@@ -94,7 +93,7 @@ def _open(path: str) -> "tuple[keras.Model, tuple[str, ...] | None]":
         return opened.model, opened.labels
     if not Path(path).exists():
         raise FileNotFoundError(f"There is no model file {path!r}; check the path.")
-    model = keras.saving.load_model(path, compile=False)
+    model = training.open_model(path)
     try:
         known = preprocessing.class_labels(model.output_shape[-1])
     except ValueError:

@@ -95,13 +95,12 @@ def run(arguments: argparse.Namespace) -> int:
     for artefact in made:
         _show(artefact, as_json=arguments.json, verified=not arguments.no_verify)
     if not arguments.json and made[0].format == "savedmodel":
-        print(f"Next: {Path(arguments.out) / 'serve.sh'}")
+        output.say(f"Next: {Path(arguments.out) / 'serve.sh'}")
     return 0
 
 
 def _open(arguments: argparse.Namespace) -> tuple[Any, Any, Sequence[Any]]:
     """Returns the model, its labels, and the images to check on."""
-    import keras
 
     from keras_vit import training
 
@@ -109,7 +108,7 @@ def _open(arguments: argparse.Namespace) -> tuple[Any, Any, Sequence[Any]]:
     if path.suffix == ".keras":
         if not path.is_file():
             raise FileNotFoundError(f"There is no model file {arguments.model!r}; check the path.")
-        return keras.saving.load_model(path, compile=False), arguments.labels, images
+        return training.open_model(path), arguments.labels, images
     opened = training.load_run(path)
     labels = arguments.labels or opened.labels
     return opened.model, labels, images or _test_images(opened, is_json=arguments.json)
@@ -122,7 +121,7 @@ def _test_images(opened: Any, *, is_json: bool) -> Sequence[Any]:
         return list(training.load_run_data(opened).test.images)
     except (ValueError, OSError, ImportError) as error:
         if not is_json:
-            print(f"Checking on drawn images, as the run's own cannot be had: {error}")
+            output.say(f"Checking on drawn images, as the run's own cannot be had: {error}")
         return ()
 
 
@@ -133,4 +132,4 @@ def _show(artefact: "Artefact", *, as_json: bool, verified: bool) -> None:
         return
     size = f"{artefact.bytes / 1e6:.1f} MB"
     checked = f"{len(artefact.checks)} checks passed" if verified else "not checked"
-    print(f"{artefact.format}: {artefact.path} ({size}, {checked})", flush=True)
+    output.say(f"{artefact.format}: {artefact.path} ({size}, {checked})")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from keras_vit import version
-from keras_vit.cli import catalog, evaluate, explain, export, predict, pretrain, train
+from keras_vit.cli import catalog, evaluate, explain, export, output, predict, pretrain, train
 
 PROGRAM = "keras-vit"
 _DESCRIPTION = """\
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         exit_code: int = arguments.run(arguments)
     except KeyboardInterrupt as interruption:
         message = str(interruption) or "Interrupted: nothing was saved."
-        print(f"{PROGRAM}: {message}", file=sys.stderr)
+        output.say(f"{PROGRAM}: {message}", file=sys.stderr)
         return getattr(interruption, "exit_code", 130)
     except BrokenPipeError:
         # The reader has seen enough, as in `keras-vit list | head`; Python would complain at exit.
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except (ValueError, OSError, ImportError, FloatingPointError, MemoryError) as error:
         message = " ".join(str(error).split()) or "Out of memory: nothing was written."
-        print(f"{PROGRAM}: error: {message}", file=sys.stderr)
+        output.say(f"{PROGRAM}: error: {message}", file=sys.stderr)
         return getattr(error, "exit_code", 1)
     return exit_code
 

@@ -6,6 +6,8 @@ import json as json_format
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from keras_vit.cli import output
+
 if TYPE_CHECKING:
     from keras_vit.data import ImageData
     from keras_vit.training import Run
@@ -47,7 +49,7 @@ def show(opened: "Run", data: "ImageData", *, out: str | None, json: bool) -> No
     print(f"Expected calibration error: {found['calibration_error']:.2%}")
     _print_features(found)
     for mistake in found["mistakes"]:
-        print(
+        output.say(
             f"{mistake['name']}: {mistake['label']} taken for {mistake['predicted']}, "
             f"{mistake['probability']:.1%}"
         )

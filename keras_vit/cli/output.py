@@ -6,7 +6,7 @@ import dataclasses
 import json as json_format
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import rich.box
 import rich.console
@@ -29,6 +29,24 @@ def add_json_flag(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="print JSON, one object per line, and nothing else (default: text)",
     )
+
+
+def plain(text: object) -> str:
+    r"""Returns text as it is, but what could move a terminal's cursor, or hide text, as escapes.
+
+    Example:
+        >>> plain("a \x1b[31mred\x1b[0m dog")
+        'a \\x1b[31mred\\x1b[0m dog'
+    """
+    return "".join(
+        one if one.isprintable() or one == "\n" else one.encode("unicode_escape").decode()
+        for one in str(text)
+    )
+
+
+def say(text: object, *, file: TextIO | None = None) -> None:
+    """Prints text with names of files, labels or other people's words in it, see `plain`."""
+    print(plain(text), file=file, flush=True)
 
 
 def load_data(
@@ -178,7 +196,7 @@ class TrainDisplay:
         )
 
     def _print(self, line: str) -> None:
-        self._bar.console.print(line, highlight=False, markup=False, soft_wrap=True)
+        self._bar.console.print(plain(line), highlight=False, markup=False, soft_wrap=True)
 
 
 def show_predictions(predictions: "Mapping[str, Sequence[Prediction]]", *, json: bool) -> None:
@@ -196,8 +214,8 @@ def show_predictions(predictions: "Mapping[str, Sequence[Prediction]]", *, json:
         for place, prediction in enumerate(likeliest):
             is_last = place == len(likeliest) - 1
             table.add_row(
-                "" if place else image,
-                prediction.label,
+                "" if place else plain(image),
+                plain(prediction.label),
                 f"{prediction.probability:.2%}",
                 end_section=is_last,
             )
@@ -232,7 +250,10 @@ def _class_table(evaluation: "Evaluation") -> rich.table.Table:
         table.add_column(name, justify="right")
     for score in scores:
         table.add_row(
-            score.label, str(score.images), _per_cent(score.recall), _per_cent(score.precision)
+            plain(score.label),
+            str(score.images),
+            _per_cent(score.recall),
+            _per_cent(score.precision),
         )
     return table
 
@@ -248,9 +269,9 @@ def _checking(*, json: bool) -> Iterator[Any]:
 def _describe_data(data: "ImageData") -> None:
     counts = ", ".join(f"{count} {name}" for name, count in data.counts.items() if count)
     classes = f"{len(data.labels)} classes" if data.labels else "no classes"
-    print(f"{data.source}: {classes}; images: {counts}", flush=True)
+    say(f"{data.source}: {classes}; images: {counts}")
     for reason, names in data.reasons.items():
-        print(f"Left out because they {reason}: {_listed(names)}", flush=True)
+        say(f"Left out because they {reason}: {_listed(names)}")
 
 
 def _data_fields(data: "ImageData") -> dict[str, Any]:

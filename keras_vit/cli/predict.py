@@ -58,5 +58,5 @@ def run(arguments: argparse.Namespace) -> int:
     )
     output.show_predictions(dict(zip(images, predictions, strict=True)), json=arguments.json)
     for problem in problems:
-        print(f"keras-vit: error: {problem}", file=sys.stderr)
+        output.say(f"keras-vit: error: {problem}", file=sys.stderr)
     return 1 if problems else 0

@@ -140,7 +140,6 @@ def _add_distillation(group: argparse._ArgumentGroup) -> None:
 
 def _open(path: str, *, labels: Sequence[str]) -> "keras.Model":
     """Opens a teacher: a run that knows the same classes, or a file."""
-    import keras
 
     from keras_vit import training
 
@@ -154,4 +153,4 @@ def _open(path: str, *, labels: Sequence[str]) -> "keras.Model":
         return opened.model
     if not Path(path).exists():
         raise FileNotFoundError(f"There is no model file {path!r}; check the path.")
-    return keras.saving.load_model(path, compile=False)
+    return training.open_model(path)

@@ -10,7 +10,7 @@ from keras_vit.data.foreign import from_keras_cv
 from keras_vit.data.images import antialias_of, decode_image, read_image, read_images, resize_image
 from keras_vit.data.loading import load_data
 from keras_vit.data.mix import mix_batch
-from keras_vit.data.pipeline import evaluation_batches, train_batches
+from keras_vit.data.pipeline import evaluation_batches, naming_damaged, train_batches
 from keras_vit.data.source import ImageData, LeftOut
 from keras_vit.data.splits import Split, Stream
 from keras_vit.data.unlabelled import load_unlabelled_folder
@@ -34,6 +34,7 @@ __all__ = [
     "load_tfds",
     "load_unlabelled_folder",
     "mix_batch",
+    "naming_damaged",
     "read_image",
     "read_images",
     "resize_image",

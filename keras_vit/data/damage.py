@@ -38,7 +38,7 @@ class Damage:
             known = name in self._names
             self._names.add(name)
         if not known:
-            _LOGGER.warning("%s cannot be decoded; another image stands in for it.", name)
+            _LOGGER.warning("%r cannot be decoded; another image stands in for it.", name)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -112,7 +112,9 @@ def replace_damaged(
         found = [name(one) for one in names]
         if damage.strict or not any_sound:
             reason = "be decoded" if damage.strict else "be decoded, which is all of a batch"
-            raise ValueError(f"{', '.join(found)} cannot {reason}; repair or remove the images.")
+            raise ValueError(
+                f"{', '.join(map(repr, found))} cannot {reason}; repair or remove the images."
+            )
         for one in found:
             damage.add(one)
 

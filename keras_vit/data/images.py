@@ -3,19 +3,32 @@
 Only TensorFlow ops: the same functions run eagerly, in `tf.data` and in a SavedModel.
 """
 
+import functools
 import os
+import stat
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import tensorflow as tf
 
 from keras_vit.config import ViTConfig
-from keras_vit.data import orientation
+from keras_vit.data import header
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif")
 FORMATS = "JPEG, PNG, WebP, BMP or GIF"
+
+# The most pixels that are decoded, of all frames of a moving image together: what TensorFlow itself
+# takes of a PNG, room for the photos of 108 megapixels that telephones take. A pixel costs 3 to 16
+# bytes while it is decoded (measured: docs/security.md). KERAS_VIT_MAX_PIXELS sets another number.
+MAX_PIXELS = 2**27
+_MAX_PIXELS_VARIABLE = "KERAS_VIT_MAX_PIXELS"
+# A larger file holds more pixels than may be decoded, each of at most 8 bytes, beside so much else.
+_BYTES_PER_PIXEL, _OTHER_BYTES = 8, 2**26
+_LARGE_FILE, _HEAD_BYTES = 2**25, 2**20  # of a larger file the head is read before the whole
+_STRIP = 2**20  # pixels that are laid on white at a time
+TOO_LARGE = "The image has more pixels than are decoded, or a header that does not say how many."
+DECODER_ERRORS = (tf.errors.OpError, UnicodeDecodeError)  # the second: a message with bytes in it
 
 # Byte offset and width of what is read of a BMP's header (BITMAPFILEHEADER, BITMAPINFOHEADER).
 _BMP_INFO_SIZE = (14, 4)
@@ -25,7 +38,25 @@ NO_WEBP = "WebP is not decoded here; send the image as JPEG, PNG, GIF or BMP."
 # Where an extended WebP file has its flags, and two of them (RFC 9649, 2.7).
 _WEBP_FLAGS, _WEBP_ALPHA, _WEBP_ANIMATION = 20, 0x10, 0x02
 _BYTES = [bytes([value]) for value in range(256)]
-_JPEG = b"\xff\xd8\xff"
+
+
+def max_pixels() -> int:
+    """Returns the most pixels that an image may have to be decoded.
+
+    Example:
+        >>> max_pixels()
+        134217728
+
+    Raises:
+        ValueError: the environment variable KERAS_VIT_MAX_PIXELS is no number of pixels.
+    """
+    text = os.environ.get(_MAX_PIXELS_VARIABLE, str(MAX_PIXELS))
+    if not text.isdecimal() or not 0 < int(text) < header.UNKNOWN:
+        raise ValueError(
+            f"{_MAX_PIXELS_VARIABLE} is the most pixels that an image may have, a whole number "
+            f"such as {MAX_PIXELS}. Received: {text[:40]!r}."
+        )
+    return int(text)
 
 
 def decode_image(contents: tf.Tensor, *, webp: bool = True) -> tf.Tensor:
@@ -35,6 +66,9 @@ def decode_image(contents: tf.Tensor, *, webp: bool = True) -> tf.Tensor:
     page. Of a moving GIF or WebP the first frame counts. The orientation in a JPEG, PNG or WebP
     (EXIF) is applied, as browsers and Pillow's `ImageOps.exif_transpose` do; the pipelines that the
     published models come from did not (google-research/vision_transformer, big_vision).
+
+    The header is read first: an image of more than `max_pixels()` is refused before there is memory
+    for it.
 
     Example:
         >>> import tensorflow as tf
@@ -51,21 +85,30 @@ def decode_image(contents: tf.Tensor, *, webp: bool = True) -> tf.Tensor:
         The pixels 0..255, uint8 of shape (height, width, 3).
 
     Raises:
-        tf.errors.InvalidArgumentError: the bytes are not such an image, or are damaged.
+        tf.errors.InvalidArgumentError: the bytes are not such an image, are damaged, or hold too
+            many pixels.
     """
-    decoders = [
-        (_starts_with(contents, b"\x89PNG"), lambda: _decode_png(contents)),
-        (_starts_with(contents, b"BM"), lambda: _decode_bmp(contents)),
-    ]
-    is_webp = _starts_with(contents, b"RIFF")
-    decoders.append((is_webp, lambda: _decode_webp(contents) if webp else _refuse_webp()))
+    decode = {
+        header.JPEG: _decode_plain,
+        header.PNG: _decode_png,
+        header.WEBP: _decode_webp if webp else _refuse_webp,
+        header.GIF: _decode_plain,
+        header.BMP: _decode_bmp,
+    }
+
+    def within_budget(begin: bytes) -> tf.Tensor:
+        return decode[begin](_within_budget(contents, begin=begin))
+
     image = tf.case(
-        decoders,
-        default=lambda: tf.io.decode_image(contents, channels=3, expand_animations=False),
+        [
+            (_starts_with(contents, begin), functools.partial(within_budget, begin))
+            for begin in decode
+        ],
+        default=lambda: _decode_plain(contents),  # which says that it knows no such file
     )
     image = tf.cond(
-        orientation.may_be_turned(contents),
-        lambda: orientation.upright(image, orientation.read_orientation(contents)),
+        header.may_be_turned(contents),
+        lambda: header.upright(image, header.read_orientation(contents)),
         lambda: image,
     )
     return tf.ensure_shape(image, (None, None, 3))
@@ -79,8 +122,8 @@ def is_sound(contents: bytes) -> bool:
         False
     """
     try:
-        decode_image(tf.constant(contents))
-    except tf.errors.InvalidArgumentError:
+        _decoder(max_pixels())(contents)
+    except DECODER_ERRORS:
         return False
     return True
 
@@ -113,19 +156,21 @@ def decode_part(contents: tf.Tensor, *, choose: Callable[[tf.Tensor], tf.Tensor]
         return cut_part(decode_image(contents), choose=choose)
 
     def decode_jpeg() -> tf.Tensor:
-        part = choose(tf.image.extract_jpeg_shape(contents)[:2])
-        return tf.image.decode_and_crop_jpeg(contents, part, channels=3)
+        checked = _within_budget(contents, begin=header.JPEG)
+        part = choose(tf.image.extract_jpeg_shape(checked)[:2])
+        return tf.image.decode_and_crop_jpeg(checked, part, channels=3)
 
     def decode_turned_jpeg() -> tf.Tensor:
-        turn = orientation.read_orientation(contents)
-        shape = orientation.upright_shape(tf.image.extract_jpeg_shape(contents)[:2], turn)
-        part = orientation.stored_part(choose(shape), shape, turn)
-        cut = tf.image.decode_and_crop_jpeg(contents, part, channels=3)
-        return orientation.upright(cut, turn)
+        checked = _within_budget(contents, begin=header.JPEG)
+        turn = header.read_orientation(contents)
+        shape = header.upright_shape(tf.image.extract_jpeg_shape(checked)[:2], turn)
+        part = header.stored_part(choose(shape), shape, turn)
+        cut = tf.image.decode_and_crop_jpeg(checked, part, channels=3)
+        return header.upright(cut, turn)
 
     image = tf.cond(
-        _starts_with(contents, _JPEG),
-        lambda: tf.cond(orientation.may_be_turned(contents), decode_turned_jpeg, decode_jpeg),
+        _starts_with(contents, header.JPEG),
+        lambda: tf.cond(header.may_be_turned(contents), decode_turned_jpeg, decode_jpeg),
         decode_and_cut,
     )
     return tf.ensure_shape(image, (None, None, 3))
@@ -217,12 +262,33 @@ def read_image(path: str | os.PathLike[str] | bytes) -> np.ndarray:
     """
     if isinstance(path, bytes):
         return _decode(path, name=f"An image of {len(path)} bytes")
-    file = Path(path)
-    if not file.exists():
-        raise FileNotFoundError(f"There is no image file {str(path)!r}; check the path.")
-    if file.is_dir():
-        raise ValueError(f"{str(path)!r} is a folder; give the path of a {FORMATS} file.")
-    return _decode(file.read_bytes(), name=repr(str(path)))
+    return _decode(read_bytes(path), name=repr(str(path)))
+
+
+def read_bytes(path: str | os.PathLike[str]) -> bytes:
+    """Reads the file of an image; nothing of a pipe or a device, or of a file that is too large.
+
+    Example:
+        >>> read_bytes("no-such.jpg")
+        Traceback (most recent call last):
+        FileNotFoundError: There is no image file 'no-such.jpg'; check the path.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        OSError: it cannot be read.
+        ValueError: it is no file, or holds too many pixels.
+    """
+    name = repr(os.fspath(path))
+    try:
+        with open(path, "rb", opener=_open_at_once) as file:
+            _check_file(file, name=name)
+            return file.read()
+    except FileNotFoundError:
+        raise FileNotFoundError(f"There is no image file {name}; check the path.") from None
+    except IsADirectoryError:
+        raise ValueError(f"{name} is a folder; give the path of a {FORMATS} file.") from None
+    except OSError as error:
+        raise OSError(f"The image file {name} cannot be read: {error.strerror}.") from error
 
 
 def read_images(
@@ -257,18 +323,82 @@ def _configs(layer: Any) -> Iterator[ViTConfig]:
         yield from _configs(inner)
 
 
+def _open_at_once(path: str, flags: int) -> int:
+    # A pipe that nobody writes to would otherwise be waited for.
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+def _check_file(file: IO[bytes], *, name: str) -> None:
+    """Raises an error if an opened file is none, or too large; reads no more than its head."""
+    about = os.fstat(file.fileno())
+    if not stat.S_ISREG(about.st_mode):
+        raise ValueError(
+            f"{name} is a pipe or a device, not a file; give the path of a {FORMATS} file."
+        )
+    most = _BYTES_PER_PIXEL * max_pixels() + _OTHER_BYTES
+    if about.st_size > most:
+        raise ValueError(
+            f"{name} has {about.st_size} bytes, more than the {most} of the largest image that "
+            f"is decoded; make it smaller, or raise {_MAX_PIXELS_VARIABLE}."
+        )
+    if about.st_size > _LARGE_FILE:
+        _check_head(file.read(_HEAD_BYTES), name=name)
+        file.seek(0)
+
+
 def _decode(contents: bytes, *, name: str) -> np.ndarray:
     try:
-        return np.asarray(decode_image(tf.constant(contents)))
-    except tf.errors.InvalidArgumentError:
+        return np.asarray(_decoder(max_pixels())(contents))
+    except DECODER_ERRORS:
+        _check_head(contents, name=name)
         raise ValueError(
             f"{name} is not an image that can be read, or is damaged; give a {FORMATS} file."
         ) from None
 
 
+@functools.cache
+def _decoder(most: int) -> Callable[[bytes], tf.Tensor]:
+    """Returns `decode_image` as one graph, which gives memory back earlier than eager code.
+
+    Args:
+        most: `max_pixels()`, which the graph holds.
+    """
+    graph: Callable[[bytes], tf.Tensor] = tf.function(
+        decode_image, input_signature=[tf.TensorSpec((), tf.string)], autograph=False
+    )
+    return graph
+
+
+def _check_head(contents: bytes, *, name: str) -> None:
+    """Raises an error if the head of a file says that it holds too many pixels."""
+    try:
+        pixels = header.declared_pixels(contents)
+    except DECODER_ERRORS:
+        return  # the decoder has the last word
+    most = max_pixels()
+    if most < pixels < header.UNKNOWN:
+        raise ValueError(
+            f"{name} has {pixels} pixels, all frames of a moving image together, more than the "
+            f"{most} that are decoded; make it smaller, or raise {_MAX_PIXELS_VARIABLE}."
+        )
+
+
+def _within_budget(contents: tf.Tensor, *, begin: bytes) -> tf.Tensor:
+    """Passes on a file of so many pixels as are decoded; any other is an error."""
+    few = header.PIXELS[begin](contents) <= max_pixels()
+    # Not `tf.debugging.Assert`: its branches cost more than what is asked here.
+    checked = tf.raw_ops.Assert(condition=few, data=[TOO_LARGE])
+    with tf.control_dependencies([checked] if checked is not None else []):
+        return tf.identity(contents)
+
+
 def _starts_with(contents: tf.Tensor, magic: bytes) -> tf.Tensor:
     # `substr` clips to the end of shorter strings, so an empty file answers False.
     return tf.equal(tf.strings.substr(contents, 0, len(magic)), magic)
+
+
+def _decode_plain(contents: tf.Tensor) -> tf.Tensor:
+    return tf.io.decode_image(contents, channels=3, expand_animations=False)
 
 
 def _decode_png(contents: tf.Tensor) -> tf.Tensor:
@@ -297,7 +427,7 @@ def _decode_webp(contents: tf.Tensor) -> tf.Tensor:
     return _on_white(pixels)
 
 
-def _refuse_webp() -> tf.Tensor:
+def _refuse_webp(contents: tf.Tensor) -> tf.Tensor:
     # `decode_image` would take it where TensorFlow is new enough, and lay it on black.
     refused = tf.debugging.Assert(False, [NO_WEBP])
     with tf.control_dependencies([refused] if refused is not None else []):
@@ -306,16 +436,42 @@ def _refuse_webp() -> tf.Tensor:
 
 def _on_white(pixels: tf.Tensor) -> tf.Tensor:
     """Lays pixels with 1 to 4 channels on white, uint8 of shape (height, width, 3)."""
-    pixels = tf.cast(pixels, tf.float32)
-    channels = tf.shape(pixels)[2]
-    has_alpha = 1 - channels % 2  # of 1 grey, 2 grey and alpha, 3 RGB, 4 RGB and alpha
-    color = pixels[..., : channels - has_alpha] * tf.ones(3)
-    alpha = tf.cond(
-        tf.equal(has_alpha, 1),
-        lambda: pixels[..., -1:] / 255,
-        lambda: tf.ones_like(pixels[..., :1]),
-    )
-    return tf.cast(tf.round(color * alpha + 255 * (1 - alpha)), tf.uint8)
+    channels = tf.shape(pixels)[2]  # 1 grey, 2 grey and alpha, 3 RGB, 4 RGB and alpha
+    color = tf.cond(tf.equal(channels % 2, 0), lambda: _blended(pixels), lambda: pixels)
+    return tf.cond(channels > 2, lambda: color, lambda: tf.image.grayscale_to_rgb(color[..., :1]))
+
+
+def _blended(pixels: tf.Tensor) -> tf.Tensor:
+    """Lays colors whose last channel is alpha on white, without that channel; a strip at a time."""
+    height, width = tf.unstack(tf.shape(pixels)[:2])
+    rows = tf.maximum(_STRIP // width, 1)
+    count = (height + rows - 1) // rows
+
+    def strips() -> tf.Tensor:
+        made = tf.TensorArray(tf.uint8, count, infer_shape=False, element_shape=(None, None, None))
+        _, made = tf.while_loop(
+            lambda place, made: place < count,
+            lambda place, made: (
+                place + 1,
+                made.write(place, _blended_strip(pixels[place * rows : (place + 1) * rows])),
+            ),
+            (0, made),
+        )
+        return made.concat()
+
+    return tf.cond(count > 1, strips, lambda: _blended_strip(pixels))
+
+
+def _blended_strip(pixels: tf.Tensor) -> tf.Tensor:
+    # (color * alpha + 255 * (255 - alpha)) / 255, rounded: all that 16 bits hold.
+    wide = tf.cast(pixels, tf.uint16)
+    alpha = wide[..., -1:]
+    total = wide[..., :-1] * alpha + (255 * 255 + 128 - 255 * alpha)
+    return tf.cast(_shifted(total + _shifted(total)), tf.uint8)
+
+
+def _shifted(values: tf.Tensor) -> tf.Tensor:
+    return tf.bitwise.right_shift(values, tf.constant(8, values.dtype))
 
 
 def _decode_bmp(contents: tf.Tensor) -> tf.Tensor:

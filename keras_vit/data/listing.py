@@ -139,6 +139,8 @@ def _hidden_or_broken(path: Path) -> str | None:
 
 def _fault(file: Path) -> str | None:
     try:
-        return None if images.is_sound(file.read_bytes()) else source.DAMAGED
+        return None if images.is_sound(images.read_bytes(file)) else source.DAMAGED
     except OSError:
         return UNREADABLE
+    except ValueError:
+        return source.DAMAGED

@@ -1,7 +1,9 @@
 """Feeds a model: training batches that depend on (seed, step) alone, evaluation batches."""
 
+import contextlib
 import dataclasses
 import functools
+from collections.abc import Iterator
 
 import tensorflow as tf
 
@@ -171,6 +173,47 @@ def evaluation_batches(
     loader = split.loader()
     loaded = split.items().map(load, num_parallel_calls=_PARALLEL)
     return loaded.batch(batch_size).prefetch(tf.data.AUTOTUNE)
+
+
+@contextlib.contextmanager
+def naming_damaged(split: Split) -> Iterator[None]:
+    """Names the images that cannot be decoded, where the use of a split's batches ends in an error.
+
+    Example:
+        >>> import numpy as np
+        >>> split = Split(images=np.array([b"no image"], object), targets=np.array([0]))
+        >>> with naming_damaged(split):
+        ...     next(iter(evaluation_batches(split, image_size=(8, 8), batch_size=1)))
+        Traceback (most recent call last):
+        ValueError: 1 of 1 images cannot be decoded, the first is 'image 0'; repair or remove them.
+
+    Raises:
+        ValueError: there are such images.
+    """
+    try:
+        yield
+    except images.DECODER_ERRORS:
+        found = _damaged(split)
+        if not found:
+            raise
+        raise ValueError(
+            f"{len(found)} of {len(split)} images cannot be decoded, the first is {found[0]!r}; "
+            "repair or remove them."
+        ) from None
+
+
+def _damaged(split: Split) -> list[str]:
+    loader = split.loader()
+
+    def look(*item: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        def corner() -> tf.Tensor:
+            return tf.cast(loader.pixels(item, None)[:1, :1], tf.float32)
+
+        return item[-1], try_load(corner, shape=(1, 1, 3))[1]
+
+    looked = split.items().map(look, num_parallel_calls=_PARALLEL)
+    damaged = looked.filter(lambda name, sound: ~sound)
+    return [split.name(name) for name, _ in damaged.as_numpy_iterator()]
 
 
 def _check_shard(shard: tuple[int, int], batch_size: int) -> None:

@@ -42,14 +42,26 @@ def read_splits(
 
     Raises:
         FileNotFoundError: an image is no longer there.
+        ValueError: the file is damaged, or names a class or a split that there is not, or an image
+            outside of the folder.
     """
-    with file.open(encoding="utf-8", errors="surrogateescape", newline="") as stream:
-        rows = list(csv.DictReader(stream))
-    missing = [row["path"] for row in rows if not Path(root, row["path"]).is_file()]
+    rows = _rows(file)
+    known = set(labels or ("",))
+    for number, row in enumerate(rows, start=2):
+        path = row["path"]
+        is_inside = path and not Path(path).is_absolute() and ".." not in Path(path).parts
+        if row["split"] not in source.SPLITS or row["label"] not in known or not is_inside:
+            raise ValueError(
+                f"Line {number} of {str(file)!r} is not of this run: split {row['split'][:40]!r}, "
+                f"label {row['label'][:40]!r}, path {path[:80]!r}; put back the one that training "
+                "wrote, or name a folder to evaluate on."
+            )
+    missing = [row["path"] for row in rows if not _is_file(Path(root, row["path"]))]
     if missing:
         raise FileNotFoundError(
-            f"{len(missing)} of the {len(rows)} images of this run are no longer in {str(root)!r}, "
-            f"the first is {missing[0]!r}; put them back, or name a folder to evaluate on."
+            f"{len(missing)} of the {len(rows)} images of {str(file)!r} are no longer in "
+            f"{str(root)!r}, the first is {missing[0][:200]!r}; put them back, or name a folder to "
+            "evaluate on."
         )
     places = {label: place for place, label in enumerate(labels or ("",))}  # "" without labels
     splits = {}
@@ -66,3 +78,24 @@ def read_splits(
         validation=splits["validation"],
         test=splits["test"],
     )
+
+
+def _rows(file: Path) -> list[dict[str, str]]:
+    try:
+        with file.open(encoding="utf-8", errors="surrogateescape", newline="") as stream:
+            rows = list(csv.DictReader(stream, strict=True))
+    except csv.Error:
+        rows = [{}]
+    if not rows or any(tuple(row) != _COLUMNS or None in row.values() for row in rows):
+        raise ValueError(
+            f"{str(file)!r} is damaged: it is not lines of {', '.join(_COLUMNS)}; put back the one "
+            "that training wrote, or name a folder to evaluate on."
+        )
+    return rows
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a name that no file can have
+        return False

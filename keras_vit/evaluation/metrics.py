@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_vit.data import Split, antialias_of, evaluation_batches
+from keras_vit.data import Split, antialias_of, evaluation_batches, naming_damaged
 from keras_vit.evaluation.precision import sensible_batch_size
 
 TOP = 5
@@ -127,13 +127,19 @@ def evaluate(
     batches = evaluation_batches(
         split, image_size=image_size, batch_size=batch_size, antialias=antialias_of(model)
     )
-    outputs = model.predict(batches.map(lambda images, targets: images), verbose=0)
+    with naming_damaged(split):
+        outputs = model.predict(batches.map(lambda images, targets: images), verbose=0)
     log_probabilities = log_softmax(outputs, model=model)
     return _measure(log_probabilities, split.targets, labels=tuple(labels))
 
 
 def log_softmax(outputs: np.ndarray, *, model: keras.Model) -> np.ndarray:
     """Turns a classifier's outputs, logits or probabilities, into log-probabilities in float64."""
+    if not np.isfinite(outputs).all():
+        raise ValueError(
+            f"The model {model.name!r} answers with what is no number (NaN or infinite): its "
+            "weights are damaged, or its training went astray; use another."
+        )
     outputs = outputs.astype(np.float64)
     config = getattr(model, "config", None)
     if config is not None and config.classifier_activation == "softmax":

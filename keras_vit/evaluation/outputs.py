@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 
-from keras_vit.data import Split, antialias_of, evaluation_batches
+from keras_vit.data import Split, antialias_of, evaluation_batches, naming_damaged
 from keras_vit.evaluation.metrics import log_softmax
 from keras_vit.evaluation.precision import sensible_batch_size
 from keras_vit.model import VisionTransformer
@@ -72,5 +72,6 @@ def _predict(
     size = tuple(model.input_shape[1:3])
     batch_size = batch_size or sensible_batch_size(model)
     batches = evaluation_batches(split, image_size=size, batch_size=batch_size, antialias=antialias)
-    outputs = model.predict(batches.map(lambda images, targets: images), verbose=0)
+    with naming_damaged(split):
+        outputs = model.predict(batches.map(lambda images, targets: images), verbose=0)
     return np.asarray(outputs, np.float32)

@@ -18,7 +18,7 @@ from keras_vit.training.progress import EpochDone, Event, StepDone, TrainingDone
 from keras_vit.training.recipe import Recipe
 from keras_vit.training.recipes import RECIPES
 from keras_vit.training.reconstructions import Reconstructions, reconstruct
-from keras_vit.training.run import Run, load_run, load_run_data
+from keras_vit.training.run import Run, load_run, load_run_data, open_model, read_fields
 from keras_vit.training.train import (
     check_free,
     default_config,
@@ -61,8 +61,10 @@ __all__ = [
     "load_run",
     "load_run_data",
     "model_config",
+    "open_model",
     "pretrain",
     "pretrained_model",
+    "read_fields",
     "reconstruct",
     "run_model",
     "train",

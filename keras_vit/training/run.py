@@ -4,13 +4,20 @@ import contextlib
 import dataclasses
 import json
 import os
+import zipfile
+import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import keras
 
-from keras_vit import atomic
+from keras_vit import atomic, weights
+from keras_vit.config import ViTConfig
 from keras_vit.data import ImageData, load_data, record
+from keras_vit.layers.composite import CHANGES
+from keras_vit.model import VisionTransformer
+from keras_vit.variants import parameter_count
 
 # What a run directory may hold, in the order of writing; the last two are evaluation's.
 MODEL, CONFIG, LABELS, SPLITS = "model.keras", "config.json", "labels.txt", "splits.csv"
@@ -19,6 +26,28 @@ RECONSTRUCTIONS, ADAPTER = "reconstructions.png", "adapter.safetensors"
 METRICS, CONFUSION, EVENTS = "metrics.json", "confusion.png", "tensorboard"
 _TRAINED = (MODEL, CONFIG, LABELS, SPLITS, HISTORY, CURVES, SAMPLE, RECONSTRUCTIONS, ADAPTER)
 FILES = (*_TRAINED, EVENTS, METRICS, CONFUSION)
+
+# Bytes of a text file that are read; a run's config.json with 21,843 labels has one of them.
+MAX_TEXT = 2**24
+# Keras stores members as they are; what is packed may grow by this at most.
+_UNPACKED = 8
+_LONGEST_REASON = 300  # characters
+_NETWORK = "keras_vit>VisionTransformer"
+# What Keras raises for a file that it cannot make a model of.
+_UNREADABLE = (
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    OSError,
+    RuntimeError,
+    ImportError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+# What may differ between how a model is trained and how it is kept: no number depends on it.
+_TRAINING_ONLY = ("dropout_rate", "attention_dropout_rate", "drop_path_rate", "remat")
 
 # What to do where a run or an unfinished training is already.
 Existing = Literal["refuse", "overwrite", "resume"]
@@ -57,7 +86,8 @@ def load_run(path: str | os.PathLike[str]) -> Run:
 
     Raises:
         FileNotFoundError: there is no such directory.
-        ValueError: the directory does not hold a run.
+        ValueError: the directory does not hold a run, one of its files is damaged, or they are not
+            of the same run.
     """
     directory = Path(path)
     if atomic.was_cut_off(unfinished_path(directory), directory):
@@ -70,13 +100,68 @@ def load_run(path: str | os.PathLike[str]) -> Run:
             f"{str(path)!r} is not a run directory: it lacks {MODEL} or {CONFIG}; "
             "give the --out of a training."
         )
-    config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
-    return Run(
-        path=directory,
-        model=keras.saving.load_model(directory / MODEL, compile=False),
-        labels=tuple(config["labels"]),
-        config=config,
-    )
+    config = read_fields(directory / CONFIG)
+    labels, source = config.get("labels"), config.get("data")
+    has_labels = isinstance(labels, list) and all(isinstance(label, str) for label in labels)
+    if not has_labels or not isinstance(source, dict) or not isinstance(source.get("source"), str):
+        raise ValueError(
+            f"{str(directory / CONFIG)!r} does not say the labels and the data of a run; put back "
+            "the one that training wrote."
+        )
+    model = open_model(directory / MODEL)
+    _check_same_run(directory, config, model)
+    return Run(path=directory, model=model, labels=tuple(config["labels"]), config=config)
+
+
+def open_model(path: str | os.PathLike[str]) -> keras.Model:
+    """Opens a .keras file that may come from anywhere; code in it is never run.
+
+    Example:
+        >>> open_model("no-such.keras")
+        Traceback (most recent call last):
+        FileNotFoundError: There is no model file 'no-such.keras'; check the path.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is not a whole .keras file, asks for more memory than its bytes account for,
+            or holds something that Keras does not know.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise FileNotFoundError(f"There is no model file {str(path)!r}; check the path.")
+    settings = _model_settings(file)
+    try:
+        if settings.get("registered_name") == _NETWORK and isinstance(settings.get("config"), dict):
+            fields = settings["config"]
+            config = ViTConfig.from_dict(fields["config"])
+            _check_size(file, config)
+            if not config.departures and not fields.get(CHANGES):
+                model = VisionTransformer.from_config(fields)
+                weights.load(model, file)  # holds every array against the network
+                return model
+        return keras.saving.load_model(file, compile=False)
+    except _UNREADABLE as error:
+        raise ValueError(f"{str(path)!r} cannot be opened as a model: {_reason(error)}") from error
+
+
+def read_fields(file: Path) -> dict[str, Any]:
+    """Reads a JSON file of a run.
+
+    Raises:
+        ValueError: it is too large, damaged, or not one JSON object.
+    """
+    if file.stat().st_size > MAX_TEXT:
+        raise ValueError(f"{str(file)!r} is larger than {MAX_TEXT} bytes; it is not a run's.")
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        fields = None
+    if not isinstance(fields, dict):
+        raise ValueError(
+            f"{str(file)!r} is damaged: it is not one JSON object; put back the one that training "
+            "wrote."
+        )
+    return fields
 
 
 def load_run_data(run: Run) -> ImageData:
@@ -166,3 +251,68 @@ def _lock(out: Path, worker: int) -> Path:
 
 def _what(out: Path) -> str:
     return f"training to {str(out)!r}"
+
+
+def _model_settings(file: Path) -> dict[str, Any]:
+    """Returns what a .keras file says of its model; no member may be much larger than the file."""
+    most = _UNPACKED * file.stat().st_size + MAX_TEXT
+    try:
+        with zipfile.ZipFile(file) as archive:
+            members = archive.infolist()
+            size = sum(member.file_size for member in members)
+            names = [member.filename for member in members]
+            text = archive.getinfo(CONFIG)
+            if size > most or text.file_size > MAX_TEXT or len(set(names)) < len(names):
+                raise ValueError("its members are too large, or several have one name")
+            settings = json.loads(archive.read(text))
+    except (*_UNREADABLE, RecursionError) as error:
+        reason = error if type(error) is ValueError else "it is cut off, or something else"
+        raise ValueError(f"{str(file)!r} is not a whole .keras file: {reason}.") from error
+    if not isinstance(settings, dict):
+        raise ValueError(f"{str(file)!r} is not a whole .keras file: its {CONFIG} is no object.")
+    return settings
+
+
+def _check_size(file: Path, config: ViTConfig) -> None:
+    count, size = parameter_count(config), file.stat().st_size
+    if count > _UNPACKED * size:
+        raise ValueError(f"its {CONFIG} asks for {count} parameters, and it has {size} bytes.")
+
+
+def _reason(error: Exception) -> str:
+    """The first sentence of ours; what others say is long, and speaks of their own code."""
+    text = " ".join(str(error).split())
+    is_ours = type(error) is ValueError and len(text) <= _LONGEST_REASON
+    return (
+        text
+        if is_ours
+        else f"it is damaged, or needs code that is not there ({type(error).__name__})."
+    )
+
+
+def _check_same_run(directory: Path, config: Mapping[str, Any], model: keras.Model) -> None:
+    """Holds what a run's files say of the model and its classes against each other."""
+    said, file = config.get("model"), str(directory / CONFIG)
+    own = getattr(model, "config", None)
+    if not isinstance(said, dict):
+        raise ValueError(f"{file!r} does not say the model of the run; put back the right one.")
+    if isinstance(own, ViTConfig):
+        fields = own.to_dict()
+        others = [
+            name
+            for name in fields.keys() & said.keys() - {*_TRAINING_ONLY}
+            if fields[name] != said[name]
+        ]
+        if others:
+            name = min(others)
+            raise ValueError(
+                f"{file!r} and {MODEL} are not of the same run: {name} is {str(said[name])[:40]} "
+                f"in one and {fields[name]} in the other; put back the files of one run."
+            )
+    classes, labels = model.output_shape[-1], len(config["labels"])
+    has_classifier = not isinstance(own, ViTConfig) or own.classes is not None
+    if has_classifier and labels != classes:
+        raise ValueError(
+            f"{file!r} has {labels} labels, and {MODEL} has {classes} classes; put back the files "
+            "of one run."
+        )

@@ -1,4 +1,4 @@
-"""Tests of keras_vit.data.orientation: photos are upright wherever a file is read."""
+"""Tests of keras_vit.data.header: photos are upright wherever a file is read."""
 
 import io
 import time
@@ -11,7 +11,7 @@ from image_files import as_pillow, photo, picture
 from PIL import Image
 
 from keras_vit.data import Augmentation, Split, evaluation_batches, images, train_batches
-from keras_vit.data import orientation as held
+from keras_vit.data import header as held
 
 TAG = 0x0112
 TURNS = range(1, 9)
@@ -189,3 +189,60 @@ def test_the_whole_path_can_fail(files: Split, tmp_path: Path) -> None:
     Image.fromarray(np.asarray(Image.open(files.images[5]))).save(bare, quality=95)
 
     assert images.read_image(bare).shape != as_pillow(photo(6)).shape
+
+
+SIZES = {"PNG": {}, "JPEG": {}, "BMP": {}, "GIF": {}, "WEBP": {"lossless": True}}
+MOVING = ("GIF", "WEBP")
+
+
+def saved(form: str, *, frames: int = 1, **options: object) -> bytes:
+    """A file of 50 by 30 pixels; no two frames are alike."""
+    generator = np.random.default_rng(0)
+    pictures = [
+        Image.fromarray(generator.integers(0, 256, (30, 50, 3), np.uint8)) for _ in range(frames)
+    ]
+    more = {"save_all": True, "append_images": pictures[1:]} if frames > 1 else {}
+    stream = io.BytesIO()
+    pictures[0].save(stream, form, **more, **options)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("form", SIZES)
+def test_the_header_says_how_many_pixels_there_are(form: str) -> None:
+    """In each format; of a lossy and an extended WebP too."""
+    assert held.declared_pixels(saved(form, **SIZES[form])) == 1500
+    if form == "WEBP":
+        assert held.declared_pixels(saved(form)) == 1500
+        assert held.declared_pixels(photo(6, form)) == 52 * 36
+
+
+@pytest.mark.parametrize("form", MOVING)
+def test_all_frames_count(form: str) -> None:
+    """The decoder holds them all, though the first is used."""
+    assert held.declared_pixels(saved(form, frames=7, lossless=True)) == 7 * 1500
+
+
+def test_what_has_no_header_is_unknown() -> None:
+    """Other files, and a PNG whose first chunk is another."""
+    png = saved("PNG")
+    for content in (b"", b"<html>", b"RIFF", png.replace(b"IHDR", b"tEXt", 1)):
+        assert held.declared_pixels(content) == held.UNKNOWN
+
+
+def test_a_gif_in_odd_blocks_is_read_through() -> None:
+    """Encoders cut the data of an image into blocks as they like; too many records are unknown."""
+    gif = saved("GIF")
+    start = gif.index(b",", 13 + 3 * 256)
+    begin = start + 11
+    data, place = b"", begin
+    while gif[place]:
+        data += gif[place + 1 : place + 1 + gif[place]]
+        place += 1 + gif[place]
+    for sizes in ([1], [254], [3, 3, 200], [7, 5]):
+        blocks, at = b"", 0
+        while at < len(data):
+            part = data[at : at + sizes[at % len(sizes)]]
+            blocks, at = blocks + bytes([len(part)]) + part, at + len(part)
+        assert held.declared_pixels(gif[:begin] + blocks + gif[place:]) == 1500
+    endless = gif[:start] + b"!\xfe\0" * 20_000 + gif[start:]
+    assert held.declared_pixels(endless) == held.UNKNOWN

@@ -1,12 +1,16 @@
-"""Reads from a file how the camera was held (EXIF), and turns pixels upright.
+"""Reads what the header of an image file says: how many pixels it has, how the camera was held.
 
 Only TensorFlow ops, like `keras_vit.data.images`: they run in `tf.data` and in a SavedModel.
+Nothing is decoded. What is read is what TensorFlow's decoders make room for.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import tensorflow as tf
+
+# How files begin.
+JPEG, PNG, WEBP, GIF, BMP = b"\xff\xd8\xff", b"\x89PNG", b"RIFF", b"GIF8", b"BM"
 
 # Exif 2.32 (CIPA DC-008), 4.6.4: the tag of IFD0 that holds the orientation, and the types it has.
 _TAG, _SHORT, _LONG = 0x0112, 3, 4
@@ -28,10 +32,40 @@ _PLAIN = (
 )
 
 _LIMIT = 2**30  # bytes: no sum of two overflows
+# What `declared_pixels` returns where no header says it, or none that a decoder would trust.
+UNKNOWN = 2**62
+# GIF89a, 13 to 23: the bytes before the first color table; an image's descriptor with its
+# separator; the byte of the code size after it; an extension's introducer and label.
+_GIF_SCREEN, _GIF_DESCRIPTOR, _GIF_CODE_SIZE, _GIF_EXTENSION = 13, 10, 1, 2
+_GIF_BLOCKS = 1024  # data blocks of one size that are skipped at a time
+# RFC 9649, 2.3 and 2.7: the chunk's name and the first bytes of what it holds.
+_WEBP_HEAD, _WEBP_FLAGS, _WEBP_ANIMATION = slice(12, 16), 20, 0x02
 Walk = tuple[tf.Tensor, tf.Tensor]
 
 # An executor visits every op of a branch that is not taken, unless the ops are a function's.
 _one_op = tf.function(autograph=False, experimental_attributes={"_noinline": True})
+
+
+def declared_pixels(contents: bytes) -> int:
+    """Returns how many pixels decoding a file makes room for; `UNKNOWN` if no one knows.
+
+    Of a moving GIF or WebP all frames count: the decoder holds them all, though the first is used.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> declared_pixels(tf.io.encode_png(tf.zeros((3, 5, 3), tf.uint8)).numpy())
+        15
+
+    Args:
+        contents: the bytes of a file, or the first of them.
+
+    Raises:
+        tf.errors.InvalidArgumentError: the header of a JPEG is damaged.
+    """
+    for begin, pixels in PIXELS.items():
+        if contents.startswith(begin):
+            return int(pixels(tf.constant(contents)))
+    return UNKNOWN
 
 
 def may_be_turned(contents: tf.Tensor) -> tf.Tensor:
@@ -122,6 +156,133 @@ def stored_part(part: tf.Tensor, shape: tf.Tensor, orientation: tf.Tensor) -> tf
     both = tf.stack([start, size])
     both = tf.where(_among(orientation, _TRANSPOSED), tf.reverse(both, [1]), both)
     return tf.reshape(both, (4,))
+
+
+def _area(height: tf.Tensor, width: tf.Tensor) -> tf.Tensor:
+    return tf.cast(height, tf.int64) * tf.cast(width, tf.int64)
+
+
+def _known(is_known: tf.Tensor, pixels: tf.Tensor) -> tf.Tensor:
+    return tf.where(is_known, pixels, tf.constant(UNKNOWN, tf.int64))
+
+
+@_one_op
+def _pixels_of_jpeg(contents: tf.Tensor) -> tf.Tensor:
+    return _area(*tf.unstack(tf.image.extract_jpeg_shape(contents)[:2]))
+
+
+@_one_op
+def _pixels_of_png(contents: tf.Tensor) -> tf.Tensor:
+    head = _bytes(contents, 8, 16)
+    is_first = tf.reduce_all(head[:8] == list(b"\0\0\0\x0dIHDR"))
+    return _known(is_first, _area(_number(head[12:16]), _number(head[8:12])))
+
+
+@_one_op
+def _pixels_of_bmp(contents: tf.Tensor) -> tf.Tensor:
+    head = tf.reverse(_bytes(contents, 18, 8), [0])
+    height = tf.where(head[0] > 127, _number(255 - head[:4]) + 1, _number(head[:4]))
+    return _area(height, _number(head[4:]))  # a negative height: from the top down
+
+
+@_one_op
+def _pixels_of_webp(contents: tf.Tensor) -> tf.Tensor:
+    head = _bytes(contents, 0, 30)
+
+    def little(start: int, width: int) -> tf.Tensor:
+        return _number(tf.reverse(head[start : start + width], [0]))
+
+    def says(name: bytes) -> tf.Tensor:
+        return tf.reduce_all(head[_WEBP_HEAD] == list(name))
+
+    moves = says(b"VP8X") & (head[_WEBP_FLAGS] & _WEBP_ANIMATION > 0)
+    pixels = tf.case(
+        [
+            (says(b"VP8 "), lambda: _area(little(28, 2) % 2**14, little(26, 2) % 2**14)),
+            (
+                says(b"VP8L"),
+                lambda: _area(little(22, 3) // 2**6 % 2**14 + 1, little(21, 2) % 2**14 + 1),
+            ),
+            (says(b"VP8X"), lambda: _area(little(27, 3) + 1, little(24, 3) + 1)),
+        ],
+        default=lambda: tf.constant(UNKNOWN, tf.int64),
+    )
+    return tf.cond(moves, lambda: pixels * _frames_of_webp(contents), lambda: pixels)
+
+
+def _frames_of_webp(contents: tf.Tensor) -> tf.Tensor:
+    """The number of chunks ANMF, one at least, int64."""
+
+    def advance(place: tf.Tensor, head: tf.Tensor, frames: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        is_frame = tf.reduce_all(head[:4] == list(b"ANMF"))
+        size = tf.minimum(_number(tf.reverse(head[4:8], [0])), _LIMIT)
+        following = place + tf.minimum(8 + size + size % 2, tf.strings.length(contents) - place)
+        return following, _bytes(contents, following, 8), frames + tf.cast(is_frame, tf.int64)
+
+    _, head, frames = tf.while_loop(
+        lambda place, head, frames: tf.reduce_any(head > 0),
+        advance,
+        (tf.constant(12), _bytes(contents, 12, 8), tf.constant(0, tf.int64)),
+        maximum_iterations=_PIECES,
+    )
+    return _known(~tf.reduce_any(head > 0), tf.maximum(frames, 1))
+
+
+@_one_op
+def _pixels_of_gif(contents: tf.Tensor) -> tf.Tensor:
+    """The pixels of all frames, or those of one as wide as the widest and as high as the highest.
+
+    A round of the loop is one record, an image or an extension, with its first data blocks; or
+    more blocks of the same image, where they are of several sizes.
+    """
+    data = tf.cast(tf.io.decode_raw(contents, tf.uint8), tf.int32)
+
+    def read(place: tf.Tensor, *state: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        inside, _, pixels, height, width = state
+        head = _bytes(contents, place, _GIF_DESCRIPTOR)
+        is_image, is_extension = ~inside & (head[0] == 0x2C), ~inside & (head[0] == 0x21)
+        size = tf.where(is_image, tf.reverse(head[5:9], [0]), 0)  # height, then width
+        own_height, own_width = _number(size[:2]), _number(size[2:])
+        image_start = _GIF_DESCRIPTOR + _color_table(head[9]) + _GIF_CODE_SIZE
+        start = tf.where(is_image, image_start, tf.where(is_extension, _GIF_EXTENSION, 0))
+        end, is_over = _after_blocks(data, place + start)
+        goes_on = inside | is_image | is_extension
+        pixels += _area(own_height, own_width)
+        height, width = tf.maximum(height, own_height), tf.maximum(width, own_width)
+        return end, ~is_over, goes_on, pixels, height, width
+
+    screen = _bytes(contents, 0, _GIF_SCREEN)
+    start = (
+        _GIF_SCREEN + _color_table(screen[10]),
+        tf.constant(False),
+        tf.constant(True),
+        tf.constant(0, tf.int64),
+        _number(tf.reverse(screen[8:10], [0])),
+        _number(tf.reverse(screen[6:8], [0])),
+    )
+    _, _, goes_on, pixels, height, width = tf.while_loop(
+        lambda place, inside, goes_on, *sizes: goes_on, read, start, maximum_iterations=_PIECES
+    )
+    return _known(~goes_on, tf.maximum(pixels, _area(height, width)))
+
+
+def _color_table(flags: tf.Tensor) -> tf.Tensor:
+    """The bytes of the color table that the flags of a GIF's screen or image announce."""
+    return tf.where(flags > 127, 3 * tf.bitwise.left_shift(2, flags & 7), 0)
+
+
+def _after_blocks(data: tf.Tensor, start: tf.Tensor) -> Walk:
+    """Skips data blocks as long as the first, and one more; says whether that was the last."""
+    length = tf.size(data)
+    start = tf.minimum(start, length)
+    step = tf.concat([data[start:], [0]], axis=0)[0] + 1
+    last = start + tf.minimum(length - start, step * _GIF_BLOCKS)
+    same = tf.equal(data[start:last:step], step - 1) & (step > 1)
+    count = tf.argmin(tf.pad(tf.cast(same, tf.int32), [[0, 1]]), output_type=tf.int32)
+    place = tf.minimum(start + count * step, length)
+    following = tf.concat([data[place : place + 1], [0]], axis=0)[0]
+    place = tf.minimum(place + 1 + following, length)
+    return place, (following == 0) | (place >= length)
 
 
 def _exif_of_jpeg(contents: tf.Tensor) -> tf.Tensor:
@@ -246,6 +407,16 @@ def _number(digits: tf.Tensor) -> tf.Tensor:
     powers = [256**place for place in reversed(range(width))]
     limit = [127 if width == 4 and place == 0 else 255 for place in range(width)]
     return tf.reduce_sum(tf.minimum(digits, limit) * powers, axis=-1)
+
+
+# How the files begin that are read, and what reads the number of their pixels in a graph.
+PIXELS: Mapping[bytes, Callable[[tf.Tensor], tf.Tensor]] = {
+    JPEG: _pixels_of_jpeg,
+    PNG: _pixels_of_png,
+    WEBP: _pixels_of_webp,
+    GIF: _pixels_of_gif,
+    BMP: _pixels_of_bmp,
+}
 
 
 def _among(orientation: tf.Tensor, values: tuple[int, ...]) -> tf.Tensor:

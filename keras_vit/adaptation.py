@@ -1,21 +1,23 @@
 """Fine-tuning on little hardware: low-rank adaptation (LoRA), adapter files, freezing by depth."""
 
+import hashlib
 import json
+import operator
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
-import safetensors
 import safetensors.numpy
 
 from keras_vit.atomic import whole_file
-from keras_vit.config import ViTConfig
+from keras_vit.config import ViTConfig, is_number, shown
 from keras_vit.layers import TokenDense
 from keras_vit.layers.composite import CHANGES, without_lora
 from keras_vit.model import VisionTransformer
+from keras_vit.weights.arrays import FLOATS, check_file, read_safetensors, safetensors_metadata
 
 # The dense products of a block; the paper adapts query and value (arXiv 2106.09685, Section 4.2).
 TARGETS = ("qkv", "out", "fc1", "fc2")
@@ -178,9 +180,10 @@ def save_adapter(model: LoRAVisionTransformer, path: str | Path) -> Path:
         for variable in model.weights
         if _is_adapter(variable.path)
     }
-    settings = {"rank": model.rank, "targets": model.targets, "alpha": model.alpha}
+    settings = json.dumps({"rank": model.rank, "targets": model.targets, "alpha": model.alpha})
+    metadata = {"lora": settings, "sha256": _checksum(settings, tensors)}
     with whole_file(path) as temporary:
-        safetensors.numpy.save_file(tensors, temporary, metadata={"lora": json.dumps(settings)})
+        safetensors.numpy.save_file(tensors, temporary, metadata=metadata)
     return path
 
 
@@ -206,15 +209,24 @@ def load_adapter(model: VisionTransformer, path: str | Path) -> LoRAVisionTransf
         ValueError: the file is not an adapter, or not of such a model.
     """
     path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"There is no adapter file {str(path)!r}; check the path.")
+    check_file(path)
+    metadata = safetensors_metadata(path)
+    tensors = {name: array.read() for name, array in read_safetensors(path).items()}
+    settings = str(metadata.get("lora"))
+    if metadata.get("sha256", _checksum(settings, tensors)) != _checksum(settings, tensors):
+        raise ValueError(f"{path} is damaged: it does not have its own checksum; fetch it again.")
     try:
-        with safetensors.safe_open(path, framework="numpy") as opened:
-            settings = json.loads((opened.metadata() or {})["lora"])
-            tensors = {_renamed(name): opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-        rank, targets, alpha = (settings[name] for name in ("rank", "targets", "alpha"))
-    except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is not an adapter of save_adapter ({error}).") from error
+        rank, targets, alpha = operator.itemgetter("rank", "targets", "alpha")(json.loads(settings))
+    except (KeyError, TypeError, ValueError, RecursionError):
+        raise ValueError(f"{path} is not an adapter of save_adapter.") from None
+    tensors = {_renamed(name): value for name, value in tensors.items()}
+    ranks = {value.shape[-1:] for name, value in tensors.items() if name.endswith("lora_kernel_a")}
+    is_scale = alpha is None or is_number(alpha)
+    if ranks != {(rank,)} or not is_scale or not isinstance(targets, list) or _odd(tensors):
+        raise ValueError(
+            f"{path} is damaged: rank {shown(rank)}, targets {shown(targets)}, alpha "
+            f"{shown(alpha)} or the arrays {shown(_odd(tensors))} are not those of an adapter."
+        )
     adapted = lora(model, rank=rank, targets=targets, alpha=alpha)
     variables = {v.path: v for v in adapted.weights if _is_adapter(v.path)}
     differing = sorted(
@@ -285,6 +297,20 @@ def _checked(targets: str | Iterable[str]) -> tuple[str, ...]:
 def _is_adapter(path: str) -> bool:
     is_thin = path.rsplit("/", 1)[-1] in ("lora_kernel_a", "lora_kernel_b")
     return is_thin or path.startswith(("head/", "distillation_head/"))
+
+
+def _checksum(settings: str, tensors: Mapping[str, np.ndarray]) -> str:
+    """Returns a SHA-256 of what an adapter holds, which .safetensors has no place for itself."""
+    digest = hashlib.sha256(settings.encode())
+    for name in sorted(tensors):
+        digest.update(f"{name} {tensors[name].shape} {tensors[name].dtype}".encode())
+        digest.update(np.ascontiguousarray(tensors[name]).tobytes())
+    return digest.hexdigest()
+
+
+def _odd(tensors: Mapping[str, np.ndarray]) -> list[str]:
+    """Returns the names of the arrays that hold other than finite floating-point numbers."""
+    return [n for n, v in tensors.items() if v.dtype not in FLOATS or not np.isfinite(v).all()]
 
 
 def _renamed(name: str) -> str:

@@ -38,6 +38,7 @@ class Builder(Protocol):
         dropout_rate: float = 0.0,
         drop_path_rate: float = 0.0,
         remat: bool = False,
+        sha256: str | None = None,
     ) -> keras.Model: ...
 
 
@@ -60,7 +61,8 @@ Args:
           the family before it if it matters ("original/imagenet21k"), or "augreg/<file name>";
           `keras_vit.weights.catalog()` lists what exists;
         - a path or URL of an .npz, .safetensors, .weights.h5 or .keras file, or a folder with one;
-        - "hf://owner/name" on the Hugging Face Hub.
+        - "hf://owner/name" on the Hugging Face Hub, "hf://owner/name@revision" for a branch, tag or
+          commit of it, "hf://owner/name@revision/file" for one file.
     input_tensor: a Keras tensor of images to build upon; the result is then an `ExactModel` with
         the Vision Transformer inside.
     input_shape: (height, width, channels); height and width are multiples of {stride}. Left open:
@@ -75,6 +77,8 @@ Args:
     name: name of the model.
     dropout_rate, drop_path_rate: dropout and stochastic depth in training, see `ViTConfig`.
     remat: whether training computes activations anew instead of keeping them, to save memory.
+    sha256: the SHA-256 of the checkpoint's file, in hexadecimal; compared before anything is read
+        from it.
 
 Returns:
     A `VisionTransformer`: (B, classes) with the classifier; (B, {hidden_dim}) without, or
@@ -108,6 +112,7 @@ def _builder(variant: str) -> Builder:
         dropout_rate: float = 0.0,
         drop_path_rate: float = 0.0,
         remat: bool = False,
+        sha256: str | None = None,
     ) -> keras.Model:
         request = Request(
             include_top=include_top,
@@ -124,10 +129,11 @@ def _builder(variant: str) -> Builder:
             },
         )
         if weights is None:
+            _check_no_sha256(sha256)
             config = _fresh_config(VARIANTS[variant], request)
             model = VisionTransformer(config, name=request.name)
         else:
-            checkpoint = _opened(variant, weights, request)
+            checkpoint = _opened(variant, weights, request, sha256=sha256)
             model = building.build(checkpoint, request, base=VARIANTS[variant])
         return model if input_tensor is None else _on_tensor(model, input_tensor)
 
@@ -136,9 +142,17 @@ def _builder(variant: str) -> Builder:
     return build
 
 
-def _opened(variant: str, weights: str | Path, request: Request) -> Checkpoint:
+def _check_no_sha256(sha256: str | None) -> None:
+    if sha256 is not None:
+        raise ValueError("sha256 is of a checkpoint; leave it out with weights=None.")
+
+
+def _opened(
+    variant: str, weights: str | Path, request: Request, *, sha256: str | None
+) -> Checkpoint:
     image_size = max(request.input_shape[:2]) if request.input_shape else None
-    checkpoint = open_checkpoint(locate(weights, variant, image_size=image_size))
+    path = locate(weights, variant, image_size=image_size, sha256=sha256)
+    checkpoint = open_checkpoint(path)
     if request.include_top and request.classes_or(checkpoint.fields["classes"]) is None:
         raise ValueError(
             f"{checkpoint.path} holds no classifier; pass classes=N for a fresh one, or "

@@ -1,20 +1,83 @@
-"""Writes a file whole or not at all, whenever the process ends."""
+"""Writes files and folders whole or not at all, whenever the process ends, one writer at a time."""
 
 import contextlib
+import ctypes
+import datetime
+import errno
 import os
+import re
+import secrets
+import shutil
+import socket
+import sys
 import tempfile
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+# What a user can do about an error of the disk.
+_ADVICE = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room"),
+    **dict.fromkeys(
+        (errno.EROFS, errno.EACCES, errno.EPERM), "make it writable or choose another place"
+    ),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "allow more open files (ulimit -n)"),
+    errno.EFBIG: "allow larger files (ulimit -f)",
+    errno.ENOENT: "make the folder that it lies in",
+}
+_STAGED, _REPLACED = ".staged-", ".replaced"
+# What an operating system says that cannot swap two names, or lock a file.
+_NO_SWAP = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
+
 
 @contextlib.contextmanager
-def whole_file(path: str | Path) -> Iterator[Path]:
-    """Gives a temporary path beside `path`; what is written there takes its place at the end.
-
-    The content reaches the disk before the name changes. After an error `path` is as it was.
+def telling(
+    path: str | Path, *, kept: str = "what was there before is kept", again: str = "try again"
+) -> Iterator[None]:
+    """Says of the operating system's errors what is kept and what to do; their kind stays.
 
     Example:
-        >>> import tempfile
+        >>> with telling("notes.txt"):
+        ...     raise OSError(errno.ENOSPC, "full")
+        Traceback (most recent call last):
+        OSError: [Errno 28] No space left on device: 'notes.txt' cannot be written; what was there \
+before is kept; make room and try again.
+
+    Args:
+        path: what is written inside.
+        kept: what an error leaves.
+        again: what to do once its cause is gone.
+    """
+    try:
+        yield
+    except OSError as error:
+        # A sentence of this package has no number, or has been here before.
+        if error.errno is None or isinstance(error.__cause__, OSError):
+            raise
+        number = error.errno
+        raise OSError(
+            number,
+            f"{os.strerror(number)}: {str(path)!r} cannot be written; {kept}; "
+            f"{_ADVICE.get(number, 'check the disk')} and {again}.",
+        ) from error
+
+
+@contextlib.contextmanager
+def whole_file(
+    path: str | Path, *, kept: str = "what was there before is kept", again: str = "try again"
+) -> Iterator[Path]:
+    """Gives a temporary path beside `path`; what is written there takes its place at the end.
+
+    The content reaches the disk before the name changes. After an error `path` is as it was. What
+    a process left that was killed here is removed by the next that writes the same file.
+
+    Example:
         >>> path = Path(tempfile.mkdtemp()) / "notes.txt"
         >>> with whole_file(path) as temporary:
         ...     _ = temporary.write_text("whole")
@@ -23,19 +86,132 @@ def whole_file(path: str | Path) -> Iterator[Path]:
 
     Args:
         path: the file to write or replace; the temporary name keeps its suffixes.
+        kept: what an error leaves, for its text.
+        again: what to do once its cause is gone.
+
+    Raises:
+        OSError: the disk is full, read-only, gone or not ours.
     """
     path = Path(path)
-    folder = tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent)
-    temporary = Path(folder) / path.name
+    with telling(path, kept=kept, again=again), _own_folder(path) as folder:
+        temporary = folder / path.name
+        try:
+            yield temporary
+            sync_file(temporary)
+            temporary.replace(path)
+            sync_folder(path.parent)
+        finally:
+            with contextlib.suppress(OSError):  # would hide the error that matters
+                temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def staging_folder(parent: Path) -> Iterator[Path]:
+    """Makes a hidden folder in `parent` to assemble a folder in; it is removed at the end.
+
+    So is what a killed process left there: nobody else may write to `parent`, see `hold`.
+    `publish` renames what was assembled, which takes one file system.
+    """
+    with telling(parent):
+        for leftover in parent.glob(f"{_STAGED}*/"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        # Not `tempfile`, whose folders none but their owner may enter.
+        stage = parent / f"{_STAGED}{secrets.token_hex(4)}"
+        stage.mkdir()
     try:
-        yield temporary
-        with temporary.open("rb") as written:
-            os.fsync(written.fileno())
-        temporary.replace(path)
-        sync_folder(path.parent)
+        yield stage
     finally:
-        temporary.unlink(missing_ok=True)
-        Path(folder).rmdir()
+        shutil.rmtree(stage, ignore_errors=True)
+
+
+def publish(stage: Path, out: Path) -> None:
+    """Puts an assembled folder in its place; what is there is swapped with it in one step.
+
+    Everything is on the disk before. Where the system cannot swap names, a kill between two renames
+    leaves the old folder beside the stage, and `restore` brings it back.
+
+    Args:
+        stage: from `staging_folder`.
+        out: where to.
+
+    Raises:
+        OSError: the old folder is where it was, or where `restore` finds it.
+    """
+    with telling(out):
+        sync_tree(stage)
+        if not out.exists():
+            stage.rename(out)
+        elif not _swap(stage, out):
+            _rename_twice(stage, out)
+        sync_folder(out.parent)
+        sync_folder(stage.parent)
+
+
+def was_cut_off(parent: Path, out: Path) -> bool:
+    """Whether `publish` has taken the old folder away and not put the new one there.
+
+    Args:
+        parent: of the stage.
+        out: as in `publish`.
+    """
+    return not out.exists() and (parent / _REPLACED).is_dir()
+
+
+def restore(parent: Path, out: Path) -> None:
+    """Puts back the folder that a killed `publish` took away, or removes what is not needed.
+
+    Nobody may be publishing now.
+
+    Args:
+        parent: of the stage.
+        out: as in `publish`.
+    """
+    old = parent / _REPLACED
+    if was_cut_off(parent, out):
+        with telling(out, kept=f"the old folder is {str(old)!r}"):
+            old.rename(out)
+            sync_folder(out.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def hold(path: Path, *, what: str) -> Iterator[None]:
+    """Holds a lock file, for one process at a time; the operating system lets go of a killed one's.
+
+    Example:
+        >>> path = Path(tempfile.mkdtemp()) / "run.lock"
+        >>> with hold(path, what="training to 'run'"):
+        ...     with hold(path, what="training to 'run'"):
+        ...         pass
+        Traceback (most recent call last):
+        FileExistsError: Another training to 'run' is at work: process ... on ..., since ...; \
+wait until it ends, or choose another place.
+
+    Args:
+        path: the file, which is gone at the end.
+        what: is done meanwhile; another one is refused with these words.
+
+    Raises:
+        FileExistsError: somebody holds it; the text says who, where and since when.
+        OSError: the file cannot be written.
+    """
+    with telling(path, kept="nothing was begun"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = _locked(path, what)
+    try:
+        yield
+    finally:
+        # Before it is let go: who opened it meanwhile sees that its name is gone.
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def check_unheld(path: Path, *, what: str) -> None:
+    """Raises the error of `hold` where somebody holds the file; makes none."""
+    if path.exists():
+        with hold(path, what=what):
+            pass
 
 
 def sync_tree(folder: Path) -> None:
@@ -44,9 +220,14 @@ def sync_tree(folder: Path) -> None:
         if entry.is_dir():
             sync_tree(entry)
         else:
-            with entry.open("rb") as written:
-                os.fsync(written.fileno())
+            sync_file(entry)
     sync_folder(folder)
+
+
+def sync_file(file: Path) -> None:
+    """Brings a file's content to the disk."""
+    with file.open("rb") as written:
+        os.fsync(written.fileno())
 
 
 def sync_folder(folder: Path) -> None:
@@ -57,4 +238,143 @@ def sync_folder(folder: Path) -> None:
     try:
         os.fsync(descriptor)
     finally:
+        os.close(descriptor)
+
+
+def _swap(first: Path, second: Path) -> bool:
+    """Swaps two names in one step; False where the system cannot."""
+    if sys.platform == "win32":
+        return False
+    library = ctypes.CDLL(None, use_errno=True)
+    names = os.fsencode(first), os.fsencode(second)
+    if sys.platform == "darwin":
+        function, arguments = getattr(library, "renamex_np", None), (*names, 2)  # RENAME_SWAP
+    else:  # AT_FDCWD is -100, RENAME_EXCHANGE is 2
+        function = getattr(library, "renameat2", None)
+        arguments = (-100, names[0], -100, names[1], 2)
+    if function is None:
+        return False
+    if function(*arguments) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in _NO_SWAP:
+        return False
+    raise OSError(number, os.strerror(number), str(second))
+
+
+def _rename_twice(stage: Path, out: Path) -> None:
+    old = stage.with_name(_REPLACED)
+    shutil.rmtree(old, ignore_errors=True)
+    try:
+        out.rename(old)
+        stage.rename(out)
+    except BaseException:
+        if not out.exists():
+            with contextlib.suppress(OSError):  # then `restore` does it
+                old.rename(out)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _locked(path: Path, what: str) -> int:
+    """Opens and locks a file, says in it who holds it, and returns its descriptor."""
+    while True:
+        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+        descriptor = os.open(path, flags, 0o644)
+        try:
+            _lock(descriptor, path, what)
+            if _is_at(descriptor, path):  # else its holder removed it while it was being opened
+                os.truncate(descriptor, 0)
+                os.write(descriptor, _myself().encode())
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _lock(descriptor: int, path: Path, what: str) -> None:
+    number = errno.ENOSYS
+    if fcntl is not None:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except OSError as error:
+            number = error.errno or errno.EIO
+    if number in (errno.EAGAIN, errno.EACCES):  # held by another
+        holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "a process"
+        raise FileExistsError(
+            f"Another {what} is at work: {holder}; wait until it ends, or choose another place."
+        )
+    if number not in _NO_LOCKS:
+        raise OSError(number, os.strerror(number), str(path))
+    warnings.warn(
+        f"The file system of {str(path.parent)!r} has no locks ({os.strerror(number)}): make sure "
+        f"that no other {what} is at work.",
+        stacklevel=2,
+    )
+
+
+def _myself() -> str:
+    now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    return f"process {os.getpid()} on {socket.gethostname()}, since {now}"
+
+
+@contextlib.contextmanager
+def _own_folder(path: Path) -> Iterator[Path]:
+    """Makes a hidden folder beside a file, locked, so that others can tell it from a leftover."""
+    _remove_leftovers(path)
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+        descriptor = _lock_folder(folder)
+        if folder.exists():  # else another process took it for a leftover before it was locked
+            break
+        _close(descriptor)
+    try:
+        yield folder
+    finally:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+        _close(descriptor)
+
+
+def _remove_leftovers(path: Path) -> None:
+    pattern = re.compile(rf"\.{re.escape(path.name)}-[a-z0-9_]{{8}}")  # as tempfile names them
+    with os.scandir(path.parent) as entries:
+        found = [entry.name for entry in entries if pattern.fullmatch(entry.name)]
+    for folder in map(path.parent.joinpath, found):
+        descriptor = _lock_folder(folder)
+        if descriptor is None:
+            continue
+        with contextlib.suppress(OSError):
+            (folder / path.name).unlink(missing_ok=True)
+            folder.rmdir()
+        _close(descriptor)
+
+
+def _lock_folder(folder: Path) -> int | None:
+    """Returns the descriptor of a folder that nobody else holds, or None."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+    except OSError:
+        return None
+    try:
+        if fcntl is None:
+            raise OSError(errno.ENOSYS, "no locks")
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _close(descriptor: int | None) -> None:
+    if descriptor is not None:
         os.close(descriptor)

@@ -4,7 +4,7 @@ Knows no framework: importing this module costs nothing.
 """
 
 import dataclasses
-import math
+import reprlib
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
@@ -28,6 +28,28 @@ DEPARTURES = (
     "num_registers",
     "layer_scale",
     "query_key_norm",
+    "distillation_token",
+)
+
+
+# What a number may be at most: ten times that of any network we know of, so that a damaged file
+# ends in a sentence and not in a network that no machine can hold.
+LIMITS = {
+    "patch_size": 4096,
+    "hidden_dim": 2**17,
+    "mlp_dim": 2**20,
+    "num_heads": 2**12,
+    "num_layers": 1000,
+    "classes": 10**8,
+    "representation_dim": 2**17,
+    "num_registers": 2**12,
+}
+_MAX_SIDE = 2**20  # pixels, or channels
+_MAX_STAGES = 8
+_MAX_NUMBER = 1e9  # of what pixels and rates are
+_MIN_STD = 1e-9  # in units of 1; the smallest in use is 1 / 255
+_SWITCHES = (
+    *("class_token", "remat", "antialias", "include_preprocessing", "query_key_norm"),
     "distillation_token",
 )
 
@@ -212,12 +234,16 @@ class ViTConfig:
         Fields without `antialias` are from before it existed, when nothing was anti-aliased.
 
         Raises:
-            ValueError: a field is not one of ViTConfig's.
+            ValueError: a field is not one of ViTConfig's, or has another type.
         """
+        if not isinstance(fields, Mapping):
+            raise ValueError(f"A ViTConfig is a dictionary of fields. Received: {shown(fields)}.")
         allowed = {field.name for field in dataclasses.fields(cls)}
         unknown = sorted(set(fields) - allowed)
         if unknown:
-            raise ValueError(f"ViTConfig has no field {unknown}; its fields are {sorted(allowed)}.")
+            raise ValueError(
+                f"ViTConfig has no field {shown(unknown)}; its fields are {sorted(allowed)}."
+            )
         values: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value
             for name, value in fields.items()
@@ -225,18 +251,22 @@ class ViTConfig:
         return cls(**{"antialias": False, **values})
 
     def _check_numbers(self) -> None:
-        for name in ("patch_size", "hidden_dim", "mlp_dim", "num_heads", "num_layers"):
-            self._require(_is_count(getattr(self, name)), name, "a positive integer")
-        for name in ("classes", "representation_dim"):
-            value = getattr(self, name)
-            self._require(value is None or _is_count(value), name, "a positive integer or None")
+        for name, most in LIMITS.items():
+            value, least = getattr(self, name), int(name != "num_registers")
+            is_optional = name in ("classes", "representation_dim")
+            fits = _is_whole(value, least, most) or (is_optional and value is None)
+            allowed = "a positive integer" if least else "a whole number from 0"
+            self._require(fits, name, allowed + " or None" * is_optional + f", at most {most}")
         for name in ("dropout_rate", "attention_dropout_rate", "drop_path_rate"):
-            self._require(0 <= getattr(self, name) < 1, name, "in [0, 1)")
-        self._require(self.layer_norm_epsilon > 0, "layer_norm_epsilon", "above 0")
-        count = self.num_registers
-        self._require(count == 0 or _is_count(count), "num_registers", "a whole number from 0")
-        scale = self.layer_scale
-        self._require(scale is None or scale > 0, "layer_scale", "above 0, or None")
+            rate = getattr(self, name)
+            self._require(is_number(rate) and 0 <= rate < 1, name, "in [0, 1)")
+        for name in _SWITCHES:
+            self._require(isinstance(getattr(self, name), bool), name, "True or False")
+        epsilon, scale = self.layer_norm_epsilon, self.layer_scale
+        fits = is_number(epsilon) and 0 < epsilon < 1
+        self._require(fits, "layer_norm_epsilon", "above 0 and below 1")
+        fits = scale is None or (is_number(scale) and scale > 0)
+        self._require(fits, "layer_scale", "above 0, or None")
         divides = self.hidden_dim % self.num_heads == 0
         self._require(divides, "hidden_dim", f"a multiple of num_heads={self.num_heads}")
 
@@ -247,21 +277,28 @@ class ViTConfig:
             "position_embedding": [*get_args(PositionEmbedding), None],
             "position_placement": list(get_args(PositionPlacement)),
         }
-        for name, allowed in choices.items():
-            self._require(getattr(self, name) in allowed, name, f"one of {allowed}")
+        for name, values in choices.items():
+            self._require(getattr(self, name) in values, name, f"one of {values}")
+        fits = isinstance(self.classifier_activation, str | None)
+        self._require(fits, "classifier_activation", "a name or None")
         if self.pooling == "token" and not self.class_token:
             raise ValueError(
                 'pooling="token" needs class_token=True; without one use pooling="avg", "max" or '
                 '"map".'
             )
         stages = () if self.resnet_layers is None else self.resnet_layers
-        is_stages = isinstance(stages, tuple) and all(map(_is_count, stages))
-        self._require(is_stages, "resnet_layers", "a tuple of positive integers or None")
+        most = LIMITS["num_layers"]
+        is_stages = isinstance(stages, tuple) and all(_is_whole(n, 1, most) for n in stages)
+        is_stages = is_stages and len(stages) <= _MAX_STAGES
+        allowed = f"a tuple of positive integers or None, at most {_MAX_STAGES} up to {most}"
+        self._require(is_stages, "resnet_layers", allowed)
 
     def _check_image(self) -> None:
         shape, stride = self.input_shape, self.stride
-        is_shape = isinstance(shape, tuple) and len(shape) == 3 and all(map(_is_count, shape))
-        self._require(is_shape, "input_shape", "three positive integers (height, width, channels)")
+        is_shape = isinstance(shape, tuple) and len(shape) == 3
+        is_shape = is_shape and all(_is_whole(side, 1, _MAX_SIDE) for side in shape)
+        allowed = f"three positive integers (height, width, channels), at most {_MAX_SIDE}"
+        self._require(is_shape, "input_shape", allowed)
         if shape[0] % stride or shape[1] % stride:
             near = tuple(max(round(side / stride), 1) * stride for side in shape[:2])
             raise ValueError(
@@ -274,12 +311,13 @@ class ViTConfig:
         channels = self.input_shape[2]
         for name in ("image_mean", "image_std"):
             values = getattr(self, name)
-            is_tuple = isinstance(values, tuple) and all(map(_is_number, values))
+            is_tuple = isinstance(values, tuple) and all(map(is_number, values))
             fits = is_tuple and (len(values) == channels or len(set(values)) == 1)
             allowed = f"a tuple of {channels} finite numbers, one for each channel"
             self._require(fits, name, allowed)
         self._require(len(self.image_mean) == len(self.image_std), "image_std", "as many as means")
-        self._require(min(self.image_std) > 0, "image_std", "above 0")
+        fits = min(self.image_std) >= _MIN_STD
+        self._require(fits, "image_std", f"above 0, at least {_MIN_STD}")
 
     def _check_positions(self) -> None:
         kind = self.position_embedding
@@ -308,7 +346,9 @@ class ViTConfig:
 
     def _require(self, fits: bool, name: str, allowed: str) -> None:
         if not fits:
-            raise ValueError(f"{name} must be {allowed}. Received: {name}={getattr(self, name)!r}.")
+            raise ValueError(
+                f"{name} must be {allowed}. Received: {name}={shown(getattr(self, name))}."
+            )
 
 
 def stride_of(patch_size: int, resnet_layers: tuple[int, ...] | None) -> int:
@@ -318,10 +358,29 @@ def stride_of(patch_size: int, resnet_layers: tuple[int, ...] | None) -> int:
     return int(patch_size * ROOT_STRIDE * 2 ** max(len(resnet_layers) - 1, 0))
 
 
-def _is_number(value: object) -> bool:
+def shown(value: object) -> str:
+    """Returns a value as Python writes it, cut to what a message has room for.
+
+    Example:
+        >>> len(shown("x" * 10_000)) < 100
+        True
+    """
+    try:
+        text = _REPR.repr(value)
+    except ValueError:  # an int of more digits than Python writes
+        text = f"a number of type {type(value).__name__}"
+    return text if len(text) <= 200 else f"{text[:197]}..."
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a number that pixels and rates can be, no NaN."""
     is_real = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_real and math.isfinite(value)  # type: ignore[arg-type]
+    return is_real and -_MAX_NUMBER < value < _MAX_NUMBER  # type: ignore[operator]
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+_REPR = reprlib.Repr()
+_REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlong = 3, 90, 90, 40
+
+
+def _is_whole(value: object, least: int, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most

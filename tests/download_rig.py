@@ -6,6 +6,7 @@ import hashlib
 import http.server
 import io
 import socket
+import ssl
 import struct
 import subprocess
 import sys
@@ -108,6 +109,21 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return start
 
 
+def raw(
+    answer: bytes, *, each: bytes = b"", pause: float = 0.0
+) -> Callable[[Handler, bytes], bool]:
+    """Sends these bytes and no others; then `each` again and again, a pause after each."""
+
+    def fault(handler: Handler, _: bytes) -> bool:
+        with contextlib.suppress(OSError):
+            handler.wfile.write(answer)
+            while each and not handler.server.released.wait(pause):
+                handler.wfile.write(each)
+        return False
+
+    return fault
+
+
 def status(code: int, **headers: str) -> Callable[[Handler, bytes], bool]:
     def fault(handler: Handler, _: bytes) -> bool:
         handler.send_response(code)
@@ -162,6 +178,11 @@ def flipped(body: bytes, place: int) -> bytes:
     return body[:place] + bytes([body[place] ^ 1]) + body[place + 1 :]
 
 
+def safetensors(values: int = 1000) -> bytes:
+    header = b'{"w":{"dtype":"F32","shape":[%d],"data_offsets":[0,%d]}}' % (values, 4 * values)
+    return len(header).to_bytes(8, "little") + header + bytes(range(200)) * (values // 50)
+
+
 def archive(seed: int, *, floats: int = 50_000) -> bytes:
     file = io.BytesIO()
     np.savez(file, w=np.random.default_rng(seed).standard_normal(floats, np.float32))
@@ -185,6 +206,21 @@ def serving() -> Iterator[Server]:
         server.released.set()
         server.shutdown()
         thread.join()
+
+
+@contextlib.contextmanager
+def serving_safely(folder: Path) -> Iterator[Server]:
+    """Runs the same over https, with a certificate that it writes to `folder`/certificate.pem."""
+    key, certificate = folder / "key.pem", folder / "certificate.pem"
+    command = f"openssl req -x509 -newkey rsa:2048 -nodes -keyout {key} -out {certificate} -days 2"
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+    subprocess.run([*command.split(), *names], check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    with serving() as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        server.url = f"https://localhost:{server.server_port}"
+        yield server
 
 
 def run_child(code: str, *arguments: str, **options: object) -> subprocess.CompletedProcess[str]:

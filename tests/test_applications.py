@@ -33,6 +33,7 @@ ARGUMENTS = [
     "dropout_rate",
     "drop_path_rate",
     "remat",
+    "sha256",
 ]
 
 FRESH = [
@@ -201,7 +202,7 @@ ERRORS = [
     ({"pooling": "mean"}, ValueError, "pooling must be one of"),
     ({"classes": 0}, ValueError, "classes must be a positive integer"),
     ({"classifier_activation": "sofmax"}, ValueError, "sofmax"),
-    ({"weights": "nowhere.npz"}, FileNotFoundError, "no checkpoint file 'nowhere.npz'"),
+    ({"weights": "nowhere.npz"}, FileNotFoundError, "There is no file 'nowhere.npz'"),
     ({"input_tensor": np.zeros((1, 32, 32, 3))}, TypeError, "must be a Keras tensor.*ndarray"),
     ({"input_tensor": keras.Input((None, None, 3))}, ValueError, "open shape"),
 ]

@@ -277,6 +277,60 @@ def test_overwriting_replaces_the_run_at_the_end(
     assert events[-1]["test"] == json.loads((out / "metrics.json").read_text())["test"]
 
 
+def test_resuming_a_finished_run_says_so(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 0 and nothing done; one that was not measured is measured, other flags refused."""
+    monkeypatch.chdir(place)
+    shutil.copytree("run", "again")
+    metrics = (place / "again" / "metrics.json").read_bytes()
+    before = {file: file.stat().st_mtime_ns for file in (place / "again").rglob("*")}
+    command = ["train", "--data", "images", "--out", "again", *SMALL, "--resume"]
+
+    assert main(command) == 0
+    assert "again is a finished run of these settings" in capsys.readouterr().out
+    assert {file: file.stat().st_mtime_ns for file in (place / "again").rglob("*")} == before
+    (place / "again" / "metrics.json").unlink()
+    assert main([*command, "--json"]) == 0
+    events = [json.loads(line)["event"] for line in capsys.readouterr().out.splitlines()]
+    assert events == ["data", "done"]
+    assert (place / "again" / "metrics.json").read_bytes() == metrics
+    assert main([*command, "--seed", "1"]) == 1
+    assert "was started with seed=0, not 1" in capsys.readouterr().err
+
+
+def test_a_kill_while_a_run_is_measured_leaves_no_half_of_it(place: Path) -> None:
+    """The run is not there; resuming measures it without training, and it is whole."""
+    killed = start("train", "--data", "images", "--out", "killed", *SMALL, "--json", folder=place)
+    unfinished = place / "killed.unfinished"
+    while not list(unfinished.glob(".staged-*/config.json")):  # next it is measured
+        assert killed.poll() is None
+    killed.kill()
+    killed.communicate()
+    assert not (place / "killed").exists()
+    found = run("train", "--data", "images", "--out", "killed", *SMALL, "--resume", folder=place)
+
+    assert (found.code, found.errors) == (0, [])
+    assert "/2 " not in found.out
+    assert {file.name for file in (place / "killed").iterdir()} == FILES
+    assert not list(place.glob("killed.*"))
+
+
+def test_a_second_training_is_told_of_the_first(place: Path) -> None:
+    """Started together, one trains and the other is refused in a sentence that names it."""
+    command = ("train", "--data", "images", "--out", "both", *SMALL)
+    pair = [start(*command, folder=place) for _ in range(2)]
+    found = sorted(map(finish, pair), key=lambda result: result.code)
+    holder = [process.pid for process in pair if process.returncode == 0]
+
+    assert [result.code for result in found] == [0, 1]
+    assert len(found[1].errors) == 1
+    # The second may have come to it when all was over.
+    told = f"is at work: process {holder[0]} on ", "already holds a run"
+    assert any(text in found[1].errors[0] for text in told)
+    assert {file.name for file in (place / "both").iterdir()} == FILES
+
+
 def test_the_digits_reach_what_the_readme_says_and_evaluate_agrees(
     digits_run: Path, tmp_path: Path
 ) -> None:

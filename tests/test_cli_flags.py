@@ -105,6 +105,22 @@ def test_pretraining_takes_the_flags_that_mean_something(
     assert (config["recipe"]["weight_decay"], config["recipe"]["average"]) == (0.3, 0.9)
 
 
+@pytest.mark.parametrize("flag", ["weights", "teacher"])
+def test_sha256_of_a_run(
+    flag: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run with another SHA-256 is refused before it is read; the flag alone means nothing."""
+    argv = ["train", "--data", str(place / "images"), "--out", str(tmp_path / "run")]
+    argv += ["--steps", "1", f"--{flag}-sha256", "0" * 64]
+    assert main(argv) == 1
+    assert f"needs --{flag}" in capsys.readouterr().err
+    assert main([*argv, f"--{flag}", str(place / "run")]) == 1
+    error = capsys.readouterr().err
+    assert "model.keras has the SHA-256" in error
+    assert f"{'0' * 64} was asked for" in error
+    assert not (tmp_path / "run").exists()
+
+
 def test_sam_and_remat_are_refused_together(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

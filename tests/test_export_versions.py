@@ -56,13 +56,13 @@ def test_a_kill_leaves_whole_versions_only(after, tmp_path):
     numbers = [child for child in directory.iterdir() if child.name.isdecimal()]
     assert {len(content(number)) for number in numbers} == {len(first)}
     with versions.staging_folder(directory):
-        leftovers = [child for child in directory.iterdir() if child.name.startswith(".export-")]
+        leftovers = [child for child in directory.iterdir() if child.name.startswith(".staged-")]
         assert len(leftovers) == 1  # the new one: what the killed process left is gone
 
 
 def test_the_next_version_follows_the_highest(tmp_path):
     """Names that are no number do not count, nor do gaps."""
-    for name in ("1", "7", ".export-x", "notes", "8.txt"):
+    for name in ("1", "7", ".staged-x", "notes", "8.txt"):
         (tmp_path / name).mkdir()
     assert versions.next_version([tmp_path, tmp_path / "absent"]) == 8
 
@@ -84,7 +84,7 @@ def test_a_failed_rename_takes_the_others_back(tmp_path):
         for name in ("a", "b"):
             (stage / name).mkdir()
             (stage / name / "content").write_text(name)
-        with pytest.raises(OSError, match="not empty"):
+        with pytest.raises(OSError, match="has appeared meanwhile"):
             versions.publish({stage / "a": directory / "1", stage / "b": directory / "blocked"})
         assert not (directory / "1").exists()
     file = tmp_path / "file"

@@ -11,7 +11,13 @@ from conftest import TINY
 
 from keras_vit import VisionTransformer
 from keras_vit.training import MomentumSGD
-from keras_vit.training.checkpoints import Checkpoints, get_state, set_state, state_hash
+from keras_vit.training.checkpoints import (
+    Checkpoints,
+    DamagedError,
+    get_state,
+    set_state,
+    state_hash,
+)
 
 ARRAYS = {
     "00000": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -55,7 +61,7 @@ def test_damage_is_told(tmp_path: Path) -> None:
     content[200] ^= 1
     for damaged in (bytes(content), bytes(content[:300])):
         file.write_bytes(damaged)
-        with pytest.raises(ValueError, match=r"checkpoint-00000001.npz' is damaged .* delete it"):
+        with pytest.raises(DamagedError, match=r"checkpoint-00000001.npz' is damaged$"):
             checkpoints.load(1)
 
 

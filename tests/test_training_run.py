@@ -65,69 +65,6 @@ def test_what_is_no_run_is_never_replaced(tmp_path: Path, existing: run.Existing
             run.check_free(tmp_path / name, existing=existing)
 
 
-def test_a_run_appears_whole(tmp_path: Path) -> None:
-    """Publishing makes the place and leaves nothing beside it."""
-    out = tmp_path / "deep" / "run"
-    with run.staging_directory(out) as stage:
-        write_run(stage)
-        assert not out.exists()
-        run.publish(stage, out)
-
-    assert run.is_run(out)
-    assert [entry.name for entry in out.parent.iterdir()] == ["run"]
-
-
-def test_a_new_run_takes_the_place_of_the_old(tmp_path: Path) -> None:
-    """After publishing there is the new run alone, with none of the old one's files."""
-    out = write_run(tmp_path / "run", content="old")
-    (out / run.METRICS).write_text("old")
-    with run.staging_directory(out) as stage:
-        write_run(stage, content="new")
-        run.publish(stage, out)
-
-    assert (out / run.MODEL).read_text() == "new"
-    assert not (out / run.METRICS).exists()
-    assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
-
-
-def test_a_failure_leaves_the_old_run_and_no_litter(tmp_path: Path) -> None:
-    """An error while a run is assembled changes nothing."""
-    out = write_run(tmp_path / "run", content="old")
-
-    def fail() -> None:
-        with run.staging_directory(out) as stage:
-            write_run(stage, content="new")
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fail()
-
-    assert (out / run.MODEL).read_text() == "old"
-    assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
-
-
-def test_a_failure_between_the_renames_brings_the_old_run_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If the new run cannot be renamed, the old one is where it was."""
-    out = write_run(tmp_path / "run", content="old")
-    rename = Path.rename
-
-    def failing(self: Path, target: Path) -> Path:
-        if target == out and (self / run.MODEL).read_text() == "new":
-            raise OSError("no")
-        return rename(self, target)
-
-    with run.staging_directory(out) as stage:
-        write_run(stage, content="new")
-        monkeypatch.setattr(Path, "rename", failing)
-        with pytest.raises(OSError, match="no"):
-            run.publish(stage, out)
-
-    assert (out / run.MODEL).read_text() == "old"
-    assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
-
-
 def test_a_directory_that_is_no_run_is_named(tmp_path: Path) -> None:
     """A missing path and another folder each give a sentence."""
     with pytest.raises(FileNotFoundError, match=r"no run directory '.*gone'"):

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,9 @@ from keras_vit.training import (
     Execution,
     Recipe,
     Run,
+    TrainingDone,
     TrainingInterrupted,
+    check_free,
     load_run,
     load_run_data,
     train,
@@ -308,10 +312,165 @@ def test_an_unfinished_training_is_safe(data: ImageData, tmp_path: Path) -> None
         train(data, recipe=other, existing="resume", **arguments)
 
 
-def test_a_finished_run_is_not_replaced_by_resuming(trained: Run, data: ImageData) -> None:
-    """The same command once more says that there is a run."""
-    with pytest.raises(FileExistsError, match="already holds a run"):
-        train(data, out=trained.path, model=CONFIG, recipe=RECIPE, existing="resume")
+def test_a_finished_run_is_returned_by_resuming(trained: Run, data: ImageData) -> None:
+    """Nothing is trained again; with other settings it is refused, the setting named."""
+    events: list[Any] = []
+    arguments: dict[str, Any] = {"out": trained.path, "model": CONFIG, "existing": "resume"}
+    again = train(data, recipe=RECIPE, on_event=events.append, **arguments)
+
+    assert events == []
+    assert again.config == trained.config
+    assert not weights_differ(again.model, trained.model)
+    with pytest.raises(ValueError, match=r"was started with recipe.epochs=3, not 4"):
+        train(data, recipe=dataclasses.replace(RECIPE, epochs=4), **arguments)
+
+
+class KilledError(Exception):
+    """Stands for a kill: nothing of ours catches it."""
+
+
+@pytest.mark.slow
+def test_what_measures_a_run_belongs_to_it(data: ImageData, tmp_path: Path) -> None:
+    """A run that is not measured is not there; resuming measures it, and trains no step."""
+    arguments: dict[str, Any] = {"out": tmp_path / "run", "model": CONFIG, "existing": "resume"}
+    arguments["recipe"] = dataclasses.replace(RECIPE, epochs=1)
+    seen: list[Any] = []
+    again: list[BaseException] = []
+
+    def measure(event: Any) -> None:
+        seen.append(type(event))
+        if isinstance(event, TrainingDone):
+            (event.run.path / "metrics.json").write_text("half")
+            if again:
+                raise again.pop()
+            (event.run.path / "metrics.json").write_text("{}")
+
+    for error in (KilledError(), KeyboardInterrupt()):
+        again.append(error)
+        with pytest.raises((KilledError, TrainingInterrupted)) as raised:
+            train(data, on_event=measure, **arguments)
+        assert [entry.name for entry in tmp_path.iterdir()] == ["run.unfinished"]
+    assert "resume to finish the run" in str(raised.value)
+    seen.clear()
+    train(data, on_event=measure, **arguments)
+
+    assert seen == [TrainingDone]
+    assert (tmp_path / "run" / "metrics.json").read_text() == "{}"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
+
+
+def damage(file: Path, how: str) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content[: len(content) // 2] if how == "cut" else content)
+    if how == "gone":
+        file.unlink()
+
+
+# Which of the newest files, how, and the step that is left: an epoch has two.
+DAMAGES = [("checkpoint", 1, "flipped", 4), ("checkpoint", 2, "cut", 2), ("best", 1, "gone", 0)]
+
+
+@pytest.mark.slow
+def test_a_damaged_file_is_left_out_and_said(data: ImageData, trained: Run, tmp_path: Path) -> None:
+    """An older checkpoint is used, or the best model is made anew; the run ends with its bits."""
+    with pytest.raises(TrainingInterrupted):
+        train(
+            data,
+            out=tmp_path / "stopped" / "run",
+            model=CONFIG,
+            recipe=RECIPE,
+            on_event=interrupt_in_epoch(3),
+        )
+    for kind, count, how, step in DAMAGES:
+        folder = shutil.copytree(tmp_path / "stopped", tmp_path / how) / "run.unfinished"
+        files = sorted(folder.glob(f"{kind}-*"))[-count:]
+        for file in files:
+            damage(file, how)
+        events: list[Any] = []
+        with pytest.warns(UserWarning, match="older one is used") as warned:
+            resumed = train(
+                data,
+                out=tmp_path / how / "run",
+                model=CONFIG,
+                recipe=RECIPE,
+                existing="resume",
+                on_event=events.append,
+            )
+        said = "".join(str(warning.message) for warning in warned)
+        assert all(f"{file.name}' is damaged" in said for file in files)
+        left = step or 2 * int(files[0].stem.removeprefix("best-"))
+        assert events[0].step == left + 1
+        assert resumed.config["result"]["state_sha256"] == trained.config["result"]["state_sha256"]
+        assert not weights_differ(resumed.model, trained.model)
+
+
+@pytest.mark.slow
+def test_damage_without_a_way_back_is_told_before_training(data: ImageData, tmp_path: Path) -> None:
+    """Where nothing whole is left, the sentence comes when it is resumed, not at the end."""
+    arguments: dict[str, Any] = {"out": tmp_path / "run", "model": CONFIG, "recipe": RECIPE}
+    with pytest.raises(TrainingInterrupted):
+        train(data, on_event=interrupt_in_epoch(3), **arguments)
+    for file in (tmp_path / "run.unfinished").glob("checkpoint-*"):
+        damage(file, "cut")
+    before = sorted(entry.name for entry in (tmp_path / "run.unfinished").iterdir())
+
+    with (
+        pytest.warns(UserWarning, match="is damaged; an older one is used"),
+        pytest.raises(ValueError, match=r"No checkpoint in .*run.unfinished' is whole, .* put the"),
+    ):
+        train(data, existing="resume", **arguments)
+    assert sorted(entry.name for entry in (tmp_path / "run.unfinished").iterdir()) == before
+    damage(tmp_path / "run.unfinished" / "settings.json", "cut")
+    with pytest.raises(ValueError, match=r"settings.json' is damaged"):
+        train(data, existing="resume", **arguments)
+
+
+def test_a_second_training_is_told_of_the_first(data: ImageData, tmp_path: Path) -> None:
+    """While one is at work, in the first step or in the last, no other touches its folder."""
+    refused: list[str] = []
+
+    def on_event(event: Any) -> None:
+        for existing in ("refuse", "resume", "overwrite"):
+            with pytest.raises(FileExistsError, match=r"Another training to .*run' is at work: "):
+                train(data, out=tmp_path / "run", model=CONFIG, existing=existing)
+            refused.append(existing)
+            with pytest.raises(FileExistsError, match=f"process {os.getpid()} on "):
+                check_free(tmp_path / "run", existing=existing)
+
+    recipe = dataclasses.replace(RECIPE, epochs=None, steps=1)
+    train(data, out=tmp_path / "run", model=CONFIG, recipe=recipe, on_event=on_event)
+    assert len(refused) == 9
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize("name", ["photos", "file", "link"])
+def test_a_strangers_folder_of_that_name_is_safe(
+    name: str, data: ImageData, tmp_path: Path
+) -> None:
+    """What lies at RUN.unfinished and is no training stays."""
+    unfinished = tmp_path / "run.unfinished"
+    if name == "photos":
+        unfinished.mkdir()
+        (unfinished / "a.jpg").touch()
+    elif name == "file":
+        unfinished.touch()
+    else:
+        (tmp_path / "elsewhere").mkdir()
+        unfinished.symlink_to(tmp_path / "elsewhere")
+    before = sorted(tmp_path.rglob("*"))
+
+    for existing in ("refuse", "resume", "overwrite"):
+        with pytest.raises(FileExistsError, match="holds other things than a training"):
+            train(data, out=tmp_path / "run", model=CONFIG, existing=existing)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("out", ["/", ".", "..", "/proc"])
+def test_a_place_that_no_run_can_have_is_refused(out: str, data: ImageData) -> None:
+    """Before anything is trained: roots, the working folder, and where something is mounted."""
+    with pytest.raises((ValueError, FileExistsError), match="give "):
+        train(data, out=out, model=CONFIG)
 
 
 @pytest.mark.slow

@@ -68,8 +68,8 @@ HOSTILE = {
     "an absurd shape": ({"a.npy": header("(2000000, 2000000, 2000000)")}, "declares shape"),
     "a negative shape": ({"a.npy": header("(-4, -1)") + b"0" * 16}, "declares shape"),
     "a shape of calls": ({"a.npy": header("(__import__('os').system('x'),)")}, "not a NumPy array"),
-    "too few values": ({"a.npy": header("(9,)") + b"0" * 32}, "but holds 32; the file is damaged"),
-    "too many values": ({"a.npy": header("(9,)") + b"0" * 40}, "but holds 40"),
+    "too few values": ({"a.npy": header("(9,)") + b"0" * 32}, "bytes are 32; the file is damaged"),
+    "too many values": ({"a.npy": header("(9,)") + b"0" * 40}, "bytes are 40"),
     "an unknown version": ({"a.npy": b"\x93NUMPY\x09\x00" + b"0" * 99}, "not a NumPy array"),
     "nothing": ({"a.npy": b""}, "not a NumPy array"),
 }

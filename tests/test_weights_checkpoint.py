@@ -194,7 +194,10 @@ DAMAGED = {
         changed(FC1, np.transpose),
         rf"{FC1} \(expected \(24, 48\), received \(48, 24\)\)",
     ),
-    "not a number": (changed(FC1, lambda a: a * np.nan), f"{FC1}' holds no finite number"),
+    "not a number": (
+        changed(FC1, lambda a: a * np.nan),
+        f"{FC1}' holds a value that is not a finite number",
+    ),
     "another head": (
         changed("head/kernel", lambda a: a[:, :5]),
         r"head/kernel \(expected \(24, 7\)",
@@ -227,5 +230,5 @@ def test_a_file_that_does_not_fit_changes_nothing(damage: str, tmp_path: Path) -
 
 def test_missing_file_is_refused(tiny: VisionTransformer) -> None:
     """A path that is not there is FileNotFoundError, as in open()."""
-    with pytest.raises(FileNotFoundError, match=r"no checkpoint file 'nowhere\.npz'"):
+    with pytest.raises(FileNotFoundError, match=r"There is no file 'nowhere\.npz'"):
         keras_vit.weights.load(tiny, "nowhere.npz")

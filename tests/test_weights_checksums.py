@@ -1,8 +1,11 @@
 """Checksums against the definition of each, and archives with every kind of damage."""
 
+import io
+import zipfile
 from pathlib import Path
 
 import download_rig as rig
+import h5py
 import hypothesis
 import hypothesis.strategies as st
 import numpy as np
@@ -40,14 +43,14 @@ def test_no_flipped_byte_passes_the_archive_check(tmp_path: Path) -> None:
     body = rig.archive(4, floats=8)
     file = tmp_path / "x.npz"
     file.write_bytes(body)
-    _checksums.check_archive(file, name="x.npz")
+    _checksums.check_structure(file, name="x.npz")
     with np.load(file) as arrays:
         expected = arrays["w"]
     refused = 0
     for place in range(len(body)):
         file.write_bytes(rig.flipped(body, place))
         try:
-            _checksums.check_archive(file, name="x.npz")
+            _checksums.check_structure(file, name="x.npz")
         except ValueError:
             refused += 1
             continue
@@ -64,4 +67,57 @@ def test_no_cut_passes_the_archive_check(tmp_path: Path) -> None:
     for length in range(len(body)):
         file.write_bytes(body[:length])
         with pytest.raises(ValueError, match="not a whole zip archive"):
-            _checksums.check_archive(file, name="x.npz")
+            _checksums.check_structure(file, name="x.npz")
+
+
+def sound_files() -> dict[str, bytes]:
+    h5 = io.BytesIO()
+    with h5py.File(h5, "w") as file:
+        file["layers/w"] = np.arange(300.0)
+    newest = io.BytesIO()
+    with h5py.File(newest, "w", libver="latest") as file:
+        file["w"] = np.arange(300.0)
+    return {
+        "x.safetensors": rig.safetensors(),
+        "x.weights.h5": h5.getvalue(),
+        "y.h5": newest.getvalue(),
+        "x.npz": rig.archive(5, floats=9),
+        "x.json": b'{"a": [1]}',
+    }
+
+
+@pytest.mark.parametrize("name", sound_files())
+def test_structure_of_each_format(name: str, tmp_path: Path) -> None:
+    """A sound file passes; cut at any of many places, empty, or another format's, it does not."""
+    files, file = sound_files(), tmp_path / name
+    file.write_bytes(files[name])
+    _checksums.check_structure(file, name=name)
+    others = [body for other, body in files.items() if other.split(".")[-1] != name.split(".")[-1]]
+    cuts = [files[name][:length] for length in range(0, len(files[name]), 7)]
+    for body in (*others, *cuts, b"", b"<html>"):
+        file.write_bytes(body)
+        with pytest.raises(ValueError, match=r"\w"):
+            _checksums.check_structure(file, name=name)
+
+
+def test_archive_that_unpacks_to_too_much(tmp_path: Path) -> None:
+    """100 MB of zeros in 100 KB are refused unread; heads of zeros beside weights are not."""
+    file = tmp_path / "x.npz"
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("w.npy", bytes(100_000_000))
+    with pytest.raises(ValueError, match="unpack to 100,000,000"):
+        _checksums.check_structure(file, name="x.npz")
+    np.savez_compressed(file, w=np.ones(9), head=np.zeros((21_843, 192), np.float32))
+    _checksums.check_structure(file, name="x.npz")
+
+
+def test_names_of_no_known_format_pass_unless_they_are_junk(tmp_path: Path) -> None:
+    """Tables and other files are kept, a web page in their place is not."""
+    file = tmp_path / "index.csv"
+    for body in (b"a,b", b"{1}", b"\x1f\x8b"):
+        file.write_bytes(body)
+        _checksums.check_structure(file, name="index.csv")
+    for body in (b"", b"<html>", b"version https://git-lfs.github.com/spec/v1"):
+        file.write_bytes(body)
+        with pytest.raises(ValueError, match="it is a"):
+            _checksums.check_structure(file, name="index.csv")

@@ -77,10 +77,14 @@ def test_a_companion_of_other_arrays_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_companion_of_another_model_is_refused(tmp_path: Path) -> None:
-    """A config that was edited by hand is held against the arrays."""
+    """A config that was edited by hand is held against its checksum, and against the arrays."""
     path = saved(TINY, tmp_path / "a.npz")
     record = json.loads((tmp_path / "a.json").read_text())
     record["config"]["num_heads"] = 2
+    (tmp_path / "a.json").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=r"a\.json is damaged or was changed.*delete the line"):
+        keras_vit.load(path)
+    del record["config_sha256"]
     (tmp_path / "a.json").write_text(json.dumps(record))
     with pytest.raises(ValueError, match=r"says num_heads=2 and the arrays of a\.npz say 3"):
         keras_vit.load(path)

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -314,3 +315,137 @@ def test_proxy_is_asked(server: rig.Server, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("http_proxy", server.url)
 
     assert download.fetch("http://weights.invalid/a/x.npz").read_bytes() == rig.BODY
+
+
+def test_http_and_https_are_kept_apart(home: Path) -> None:
+    """What came unprotected is not used for an address that is protected, nor Google's for both."""
+    for host in ("example.org/a", "example.org:8080/a", "storage.googleapis.com/vit_models/sam"):
+        places = [download.cached_path(f"{scheme}://{host}/x.npz") for scheme in ("http", "https")]
+        assert places[0] != places[1]
+        assert "http+" in str(places[0])
+    assert download.cached_path(f"{GOOGLE}/sam/x.npz").parts[-3:] == ("vit_models", "sam", "x.npz")
+
+
+STRANGE_URLS = [
+    "https://me:hunter2@[::1/x.npz",
+    "https://me:hunter2/x@example.org/x.npz",
+    "https://example.org/a%0ab.npz?token=hunter2",
+    "https://example.org/%ff.npz?token=hunter2",
+    "https://example.org/a\x1bb.npz?token=hunter2",
+    f"https://example.org/{'a' * 300}.npz?token=hunter2",
+    "https://example.org/x.npz.partial/y.npz?token=hunter2",
+    "ftp://me:hunter2@example.org/x.npz",
+]
+
+
+@pytest.mark.parametrize("bad", STRANGE_URLS)
+def test_urls_that_cannot_be_kept_are_refused(bad: str, home: Path) -> None:
+    """Addresses that make no good file name are refused in a sentence without their secrets."""
+    with pytest.raises(ValueError, match=r"Received|is no URL") as raised:
+        download.fetch(bad)
+
+    assert "hunter2" not in str(raised.value)
+    assert str(raised.value).isprintable()
+    assert not home.exists()
+
+
+@pytest.mark.parametrize("level", ["keras", "models", "keras_vit", "file", "record"])
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_cache_that_others_may_change_is_refused(
+    level: str, is_ours: bool, url: str, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder or file that belongs to another user, or that all may write to, is not trusted."""
+    path = download.fetch(url)
+    place = {"file": path, "record": path.with_name(f"{path.name}.sha256")}.get(level)
+    place = place or next(folder for folder in path.parents if folder.name == level)
+    if is_ours:
+        place.chmod(0o777)
+        pattern = "anyone"
+    else:
+        other = os.getuid() + 1
+        monkeypatch.setattr(os, "getuid", lambda: other)
+        pattern = "another user|anyone"
+        if place.stat().st_uid == 0:
+            pytest.skip("what belongs to root is trusted")
+
+    with pytest.raises(PermissionError, match=pattern) as raised:
+        download.fetch(url)
+
+    assert "set KERAS_HOME" in str(raised.value)
+    assert rig.one_sentence(raised.value)
+
+
+def test_cache_of_another_user(url: str, home: Path) -> None:
+    """Root, too, does not read what another user may have put there."""
+    if os.getuid() != 0:
+        pytest.skip("only root gives files away")
+    path = download.fetch(url)
+    os.chown(path.parent, 1234, -1)
+
+    with pytest.raises(PermissionError, match=r"belongs to another user \(number 1234\)"):
+        download.fetch(url)
+
+
+def test_sticky_folder_above_is_fine(url: str, home: Path) -> None:
+    """KERAS_HOME may be as /tmp is; what we make in it is closed, whatever the umask."""
+    home.mkdir()
+    home.chmod(0o1777)
+    before = os.umask(0)
+    try:
+        path = download.fetch(url)
+    finally:
+        os.umask(before)
+
+    assert path.parent.stat().st_mode & 0o022 == 0
+    assert download.fetch(url) == path
+
+
+@pytest.mark.parametrize("sha256", ["", "abc", "0" * 63, "z" * 64, " " + "0" * 64])
+def test_sha256_that_is_none(sha256: str, url: str, home: Path) -> None:
+    """A SHA-256 that no file could have is refused before anything is asked."""
+    with pytest.raises(ValueError, match="64 hexadecimal digits"):
+        download.fetch(url, sha256=sha256)
+
+    assert not home.exists()
+
+
+@pytest.mark.parametrize("is_true", [True, False])
+def test_hub_sha256_on_the_way(server: rig.Server, url: str, home: Path, is_true: bool) -> None:
+    """The Hub's own SHA-256, in a header of the redirect to a large file, is compared."""
+    server.files["/large"] = rig.BODY
+    server.hashes = ()
+    digest = hashlib.sha256(rig.BODY if is_true else rig.OTHER).hexdigest()
+    server.faults = [
+        fault
+        for _ in range(2)
+        for fault in (
+            rig.status(302, Location="/large", X_Linked_ETag=f'"{digest}"', X_Repo_Commit="0" * 40),
+            lambda handler, body: True,
+        )
+    ]
+
+    if is_true:
+        assert download.fetch(url).read_bytes() == rig.BODY
+        return
+    with pytest.raises(ValueError, match="the server states sha256"):
+        download.fetch(url)
+    assert rig.kept(home) == set()
+
+
+def test_record_of_strange_bytes(url: str) -> None:
+    """A record that is damaged is named as such, not decoded."""
+    path = download.fetch(url)
+    path.with_name("ViT-B_16.npz.sha256").write_bytes(b"\xff\xfe")
+
+    with pytest.raises(ValueError, match=r"\.sha256 holds another"):
+        download.fetch(url)
+
+
+def test_mirror_of_another_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mirror that is neither a web address nor a folder is not taken for a folder."""
+    monkeypatch.setenv("KERAS_VIT_MIRROR", "ftp://me:hunter2@example.org/weights")
+
+    with pytest.raises(ValueError, match="http or https URL, or a folder") as raised:
+        download.fetch(f"{GOOGLE}/sam/ViT-B_16.npz")
+
+    assert "hunter2" not in str(raised.value)

@@ -18,6 +18,7 @@ import download_rig as rig
 import numpy as np
 import pytest
 
+from campaigns import runner
 from keras_vit.weights import download
 
 GOOGLE = "https://storage.googleapis.com/vit_models"
@@ -302,3 +303,13 @@ def test_log_lines(url: str, caplog: pytest.LogCaptureFixture) -> None:
     first, last = (record.getMessage() for record in caplog.records)
     assert first == "Downloading ViT-B_16.npz: 0.2 MiB."
     assert last.startswith("Downloaded ViT-B_16.npz in ")
+
+
+@pytest.mark.slow
+def test_campaign_of_server_faults() -> None:
+    """Hundreds of hostile answers: the sound file comes, or a clear error, and nothing is kept."""
+    outcome = runner.run("campaigns.downloads", count=400, seed=3)
+
+    assert outcome.cases == 400
+    assert outcome.bad == []
+    assert min(outcome.counts[kind] for kind in ("same", "refused")) > 50

@@ -196,7 +196,7 @@ def test_a_users_model_is_not_a_checkpoint(tiny: VisionTransformer, tmp_path: Pa
     """A `.keras` file of something else names the function that loads it."""
     inputs = keras.Input((32, 48, 3))
     keras.Model(inputs, tiny(inputs)).save(tmp_path / "mine.keras")
-    with pytest.raises(ValueError, match=r"holds a Functional.*keras.saving.load_model"):
+    with pytest.raises(ValueError, match=r"holds a 'Functional'.*keras.saving.load_model"):
         open_checkpoint(tmp_path / "mine.keras")
 
 

@@ -2,22 +2,28 @@
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import http.server
 import json
+import logging
 import subprocess
 import sys
 import threading
+import types
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+import download_rig as rig
+import huggingface_hub
 import keras
 import numpy as np
 import published
 import pytest
 
 import keras_vit
+from keras_vit.weights import building, loading, source
 from keras_vit.weights.catalog import CatalogRow, catalog
 from keras_vit.weights.layouts import original_rows
 
@@ -262,3 +268,194 @@ def test_a_hub_repository_gives_its_librarys_logits(hub: str, tmp_path: Path) ->
 def test_what_the_hub_does_not_have(hub: str, tmp_path: Path, address: str, message: str) -> None:
     """Each failure is a sentence that names the address."""
     assert message in str(from_hub(address, hub, tmp_path))
+
+
+class MovingHub(Hub):
+    """A Hub whose branches are at another commit for each file, as if they moved in between."""
+
+    server: "MovingServer"
+
+    def respond(self, *, body: bool) -> None:
+        *_, revision, name = self.path.rsplit("/", 2)
+        self.server.revisions.append(revision)
+        is_commit = len(revision) == 40
+        commit = revision if is_commit else f"{sum(name.encode()):040x}"
+        content = HUB_FILES[name].read_bytes() if name in HUB_FILES else b""
+        if name == "config.json":
+            content = content.replace(b"{", b'{"commit": "%b", ' % commit.encode(), 1)
+        digest = hashlib.sha256(content).hexdigest()
+        self.send_response(200 if content else 404)
+        self.send_header("ETag", f'"{digest}"')
+        self.send_header("X-Repo-Commit", commit)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if body:
+            self.wfile.write(content)
+
+
+class MovingServer(http.server.ThreadingHTTPServer):
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), MovingHub)
+        self.revisions: list[str] = []
+
+
+@pytest.fixture
+def moving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MovingServer]:
+    """The Hub's own client, told to ask this server."""
+    monkeypatch.setenv("KERAS_HOME", str(tmp_path / "keras"))
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with MovingServer() as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        client = types.SimpleNamespace(
+            hf_hub_download=functools.partial(
+                huggingface_hub.hf_hub_download,
+                endpoint=f"http://127.0.0.1:{server.server_port}",
+                cache_dir=tmp_path / "hub",
+            ),
+            errors=huggingface_hub.errors,
+            constants=huggingface_hub.constants,
+        )
+        monkeypatch.setattr(source, "_hub_library", lambda address: client)
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+ADDRESSES = {
+    "hf://someone/tiny-vit": "main",
+    "hf://someone/tiny-vit@v1.0": "v1.0",
+    "hf://someone/tiny-vit@refs%2Fpr%2F1": "refs%2Fpr%2F1",
+    "hf://someone/tiny-vit@v1.0/model.safetensors": "v1.0",
+    "hf://someone/tiny-vit/model.safetensors": "main",
+    f"hf://someone/tiny-vit@{'a' * 40}": "a" * 40,
+}
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_all_files_come_from_one_commit(
+    address: str, moving: MovingServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The commit of the first file is asked for by all others, said, and part of the record."""
+    caplog.set_level(logging.INFO)
+    path = source.find(address)
+
+    commit = path.parent.name
+    first, *others = dict.fromkeys(moving.revisions)
+    assert (first, set(others)) == (ADDRESSES[address], {commit} - {first})
+    assert {name.name for name in path.parent.iterdir()} == set(HUB_FILES)
+    assert f"is commit {commit}" in caplog.text
+    records = {file.name for file in (tmp_path / "keras").rglob(f"{commit}/*")}
+    assert records == {f"{name}.sha256" for name in HUB_FILES}
+
+
+def test_hub_file_that_changed(moving: MovingServer, tmp_path: Path) -> None:
+    """Damage of a kept file is seen by the Hub's SHA-256, and by the record of its first use."""
+    address = f"hf://someone/tiny-vit@{'b' * 40}"
+    path = source.find(address)
+    blob, content = path.resolve(), path.read_bytes()
+    blob.write_bytes(rig.flipped(content, len(content) - 1))
+    with pytest.raises(ValueError, match="its publisher states"):
+        source.find(address)
+    path.unlink()
+    path.write_bytes(blob.read_bytes())  # as where links are not to be had
+    with pytest.raises(ValueError, match=r"\.sha256 holds another"):
+        source.find(address)
+
+
+def test_hub_settings_that_changed(moving: MovingServer) -> None:
+    """A changed file that is only useful stops the model too: it would be read."""
+    address = f"hf://someone/tiny-vit@{'c' * 40}"
+    path = source.find(address)
+    (path.parent / "preprocessor_config.json").resolve().write_text("{}")
+
+    with pytest.raises(ValueError, match="its publisher states"):
+        source.find(address)
+
+
+BAD_ADDRESSES = [
+    "hf://someone",
+    "hf://someone/tiny-vit/",
+    "hf://someone/tiny-vit@",
+    "hf://someone/tiny-vit@a/b/../c.npz",
+    "hf://someone/tiny-vit@a@b",
+    "hf://someone/tiny-vit/pytorch_model.bin",
+    "hf://some one/tiny-vit",
+    "hf://someone/tiny-vit@main?token=hunter2",
+]
+
+
+@pytest.mark.parametrize("address", BAD_ADDRESSES)
+def test_addresses_that_are_none_of_the_hub(address: str, moving: MovingServer) -> None:
+    """What is no address is refused before anyone is asked."""
+    with pytest.raises(ValueError, match=r"on the Hub|A Hub address is") as raised:
+        source.find(address)
+
+    assert moving.revisions == []
+    assert "hunter2" not in str(raised.value)
+
+
+SHA256_ENTRANCES = ["load", "model", "builder", "path", "folder", "url", "hub", "name"]
+
+
+@pytest.mark.parametrize("entrance", SHA256_ENTRANCES)
+def test_sha256_is_compared_before_anything_is_read(
+    entrance: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moving: MovingServer
+) -> None:
+    """On each road the right SHA-256 loads, and another one is refused with the file unopened."""
+    row = keras_vit.weights.resolve("Ti/16", "imagenet21k")
+    file = tmp_path / "mirror" / f"{row.name}.npz"
+    file.parent.mkdir(parents=True)
+    config = dataclasses.replace(keras_vit.variant("Ti/16"), classes=3)
+    np.savez(file, **published.arrays(config))
+    monkeypatch.setenv("KERAS_VIT_MIRROR", str(tmp_path / "mirror"))
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    with rig.serving() as server:
+        server.files["/vit.npz"] = file.read_bytes()
+        roads = {
+            "load": lambda sha256: keras_vit.load(file, sha256=sha256),
+            "model": lambda sha256: keras_vit.weights.load(
+                keras_vit.VisionTransformer(config), file, sha256=sha256
+            ),
+            "builder": lambda sha256: keras_vit.ViTTi16(weights=str(file), sha256=sha256),
+            "path": lambda sha256: keras_vit.ViTTi16(weights=file, sha256=sha256),
+            "folder": lambda sha256: keras_vit.load(file.parent, sha256=sha256),
+            "url": lambda sha256: keras_vit.ViTTi16(weights=f"{server.url}/vit.npz", sha256=sha256),
+            "hub": lambda sha256: source.find("hf://someone/tiny-vit", sha256=sha256),
+            "name": lambda sha256: keras_vit.ViTTi16(weights="imagenet21k", sha256=sha256),
+        }
+        road = roads[entrance]
+        if entrance == "hub":
+            digest = hashlib.sha256(HUB_FILES["model.safetensors"].read_bytes()).hexdigest()
+        with monkeypatch.context() as patch:
+            for module in (building, loading, keras_vit.applications):
+                patch.setattr(module, "open_checkpoint", lambda path: pytest.fail("was read"))
+            with pytest.raises(ValueError, match=f"{'0' * 64} was asked for"):
+                road("0" * 64)
+            with pytest.raises(ValueError, match="64 hexadecimal digits"):
+                road("abc")
+            with pytest.raises(TypeError, match="Received: a int"):
+                road(5)
+        road(digest.upper())
+
+
+def test_sha256_without_weights() -> None:
+    """A SHA-256 of nothing is a mistake."""
+    with pytest.raises(ValueError, match="weights=None"):
+        keras_vit.ViTTi16(weights=None, sha256="0" * 64)
+
+
+def test_changed_settings_beside_a_url_are_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A config.json that is no longer what it was stops the model; a missing one does not."""
+    monkeypatch.setenv("KERAS_HOME", str(tmp_path))
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with rig.serving() as server:
+        server.files["/a/vit.safetensors"] = rig.safetensors()
+        server.files["/a/config.json"] = b"{}"
+        path = source.find(f"{server.url}/a/vit.safetensors")
+        assert {file.name for file in path.parent.iterdir()} >= {"vit.safetensors", "config.json"}
+        (path.parent / "config.json").write_bytes(b'{"a": 1}')
+        with pytest.raises(ValueError, match=r"config\.json\.sha256 holds another"):
+            source.find(f"{server.url}/a/vit.safetensors")

@@ -39,8 +39,8 @@ def add_sizes(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--model",
         metavar="NAME",
-        help='"tiny", "digits", or a published variant such as Ti/16, S/16, B/16 '
-        "(default: digits for the digits, otherwise tiny)",
+        help='"tiny", "digits", "digits-hybrid", or a published variant such as Ti/16, S/16, B/16 '
+        "(default: for the digits digits-hybrid, or digits without labels; otherwise tiny)",
     )
     group.add_argument(
         "--image-size",
@@ -53,8 +53,8 @@ def add_sizes(group: argparse._ArgumentGroup) -> None:
         "--patch-size",
         type=values.count,
         metavar="N",
-        help="side of a patch in pixels; must divide the image (default: 4 for digits, 8 for tiny, "
-        "the variant's own)",
+        help="side of a patch in pixels, in a hybrid of the cells that its convolutions leave; "
+        "must divide the image (default: the model's own, 4 for digits, 8 for tiny)",
     )
     group.add_argument(
         "--set",
@@ -245,12 +245,18 @@ def execution(arguments: argparse.Namespace) -> "Execution":
 
 
 def model_config(
-    arguments: argparse.Namespace, *, image_size: tuple[int, int] | None
+    arguments: argparse.Namespace, *, image_size: tuple[int, int] | None, default: str
 ) -> "ViTConfig":
-    """Returns the config that the flags of `add_sizes` name, for images of this size."""
+    """Returns the config that the flags of `add_sizes` name, for images of this size.
+
+    Args:
+        arguments: the command line's.
+        image_size: (height, width) in pixels; None for the model's own.
+        default: the model for the digits, where none is named.
+    """
     from keras_vit import training
 
-    name = arguments.model or ("digits" if arguments.data == "digits" else "tiny")
+    name = arguments.model or (default if arguments.data == "digits" else "tiny")
     return training.model_config(name, image_size=image_size, patch_size=arguments.patch_size)
 
 

@@ -62,8 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader has seen enough, as in `keras-vit list | head`; Python would complain at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (ValueError, OSError, ImportError, FloatingPointError) as error:
-        message = " ".join(str(error).split())
+    except (ValueError, OSError, ImportError, FloatingPointError, MemoryError) as error:
+        message = " ".join(str(error).split()) or "Out of memory: nothing was written."
         output.say(f"{PROGRAM}: error: {message}", file=sys.stderr)
         return getattr(error, "exit_code", 1)
     return exit_code

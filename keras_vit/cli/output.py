@@ -88,9 +88,13 @@ class TrainDisplay:
     Args:
         data: what is trained on.
         json: whether machines read.
+
+    Attributes:
+        has_ended: whether a training came to its end; not so where a run was there already.
     """
 
     def __init__(self, data: "ImageData", *, json: bool) -> None:
+        self.has_ended = False
         self._data = data
         self._json = json
         self._bar = rich.progress.Progress(
@@ -121,7 +125,10 @@ class TrainDisplay:
         """Shows one event of the training."""
         from keras_vit import training
 
-        if isinstance(event, training.StepDone):
+        if isinstance(event, training.TrainingDone):
+            self.has_ended = True
+            self._bar.stop()
+        elif isinstance(event, training.StepDone):
             self._bar.update(
                 self._task,
                 completed=event.step,
@@ -164,6 +171,13 @@ class TrainDisplay:
         sample = run.path / "sample.png"
         image = sample if sample.exists() else "IMAGE"
         self._print(f"Saved in {run.path}. Next: keras-vit predict {run.path} {image}")
+
+    def show_finished(self, run: "Run") -> None:
+        """Says that there was nothing to do."""
+        if self._json:
+            _print_json("finished", run=str(run.path), **run.config["result"])
+            return
+        self._print(f"{run.path} is a finished run of these settings: nothing was left to do.")
 
     def finish_pretraining(self, run: "Run", *, seconds: float) -> None:
         """Says how it ended without labels, and what to do next."""

@@ -101,7 +101,9 @@ def run(arguments: argparse.Namespace) -> int:
             execution=execution,
             on_event=display.show,
         )
-    if training.is_first_worker():
+    if training.is_first_worker() and not display.has_ended:
+        display.show_finished(result)
+    elif training.is_first_worker():
         display.finish_pretraining(result, seconds=time.monotonic() - start)
     return 0
 
@@ -118,7 +120,7 @@ def _check(arguments: argparse.Namespace) -> None:
 def _model(arguments: argparse.Namespace, recipe: "Recipe") -> "MaskedPatchModel":
     from keras_vit import training
 
-    config = flags.model_config(arguments, image_size=arguments.image_size)
+    config = flags.model_config(arguments, image_size=arguments.image_size, default="digits")
     config = dataclasses.replace(config, pooling="avg", class_token=False)
     return training.MaskedPatchModel(
         dataclasses.replace(recipe.config(config), include_preprocessing=True),

@@ -7,12 +7,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from keras_vit.cli import flags, output, tuning
+from keras_vit.cli import flags, output, tuning, values
 
 if TYPE_CHECKING:
     from keras_vit import VisionTransformer, ViTConfig
     from keras_vit.data import ImageData
-    from keras_vit.training import DistillationModel, Recipe
+    from keras_vit.evaluation import Evaluation
+    from keras_vit.training import DistillationModel, Recipe, Run
 
 _DESCRIPTION = """\
 Trains a Vision Transformer and writes a run directory.
@@ -27,7 +28,8 @@ The run directory holds model.keras (of the epoch that was best on the validatio
 digits and the recipes of the papers have it, of the last), labels.txt, config.json, history.csv,
 curves.png, tensorboard/, metrics.json and confusion.png. It appears when it is complete; until then
 RUN.unfinished holds checkpoints, history and curves. Ctrl-C and SIGTERM save a checkpoint first.
-Whatever ended a training, the same command with --resume goes on, to the same bits.
+Whatever ended a training, the same command with --resume goes on, to the same bits; of a finished
+run it says so.
 
 Several GPUs are used at once. For several machines, start the same command on each, with TF_CONFIG
 in its environment.
@@ -66,6 +68,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "from a checkpoint of the variant: a file, or the name of published weights such as "
         "imagenet21k, which are downloaded (default: from fresh weights)",
     )
+    group.add_argument(
+        "--weights-sha256",
+        type=values.sha256,
+        metavar="HEX",
+        help="the SHA-256 of the file of --weights, a run's model.keras, compared before it is "
+        "read (default: a download is compared with its first use)",
+    )
     _add_recipe_flags(parser.add_argument_group("recipe"))
     tuning.add_flags(parser)
     flags.add_execution(parser.add_argument_group("execution"))
@@ -84,11 +93,20 @@ def run(arguments: argparse.Namespace) -> int:
     _check(arguments)
     recipe, config = _recipe(arguments), None
     if arguments.weights is None:
-        config = flags.model_config(arguments, image_size=_image_size(arguments))
+        config = flags.model_config(
+            arguments, image_size=_image_size(arguments), default="digits-hybrid"
+        )
         config = recipe.config(execution.config(config))  # what does not fit is told at once
     execution.make_strategy()  # several workers join before an image is decoded, or never
     data = output.load_data(arguments.data, strict=arguments.strict, json=arguments.json)
     display = output.TrainDisplay(data, json=arguments.json)
+    evaluations: dict[str, evaluation.Evaluation] = {}
+
+    def on_event(event: training.Event) -> None:
+        display.show(event)
+        if isinstance(event, training.TrainingDone):  # before the run appears, as a part of it
+            evaluations.update(_evaluate(event.run, data))
+
     with display:
         result = training.train(
             data,
@@ -98,17 +116,29 @@ def run(arguments: argparse.Namespace) -> int:
             seed=arguments.seed,
             existing=arguments.existing,
             execution=execution,
-            on_event=display.show,
+            on_event=on_event,
         )
     if not training.is_first_worker():
         return 0
+    if not display.has_ended and (result.path / evaluation.METRICS).is_file():
+        display.show_finished(result)
+        return 0
+    if not evaluations:  # the run of a program that did not measure it
+        evaluations.update(_evaluate(result, data))
+    display.finish(result, evaluations, seconds=time.monotonic() - start)
+    return 0
+
+
+def _evaluate(result: "Run", data: "ImageData") -> "dict[str, Evaluation]":
+    """Measures a run on the images that did not train it, and writes that into it."""
+    from keras_vit import evaluation
+
     evaluations = {
         name: evaluation.evaluate(result.model, data.split(name), labels=data.labels)
         for name in ("validation", "test")
     }
     evaluation.write_report(result.path, evaluations)
-    display.finish(result, evaluations, seconds=time.monotonic() - start)
-    return 0
+    return evaluations
 
 
 def _add_recipe_flags(group: argparse._ArgumentGroup) -> None:
@@ -132,6 +162,8 @@ def _add_recipe_flags(group: argparse._ArgumentGroup) -> None:
 def _check(arguments: argparse.Namespace) -> None:
     tuning.check(arguments)
     if arguments.weights is None:
+        if arguments.weights_sha256 is not None:
+            raise ValueError("--weights-sha256 needs --weights.")
         return
     if arguments.set:
         raise ValueError(
@@ -162,15 +194,19 @@ def _model(
 
 def _weights(arguments: argparse.Namespace, data: "ImageData") -> "VisionTransformer":
     from keras_vit import training
+    from keras_vit.weights.source import find
 
-    size = _image_size(arguments)
+    size, sha256 = _image_size(arguments), arguments.weights_sha256
     if _is_run(arguments.weights):
+        if sha256 is not None:
+            find(arguments.weights, sha256=sha256)
         return training.run_model(arguments.weights, labels=data.labels, image_size=size)
     return training.pretrained_model(
         arguments.model,
         weights=arguments.weights,
         classes=len(data.labels),
         image_size=size,
+        sha256=sha256,
     )
 
 

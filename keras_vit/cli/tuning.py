@@ -34,7 +34,7 @@ def check(arguments: argparse.Namespace) -> None:
                 )
     if arguments.freeze is not None and arguments.lora is not None:
         raise ValueError("--lora freezes every kernel already; leave out --freeze.")
-    for name in ("distillation", "temperature", "distillation_weight"):
+    for name in ("distillation", "temperature", "distillation_weight", "teacher_sha256"):
         if arguments.teacher is None and getattr(arguments, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} needs --teacher.")
 
@@ -55,12 +55,15 @@ def distil(
 ) -> "VisionTransformer | ViTConfig | DistillationModel":
     """Returns the student with the teacher of the flags, or as it is without one."""
     from keras_vit import VisionTransformer, ViTConfig, training
+    from keras_vit.weights.source import find
 
     if arguments.teacher is None:
         return student
     if isinstance(student, ViTConfig):
         config = dataclasses.replace(student, classes=len(data.labels), include_preprocessing=True)
         student = VisionTransformer(config)
+    if arguments.teacher_sha256 is not None:
+        find(arguments.teacher, sha256=arguments.teacher_sha256)
     teacher = _open(arguments.teacher, labels=data.labels)
     given = {
         "distillation": arguments.distillation,
@@ -109,6 +112,12 @@ def _add_distillation(group: argparse._ArgumentGroup) -> None:
         metavar="RUN",
         help="learn from what this model says too: a run with the same classes, or a .keras file "
         "of any Keras classifier that takes pixels 0..255 (default: learn from labels alone)",
+    )
+    group.add_argument(
+        "--teacher-sha256",
+        type=values.sha256,
+        metavar="HEX",
+        help="the SHA-256 of the teacher's file, compared before it is read (default: none)",
     )
     group.add_argument(
         "--distillation",

@@ -1,6 +1,7 @@
 """Reads the values of flags, and says in one sentence what a wrong one should have been."""
 
 import argparse
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +25,13 @@ def seed(text: str) -> int:
     if not text.isdecimal() or int(text) >= 2**32:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to {2**32 - 1}")
     return int(text)
+
+
+def sha256(text: str) -> str:
+    """Reads a SHA-256."""
+    if not re.fullmatch("[0-9a-fA-F]{64}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not 64 hexadecimal digits")
+    return text.lower()
 
 
 def positive(text: str) -> float:

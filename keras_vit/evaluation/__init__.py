@@ -14,9 +14,10 @@ from keras_vit.evaluation.precision import (
 )
 from keras_vit.evaluation.predict import Prediction, predict
 from keras_vit.evaluation.real import read_real_labels, real_accuracy
-from keras_vit.evaluation.report import plot_confusion, write_report
+from keras_vit.evaluation.report import METRICS, plot_confusion, write_report
 
 __all__ = [
+    "METRICS",
     "NEIGHBORS",
     "PRECISIONS",
     "SHOTS",

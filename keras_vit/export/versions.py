@@ -5,17 +5,10 @@ version is assembled under a name that is no number and renamed when everything 
 """
 
 import contextlib
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-import filelock
-
 from keras_vit import atomic
-
-_LOCK = ".export.lock"
-_STAGING = ".export-"
 
 
 @contextlib.contextmanager
@@ -25,29 +18,16 @@ def staging_folder(directory: Path) -> Iterator[Path]:
     Only one export at a time may hold it; what a killed one left behind is removed too.
 
     Raises:
-        FileExistsError: `directory` is a file.
-        OSError: another export is at work there.
+        FileExistsError: `directory` is a file, or another export is at work there.
+        OSError: it cannot be written to.
     """
     if directory.exists() and not directory.is_dir():
         raise FileExistsError(f"{str(directory)!r} is a file; give a directory to export to.")
-    directory.mkdir(parents=True, exist_ok=True)
-    lock = filelock.FileLock(directory / _LOCK, timeout=0)
-    try:
-        lock.acquire()
-    except filelock.Timeout:
-        raise OSError(
-            f"Another export is writing to {str(directory)!r}; wait until it has finished."
-        ) from None
-    try:
-        for leftover in directory.glob(f"{_STAGING}*/"):
-            shutil.rmtree(leftover, ignore_errors=True)
-        stage = Path(tempfile.mkdtemp(prefix=_STAGING, dir=directory))
-        try:
-            yield stage
-        finally:
-            shutil.rmtree(stage, ignore_errors=True)
-    finally:
-        lock.release()
+    with (
+        atomic.hold(directory / ".export.lock", what=f"export to {str(directory)!r}"),
+        atomic.staging_folder(directory) as stage,
+    ):
+        yield stage
 
 
 def next_version(directories: Sequence[Path]) -> int:
@@ -70,22 +50,23 @@ def next_version(directories: Sequence[Path]) -> int:
 def publish(stages: Mapping[Path, Path]) -> None:
     """Renames assembled folders to their final paths, in the given order.
 
-    Everything reaches the disk before the first name changes. If one rename fails, the folders
+    Each reaches the disk before its name changes. If one rename fails, the folders
     already renamed are taken back.
     """
-    for stage in stages:
-        atomic.sync_tree(stage)
     done: list[tuple[Path, Path]] = []
     try:
         for stage, final in stages.items():
-            final.parent.mkdir(parents=True, exist_ok=True)
-            _make_readable(stage)
-            stage.rename(final)
+            if final.exists():
+                raise FileExistsError(f"{str(final)!r} has appeared meanwhile; export once more.")
+            with atomic.telling(final.parent):
+                final.parent.mkdir(parents=True, exist_ok=True)
+                _make_readable(stage)
+            atomic.publish(stage, final)
             done.append((stage, final))
-            atomic.sync_folder(final.parent)
     except BaseException:
         for stage, final in reversed(done):
-            final.rename(stage)
+            with contextlib.suppress(OSError):  # the disk may be gone: the first error says it
+                final.rename(stage)
         raise
 
 

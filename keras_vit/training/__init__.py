@@ -14,7 +14,7 @@ from keras_vit.training.models import (
     pretrained_model,
     run_model,
 )
-from keras_vit.training.progress import EpochDone, Event, StepDone
+from keras_vit.training.progress import EpochDone, Event, StepDone, TrainingDone
 from keras_vit.training.recipe import Recipe
 from keras_vit.training.recipes import RECIPES
 from keras_vit.training.reconstructions import Reconstructions, reconstruct
@@ -47,6 +47,7 @@ __all__ = [
     "Run",
     "SigmoidCrossEntropy",
     "StepDone",
+    "TrainingDone",
     "TrainingInterrupted",
     "WarmupDecay",
     "WorkerLostError",

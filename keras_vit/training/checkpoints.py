@@ -4,9 +4,12 @@ Keras saves neither the state of its random generators nor a file in one piece (
 tests/test_training_checkpoints.py kills a process while it saves).
 """
 
+import errno
 import hashlib
 import json
+import os
 import re
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,13 @@ from keras_vit import atomic
 _NAME = "checkpoint-{step:08d}.npz"
 _PATTERN = re.compile(r"checkpoint-(\d{8,})\.npz")
 _PROGRESS = "progress"
+# What hinders reading and says nothing about a file's content.
+_NOT_DAMAGED = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE)
 _BFLOAT16 = ".bfloat16"  # at the end of a name: NumPy's files do not know that dtype
+
+
+class DamagedError(ValueError):
+    """A file that a training needs to go on is damaged, or gone; the text names it."""
 
 
 class Checkpoints:
@@ -56,7 +65,8 @@ class Checkpoints:
             progress: what JSON can carry; its floats come back the same.
         """
         text = np.frombuffer(json.dumps(progress).encode(), np.uint8)
-        with atomic.whole_file(self._file(step)) as temporary:
+        kept = {"kept": "the checkpoints of before are kept", "again": "resume"}
+        with atomic.whole_file(self._file(step), **kept) as temporary:
             packed: dict[str, Any] = {**dict(map(_packed, arrays.items())), _PROGRESS: text}
             np.savez(temporary, **packed)
         for old in self.steps()[: -self._keep]:
@@ -66,7 +76,7 @@ class Checkpoints:
         """Reads a checkpoint.
 
         Raises:
-            ValueError: the file is damaged.
+            DamagedError: the file is damaged, or gone.
         """
         file = self._file(step)
         try:
@@ -74,14 +84,34 @@ class Checkpoints:
                 arrays = dict(_unpacked(name, archive[name]) for name in archive.files)
             progress = json.loads(arrays.pop(_PROGRESS).tobytes())
         except Exception as error:  # zipfile, zlib and NumPy have many ways to say it
-            raise ValueError(
-                f"The checkpoint {str(file)!r} is damaged ({error}); delete it to resume from the "
-                "one before."
-            ) from error
+            _check_readable(error, file)
+            raise DamagedError(f"the checkpoint {str(file)!r} is damaged") from error
         return arrays, progress
+
+    def remove_after(self, step: int) -> None:
+        """Removes the checkpoints of later steps: the training goes on before them."""
+        for later in self.steps():
+            if later > step:
+                self._file(later).unlink(missing_ok=True)
 
     def _file(self, step: int) -> Path:
         return self._folder / _NAME.format(step=step)
+
+
+def check_archive(file: Path) -> None:
+    """Reads an archive to its end, such as a `.keras` file, and compares its checksums.
+
+    Raises:
+        DamagedError: it is damaged, or gone.
+    """
+    try:
+        with zipfile.ZipFile(file) as archive:
+            member = archive.testzip()
+    except Exception as error:  # zipfile and zlib have many ways to say it
+        _check_readable(error, file)
+        raise DamagedError(f"the model {str(file)!r} is damaged") from error
+    if member is not None:
+        raise DamagedError(f"the model {str(file)!r} is damaged")
 
 
 def get_state(model: keras.Model) -> dict[str, np.ndarray]:
@@ -118,6 +148,18 @@ def state_hash(model: keras.Model) -> str:
 def weights_hash(model: keras.Model) -> str:
     """Returns the SHA-256 of a model's weights alone, compiled or not."""
     return _hash({f"{place:05d}": value for place, value in enumerate(model.get_weights())})
+
+
+def _check_readable(error: Exception, file: Path) -> None:
+    """Raises what is no fault of the file's content: that it may not be read, or no memory."""
+    if isinstance(error, MemoryError):
+        raise error
+    if isinstance(error, OSError) and error.errno in _NOT_DAMAGED:
+        raise OSError(
+            error.errno,
+            f"{os.strerror(error.errno)}: {str(file)!r} cannot be read; nothing is lost, let it be "
+            "read and resume.",
+        ) from error
 
 
 def _hash(arrays: dict[str, np.ndarray]) -> str:

@@ -151,8 +151,13 @@ class Workers:
 
 def is_first_worker() -> bool:
     """Whether this process is the one of its cluster that writes the run directory."""
+    return worker_index() == 0
+
+
+def worker_index() -> int:
+    """Returns which worker of its cluster this process is, from 0; 0 where there is none."""
     task = json.loads(os.environ.get("TF_CONFIG") or "{}").get("task", {})
-    return len(_workers()) < 2 or int(task.get("index", 0)) == 0
+    return 0 if len(_workers()) < 2 else int(task.get("index", 0))
 
 
 @functools.cache

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_vit import version
+from keras_vit import atomic, version
 from keras_vit.data import ImageData, record
 from keras_vit.model import VisionTransformer
 from keras_vit.training import outcome, run
@@ -20,6 +20,7 @@ from keras_vit.training.assemble import Trained
 from keras_vit.training.checkpoints import state_hash
 from keras_vit.training.loop import Loop
 from keras_vit.training.recipe import Recipe
+from keras_vit.training.unfinished import check_settings
 
 
 class TrainingInterrupted(KeyboardInterrupt):
@@ -71,20 +72,61 @@ def finish(
     if loop.workers.index:
         kept = outcome.read_model(_best_file(loop))
     else:
-        with run.staging_directory(out) as stage:
-            for name in (run.HISTORY, run.CURVES):
-                shutil.copy2(loop.folder.path / name, stage / name)
-            shutil.copytree(loop.folder.path / run.EVENTS, stage / run.EVENTS)
-            kept = _write(stage, loop, data, config)
-            run.publish(stage, out)
-    loop.workers.gather(1)  # the run is there before any worker says so
+        kept = _publish(loop, data, config, out)
+        # Before the others remove theirs: they are resumed together or not at all.
+        loop.folder.retire()
+    loop.meet()  # the run is there before any worker says so
     loop.folder.remove()
-    return run.Run(
-        path=out,
-        model=kept,
-        labels=tuple(config["labels"]),
-        config=config,
+    return _run(out, kept, config)
+
+
+def cut_off(folder: Path, *, asked: int) -> TrainingInterrupted:
+    """Returns the interruption of a training while its run was made."""
+    return TrainingInterrupted(
+        f"Interrupted at the end of the training: all of it is in {str(folder)!r}, resume to "
+        "finish the run.",
+        path=folder,
+        asked=asked or signal.SIGINT,
     )
+
+
+def finished(loop: Loop, settings: dict[str, Any], *, out: Path) -> run.Run | None:
+    """Returns the run at `out` if the first worker has finished it and none is left to do.
+
+    Raises:
+        FileExistsError: it has, and this worker cannot see the run.
+        ValueError: the run was started with other settings.
+    """
+    is_there = run.is_run(out)
+    if not loop.workers.gather(int(is_there and not loop.folder.exists()))[0]:
+        return None
+    if not is_there:
+        raise FileExistsError(
+            f"The first worker has finished the run {str(out)!r}; nothing is left to do here."
+        )
+    check_settings(out / run.CONFIG, settings)
+    loop.folder.remove()
+    return run.load_run(out)
+
+
+def _publish(loop: Loop, data: ImageData, config: dict[str, Any], out: Path) -> VisionTransformer:
+    """Assembles the run in the training's folder, lets others add to it, and puts it in place."""
+    folder = loop.folder.path
+    with atomic.staging_folder(folder) as stage:
+        with atomic.telling(folder, kept="the checkpoints are kept", again="resume"):
+            for name in (run.HISTORY, run.CURVES):
+                shutil.copy2(folder / name, stage / name)
+            (stage / run.EVENTS).mkdir()
+            for file in (folder / run.EVENTS).iterdir():
+                shutil.copy2(file, stage / run.EVENTS / file.name)
+            kept = _write(stage, loop, data, config)
+        loop.watcher.tell_end(_run(stage, kept, config))
+        atomic.publish(stage, out)
+    return kept
+
+
+def _run(path: Path, model: VisionTransformer, config: dict[str, Any]) -> run.Run:
+    return run.Run(path=path, model=model, labels=tuple(config["labels"]), config=config)
 
 
 def _interruption(
@@ -98,13 +140,27 @@ def _interruption(
     if watcher.best is None:
         return TrainingInterrupted(f"{text}.", path=folder, asked=asked)
     loop.folder.show(watcher.history, best_epoch=watcher.best.epoch, is_last=True)
-    _write(folder, loop, data, {**settings, **_outcome(loop, data)})
+    _leave_run(folder, loop, data, {**settings, **_outcome(loop, data)})
     return TrainingInterrupted(
         f"{text}; the model of epoch {watcher.best.epoch}, the {watcher.keep} so far, can be used "
         "from there too.",
         path=folder,
         asked=asked,
     )
+
+
+def _leave_run(folder: Path, loop: Loop, data: ImageData, config: dict[str, Any]) -> None:
+    """Makes a run of the training's folder; config.json, which makes it one, comes last."""
+    with (
+        atomic.telling(folder, kept="the checkpoints are kept", again="resume"),
+        atomic.staging_folder(folder) as stage,
+    ):
+        _write(stage, loop, data, config)
+        atomic.sync_tree(stage)
+        (folder / run.CONFIG).unlink(missing_ok=True)
+        for file in sorted(stage.iterdir(), key=lambda file: file.name == run.CONFIG):
+            file.replace(folder / file.name)
+        atomic.sync_folder(folder)
 
 
 def _outcome(loop: Loop, data: ImageData) -> dict[str, Any]:

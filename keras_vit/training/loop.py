@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import signal
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_vit.backend import ExactTrainer
-from keras_vit.training.checkpoints import get_state, set_state
+from keras_vit.training.checkpoints import DamagedError, get_state, set_state
 from keras_vit.training.execution import Workers
 from keras_vit.training.progress import Watcher
 from keras_vit.training.recipe import Plan
@@ -27,6 +28,7 @@ _LOST = (
     tf.errors.CancelledError,
     tf.errors.DeadlineExceededError,
 )
+_NONE = -1  # a step that no checkpoint is of
 
 Batches = Callable[[int, tuple[int, int]], tf.data.Dataset]
 
@@ -72,17 +74,67 @@ class Loop:
     folder: Unfinished
 
     def resume(self) -> None:
-        """Goes back to the last checkpoint that every worker has.
+        """Goes back to the last checkpoint that every worker has whole, with its best model.
+
+        What is damaged is left out with a warning.
 
         Raises:
-            ValueError: a checkpoint is damaged, or the workers have none in common.
+            ValueError: no checkpoint is whole, or the workers have none in common.
         """
         self.folder.remove_remains()
-        latest = max(self.folder.checkpoints.steps(), default=0)
-        step = min(self.workers.gather(latest))  # one worker may be a save ahead of another
-        state, progress = self.folder.checkpoints.load(step)
-        set_state(self.model, state)
-        self.watcher.resume(progress)
+        found = self._load_newest()
+        # One worker may be a save ahead of another, or have a damaged file.
+        step = min(self.workers.gather(found.step if found else _NONE))
+        if found and found.step != step:
+            found = self._load_newest(at_most=step)
+        found = found if found and found.step == step else None
+        if min(self.workers.gather(found.step if found else _NONE)) == _NONE or found is None:
+            raise ValueError(
+                f"No checkpoint in {str(self.folder.path)!r} is whole"
+                + (" and in the folders of all workers" if self.workers.count > 1 else "")
+                + ", with the best model it belongs to; put the files back, or overwrite the "
+                "training."
+            )
+        set_state(self.model, found.state)
+        self.watcher.resume(found.progress)
+        self.folder.checkpoints.remove_after(step)
+        best = self.watcher.best
+        if best is not None and not found.has_best:
+            with self._averaged_weights():
+                self._save_best(best.epoch)
+
+    def _load_newest(self, *, at_most: int | None = None) -> "_Found | None":
+        """Returns the newest checkpoint that is whole, with its best model."""
+        for step in reversed(self.folder.checkpoints.steps()):
+            if at_most is not None and step > at_most:
+                continue
+            try:
+                state, progress = self.folder.checkpoints.load(step)
+                has_best = self._check_best(progress)
+            except DamagedError as error:
+                warnings.warn(f"At step {step} {error}; an older one is used.", stacklevel=2)
+                continue
+            return _Found(step=step, state=state, progress=progress, has_best=has_best)
+        return None
+
+    def _check_best(self, progress: dict[str, Any]) -> bool:
+        """Whether the best model of a checkpoint is there; False if the checkpoint is that model.
+
+        Raises:
+            DamagedError: it cannot be had.
+        """
+        epoch = progress["best_epoch"]
+        if epoch is None or self.folder.has_best(epoch):
+            return True
+        if self._epochs_ended(progress["step"]) == epoch and self._is_epochs_end(progress["step"]):
+            return False
+        raise DamagedError(f"the model {str(self.folder.best_model(epoch))!r} is damaged or gone")
+
+    def _epochs_ended(self, step: int) -> int:
+        return self.plan.epochs if step == self.plan.steps else step // self.plan.steps_per_epoch
+
+    def _is_epochs_end(self, step: int) -> bool:
+        return step % self.plan.steps_per_epoch == 0 or step == self.plan.steps
 
     def run(self, requests: StopRequests) -> int:
         """Trains to the end, or until someone asks to stop.
@@ -95,6 +147,8 @@ class Loop:
 
         Raises:
             FloatingPointError: the loss is not finite; the checkpoints are of before.
+            MemoryError: there is not enough; the checkpoints are of before.
+            OSError: the disk is full or gone; likewise.
             WorkerLostError: another worker has gone.
         """
         events = EventFiles(self.folder, self.workers)
@@ -102,6 +156,12 @@ class Loop:
         with contextlib.closing(events):
             try:
                 return self._run(requests, events)
+            except (MemoryError, tf.errors.ResourceExhaustedError) as error:
+                raise MemoryError(
+                    f"Out of memory at step {self.watcher.step + 1}; the checkpoints in "
+                    f"{str(self.folder.path)!r} are kept: free some and resume, or train with "
+                    "smaller batches or accumulate."
+                ) from error
             except FloatingPointError as error:
                 kept = self.folder.checkpoints.steps()[-1]
                 raise FloatingPointError(
@@ -111,10 +171,24 @@ class Loop:
             except _LOST as error:
                 if self.workers.count == 1:
                     raise
-                raise WorkerLostError(
-                    f"Another worker was lost at step {self.watcher.step + 1} "
-                    f"({type(error).__name__}); start all workers again, resuming."
-                ) from error
+                raise self._lost(error) from error
+
+    def meet(self) -> None:
+        """Waits until every worker is here.
+
+        Raises:
+            WorkerLostError: another worker has gone.
+        """
+        try:
+            self.workers.gather(1)
+        except _LOST as error:
+            raise self._lost(error) from error
+
+    def _lost(self, error: Exception) -> WorkerLostError:
+        return WorkerLostError(
+            f"Another worker was lost at step {self.watcher.step + 1} "
+            f"({type(error).__name__}); start all workers again, resuming."
+        )
 
     def _run(self, requests: StopRequests, events: EventFiles) -> int:
         dataset = self.workers.distribute(
@@ -137,7 +211,7 @@ class Loop:
         self.watcher.end_step(logs)
         step = self.watcher.step
         events.write_step(step, logs)
-        if step % self.plan.steps_per_epoch == 0 or step == self.plan.steps:
+        if self._is_epochs_end(step):
             self._end_epoch(events)
         elif step % self.checkpoint_steps == 0:
             self.save()
@@ -149,15 +223,24 @@ class Loop:
                 validation, learning_rate=float(self.model.optimizer.learning_rate)
             )
             if done.is_best:
-                self.best_model.set_weights(self.kept.get_weights())
-                self.folder.save_best(self.best_model, epoch=done.epoch)
+                self._save_best(done.epoch)
         self.save()
         best = self.watcher.best.epoch if self.watcher.best else done.epoch
-        self.folder.remove_old(best_epoch=best)
+        self.folder.remove_old(best_epochs={best, *self._best_epochs()})
         is_last = self.watcher.step == self.plan.steps
         self.folder.show(self.watcher.history, best_epoch=best, is_last=is_last)
         events.write_epoch(self.watcher.step, done)
         self.watcher.tell(done)
+
+    def _save_best(self, epoch: int) -> None:
+        self.best_model.set_weights(self.kept.get_weights())
+        self.folder.save_best(self.best_model, epoch=epoch)
+
+    def _best_epochs(self) -> Iterator[int]:
+        """The best epoch as of each checkpoint, of which any may be the one that is resumed."""
+        for step in self.folder.checkpoints.steps():
+            ended = self.watcher.history[: self._epochs_ended(step)]
+            yield from [done.epoch for done in ended if done.is_best][-1:]
 
     def save(self) -> None:
         """Saves a checkpoint."""
@@ -185,3 +268,13 @@ class Loop:
             # From copies: a swap by sums and differences would not give back the same bits.
             for variable, value in zip(variables, own, strict=True):
                 variable.assign(value)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class _Found:
+    """A whole checkpoint, and whether its best model is there or is to be made of it."""
+
+    step: int
+    state: dict[str, np.ndarray]
+    progress: dict[str, Any]
+    has_best: bool

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Literal
 
+from keras_vit.training.run import Run
+
 Keep = Literal["best", "last"]
 
 
@@ -67,7 +69,20 @@ class EpochDone:
     is_best: bool
 
 
-Event = StepDone | EpochDone
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingDone:
+    """The run is complete but for its place; told by the first worker.
+
+    Attributes:
+        run: the run. What is written to `run.path` now, such as measurements, is a part of it: it
+            appears with the rest, and a training that is stopped here tells this again when it is
+            resumed.
+    """
+
+    run: Run
+
+
+Event = StepDone | EpochDone | TrainingDone
 
 
 class Watcher:
@@ -177,6 +192,10 @@ class Watcher:
             self._on_event(event)
         except KeyboardInterrupt:  # what has been done is recorded: the training stops after it
             self.stop_requested = True
+
+    def tell_end(self, run: Run) -> None:
+        """Reports the run, which what happens there may hold up or end."""
+        self._on_event(TrainingDone(run=run))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns how far it is as plain values that JSON can carry."""

@@ -4,11 +4,9 @@ import contextlib
 import dataclasses
 import json
 import os
-import secrets
-import shutil
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -92,6 +90,9 @@ def load_run(path: str | os.PathLike[str]) -> Run:
             of the same run.
     """
     directory = Path(path)
+    if atomic.was_cut_off(unfinished_path(directory), directory):
+        with hold(directory):
+            restore(directory)
     if not directory.exists():
         raise FileNotFoundError(f"There is no run directory {str(path)!r}; check the path.")
     if not is_run(directory):
@@ -197,6 +198,11 @@ def check_free(out: str | os.PathLike[str], *, existing: Existing) -> None:
         FileExistsError: something is there that may not be replaced.
     """
     out = Path(out)
+    if out.is_mount():
+        raise FileExistsError(
+            f"A file system is mounted at {str(out)!r}, so that nothing can be renamed to it; give "
+            "a folder inside it."
+        )
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise FileExistsError(f"{str(out)!r} is not a folder; choose another place for the run.")
     if not out.exists() or not any(out.iterdir()):
@@ -214,40 +220,37 @@ def check_free(out: str | os.PathLike[str], *, existing: Existing) -> None:
         )
 
 
-@contextlib.contextmanager
-def staging_directory(out: Path) -> Iterator[Path]:
-    """Makes a hidden directory beside `out` to assemble a run in; it is removed at the end.
+def unfinished_path(out: Path, *, worker: int = 0) -> Path:
+    """Returns the folder beside a run directory in which a worker trains towards it."""
+    return out.with_name(f"{out.name}.unfinished" + (f"-{worker}" if worker else ""))
 
-    Beside, because only within one file system a directory can be renamed.
+
+def hold(out: Path, *, worker: int = 0) -> contextlib.AbstractContextManager[None]:
+    """Keeps every other training away from a run directory and its unfinished folder.
+
+    Raises:
+        FileExistsError: another one is at work there; the text says who.
     """
-    out.parent.mkdir(parents=True, exist_ok=True)
-    stage = _hidden_beside(out)
-    stage.mkdir()
-    try:
-        yield stage
-    finally:
-        shutil.rmtree(stage, ignore_errors=True)
+    return atomic.hold(_lock(out, worker), what=_what(out))
 
 
-def publish(stage: Path, out: Path) -> None:
-    """Renames an assembled run into place; a run that is there goes after, never before.
+def check_unheld(out: Path, *, worker: int = 0) -> None:
+    """Raises a FileExistsError if a training to this run directory is at work."""
+    atomic.check_unheld(_lock(out, worker), what=_what(out))
 
-    Everything is on the disk before the first rename.
-    """
-    atomic.sync_tree(stage)
-    if not out.exists():
-        stage.rename(out)
-    else:
-        old = _hidden_beside(out)
-        try:
-            out.rename(old)
-            stage.rename(out)
-        except BaseException:
-            if not out.exists():
-                old.rename(out)
-            raise
-        shutil.rmtree(old, ignore_errors=True)
-    atomic.sync_folder(out.parent)
+
+def restore(out: Path) -> None:
+    """Puts back the run that was there before one that was killed while it took its place."""
+    atomic.restore(unfinished_path(out), out)
+
+
+def _lock(out: Path, worker: int) -> Path:
+    folder = unfinished_path(out, worker=worker)
+    return folder.with_name(f"{folder.name}.lock")
+
+
+def _what(out: Path) -> str:
+    return f"training to {str(out)!r}"
 
 
 def _model_settings(file: Path) -> dict[str, Any]:
@@ -313,8 +316,3 @@ def _check_same_run(directory: Path, config: Mapping[str, Any], model: keras.Mod
             f"{file!r} has {labels} labels, and {MODEL} has {classes} classes; put back the files "
             "of one run."
         )
-
-
-def _hidden_beside(out: Path) -> Path:
-    # Not `tempfile`, whose directories none but their owner may enter.
-    return out.with_name(f".{out.name}.{secrets.token_hex(4)}")

@@ -26,12 +26,18 @@ class StopRequests:
 
     def __init__(self) -> None:
         self.asked = 0
-        self._waits = False
+        self._waits = self._ends = False
         self._before: dict[int, Any] = {}
 
     def wait_for_steps(self) -> None:
         """From now on the first signal is only remembered."""
         self._waits = True
+
+    def end_steps(self) -> None:
+        """From now on a signal interrupts at once, SIGTERM too; one that came late, here."""
+        self._waits, self._ends = False, True
+        if self.asked:
+            raise KeyboardInterrupt
 
     def __enter__(self) -> "StopRequests":
         try:
@@ -47,5 +53,5 @@ class StopRequests:
     def _ask(self, number: int, frame: FrameType | None) -> None:
         is_first = not self.asked
         self.asked = self.asked or number
-        if number == signal.SIGINT and not (is_first and self._waits):
+        if self._ends or (number == signal.SIGINT and not (is_first and self._waits)):
             raise KeyboardInterrupt

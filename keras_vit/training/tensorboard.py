@@ -1,15 +1,25 @@
 """Writes the curves of a training for TensorBoard."""
 
+import contextlib
+import errno
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 
+from keras_vit import atomic
 from keras_vit.training.execution import Workers
 from keras_vit.training.progress import EpochDone
 from keras_vit.training.run import EVENTS
 from keras_vit.training.unfinished import Unfinished
 
 EVERY = 10  # steps
+
+_NUMBERS = {
+    tf.errors.ResourceExhaustedError: errno.ENOSPC,
+    tf.errors.PermissionDeniedError: errno.EACCES,
+    tf.errors.NotFoundError: errno.ENOENT,
+}
 
 # As tf.summary.scalar makes it, which needs TensorBoard itself to be installed.
 _SCALAR = tf.compat.v1.SummaryMetadata(
@@ -28,13 +38,16 @@ class EventFiles:
     def __init__(self, folder: Unfinished, workers: Workers) -> None:
         path = str(folder.path / EVENTS)
         is_first = workers.index == 0
-        self._writer = (
-            tf.summary.create_file_writer(path) if is_first else tf.summary.create_noop_writer()
-        )
+        self._path = path
+        with self._telling():
+            self._writer = (
+                tf.summary.create_file_writer(path) if is_first else tf.summary.create_noop_writer()
+            )
 
     def close(self) -> None:
         """Brings to the files what is not there yet."""
-        self._writer.close()
+        with self._telling():
+            self._writer.close()
 
     def write_step(self, step: int, logs: dict[str, Any]) -> None:
         """Writes the numbers of one step, for one step in ten."""
@@ -51,10 +64,21 @@ class EventFiles:
             "learning_rate": done.learning_rate,
         }
         self._write(step, {name: value for name, value in values.items() if value is not None})
-        self._writer.flush()
+        with self._telling():
+            self._writer.flush()
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Makes an error of the disk of TensorFlow's, which has no number."""
+        try:
+            yield
+        except tf.errors.OpError as error:
+            number = _NUMBERS.get(type(error), errno.EIO)
+            with atomic.telling(self._path, kept="the checkpoints are kept", again="resume"):
+                raise OSError(number, "") from error
 
     def _write(self, step: int, values: dict[str, Any]) -> None:
-        with self._writer.as_default(step=step):
+        with self._telling(), self._writer.as_default(step=step):
             for name, value in values.items():
                 number = tf.cast(tf.reshape(value, ()), tf.float32)
                 tf.summary.write(name, number, metadata=_SCALAR)

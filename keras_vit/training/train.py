@@ -11,7 +11,7 @@ import keras
 from keras_vit.config import ViTConfig
 from keras_vit.data import ImageData
 from keras_vit.training import assemble, finish, models, report, run
-from keras_vit.training.execution import Execution, Workers
+from keras_vit.training.execution import Execution, Workers, worker_index
 from keras_vit.training.loop import Loop
 from keras_vit.training.masked_patches import MaskedPatchModel
 from keras_vit.training.progress import Event, Watcher
@@ -52,7 +52,7 @@ def train(
 
     Args:
         data: images in three splits; the test split is not looked at.
-        out: the run directory to make.
+        out: the run directory to make. A second training to it is refused while one is at work.
         model: a config, which is built to take pixels 0..255 and to give logits for the data's
             classes; or a model that does so already, whose weights are started from, what is
             frozen stays frozen; or a `DistillationModel`, whose student is trained and kept. One
@@ -64,17 +64,21 @@ def train(
         seed: decides the fresh weights, the order of the images and how they are varied.
         existing: what to do where a run or an unfinished training is already: "refuse",
             "overwrite" it (a run only once the new one is complete), or "resume" the unfinished
-            one with the same arguments, starting anew if there is none.
+            one with the same arguments: a finished one is returned, and without any it starts anew.
         execution: devices, precision, how often to save. None for the defaults of `Execution`.
-        on_event: called with a `StepDone` after each step and an `EpochDone` after each epoch.
+        on_event: called with a `StepDone` after each step, an `EpochDone` after each epoch, and a
+            `TrainingDone` before the run appears, which may still add to it.
 
     Returns:
         The run, with the model of the best epoch.
 
     Raises:
-        FileExistsError: something is at `out` that may not be replaced.
+        FileExistsError: something is at `out` that may not be replaced, or another training is at
+            work there.
         FloatingPointError: the loss became infinite; the checkpoints of before are kept.
         ImportError: matplotlib is not installed.
+        MemoryError: there is not enough; the checkpoints of before are kept.
+        OSError: the disk is full, read-only or gone; the text says what is kept and what to do.
         TrainingInterrupted: Ctrl-C or SIGTERM; the text says what was saved.
         ValueError: there are no training or validation images, the model does not fit the data,
             or a training is resumed otherwise than it was started.
@@ -180,11 +184,11 @@ def _run(
     report.check_matplotlib()
     strategy = execution.make_strategy()
     workers = Workers(strategy)
-    folder = Unfinished(out, worker=workers.index, keep=execution.keep_checkpoints)
-    check_free(out, existing=existing)
     plan = recipe.plan(images=len(data.train))
     execution.check_batch(plan.batch_size, replicas=strategy.num_replicas_in_sync)
-    with StopRequests() as requests:
+    _check_name(out)
+    with run.hold(out, worker=workers.index), StopRequests() as requests:
+        folder = _free_folder(out, workers=workers, existing=existing, execution=execution)
         keras.utils.set_random_seed(seed)
         with strategy.scope():
             model = build()
@@ -203,21 +207,56 @@ def _run(
             folder=folder,
         )
         settings = finish.settings(model, data, recipe=recipe, seed=seed)
+        found = finish.finished(loop, settings, out=out) if existing == "resume" else None
+        if found is not None:
+            return found
         _begin(loop, settings, existing=existing)
-        asked = loop.run(requests)
-    # Not a part of what a resumed training must repeat: it may run elsewhere.
-    settings = {**settings, "execution": dataclasses.asdict(execution)}
-    return finish.finish(loop, data, settings=settings, out=out, asked=asked)
+        # Not a part of what a resumed training must repeat: it may run elsewhere.
+        settings = {**settings, "execution": dataclasses.asdict(execution)}
+        return _train(loop, data, settings, requests, out=out)
+
+
+def _free_folder(
+    out: Path, *, workers: Workers, existing: run.Existing, execution: Execution
+) -> Unfinished:
+    """Returns the folder to train in, where nothing is lost by it; the lock is held."""
+    if not workers.index:
+        run.restore(out)
+    folder = Unfinished(out, worker=workers.index, keep=execution.keep_checkpoints)
+    _check_places(out, folder, existing=existing)
+    return folder
+
+
+def _train(
+    loop: Loop, data: ImageData, settings: dict[str, Any], requests: StopRequests, *, out: Path
+) -> run.Run:
+    asked = loop.run(requests)
+    try:
+        if not asked:
+            requests.end_steps()
+        return finish.finish(loop, data, settings=settings, out=out, asked=asked)
+    except finish.TrainingInterrupted:
+        raise
+    except KeyboardInterrupt:
+        raise finish.cut_off(loop.folder.path, asked=requests.asked) from None
 
 
 def _begin(loop: Loop, settings: dict[str, Any], *, existing: run.Existing) -> None:
     """Goes back to the last checkpoint, or makes the folder and the first one."""
-    if existing == "resume" and loop.folder.exists():
+    is_there = existing == "resume" and loop.folder.exists()
+    found = loop.workers.gather(1 + loop.folder.checkpoints.steps()[-1] if is_there else 0)
+    if all(found):
         loop.folder.check(settings)
         loop.resume()
-    else:
-        loop.folder.start(settings)
-        loop.save()
+        return
+    if max(found) > 1:  # otherwise they were killed before the first step
+        lacking = [index for index, steps in enumerate(found) if not steps]
+        raise ValueError(
+            f"Of the workers {lacking} the checkpoints are gone; put back the folders "
+            f"{loop.folder.path.name}-N, or overwrite the training of all."
+        )
+    loop.folder.start(settings)
+    loop.save()
 
 
 def check_free(out: str | os.PathLike[str], *, existing: run.Existing = "refuse") -> None:
@@ -227,10 +266,25 @@ def check_free(out: str | os.PathLike[str], *, existing: run.Existing = "refuse"
         >>> check_free("new-run")
 
     Raises:
-        FileExistsError: something is there that may not be replaced.
+        FileExistsError: something is there that may not be replaced, or another training is at
+            work there.
+        ValueError: `out` is no name that a folder can have.
     """
-    folder = Unfinished(Path(out))
+    out, worker = Path(out), worker_index()
+    _check_name(out)
+    run.check_unheld(out, worker=worker)
+    _check_places(out, Unfinished(out, worker=worker), existing=existing)
+
+
+def _check_name(out: Path) -> None:
+    if not out.name or out.name == "..":
+        raise ValueError(f"{str(out)!r} names no new folder; give the run a name of its own.")
+
+
+def _check_places(out: Path, folder: Unfinished, *, existing: run.Existing) -> None:
     folder.check_free(existing=existing)
+    if existing == "resume" and run.is_run(out) and not folder.exists():
+        return  # a finished run: nothing is written
     # An unfinished training that is resumed was allowed to replace what is there.
     is_resumed = existing == "resume" and folder.exists()
     run.check_free(out, existing="overwrite" if is_resumed else existing)
@@ -244,20 +298,22 @@ def default_config(data: ImageData) -> ViTConfig:
         >>> default_config(load_digits()).input_shape
         (16, 16, 3)
     """
-    return models.MODELS["digits" if data.source == "digits" else "tiny"]
+    return models.MODELS["digits-hybrid" if data.source == "digits" else "tiny"]
 
 
 def default_pretrain_config(data: ImageData) -> ViTConfig:
     """Returns the config to pre-train on the data without labels.
 
-    It pools by the average of the patches: no class token would be trained for anything.
+    It pools by the average of the patches: no class token would be trained for anything. Patches
+    are of pixels, which are what is predicted: it is no hybrid.
 
     Example:
         >>> from keras_vit.data import load_digits
         >>> default_pretrain_config(load_digits()).pooling
         'avg'
     """
-    return dataclasses.replace(default_config(data), pooling="avg", class_token=False)
+    config = models.MODELS["digits" if data.source == "digits" else "tiny"]
+    return dataclasses.replace(config, pooling="avg", class_token=False)
 
 
 def default_recipe(data: ImageData) -> Recipe:

@@ -8,21 +8,22 @@ import logging
 import os
 import re
 import shutil
-import ssl
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 from keras_vit.weights import _progress
+from keras_vit.weights._connection import InterruptedTransferError, Pace, open_url, plain, shown
 
 ATTEMPTS = 5  # in a row without a new byte
 FIRST_WAIT = 1.0  # seconds before the second attempt; doubles from there
 LONGEST_WAIT = 60.0  # seconds; a server's Retry-After is followed up to this
 TIMEOUT = 20.0  # seconds without a byte
+WINDOW = 60.0  # seconds in which LEAST_BYTES must arrive: a byte a second is no download
+LEAST_BYTES = 60 * 2**10
+LARGEST_UNSTATED = 2**36  # bytes of a body without a stated length; ten times the largest ViT
 _CHUNK = 2**20
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_TRANSIENT_STATUS = (408, 425, 429)
 _LOGGER = logging.getLogger("keras_vit.weights")
 
 
@@ -31,13 +32,14 @@ class Stated:
     """What a server says of a file: enough to know the same version again, and to check its bytes.
 
     Attributes:
-        url: where the file is.
+        url: where the file is, as `shown` writes it: this is kept on the disk.
         length: its bytes; None when the server does not say.
         framed: whether the protocol itself shows a cut body (a length, or chunks with an end).
         etag: its entity tag, or "".
         modified: its Last-Modified date, or "".
         generation: Google Cloud Storage's version number, or "".
         hashes: its checksums as in the `x-goog-hash` header, or "".
+        sha256: its SHA-256 as the Hugging Face Hub states it, or "".
     """
 
     url: str
@@ -47,6 +49,7 @@ class Stated:
     modified: str
     generation: str
     hashes: str
+    sha256: str
 
     @property
     def validator(self) -> str:
@@ -62,15 +65,6 @@ class Stated:
         return any(named) and all(named) and same_length
 
 
-class _InterruptedError(Exception):
-    """A transfer that another attempt may finish."""
-
-    def __init__(self, reason: object, *, wait: float = 0.0, unreachable: bool = False) -> None:
-        super().__init__(str(reason))
-        self.wait = wait
-        self.unreachable = unreachable
-
-
 def download(
     url: str,
     partial: Path,
@@ -78,44 +72,63 @@ def download(
     advice: str,
     progress: _progress.DownloadProgress,
     wait: Callable[[float], None],
+    largest: int | None = None,
 ) -> Stated:
     """Brings `partial` to its full length, from where an earlier run left it.
 
     Args:
-        url: an http or https URL.
+        url: an http or https URL; a user and password in it go to its own host alone.
         partial: where the bytes go; a `.json` beside it holds what the server said of them.
         advice: the end of the sentence in every error: what to do instead.
         progress: told of every byte.
         wait: called with the seconds to let pass before another attempt.
+        largest: bytes that a file may have; None for what the disk holds.
 
     Raises:
         FileNotFoundError: the server has no such file.
-        ConnectionError: the server cannot be reached, refuses, or broke off too often.
-        ValueError: the answer is a web page.
+        ConnectionError: the server cannot be reached, refuses, is too slow, or broke off too often.
+        ValueError: the answer is a web page, compressed, or too large.
         OSError: the disk is full.
     """
     failures, farthest, arrived = 0, _size(partial), False
+    pace = Pace(window=WINDOW, least=LEAST_BYTES)
     while True:
         try:
-            return _attempt(url, partial, advice=advice, progress=progress)
-        except _InterruptedError as error:
-            arrived = arrived or _size(partial) > farthest
-            failures = 1 if _size(partial) > farthest else failures + 1
+            with pace.watching():
+                return _attempt(
+                    url, partial, advice=advice, progress=progress, pace=pace, largest=largest
+                )
+        except InterruptedTransferError as error:
+            gained = _size(partial) > farthest
+            arrived, failures = arrived or gained, 1 if gained else failures + 1
             farthest = max(farthest, _size(partial))
-            if error.unreachable and not arrived:
-                raise ConnectionError(f"Cannot reach {url} ({error}): {advice}.") from error
-            if failures >= ATTEMPTS:
-                raise ConnectionError(
-                    f"Gave up on {url} after {failures} failures in a row ({error}): {advice}."
-                ) from error
-            pause = min(max(FIRST_WAIT * 2 ** (failures - 1), error.wait), LONGEST_WAIT)
-            _LOGGER.warning(
-                "The download of %s was interrupted (%s); trying again in %.0f s.",
-                url,
-                error,
-                pause,
-            )
+            if error.is_beyond:
+                discard(partial)
+            end = _end(error, failures, arrived=arrived, pace=pace)
+            if end is not None:
+                raise ConnectionError(f"{end[0]} {shown(url)} {end[1]}: {advice}.") from None
+            own_pause = FIRST_WAIT * 2 ** (failures - 1)
+            pause = min(max(own_pause, error.wait), LONGEST_WAIT)
+            said = "The download of %s was interrupted (%s); trying again in %.0f s."
+            _LOGGER.warning(said, shown(url), error, pause)
         wait(pause)
+        if gained:
+            pace.excuse(max(pause - own_pause, 0.0))
+        else:
+            pace.restart()
+
+
+def _end(
+    error: InterruptedTransferError, failures: int, *, arrived: bool, pace: Pace
+) -> tuple[str, str] | None:
+    """Returns how to say, around the address, that no further attempt is made; None for another."""
+    if pace.is_late:
+        return "Gave up on", f"after {pace}"
+    if error.unreachable and not arrived:
+        return "Cannot reach", f"({error})"
+    if failures >= ATTEMPTS:
+        return "Gave up on", f"after {failures} failures in a row ({error})"
+    return None
 
 
 def discard(partial: Path) -> None:
@@ -125,8 +138,15 @@ def discard(partial: Path) -> None:
 
 
 def _attempt(
-    url: str, partial: Path, *, advice: str, progress: _progress.DownloadProgress
+    url: str,
+    partial: Path,
+    *,
+    advice: str,
+    progress: _progress.DownloadProgress,
+    pace: Pace,
+    largest: int | None,
 ) -> Stated:
+    """Asks once, for what is missing."""
     kept = _read_stated(partial, url)
     start = _size(partial) if kept and kept.validator else 0
     if kept and start and start == kept.length:
@@ -134,29 +154,38 @@ def _attempt(
     headers = {"User-Agent": "keras-vit", "Accept-Encoding": "identity"}
     if kept and start:
         headers |= {"Range": f"bytes={start}-", "If-Range": kept.validator}
-    with _open(urllib.request.Request(url, headers=headers), partial, advice) as response:
-        stated = _stated(url, response)
+    response, told = open_url(url, headers, advice=advice, timeout=TIMEOUT, pace=pace)
+    with response:
+        stated = _stated(url, response, told)
         if response.status != 206:
             kept, start = None, 0
         elif kept is None or _range_start(response) != start or not kept.same_version(stated):
             discard(partial)
-            raise _InterruptedError("the server sent another part or version than was asked for")
+            raise InterruptedTransferError("another part or version came than was asked for")
         stated = kept or stated
         progress.begin(start, stated.length)
         if not start:
             discard(partial)
-        if (stated.length or 0) - start > shutil.disk_usage(partial.parent).free:
-            raise _no_room(partial, stated, errno.ENOSPC)
-        try:
-            _store(response, partial, stated, progress=progress)
-        except OSError as error:
-            if error.errno not in _DISK_FULL:
-                raise
-            discard(partial)  # so that a full disk does not stay full
-            raise _no_room(partial, stated, error.errno) from error
-    if stated.length is not None and _size(partial) < stated.length:
-        raise _InterruptedError(f"it broke off after {_size(partial):,} of {stated.length:,} bytes")
+        limit = _limit(partial, stated, start=start, largest=largest)
+        _store(response, partial, stated, limit=limit, progress=progress, pace=pace)
+    size = _size(partial)
+    if stated.length is not None and size < stated.length:
+        raise InterruptedTransferError(f"it broke off after {size:,} of {stated.length:,} bytes")
+    if stated.length is None and pace.is_late:
+        raise InterruptedTransferError("it was cut")
     return stated
+
+
+def _limit(partial: Path, stated: Stated, *, start: int, largest: int | None) -> int:
+    """Returns how many bytes `partial` may grow to."""
+    free = shutil.disk_usage(partial.parent).free
+    if stated.length is None:  # an endless body stops before the disk is full
+        return min(start + free - free // 10, LARGEST_UNSTATED, largest or LARGEST_UNSTATED)
+    if largest is not None and stated.length > largest:
+        raise _too_large(stated, largest)
+    if stated.length - start > free:
+        raise _no_room(partial, stated, errno.ENOSPC)
+    return stated.length
 
 
 def _store(
@@ -164,26 +193,57 @@ def _store(
     partial: Path,
     stated: Stated,
     *,
+    limit: int,
     progress: _progress.DownloadProgress,
+    pace: Pace,
 ) -> None:
-    _stated_path(partial).write_text(json.dumps(dataclasses.asdict(stated)))
-    with partial.open("ab") as file:
-        for chunk in _chunks(response):
-            file.write(chunk)
-            progress.advance(len(chunk))
-        file.flush()
-        os.fsync(file.fileno())
+    size = _size(partial)
+    try:
+        _stated_path(partial).write_text(json.dumps(dataclasses.asdict(stated)))
+        with partial.open("ab") as file:
+            for chunk in _chunks(response):
+                size += len(chunk)
+                if size > limit:
+                    _refuse_excess(partial, stated, limit)
+                file.write(chunk)
+                progress.advance(len(chunk))
+                pace.add(len(chunk))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        if error.errno not in _DISK_FULL:
+            raise
+        discard(partial)  # so that a full disk does not stay full
+        raise _no_room(partial, stated, error.errno) from None
+
+
+def _refuse_excess(partial: Path, stated: Stated, limit: int) -> NoReturn:
+    free = shutil.disk_usage(partial.parent).free
+    discard(partial)
+    if stated.length is not None:
+        raise InterruptedTransferError(f"more came than the {stated.length:,} bytes stated")
+    if limit >= LARGEST_UNSTATED or limit < free:
+        raise _too_large(stated, limit)
+    raise _no_room(partial, stated, errno.ENOSPC)
 
 
 def _chunks(response: http.client.HTTPResponse) -> Iterator[bytes]:
     while True:
         try:
             chunk = response.read1(_CHUNK)
-        except (OSError, http.client.HTTPException) as error:
-            raise _InterruptedError(repr(error)) from error
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            raise InterruptedTransferError(repr(error)) from error
         if not chunk:
             return
         yield chunk
+
+
+def _too_large(stated: Stated, limit: int) -> ValueError:
+    size = "an unknown number of" if stated.length is None else f"{stated.length:,}"
+    return ValueError(
+        f"{stated.url} brings {size} bytes, and at most {limit:,} are taken for such a file: check "
+        "the address."
+    )
 
 
 def _no_room(partial: Path, stated: Stated, number: int) -> OSError:
@@ -195,66 +255,45 @@ def _no_room(partial: Path, stated: Stated, number: int) -> OSError:
     )
 
 
-def _open(request: urllib.request.Request, partial: Path, advice: str) -> http.client.HTTPResponse:
-    url = request.full_url
-    try:
-        # A new opener each time: it reads the proxy settings of the environment when it is made.
-        opener = urllib.request.build_opener()
-        response: http.client.HTTPResponse = opener.open(request, timeout=TIMEOUT)
-    except urllib.error.HTTPError as error:
-        with error:
-            raise _refusal(error, url, partial, advice) from error
-    except urllib.error.URLError as error:
-        raise _InterruptedError(error.reason, unreachable=not _transient(error.reason)) from error
-    except (OSError, http.client.HTTPException) as error:
-        raise _InterruptedError(repr(error)) from error
-    if response.headers.get_content_type() in ("text/html", "application/xhtml+xml"):
-        response.close()
-        raise ValueError(
-            f"{url} answered with a web page instead of a file (a sign-in page, perhaps): {advice}."
-        )
-    return response
-
-
-def _refusal(error: urllib.error.HTTPError, url: str, partial: Path, advice: str) -> Exception:
-    status = f"{error.code} {error.reason}"
-    if error.code in (404, 410):
-        return FileNotFoundError(
-            f"There is no file at {url} ({status}): check the name, or {advice}."
-        )
-    if error.code == 416:
-        discard(partial)
-    elif error.code < 500 and error.code not in _TRANSIENT_STATUS:
-        return ConnectionError(f"{url} was refused ({status}): {advice}.")
-    after = error.headers.get("Retry-After", "")
-    return _InterruptedError(status, wait=float(after) if after.isdigit() else 0.0)
-
-
-def _transient(reason: object) -> bool:
-    # Connection resets and time-outs pass; a refused connection, an unknown host or a bad
-    # certificate means that there is no way to the server from here.
-    if isinstance(reason, ssl.SSLCertVerificationError):
-        return False
-    return isinstance(reason, ConnectionResetError | BrokenPipeError | TimeoutError | ssl.SSLError)
-
-
-def _stated(url: str, response: http.client.HTTPResponse) -> Stated:
-    length = response.headers.get("Content-Length")
+def _stated(url: str, response: http.client.HTTPResponse, told: dict[str, str]) -> Stated:
+    length = re.fullmatch(r"(\d{1,18})", response.headers.get("Content-Length", ""))
     if response.status == 206:
-        length = (re.search(r"/(\d+)$", response.headers.get("Content-Range", "")) or ["", None])[1]
+        length = re.search(r"/(\d{1,18})$", response.headers.get("Content-Range", ""))
     return Stated(
-        url=url,
-        length=int(length) if length is not None else None,
+        url=shown(url),
+        length=int(length[1]) if length else None,
         framed=length is not None or response.chunked,
-        etag=response.headers.get("ETag", ""),
-        modified=response.headers.get("Last-Modified", ""),
-        generation=response.headers.get("x-goog-generation", ""),
-        hashes=",".join(response.headers.get_all("x-goog-hash", [])),
+        etag=_header(response, "ETag"),
+        modified=_header(response, "Last-Modified"),
+        generation=_header(response, "x-goog-generation"),
+        hashes=plain(",".join(response.headers.get_all("x-goog-hash", [])), limit=200),
+        sha256=_hub_sha256(response, told),
     )
 
 
+def _header(response: http.client.HTTPResponse, name: str) -> str:
+    """Returns a header that names a version, "" for one that could not be sent back."""
+    text = response.headers.get(name, "")
+    return text if text.isprintable() and len(text) <= 200 else ""
+
+
+def _hub_sha256(response: http.client.HTTPResponse, told: dict[str, str]) -> str:
+    """Returns the SHA-256 of a large file: the Hub's `X-Linked-ETag`, or the ETag beside a commit.
+
+    Source: "Understand caching" in the documentation of huggingface_hub; a small file's ETag is a
+    Git object's SHA-1.
+    """
+    own = {name.lower(): text for name, text in response.headers.items()}
+    for headers in (told, own):
+        tag = headers.get("x-linked-etag", headers.get("etag", ""))
+        found = re.fullmatch(r'"?([0-9a-f]{64})"?', tag)
+        if found and ("x-linked-etag" in headers or "x-repo-commit" in headers):
+            return found[1]
+    return ""
+
+
 def _range_start(response: http.client.HTTPResponse) -> int | None:
-    found = re.match(r"bytes (\d+)-", response.headers.get("Content-Range", ""))
+    found = re.match(r"bytes (\d{1,18})-", response.headers.get("Content-Range", ""))
     return int(found[1]) if found else None
 
 
@@ -265,9 +304,12 @@ def _stated_path(partial: Path) -> Path:
 def _read_stated(partial: Path, url: str) -> Stated | None:
     try:
         stated = Stated(**json.loads(_stated_path(partial).read_text()))
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
-    return stated if stated.url == url else None
+    texts = (stated.etag, stated.modified, stated.generation, stated.hashes, stated.sha256)
+    is_sound = all(isinstance(text, str) and text.isprintable() for text in texts)
+    is_sound = is_sound and (stated.length is None or type(stated.length) is int)
+    return stated if is_sound and stated.url == shown(url) else None
 
 
 def _size(path: Path) -> int:

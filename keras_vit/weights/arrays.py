@@ -1,26 +1,59 @@
 """Reads the named arrays of a checkpoint one by one, trusting nothing that the file declares."""
 
+import contextlib
 import dataclasses
-import functools
+import io
+import json
 import math
 import os
+import stat
 import struct
 import tokenize
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
-import h5py
 import ml_dtypes
 import numpy as np
-import safetensors
 
 from keras_vit import backend
+from keras_vit.config import shown
+
+# What a file may ask for. A settings file with the 21,843 labels of ImageNet-21k has 2 MB; the
+# largest published network with its optimizer's state has 2,000 arrays. Trained weights deflate to
+# nine tenths, to a third where bfloat16 values stand in float32; the heads of zeros among the
+# published ones are a fifth of their file: a file that holds a twentieth of what it declares is
+# no checkpoint. Below 16 MiB a bomb is harmless.
+MAX_TEXT = 3 * 2**20  # bytes of JSON
+MAX_ARRAYS = 10_000
+MAX_RATIO = 20  # bytes declared for each byte of a packed file
+HARMLESS = 16 * 2**20  # bytes
+_MAX_DIRECTORY = 2 * 2**20  # bytes; of a zip archive, 200 for each array
+_MAX_RANK = 32
+
+FLOATS = tuple(map(np.dtype, (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)))
+
+# The dtypes of https://huggingface.co/docs/safetensors whose values fill whole bytes.
+_SAFETENSORS = {
+    **{"BOOL": "?", "U8": "u1", "I8": "i1", "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4"},
+    **{"U64": "<u8", "I64": "<i8", "F16": "<f2", "F32": "<f4", "F64": "<f8", "C64": "<c8"},
+    **{"BF16": ml_dtypes.bfloat16, "F8_E4M3": ml_dtypes.float8_e4m3fn},
+    **{"F8_E5M2": ml_dtypes.float8_e5m2},
+}
 
 # What zipfile raises for a damaged archive: encrypted or unknown members are RuntimeErrors.
-_UNREADABLE = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, OSError, RuntimeError)
+UNREADABLE = (
+    *(zipfile.BadZipFile, zlib.error, struct.error, EOFError, OSError, RuntimeError),
+    *(ValueError, OverflowError, MemoryError),
+)
+# What NumPy raises for a header that is none: it is parsed as a Python literal.
+_NO_HEADER = (
+    *(ValueError, KeyError, TypeError, SyntaxError, tokenize.TokenError, OverflowError),
+    *(RecursionError, MemoryError, AttributeError, IndexError),
+)
+_BLOCK = 2**20  # bytes that are read and checked at once, while they are in the processor's cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,17 +62,19 @@ class StoredArray:
 
     Attributes:
         shape: the shape that it has once read.
+        dtype: of its values; only `FLOATS` are weights.
         read: returns the array; nothing is allocated before this is called.
     """
 
     shape: tuple[int, ...]
+    dtype: np.dtype
     read: Callable[[], np.ndarray]
 
     def map(
         self, change: Callable[[np.ndarray], np.ndarray], shape: tuple[int, ...]
     ) -> "StoredArray":
         """Returns an array of another shape that is changed as it is read."""
-        return StoredArray(shape, lambda: change(self.read()))
+        return StoredArray(shape, self.dtype, lambda: change(self.read()))
 
 
 def aligned_empty(
@@ -52,6 +87,132 @@ def aligned_empty(
     return memory[start : start + size].view(dtype).reshape(shape, order=order)
 
 
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """An array whose values lie in a file, or in a part of it, as they do in memory."""
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    start: int
+    content: bytes | None = None
+
+    @property
+    def end(self) -> int:
+        return self.start + math.prod(self.shape) * self.dtype.itemsize
+
+    def array(self) -> StoredArray:
+        return StoredArray(self.shape, self.dtype, self.read)
+
+    def read(self) -> np.ndarray:
+        values = aligned_empty(self.shape, self.dtype)
+        buffer = values.reshape(-1).view(np.uint8).data
+        if self.content is not None:
+            buffer[:] = memoryview(self.content)[self.start : self.end]
+            return values
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.start)
+                filled = file.readinto(buffer)
+        except OSError as error:
+            raise ValueError(f"{self.path} cannot be read ({error.strerror}).") from error
+        if filled != len(buffer):
+            raise ValueError(f"{self.path}: array {shown(self.name)} is cut off; fetch it again.")
+        return values
+
+
+def check_file(path: Path) -> None:
+    """Raises an error unless the path is that of a file, no folder, pipe or device.
+
+    Raises:
+        FileNotFoundError: nothing is there, or a link to nothing.
+        OSError: the system does not let us look.
+        ValueError: something else is there.
+    """
+    try:
+        mode = path.stat().st_mode
+        if stat.S_ISREG(mode):
+            path.open("rb").close()
+            return
+    except FileNotFoundError:
+        raise FileNotFoundError(f"There is no file {str(path)!r}; check the path.") from None
+    except OSError as error:
+        problem = error.strerror or "unknown"
+        raise type(error)(f"{path} cannot be opened: {problem}; check its permissions.") from None
+    raise ValueError(f"{path} is a folder, a pipe or a device; a file is wanted.")
+
+
+def parse_json(content: bytes, *, name: str | Path) -> dict[str, Any]:
+    """Returns the dictionary in a JSON text, whose numbers are finite and whose keys differ.
+
+    Args:
+        content: the text, in UTF-8.
+        name: of the file, for errors.
+
+    Raises:
+        ValueError: it is too long, no JSON, or no dictionary.
+    """
+    if len(content) > MAX_TEXT:
+        raise ValueError(f"{name} has {len(content)} bytes of text; at most {MAX_TEXT} are read.")
+    try:
+        found = json.loads(
+            content.decode(),
+            parse_constant=_finite,
+            parse_float=_finite,
+            object_pairs_hook=_unique,
+        )
+    except RecursionError:
+        raise ValueError(f"{name} is not usable JSON: it is nested too deeply.") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{name} is not a whole JSON file: byte {error.start} is not UTF-8."
+        ) from None
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{name} is not a whole JSON file ({error.msg} at character {error.pos})."
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"{name} is not usable JSON: {shown(str(error))}.") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{name} holds a {type(found).__name__}, not a dictionary.")
+    return found
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Returns the dictionary in a JSON file, see `parse_json`.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        OSError: it cannot be opened.
+        ValueError: it is no file, too long, no JSON, or no dictionary.
+    """
+    check_file(path)
+    with path.open("rb") as file:
+        return parse_json(file.read(MAX_TEXT + 1), name=path)
+
+
+@contextlib.contextmanager
+def open_archive(path: Path) -> Iterator[zipfile.ZipFile]:
+    """Opens a zip archive that holds each name once, and no more than its bytes can.
+
+    Raises:
+        ValueError: it is damaged or declares too much, or what is done inside finds damage.
+    """
+    try:
+        with _Directory(io.FileIO(path)) as file, zipfile.ZipFile(file) as archive:
+            file.is_open = True
+            _check_members(path, archive.infolist())
+            yield archive
+    except UNREADABLE as error:
+        if str(path) in str(error):
+            raise
+        raise ValueError(
+            f"{path} is not a whole {path.suffix} file ({shown(str(error))}); delete it and fetch "
+            "it again."
+        ) from error
+
+
 def read_npz(path: Path) -> dict[str, StoredArray]:
     """Lists the arrays of an .npz file without reading their values.
 
@@ -59,16 +220,9 @@ def read_npz(path: Path) -> dict[str, StoredArray]:
         ValueError: the file is not a whole .npz archive, or an array is pickled or declares a shape
             that its bytes do not fill.
     """
-    try:
-        with zipfile.ZipFile(path) as archive:
-            members = [info for info in archive.infolist() if info.filename.endswith(".npy")]
-            return {info.filename[:-4]: _npz_array(path, archive, info) for info in members}
-    except _UNREADABLE as error:
-        if isinstance(error, FileNotFoundError):
-            raise
-        raise ValueError(
-            f"{path} is not a whole .npz file ({error}); delete it and fetch it again."
-        ) from error
+    with open_archive(path) as archive:
+        members = [info for info in archive.infolist() if info.filename.endswith(".npy")]
+        return {info.filename[:-4]: _npz_array(path, archive, info) for info in members}
 
 
 def read_safetensors(path: Path) -> dict[str, StoredArray]:
@@ -77,53 +231,101 @@ def read_safetensors(path: Path) -> dict[str, StoredArray]:
     Raises:
         ValueError: the file is not a whole .safetensors file, or holds other than numbers.
     """
-    try:
-        with safetensors.safe_open(path, framework="numpy") as opened:
-            shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
-    except (safetensors.SafetensorError, OSError) as error:
-        if isinstance(error, FileNotFoundError):
-            raise
+    header, start = _safetensors_header(path)
+    header.pop("__metadata__", None)
+    regions = [_safetensors_region(path, name, entry, start) for name, entry in header.items()]
+    end = start
+    for region in sorted(regions, key=lambda region: (region.start, region.end)):
+        if region.start != end:
+            raise ValueError(
+                f"{path}: array {shown(region.name)} does not begin where the one before it ends; "
+                "the file is damaged."
+            )
+        end = region.end
+    size = path.stat().st_size
+    if end != size:
         raise ValueError(
-            f"{path} is not a whole .safetensors file ({error}); delete it and fetch it again."
-        ) from error
-
-    def read(name: str) -> np.ndarray:
-        with safetensors.safe_open(path, framework="numpy") as opened:
-            return np.asarray(opened.get_tensor(name))
-
-    return {name: StoredArray(s, functools.partial(read, name)) for name, s in shapes.items()}
+            f"{path} is not a whole .safetensors file: it has {size} bytes, and its arrays end at "
+            f"{end}; fetch it again."
+        )
+    return {region.name: region.array() for region in regions}
 
 
-def read_h5(path: Path, content: IO[bytes] | None = None) -> dict[str, StoredArray]:
-    """Lists the arrays of a Keras .weights.h5 file without reading their values.
-
-    Args:
-        path: the file, named in errors.
-        content: the HDF5 content, where it is only a part of that file.
+def safetensors_metadata(path: Path) -> dict[str, Any]:
+    """Returns what the writer of a .safetensors file says beside its arrays.
 
     Raises:
-        ValueError: the file is not a whole HDF5 file.
+        ValueError: the file is not a whole .safetensors file.
     """
-    shapes: dict[str, tuple[int, ...]] = {}
+    found = _safetensors_header(path)[0].get("__metadata__", {})
+    return found if isinstance(found, dict) else {}
 
-    def visit(name: str, node: Any) -> None:
-        if isinstance(node, h5py.Dataset) and node.dtype.kind in "fiuV":
-            shapes[name] = tuple(node.shape)
 
-    def read(name: str) -> np.ndarray:
-        with h5py.File(content or path, "r") as opened:
-            values = np.asarray(opened[name])
-            # Keras marks the two raw bytes that HDF5 keeps a bfloat16 in.
-            return values.view(ml_dtypes.bfloat16) if values.dtype.str == "|V2" else values
+class _Directory(io.BufferedReader):
+    """A zip archive's file, of which no more than a sensible directory is read at once."""
 
+    is_open = False  # once the directory is read, members may be as long as it says
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if self.is_open:
+            return super().read(size)
+        wanted = -1 if size is None else size
+        most = _MAX_DIRECTORY + 1
+        content = super().read(min(wanted, most) if wanted >= 0 else most)
+        if len(content) == most:
+            raise zipfile.BadZipFile(f"its directory has more than {_MAX_DIRECTORY} bytes")
+        return content
+
+
+def _check_members(path: Path, members: list[zipfile.ZipInfo]) -> None:
+    if len(members) > MAX_ARRAYS:
+        raise ValueError(
+            f"{path} holds {len(members)} files; an archive of at most {MAX_ARRAYS} is read."
+        )
+    names = [info.filename for info in members]
+    if len(set(names)) < len(names):
+        double = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{path} holds {shown(double)} twice; only one of them can be meant.")
+    others = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+    odd = [info.filename for info in members if info.compress_type not in others]
+    if odd:
+        raise ValueError(f"{path} packs {shown(odd[0])} neither stored nor deflated; save it anew.")
+    declared, size = sum(info.file_size for info in members), path.stat().st_size
+    if declared > max(HARMLESS, MAX_RATIO * size):
+        raise ValueError(
+            f"{path} has {size} bytes and declares {declared}, more than {MAX_RATIO} times as "
+            "many, as no trained model does; it is not read."
+        )
+
+
+def _safetensors_header(path: Path) -> tuple[dict[str, Any], int]:
+    """Returns the header and where the values start."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > MAX_TEXT:
+            raise ValueError(
+                f"{path} is not a .safetensors file: it declares a header of {length} bytes, and "
+                f"at most {MAX_TEXT} are read; fetch it again."
+            )
+        content = file.read(length)
+    if len(content) != length or not content.startswith(b"{"):
+        raise ValueError(f"{path} is not a whole .safetensors file; delete it and fetch it again.")
+    return parse_json(content, name=f"The header of {path}"), 8 + length
+
+
+def _safetensors_region(path: Path, name: str, entry: Any, start: int) -> Region:
     try:
-        with h5py.File(content or path, "r") as opened:
-            opened.visititems(visit)
-    except (OSError, RuntimeError) as error:
-        if isinstance(error, FileNotFoundError):
-            raise
-        raise ValueError(f"{path} is not a whole HDF5 file ({error}).") from error
-    return {name: StoredArray(s, functools.partial(read, name)) for name, s in shapes.items()}
+        dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        region = Region(path, name, tuple(shape), np.dtype(_SAFETENSORS[dtype]), start + begin)
+        sound = len(entry) == 3 and _are_sizes([*shape, begin, end]) and len(shape) <= _MAX_RANK
+        if sound and region.end == start + end:
+            return region
+    except (KeyError, TypeError, ValueError):
+        pass
+    raise ValueError(
+        f"{path}: array {shown(name)} is described by {shown(entry)}, which is no array of numbers "
+        "that fills its bytes; the file is damaged."
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,23 +342,22 @@ class _Member:
     def read(self) -> np.ndarray:
         values = aligned_empty(self.shape, self.dtype, order=self.order)
         buffer = values.reshape(-1, order="A").view(np.uint8).data
+        is_stored = self.info.compress_type == zipfile.ZIP_STORED
         try:
-            filled = self._read_stored(buffer) if self._is_stored else self._read_packed(buffer)
-        except _UNREADABLE as error:
-            raise ValueError(f"{self.path}: array {self.name!r} is damaged ({error}).") from error
+            filled = self._read_stored(buffer) if is_stored else self._read_packed(buffer)
+        except UNREADABLE as error:
+            raise ValueError(
+                f"{self.path}: array {shown(self.name)} is damaged ({shown(str(error))})."
+            ) from error
         if filled != len(buffer):
             raise ValueError(
-                f"{self.path}: array {self.name!r} ends after {filled} of {len(buffer)} bytes."
+                f"{self.path}: array {shown(self.name)} ends after {filled} of {len(buffer)} bytes."
             )
         return values
 
     @property
     def name(self) -> str:
         return self.info.filename[: -len(".npy")]
-
-    @property
-    def _is_stored(self) -> bool:
-        return self.info.compress_type == zipfile.ZIP_STORED
 
     def _read_stored(self, buffer: memoryview) -> int:
         """Reads straight into place, four times as fast as through zipfile."""
@@ -165,37 +366,44 @@ class _Member:
             lengths = struct.unpack("<26xHH", file.read(30))  # of the name and of the extra field
             file.seek(sum(lengths), os.SEEK_CUR)
             crc = zlib.crc32(file.read(self.start))
-            filled = file.readinto(buffer)
-        if zlib.crc32(buffer, crc) != self.info.CRC:
+            filled = 0
+            while count := file.readinto(buffer[filled : filled + _BLOCK]):
+                crc = zlib.crc32(buffer[filled : filled + count], crc)
+                filled += count
+        if crc != self.info.CRC:
             raise zipfile.BadZipFile("wrong CRC")
-        return int(filled)
+        return filled
 
     def _read_packed(self, buffer: memoryview) -> int:
+        filled = 0
         with zipfile.ZipFile(self.path) as archive, archive.open(self.info) as member:
             member.read(self.start)
-            content = member.read(len(buffer))
-            buffer[: len(content)] = content
-            member.read()  # the CRC is checked at the end of the member
-        return len(content)
+            while content := member.read(min(_BLOCK, len(buffer) - filled)):
+                buffer[filled : filled + len(content)] = content
+                filled += len(content)
+            member.read(1)  # the CRC is checked at the end of the member
+        return filled
 
 
 def _npz_array(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> StoredArray:
     name = info.filename[: -len(".npy")]
     shape, fortran, dtype, start = _npy_header(path, archive, info)
     if dtype.hasobject:
-        raise ValueError(f"{path}: array {name!r} is pickled; keras_vit never unpickles weights.")
+        raise ValueError(
+            f"{path}: array {shown(name)} is pickled; keras_vit never unpickles weights."
+        )
     # NumPy writes bfloat16, which it does not know, as two raw bytes.
     stored = np.dtype(ml_dtypes.bfloat16) if dtype.str in ("|V2", "<V2") else dtype
-    if stored.kind not in "fiu" and stored != ml_dtypes.bfloat16:
-        raise ValueError(f"{path}: array {name!r} holds {dtype}, not numbers.")
-    size = math.prod(shape) * stored.itemsize
-    if any(side < 0 for side in shape) or size != info.file_size - start:
+    if stored.kind not in "fiub" and stored != ml_dtypes.bfloat16:
+        raise ValueError(f"{path}: array {shown(name)} holds {shown(str(dtype))}, not numbers.")
+    fits = _are_sizes(shape) and len(shape) <= _MAX_RANK
+    if not fits or math.prod(shape) * stored.itemsize != info.file_size - start:
         raise ValueError(
-            f"{path}: array {name!r} declares shape {shape} of {stored}, {size} bytes, but holds "
-            f"{info.file_size - start}; the file is damaged."
+            f"{path}: array {shown(name)} declares shape {shown(shape)} of {stored}, but its bytes "
+            f"are {info.file_size - start}; the file is damaged."
         )
     member = _Member(path, info, shape, "F" if fortran else "C", stored, start)
-    return StoredArray(shape, member.read)
+    return StoredArray(shape, stored, member.read)
 
 
 def _npy_header(
@@ -210,8 +418,26 @@ def _npy_header(
                 (2, 0): np.lib.format.read_array_header_2_0,
             }[version]
             shape, fortran, dtype = read(member)
-        except (ValueError, KeyError, TypeError, SyntaxError, tokenize.TokenError) as error:
+        except _NO_HEADER:
             raise ValueError(
-                f"{path}: {info.filename!r} is not a NumPy array ({error})."
-            ) from error
-        return tuple(int(side) for side in shape), fortran, dtype, member.tell()
+                f"{path}: {shown(info.filename)} is not a NumPy array; the file is damaged."
+            ) from None
+        return shape, fortran, dtype, member.tell()
+
+
+def _are_sizes(values: Iterable[object]) -> bool:
+    return all(type(value) is int and 0 <= value < 2**63 for value in values)
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"it holds {text}, which is no finite number")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("it says one thing twice")
+    return found

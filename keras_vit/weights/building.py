@@ -70,6 +70,7 @@ def load(
     dtype: Any = None,
     name: str = "vit",
     positions: Method = "original",
+    sha256: str | None = None,
 ) -> VisionTransformer:
     """Builds the model that a file, folder or address describes, with its weights.
 
@@ -91,7 +92,8 @@ def load(
               Face transformers with its config.json beside it, or a .keras file;
             - a folder that holds one of these, such as a run directory or a downloaded repository;
             - the http(s) URL of a file;
-            - "hf://owner/name" on the Hugging Face Hub.
+            - "hf://owner/name" on the Hugging Face Hub, "hf://owner/name@revision" for a branch,
+              tag or commit of it, "hf://owner/name@revision/file" for one file.
         input_shape: (height, width, channels). Left open: the source's. Position embeddings are
             resampled to it.
         classes: size of the classifier. Left open: the source's, or none. Another number than the
@@ -106,6 +108,8 @@ def load(
         dtype: dtype policy, e.g. "mixed_bfloat16"; None for the global one.
         name: name of the model.
         positions: how position embeddings are resampled, see `resample_positions`.
+        sha256: the SHA-256 of the file of weights, in hexadecimal; compared before anything is read
+            from it. Left open, a download is held against the server's word and its own first use.
 
     Warns:
         UserWarning: something was assumed that the source does not say, or its classifier is zeros.
@@ -113,10 +117,10 @@ def load(
     Raises:
         FileNotFoundError: there is no such file.
         OSError: a download failed, or brought something else than was published.
-        ValueError: the source does not say enough, or holds another network; the message says what
-            is missing.
+        ValueError: the source does not say enough, holds another network, or has another SHA-256;
+            the message says what is missing.
     """
-    checkpoint = open_checkpoint(find(source))
+    checkpoint = open_checkpoint(find(source, sha256=sha256))
     if checkpoint.unknown is not None:
         raise ValueError(_refusal(checkpoint, checkpoint.unknown))
     kept = checkpoint.fields

@@ -2,19 +2,26 @@
 
 import dataclasses
 import functools
-import io
-import json
-import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from keras_vit.config import ViTConfig
-from keras_vit.weights.arrays import StoredArray, read_h5, read_npz, read_safetensors
+import keras
+
+from keras_vit.config import ViTConfig, shown
+from keras_vit.weights.arrays import (
+    MAX_TEXT,
+    StoredArray,
+    check_file,
+    open_archive,
+    parse_json,
+    read_npz,
+    read_safetensors,
+)
 from keras_vit.weights.companion import companion_path, read_companion
 from keras_vit.weights.facts import published_channels, published_fields
 from keras_vit.weights.features import check_features
-from keras_vit.weights.keras_layout import keras_fields, keras_rows, position_name
+from keras_vit.weights.keras_layout import keras_fields, keras_rows, position_name, read_h5
 from keras_vit.weights.layouts import Row, check_published, original_rows, published_names
 from keras_vit.weights.positions import square_grid
 from keras_vit.weights.torch_layouts import (
@@ -24,7 +31,12 @@ from keras_vit.weights.torch_layouts import (
     torch_fields,
     torch_rows,
 )
-from keras_vit.weights.torch_settings import hugging_face_settings, timm_settings
+from keras_vit.weights.torch_settings import (
+    CONFIG,
+    SETTINGS_FILES,
+    hugging_face_settings,
+    timm_settings,
+)
 
 # ViTConfig fields that must be the same in a file and the model it fills.
 ARCHITECTURE = (
@@ -77,17 +89,17 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         ValueError: the file is damaged, or of a layout that is not known.
     """
     path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"There is no checkpoint file {str(path)!r}.")
+    check_file(path)
     openers = [opener for suffix, opener in _OPENERS.items() if path.name.endswith(suffix)]
     if not openers:
         raise ValueError(
             f"A checkpoint's name ends in {', '.join(_OPENERS)}. Received: {str(path)!r}."
         )
+    beside = (companion_path(path), *(path.parent / name for name in SETTINGS_FILES))
     try:
         return openers[0](path)
     except ValueError as error:
-        if str(path) in str(error):
+        if any(str(file) in str(error) for file in (path, *beside)):
             raise
         raise ValueError(f"{path}: {error}") from error
 
@@ -125,6 +137,12 @@ def _open_safetensors(path: Path) -> Checkpoint:
     fields = torch_fields(names, arrays)
     reads = hugging_face_settings if names is HUGGING_FACE else timm_settings
     settings = reads(path.parent)
+    heads = settings.said.get("num_heads", 1)
+    if fields["hidden_dim"] % heads:
+        raise ValueError(
+            f"{path.parent / CONFIG} says {heads} heads, which do not divide the width of "
+            f"{path.name}, {fields['hidden_dim']}; one of the two is of another model."
+        )
     fields["pooling"] = _torch_pooling(fields, settings.said.get("pooling", fields["pooling"]))
     fields |= {name: value for name, value in settings.said.items() if name != "pooling"}
     return Checkpoint(
@@ -192,18 +210,14 @@ def _open_h5(path: Path) -> Checkpoint:
 
 
 def _open_keras(path: Path) -> Checkpoint:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            settings = json.loads(archive.read("config.json"))
-            content = io.BytesIO(archive.read("model.weights.h5"))
-    except (zipfile.BadZipFile, KeyError, json.JSONDecodeError, OSError) as error:
-        raise ValueError(f"{path} is not a whole .keras file ({error}).") from error
+    settings, content = _keras_members(path)
     if settings.get("registered_name") != "keras_vit>VisionTransformer":
         raise ValueError(
-            f"{path} holds a {settings.get('class_name')}, not a VisionTransformer; load it with "
-            "keras.saving.load_model."
+            f"{path} holds a {shown(settings.get('class_name'))}, not a VisionTransformer; load it "
+            "with keras.saving.load_model."
         )
-    config = ViTConfig.from_dict(settings["config"]["config"])
+    inner = settings.get("config")
+    config = ViTConfig.from_dict(inner.get("config", {}) if isinstance(inner, dict) else {})
     check_published(config)
     return Checkpoint(
         path=path,
@@ -215,12 +229,36 @@ def _open_keras(path: Path) -> Checkpoint:
     )
 
 
+def _keras_members(path: Path) -> tuple[dict[str, Any], bytes]:
+    """Returns the settings and the HDF5 content of a .keras file."""
+    with open_archive(path) as archive:
+        infos = {info.filename: info for info in archive.infolist()}
+        text, weights = infos.get("config.json"), infos.get("model.weights.h5")
+        if text is None or weights is None:
+            raise ValueError(
+                f"{path} is not a whole .keras file: config.json or model.weights.h5 is missing."
+            )
+        if text.file_size > MAX_TEXT:
+            raise ValueError(
+                f"{path}: its config.json has {text.file_size} bytes; at most {MAX_TEXT} are read."
+            )
+        settings = parse_json(archive.read(text), name=f"{path}: its config.json")
+        return settings, archive.read(weights)
+
+
 def _without_optimizer(arrays: Mapping[str, StoredArray]) -> dict[str, StoredArray]:
     """Leaves aside what Keras writes beside the layers of a compiled model."""
     return {name: array for name, array in arrays.items() if not name.startswith("optimizer/")}
 
 
 def _whole(config: ViTConfig) -> dict[str, Any]:
+    try:
+        keras.activations.get(config.classifier_activation)
+    except ValueError:
+        raise ValueError(
+            f"Keras has no activation {shown(config.classifier_activation)}, which "
+            "classifier_activation names."
+        ) from None
     return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
 
 

@@ -2,7 +2,8 @@
 
 `vit.json` beside `vit.npz` holds the ViTConfig that `vit.npz` was written from, and by which arrays
 it is known. An .npz whose layout alone would be read as another network carries a mark, so that it
-is never read without its companion.
+is never read without its companion. The archive holds a checksum of each array, the companion one
+of the config.
 """
 
 import hashlib
@@ -13,6 +14,7 @@ from typing import Any
 
 from keras_vit.atomic import whole_file
 from keras_vit.config import ViTConfig
+from keras_vit.weights.arrays import open_archive, read_json
 
 MARK = b"keras_vit: read with the .json file beside it"  # the comment of the archive
 FORMAT = "keras_vit.ViTConfig"
@@ -52,9 +54,11 @@ def check_free(path: Path) -> None:
 
 def write_companion(path: Path, config: ViTConfig) -> None:
     """Writes the companion of a whole .npz file, whole or not at all."""
-    with zipfile.ZipFile(path) as archive:
+    with open_archive(path) as archive:
         arrays = _fingerprint(archive)
-    record = {"format": FORMAT, "arrays": arrays, "config": config.to_dict()}
+    fields = config.to_dict()
+    checksum = _checksum(fields)
+    record = {"format": FORMAT, "arrays": arrays, "config": fields, "config_sha256": checksum}
     with whole_file(companion_path(path)) as file:
         file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
@@ -67,7 +71,7 @@ def read_companion(path: Path) -> ViTConfig | None:
             belongs to other arrays.
     """
     beside = companion_path(path)
-    with zipfile.ZipFile(path) as archive:
+    with open_archive(path) as archive:
         is_marked, arrays = archive.comment == MARK, _fingerprint(archive)
     record = _read(beside)
     if record is None:
@@ -82,10 +86,20 @@ def read_companion(path: Path) -> ViTConfig | None:
             f"{beside} describes other arrays than those of {path.name}; put the right one there, "
             "or delete it if the file is of the published layout and nothing else."
         )
+    fields = record.get("config")
+    if record.get("config_sha256", _checksum(fields)) != _checksum(fields):
+        raise ValueError(
+            f"{beside} is damaged or was changed: its config does not have its own checksum; write "
+            'both files again, or delete the line "config_sha256" if the change was meant.'
+        )
     try:
-        return ViTConfig.from_dict(record["config"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{beside} holds no whole ViTConfig ({error}).") from error
+        return ViTConfig.from_dict({} if fields is None else fields)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{beside} holds no whole ViTConfig: {error}") from error
+
+
+def _checksum(fields: Any) -> str:
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 def _fingerprint(archive: zipfile.ZipFile) -> str:
@@ -98,8 +112,7 @@ def _fingerprint(archive: zipfile.ZipFile) -> str:
 def _read(path: Path) -> dict[str, Any] | None:
     """The record in a file, None for a file that is missing or something else's."""
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = read_json(path)
     except (OSError, ValueError):
         return None
-    is_ours = isinstance(record, dict) and record.get("format") == FORMAT
-    return record if is_ours else None
+    return record if record.get("format") == FORMAT else None

@@ -6,6 +6,8 @@ first use beside it:
     <KERAS_HOME or ~/.keras>/models/keras_vit/vit_models/imagenet21k/ViT-B_16.npz
                                                                      ViT-B_16.npz.sha256
 
+A file that came over http and not https has a place of its own, below `http+<host>`. Of the files
+that the Hugging Face Hub's own library keeps, the record is here, below `hub+<host>`, by commit.
 `ViT-B_16.npz.partial` is a download that was interrupted and `ViT-B_16.npz.lock` what keeps two
 processes apart; both may be deleted when no process is running. A kept file is read whole and
 compared with its SHA-256 at every use (about a second per GB), because its size and its date
@@ -18,6 +20,7 @@ import hashlib
 import logging
 import os
 import re
+import stat
 import time
 import urllib.parse
 from collections.abc import Callable, Iterator
@@ -27,10 +30,12 @@ import filelock
 
 from keras_vit import atomic
 from keras_vit.weights import _checksums, _progress, _transfer
+from keras_vit.weights._connection import shown
 
 MIRROR_SETTING = "KERAS_VIT_MIRROR"
 
 _GOOGLE_STORAGE = "storage.googleapis.com"
+_LONGEST_NAME = 200  # bytes; disks allow 255, and the files beside have longer names
 _SIDE_FILES = (".partial", ".partial.json", ".sha256", ".lock")
 _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 _LOGGER = logging.getLogger("keras_vit.weights")
@@ -45,10 +50,10 @@ def fetch(
 ) -> Path:
     """Returns a verified local copy of the file behind a URL, downloading it if need be.
 
-    An interrupted download is resumed. A new file is checked against its length, the server's
-    checksum header (`x-goog-hash`) and, for .npz, the archive's own CRCs before it appears under
-    its name. Its SHA-256 is recorded on first use and compared at every later one. Any number of
-    processes may ask at once.
+    An interrupted download is resumed. Before a new file appears under its name, it is checked
+    against its length, the server's checksum (`x-goog-hash`, or the Hugging Face Hub's SHA-256) and
+    its format's own structure, the CRCs of an archive among it. Its SHA-256 is recorded on first
+    use and compared at every later one. Any number of processes may ask at once.
 
     The environment variable KERAS_VIT_MIRROR replaces `https://storage.googleapis.com/<bucket>` by
     another URL or by a local folder, whose files are then used where they are:
@@ -61,7 +66,8 @@ def fetch(
     Args:
         url: an http or https URL that names a file. Proxies are taken from the usual environment
             variables.
-        sha256: the file's SHA-256 in hexadecimal, when it is known.
+        sha256: the file's SHA-256 in hexadecimal, when it is known; compared before the file is
+            read as what it is.
         progress: whether to draw a progress bar; None draws it when standard error is a terminal.
         wait: called with the seconds to wait before another attempt.
 
@@ -71,18 +77,21 @@ def fetch(
     Raises:
         ValueError: the URL names no file, or the file is not what it should be.
         FileNotFoundError: the server or the mirror folder has no such file.
-        ConnectionError: the server cannot be reached.
+        ConnectionError: the server cannot be reached, refuses or is too slow.
+        PermissionError: the cache belongs to another user, or anyone may write to it.
         OSError: the disk is full or not writable.
     """
+    sha256 = _checksums.checked_sha256(sha256)
     path = cached_path(url)
+    _check_owner(path)
     if path.is_file():
         return _verified(path, path, sha256)
     source = _source(url)
     if isinstance(source, Path):
         if not source.is_file():
             raise FileNotFoundError(
-                f"{MIRROR_SETTING} names a folder without {source}: put the file from {url} there, "
-                f"or unset {MIRROR_SETTING}."
+                f"{MIRROR_SETTING} names a folder without {source}: put the file from {shown(url)} "
+                f"there, or unset {MIRROR_SETTING}."
             )
         return _verified(source, path, sha256)
     with _locked(path):
@@ -101,22 +110,56 @@ def cached_path(url: str) -> Path:
     Raises:
         ValueError: the URL is not http or https, or names no file.
     """
-    parts = urllib.parse.urlsplit(url)
-    pieces = _path_pieces(parts)
-    bad = not pieces or parts.path.endswith("/") or pieces[-1].endswith(_SIDE_FILES)
-    if parts.scheme not in ("http", "https") or not parts.hostname or bad or re.search(r"\s", url):
+    try:
+        parts = urllib.parse.urlsplit(url)
+        pieces, port = _path_pieces(parts), parts.port
+    except ValueError:
+        raise ValueError(f"{shown(url)!r} is no URL; check how it is written.") from None
+    bad = not pieces or parts.path.endswith("/") or re.search(r"[\s\x00-\x1f\x7f]", url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or bad:
         raise ValueError(
-            f"A download needs an http or https URL that names a file. Received: {url!r}."
+            f"A download needs an http or https URL that names a file. Received: {shown(url)!r}."
         )
-    if parts.netloc != _GOOGLE_STORAGE:
-        pieces.insert(
-            0, re.sub(r"[^\w.-]", "_", f"{parts.hostname}_{parts.port or ''}".rstrip("_"))
-        )
+    if (parts.scheme, parts.netloc) != ("https", _GOOGLE_STORAGE):
+        host = re.sub(r"[^\w.-]", "_", f"{parts.hostname}_{port or ''}".rstrip("_"))
+        pieces.insert(0, host if parts.scheme == "https" else f"http+{host}")
     if parts.query:
         pieces.insert(-1, hashlib.sha256(parts.query.encode()).hexdigest()[:12])
-    if any(piece in (".", "..") or re.search(r'[\\:*?"<>|\0]', piece) for piece in pieces):
-        raise ValueError(f"A URL's folders must be usable as folders on disk. Received: {url!r}.")
+    if not all(_is_usable(piece) for piece in pieces):
+        raise ValueError(
+            "A URL's folders and file must be usable as such on disk, and not named like the files "
+            f"of the cache itself. Received: {shown(url)!r}."
+        )
     return _cache_folder().joinpath(*pieces)
+
+
+def verify(file: Path, *, place: tuple[str, ...], sha256: str | None, stated: str = "") -> None:
+    """Holds a file that another library keeps against its SHA-256, as `fetch` does its own files.
+
+    Args:
+        file: the file.
+        place: folders and name below the cache, where the record of its first use is.
+        sha256: what the caller asked for, None for nothing.
+        stated: what the file's publisher states, "" for nothing.
+
+    Raises:
+        ValueError: the file is not what it should be.
+        OSError: it cannot be read.
+    """
+    path = _cache_folder().joinpath(*place)
+    _check_owner(path)
+    digest = _checksums.digest_of(file)
+    if stated and digest != stated:
+        raise ValueError(
+            f"{file} has the SHA-256 {digest}, and its publisher states {stated}: delete it to "
+            "download it again."
+        )
+    _use(file, path, digest, _checksums.checked_sha256(sha256))
+
+
+def _is_usable(piece: str) -> bool:
+    is_name = piece not in (".", "..") and not re.search(r'[\\:*?"<>|\x00-\x1f\x7f]', piece)
+    return is_name and not piece.endswith(_SIDE_FILES) and len(piece.encode()) <= _LONGEST_NAME
 
 
 def _cache_folder() -> Path:
@@ -130,18 +173,27 @@ def _cache_folder() -> Path:
 
 
 def _path_pieces(parts: urllib.parse.SplitResult) -> list[str]:
-    return [piece for piece in urllib.parse.unquote(parts.path).split("/") if piece]
+    path = urllib.parse.unquote(parts.path, errors="strict")
+    return [piece for piece in path.split("/") if piece]
 
 
 def _source(url: str) -> str | Path:
     mirror = os.environ.get(MIRROR_SETTING)
     parts = urllib.parse.urlsplit(url)
-    if not mirror or parts.netloc != _GOOGLE_STORAGE:
+    if not mirror or (parts.scheme, parts.netloc) != ("https", _GOOGLE_STORAGE):
         return url
     below_bucket = _path_pieces(parts)[1:]
     if mirror.startswith(("http://", "https://")):
         return f"{mirror.rstrip('/')}/{urllib.parse.quote('/'.join(below_bucket))}"
+    if "://" in mirror.removeprefix("file://"):
+        raise ValueError(
+            f"{MIRROR_SETTING} is an http or https URL, or a folder. Received: {shown(mirror)!r}."
+        )
     return Path(mirror.removeprefix("file://")).expanduser().joinpath(*below_bucket)
+
+
+class _DamagedError(ValueError):
+    """What came is not what was sent: another download may mend it."""
 
 
 def _download(
@@ -153,74 +205,91 @@ def _download(
     wait: Callable[[float], None],
 ) -> Path:
     partial = path.with_name(f"{path.name}.partial")
-    _transfer_whole(url, partial, path, progress=progress, wait=wait)
-    digest = _checksums.sha256(partial)
-    try:
-        _compare(digest, url, path, sha256)
-    except ValueError:
-        _transfer.discard(partial)
-        raise
+    advice = (
+        f"connect to the network, put the file at {path}, "
+        f"or set {MIRROR_SETTING} to a URL or folder that has it"
+    )
+    largest = _checksums.LARGEST_JSON if path.name.endswith(".json") else None
+    for last in (False, True):
+        with _progress.DownloadProgress(path.name, show=progress) as bar:
+            stated = _transfer.download(
+                url, partial, advice=advice, progress=bar, wait=wait, largest=largest
+            )
+        try:
+            digest = _checked(partial, path, stated, sha256, advice=advice)
+            break
+        except _DamagedError as error:
+            _transfer.discard(partial)
+            if last:
+                raise ValueError(
+                    f"{stated.url} arrived damaged twice ({error}): {advice}."
+                ) from None
+            _LOGGER.warning("%s arrived damaged (%s); downloading it again.", stated.url, error)
+        except ValueError:
+            _transfer.discard(partial)
+            raise
     _write_record(path, digest)
+    _close(partial)
     partial.replace(path)
     atomic.sync_folder(path.parent)
     _transfer.discard(partial)
     return path
 
 
-def _transfer_whole(
-    url: str,
-    partial: Path,
-    path: Path,
-    *,
-    progress: bool | None,
-    wait: Callable[[float], None],
-) -> None:
-    advice = (
-        f"connect to the network, put the file at {path}, "
-        f"or set {MIRROR_SETTING} to a URL or folder that has it"
-    )
-    for last in (False, True):
-        with _progress.DownloadProgress(path.name, show=progress) as bar:
-            stated = _transfer.download(url, partial, advice=advice, progress=bar, wait=wait)
-        if not (stated.framed or stated.hashes or path.name.endswith(_checksums.ARCHIVES)):
-            _transfer.discard(partial)
-            raise ValueError(
-                f"{url} comes without a length and without a checksum, so that a whole file cannot "
-                f"be told from a cut one: {advice}."
-            )
-        try:
-            _checksums.check_stated(partial, stated=stated.hashes)
-            _checksums.check_archive(partial, name=path.name)
-            return
-        except ValueError as error:
-            _transfer.discard(partial)
-            if last:
-                raise ValueError(f"{url} arrived damaged twice ({error}): {advice}.") from error
-            _LOGGER.warning("%s arrived damaged (%s); downloading it again.", url, error)
+def _checked(
+    partial: Path, path: Path, stated: _transfer.Stated, sha256: str | None, *, advice: str
+) -> str:
+    """Returns the SHA-256 of what came, held against all that is known of it."""
+    if not (stated.framed or stated.hashes or stated.sha256 or _checksums.structured(path.name)):
+        raise ValueError(
+            f"{stated.url} comes without a length and without a checksum, so that a whole file "
+            f"cannot be told from a cut one: {advice}."
+        )
+    digest = _checksums.digest_of(partial)
+    if found := _checksums.junk(partial, name=path.name):
+        raise ValueError(f"{stated.url} answered with {found} instead of {path.name}: {advice}.")
+    try:
+        _checksums.check_stated(partial, stated=stated.hashes)
+    except ValueError as error:
+        raise _DamagedError(str(error)) from error
+    if stated.sha256 not in ("", digest):
+        raise _DamagedError(f"the server states sha256={stated.sha256}, the bytes have {digest}")
+    _compare(digest, stated.url, path, sha256)
+    try:
+        _checksums.check_structure(partial, name=path.name)
+    except ValueError as error:
+        raise _DamagedError(str(error)) from error
+    return digest
 
 
 def _verified(file: Path, path: Path, sha256: str | None) -> Path:
-    digest = _checksums.sha256(file)
-    _compare(digest, str(file), path, sha256)
-    if not _record(path).exists():
-        try:
-            _checksums.check_archive(file, name=path.name)
-        except ValueError as error:
-            raise ValueError(
-                f"{file} is damaged ({error}): delete it to download it again."
-            ) from error
-        _write_record(path, digest)
+    _use(file, path, _checksums.digest_of(file), sha256)
     return file
 
 
-def _compare(digest: str, subject: str, path: Path, sha256: str | None) -> None:
-    if sha256 is not None and digest != sha256.lower():
+def _use(file: Path, path: Path, digest: str, sha256: str | None) -> None:
+    """Compares a local file with what is known of it; at its first use, records it."""
+    _compare(digest, str(file), path, sha256)
+    if _record(path).exists():
+        return
+    try:
+        _checksums.check_structure(file, name=path.name)
+    except ValueError as error:
+        found = _checksums.junk(file, name=path.name)
         raise ValueError(
-            f"{subject} has the SHA-256 {digest}, and {sha256.lower()} was asked for: "
+            f"{file} is {found or f'damaged ({error})'}: delete it to download it again."
+        ) from None
+    _write_record(path, digest)
+
+
+def _compare(digest: str, subject: str, path: Path, sha256: str | None) -> None:
+    if sha256 is not None and digest != sha256:
+        raise ValueError(
+            f"{subject} has the SHA-256 {digest}, and {sha256} was asked for: "
             f"delete it where it is a local file, and get it from its publisher again."
         )
     record = _record(path)
-    recorded = record.read_text().split() if record.exists() else [digest]
+    recorded = record.read_text(errors="replace").split() if record.exists() else [digest]
     if recorded[:1] != [digest]:
         raise ValueError(
             f"{subject} has the SHA-256 {digest}, and {record} holds another one from its first "
@@ -236,9 +305,10 @@ def _write_record(path: Path, digest: str) -> None:
     # The format of `sha256sum`, so that `sha256sum --check` works too.
     record = _record(path)
     try:
-        record.parent.mkdir(parents=True, exist_ok=True)
+        _make_folder(record.parent)
         with atomic.whole_file(record) as fresh:
             fresh.write_text(f"{digest}  {path.name}\n")
+            _close(fresh)
     except OSError as error:
         if error.errno not in _UNWRITABLE:
             raise
@@ -252,7 +322,7 @@ def _locked(path: Path) -> Iterator[None]:
     # The operating system drops this lock when its holder dies, however it dies.
     lock = filelock.FileLock(f"{path}.lock")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        _make_folder(path.parent)
         try:
             lock.acquire(timeout=0)
         except filelock.Timeout:
@@ -268,3 +338,43 @@ def _locked(path: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def _make_folder(folder: Path) -> None:
+    """Makes folders that others may not write to, whatever the process' umask says."""
+    for missing in reversed([each for each in (folder, *folder.parents) if not each.exists()]):
+        missing.mkdir(mode=0o755, exist_ok=True)
+
+
+def _close(file: Path) -> None:
+    """Takes the right to write to a file from all others; a umask may have left it."""
+    file.chmod(stat.S_IMODE(file.stat().st_mode) & ~stat.S_IWOTH)
+
+
+def _check_owner(path: Path) -> None:
+    """Raises a PermissionError if another user could have put the file at `path` there.
+
+    The cache, from Keras' own folder down to the file and its record, belongs to this user or to
+    root, and is not writable by all; above our own folder a sticky one, as /tmp is, may be.
+    """
+    if not hasattr(os, "getuid"):  # Windows
+        return
+    cache = _cache_folder()
+    below = [folder for folder in path.parents if folder.is_relative_to(cache)]
+    for place in (*cache.parents[1::-1], *reversed(below), path, _record(path)):
+        try:
+            status = place.stat()
+        except OSError:  # not there yet
+            continue
+        is_sticky = status.st_mode & stat.S_ISVTX and place in cache.parents
+        reason = None
+        if status.st_uid not in (os.getuid(), 0):
+            reason = f"belongs to another user (number {status.st_uid})"
+        elif status.st_mode & stat.S_IWOTH and not is_sticky:
+            reason = "may be written to by anyone (chmod o-w takes that away)"
+        if reason is not None:
+            raise PermissionError(
+                errno.EPERM,
+                f"{place} {reason}, so that what is kept there cannot be trusted; set KERAS_HOME "
+                "to a folder of your own.",
+            )

@@ -1,10 +1,15 @@
 """Reads off a checkpoint's arrays which model they belong to."""
 
+import itertools
 import re
+from collections.abc import Iterable
 from typing import Any
 
+from keras_vit.config import shown
 from keras_vit.weights.companion import PUBLISHED
 from keras_vit.weights.layouts import Arrays
+
+_ROOM = 130  # letters that a list of names takes in a message
 
 
 def published_fields(arrays: Arrays) -> dict[str, Any]:
@@ -21,11 +26,12 @@ def published_fields(arrays: Arrays) -> dict[str, Any]:
         hidden = shapes["Transformer/encoderblock_0/MlpBlock_3/Dense_0/kernel"]
         kernel = shapes["embedding/kernel"]
         (hidden_dim, num_heads, _), (_, mlp_dim), (patch_size, _, _, _) = query, hidden, kernel
-    except (KeyError, ValueError) as error:
+        classes, width = (shapes.get(f"{name}/bias", (None,))[0] for name in ("head", "pre_logits"))
+    except (KeyError, ValueError, IndexError):
         raise ValueError(
             "The file does not hold a Vision Transformer in the published layout: its arrays are "
             f"{listed(shapes)}."
-        ) from error
+        ) from None
     has_map = "MAPHead_0/probe" in shapes
     has_token = "cls" in shapes
     return {
@@ -33,11 +39,11 @@ def published_fields(arrays: Arrays) -> dict[str, Any]:
         "hidden_dim": hidden_dim,
         "mlp_dim": mlp_dim,
         "num_heads": num_heads,
-        "num_layers": _count(shapes, r"Transformer/encoderblock_(\d+)/"),
-        "classes": shapes["head/bias"][0] if "head/bias" in shapes else None,
+        "num_layers": numbered(shapes, r"Transformer/encoderblock_(\d+)/"),
+        "classes": classes,
         "pooling": "map" if has_map else "token" if has_token else "avg",
         "class_token": has_token,
-        "representation_dim": shapes["pre_logits/bias"][0] if "pre_logits/bias" in shapes else None,
+        "representation_dim": width,
         "resnet_layers": _resnet_layers(shapes),
         **PUBLISHED,
         "antialias": False,  # tf.image.resize without it: vit_jax/input_pipeline.py
@@ -46,27 +52,42 @@ def published_fields(arrays: Arrays) -> dict[str, Any]:
 
 def published_channels(arrays: Arrays) -> int:
     """Returns the channels of the images that a published layout reads."""
-    root = arrays.get("conv_root/kernel", arrays["embedding/kernel"])
-    return root.shape[2]
+    shape = arrays.get("conv_root/kernel", arrays["embedding/kernel"]).shape
+    if len(shape) != 4:
+        raise ValueError(f"The file's first kernel has shape {shape}, not one of 4 sides.")
+    return shape[2]
 
 
-def listed(names: Any, limit: int = 10) -> str:
-    """Returns the sorted names, cut after `limit` with the number left out."""
+def listed(names: Iterable[str]) -> str:
+    """Returns the sorted names, cut after two or three with the number left out."""
     names = sorted(names)
-    rest = len(names) - limit
-    return ", ".join(names[:limit]) + (f", ... and {rest} more" if rest > 0 else "")
+    texts = [name if name.isprintable() else shown(name) for name in names]
+    texts = [text if len(text) <= _ROOM else f"{text[:_ROOM]}..." for text in texts]
+    ends = itertools.accumulate(len(text) + 2 for text in texts)
+    count = max(1, sum(end <= _ROOM for end in ends))
+    rest = len(texts) - count
+    return ", ".join(texts[:count]) + (f", ... and {rest} more" if rest > 0 else "")
 
 
-def _resnet_layers(shapes: dict[str, tuple[int, ...]]) -> tuple[int, ...] | None:
+def numbered(names: Iterable[str], pattern: str, *, first: int = 0) -> int:
+    """Returns how many numbers the pattern finds in the names, which run on from `first`.
+
+    Raises:
+        ValueError: one is missing: the largest number alone would say how many there are.
+    """
+    found = {match[1] for match in map(re.compile(pattern, re.ASCII).match, names) if match}
+    missing = next((n for n in itertools.count(first) if str(n) not in found), first)
+    if len(found) > missing - first:
+        raise ValueError(
+            f"The file lacks the block or unit {missing}, and has {listed(found - {str(missing)})}."
+        )
+    return len(found)
+
+
+def _resnet_layers(shapes: Iterable[str]) -> tuple[int, ...] | None:
     if "conv_root/kernel" not in shapes:
         return None
-    stages = _count(shapes, r"block(\d+)/unit", first=1)
+    stages = numbered(shapes, r"block(\d+)/unit", first=1)
     return tuple(
-        _count(shapes, rf"block{stage}/unit(\d+)/", first=1) for stage in range(1, stages + 1)
+        numbered(shapes, rf"block{stage}/unit(\d+)/", first=1) for stage in range(1, stages + 1)
     )
-
-
-def _count(names: Any, pattern: str, first: int = 0) -> int:
-    """Returns how many numbers the pattern finds; a gap shows up later as missing arrays."""
-    found = {int(match[1]) for match in map(re.compile(pattern).match, names) if match}
-    return max(found, default=first - 1) + 1 - first

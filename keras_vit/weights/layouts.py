@@ -6,12 +6,12 @@ The published layout is that of https://storage.googleapis.com/vit_models (vit_j
 import dataclasses
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
-from keras_vit.config import ViTConfig
-from keras_vit.weights.arrays import StoredArray, aligned_empty
+from keras_vit.config import ViTConfig, shown
+from keras_vit.weights.arrays import MAX_ARRAYS, StoredArray, aligned_empty
 
 Arrays = Mapping[str, StoredArray]
 
@@ -206,42 +206,76 @@ def published_names(arrays: Arrays) -> dict[str, StoredArray]:
     """
     arrays = _without_prefix(arrays)
     arrays = _without_scan(arrays)
-    blocks = re.compile(r"Transformer/encoderblock_\d+/")
+    blocks = re.compile(r"Transformer/encoderblock_\d+/", re.ASCII)
     if any(blocks.match(name) and "/MlpBlock_0/" in name for name in arrays):
         for linen, published in _LINEN_NAMES:
-            arrays = {
-                name.replace(f"/{linen}/", f"/{published}/") if blocks.match(name) else name: array
-                for name, array in arrays.items()
-            }
+            arrays = renamed(
+                (name.replace(f"/{linen}/", f"/{published}/") if blocks.match(name) else name, a)
+                for name, a in arrays.items()
+            )
     arrays = {name: _without_ones(name, array) for name, array in arrays.items()}
     return _with_class_position(arrays)
+
+
+def renamed(pairs: Iterable[tuple[str, StoredArray]]) -> dict[str, StoredArray]:
+    """Returns the arrays by their new names.
+
+    Raises:
+        ValueError: two of them have the same.
+    """
+    found: dict[str, StoredArray] = {}
+    for name, array in pairs:
+        if name in found:
+            raise ValueError(
+                f"The file holds {shown(name)} twice, under names that mean the same; save it with "
+                "one of them."
+            )
+        found[name] = array
+    return found
 
 
 def _without_prefix(arrays: Arrays) -> dict[str, StoredArray]:
     anchors = [
         name[: -len("embedding/kernel")] for name in arrays if name.endswith("embedding/kernel")
     ]
-    towers = [
-        prefix for prefix in anchors if any(n.startswith(f"{prefix}Transformer/") for n in arrays)
-    ]
+    roots = {name.partition("Transformer/")[0] for name in arrays if "Transformer/" in name}
+    towers = [prefix for prefix in anchors if prefix in roots]
     if not towers:
         return dict(arrays)
-    prefix = min(towers, key=len)
+    # An optimizer keeps averages of every array, under the arrays' own names.
+    prefix = min(towers, key=lambda tower: (tower.startswith("opt"), len(tower)))
+    others = [tower for tower in towers if not tower.startswith(("opt", prefix))]
+    beside = [name for name in arrays if f"{prefix}{name}" in arrays and prefix]
+    if others or beside:
+        raise ValueError(
+            f"The file holds two networks, one below {shown(prefix)} and one below "
+            f"{shown(others[0] if others else '')}; save the one that is meant alone."
+        )
     return {name[len(prefix) :]: array for name, array in arrays.items() if name.startswith(prefix)}
 
 
 def _without_scan(arrays: Arrays) -> dict[str, StoredArray]:
-    scanned = "Transformer/encoderblock/"
-    split: dict[str, StoredArray] = {}
+    start = "Transformer/encoderblock/"
+    scanned = [array for name, array in arrays.items() if name.startswith(start) and array.shape]
+    count = sum(array.shape[0] for array in scanned)
+    if count > MAX_ARRAYS:
+        raise ValueError(
+            f"The file's arrays below {start} are of {count} blocks together, more than any "
+            "network has."
+        )
+    split: list[tuple[str, StoredArray]] = []
     for name, array in arrays.items():
-        if not name.startswith(scanned) or not array.shape:
-            split[name] = array
+        if not name.startswith(start) or not array.shape:
+            split.append((name, array))
             continue
-        for index in range(array.shape[0]):
-            split[f"Transformer/encoderblock_{index}/{name[len(scanned) :]}"] = array.map(
-                operator.itemgetter(index), array.shape[1:]
+        split += [
+            (
+                f"Transformer/encoderblock_{index}/{name[len(start) :]}",
+                array.map(operator.itemgetter(index), array.shape[1:]),
             )
-    return split
+            for index in range(array.shape[0])
+        ]
+    return renamed(split)
 
 
 def _without_ones(name: str, array: StoredArray) -> StoredArray:
@@ -262,5 +296,5 @@ def _with_class_position(arrays: dict[str, StoredArray]) -> dict[str, StoredArra
             lambda value: np.concatenate([np.zeros_like(value[:, :1]), value], axis=1),
             (1, patches + 1, width),
         )
-    arrays["Transformer/posembed_input/pos_embedding"] = table
-    return arrays
+    position = ("Transformer/posembed_input/pos_embedding", table)
+    return renamed([*arrays.items(), position])

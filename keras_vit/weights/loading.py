@@ -12,9 +12,11 @@ import keras
 import numpy as np
 
 from keras_vit import backend
-from keras_vit.config import ViTConfig
+from keras_vit.config import ViTConfig, shown
 from keras_vit.layers.initialization import overwritten_weights
 from keras_vit.model import VisionTransformer
+from keras_vit.weights._checksums import check_sha256
+from keras_vit.weights.arrays import FLOATS
 from keras_vit.weights.checkpoint import (
     ARCHITECTURE,
     NUMBERS,
@@ -35,10 +37,17 @@ Values = dict[str, concurrent.futures.Future[np.ndarray]]  # by the variable's p
 logger = logging.getLogger(__name__)
 
 
-def load(model: VisionTransformer, path: str | Path, *, positions: Method = "original") -> None:
+def load(
+    model: VisionTransformer,
+    path: str | Path,
+    *,
+    positions: Method = "original",
+    sha256: str | None = None,
+) -> None:
     """Loads a checkpoint's weights into a model, position embeddings resampled to the model's grid.
 
-    The file is read and checked whole before the first variable changes. A model without classifier
+    The file is read and checked whole before the first variable changes; after an error or an
+    interrupt every variable is as it was. A model without classifier
     leaves the file's classifier aside. How images are resized to the model's size stays what
     `antialias` of its config says; builders and `keras_vit.load` take that of the weights.
 
@@ -47,20 +56,30 @@ def load(model: VisionTransformer, path: str | Path, *, positions: Method = "ori
         path: an .npz file in the published layout with older or newer Flax names, a .safetensors
             file of Hugging Face transformers or timm, or a .weights.h5 or .keras file.
         positions: how positions are resampled if the grids differ, see `resample_positions`.
+        sha256: that of the file, in hexadecimal; compared before anything is read from it.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is damaged, or does not fit the model; all differences are listed. A
-            file that says its activation, epsilon or pixels' mean and deviation must say the
-            model's.
+        ValueError: the file is damaged, has another SHA-256, or does not fit the model; all
+            differences are listed. A file that says its activation, epsilon or pixels' mean and
+            deviation must say the model's.
+        TypeError: the model is not a `VisionTransformer`.
     """
+    if not isinstance(model, VisionTransformer):
+        raise TypeError(
+            "weights.load fills a VisionTransformer; give it the one inside your model. "
+            f"Received: {type(model).__name__}."
+        )
+    check_sha256(Path(path), sha256)
     checkpoint = open_checkpoint(path)
     rows = match(checkpoint, model.config)
     check_numbers(checkpoint, model.config)
+    _check_variables(model, rows)
     with reading(checkpoint, model.config, rows=rows, positions=positions) as values:
         for value in values.values():
             value.result()
-        assign(model, values, path=checkpoint.path)
+        with _unchanged_after_an_error(model):
+            assign(model, values, path=checkpoint.path)
 
 
 def resize(
@@ -71,7 +90,7 @@ def resize(
     Position embeddings are resampled, of any kind; every other weight is copied.
 
     Example:
-        >>> from keras_vit.config import ViTConfig
+        >>> from keras_vit.config import ViTConfig, shown
         >>> config = ViTConfig(input_shape=(32, 32, 3), patch_size=8, hidden_dim=8, mlp_dim=16,
         ...                    num_heads=2, num_layers=1, classes=3)
         >>> resize(VisionTransformer(config), (48, 64, 3)).config.grid
@@ -165,8 +184,9 @@ def match(
     skipped = _skipped_names(checkpoint, config, head)
     missing = used - set(checkpoint.arrays)
     extra = {name for name in set(checkpoint.arrays) - used if not name.startswith(skipped)}
+    _check_values(checkpoint, [name for name in used if name in checkpoint.arrays])
     misshapen = [
-        f"{name} (expected {shape}, received {checkpoint.arrays[name].shape})"
+        f"{name} (expected {shape}, received {shown(checkpoint.arrays[name].shape)})"
         for row in rows
         for name, shape in zip(row.names, row.shapes, strict=True)
         if name not in missing and not _fits(checkpoint.arrays[name].shape, shape, row.path)
@@ -175,7 +195,39 @@ def match(
     problems = [f"{kind}: {listed(names)}" for kind, names in found if names]
     if problems:
         raise ValueError(f"{checkpoint.path} does not fit the model. Arrays {'; '.join(problems)}.")
+    _check_positions(checkpoint, rows, config)
     return rows
+
+
+def _check_values(checkpoint: Checkpoint, names: list[str]) -> None:
+    others = [name for name in sorted(names) if checkpoint.arrays[name].dtype not in FLOATS]
+    if others:
+        raise ValueError(
+            f"{checkpoint.path}: array {shown(others[0])} is of "
+            f"{checkpoint.arrays[others[0]].dtype}; weights are of {', '.join(map(str, FLOATS))}."
+        )
+
+
+def _check_positions(checkpoint: Checkpoint, rows: list[Row], config: ViTConfig) -> None:
+    """Holds the length of the position table against the grid, before anything is built or read."""
+    name = next((row.names[0] for row in rows if row.path == POSITIONS), None)
+    if name is None:
+        return
+    count = checkpoint.arrays[name].shape[1]
+    if checkpoint.grid is None and count != config.num_tokens:
+        raise ValueError(
+            f"{checkpoint.path} holds {count} positions, not a square grid, and does not say its "
+            f"height and width; the model's grid is {config.grid}. Build the model at the size "
+            "that the file was trained at."
+        )
+    if checkpoint.grid is None:
+        return
+    height, width = checkpoint.grid
+    if count != height * width + config.class_token:
+        raise ValueError(
+            f"{checkpoint.path} holds {count} positions, and says that its grid is "
+            f"{height}x{width}; one of the two is damaged."
+        )
 
 
 def check_architecture(checkpoint: Checkpoint, config: ViTConfig) -> None:
@@ -185,8 +237,8 @@ def check_architecture(checkpoint: Checkpoint, config: ViTConfig) -> None:
         wanted, found = getattr(config, name), checkpoint.fields.get(name)
         if name in checkpoint.fields and wanted != found:
             raise ValueError(
-                f"{checkpoint.path} does not fit the model: its {name} is {found}, the model's "
-                f"is {wanted}."
+                f"{checkpoint.path} does not fit the model: its {name} is {shown(found)}, the "
+                f"model's is {wanted}."
             )
 
 
@@ -207,6 +259,37 @@ def check_numbers(checkpoint: Checkpoint, config: ViTConfig) -> None:
         )
 
 
+def _check_variables(model: VisionTransformer, rows: list[Row]) -> None:
+    """Raises a ValueError unless the model's variables take the values that the rows make."""
+    variables = {variable.path: variable for variable in model.weights}
+    for row in rows:
+        variable = variables.get(row.path)
+        takes = variable is not None and keras.backend.is_float_dtype(variable.dtype)
+        if variable is None or not takes or tuple(variable.shape) != row.shape:
+            raise ValueError(
+                f"The model's variable {row.path!r} cannot be filled: it is missing, quantised or "
+                "of another shape than its config says; fill the model as it was built, and "
+                "change it afterwards."
+            )
+
+
+@contextlib.contextmanager
+def _unchanged_after_an_error(model: VisionTransformer) -> Iterator[None]:
+    """Gives the variables the values back that they had, if what is done inside fails.
+
+    Only PyTorch, which assigns in place, copies them for that: TensorFlow's copy of a variable
+    shares its memory, and JAX's values never change.
+    """
+    keep = keras.ops.convert_to_tensor if keras.backend.backend() == "jax" else keras.ops.copy
+    kept = [(variable, keep(variable)) for variable in model.weights]
+    try:
+        yield
+    except BaseException:
+        for variable, value in kept:
+            variable.assign(value)
+        raise
+
+
 def _same(left: Any, right: Any) -> bool:
     """Whether two values of a field mean the same: up to rounding, for any number of channels."""
     if isinstance(left, str):
@@ -223,7 +306,10 @@ def _skipped_names(
 ) -> tuple[str, ...]:
     """Returns the beginnings of array names that a model of this config may leave aside."""
     parts = {name: v for name, v in checkpoint.fields.items() if name in (*ARCHITECTURE, *PARTS)}
-    whole = dataclasses.replace(config, **parts)
+    try:
+        whole = dataclasses.replace(config, **parts)
+    except ValueError as error:
+        raise ValueError(f"{checkpoint.path} does not fit the model: {error}") from error
     paths = HEAD if head == "fresh" or config.classes is None else ()
     if config.pooling != "map":
         paths = (*paths, "pooling/")
@@ -233,36 +319,36 @@ def _skipped_names(
 
 def _fits(shape: tuple[int, ...], expected: tuple[int, ...], path: str) -> bool:
     if path == POSITIONS and len(shape) == 3:
-        return shape[2] == expected[2]  # the number of positions may differ: they are resampled
+        return shape[::2] == expected[::2]  # the number of positions may differ: they are resampled
     return shape == expected
 
 
 def _value(checkpoint: Checkpoint, row: Row, config: ViTConfig, positions: Method) -> np.ndarray:
     """Reads one variable's value."""
-    values = [checkpoint.arrays[name].read() for name in row.names]
-    for name, value in zip(row.names, values, strict=True):
-        if value.size and not np.isfinite(value.flat[0]) and not np.isfinite(value).any():
-            raise ValueError(f"{checkpoint.path}: array {name!r} holds no finite number.")
-    value = row.join(*values)
-    value = value.astype(np.float32, copy=False)
+    value = row.join(*(_finite(checkpoint, name) for name in row.names))
     if row.path == POSITIONS:
         return _resampled(checkpoint, value, config, positions)
     return value
 
 
+def _finite(checkpoint: Checkpoint, name: str) -> np.ndarray:
+    """Returns an array in float32, once all of its values are known to be numbers."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        value = checkpoint.arrays[name].read().astype(np.float32, copy=False)
+        # The sum shows any NaN or infinity in half the time; large numbers may make it one too.
+        if np.isfinite(value.sum()) or np.isfinite(value).all():
+            return value
+    raise ValueError(
+        f"{checkpoint.path}: array {shown(name)} holds a value that is not a finite number in "
+        "float32; the file is damaged, or its training went wrong."
+    )
+
+
 def _resampled(
     checkpoint: Checkpoint, table: np.ndarray, config: ViTConfig, positions: Method
 ) -> np.ndarray:
-    if checkpoint.grid == config.grid:
-        return table
-    if checkpoint.grid is None and table.shape[1] == config.num_tokens:
-        return table  # not square and not said: taken as the model's own
-    if checkpoint.grid is None:
-        raise ValueError(
-            f"{checkpoint.path} holds {table.shape[1]} positions, not a square grid, and does not "
-            f"say its height and width; the model's grid is {config.grid}. Build the model at the "
-            "size that the file was trained at."
-        )
+    if checkpoint.grid in (None, config.grid):
+        return table  # not square and not said: as many as the model's own
     return resample_positions(table, checkpoint.grid, config.grid, method=positions)
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from keras_vit.config import ViTConfig
+from keras_vit.config import ViTConfig, shown
 from keras_vit.weights.arrays import StoredArray
-from keras_vit.weights.facts import listed
-from keras_vit.weights.layouts import Row
+from keras_vit.weights.facts import listed, numbered
+from keras_vit.weights.layouts import Row, renamed
 
 Arrays = Mapping[str, StoredArray]
 
@@ -99,7 +99,7 @@ def names_of(arrays: Arrays) -> tuple[TorchNames, dict[str, StoredArray]]:
         for name in arrays:
             if name.endswith(anchor):
                 prefix = name[: -len(anchor)]
-                found = {key.removeprefix(prefix): array for key, array in arrays.items()}
+                found = renamed((key.removeprefix(prefix), array) for key, array in arrays.items())
                 kept = {k: v for k, v in found.items() if not k.startswith(names.left_aside)}
                 return names, kept
     raise ValueError(
@@ -118,14 +118,15 @@ def torch_fields(names: TorchNames, arrays: Arrays) -> dict[str, Any]:
     _, _, *patch = _shape(arrays, f"{names.projection}.weight", rank=4)
     if patch[0] != patch[1]:
         raise ValueError(f"The file has patches of {patch[0]}x{patch[1]} pixels, not square ones.")
-    pattern = re.compile(re.escape(names.out).replace(r"\{\}", r"(\d+)"))
-    blocks = [int(found[1]) for found in map(pattern.match, arrays) if found]
+    if not patch[0]:
+        raise ValueError("The file has patches of no pixels.")
+    blocks = re.escape(names.out).replace(r"\{\}", r"(\d+)")
     has_token, has_map = names.class_token in arrays, names.map_head.get("probe") in arrays
     return {
         "patch_size": patch[0],
         "hidden_dim": hidden_dim,
         "mlp_dim": mlp_dim,
-        "num_layers": 1 + max(blocks, default=0),
+        "num_layers": numbered(arrays, blocks),
         "classes": _width(arrays, f"{names.head}.bias"),
         "pooling": "map" if has_map else "token" if has_token else "avg",
         "class_token": has_token,
@@ -145,7 +146,9 @@ def _shape(arrays: Arrays, name: str, *, rank: int) -> tuple[int, ...]:
         raise ValueError(f"The file lacks the array {name!r}; its arrays are {listed(arrays)}.")
     shape = arrays[name].shape
     if len(shape) != rank:
-        raise ValueError(f"The file's array {name!r} has shape {shape}, not one of {rank} sides.")
+        raise ValueError(
+            f"The file's array {name!r} has shape {shown(shape)}, not one of {rank} sides."
+        )
     return shape
 
 

@@ -1,0 +1,405 @@
+"""Disks that fail, processes that are killed, two writers, limits: at each operation on files.
+
+A case changes something that is there already, in a process of its own, and disturbs it once. Then
+the old or the new content must be whole, an error one sentence, and a second try must end as if
+nothing had been. Every 32nd case or so is a whole training; a process is forked for each, so that
+TensorFlow is imported once.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import resource
+import shutil
+import signal
+import sys
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from campaigns import oracle
+from keras_vit import atomic
+from keras_vit.export import versions
+from keras_vit.training import run
+
+ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES)
+_CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir")
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+_SIZE = 3000  # bytes of a file
+_TRAINING_SHARE = 1 / 32
+
+
+class Campaign:
+    """Attacks on what writes files, folders, exports and runs."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._number = 0
+        self._trained: str | None = None
+
+    def case(self, rng: np.random.Generator) -> oracle.Case:
+        """Draws a task and what disturbs it."""
+        if rng.random() < _TRAINING_SHARE:
+            return self.training(_draw(rng, operations=160, size=80_000))
+        task = (_File, _Folder, _Export, _Run)[rng.integers(4)]
+        return self.small(task, _draw(rng, operations=30, size=_SIZE))
+
+    def small(self, kind: "type[_File]", trouble: "_Trouble") -> oracle.Case:
+        """A case of one of the tasks that need no TensorFlow."""
+        self._number += 1
+        task = kind(self._folder / str(self._number))
+        return oracle.Case(
+            what=f"{kind.__name__[1:].lower()}: {trouble.what}",
+            act=lambda: _disturbed(task, trouble),
+            sound="new",
+            names=(str(task.folder),),
+        )
+
+    def training(self, trouble: "_Trouble") -> oracle.Case:
+        """A case of a training, that is resumed."""
+        self._number += 1
+        if self._trained is None:
+            task = _Training(self._folder / "sound")
+            _in_child(task.work)
+            self._trained = task.found()
+        task = _Training(self._folder / str(self._number))
+        return oracle.Case(
+            what=f"training: {trouble.what}",
+            act=lambda: _disturbed(task, trouble),
+            sound=self._trained,
+            names=(str(task.folder),),
+            seconds=30,
+        )
+
+
+class _File:
+    """A file that is replaced."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir()
+        self.path = folder / "file"
+        self.put_old()
+
+    def put_old(self) -> None:
+        self.path.write_text("old" * _SIZE)
+
+    def work(self) -> None:
+        with atomic.whole_file(self.path) as temporary:
+            temporary.write_text("new" * _SIZE)
+
+    def found(self) -> str:
+        """ "old" or "new" where it is whole, and nothing lies about."""
+        text = self.path.read_text() if self.path.exists() else "nothing"
+        whole = {kind * _SIZE: kind for kind in ("old", "new")}
+        return whole.get(text, f"{len(text)} characters")
+
+    def litter(self) -> list[str]:
+        return sorted(_names(self.folder) - {self.path.name})
+
+
+class _Folder(_File):
+    """A folder that is swapped with another."""
+
+    def put_old(self) -> None:
+        self._fill(self.path, "old")
+
+    def work(self) -> None:
+        with atomic.hold(self.folder / "lock", what=f"work in {self.folder}"):
+            atomic.restore(self.folder, self.path)
+            with atomic.staging_folder(self.folder) as stage:
+                with atomic.telling(stage):
+                    self._fill(stage, "new")
+                atomic.publish(stage, self.path)
+
+    def found(self) -> str:
+        if not self.path.is_dir():
+            return "nothing"
+        texts = {file.read_text() for file in self.path.iterdir()}
+        whole = texts in ({"old" * _SIZE}, {"new" * _SIZE}) and len(_names(self.path)) == 3
+        return texts.pop()[:3] if whole else f"{_names(self.path)}"
+
+    def _fill(self, folder: Path, content: str) -> None:
+        folder.mkdir(exist_ok=True)
+        for name in ("model.keras", "config.json", "labels.txt"):
+            (folder / name).write_text(content * _SIZE)
+
+
+class _Run(_Folder):
+    """A run that takes another's place, as a training ends."""
+
+    def work(self) -> None:
+        with run.hold(self.path):
+            run.restore(self.path)
+            unfinished = run.unfinished_path(self.path)
+            with atomic.telling(unfinished):
+                unfinished.mkdir(exist_ok=True)
+            with atomic.staging_folder(unfinished) as stage:
+                with atomic.telling(stage):
+                    self._fill(stage, "new")
+                atomic.publish(stage, self.path)
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+
+class _Export(_Folder):
+    """A version of two artefacts beside older ones."""
+
+    def put_old(self) -> None:
+        self._fill_all(self.path / "tflite" / "1", self.path / "1", "old")
+
+    def work(self) -> None:
+        with versions.staging_folder(self.path) as stage:
+            with atomic.telling(stage):
+                self._fill_all(stage / "tflite", stage / "model", "new")
+            number = str(versions.next_version([self.path, self.path / "tflite"]))
+            moves = {stage / "tflite": self.path / "tflite" / number}
+            versions.publish({**moves, stage / "model": self.path / number})
+
+    def found(self) -> str:
+        """The last version, where all are whole and the first is the old one."""
+        texts: dict[Path, list[str]] = {}
+        for file in self.path.rglob("*.*"):
+            if not any(part.startswith(".") for part in file.relative_to(self.path).parts):
+                texts.setdefault(file.parent, []).append(file.read_text())
+        for folder, content in texts.items():
+            if len(content) != 3 or len(set(content)) != 1 or len(content[0]) != 3 * _SIZE:
+                return f"{folder} is not whole"
+        last = max(int(name) for name in _names(self.path) if name.isdecimal())
+        return texts[self.path / str(last)][0][:3]
+
+    def litter(self) -> list[str]:
+        found = (name for name in _names(self.path) if not name.isdecimal())
+        return sorted(set(found) - {"tflite"})
+
+    def _fill_all(self, first: Path, second: Path, content: str) -> None:
+        for folder in (first, second):
+            folder.mkdir(parents=True)
+            self._fill(folder, content)
+
+
+class _Training(_File):
+    """A training of four steps that is measured, and resumed."""
+
+    def put_old(self) -> None:
+        self.path = self.folder / "run"
+
+    def work(self) -> None:
+        from keras_vit import training
+        from keras_vit.config import ViTConfig
+        from keras_vit.data import load_digits
+
+        def measure(event: training.Event) -> None:
+            if isinstance(event, training.TrainingDone):
+                with atomic.whole_file(event.run.path / run.METRICS) as temporary:
+                    temporary.write_text("measured")
+
+        training.train(
+            load_digits(),
+            out=self.path,
+            model=ViTConfig(
+                input_shape=(8, 8, 3),
+                patch_size=4,
+                hidden_dim=8,
+                mlp_dim=8,
+                num_heads=1,
+                num_layers=1,
+                dropout_rate=0.1,
+            ),
+            recipe=training.Recipe(steps=4, batch_size=640, learning_rate=1e-3),
+            execution=training.Execution(strategy="none", checkpoint_steps=1, keep_checkpoints=2),
+            existing="resume",
+            on_event=measure,
+        )
+
+    def found(self) -> str:
+        if not run.is_run(self.path):
+            return "old"
+        if (self.path / run.METRICS).read_text() != "measured":
+            return "unmeasured"
+        digest = hashlib.sha256()
+        for name, value in sorted(_arrays(self.path / run.MODEL).items()):
+            digest.update(name.encode() + value)
+        state = json.loads((self.path / run.CONFIG).read_text())["result"]["state_sha256"]
+        return f"{state} {digest.hexdigest()} {sorted(_names(self.path))}"
+
+
+def _arrays(file: Path) -> dict[str, bytes]:
+    found: dict[str, bytes] = {}
+
+    def keep(name: str, item: Any) -> None:
+        if isinstance(item, h5py.Dataset):
+            found[name] = np.asarray(item).tobytes()
+
+    with (
+        zipfile.ZipFile(file) as archive,
+        archive.open("model.weights.h5") as stream,
+        h5py.File(stream, "r") as weights,
+    ):
+        weights.visititems(keep)
+    return found
+
+
+class _Trouble:
+    """What happens to a process: an error or SIGKILL at an operation, a limit, or another one.
+
+    Args:
+        kind: "error", "full" (errors from there on), "kill", "size", "files" or "two".
+        number: the operation from 1, or the limit.
+        error: the error's number.
+        can_swap: whether the system can swap two names.
+    """
+
+    def __init__(self, kind: str, number: int, error: int = 0, *, can_swap: bool = True) -> None:
+        self.kind, self.number, self.error, self.can_swap = kind, number, error, can_swap
+        said = f" {errno.errorcode[error]}" if error else ""
+        self.what = f"{kind}{said} at {number}" + ("" if can_swap else ", names not swapped")
+
+    def begin(self, folder: Path) -> None:
+        """Sets it up in this process."""
+        if not self.can_swap:
+            atomic._swap = lambda first, second: False
+        if self.kind == "size":
+            _limit(resource.RLIMIT_FSIZE, self.number)
+        elif self.kind == "files":
+            opened = max(map(int, _names(Path("/proc/self/fd")))) + self.number
+            _limit(resource.RLIMIT_NOFILE, opened)
+        elif self.kind != "two":
+            self._watch(folder)
+
+    def _watch(self, folder: Path) -> None:
+        fsync, swap = os.fsync, atomic._swap
+
+        def hook(event: str, arguments: tuple[Any, ...]) -> None:
+            is_change = event in _CHANGES or (event == "open" and arguments[2] & _WRITING)
+            if is_change and _is_inside(arguments[0], folder):
+                self._strike()
+
+        def counted_fsync(fd: Any) -> None:
+            self._strike()
+            fsync(fd)
+
+        def counted_swap(first: Path, second: Path) -> bool:
+            self._strike()
+            return swap(first, second)
+
+        os.fsync, atomic._swap = counted_fsync, counted_swap
+        sys.addaudithook(hook)
+
+    def _strike(self) -> None:
+        self.number -= 1
+        if self.number == 0 and self.kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.number == 0 or (self.number < 0 and self.kind == "full"):
+            raise OSError(self.error, os.strerror(self.error))
+
+
+def _limit(kind: int, number: int) -> None:
+    resource.setrlimit(kind, (number, resource.getrlimit(kind)[1]))
+
+
+def _is_inside(path: Any, folder: Path) -> bool:
+    if not isinstance(path, str | Path):
+        return False
+    # What is removed by its name in an open folder has a relative one.
+    return Path(path).is_relative_to(folder) or not Path(path).is_absolute()
+
+
+def _names(folder: Path) -> set[str]:
+    return {entry.name for entry in folder.iterdir()}
+
+
+def _draw(rng: np.random.Generator, *, operations: int, size: int) -> _Trouble:
+    kind = str(rng.choice(["error", "full", "kill", "kill", "size", "files", "two"]))
+    number = {"size": size, "files": 8, "two": 1}.get(kind, operations)
+    error = int(rng.choice(ERRORS)) if kind in ("error", "full") else 0
+    return _Trouble(
+        kind, int(rng.integers(1, number + 1)), error, can_swap=bool(rng.random() < 0.7)
+    )
+
+
+def _disturbed(task: _File, trouble: _Trouble) -> str:
+    """Works with trouble and again without; returns what is found at the end."""
+    told = [_told(task, trouble) for _ in range(2 if trouble.kind == "two" else 1)]
+    said = [json.loads(answer()) for answer in told]
+    if trouble.kind == "two" and all("error" in each for each in said):
+        raise RuntimeError(f"both failed: {said}")
+    for each in said:
+        if not each.get("clear", True):
+            raise RuntimeError(f"unclear: {each['error']}")
+    after = task.found()
+    if after == "nothing" and not trouble.can_swap and trouble.kind in ("kill", "full"):
+        after = "old"  # which the next start puts back
+    if after not in ("old", "new") and not isinstance(task, _Training):
+        raise RuntimeError(f"not whole after the trouble: {after}")
+    if not isinstance(task, _Training) or not run.is_run(task.path) or trouble.kind != "two":
+        _in_child(task.work)
+    if task.litter():
+        raise RuntimeError(f"left over: {task.litter()}")
+    return task.found()
+
+
+def _in_child(work: Callable[[], None]) -> None:
+    if os.waitstatus_to_exitcode(os.waitpid(_fork(work), 0)[1]):
+        raise RuntimeError("the second try failed")
+
+
+def _fork(work: Callable[[], None]) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        warnings.simplefilter("ignore")
+        work()
+        code = 0
+    except BaseException as error:
+        os.write(2, f"{type(error).__name__}: {error}\n".encode())
+    finally:
+        os._exit(code)
+
+
+def _told(task: _File, trouble: _Trouble) -> Callable[[], str]:
+    """Starts the work with trouble, and returns what waits for what it says, as JSON."""
+    reading, writing = os.pipe()
+
+    def work() -> None:
+        answer: dict[str, Any] = {}
+        try:
+            trouble.begin(task.folder)
+            task.work()
+        except Exception as error:
+            answer["error"] = f"{type(error).__name__}: {error} [{oracle._raised_in(error)}]"
+            answer["clear"] = oracle._is_clear(error, (str(task.folder),))
+        os.write(writing, json.dumps(answer).encode())
+
+    pid = _fork(work)
+    os.close(writing)
+
+    def wait() -> str:
+        with os.fdopen(reading) as stream:
+            text = stream.read()
+        os.waitpid(pid, 0)
+        return text or "{}"
+
+    return wait
+
+
+def every_case(campaign: Campaign) -> Iterator[oracle.Case]:
+    """Gives a small case for each operation of each task, killed and failing."""
+    for task in (_File, _Folder, _Export, _Run):
+        for can_swap in (True, False):
+            for number in range(1, 31):
+                yield campaign.small(task, _Trouble("kill", number, can_swap=can_swap))
+                error = ERRORS[number % len(ERRORS)]
+                for kind in ("error", "full"):
+                    yield campaign.small(task, _Trouble(kind, number, error, can_swap=can_swap))
+        for number in range(1, 9):
+            yield campaign.small(task, _Trouble("files", number))
+            yield campaign.small(task, _Trouble("size", number * _SIZE // 3))
+            yield campaign.small(task, _Trouble("two", number))

@@ -1,0 +1,288 @@
+"""Tests of keras_vit.atomic: files and folders whole or not at all, one writer at a time."""
+
+import errno
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from keras_vit import atomic
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from keras_vit import atomic
+with atomic.hold(Path(sys.argv[1]), what="training"):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def write(folder: Path, content: str, names: tuple[str, ...] = ("model", "config")) -> Path:
+    """Writes files of one content."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        (folder / name).write_text(content)
+    return folder
+
+
+def contents(folder: Path) -> set[str]:
+    """What the files of a folder hold; one thing, where it is whole."""
+    return {file.read_text() for file in folder.iterdir()}
+
+
+@pytest.fixture(params=["swapped", "renamed twice"])
+def swapping(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Systems that can swap two names, and those that cannot."""
+    if request.param != "swapped":
+        monkeypatch.setattr(atomic, "_swap", lambda first, second: False)
+    return str(request.param)
+
+
+def test_a_folder_appears_whole(tmp_path: Path) -> None:
+    """Publishing leaves nothing beside it."""
+    with atomic.staging_folder(tmp_path) as stage:
+        write(stage, "new")
+        assert not (tmp_path / "run").exists()
+        atomic.publish(stage, tmp_path / "run")
+
+    assert contents(tmp_path / "run") == {"new"}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.usefixtures("swapping")
+def test_a_new_folder_takes_the_place_of_the_old(tmp_path: Path) -> None:
+    """There is the new one alone, with none of the old one's files."""
+    out = write(tmp_path / "run", "old", ("model", "config", "metrics"))
+    with atomic.staging_folder(tmp_path) as stage:
+        write(stage, "new")
+        atomic.publish(stage, out)
+
+    assert contents(out) == {"new"}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_failure_leaves_the_old_folder_and_no_litter(tmp_path: Path) -> None:
+    """An error while the new one is assembled changes nothing."""
+    out = write(tmp_path / "run", "old")
+
+    def fail() -> None:
+        with atomic.staging_folder(tmp_path) as stage:
+            write(stage, "new")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert contents(out) == {"old"}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+def test_a_rename_that_fails_brings_the_old_folder_back(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the second rename fails, the first is taken back, and the sentence says what to do."""
+    out, rename = write(tmp_path / "run", "old"), Path.rename
+
+    def failing(self: Path, target: Path) -> Path:
+        if target == out and contents(self) == {"new"}:
+            raise OSError(number, "no")
+        return rename(self, target)
+
+    monkeypatch.setattr(atomic, "_swap", lambda first, second: False)
+    monkeypatch.setattr(Path, "rename", failing)
+    with (
+        atomic.staging_folder(tmp_path) as stage,
+        pytest.raises(OSError, match=r"run' cannot be written; what was there before is kept; "),
+    ):
+        atomic.publish(write(stage, "new"), out)
+    assert contents(out) == {"old"}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
+
+
+def killed_before(number: int, folder: Path, out: Path) -> bool:
+    """Publishes in a process that is killed before its `number`th change of names; false if not."""
+    pid = os.fork()
+    if not pid:
+        left = [number]
+
+        def hook(event: str, _: object) -> None:
+            if event in ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "swap"):
+                left[0] -= 1
+                if not left[0]:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        swap = atomic._swap
+        atomic._swap = lambda first, second: (hook("swap", ()), swap(first, second))[1]
+        sys.addaudithook(hook)
+        with atomic.staging_folder(folder) as stage:
+            atomic.publish(write(stage, "new"), out)
+        os._exit(0)
+    return bool(os.waitpid(pid, 0)[1])
+
+
+def test_a_kill_leaves_the_old_folder_or_the_new(tmp_path: Path, swapping: str) -> None:
+    """At every change of names; what a kill leaves beside it goes at the next start."""
+    seen = set()
+    for number in range(1, 30):
+        folder = tmp_path / str(number)
+        out = write(folder / "run", "old")
+        work = folder / "work"
+        work.mkdir()
+        was_killed = killed_before(number, work, out)
+        if swapping == "swapped":
+            assert out.is_dir()
+        atomic.restore(work, out)
+        seen.add(tuple(contents(out)))
+        assert contents(out) in ({"old"}, {"new"})
+        with atomic.staging_folder(work) as stage:
+            assert [entry for entry in work.iterdir() if entry != stage] == []
+        if not was_killed:
+            break
+    assert seen == {("old",), ("new",)}
+    assert number > 5
+
+
+def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    """Not what another one is writing at the time, nor what only looks like it."""
+    path = tmp_path / "vit.npz"
+    pid = os.fork()
+    if not pid:
+        with atomic.whole_file(path) as temporary:
+            temporary.write_text("half")
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    (tmp_path / ".vit.npz-backup").mkdir()
+    assert len(list(tmp_path.iterdir())) == 2
+
+    with atomic.whole_file(path) as first:
+        first.write_text("first")
+        with atomic.whole_file(path) as second:
+            second.write_text("second")
+    assert path.read_text() == "first"
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [".vit.npz-backup", "vit.npz"]
+
+
+def write_often(path: Path, mark: str) -> None:
+    for _ in range(50):
+        with atomic.whole_file(path) as temporary:
+            temporary.write_text(mark * 5000)
+
+
+def test_many_writers_of_one_file_do_not_disturb_each_other(tmp_path: Path) -> None:
+    """None takes the other's file for a leftover; the file is always whole."""
+    context = multiprocessing.get_context("fork")
+    path = tmp_path / "file"
+    writers = [context.Process(target=write_often, args=(path, mark)) for mark in "abcd"]
+    for writer in writers:
+        writer.start()
+    while any(writer.is_alive() for writer in writers):
+        found = path.read_text() if path.exists() else "-"
+        assert found in ("-", *(mark * 5000 for mark in "abcd"))
+    for writer in writers:
+        writer.join()
+
+    assert [writer.exitcode for writer in writers] == [0] * 4
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_lock_says_who_holds_it_and_a_kill_lets_it_go(tmp_path: Path) -> None:
+    """The second is told at once; after a kill, and after the end, it is free."""
+    path = tmp_path / "run.lock"
+    environment = {**os.environ, "PYTHONPATH": str(Path(atomic.__file__).parents[1])}
+    command = [sys.executable, "-c", HOLDER, str(path)]
+    holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "held\n"
+    start = time.monotonic()
+    with pytest.raises(FileExistsError, match=rf"process {holder.pid} on .*, since 20"):
+        atomic.hold(path, what="training").__enter__()
+    with pytest.raises(FileExistsError, match="Another training is at work"):
+        atomic.check_unheld(path, what="training")
+    assert time.monotonic() - start < 1
+    holder.kill()
+    holder.communicate()
+
+    atomic.check_unheld(path, what="training")
+    with atomic.hold(path, what="training"):
+        assert str(os.getpid()) in path.read_text()
+    assert not path.exists()
+
+
+def hold_often(path: Path, counter: Path) -> None:
+    done = 0
+    while done < 30:
+        try:
+            with atomic.hold(path, what="counting"):
+                counter.write_text(str(int(counter.read_text()) + 1))
+                done += 1
+        except FileExistsError:
+            time.sleep(0.0005)
+
+
+def test_a_lock_lets_one_in_at_a_time(tmp_path: Path) -> None:
+    """Its file comes and goes; no two processes ever hold two of that name."""
+    counter = tmp_path / "counter"
+    counter.write_text("0")
+    context = multiprocessing.get_context("fork")
+    arguments = (tmp_path / "lock", counter)
+    others = [context.Process(target=hold_often, args=arguments) for _ in range(4)]
+    for other in others:
+        other.start()
+    for other in others:
+        other.join()
+
+    assert counter.read_text() == "120"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["counter"]
+
+
+def test_a_file_system_without_locks_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes on with a warning: a lock is no reason not to train."""
+
+    def no_locks(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(atomic.fcntl, "flock", no_locks)
+    with (
+        pytest.warns(UserWarning, match=r"has no locks \(No locks available\): make sure that"),
+        atomic.hold(tmp_path / "lock", what="training"),
+    ):
+        pass
+    with atomic.whole_file(tmp_path / "file") as temporary:
+        temporary.write_text("whole")
+    assert (tmp_path / "file").read_text() == "whole"
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [
+        (errno.ENOSPC, "No space left on device: .*; make room and try again"),
+        (errno.EDQUOT, "quota exceeded: .*; make room"),
+        (errno.EROFS, "Read-only file system: .*; make it writable or choose another place"),
+        (errno.EACCES, "Permission denied: .*; make it writable or choose another place"),
+        (errno.EIO, "Input/output error: .*; check the disk"),
+        (errno.EMFILE, r"Too many open files: .*; allow more open files \(ulimit -n\)"),
+        (errno.EFBIG, r"File too large: .*; allow larger files \(ulimit -f\)"),
+    ],
+)
+def test_an_error_of_the_disk_says_what_to_do(number: int, advice: str, tmp_path: Path) -> None:
+    """One sentence: where, what is kept, what to do; the old content stays."""
+    path = write(tmp_path, "old", ("file",)) / "file"
+
+    def fail() -> None:
+        with atomic.whole_file(path) as temporary:
+            temporary.write_text("half")
+            raise OSError(number, os.strerror(number), "elsewhere")
+
+    with pytest.raises(OSError, match=advice) as raised:
+        fail()
+    assert raised.value.errno == number
+    assert path.read_text() == "old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]

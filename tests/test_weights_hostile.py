@@ -1,0 +1,365 @@
+"""Tests of hostile weight files: each is refused in a sentence, at once, and changes nothing."""
+
+import io
+import json
+import os
+import struct
+import time
+import tracemalloc
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import keras
+import numpy as np
+import published
+import pytest
+from conftest import randomize
+
+import keras_vit
+from campaigns import oracle, runner
+from campaigns.weights import _HDF5, CONFIG, Campaign
+from keras_vit.weights import loading
+
+ARRAYS = published.arrays(CONFIG)
+POSITIONS = "Transformer/posembed_input/pos_embedding"
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a sound file of each format."""
+    folder = tmp_path_factory.mktemp("sound")
+    Campaign(folder)
+    return folder
+
+
+@pytest.fixture
+def model() -> keras_vit.VisionTransformer:
+    return randomize(keras_vit.VisionTransformer(CONFIG))
+
+
+def npy(array: np.ndarray) -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    return buffer.getvalue()
+
+
+def header(shape: str) -> bytes:
+    text = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}\n".encode()
+    return b"\x93NUMPY\x02\x00" + struct.pack("<I", len(text)) + text
+
+
+def npz(*extra: tuple[str, Any], packed: bool = False, **changes: Any) -> Callable[[Path], None]:
+    """Writes the sound arrays with some more or others; bytes are taken as they are."""
+
+    def write(path: Path) -> None:
+        kind = zipfile.ZIP_DEFLATED if packed else zipfile.ZIP_STORED
+        with zipfile.ZipFile(path, "w", kind) as archive:
+            for name, content in [*(ARRAYS | changes).items(), *extra]:
+                archive.writestr(
+                    f"{name}.npy", content if isinstance(content, bytes) else npy(content)
+                )
+
+    return write
+
+
+def head(change: Callable[[np.ndarray], Any]) -> Callable[[Path], None]:
+    return npz(**{"head/kernel": change(ARRAYS["head/kernel"])})
+
+
+def put(value: float, dtype: str = "f4") -> Callable[[np.ndarray], np.ndarray]:
+    def change(kernel: np.ndarray) -> np.ndarray:
+        kernel = kernel.astype(dtype)
+        kernel[1, 1] = value
+        return kernel
+
+    return change
+
+
+def prefixed(prefix: str, *beside: str) -> Callable[[Path], None]:
+    def write(path: Path) -> None:
+        arrays = {f"{prefix}{name}": array for name, array in ARRAYS.items()}
+        np.savez(path, **arrays, **dict.fromkeys(beside, ARRAYS["cls"]))
+
+    return write
+
+
+def table_of(rows: int) -> bytes:
+    return header(f"(1, {rows}, 8)") + bytes(32 * rows)
+
+
+NPZ = {
+    "one NaN": (head(put(np.nan)), "'head/kernel' holds a value that is not a finite number"),
+    "one infinity": (head(put(-np.inf)), "not a finite number"),
+    "beyond float32": (head(put(1e300, "f8")), "not a finite number in float32"),
+    "integers": (head(lambda kernel: kernel.astype("i4")), "is of int32; weights are of float16"),
+    "truth values": (head(lambda kernel: kernel > 0), "is of bool; weights are of float16"),
+    "a name twice": (npz(("cls", ARRAYS["cls"] * 2)), r"holds 'cls\.npy' twice"),
+    "with and without prefix": (prefixed("params/", "cls"), "holds two networks"),
+    "optimizer's prefix and none": (prefixed("opt/target/", "cls"), "holds two networks"),
+    "two position tables": (
+        npz(pos_embedding=np.ones((1, 4, 8), "f4")),
+        "posembed_input/pos_embedding' twice",
+    ),
+    "two sets of positions": (npz(**{POSITIONS: np.ones((2, 5, 8), "f4")}), "of another shape"),
+    "a bomb": (npz(packed=True, **{POSITIONS: table_of(10**6 + 1)}), "more than 20 times as many"),
+    "10^9 blocks of nothing": (
+        npz(("Transformer/encoderblock/x", header("(1000000000, 0)"))),
+        "of 1000000000 blocks together",
+    ),
+    "block 999999999": (
+        npz(**{"Transformer/encoderblock_999999999/x": np.ones(2)}),
+        "lacks the block or unit 1, and has 0, 999999999",
+    ),
+    "unit 999999999": (
+        npz(**{"conv_root/kernel": np.ones((7, 7, 3, 64)), "block999999999/unit1/x": np.ones(2)}),
+        "lacks the block or unit 1",
+    ),
+    "too many names": (
+        npz(*[(f"{'x' * 1000}{i}", b"") for i in range(2500)]),
+        "its directory has more than",
+    ),
+    "a long header": (npz(("x", header("(" + " " * 20000 + "3,)"))), "'x.npy' is not a NumPy arr"),
+    "many sides": (npz(("x", header("(" + "1," * 3000 + ")"))), "'x' declares shape"),
+    "long names": (
+        lambda path: np.savez(path, **{"x" * 5000 + str(i): 1 for i in range(9)}),
+        "...",
+    ),
+}
+
+
+def check_refused(call: Callable[[], Any], match: str, names: tuple[str, ...]) -> None:
+    """One clear sentence, under a second of work and 100 MB."""
+    tracemalloc.start()
+    start = time.process_time()
+    try:
+        with pytest.raises((ValueError, OSError), match=match) as caught:
+            call()
+        assert time.process_time() - start < 5  # tracing makes it slow; the campaign holds a second
+        assert tracemalloc.get_traced_memory()[1] < 100 * 2**20
+    finally:
+        tracemalloc.stop()
+    assert oracle.says_enough(str(caught.value), names), caught.value
+    assert "keras_vit" in str(caught.traceback[-1].path)
+
+
+def check_both(model: keras_vit.VisionTransformer, path: Path, match: str, *names: str) -> None:
+    before = model.get_weights()
+    check_refused(lambda: keras_vit.weights.load(model, path), match, names or (path.name,))
+    check_refused(lambda: keras_vit.load(path), match, names or (path.name,))
+    for old, new in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(new, old)
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+@pytest.mark.parametrize("attack", NPZ)
+def test_hostile_npz(attack: str, tmp_path: Path, model: keras_vit.VisionTransformer) -> None:
+    """What an .npz declares is held against its bytes and the network, and its values are read."""
+    write, match = NPZ[attack]
+    write(tmp_path / "vit.npz")
+    check_both(model, tmp_path / "vit.npz", match)
+
+
+@pytest.mark.parametrize("attack", [name for name in _HDF5 if name not in ("empty", "type")])
+def test_hostile_hdf5(
+    attack: str, sound: Path, tmp_path: Path, model: keras_vit.VisionTransformer
+) -> None:
+    """No other file is read, no link followed, nothing unpacked; inside .keras neither."""
+    secret = tmp_path / "secret"
+    secret.write_bytes(np.arange(1000, dtype="f4").tobytes())
+    content = io.BytesIO((sound / "vit.weights.h5").read_bytes())
+    name = "layers/dense/vars/0"
+    with h5py.File(content, "a") as file:
+        value = file[name][()]
+        if attack != "cycle":
+            del file[name]
+        _HDF5[attack](file, name, value, str(secret))
+    alone, inside = tmp_path / "vit.weights.h5", tmp_path / "vit.keras"
+    alone.write_bytes(content.getvalue())
+    repack(sound / "vit.keras", inside, {"model.weights.h5": content.getvalue()})
+    check_refused(lambda: keras_vit.weights.load(model, alone), "layers/dense", (alone.name,))
+    check_both(model, inside, "layers/dense")
+
+
+def repack(source: Path, target: Path, members: dict[str, bytes]) -> None:
+    with (
+        zipfile.ZipFile(source) as old,
+        zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as new,
+    ):
+        for name in dict.fromkeys([*old.namelist(), *members]):
+            new.writestr(name, members.get(name) or old.read(name))
+
+
+def field(name: str, value: Any) -> Callable[[bytes], bytes]:
+    def change(text: bytes) -> bytes:
+        settings = json.loads(text)
+        settings["config"]["config"][name] = value
+        return json.dumps(settings).encode()
+
+    return change
+
+
+KERAS = {
+    "image of 20000": (field("input_shape", [20000, 20000, 3]), "grid is 5000x5000"),
+    "a million layers": (field("num_layers", 10**6), "num_layers must be a positive integer"),
+    "a rate of text": (field("dropout_rate", "x" * 10**6), "dropout_rate must be in"),
+    "an epsilon of NaN": (field("layer_norm_epsilon", float("nan")), "NaN, which is no finite"),
+    "spaces": (lambda text: b" " * 50_000_000 + text, "config.json has 5000.* bytes|20 times"),
+    "depth": (lambda text: b"[" * 100_000, "nested too deeply"),
+    "an activation": (field("classifier_activation", "sinh2"), "Keras has no activation 'sinh2'"),
+}
+
+
+@pytest.mark.parametrize("attack", KERAS)
+def test_hostile_config_of_keras(
+    attack: str, sound: Path, tmp_path: Path, model: keras_vit.VisionTransformer
+) -> None:
+    """The config inside is bounded and typed before a model is built from it."""
+    change, match = KERAS[attack]
+    with zipfile.ZipFile(sound / "vit.keras") as archive:
+        text = archive.read("config.json")
+    repack(sound / "vit.keras", tmp_path / "vit.keras", {"config.json": change(text)})
+    check_both(model, tmp_path / "vit.keras", match)
+
+
+def test_a_bomb_in_keras(sound: Path, tmp_path: Path, model: keras_vit.VisionTransformer) -> None:
+    """The HDF5 content is not unpacked where it is a thousand times its packed size."""
+    weights = (sound / "vit.weights.h5").read_bytes() + bytes(40 * 2**20)
+    repack(sound / "vit.keras", tmp_path / "vit.keras", {"model.weights.h5": weights})
+    check_both(model, tmp_path / "vit.keras", "more than 20 times as many")
+
+
+JSON = {
+    "not UTF-8": (b'{"architecture": "\xff"}', "byte 18 is not UTF-8"),
+    "NaN": (b'{"mean": NaN}', "NaN, which is no finite number"),
+    "beyond floats": (b'{"mean": 1e999}', "1e999, which is no finite number"),
+    "depth": (b'{"a": ' + b"[" * 100_000, "nested too deeply"),
+    "a key twice": (b'{"a": 1, "a": 2}', "says one thing twice"),
+    "too long": (b" " * 4 * 2**20 + b"{}", "bytes of text; at most"),
+    "a list": (b"[]", "holds a list, not a dictionary"),
+    "heads of text": (b'{"model_args": {"num_heads": "two"}}', "number of heads is 'two'"),
+    "10^30 heads": (b'{"model_args": {"num_heads": 1' + b"0" * 30 + b"}}", "number of heads is 1"),
+    "3 heads": (b'{"model_args": {"num_heads": 3}}', "3 heads, which do not divide the width"),
+    "no deviation": (b'{"mean": [0.5], "std": [0.0]}', "image_std is"),
+    "a long value": (json.dumps({"mean": "x" * 10**6, "std": [1]}).encode(), "image_mean is 'xxx"),
+}
+
+
+@pytest.mark.parametrize("attack", JSON)
+def test_hostile_config_json(
+    attack: str, sound: Path, tmp_path: Path, model: keras_vit.VisionTransformer
+) -> None:
+    """The file that is at fault is named: config.json, not the weights beside it."""
+    content, match = JSON[attack]
+    path = tmp_path / "model.safetensors"
+    path.write_bytes((sound / "model.safetensors").read_bytes())
+    (tmp_path / "config.json").write_bytes(content)
+    check_both(model, path, match, "config.json")
+
+
+def safetensors_header(change: Callable[[dict[str, Any]], None]) -> Callable[[bytes], bytes]:
+    def write(content: bytes) -> bytes:
+        length = int.from_bytes(content[:8], "little")
+        settings = json.loads(content[8 : 8 + length])
+        change(settings)
+        text = json.dumps(settings).encode()
+        return struct.pack("<Q", len(text)) + text + content[8 + length :]
+
+    return write
+
+
+def entry(name: str, **fields: Any) -> Callable[[bytes], bytes]:
+    return safetensors_header(lambda settings: settings[name].update(fields))
+
+
+HEADERS = {
+    "a header of 2**60 bytes": (lambda c: struct.pack("<Q", 2**60) + c[8:], "header of 1152921"),
+    "an empty file": (lambda c: b"", "not a whole .safetensors file"),
+    "offsets that overlap": (entry("cls_token", data_offsets=[0, 32]), "does not begin|fills its"),
+    "negative offsets": (entry("cls_token", data_offsets=[-32, 0]), "is described by"),
+    "a shape too large": (entry("cls_token", shape=[10**9, 10**9]), "is described by"),
+    "no dtype": (entry("cls_token", dtype="F99"), "is described by"),
+    "no list": (entry("cls_token", shape=8), "is described by"),
+    "integers": (entry("cls_token", dtype="I32"), "is of int32; weights are of"),
+    "more bytes": (lambda c: c + b"x", "its arrays end at"),
+}
+
+
+@pytest.mark.parametrize("attack", HEADERS)
+def test_hostile_safetensors(
+    attack: str, sound: Path, tmp_path: Path, model: keras_vit.VisionTransformer
+) -> None:
+    """Arrays fill the file without gap or overlap, as the format wants."""
+    change, match = HEADERS[attack]
+    (tmp_path / "config.json").write_bytes((sound / "config.json").read_bytes())
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(change((sound / "model.safetensors").read_bytes()))
+    check_both(model, path, match)
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path, model: keras_vit.VisionTransformer) -> None:
+    """A pipe would hang, a device never end."""
+    os.mkfifo(tmp_path / "pipe.npz")
+    (tmp_path / "folder.npz").mkdir()
+    (tmp_path / "device.npz").symlink_to("/dev/zero")
+    (tmp_path / "link.npz").symlink_to(tmp_path / "nowhere")
+    for name in ("pipe.npz", "folder.npz", "device.npz", "link.npz"):
+        path = tmp_path / name
+        check_refused(lambda path=path: keras_vit.weights.load(model, path), "file", (name,))
+
+
+def test_a_pipe_in_place_of_the_config(
+    sound: Path, tmp_path: Path, model: keras_vit.VisionTransformer
+) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes((sound / "model.safetensors").read_bytes())
+    os.mkfifo(tmp_path / "config.json")
+    check_both(model, path, "a pipe or a device", "config.json")
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_loading_is_all_or_nothing(
+    error: type[BaseException],
+    sound: Path,
+    model: keras_vit.VisionTransformer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An interrupt between two variables leaves the model as it was."""
+    before, calls = model.get_weights(), iter(range(100))
+    adopt = loading.backend.adopt
+
+    def fails(value: np.ndarray) -> Any:
+        if next(calls) == 5:
+            raise error
+        return adopt(value)
+
+    monkeypatch.setattr(loading.backend, "adopt", fails)
+    with pytest.raises(error):
+        keras_vit.weights.load(model, sound / "vit.npz")
+    for old, new in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(new, old)
+
+
+def test_only_a_vision_transformer_is_filled(sound: Path) -> None:
+    other = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    with pytest.raises(TypeError, match=r"fills a VisionTransformer.*Received: Sequential"):
+        keras_vit.weights.load(other, sound / "vit.npz")
+
+
+def test_large_sound_values_are_taken(tmp_path: Path, model: keras_vit.VisionTransformer) -> None:
+    """A sum that overflows is no infinity among the values; denormal values are numbers too."""
+    large = np.full((8, 3), 3e38, np.float32)
+    large[0, 0] = 1e-44
+    npz(**{"head/kernel": large})(tmp_path / "vit.npz")
+    keras_vit.weights.load(model, tmp_path / "vit.npz")
+    np.testing.assert_array_equal(model.get_layer("head").kernel, large)
+
+
+def test_the_campaign_finds_nothing(tmp_path: Path) -> None:
+    """Some of its cases, always the same; `python -m campaigns weights` has the rest."""
+    campaign = Campaign(tmp_path)
+    cases = (runner.make_case(campaign, seed=0, index=index) for index in range(150))
+    bad = [verdict for verdict in map(oracle.judge, cases) if verdict.kind in oracle.BAD]
+    assert not [verdict for verdict in bad if verdict.kind != "slow"]  # others may be busy

@@ -49,10 +49,10 @@ HOSTILE = {
     "truncated JPEG": (photo(kind="JPEG")[:400], "Invalid JPEG data"),
     "truncated PNG": (photo()[:400], "Invalid PNG data"),
     "one pixel": (photo(height=1, width=1), "single pixel"),
-    "PNG bomb": (png_of_declared_size(30_000, 30_000), "PNG"),
-    "JPEG bomb": (jpeg_of_declared_size(30_000, 30_000), "JPEG"),
-    "GIF bomb": (gif_of_declared_size(30_000, 30_000), "GIF"),
-    "BMP bomb": (bmp_of_declared_size(30_000, 30_000), "pixel bytes"),
+    "PNG bomb": (png_of_declared_size(30_000, 30_000), "more pixels than"),
+    "JPEG bomb": (jpeg_of_declared_size(30_000, 30_000), "more pixels than"),
+    "GIF bomb": (gif_of_declared_size(30_000, 30_000), "more pixels than"),
+    "BMP bomb": (bmp_of_declared_size(30_000, 30_000), "more pixels than"),
 }
 FILES = {
     "PNG": photo(0),

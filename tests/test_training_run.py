@@ -150,6 +150,11 @@ def fewer_layers(folder: Path) -> None:
     inside(num_layers=1)(folder)
 
 
+def a_million_layers(folder: Path) -> None:
+    says(model={"num_layers": 10**6})(folder)
+    inside(num_layers=10**6)(folder)
+
+
 def flipped(folder: Path) -> None:
     content = bytearray((folder / run.MODEL).read_bytes())
     content[len(content) // 2] ^= 1
@@ -191,8 +196,8 @@ DAMAGED: dict[str, tuple[Damage, str]] = {
     "flipped": (flipped, "model.keras' cannot be opened"),
     "no object": (member("config.json", lambda _: b"[]"), "model.keras' is not a whole"),
     "fewer layers": (fewer_layers, "model.keras' cannot be opened"),
-    "a million layers": (inside(num_layers=10**6), "asks for .* parameters"),
-    "huge pictures": (inside(input_shape=[2**20, 2**20, 3]), "asks for .* parameters"),
+    "a million layers": (a_million_layers, "model.keras' cannot be opened"),
+    "wide": (inside(mlp_dim=2**18), "asks for .* parameters"),
     "no number": (inside(hidden_dim="x"), "model.keras' cannot be opened"),
     "bomb": (
         member("metadata.json", lambda _: bytes(2**26), compression=zipfile.ZIP_DEFLATED),

@@ -5,6 +5,7 @@ Nothing is decoded. What is read is what TensorFlow's decoders make room for.
 """
 
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -37,13 +38,14 @@ UNKNOWN = 2**62
 # GIF89a, 13 to 23: the bytes before the first color table; an image's descriptor with its
 # separator; the byte of the code size after it; an extension's introducer and label.
 _GIF_SCREEN, _GIF_DESCRIPTOR, _GIF_CODE_SIZE, _GIF_EXTENSION = 13, 10, 1, 2
+_GIF_RECORDS = 3  # of an image that does not move: an extension, the image, the end
 _GIF_BLOCKS = 1024  # data blocks of one size that are skipped at a time
-# RFC 9649, 2.3 and 2.7: the chunk's name and the first bytes of what it holds.
-_WEBP_HEAD, _WEBP_FLAGS, _WEBP_ANIMATION = slice(12, 16), 20, 0x02
+# RFC 9649, 2.3 and 2.7: where an extended file has its flags, and one of them.
+WEBP_FLAGS, _WEBP_ANIMATION = 20, 0x02
 Walk = tuple[tf.Tensor, tf.Tensor]
 
 # An executor visits every op of a branch that is not taken, unless the ops are a function's.
-_one_op = tf.function(autograph=False, experimental_attributes={"_noinline": True})
+one_op = tf.function(autograph=False, experimental_attributes={"_noinline": True})
 
 
 def declared_pixels(contents: bytes) -> int:
@@ -68,6 +70,13 @@ def declared_pixels(contents: bytes) -> int:
     return UNKNOWN
 
 
+def webp_moves(contents: tf.Tensor) -> tf.Tensor:
+    """Returns whether a WebP is an animation."""
+    head = _bytes(contents, 12, 9)
+    is_extended = tf.reduce_all(head[:4] == list(b"VP8X"))
+    return is_extended & (head[WEBP_FLAGS - 12] & _WEBP_ANIMATION > 0)
+
+
 def may_be_turned(contents: tf.Tensor) -> tf.Tensor:
     """Returns whether a file could have an orientation: a look at how it begins, in a few ops."""
     width = max(map(len, _PLAIN))
@@ -77,7 +86,7 @@ def may_be_turned(contents: tf.Tensor) -> tf.Tensor:
     return ~tf.reduce_any(tf.reduce_all(same, axis=1))
 
 
-@_one_op
+@one_op
 def read_orientation(contents: tf.Tensor) -> tf.Tensor:
     """Returns the orientation in a file, int32 from 1 (upright) to 8.
 
@@ -95,18 +104,20 @@ def read_orientation(contents: tf.Tensor) -> tf.Tensor:
     def begins(magic: bytes) -> tf.Tensor:
         return tf.equal(tf.strings.substr(contents, 0, len(magic)), magic)
 
-    tiff = tf.case(
+    begun = tf.stack([begins(b"\xff\xd8"), begins(PNG), begins(WEBP), True])
+    tiff = tf.switch_case(
+        tf.argmax(begun, output_type=tf.int32),
         [
-            (begins(b"\xff\xd8"), lambda: _exif_of_jpeg(contents)),
-            (begins(b"\x89PNG"), lambda: _exif_of_png(contents)),
-            (begins(b"RIFF"), lambda: _exif_of_webp(contents)),
+            lambda: _exif_of_jpeg(contents),
+            lambda: _exif_of_png(contents),
+            lambda: _exif_of_webp(contents),
+            lambda: tf.constant(b""),
         ],
-        default=lambda: tf.constant(b""),
     )
     return _tiff_orientation(tiff)
 
 
-@_one_op
+@one_op
 def upright(image: tf.Tensor, orientation: tf.Tensor) -> tf.Tensor:
     """Turns pixels as they are stored, (height, width, channels), upright.
 
@@ -126,13 +137,13 @@ def upright(image: tf.Tensor, orientation: tf.Tensor) -> tf.Tensor:
     )
 
 
-@_one_op
+@one_op
 def upright_shape(shape: tf.Tensor, orientation: tf.Tensor) -> tf.Tensor:
     """Returns (height, width) of the upright image, from those of the stored one."""
     return tf.where(_among(orientation, _TRANSPOSED), tf.reverse(shape, [0]), shape)
 
 
-@_one_op
+@one_op
 def stored_part(part: tf.Tensor, shape: tf.Tensor, orientation: tf.Tensor) -> tf.Tensor:
     """Returns where a part of the upright image is stored.
 
@@ -166,50 +177,49 @@ def _known(is_known: tf.Tensor, pixels: tf.Tensor) -> tf.Tensor:
     return tf.where(is_known, pixels, tf.constant(UNKNOWN, tf.int64))
 
 
-@_one_op
+@one_op
 def _pixels_of_jpeg(contents: tf.Tensor) -> tf.Tensor:
     return _area(*tf.unstack(tf.image.extract_jpeg_shape(contents)[:2]))
 
 
-@_one_op
+@one_op
 def _pixels_of_png(contents: tf.Tensor) -> tf.Tensor:
     head = _bytes(contents, 8, 16)
     is_first = tf.reduce_all(head[:8] == list(b"\0\0\0\x0dIHDR"))
     return _known(is_first, _area(_number(head[12:16]), _number(head[8:12])))
 
 
-@_one_op
+@one_op
 def _pixels_of_bmp(contents: tf.Tensor) -> tf.Tensor:
     head = tf.reverse(_bytes(contents, 18, 8), [0])
     height = tf.where(head[0] > 127, _number(255 - head[:4]) + 1, _number(head[:4]))
     return _area(height, _number(head[4:]))  # a negative height: from the top down
 
 
-@_one_op
 def _pixels_of_webp(contents: tf.Tensor) -> tf.Tensor:
+    pixels = _canvas_of_webp(contents)
+    moves = webp_moves(contents)
+    return tf.cond(moves, lambda: pixels * _frames_of_webp(contents), lambda: pixels)
+
+
+@one_op
+def _canvas_of_webp(contents: tf.Tensor) -> tf.Tensor:
     head = _bytes(contents, 0, 30)
 
     def little(start: int, width: int) -> tf.Tensor:
         return _number(tf.reverse(head[start : start + width], [0]))
 
-    def says(name: bytes) -> tf.Tensor:
-        return tf.reduce_all(head[_WEBP_HEAD] == list(name))
-
-    moves = says(b"VP8X") & (head[_WEBP_FLAGS] & _WEBP_ANIMATION > 0)
-    pixels = tf.case(
-        [
-            (says(b"VP8 "), lambda: _area(little(28, 2) % 2**14, little(26, 2) % 2**14)),
-            (
-                says(b"VP8L"),
-                lambda: _area(little(22, 3) // 2**6 % 2**14 + 1, little(21, 2) % 2**14 + 1),
-            ),
-            (says(b"VP8X"), lambda: _area(little(27, 3) + 1, little(24, 3) + 1)),
-        ],
-        default=lambda: tf.constant(UNKNOWN, tf.int64),
-    )
-    return tf.cond(moves, lambda: pixels * _frames_of_webp(contents), lambda: pixels)
+    sizes = {
+        b"VP8 ": _area(little(28, 2) % 2**14, little(26, 2) % 2**14),
+        b"VP8L": _area(little(22, 3) // 2**6 % 2**14 + 1, little(21, 2) % 2**14 + 1),
+        b"VP8X": _area(little(27, 3) + 1, little(24, 3) + 1),
+    }
+    names = tf.reduce_all(head[12:16] == [list(name) for name in sizes], axis=1)
+    pixels = tf.reduce_sum(tf.where(names, tf.stack(list(sizes.values())), 0))
+    return _known(tf.reduce_any(names), pixels)
 
 
+@one_op
 def _frames_of_webp(contents: tf.Tensor) -> tf.Tensor:
     """The number of chunks ANMF, one at least, int64."""
 
@@ -225,45 +235,84 @@ def _frames_of_webp(contents: tf.Tensor) -> tf.Tensor:
         (tf.constant(12), _bytes(contents, 12, 8), tf.constant(0, tf.int64)),
         maximum_iterations=_PIECES,
     )
-    return _known(~tf.reduce_any(head > 0), tf.maximum(frames, 1))
+    # So large that no product of it is few, and none overflows.
+    return tf.where(tf.reduce_any(head > 0), tf.constant(_LIMIT, tf.int64), tf.maximum(frames, 1))
 
 
-@_one_op
+class _Gif(NamedTuple):
+    """How far a GIF is read: `pixels` of all images, and of the largest side each."""
+
+    place: tf.Tensor
+    inside: tf.Tensor
+    goes_on: tf.Tensor
+    pixels: tf.Tensor
+    height: tf.Tensor
+    width: tf.Tensor
+
+
 def _pixels_of_gif(contents: tf.Tensor) -> tf.Tensor:
-    """The pixels of all frames, or those of one as wide as the widest and as high as the highest.
-
-    A round of the loop is one record, an image or an extension, with its first data blocks; or
-    more blocks of the same image, where they are of several sizes.
-    """
-    data = tf.cast(tf.io.decode_raw(contents, tf.uint8), tf.int32)
-
-    def read(place: tf.Tensor, *state: tf.Tensor) -> tuple[tf.Tensor, ...]:
-        inside, _, pixels, height, width = state
-        head = _bytes(contents, place, _GIF_DESCRIPTOR)
-        is_image, is_extension = ~inside & (head[0] == 0x2C), ~inside & (head[0] == 0x21)
-        size = tf.where(is_image, tf.reverse(head[5:9], [0]), 0)  # height, then width
-        own_height, own_width = _number(size[:2]), _number(size[2:])
-        image_start = _GIF_DESCRIPTOR + _color_table(head[9]) + _GIF_CODE_SIZE
-        start = tf.where(is_image, image_start, tf.where(is_extension, _GIF_EXTENSION, 0))
-        end, is_over = _after_blocks(data, place + start)
-        goes_on = inside | is_image | is_extension
-        pixels += _area(own_height, own_width)
-        height, width = tf.maximum(height, own_height), tf.maximum(width, own_width)
-        return end, ~is_over, goes_on, pixels, height, width
-
-    screen = _bytes(contents, 0, _GIF_SCREEN)
-    start = (
-        _GIF_SCREEN + _color_table(screen[10]),
-        tf.constant(False),
-        tf.constant(True),
-        tf.constant(0, tf.int64),
-        _number(tf.reverse(screen[8:10], [0])),
-        _number(tf.reverse(screen[6:8], [0])),
-    )
-    _, _, goes_on, pixels, height, width = tf.while_loop(
-        lambda place, inside, goes_on, *sizes: goes_on, read, start, maximum_iterations=_PIECES
-    )
+    """The pixels of all frames, or of one as wide as the widest and as high as the highest."""
+    state = _start_of_gif(contents)
+    state = tf.cond(state[2], lambda: _rest_of_gif(contents, *state), lambda: state)
+    _, _, goes_on, pixels, height, width = state
     return _known(~goes_on, tf.maximum(pixels, _area(height, width)))
+
+
+@one_op
+def _start_of_gif(contents: tf.Tensor) -> tuple[tf.Tensor, ...]:
+    """Reads as many records as an image that does not move has: a loop would cost more."""
+    screen = _bytes(contents, 0, _GIF_SCREEN)
+    state = _Gif(
+        place=_GIF_SCREEN + _color_table(screen[10]),
+        inside=tf.constant(False),
+        goes_on=tf.constant(True),
+        pixels=tf.constant(0, tf.int64),
+        height=_number(tf.reverse(screen[8:10], [0])),
+        width=_number(tf.reverse(screen[6:8], [0])),
+    )
+    data = tf.io.decode_raw(contents, tf.uint8)
+    for _ in range(_GIF_RECORDS):
+        state = _read_record(data, state)
+    return tuple(state)
+
+
+@one_op
+def _rest_of_gif(contents: tf.Tensor, *state: tf.Tensor) -> tuple[tf.Tensor, ...]:
+    data = tf.io.decode_raw(contents, tf.uint8)
+    found = tf.while_loop(
+        lambda place, inside, goes_on, *sizes: goes_on,
+        lambda *state: tuple(_read_record(data, _Gif(*state))),
+        state,
+        maximum_iterations=_PIECES,
+    )
+    return tuple(found)
+
+
+@one_op
+def _read_record(data: tf.Tensor, state: _Gif) -> _Gif:
+    """Reads an image or an extension with its data blocks, or more blocks of the one it is inside.
+
+    Past the end nothing changes any more.
+    """
+    head = tf.cast(data[state.place : state.place + _GIF_DESCRIPTOR], tf.int32)
+    head = tf.pad(head, [[0, _GIF_DESCRIPTOR]])[:_GIF_DESCRIPTOR]
+    head = tf.ensure_shape(head, (_GIF_DESCRIPTOR,))
+    is_image = ~state.inside & (head[0] == 0x2C)
+    is_extension = ~state.inside & (head[0] == 0x21)
+    size = tf.where(is_image, tf.reverse(head[5:9], [0]), 0)  # height, then width
+    height, width = _number(size[:2]), _number(size[2:])
+    image_start = _GIF_DESCRIPTOR + _color_table(head[9]) + _GIF_CODE_SIZE
+    start = tf.where(is_image, image_start, tf.where(is_extension, _GIF_EXTENSION, 0))
+    goes_on = state.inside | is_image | is_extension
+    end, is_over = _after_blocks(data, state.place + start)
+    return _Gif(
+        place=tf.where(goes_on, end, state.place),
+        inside=goes_on & ~is_over,
+        goes_on=goes_on,
+        pixels=state.pixels + _area(height, width),
+        height=tf.maximum(state.height, height),
+        width=tf.maximum(state.width, width),
+    )
 
 
 def _color_table(flags: tf.Tensor) -> tf.Tensor:
@@ -275,14 +324,20 @@ def _after_blocks(data: tf.Tensor, start: tf.Tensor) -> Walk:
     """Skips data blocks as long as the first, and one more; says whether that was the last."""
     length = tf.size(data)
     start = tf.minimum(start, length)
-    step = tf.concat([data[start:], [0]], axis=0)[0] + 1
+    step = _byte(data, start) + 1
     last = start + tf.minimum(length - start, step * _GIF_BLOCKS)
-    same = tf.equal(data[start:last:step], step - 1) & (step > 1)
+    same = tf.equal(tf.cast(data[start:last:step], tf.int32), step - 1) & (step > 1)
     count = tf.argmin(tf.pad(tf.cast(same, tf.int32), [[0, 1]]), output_type=tf.int32)
     place = tf.minimum(start + count * step, length)
-    following = tf.concat([data[place : place + 1], [0]], axis=0)[0]
-    place = tf.minimum(place + 1 + following, length)
-    return place, (following == 0) | (place >= length)
+    # Not as long as the others: none at all ends the data, and so does none after it.
+    end = tf.minimum(place + 1 + _byte(data, place), length)
+    is_last = (_byte(data, place) > 0) & (_byte(data, end) == 0)
+    return tf.where(is_last, tf.minimum(end + 1, length), end), is_last | (_byte(data, place) == 0)
+
+
+def _byte(data: tf.Tensor, place: tf.Tensor) -> tf.Tensor:
+    """A byte as int32, 0 past the end."""
+    return tf.reduce_sum(tf.cast(data[place : place + 1], tf.int32))
 
 
 def _exif_of_jpeg(contents: tf.Tensor) -> tf.Tensor:

@@ -19,8 +19,8 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif")
 FORMATS = "JPEG, PNG, WebP, BMP or GIF"
 
 # The most pixels that are decoded, of all frames of a moving image together: what TensorFlow itself
-# takes of a PNG, room for the photos of 108 megapixels that telephones take. A pixel costs 3 to 16
-# bytes while it is decoded (measured: docs/security.md). KERAS_VIT_MAX_PIXELS sets another number.
+# takes of a PNG, room for the photos of 108 megapixels that telephones take. A pixel costs 3 to 12
+# bytes while it is decoded (measured: tests/test_data_images.py). KERAS_VIT_MAX_PIXELS sets another.
 MAX_PIXELS = 2**27
 _MAX_PIXELS_VARIABLE = "KERAS_VIT_MAX_PIXELS"
 # A larger file holds more pixels than may be decoded, each of at most 8 bytes, beside so much else.
@@ -35,8 +35,7 @@ _BMP_INFO_SIZE = (14, 4)
 _BMP_BITS_PER_PIXEL = (28, 2)
 _BMP_COLORS = (46, 4)
 NO_WEBP = "WebP is not decoded here; send the image as JPEG, PNG, GIF or BMP."
-# Where an extended WebP file has its flags, and two of them (RFC 9649, 2.7).
-_WEBP_FLAGS, _WEBP_ALPHA, _WEBP_ANIMATION = 20, 0x10, 0x02
+_WEBP_ALPHA = 0x10  # among the flags of an extended file (RFC 9649, 2.7)
 _BYTES = [bytes([value]) for value in range(256)]
 
 
@@ -88,24 +87,19 @@ def decode_image(contents: tf.Tensor, *, webp: bool = True) -> tf.Tensor:
         tf.errors.InvalidArgumentError: the bytes are not such an image, are damaged, or hold too
             many pixels.
     """
+    most = tf.constant(max_pixels(), tf.int64)
     decode = {
-        header.JPEG: _decode_plain,
+        header.JPEG: _decode_jpeg,
         header.PNG: _decode_png,
         header.WEBP: _decode_webp if webp else _refuse_webp,
-        header.GIF: _decode_plain,
+        header.GIF: _decode_gif,
         header.BMP: _decode_bmp,
     }
-
-    def within_budget(begin: bytes) -> tf.Tensor:
-        return decode[begin](_within_budget(contents, begin=begin))
-
-    image = tf.case(
-        [
-            (_starts_with(contents, begin), functools.partial(within_budget, begin))
-            for begin in decode
-        ],
-        default=lambda: _decode_plain(contents),  # which says that it knows no such file
-    )
+    begins = tf.stack([_starts_with(contents, begin) for begin in decode])
+    place = tf.argmax(tf.pad(begins, [[0, 1]], constant_values=True), output_type=tf.int32)
+    branches = [functools.partial(one, contents, most) for one in decode.values()]
+    # What begins otherwise goes where it is said that no such file is known.
+    image = tf.switch_case(place, [*branches, functools.partial(_decode_plain, contents)])
     image = tf.cond(
         header.may_be_turned(contents),
         lambda: header.upright(image, header.read_orientation(contents)),
@@ -155,13 +149,15 @@ def decode_part(contents: tf.Tensor, *, choose: Callable[[tf.Tensor], tf.Tensor]
     def decode_and_cut() -> tf.Tensor:
         return cut_part(decode_image(contents), choose=choose)
 
+    most = tf.constant(max_pixels(), tf.int64)
+
     def decode_jpeg() -> tf.Tensor:
-        checked = _within_budget(contents, begin=header.JPEG)
+        checked = _within(contents, most, begin=header.JPEG)
         part = choose(tf.image.extract_jpeg_shape(checked)[:2])
         return tf.image.decode_and_crop_jpeg(checked, part, channels=3)
 
     def decode_turned_jpeg() -> tf.Tensor:
-        checked = _within_budget(contents, begin=header.JPEG)
+        checked = _within(contents, most, begin=header.JPEG)
         turn = header.read_orientation(contents)
         shape = header.upright_shape(tf.image.extract_jpeg_shape(checked)[:2], turn)
         part = header.stored_part(choose(shape), shape, turn)
@@ -383,9 +379,9 @@ def _check_head(contents: bytes, *, name: str) -> None:
         )
 
 
-def _within_budget(contents: tf.Tensor, *, begin: bytes) -> tf.Tensor:
-    """Passes on a file of so many pixels as are decoded; any other is an error."""
-    few = header.PIXELS[begin](contents) <= max_pixels()
+def _within(contents: tf.Tensor, most: tf.Tensor, *, begin: bytes) -> tf.Tensor:
+    """Passes on a file of so many pixels at most; any other is an error."""
+    few = header.PIXELS[begin](contents) <= most
     # Not `tf.debugging.Assert`: its branches cost more than what is asked here.
     checked = tf.raw_ops.Assert(condition=few, data=[TOO_LARGE])
     with tf.control_dependencies([checked] if checked is not None else []):
@@ -401,33 +397,46 @@ def _decode_plain(contents: tf.Tensor) -> tf.Tensor:
     return tf.io.decode_image(contents, channels=3, expand_animations=False)
 
 
-def _decode_png(contents: tf.Tensor) -> tf.Tensor:
+def _decode_jpeg(contents: tf.Tensor, most: tf.Tensor) -> tf.Tensor:
+    return _decode_plain(_within(contents, most, begin=header.JPEG))
+
+
+def _decode_gif(contents: tf.Tensor, most: tf.Tensor) -> tf.Tensor:
+    return _decode_plain(_within(contents, most, begin=header.GIF))
+
+
+def _decode_png(contents: tf.Tensor, most: tf.Tensor) -> tf.Tensor:
+    contents = _within(contents, most, begin=header.PNG)
     # `channels=4` would be shorter, but makes grey images of 1, 2 or 4 bits almost transparent.
     return _on_white(tf.io.decode_png(contents, channels=0))
 
 
-def _decode_webp(contents: tf.Tensor) -> tf.Tensor:
-    # TensorFlow 2.21 takes animations with alpha alone, and left to choose, writes beyond the
-    # pixels of others: to it every animation says that it has alpha.
-    start = tf.strings.substr(contents, 0, _WEBP_FLAGS + 1)
-    head = tf.io.decode_raw(start, tf.uint8, fixed_length=_WEBP_FLAGS + 1)
-    is_extended = tf.reduce_all(head[12:16] == list(b"VP8X"))
-
-    def moving() -> tf.Tensor:
-        flags = tf.gather(_BYTES, tf.cast(head[_WEBP_FLAGS] | _WEBP_ALPHA, tf.int32))
-        rest = tf.strings.substr(contents, _WEBP_FLAGS + 1, tf.int32.max)
-        marked = tf.strings.join([tf.strings.substr(contents, 0, _WEBP_FLAGS), flags, rest])
-        return tf.image.decode_webp(marked, channels=4)[0]
-
+def _decode_webp(contents: tf.Tensor, most: tf.Tensor) -> tf.Tensor:
+    contents = _within(contents, most, begin=header.WEBP)
     pixels = tf.cond(
-        is_extended & (head[_WEBP_FLAGS] & _WEBP_ANIMATION > 0),
-        moving,
+        header.webp_moves(contents),
+        lambda: _first_of_webp(contents),
         lambda: tf.image.decode_webp(contents)[0],
     )
     return _on_white(pixels)
 
 
-def _refuse_webp(contents: tf.Tensor) -> tf.Tensor:
+@header.one_op
+def _first_of_webp(contents: tf.Tensor) -> tf.Tensor:
+    # TensorFlow 2.21 takes animations with alpha alone, and left to choose, writes beyond the
+    # pixels of others: to it every animation says that it has alpha.
+    place = header.WEBP_FLAGS
+    flags = tf.io.decode_raw(tf.strings.substr(contents, place, 1), tf.uint8)[0] | _WEBP_ALPHA
+    rest = tf.strings.substr(contents, place + 1, tf.int32.max)
+    marked = [
+        tf.strings.substr(contents, 0, place),
+        tf.gather(_BYTES, tf.cast(flags, tf.int32)),
+        rest,
+    ]
+    return tf.image.decode_webp(tf.strings.join(marked), channels=4)[0]
+
+
+def _refuse_webp(contents: tf.Tensor, most: tf.Tensor) -> tf.Tensor:
     # `decode_image` would take it where TensorFlow is new enough, and lay it on black.
     refused = tf.debugging.Assert(False, [NO_WEBP])
     with tf.control_dependencies([refused] if refused is not None else []):
@@ -442,26 +451,34 @@ def _on_white(pixels: tf.Tensor) -> tf.Tensor:
 
 
 def _blended(pixels: tf.Tensor) -> tf.Tensor:
-    """Lays colors whose last channel is alpha on white, without that channel; a strip at a time."""
+    """Lays colors whose last channel is alpha on white, without that channel; large ones in strips.
+
+    A strip and no more is held in 16 bits.
+    """
+    is_large = tf.size(pixels) // 4 > _STRIP
+    return tf.cond(
+        is_large,
+        lambda: _blended_strips(pixels, tf.constant(_STRIP)),
+        lambda: _blended_strip(pixels),
+    )
+
+
+@header.one_op
+def _blended_strips(pixels: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
     height, width = tf.unstack(tf.shape(pixels)[:2])
-    rows = tf.maximum(_STRIP // width, 1)
+    rows = tf.maximum(size // width, 1)
     count = (height + rows - 1) // rows
 
-    def strips() -> tf.Tensor:
-        made = tf.TensorArray(tf.uint8, count, infer_shape=False, element_shape=(None, None, None))
-        _, made = tf.while_loop(
-            lambda place, made: place < count,
-            lambda place, made: (
-                place + 1,
-                made.write(place, _blended_strip(pixels[place * rows : (place + 1) * rows])),
-            ),
-            (0, made),
-        )
-        return made.concat()
+    def blend(place: tf.Tensor, made: tf.TensorArray) -> tuple[tf.Tensor, tf.TensorArray]:
+        strip = pixels[place * rows : (place + 1) * rows]
+        return place + 1, made.write(place, _blended_strip(strip))
 
-    return tf.cond(count > 1, strips, lambda: _blended_strip(pixels))
+    made = tf.TensorArray(tf.uint8, count, infer_shape=False, element_shape=(None, None, None))
+    _, made = tf.while_loop(lambda place, made: place < count, blend, (0, made))
+    return made.concat()
 
 
+@header.one_op
 def _blended_strip(pixels: tf.Tensor) -> tf.Tensor:
     # (color * alpha + 255 * (255 - alpha)) / 255, rounded: all that 16 bits hold.
     wide = tf.cast(pixels, tf.uint16)
@@ -474,7 +491,8 @@ def _shifted(values: tf.Tensor) -> tf.Tensor:
     return tf.bitwise.right_shift(values, tf.constant(8, values.dtype))
 
 
-def _decode_bmp(contents: tf.Tensor) -> tf.Tensor:
+def _decode_bmp(contents: tf.Tensor, most: tf.Tensor) -> tf.Tensor:
+    contents = _within(contents, most, begin=header.BMP)
     bits = _little_endian(contents, *_BMP_BITS_PER_PIXEL)
     return tf.cond(
         tf.equal(bits, 8),
@@ -483,6 +501,7 @@ def _decode_bmp(contents: tf.Tensor) -> tf.Tensor:
     )
 
 
+@header.one_op
 def _decode_palette_bmp(contents: tf.Tensor) -> tf.Tensor:
     # `tf.io.decode_bmp` returns the palette's indices as if they were grey values.
     start, count = (

@@ -60,8 +60,8 @@ def read_splits(
     if missing:
         raise FileNotFoundError(
             f"{len(missing)} of the {len(rows)} images of {str(file)!r} are no longer in "
-            f"{str(root)!r}, the first is {missing[0][:200]!r}; put them back, or name a folder to "
-            "evaluate on."
+            f"{repr(str(root))[:200]}, the first is {missing[0][:200]!r}; put them back, or name a "
+            "folder to evaluate on."
         )
     places = {label: place for place, label in enumerate(labels or ("",))}  # "" without labels
     splits = {}

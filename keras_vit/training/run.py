@@ -6,7 +6,7 @@ import json
 import os
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -108,8 +108,11 @@ def load_run(path: str | os.PathLike[str]) -> Run:
             f"{str(directory / CONFIG)!r} does not say the labels and the data of a run; put back "
             "the one that training wrote."
         )
+    own = _network(directory / MODEL, _model_settings(directory / MODEL))
+    _check_same_run(directory, config, own)
     model = open_model(directory / MODEL)
-    _check_same_run(directory, config, model)
+    if own is None:
+        _check_labels(directory, len(config["labels"]), model.output_shape[-1])
     return Run(path=directory, model=model, labels=tuple(config["labels"]), config=config)
 
 
@@ -130,18 +133,15 @@ def open_model(path: str | os.PathLike[str]) -> keras.Model:
     if not file.is_file():
         raise FileNotFoundError(f"There is no model file {str(path)!r}; check the path.")
     settings = _model_settings(file)
+    config = _network(file, settings)
     try:
-        if settings.get("registered_name") == _NETWORK and isinstance(settings.get("config"), dict):
-            fields = settings["config"]
-            config = ViTConfig.from_dict(fields["config"])
-            _check_size(file, config)
-            if not config.departures and not fields.get(CHANGES):
-                model = VisionTransformer.from_config(fields)
-                weights.load(model, file)  # holds every array against the network
-                return model
-        return keras.saving.load_model(file, compile=False)
+        if config is None or config.departures or settings["config"].get(CHANGES):
+            return keras.saving.load_model(file, compile=False)
+        model = VisionTransformer.from_config(settings["config"])
+        weights.load(model, file)  # holds every array against the network
     except _UNREADABLE as error:
-        raise ValueError(f"{str(path)!r} cannot be opened as a model: {_reason(error)}") from error
+        raise _unopened(file, error) from error
+    return model
 
 
 def read_fields(file: Path) -> dict[str, Any]:
@@ -273,46 +273,66 @@ def _model_settings(file: Path) -> dict[str, Any]:
     return settings
 
 
-def _check_size(file: Path, config: ViTConfig) -> None:
-    count, size = parameter_count(config), file.stat().st_size
-    if count > _UNPACKED * size:
-        raise ValueError(f"its {CONFIG} asks for {count} parameters, and it has {size} bytes.")
+def _network(file: Path, settings: dict[str, Any]) -> ViTConfig | None:
+    """Returns the config of a plain Vision Transformer, None for another model.
+
+    Raises:
+        ValueError: it is no config; or that of any network inside asks for more than the file has.
+    """
+    try:
+        for fields in _configs(settings):
+            count, size = parameter_count(ViTConfig.from_dict(fields)), file.stat().st_size
+            if count > _UNPACKED * size:
+                raise ValueError(f"its {CONFIG} asks for {count} parameters, of {size} bytes.")
+        if settings.get("registered_name") == _NETWORK:
+            return ViTConfig.from_dict(settings["config"]["config"])
+    except (*_UNREADABLE, RecursionError) as error:
+        raise _unopened(file, error) from error
+    return None
 
 
-def _reason(error: Exception) -> str:
-    """The first sentence of ours; what others say is long, and speaks of their own code."""
-    text = " ".join(str(error).split())
-    is_ours = type(error) is ValueError and len(text) <= _LONGEST_REASON
-    return (
-        text
-        if is_ours
-        else f"it is damaged, or needs code that is not there ({type(error).__name__})."
-    )
+def _configs(settings: Any) -> Iterator[dict[str, Any]]:
+    """The configs of networks of ours, at any depth."""
+    if isinstance(settings, dict):
+        if {"patch_size", "num_layers", "hidden_dim"} <= settings.keys():
+            yield settings
+        settings = list(settings.values())
+    if isinstance(settings, list):
+        for inner in settings:
+            yield from _configs(inner)
 
 
-def _check_same_run(directory: Path, config: Mapping[str, Any], model: keras.Model) -> None:
+def _unopened(file: Path, error: Exception) -> ValueError:
+    """A sentence with a reason of ours; what others say is long, and speaks of their own code."""
+    reason = " ".join(str(error).split())
+    if type(error) is not ValueError or len(reason) > _LONGEST_REASON:
+        reason = f"it is damaged, or needs code that is not there ({type(error).__name__})."
+    return ValueError(f"{str(file)!r} cannot be opened as a model: {reason}")
+
+
+def _check_same_run(directory: Path, config: Mapping[str, Any], own: ViTConfig | None) -> None:
     """Holds what a run's files say of the model and its classes against each other."""
     said, file = config.get("model"), str(directory / CONFIG)
-    own = getattr(model, "config", None)
     if not isinstance(said, dict):
         raise ValueError(f"{file!r} does not say the model of the run; put back the right one.")
-    if isinstance(own, ViTConfig):
-        fields = own.to_dict()
-        others = [
-            name
-            for name in fields.keys() & said.keys() - {*_TRAINING_ONLY}
-            if fields[name] != said[name]
-        ]
-        if others:
-            name = min(others)
-            raise ValueError(
-                f"{file!r} and {MODEL} are not of the same run: {name} is {str(said[name])[:40]} "
-                f"in one and {fields[name]} in the other; put back the files of one run."
-            )
-    classes, labels = model.output_shape[-1], len(config["labels"])
-    has_classifier = not isinstance(own, ViTConfig) or own.classes is not None
-    if has_classifier and labels != classes:
+    if own is None:
+        return
+    fields = own.to_dict()
+    known = fields.keys() & said.keys() - {*_TRAINING_ONLY}
+    others = sorted(name for name in known if fields[name] != said[name])
+    if others:
+        name = others[0]
         raise ValueError(
-            f"{file!r} has {labels} labels, and {MODEL} has {classes} classes; put back the files "
-            "of one run."
+            f"{file!r} and {MODEL} are not of the same run: {name} is {repr(said[name])[:40]} in "
+            f"one and {repr(fields[name])[:40]} in the other; put back the files of one run."
+        )
+    if own.classes is not None:
+        _check_labels(directory, len(config["labels"]), own.classes)
+
+
+def _check_labels(directory: Path, labels: int, classes: int | None) -> None:
+    if labels != classes:
+        raise ValueError(
+            f"{str(directory / CONFIG)!r} has {labels} labels, and {MODEL} has {classes} classes; "
+            "put back the files of one run."
         )

@@ -76,3 +76,15 @@ def test_a_run_of_images_in_memory_cannot_be_measured_again(tmp_path: Path) -> N
 
     with pytest.raises(ValueError, match="were in memory and are gone; name a folder"):
         run.load_run_data(opened)
+
+
+def test_a_run_that_a_kill_took_away_is_put_back(tmp_path: Path) -> None:
+    """Where names cannot be swapped, a kill may fall between two renames; no place has no name."""
+    write_run(run.unfinished_path(tmp_path / "run") / ".replaced", content='{"labels": []}')
+    with pytest.raises(ValueError, match="model.keras"):  # the model is none, but it was found
+        load_run(tmp_path / "run")
+
+    assert run.is_run(tmp_path / "run")
+    for path in (".", "/", ".."):
+        with pytest.raises(ValueError, match="is not a run directory"):
+            load_run(path)

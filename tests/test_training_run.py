@@ -90,7 +90,6 @@ def test_a_run_of_images_in_memory_cannot_be_measured_again(tmp_path: Path) -> N
         run.load_run_data(opened)
 
 
-<<<<<<< HEAD
 LABELS = [f"class {place}" for place in range(TINY.classes)]
 Damage = Callable[[Path], Any]
 
@@ -264,7 +263,8 @@ def run_picture() -> bytes:
     import tensorflow as tf
 
     return bytes(tf.io.encode_png(np.full((8, 8, 3), 90, np.uint8)).numpy())
-=======
+
+
 def test_a_run_that_a_kill_took_away_is_put_back(tmp_path: Path) -> None:
     """Where names cannot be swapped, a kill may fall between two renames; no place has no name."""
     write_run(run.unfinished_path(tmp_path / "run") / ".replaced", content='{"labels": []}')
@@ -275,4 +275,3 @@ def test_a_run_that_a_kill_took_away_is_put_back(tmp_path: Path) -> None:
     for path in (".", "/", ".."):
         with pytest.raises(ValueError, match="is not a run directory"):
             load_run(path)
->>>>>>> nkills

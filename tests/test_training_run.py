@@ -268,7 +268,7 @@ def run_picture() -> bytes:
 def test_a_run_that_a_kill_took_away_is_put_back(tmp_path: Path) -> None:
     """Where names cannot be swapped, a kill may fall between two renames; no place has no name."""
     write_run(run.unfinished_path(tmp_path / "run") / ".replaced", content='{"labels": []}')
-    with pytest.raises(ValueError, match=r"model\.keras"):  # the model is none, but it was found
+    with pytest.raises(ValueError, match=r"config\.json"):  # it says nothing, but it was found
         load_run(tmp_path / "run")
 
     assert run.is_run(tmp_path / "run")

@@ -341,7 +341,7 @@ def test_the_digits_reach_what_the_readme_says_and_evaluate_agrees(
     seen = run("predict", "run", "run/sample.png", "--json", folder=tmp_path)
 
     # Seven errors; the mean over seeds is below four, and rounding alone moves it by two.
-    assert metrics["test"]["accuracy"] >= 0.98
+    assert metrics["test"]["accuracy"] >= 0.986
     written = {event.pop("split"): event for event in again.events if event.pop("event")}
     assert written == metrics
     assert seen.events[0]["predictions"][0]["label"] == "8"  # the first of the test digits

@@ -20,7 +20,7 @@ FORMATS = "JPEG, PNG, WebP, BMP or GIF"
 
 # The most pixels that are decoded, of all frames of a moving image together: what TensorFlow itself
 # takes of a PNG, room for the photos of 108 megapixels that telephones take. A pixel costs 3 to 12
-# bytes while decoded (measured: tests/test_data_images.py). KERAS_VIT_MAX_PIXELS sets another number.
+# bytes while decoded (measured: tests/test_data_images.py). KERAS_VIT_MAX_PIXELS sets another one.
 MAX_PIXELS = 2**27
 _MAX_PIXELS_VARIABLE = "KERAS_VIT_MAX_PIXELS"
 # A larger file holds more pixels than may be decoded, each of at most 8 bytes, beside so much else.

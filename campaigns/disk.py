@@ -48,7 +48,7 @@ class Campaign:
         if rng.random() < _TRAINING_SHARE:
             return self.training(_draw(rng, operations=160, size=80_000))
         task = (_File, _Folder, _Export, _Run)[rng.integers(4)]
-        return self.small(task, _draw(rng, operations=30, size=_SIZE))
+        return self.small(task, _draw(rng, operations=32, size=_SIZE))
 
     def small(self, kind: "type[_File]", trouble: "_Trouble") -> oracle.Case:
         """A case of one of the tasks that need no TensorFlow."""
@@ -314,6 +314,10 @@ def _names(folder: Path) -> set[str]:
     return {entry.name for entry in folder.iterdir()}
 
 
+# How many operations on files each task has, at most.
+_OPERATIONS: dict[type[_File], int] = {_File: 8, _Folder: 22, _Export: 32, _Run: 24}
+
+
 def _draw(rng: np.random.Generator, *, operations: int, size: int) -> _Trouble:
     kind = str(rng.choice(["error", "full", "kill", "kill", "size", "files", "two"]))
     number = {"size": size, "files": 8, "two": 1}.get(kind, operations)
@@ -390,11 +394,26 @@ def _told(task: _File, trouble: _Trouble) -> Callable[[], str]:
     return wait
 
 
+def drawn_cases(campaign: Campaign) -> Iterator[oracle.Case]:
+    """Gives three dozen small cases, as the campaign draws them."""
+    for index in range(36):
+        task = (_File, _Folder, _Export, _Run)[index % 4]
+        trouble = _draw(np.random.default_rng(index), operations=32, size=_SIZE)
+        yield campaign.small(task, trouble)
+
+
+def training_cases(campaign: Campaign) -> Iterator[oracle.Case]:
+    """Gives trainings: killed, on a disk that becomes read-only, and beside another one."""
+    yield campaign.training(_Trouble("kill", 40))
+    yield campaign.training(_Trouble("full", 100, errno.EROFS))
+    yield campaign.training(_Trouble("two", 1))
+
+
 def every_case(campaign: Campaign) -> Iterator[oracle.Case]:
     """Gives a small case for each operation of each task, killed and failing."""
-    for task in (_File, _Folder, _Export, _Run):
+    for task, last in _OPERATIONS.items():
         for can_swap in (True, False):
-            for number in range(1, 31):
+            for number in range(1, last + 1):
                 yield campaign.small(task, _Trouble("kill", number, can_swap=can_swap))
                 error = ERRORS[number % len(ERRORS)]
                 for kind in ("error", "full"):

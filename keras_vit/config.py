@@ -242,7 +242,7 @@ class ViTConfig:
         unknown = sorted(set(fields) - allowed)
         if unknown:
             raise ValueError(
-                f"ViTConfig has no field {shown(unknown)}; its fields are {sorted(allowed)}."
+                f"ViTConfig has no field {shown(unknown)}; help(keras_vit.ViTConfig) lists them."
             )
         values: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value

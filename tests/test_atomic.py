@@ -13,6 +13,9 @@ import pytest
 
 from keras_vit import atomic
 
+# Children of these tests touch files alone, whatever threads the parent has.
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+
 HOLDER = """
 import sys, time
 from pathlib import Path

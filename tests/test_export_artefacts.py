@@ -29,7 +29,6 @@ def test_everything_that_belongs_to_a_served_model_is_there(exported):
     directory, made = exported
     names = {str(file.relative_to(directory)) for file in directory.rglob("*") if file.is_file()}
     assert names == {
-        ".export.lock",
         "README.md",
         "batching_parameters.txt",
         "labels.txt",

@@ -263,3 +263,15 @@ def run_picture() -> bytes:
     import tensorflow as tf
 
     return bytes(tf.io.encode_png(np.full((8, 8, 3), 90, np.uint8)).numpy())
+
+
+def test_a_run_that_a_kill_took_away_is_put_back(tmp_path: Path) -> None:
+    """Where names cannot be swapped, a kill may fall between two renames; no place has no name."""
+    write_run(run.unfinished_path(tmp_path / "run") / ".replaced", content='{"labels": []}')
+    with pytest.raises(ValueError, match=r"config\.json"):  # it says nothing, but it was found
+        load_run(tmp_path / "run")
+
+    assert run.is_run(tmp_path / "run")
+    for path in (".", "/", ".."):
+        with pytest.raises(ValueError, match="is not a run directory"):
+            load_run(path)

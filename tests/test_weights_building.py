@@ -262,7 +262,7 @@ CHANGED: dict[str, tuple[str, Callable[[dict[str, Any]], Any], str]] = {
     "heads that do not divide": (
         "timm_vit",
         lambda c: c["model_args"].update(num_heads=3),
-        "hidden_dim must be a multiple of num_heads=3",
+        "says 3 heads, which do not divide the width",
     ),
     "no heads": ("hf_vit_cls", lambda c: c.pop("num_attention_heads"), "say its num_heads"),
     "settings in another shape": ("timm_vit", lambda c: c.update(model_args=[1]), "model_args"),

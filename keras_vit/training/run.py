@@ -90,7 +90,7 @@ def load_run(path: str | os.PathLike[str]) -> Run:
             of the same run.
     """
     directory = Path(path)
-    if atomic.was_cut_off(unfinished_path(directory), directory):
+    if not directory.exists() and atomic.was_cut_off(unfinished_path(directory), directory):
         with hold(directory):
             restore(directory)
     if not directory.exists():

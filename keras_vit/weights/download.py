@@ -168,7 +168,7 @@ def _cache_folder() -> Path:
     if keras_home := os.environ.get("KERAS_HOME"):
         return Path(keras_home).expanduser() / "models" / "keras_vit"
     home = Path(os.path.expanduser("~"))  # noqa: PTH111 - Path.home() raises where there is none
-    writable = home if os.access(home, os.W_OK) else Path("/tmp")
+    writable = home if os.access(home, os.W_OK) else Path("/tmp")  # noqa: S108 - its owner is checked
     return writable / ".keras" / "models" / "keras_vit"
 
 

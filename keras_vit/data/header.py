@@ -77,6 +77,20 @@ def webp_moves(contents: tf.Tensor) -> tf.Tensor:
     return is_extended & (head[WEBP_FLAGS - 12] & _WEBP_ANIMATION > 0)
 
 
+def bmp_has_palette(contents: tf.Tensor) -> tf.Tensor:
+    """Returns whether a BMP has a byte for each pixel, a place in a palette."""
+    return tf.reduce_all(_bytes(contents, 28, 2) == [8, 0])
+
+
+def bmp_palette(contents: tf.Tensor) -> tf.Tensor:
+    """Returns the colors of a BMP's palette, uint8 of shape (count, 3): 256 at most."""
+    size, count = (_number(tf.reverse(_bytes(contents, at, 4), [0])) for at in (14, 46))
+    count = tf.where(count == 0, 256, tf.minimum(count, 256))  # 0 stands for all of them
+    start = 14 + tf.minimum(size, _LIMIT)
+    found = tf.io.decode_raw(_substring(contents, start, 4 * count), tf.uint8)
+    return tf.reshape(found, (-1, 4))[:, 2::-1]  # stored as blue, green, red, 0
+
+
 def may_be_turned(contents: tf.Tensor) -> tf.Tensor:
     """Returns whether a file could have an orientation: a look at how it begins, in a few ops."""
     width = max(map(len, _PLAIN))

@@ -31,10 +31,6 @@ _STRIP = 2**20  # pixels that are laid on white at a time
 TOO_LARGE = "The image has more pixels than are decoded, or a header that does not say how many."
 DECODER_ERRORS = (tf.errors.OpError, UnicodeDecodeError)  # the second: a message with bytes in it
 
-# Byte offset and width of what is read of a BMP's header (BITMAPFILEHEADER, BITMAPINFOHEADER).
-_BMP_INFO_SIZE = (14, 4)
-_BMP_BITS_PER_PIXEL = (28, 2)
-_BMP_COLORS = (46, 4)
 NO_WEBP = "WebP is not decoded here; send the image as JPEG, PNG, GIF or BMP."
 _WEBP_ALPHA = 0x10  # among the flags of an extended file (RFC 9649, 2.7)
 _BYTES = [bytes([value]) for value in range(256)]
@@ -494,9 +490,8 @@ def _shifted(values: tf.Tensor) -> tf.Tensor:
 
 def _decode_bmp(contents: tf.Tensor, most: tf.Tensor) -> tf.Tensor:
     contents = _within(contents, most, begin=header.BMP)
-    bits = _little_endian(contents, *_BMP_BITS_PER_PIXEL)
     return tf.cond(
-        tf.equal(bits, 8),
+        header.bmp_has_palette(contents),
         lambda: _decode_palette_bmp(contents),
         lambda: tf.io.decode_bmp(contents, channels=0)[..., :3],  # the fourth byte is padding
     )
@@ -505,18 +500,5 @@ def _decode_bmp(contents: tf.Tensor, most: tf.Tensor) -> tf.Tensor:
 @header.one_op
 def _decode_palette_bmp(contents: tf.Tensor) -> tf.Tensor:
     # `tf.io.decode_bmp` returns the palette's indices as if they were grey values.
-    start, count = (
-        14 + _little_endian(contents, *_BMP_INFO_SIZE),
-        _little_endian(contents, *_BMP_COLORS),
-    )
-    count = tf.where(tf.equal(count, 0), 256, count)  # 0 stands for all of them
-    palette = tf.io.decode_raw(tf.strings.substr(contents, start, 4 * count), tf.uint8)
-    colors = tf.reshape(palette, (-1, 4))[:, 2::-1]  # stored as blue, green, red, 0
-    return tf.gather(colors, tf.cast(tf.io.decode_bmp(contents, channels=0)[..., 0], tf.int32))
-
-
-def _little_endian(contents: tf.Tensor, offset: int, width: int) -> tf.Tensor:
-    digits = tf.cast(
-        tf.io.decode_raw(tf.strings.substr(contents, offset, width), tf.uint8), tf.int32
-    )
-    return tf.reduce_sum(digits * [256**place for place in range(width)])
+    indices = tf.io.decode_bmp(contents, channels=0)[..., 0]
+    return tf.gather(header.bmp_palette(contents), tf.cast(indices, tf.int32))

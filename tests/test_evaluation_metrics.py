@@ -115,3 +115,19 @@ def test_what_cannot_be_measured_is_an_error() -> None:
         evaluate(random_model(), random_split(0), labels=LABELS)
     with pytest.raises(ValueError, match="7 classes, the data 2"):
         evaluate(random_model(), random_split(), labels=("a", "b"))
+
+
+def test_a_damaged_image_is_named() -> None:
+    """Not TensorFlow's error, which names none."""
+    split = Split(
+        images=np.array([b"no image"], object), targets=np.array([0]), names=np.array(["a.jpg"])
+    )
+    with pytest.raises(ValueError, match=r"1 of 1 images cannot be decoded, the first is 'a\.jpg'"):
+        evaluate(random_model(), split, labels=LABELS)
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_answers_that_are_no_numbers_are_an_error(wrong: float) -> None:
+    """They would be printed as "nan%"."""
+    with pytest.raises(ValueError, match=r"no number .NaN or infinite.*weights are damaged"):
+        log_softmax(np.array([[0.0, wrong]], np.float32), model=random_model())

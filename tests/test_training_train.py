@@ -521,3 +521,15 @@ def test_another_backend_is_refused(
 
     with pytest.raises(ValueError, match="set KERAS_BACKEND=tensorflow"):
         train(data, out=tmp_path / "run")
+
+
+@pytest.mark.parametrize(("split", "strict"), [("validation", False), ("train", True)])
+def test_an_image_damaged_after_listing_ends_a_training_by_its_name(
+    tmp_path: Path, split: str, strict: bool
+) -> None:
+    """In validation always, as it would be another number; in training where that is asked for."""
+    data = load_folder(image_files.write_classes(tmp_path / "images"), strict=strict)
+    file = image_files.damage(Path(data.split(split).images[0]))
+    with pytest.raises(ValueError, match=rf"'{file}'.*repair or remove"):
+        train(data, out=tmp_path / "run", model=CONFIG, recipe=RECIPE)
+    assert not (tmp_path / "run").exists()

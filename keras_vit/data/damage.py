@@ -22,10 +22,14 @@ class Damage:
 
     Args:
         strict: whether such an image ends the training, instead of being replaced and named.
+
+    Attributes:
+        fatal: the sentence that a training ended with, as an error in a graph loses its type.
     """
 
     def __init__(self, *, strict: bool = False) -> None:
         self.strict = strict
+        self.fatal: str | None = None
         self._names: set[str] = set()
         self._lock = threading.Lock()  # tf.data calls from several threads
 
@@ -112,9 +116,9 @@ def replace_damaged(
         found = [name(one) for one in names]
         if damage.strict or not any_sound:
             reason = "be decoded" if damage.strict else "be decoded, which is all of a batch"
-            raise ValueError(
-                f"{', '.join(map(repr, found))} cannot {reason}; repair or remove the images."
-            )
+            listed = ", ".join(map(repr, found))
+            damage.fatal = f"{listed} cannot {reason}; repair or remove the images."
+            raise ValueError(damage.fatal)
         for one in found:
             damage.add(one)
 

@@ -176,8 +176,10 @@ def evaluation_batches(
 
 
 @contextlib.contextmanager
-def naming_damaged(split: Split) -> Iterator[None]:
+def naming_damaged(split: Split, *, trained: Split | None = None) -> Iterator[None]:
     """Names the images that cannot be decoded, where the use of a split's batches ends in an error.
+
+    In training most are replaced; of the images `trained` on, those are named that ended it.
 
     Example:
         >>> import numpy as np
@@ -193,6 +195,8 @@ def naming_damaged(split: Split) -> Iterator[None]:
     try:
         yield
     except images.DECODER_ERRORS:
+        if trained is not None and trained.damage.fatal is not None:
+            raise ValueError(trained.damage.fatal) from None
         found = _damaged(split)
         if not found:
             raise

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from keras_vit.config import ViTConfig
-from keras_vit.data import ImageData
+from keras_vit.data import ImageData, naming_damaged
 from keras_vit.training import assemble, finish, models, report, run
 from keras_vit.training.execution import Execution, Workers, worker_index
 from keras_vit.training.loop import Loop
@@ -230,7 +230,8 @@ def _free_folder(
 def _train(
     loop: Loop, data: ImageData, settings: dict[str, Any], requests: StopRequests, *, out: Path
 ) -> run.Run:
-    asked = loop.run(requests)
+    with naming_damaged(data.validation, trained=data.train):
+        asked = loop.run(requests)
     try:
         if not asked:
             requests.end_steps()

@@ -18,6 +18,7 @@ from keras_vit.data import ImageData, load_data, record
 from keras_vit.layers.composite import CHANGES
 from keras_vit.model import VisionTransformer
 from keras_vit.variants import parameter_count
+from keras_vit.weights.checkpoint import REGISTERED_NAME
 
 # What a run directory may hold, in the order of writing; the last two are evaluation's.
 MODEL, CONFIG, LABELS, SPLITS = "model.keras", "config.json", "labels.txt", "splits.csv"
@@ -32,7 +33,6 @@ MAX_TEXT = 2**24
 # Keras stores members as they are; what is packed may grow by this at most.
 _UNPACKED = 8
 _LONGEST_REASON = 300  # characters
-_NETWORK = "keras_vit>VisionTransformer"
 # What Keras raises for a file that it cannot make a model of.
 _UNREADABLE = (
     ValueError,
@@ -108,9 +108,10 @@ def load_run(path: str | os.PathLike[str]) -> Run:
             f"{str(directory / CONFIG)!r} does not say the labels and the data of a run; put back "
             "the one that training wrote."
         )
-    own = _network(directory / MODEL, _model_settings(directory / MODEL))
-    _check_same_run(directory, config, own)
-    model = open_model(directory / MODEL)
+    settings = _model_settings(directory / MODEL)
+    own = _network(directory / MODEL, settings)
+    _check_same_run(directory, config, own)  # before anything is built
+    model = _build(directory / MODEL, settings, own)
     if own is None:
         _check_labels(directory, len(config["labels"]), model.output_shape[-1])
     return Run(path=directory, model=model, labels=tuple(config["labels"]), config=config)
@@ -133,15 +134,7 @@ def open_model(path: str | os.PathLike[str]) -> keras.Model:
     if not file.is_file():
         raise FileNotFoundError(f"There is no model file {str(path)!r}; check the path.")
     settings = _model_settings(file)
-    config = _network(file, settings)
-    try:
-        if config is None or config.departures or settings["config"].get(CHANGES):
-            return keras.saving.load_model(file, compile=False)
-        model = VisionTransformer.from_config(settings["config"])
-        weights.load(model, file)  # holds every array against the network
-    except _UNREADABLE as error:
-        raise _unopened(file, error) from error
-    return model
+    return _build(file, settings, _network(file, settings))
 
 
 def read_fields(file: Path) -> dict[str, Any]:
@@ -284,11 +277,27 @@ def _network(file: Path, settings: dict[str, Any]) -> ViTConfig | None:
             count, size = parameter_count(ViTConfig.from_dict(fields)), file.stat().st_size
             if count > _UNPACKED * size:
                 raise ValueError(f"its {CONFIG} asks for {count} parameters, of {size} bytes.")
-        if settings.get("registered_name") == _NETWORK:
+        if settings.get("registered_name") == REGISTERED_NAME:
             return ViTConfig.from_dict(settings["config"]["config"])
     except (*_UNREADABLE, RecursionError) as error:
         raise _unopened(file, error) from error
     return None
+
+
+def _build(file: Path, settings: dict[str, Any], config: ViTConfig | None) -> keras.Model:
+    """Makes the model of a file whose settings and network are known.
+
+    Raises:
+        ValueError: Keras or the network does not take what the file holds.
+    """
+    try:
+        if config is None or config.departures or settings["config"].get(CHANGES):
+            return keras.saving.load_model(file, compile=False)
+        model = VisionTransformer.from_config(settings["config"])
+        weights.load(model, file)  # holds every array against the network
+    except _UNREADABLE as error:
+        raise _unopened(file, error) from error
+    return model
 
 
 def _configs(settings: Any) -> Iterator[dict[str, Any]]:

@@ -38,6 +38,8 @@ from keras_vit.weights.torch_settings import (
     timm_settings,
 )
 
+# By which Keras and a .keras file know the class.
+REGISTERED_NAME = "keras_vit>VisionTransformer"
 # ViTConfig fields that must be the same in a file and the model it fills.
 ARCHITECTURE = (
     "resnet_layers",
@@ -211,7 +213,7 @@ def _open_h5(path: Path) -> Checkpoint:
 
 def _open_keras(path: Path) -> Checkpoint:
     settings, content = _keras_members(path)
-    if settings.get("registered_name") != "keras_vit>VisionTransformer":
+    if settings.get("registered_name") != REGISTERED_NAME:
         raise ValueError(
             f"{path} holds a {shown(settings.get('class_name'))}, not a VisionTransformer; load it "
             "with keras.saving.load_model."

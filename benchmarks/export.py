@@ -68,7 +68,7 @@ def make_runners(folder: Path, options: argparse.Namespace) -> dict[str, Runner]
     """Exports a model with random weights and opens every wanted artefact."""
     import keras
 
-    from keras_vit.export import export, rebuild
+    from keras_vit.exporting import export, rebuild
 
     model = make_model(options.variant, options.image_size)
     wanted, threads = options.only, options.threads
@@ -159,7 +159,7 @@ def report(figures: dict[str, dict[str, float]], options: argparse.Namespace) ->
 
 
 def _savedmodel(path: Path) -> Runner:
-    from keras_vit.export.clean import loader
+    from keras_vit.exporting.clean import loader
 
     model = loader.SavedModel(path)
     return lambda images: model.run("image_tensor", {"images": images.astype(np.uint8)})
@@ -184,14 +184,14 @@ def _tflite(path: Path, threads: int) -> Runner:
 def _converted_onnx(layers: Any, folder: Path, threads: int) -> Runner:
     import onnx
 
-    from keras_vit.export import onnx_conversion
+    from keras_vit.exporting import onnx_files
 
-    onnx.save_model(onnx_conversion.convert_to_onnx(layers), str(folder / "converted.onnx"))
+    onnx.save_model(onnx_files.convert_to_onnx(layers), str(folder / "converted.onnx"))
     return _onnx(folder / "converted.onnx", threads)
 
 
 def _converted_tflite(layers: Any, folder: Path, threads: int) -> Runner:
-    from keras_vit.export import tflite
+    from keras_vit.exporting import tflite
 
     tflite.write_tflite(layers, {"tflite": folder / "converted.tflite"})
     return _tflite(folder / "converted.tflite", threads)

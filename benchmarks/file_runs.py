@@ -39,7 +39,7 @@ def make_run(name: str, case: Case, folder: Path) -> Run:
     """Exports the network and returns what runs the artefact once."""
     kind = "savedmodel" if name.endswith("SavedModel") else "onnx"
     keras_runs.import_framework("keras_vit")
-    from keras_vit.export import export
+    from keras_vit.exporting import export
 
     model = keras_runs.make_model("keras_vit", Case(**{**vars(case), "precision": "float32"}))
     artefact, *_ = export(model, folder / kind, formats=[kind], verify=False)

@@ -41,7 +41,7 @@ CONTENDERS = {
     ),
     "keras_vit, building alone": (
         "L16.npz",
-        "import keras, keras_vit\nfrom keras_vit.layers.initialization import overwritten_weights",
+        "import keras, keras_vit\nfrom keras_vit.layers.random import overwritten_weights",
         "with overwritten_weights():\n"
         "    model = keras_vit.VisionTransformer(keras_vit.variant('L/16'))",
         "keras_vit.__version__",

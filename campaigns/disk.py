@@ -25,7 +25,7 @@ import numpy as np
 
 from campaigns import oracle
 from keras_vit import atomic
-from keras_vit.export import versions
+from keras_vit.exporting import artefacts
 from keras_vit.training import run
 
 ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES)
@@ -154,12 +154,12 @@ class _Export(_Folder):
         self._fill_all(self.path / "tflite" / "1", self.path / "1", "old")
 
     def work(self) -> None:
-        with versions.staging_folder(self.path) as stage:
+        with artefacts.staging_folder(self.path) as stage:
             with atomic.telling(stage):
                 self._fill_all(stage / "tflite", stage / "model", "new")
-            number = str(versions.next_version([self.path, self.path / "tflite"]))
+            number = str(artefacts.next_version([self.path, self.path / "tflite"]))
             moves = {stage / "tflite": self.path / "tflite" / number}
-            versions.publish({**moves, stage / "model": self.path / number})
+            artefacts.publish({**moves, stage / "model": self.path / number})
 
     def found(self) -> str:
         """The last version, where all are whole and the first is the old one."""

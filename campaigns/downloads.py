@@ -16,7 +16,7 @@ import numpy as np
 
 from campaigns import oracle
 from campaigns.mutations import mutate
-from keras_vit.weights import _transfer, download
+from keras_vit.weights import download, transfer
 
 _SECRET = "hunter2"
 _WINDOW = 0.15  # seconds for what a user waits a minute for
@@ -67,7 +67,7 @@ class Campaign:
         os.environ["KERAS_HOME"] = str(folder / "keras")
         os.environ["no_proxy"] = "127.0.0.1"
         os.environ.pop(download.MIRROR_SETTING, None)
-        _transfer.TIMEOUT, _transfer.WINDOW, _transfer.FIRST_WAIT = _WINDOW * 2, _WINDOW, 0.0
+        transfer.TIMEOUT, transfer.WINDOW, transfer.FIRST_WAIT = _WINDOW * 2, _WINDOW, 0.0
         self._cache = folder / "keras" / "models"
         self._sound = _sound_files(folder)
         self._digests = {name: _digest(folder / name) for name in self._sound}

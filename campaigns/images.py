@@ -20,7 +20,7 @@ from PIL import Image
 import keras_vit
 from campaigns import mutations, oracle
 from keras_vit.cli.main import main
-from keras_vit.data import images
+from keras_vit.data import decoding, images
 from keras_vit.training import run
 
 _SIZE = (32, 48)  # height and width of the sound pictures
@@ -101,7 +101,7 @@ class Campaign:
 def _try_decode(contents: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """Decodes as training does, whose datasets go on after an error."""
     black = tf.data.Dataset.from_tensors((tf.zeros((0, 0, 3), tf.uint8), False))
-    one = tf.data.Dataset.from_tensors(contents).map(lambda x: (images.decode_image(x), True))
+    one = tf.data.Dataset.from_tensors(contents).map(lambda x: (decoding.decode_image(x), True))
     loaded = one.ignore_errors(log_warning=False).concatenate(black).take(1)
     pixels, is_sound = loaded.get_single_element()
     return pixels, is_sound

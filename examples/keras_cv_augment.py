@@ -1,7 +1,7 @@
 """Trains on the digits with a pipeline of keras-cv's layers.
 
-Run it as `python examples/keras_cv_augment.py [EPOCHS]`, after `pip install
-"keras-vit[data,keras-cv]"`; it takes a minute on two CPU cores.
+Run it as `python examples/keras_cv_augment.py [EPOCHS]`, after
+`pip install keras-cv==0.9.0 scikit-learn`; it takes a minute on two CPU cores.
 """
 
 import sys

@@ -1,83 +1,33 @@
 """Vision Transformers in Keras: models, published weights, training, export."""
 
-import keras
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
 
-from keras_vit import layers, losses, optimizers, weights
-from keras_vit.adaptation import freeze, load_adapter, lora, merge_lora, save_adapter
-from keras_vit.applications import (
-    R26ViTB32,
-    R26ViTS32,
-    R50ViTB16,
-    R50ViTL32,
-    RViTTi16,
-    ViTB8,
-    ViTB16,
-    ViTB32,
-    ViTG14,
-    ViTg14,
-    ViTH14,
-    ViTL16,
-    ViTL32,
-    ViTS16,
-    ViTS32,
-    ViTSo400m14,
-    ViTTi16,
-)
-from keras_vit.backend import ExactTrainer
-from keras_vit.config import ViTConfig
-from keras_vit.exact import ExactModel
-from keras_vit.model import VisionTransformer
-from keras_vit.parallel import layout_map
-from keras_vit.preprocessing import decode_predictions, preprocess_input
-from keras_vit.variants import VARIANTS, parameter_count, variant
-from keras_vit.version import __version__
-from keras_vit.weights import resize
-from keras_vit.weights.building import load
+from keras_vit import startup
+from keras_vit.version import __version__ as __version__
 
-__all__ = [
-    "VARIANTS",
-    "ExactModel",
-    "ExactTrainer",
-    "R26ViTB32",
-    "R26ViTS32",
-    "R50ViTB16",
-    "R50ViTL32",
-    "RViTTi16",
-    "ViTB8",
-    "ViTB16",
-    "ViTB32",
-    "ViTConfig",
-    "ViTG14",
-    "ViTH14",
-    "ViTL16",
-    "ViTL32",
-    "ViTS16",
-    "ViTS32",
-    "ViTSo400m14",
-    "ViTTi16",
-    "ViTg14",
-    "VisionTransformer",
-    "__version__",
-    "decode_predictions",
-    "freeze",
-    "layers",
-    "layout_map",
-    "load",
-    "load_adapter",
-    "lora",
-    "losses",
-    "merge_lora",
-    "optimizers",
-    "parameter_count",
-    "preprocess_input",
-    "resize",
-    "save_adapter",
-    "variant",
-    "weights",
-]
+startup.switch_onednn_on()
+if TYPE_CHECKING or not startup.is_command():
+    from keras_vit.names import *  # noqa: F403
+    from keras_vit.names import __all__ as __all__
 
-if keras.backend.backend() == "tensorflow":
-    # TensorFlow alone can do this. The function takes the name of the package that holds it.
-    from keras_vit.export import export
+# They come when they are asked for: each brings TensorFlow's data sets, or matplotlib.
+_LATER = ("data", "evaluation", "explain", "training")
 
-    __all__ += ["export"]
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER or (startup.is_command() and _is_module(name)):
+        return importlib.import_module(f"{__name__}.{name}")
+    if name in __dir__():
+        return getattr(importlib.import_module(f"{__name__}.names"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    names = importlib.import_module(f"{__name__}.names").__all__
+    return sorted([*names, *_LATER])
+
+
+def _is_module(name: str) -> bool:
+    return importlib.util.find_spec(f"{__name__}.{name}") is not None

@@ -15,8 +15,8 @@ import safetensors.numpy
 from keras_vit.atomic import whole_file
 from keras_vit.config import ViTConfig, is_number, shown
 from keras_vit.layers import TokenDense
-from keras_vit.layers.composite import CHANGES, without_lora
-from keras_vit.model import VisionTransformer
+from keras_vit.layers.dense import CHANGES, without_lora
+from keras_vit.model import VisionTransformer, path_inside, weights_by_path
 from keras_vit.weights.arrays import FLOATS, check_file, read_safetensors, safetensors_metadata
 
 # The dense products of a block; the paper adapts query and value (arXiv 2106.09685, Section 4.2).
@@ -142,10 +142,11 @@ def merge_lora(model: LoRAVisionTransformer) -> VisionTransformer:
     settings[CHANGES] = without_lora(settings.get(CHANGES, {}))
     merged = VisionTransformer.from_config(settings)
     _copy_weights(model, merged)
-    kernels = {variable.path: variable for variable in merged.weights}
+    kernels = weights_by_path(merged)
     for layer in model.adapted_layers():
         change = keras.ops.matmul(layer.lora_kernel_a.value, layer.lora_kernel_b.value)
-        kernels[f"{layer.path}/kernel"].assign_add(layer.lora_alpha / layer.lora_rank * change)
+        kernel = kernels[path_inside(model, f"{layer.path}/kernel")]
+        kernel.assign_add(layer.lora_alpha / layer.lora_rank * change)
     return merged
 
 
@@ -318,12 +319,12 @@ def _renamed(name: str) -> str:
     return re.sub(r"/lora_([ab])$", r"/lora_kernel_\1", name)
 
 
-def _copy_weights(source: keras.Model, target: keras.Model) -> None:
+def _copy_weights(source: VisionTransformer, target: VisionTransformer) -> None:
     """Copies every weight that both have."""
-    values = {variable.path: variable for variable in source.weights}
-    for variable in target.weights:
-        if variable.path in values:
-            variable.assign(values[variable.path])
+    values = weights_by_path(source)
+    for path, variable in weights_by_path(target).items():
+        if path in values:
+            variable.assign(values[path])
 
 
 def _check_adapted(model: keras.Model) -> None:

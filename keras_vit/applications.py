@@ -10,9 +10,8 @@ from keras_vit.exact import ExactModel
 from keras_vit.model import VisionTransformer
 from keras_vit.variants import VARIANTS, parameter_count
 from keras_vit.weights import building
-from keras_vit.weights.building import Request
+from keras_vit.weights.building import Request, locate
 from keras_vit.weights.checkpoint import Checkpoint, open_checkpoint
-from keras_vit.weights.source import locate
 
 LARGE = 100e6  # parameters; the examples of larger models are not run by the tests
 DEFAULT_CLASSES = 1000  # ImageNet-1k, as in keras.applications
@@ -114,6 +113,7 @@ def _builder(variant: str) -> Builder:
         remat: bool = False,
         sha256: str | None = None,
     ) -> keras.Model:
+        training = {"dropout_rate": dropout_rate, "drop_path_rate": drop_path_rate, "remat": remat}
         request = Request(
             include_top=include_top,
             input_shape=_input_shape(input_shape, input_tensor),
@@ -122,11 +122,7 @@ def _builder(variant: str) -> Builder:
             classifier_activation=classifier_activation,
             include_preprocessing=include_preprocessing,
             name=name or build.__name__.lower(),
-            training={
-                "dropout_rate": dropout_rate,
-                "drop_path_rate": drop_path_rate,
-                "remat": remat,
-            },
+            training=training,
         )
         if weights is None:
             _check_no_sha256(sha256)

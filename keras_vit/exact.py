@@ -2,10 +2,8 @@
 
 import keras
 
-# By its own name: Keras' swap of `keras.Model` for it fails with a second base.
-from keras.src.models.functional import Functional
-
 from keras_vit import backend
+from keras_vit.backend.private import Functional
 
 
 @keras.saving.register_keras_serializable(package="keras_vit")
@@ -62,6 +60,6 @@ class ExactModel(backend.ExactTrainer, Functional):
         if isinstance(model, keras.Sequential):
             inputs, outputs = model.inputs[0], model.outputs[0]
         else:  # in their structure, which `inputs` and `outputs` have lost
-            inputs, outputs = model._inputs_struct, model._outputs_struct
+            inputs, outputs = model.input, model.output
         with backend.scope_of(model):
             return cls(inputs, outputs, name=model.name)

@@ -3,7 +3,8 @@
 Letters: B batch, H and W image height and width, N tokens, D hidden width, C classes.
 """
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
@@ -11,7 +12,8 @@ import keras
 from keras_vit import layers, preprocessing
 from keras_vit.config import ViTConfig
 from keras_vit.exact import ExactModel
-from keras_vit.layers.composite import CHANGES, change_dense, dense_changes
+from keras_vit.layers.dense import CHANGES, change_dense, dense_changes
+from keras_vit.layers.random import overwritten_weights
 
 
 @keras.saving.register_keras_serializable(package="keras_vit")
@@ -120,6 +122,53 @@ class VisionTransformer(ExactModel):
             tokens = self.get_layer(f"block_{index}")(tokens, training=training)
         return self.get_layer("encoder_norm")(tokens)
 
+    def copy(
+        self,
+        *,
+        config: ViTConfig | None = None,
+        dtype: Any = None,
+        fresh: Iterable[str] = (),
+        convert: Callable[[str, Any], Any] | None = None,
+    ) -> "VisionTransformer":
+        """Returns the same model with weights of its own, of another config or dtype if one wants.
+
+        The copy has this model's class, name, weights, frozen weights, and LoRA and quantisation if
+        it has them. It is not compiled, and it lies in the strategy's scope that this is called in.
+
+        Example:
+            >>> import dataclasses
+            >>> config = ViTConfig(input_shape=(32, 32, 3), patch_size=8, hidden_dim=8, mlp_dim=16,
+            ...                    num_heads=2, num_layers=1, classes=3)
+            >>> model = VisionTransformer(config)
+            >>> model.copy(dtype="bfloat16").get_layer("block_0").dtype
+            'bfloat16'
+            >>> other = dataclasses.replace(config, classes=5)
+            >>> model.copy(config=other, fresh=["head"]).output_shape
+            (None, 5)
+
+        Args:
+            config: of the copy; None for this model's. Every weight must keep its shape.
+            dtype: dtype policy of the copy's layers; None for this model's.
+            fresh: names of layers whose weights are not copied: they start anew, and may have
+                other shapes, or be in one of the two models only.
+            convert: makes of a weight's path in the model and its variable the value that the copy
+                gets, for instance a resampled table; None for the value as it is.
+
+        Raises:
+            ValueError: weights outside of `fresh` have other paths or shapes by the config, or
+                there is no layer of a name in `fresh`.
+        """
+        settings = self.get_config()
+        settings["config"] = settings["config"] if config is None else config.to_dict()
+        settings["dtype"] = settings["dtype"] if dtype is None else dtype
+        fresh = tuple(fresh)
+        with contextlib.nullcontext() if fresh else overwritten_weights():
+            copy = type(self).from_config(settings)
+        for path, source, target in _pairs(self, copy, fresh=fresh, same_shapes=convert is None):
+            target.assign(source if convert is None else convert(path, source))
+            target.trainable = source.trainable
+        return copy
+
     def get_config(self) -> dict[str, Any]:
         changes = dense_changes(self)
         return {
@@ -145,6 +194,45 @@ def position_layer(config: ViTConfig, block: int) -> str | None:
     """Returns the name of the layer that adds positions before a block; None for no such layer."""
     names = {"every_block": f"positions_{block}", "every_block_shared": "positions"}
     return names.get(config.position_placement)
+
+
+def path_inside(model: VisionTransformer, path: str) -> str:
+    """Returns a path of a model's layer or weight without the scope that the model was made in."""
+    scope = model.get_layer("patch_encoder").path.removesuffix("patch_encoder")
+    return path.removeprefix(scope)
+
+
+def weights_by_path(model: VisionTransformer) -> dict[str, keras.Variable]:
+    """Returns a model's weights by their paths in it, whatever scope it was made in."""
+    return {path_inside(model, variable.path): variable for variable in model.weights}
+
+
+def _pairs(
+    model: VisionTransformer, copy: VisionTransformer, *, fresh: tuple[str, ...], same_shapes: bool
+) -> list[tuple[str, keras.Variable, keras.Variable]]:
+    """Returns path, weight and the copy's weight, of every weight outside of the fresh layers.
+
+    Raises:
+        ValueError: one of the two has others, or of other shapes; or a fresh layer is in neither.
+    """
+    unknown = set(fresh) - {layer.name for layer in (*model.layers, *copy.layers)}
+    if unknown:
+        raise ValueError(f"There is no layer {min(unknown)!r} that could be fresh in a copy.")
+    sources, targets = (
+        {k: v for k, v in weights_by_path(each).items() if k.split("/")[0] not in fresh}
+        for each in (model, copy)
+    )
+    others = set(sources) ^ set(targets)
+    if same_shapes:
+        others |= {k for k in set(sources) - others if sources[k].shape != targets[k].shape}
+    if others:
+        raise ValueError(
+            f"The weights of {model.name!r} do not fit the config of its copy: {min(others)!r} "
+            f"{f'and {len(others) - 1} more differ' if len(others) > 1 else 'differs'}; keep the "
+            "sizes and parts, name such layers in fresh, or, for another image size, use "
+            "keras_vit.weights.resize."
+        )
+    return [(path, source, targets[path]) for path, source in sources.items()]
 
 
 def _forward(config: ViTConfig, dtype: str, images: Any) -> Any:

@@ -5,11 +5,12 @@ They come with `import keras_vit`, so that a compiled model loads where nothing 
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import keras
 
 from keras_vit import backend
+from keras_vit.backend import private
 from keras_vit.config import ViTConfig
 
 Decay = Literal["cosine", "linear", "constant"]
@@ -18,14 +19,8 @@ Decay = Literal["cosine", "linear", "constant"]
 # create_learning_rate_schedule).
 LINEAR_END = 1e-5
 
-# A mixin; to the type checker it is the optimizer that it becomes a part of.
-if TYPE_CHECKING:
-    from keras.optimizers import Optimizer as _Optimizer
-else:
-    _Optimizer = object
 
-
-class _LayerRates(_Optimizer):
+class _LayerRates(private.OwnWeightDecay):
     """Put before an optimizer among the bases: scales the learning rate of each variable.
 
     Weight decay is scaled with it, as in torch's parameter groups. So it is done here, variable by
@@ -42,15 +37,12 @@ class _LayerRates(_Optimizer):
         super().build(variables)
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        rate = learning_rate * self._factors[self._get_variable_index(variable)]
-        if self.weight_decay and self._use_weight_decay(variable):
+        rate = learning_rate * self._factors[private.index_of(self, variable)]
+        if self.weight_decay and private.is_decayed(self, variable):
             dtype = variable.dtype
             factor = keras.ops.cast(rate, dtype) * keras.ops.cast(self.weight_decay, dtype)
             self.assign_sub(variable, keras.ops.convert_to_tensor(variable) * factor)
         super().update_step(gradient, variable, rate)
-
-    def _apply_weight_decay(self, variables: Any) -> None:
-        """Nothing: `update_step` does it."""
 
     def get_config(self) -> dict[str, Any]:
         return {**super().get_config(), "layer_rates": self.layer_rates}
@@ -60,10 +52,10 @@ class _Adam(keras.optimizers.AdamW):
     """Keras' AdamW, with one kernel for each variable where the backend has one."""
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        index = self._get_variable_index(variable)
+        index = private.index_of(self, variable)
         done = not self.amsgrad and backend.adam_step(
             variable,
-            [self._momentums[index], self._velocities[index]],
+            private.averages_of(self, index),
             gradient,
             rate=learning_rate,
             betas=(self.beta_1, self.beta_2),
@@ -122,7 +114,7 @@ class _Trace(keras.optimizers.Optimizer):
         ]
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        memory = self._momenta[self._get_variable_index(variable)]
+        memory = self._momenta[private.index_of(self, variable)]
         if backend.momentum_step(
             variable, memory, gradient, rate=learning_rate, momentum=self.momentum
         ):
@@ -177,7 +169,7 @@ class MomentumSGD(_LayerRates, _Trace):
 
 
 @keras.saving.register_keras_serializable(package="keras_vit")
-class LAMB(keras.optimizers.Adam):
+class LAMB(private.OwnWeightDecay, keras.optimizers.Adam):
     """AdamW's step, times the norm of the variable over that of the step (arXiv 1904.00962).
 
     Weight decay is a part of the step that is scaled. Variables that do not decay take AdamW's step
@@ -211,8 +203,8 @@ class LAMB(keras.optimizers.Adam):
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         ops, dtype = keras.ops, variable.dtype
-        index = self._get_variable_index(variable)
-        mean, square = self._momentums[index], self._velocities[index]
+        index = private.index_of(self, variable)
+        mean, square = private.averages_of(self, index)
         gradient = ops.cast(gradient, dtype)
         self.assign_add(mean, (gradient - mean) * (1 - self.beta_1))
         self.assign_add(square, (ops.square(gradient) - square) * (1 - self.beta_2))
@@ -221,14 +213,11 @@ class LAMB(keras.optimizers.Adam):
         deviation = ops.sqrt(square / (1 - ops.power(self.beta_2, count)))
         step = unbiased / (deviation + self.epsilon)
         rate = ops.cast(learning_rate, dtype)
-        if self.weight_decay and self._use_weight_decay(variable):
+        if self.weight_decay and private.is_decayed(self, variable):
             value = ops.convert_to_tensor(variable)
             step = step + self.weight_decay * value
             rate = rate * _ratio(_norm(value), _norm(step))
         self.assign_sub(variable, rate * step)
-
-    def _apply_weight_decay(self, variables: Any) -> None:
-        """Nothing: `update_step` does it."""
 
     def get_config(self) -> dict[str, Any]:
         config: dict[str, Any] = super().get_config()

@@ -9,7 +9,7 @@ import numpy as np
 from conftest import TINY, randomize
 from PIL import Image
 
-from keras_vit.export import samples
+from keras_vit.exporting import samples
 from keras_vit.model import VisionTransformer
 
 LABELS = ("ant", "bee", "cat", "dog", "eel", "fox", "gnu")

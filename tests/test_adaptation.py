@@ -70,7 +70,7 @@ def test_the_share_of_trainable_parameters() -> None:
     config = keras_vit.variant("B/16")
     sides = {"qkv": (768, 2304), "out": (768, 768), "fc1": (768, 3072), "fc2": (3072, 768)}
     expected = 12 * sum(8 * sum(side) for side in sides.values()) + 769 * 1000
-    with keras_vit.layers.initialization.overwritten_weights():
+    with keras_vit.layers.random.overwritten_weights():
         adapted = adaptation.LoRAVisionTransformer(config, rank=8, targets=ALL)
     assert adapted.count_params() == keras_vit.parameter_count(config) + expected - 769 * 1000
     found = sum(np.prod(variable.shape) for variable in adapted.trainable_variables)

@@ -5,6 +5,8 @@ What TensorFlow makes of a form is nowhere promised: an upgrade that loses it mu
 
 import collections
 import dataclasses
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +19,7 @@ from tensorflow.python.eager import context
 from tensorflow.python.util import _pywrap_util_port
 
 from keras_vit import backend
-from keras_vit.backend import plain, tensorflow_graph
+from keras_vit.backend import plain, tensorflow
 from keras_vit.model import VisionTransformer
 
 needs_onednn = pytest.mark.skipif(
@@ -130,7 +132,7 @@ def test_constants_keep_to_their_device() -> None:
         made = []
         for device in ("CPU:0", "CPU:0", "CPU:1"):
             with tf.device(device):
-                made.append(tensorflow_graph.reshape(tf.zeros((4, 3)), (-1, 6)).op.inputs[1])
+                made.append(tensorflow.reshape(tf.zeros((4, 3)), (-1, 6)).op.inputs[1])
         return made
 
     with tf.Graph().as_default():
@@ -140,7 +142,17 @@ def test_constants_keep_to_their_device() -> None:
     assert one.device != elsewhere.device
     with tf.Graph().as_default():
         assert reshaped()[0] is not one
-    assert tensorflow_graph.as_rows(tf.zeros((2, 2, 3))).shape == (4, 3)  # eagerly
+    assert tensorflow.as_rows(tf.zeros((2, 2, 3))).shape == (4, 3)  # eagerly
+
+
+def test_constants_do_not_keep_a_graph_alive() -> None:
+    with tf.Graph().as_default() as graph:
+        x = tf.zeros((4, 3))
+        assert tensorflow.constant(2.0, tf.float32, beside=x).graph is graph
+    freed = weakref.ref(graph)
+    del graph, x
+    gc.collect()
+    assert freed() is None
 
 
 @needs_onednn

@@ -17,7 +17,7 @@ from PIL import Image
 
 import keras_vit
 from keras_vit.cli import main
-from keras_vit.training import load_run
+from keras_vit.training import Run
 
 # The smallest model there is: most of the time goes into starting TensorFlow.
 SMALL = ("--model", "digits", "--batch-size", "8", "--epochs", "2")
@@ -193,7 +193,7 @@ WRONG: dict[str, tuple[str, str]] = {
     "other things there": ("train --data images --out images", "holds other things"),
     "predict no run": ("predict images a.png", "is not a run directory"),
     "evaluate no run": ("evaluate gone", "no run directory 'gone'"),
-    "no scikit-learn": ("train --data digits --out new", 'pip install "keras-vit[data]"'),
+    "no scikit-learn": ("train --data digits --out new", "pip install scikit-learn"),
 }
 
 
@@ -252,7 +252,7 @@ def test_ctrl_c_leaves_a_whole_model_or_nothing(place: Path, tmp_path: Path) -> 
     assert "the best so far" in kept.errors[0]
     assert "nothing was saved" in lost.errors[0] or "early.unfinished" in lost.errors[0]
     assert {entry.name for entry in tmp_path.iterdir()} <= {late_run.name, "early.unfinished"}
-    assert load_run(late_run).config["result"]["finished"] is False
+    assert Run.load(late_run).config["result"]["finished"] is False
     assert main(["evaluate", str(late_run)]) == 0
     assert (late_run / "metrics.json").is_file()
 
@@ -356,5 +356,5 @@ def test_two_workers_train_on_a_folder(place: Path) -> None:
     assert (first.code, first.errors, second.code, second.errors) == (0, [], 0, [])
     assert "Saved in together" in first.out
     assert "Saved in together" not in second.out
-    assert load_run(place / "together").config["result"]["finished"]
+    assert Run.load(place / "together").config["result"]["finished"]
     assert not list(place.glob("together.unfinished*"))

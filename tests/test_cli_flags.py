@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from keras_vit.cli.main import main
-from keras_vit.training import RECIPES, load_run
+from keras_vit.training import RECIPES, Run
 from keras_vit.training.checkpoints import Checkpoints
 
 SMALL = ("--model", "digits", "--batch-size", "8", "--steps", "1")
@@ -34,7 +34,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_config_json_records_every_flag(place: Path) -> None:
     """Recipe, model and execution say what was asked for, and the model is so."""
-    run = load_run(place / "run")
+    run = Run.load(place / "run")
     config = json.loads((place / "run" / "config.json").read_text())
     recipe, model = config["recipe"], run.model.config
 
@@ -81,7 +81,7 @@ def test_remat_and_drop_path_reach_a_model_that_has_weights(place: Path) -> None
     argv = ["train", "--data", data, "--out", str(out), "--weights", str(place / "run")]
     argv += ["--no-remat", "--drop-path", "0.3", *SMALL[2:]]
     assert main([*argv, "--learning-rate", "1e-12"]) == 0
-    before, after = load_run(place / "run").model, load_run(out).model
+    before, after = Run.load(place / "run").model, Run.load(out).model
 
     assert (after.config.remat, after.config.drop_path_rate) == (False, 0.3)
     assert after.config.pooling == "avg"
@@ -137,7 +137,7 @@ def test_a_student_is_made_for_the_recipe(place: Path, tmp_path: Path) -> None:
     teacher = ["--teacher", str(place / "run"), "--distillation", "hard"]
     teacher += ["--sam-rho", "0.05", "--learning-rate", "1e-3"]
     assert main(["train", *data, *SMALL, *recipe, *teacher]) == 0
-    config = load_run(tmp_path / "student").model.config
+    config = Run.load(tmp_path / "student").model.config
 
     assert (config.layer_scale, config.activation) == (1e-4, "gelu")
     assert config.drop_path_rate == RECIPES["deit3-s16"].drop_path_rate

@@ -1,4 +1,4 @@
-"""Tests of keras_vit.cli.measures."""
+"""Tests of keras_vit.cli.evaluate."""
 
 import dataclasses
 import json
@@ -11,7 +11,7 @@ from conftest import TINY
 from keras_vit import evaluation
 from keras_vit.cli.main import main
 from keras_vit.data import load_digits
-from keras_vit.training import RECIPES, load_run, train
+from keras_vit.training import RECIPES, Run, train
 
 CONFIG = dataclasses.replace(
     TINY, input_shape=(8, 8, 3), patch_size=4, num_layers=1, classes=10, include_preprocessing=True
@@ -36,7 +36,7 @@ def test_more_is_what_the_functions_say(
     """The JSON holds the numbers of keras_vit.evaluation, and the picture is drawn to --out."""
     assert main(["evaluate", str(run), "--more", "--json", "--out", str(tmp_path)]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    model, data = load_run(run).model, load_digits()
+    model, data = Run.load(run).model, load_digits()
     probabilities = np.exp(evaluation.log_probabilities(model, data.test))
     expected = evaluation.calibration(probabilities, data.test.targets).error
     assert found["calibration_error"] == pytest.approx(expected, abs=1e-6)
@@ -73,7 +73,7 @@ def test_real_labels_go_by_the_names_of_the_images(
         assert main(["evaluate", str(run), "--json", "--real", str(tmp_path / name)]) == 0
         events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
         found.append(events[-1]["accuracy"])
-    test = evaluation.evaluate(load_run(run).model, data.test, labels=data.labels)
+    test = evaluation.evaluate(Run.load(run).model, data.test, labels=data.labels)
     assert found[0] == pytest.approx(test.accuracy)
     assert found[1] < found[0]
     (tmp_path / "short.json").write_text("[[1]]")

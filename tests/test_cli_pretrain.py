@@ -12,7 +12,7 @@ import keras_vit
 from keras_vit import evaluation
 from keras_vit.cli.main import main
 from keras_vit.data import load_folder
-from keras_vit.training import load_run
+from keras_vit.training import Run
 
 SMALL = ("--model", "digits", "--batch-size", "8", "--epochs", "1")
 FILES = {
@@ -66,14 +66,14 @@ def test_it_prints_lines_for_people_and_json(
     events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [event["event"] for event in events] == ["data", "epoch", "done"]
     assert events[1]["validation_accuracy"] is None
-    one, other = (load_run(tmp_path / name).config["result"] for name in ("run", "other"))
+    one, other = (Run.load(tmp_path / name).config["result"] for name in ("run", "other"))
     assert one["state_sha256"] == other["state_sha256"]
 
 
 @pytest.mark.slow
 def test_evaluating_measures_the_features(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On the run's images, or if it has no labels on others; the numbers are evaluation's."""
-    run, images = load_run(place / "images-run"), load_folder(place / "images")
+    run, images = Run.load(place / "images-run"), load_folder(place / "images")
     assert main(["evaluate", str(run.path), "--json"]) == 0
     (own,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     expected = evaluation.few_shot(run.model, train=images.train, test=images.test, shots=(1, 5))
@@ -95,10 +95,10 @@ def test_training_goes_on_from_a_run(place: Path, tmp_path: Path) -> None:
     start = [*flags, "--weights", str(place / "flat-run"), "--learning-rate", "0.01"]
     out = tmp_path / "lora"
     assert main(["train", *start, "--out", str(out), "--lora", "2", "--lora-targets", "fc1"]) == 0
-    run, base = load_run(out), load_run(place / "flat-run").model
+    run, base = Run.load(out), Run.load(place / "flat-run").model
     assert type(run.model) is keras_vit.VisionTransformer
     assert run.config["lora"] == {"rank": 2, "targets": ["fc1"], "alpha": None}
-    classifier = keras_vit.training.run_model(place / "flat-run", labels=run.labels)
+    classifier = Run.load(place / "flat-run").classifier(run.labels)
     adapted = keras_vit.load_adapter(classifier, out / "adapter.safetensors")
     merged = keras_vit.merge_lora(adapted)
     for ours, theirs in zip(run.model.weights, merged.weights, strict=True):
@@ -118,7 +118,7 @@ def test_frozen_blocks_and_decayed_rates(place: Path, tmp_path: Path) -> None:
     start = [*flags, "--weights", str(place / "images-run"), "--freeze", "3"]
     out = tmp_path / "frozen"
     assert main(["train", *start, "--layer-decay", "0.5", "--out", str(out)]) == 0
-    run, base = load_run(out), load_run(place / "images-run").model
+    run, base = Run.load(out), Run.load(place / "images-run").model
     assert run.config["recipe"]["layer_decay"] == 0.5
     pairs = zip(run.model.weights, base.weights, strict=False)
     changed = {new.path.split("/")[0] for new, old in pairs if not np.array_equal(new, old)}
@@ -132,7 +132,7 @@ def test_a_teacher_is_a_run_or_a_file(place: Path, tmp_path: Path) -> None:
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
     assert main([*flags, "--out", first]) == 0
     assert main([*flags, "--out", second, "--teacher", first, "--distillation", "hard"]) == 0
-    assert load_run(second).config["distillation"]["kind"] == "hard"
+    assert Run.load(second).config["distillation"]["kind"] == "hard"
     layers = [
         keras.Input((32, 32, 3)),
         keras.layers.GlobalAveragePooling2D(),
@@ -141,7 +141,7 @@ def test_a_teacher_is_a_run_or_a_file(place: Path, tmp_path: Path) -> None:
     keras.Sequential(layers).save(tmp_path / "teacher.keras")
     chosen = ["--teacher", str(tmp_path / "teacher.keras"), "--temperature", "2"]
     assert main([*flags, "--out", second, "--overwrite", *chosen]) == 0
-    assert load_run(second).config["distillation"]["temperature"] == 2
+    assert Run.load(second).config["distillation"]["temperature"] == 2
 
 
 # Arguments of `train`, after --data and --out, and what the sentence says.

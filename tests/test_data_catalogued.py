@@ -1,4 +1,4 @@
-"""Tests of keras_vit.data.catalogued, all offline."""
+"""Tests of keras_vit.data.datasets, all offline."""
 
 import sys
 from pathlib import Path
@@ -117,7 +117,7 @@ def test_a_dataset_without_training_images_is_an_error(tmp_path: Path) -> None:
 def test_without_the_package_the_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """What to install is in the error."""
     monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
-    with pytest.raises(ImportError, match=r'pip install "keras-vit\[tfds\]"'):
+    with pytest.raises(ImportError, match=r"pip install tensorflow-datasets"):
         load_data("tfds:oxford_flowers102")
 
 

@@ -1,4 +1,4 @@
-"""Tests of keras_vit.data.crop."""
+"""Tests of keras_vit.data.augment."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_vit.data import crop
+from keras_vit.data import augment
 
 COUNT = 3000
 # Two samples of COUNT from one distribution lie further apart once in ten thousand times
@@ -25,7 +25,7 @@ def sampled(draw: Callable[[tf.Tensor], tf.Tensor]) -> np.ndarray:
 
 def ours(shape: tuple[int, int], area: float) -> np.ndarray:
     return sampled(
-        lambda number: crop.inception_part(
+        lambda number: augment.inception_part(
             shape, smallest_area=area, seed=tf.random.experimental.stateless_fold_in((1, 2), number)
         )
     )
@@ -96,8 +96,8 @@ def test_another_crop_is_told_apart(shape: tuple[int, int]) -> None:
 
 def test_a_part_is_a_function_of_its_seed() -> None:
     """The same seed, eagerly and in a graph, gives the same part; another gives another."""
-    graph = tf.function(lambda seed: crop.inception_part((60, 80), smallest_area=0.1, seed=seed))
-    parts = [crop.inception_part((60, 80), smallest_area=0.1, seed=(1, n)) for n in range(20)]
+    graph = tf.function(lambda seed: augment.inception_part((60, 80), smallest_area=0.1, seed=seed))
+    parts = [augment.inception_part((60, 80), smallest_area=0.1, seed=(1, n)) for n in range(20)]
 
     assert all(np.array_equal(graph((1, n)), part) for n, part in enumerate(parts))
     assert len({part.numpy().tobytes() for part in parts}) == 20
@@ -108,8 +108,10 @@ def test_no_image_is_too_small(shape: tuple[int, int]) -> None:
     """A part has at least one pixel, and never more than the image."""
     for number, place in enumerate(np.random.default_rng(0).uniform(size=(30, 2))):
         for part in (
-            crop.inception_part(shape, smallest_area=0.01, seed=(0, number)).numpy(),
-            crop.small_part(shape, size=(5, 4), ratio=3.0, place=place.astype(np.float32)).numpy(),
+            augment.inception_part(shape, smallest_area=0.01, seed=(0, number)).numpy(),
+            augment.small_part(
+                shape, size=(5, 4), ratio=3.0, place=place.astype(np.float32)
+            ).numpy(),
         ):
             assert (part[2:] >= 1).all()
             assert (part[:2] >= 0).all()
@@ -126,7 +128,9 @@ def test_cutting_first_shows_what_resizing_first_shows(
     rows, columns = np.indices(shape)
     image = np.stack([rows, columns], axis=-1).astype(np.float32)  # each pixel is its place
 
-    top, left, height, width = crop.small_part(shape, size=size, ratio=ratio, place=place).numpy()
+    top, left, height, width = augment.small_part(
+        shape, size=size, ratio=ratio, place=place
+    ).numpy()
     found = tf.image.resize(image[top : top + height, left : left + width], size).numpy()
 
     factor = max(ratio * size[0] / shape[0], ratio * size[1] / shape[1])

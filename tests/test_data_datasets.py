@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_vit.data import Augmentation, Stream, from_dataset, splits, train_batches
+from keras_vit.data import Augmentation, Stream, from_dataset, source, train_batches
 
 LABELS = ("dark", "bright")
 COUNT = 40
@@ -79,7 +79,7 @@ def test_a_stream_is_a_function_of_seed_and_step(
     buffer: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From any step, on any worker, whatever TensorFlow's global seed: the same bits."""
-    monkeypatch.setattr(splits, "BUFFER", buffer)
+    monkeypatch.setattr(source, "BUFFER", buffer)
     train = from_dataset(encoded(), encoded(), test=encoded(), labels=LABELS, memory=0).train
     whole = batches(train)
     tf.random.set_seed(3)
@@ -97,7 +97,7 @@ def test_a_stream_s_blocks_hold_other_images_in_each_epoch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Shuffling by blocks of ten brings together what other blocks held in other epochs."""
-    monkeypatch.setattr(splits, "BUFFER", 10)
+    monkeypatch.setattr(source, "BUFFER", 10)
     train = from_dataset(encoded(), encoded(), test=encoded(), labels=LABELS, memory=0).train
     firsts = {
         frozenset(numbers(batches(train, batch_size=10, epochs=1, seed=seed))[-1])

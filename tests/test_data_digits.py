@@ -1,4 +1,4 @@
-"""Tests of keras_vit.data.digits."""
+"""Tests of keras_vit.data.loading."""
 
 import sys
 
@@ -49,5 +49,5 @@ def test_without_scikit_learn_the_pip_command_is_named(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "sklearn", None)
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
 
-    with pytest.raises(ImportError, match=r'pip install "keras-vit\[data\]"'):
+    with pytest.raises(ImportError, match=r"pip install scikit-learn"):
         load_digits()

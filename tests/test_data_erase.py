@@ -1,9 +1,9 @@
-"""Tests of keras_vit.data.erase."""
+"""Tests of keras_vit.data.augment."""
 
 import numpy as np
 import pytest
 
-from keras_vit.data import erase
+from keras_vit.data import augment
 
 SEED = (3, 5)
 VALUE = 300.0  # no noise has it
@@ -11,7 +11,9 @@ VALUE = 300.0  # no noise has it
 
 def erased(probability: float, *, count: int = 400, **options: object) -> np.ndarray:
     images = np.full((count, 30, 40, 3), VALUE, np.float32)
-    return np.asarray(erase.erase_rectangles(images, probability=probability, seed=SEED, **options))
+    return np.asarray(
+        augment.erase_rectangles(images, probability=probability, seed=SEED, **options)
+    )
 
 
 def test_one_rectangle_of_the_paper_s_sizes_is_lost() -> None:

@@ -7,7 +7,7 @@ import image_files
 import numpy as np
 import pytest
 
-from keras_vit.data import Split, images, listing, load_folder, load_test_folder, source
+from keras_vit.data import Split, folder, images, load_folder, load_test_folder, source
 
 
 def names(split: Split) -> set[str]:
@@ -111,20 +111,20 @@ def test_every_file_that_is_left_out_is_named_with_the_reason(
 
     found = {Path(one.name).name: one.reason for one in data.left_out}
     assert found == {
-        "README.txt": listing.OUTSIDE,
-        "beside.png": listing.OUTSIDE,
-        ".thumbnails": listing.HIDDEN,
-        "notes.txt": listing.ENDING,
-        "gone.png": listing.BROKEN_LINK,
-        "elsewhere": listing.FOLDER_LINK,
-        "._a.png": listing.HIDDEN,
-        "pipe.png": listing.NO_FILE,
-        "locked.png": listing.UNREADABLE,
+        "README.txt": folder.OUTSIDE,
+        "beside.png": folder.OUTSIDE,
+        ".thumbnails": folder.HIDDEN,
+        "notes.txt": folder.ENDING,
+        "gone.png": folder.BROKEN_LINK,
+        "elsewhere": folder.FOLDER_LINK,
+        "._a.png": folder.HIDDEN,
+        "pipe.png": folder.NO_FILE,
+        "locked.png": folder.UNREADABLE,
     }
     assert len(data.left_out) == len(found)
     assert sum(data.counts.values()) == 20
     assert data.labels == ("plain", "striped")
-    assert data.reasons[listing.UNREADABLE] == (str(locked),)
+    assert data.reasons[folder.UNREADABLE] == (str(locked),)
     with pytest.raises(ValueError, match=r"1 of 21 images .* cannot be decoded or read: .*locked"):
         load_folder(tmp_path, strict=True)
 
@@ -137,7 +137,7 @@ def test_what_lies_beside_given_splits_is_named(tmp_path: Path) -> None:
 
     data = load_folder(tmp_path)
 
-    assert [Path(name).name for name in data.reasons[listing.OUTSIDE]] == ["extra", "labels.csv"]
+    assert [Path(name).name for name in data.reasons[folder.OUTSIDE]] == ["extra", "labels.csv"]
     assert load_test_folder(tmp_path, labels=data.labels).left_out == ()
 
 
@@ -240,6 +240,6 @@ def test_file_names_of_any_alphabet_are_read(tmp_path: Path) -> None:
 
 def test_long_lists_of_names_are_cut() -> None:
     """A message about a thousand files stays a sentence."""
-    listed = listing.some([f"{index}.png" for index in range(1000)])
+    listed = folder.some([f"{index}.png" for index in range(1000)])
 
     assert listed.endswith("'9.png' and 990 more")

@@ -1,11 +1,11 @@
-"""Tests of keras_vit.data.foreign with the real layers of keras-cv 0.9."""
+"""Tests of keras_vit.data.datasets with the real layers of keras-cv 0.9."""
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_vit.data import foreign
+from keras_vit.data import datasets
 
 CLASSES = 5
 
@@ -18,7 +18,7 @@ def batch(count: int = 8) -> tuple[np.ndarray, np.ndarray]:
 
 def adapted(*layers: object) -> object:
     with pytest.warns(UserWarning, match="cannot be seeded"):
-        return foreign.from_keras_cv(layers)
+        return datasets.from_keras_cv(layers)
 
 
 def mapped(*layers: object) -> tuple[np.ndarray, np.ndarray]:
@@ -86,4 +86,4 @@ def test_classes_that_are_not_probabilities_are_an_error() -> None:
 def test_a_class_is_no_layer() -> None:
     """A layer that is not made would be made anew in each call."""
     with pytest.raises(TypeError, match="layers that are made already"):
-        foreign.from_keras_cv([Half])
+        datasets.from_keras_cv([Half])

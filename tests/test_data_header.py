@@ -10,14 +10,14 @@ import tensorflow as tf
 from image_files import as_pillow, photo, picture
 from PIL import Image
 
-from keras_vit.data import Augmentation, Split, evaluation_batches, images, train_batches
+from keras_vit.data import Augmentation, Split, decoding, evaluation_batches, images, train_batches
 from keras_vit.data import header as held
 
 TAG = 0x0112
 TURNS = range(1, 9)
 # Formats with EXIF, and how far decoders may round apart.
 FORMS = {"JPEG": 6, "PNG": 0, "WEBP": 0}
-GRAPH = tf.function(images.decode_image, input_signature=[tf.TensorSpec((), tf.string)])
+GRAPH = tf.function(decoding.decode_image, input_signature=[tf.TensorSpec((), tf.string)])
 
 
 def difference(found: np.ndarray, expected: np.ndarray) -> float:
@@ -60,7 +60,7 @@ def test_a_part_is_chosen_in_the_upright_photo(turn: int, form: str) -> None:
         shapes.append(shape.numpy().tolist())
         return tf.constant([3, 7, 17, 23])
 
-    found = images.decode_part(tf.constant(contents), choose=choose).numpy()
+    found = decoding.decode_part(tf.constant(contents), choose=choose).numpy()
 
     assert shapes == [[52, 36] if turn < 5 else [36, 52]]
     assert difference(found[1:-1, 1:-1], expected[1:-1, 1:-1]) <= FORMS[form]

@@ -16,7 +16,7 @@ import tensorflow as tf
 from PIL import Image
 
 from keras_vit.config import ViTConfig
-from keras_vit.data import images
+from keras_vit.data import decoding, images
 from keras_vit.model import VisionTransformer
 
 # Pillow's mode and format; tolerance 2 where decoders may round their colour transform differently.
@@ -52,7 +52,7 @@ def colors() -> np.ndarray:
 
 
 def difference(contents: bytes, expected: np.ndarray) -> int:
-    found = images.decode_image(tf.constant(contents)).numpy()
+    found = decoding.decode_image(tf.constant(contents)).numpy()
     assert found.dtype == np.uint8
     assert found.shape == expected.shape
     return int(np.abs(found.astype(int) - expected).max())
@@ -130,11 +130,11 @@ def test_of_a_moving_picture_the_first_frame_counts(form: str, options: dict[str
 
 def test_a_graph_decodes_as_eager_code_does() -> None:
     """One traced function serves all formats, as a SavedModel or tf.data needs it."""
-    graph = tf.function(images.decode_image, input_signature=[tf.TensorSpec((), tf.string)])
+    graph = tf.function(decoding.decode_image, input_signature=[tf.TensorSpec((), tf.string)])
 
     for form in ("PNG", "JPEG", "BMP", "GIF", "WEBP"):
         contents = encoded(Image.fromarray(colors()), form)
-        assert np.array_equal(graph(contents), images.decode_image(tf.constant(contents)))
+        assert np.array_equal(graph(contents), decoding.decode_image(tf.constant(contents)))
 
 
 @pytest.mark.parametrize("form", ["PNG", "JPEG", "BMP", "GIF", "WEBP"])
@@ -143,7 +143,7 @@ def test_half_a_file_is_an_error(form: str) -> None:
     contents = encoded(Image.fromarray(colors()), form)
 
     with pytest.raises(tf.errors.InvalidArgumentError):
-        images.decode_image(tf.constant(contents[: len(contents) // 2]))
+        decoding.decode_image(tf.constant(contents[: len(contents) // 2]))
 
 
 def photograph() -> np.ndarray:
@@ -245,10 +245,10 @@ def test_a_part_has_the_pixels_of_the_whole(form: str, part: tuple[int, ...]) ->
     top, left, height, width = part
 
     shapes = []
-    found = images.decode_part(
+    found = decoding.decode_part(
         contents, choose=lambda shape: shapes.append(shape.numpy().tolist()) or tf.constant(part)
     ).numpy()
-    whole = images.decode_image(contents).numpy()[top : top + height, left : left + width]
+    whole = decoding.decode_image(contents).numpy()[top : top + height, left : left + width]
 
     assert shapes == [[60, 80]]
     assert found.shape == (height, width, 3)
@@ -329,7 +329,7 @@ def test_an_image_above_the_budget_is_refused_everywhere(
         with pytest.raises(ValueError, match=r"large.png' has 768 pixels, .* than the 767 that"):
             images.read_image(file)
         with pytest.raises(tf.errors.InvalidArgumentError, match="more pixels than are decoded"):
-            images.decode_part(
+            decoding.decode_part(
                 tf.constant(contents), choose=lambda shape: tf.constant([0, 0, 1, 1])
             )
 
@@ -381,5 +381,5 @@ def test_laying_on_white_in_integers_is_laying_on_white(monkeypatch: pytest.Monk
     expected = np.round(pixels[..., :3] * share + 255 * (1 - share)).astype(np.uint8)
     contents = encoded(Image.fromarray(pixels, "RGBA"), "PNG")
     assert difference(contents, expected) == 0
-    monkeypatch.setattr(images, "_STRIP", 1000)
+    monkeypatch.setattr(decoding, "_STRIP", 1000)
     assert difference(contents, expected) == 0

@@ -1,4 +1,4 @@
-"""Tests of keras_vit.data.mix."""
+"""Tests of keras_vit.data.augment."""
 
 import numpy as np
 import pytest

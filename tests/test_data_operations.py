@@ -1,13 +1,13 @@
-"""Tests of keras_vit.data.operations."""
+"""Tests of keras_vit.data.randaugment."""
 
 import numpy as np
 import pytest
 import tensorflow as tf
 from PIL import Image, ImageEnhance, ImageOps
 
-from keras_vit.data import operations
+from keras_vit.data import randaugment
 
-GREY = (operations.GREY,) * 3
+GREY = (randaugment.GREY,) * 3
 
 
 def picture(low: int = 20, high: int = 230) -> np.ndarray:
@@ -69,7 +69,7 @@ def test_operations_are_pillow_s(
 ) -> None:
     """Where Pillow has the operation, its pixels are ours."""
     image = picture()
-    found = getattr(operations, name)(tf.constant(image), *arguments).numpy()
+    found = getattr(randaugment, name)(tf.constant(image), *arguments).numpy()
     expected = np.asarray(reference(Image.fromarray(image)))
 
     difference = np.abs(found.astype(int) - expected)
@@ -96,14 +96,14 @@ def test_comparing_with_pillow_can_fail() -> None:
 def test_one_colour_stays_what_it_is(name: str) -> None:
     """An image without contrast has none to stretch."""
     flat = tf.fill((6, 7, 3), tf.constant(77, tf.uint8))
-    assert np.array_equal(getattr(operations, name)(flat), flat)
+    assert np.array_equal(getattr(randaugment, name)(flat), flat)
 
 
 @pytest.mark.parametrize("addition", [0, 55, 110, 330])
 def test_solarize_add_adds_to_the_dark_alone(addition: int) -> None:
     """Values below 128 grow, up to 255; the others stay."""
     values = np.arange(256)
-    found = operations.solarize_add(
+    found = randaugment.solarize_add(
         tf.constant(np.repeat(values[:, None, None], 3, -1), tf.uint8), addition
     ).numpy()
     expected = np.where(values < 128, np.minimum(values + addition, 255), values)
@@ -120,6 +120,6 @@ def test_cutout_greys_one_square_cut_at_the_border(
     """A square of six pixels around the place, and nothing else."""
     image = picture()
     expected = image.copy()
-    expected[slice(*rows), slice(*columns)] = operations.GREY
-    found = operations.cutout(tf.constant(image), 3, place=tf.constant(place))
+    expected[slice(*rows), slice(*columns)] = randaugment.GREY
+    found = randaugment.cutout(tf.constant(image), 3, place=tf.constant(place))
     assert np.array_equal(found, expected)

@@ -13,7 +13,7 @@ import tensorflow as tf
 from keras_vit.data import (
     Augmentation,
     Split,
-    crop,
+    augment,
     evaluation_batches,
     images,
     load_folder,
@@ -241,7 +241,7 @@ def test_evaluation_can_cut_out_the_middle(files: Split) -> None:
     )
     for path, image in zip(files.images, found.numpy(), strict=True):
         pixels = images.read_image(path)
-        top, left, height, width = crop.small_part(
+        top, left, height, width = augment.small_part(
             pixels.shape[:2], size=(12, 12), ratio=1.25, place=(0.5, 0.5)
         ).numpy()
         assert height == width == round(min(pixels.shape[:2]) / 1.25)

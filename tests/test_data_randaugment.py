@@ -6,24 +6,24 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_vit.data import draws, operations, randaugment
+from keras_vit.data import augment, randaugment
 
 NAMES = list(randaugment.OPERATIONS)
 # What magnitude 10 means, on an image of 224 pixels: the argument of the original's code.
 AT_TEN = [
-    ("rotate", lambda image: operations.rotate(image, math.radians(-30))),
-    ("posterize", lambda image: operations.posterize(image, 4)),
+    ("rotate", lambda image: randaugment.rotate(image, math.radians(-30))),
+    ("posterize", lambda image: randaugment.posterize(image, 4)),
     ("solarize", lambda image: image),
-    ("solarize_add", lambda image: operations.solarize_add(image, 110)),
-    ("color", lambda image: operations.color(image, 1.9)),
-    ("contrast", lambda image: operations.contrast(image, 1.9)),
-    ("brightness", lambda image: operations.brightness(image, 1.9)),
-    ("sharpness", lambda image: operations.sharpness(image, 1.9)),
-    ("shear_x", lambda image: operations.shear_x(image, -0.3)),
-    ("shear_y", lambda image: operations.shear_y(image, -0.3)),
-    ("translate_x", lambda image: operations.translate_x(image, -100)),
-    ("translate_y", lambda image: operations.translate_y(image, -100)),
-    ("cutout", lambda image: operations.cutout(image, 40, place=tf.constant([0.3, 0.6]))),
+    ("solarize_add", lambda image: randaugment.solarize_add(image, 110)),
+    ("color", lambda image: randaugment.color(image, 1.9)),
+    ("contrast", lambda image: randaugment.contrast(image, 1.9)),
+    ("brightness", lambda image: randaugment.brightness(image, 1.9)),
+    ("sharpness", lambda image: randaugment.sharpness(image, 1.9)),
+    ("shear_x", lambda image: randaugment.shear_x(image, -0.3)),
+    ("shear_y", lambda image: randaugment.shear_y(image, -0.3)),
+    ("translate_x", lambda image: randaugment.translate_x(image, -100)),
+    ("translate_y", lambda image: randaugment.translate_y(image, -100)),
+    ("cutout", lambda image: randaugment.cutout(image, 40, place=tf.constant([0.3, 0.6]))),
 ]
 
 
@@ -50,7 +50,7 @@ def test_each_operation_comes_as_often_as_any_other() -> None:
     known = np.array(
         [randaugment.distort(image, magnitude=7, drawn=drawn(name)).numpy() for name in NAMES]
     )
-    numbers = draws.uniform(1, 1600, seed=(1, 2))[0]
+    numbers = augment.draw_uniform(1, 1600, seed=(1, 2))[0]
 
     def vary(number: tf.Tensor) -> tf.Tensor:
         return randaugment.distort(image, magnitude=7, drawn=tf.stack([number, *rest]))

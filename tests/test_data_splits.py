@@ -1,4 +1,4 @@
-"""Tests of keras_vit.data.splits."""
+"""Tests of keras_vit.data.source."""
 
 import copy
 import dataclasses
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_vit.data import Split, Stream, images, load_folder, splits
+from keras_vit.data import Split, Stream, images, load_folder, source
 
 PIXELS = np.arange(5 * 48, dtype=np.uint8).reshape(5, 4, 4, 3)
 TARGETS = np.array([0, 1, 0, 1, 2], np.int32)
@@ -151,7 +151,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="5 images and 4 targets"):
         Split(images=PIXELS, targets=TARGETS[:4])
     with pytest.raises(ValueError, match="A FileSplit cannot hold these images, a PixelSplit can"):
-        splits.FileSplit(images=PIXELS, targets=TARGETS)
+        source.FileSplit(images=PIXELS, targets=TARGETS)
 
 
 def test_a_split_of_a_folder_reads_its_files(tmp_path: Path) -> None:

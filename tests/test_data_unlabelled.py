@@ -1,4 +1,4 @@
-"""Tests of keras_vit.data.unlabelled."""
+"""Tests of keras_vit.data.folder."""
 
 import shutil
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import image_files
 import pytest
 
-from keras_vit.data import load_data, load_folder, load_unlabelled_folder, record
+from keras_vit.data import load_data, load_folder, load_unlabelled_folder, loading
 
 
 def scatter(root: Path, *, count: int = 20, below: str = "") -> Path:
@@ -53,8 +53,8 @@ def test_given_splits_are_kept(tmp_path: Path, validation: bool) -> None:
 def test_the_splits_are_written_and_read(tmp_path: Path) -> None:
     """splits.csv has no labels then, and gives the same images back."""
     data = load_unlabelled_folder(scatter(tmp_path / "images"))
-    record.write_splits(data, tmp_path / "splits.csv")
-    again = record.read_splits(tmp_path / "splits.csv", root=data.source, labels=())
+    loading.write_splits(data, tmp_path / "splits.csv")
+    again = loading.read_splits(tmp_path / "splits.csv", root=data.source, labels=())
     assert again.train.images.tolist() == data.train.images.tolist()
     assert again.counts == data.counts
 

@@ -25,7 +25,7 @@ SILENT = {"namex": "Apache-2.0"}
 def closure() -> dict[str, frozenset[str]]:
     """Returns every package that the package and its extras bring, with the extras asked of it."""
     found: dict[str, frozenset[str]] = {}
-    waiting = [("keras-vit", frozenset({"all", "keras-cv"}))]
+    waiting = [("keras-vision-transformer", frozenset({"all", "keras-cv"}))]
     while waiting:
         name, extras = waiting.pop()
         if name in found and extras <= found[name]:
@@ -61,9 +61,9 @@ def test_every_dependency_may_be_used_and_passed_on() -> None:
 def test_the_tested_versions_are_written_down_and_fit_what_is_asked() -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
-    missing = set(closure()) - set(pins) - {"keras-vit", "setuptools", "wheel"}
+    missing = set(closure()) - set(pins) - {"keras-vision-transformer", "setuptools", "wheel"}
     assert not missing
-    for text in importlib.metadata.requires("keras-vit") or ():
+    for text in importlib.metadata.requires("keras-vision-transformer") or ():
         needed = Requirement(text)
         name = canonicalize_name(needed.name)
         if name in pins:

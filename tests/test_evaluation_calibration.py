@@ -1,4 +1,4 @@
-"""Tests of keras_vit.evaluation.calibration."""
+"""Tests of keras_vit.evaluation.metrics."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Tests of keras_vit.evaluation.few_shot."""
+"""Tests of keras_vit.evaluation.features."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ import pytest
 from conftest import TINY, randomize
 
 from keras_vit.data import Split, load_digits
-from keras_vit.evaluation.few_shot import FewShot, draw_shots, few_shot, fit_linear
+from keras_vit.evaluation.features import FewShot, draw_shots, few_shot, fit_linear
 from keras_vit.model import VisionTransformer
 
 SMALL = dataclasses.replace(

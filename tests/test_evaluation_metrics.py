@@ -11,7 +11,7 @@ import sklearn.metrics
 import keras_vit
 from keras_vit.data import Split
 from keras_vit.evaluation import Evaluation, evaluate
-from keras_vit.evaluation.metrics import log_softmax
+from keras_vit.evaluation.outputs import log_softmax
 
 LABELS = tuple("abcdefg")
 CONFIG = keras_vit.ViTConfig(

@@ -1,4 +1,4 @@
-"""Tests of keras_vit.evaluation.mistakes."""
+"""Tests of keras_vit.evaluation.report."""
 
 import dataclasses
 import sys
@@ -12,7 +12,7 @@ import tensorflow as tf
 from conftest import TINY, randomize
 
 from keras_vit.data import Split, load_digits
-from keras_vit.evaluation import mistakes
+from keras_vit.evaluation import report
 from keras_vit.model import VisionTransformer
 
 SMALL = dataclasses.replace(
@@ -29,7 +29,7 @@ def model() -> VisionTransformer:
 def test_they_are_wrong_and_sorted_by_how_sure(model: VisionTransformer) -> None:
     """Nothing surer is left out, nothing right is in, names and numbers are those of the image."""
     split = load_digits().test
-    found = mistakes.confident_mistakes(model, split, labels=LABELS, count=12)
+    found = report.confident_mistakes(model, split, labels=LABELS, count=12)
     scores = keras.ops.convert_to_numpy(model(split.images.astype(np.float32)))
     probabilities = keras.ops.convert_to_numpy(keras.ops.softmax(scores))
     wrong = scores.argmax(axis=1) != split.targets
@@ -46,9 +46,9 @@ def test_a_perfect_model_makes_none(model: VisionTransformer) -> None:
     split = load_digits().validation
     said = keras.ops.convert_to_numpy(model(split.images.astype(np.float32))).argmax(axis=1)
     perfect = Split(images=split.images, targets=said.astype(np.int32))
-    assert mistakes.confident_mistakes(model, perfect, labels=LABELS) == ()
+    assert report.confident_mistakes(model, perfect, labels=LABELS) == ()
     with pytest.raises(ValueError, match="no mistakes"):
-        mistakes.plot_mistakes((), perfect, "nowhere.png")
+        report.plot_mistakes((), perfect, "nowhere.png")
 
 
 @pytest.mark.parametrize("count", [1, 6])
@@ -61,9 +61,9 @@ def test_they_are_drawn_from_files_too(
     for path, image in zip(paths, digits.images, strict=True):
         path.write_bytes(tf.io.encode_png(image).numpy())
     split = Split(images=np.array([str(path) for path in paths]), targets=digits.targets)
-    found = mistakes.confident_mistakes(model, split, labels=LABELS, count=count)
+    found = report.confident_mistakes(model, split, labels=LABELS, count=count)
     assert {each.name for each in found} <= {str(path) for path in paths}
-    mistakes.plot_mistakes(found, split, tmp_path / "mistakes.png")
+    report.plot_mistakes(found, split, tmp_path / "mistakes.png")
     assert matplotlib.image.imread(tmp_path / "mistakes.png").std() > 0.05
 
 
@@ -76,7 +76,7 @@ def test_bad_arguments_are_refused(
 ) -> None:
     """The error says what is allowed."""
     with pytest.raises(ValueError, match=message):
-        mistakes.confident_mistakes(model, load_digits().test, **{"labels": LABELS, **arguments})
+        report.confident_mistakes(model, load_digits().test, **{"labels": LABELS, **arguments})
 
 
 def test_without_matplotlib_the_error_says_what_to_install(
@@ -84,5 +84,5 @@ def test_without_matplotlib_the_error_says_what_to_install(
 ) -> None:
     """The pip command is in it."""
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r'pip install "keras-vit\[data\]"'):
-        mistakes.plot_mistakes((), load_digits().test, "nowhere.png")
+    with pytest.raises(ImportError, match=r"pip install matplotlib"):
+        report.plot_mistakes((), load_digits().test, "nowhere.png")

@@ -1,4 +1,4 @@
-"""Tests of keras_vit.evaluation.neighbors."""
+"""Tests of keras_vit.evaluation.features."""
 
 import keras
 import numpy as np
@@ -6,7 +6,7 @@ import pytest
 import sklearn.neighbors
 
 from keras_vit.data import load_digits
-from keras_vit.evaluation import neighbors
+from keras_vit.evaluation import features
 
 FLAT = keras.Sequential([keras.Input((8, 8, 3)), keras.layers.Flatten()])
 
@@ -16,13 +16,11 @@ def test_votes_are_scikit_learns(
     count: int, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Shares of the votes are those of scikit-learn's classifier with the same weights."""
-    monkeypatch.setattr(neighbors, "_ROWS", 7)  # several blocks of rows
+    monkeypatch.setattr(features, "_ROWS", 7)  # several blocks of rows
     generator = np.random.default_rng(0)
     known, asked = generator.standard_normal((50, 6)), generator.standard_normal((20, 6))
     targets = generator.integers(0, 4, 50)
-    votes = neighbors.neighbor_votes(
-        known, targets, asked, neighbors=count, temperature=temperature
-    )
+    votes = features.neighbor_votes(known, targets, asked, neighbors=count, temperature=temperature)
     reference = sklearn.neighbors.KNeighborsClassifier(
         count,
         metric="cosine",
@@ -36,7 +34,7 @@ def test_votes_are_scikit_learns(
 def test_digits_are_told_apart_by_their_pixels() -> None:
     """On raw pixels the accuracy is scikit-learn's."""
     data = load_digits()
-    found = neighbors.nearest_neighbors(FLAT, train=data.train, test=data.test, neighbors=1)
+    found = features.nearest_neighbors(FLAT, train=data.train, test=data.test, neighbors=1)
     flat = [split.images.reshape(len(split), -1) for split in (data.train, data.test)]
     reference = sklearn.neighbors.KNeighborsClassifier(1, metric="cosine")
     reference.fit(flat[0], data.train.targets)
@@ -47,7 +45,7 @@ def test_digits_are_told_apart_by_their_pixels() -> None:
 def test_a_low_temperature_does_not_overflow() -> None:
     """Weights stay finite where the exponent alone would not."""
     known = np.eye(3)
-    votes = neighbors.neighbor_votes(known, np.arange(3), known, neighbors=2, temperature=1e-4)
+    votes = features.neighbor_votes(known, np.arange(3), known, neighbors=2, temperature=1e-4)
     np.testing.assert_allclose(votes, np.eye(3), atol=1e-12)
 
 
@@ -63,4 +61,4 @@ def test_bad_numbers_are_refused(arguments: dict[str, object], message: str) -> 
     """The error says what is allowed."""
     data = load_digits()
     with pytest.raises(ValueError, match=message):
-        neighbors.nearest_neighbors(FLAT, train=data.train, test=data.test, **arguments)
+        features.nearest_neighbors(FLAT, train=data.train, test=data.test, **arguments)

@@ -1,4 +1,4 @@
-"""Tests of keras_vit.evaluation.precision."""
+"""Tests of keras_vit.evaluation.outputs."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Tests of keras_vit.evaluation.predict."""
+"""Tests of keras_vit.evaluation.outputs."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Tests of keras_vit.evaluation.real."""
+"""Tests of keras_vit.evaluation.metrics."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from keras_vit.evaluation import real
+from keras_vit.evaluation import metrics
 
 
 def test_accuracy_counts_any_right_class() -> None:
@@ -17,21 +17,21 @@ def test_accuracy_counts_any_right_class() -> None:
     kept = [row for row in range(300) if labels[row]]
     assert 0 < len(kept) < 300
     expected = sum(int(np.argmax(scores[row])) in labels[row] for row in kept) / len(kept)
-    assert real.real_accuracy(scores, labels) == pytest.approx(expected, abs=1e-12)
+    assert metrics.real_accuracy(scores, labels) == pytest.approx(expected, abs=1e-12)
 
 
 def test_one_label_each_is_plain_accuracy() -> None:
     """With exactly one right class it is the usual accuracy."""
     generator = np.random.default_rng(1)
     scores, targets = generator.standard_normal((100, 4)), generator.integers(0, 4, 100)
-    found = real.real_accuracy(scores, [{int(target)} for target in targets])
+    found = metrics.real_accuracy(scores, [{int(target)} for target in targets])
     assert found == (scores.argmax(axis=1) == targets).mean()
 
 
 def test_the_file_is_read(tmp_path: Path) -> None:
     """A list of lists becomes a tuple of sets, the empty ones kept in place."""
     (tmp_path / "real.json").write_text(json.dumps([[65], [], [970, 795]]))
-    found = real.read_real_labels(tmp_path / "real.json")
+    found = metrics.read_real_labels(tmp_path / "real.json")
     assert found == (frozenset({65}), frozenset(), frozenset({970, 795}))
 
 
@@ -42,13 +42,13 @@ def test_another_file_is_refused(text: str, tmp_path: Path) -> None:
     """The error names the file and what to fetch."""
     (tmp_path / "real.json").write_text(text, errors="surrogateescape")
     with pytest.raises(ValueError, match=r"real\.json.*reassessed-imagenet"):
-        real.read_real_labels(tmp_path / "real.json")
+        metrics.read_real_labels(tmp_path / "real.json")
 
 
 def test_a_missing_file_is_said(tmp_path: Path) -> None:
     """It is a FileNotFoundError."""
     with pytest.raises(FileNotFoundError, match="nothing"):
-        real.read_real_labels(tmp_path / "nothing.json")
+        metrics.read_real_labels(tmp_path / "nothing.json")
 
 
 @pytest.mark.parametrize(
@@ -62,4 +62,4 @@ def test_a_missing_file_is_said(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_refused(scores: np.ndarray, labels: list, message: str) -> None:
     """The error says what was received."""
     with pytest.raises(ValueError, match=message):
-        real.real_accuracy(scores, labels)
+        metrics.real_accuracy(scores, labels)

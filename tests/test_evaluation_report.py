@@ -69,5 +69,5 @@ def test_without_matplotlib_the_pip_command_is_named(
     """The error says what to run."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
 
-    with pytest.raises(ImportError, match=r'pip install "keras-vit\[data\]"'):
+    with pytest.raises(ImportError, match=r"pip install matplotlib"):
         plot_confusion(evaluation(2), tmp_path / "confusion.png")

@@ -15,7 +15,7 @@ from conftest import TINY, randomize
 
 from keras_vit import explain
 from keras_vit.config import ViTConfig
-from keras_vit.explain import attention, inside
+from keras_vit.explain import attention
 from keras_vit.model import VisionTransformer
 
 # Oblong and square; with and without class token; every pooling; a hybrid whose stride is 16.
@@ -248,7 +248,7 @@ def test_another_image_size_is_resampled_and_said() -> None:
 def test_images_are_taken_in_batches() -> None:
     """Many images give what they give one by one, across the border of the batches."""
     model = sharp(TINY)
-    images = images_for(TINY, inside.BATCH_SIZE + 2)
+    images = images_for(TINY, attention.BATCH_SIZE + 2)
     found = explain.attention_rollout(model, images)
     single = np.concatenate([explain.attention_rollout(model, image[None]) for image in images])
     np.testing.assert_allclose(found, single, atol=1e-6)
@@ -272,7 +272,7 @@ def two(images: object) -> list[object]:
 def test_a_model_without_exactly_one_vit_is_refused(make: object, message: str) -> None:
     """The error counts them."""
     with pytest.raises(ValueError, match=message):
-        inside.find_vit(make())
+        attention.find_vit(make())
 
 
 def test_images_without_a_batch_are_refused() -> None:

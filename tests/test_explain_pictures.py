@@ -134,5 +134,5 @@ def test_without_matplotlib_the_error_says_what_to_install(
 ) -> None:
     """The pip command is in it; the arrays need no matplotlib."""
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r'pip install "keras-vit\[data\]"'):
+    with pytest.raises(ImportError, match=r"pip install matplotlib"):
         explain.plot_attention_distance(np.ones((2, 2)))

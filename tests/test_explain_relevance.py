@@ -1,4 +1,4 @@
-"""Tests of keras_vit.explain.relevance."""
+"""Tests of keras_vit.explain.attention."""
 
 import dataclasses
 from pathlib import Path

@@ -9,8 +9,8 @@ import tensorflow as tf
 from exported import LABELS, photo, served_model
 from serving_harness import messages
 
-from keras_vit.export import VerificationError, artefacts, export, savedmodel, serving_files
-from keras_vit.export.clean import request as requests
+from keras_vit.exporting import VerificationError, artefacts, export, savedmodel
+from keras_vit.exporting.clean import request as requests
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def test_the_settings_are_what_the_server_parses(exported):
         (directory / "batching_parameters.txt").read_text(), messages.message("BatchingParameters")
     )
     sizes = list(batching.allowed_batch_sizes)
-    assert sizes == sorted(sizes) == list(serving_files.BATCH_SIZES)
+    assert sizes == sorted(sizes) == list(savedmodel.BATCH_SIZES)
     assert batching.max_batch_size.value == sizes[-1]
     assert min(batching.num_batch_threads.value, batching.max_enqueued_batches.value) >= 1
     monitoring = text_format.Parse(
@@ -112,7 +112,7 @@ def test_warm_up_requests_are_those_of_the_server(exported):
     assert sorted(found) == sorted(
         (signature, name, size)
         for signature, name in inputs.items()
-        for size in serving_files.BATCH_SIZES
+        for size in savedmodel.BATCH_SIZES
     )
 
 

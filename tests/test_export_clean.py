@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_vit.export import clean
-from keras_vit.export.clean import measures, request, savedmodel_checks, warm_up, wire
+from keras_vit.exporting import clean
+from keras_vit.exporting.clean import loader, request, savedmodel_checks
 
 FOLDER = Path(clean.__file__).parent
 RANDOM = np.random.default_rng(0)
@@ -35,7 +35,7 @@ CASE = request.Case(
 def test_tensors_are_read_as_tensorflow_wrote_them(value):
     """A TensorProto of every type that signatures use is read back, listed or packed."""
     proto = tf.make_tensor_proto(value)
-    found = warm_up.read_tensor(proto.SerializeToString())
+    found = savedmodel_checks.read_tensor(proto.SerializeToString())
     np.testing.assert_array_equal(found, tf.make_ndarray(proto))
 
 
@@ -46,22 +46,24 @@ def test_a_repeated_value_is_read_whole():
     short.tensor_shape.CopyFrom(tf.TensorShape((2, 3)).as_proto())
     expected = np.full((2, 3), 127, np.uint8)
     np.testing.assert_array_equal(tf.make_ndarray(short), expected)
-    np.testing.assert_array_equal(warm_up.read_tensor(short.SerializeToString()), expected)
+    np.testing.assert_array_equal(
+        savedmodel_checks.read_tensor(short.SerializeToString()), expected
+    )
 
 
 @pytest.mark.parametrize("size", [1, 5, 9])
 def test_a_truncated_message_or_record_is_an_error(size, tmp_path):
     """A message or a TFRecord file that ends too early is never read as shorter."""
-    message = wire.field(1, 300) + wire.field(2, b"content")
-    assert list(wire.fields(message)) == [(1, 300), (2, b"content")]
+    message = loader.field(1, 300) + loader.field(2, b"content")
+    assert list(loader.fields(message)) == [(1, 300), (2, b"content")]
     with pytest.raises(ValueError, match="middle"):
-        list(wire.fields(message[: -size - 1] if size > 1 else message[:-1]))
+        list(loader.fields(message[: -size - 1] if size > 1 else message[:-1]))
     file = tmp_path / "records"
     with tf.io.TFRecordWriter(str(file)) as writer:
         writer.write(message)
-    assert list(wire.records(file.read_bytes())) == [message]
+    assert list(loader.records(file.read_bytes())) == [message]
     with pytest.raises(ValueError, match="middle"):
-        list(wire.records(file.read_bytes()[: -size - 4]))
+        list(loader.records(file.read_bytes()[: -size - 4]))
 
 
 def test_requests_survive_the_disk(tmp_path):
@@ -91,11 +93,11 @@ def test_every_comparison_passes_the_same_and_fails_another(measure):
     wrong[2, 1] += 1.0
     nan = np.where(wrong == wrong[2, 1], np.nan, logits)
     verdicts = {
-        "same": measures.compare(case, {"logits": logits}, rows=4),
-        "moved": measures.compare(case, {"logits": wrong}, rows=4),
-        "nan": measures.compare(case, {"logits": nan}, rows=4),
-        "missing": measures.compare(case, {}, rows=4),
-        "shape": measures.compare(case, {"logits": logits[:, :2]}, rows=4),
+        "same": request.compare(case, {"logits": logits}, rows=4),
+        "moved": request.compare(case, {"logits": wrong}, rows=4),
+        "nan": request.compare(case, {"logits": nan}, rows=4),
+        "missing": request.compare(case, {}, rows=4),
+        "shape": request.compare(case, {"logits": logits[:, :2]}, rows=4),
     }
     passed = {name: checks[0].passed for name, checks in verdicts.items()}
     assert passed == {"same": True, "moved": False, "nan": False, "missing": False, "shape": False}
@@ -104,16 +106,16 @@ def test_every_comparison_passes_the_same_and_fails_another(measure):
 def test_another_best_class_or_batch_is_noticed():
     """Top-1 agreement and batch invariance fail when they should; the model's ties do not count."""
     logits = CASE.expected["logits"]
-    assert measures.compare_top1(CASE, {"logits": logits})[0].passed
-    assert not measures.compare_top1(CASE, {"logits": logits[:, ::-1]})[0].passed
+    assert request.compare_top1(CASE, {"logits": logits})[0].passed
+    assert not request.compare_top1(CASE, {"logits": logits[:, ::-1]})[0].passed
     tied = np.array([[1.0, 1.0 + 1e-6, 0.0]])
-    assert measures.top1_agreement(tied[:, [1, 0, 2]], tied) == 1.0
+    assert request.top1_agreement(tied[:, [1, 0, 2]], tied) == 1.0
 
     def run(inputs):
         rows = len(inputs["images"])
         return {"logits": logits[:rows] + (0.5 if rows == 2 else 0.0)}
 
-    failed = [check.name for check in measures.check_batches(CASE, run, (1, 2, 4))
+    failed = [check.name for check in request.check_batches(CASE, run, (1, 2, 4))
               if not check.passed]  # fmt: skip
     assert failed == ["logits, batch 2, absolute difference", "batch invariance"]
 
@@ -124,7 +126,7 @@ def test_the_first_image_alone_is_held_to_the_model_alone():
     case = dataclasses.replace(CASE, alone={"logits": logits[:1] + 1e-4})
 
     def failed(drift):
-        checks = measures.check_batches(
+        checks = request.check_batches(
             case, lambda inputs: {"logits": logits[: len(inputs["images"])] + drift
                                   * (len(inputs["images"]) == 1)}, (1, 4)
         )  # fmt: skip

@@ -96,7 +96,7 @@ def file_runner(path):
 @pytest.mark.slow
 def test_every_format_is_as_accurate_as_the_model(digits):
     """Test accuracy is the model's in float32 and float16, and within 0.5 points in int8."""
-    run = training.load_run(digits / "digits-run")
+    run = training.Run.load(digits / "digits-run")
     test = data.load_digits().test
     pixels = np.asarray(data.resize_image(test.images, size=run.image_size))
     right = {"model": np.asarray(run.model(pixels)).argmax(-1) == test.targets}

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from exported import LABELS, served_model
 
-from keras_vit.export import VerificationError, artefacts, rebuild, references, verification
-from keras_vit.export.clean import request as requests
+from keras_vit.exporting import VerificationError, artefacts, rebuild, samples, verification
+from keras_vit.exporting.clean import request as requests
 
 pytestmark = pytest.mark.slow
 
@@ -40,14 +40,14 @@ def request_of(tmp_path_factory):
     directory = tmp_path_factory.mktemp("loaders") / "pets"
     artefacts.export(model, directory, labels=LABELS, verify=False)
     exportable = rebuild.rebuild(model)
-    expected = references.make_references(exportable)
+    expected = samples.make_references(exportable)
 
     def make(library):
         return requests.Request(
             format="savedmodel",
             path=directory / "1",
             parameter_bytes=exportable.parameter_bytes,
-            batch_sizes=references.BATCH_SIZES,
+            batch_sizes=samples.BATCH_SIZES,
             labels=LABELS,
             cases=verification.savedmodel_cases(exportable, expected, labels=LABELS, top_k=5),
             library=library,

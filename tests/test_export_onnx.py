@@ -10,15 +10,15 @@ import tensorflow as tf
 from conftest import randomize
 from exported import LABELS, SERVED, photo, served_model
 
-from keras_vit.export import arguments, export
-from keras_vit.export.rebuild import rebuild
+from keras_vit.exporting import artefacts, export
+from keras_vit.exporting.rebuild import rebuild
 from keras_vit.model import VisionTransformer
 from keras_vit.variants import variant
 
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
 
-from keras_vit.export import onnx_conversion, onnx_files, onnx_graph  # noqa: E402
+from keras_vit.exporting import onnx_files  # noqa: E402
 
 # Full-size models; KERAS_VIT_TEST_EXPORTS="B/32 R50+B/16" takes eight minutes more.
 SIZES = os.environ.get("KERAS_VIT_TEST_EXPORTS", "Ti/16 R+Ti/16 B/16").split()
@@ -79,7 +79,7 @@ def test_every_part_of_the_family_is_written(name):
     if not model.config.include_preprocessing:
         images = images / np.float32(127.5) - 1
     exportable = rebuild(model)
-    made = onnx_graph.make_onnx(exportable)
+    made = onnx_files.make_onnx(exportable)
     assert_answers(made, model, exportable, images)
     (images_in,) = made.graph.input
     assert images_in.type.tensor_type.shape.dim[0].dim_param == "batch"
@@ -98,7 +98,7 @@ def test_tf2onnx_agrees_with_the_writer(name):
     pytest.importorskip("tf2onnx")
     model = served_model(**CONFIGS[name])
     exportable = rebuild(model)
-    made = onnx_conversion.convert_to_onnx(exportable)
+    made = onnx_files.convert_to_onnx(exportable)
     assert_answers(made, model, exportable, PIXELS)
     (images_in,) = made.graph.input
     assert images_in.type.tensor_type.shape.dim[0].dim_param == "batch"
@@ -174,8 +174,8 @@ def test_a_mixed_precision_model_is_exported_and_verified(tmp_path):
 
 def test_a_missing_package_is_named(monkeypatch, tmp_path):
     """Without onnx the message says what to install."""
-    monkeypatch.setattr(arguments.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r'pip install "keras-vit\[onnx\]"'):
+    monkeypatch.setattr(artefacts.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"pip install onnx"):
         export(served_model(), tmp_path / "pets", formats=["onnx"])
 
 

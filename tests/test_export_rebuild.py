@@ -9,8 +9,8 @@ import tensorflow as tf
 from conftest import TINY, randomize
 from exported import SERVED, served_model
 
-from keras_vit.export import references
-from keras_vit.export.rebuild import rebuild
+from keras_vit.exporting import samples
+from keras_vit.exporting.rebuild import rebuild
 from keras_vit.model import VisionTransformer
 
 PIXELS = np.random.default_rng(5).integers(0, 256, (3, 32, 48, 3)).astype("float32")
@@ -153,7 +153,7 @@ def test_a_copy_that_differs_is_noticed():
     """The comparison of a model and its copy fails when one weight is off."""
     model = served_model()
     exportable = rebuild(model)
-    expected = references.make_references(exportable)
-    assert references.compare_rebuilt(model, exportable, expected).passed
+    expected = samples.make_references(exportable)
+    assert samples.compare_rebuilt(model, exportable, expected).passed
     model.get_layer("head").bias.assign_add(np.full(7, 1e-2) * np.arange(7))
-    assert not references.compare_rebuilt(model, exportable, expected).passed
+    assert not samples.compare_rebuilt(model, exportable, expected).passed

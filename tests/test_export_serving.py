@@ -29,7 +29,7 @@ from exported import (
 
 import keras_vit
 from keras_vit import data
-from keras_vit.export import export, serving_files
+from keras_vit.exporting import export, savedmodel
 
 pytestmark = pytest.mark.slow
 
@@ -155,7 +155,7 @@ def test_examples_are_classified(served, model):
     request = classification_pb2.ClassificationRequest()
     request.model_spec.name, request.model_spec.signature_name = served.name, "classify"
     for content in list(FILES.values())[:2]:
-        example = tf.train.Example.FromString(serving_files.example(content))
+        example = tf.train.Example.FromString(savedmodel.example(content))
         request.input.example_list.examples.append(example)
     answer = served.stub().Classify(request, timeout=60)
     expected = evaluated(model, list(FILES.values())[:2])
@@ -245,7 +245,7 @@ def test_wrong_keys_types_and_shapes_are_refused(served, model, pixels):
 @pytest.mark.skipif(bool(IMAGE), reason="the real server does not tell how many it has run")
 def test_the_server_warms_up_every_signature_and_batch_size(served):
     """The recorded requests are as many as signatures times batch sizes, and all of them ran."""
-    assert served.status()["warmed"] == 5 * len(serving_files.BATCH_SIZES)
+    assert served.status()["warmed"] == 5 * len(savedmodel.BATCH_SIZES)
 
 
 def test_merged_padded_and_split_requests_equal_single_ones(directory, model):

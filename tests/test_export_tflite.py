@@ -7,8 +7,8 @@ from conftest import randomize
 from exported import LABELS, photo, served_model
 from test_export_onnx import CONFIGS
 
-from keras_vit.export import VerificationError, edge_forward, export, tflite
-from keras_vit.export.rebuild import rebuild
+from keras_vit.exporting import VerificationError, export, tflite
+from keras_vit.exporting.rebuild import rebuild
 
 litert = pytest.importorskip("ai_edge_litert.interpreter")
 
@@ -24,7 +24,7 @@ def test_the_edge_form_is_the_same_function(name):
     if not model.config.include_preprocessing:
         images = images / np.float32(127.5) - 1
     exportable = rebuild(model)
-    module = edge_forward.EdgeForward(exportable, config=exportable.config, batch_size=2)
+    module = tflite.EdgeForward(exportable, config=exportable.config, batch_size=2)
     answer = module.call(images)[exportable.answers]
     np.testing.assert_allclose(answer, np.asarray(model(images)), atol=LIMIT)
 

@@ -5,8 +5,8 @@ import pytest
 import variants_oracle
 from exported import served_model
 
-from keras_vit.export import export, onnx_graph, tflite
-from keras_vit.export.rebuild import rebuild
+from keras_vit.exporting import export, onnx_files, tflite
+from keras_vit.exporting.rebuild import rebuild
 
 LIMIT = 1e-5
 PIXELS = np.random.default_rng(6).uniform(0, 255, (1, 32, 48, 3)).astype("float32")
@@ -55,5 +55,5 @@ def test_the_writers_by_hand_leave_variants_alone(name):
     assert exportable.written_config is None
     assert type(tflite._module(exportable, batch_size=1)).__name__ == "Module"
     with pytest.raises(ValueError, match="Only a published network"):
-        onnx_graph.make_onnx(exportable)
+        onnx_files.make_onnx(exportable)
     assert rebuild(served_model()).written_config is not None

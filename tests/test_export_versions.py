@@ -8,13 +8,13 @@ import time
 
 import pytest
 
-from keras_vit.export import versions
+from keras_vit.exporting import artefacts
 
 KILLED = """
 import sys
 from pathlib import Path
 from exported import LABELS, served_model
-from keras_vit.export import export
+from keras_vit.exporting import export
 model = served_model()
 print("start", flush=True)
 while True:
@@ -55,7 +55,7 @@ def test_a_kill_leaves_whole_versions_only(after, tmp_path):
     assert content(directory / "1") == first
     numbers = [child for child in directory.iterdir() if child.name.isdecimal()]
     assert {len(content(number)) for number in numbers} == {len(first)}
-    with versions.staging_folder(directory):
+    with artefacts.staging_folder(directory):
         leftovers = [child for child in directory.iterdir() if child.name.startswith(".staged-")]
         assert len(leftovers) == 1  # the new one: what the killed process left is gone
 
@@ -64,14 +64,14 @@ def test_the_next_version_follows_the_highest(tmp_path):
     """Names that are no number do not count, nor do gaps."""
     for name in ("1", "7", ".staged-x", "notes", "8.txt"):
         (tmp_path / name).mkdir()
-    assert versions.next_version([tmp_path, tmp_path / "absent"]) == 8
+    assert artefacts.next_version([tmp_path, tmp_path / "absent"]) == 8
 
 
 def test_one_export_at_a_time(tmp_path):
     """A second export to the same directory is refused while the first is at work."""
-    with versions.staging_folder(tmp_path), pytest.raises(OSError, match="Another export"):
-        versions.staging_folder(tmp_path).__enter__()
-    with versions.staging_folder(tmp_path) as stage:
+    with artefacts.staging_folder(tmp_path), pytest.raises(OSError, match="Another export"):
+        artefacts.staging_folder(tmp_path).__enter__()
+    with artefacts.staging_folder(tmp_path) as stage:
         assert stage.is_dir()
     assert not stage.exists()
 
@@ -80,14 +80,14 @@ def test_a_failed_rename_takes_the_others_back(tmp_path):
     """If one artefact cannot be put in place, none is."""
     directory = tmp_path / "pets"
     (directory / "blocked" / "file").mkdir(parents=True)
-    with versions.staging_folder(directory) as stage:
+    with artefacts.staging_folder(directory) as stage:
         for name in ("a", "b"):
             (stage / name).mkdir()
             (stage / name / "content").write_text(name)
         with pytest.raises(OSError, match="has appeared meanwhile"):
-            versions.publish({stage / "a": directory / "1", stage / "b": directory / "blocked"})
+            artefacts.publish({stage / "a": directory / "1", stage / "b": directory / "blocked"})
         assert not (directory / "1").exists()
     file = tmp_path / "file"
     file.write_text("")
     with pytest.raises(FileExistsError, match="is a file"):
-        versions.staging_folder(file).__enter__()
+        artefacts.staging_folder(file).__enter__()

@@ -10,7 +10,7 @@ import numpy as np
 import oracle
 import published
 import pytest
-from conftest import TINY, randomize
+from conftest import TINY, randomize, weights_differ
 
 import keras_vit
 from keras_vit.model import VisionTransformer
@@ -256,6 +256,111 @@ def test_config_rebuilds_the_model() -> None:
     assert again.get_config() == model.get_config()
     assert (again.config, again.name) == (config, "mine")
     assert again.get_layer("block_0").dtype_policy.name == "mixed_bfloat16"
+
+
+# What a copy may have otherwise, every weight as it is.
+OTHER_FIELDS = [
+    {"dropout_rate": 0.1, "drop_path_rate": 0.2},
+    {"classifier_activation": "softmax"},
+    {"include_preprocessing": True},
+    {"remat": True},
+]
+
+
+@pytest.mark.parametrize("fields", OTHER_FIELDS, ids=lambda fields: next(iter(fields)))
+def test_a_copy_computes_as_a_model_of_its_config_with_the_weights(
+    fields: dict[str, object], tiny: VisionTransformer, images: np.ndarray
+) -> None:
+    """It has the config asked for, the name and every bit of the weights, and shares none."""
+    config = dataclasses.replace(TINY, **fields)
+    copy = tiny.copy(config=config)
+    expected = VisionTransformer(config)
+    expected.set_weights(tiny.get_weights())
+    assert (type(copy), copy.config, copy.name) == (VisionTransformer, config, tiny.name)
+    assert [v.path for v in copy.weights] == [v.path for v in tiny.weights]
+    np.testing.assert_array_equal(copy(images), expected(images))
+    before = tiny.get_weights()
+    randomize(copy, seed=1)
+    assert all(map(np.array_equal, before, tiny.get_weights()))
+    assert weights_differ(copy, tiny)
+
+
+def test_a_copy_in_another_dtype_rounds_the_weights(tiny: VisionTransformer) -> None:
+    """The policy is that of the layers, the classifier stays float32, and back nothing is lost."""
+    half = tiny.copy(dtype="bfloat16")
+    assert half.get_config() == {**tiny.get_config(), "dtype": "bfloat16"}
+    for rounded, weight in zip(half.weights, tiny.weights, strict=True):
+        is_head = rounded.path.startswith("head/")
+        assert keras.backend.standardize_dtype(rounded.dtype) == (
+            "float32" if is_head else "bfloat16"
+        )
+        expected = keras.ops.cast(keras.ops.cast(weight, rounded.dtype), "float32")
+        np.testing.assert_array_equal(keras.ops.cast(rounded, "float32"), expected)
+    again = half.copy(dtype=keras.DTypePolicy("float32")).copy(dtype="bfloat16")
+    assert not weights_differ(again, half)
+
+
+def test_a_copy_keeps_what_is_frozen_adapted_and_quantised(images: np.ndarray) -> None:
+    """Class, flags of each weight, thin matrices and int8 kernels are the model's, and the bits."""
+    adapted = randomize(keras_vit.lora(randomize(VisionTransformer(TINY)), rank=2, targets="fc1"))
+    frozen = randomize(VisionTransformer(TINY, name="mine"))
+    keras_vit.freeze(frozen, blocks=2)
+    quantised = randomize(VisionTransformer(TINY))
+    quantised.get_layer("block_0").mlp.fc1.quantize("int8")
+    quantised.get_layer("block_1").attention.qkv.enable_lora(2)
+    for model in (adapted, frozen, quantised):
+        copy = model.copy(config=dataclasses.replace(TINY, remat=True))
+        expected = {**model.get_config(), "config": copy.config.to_dict()}
+        assert (type(copy), copy.get_config()) == (type(model), expected)
+        found, wanted = ([(v.path, v.dtype, v.trainable) for v in m.weights] for m in (copy, model))
+        assert found == wanted
+        assert not weights_differ(copy, model)
+        np.testing.assert_array_equal(copy(images), model(images))
+    larger = keras_vit.resize(frozen, (64, 64, 3))
+    assert [v.trainable for v in larger.weights] == [v.trainable for v in frozen.weights]
+
+
+def test_fresh_layers_of_a_copy_start_anew(tiny: VisionTransformer) -> None:
+    """A classifier of other classes is zeros, one may come or go, and all else is copied."""
+    wide = tiny.copy(config=dataclasses.replace(TINY, classes=9), fresh=["head"])
+    bare = tiny.copy(config=dataclasses.replace(TINY, classes=None), fresh=["head"])
+    again = bare.copy(config=TINY, fresh=["head"])
+    assert not np.any(wide.get_layer("head").kernel)
+    assert wide.output_shape == (None, 9)
+    for model in (wide, bare, again):
+        for ours, theirs in zip(model.weights, tiny.weights, strict=False):
+            if not ours.path.startswith("head/"):
+                np.testing.assert_array_equal(ours, theirs)
+    drawn = tiny.copy(fresh=["block_1"]).get_layer("block_1").mlp.fc1.kernel
+    assert 0 < np.abs(drawn).max() < np.sqrt(6 / (24 + 48))  # Xavier's bound
+
+
+def test_a_copy_that_the_weights_do_not_fit_is_refused(tiny: VisionTransformer) -> None:
+    """Other shapes, more or fewer weights and names of no layer are one sentence each."""
+    shape = dataclasses.replace(TINY, input_shape=(48, 48, 3))
+    with pytest.raises(ValueError, match=r"'patch_encoder/position_embedding' differs;.*resize"):
+        tiny.copy(config=shape)
+    with pytest.raises(ValueError, match=r"'block_3/.* and 11 more differ"):
+        tiny.copy(config=dataclasses.replace(TINY, num_layers=4))
+    with pytest.raises(ValueError, match=r"'block_2/.* and 11 more differ"):
+        tiny.copy(config=dataclasses.replace(TINY, num_layers=2))
+    with pytest.raises(ValueError, match=r"'head/bias' and 1 more differ.*name such layers"):
+        tiny.copy(config=dataclasses.replace(TINY, classes=3))
+    with pytest.raises(ValueError, match=r"no layer 'haed'"):
+        tiny.copy(fresh=["head", "haed"])
+
+
+def test_a_model_made_in_a_scope_is_copied_whole(images: np.ndarray) -> None:
+    """Paths begin with the scope's name; the copy, adapted and merged ones get every weight."""
+    with keras.name_scope("outer"):
+        model = randomize(VisionTransformer(TINY))
+    assert model.weights[0].path.startswith("outer/")
+    expected = model(images)
+    adapted = keras_vit.lora(model, rank=2)
+    for copy in (model.copy(), adapted, keras_vit.merge_lora(adapted)):
+        np.testing.assert_allclose(copy(images), expected, atol=1e-5)
+    with keras.name_scope("other"):
+        np.testing.assert_array_equal(model.copy()(images), expected)
 
 
 def test_files_load_in_a_process_that_only_imported_the_package(

@@ -12,7 +12,7 @@ from conftest import TINY, randomize
 import keras_vit
 from keras_vit.config import ViTConfig
 from keras_vit.layers import MultiHeadSelfAttention
-from keras_vit.layers.positions import PositionedLayer
+from keras_vit.layers.patches import PositionedLayer
 from keras_vit.model import VisionTransformer
 
 SQUARE = {"input_shape": (24, 24, 3)}

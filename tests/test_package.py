@@ -1,8 +1,10 @@
 """Tests of the package as a whole: its names, its imports, its documentation, its wheel."""
 
+import ast
 import doctest
 import importlib
 import importlib.metadata
+import inspect
 import pkgutil
 import re
 import subprocess
@@ -21,7 +23,7 @@ PUBLIC = [
     *("R26ViTB32", "R26ViTS32", "R50ViTB16", "R50ViTL32", "RViTTi16"),
     *("ViTB16", "ViTB32", "ViTB8", "ViTG14", "ViTH14", "ViTL16", "ViTL32", "ViTS16", "ViTS32"),
     *("ViTSo400m14", "ViTTi16", "ViTg14"),
-    *("ViTConfig", "VisionTransformer", "__version__", "decode_predictions", "export", "layers"),
+    *("ViTConfig", "VisionTransformer", "decode_predictions", "export", "layers"),
     *("freeze", "layout_map", "load", "load_adapter", "lora", "merge_lora", "save_adapter"),
     *("ExactModel", "ExactTrainer", "losses", "optimizers"),
     *("parameter_count", "preprocess_input", "resize", "variant", "weights"),
@@ -41,7 +43,7 @@ LATE = (
 # They train, or build every variant.
 SLOW_EXAMPLES = {
     "keras_vit.applications",
-    "keras_vit.export.artefacts",
+    "keras_vit.exporting.artefacts",
     "keras_vit.training.masked_patches",
     "keras_vit.training.train",
 }
@@ -59,9 +61,48 @@ def test_public_names() -> None:
     assert all(hasattr(keras_vit, name) for name in PUBLIC)
 
 
+def test_what_is_public_can_be_found() -> None:
+    """`dir` shows the public names and nothing else; uses of a model come without an import."""
+    uses = {"data", "evaluation", "explain", "training"}
+    assert set(dir(keras_vit)) == {*PUBLIC, *uses}
+    code = "import keras_vit; print(keras_vit.training.RECIPES['digits'].epochs > 0)"
+    answer = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert answer.stdout == "True\n"
+
+
+@pytest.mark.parametrize(
+    "arguments", ["--help", "--version", "list", "list --variant B/16", "train --help"]
+)
+def test_the_command_line_answers_without_a_framework(arguments: str) -> None:
+    """Help, version and catalogue import neither Keras nor NumPy: they answer at once."""
+    command = [sys.executable, "-X", "importtime", "-m", "keras_vit", *arguments.split()]
+    answer = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert answer.stdout
+    imported = {line.rpartition("|")[2].strip() for line in answer.stderr.splitlines()}
+    assert "keras_vit.cli.main" in imported
+    assert not imported & {"keras", "tensorflow", "numpy", "jax", "torch", "h5py"}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_house_is_kept(name: str) -> None:
+    """A file has at most 500 lines, a function 40 beside its docstring; private names stay in."""
+    source = inspect.getsource(importlib.import_module(name))
+    assert source.count("\n") <= 500
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef):
+            has_text = ast.get_docstring(node) is not None and len(node.body) > 1
+            start = node.body[1].lineno if has_text else node.lineno
+            assert (node.end_lineno or start) - start < 40, node.name
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("keras_vit"):
+            private = [a.name for a in node.names if a.name.startswith("_")]
+            assert not [one for one in private if not one.endswith("__")]
+
+
 def test_version_is_the_distributions() -> None:
     """The installed package and the code agree on the version."""
-    assert importlib.metadata.version("keras-vit") == keras_vit.__version__
+    assert importlib.metadata.version("keras-vision-transformer") == keras_vit.__version__
 
 
 def test_import_brings_nothing_heavy() -> None:
@@ -137,7 +178,7 @@ def test_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names} == {
         "keras_vit",
-        f"keras_vit-{keras_vit.__version__}.dist-info",
+        f"keras_vision_transformer-{keras_vit.__version__}.dist-info",
     }
     for name in ("keras_vit/py.typed", "keras_vit/labels/imagenet2012.txt"):
         assert name in names

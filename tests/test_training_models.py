@@ -1,12 +1,15 @@
 """Tests of keras_vit.training.models."""
 
+import dataclasses
 from pathlib import Path
 
+import keras
 import numpy as np
 import pytest
+from conftest import TINY, randomize
 
 import keras_vit
-from keras_vit.training import MODEL_NAMES, MODELS, model_config, pretrained_model
+from keras_vit.training import MODEL_NAMES, MODELS, Run, model_config, pretrained_model
 
 
 @pytest.mark.parametrize("name", MODEL_NAMES)
@@ -59,3 +62,24 @@ def test_weights_need_a_published_variant_and_a_file(tmp_path: Path) -> None:
         pretrained_model("tiny", weights="x.npz", classes=2)
     with pytest.raises(FileNotFoundError, match=r"gone\.npz"):
         pretrained_model("Ti/16", weights=tmp_path / "gone.npz", classes=2)
+
+
+@pytest.mark.parametrize(("classes", "labels"), [(7, "abcdefg"), (7, "gfedcba"), (None, "abcdefg")])
+def test_a_run_keeps_its_classifier_for_its_own_labels(classes: int | None, labels: str) -> None:
+    """Other labels, or a run of `pretrain` without one, get one of zeros; the body is kept."""
+    config = dataclasses.replace(TINY, classes=classes, distillation_token=classes is not None)
+    model = randomize(keras_vit.VisionTransformer(config))
+    run = Run(path=Path("run"), model=model, labels=tuple("abcdefg"), config={})
+    found = {variable.path: variable for variable in run.classifier(tuple(labels)).weights}
+    old = {variable.path: variable for variable in model.weights}
+    assert found["head/kernel"].shape == (24, 7)
+    for path, variable in found.items():
+        is_fresh = "head/" in path and (classes is None or labels != "abcdefg")
+        np.testing.assert_array_equal(variable, 0 * variable if is_fresh else old[path])
+
+
+def test_a_run_of_another_network_makes_no_classifier() -> None:
+    """What is no Vision Transformer is refused in a sentence."""
+    run = Run(path=Path("run"), model=keras.Sequential(), labels=(), config={})
+    with pytest.raises(ValueError, match="the run 'run' holds a Sequential"):
+        run.classifier(["a", "b"])

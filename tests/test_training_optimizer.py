@@ -1,4 +1,4 @@
-"""Tests of keras_vit.training.optimizer."""
+"""Tests of keras_vit.training.recipe."""
 
 import dataclasses
 import math
@@ -8,8 +8,7 @@ import pytest
 
 import keras_vit
 from keras_vit.training import LAMB, RECIPES, AdamW, Recipe
-from keras_vit.training.optimizer import make_optimizer
-from keras_vit.training.recipe import Plan
+from keras_vit.training.recipe import Plan, make_optimizer
 
 CONFIG = keras_vit.ViTConfig(
     input_shape=(8, 8, 3),

@@ -1,4 +1,4 @@
-"""Tests of keras_vit.training.outcome: frozen, adapted and merged models in the training loop."""
+"""Tests of keras_vit.training.objectives: frozen, adapted and merged models in training."""
 
 import dataclasses
 from pathlib import Path
@@ -11,7 +11,7 @@ from conftest import TINY, randomize
 
 import keras_vit
 from keras_vit.data import Augmentation, ImageData, Split
-from keras_vit.training import RECIPES, Execution, TrainingInterrupted, assemble, outcome, train
+from keras_vit.training import RECIPES, Execution, TrainingInterrupted, objectives, train
 
 CONFIG = dataclasses.replace(TINY, num_layers=2, include_preprocessing=True, dropout_rate=0.1)
 RECIPE = dataclasses.replace(
@@ -40,7 +40,7 @@ def test_what_is_frozen_stays_frozen_in_a_copy(data: ImageData) -> None:
     """Another precision makes a copy: it trains what the given model would, and no more."""
     model = keras_vit.VisionTransformer(CONFIG)
     keras_vit.freeze(model, blocks=1)
-    copy = assemble.build_classifier(
+    copy = objectives.build_classifier(
         model, data=data, recipe=RECIPE, execution=Execution(precision="mixed_bfloat16")
     )
     assert copy is not model
@@ -52,7 +52,7 @@ def test_what_is_frozen_stays_frozen_in_a_copy(data: ImageData) -> None:
 def test_an_adapted_model_is_copied_as_one(data: ImageData) -> None:
     """The thin matrices and their settings come along, in another precision too."""
     model = adapted()
-    copy = assemble.build_classifier(
+    copy = objectives.build_classifier(
         model, data=data, recipe=RECIPE, execution=Execution(precision="mixed_bfloat16")
     )
     assert (type(copy), copy.rank, copy.targets) == (type(model), 2, ("qkv", "fc2"))
@@ -69,7 +69,7 @@ def test_a_function_makes_the_model_where_it_is_to_lie(data: ImageData) -> None:
         made.append(keras_vit.VisionTransformer(CONFIG))
         return made[0]
 
-    built = assemble.build_classifier(make, data=data, recipe=RECIPE, execution=Execution())
+    built = objectives.build_classifier(make, data=data, recipe=RECIPE, execution=Execution())
     assert built is made[0]
 
 
@@ -77,9 +77,12 @@ def test_the_kind_of_training_is_described() -> None:
     """What decides the result is in config.json: the adapter's settings, what is trained."""
     plain = keras_vit.VisionTransformer(CONFIG)
     count = keras_vit.parameter_count(CONFIG)
-    assert outcome.describe(plain) == {"objective": "classification", "trained_parameters": count}
+    assert objectives.describe(plain) == {
+        "objective": "classification",
+        "trained_parameters": count,
+    }
     model = adapted()
-    thin = outcome.describe(model)
+    thin = objectives.describe(model)
     assert thin["lora"] == {"rank": 2, "targets": ["qkv", "fc2"], "alpha": None}
     assert thin["trained_parameters"] == sum(
         v.shape.num_elements() for v in adapted().trainable_variables

@@ -22,8 +22,6 @@ from keras_vit.training import (
     MaskedPatchModel,
     Run,
     TrainingInterrupted,
-    load_run,
-    load_run_data,
     masked_patches,
     pretrain,
     train,
@@ -78,7 +76,7 @@ def test_the_run_directory_is_that_of_a_training(trained: Run) -> None:
         "tensorboard",
     }
     assert (config["objective"], config["target"]) == ("masked-patches", "mean_color")
-    opened = load_run(trained.path)
+    opened = Run.load(trained.path)
     assert type(opened.model) is keras_vit.VisionTransformer
     assert opened.model.config == dataclasses.replace(
         CONFIG, classes=None, include_preprocessing=True
@@ -90,7 +88,7 @@ def test_the_run_directory_is_that_of_a_training(trained: Run) -> None:
 @pytest.mark.slow
 def test_the_test_images_of_a_run_stay_the_test_images(trained: Run, data: ImageData) -> None:
     """So few-shot accuracy on them is not that of images seen before."""
-    assert load_run_data(load_run(trained.path)).test.images.tolist() == data.test.images.tolist()
+    assert Run.load(trained.path).data().test.images.tolist() == data.test.images.tolist()
 
 
 @pytest.mark.slow

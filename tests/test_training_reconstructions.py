@@ -1,4 +1,4 @@
-"""Tests of keras_vit.training.reconstructions."""
+"""Tests of keras_vit.training.masked_patches."""
 
 import dataclasses
 from pathlib import Path
@@ -11,8 +11,7 @@ from PIL import Image
 
 from keras_vit.data import Split
 from keras_vit.training import MaskedPatchModel, reconstruct
-from keras_vit.training.masked_patches import patch_targets
-from keras_vit.training.reconstructions import plot_reconstructions
+from keras_vit.training.masked_patches import patch_targets, plot_reconstructions
 
 TARGETS = ("mean_color", "small_patch", "pixels")
 

@@ -1,4 +1,4 @@
-"""Tests of keras_vit.training.report."""
+"""Tests of keras_vit.training.progress."""
 
 import csv
 import sys
@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from keras_vit.training import EpochDone
-from keras_vit.training.report import plot_curves, write_history
+from keras_vit.training.progress import plot_curves, write_history
 
 
 def history(epochs: int) -> list[EpochDone]:
@@ -55,5 +55,5 @@ def test_without_matplotlib_the_pip_command_is_named(
     """The error says what to run."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
 
-    with pytest.raises(ImportError, match=r'pip install "keras-vit\[data\]"'):
+    with pytest.raises(ImportError, match=r"pip install matplotlib"):
         plot_curves(history(1), tmp_path / "curves.png", best_epoch=1)

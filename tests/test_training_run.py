@@ -17,7 +17,7 @@ from conftest import TINY, randomize
 from keras_vit import VisionTransformer
 from keras_vit.cli.main import main
 from keras_vit.data import load_digits
-from keras_vit.training import load_run, run
+from keras_vit.training import Run, run
 
 
 def write_run(path: Path, *, content: str = "{}") -> Path:
@@ -68,9 +68,9 @@ def test_what_is_no_run_is_never_replaced(tmp_path: Path, existing: run.Existing
 def test_a_directory_that_is_no_run_is_named(tmp_path: Path) -> None:
     """A missing path and another folder each give a sentence."""
     with pytest.raises(FileNotFoundError, match=r"no run directory '.*gone'"):
-        load_run(tmp_path / "gone")
+        Run.load(tmp_path / "gone")
     with pytest.raises(ValueError, match=r"is not a run directory: it lacks model\.keras"):
-        load_run(tmp_path)
+        Run.load(tmp_path)
 
 
 def test_a_run_of_digits_finds_its_images(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_a_run_of_digits_finds_its_images(tmp_path: Path) -> None:
     config = {"data": {"source": "digits"}}
     opened = run.Run(path=tmp_path, model=None, labels=tuple("0123456789"), config=config)
 
-    assert run.load_run_data(opened).counts == load_digits().counts
+    assert opened.data().counts == load_digits().counts
 
 
 def test_a_run_of_images_in_memory_cannot_be_measured_again(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_a_run_of_images_in_memory_cannot_be_measured_again(tmp_path: Path) -> N
     opened = run.Run(path=tmp_path, model=None, labels=("a", "b"), config=config)
 
     with pytest.raises(ValueError, match="were in memory and are gone; name a folder"):
-        run.load_run_data(opened)
+        opened.data()
 
 
 LABELS = [f"class {place}" for place in range(TINY.classes)]
@@ -213,14 +213,14 @@ def test_a_damaged_run_is_refused_in_a_sentence(sound: Path, tmp_path: Path, nam
     folder = shutil.copytree(sound, tmp_path / "run")
     damage(folder)
     with pytest.raises(ValueError, match=word) as refused:
-        load_run(folder)
+        Run.load(folder)
     assert len(str(refused.value)) < 500
     assert "\n" not in str(refused.value)
 
 
 def test_a_sound_run_is_the_model_that_was_saved(sound: Path) -> None:
     """Every weight, to the bit; the labels and the config."""
-    opened = load_run(sound)
+    opened = Run.load(sound)
     expected = randomize(VisionTransformer(TINY))
     for ours, theirs in zip(opened.model.weights, expected.weights, strict=True):
         np.testing.assert_array_equal(ours.numpy(), theirs.numpy(), err_msg=ours.path)
@@ -269,9 +269,9 @@ def test_a_run_that_a_kill_took_away_is_put_back(tmp_path: Path) -> None:
     """Where names cannot be swapped, a kill may fall between two renames; no place has no name."""
     write_run(run.unfinished_path(tmp_path / "run") / ".replaced", content='{"labels": []}')
     with pytest.raises(ValueError, match=r"config\.json"):  # it says nothing, but it was found
-        load_run(tmp_path / "run")
+        Run.load(tmp_path / "run")
 
     assert run.is_run(tmp_path / "run")
     for path in (".", "/", ".."):
         with pytest.raises(ValueError, match="is not a run directory"):
-            load_run(path)
+            Run.load(path)

@@ -1,11 +1,11 @@
-"""Tests of keras_vit.training.stopping."""
+"""Tests of keras_vit.training.loop."""
 
 import signal
 import threading
 
 import pytest
 
-from keras_vit.training.stopping import StopRequests
+from keras_vit.training.loop import StopRequests
 
 
 def test_before_the_steps_ctrl_c_interrupts_and_is_remembered() -> None:

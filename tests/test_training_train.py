@@ -25,8 +25,6 @@ from keras_vit.training import (
     TrainingDone,
     TrainingInterrupted,
     check_free,
-    load_run,
-    load_run_data,
     train,
 )
 
@@ -92,7 +90,7 @@ def test_the_config_is_made_for_the_data(trained: Run) -> None:
 
 def test_the_saved_model_is_the_best_epoch(trained: Run, data: ImageData) -> None:
     """What the file holds has exactly the validation accuracy that history.csv calls the best."""
-    opened = load_run(trained.path)
+    opened = Run.load(trained.path)
     found = evaluate(opened.model, data.validation, labels=opened.labels)
     result = trained.config["result"]
 
@@ -110,7 +108,7 @@ def test_the_saved_model_carries_no_optimizer(trained: Run) -> None:
 
 def test_the_run_knows_its_images(trained: Run, data: ImageData) -> None:
     """The splits of the run directory are those that training used."""
-    found = load_run_data(load_run(trained.path))
+    found = Run.load(trained.path).data()
 
     assert found.counts == data.counts
     assert found.test.images.tolist() == data.test.images.tolist()
@@ -185,7 +183,7 @@ def test_a_model_built_by_hand_trains(strategy: Any, data: ImageData, tmp_path: 
         recipe=dataclasses.replace(RECIPE, epochs=1),
         execution=Execution(strategy=strategy),
     )
-    loaded = load_run(run.path).model
+    loaded = Run.load(run.path).model
     pixels = np.zeros((2, *CONFIG.input_shape), np.float32)
 
     assert isinstance(loaded, keras_vit.ExactModel)
@@ -290,7 +288,7 @@ def test_an_interruption_leaves_a_run_of_the_best_epoch(data: ImageData, tmp_pat
             recipe=RECIPE,
             on_event=interrupt_in_epoch(3),
         )
-    opened = load_run(tmp_path / "run.unfinished")
+    opened = Run.load(tmp_path / "run.unfinished")
     found = evaluate(opened.model, data.validation, labels=opened.labels)
     result = opened.config["result"]
 
@@ -492,7 +490,7 @@ def test_an_interruption_does_not_replace_a_whole_run(data: ImageData, tmp_path:
     assert (tmp_path / "run" / "model.keras").read_bytes() == before
     train(data, out=tmp_path / "run", model=CONFIG, recipe=RECIPE, existing="resume")
 
-    assert load_run(tmp_path / "run").config["result"]["epochs"] == 3
+    assert Run.load(tmp_path / "run").config["result"]["epochs"] == 3
     assert len(list(tmp_path.iterdir())) == 1
 
 

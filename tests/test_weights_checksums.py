@@ -11,7 +11,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from keras_vit.weights import _checksums
+from keras_vit.weights import checksums
 
 
 def test_crc32c_of_the_standard(tmp_path: Path) -> None:
@@ -19,7 +19,7 @@ def test_crc32c_of_the_standard(tmp_path: Path) -> None:
     file = tmp_path / "check"
     file.write_bytes(b"123456789")
 
-    assert _checksums.crc32c(file) == rig.reference_crc32c(b"123456789") == 0xE3069283
+    assert checksums.crc32c(file) == rig.reference_crc32c(b"123456789") == 0xE3069283
 
 
 @hypothesis.given(
@@ -35,7 +35,7 @@ def test_crc32c_of_any_length(
     file = tmp_path_factory.getbasetemp() / "crc32c"
     file.write_bytes(body)
 
-    assert _checksums.crc32c(file) == rig.reference_crc32c(body)
+    assert checksums.crc32c(file) == rig.reference_crc32c(body)
 
 
 def test_no_flipped_byte_passes_the_archive_check(tmp_path: Path) -> None:
@@ -43,14 +43,14 @@ def test_no_flipped_byte_passes_the_archive_check(tmp_path: Path) -> None:
     body = rig.archive(4, floats=8)
     file = tmp_path / "x.npz"
     file.write_bytes(body)
-    _checksums.check_structure(file, name="x.npz")
+    checksums.check_structure(file, name="x.npz")
     with np.load(file) as arrays:
         expected = arrays["w"]
     refused = 0
     for place in range(len(body)):
         file.write_bytes(rig.flipped(body, place))
         try:
-            _checksums.check_structure(file, name="x.npz")
+            checksums.check_structure(file, name="x.npz")
         except ValueError:
             refused += 1
             continue
@@ -67,7 +67,7 @@ def test_no_cut_passes_the_archive_check(tmp_path: Path) -> None:
     for length in range(len(body)):
         file.write_bytes(body[:length])
         with pytest.raises(ValueError, match="not a whole zip archive"):
-            _checksums.check_structure(file, name="x.npz")
+            checksums.check_structure(file, name="x.npz")
 
 
 def sound_files() -> dict[str, bytes]:
@@ -91,13 +91,13 @@ def test_structure_of_each_format(name: str, tmp_path: Path) -> None:
     """A sound file passes; cut at any of many places, empty, or another format's, it does not."""
     files, file = sound_files(), tmp_path / name
     file.write_bytes(files[name])
-    _checksums.check_structure(file, name=name)
+    checksums.check_structure(file, name=name)
     others = [body for other, body in files.items() if other.split(".")[-1] != name.split(".")[-1]]
     cuts = [files[name][:length] for length in range(0, len(files[name]), 7)]
     for body in (*others, *cuts, b"", b"<html>"):
         file.write_bytes(body)
         with pytest.raises(ValueError, match=r"\w"):
-            _checksums.check_structure(file, name=name)
+            checksums.check_structure(file, name=name)
 
 
 def test_archive_that_unpacks_to_too_much(tmp_path: Path) -> None:
@@ -106,9 +106,9 @@ def test_archive_that_unpacks_to_too_much(tmp_path: Path) -> None:
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("w.npy", bytes(100_000_000))
     with pytest.raises(ValueError, match="unpack to 100,000,000"):
-        _checksums.check_structure(file, name="x.npz")
+        checksums.check_structure(file, name="x.npz")
     np.savez_compressed(file, w=np.ones(9), head=np.zeros((21_843, 192), np.float32))
-    _checksums.check_structure(file, name="x.npz")
+    checksums.check_structure(file, name="x.npz")
 
 
 def test_names_of_no_known_format_pass_unless_they_are_junk(tmp_path: Path) -> None:
@@ -116,8 +116,8 @@ def test_names_of_no_known_format_pass_unless_they_are_junk(tmp_path: Path) -> N
     file = tmp_path / "index.csv"
     for body in (b"a,b", b"{1}", b"\x1f\x8b"):
         file.write_bytes(body)
-        _checksums.check_structure(file, name="index.csv")
+        checksums.check_structure(file, name="index.csv")
     for body in (b"", b"<html>", b"version https://git-lfs.github.com/spec/v1"):
         file.write_bytes(body)
         with pytest.raises(ValueError, match="it is a"):
-            _checksums.check_structure(file, name="index.csv")
+            checksums.check_structure(file, name="index.csv")

@@ -9,7 +9,7 @@ from pathlib import Path
 import download_rig as rig
 import pytest
 
-from keras_vit.weights import _transfer, download
+from keras_vit.weights import download, transfer
 
 GOOGLE = "https://storage.googleapis.com/vit_models"
 
@@ -146,7 +146,7 @@ def test_flipped_byte_without_checksum_header(server: rig.Server, url: str, home
 
 def test_damage_in_the_resumed_part(server: rig.Server, url: str) -> None:
     """Damage in what an earlier attempt wrote is found too."""
-    server.faults = [rig.cut(rig.MIDDLE), *[rig.status(503)] * _transfer.ATTEMPTS]
+    server.faults = [rig.cut(rig.MIDDLE), *[rig.status(503)] * transfer.ATTEMPTS]
     with pytest.raises(ConnectionError):
         download.fetch(url, wait=lambda _: None)
     partial = download.cached_path(url).with_name("ViT-B_16.npz.partial")

@@ -1,4 +1,4 @@
-"""Tests of keras_vit.weights.source and of the builders on every published layout."""
+"""Tests of keras_vit.weights.building and of the builders on every published layout."""
 
 import contextlib
 import dataclasses
@@ -23,7 +23,7 @@ import published
 import pytest
 
 import keras_vit
-from keras_vit.weights import building, loading, source
+from keras_vit.weights import building, loading
 from keras_vit.weights.catalog import CatalogRow, catalog
 from keras_vit.weights.layouts import original_rows
 
@@ -316,7 +316,7 @@ def moving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MovingSe
             errors=huggingface_hub.errors,
             constants=huggingface_hub.constants,
         )
-        monkeypatch.setattr(source, "_hub_library", lambda address: client)
+        monkeypatch.setattr(building, "_hub_library", lambda address: client)
         yield server
         server.shutdown()
         thread.join()
@@ -338,7 +338,7 @@ def test_all_files_come_from_one_commit(
 ) -> None:
     """The commit of the first file is asked for by all others, said, and part of the record."""
     caplog.set_level(logging.INFO)
-    path = source.find(address)
+    path = building.find(address)
 
     commit = path.parent.name
     first, *others = dict.fromkeys(moving.revisions)
@@ -352,25 +352,25 @@ def test_all_files_come_from_one_commit(
 def test_hub_file_that_changed(moving: MovingServer, tmp_path: Path) -> None:
     """Damage of a kept file is seen by the Hub's SHA-256, and by the record of its first use."""
     address = f"hf://someone/tiny-vit@{'b' * 40}"
-    path = source.find(address)
+    path = building.find(address)
     blob, content = path.resolve(), path.read_bytes()
     blob.write_bytes(rig.flipped(content, len(content) - 1))
     with pytest.raises(ValueError, match="its publisher states"):
-        source.find(address)
+        building.find(address)
     path.unlink()
     path.write_bytes(blob.read_bytes())  # as where links are not to be had
     with pytest.raises(ValueError, match=r"\.sha256 holds another"):
-        source.find(address)
+        building.find(address)
 
 
 def test_hub_settings_that_changed(moving: MovingServer) -> None:
     """A changed file that is only useful stops the model too: it would be read."""
     address = f"hf://someone/tiny-vit@{'c' * 40}"
-    path = source.find(address)
+    path = building.find(address)
     (path.parent / "preprocessor_config.json").resolve().write_text("{}")
 
     with pytest.raises(ValueError, match="its publisher states"):
-        source.find(address)
+        building.find(address)
 
 
 BAD_ADDRESSES = [
@@ -389,7 +389,7 @@ BAD_ADDRESSES = [
 def test_addresses_that_are_none_of_the_hub(address: str, moving: MovingServer) -> None:
     """What is no address is refused before anyone is asked."""
     with pytest.raises(ValueError, match=r"on the Hub|A Hub address is") as raised:
-        source.find(address)
+        building.find(address)
 
     assert moving.revisions == []
     assert "hunter2" not in str(raised.value)
@@ -421,7 +421,7 @@ def test_sha256_is_compared_before_anything_is_read(
             "path": lambda sha256: keras_vit.ViTTi16(weights=file, sha256=sha256),
             "folder": lambda sha256: keras_vit.load(file.parent, sha256=sha256),
             "url": lambda sha256: keras_vit.ViTTi16(weights=f"{server.url}/vit.npz", sha256=sha256),
-            "hub": lambda sha256: source.find("hf://someone/tiny-vit", sha256=sha256),
+            "hub": lambda sha256: building.find("hf://someone/tiny-vit", sha256=sha256),
             "name": lambda sha256: keras_vit.ViTTi16(weights="imagenet21k", sha256=sha256),
         }
         road = roads[entrance]
@@ -454,8 +454,8 @@ def test_changed_settings_beside_a_url_are_not_read(
     with rig.serving() as server:
         server.files["/a/vit.safetensors"] = rig.safetensors()
         server.files["/a/config.json"] = b"{}"
-        path = source.find(f"{server.url}/a/vit.safetensors")
+        path = building.find(f"{server.url}/a/vit.safetensors")
         assert {file.name for file in path.parent.iterdir()} >= {"vit.safetensors", "config.json"}
         (path.parent / "config.json").write_bytes(b'{"a": 1}')
         with pytest.raises(ValueError, match=r"config\.json\.sha256 holds another"):
-            source.find(f"{server.url}/a/vit.safetensors")
+            building.find(f"{server.url}/a/vit.safetensors")

@@ -10,7 +10,7 @@ from pathlib import Path
 import download_rig as rig
 import pytest
 
-from keras_vit.weights import _transfer, download
+from keras_vit.weights import download, transfer
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_broken_download_is_resumed(server: rig.Server, url: str, waits: list[fl
 
 def test_resume_in_a_later_call(server: rig.Server, url: str, home: Path) -> None:
     """What a call that gave up left behind is used by the next one."""
-    server.faults = [rig.cut(rig.MIDDLE), *[rig.status(503)] * _transfer.ATTEMPTS]
+    server.faults = [rig.cut(rig.MIDDLE), *[rig.status(503)] * transfer.ATTEMPTS]
     with pytest.raises(ConnectionError, match="Gave up"):
         download.fetch(url, wait=lambda _: None)
     assert rig.kept(home) == {"ViT-B_16.npz.partial", "ViT-B_16.npz.partial.json"}
@@ -98,7 +98,7 @@ def test_changed_file_is_not_glued(server: rig.Server, url: str, if_range: bool)
 
 def test_partial_file_beyond_the_end(server: rig.Server, url: str) -> None:
     """A partial file longer than the published one (416) is dropped."""
-    server.faults = [rig.cut(rig.MIDDLE), *[rig.status(503)] * _transfer.ATTEMPTS]
+    server.faults = [rig.cut(rig.MIDDLE), *[rig.status(503)] * transfer.ATTEMPTS]
     with pytest.raises(ConnectionError):
         download.fetch(url, wait=lambda _: None)
     partial = download.cached_path(url).with_name("ViT-B_16.npz.partial")
@@ -132,7 +132,7 @@ def test_silent_server_is_retried(
     server: rig.Server, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server that stops sending is left after the time-out, and asked for the rest."""
-    monkeypatch.setattr(_transfer, "TIMEOUT", 0.3)
+    monkeypatch.setattr(transfer, "TIMEOUT", 0.3)
     server.faults = [rig.stall(rig.MIDDLE)]
 
     assert download.fetch(url, wait=lambda _: None).read_bytes() == rig.BODY
@@ -147,7 +147,7 @@ def test_retries_are_bounded(server: rig.Server, url: str, waits: list[float], h
         download.fetch(url, wait=waits.append)
 
     assert waits == [1.0, 2.0, 4.0, 8.0]
-    assert len(server.requests) == _transfer.ATTEMPTS
+    assert len(server.requests) == transfer.ATTEMPTS
     assert rig.one_sentence(raised.value)
     assert rig.kept(home) == set()
 
@@ -159,7 +159,7 @@ def test_always_truncated_body_ends(server: rig.Server, url: str, home: Path) ->
     with pytest.raises(ConnectionError, match="broke off after") as raised:
         download.fetch(url, wait=lambda _: None)
 
-    assert len(server.requests) == _transfer.ATTEMPTS
+    assert len(server.requests) == transfer.ATTEMPTS
     assert rig.one_sentence(raised.value)
     assert "ViT-B_16.npz" not in rig.kept(home)
 
@@ -177,7 +177,7 @@ def test_retry_after_is_followed(server: rig.Server, url: str, waits: list[float
 
     download.fetch(url, wait=waits.append)
 
-    assert waits == [7.0, _transfer.LONGEST_WAIT]
+    assert waits == [7.0, transfer.LONGEST_WAIT]
 
 
 # Answers that no retry repairs.
@@ -380,7 +380,7 @@ def test_what_barely_moves_is_given_up(
     name: str, server: rig.Server, url: str, monkeypatch: pytest.MonkeyPatch, home: Path
 ) -> None:
     """A byte now and then, wherever in the answer, ends when its time is over."""
-    monkeypatch.setattr(_transfer, "WINDOW", 0.4)
+    monkeypatch.setattr(transfer, "WINDOW", 0.4)
     begin, each = SLOW[name]
     server.faults = [rig.raw(begin, each=each, pause=0.05)]
     start = time.monotonic()
@@ -396,7 +396,7 @@ def test_a_byte_with_each_attempt_is_given_up(
     server: rig.Server, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Attempts that bring a byte each do not go on for ever either."""
-    monkeypatch.setattr(_transfer, "WINDOW", 0.5)
+    monkeypatch.setattr(transfer, "WINDOW", 0.5)
     server.faults = [rig.cut(step) for step in range(1, 10_000)]
 
     with pytest.raises(ConnectionError, match="Gave up"):
@@ -407,8 +407,8 @@ def test_steady_line_is_not_given_up(
     server: rig.Server, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A download may take many windows, if enough comes in each."""
-    monkeypatch.setattr(_transfer, "WINDOW", 0.5)
-    monkeypatch.setattr(_transfer, "LEAST_BYTES", 2**14)
+    monkeypatch.setattr(transfer, "WINDOW", 0.5)
+    monkeypatch.setattr(transfer, "LEAST_BYTES", 2**14)
     server.pause = 0.1  # 13 pieces of 16 KiB
 
     assert download.fetch(url).read_bytes() == rig.BODY
@@ -418,7 +418,7 @@ def test_endless_body_is_refused(
     server: rig.Server, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A body without length ends at a bound, long before the disk does."""
-    monkeypatch.setattr(_transfer, "LARGEST_UNSTATED", 2**20)
+    monkeypatch.setattr(transfer, "LARGEST_UNSTATED", 2**20)
     server.files["/x.safetensors"] = SOUND
     server.faults = [rig.raw(OK + b"\r\n", each=bytes(2**16))]
 
@@ -431,7 +431,7 @@ def test_endless_body_is_refused(
 
 def test_more_than_the_stated_rest(server: rig.Server, url: str, home: Path) -> None:
     """A part that is longer than what is missing is not joined to what is here."""
-    server.faults = [rig.cut(rig.MIDDLE), *[rig.status(503)] * _transfer.ATTEMPTS]
+    server.faults = [rig.cut(rig.MIDDLE), *[rig.status(503)] * transfer.ATTEMPTS]
     with pytest.raises(ConnectionError):
         download.fetch(url, wait=lambda _: None)
     rest = rig.BODY[rig.MIDDLE :] + b"more"
@@ -523,7 +523,7 @@ def test_strange_headers(name: str, server: rig.Server) -> None:
 
 def test_damaged_notes_of_a_partial_file(server: rig.Server, url: str) -> None:
     """What an interrupted download noted is not trusted to be whole or of the right types."""
-    server.faults = [rig.cut(rig.MIDDLE), *[rig.status(503)] * _transfer.ATTEMPTS]
+    server.faults = [rig.cut(rig.MIDDLE), *[rig.status(503)] * transfer.ATTEMPTS]
     with pytest.raises(ConnectionError):
         download.fetch(url, wait=lambda _: None)
     notes = download.cached_path(url).with_name("ViT-B_16.npz.partial.json")

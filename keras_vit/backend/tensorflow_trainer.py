@@ -3,39 +3,37 @@
 Keras clips gradients before it sums them over replicas, counts uneven replicas alike, and switches
 XLA off under a strategy. Here a step is: forward and backward of each replica, compiled alone, of
 its share of the loss; the sum; then the optimizer, which sums no more. Some of what is overridden
-is Keras' private part: tests/test_backend_trainer and tests/test_training_ways hold it, and
-pyproject.toml keeps Keras to the tested range.
+is Keras' private part (backend/private): tests/test_backend_trainer and tests/test_training_ways
+hold it, and pyproject.toml keeps Keras to the tested range.
 """
 
 import concurrent.futures
 import math
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_vit.backend.tensorflow_shares import (
+from keras_vit.backend import private
+from keras_vit.backend.tensorflow_steps import (
     Whole,
     count_images,
     counted,
     current_part,
-    measure_whole,
-    part_of,
-    shared_loss,
-)
-from keras_vit.backend.tensorflow_steps import (
     global_norm,
     in_parts,
+    measure_whole,
+    part_of,
     raise_clearly,
     reducible,
+    shared_loss,
     wants_xla,
     with_loss_scale,
 )
-from keras_vit.backend.tensorflow_sums import (
-    keras_replicas,
+from keras_vit.backend.tensorflow_updates import (
     parts_of,
     replicas,
     sum_in_apply,
@@ -48,14 +46,8 @@ _OFF = {"accumulate": 1, "sam_rho": 0.0, "report_gradient_norm": False}
 _FAILED = (tf.errors.InvalidArgumentError, tf.errors.InternalError, tf.errors.CancelledError)
 _BATCH = 32  # Keras' own, where none is given
 
-# A mixin; to the type checker it is the model that it becomes a part of.
-if TYPE_CHECKING:
-    from keras import Model as _Model
-else:
-    _Model = object
 
-
-class ExactTrainer(_Model):
+class ExactTrainer(private.StepHooks):
     """Put before `keras.Model` among the bases of a model: makes its `fit` exact.
 
     One device, `MirroredStrategy` and `MultiWorkerMirroredStrategy` train the same; `TPUStrategy`
@@ -119,7 +111,7 @@ class ExactTrainer(_Model):
                 "accumulate must be at least 1 and sam_rho at least 0. "
                 f"Received: accumulate={accumulate!r}, sam_rho={sam_rho!r}."
             )
-        if sam_rho and any(getattr(layer, "remat", False) for layer in self._flatten_layers()):
+        if sam_rho and any(getattr(layer, "remat", False) for layer in private.layers_of(self)):
             # Their gradient is that of the variables, which SAM has replaced by others.
             raise ValueError(
                 f"sam_rho={sam_rho} and remat=True do not go together: blocks that are computed "
@@ -161,7 +153,7 @@ class ExactTrainer(_Model):
             return super().fit(*args, **kwargs)
         finally:
             # Keras would start the next `fit` at the epoch that this one was resumed at.
-            self._initial_epoch = None
+            private.forget_initial_epoch(self)
 
     def prepare(self, batches: Any) -> None:
         """Makes `train_function`, as `fit` does, for a loop of one's own.
@@ -169,8 +161,8 @@ class ExactTrainer(_Model):
         Args:
             batches: the (distributed) data, of which a strategy needs to see the first batch.
         """
-        if self._distribute_strategy is not None:
-            self._maybe_symbolic_build(data_batch=_of_first_replica(self, next(iter(batches))))
+        if private.strategy_of(self) is not None:
+            self._exact_build(None, _of_first_replica(self, next(iter(batches))))
         self.make_train_function()
 
     def compute_loss(
@@ -189,10 +181,10 @@ class ExactTrainer(_Model):
         part = current_part()
         if part is None:
             return super().compute_loss(x, y, y_pred, sample_weight, training=training)
-        losses = [self._aggregate_additional_loss(loss) for loss in self.losses]
-        losses = [loss * keras_replicas() for loss in losses]  # which Keras has divided by
-        if self._compile_loss is not None:
-            losses.append(shared_loss(self._compile_loss, y, y_pred, sample_weight))
+        losses = [_summed(loss) for loss in self.losses]
+        compiled = private.losses_of(self)
+        if compiled is not None:
+            losses.append(shared_loss(compiled, y, y_pred, sample_weight))
         losses = [loss for loss in losses if loss is not None]
         if not losses:
             raise ValueError("There is no loss to train by; give one to compile(loss=...).")
@@ -209,7 +201,7 @@ class ExactTrainer(_Model):
     ) -> Any:
         """Predicts; see `keras.Model.predict`. An array of one batch goes straight to the model."""
         is_plain = verbose == 0 and steps is None and not callbacks
-        is_alone = self._distribute_strategy is None and not tf.distribute.has_strategy()
+        is_alone = private.strategy_of(self) is None and not tf.distribute.has_strategy()
         is_batch = isinstance(x, np.ndarray) and 0 < len(x) <= (batch_size or _BATCH)
         if not (is_plain and is_alone and is_batch):
             return super().predict(x, batch_size, verbose, steps, callbacks)
@@ -230,7 +222,7 @@ class ExactTrainer(_Model):
         whole = self._whole(x, y, weight, parts=self._accumulate)
         scale = tf.convert_to_tensor(self.optimizer.scale_loss(1.0))
         loss, y_pred, gradients = self._gradients((x, y, weight), scale, whole)
-        self._loss_tracker.update_state(loss, sample_weight=count_images(x))
+        private.loss_tracker_of(self).update_state(loss, sample_weight=count_images(x))
         if self._norm is not None:
             self._norm.value.update_state(global_norm(gradients) / scale)
         with summed_already(self.optimizer):
@@ -250,7 +242,7 @@ class ExactTrainer(_Model):
         y_pred = self(x, training=False)
         loss = self._share_of_loss(x, y, y_pred, weight, whole, training=False)
         (loss,) = sum_over_replicas([loss])
-        self._loss_tracker.update_state(loss, sample_weight=count_images(x))
+        private.loss_tracker_of(self).update_state(loss, sample_weight=count_images(x))
         logs = self.compute_metrics(x, y, y_pred, sample_weight=weight)
         return dict(logs)
 
@@ -273,26 +265,26 @@ class ExactTrainer(_Model):
 
         self.train_function = checked
 
-    def _make_function(self, step_function: Callable[[Any], Any]) -> Any:
-        if step_function.__name__ == "predict_step":
-            return super()._make_function(step_function)
+    def _exact_step(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        if step.__name__ == "predict_step":
+            return step
         ours = (ExactTrainer.train_step, ExactTrainer.test_step)
-        is_ours = getattr(step_function, "__func__", None) in ours
+        is_ours = getattr(step, "__func__", None) in ours
 
-        def step(data: Any) -> Any:
+        def exact(data: Any) -> Any:
             if is_ours:
-                return reducible(step_function(data))
+                return reducible(step(data))
             x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
             with part_of(self._whole(x, y, weight), x, is_counted=True):
-                return reducible(step_function(data))
+                return reducible(step(data))
 
-        return super()._make_function(step)
+        return exact
 
     def _whole(self, x: Any, y: Any, weight: Any, *, parts: int = 1) -> Whole | None:
         """Returns what the batch of all replicas is counted by; None if this pass has all of it."""
         if parts == 1 and replicas() == 1:
             return None
-        return measure_whole(self._compile_loss, x, y, weight)
+        return measure_whole(private.losses_of(self), x, y, weight)
 
     def _gradients(
         self, data: tuple[Any, Any, Any], scale: tf.Tensor, whole: Whole | None
@@ -348,8 +340,8 @@ class ExactTrainer(_Model):
     ) -> tf.Tensor:
         """Returns what these images bring to the loss of the whole batch."""
         with part_of(whole, x) as part:
-            loss = self._compute_loss(
-                x=x, y=y, y_pred=y_pred, sample_weight=weight, training=training
+            loss = private.loss_of(
+                self, x=x, y=y, y_pred=y_pred, sample_weight=weight, training=training
             )
         return loss if part is None else counted(loss * self._loss_factor, part.share)
 
@@ -360,7 +352,7 @@ class ExactTrainer(_Model):
         return compiled
 
     def _computes_in_float16(self) -> bool:
-        return any(layer.compute_dtype == "float16" for layer in self._flatten_layers())
+        return any(layer.compute_dtype == "float16" for layer in private.layers_of(self))
 
     def _check_strategy(self) -> None:
         strategy = self.distribute_strategy
@@ -388,19 +380,19 @@ class ExactTrainer(_Model):
                 "averages in the weights' place at its end."
             )
 
-    def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
+    def _exact_build(self, iterator: Any, batch: Any) -> None:
         # Keras' own reduces the first batch over replicas, which fails with several workers.
-        if self._distribute_strategy is None and self._accumulate == 1:
+        if private.strategy_of(self) is None and self._accumulate == 1:
             return
         if iterator is not None:
             for _, _, batches in iterator:
-                data_batch = _of_first_replica(self, next(batches))
+                batch = _of_first_replica(self, next(batches))
                 break
         with self.distribute_strategy.scope():
-            self._symbolic_build(data_batch=data_batch)
+            private.build_for(self, batch)
         is_overridden = type(self).compute_loss is not ExactTrainer.compute_loss
         if is_overridden and self.distribute_strategy.num_replicas_in_sync > 1:
-            self._loss_factor = _probed_factor(self, data_batch)
+            self._loss_factor = _probed_factor(self, batch)
 
 
 def scope_of(model: keras.Model) -> Any:
@@ -412,8 +404,7 @@ def warn_of_keras_step(training: bool | None) -> None:
     """Warns where a layer is trained on several replicas in a model that Keras trains itself."""
     if not training or replicas() == 1:
         return
-    context = keras.src.backend.common.global_state.get_global_attribute("current_call_ctx")
-    model = getattr(context, "entry_layer", None)
+    model = private.called_layer()
     if isinstance(model, keras.Model) and not isinstance(model, ExactTrainer):
         warnings.warn(
             f"{type(model).__name__} {model.name!r} trains by Keras' own step on {replicas()} "
@@ -438,9 +429,9 @@ def _probed_factor(model: ExactTrainer, data: Any) -> float:
     def measure() -> float:
         with keras.StatelessScope():
             y_pred = model(x, training=False)
-            with part_of(measure_whole(model._compile_loss, x, y, weight), x):
-                loss = model._compute_loss(
-                    x=x, y=y, y_pred=y_pred, sample_weight=weight, training=True
+            with part_of(measure_whole(private.losses_of(model), x, y, weight), x):
+                loss = private.loss_of(
+                    model, x=x, y=y, y_pred=y_pred, sample_weight=weight, training=True
                 )
         return float(loss)
 
@@ -458,6 +449,12 @@ def _probed_factor(model: ExactTrainer, data: Any) -> float:
         f"divide by the {count} replicas, to what is not divided; take the mean of functions of "
         "keras.losses or keras.ops in both, or super().compute_loss."
     )
+
+
+def _summed(loss: Any) -> Any:
+    """Returns what `add_loss` or a regulariser gave as a scalar, as Keras adds it on one device."""
+    is_float = keras.backend.is_float_dtype(loss.dtype)
+    return keras.ops.sum(loss if is_float else keras.ops.cast(loss, keras.config.floatx()))
 
 
 def _of_first_replica(model: keras.Model, batch: Any) -> Any:

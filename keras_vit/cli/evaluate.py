@@ -1,15 +1,111 @@
-"""`keras-vit evaluate`: how good the model of a run is."""
+"""`keras-vit evaluate`: measures a run."""
 
 import argparse
+import dataclasses
+import json as json_format
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from keras_vit.cli import measures, output, precision
+from keras_vit.cli import output
 
 if TYPE_CHECKING:
     from keras_vit.data import ImageData
     from keras_vit.evaluation import Evaluation
     from keras_vit.training import Run
+
+
+PICTURE = "mistakes.png"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds `--more` and `--real`."""
+    parser.add_argument(
+        "--more",
+        action="store_true",
+        help="also print calibration error, few-shot and nearest-neighbour accuracy of the "
+        f"features, and the most confident mistakes, drawn to {PICTURE} in --out (default: no)",
+    )
+    parser.add_argument(
+        "--real",
+        metavar="FILE",
+        help="also print the accuracy on the labels of ImageNet ReaL: real.json of "
+        "google-research/reassessed-imagenet, where the test images are ImageNet's 50,000 "
+        "validation images (default: no)",
+    )
+
+
+def show(opened: "Run", data: "ImageData", *, out: str | None, json: bool) -> None:
+    """Measures on the test images and prints; the features only where there are train images."""
+    from keras_vit import evaluation
+
+    mistakes = evaluation.confident_mistakes(opened.model, data.test, labels=opened.labels)
+    found = {
+        **_measure(opened, data),
+        "mistakes": [dataclasses.asdict(mistake) for mistake in mistakes],
+    }
+    if out is not None and mistakes:
+        evaluation.plot_mistakes(mistakes, data.test, Path(out) / PICTURE)
+    if json:
+        print(json_format.dumps({"event": "more", **found}), flush=True)
+        return
+    print(f"Expected calibration error: {found['calibration_error']:.2%}")
+    _print_features(found)
+    for mistake in found["mistakes"]:
+        output.say(
+            f"{mistake['name']}: {mistake['label']} taken for {mistake['predicted']}, "
+            f"{mistake['probability']:.1%}"
+        )
+
+
+def show_features(opened: "Run", data: "ImageData", *, json: bool) -> None:
+    """Measures the features of a model without classifier, and prints."""
+    found = _features(opened, data)
+    if json:
+        print(json_format.dumps({"event": "features", **found}), flush=True)
+    else:
+        _print_features(found)
+
+
+def show_real(opened: "Run", data: "ImageData", *, file: str, json: bool) -> None:
+    """Measures on the labels of ImageNet ReaL, which go by the names of the images, and prints."""
+    from keras_vit import evaluation
+
+    labels = evaluation.read_real_labels(file)
+    names = [Path(data.test.name(place)).name for place in range(len(data.test))]
+    order = sorted(range(len(names)), key=names.__getitem__)
+    scores = evaluation.log_probabilities(opened.model, data.test)[order]
+    accuracy = evaluation.real_accuracy(scores, labels)
+    if json:
+        print(json_format.dumps({"event": "real", "accuracy": accuracy}), flush=True)
+    else:
+        print(f"Accuracy on the labels of ReaL: {accuracy:.2%}")
+
+
+def add_flag(parser: argparse.ArgumentParser) -> None:
+    """Adds `--precision`."""
+    parser.add_argument(
+        "--precision",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="what the model computes in: bfloat16 is faster on processors that have units for it, "
+        "slower on all others (default: float32)",
+    )
+
+
+def load_run(arguments: argparse.Namespace) -> "Run":
+    """Opens the run, its model in the precision asked for."""
+    from keras_vit import evaluation, training
+
+    opened = training.Run.load(arguments.directory)
+    if arguments.precision == "bfloat16" and not evaluation.has_bfloat16_units():
+        print(
+            "keras-vit: this processor has no units for bfloat16; float32 is faster on it.",
+            file=sys.stderr,
+        )
+    model = evaluation.in_precision(opened.model, arguments.precision)
+    return dataclasses.replace(opened, model=model)
+
 
 _DESCRIPTION = """\
 Measures the model of a run: accuracy, loss, and how each class fares.
@@ -54,8 +150,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         action="store_true",
         help="with --data, stop at damaged images (default: leave them out)",
     )
-    precision.add_flag(parser)
-    measures.add_flags(parser)
+    add_flag(parser)
+    add_flags(parser)
     output.add_json_flag(parser)
     parser.set_defaults(run=run)
 
@@ -64,7 +160,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Evaluates, prints, and writes where asked."""
     from keras_vit import evaluation
 
-    opened = precision.load_run(arguments)
+    opened = load_run(arguments)
     if opened.model.config.classes is None:
         _show_features(opened, arguments)
         return 0
@@ -85,12 +181,55 @@ def run(arguments: argparse.Namespace) -> int:
         evaluation.write_report(out, evaluations)
     output.show_evaluations(evaluations, json=arguments.json)
     if arguments.more:
-        measures.show(opened, data, out=arguments.out, json=arguments.json)
+        show(opened, data, out=arguments.out, json=arguments.json)
     if arguments.real is not None:
-        measures.show_real(opened, data, file=arguments.real, json=arguments.json)
+        show_real(opened, data, file=arguments.real, json=arguments.json)
     if not arguments.json:
         _say_more(evaluations, recorded=recorded, out=out if arguments.out or is_first else None)
     return 0
+
+
+def _print_features(found: dict[str, Any]) -> None:
+    for result in found["few_shot"]:
+        print(
+            f"{result['shots']} labelled images of each class: accuracy {result['mean']:.1%}, "
+            f"spread {result['spread']:.1%} over {len(result['accuracies'])} draws"
+        )
+    if found["nearest_neighbors"] is not None:
+        print(f"Nearest neighbours of the train images: accuracy {found['nearest_neighbors']:.2%}")
+
+
+def _measure(opened: "Run", data: "ImageData") -> dict[str, Any]:
+    import numpy as np
+
+    from keras_vit import evaluation
+
+    probabilities = np.exp(evaluation.log_probabilities(opened.model, data.test))
+    error = evaluation.calibration(probabilities, data.test.targets).error
+    return {"calibration_error": error, **_features(opened, data)}
+
+
+def _features(opened: "Run", data: "ImageData") -> dict[str, Any]:
+    import numpy as np
+
+    from keras_vit import evaluation
+
+    found: dict[str, Any] = {"few_shot": [], "nearest_neighbors": None}
+    if not len(data.train):
+        return found
+    fewest = int(np.bincount(data.train.targets, minlength=len(data.labels)).min())
+    shots = [count for count in evaluation.SHOTS if count <= fewest]
+    if shots:
+        results = evaluation.few_shot(opened.model, train=data.train, test=data.test, shots=shots)
+        found["few_shot"] = [
+            {**dataclasses.asdict(result), "mean": result.mean, "spread": result.spread}
+            for result in results
+        ]
+    neighbors = min(evaluation.NEIGHBORS, len(data.train))
+    found["nearest_neighbors"] = evaluation.nearest_neighbors(
+        opened.model, train=data.train, test=data.test, neighbors=neighbors
+    )
+    return found
 
 
 def _show_features(opened: "Run", arguments: argparse.Namespace) -> None:
@@ -99,22 +238,19 @@ def _show_features(opened: "Run", arguments: argparse.Namespace) -> None:
     if arguments.data is not None:
         data = output.load_data(arguments.data, strict=arguments.strict, json=arguments.json)
     elif opened.labels:
-        from keras_vit import training
-
-        data = training.load_run_data(opened)
+        data = opened.data()
     else:
         raise ValueError(
             f"The run {arguments.directory!r} was made without labels; give --data with one "
             "sub-folder per class to measure its features on."
         )
-    measures.show_features(opened, data, json=arguments.json)
+    show_features(opened, data, json=arguments.json)
 
 
 def _data(arguments: argparse.Namespace, opened: "Run") -> "ImageData":
-    from keras_vit import training
 
     if arguments.data is None:
-        return training.load_run_data(opened)
+        return opened.data()
     return output.load_data(
         arguments.data, strict=arguments.strict, json=arguments.json, labels=opened.labels
     )

@@ -89,7 +89,7 @@ def _open(path: str) -> "tuple[keras.Model, tuple[str, ...] | None]":
     from keras_vit import preprocessing, training
 
     if not path.endswith(".keras") or Path(path).is_dir():
-        opened = training.load_run(path)
+        opened = training.Run.load(path)
         return opened.model, opened.labels
     if not Path(path).exists():
         raise FileNotFoundError(f"There is no model file {path!r}; check the path.")

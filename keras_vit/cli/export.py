@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from keras_vit.cli import output, values
+from keras_vit.cli import flags, output
 
 if TYPE_CHECKING:
-    from keras_vit.export import Artefact
+    from keras_vit.exporting import Artefact
 
 _FORMATS = "savedmodel, tflite, tflite-fp16, tflite-int8, tflite-int8-full, onnx"
 _DESCRIPTION = f"""\
@@ -56,16 +56,22 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="image files to check on, and to set the ranges of tflite-int8-full "
         "(default: the run's test images; for a .keras file drawn ones)",
     )
+    _add_answers(parser)
+    output.add_json_flag(parser)
+    parser.set_defaults(run=run)
+
+
+def _add_answers(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--top",
-        type=values.count,
+        type=flags.count,
         default=5,
         metavar="N",
         help="how many classes the server names for each image (default: 5)",
     )
     parser.add_argument(
         "--tflite-batch",
-        type=values.count,
+        type=flags.count,
         default=1,
         metavar="N",
         help="how many images a TFLite file takes at once (default: 1)",
@@ -73,13 +79,11 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--no-verify", action="store_true", help="do not check the files (default: check them)"
     )
-    output.add_json_flag(parser)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Exports and says what was written."""
-    from keras_vit.export import artefacts
+    from keras_vit.exporting import artefacts
 
     model, labels, images = _open(arguments)
     made = artefacts.export(
@@ -109,16 +113,15 @@ def _open(arguments: argparse.Namespace) -> tuple[Any, Any, Sequence[Any]]:
         if not path.is_file():
             raise FileNotFoundError(f"There is no model file {arguments.model!r}; check the path.")
         return training.open_model(path), arguments.labels, images
-    opened = training.load_run(path)
+    opened = training.Run.load(path)
     labels = arguments.labels or opened.labels
     return opened.model, labels, images or _test_images(opened, is_json=arguments.json)
 
 
 def _test_images(opened: Any, *, is_json: bool) -> Sequence[Any]:
-    from keras_vit import training
 
     try:
-        return list(training.load_run_data(opened).test.images)
+        return list(opened.data().test.images)
     except (ValueError, OSError, ImportError) as error:
         if not is_json:
             output.say(f"Checking on drawn images, as the run's own cannot be had: {error}")

@@ -1,15 +1,110 @@
-"""The flags that `train` and `pretrain` share, and what they mean."""
+"""Flags that several commands share, and the values they take."""
 
 import argparse
 import dataclasses
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
-from keras_vit.cli import values
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from keras_vit import ViTConfig
     from keras_vit.training import Execution, Recipe
+
+
+def count(text: str) -> int:
+    """Reads a whole number above zero."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def index(text: str) -> int:
+    """Reads a whole number from zero."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0")
+    return int(text)
+
+
+def seed(text: str) -> int:
+    """Reads a seed: NumPy takes 32 bits."""
+    if not text.isdecimal() or int(text) >= 2**32:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to {2**32 - 1}")
+    return int(text)
+
+
+def sha256(text: str) -> str:
+    """Reads a SHA-256."""
+    if not re.fullmatch("[0-9a-fA-F]{64}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not 64 hexadecimal digits")
+    return text.lower()
+
+
+def positive(text: str) -> float:
+    """Reads a number above zero."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return number
+
+
+def not_negative(text: str) -> float:
+    """Reads a number from zero."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0")
+    return number
+
+
+def share(text: str) -> float:
+    """Reads a number from zero, below one."""
+    if not_negative(text) >= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0, below 1")
+    return float(text)
+
+
+def fraction(text: str) -> float:
+    """Reads a number above zero, at most one."""
+    if positive(text) > 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0, at most 1")
+    return float(text)
+
+
+def words(allowed: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+    """Returns what reads some of these words, with commas between."""
+
+    def read(text: str) -> tuple[str, ...]:
+        found = tuple(text.split(","))
+        if not set(found) <= set(allowed):
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not a list such as {','.join(allowed[:2])}, of {', '.join(allowed)}"
+            )
+        return found
+
+    return read
+
+
+def setting(text: str) -> tuple[str, Any]:
+    """Reads "name=value": true, false, none, a number, a word, or several with commas between."""
+    name, equals, value = text.partition("=")
+    if not (name and equals and value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a setting such as pooling=avg")
+    parts = tuple(map(_plain, value.split(",")))
+    return name, parts if len(parts) > 1 else parts[0]
+
+
+def size(text: str) -> tuple[int, int]:
+    """Reads "64" or "48x64" as (height, width) in pixels."""
+    sides = text.lower().split("x")
+    if len(sides) > 2 or not all(side.isdecimal() and int(side) for side in sides):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 64 or 48x64")
+    return int(sides[0]), int(sides[-1])
+
 
 # What a flag is called here, and the field of the recipe that it changes.
 _FIELDS = {
@@ -44,21 +139,21 @@ def add_sizes(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--image-size",
-        type=values.size,
+        type=size,
         metavar="N or HxW",
         help="size that images are brought to, in pixels (default: the recipe's; otherwise 16 for "
         "digits, 64 for tiny, 224 for the variants)",
     )
     group.add_argument(
         "--patch-size",
-        type=values.count,
+        type=count,
         metavar="N",
         help="side of a patch in pixels, in a hybrid of the cells that its convolutions leave; "
         "must divide the image (default: the model's own, 4 for digits, 8 for tiny)",
     )
     group.add_argument(
         "--set",
-        type=values.setting,
+        type=setting,
         action="append",
         default=[],
         metavar="NAME=VALUE",
@@ -78,13 +173,13 @@ def add_length(group: argparse._ArgumentGroup, *, epochs: str) -> None:
     length = group.add_mutually_exclusive_group()
     length.add_argument(
         "--steps",
-        type=values.count,
+        type=count,
         metavar="N",
         help="batches in all, instead of --epochs (default: by epochs)",
     )
     length.add_argument(
         "--epochs",
-        type=values.count,
+        type=count,
         metavar="N",
         help=f"passes over the training images (default: {epochs})",
     )
@@ -100,13 +195,13 @@ def add_numbers(group: argparse._ArgumentGroup, *, batch: str, rate: str) -> Non
     """
     group.add_argument(
         "--batch-size",
-        type=values.count,
+        type=count,
         metavar="N",
         help=f"images in a step (default: {batch})",
     )
     group.add_argument(
         "--learning-rate",
-        type=values.positive,
+        type=positive,
         metavar="X",
         help=f"the highest learning rate, after the warm-up (default: {rate})",
     )
@@ -118,7 +213,7 @@ def add_numbers(group: argparse._ArgumentGroup, *, batch: str, rate: str) -> Non
     )
     group.add_argument(
         "--seed",
-        type=values.seed,
+        type=seed,
         default=0,
         metavar="N",
         help="decides fresh weights, order and variation of the images (default: 0)",
@@ -133,27 +228,27 @@ def add_regularization(group: argparse._ArgumentGroup, *, is_labelled: bool) -> 
         is_labelled: whether there are targets that the last two can mix.
     """
     rows: list[tuple[str, Callable[[str], float], str]] = [
-        ("weight-decay", values.not_negative, "decay of the kernels, times the learning rate"),
-        ("drop-path", values.share, "probability that the last block is left out of a step"),
+        ("weight-decay", not_negative, "decay of the kernels, times the learning rate"),
+        ("drop-path", share, "probability that the last block is left out of a step"),
         (
             "average",
-            values.share,
+            share,
             "decay of a moving average of the weights, such as 0.9999, that is measured and saved "
             "in their place; 0 for none",
         ),
         (
             "sam-rho",
-            values.not_negative,
+            not_negative,
             "radius of sharpness-aware minimisation, such as 0.1, which takes twice the time; 0 "
             "for none",
         ),
     ]
     if is_labelled:
         rows += [
-            ("mixup", values.not_negative, "alpha of blending two images, such as 0.2; 0 for none"),
+            ("mixup", not_negative, "alpha of blending two images, such as 0.2; 0 for none"),
             (
                 "cutmix",
-                values.not_negative,
+                not_negative,
                 "alpha of pasting a part of another image, such as 1; with --mixup one or the "
                 "other; 0 for none",
             ),
@@ -181,7 +276,7 @@ def add_execution(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--accumulate",
-        type=values.count,
+        type=count,
         default=1,
         metavar="N",
         help="cut each batch into N parts, one after another, to save memory (default: 1)",
@@ -199,7 +294,7 @@ def add_execution(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--checkpoint-steps",
-        type=values.count,
+        type=count,
         default=1000,
         metavar="N",
         help="steps between checkpoints, besides one after each epoch (default: 1000)",
@@ -275,3 +370,15 @@ def changed(recipe: "Recipe", arguments: argparse.Namespace) -> "Recipe":
     if isinstance(model.get("dropout_rate"), int | float):
         given["dropout_rate"] = model.pop("dropout_rate")
     return dataclasses.replace(recipe, augmentation=augmentation, model=model, **given)
+
+
+def _plain(text: str) -> bool | int | float | str | None:
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

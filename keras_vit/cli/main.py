@@ -5,12 +5,13 @@ stopped by SIGTERM or by the loss of another worker: start again with --resume.
 """
 
 import argparse
+import importlib
 import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from keras_vit import version
+from keras_vit import startup, version
 from keras_vit.cli import catalog, evaluate, explain, export, output, predict, pretrain, train
 
 PROGRAM = "keras-vit"
@@ -49,10 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    # TensorFlow's own remarks would stand between ours; its errors still reach us as exceptions.
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    startup.quieten_tensorflow()  # its errors still reach us as exceptions
     arguments = make_parser().parse_args(argv)
     try:
+        if arguments.run is not catalog.run:
+            importlib.import_module("keras_vit.names")  # Keras finds the classes in it by name
         exit_code: int = arguments.run(arguments)
     except KeyboardInterrupt as interruption:
         message = str(interruption) or "Interrupted: nothing was saved."

@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from keras_vit.cli import output, precision, values
+from keras_vit.cli import evaluate, flags, output
 
 _DESCRIPTION = """\
 Names what images show, with the model of a run.
@@ -32,12 +32,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     parser.add_argument(
         "--top",
-        type=values.count,
+        type=flags.count,
         default=5,
         metavar="N",
         help="how many classes to name for each image (default: 5)",
     )
-    precision.add_flag(parser)
+    evaluate.add_flag(parser)
     output.add_json_flag(parser)
     parser.set_defaults(run=run)
 
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Reads the images, predicts, prints."""
     from keras_vit import data, evaluation
 
-    opened = precision.load_run(arguments)
+    opened = evaluate.load_run(arguments)
     images, problems = {}, []
     for path in arguments.images:
         try:

@@ -6,7 +6,7 @@ import functools
 import time
 from typing import TYPE_CHECKING
 
-from keras_vit.cli import flags, output, values
+from keras_vit.cli import flags, output
 
 if TYPE_CHECKING:
     from keras_vit.training import MaskedPatchModel, Recipe
@@ -60,7 +60,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     group.add_argument(
         "--corruption",
-        type=values.fraction,
+        type=flags.fraction,
         default=0.5,
         metavar="X",
         help="fraction of the patches that is corrupted (default: 0.5)",

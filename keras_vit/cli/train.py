@@ -1,19 +1,82 @@
-"""`keras-vit train`: images in, run directory out."""
+"""`keras-vit train`."""
 
 import argparse
 import dataclasses
 import functools
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from keras_vit.cli import flags, output, tuning, values
+from keras_vit.cli import flags, output
 
 if TYPE_CHECKING:
+    import keras
+
     from keras_vit import VisionTransformer, ViTConfig
     from keras_vit.data import ImageData
     from keras_vit.evaluation import Evaluation
     from keras_vit.training import DistillationModel, Recipe, Run
+
+
+TARGETS = ("qkv", "out", "fc1", "fc2")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the groups "fine-tuning" and "distillation"."""
+    _add_fine_tuning(parser.add_argument_group("fine-tuning"))
+    _add_distillation(parser.add_argument_group("distillation"))
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Raises a ValueError for flags that mean nothing without another."""
+    if arguments.weights is None:
+        for name in ("freeze", "lora"):
+            if getattr(arguments, name) is not None:
+                raise ValueError(
+                    f"--{name} needs --weights: fresh weights have nothing to keep as it is."
+                )
+    if arguments.freeze is not None and arguments.lora is not None:
+        raise ValueError("--lora freezes every kernel already; leave out --freeze.")
+    for name in ("distillation", "temperature", "distillation_weight", "teacher_sha256"):
+        if arguments.teacher is None and getattr(arguments, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')} needs --teacher.")
+
+
+def adapt(model: "VisionTransformer", arguments: argparse.Namespace) -> "VisionTransformer":
+    """Returns the model frozen or adapted, as the flags say."""
+    import keras_vit
+
+    if arguments.freeze is not None:
+        keras_vit.freeze(model, blocks=arguments.freeze)
+    if arguments.lora is not None:
+        return keras_vit.lora(model, rank=arguments.lora, targets=arguments.lora_targets)
+    return model
+
+
+def distil(
+    student: "VisionTransformer | ViTConfig", data: "ImageData", arguments: argparse.Namespace
+) -> "VisionTransformer | ViTConfig | DistillationModel":
+    """Returns the student with the teacher of the flags, or as it is without one."""
+    from keras_vit import VisionTransformer, ViTConfig, training
+    from keras_vit.weights.building import find
+
+    if arguments.teacher is None:
+        return student
+    if isinstance(student, ViTConfig):
+        config = dataclasses.replace(student, classes=len(data.labels), include_preprocessing=True)
+        student = VisionTransformer(config)
+    if arguments.teacher_sha256 is not None:
+        find(arguments.teacher, sha256=arguments.teacher_sha256)
+    teacher = _open(arguments.teacher, labels=data.labels)
+    given = {
+        "distillation": arguments.distillation,
+        "temperature": arguments.temperature,
+        "weight": arguments.distillation_weight,
+    }
+    chosen = {name: value for name, value in given.items() if value is not None}
+    return training.DistillationModel(student, teacher, **chosen)
+
 
 _DESCRIPTION = """\
 Trains a Vision Transformer and writes a run directory.
@@ -21,7 +84,7 @@ Trains a Vision Transformer and writes a run directory.
 --data is a folder: one sub-folder per class, or train/, validation/ and test/ that have those.
 JPEG, PNG, WebP, BMP or GIF of any size, grey, coloured or transparent. Missing splits are made:
 a tenth of each class for validation, a tenth for test. Or --data is tfds:NAME, for a dataset of
-TensorFlow Datasets (pip install "keras-vit[tfds]"), or the word digits, for the 1,797 handwritten
+TensorFlow Datasets (pip install tensorflow-datasets), or the word digits, for the 1,797 handwritten
 digits that scikit-learn brings (a folder of that name is ./digits).
 
 The run directory holds model.keras (of the epoch that was best on the validation images, or, as the
@@ -70,13 +133,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     group.add_argument(
         "--weights-sha256",
-        type=values.sha256,
+        type=flags.sha256,
         metavar="HEX",
         help="the SHA-256 of the file of --weights, a run's model.keras, compared before it is "
         "read (default: a download is compared with its first use)",
     )
     _add_recipe_flags(parser.add_argument_group("recipe"))
-    tuning.add_flags(parser)
+    add_flags(parser)
     flags.add_execution(parser.add_argument_group("execution"))
     flags.add_existing(parser)
     output.add_json_flag(parser)
@@ -118,15 +181,110 @@ def run(arguments: argparse.Namespace) -> int:
             execution=execution,
             on_event=on_event,
         )
-    if not training.is_first_worker():
-        return 0
+    if training.is_first_worker():
+        _finish(result, display, evaluations, data, start=start)
+    return 0
+
+
+def _finish(
+    result: "Run",
+    display: output.TrainDisplay,
+    evaluations: "dict[str, Evaluation]",
+    data: "ImageData",
+    *,
+    start: float,
+) -> None:
+    """Prints what a training ended in; a run that was finished before says that it was."""
+    from keras_vit import evaluation
+
     if not display.has_ended and (result.path / evaluation.METRICS).is_file():
         display.show_finished(result)
-        return 0
+        return
     if not evaluations:  # the run of a program that did not measure it
         evaluations.update(_evaluate(result, data))
     display.finish(result, evaluations, seconds=time.monotonic() - start)
-    return 0
+
+
+def _add_fine_tuning(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--layer-decay",
+        type=flags.fraction,
+        metavar="X",
+        help="factor of the learning rate from each block to the one before it, such as 0.75 "
+        "(default: 1, the same everywhere)",
+    )
+    group.add_argument(
+        "--freeze",
+        type=flags.index,
+        metavar="N",
+        help="with --weights, do not train the patch embedding and the first N blocks; 0 is the "
+        "patch embedding alone (default: train everything)",
+    )
+    group.add_argument(
+        "--lora",
+        type=flags.count,
+        metavar="RANK",
+        help="with --weights, train thin matrices of this rank beside the kernels, and the "
+        "classifier; the run's model.keras has them merged, adapter.safetensors has them alone "
+        "(default: train the kernels)",
+    )
+    group.add_argument(
+        "--lora-targets",
+        type=flags.words(TARGETS),
+        default=("qkv",),
+        metavar="LIST",
+        help=f"what --lora adapts, some of {','.join(TARGETS)} (default: qkv)",
+    )
+
+
+def _add_distillation(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--teacher",
+        metavar="RUN",
+        help="learn from what this model says too: a run with the same classes, or a .keras file "
+        "of any Keras classifier that takes pixels 0..255 (default: learn from labels alone)",
+    )
+    group.add_argument(
+        "--teacher-sha256",
+        type=flags.sha256,
+        metavar="HEX",
+        help="the SHA-256 of the teacher's file, compared before it is read (default: none)",
+    )
+    group.add_argument(
+        "--distillation",
+        choices=("soft", "hard"),
+        help="the teacher's probabilities, or its likeliest class (default: soft)",
+    )
+    group.add_argument(
+        "--temperature",
+        type=flags.positive,
+        metavar="X",
+        help="what logits are divided by in soft distillation (default: 3)",
+    )
+    group.add_argument(
+        "--distillation-weight",
+        type=flags.fraction,
+        metavar="X",
+        help="what the teacher counts; labels count the rest (default: 0.5)",
+    )
+
+
+def _open(path: str, *, labels: Sequence[str]) -> "keras.Model":
+    """Opens a teacher: a run that knows the same classes, or a file."""
+
+    from keras_vit import training
+
+    if not path.endswith(".keras") or Path(path).is_dir():
+        opened = training.Run.load(path)
+        if opened.labels != tuple(labels):
+            raise ValueError(
+                f"The teacher {path!r} knows the classes {', '.join(opened.labels[:5])}, the data "
+                f"has {', '.join(labels[:5])}; both must have the same, in the same order."
+            )
+        return opened.model
+    if not Path(path).exists():
+        raise FileNotFoundError(f"There is no model file {path!r}; check the path.")
+    return training.open_model(path)
 
 
 def _evaluate(result: "Run", data: "ImageData") -> "dict[str, Evaluation]":
@@ -160,7 +318,7 @@ def _add_recipe_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    tuning.check(arguments)
+    check(arguments)
     if arguments.weights is None:
         if arguments.weights_sha256 is not None:
             raise ValueError("--weights-sha256 needs --weights.")
@@ -188,19 +346,19 @@ def _is_run(weights: str) -> bool:
 def _model(
     config: "ViTConfig | None", data: "ImageData", arguments: argparse.Namespace
 ) -> "ViTConfig | VisionTransformer | DistillationModel":
-    start = config or tuning.adapt(_weights(arguments, data), arguments)
-    return tuning.distil(start, data, arguments)
+    start = config or adapt(_weights(arguments, data), arguments)
+    return distil(start, data, arguments)
 
 
 def _weights(arguments: argparse.Namespace, data: "ImageData") -> "VisionTransformer":
     from keras_vit import training
-    from keras_vit.weights.source import find
+    from keras_vit.weights.building import find
 
     size, sha256 = _image_size(arguments), arguments.weights_sha256
     if _is_run(arguments.weights):
         if sha256 is not None:
             find(arguments.weights, sha256=sha256)
-        return training.run_model(arguments.weights, labels=data.labels, image_size=size)
+        return training.Run.load(arguments.weights).classifier(data.labels, image_size=size)
     return training.pretrained_model(
         arguments.model,
         weights=arguments.weights,

@@ -1,14 +1,262 @@
-"""Varies training images at random, each draw a pure function of its seed.
-
-Stateless TensorFlow ops only: a seed gives the same image at any parallelism, after any restart.
-"""
+"""Varies training images at random, each draw a pure function of its seed."""
 
 import dataclasses
 import math
+from typing import Literal
 
 import tensorflow as tf
 
-from keras_vit.data import draws
+WHOLE = (0, 1)  # (index, count) of the only worker
+
+
+def draw_key(seed: int, use: int, step: tf.Tensor) -> tf.Tensor:
+    """Returns the two integers that decide one use of randomness in one step."""
+    return tf.random.experimental.stateless_fold_in(tf.constant((seed, use), tf.int64), step)
+
+
+def draw_uniform(
+    numbers: int,
+    count: tf.Tensor,
+    *,
+    seed: tf.Tensor,
+    shard: tuple[int, int] = WHOLE,
+    low: float = 0.0,
+) -> tf.Tensor:
+    """Draws numbers between `low` and 1 for each image.
+
+    Example:
+        >>> import numpy as np
+        >>> whole = draw_uniform(3, 4, seed=(1, 2))
+        >>> second = draw_uniform(3, 2, seed=(1, 2), shard=(1, 2))
+        >>> bool(np.array_equal(whole[:, 2:], second))
+        True
+
+    Args:
+        numbers: how many for each image.
+        count: images that this worker makes.
+        seed: two integers.
+        shard: (index of this worker, number of workers).
+        low: the smallest number.
+
+    Returns:
+        Shape (numbers, count).
+    """
+    drawn = tf.random.stateless_uniform((numbers, count * shard[1]), seed, minval=low)
+    return drawn[:, count * shard[0] : count * (shard[0] + 1)]
+
+
+def draw_keys(count: tf.Tensor, *, seed: tf.Tensor, shard: tuple[int, int] = WHOLE) -> tf.Tensor:
+    """Draws a seed of its own for each image, int32 of shape (count, 2)."""
+    drawn = tf.random.stateless_uniform(
+        (count * shard[1], 2), seed, minval=None, maxval=None, dtype=tf.int32
+    )
+    return drawn[count * shard[0] : count * (shard[0] + 1)]
+
+
+def inside(starts: tf.Tensor, ends: tf.Tensor, *, shape: tf.Tensor) -> tf.Tensor:
+    """Returns whether each pixel lies in the rectangle of its image.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> marked = inside([[0], [1]], [[1], [3]], shape=(2, 3))
+        >>> tf.cast(marked[0, ..., 0], tf.int32).numpy().tolist()
+        [[0, 1, 1], [0, 0, 0]]
+
+    Args:
+        starts: first row and first column of each, int32 of shape (2, batch).
+        ends: the row and column after the last, int32 of shape (2, batch).
+        shape: (height, width) of the images.
+
+    Returns:
+        Shape (batch, height, width, 1).
+    """
+    starts, ends = tf.convert_to_tensor(starts), tf.convert_to_tensor(ends)
+    rows, columns = (
+        (tf.range(shape[axis]) >= starts[axis, :, None])
+        & (tf.range(shape[axis]) < ends[axis, :, None])
+        for axis in (0, 1)
+    )
+    return (rows[:, :, None] & columns[:, None, :])[..., None]
+
+
+# Width over height of a random crop: the default of `tf.image.sample_distorted_bounding_box`, for
+# the originals pass none (vit_jax/input_pipeline.py; big_vision, pp/ops_image.py).
+ASPECT = (0.75, 1.33)
+
+
+def inception_part(shape: tf.Tensor, *, smallest_area: float, seed: tf.Tensor) -> tf.Tensor:
+    """Returns a random part with a random area and aspect, as the originals draw it.
+
+    It is TensorFlow's `sample_distorted_bounding_box` with the originals' arguments: a part that
+    does not fit is drawn anew, and after 100 attempts the whole image is taken.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> top, left, height, width = inception_part(
+        ...     (60, 80), smallest_area=0.25, seed=(1, 2)).numpy()
+        >>> bool(height * width >= 0.24 * 60 * 80 and top + height <= 60 and left + width <= 80)
+        True
+
+    Args:
+        shape: (height, width) of the image, int32.
+        smallest_area: as a fraction of the image.
+        seed: two integers; they alone decide.
+
+    Returns:
+        (top, left, height, width) in pixels, int32 of shape (4,).
+    """
+    begin, size, _ = tf.image.stateless_sample_distorted_bounding_box(
+        tf.concat([shape, [3]], axis=0),
+        tf.zeros((0, 0, 4)),
+        seed=seed,
+        min_object_covered=0.0,
+        aspect_ratio_range=ASPECT,
+        area_range=(smallest_area, 1.0),
+        max_attempts=100,
+        use_image_if_no_bounding_boxes=True,
+    )
+    return tf.concat([begin[:2], size[:2]], axis=0)
+
+
+def small_part(
+    shape: tf.Tensor, *, size: tuple[int, int], ratio: float, place: tf.Tensor
+) -> tf.Tensor:
+    """Returns the part that is cut out of an image whose short side is resized first.
+
+    Resizing so that `ratio * size` fits in, and cutting `size` out of that, shows the same as
+    cutting first and resizing only the part.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> small_part((60, 80), size=(30, 30), ratio=1.0, place=[0.5, 0.5]).numpy().tolist()
+        [0, 10, 60, 60]
+
+    Args:
+        shape: (height, width) of the image, int32.
+        size: (height, width) in pixels of what the model sees.
+        ratio: how much larger the short side is made, 448 / 384 in the original's transfers.
+        place: from the top and from the left, 0 to 1; a half is the middle.
+
+    Returns:
+        (top, left, height, width) in pixels, int32 of shape (4,).
+    """
+    sides = tf.cast(shape, tf.float32)
+    wanted = tf.constant(size, tf.float32)
+    return _placed(shape, wanted * tf.reduce_min(sides / wanted) / ratio, place=place)
+
+
+# Area as a fraction of the image and aspect, from Section 4.2 of the paper.
+ERASED_AREA = (0.02, 0.4)
+ERASED_ASPECT = (0.3, 1 / 0.3)
+
+
+def erase_rectangles(
+    images: tf.Tensor,
+    *,
+    probability: float,
+    seed: tf.Tensor,
+    shard: tuple[int, int] = WHOLE,
+) -> tf.Tensor:
+    """Puts noise in place of a rectangle of some images, each at its own place.
+
+    Each erased pixel takes a random value 0..255, which is the paper's best. A rectangle that would
+    be higher or wider than the image is cut to it; the paper draws another one.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> erased = erase_rectangles(tf.ones((8, 9, 9, 3)), probability=1.0, seed=(1, 2))
+        >>> int(tf.reduce_sum(tf.cast(tf.reduce_any(erased != 1, axis=(1, 2, 3)), tf.int32)))
+        8
+
+    Args:
+        images: pixels 0..255, float32 of shape (batch, height, width, 3).
+        probability: that an image loses a rectangle.
+        seed: two integers.
+        shard: (index of this worker, number of workers), see `keras_vit.data.train_batches`.
+
+    Returns:
+        The images, of the same shape.
+    """
+    if not probability:
+        return images
+    shape = tf.shape(images)
+    drawn = draw_uniform(5, shape[0], seed=seed, shard=shard)
+    area = ERASED_AREA[0] + drawn[0] * (ERASED_AREA[1] - ERASED_AREA[0])
+    aspect = tf.exp(
+        math.log(ERASED_ASPECT[0]) + drawn[1] * math.log(ERASED_ASPECT[1] / ERASED_ASPECT[0])
+    )
+    sides = tf.minimum(tf.stack([tf.sqrt(area * aspect), tf.sqrt(area / aspect)]), 1.0)
+    size = tf.cast(shape[1:3, None], tf.float32)  # of the image; height and width are rows
+    lengths = tf.maximum(tf.cast(tf.round(sides * size), tf.int32), 1)
+    free = tf.cast(shape[1:3, None] - lengths + 1, tf.float32)
+    starts = tf.cast(drawn[2:4] * free, tf.int32)
+    erased = inside(starts, starts + lengths, shape=shape[1:3])
+    erased &= (drawn[4] < probability)[:, None, None, None]
+    return tf.where(erased, _noise(images, seed=seed, shard=shard), images)
+
+
+Mixing = Literal["image", "batch"]
+TINY = 1e-30
+
+
+def mix_batch(
+    images: tf.Tensor,
+    targets: tf.Tensor,
+    *,
+    alpha: float,
+    seed: tf.Tensor,
+    cutmix: float = 0.0,
+    per: Mixing = "image",
+    shard: tuple[int, int] = WHOLE,
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Mixes each image and its target with those of another of the batch.
+
+    MixUp blends the two images. CutMix pastes a rectangle of the other one, at the place where it
+    was, cut at the border; the target's share is the area that is left. With both, each image, or
+    each batch, gets one or the other, with equal chances.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> images, targets = mix_batch(tf.ones((2, 8, 8, 3)), tf.eye(2), alpha=0.2, seed=(1, 2))
+        >>> float(tf.reduce_sum(targets))
+        2.0
+
+    Args:
+        images: pixels, float32 of shape (batch, height, width, 3).
+        targets: probabilities of the classes, float32 of shape (batch, classes).
+        alpha: MixUp's: the share that an image keeps is drawn from Beta(alpha, alpha), or one minus
+            that if it is less than half; 0 blends nothing.
+        seed: two integers.
+        cutmix: CutMix's alpha: the share that an image keeps, before the rectangle is cut at the
+            border, is drawn from Beta(cutmix, cutmix); 0 pastes nothing.
+        per: "image" draws a share, a rectangle and a partner for each image; "batch" draws one
+            share, or rectangle, for all, and mixes each image with the one before it, as big_vision
+            does. DeiT's (timm's "batch" mode) is the same on a shuffled batch: there images are
+            mixed in pairs, and a share of b for the one is a share of 1 - b for the other.
+        shard: (index of this worker, number of workers), see `keras_vit.data.train_batches`. An
+            image is mixed with one that the same worker has.
+
+    Returns:
+        Images and targets of the same shapes.
+
+    Source: of "batch", google-research/big_vision, big_vision/utils.py, get_mixup.
+    """
+    if not alpha and not cutmix:
+        return images, targets
+    count = tf.shape(images)[0]
+    keys = tf.random.experimental.stateless_split(tf.convert_to_tensor(seed), 2)
+    size = tf.shape(images)[1:3]
+    if per == "batch":  # one draw, the same on every worker
+        others = tf.roll(tf.range(count), shift=1, axis=0)
+        kept, share = _kept(size, 1, alpha=alpha, cutmix=cutmix, seed=keys[0], shard=WHOLE)
+    else:
+        # Another permutation on each worker; the shares are those of its part of the whole batch.
+        order = tf.random.experimental.stateless_fold_in(keys[1], shard[0]) if shard[0] else keys[1]
+        others = tf.random.experimental.stateless_shuffle(tf.range(count), seed=order)
+        kept, share = _kept(size, count, alpha=alpha, cutmix=cutmix, seed=keys[0], shard=shard)
+    images = images * kept + tf.gather(images, others) * (1 - kept)
+    share = share[:, None]
+    return images, targets * share + tf.gather(targets, others) * (1 - share)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,7 +329,7 @@ def transform_batch(
     *,
     augmentation: Augmentation,
     seed: tf.Tensor,
-    shard: tuple[int, int] = draws.WHOLE,
+    shard: tuple[int, int] = WHOLE,
 ) -> tf.Tensor:
     """Mirrors, rotates, shifts and zooms each image by its own random amount.
 
@@ -105,7 +353,7 @@ def transform_batch(
     if not (augmentation.is_affine or augmentation.flip):
         return images
     batch, height, width = tf.shape(images)[0], tf.shape(images)[1], tf.shape(images)[2]
-    drawn = draws.uniform(5, batch, seed=seed, shard=shard, low=-1.0)
+    drawn = draw_uniform(5, batch, seed=seed, shard=shard, low=-1.0)
     if augmentation.flip:
         mirrored = (drawn[4] < 0)[:, None, None, None]
         images = tf.where(mirrored, tf.reverse(images, [2]), images)
@@ -120,6 +368,78 @@ def transform_batch(
         fill_value=0.0,
     )
     return tf.ensure_shape(moved, images.shape)
+
+
+def _placed(shape: tf.Tensor, wanted: tf.Tensor, *, place: tf.Tensor) -> tf.Tensor:
+    """Rounds a part to pixels, and puts it where all of it lies in the image."""
+    part = tf.clip_by_value(tf.cast(tf.round(wanted), tf.int32), 1, shape)
+    free = tf.cast(shape - part, tf.float32)
+    start = tf.minimum(tf.cast(place * (free + 1), tf.int32), shape - part)
+    return tf.concat([start, part], axis=0)
+
+
+def _noise(images: tf.Tensor, *, seed: tf.Tensor, shard: tuple[int, int]) -> tf.Tensor:
+    """Random values 0..255 of the shape of the images, those of an image from its own seed."""
+    shape = tf.shape(images)
+    quarter = -(-tf.reduce_prod(shape[1:]) // 4)
+
+    def draw(key: tf.Tensor) -> tf.Tensor:
+        # Four bytes of each integer: a fourth of the work.
+        words = tf.random.stateless_uniform(
+            quarter[None], key, minval=None, maxval=None, dtype=tf.int32
+        )
+        values = tf.reshape(tf.bitcast(words, tf.uint8), (-1,))[: tf.reduce_prod(shape[1:])]
+        return tf.reshape(values, shape[1:])
+
+    own = tf.random.experimental.stateless_fold_in(tf.convert_to_tensor(seed), 1)
+    keys = draw_keys(shape[0], seed=own, shard=shard)
+    noise = tf.map_fn(draw, keys, fn_output_signature=tf.uint8)
+    return tf.cast(tf.ensure_shape(noise, images.shape), images.dtype)
+
+
+def _kept(
+    size: tf.Tensor,
+    count: tf.Tensor,
+    *,
+    alpha: float,
+    cutmix: float,
+    seed: tf.Tensor,
+    shard: tuple[int, int],
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """How much is kept of each pixel, (count, height or 1, width or 1, 1), and of each target."""
+    blended = tf.ones(count)
+    if alpha:
+        drawn = _gammas(count, alpha=alpha, seed=seed, shard=shard)
+        blended = tf.reduce_max(drawn, axis=0) / tf.reduce_sum(drawn, axis=0)
+    if not cutmix:
+        return blended[:, None, None, None], blended
+    keys = tf.random.experimental.stateless_split(seed, 2)
+    drawn = draw_uniform(3, count, seed=keys[0], shard=shard)
+    gammas = _gammas(count, alpha=cutmix, seed=keys[1], shard=shard)
+    pasted = _rectangles(size, share=gammas[0] / tf.reduce_sum(gammas, axis=0), center=drawn[:2])
+    cut = 1 - tf.cast(pasted, tf.float32)
+    cuts = (drawn[2] < 0.5) if alpha else tf.ones(count, tf.bool)
+    kept = tf.where(cuts[:, None, None, None], cut, blended[:, None, None, None])
+    return kept, tf.where(cuts, tf.reduce_mean(cut, axis=(1, 2, 3)), blended)
+
+
+def _rectangles(shape: tf.Tensor, *, share: tf.Tensor, center: tf.Tensor) -> tf.Tensor:
+    """Rectangles of the area 1 - share around a centre, cut at the border."""
+    size = tf.cast(shape[:, None], tf.float32)
+    middle = tf.cast(center * size, tf.int32)
+    lengths = tf.cast(tf.sqrt(1 - share) * size, tf.int32)
+    starts = tf.maximum(middle - lengths // 2, 0)
+    ends = tf.minimum(middle - lengths // 2 + lengths, shape[:, None])
+    return inside(starts, ends, shape=shape)
+
+
+def _gammas(
+    count: tf.Tensor, *, alpha: float, seed: tf.Tensor, shard: tuple[int, int]
+) -> tf.Tensor:
+    """Two numbers for each image, whose share in their sum is Beta(alpha, alpha)."""
+    drawn = tf.random.stateless_gamma((2, count * shard[1]), seed, alpha=alpha)
+    drawn = drawn[:, count * shard[0] : count * (shard[0] + 1)]
+    return tf.maximum(drawn, TINY)  # both may be too small for a float
 
 
 def _transforms(

@@ -1,18 +1,142 @@
-"""Takes labelled images from any finite `tf.data.Dataset`: into memory, or as a stream."""
+"""Data sets of others: `tf.data`, TensorFlow Datasets, keras-cv's layers."""
 
 import concurrent.futures
 import os
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from keras_vit import optional
 from keras_vit.data import images, source
 from keras_vit.data.damage import Damage
-from keras_vit.data.splits import Split, Stream
+from keras_vit.data.source import Split, Stream
+
+
+def from_keras_cv(
+    layers: Sequence[Any],
+) -> Callable[[tf.Tensor, tf.Tensor], tuple[tf.Tensor, tf.Tensor]]:
+    """Returns a function of batches that applies layers of keras-cv one after the other.
+
+    It goes into `Dataset.map`, after batching. The layers are made outside of it, once, because
+    they own variables. keras-cv cannot be seeded, which a warning says: a run that uses it can
+    neither be repeated nor resumed to the same bits.
+
+    Example:
+        >>> import keras_cv  # doctest: +SKIP
+        >>> vary = from_keras_cv([keras_cv.layers.MixUp()])  # doctest: +SKIP
+        >>> batches = batches.map(lambda x, y: vary(x, tf.one_hot(y, 10)))  # doctest: +SKIP
+
+    Args:
+        layers: layers that take {"images": pixels 0..255, "labels": probabilities}, float32, such
+            as `RandAugment(value_range=(0, 255))`, `MixUp` and `CutMix`.
+
+    Returns:
+        Takes and gives images, float32 of shape (batch, height, width, 3), and targets, float32 of
+        shape (batch, classes).
+
+    Raises:
+        TypeError: something among the layers is no layer.
+    """
+    layers = tuple(layers)
+    for layer in layers:
+        if not callable(layer) or isinstance(layer, type):
+            raise TypeError(
+                "from_keras_cv takes layers that are made already, such as "
+                f"keras_cv.layers.MixUp(). Received: {layer!r}."
+            )
+    warnings.warn(
+        "keras-cv cannot be seeded: this run can neither be repeated nor resumed to the same bits.",
+        stacklevel=2,
+    )
+
+    def vary(images: tf.Tensor, targets: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        if targets.shape.rank != 2:
+            raise ValueError(
+                "keras-cv mixes probabilities of classes, (batch, classes); make them by "
+                f"tf.one_hot. Received: targets of shape {targets.shape}."
+            )
+        batch = {"images": tf.cast(images, tf.float32), "labels": tf.cast(targets, tf.float32)}
+        for layer in layers:
+            batch = layer(batch, training=True)
+        return (
+            tf.ensure_shape(tf.cast(batch["images"], tf.float32), images.shape),
+            tf.ensure_shape(tf.cast(batch["labels"], tf.float32), targets.shape),
+        )
+
+    return vary
+
+
+PREFIX = "tfds:"
+
+
+def load_tfds(
+    name: Any, *, data_dir: str | os.PathLike[str] | None = None, strict: bool = False
+) -> source.ImageData:
+    """Loads a dataset of TensorFlow Datasets, which is downloaded if it is not there.
+
+    The splits train, validation and test are the dataset's own. Where validation or test is
+    missing, or has no classes, it is carved out of the training images, see
+    `keras_vit.data.from_dataset`.
+
+    Example:
+        >>> load_tfds("no_such_dataset", data_dir="/nowhere")  # doctest: +SKIP
+        Traceback (most recent call last):
+        ValueError: TensorFlow Datasets has no dataset 'no_such_dataset'; ...
+
+    Args:
+        name: as in https://www.tensorflow.org/datasets/catalog, such as "oxford_flowers102"; or a
+            builder of that package, whose data is there.
+        data_dir: where the package keeps its data; None for its own choice.
+        strict: whether a damaged image is an error, instead of being left out and counted.
+
+    Raises:
+        ImportError: tensorflow-datasets is not installed.
+        ValueError: there is no such dataset, or it does not hold labelled images.
+    """
+    # TensorFlow Datasets imports importlib-resources, and declares it for Python 3.8 alone.
+    with optional.installed(
+        f"{PREFIX}NAME needs TensorFlow Datasets", "tensorflow-datasets", "importlib-resources"
+    ):
+        import tensorflow_datasets as tfds
+    builder = name
+    if isinstance(name, str):
+        try:
+            builder = tfds.builder(name, data_dir=data_dir)
+        except tfds.core.DatasetNotFoundError:
+            raise ValueError(
+                f"TensorFlow Datasets has no dataset {name!r}; choose one of "
+                "https://www.tensorflow.org/datasets/catalog."
+            ) from None
+        builder.download_and_prepare()
+    image, label = _keys(builder)
+    config = tfds.ReadConfig(add_tfds_id=True, try_autocache=False)
+    found = {
+        split: _records(builder, split, image=image, label=label, config=config)
+        for split in source.SPLITS
+        if split in builder.info.splits
+    }
+    found = {split: records for split, records in found.items() if _is_labelled(records)}
+    if "train" not in found:
+        raise ValueError(
+            f"The dataset {builder.name!r} has no labelled split called train; it has "
+            f"{', '.join(builder.info.splits) or 'none'}."
+        )
+    return from_dataset(
+        found["train"],
+        found.get("validation"),
+        test=found.get("test"),
+        labels=builder.info.features[label].names,
+        name=f"{PREFIX}{name}" if isinstance(name, str) else PREFIX + builder.name,
+        strict=strict,
+    )
+
 
 # Bytes of a split that are held in memory; a larger split is read again in each epoch.
 MEMORY = 2**30
+
 # Fractions of a training split that has no others beside it. Of a stream, no more than the
 # original takes of ImageNet (vit_jax/configs/common.py).
 VALIDATION, TEST = 0.1, 0.1
@@ -75,6 +199,38 @@ def from_dataset(
         test=splits["test"],
         left_out=tuple(source.LeftOut(name, source.DAMAGED) for name in damage.names),
     )
+
+
+def _keys(builder: Any) -> tuple[str, str]:
+    """The names of a dataset's image and class."""
+    features, keys = builder.info.features, builder.info.supervised_keys
+    kinds = [type(features[key]).__name__ for key in keys or () if key in features]
+    if kinds != ["Image", "ClassLabel"]:
+        raise ValueError(
+            f"The dataset {builder.name!r} must give an image and one class; it gives "
+            f"{', '.join(kinds) or 'no such pair'}. Choose an image classification dataset."
+        )
+    return keys[0], keys[1]
+
+
+def _records(builder: Any, split: str, *, image: str, label: str, config: Any) -> tf.data.Dataset:
+    """The bytes, the class and the name of each image, in the order of the files."""
+    from tensorflow_datasets import decode
+
+    examples = builder.as_dataset(
+        split=split,
+        decoders={image: decode.SkipDecoding()},
+        read_config=config,
+        shuffle_files=False,
+    )
+    names = [key for key in ("tfds_id", "image/filename") if key in examples.element_spec]
+    keys = (image, label, *names[:1])
+    return examples.map(lambda example: tuple(example[key] for key in keys))
+
+
+def _is_labelled(records: tf.data.Dataset) -> bool:
+    # The test images of ImageNet are all of class -1.
+    return all(record[1] >= 0 for record in records.take(1).as_numpy_iterator())
 
 
 def _take(dataset: tf.data.Dataset, *, split: str, damage: Damage, memory: int) -> Split:

@@ -1,6 +1,6 @@
 """Reads what the header of an image file says: how many pixels it has, how the camera was held.
 
-Only TensorFlow ops, like `keras_vit.data.images`: they run in `tf.data` and in a SavedModel.
+Only TensorFlow ops, like `keras_vit.data.decoding`: they run in `tf.data` and in a SavedModel.
 Nothing is decoded. What is read is what TensorFlow's decoders make room for.
 """
 
@@ -191,7 +191,6 @@ def _known(is_known: tf.Tensor, pixels: tf.Tensor) -> tf.Tensor:
     return tf.where(is_known, pixels, tf.constant(UNKNOWN, tf.int64))
 
 
-@one_op
 def _pixels_of_jpeg(contents: tf.Tensor) -> tf.Tensor:
     return _area(*tf.unstack(tf.image.extract_jpeg_shape(contents)[:2]))
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
-from keras_vit.data import augment, crop, draws, erase, images, randaugment
+from keras_vit.data import augment, decoding, images, randaugment
 from keras_vit.data.damage import replace_damaged, try_load
-from keras_vit.data.splits import Choice, Item, Split
+from keras_vit.data.source import Choice, Item, Loader, Split
 
 # What a draw is for; folded into the seed, so that no two uses share one stream.
 _SHUFFLE, _CROP, _TRANSFORM, _ERASE, _RANDAUGMENT = range(5)
@@ -42,7 +42,7 @@ class _Plan:
         return slice(self.count * self.shard[0], self.count * (self.shard[0] + 1))
 
     def key(self, use: int, step: tf.Tensor) -> tf.Tensor:
-        return draws.key(self.seed, use, step)
+        return augment.draw_key(self.seed, use, step)
 
 
 def steps_per_epoch(split: Split, *, batch_size: int) -> int:
@@ -60,7 +60,7 @@ def train_batches(
     augmentation: augment.Augmentation,
     antialias: bool = True,
     start_step: int = 0,
-    shard: tuple[int, int] = draws.WHOLE,
+    shard: tuple[int, int] = augment.WHOLE,
 ) -> tf.data.Dataset:
     """Makes the batches of a whole training run, epoch after epoch.
 
@@ -73,9 +73,9 @@ def train_batches(
     worker's batch, and `split.damage` keeps its name.
 
     Example:
-        >>> from keras_vit.data import augment, digits
+        >>> from keras_vit.data import augment, load_digits
         >>> batches = train_batches(
-        ...     digits.load_digits().train, image_size=(16, 16), batch_size=32, epochs=2, seed=0,
+        ...     load_digits().train, image_size=(16, 16), batch_size=32, epochs=2, seed=0,
         ...     augmentation=augment.Augmentation(rotation=10))
         >>> images, targets = next(iter(batches))
         >>> images.shape.as_list(), targets.shape.as_list()
@@ -121,7 +121,7 @@ def train_batches(
         moved = augment.transform_batch(
             batch, augmentation=augmentation, seed=plan.key(_TRANSFORM, step), shard=shard
         )
-        erased = erase.erase_rectangles(
+        erased = augment.erase_rectangles(
             moved, probability=augmentation.erase, seed=plan.key(_ERASE, step), shard=shard
         )
         return erased, targets
@@ -140,8 +140,8 @@ def evaluation_batches(
     """Makes the batches of one pass over a split, in order, the last one as short as it comes.
 
     Example:
-        >>> from keras_vit.data import digits
-        >>> test = digits.load_digits().test
+        >>> from keras_vit.data import load_digits
+        >>> test = load_digits().test
         >>> batches = evaluation_batches(test, image_size=(8, 8), batch_size=200)
         >>> [len(targets) for images, targets in batches]
         [200, 159]
@@ -165,7 +165,7 @@ def evaluation_batches(
         return batches.prefetch(tf.data.AUTOTUNE)
 
     def choose(shape: tf.Tensor) -> tf.Tensor:
-        return crop.small_part(shape, size=image_size, ratio=resize_small, place=[0.5, 0.5])
+        return augment.small_part(shape, size=image_size, ratio=resize_small, place=[0.5, 0.5])
 
     def load(*item: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         return resize(loader.pixels(item, choose if resize_small else None)), loader.target(item)
@@ -246,48 +246,76 @@ def _load_together(split: Split, plan: _Plan) -> tf.data.Dataset:
 
 def _load_singly(split: Split, plan: _Plan) -> tf.data.Dataset:
     """Steps, images and targets, each image decoded, cropped and varied by itself."""
-    layers = plan.augmentation.randaugment_layers
-    loader = split.loader()
+    singly = _Singly(split, split.loader(), plan)
+    batches = _numbered_items(split, plan).map(singly.attach)
+    return batches.interleave(
+        singly.load_batch, cycle_length=2, num_parallel_calls=2, deterministic=True
+    )
 
-    def attach(step: tf.Tensor, item: Item) -> tuple[tf.Tensor, ...]:
-        cropping = draws.keys(plan.count, seed=plan.key(_CROP, step), shard=plan.shard)
-        # One number more than needed: `unbatch` crashes where there are none at all.
-        varying = draws.uniform(
-            randaugment.DRAWS * layers + 1,
+
+@dataclasses.dataclass(frozen=True)
+class _Singly:
+    """How the images of a batch are loaded one by one, each with random numbers of its own."""
+
+    split: Split
+    loader: Loader
+    plan: _Plan
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return (*self.plan.image_size, 3)
+
+    def attach(self, step: tf.Tensor, item: Item) -> tuple[tf.Tensor, ...]:
+        """Gives each item of a batch the seed of its crop and the numbers that vary it."""
+        plan = self.plan
+        cropping = augment.draw_keys(plan.count, seed=plan.key(_CROP, step), shard=plan.shard)
+        varying = augment.draw_uniform(
+            randaugment.DRAWS * plan.augmentation.randaugment_layers,
             plan.count,
             seed=plan.key(_RANDAUGMENT, step),
             shard=plan.shard,
         )
-        return tf.fill((plan.count,), step), item, cropping, tf.transpose(varying)
+        return step, item, cropping, tf.transpose(varying)
+
+    def load_batch(self, step: tf.Tensor, *parts: tf.Tensor) -> tf.data.Dataset:
+        """One batch. To try an image takes as long as to decode it, so the batch is tried first."""
+        single, count = tf.data.Dataset.from_tensor_slices(parts), self.plan.count
+        loaded = single.map(self._load_one, num_parallel_calls=_PARALLEL)
+        batch = loaded.batch(count, drop_remainder=True)
+        if not self.split.in_memory:
+            tried = single.map(self._try_one, num_parallel_calls=_PARALLEL)
+            mended = tried.batch(count).map(self._mend)
+            batch = batch.ignore_errors(log_warning=False).concatenate(mended).take(1)
+        return batch.map(lambda images, targets: (step, images, targets))
 
     @tf.autograph.experimental.do_not_convert
-    def load(
-        step: tf.Tensor, item: Item, crop_seed: tf.Tensor, drawn: tf.Tensor
-    ) -> tuple[tf.Tensor, ...]:
-        shape = (*plan.image_size, 3)
+    def _load_one(
+        self, item: Item, crop_seed: tf.Tensor, drawn: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        return self._vary(self._load(item, crop_seed), item, drawn)
 
-        def make() -> tf.Tensor:
-            return plan.resize(loader.pixels(item, _choice(plan, seed=crop_seed)))
+    @tf.autograph.experimental.do_not_convert
+    def _try_one(self, item: Item, crop_seed: tf.Tensor, drawn: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        image, sound = try_load(lambda: self._load(item, crop_seed), shape=self.shape)
+        return *self._vary(image, item, drawn), item[-1], sound
 
-        image, sound = (make(), True) if split.in_memory else try_load(make, shape=shape)
-        varied = randaugment.distort(
-            tf.ensure_shape(image, shape),
-            magnitude=plan.augmentation.randaugment_magnitude,
-            drawn=drawn[: randaugment.DRAWS * layers],
-        )
-        return step, varied, loader.target(item), item[-1], sound
+    def _load(self, item: Item, crop_seed: tf.Tensor) -> tf.Tensor:
+        pixels = self.loader.pixels(item, _choice(self.plan, seed=crop_seed))
+        return tf.ensure_shape(self.plan.resize(pixels), self.shape)
 
-    def mend(
-        steps: tf.Tensor, batch: tf.Tensor, targets: tf.Tensor, names: tf.Tensor, sound: tf.Tensor
-    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        mended = replace_damaged(
+    def _vary(self, image: tf.Tensor, item: Item, drawn: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        drawn = decoding.once_made(drawn, image)
+        magnitude = self.plan.augmentation.randaugment_magnitude
+        varied = randaugment.distort(image, magnitude=magnitude, drawn=drawn)
+        return varied, self.loader.target(item)
+
+    def _mend(
+        self, batch: tf.Tensor, targets: tf.Tensor, names: tf.Tensor, sound: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        split = self.split
+        return replace_damaged(
             batch, targets, sound=sound, names=names, damage=split.damage, name=split.name
         )
-        return steps[0], *mended
-
-    single = _numbered_items(split, plan).map(attach).unbatch()
-    loaded = single.map(load, num_parallel_calls=_PARALLEL)
-    return loaded.batch(plan.count, drop_remainder=True).map(mend)
 
 
 def _numbered_items(split: Split, plan: _Plan) -> tf.data.Dataset:
@@ -312,7 +340,7 @@ def _choice(plan: _Plan, *, seed: tf.Tensor) -> Choice | None:
         if augmentation.resize_small:
             place = tf.random.stateless_uniform((2,), seed)
             ratio = augmentation.resize_small
-            return crop.small_part(shape, size=plan.image_size, ratio=ratio, place=place)
-        return crop.inception_part(shape, smallest_area=augmentation.crop, seed=seed)
+            return augment.small_part(shape, size=plan.image_size, ratio=ratio, place=place)
+        return augment.inception_part(shape, smallest_area=augmentation.crop, seed=seed)
 
     return choose if augmentation.is_cropped else None

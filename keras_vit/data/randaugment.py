@@ -1,9 +1,4 @@
-"""RandAugment (arXiv 1909.13719): a few random operations on each image, all of one magnitude.
-
-The operations and what a magnitude means to them are those of the code that the published weights
-were trained with (google-research/big_vision, big_vision/pp/autoaugment.py), with the contrast put
-right, and lengths in proportion to the image instead of for 224 pixels alone.
-"""
+"""RandAugment: its operations on images, and how they are chosen."""
 
 import functools
 import math
@@ -11,14 +6,156 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from keras_vit.data import operations
+GREY = 128
+
+# Pillow's weights of red, green and blue, in 65536ths (ITU-R 601-2): exact in float32.
+_LUMA = (19595.0, 38470.0, 7471.0)
+
+
+def autocontrast(image: tf.Tensor) -> tf.Tensor:
+    """Stretches each channel to 0..255."""
+    # Rows first: reducing beside an axis of three is slow.
+    low = tf.reduce_min(tf.reduce_min(image, axis=0), axis=0)
+    high = tf.reduce_max(tf.reduce_max(image, axis=0), axis=0)
+    flat = tf.cast(low == high, tf.uint8)  # stays as it is
+    low, high = low * (1 - flat), tf.maximum(high, 255 * flat)
+    # As rows of width * 3, because broadcasting over an axis of three is slow, too.
+    width = tf.shape(image)[1]
+    rows = tf.reshape(image, (-1, width * 3)) - tf.tile(low, (width,))
+    span = tf.tile(tf.cast(high - low, tf.float32), (width,))
+    stretched = tf.cast(rows, tf.float32) * 255 / span
+    return tf.reshape(tf.cast(stretched, tf.uint8), tf.shape(image))
+
+
+def equalize(image: tf.Tensor) -> tf.Tensor:
+    """Makes the values of each channel about equally frequent."""
+    values = tf.reshape(tf.cast(image, tf.int32), (-1, 3))
+    places = values + tf.constant((0, 256, 512))  # of the channels, one table after the other
+    counts = tf.reshape(tf.math.bincount(tf.reshape(places, (-1,)), minlength=768), (3, 256))
+    largest = tf.reduce_max(tf.where(counts > 0, tf.range(256), 0), axis=1)
+    step = (tf.reduce_sum(counts, axis=1) - tf.gather(counts, largest, batch_dims=1)) // 255
+    step = step[:, None]
+    below = tf.cumsum(counts, axis=1, exclusive=True)
+    table = tf.minimum((below + step // 2) // tf.maximum(step, 1), 255)
+    table = tf.where(step > 0, table, tf.range(256))
+    equal = tf.gather(tf.cast(tf.reshape(table, (-1,)), tf.uint8), places)
+    return tf.reshape(equal, tf.shape(image))
+
+
+def invert(image: tf.Tensor) -> tf.Tensor:
+    """Swaps dark and bright."""
+    return 255 - image
+
+
+def posterize(image: tf.Tensor, bits: int) -> tf.Tensor:
+    """Keeps the highest bits of each value."""
+    return tf.bitwise.bitwise_and(image, tf.constant(256 - 2 ** (8 - bits), tf.uint8))
+
+
+def solarize(image: tf.Tensor, threshold: int) -> tf.Tensor:
+    """Inverts the values from a threshold on."""
+    if threshold > 255:
+        return image
+    bright = tf.cast(image >= tf.constant(threshold, tf.uint8), tf.uint8)
+    return tf.bitwise.bitwise_xor(image, 255 * bright)
+
+
+def solarize_add(image: tf.Tensor, addition: int) -> tf.Tensor:
+    """Adds to the values below 128."""
+    room = tf.minimum(tf.constant(min(addition, 255), tf.uint8), 255 - image)
+    return image + tf.cast(image < 128, tf.uint8) * room
+
+
+def color(image: tf.Tensor, factor: float) -> tf.Tensor:
+    """Blends with the grey image: 0 is grey, 1 the image, 2 more colourful."""
+    return _blend(_grey(image), image, factor)
+
+
+def contrast(image: tf.Tensor, factor: float) -> tf.Tensor:
+    """Blends with the mean grey value; 1 is the image."""
+    # The code that RandAugment comes from takes the number of pixels / 256 for the mean.
+    mean = tf.reduce_mean(_grey(image))
+    return _blend(tf.floor(mean + 0.5), image, factor)
+
+
+def brightness(image: tf.Tensor, factor: float) -> tf.Tensor:
+    """Blends with black; 1 is the image."""
+    return _blend(0, image, factor)
+
+
+def sharpness(image: tf.Tensor, factor: float) -> tf.Tensor:
+    """Blends with a smoothed image; 1 is the image. The outermost pixels stay."""
+    # Pillow's ImageFilter.SMOOTH: the 3 by 3 pixels around, the middle one five times.
+    values = tf.cast(image, tf.float32)
+    middle = values[1:-1, 1:-1]
+    three = values[:-2] + values[1:-1] + values[2:]
+    smooth = (three[:, :-2] + three[:, 1:-1] + three[:, 2:] + 4 * middle) / 13
+    blended = _blend(tf.floor(smooth + 0.5), image[1:-1, 1:-1], factor)
+    rows = tf.concat([image[1:-1, :1], blended, image[1:-1, -1:]], axis=1)
+    return tf.concat([image[:1], rows, image[-1:]], axis=0)
+
+
+def rotate(image: tf.Tensor, radians: tf.Tensor) -> tf.Tensor:
+    """Turns about the middle, counter-clockwise."""
+    sine, cosine = tf.sin(radians), tf.cos(radians)
+    bottom, right = (tf.cast(side - 1, tf.float32) for side in tf.unstack(tf.shape(image)[:2]))
+    to_x = (right - (cosine * right - sine * bottom)) / 2
+    to_y = (bottom - (sine * right + cosine * bottom)) / 2
+    return _moved(image, [cosine, -sine, to_x, sine, cosine, to_y])
+
+
+def shear_x(image: tf.Tensor, amount: tf.Tensor) -> tf.Tensor:
+    """Moves each row to the left, by `amount` times its distance from the top."""
+    return _moved(image, [1, amount, 0, 0, 1, 0])
+
+
+def shear_y(image: tf.Tensor, amount: tf.Tensor) -> tf.Tensor:
+    """Moves each column up, by `amount` times its distance from the left."""
+    return _moved(image, [1, 0, 0, amount, 1, 0])
+
+
+def translate_x(image: tf.Tensor, pixels: tf.Tensor) -> tf.Tensor:
+    """Moves to the left, by whole pixels."""
+    return tf.transpose(translate_y(tf.transpose(image, (1, 0, 2)), pixels), (1, 0, 2))
+
+
+def translate_y(image: tf.Tensor, pixels: tf.Tensor) -> tf.Tensor:
+    """Moves up, by whole pixels."""
+    height = tf.shape(image)[0]
+    shift = tf.clip_by_value(tf.cast(tf.round(pixels), tf.int32), -height, height)
+    above, below = tf.maximum(-shift, 0), tf.maximum(shift, 0)
+    padded = tf.pad(image, [[above, below], [0, 0], [0, 0]], constant_values=GREY)
+    return padded[below : below + height]
+
+
+def cutout(image: tf.Tensor, half: int, *, place: tf.Tensor) -> tf.Tensor:
+    """Makes a square grey, of `2 * half` pixels a side, cut at the border.
+
+    Args:
+        image: the image.
+        half: half of the side.
+        place: of its middle, from the top and from the left, 0 to 1.
+    """
+    sides = tf.shape(image)[:2]
+    middle = tf.cast(place * tf.cast(sides, tf.float32), tf.int32)
+    rows, columns = (
+        tf.cast(
+            (tf.range(sides[axis]) >= middle[axis] - half)
+            & (tf.range(sides[axis]) < middle[axis] + half),
+            tf.uint8,
+        )
+        for axis in (0, 1)
+    )
+    cut = rows[:, None] * tf.repeat(columns, 3)
+    kept = tf.reshape(image, tf.shape(cut)) * (1 - cut)
+    return tf.reshape(kept + GREY * cut, tf.shape(image))
+
 
 DRAWS = 4  # random numbers for each operation: which one, its direction, its place
 
 # At magnitude 10; the lengths are fractions of an image of 224 pixels.
 _DEGREES, _SHEAR, _SHIFT, _CUT = 30.0, 0.3, 100 / 224, 40 / 224
 _BITS, _THRESHOLD, _ADDITION = 4, 256, 110
-
 Operation = Callable[[tf.Tensor, float, tf.Tensor], tf.Tensor]
 
 
@@ -55,12 +192,6 @@ def distort(image: tf.Tensor, *, magnitude: float, drawn: tf.Tensor) -> tf.Tenso
     return tf.cast(varied, tf.float32)
 
 
-def _one(image: tf.Tensor, *, level: float, drawn: tf.Tensor) -> tf.Tensor:
-    chosen = tf.cast(drawn[0] * len(OPERATIONS), tf.int32)
-    branches = [functools.partial(apply, image, level, drawn) for apply in OPERATIONS.values()]
-    return tf.ensure_shape(tf.switch_case(chosen, branches), image.shape)
-
-
 def _either(amount: tf.Tensor | float, drawn: tf.Tensor) -> tf.Tensor:
     """The amount to the one side or the other."""
     return tf.where(drawn[1] < 0.5, amount, -amount)
@@ -72,51 +203,76 @@ def _factor(level: float) -> float:
 
 def _posterize(image: tf.Tensor, level: float, drawn: tf.Tensor) -> tf.Tensor:
     # No bit at all is more than the original can take away: it keeps one.
-    return operations.posterize(image, min(max(int(level * _BITS), 1), 8))
+    return posterize(image, min(max(int(level * _BITS), 1), 8))
 
 
 def _cutout(image: tf.Tensor, level: float, drawn: tf.Tensor) -> tf.Tensor:
     half = tf.cast(level * _CUT * _side(image), tf.int32)
-    return operations.cutout(image, half, place=drawn[2:])
+    return cutout(image, half, place=drawn[2:])
 
 
 def _rotate(image: tf.Tensor, level: float, drawn: tf.Tensor) -> tf.Tensor:
-    return operations.rotate(image, _either(math.radians(level * _DEGREES), drawn))
+    return rotate(image, _either(math.radians(level * _DEGREES), drawn))
 
 
 def _shift(image: tf.Tensor, level: float, drawn: tf.Tensor) -> tf.Tensor:
     return _either(level * _SHIFT * _side(image), drawn)
 
 
-def _side(image: tf.Tensor) -> tf.Tensor:
-    return tf.cast(tf.reduce_min(tf.shape(image)[:2]), tf.float32)
-
-
 OPERATIONS: dict[str, Operation] = {
-    "autocontrast": lambda image, level, drawn: operations.autocontrast(image),
-    "equalize": lambda image, level, drawn: operations.equalize(image),
-    "invert": lambda image, level, drawn: operations.invert(image),
+    "autocontrast": lambda image, level, drawn: autocontrast(image),
+    "equalize": lambda image, level, drawn: equalize(image),
+    "invert": lambda image, level, drawn: invert(image),
     "rotate": _rotate,
     "posterize": _posterize,
-    "solarize": lambda image, level, drawn: operations.solarize(image, int(level * _THRESHOLD)),
-    "color": lambda image, level, drawn: operations.color(image, _factor(level)),
-    "contrast": lambda image, level, drawn: operations.contrast(image, _factor(level)),
-    "brightness": lambda image, level, drawn: operations.brightness(image, _factor(level)),
-    "sharpness": lambda image, level, drawn: operations.sharpness(image, _factor(level)),
-    "shear_x": lambda image, level, drawn: operations.shear_x(
-        image, _either(level * _SHEAR, drawn)
-    ),
-    "shear_y": lambda image, level, drawn: operations.shear_y(
-        image, _either(level * _SHEAR, drawn)
-    ),
-    "translate_x": lambda image, level, drawn: operations.translate_x(
-        image, _shift(image, level, drawn)
-    ),
-    "translate_y": lambda image, level, drawn: operations.translate_y(
-        image, _shift(image, level, drawn)
-    ),
+    "solarize": lambda image, level, drawn: solarize(image, int(level * _THRESHOLD)),
+    "color": lambda image, level, drawn: color(image, _factor(level)),
+    "contrast": lambda image, level, drawn: contrast(image, _factor(level)),
+    "brightness": lambda image, level, drawn: brightness(image, _factor(level)),
+    "sharpness": lambda image, level, drawn: sharpness(image, _factor(level)),
+    "shear_x": lambda image, level, drawn: shear_x(image, _either(level * _SHEAR, drawn)),
+    "shear_y": lambda image, level, drawn: shear_y(image, _either(level * _SHEAR, drawn)),
+    "translate_x": lambda image, level, drawn: translate_x(image, _shift(image, level, drawn)),
+    "translate_y": lambda image, level, drawn: translate_y(image, _shift(image, level, drawn)),
     "cutout": _cutout,
-    "solarize_add": lambda image, level, drawn: operations.solarize_add(
-        image, int(level * _ADDITION)
-    ),
+    "solarize_add": lambda image, level, drawn: solarize_add(image, int(level * _ADDITION)),
 }
+
+
+def _grey(image: tf.Tensor) -> tf.Tensor:
+    """The grey image in three equal channels, float32."""
+    weights = tf.constant([[weight] * 3 for weight in _LUMA])
+    pixels = tf.reshape(tf.cast(image, tf.float32), (-1, 3))
+    grey = tf.floor(tf.matmul(pixels, weights) / 0x10000 + 0.5)
+    return tf.reshape(grey, tf.shape(image))
+
+
+def _blend(other: tf.Tensor, image: tf.Tensor, factor: float) -> tf.Tensor:
+    """From `other` at 0 to the image at 1 and beyond, cut off as Pillow does."""
+    other = tf.cast(other, tf.float32)
+    mixed = other + factor * (tf.cast(image, tf.float32) - other)
+    return tf.cast(tf.clip_by_value(mixed, 0.0, 255.0), tf.uint8)
+
+
+def _moved(image: tf.Tensor, affine: list[tf.Tensor | float]) -> tf.Tensor:
+    """Takes each output pixel (x, y) from the input pixel nearest to `affine` of it."""
+    rows = tf.stack([tf.cast(number, tf.float32) for number in [*affine, 0, 0]])
+    moved = tf.raw_ops.ImageProjectiveTransformV3(
+        images=image[None],
+        transforms=rows[None],
+        output_shape=tf.shape(image)[:2],
+        interpolation="NEAREST",
+        fill_mode="CONSTANT",
+        fill_value=float(GREY),
+    )
+    return moved[0]
+
+
+def _one(image: tf.Tensor, *, level: float, drawn: tf.Tensor) -> tf.Tensor:
+    chosen = tf.cast(drawn[0] * len(OPERATIONS), tf.int32)
+    branches = [functools.partial(apply, image, level, drawn) for apply in OPERATIONS.values()]
+    return tf.ensure_shape(tf.switch_case(chosen, branches), image.shape)
+
+
+def _side(image: tf.Tensor) -> tf.Tensor:
+    return tf.cast(tf.reduce_min(tf.shape(image)[:2]), tf.float32)

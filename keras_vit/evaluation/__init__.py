@@ -1,20 +1,33 @@
 """Measures classifiers and names what images show. TensorFlow only."""
 
-from keras_vit.evaluation.calibration import Calibration, calibration
-from keras_vit.evaluation.few_shot import SHOTS, FewShot, few_shot
-from keras_vit.evaluation.metrics import ClassScore, Evaluation, evaluate
-from keras_vit.evaluation.mistakes import Mistake, confident_mistakes, plot_mistakes
-from keras_vit.evaluation.neighbors import NEIGHBORS, nearest_neighbors
-from keras_vit.evaluation.outputs import frozen_features, log_probabilities
-from keras_vit.evaluation.precision import (
+from keras_vit.evaluation.features import NEIGHBORS, SHOTS, FewShot, few_shot, nearest_neighbors
+from keras_vit.evaluation.metrics import (
+    Calibration,
+    ClassScore,
+    Evaluation,
+    calibration,
+    evaluate,
+    read_real_labels,
+    real_accuracy,
+)
+from keras_vit.evaluation.outputs import (
     PRECISIONS,
+    Prediction,
+    frozen_features,
     has_bfloat16_units,
     in_precision,
+    log_probabilities,
+    predict,
     sensible_batch_size,
 )
-from keras_vit.evaluation.predict import Prediction, predict
-from keras_vit.evaluation.real import read_real_labels, real_accuracy
-from keras_vit.evaluation.report import METRICS, plot_confusion, write_report
+from keras_vit.evaluation.report import (
+    METRICS,
+    Mistake,
+    confident_mistakes,
+    plot_confusion,
+    plot_mistakes,
+    write_report,
+)
 
 __all__ = [
     "METRICS",

@@ -1,14 +1,138 @@
-"""Measures a classifier on labelled images: accuracy, loss, and which class is taken for which."""
+"""Measures a classifier: accuracy, loss, confusions, calibration, and ImageNet ReaL."""
 
 import dataclasses
-from collections.abc import Sequence
+import json
+import os
+from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 
 from keras_vit.data import Split, antialias_of, evaluation_batches, naming_damaged
-from keras_vit.evaluation.precision import sensible_batch_size
+from keras_vit.evaluation.outputs import log_softmax, sensible_batch_size
+
+# Guo et al., "On Calibration of Modern Neural Networks" (arXiv 1706.04599, Section 5).
+BINS = 15
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Calibration:
+    """How sure a model is, and how often it is right, in bins of equal width.
+
+    Attributes:
+        images: (bins,) how many images fall into each.
+        confidence: (bins,) mean probability of the likeliest class; NaN in an empty bin.
+        accuracy: (bins,) fraction of them that are right; NaN in an empty bin.
+    """
+
+    images: np.ndarray
+    confidence: np.ndarray
+    accuracy: np.ndarray
+
+    @property
+    def error(self) -> float:
+        """The expected calibration error: the mean gap of the bins, weighted by their images."""
+        gap = np.abs(self.accuracy - self.confidence)
+        return float(np.nansum(self.images * gap) / self.images.sum())
+
+    @property
+    def largest_gap(self) -> float:
+        """The maximum calibration error: the gap of the worst bin."""
+        return float(np.nanmax(np.abs(self.accuracy - self.confidence)))
+
+
+def calibration(probabilities: np.ndarray, targets: np.ndarray, *, bins: int = BINS) -> Calibration:
+    """Compares how sure a classifier is with how often it is right.
+
+    Example:
+        >>> sure = calibration(np.array([[0.9, 0.1]] * 10), np.array([0] * 7 + [1] * 3))
+        >>> round(sure.error, 3)  # sure by 0.9, right in 0.7
+        0.2
+
+    Args:
+        probabilities: (count, C), each row with sum 1.
+        targets: (count,) the right classes.
+        bins: how many equal parts of 0..1.
+
+    Raises:
+        ValueError: the rows are not probabilities, or the counts differ.
+    """
+    probabilities = np.asarray(probabilities, np.float64)
+    targets = np.asarray(targets)
+    if probabilities.ndim != 2 or probabilities.shape[:1] != targets.shape or bins < 1:
+        raise ValueError(
+            "calibration takes probabilities (count, classes), targets (count,), bins above 0. "
+            f"Received: shapes {probabilities.shape} and {targets.shape}, bins={bins!r}."
+        )
+    if not len(targets) or np.abs(probabilities.sum(axis=1) - 1).max() > 1e-3:
+        raise ValueError(
+            "Each row must be probabilities with sum 1; apply softmax to logits first, and give at "
+            f"least one row. Received: {len(targets)} rows."
+        )
+    confidence = probabilities.max(axis=1)
+    right = probabilities.argmax(axis=1) == targets
+    # A bin holds its upper edge, as in the paper: ((m - 1) / M, m / M].
+    place = np.clip(np.ceil(confidence * bins).astype(int) - 1, 0, bins - 1)
+    images = np.bincount(place, minlength=bins)
+    with np.errstate(invalid="ignore"):
+        return Calibration(
+            images,
+            np.bincount(place, weights=confidence, minlength=bins) / images,
+            np.bincount(place, weights=right, minlength=bins) / images,
+        )
+
+
+def read_real_labels(path: str | os.PathLike[str]) -> tuple[frozenset[int], ...]:
+    """Reads real.json: the classes that each validation image shows, in the order of their names.
+
+    Returns:
+        For each image the right classes; none for an image that shows none of the 1,000.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is not a list of lists of class numbers.
+    """
+    try:
+        rows = json.loads(Path(path).read_text(encoding="utf-8"))
+        return tuple(frozenset(_class_number(target) for target in row) for row in rows)
+    except (TypeError, UnicodeDecodeError, ValueError) as error:
+        raise ValueError(
+            f"{str(path)!r} is not a list of lists of class numbers ({error}); fetch real.json of "
+            "google-research/reassessed-imagenet."
+        ) from error
+
+
+def real_accuracy(scores: np.ndarray, labels: Sequence[Collection[int]]) -> float:
+    """Returns the fraction of images whose likeliest class is among the right ones.
+
+    Images without a right class do not count.
+
+    Example:
+        >>> scores = np.array([[0.9, 0.1, 0], [0.2, 0.7, 0.1], [0, 0, 1.0]])
+        >>> real_accuracy(scores, [{0, 2}, {0}, set()])
+        0.5
+
+    Args:
+        scores: (count, C) logits or probabilities.
+        labels: the right classes of each image, as `read_real_labels` gives them.
+
+    Raises:
+        ValueError: the counts differ, or no image has a right class.
+    """
+    scores = np.asarray(scores)
+    if scores.ndim != 2 or len(scores) != len(labels):
+        raise ValueError(
+            "real_accuracy takes scores (count, classes) and as many sets of labels. "
+            f"Received: shape {scores.shape} and {len(labels)} sets."
+        )
+    predicted = scores.argmax(axis=1).tolist()
+    right = [guess in allowed for guess, allowed in zip(predicted, labels, strict=True) if allowed]
+    if not right:
+        raise ValueError("No image has a right class; there is nothing to measure.")
+    return sum(right) / len(right)
+
 
 TOP = 5
 
@@ -133,20 +257,10 @@ def evaluate(
     return _measure(log_probabilities, split.targets, labels=tuple(labels))
 
 
-def log_softmax(outputs: np.ndarray, *, model: keras.Model) -> np.ndarray:
-    """Turns a classifier's outputs, logits or probabilities, into log-probabilities in float64."""
-    if not np.isfinite(outputs).all():
-        raise ValueError(
-            f"The model {model.name!r} answers with what is no number (NaN or infinite): its "
-            "weights are damaged, or its training went astray; use another."
-        )
-    outputs = outputs.astype(np.float64)
-    config = getattr(model, "config", None)
-    if config is not None and config.classifier_activation == "softmax":
-        outputs = np.log(np.maximum(outputs, np.finfo(np.float32).tiny))
-    shifted = outputs - outputs.max(axis=-1, keepdims=True)
-    normalised: np.ndarray = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
-    return normalised
+def _class_number(target: object) -> int:
+    if not isinstance(target, int) or isinstance(target, bool) or target < 0:
+        raise ValueError(f"found {target!r}")
+    return target
 
 
 def _measure(

@@ -3,6 +3,7 @@
 from keras_vit.explain.attention import (
     attention_rollout,
     attention_weights,
+    class_relevance,
     mean_attention_distance,
     pooling_attention,
 )
@@ -20,7 +21,6 @@ from keras_vit.explain.pictures import (
     plot_heatmap,
     plot_position_similarity,
 )
-from keras_vit.explain.relevance import class_relevance
 
 __all__ = [
     "Filters",

@@ -1,22 +1,186 @@
-"""What attends to what: attention weights, attention rollout, mean attention distance.
-
-Letters: B images, L layers, H heads, N tokens, (h, w) the grid in patches.
-"""
+"""What attends to what: attention weights, rollout, distance, and relevance for a class."""
 
 import dataclasses
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 
 from keras_vit.config import ViTConfig
-from keras_vit.explain import inside
+from keras_vit.layers.attention import Heard, listening
 from keras_vit.model import VisionTransformer
+
+BATCH_SIZE = 8
+
+
+def find_vit(model: keras.Model) -> VisionTransformer:
+    """Returns the one Vision Transformer that a model is or contains, however deep.
+
+    Example:
+        >>> from keras_vit.config import ViTConfig
+        >>> config = ViTConfig(input_shape=(16, 16, 3), patch_size=8, hidden_dim=8, mlp_dim=16,
+        ...                    num_heads=2, num_layers=1, classes=None)
+        >>> vit = VisionTransformer(config)
+        >>> find_vit(keras.Sequential([vit, keras.layers.Dense(2)])) is vit
+        True
+
+    Raises:
+        ValueError: the model contains none, or more than one.
+    """
+    found = {id(vit): vit for vit in _vits(model)}
+    if len(found) != 1:
+        raise ValueError(
+            f"The model {model.name!r} contains {len(found)} Vision Transformers of keras_vit, not "
+            "one; give a model with exactly one, or the VisionTransformer itself."
+        )
+    return next(iter(found.values()))
+
+
+def image_batches(model: keras.Model, images: Any) -> Iterator[np.ndarray]:
+    """Yields images in small batches, resampled to the size that the model takes.
+
+    Raises:
+        ValueError: the images are not of shape (B, H, W, channels).
+    """
+    images = np.asarray(images)
+    if images.ndim != 4 or not len(images):
+        raise ValueError(
+            "Images have the shape (batch, height, width, channels), at least one of them; add an "
+            f"axis to a single image: image[None]. Received: shape {images.shape}."
+        )
+    size = image_size(model)
+    if size is not None and images.shape[1:3] != size:
+        warnings.warn(
+            f"The images are {images.shape[1]}x{images.shape[2]} pixels; they were resampled to "
+            f"{size[0]}x{size[1]}, the size that the model takes.",
+            stacklevel=3,
+        )
+        images = resample(images, size, antialias=find_vit(model).config.antialias)
+    for start in range(0, len(images), BATCH_SIZE):
+        yield images[start : start + BATCH_SIZE]
+
+
+def resample(images: np.ndarray, size: tuple[int, ...], *, antialias: bool) -> np.ndarray:
+    """Resizes images (B, H, W, channels) to (height, width), as `keras_vit.data.resize_image`."""
+    shrinks = images.shape[1] > size[0] or images.shape[2] > size[1]
+    resized = keras.ops.image.resize(
+        images.astype(np.float32),
+        size,
+        antialias=antialias and shrinks,
+        data_format="channels_last",
+    )
+    return np.asarray(keras.ops.convert_to_numpy(resized))
+
+
+def image_size(model: keras.Model) -> tuple[int, int] | None:
+    """Returns the (height, width) that a model takes, or None if it says nothing about them."""
+    try:
+        shape = model.input_shape
+    except (AttributeError, ValueError):
+        return None
+    if not isinstance(shape, tuple) or len(shape) != 4 or None in shape[1:3]:
+        return None
+    return shape[1], shape[2]
+
+
+def run(model: keras.Model, images: Any, layers: Sequence[keras.layers.Layer]) -> tuple[Any, Heard]:
+    """Runs a model once, eagerly; returns its answer, and what these layers told on the way.
+
+    The model stays as it is, so it pays nothing when nobody listens, and other threads may call it.
+
+    Raises:
+        ValueError: a layer was not called, or only inside a compiled function.
+    """
+    with listening(*layers) as heard:
+        outputs = model(images, training=False)
+    silent = [layer.path for layer, values in heard.items() if not values]
+    if silent:
+        raise ValueError(
+            f"The model {model.name!r} did not run its layer {silent[0]!r} eagerly, so nothing can "
+            "be read from it; call the Vision Transformer outside of tf.function, or give it alone."
+        )
+    return outputs, heard
+
+
+def choose(wanted: int | Sequence[int] | None, count: int, *, word: str) -> list[int]:
+    """Returns the indices asked for: one, several, or None for all; -1 is the last.
+
+    Raises:
+        ValueError: there is no such layer or head.
+    """
+    if wanted is None:
+        return list(range(count))
+    indices = [wanted] if isinstance(wanted, int) else list(wanted)
+    wrong = [index for index in indices if not -count <= index < count]
+    if wrong or not indices:
+        raise ValueError(
+            f"There is no {word} {wrong[0] if wrong else indices!r}; the model has {count}, "
+            f"numbered 0 to {count - 1}, or -1 for the last."
+        )
+    return [index % count for index in indices]
+
+
+def to_numpy(tensor: Any) -> np.ndarray:
+    """Returns a tensor of any precision as a float32 array."""
+    return np.asarray(keras.ops.convert_to_numpy(keras.ops.cast(tensor, "float32")))
+
+
+def class_relevance(
+    model: keras.Model, images: Any, classes: int | Sequence[int] | None = None
+) -> np.ndarray:
+    """Returns how much each patch speaks for a class.
+
+    In each layer attention is weighted by the gradient of the class's score, what is negative is
+    dropped, heads are averaged, and the result A is added up through the layers as R + A R
+    (Chefer et al., arXiv 2103.15679, Equations 5 and 6).
+
+    Example:
+        >>> from keras_vit.config import ViTConfig
+        >>> from keras_vit.model import VisionTransformer
+        >>> config = ViTConfig(input_shape=(16, 24, 3), patch_size=8, hidden_dim=8, mlp_dim=16,
+        ...                    num_heads=2, num_layers=2, classes=5)
+        >>> class_relevance(VisionTransformer(config), np.zeros((2, 16, 24, 3)), [0, 4]).shape
+        (2, 2, 3)
+
+    Args:
+        model: a classifier: a `VisionTransformer`, or any Keras model with one inside and outputs
+            (B, C).
+        images: (B, H, W, channels) as that model takes them.
+        classes: the class asked about: one, one for each image, or None for the likeliest of each.
+
+    Returns:
+        (B, h, w), not negative, in units of the model's score. The score is the logit where the
+        model is a `VisionTransformer`, softmax or not, and the model's output otherwise.
+
+    Raises:
+        ValueError: the model is not a classifier, or has no such class.
+    """
+    vit = find_vit(model)
+    targets = _targets(model, len(np.asarray(images)), classes)
+    # The softmax of a sure classifier is flat: its logits have the gradient.
+    name = "logits" if vit.config.distillation_token else "head"
+    scorer = vit.feature_extractor([name]) if model is vit and vit.config.classes else model
+    parts, done = [], 0
+    for batch in image_batches(model, images):
+        chosen = None if targets is None else targets[done : done + len(batch)]
+
+        def run(batch: np.ndarray = batch, chosen: Any = chosen) -> tuple[Any, list[Any]]:
+            heard = listen(scorer, vit, batch)
+            outputs = heard.outputs[name] if isinstance(heard.outputs, dict) else heard.outputs
+            return _score(outputs, chosen), [*heard.blocks, *heard.pooling]
+
+        weighted = [_positive_part(*pair) for pair in _with_gradients(run)]
+        pooling = weighted.pop() if vit.config.pooling == "map" else None
+        row = answer_row(vit.config, pooling, _accumulated(weighted))
+        parts.append(on_grid(vit.config, row))
+        done += len(batch)
+    return np.concatenate(parts)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Heard:
+class AttentionPass:
     """What one forward pass let be heard, as tensors.
 
     Attributes:
@@ -63,13 +227,13 @@ def attention_weights(
     Raises:
         ValueError: there is no such layer or head, or not one Vision Transformer in the model.
     """
-    vit = inside.find_vit(model)
-    rows = inside.choose(layers, vit.config.num_layers, word="layer")
-    columns = inside.choose(heads, vit.config.num_heads, word="head")
+    vit = find_vit(model)
+    rows = choose(layers, vit.config.num_layers, word="layer")
+    columns = choose(heads, vit.config.num_heads, word="head")
     parts = []
-    for batch in inside.image_batches(model, images):
+    for batch in image_batches(model, images):
         blocks = listen(model, vit, batch).blocks
-        stacked = np.stack([inside.to_numpy(blocks[row]) for row in rows], axis=1)
+        stacked = np.stack([to_numpy(blocks[row]) for row in rows], axis=1)
         parts.append(stacked[:, :, columns])
     return np.concatenate(parts)
 
@@ -80,14 +244,14 @@ def pooling_attention(model: keras.Model, images: Any) -> np.ndarray:
     Raises:
         ValueError: the model does not pool by attention.
     """
-    vit = inside.find_vit(model)
+    vit = find_vit(model)
     if vit.config.pooling != "map":
         raise ValueError(
             'Only models with pooling="map" pool by attention. '
             f"Received: a model with pooling={vit.config.pooling!r}."
         )
-    heard = (listen(model, vit, batch) for batch in inside.image_batches(model, images))
-    return np.concatenate([inside.to_numpy(each.pooling[0])[:, :, 0] for each in heard])
+    heard = (listen(model, vit, batch) for batch in image_batches(model, images))
+    return np.concatenate([to_numpy(each.pooling[0])[:, :, 0] for each in heard])
 
 
 def attention_rollout(model: keras.Model, images: Any) -> np.ndarray:
@@ -110,12 +274,12 @@ def attention_rollout(model: keras.Model, images: Any) -> np.ndarray:
     Returns:
         (B, h, w) shares in [0, 1]. With the shares of the tokens before the patches they make 1.
     """
-    vit = inside.find_vit(model)
+    vit = find_vit(model)
     parts = []
-    for batch in inside.image_batches(model, images):
+    for batch in image_batches(model, images):
         heard = listen(model, vit, batch)
-        blocks = [inside.to_numpy(weights).mean(axis=1) for weights in heard.blocks]
-        pooling = inside.to_numpy(heard.pooling[0]).mean(axis=1) if heard.pooling else None
+        blocks = [to_numpy(weights).mean(axis=1) for weights in heard.blocks]
+        pooling = to_numpy(heard.pooling[0]).mean(axis=1) if heard.pooling else None
         parts.append(on_grid(vit.config, answer_row(vit.config, pooling, roll(blocks))))
     return np.concatenate(parts)
 
@@ -134,14 +298,14 @@ def mean_attention_distance(model: keras.Model, images: Any) -> np.ndarray:
     Returns:
         (L, H) distances in pixels of the Vision Transformer's input.
     """
-    vit = inside.find_vit(model)
+    vit = find_vit(model)
     first = vit.config.num_prefix_tokens
     distances = patch_distances(vit.config)
     total, count = np.zeros((vit.config.num_layers, vit.config.num_heads)), 0
-    for batch in inside.image_batches(model, images):
+    for batch in image_batches(model, images):
         blocks = listen(model, vit, batch).blocks
         for index, weights in enumerate(blocks):
-            patches = inside.to_numpy(weights)[:, :, first:, first:].astype(np.float64)
+            patches = to_numpy(weights)[:, :, first:, first:].astype(np.float64)
             patches /= patches.sum(axis=-1, keepdims=True)
             total[index] += (patches * distances).sum(axis=-1).mean(axis=-1).sum(axis=0)
         count += len(batch)
@@ -154,12 +318,12 @@ def patch_distances(config: ViTConfig) -> np.ndarray:
     return np.asarray(np.hypot(rows[:, None] - rows, columns[:, None] - columns))
 
 
-def listen(model: keras.Model, vit: VisionTransformer, images: Any) -> Heard:
+def listen(model: keras.Model, vit: VisionTransformer, images: Any) -> AttentionPass:
     """Runs a model once and keeps the attention weights that it used, as they were used."""
     attentions = [vit.get_layer(f"block_{i}").attention for i in range(vit.config.num_layers)]
     pooling = [vit.get_layer("pooling")] if vit.config.pooling == "map" else []
-    outputs, heard = inside.run(model, images, [*attentions, *pooling])
-    return Heard(
+    outputs, heard = run(model, images, [*attentions, *pooling])
+    return AttentionPass(
         blocks=[heard[layer][0] for layer in attentions],
         pooling=[heard[layer][0] for layer in pooling],
         outputs=outputs,
@@ -199,3 +363,77 @@ def answer_row(config: ViTConfig, pooling: np.ndarray | None, tokens: np.ndarray
 def on_grid(config: ViTConfig, row: np.ndarray) -> np.ndarray:
     """Lays the patches' part of (B, N) out as (B, h, w)."""
     return np.asarray(row[:, config.num_prefix_tokens :].reshape(-1, *config.grid))
+
+
+def _vits(layer: Any) -> Iterator[VisionTransformer]:
+    if isinstance(layer, VisionTransformer):
+        yield layer
+        return
+    for inner in getattr(layer, "layers", ()):
+        if isinstance(inner, keras.layers.Layer):
+            yield from _vits(inner)
+
+
+def _targets(
+    model: keras.Model, images: int, classes: int | Sequence[int] | None
+) -> np.ndarray | None:
+    shape = model.output_shape
+    if not isinstance(shape, tuple) or len(shape) != 2:
+        raise ValueError(
+            "Class relevance needs a classifier with outputs of shape (batch, classes). "
+            f"Received: a model with outputs of shape {shape}."
+        )
+    if classes is None:
+        return None
+    targets = np.asarray(classes, np.int64)
+    if targets.shape not in ((), (images,)):
+        raise ValueError(
+            f"classes must be one class, or one for each of the {images} images. "
+            f"Received: classes={classes!r}."
+        )
+    wrong = targets[(targets < 0) | (targets >= shape[1])]
+    if wrong.size:
+        raise ValueError(
+            f"There is no class {wrong.flat[0]}; the model has {shape[1]}, numbered from 0."
+        )
+    return np.broadcast_to(targets, (images,))
+
+
+def _score(outputs: Any, targets: np.ndarray | None) -> Any:
+    """Sums the scores of the images' classes; no image sees another, so gradients stay apart."""
+    if targets is None:
+        targets = np.asarray(keras.ops.convert_to_numpy(keras.ops.argmax(outputs, axis=-1)))
+    chosen = keras.ops.one_hot(targets, outputs.shape[-1], dtype="float32")
+    return keras.ops.sum(keras.ops.cast(outputs, "float32") * chosen)
+
+
+def _with_gradients(
+    run: Callable[[], tuple[Any, list[Any]]],
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Returns each attention weight and the gradient of the score with respect to it."""
+    if keras.backend.backend() != "tensorflow":
+        raise ValueError(
+            "Class relevance differentiates with TensorFlow; set KERAS_BACKEND=tensorflow. "
+            f"Received: the backend {keras.backend.backend()!r}."
+        )
+    import tensorflow as tf
+
+    with tf.GradientTape() as tape:
+        score, weights = run()
+    gradients = tape.gradient(score, weights, unconnected_gradients="zero")
+    return [
+        (to_numpy(weight), to_numpy(gradient))
+        for weight, gradient in zip(weights, gradients, strict=True)
+    ]
+
+
+def _positive_part(weights: np.ndarray, gradients: np.ndarray) -> np.ndarray:
+    return np.asarray(np.maximum(weights * gradients, 0).mean(axis=1))  # (B, N, N)
+
+
+def _accumulated(weighted: list[np.ndarray]) -> np.ndarray:
+    tokens = weighted[0].shape[-1]
+    relevance = np.broadcast_to(np.eye(tokens), weighted[0].shape)
+    for attention_of_layer in weighted:
+        relevance = relevance + attention_of_layer @ relevance
+    return relevance

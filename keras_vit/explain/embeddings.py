@@ -7,7 +7,7 @@ import keras
 import numpy as np
 
 from keras_vit.config import ViTConfig
-from keras_vit.explain import attention, inside
+from keras_vit.explain import attention
 from keras_vit.model import position_layer
 
 
@@ -45,14 +45,16 @@ def position_similarity(model: keras.Model) -> np.ndarray:
     Raises:
         ValueError: the model adds no position embeddings to its tokens.
     """
-    vit = inside.find_vit(model)
+    vit = attention.find_vit(model)
     if not vit.config.adds_positions:
         raise ValueError(
             "The model adds no position embeddings to its tokens. Received: a model with "
             f"position_embedding={vit.config.position_embedding!r}."
         )
     layer = vit.get_layer(position_layer(vit.config, 0) or "patch_encoder")
-    directions = _unit(inside.to_numpy(layer.position_table())[0, vit.config.num_prefix_tokens :])
+    directions = _unit(
+        attention.to_numpy(layer.position_table())[0, vit.config.num_prefix_tokens :]
+    )
     return np.asarray((directions @ directions.T).reshape(*vit.config.grid, *vit.config.grid))
 
 
@@ -70,8 +72,8 @@ def embedding_filters(model: keras.Model, *, count: int = 28) -> Filters:
     """
     if count < 1:
         raise ValueError(f"count must be a positive integer. Received: count={count!r}.")
-    vit = inside.find_vit(model)
-    kernel = inside.to_numpy(vit.get_layer("patch_encoder").projection.kernel)  # (P*P*C, D)
+    vit = attention.find_vit(model)
+    kernel = attention.to_numpy(vit.get_layer("patch_encoder").projection.kernel)  # (P*P*C, D)
     filters = kernel.T - kernel.mean(axis=1)
     _, strength, components = np.linalg.svd(filters, full_matrices=False)
     largest = np.take_along_axis(
@@ -104,14 +106,14 @@ def token_similarity(
     Raises:
         ValueError: there is no such token or layer.
     """
-    vit = inside.find_vit(model)
-    (index,) = inside.choose(layer, vit.config.num_layers, word="layer")
+    vit = attention.find_vit(model)
+    (index,) = attention.choose(layer, vit.config.num_layers, word="layer")
     place = _place(vit.config, token)
     block = vit.get_layer(f"block_{index}")
     parts = []
-    for batch in inside.image_batches(model, images):
-        _, heard = inside.run(model, batch, [block])
-        directions = _unit(inside.to_numpy(heard[block][0]))
+    for batch in attention.image_batches(model, images):
+        _, heard = attention.run(model, batch, [block])
+        directions = _unit(attention.to_numpy(heard[block][0]))
         similarity = (directions @ directions[:, place, :, None])[..., 0]
         parts.append(attention.on_grid(vit.config, similarity))
     return np.concatenate(parts)

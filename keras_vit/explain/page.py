@@ -12,7 +12,7 @@ import keras
 import numpy as np
 
 from keras_vit.atomic import whole_file
-from keras_vit.explain import attention, embeddings, inside, pictures, relevance
+from keras_vit.explain import attention, embeddings, pictures
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -94,23 +94,23 @@ def _subject(model: keras.Model, image: np.ndarray) -> tuple[_Subject, str]:
         raise ValueError(
             f"An image has the shape (height, width, channels). Received: shape {image.shape}."
         )
-    vit = inside.find_vit(model)
-    size = inside.image_size(model) or image.shape[:2]
+    vit = attention.find_vit(model)
+    size = attention.image_size(model) or image.shape[:2]
     note = f"The image has {image.shape[0]}x{image.shape[1]} pixels, as the model takes it."
     if image.shape[:2] != size:
         note = (
             f"The image of {image.shape[0]}x{image.shape[1]} pixels was resampled to "
             f"{size[0]}x{size[1]}, the size that the model takes."
         )
-    inputs = inside.resample(image[None], size, antialias=vit.config.antialias)
+    inputs = attention.resample(image[None], size, antialias=vit.config.antialias)
     scaled = np.asarray(vit.preprocess_input(inputs)) if model is vit else inputs
     return _Subject(model, inputs[0], scaled), note
 
 
 def _scores(model: keras.Model, inputs: np.ndarray) -> np.ndarray | None:
     """Returns probabilities (C,), or None of a model that is not a classifier."""
-    outputs = np.asarray(inside.to_numpy(model(inputs, training=False))[0], np.float64)
-    if outputs.ndim != 1 or (inside.find_vit(model) is model and model.config.classes is None):
+    outputs = np.asarray(attention.to_numpy(model(inputs, training=False))[0], np.float64)
+    if outputs.ndim != 1 or (attention.find_vit(model) is model and model.config.classes is None):
         return None
     if outputs.min() >= 0 and abs(outputs.sum() - 1) < 1e-3:
         return outputs
@@ -145,7 +145,7 @@ def _pictures(subject: _Subject, target: int | None, names: list[str]) -> Iterat
         "How much of each patch reaches the answer by way of attention, through all layers.",
     )
     if target is not None:
-        speaks = relevance.class_relevance(model, inputs, target)[0]
+        speaks = attention.class_relevance(model, inputs, target)[0]
         yield _Picture(
             "relevance",
             pictures.plot_heatmap(
@@ -160,7 +160,7 @@ def _pictures(subject: _Subject, target: int | None, names: list[str]) -> Iterat
         pictures.plot_attention_distance(attention.mean_attention_distance(model, inputs)),
         "How far each head looks, in this image alone; the paper averages over 128 images.",
     )
-    if inside.find_vit(model).config.adds_positions:
+    if attention.find_vit(model).config.adds_positions:
         yield _Picture(
             "positions",
             pictures.plot_position_similarity(embeddings.position_similarity(model)),
@@ -176,7 +176,7 @@ def _pictures(subject: _Subject, target: int | None, names: list[str]) -> Iterat
 
 
 def _heads(model: keras.Model, inputs: np.ndarray) -> _Picture:
-    config = inside.find_vit(model).config
+    config = attention.find_vit(model).config
     last = config.num_layers - 1
     if config.pooling == "map":
         taken = attention.pooling_attention(model, inputs)[0]

@@ -4,7 +4,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from keras_vit.explain import inside
+from keras_vit import optional
+from keras_vit.explain import attention
 from keras_vit.explain.embeddings import Filters
 
 if TYPE_CHECKING:
@@ -210,17 +211,12 @@ def _displayable(image: np.ndarray) -> np.ndarray:
 def _lit(picture: np.ndarray, heatmap: np.ndarray) -> np.ndarray:
     """Multiplies the picture by the heatmap, smoothed to its size, the highest value being 1."""
     color = picture if picture.ndim == 3 else np.repeat(picture[..., None], 3, axis=-1)
-    light = inside.resample(heatmap[None, ..., None], color.shape[:2], antialias=True)[0]
+    light = attention.resample(heatmap[None, ..., None], color.shape[:2], antialias=True)[0]
     low, high = float(light.min()), float(light.max())
     return np.asarray(color * (0.1 + 0.9 * (light - low) / max(high - low, 1e-12)))
 
 
 def _figure(width: float, height: float) -> "Figure":
-    try:
+    with optional.pictures():
         import matplotlib.figure
-    except ImportError:
-        raise ImportError(
-            "Pictures are drawn by matplotlib, which is not installed; "
-            'run: pip install "keras-vit[data]"'
-        ) from None
     return matplotlib.figure.Figure(figsize=(width, height), layout="constrained")

@@ -5,14 +5,10 @@ D hidden width, K width of one attention head, M width of the MLP's hidden layer
 """
 
 from keras_vit.layers.attention import MultiHeadSelfAttention
-from keras_vit.layers.block import TransformerBlock
-from keras_vit.layers.dense import TokenDense
-from keras_vit.layers.drop_path import DropPath
-from keras_vit.layers.mlp import MLP
-from keras_vit.layers.normalization import LayerNormalization
-from keras_vit.layers.patches import PatchEncoder, Patches
+from keras_vit.layers.block import MLP, DropPath, TransformerBlock
+from keras_vit.layers.dense import LayerNormalization, TokenDense
+from keras_vit.layers.patches import PatchEncoder, Patches, PositionEmbedding
 from keras_vit.layers.pooling import AttentionPooling, TokenPooling
-from keras_vit.layers.positions import PositionEmbedding
 from keras_vit.layers.resnet import BottleneckUnit, ResNetStem, StdConv2D
 
 __all__ = [

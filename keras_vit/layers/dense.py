@@ -1,17 +1,127 @@
-"""A dense layer over tokens, in the form that fuses."""
+"""Dense layers and layer normalisation over tokens, in the forms that fuse, and layers of them."""
 
 from typing import Any
 
 import keras
 
 from keras_vit import backend
-from keras_vit.layers.initialization import initializer
-from keras_vit.layers.random import dropout
+from keras_vit.backend import private
+from keras_vit.layers.random import dropout, initializer
+
+# The key of `dense_changes` in configs.
+CHANGES = "dense"
+
+
+class CompositeLayer(keras.layers.Layer):
+    """A layer made of others, whose config says what has become of the dense ones among them.
+
+    Keras writes that to the config of the dense layer alone, not to those of the layers around it.
+    """
+
+    _changes: dict[str, dict[str, Any]] = {}  # noqa: RUF012, never written to
+
+    @private.config_of_arguments
+    def get_config(self) -> dict[str, Any]:
+        changes = dense_changes(self) if self.built else dict(self._changes)
+        return {**super().get_config(), **({CHANGES: changes} if changes else {})}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "CompositeLayer":
+        layer: CompositeLayer = super().from_config(
+            {key: value for key, value in config.items() if key != CHANGES}
+        )
+        layer._changes = config.get(CHANGES, {})
+        return layer
+
+    def change_dense(self) -> None:
+        """Makes of fresh dense layers what the config said; a subclass builds, then calls this."""
+        change_dense(self, self._changes)
+
+
+def dense_changes(layer: keras.layers.Layer) -> dict[str, dict[str, Any]]:
+    """Returns which dense layers inside are quantised or adapted by LoRA, by their number.
+
+    Example:
+        >>> from keras_vit.layers import MLP
+        >>> mlp = MLP(mlp_dim=8)
+        >>> mlp.build((None, None, 4))
+        >>> mlp.fc2.enable_lora(2)
+        >>> dense_changes(mlp)
+        {'1': {'lora_rank': 2, 'lora_alpha': 2}}
+    """
+    found = {str(place): _change(dense) for place, dense in enumerate(_dense(layer))}
+    return {place: change for place, change in found.items() if change}
+
+
+def change_dense(layer: keras.layers.Layer, changes: dict[str, dict[str, Any]]) -> None:
+    """Makes of fresh dense layers inside what `dense_changes` said; their values are to be loaded.
+
+    Raises:
+        ValueError: there are not so many dense layers.
+    """
+    inside = {str(place): dense for place, dense in enumerate(_dense(layer))}
+    for place, change in changes.items():
+        if place not in inside:
+            raise ValueError(
+                f"The config changes dense layer {place} of {layer.name!r}, which has only "
+                f"{len(inside)}; it is the config of another model."
+            )
+        dense = inside[place]
+        if "mode" in change and dense.quantization_mode is None:
+            config = keras.saving.deserialize_keras_object(change["quantization_config"])
+            dense.quantize(change["mode"], config=config)
+        if "lora_rank" in change and not dense.lora_enabled:
+            dense.enable_lora(change["lora_rank"], lora_alpha=change["lora_alpha"])
+
+
+def without_lora(changes: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Returns what `dense_changes` said, but for what LoRA changed."""
+    kept = {
+        place: {key: value for key, value in change.items() if not key.startswith("lora")}
+        for place, change in changes.items()
+    }
+    return {place: change for place, change in kept.items() if change}
+
+
+@keras.saving.register_keras_serializable(package="keras_vit")
+class LayerNormalization(keras.layers.Layer):
+    """Normalises each token over its width, then scales and shifts it (arXiv 1607.06450).
+
+    Statistics are float32's whatever the dtype. Its weights are those of
+    `keras.layers.LayerNormalization`.
+
+    Example:
+        >>> LayerNormalization()(keras.ops.ones((2, 5, 8))).shape
+        TensorShape([2, 5, 8])
+
+    Args:
+        epsilon: added to the variance.
+
+    Input shape: (..., D). Output shape: the same.
+    """
+
+    def __init__(self, *, epsilon: float = 1e-6, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.epsilon = epsilon
+
+    def build(self, input_shape: tuple[Any, ...]) -> None:
+        shape = (input_shape[-1],)
+        self.gamma = self.add_weight(name="gamma", shape=shape, initializer=initializer("ones"))
+        self.beta = self.add_weight(name="beta", shape=shape, initializer=initializer("zeros"))
+
+    def call(self, inputs: Any) -> Any:
+        return backend.layer_norm(inputs, self.gamma, self.beta, epsilon=self.epsilon)
+
+    def compute_output_shape(self, input_shape: tuple[Any, ...]) -> tuple[Any, ...]:
+        return input_shape
+
 
 # google-research/vision_transformer, vit_jax/models_vit.py, MlpBlock.
 BIAS_STDDEV = 1e-6
+
 # Keras' other modes, "gptq" and "awq", are calibrated on text.
 MODES = ("int8", "int4", "float8")
+
 # What LoRA adds, in the order of files.
 _THIN = ("lora_kernel_a", "lora_kernel_b")
 
@@ -74,7 +184,7 @@ class TokenDense(keras.layers.Dense):
         if self.lora_enabled:
             return _add(residual, self._adapted(inputs))  # (B, N, M)
         return backend.dense(  # (B, N, M)
-            inputs, self._kernel, self.bias, self.activation_name, residual=residual
+            inputs, private.stored_kernel(self), self.bias, self.activation_name, residual=residual
         )
 
     def quantized_call(
@@ -143,8 +253,11 @@ class TokenDense(keras.layers.Dense):
             # A file of the model from before it was adapted.
             variables = variables[: -len(_THIN)]
             self.lora_kernel_b.assign(keras.ops.zeros_like(self.lora_kernel_b))
-        else:
-            self._check_load_own_variables(store)
+        elif len(store.keys()) != len(variables):
+            raise ValueError(
+                f"The layer {self.path!r} has {len(variables)} variables, the file has "
+                f"{len(store.keys())} for it; load the weights of a model that was made alike."
+            )
         for index, variable in enumerate(variables):
             variable.assign(store[str(index)])
 
@@ -166,7 +279,10 @@ class TokenDense(keras.layers.Dense):
     def _stored(self) -> list[keras.Variable]:
         """Returns the variables of a file, in its order."""
         names = (*self.variable_serialization_spec[self.quantization_mode], *_THIN)
-        found = (getattr(self, "_kernel" if name == "kernel" else name, None) for name in names)
+        found = (
+            private.stored_kernel(self) if name == "kernel" else getattr(self, name, None)
+            for name in names
+        )
         return [variable for variable in found if variable is not None]
 
     def _adapted(self, inputs: Any) -> Any:
@@ -174,7 +290,7 @@ class TokenDense(keras.layers.Dense):
         rows = keras.ops.reshape(inputs, (-1, width))  # (B*N, D): one product, not one an image
         change = keras.ops.matmul(keras.ops.matmul(rows, self.lora_kernel_a), self.lora_kernel_b)
         change = keras.ops.reshape(change, (-1, *outer[1:], self.units))
-        x = backend.dense(inputs, self._kernel, self.bias)
+        x = backend.dense(inputs, private.stored_kernel(self), self.bias)
         return self.activation(x + self.lora_alpha / self.lora_rank * change)
 
 
@@ -191,6 +307,21 @@ def add_dropped(layer: TokenDense, x: Any, rate: float, *, seed: Any, residual: 
     if seed is None or not rate:
         return layer(x, residual=residual)
     return _add(residual, dropout(layer(x), rate, seed=seed))
+
+
+def _dense(layer: keras.layers.Layer) -> list[keras.layers.Dense]:
+    inside = private.layers_of(layer, with_itself=False)
+    return [each for each in inside if isinstance(each, keras.layers.Dense)]
+
+
+def _change(dense: keras.layers.Dense) -> dict[str, Any]:
+    change: dict[str, Any] = {}
+    if dense.quantization_mode is not None:
+        config = keras.saving.serialize_keras_object(dense.quantization_config)
+        change |= {"mode": dense.quantization_mode, "quantization_config": config}
+    if dense.lora_enabled:
+        change |= {"lora_rank": dense.lora_rank, "lora_alpha": dense.lora_alpha}
+    return change
 
 
 def _add(residual: Any, x: Any) -> Any:

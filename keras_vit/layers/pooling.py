@@ -4,13 +4,16 @@ from typing import Any
 
 import keras
 
-from keras_vit.layers.attention import attention_weights, check_heads, merge_heads, split_heads
-from keras_vit.layers.composite import CompositeLayer
-from keras_vit.layers.dense import TokenDense
-from keras_vit.layers.initialization import initializer
-from keras_vit.layers.listening import tell
-from keras_vit.layers.mlp import MLP
-from keras_vit.layers.normalization import LayerNormalization
+from keras_vit.layers.attention import (
+    attention_weights,
+    check_heads,
+    merge_heads,
+    split_heads,
+    tell,
+)
+from keras_vit.layers.block import MLP
+from keras_vit.layers.dense import CompositeLayer, LayerNormalization, TokenDense
+from keras_vit.layers.random import initializer
 
 
 @keras.saving.register_keras_serializable(package="keras_vit")

@@ -1,10 +1,31 @@
-"""Random masks: their seed is state that a checkpoint can save, and differs between replicas."""
+"""Random numbers of layers: masks whose seed a checkpoint saves, and weights drawn for nothing."""
 
+import contextlib
+import contextvars
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 
 from keras_vit import backend
+
+_overwritten = contextvars.ContextVar("overwritten", default=False)
+
+
+@contextlib.contextmanager
+def overwritten_weights() -> Iterator[None]:
+    """Inside this scope `initializer` leaves memory as it is: every weight must be assigned."""
+    token = _overwritten.set(True)
+    try:
+        yield
+    finally:
+        _overwritten.reset(token)
+
+
+def initializer(wanted: Any) -> Any:
+    """Returns the wanted Keras initializer, or one that does nothing where it would be in vain."""
+    return backend.uninitialized if _overwritten.get() else wanted
+
 
 # Odd, so that its multiples modulo 2**32 are all different (Knuth's multiplicative hash).
 _STRIDE = 0x9E3779B1

@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from keras_vit.layers.initialization import initializer
+from keras_vit.layers.random import initializer
 
 GROUPS = 32
 GROUP_NORM_EPSILON = 1e-6

@@ -6,19 +6,17 @@ from keras_vit.training.distillation import DistillationLoss, DistillationModel
 from keras_vit.training.execution import Execution, is_first_worker
 from keras_vit.training.finish import TrainingInterrupted
 from keras_vit.training.loop import WorkerLostError
-from keras_vit.training.masked_patches import MaskedPatchModel
+from keras_vit.training.masked_patches import MaskedPatchModel, Reconstructions, reconstruct
 from keras_vit.training.models import (
     MODEL_NAMES,
     MODELS,
     model_config,
     pretrained_model,
-    run_model,
 )
 from keras_vit.training.progress import EpochDone, Event, StepDone, TrainingDone
 from keras_vit.training.recipe import Recipe
 from keras_vit.training.recipes import RECIPES
-from keras_vit.training.reconstructions import Reconstructions, reconstruct
-from keras_vit.training.run import Run, load_run, load_run_data, open_model, read_fields
+from keras_vit.training.run import Run, open_model, read_fields
 from keras_vit.training.train import (
     check_free,
     default_config,
@@ -58,14 +56,11 @@ __all__ = [
     "default_pretrain_recipe",
     "default_recipe",
     "is_first_worker",
-    "load_run",
-    "load_run_data",
     "model_config",
     "open_model",
     "pretrain",
     "pretrained_model",
     "read_fields",
     "reconstruct",
-    "run_model",
     "train",
 ]

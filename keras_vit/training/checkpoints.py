@@ -1,27 +1,34 @@
-"""Checkpoints of a training: all that the next step depends on, in files that are whole or absent.
+"""What is on the disk while a training goes on: checkpoints, the best model, files to look at."""
 
-Keras saves neither the state of its random generators nor a file in one piece (measured:
-tests/test_training_checkpoints.py kills a process while it saves).
-"""
-
+import contextlib
 import errno
 import hashlib
 import json
+import math
 import os
 import re
+import shutil
+import time
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import keras
 import ml_dtypes
 import numpy as np
+import tensorflow as tf
 
 from keras_vit import atomic
+from keras_vit.training import progress, run
+from keras_vit.training.execution import Workers
+from keras_vit.training.progress import EpochDone
+from keras_vit.training.run import EVENTS
 
 _NAME = "checkpoint-{step:08d}.npz"
 _PATTERN = re.compile(r"checkpoint-(\d{8,})\.npz")
 _PROGRESS = "progress"
+
 # What hinders reading and says nothing about a file's content.
 _NOT_DAMAGED = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE)
 _BFLOAT16 = ".bfloat16"  # at the end of a name: NumPy's files do not know that dtype
@@ -150,6 +157,213 @@ def weights_hash(model: keras.Model) -> str:
     return _hash({f"{place:05d}": value for place, value in enumerate(model.get_weights())})
 
 
+SETTINGS = "settings.json"
+SECONDS_BETWEEN_CURVES = 30
+_BEST = "best-{epoch:05d}.keras"
+_BEST_PATTERN = re.compile(r"best-\d{5,}\.keras")
+_OURS = re.compile(
+    rf"\..*|checkpoint-\d+\.npz|{_BEST_PATTERN.pattern}|"
+    + "|".join(map(re.escape, (SETTINGS, *run.FILES)))
+)
+
+# What an error of the disk leaves here.
+_KEPT = {"kept": "the checkpoints are kept", "again": "resume"}
+
+
+class Unfinished:
+    """`OUT.unfinished`, beside the run directory that it becomes; one for each worker.
+
+    Args:
+        out: the run directory that will be made.
+        worker: which of the workers this is, from 0.
+        keep: how many checkpoints are kept.
+    """
+
+    def __init__(self, out: Path, *, worker: int = 0, keep: int = 3) -> None:
+        self.path = run.unfinished_path(out, worker=worker)
+        self._keep = keep
+        self._drawn = -math.inf
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """The checkpoints in the folder, which must be there."""
+        return Checkpoints(self.path, keep=self._keep)
+
+    def exists(self) -> bool:
+        """Whether there is a training to resume."""
+        return (self.path / SETTINGS).is_file() and bool(self.checkpoints.steps())
+
+    def check_free(self, *, existing: run.Existing) -> None:
+        """Raises a FileExistsError where something would be lost that nobody gave up."""
+        found = sorted(self.path.iterdir()) if self.path.is_dir() else []
+        foreign = [entry.name for entry in found if not _OURS.fullmatch(entry.name)]
+        if foreign or self.path.is_symlink() or (self.path.exists() and not self.path.is_dir()):
+            raise FileExistsError(
+                f"{str(self.path)!r} holds other things than a training "
+                f"({(foreign or ['no folder'])[0]!r}); choose another place for the run."
+            )
+        if existing == "refuse" and self.exists():
+            raise FileExistsError(
+                f"{str(self.path)!r} holds an unfinished training; resume it, overwrite it, or "
+                "choose another place."
+            )
+
+    def start(self, settings: dict[str, Any]) -> None:
+        """Makes the folder anew for a training with these settings."""
+        self.retire()
+        shutil.rmtree(self.path, ignore_errors=True)
+        with atomic.telling(self.path, kept="nothing was begun"):
+            self.path.mkdir(parents=True, exist_ok=True)
+        with atomic.whole_file(self.path / SETTINGS, kept="nothing was begun") as temporary:
+            temporary.write_text(json.dumps(settings, indent=2) + "\n", "utf-8")
+
+    def check(self, settings: dict[str, Any]) -> None:
+        """Raises a ValueError unless the folder holds a training with these settings."""
+        check_settings(self.path / SETTINGS, settings)
+
+    def remove_remains(self) -> None:
+        """Removes what a process was writing when it was killed; nobody may write there now."""
+        for entry in self.path.glob(".*"):
+            shutil.rmtree(entry, ignore_errors=True)
+
+    def best_model(self, epoch: int) -> Path:
+        """Returns the file of the model of an epoch that was the best."""
+        return self.path / _BEST.format(epoch=epoch)
+
+    def save_best(self, model: keras.Model, *, epoch: int) -> None:
+        """Saves the model of the best epoch; the one before goes with `remove_old`."""
+        with atomic.whole_file(self.best_model(epoch), **_KEPT) as temporary:
+            model.save(temporary)
+
+    def has_best(self, epoch: int) -> bool:
+        """Whether the model of an epoch that was the best is there and whole."""
+        try:
+            check_archive(self.best_model(epoch))
+        except DamagedError:
+            return False
+        return True
+
+    def remove_old(self, *, best_epochs: set[int]) -> None:
+        """Removes models of epochs that were the best for none of the checkpoints."""
+        kept = set(map(self.best_model, best_epochs))
+        for file in self.path.iterdir():
+            if _BEST_PATTERN.fullmatch(file.name) and file not in kept:
+                file.unlink(missing_ok=True)
+
+    def show(self, history: list[EpochDone], *, best_epoch: int, is_last: bool) -> None:
+        """Brings the table up to date, and the curves, which take longer, every half minute."""
+        with atomic.whole_file(self.path / run.HISTORY, **_KEPT) as temporary:
+            progress.write_history(history, temporary)
+        now = time.monotonic()
+        if now < self._drawn + SECONDS_BETWEEN_CURVES and not is_last:
+            return
+        self._drawn = now
+        with atomic.whole_file(self.path / run.CURVES, **_KEPT) as temporary:
+            progress.plot_curves(history, temporary, best_epoch=best_epoch)
+
+    def retire(self) -> None:
+        """Takes away what makes the folder a training that can be resumed; in one step."""
+        with contextlib.suppress(OSError):
+            (self.path / SETTINGS).unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        """Removes the folder, after its run is complete."""
+        self.retire()
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def check_settings(file: Path, settings: dict[str, Any]) -> None:
+    """Raises a ValueError unless a training or run was started with these settings.
+
+    Args:
+        file: `SETTINGS` of an unfinished training, or config.json of a run.
+        settings: what is asked for now.
+    """
+    try:
+        found = _flat(dict(json.loads(file.read_text("utf-8"))))
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"{str(file)!r} is damaged, so that nobody knows what was trained; overwrite it, or "
+            "choose another place."
+        ) from error
+    for name, value in _flat(json.loads(json.dumps(settings))).items():
+        if found.get(name) != value:
+            raise ValueError(
+                f"The training in {str(file.parent)!r} was started with {name}={found.get(name)!r},"
+                f" not {value!r}; resume it with the same settings, or delete the folder."
+            )
+
+
+EVERY = 10  # steps
+_NUMBERS = {
+    tf.errors.ResourceExhaustedError: errno.ENOSPC,
+    tf.errors.PermissionDeniedError: errno.EACCES,
+    tf.errors.NotFoundError: errno.ENOENT,
+}
+
+# As tf.summary.scalar makes it, which needs TensorBoard itself to be installed.
+_SCALAR = tf.compat.v1.SummaryMetadata(
+    plugin_data=tf.compat.v1.SummaryMetadata.PluginData(plugin_name="scalars")
+)
+
+
+class EventFiles:
+    """Event files in the folder of a training, written by its first worker.
+
+    Args:
+        folder: of the training.
+        workers: those that train together.
+    """
+
+    def __init__(self, folder: Unfinished, workers: Workers) -> None:
+        path = str(folder.path / EVENTS)
+        is_first = workers.index == 0
+        self._path = path
+        with self._telling():
+            self._writer = (
+                tf.summary.create_file_writer(path) if is_first else tf.summary.create_noop_writer()
+            )
+
+    def close(self) -> None:
+        """Brings to the files what is not there yet."""
+        with self._telling():
+            self._writer.close()
+
+    def write_step(self, step: int, logs: dict[str, Any]) -> None:
+        """Writes the numbers of one step, for one step in ten."""
+        if step % EVERY == 0:
+            self._write(step, {f"step/{name}": value for name, value in logs.items()})
+
+    def write_epoch(self, step: int, done: EpochDone) -> None:
+        """Writes the numbers of one epoch."""
+        values = {
+            "train/loss": done.loss,
+            "train/accuracy": done.accuracy,
+            "validation/loss": done.validation_loss,
+            "validation/accuracy": done.validation_accuracy,
+            "learning_rate": done.learning_rate,
+        }
+        self._write(step, {name: value for name, value in values.items() if value is not None})
+        with self._telling():
+            self._writer.flush()
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Makes an error of the disk of TensorFlow's, which has no number."""
+        try:
+            yield
+        except tf.errors.OpError as error:
+            number = _NUMBERS.get(type(error), errno.EIO)
+            with atomic.telling(self._path, kept="the checkpoints are kept", again="resume"):
+                raise OSError(number, "") from error
+
+    def _write(self, step: int, values: dict[str, Any]) -> None:
+        with self._telling(), self._writer.as_default(step=step):
+            for name, value in values.items():
+                number = tf.cast(tf.reshape(value, ()), tf.float32)
+                tf.summary.write(name, number, metadata=_SCALAR)
+
+
 def _check_readable(error: Exception, file: Path) -> None:
     """Raises what is no fault of the file's content: that it may not be read, or no memory."""
     if isinstance(error, MemoryError):
@@ -191,3 +405,14 @@ def _unpacked(name: str, value: np.ndarray) -> tuple[str, np.ndarray]:
     if name.endswith(_BFLOAT16):
         return name.removesuffix(_BFLOAT16), value.view(ml_dtypes.bfloat16)
     return name, value
+
+
+def _flat(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}, so that a difference has a name."""
+    flat: dict[str, Any] = {}
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            flat.update(_flat(value, f"{prefix}{name}."))
+        else:
+            flat[prefix + name] = value
+    return flat

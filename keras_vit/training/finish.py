@@ -13,14 +13,13 @@ import numpy as np
 import tensorflow as tf
 
 from keras_vit import atomic, version
-from keras_vit.data import ImageData, record
+from keras_vit.data import ImageData, loading
 from keras_vit.model import VisionTransformer
-from keras_vit.training import outcome, run
-from keras_vit.training.assemble import Trained
-from keras_vit.training.checkpoints import state_hash
+from keras_vit.training import objectives, run
+from keras_vit.training.checkpoints import check_settings, state_hash
 from keras_vit.training.loop import Loop
+from keras_vit.training.objectives import Trained
 from keras_vit.training.recipe import Recipe
-from keras_vit.training.unfinished import check_settings
 
 
 class TrainingInterrupted(KeyboardInterrupt):
@@ -41,8 +40,8 @@ class TrainingInterrupted(KeyboardInterrupt):
 def settings(model: Trained, data: ImageData, *, recipe: Recipe, seed: int) -> dict[str, Any]:
     """Returns what config.json says of how a run was made; all of it decides the result."""
     return {
-        "model": outcome.architecture(model),
-        **outcome.describe(model),
+        "model": objectives.architecture(model),
+        **objectives.describe(model),
         "recipe": recipe.to_dict(),
         "seed": seed,
         "data": {"source": data.source, "images": data.counts, "damaged": list(data.damaged)},
@@ -70,7 +69,7 @@ def finish(
     config = {**settings, **_outcome(loop, data)}
     # Not `loop.best_model`: after resuming, the best epoch may have been another process's.
     if loop.workers.index:
-        kept = outcome.read_model(_best_file(loop))
+        kept = objectives.read_model(_best_file(loop))
     else:
         kept = _publish(loop, data, config, out)
         # Before the others remove theirs: they are resumed together or not at all.
@@ -106,7 +105,7 @@ def finished(loop: Loop, settings: dict[str, Any], *, out: Path) -> run.Run | No
         )
     check_settings(out / run.CONFIG, settings)
     loop.folder.remove()
-    return run.load_run(out)
+    return run.Run.load(out)
 
 
 def _publish(loop: Loop, data: ImageData, config: dict[str, Any], out: Path) -> VisionTransformer:
@@ -190,11 +189,11 @@ def _outcome(loop: Loop, data: ImageData) -> dict[str, Any]:
 
 def _write(folder: Path, loop: Loop, data: ImageData, config: dict[str, Any]) -> VisionTransformer:
     """Writes the files of a run that do not grow with the training, and returns its model."""
-    kept = outcome.write_model(_best_file(loop), folder, validation=data.validation)
+    kept = objectives.write_model(_best_file(loop), folder, validation=data.validation)
     (folder / run.CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     (folder / run.LABELS).write_text("".join(f"{label}\n" for label in data.labels), "utf-8")
     if data.train.in_files:
-        record.write_splits(data, folder / run.SPLITS)
+        loading.write_splits(data, folder / run.SPLITS)
     elif data.test.in_memory and len(data.test):
         png = tf.io.encode_png(data.test.pixels(0)).numpy()
         (folder / run.SAMPLE).write_bytes(png)

@@ -2,14 +2,12 @@
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from keras_vit.applications import BUILDERS
 from keras_vit.config import ViTConfig
 from keras_vit.model import VisionTransformer
-from keras_vit.training.run import load_run
 from keras_vit.variants import VARIANTS
-from keras_vit.weights import resize
 
 # 8 by 8 pixels, doubled: augmentation then blurs them less. Sizes chosen on validation images.
 _DIGITS = ViTConfig(
@@ -100,40 +98,6 @@ def pretrained_model(
         sha256=sha256,
     )
     return model
-
-
-def run_model(
-    path: str | os.PathLike[str],
-    *,
-    labels: Sequence[str],
-    image_size: tuple[int, int] | None = None,
-) -> VisionTransformer:
-    """Makes a classifier of the model of a run, of `pretrain` or of `train`, to be trained on.
-
-    It keeps its classifier if the run's labels are the same; otherwise it gets a fresh one.
-
-    Args:
-        path: the run directory.
-        labels: the name of each class.
-        image_size: (height, width) in pixels; None for the run's.
-
-    Raises:
-        FileNotFoundError: there is no such directory.
-        ValueError: the directory does not hold a run, or the image is not a multiple of the patch.
-    """
-    run = load_run(path)
-    model: VisionTransformer = run.model
-    if image_size not in (None, run.image_size):
-        model = resize(model, (*image_size, 3))
-    config = dataclasses.replace(model.config, classes=len(labels), classifier_activation=None)
-    classifier = VisionTransformer.from_config({**model.get_config(), "config": config.to_dict()})
-    values = {variable.path: variable for variable in model.weights}
-    is_same = run.labels == tuple(labels)
-    for variable in classifier.weights:
-        is_head = variable.path.split("/")[0] in ("head", "distillation_head")
-        if variable.path in values and (is_same or not is_head):
-            variable.assign(values[variable.path])
-    return classifier
 
 
 def _check_name(name: str, names: tuple[str, ...]) -> None:

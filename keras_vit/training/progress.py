@@ -1,13 +1,15 @@
-"""Watches a training: tells what happened, counts the time left, remembers the best epoch."""
+"""Reports each step and epoch: events, a table, curves."""
 
+import csv
 import dataclasses
 import math
-import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
+from keras_vit import optional
 from keras_vit.training.run import Run
 
 Keep = Literal["best", "last"]
@@ -224,6 +226,71 @@ class Watcher:
         return passed / max(self.step - self._first_step, 1) * (self._steps - self.step)
 
 
+_COLUMNS = (
+    "epoch",
+    "loss",
+    "accuracy",
+    "validation_loss",
+    "validation_accuracy",
+    "learning_rate",
+    "seconds",
+)
+
+
+def write_history(history: Sequence[EpochDone], file: Path) -> None:
+    """Writes one row per epoch as CSV."""
+    with file.open("w", encoding="utf-8", newline="") as stream:
+        writer = csv.writer(stream)
+        writer.writerow(_COLUMNS)
+        for done in history:
+            fields = dataclasses.asdict(done)
+            writer.writerow([fields[name] for name in _COLUMNS])
+
+
+def plot_curves(history: Sequence[EpochDone], file: Path, *, best_epoch: int) -> None:
+    """Draws loss and accuracy of each epoch, told apart by their strokes and not by colour alone.
+
+    Where there is no accuracy, the loss alone.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    check_matplotlib()
+    import matplotlib.figure
+    import matplotlib.ticker
+
+    names = ("loss", "accuracy") if history[0].accuracy is not None else ("loss",)
+    figure = matplotlib.figure.Figure(figsize=(4.5 * len(names), 3.6), layout="constrained")
+    panels = zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True)
+    epochs = [done.epoch for done in history]
+    marker = "o" if len(history) == 1 else None  # a line needs two points
+    for axes, name in panels:
+        training = [getattr(done, name) for done in history]
+        validation = [getattr(done, f"validation_{name}") for done in history]
+        axes.plot(epochs, training, "--", color="0.45", marker=marker, label="training (varied)")
+        axes.plot(epochs, validation, "-", color="tab:blue", marker=marker, label="validation")
+        axes.axvline(best_epoch, color="black", linestyle=":", linewidth=1, label="epoch kept")
+        axes.set(xlabel="epoch", ylabel=name)
+        axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.axes[0].set_ylabel("cross-entropy loss" if len(names) > 1 else "mean squared error")
+    figure.axes[0].set_ylim(bottom=0)
+    for axes in figure.axes[1:]:
+        axes.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1))
+    figure.savefig(file, dpi=120)
+
+
+def check_matplotlib() -> None:
+    """Raises an ImportError that says what to install, unless matplotlib is there."""
+    with optional.pictures():
+        import matplotlib  # noqa: F401
+
+
 def _peak_memory() -> int:
+    try:
+        import resource
+    except ImportError:  # as on Windows
+        return 0
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,15 +1,18 @@
-"""How a model is trained: `Recipe`."""
+"""How a model is trained: `Recipe`, and the optimizer that it asks for."""
 
 import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any, Literal, get_args, get_type_hints
 
+import keras
+
 from keras_vit.config import ViTConfig
 from keras_vit.data import Augmentation
-from keras_vit.data.mix import Mixing
+from keras_vit.data.augment import Mixing
 from keras_vit.losses import LossName
-from keras_vit.optimizers import Decay
+from keras_vit.model import VisionTransformer
+from keras_vit.optimizers import LAMB, AdamW, Decay, MomentumSGD, WarmupDecay, decayed_rates
 from keras_vit.training.progress import Keep
 
 OptimizerName = Literal["adamw", "lamb", "momentum"]
@@ -246,20 +249,6 @@ class Recipe:
                 _check_kind(name, value, hints[name])
 
 
-def _check_kind(name: str, value: Any, hint: Any) -> None:
-    """Raises a ValueError for what ViTConfig, which looks at ranges, would take for something."""
-    kinds = {hint, *get_args(hint)}
-    if kinds == {bool} and not isinstance(value, bool):
-        raise ValueError(f"The model's {name} must be true or false. Received: {value!r}.")
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if float in kinds and not (is_number or (value is None and type(None) in kinds)):
-        raise ValueError(f"The model's {name} must be a number. Received: {value!r}.")
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
-
-
 _LIMITS: dict[str, tuple[float, float]] = {
     "epochs": (1, 1_000_000),
     "steps": (1, 1_000_000_000),
@@ -287,3 +276,77 @@ _CHOICES = {
     "keep": get_args(Keep),
     "accumulator_dtype": ("bfloat16", "float32"),
 }
+
+
+def make_optimizer(
+    recipe: Recipe, *, model: VisionTransformer, plan: Plan
+) -> keras.optimizers.Optimizer:
+    """Makes an optimizer for a model.
+
+    Example:
+        >>> from keras_vit import ViTConfig
+        >>> model = VisionTransformer(ViTConfig(
+        ...     input_shape=(16, 16, 3), patch_size=8, hidden_dim=8, mlp_dim=16, num_heads=2,
+        ...     num_layers=1, classes=3))
+        >>> recipe = Recipe(steps=100, batch_size=8, learning_rate=0.1)
+        >>> optimizer = make_optimizer(recipe, model=model, plan=recipe.plan(images=100))
+        >>> float(optimizer.learning_rate)  # the warm-up starts from zero
+        0.0
+
+    Args:
+        recipe: learning rate, warm-up, decay, clipping, averaging.
+        model: the model to train.
+        plan: the recipe's, for the number of images.
+    """
+    schedule = WarmupDecay(
+        recipe.learning_rate,
+        steps=plan.steps,
+        warmup_steps=plan.warmup_steps,
+        decay=recipe.decay,
+    )
+    rates = None
+    if recipe.layer_decay != 1:
+        rates = decayed_rates(model, model.config, recipe.layer_decay)
+    common: dict[str, Any] = {
+        "weight_decay": recipe.weight_decay,
+        "global_clipnorm": recipe.gradient_norm,
+        "use_ema": recipe.average is not None,
+        "ema_momentum": recipe.average or 0.0,
+    }
+    adam = {
+        "beta_1": recipe.betas[0],
+        "beta_2": recipe.betas[1],
+        "epsilon": recipe.epsilon,
+    }
+    optimizer: keras.optimizers.Optimizer
+    if recipe.optimizer == "momentum":
+        optimizer = MomentumSGD(
+            schedule,
+            momentum=recipe.momentum,
+            accumulator_dtype=recipe.accumulator_dtype,
+            layer_rates=rates,
+            **common,
+        )
+    elif recipe.optimizer == "lamb":
+        optimizer = LAMB(schedule, **adam, **common)
+    else:
+        optimizer = AdamW(schedule, layer_rates=rates, **adam, **common)
+    variables = model.trainable_variables
+    others = [one for one in variables if one.path.split("/")[-1] != "kernel"]
+    optimizer.exclude_from_weight_decay(var_list=others)
+    optimizer.build(variables)  # else the training step is traced twice
+    return optimizer
+
+
+def _check_kind(name: str, value: Any, hint: Any) -> None:
+    """Raises a ValueError for what ViTConfig, which looks at ranges, would take for something."""
+    kinds = {hint, *get_args(hint)}
+    if kinds == {bool} and not isinstance(value, bool):
+        raise ValueError(f"The model's {name} must be true or false. Received: {value!r}.")
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if float in kinds and not (is_number or (value is None and type(None) in kinds)):
+        raise ValueError(f"The model's {name} must be a number. Received: {value!r}.")
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

@@ -6,16 +6,16 @@ import json
 import os
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import keras
 
 from keras_vit import atomic, weights
 from keras_vit.config import ViTConfig
-from keras_vit.data import ImageData, load_data, record
-from keras_vit.layers.composite import CHANGES
+from keras_vit.data import ImageData, load_data, loading
+from keras_vit.layers.dense import CHANGES
 from keras_vit.model import VisionTransformer
 from keras_vit.variants import parameter_count
 from keras_vit.weights.checkpoint import REGISTERED_NAME
@@ -75,46 +75,86 @@ class Run:
         """(height, width) in pixels that the model takes."""
         return tuple(self.model.input_shape[1:3])
 
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Opens a run directory.
 
-def load_run(path: str | os.PathLike[str]) -> Run:
-    """Opens a run directory.
+        Example:
+            >>> Run.load("no-such-run")
+            Traceback (most recent call last):
+            FileNotFoundError: There is no run directory 'no-such-run'; check the path.
 
-    Example:
-        >>> load_run("no-such-run")
-        Traceback (most recent call last):
-        FileNotFoundError: There is no run directory 'no-such-run'; check the path.
+        Raises:
+            FileNotFoundError: there is no such directory.
+            ValueError: the directory does not hold a run, one of its files is damaged, or they
+                are not of the same run.
+        """
+        directory = Path(path)
+        if not directory.exists() and atomic.was_cut_off(unfinished_path(directory), directory):
+            with hold(directory):
+                restore(directory)
+        if not directory.exists():
+            raise FileNotFoundError(f"There is no run directory {str(path)!r}; check the path.")
+        if not is_run(directory):
+            raise ValueError(
+                f"{str(path)!r} is not a run directory: it lacks {MODEL} or {CONFIG}; "
+                "give the --out of a training."
+            )
+        config = _read_config(directory / CONFIG)
+        settings = _model_settings(directory / MODEL)
+        own = _network(directory / MODEL, settings)
+        _check_same_run(directory, config, own)  # before anything is built
+        model = _build(directory / MODEL, settings, own)
+        if own is None:
+            _check_labels(directory, len(config["labels"]), model.output_shape[-1])
+        return cls(path=directory, model=model, labels=tuple(config["labels"]), config=config)
 
-    Raises:
-        FileNotFoundError: there is no such directory.
-        ValueError: the directory does not hold a run, one of its files is damaged, or they are not
-            of the same run.
-    """
-    directory = Path(path)
-    if not directory.exists() and atomic.was_cut_off(unfinished_path(directory), directory):
-        with hold(directory):
-            restore(directory)
-    if not directory.exists():
-        raise FileNotFoundError(f"There is no run directory {str(path)!r}; check the path.")
-    if not is_run(directory):
-        raise ValueError(
-            f"{str(path)!r} is not a run directory: it lacks {MODEL} or {CONFIG}; "
-            "give the --out of a training."
-        )
-    config = read_fields(directory / CONFIG)
-    labels, source = config.get("labels"), config.get("data")
-    has_labels = isinstance(labels, list) and all(isinstance(label, str) for label in labels)
-    if not has_labels or not isinstance(source, dict) or not isinstance(source.get("source"), str):
-        raise ValueError(
-            f"{str(directory / CONFIG)!r} does not say the labels and the data of a run; put back "
-            "the one that training wrote."
-        )
-    settings = _model_settings(directory / MODEL)
-    own = _network(directory / MODEL, settings)
-    _check_same_run(directory, config, own)  # before anything is built
-    model = _build(directory / MODEL, settings, own)
-    if own is None:
-        _check_labels(directory, len(config["labels"]), model.output_shape[-1])
-    return Run(path=directory, model=model, labels=tuple(config["labels"]), config=config)
+    def data(self) -> ImageData:
+        """Returns the images that the run was made of, in the splits that it was made with.
+
+        Raises:
+            FileNotFoundError: images have gone.
+            ImportError: the run is one of the digits, and scikit-learn is not installed.
+            ValueError: the images were in memory alone.
+        """
+        source = self.config["data"]["source"]
+        if (self.path / SPLITS).is_file():
+            return loading.read_splits(self.path / SPLITS, root=source, labels=self.labels)
+        if source != "digits" and not source.startswith("tfds:"):
+            raise ValueError(
+                f"The images of the run {str(self.path)!r} were in memory and are gone; "
+                "name a folder to evaluate on."
+            )
+        return load_data(source)
+
+    def classifier(
+        self, labels: Sequence[str], *, image_size: tuple[int, int] | None = None
+    ) -> VisionTransformer:
+        """Makes a classifier of the run's model, of `pretrain` or of `train`, to be trained on.
+
+        It keeps its classifier if the run's labels are the same; otherwise it gets a fresh one.
+
+        Args:
+            labels: the name of each class.
+            image_size: (height, width) in pixels; None for the run's.
+
+        Raises:
+            ValueError: the run's model is no `VisionTransformer`, or the image is not a multiple of
+                its patch.
+        """
+        model = self.model
+        if not isinstance(model, VisionTransformer):
+            raise ValueError(
+                f"A classifier is made of a VisionTransformer; the run {str(self.path)!r} holds a "
+                f"{type(model).__name__}, give one that keras-vit made."
+            )
+        if image_size not in (None, self.image_size):
+            model = weights.resize(model, (*image_size, 3))
+        config = dataclasses.replace(model.config, classes=len(labels), classifier_activation=None)
+        heads = ["head", "distillation_head"] if config.distillation_token else ["head"]
+        # A run of `pretrain` has labels too, and no classifier.
+        is_kept = model.config.classes is not None and self.labels == tuple(labels)
+        return model.copy(config=config, fresh=[] if is_kept else heads)
 
 
 def open_model(path: str | os.PathLike[str]) -> keras.Model:
@@ -155,25 +195,6 @@ def read_fields(file: Path) -> dict[str, Any]:
             "wrote."
         )
     return fields
-
-
-def load_run_data(run: Run) -> ImageData:
-    """Returns the images that a run was made of, in the splits that it was made with.
-
-    Raises:
-        FileNotFoundError: images have gone.
-        ImportError: the run is one of the digits, and scikit-learn is not installed.
-        ValueError: the images were in memory alone.
-    """
-    source = run.config["data"]["source"]
-    if (run.path / SPLITS).is_file():
-        return record.read_splits(run.path / SPLITS, root=source, labels=run.labels)
-    if source != "digits" and not source.startswith("tfds:"):
-        raise ValueError(
-            f"The images of the run {str(run.path)!r} were in memory and are gone; "
-            "name a folder to evaluate on."
-        )
-    return load_data(source)
 
 
 def is_run(path: Path) -> bool:
@@ -244,6 +265,19 @@ def _lock(out: Path, worker: int) -> Path:
 
 def _what(out: Path) -> str:
     return f"training to {str(out)!r}"
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    config = read_fields(file)
+    labels, data = config.get("labels"), config.get("data")
+    has_labels = isinstance(labels, list) and all(isinstance(label, str) for label in labels)
+    has_source = isinstance(data, dict) and isinstance(data.get("source"), str)
+    if not has_labels or not has_source:
+        raise ValueError(
+            f"{str(file)!r} does not say the labels and the data of a run; put back the one that "
+            "training wrote."
+        )
+    return config
 
 
 def _model_settings(file: Path) -> dict[str, Any]:

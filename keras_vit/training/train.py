@@ -10,15 +10,14 @@ import keras
 
 from keras_vit.config import ViTConfig
 from keras_vit.data import ImageData, naming_damaged
-from keras_vit.training import assemble, finish, models, report, run
+from keras_vit.training import finish, models, objectives, progress, run
+from keras_vit.training.checkpoints import Unfinished
 from keras_vit.training.execution import Execution, Workers, worker_index
-from keras_vit.training.loop import Loop
+from keras_vit.training.loop import Loop, StopRequests
 from keras_vit.training.masked_patches import MaskedPatchModel
 from keras_vit.training.progress import Event, Watcher
 from keras_vit.training.recipe import Recipe
 from keras_vit.training.recipes import RECIPES
-from keras_vit.training.stopping import StopRequests
-from keras_vit.training.unfinished import Unfinished
 
 
 def train(
@@ -89,7 +88,7 @@ def train(
     recipe, execution = recipe or default_recipe(data), execution or Execution()
     return _run(
         data,
-        build=lambda: assemble.build_classifier(
+        build=lambda: objectives.build_classifier(
             model or default_config(data), data=data, recipe=recipe, execution=execution
         ),
         out=Path(out),
@@ -117,7 +116,7 @@ def pretrain(
     Everything is as in `train`: the same loop, checkpoints, strategies and files. The run's model
     is the Vision Transformer without classifier, of the epoch of least validation loss, over the
     same corruption each time; reconstructions.png shows what it predicts of validation images.
-    `run_model` makes a classifier of it to `train` on.
+    `Run.classifier` makes a classifier of it to `train` on.
 
     Example:
         >>> import dataclasses, tempfile
@@ -155,7 +154,7 @@ def pretrain(
     recipe, execution = recipe or default_pretrain_recipe(data), execution or Execution()
     return _run(
         data,
-        build=lambda: assemble.build_masked(
+        build=lambda: objectives.build_masked(
             model or default_pretrain_config(data), recipe=recipe, execution=execution
         ),
         out=Path(out),
@@ -170,7 +169,7 @@ def pretrain(
 def _run(
     data: ImageData,
     *,
-    build: Callable[[], assemble.Trained],
+    build: Callable[[], objectives.Trained],
     out: Path,
     recipe: Recipe,
     seed: int,
@@ -181,7 +180,7 @@ def _run(
     """Trains what `build` makes in the strategy's scope, from the start or from a checkpoint on."""
     _check_backend()
     _check_data(data)
-    report.check_matplotlib()
+    progress.check_matplotlib()
     strategy = execution.make_strategy()
     workers = Workers(strategy)
     plan = recipe.plan(images=len(data.train))
@@ -192,9 +191,9 @@ def _run(
         keras.utils.set_random_seed(seed)
         with strategy.scope():
             model = build()
-            assemble.compile_model(model, recipe=recipe, plan=plan, execution=execution)
+            objectives.compile_model(model, recipe=recipe, plan=plan, execution=execution)
         loop = Loop(
-            **assemble.parts(model, data, recipe=recipe, plan=plan, seed=seed),
+            **objectives.parts(model, data, recipe=recipe, plan=plan, seed=seed),
             checkpoint_steps=execution.checkpoint_steps,
             workers=workers,
             watcher=Watcher(

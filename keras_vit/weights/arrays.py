@@ -53,7 +53,10 @@ _NO_HEADER = (
     *(ValueError, KeyError, TypeError, SyntaxError, tokenize.TokenError, OverflowError),
     *(RecursionError, MemoryError, AttributeError, IndexError),
 )
-_BLOCK = 2**20  # bytes that are read and checked at once, while they are in the processor's cache
+# Bytes that are read and checked at once. A reader waits for Python's lock before each block, up to
+# 5 ms while a model is built meanwhile: with blocks of 1 MiB, ViT-L/16 loads 6 to 17 % slower.
+_BLOCK = 16 * 2**20
+_PACKED_BLOCK = 2**20  # bytes of a packed array that are held twice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -378,7 +381,7 @@ class _Member:
         filled = 0
         with zipfile.ZipFile(self.path) as archive, archive.open(self.info) as member:
             member.read(self.start)
-            while content := member.read(min(_BLOCK, len(buffer) - filled)):
+            while content := member.read(min(_PACKED_BLOCK, len(buffer) - filled)):
                 buffer[filled : filled + len(content)] = content
                 filled += len(content)
             member.read(1)  # the CRC is checked at the end of the member

@@ -15,7 +15,7 @@ from typing import Literal
 
 from keras_vit import variants
 from keras_vit.config import ViTConfig
-from keras_vit.weights import augreg, published
+from keras_vit.weights import published
 
 # What other libraries call the data: keras.applications' "imagenet" has 1,000 classes.
 _1K = ("imagenet21k+imagenet2012", "imagenet2012")
@@ -173,7 +173,7 @@ def _unknown(variant: str, weights: str, elsewhere: list[CatalogRow]) -> str:
         for word in row.words[:2] if row.variant == variant else ():
             sizes.setdefault(word, []).append(row.image_size)
     known = [f"{word!r} ({', '.join(map(str, sorted({*at})))} px)" for word, at in sizes.items()]
-    if variant in augreg.VARIANTS.values():
+    if variant in published.VARIANTS.values():
         known.append("'augreg/<file name without .npz>'")
     other = f", it belongs to {elsewhere[0].variant}" if len(elsewhere) == 1 else ""
     there_are = f"there are {', '.join(known)}" if known else "none are published"
@@ -189,7 +189,7 @@ def _meant(weights: str, words: list[str]) -> str | None:
 
 
 def _augreg_row(file: published.Published) -> CatalogRow:
-    name = augreg.parse(file.stem)
+    name = published.parse(file.stem)
     return CatalogRow(
         name=f"augreg/{file.stem}",
         variant=name.variant,

@@ -29,8 +29,8 @@ from pathlib import Path
 import filelock
 
 from keras_vit import atomic
-from keras_vit.weights import _checksums, _progress, _transfer
-from keras_vit.weights._connection import shown
+from keras_vit.weights import checksums, transfer
+from keras_vit.weights.connection import shown
 
 MIRROR_SETTING = "KERAS_VIT_MIRROR"
 
@@ -81,7 +81,7 @@ def fetch(
         PermissionError: the cache belongs to another user, or anyone may write to it.
         OSError: the disk is full or not writable.
     """
-    sha256 = _checksums.checked_sha256(sha256)
+    sha256 = checksums.checked_sha256(sha256)
     path = cached_path(url)
     _check_owner(path)
     if path.is_file():
@@ -148,13 +148,13 @@ def verify(file: Path, *, place: tuple[str, ...], sha256: str | None, stated: st
     """
     path = _cache_folder().joinpath(*place)
     _check_owner(path)
-    digest = _checksums.digest_of(file)
+    digest = checksums.digest_of(file)
     if stated and digest != stated:
         raise ValueError(
             f"{file} has the SHA-256 {digest}, and its publisher states {stated}: delete it to "
             "download it again."
         )
-    _use(file, path, digest, _checksums.checked_sha256(sha256))
+    _use(file, path, digest, checksums.checked_sha256(sha256))
 
 
 def _is_usable(piece: str) -> bool:
@@ -209,61 +209,61 @@ def _download(
         f"connect to the network, put the file at {path}, "
         f"or set {MIRROR_SETTING} to a URL or folder that has it"
     )
-    largest = _checksums.LARGEST_JSON if path.name.endswith(".json") else None
+    largest = checksums.LARGEST_JSON if path.name.endswith(".json") else None
     for last in (False, True):
-        with _progress.DownloadProgress(path.name, show=progress) as bar:
-            stated = _transfer.download(
+        with transfer.DownloadProgress(path.name, show=progress) as bar:
+            stated = transfer.download(
                 url, partial, advice=advice, progress=bar, wait=wait, largest=largest
             )
         try:
             digest = _checked(partial, path, stated, sha256, advice=advice)
             break
         except _DamagedError as error:
-            _transfer.discard(partial)
+            transfer.discard(partial)
             if last:
                 raise ValueError(
                     f"{stated.url} arrived damaged twice ({error}): {advice}."
                 ) from None
             _LOGGER.warning("%s arrived damaged (%s); downloading it again.", stated.url, error)
         except ValueError:
-            _transfer.discard(partial)
+            transfer.discard(partial)
             raise
     _write_record(path, digest)
     _close(partial)
     partial.replace(path)
     atomic.sync_folder(path.parent)
-    _transfer.discard(partial)
+    transfer.discard(partial)
     return path
 
 
 def _checked(
-    partial: Path, path: Path, stated: _transfer.Stated, sha256: str | None, *, advice: str
+    partial: Path, path: Path, stated: transfer.Stated, sha256: str | None, *, advice: str
 ) -> str:
     """Returns the SHA-256 of what came, held against all that is known of it."""
-    if not (stated.framed or stated.hashes or stated.sha256 or _checksums.structured(path.name)):
+    if not (stated.framed or stated.hashes or stated.sha256 or checksums.structured(path.name)):
         raise ValueError(
             f"{stated.url} comes without a length and without a checksum, so that a whole file "
             f"cannot be told from a cut one: {advice}."
         )
-    digest = _checksums.digest_of(partial)
-    if found := _checksums.junk(partial, name=path.name):
+    digest = checksums.digest_of(partial)
+    if found := checksums.junk(partial, name=path.name):
         raise ValueError(f"{stated.url} answered with {found} instead of {path.name}: {advice}.")
     try:
-        _checksums.check_stated(partial, stated=stated.hashes)
+        checksums.check_stated(partial, stated=stated.hashes)
     except ValueError as error:
         raise _DamagedError(str(error)) from error
     if stated.sha256 not in ("", digest):
         raise _DamagedError(f"the server states sha256={stated.sha256}, the bytes have {digest}")
     _compare(digest, stated.url, path, sha256)
     try:
-        _checksums.check_structure(partial, name=path.name)
+        checksums.check_structure(partial, name=path.name)
     except ValueError as error:
         raise _DamagedError(str(error)) from error
     return digest
 
 
 def _verified(file: Path, path: Path, sha256: str | None) -> Path:
-    _use(file, path, _checksums.digest_of(file), sha256)
+    _use(file, path, checksums.digest_of(file), sha256)
     return file
 
 
@@ -273,9 +273,9 @@ def _use(file: Path, path: Path, digest: str, sha256: str | None) -> None:
     if _record(path).exists():
         return
     try:
-        _checksums.check_structure(file, name=path.name)
+        checksums.check_structure(file, name=path.name)
     except ValueError as error:
-        found = _checksums.junk(file, name=path.name)
+        found = checksums.junk(file, name=path.name)
         raise ValueError(
             f"{file} is {found or f'damaged ({error})'}: delete it to download it again."
         ) from None

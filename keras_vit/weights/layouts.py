@@ -1,17 +1,17 @@
-"""Rename tables: which arrays of a checkpoint make each variable, one table per layout.
-
-The published layout is that of https://storage.googleapis.com/vit_models (vit_jax/models_vit.py).
-"""
+"""The published layouts: which array is which variable, and what the arrays say of the model."""
 
 import dataclasses
+import itertools
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
 from keras_vit.config import ViTConfig, shown
 from keras_vit.weights.arrays import MAX_ARRAYS, StoredArray, aligned_empty
+from keras_vit.weights.companion import PUBLISHED
 
 Arrays = Mapping[str, StoredArray]
 
@@ -72,6 +72,173 @@ def original_rows(config: ViTConfig) -> list[Row]:
     if config.classes is not None:
         rows += _dense_rows("head", "head", d, config.classes)
     return rows
+
+
+# Newer Flax numbers sub-modules per class; the published files number them per block.
+_LINEN_NAMES = (
+    ("LayerNorm_1", "LayerNorm_2"),
+    ("MultiHeadDotProductAttention_0", "MultiHeadDotProductAttention_1"),
+    ("MlpBlock_0", "MlpBlock_3"),
+)
+
+
+def published_names(arrays: Arrays) -> dict[str, StoredArray]:
+    """Renames the arrays of any .npz that Flax code of this family writes to the published names.
+
+    Takes prefixes (`params/`, `params/img/`, `opt/target/`) and what lies outside them away, splits
+    blocks that were scanned, renames newer Flax's modules, gives group norms their plain shape, and
+    a class token whose position was folded into it a position of zeros.
+    """
+    arrays = _without_prefix(arrays)
+    arrays = _without_scan(arrays)
+    blocks = re.compile(r"Transformer/encoderblock_\d+/", re.ASCII)
+    if any(blocks.match(name) and "/MlpBlock_0/" in name for name in arrays):
+        for linen, published in _LINEN_NAMES:
+            arrays = renamed(
+                (name.replace(f"/{linen}/", f"/{published}/") if blocks.match(name) else name, a)
+                for name, a in arrays.items()
+            )
+    arrays = {name: _without_ones(name, array) for name, array in arrays.items()}
+    return _with_class_position(arrays)
+
+
+def renamed(pairs: Iterable[tuple[str, StoredArray]]) -> dict[str, StoredArray]:
+    """Returns the arrays by their new names.
+
+    Raises:
+        ValueError: two of them have the same.
+    """
+    found: dict[str, StoredArray] = {}
+    for name, array in pairs:
+        if name in found:
+            raise ValueError(
+                f"The file holds {shown(name)} twice, under names that mean the same; save it with "
+                "one of them."
+            )
+        found[name] = array
+    return found
+
+
+_ROOM = 130  # letters that a list of names takes in a message
+
+
+def published_fields(arrays: Arrays) -> dict[str, Any]:
+    """Returns the ViTConfig fields that the arrays of a published layout decide.
+
+    The image's size is not among them: only the number of positions is known.
+
+    Raises:
+        ValueError: the arrays are not those of a Vision Transformer.
+    """
+    shapes = {name: array.shape for name, array in arrays.items()}
+    try:
+        query = shapes["Transformer/encoderblock_0/MultiHeadDotProductAttention_1/query/kernel"]
+        hidden = shapes["Transformer/encoderblock_0/MlpBlock_3/Dense_0/kernel"]
+        kernel = shapes["embedding/kernel"]
+        (hidden_dim, num_heads, _), (_, mlp_dim), (patch_size, _, _, _) = query, hidden, kernel
+        classes, width = (shapes.get(f"{name}/bias", (None,))[0] for name in ("head", "pre_logits"))
+    except (KeyError, ValueError, IndexError):
+        raise ValueError(
+            "The file does not hold a Vision Transformer in the published layout: its arrays are "
+            f"{listed(shapes)}."
+        ) from None
+    has_map = "MAPHead_0/probe" in shapes
+    has_token = "cls" in shapes
+    return {
+        "patch_size": patch_size,
+        "hidden_dim": hidden_dim,
+        "mlp_dim": mlp_dim,
+        "num_heads": num_heads,
+        "num_layers": numbered(shapes, r"Transformer/encoderblock_(\d+)/"),
+        "classes": classes,
+        "pooling": "map" if has_map else "token" if has_token else "avg",
+        "class_token": has_token,
+        "representation_dim": width,
+        "resnet_layers": _resnet_layers(shapes),
+        **PUBLISHED,
+        "antialias": False,  # tf.image.resize without it: vit_jax/input_pipeline.py
+    }
+
+
+def published_channels(arrays: Arrays) -> int:
+    """Returns the channels of the images that a published layout reads."""
+    shape = arrays.get("conv_root/kernel", arrays["embedding/kernel"]).shape
+    if len(shape) != 4:
+        raise ValueError(f"The file's first kernel has shape {shape}, not one of 4 sides.")
+    return shape[2]
+
+
+def listed(names: Iterable[str]) -> str:
+    """Returns the sorted names, cut after two or three with the number left out."""
+    names = sorted(names)
+    texts = [name if name.isprintable() else shown(name) for name in names]
+    texts = [text if len(text) <= _ROOM else f"{text[:_ROOM]}..." for text in texts]
+    ends = itertools.accumulate(len(text) + 2 for text in texts)
+    count = max(1, sum(end <= _ROOM for end in ends))
+    rest = len(texts) - count
+    return ", ".join(texts[:count]) + (f", ... and {rest} more" if rest > 0 else "")
+
+
+def numbered(names: Iterable[str], pattern: str, *, first: int = 0) -> int:
+    """Returns how many numbers the pattern finds in the names, which run on from `first`.
+
+    Raises:
+        ValueError: one is missing: the largest number alone would say how many there are.
+    """
+    found = {match[1] for match in map(re.compile(pattern, re.ASCII).match, names) if match}
+    missing = next((n for n in itertools.count(first) if str(n) not in found), first)
+    if len(found) > missing - first:
+        raise ValueError(
+            f"The file lacks the block or unit {missing}, and has {listed(found - {str(missing)})}."
+        )
+    return len(found)
+
+
+# What an array's name stands for: the first of its names that is found is the example.
+FEATURES = (
+    (r"(^|\.)(norm_pre|pre_layrnorm)\.", "a normalisation of the embeddings (as in CLIP)"),
+    (r"(^|\.)reg(ister)?_tokens?$", "register tokens in its library's names"),
+    (r"(^|\.)dist(illation)?_token$", "a distillation token in its library's names"),
+    (
+        r"(ls1\.gamma|layer_scale1\.lambda1|\.gamma_1|\.lambda_1)$",
+        "a scale for each channel of the residual branches (layer scale)",
+    ),
+    (r"relative_position_bias_table$", "BEiT's relative position bias"),
+    (r"(^|\.)(fc_norm|pooler\.layernorm)\.", "a normalisation after pooling"),
+    (r"attn\.(q|k)_norm\.", "the normalisation of queries and keys in its library's names"),
+    (r"attn\.(q|v)_bias$", "attention whose keys have no bias"),
+    (r"attention\.q_proj\.weight$", "DINOv3's attention and its rotary positions"),
+    (r"self_attn\.q_proj\.weight$", "the layout of CLIP and SigLIP in transformers"),
+    (r"(^|\.)visual_projection\.", "a projection of the pooled token (as in CLIP)"),
+    (r"mlp\.weights_in\.|mlp\.w12\.|mlp\.fc1_g\.", "a gated MLP in its library's names"),
+    (r"mlp\.c_fc\.", "the layout of TIPS"),
+    (r"patch_embed\.backbone\.|embedder\.convolution\.", "a convolutional stem of another library"),
+    (r"(^|\.)(self_attn|attn)\.(sub_?norm|norm)\.|mlp\.norm\.", "a normalisation inside blocks"),
+    (r"attns?\.\d+\.|attn\.lambda_q1$", "several attentions in a block"),
+)
+
+
+def check_features(names: Iterable[str]) -> None:
+    """Raises a ValueError that says what arrays of these names need beyond the network.
+
+    Example:
+        >>> check_features(["patch_embed.proj.weight", "blocks.0.attn.qkv.weight"])
+    """
+    names = sorted(names)
+    found = {}
+    for pattern, feature in FEATURES:
+        example = next(filter(re.compile(pattern).search, names), None)
+        if example is not None:
+            found[feature] = example
+    if not found:
+        return
+    needs = [f"{feature} ({example})" for feature, example in found.items()]
+    *most, last = needs
+    listed = f"{', '.join(most)} and {last}" if most else last
+    raise ValueError(
+        f"The file needs {listed}, which keras_vit does not read yet; it reads plain Vision "
+        "Transformers of timm and Hugging Face transformers."
+    )
 
 
 def _plain(path: str, name: str, shape: tuple[int, ...]) -> Row:
@@ -189,51 +356,6 @@ def _unit_rows(path: str, name: str, inside: int, width: int) -> list[Row]:
     return rows
 
 
-# Newer Flax numbers sub-modules per class; the published files number them per block.
-_LINEN_NAMES = (
-    ("LayerNorm_1", "LayerNorm_2"),
-    ("MultiHeadDotProductAttention_0", "MultiHeadDotProductAttention_1"),
-    ("MlpBlock_0", "MlpBlock_3"),
-)
-
-
-def published_names(arrays: Arrays) -> dict[str, StoredArray]:
-    """Renames the arrays of any .npz that Flax code of this family writes to the published names.
-
-    Takes prefixes (`params/`, `params/img/`, `opt/target/`) and what lies outside them away, splits
-    blocks that were scanned, renames newer Flax's modules, gives group norms their plain shape, and
-    a class token whose position was folded into it a position of zeros.
-    """
-    arrays = _without_prefix(arrays)
-    arrays = _without_scan(arrays)
-    blocks = re.compile(r"Transformer/encoderblock_\d+/", re.ASCII)
-    if any(blocks.match(name) and "/MlpBlock_0/" in name for name in arrays):
-        for linen, published in _LINEN_NAMES:
-            arrays = renamed(
-                (name.replace(f"/{linen}/", f"/{published}/") if blocks.match(name) else name, a)
-                for name, a in arrays.items()
-            )
-    arrays = {name: _without_ones(name, array) for name, array in arrays.items()}
-    return _with_class_position(arrays)
-
-
-def renamed(pairs: Iterable[tuple[str, StoredArray]]) -> dict[str, StoredArray]:
-    """Returns the arrays by their new names.
-
-    Raises:
-        ValueError: two of them have the same.
-    """
-    found: dict[str, StoredArray] = {}
-    for name, array in pairs:
-        if name in found:
-            raise ValueError(
-                f"The file holds {shown(name)} twice, under names that mean the same; save it with "
-                "one of them."
-            )
-        found[name] = array
-    return found
-
-
 def _without_prefix(arrays: Arrays) -> dict[str, StoredArray]:
     anchors = [
         name[: -len("embedding/kernel")] for name in arrays if name.endswith("embedding/kernel")
@@ -298,3 +420,12 @@ def _with_class_position(arrays: dict[str, StoredArray]) -> dict[str, StoredArra
         )
     position = ("Transformer/posembed_input/pos_embedding", table)
     return renamed([*arrays.items(), position])
+
+
+def _resnet_layers(shapes: Iterable[str]) -> tuple[int, ...] | None:
+    if "conv_root/kernel" not in shapes:
+        return None
+    stages = numbered(shapes, r"block(\d+)/unit", first=1)
+    return tuple(
+        numbered(shapes, rf"block{stage}/unit(\d+)/", first=1) for stage in range(1, stages + 1)
+    )

@@ -1,9 +1,10 @@
-"""Assigns a checkpoint's arrays to a model's variables, each exactly once, or says what differs."""
+"""Assigns a checkpoint's arrays to a model's variables, each exactly once, and writes them."""
 
 import concurrent.futures
 import contextlib
 import dataclasses
 import logging
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -12,10 +13,9 @@ import keras
 import numpy as np
 
 from keras_vit import backend
+from keras_vit.atomic import whole_file
 from keras_vit.config import ViTConfig, shown
-from keras_vit.layers.initialization import overwritten_weights
 from keras_vit.model import VisionTransformer
-from keras_vit.weights._checksums import check_sha256
 from keras_vit.weights.arrays import FLOATS
 from keras_vit.weights.checkpoint import (
     ARCHITECTURE,
@@ -24,16 +24,61 @@ from keras_vit.weights.checkpoint import (
     Checkpoint,
     open_checkpoint,
 )
-from keras_vit.weights.facts import listed
-from keras_vit.weights.layouts import Row, check_published
+from keras_vit.weights.checksums import check_sha256
+from keras_vit.weights.companion import MARK, check_free, needs_companion, write_companion
+from keras_vit.weights.layouts import Row, check_published, listed, original_rows
 from keras_vit.weights.positions import CELLS, Method, resample_positions, resample_variable
+
+
+def save_npz(model: VisionTransformer, path: str | Path) -> Path:
+    """Writes a model's weights under the published names and shapes, in float32.
+
+    The layout has no room for the GELU's form, the epsilon, the pixels' mean and deviation or a
+    grid that is not square: they go into a companion, `vit.json` beside `vit.npz`, which
+    `keras_vit.load`, `keras_vit.weights.load` and the builders read. Who loads the file elsewhere
+    must know them. Each of the two files appears whole or not at all.
+
+    Example:
+        >>> import tempfile
+        >>> from keras_vit.config import ViTConfig
+        >>> config = ViTConfig(input_shape=(32, 32, 3), patch_size=8, hidden_dim=8, mlp_dim=16,
+        ...                    num_heads=2, num_layers=1, classes=3)
+        >>> path = save_npz(VisionTransformer(config), Path(tempfile.mkdtemp()) / "vit.npz")
+        >>> np.load(path)["Transformer/encoderblock_0/MlpBlock_3/Dense_0/kernel"].shape
+        (8, 16)
+
+    Args:
+        model: the model to write.
+        path: the file to write or replace; its name ends in .npz.
+
+    Returns:
+        The path.
+
+    Raises:
+        ValueError: the name does not end in .npz, or the layout has no room for the network.
+        FileExistsError: a .json file of that name is there, and not `save_npz`'s.
+    """
+    check_published(model.config)
+    path = Path(path)
+    if path.suffix != ".npz":
+        raise ValueError(f"The published layout is an .npz file. Received: {str(path)!r}.")
+    check_free(path)
+    variables = {variable.path: variable for variable in model.weights}
+    with whole_file(path) as temporary, zipfile.ZipFile(temporary, "w") as archive:
+        archive.comment = MARK if needs_companion(model.config) else b""
+        for row in original_rows(model.config):
+            value = keras.ops.convert_to_numpy(variables[row.path]).astype(np.float32, copy=False)
+            for name, array in zip(row.names, row.split(value), strict=True):
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                    np.lib.format.write_array(member, array, allow_pickle=False)
+    write_companion(path, model.config)
+    return path
+
 
 POSITIONS = "patch_encoder/position_embedding"
 HEAD = ("head/", "representation/")
 READERS = 2  # threads; reading and checking an array needs no lock of Python's
-
 Values = dict[str, concurrent.futures.Future[np.ndarray]]  # by the variable's path
-
 logger = logging.getLogger(__name__)
 
 
@@ -111,16 +156,15 @@ def resize(
             f"input_shape={input_shape}; keep the number of channels."
         )
     config = dataclasses.replace(old, input_shape=input_shape)
-    settings = {**model.get_config(), "config": config.to_dict()}
-    with overwritten_weights():
-        resized = VisionTransformer.from_config(settings)
-    for source, target in zip(model.weights, resized.weights, strict=True):
-        kind = source.path.rsplit("/", 1)[-1]
+
+    def resampled(path: str, variable: keras.Variable) -> Any:
+        kind = path.rsplit("/", 1)[-1]
         if kind not in CELLS:
-            target.assign(source)
-            continue
-        value = np.asarray(keras.ops.convert_to_numpy(source))
-        target.assign(resample_variable(kind, value, old.grid, config.grid, method=positions))
+            return variable
+        value = np.asarray(keras.ops.convert_to_numpy(variable))
+        return resample_variable(kind, value, old.grid, config.grid, method=positions)
+
+    resized = model.copy(config=config, convert=resampled)
     _log_grids(old.grid, config.grid, positions)
     return resized
 
@@ -199,6 +243,35 @@ def match(
     return rows
 
 
+def check_architecture(checkpoint: Checkpoint, config: ViTConfig) -> None:
+    """Raises a ValueError unless the file's sizes are the config's, of a published network."""
+    check_published(config)
+    for name in ARCHITECTURE:
+        wanted, found = getattr(config, name), checkpoint.fields.get(name)
+        if name in checkpoint.fields and wanted != found:
+            raise ValueError(
+                f"{checkpoint.path} does not fit the model: its {name} is {shown(found)}, the "
+                f"model's is {wanted}."
+            )
+
+
+def check_numbers(checkpoint: Checkpoint, config: ViTConfig) -> None:
+    """Raises a ValueError if the file's weights belong to other numbers than the config's.
+
+    What the file does not say is not compared: then the config's word stands.
+    """
+    said = {name: checkpoint.fields[name] for name in NUMBERS if name in checkpoint.fields}
+    other = {name: v for name, v in said.items() if not _same(v, getattr(config, name))}
+    if other:
+        theirs = ", ".join(f"{name}={value!r}" for name, value in other.items())
+        ours = ", ".join(f"{name}={getattr(config, name)!r}" for name in other)
+        raise ValueError(
+            f"{checkpoint.path} belongs to a model with {theirs}, and this one has {ours}: the "
+            "same weights would compute something else. Build it by keras_vit.load, or from "
+            f"dataclasses.replace(config, {theirs})."
+        )
+
+
 def _check_values(checkpoint: Checkpoint, names: list[str]) -> None:
     others = [name for name in sorted(names) if checkpoint.arrays[name].dtype not in FLOATS]
     if others:
@@ -227,35 +300,6 @@ def _check_positions(checkpoint: Checkpoint, rows: list[Row], config: ViTConfig)
         raise ValueError(
             f"{checkpoint.path} holds {count} positions, and says that its grid is "
             f"{height}x{width}; one of the two is damaged."
-        )
-
-
-def check_architecture(checkpoint: Checkpoint, config: ViTConfig) -> None:
-    """Raises a ValueError unless the file's sizes are the config's, of a published network."""
-    check_published(config)
-    for name in ARCHITECTURE:
-        wanted, found = getattr(config, name), checkpoint.fields.get(name)
-        if name in checkpoint.fields and wanted != found:
-            raise ValueError(
-                f"{checkpoint.path} does not fit the model: its {name} is {shown(found)}, the "
-                f"model's is {wanted}."
-            )
-
-
-def check_numbers(checkpoint: Checkpoint, config: ViTConfig) -> None:
-    """Raises a ValueError if the file's weights belong to other numbers than the config's.
-
-    What the file does not say is not compared: then the config's word stands.
-    """
-    said = {name: checkpoint.fields[name] for name in NUMBERS if name in checkpoint.fields}
-    other = {name: v for name, v in said.items() if not _same(v, getattr(config, name))}
-    if other:
-        theirs = ", ".join(f"{name}={value!r}" for name, value in other.items())
-        ours = ", ".join(f"{name}={getattr(config, name)!r}" for name in other)
-        raise ValueError(
-            f"{checkpoint.path} belongs to a model with {theirs}, and this one has {ours}: the "
-            "same weights would compute something else. Build it by keras_vit.load, or from "
-            f"dataclasses.replace(config, {theirs})."
         )
 
 

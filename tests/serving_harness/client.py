@@ -15,7 +15,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from keras_vit.export import clean
+from keras_vit.exporting import clean
 
 BOOTSTRAP = Path(clean.__file__).parent / "bootstrap.py"
 IMAGE = os.environ.get("KERAS_VIT_SERVING_IMAGE")

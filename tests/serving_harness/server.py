@@ -1,8 +1,8 @@
 """Serves a model directory over gRPC and REST on loopback, without Keras and keras_vit.
 
 Called as a script: `python -P server.py BOOTSTRAP MODEL_DIRECTORY [ALLOWED_SIZE ...]`, where
-BOOTSTRAP is `keras_vit/export/clean/bootstrap.py`. Prints one line of JSON when it is ready, with
-its ports, and ends with its standard input. With allowed sizes it batches.
+BOOTSTRAP is `keras_vit/exporting/clean/bootstrap.py`. Prints one line of JSON when it is ready,
+with its ports, and ends with its standard input. With allowed sizes it batches.
 
 It follows `tensorflow_model_server`: the highest numeric folder is served, the directory is looked
 at again and again, a version is warmed up before it replaces the last, XLA is disabled.
@@ -36,14 +36,14 @@ class Servable:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def refresh(self):
-        from clean import loader, warm_up
+        from clean import loader, savedmodel_checks
 
         versions = [int(child.name) for child in self.directory.iterdir() if child.name.isdecimal()]
         newest = max(versions, default=None)
         if newest is None or newest == self.version:
             return
         model = loader.SavedModel(self.directory / str(newest))
-        self.warmed = warm_up.replay(self.directory / str(newest), model)
+        self.warmed = savedmodel_checks.replay(self.directory / str(newest), model)
         session = model
         if self.allowed_sizes:
             session = batching.BatchingSession(model.run, allowed_sizes=self.allowed_sizes)

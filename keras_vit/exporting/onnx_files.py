@@ -1,0 +1,406 @@
+"""Writes ONNX files: published networks node by node, all others through tf2onnx."""
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_vit import optional
+from keras_vit.backend.tensorflow import portable_forms
+from keras_vit.config import ViTConfig
+from keras_vit.exporting.rebuild import Exportable, folded_arrays, same_padding
+from keras_vit.layers.resnet import GROUP_NORM_EPSILON, GROUPS
+
+if TYPE_CHECKING:
+    import onnx
+
+
+OPSET = 20  # the first with Gelu
+IR_VERSION = 9  # what belongs to it
+ACTIVATIONS = {"softmax": "Softmax", "sigmoid": "Sigmoid"}
+
+
+def make_onnx(exportable: Exportable) -> "onnx.ModelProto":
+    """Makes the ONNX model of a Vision Transformer with nothing around it.
+
+    Input `images` (batch, height, width, channels) float32, as the original model takes it.
+    Outputs `logits` and `probabilities` (batch, classes), or `features` without classifier.
+    """
+    config = exportable.written_config
+    if config is None:
+        raise ValueError("Only a published network with nothing around it is written directly.")
+    graph = _Graph(config, folded_arrays(exportable.network, config))
+    x = "images"
+    if exportable.takes == "pixels":
+        scale, offset = exportable.rescaling
+        x = graph.node("Mul", x, graph.weight("rescaling/scale", np.asarray(scale, np.float32)))
+        x = graph.node("Add", x, graph.weight("rescaling/offset", np.asarray(offset, np.float32)))
+    outputs = _forward(graph, x)
+    if exportable.activation is not None:
+        kind = ACTIVATIONS[exportable.activation.__name__]
+        options = {"axis": -1} if kind == "Softmax" else {}
+        graph.node(kind, outputs, name="probabilities", **options)
+    return _model(graph, exportable)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Node:
+    kind: str
+    name: str
+    inputs: Sequence[str]
+    outputs: Sequence[str]
+    attributes: dict[str, Any]
+
+
+class _Graph:
+    """The nodes and weights so far."""
+
+    def __init__(self, config: ViTConfig, arrays: dict[str, np.ndarray]) -> None:
+        self.config = config
+        self.arrays = arrays
+        self.nodes: list[_Node] = []
+        self.weights: dict[str, np.ndarray] = {}
+
+    def node(self, kind: str, *inputs: str, name: str | None = None, **attributes: Any) -> str:
+        """Adds a node with one output and returns that output's name."""
+        return self.nodes_of(kind, *inputs, names=(name,), **attributes)[0]
+
+    def nodes_of(
+        self, kind: str, *inputs: str, names: Sequence[str | None], **attributes: Any
+    ) -> list[str]:
+        """Adds a node and returns the names of its outputs."""
+        stem = f"{kind}_{len(self.nodes)}"
+        outputs = [name or f"{stem}_{place}" for place, name in enumerate(names)]
+        self.nodes.append(_Node(kind, stem, inputs, outputs, attributes))
+        return outputs
+
+    def weight(self, path: str, value: np.ndarray | None = None) -> str:
+        """Adds a weight, once, and returns its name."""
+        if path not in self.weights:
+            self.weights[path] = self.arrays[path] if value is None else value
+        return path
+
+    def constant(self, value: Any) -> str:
+        """Adds a number, or a list of integers such as a shape."""
+        array = value if isinstance(value, np.generic) else np.array(value, np.int64)
+        label = "_".join(map(str, np.ravel(array))).replace("-", "minus")
+        return self.weight(f"constant_{array.dtype}_{label}", np.asarray(array))
+
+    def dense(self, x: str, path: str) -> str:
+        x = self.node("MatMul", x, self.weight(f"{path}/kernel"))
+        return self.node("Add", x, self.weight(f"{path}/bias"))
+
+    def layer_norm(self, x: str, path: str) -> str:
+        gamma, beta = self.weight(f"{path}/gamma"), self.weight(f"{path}/beta")
+        epsilon = self.config.layer_norm_epsilon
+        return self.node("LayerNormalization", x, gamma, beta, axis=-1, epsilon=epsilon)
+
+    def mlp(self, x: str, path: str) -> str:
+        kind = "tanh" if self.config.activation == "gelu_tanh" else "none"
+        x = self.node("Gelu", self.dense(x, f"{path}/fc1"), approximate=kind)
+        return self.dense(x, f"{path}/fc2")
+
+    def first_token(self, x: str) -> str:
+        start, end, axis = map(self.constant, ([0], [1], [1]))
+        return self.node("Slice", x, start, end, axis)  # (B, 1, D)
+
+
+CONVERTED_OPSET = 18  # the highest that tf2onnx 1.17 writes
+
+
+def convert_to_onnx(exportable: Exportable) -> "onnx.ModelProto":
+    """Converts a model op by op.
+
+    tf2onnx logs ops that it cannot convert and writes an invalid file all the same: here they are
+    an error. It lacks Erfc, which TensorFlow's exact GELU consists of (onnx/tensorflow-onnx#2347).
+
+    Raises:
+        ImportError: tf2onnx is not installed.
+        ValueError: the model has an op that ONNX does not have.
+    """
+    with optional.installed(
+        "A model with layers around the Vision Transformer, or unlike the published ones, is "
+        "converted by tf2onnx",
+        "tf2onnx",
+    ):
+        import tf2onnx
+
+    spec = tf.TensorSpec((None, *exportable.image_shape), tf.float32, name="images")
+    function = tf.function(exportable.answer, input_signature=[spec], autograph=False)
+    with _collected_errors() as errors, portable_forms():
+        converted, _ = tf2onnx.convert.from_function(
+            function,
+            input_signature=[spec],
+            opset=CONVERTED_OPSET,
+            custom_op_handlers={"Erfc": (_erfc, [])},
+        )
+    model: onnx.ModelProto = converted
+    domains = {node.domain for node in model.graph.node} - {"", "ai.onnx"}
+    if errors or domains:
+        raise ValueError(
+            "The model cannot be converted to ONNX: "
+            f"{errors[0] if errors else f'it needs operators of {sorted(domains)}'}."
+        )
+    _name_batch(model)
+    return model
+
+
+# Protocol buffers end at 2 GiB; the weights of a larger model go to a file of their own.
+LARGEST = 1_900_000_000
+
+
+def write_onnx(exportable: Exportable, file: Path, *, largest: int = LARGEST) -> None:
+    """Writes an ONNX file, and `<name>.data` beside it if the weights exceed `largest` bytes.
+
+    Args:
+        exportable: the rebuilt model.
+        file: where to.
+        largest: bytes of weights that stay within the file.
+    """
+    import onnx
+
+    activation = exportable.activation
+    is_known = activation is None or activation.__name__ in ACTIVATIONS
+    if exportable.written_config is not None and is_known:
+        model = make_onnx(exportable)
+    else:
+        model = convert_to_onnx(exportable)
+    onnx.save_model(
+        model,
+        str(file),
+        save_as_external_data=exportable.parameter_bytes > largest,
+        location=f"{file.name}.data",
+    )
+
+
+def _forward(graph: _Graph, images: str) -> str:
+    config = graph.config
+    x = graph.node("Transpose", images, perm=(0, 3, 1, 2))  # (B, C, height, width)
+    if config.resnet_layers is not None:
+        x = _stem(graph, x)
+    x = _tokens(graph, x)  # (B, N, D)
+    for index in range(config.num_layers):
+        is_last = index == config.num_layers - 1
+        x = _block(graph, x, f"block_{index}", only_first=is_last and config.pooling == "token")
+    x = graph.layer_norm(x, "encoder_norm")
+    x = _pool(graph, x)  # (B, D), or (B, N, D) without pooling
+    if config.classes is None and config.representation_dim is None:
+        return graph.node("Identity", x, name="features")
+    if config.representation_dim is not None:
+        name = "features" if config.classes is None else None
+        x = graph.node("Tanh", graph.dense(x, "representation"), name=name)
+    if config.classes is not None:
+        x = graph.node("MatMul", x, graph.weight("head/kernel"))
+        x = graph.node("Add", x, graph.weight("head/bias"), name="logits")
+    return x
+
+
+def _tokens(graph: _Graph, x: str) -> str:
+    config, size = graph.config, graph.config.patch_size
+    kernel = graph.arrays["patch_encoder/projection/kernel"]
+    kernel = kernel.reshape(size, size, -1, config.hidden_dim).transpose(3, 2, 0, 1)
+    name = graph.weight("patch_encoder/projection/kernel", kernel)
+    bias = graph.weight("patch_encoder/projection/bias")
+    x = graph.node("Conv", x, name, bias, kernel_shape=(size, size), strides=(size, size))
+    x = graph.node("Reshape", x, graph.constant([0, config.hidden_dim, -1]))
+    x = graph.node("Transpose", x, perm=(0, 2, 1))  # (B, patches, D)
+    positions = graph.arrays["patch_encoder/position_embedding"]
+    if not config.class_token:
+        return graph.node("Add", x, graph.weight("patch_encoder/position_embedding"))
+    first = graph.arrays["patch_encoder/class_token"] + positions[:, :1]
+    rest = graph.weight("patch_encoder/position_embedding", positions[:, 1:])
+    x = graph.node("Add", x, rest)
+    batch = graph.node("Shape", x, start=0, end=1)
+    shape = graph.node("Concat", batch, graph.constant([1, config.hidden_dim]), axis=0)
+    token = graph.node("Expand", graph.weight("patch_encoder/class_token", first), shape)
+    return graph.node("Concat", token, x, axis=1)  # (B, N, D)
+
+
+def _block(graph: _Graph, x: str, path: str, *, only_first: bool) -> str:
+    """One encoder block; of the last one only the class token's row may be wanted."""
+    normed = graph.layer_norm(x, f"{path}/attention_norm")
+    qkv = graph.dense(normed, f"{path}/attention/qkv")
+    query, key, value = graph.nodes_of("Split", qkv, names=(None,) * 3, axis=-1, num_outputs=3)
+    if only_first:
+        query, x = graph.first_token(query), graph.first_token(x)
+    attended = graph.dense(_attention(graph, query, key, value), f"{path}/attention/out")
+    x = graph.node("Add", x, attended)
+    hidden = graph.mlp(graph.layer_norm(x, f"{path}/mlp_norm"), f"{path}/mlp")
+    return graph.node("Add", x, hidden)
+
+
+def _attention(graph: _Graph, query: str, key: str, value: str) -> str:
+    """Attention of queries that carry the scale already."""
+    heads, width = graph.config.num_heads, graph.config.hidden_dim
+    shape = graph.constant([0, 0, heads, width // heads])
+
+    def split(x: str, perm: tuple[int, ...]) -> str:
+        return graph.node("Transpose", graph.node("Reshape", x, shape), perm=perm)
+
+    logits = graph.node("MatMul", split(query, (0, 2, 1, 3)), split(key, (0, 2, 3, 1)))
+    weights = graph.node("Softmax", logits, axis=-1)  # (B, H, N, N)
+    x = graph.node("MatMul", weights, split(value, (0, 2, 1, 3)))
+    x = graph.node("Transpose", x, perm=(0, 2, 1, 3))
+    return graph.node("Reshape", x, graph.constant([0, 0, width]))  # (B, N, D)
+
+
+def _pool(graph: _Graph, x: str) -> str:
+    config = graph.config
+    if config.pooling is None:
+        return x
+    if config.pooling == "map":
+        x = _attention_pooling(graph, x)
+    elif config.pooling == "avg":
+        if config.class_token:
+            ends = ([config.num_prefix_tokens], [config.num_tokens], [1])
+            start, end, axis = map(graph.constant, ends)
+            x = graph.node("Slice", x, start, end, axis)
+        return graph.node("ReduceMean", x, graph.constant([1]), keepdims=0)
+    return graph.node("Squeeze", x, graph.constant([1]))  # (B, 1, D) to (B, D)
+
+
+def _attention_pooling(graph: _Graph, x: str) -> str:
+    arrays, width = graph.arrays, graph.config.hidden_dim
+    probe = arrays["pooling/probe"].astype(np.float64) @ arrays["pooling/query/kernel"]
+    probe = (probe + arrays["pooling/query/bias"]).astype(np.float32)
+    query = graph.weight("pooling/query", probe)
+    batch = graph.node("Shape", x, start=0, end=1)
+    shape = graph.node("Concat", batch, graph.constant([1, width]), axis=0)
+    pairs = graph.dense(x, "pooling/key_value")
+    key, value = graph.nodes_of("Split", pairs, names=(None, None), axis=-1, num_outputs=2)
+    x = _attention(graph, graph.node("Expand", query, shape), key, value)
+    x = graph.dense(x, "pooling/out")
+    hidden = graph.mlp(graph.layer_norm(x, "pooling/norm"), "pooling/mlp")
+    return graph.node("Add", x, hidden)  # (B, 1, D)
+
+
+def _stem(graph: _Graph, x: str) -> str:
+    height, width, _ = graph.config.input_shape
+    x, size = _convolution(graph, x, "stem/root_conv", size=(height, width), stride=2)
+    x = graph.node("Relu", _group_norm(graph, x, "stem/root_norm", size))
+    pads = [same_padding(side, kernel=3, stride=2) for side in size]
+    x = graph.node(
+        "MaxPool", x, kernel_shape=(3, 3), strides=(2, 2),
+        pads=(pads[0][0], pads[1][0], pads[0][1], pads[1][1]),
+    )  # fmt: skip
+    size = (-(-size[0] // 2), -(-size[1] // 2))
+    for stage, units in enumerate(graph.config.resnet_layers or ()):
+        for unit in range(units):
+            stride = 2 if stage > 0 and unit == 0 else 1
+            path = f"stem/stage_{stage}_unit_{unit}"
+            x, size = _unit(graph, x, path, size=size, stride=stride)
+    return x
+
+
+def _unit(
+    graph: _Graph, x: str, path: str, *, size: tuple[int, int], stride: int
+) -> tuple[str, tuple[int, int]]:
+    shortcut = x
+    if f"{path}/projection/kernel" in graph.arrays:
+        shortcut, after = _convolution(graph, x, f"{path}/projection", size=size, stride=stride)
+        shortcut = _group_norm(graph, shortcut, f"{path}/projection_norm", after)
+    for place, step in ((1, 1), (2, stride), (3, 1)):
+        x, size = _convolution(graph, x, f"{path}/conv{place}", size=size, stride=step)
+        x = _group_norm(graph, x, f"{path}/norm{place}", size)
+        if place < 3:
+            x = graph.node("Relu", x)
+    return graph.node("Relu", graph.node("Add", shortcut, x)), size
+
+
+def _convolution(
+    graph: _Graph, x: str, path: str, *, size: tuple[int, int], stride: int
+) -> tuple[str, tuple[int, int]]:
+    kernel = graph.arrays[f"{path}/kernel"]
+    side = kernel.shape[0]
+    name = graph.weight(f"{path}/kernel", kernel.transpose(3, 2, 0, 1))
+    pads = [same_padding(length, kernel=side, stride=stride) for length in size]
+    x = graph.node(
+        "Conv", x, name, kernel_shape=(side, side), strides=(stride, stride),
+        pads=(pads[0][0], pads[1][0], pads[0][1], pads[1][1]),
+    )  # fmt: skip
+    return x, (-(-size[0] // stride), -(-size[1] // stride))
+
+
+def _group_norm(graph: _Graph, x: str, path: str, size: tuple[int, int]) -> str:
+    # GroupNormalization needs opset 21; one InstanceNormalization over groups is the same.
+    gamma, beta = graph.arrays[f"{path}/gamma"], graph.arrays[f"{path}/beta"]
+    ones = graph.weight("group_ones", np.ones(GROUPS, np.float32))
+    zeros = graph.weight("group_zeros", np.zeros(GROUPS, np.float32))
+    x = graph.node("Reshape", x, graph.constant([0, GROUPS, -1]))
+    x = graph.node("InstanceNormalization", x, ones, zeros, epsilon=GROUP_NORM_EPSILON)
+    x = graph.node("Reshape", x, graph.constant([0, len(gamma), *size]))
+    x = graph.node("Mul", x, graph.weight(f"{path}/gamma", gamma[:, None, None]))
+    return graph.node("Add", x, graph.weight(f"{path}/beta", beta[:, None, None]))
+
+
+def _model(graph: _Graph, exportable: Exportable) -> "onnx.ModelProto":
+    import onnx
+
+    def described(name: str, shape: Sequence[Any]) -> onnx.ValueInfoProto:
+        return onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ("batch", *shape))
+
+    shape = exportable.network.output_shape[1:]
+    names = ("features",) if exportable.activation is None else ("logits", "probabilities")
+    made = onnx.helper.make_graph(
+        [
+            onnx.helper.make_node(
+                node.kind, node.inputs, node.outputs, name=node.name, **node.attributes
+            )
+            for node in graph.nodes
+        ],
+        exportable.network.name,
+        [described("images", exportable.image_shape)],
+        [described(name, shape) for name in names],
+        [
+            onnx.numpy_helper.from_array(np.ascontiguousarray(value), path)
+            for path, value in graph.weights.items()
+        ],
+    )
+    return onnx.helper.make_model(
+        made,
+        opset_imports=[onnx.helper.make_opsetid("", OPSET)],
+        ir_version=IR_VERSION,
+        producer_name="keras-vit",
+    )
+
+
+def _erfc(context: Any, node: Any, name: str, args: Any) -> Any:
+    """Erfc(x) = 1 - Erf(x), in float32 to within its rounding of the GELU's values."""
+    dtype = context.get_dtype(node.output[0])
+    one = context.make_const(f"{name}_one", np.array(1, np.float32))
+    node.type = "Erf"
+    negative = context.insert_new_node_on_output("Neg", node.output[0], name=f"{name}_negative")
+    terms = [negative.output[0], one.output[0]]
+    result = context.insert_new_node_on_output(
+        "Add", terms[0], name=f"{name}_complement", inputs=terms
+    )
+    context.set_dtype(result.output[0], dtype)
+    return result
+
+
+def _name_batch(model: "onnx.ModelProto") -> None:
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.shape.dim[0].dim_param = "batch"
+    del model.graph.value_info[:]  # still under the old, anonymous names
+
+
+@contextlib.contextmanager
+def _collected_errors() -> Iterator[list[str]]:
+    """Collects what tf2onnx logs as errors."""
+    errors: list[str] = []
+
+    class Collector(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            errors.append(record.getMessage())
+
+    handler, logger = Collector(logging.ERROR), logging.getLogger("tf2onnx")
+    logger.addHandler(handler)
+    try:
+        yield errors
+    finally:
+        logger.removeHandler(handler)

@@ -333,10 +333,12 @@ def _own_folder(path: Path) -> Iterator[Path]:
     _remove_leftovers(path)
     while True:
         folder = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
-        descriptor = _lock_folder(folder)
-        if folder.exists():  # else another process took it for a leftover before it was locked
-            break
-        _close(descriptor)
+        # Until it is locked here, another process may take it for a leftover: lock and remove it.
+        with contextlib.suppress(BlockingIOError, FileNotFoundError):
+            descriptor = _lock_folder(folder)
+            if folder.exists():
+                break
+            _close(descriptor)
     try:
         yield folder
     finally:
@@ -350,7 +352,10 @@ def _remove_leftovers(path: Path) -> None:
     with os.scandir(path.parent) as entries:
         found = [entry.name for entry in entries if pattern.fullmatch(entry.name)]
     for folder in map(path.parent.joinpath, found):
-        descriptor = _lock_folder(folder)
+        try:
+            descriptor = _lock_folder(folder)
+        except OSError:
+            continue
         if descriptor is None:
             continue
         with contextlib.suppress(OSError):
@@ -360,18 +365,22 @@ def _remove_leftovers(path: Path) -> None:
 
 
 def _lock_folder(folder: Path) -> int | None:
-    """Returns the descriptor of a folder that nobody else holds, or None."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
-    except OSError:
+    """Locks a folder and returns its descriptor, or None where the file system has no locks.
+
+    Raises:
+        BlockingIOError: another process holds it.
+        FileNotFoundError: it is gone.
+    """
+    if fcntl is None:
         return None
+    descriptor = os.open(folder, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
     try:
-        if fcntl is None:
-            raise OSError(errno.ENOSYS, "no locks")
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except OSError as error:
         os.close(descriptor)
-        return None
+        if error.errno in _NO_LOCKS:
+            return None
+        raise BlockingIOError(error.errno, "held by another process") from error
     return descriptor
 
 

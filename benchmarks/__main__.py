@@ -8,6 +8,8 @@
     python -m benchmarks --task training --replicas 1 2 4 --only keras_vit
     python -m benchmarks --task cold                       # process start to first prediction
     python -m benchmarks --suite issue --out issue         # every line that must be shown
+    python -m benchmarks --only "keras_vit on JAX" "timm compiled" --batches 64 --steps 20 \
+        --precisions bfloat16 --variants L/16              # on an accelerator
 
 Each contender runs in a process of its own; they take turns, so that a busy machine slows all of
 them. Figures are medians, ratios are medians over the turns. GFLOP/s count the matrix products, and
@@ -24,6 +26,8 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -35,7 +39,7 @@ from benchmarks.ceiling import ceiling
 from benchmarks.measuring import measure
 from benchmarks.suites import SUITES
 
-_PACKAGES = ("tensorflow", "keras", "keras-hub", "torch", "timm", "transformers", "openvino")
+_PACKAGES = ("tensorflow", "keras", "keras-hub", "jax", "torch", "timm", "transformers", "openvino")
 # What lets a processor multiply bfloat16, by its name in /proc/cpuinfo.
 _BFLOAT16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
 
@@ -109,6 +113,7 @@ def _parser() -> argparse.ArgumentParser:
         help="the Python of another environment, which has the peers (default: this one)",
     )
     add("--rounds", type=int, default=5, help="turns of each contender (default: 5)")
+    add("--steps", type=int, default=1, metavar="N", help="in a turn; 20 on an accelerator")
     add("--threads", type=int, help="cores to use (default: all)")
     add("--out", type=Path, metavar="DIR", help="write figures.json and chart.png there")
     return parser
@@ -125,6 +130,7 @@ def _plan(options: argparse.Namespace, names: list[str]) -> dict[Case, list[str]
             precision=options.precisions,
             layers=options.layers,
             replicas=options.replicas,
+            steps=[options.steps],
         )
         return dict.fromkeys(cases, names)
     wanted: dict[Case, set[str]] = {}
@@ -145,10 +151,19 @@ def _about(rounds: int) -> dict[str, object]:
     return {
         "machine": f"{platform.machine()}, {about.get('model name', 'unknown')}, "
         f"{len(os.sched_getaffinity(0))} cores, bfloat16 {'units' if has_bfloat16 else 'EMULATED'}",
+        **_accelerator(),
         "date": time.strftime("%Y-%m-%d"),
         "rounds": rounds,
         **versions,
     }
+
+
+def _accelerator() -> dict[str, object]:
+    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    if shutil.which(command[0]) is None:
+        return {}
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return {"accelerator": done.stdout.strip()}
 
 
 if __name__ == "__main__":

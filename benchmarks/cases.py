@@ -15,6 +15,7 @@ SIZES = {
     "S": (384, 1536, 6, 12),
     "B": (768, 3072, 12, 12),
     "L": (1024, 4096, 16, 24),
+    "H": (1280, 5120, 16, 32),
 }
 CLASSES = 1000
 TASKS = ("inference", "training", "cold")
@@ -31,6 +32,8 @@ class Case:
         variant: size and patch, as "B/16".
         layers: blocks instead of the variant's own; 0 for those.
         replicas: logical devices that share the batch of a training step.
+        steps: runs between two readings of the clock: an accelerator computes while the next run
+            is prepared.
 
     Raises:
         ValueError: there is no such case.
@@ -43,6 +46,7 @@ class Case:
     precision: str = "float32"
     layers: int = 0
     replicas: int = 1
+    steps: int = 1
 
     def __post_init__(self) -> None:
         size, _, patch = self.variant.partition("/")
@@ -61,6 +65,8 @@ class Case:
                 "The replicas divide the batch. "
                 f"Received: a batch of {self.batch}, {self.replicas} replicas."
             )
+        if self.steps < 1:
+            raise ValueError(f"A turn has 1 step or more. Received: {self.steps}.")
         if self.layers < 0:
             raise ValueError(f"A network has 1 block or more. Received: {self.layers}.")
 
@@ -128,7 +134,7 @@ class Contender:
         precisions: in which precisions.
         is_ours: whether it is keras_vit.
 
-    Several replicas train with ours alone.
+    Several replicas train with ours on TensorFlow alone.
     """
 
     module: str
@@ -139,7 +145,7 @@ class Contender:
 
     def takes(self, case: Case) -> bool:
         """Whether it can run the case."""
-        takes_replicas = self.is_ours and case.task == "training"
+        takes_replicas = self.module == _KERAS and self.is_ours and case.task == "training"
         return (
             case.task in self.tasks
             and case.precision in self.precisions
@@ -152,7 +158,7 @@ class Contender:
 
 
 _INFERENCE = ("inference",)
-_KERAS, _TORCH, _FILES = "keras_runs", "torch_runs", "file_runs"
+_KERAS, _JAX, _TORCH, _FILES = "keras_runs", "jax_runs", "torch_runs", "file_runs"
 CONTENDERS = {
     "keras_vit": Contender(_KERAS, ("tensorflow", "keras"), is_ours=True),
     "keras_vit tf.function": Contender(_KERAS, ("tensorflow", "keras"), _INFERENCE, is_ours=True),
@@ -160,6 +166,7 @@ CONTENDERS = {
     "keras_vit SavedModel": Contender(
         _FILES, ("tensorflow", "keras"), _INFERENCE, ("float32",), is_ours=True
     ),
+    "keras_vit on JAX": Contender(_JAX, ("jax", "keras"), is_ours=True),
     "KerasHub": Contender(_KERAS, ("keras_hub",)),
     "timm": Contender(_TORCH, ("torch", "timm")),
     "timm compiled": Contender(_TORCH, ("torch", "timm"), ("inference", "training")),

@@ -26,7 +26,8 @@ class Measured:
         version: of the contender.
         seconds: of each turn.
         cpu: processor seconds of each turn, of all threads; not for a cold start.
-        peak: highest memory of the process in MiB.
+        peak: highest memory of the process in MiB; on an accelerator, of what it holds there.
+        first: seconds from the imports to the end of the first turn: building and compiling.
         imported: memory in MiB once its modules were imported.
         loading: of a cold start, seconds of each turn after the imports.
     """
@@ -35,6 +36,7 @@ class Measured:
     seconds: list[float] = dataclasses.field(default_factory=list)
     cpu: list[float] = dataclasses.field(default_factory=list)
     peak: float = 0.0
+    first: float = 0.0
     imported: float = 0.0
     loading: list[float] = dataclasses.field(default_factory=list)
 
@@ -110,7 +112,9 @@ def _turns(
             worker.close()
             continue
         workers[name] = worker
-        measured[name] = Measured(version=ready["version"], imported=ready["memory"])
+        measured[name] = Measured(
+            version=ready["version"], imported=ready["memory"], first=ready["seconds"]
+        )
     for turn in range(rounds + 1):
         for name, worker in workers.items():
             answer = worker.run()

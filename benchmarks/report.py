@@ -19,16 +19,16 @@ def show(case: Case, measured: Mapping[str, Measured], *, peak: float) -> None:
         return
     first = next(iter(measured.values()))
     print(f"\n{case}; a {case.precision} matrix product: {peak / 1e9:.0f} GFLOP/s")
-    header = ("median s", "images/s", "CPU s", "speed /", "GFLOP/s", "of peak", "MiB")
+    header = ("median s", "images/s", "CPU s", "speed /", "GFLOP/s", "of peak", "MiB", "first s")
     print(f"{'':44}" + "".join(f"{word:>9}" for word in header))
     for name, each in measured.items():
         seconds = statistics.median(each.seconds)
         rate = case.flops / seconds
         cpu = f"{statistics.median(each.cpu):>9.2f}" if each.cpu else f"{'':>9}"
         print(
-            f"{name + ' ' + each.version:44.43}{seconds:>9.3f}{case.batch / seconds:>9.2f}{cpu}"
+            f"{name + ' ' + each.version:44.43}{seconds:>9.4f}{case.batch / seconds:>9.2f}{cpu}"
             f"{speed_ratio(each, first):>9.2f}{rate / 1e9:>9.0f}{rate / peak:>9.0%}"
-            f"{each.peak:>9.0f}"
+            f"{each.peak:>9.0f}{each.first:>9.1f}"
         )
         if each.loading:
             print(f"{'':44}of which after the imports: {statistics.median(each.loading):.2f} s")

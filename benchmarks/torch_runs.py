@@ -39,15 +39,28 @@ def make_run(name: str, case: Case, folder: Path) -> Run:
     model, images = make_model(name, case), images_of(case)
     if case.task == "training":
         return _training(name, case, model, images)
-    model, images = model.to(_dtype(case)).eval(), images.to(_dtype(case))
+    model = model.to(_device(), _dtype(case)).eval()
+    images = images.to(_device(), _dtype(case))
     if name == "timm compiled":
         model = torch.compile(model)
 
     def run() -> Any:
         with torch.inference_mode():
-            return _logits(model(images)).float().numpy()
+            return _logits(model(images))
 
     return run
+
+
+def finish(result: Any) -> None:
+    """Waits until a run has ended."""
+    result.detach().float().cpu().numpy()
+
+
+def peak() -> float | None:
+    """Returns the highest memory of the accelerator in MiB; None without one."""
+    import torch
+
+    return torch.cuda.max_memory_allocated() / 2**20 if torch.cuda.is_available() else None
 
 
 def make_model(name: str, case: Case) -> Any:
@@ -124,24 +137,32 @@ def _hugging_face_config(case: Case) -> Any:
 def _training(name: str, case: Case, model: Any, images: Any) -> Run:
     import torch
 
-    model.train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-    labels = torch.arange(case.batch) % CLASSES
+    device = _device()
+    model, images = model.to(device).train(), images.to(device)
+    on_accelerator = {"fused": True} if device == "cuda" else {}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, **on_accelerator)
+    labels = torch.arange(case.batch, device=device) % CLASSES
     compute = torch.compile(model) if name == "timm compiled" else model
 
-    def run() -> float:
-        with torch.autocast("cpu", torch.bfloat16, enabled=case.precision == "bfloat16"):
+    def run() -> Any:
+        with torch.autocast(device, torch.bfloat16, enabled=case.precision == "bfloat16"):
             loss = torch.nn.functional.cross_entropy(_logits(compute(images)), labels)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        return float(loss)
+        return loss
 
     return run
 
 
 def _logits(output: Any) -> Any:
     return getattr(output, "logits", output)
+
+
+def _device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _dtype(case: Case) -> Any:

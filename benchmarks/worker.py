@@ -32,14 +32,25 @@ def main() -> None:
         say({**imported, "seconds": time.perf_counter() - begun, "peak": memory("VmHWM")})
         return
     run = module.make_run(name, case, folder)
-    run()
-    say({**imported, "seconds": time.perf_counter() - begun, "peak": memory("VmHWM")})
+    finish, peak = getattr(module, "finish", _nothing), getattr(module, "peak", _nothing)
+
+    def turn() -> None:
+        for _ in range(case.steps):
+            result = run()
+        finish(result)
+
+    turn()
+    say({**imported, "seconds": time.perf_counter() - begun, "peak": peak() or memory("VmHWM")})
     for _ in sys.stdin:
         begun, begun_cpu = time.perf_counter(), time.process_time()
-        run()
-        taken = time.perf_counter() - begun
-        cpu = time.process_time() - begun_cpu
-        say({"seconds": taken, "cpu": cpu, "peak": memory("VmHWM")})
+        turn()
+        taken = (time.perf_counter() - begun) / case.steps
+        cpu = (time.process_time() - begun_cpu) / case.steps
+        say({"seconds": taken, "cpu": cpu, "peak": peak() or memory("VmHWM")})
+
+
+def _nothing(*_: object) -> None:
+    """What a module says that does not compute on an accelerator, or computes nothing later."""
 
 
 def say(answer: dict[str, Any]) -> None:

@@ -42,7 +42,7 @@ else:
     )
 
     if keras.backend.backend() == "jax":
-        from keras_vit.backend.jax import is_concrete, self_attention
+        from keras_vit.backend.jax import is_concrete, layer_norm, self_attention
 
 __all__ = [
     "ACTIVATIONS",

@@ -1,9 +1,19 @@
-"""What JAX does better than `keras.ops`: attention that never holds its weights."""
+"""What JAX does better than `keras.ops`: attention that never holds its weights, GPU kernels."""
 
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import keras
+
+from keras_vit import startup
+from keras_vit.backend import plain
+
+startup.let_products_end_in_activations()
+
+_HALF = ("float16", "bfloat16")
+# Head widths that cuDNN's flash attention takes.
+_CUDNN_STEP, _CUDNN_WIDEST = 8, 128
 
 
 def is_concrete(x: Any) -> bool:
@@ -11,16 +21,56 @@ def is_concrete(x: Any) -> bool:
     return not isinstance(x, keras.KerasTensor | jax.core.Tracer)
 
 
+def layer_norm(x: Any, gamma: Any, beta: Any, *, epsilon: float) -> Any:
+    """Normalises x (..., D) over the last axis, in float32, then applies gamma and beta (D,)."""
+    if len(x.shape) != 3 or not _is_for_kernels(x):
+        return plain.layer_norm(x, gamma, beta, epsilon=epsilon)
+    from keras_vit.backend import jax_kernels
+
+    gamma, beta = map(keras.ops.convert_to_tensor, (gamma, beta))
+    return jax_kernels.layer_norm(x, gamma, beta, epsilon)
+
+
 def self_attention(qkv: Any, num_heads: int) -> Any:
     """Returns what tokens take from each other, (B, N, D), for (B, N, 3D) query, key and value.
 
-    On a GPU, in float16 and bfloat16, cuDNN's flash attention computes it.
+    On NVIDIA GPUs, in float16 and bfloat16, a kernel of this package computes it; for heads of a
+    width that it does not take, cuDNN's flash attention.
     """
+    size = qkv.shape[-1] // 3 // num_heads
+    if not _is_for_kernels(qkv):
+        return _attend(qkv, num_heads, implementation="xla")
+    from keras_vit.backend import jax_kernels
+
+    if jax_kernels.head_parts(size):
+        return jax_kernels.attention(qkv, num_heads)
+    if size % _CUDNN_STEP or size > _CUDNN_WIDEST:
+        return _attend(qkv, num_heads, implementation="xla")
+    # JAX refuses to train an odd number of tokens, though cuDNN can: one is added, unseen.
+    tokens = qkv.shape[1]
+    even = jnp.pad(qkv, ((0, 0), (0, tokens % 2), (0, 0)))
+    lengths = jnp.full((qkv.shape[0],), tokens, "int32") if tokens % 2 else None
+    return _attend(
+        even, num_heads, implementation="cudnn", key_value_seq_lengths=lengths
+    )[:, :tokens]  # fmt: skip
+
+
+def _attend(qkv: Any, num_heads: int, **options: Any) -> Any:
     _, tokens, width = keras.ops.shape(qkv)
     x = keras.ops.reshape(qkv, (-1, tokens, 3, num_heads, width // 3 // num_heads))
     query, key, value = keras.ops.unstack(x, axis=2)  # (B, N, H, K) each
-    is_flash = jax.default_backend() == "gpu" and query.dtype in ("float16", "bfloat16")
-    x = jax.nn.dot_product_attention(
-        query, key, value, implementation="cudnn" if is_flash else "xla"
-    )
+    x = jax.nn.dot_product_attention(query, key, value, **options)
     return keras.ops.reshape(x, (-1, tokens, width // 3))
+
+
+def _is_for_kernels(x: Any) -> bool:
+    """Whether x is in half precision, and what is computed now runs on an NVIDIA GPU.
+
+    Older ones than Ampere (compute capability 8) lack bfloat16.
+    """
+    if isinstance(x, keras.KerasTensor) or x.dtype not in _HALF:
+        return False
+    device = jax.config.jax_default_device or jax.devices()[0]
+    major = str(getattr(device, "compute_capability", "0")).partition(".")[0]
+    # Another maker's GPU has no such number, but a name.
+    return getattr(device, "platform", device) == "gpu" and major.isdigit() and int(major) >= 8

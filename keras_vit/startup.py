@@ -1,13 +1,22 @@
 """What must happen before a framework is imported. Knows none of them."""
 
+import contextlib
 import functools
 import importlib.util
 import os
 import platform
+import re
 import sys
+import tempfile
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
+_STDERR = 2
+# As absl writes them: I0000 00:00:1795404080.989839   32505 port.cc:153] ...
+_REMARK = re.compile(
+    rb"[IWE]\d{4} [\d:.]+ +\d+ \w+\.cc:\d+\] |WARNING: All log messages before absl"
+)
 _ONEDNN = "TF_ENABLE_ONEDNN_OPTS"
 _TRITON_PRODUCTS = "xla_gpu_enable_triton_gemm"
 # Units for which TensorFlow switches oneDNN on by itself: tsl/util/onednn_util, 2.21.
@@ -28,6 +37,28 @@ def is_command() -> bool:
 def quieten_tensorflow() -> None:
     """Keeps TensorFlow's own remarks from standing between the lines of the command line."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+
+@contextlib.contextmanager
+def without_remarks() -> Iterator[None]:
+    """Keeps from the terminal what TensorFlow's C++ part remarks while it is imported in the block.
+
+    It writes to the process's standard error before its log level counts. Whatever else is written
+    there follows after the block.
+    """
+    terminal = os.dup(_STDERR)
+    with tempfile.TemporaryFile() as lines:
+        os.dup2(lines.fileno(), _STDERR)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(terminal, _STDERR)
+            os.close(terminal)
+            lines.seek(0)
+            for line in lines:
+                if not _REMARK.match(line):
+                    os.write(_STDERR, line)
 
 
 def switch_onednn_on() -> None:

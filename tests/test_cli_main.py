@@ -2,11 +2,15 @@
 
 import argparse
 import dataclasses
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from keras_vit import startup
 from keras_vit.cli import flags, main, train
 from keras_vit.cli.main import make_parser
 from keras_vit.training import MODELS, RECIPES
@@ -217,3 +221,27 @@ def test_memory_and_xla_are_flags(argv: list[str], remat: object, xla: object) -
         arguments = make_parser().parse_args([command, "--data", "x", "--out", "y", *argv])
         execution = flags.execution(arguments)
         assert (execution.remat, execution.xla) == (remat, xla)
+
+
+def test_only_its_own_lines_reach_the_terminal(tmp_path: Path) -> None:
+    """TensorFlow's remarks at its import do not, whatever the environment says of its log level."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("TF_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "keras_vit", "predict", str(tmp_path / "gone"), "image.png"],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("keras-vit: error: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_what_is_no_remark_is_said_later(capfd: pytest.CaptureFixture[str]) -> None:
+    """Also where the import fails; the error goes on."""
+    with pytest.raises(ImportError), startup.without_remarks():
+        os.write(2, b"I0000 00:00:1795404080.989839   32505 port.cc:153] oneDNN is on.\n")
+        print("A library of the system is missing.", file=sys.stderr)
+        raise ImportError
+    print("after", file=sys.stderr)
+    assert capfd.readouterr().err == "A library of the system is missing.\nafter\n"

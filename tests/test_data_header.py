@@ -246,3 +246,19 @@ def test_a_gif_in_odd_blocks_is_read_through() -> None:
         assert held.declared_pixels(gif[:begin] + blocks + gif[place:]) == 1500
     endless = gif[:start] + b"!\xfe\0" * 20_000 + gif[start:]
     assert held.declared_pixels(endless) == held.UNKNOWN
+
+
+def test_one_op_is_traced_once_for_all_graphs() -> None:
+    """Each graph calls the same function; another shape or constant is another."""
+    traces = []
+
+    @header.one_op
+    def scaled(x: tf.Tensor, *, by: int) -> tf.Tensor:
+        traces.append((tuple(x.shape), by))
+        return x * by
+
+    for _ in range(2):
+        assert list(tf.data.Dataset.range(3).map(lambda x: scaled(x, by=2))) == [0, 2, 4]
+    assert scaled(tf.constant(3, tf.int64), by=2) == 6
+    assert scaled([1, 2], by=3).numpy().tolist() == [3, 6]
+    assert traces == [((), 2), ((2,), 3)]

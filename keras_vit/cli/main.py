@@ -54,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = make_parser().parse_args(argv)
     try:
         if arguments.run is not catalog.run:
-            importlib.import_module("keras_vit.names")  # Keras finds the classes in it by name
+            with startup.without_remarks():
+                importlib.import_module("keras_vit.names")  # Keras finds the classes in it by name
         exit_code: int = arguments.run(arguments)
     except KeyboardInterrupt as interruption:
         message = str(interruption) or "Interrupted: nothing was saved."

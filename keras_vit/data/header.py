@@ -4,8 +4,9 @@ Only TensorFlow ops, like `keras_vit.data.decoding`: they run in `tf.data` and i
 Nothing is decoded. What is read is what TensorFlow's decoders make room for.
 """
 
+import functools
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import tensorflow as tf
@@ -44,8 +45,37 @@ _GIF_BLOCKS = 1024  # data blocks of one size that are skipped at a time
 WEBP_FLAGS, _WEBP_ANIMATION = 20, 0x02
 Walk = tuple[tf.Tensor, tf.Tensor]
 
-# An executor visits every op of a branch that is not taken, unless the ops are a function's.
-one_op = tf.function(autograph=False, experimental_attributes={"_noinline": True})
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def one_op(function: _Function) -> _Function:
+    """Makes a function of tensors one op, whatever graph it is called in.
+
+    An executor visits every op of a branch that is not taken, unless the ops are a function's. It
+    is traced once for tensors of a kind: `tf.function` would trace it in every graph anew.
+
+    Args:
+        function: takes tensors by position and constants by name.
+    """
+    traced: dict[Any, Any] = {}
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **constants: Any) -> Any:
+        tensors = tf.nest.map_structure(tf.convert_to_tensor, arguments)
+        specs = tf.nest.map_structure(lambda x: tf.TensorSpec(x.shape, x.dtype), tensors)
+        kinds = tuple((str(x.shape), x.dtype) for x in tf.nest.flatten(tensors))
+        key = kinds, tuple(constants.items())
+        if key not in traced:
+            graph = tf.function(
+                functools.partial(function, **constants),
+                autograph=False,
+                experimental_attributes={"_noinline": True},
+            )
+            with tf.init_scope():
+                traced[key] = graph.get_concrete_function(*specs)
+        return traced[key](*tensors)
+
+    return cast(_Function, call)
 
 
 def declared_pixels(contents: bytes) -> int:

@@ -239,9 +239,14 @@ def test_only_its_own_lines_reach_the_terminal(tmp_path: Path) -> None:
 
 def test_what_is_no_remark_is_said_later(capfd: pytest.CaptureFixture[str]) -> None:
     """Also where the import fails; the error goes on."""
-    with pytest.raises(ImportError), startup.without_remarks():
+
+    @startup.without_remarks()
+    def import_framework() -> None:
         os.write(2, b"I0000 00:00:1795404080.989839   32505 port.cc:153] oneDNN is on.\n")
         print("A library of the system is missing.", file=sys.stderr)
         raise ImportError
+
+    with pytest.raises(ImportError):
+        import_framework()
     print("after", file=sys.stderr)
     assert capfd.readouterr().err == "A library of the system is missing.\nafter\n"

@@ -252,7 +252,7 @@ def test_one_op_is_traced_once_for_all_graphs() -> None:
     """Each graph calls the same function; another shape or constant is another."""
     traces = []
 
-    @header.one_op
+    @held.one_op
     def scaled(x: tf.Tensor, *, by: int) -> tf.Tensor:
         traces.append((tuple(x.shape), by))
         return x * by

@@ -21,16 +21,18 @@ STEM_WIDTH = 64
 # What the width of a token must be a multiple of, for position embeddings made of parts.
 WIDTH_MULTIPLES = {"learned_2d": 2, "sincos_2d": 4}
 
-# Fields in which a network may depart from the published ones, docs/variants.md.
-DEPARTURES = (
-    "position_embedding",
-    "position_placement",
-    "num_registers",
-    "layer_scale",
-    "query_key_norm",
-    "distillation_token",
-)
-
+# What the hand-written writers of checkpoints, ONNX and TFLite know: fields at any value, and some
+# values of two more. A network with any other field changed is none of theirs, docs/variants.md.
+WRITTEN = {
+    *("input_shape", "patch_size", "hidden_dim", "mlp_dim", "num_heads", "num_layers", "classes"),
+    *("class_token", "representation_dim", "resnet_layers", "layer_norm_epsilon"),
+    *("dropout_rate", "attention_dropout_rate", "drop_path_rate", "remat", "antialias"),
+    *("classifier_activation", "include_preprocessing", "image_mean", "image_std"),
+}
+WRITTEN_VALUES: dict[str, tuple[Any, ...]] = {
+    "activation": ("gelu_tanh", "gelu"),
+    "pooling": ("token", "avg", "map", None),
+}
 
 # What a number may be at most: ten times that of any network we know of, so that a damaged file
 # ends in a sentence and not in a network that no machine can hold.
@@ -209,10 +211,12 @@ class ViTConfig:
 
         The layouts of other libraries have no room for these, nor have the hand-written exports.
         """
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        changed = [name for name in DEPARTURES if getattr(self, name) != defaults[name]]
-        others = {"activation": self.activation == "swiglu", "pooling": self.pooling == "max"}
-        return (*changed, *(name for name, departs in others.items() if departs))
+        return tuple(
+            field.name
+            for field in dataclasses.fields(self)
+            if field.name not in WRITTEN
+            and getattr(self, field.name) not in WRITTEN_VALUES.get(field.name, (field.default,))
+        )
 
     def drop_path_rates(self) -> tuple[float, ...]:
         """Returns each block's stochastic depth: 0 at the first, rising to `drop_path_rate`."""

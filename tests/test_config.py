@@ -10,8 +10,9 @@ import pytest
 from config_strategies import configs
 from conftest import TINY
 
-from keras_vit.config import DEPARTURES, ViTConfig
+from keras_vit.config import ViTConfig
 from keras_vit.variants import VARIANTS
+from keras_vit.weights.layouts import check_published
 
 BAD_FIELDS = [
     ({"patch_size": 0}, "patch_size must be a positive integer"),
@@ -109,7 +110,22 @@ def test_a_published_network_departs_in_nothing() -> None:
     }
     for name, value in changed.items():
         assert dataclasses.replace(TINY, **{name: value}).departures == (name,)
-    assert dataclasses.replace(TINY, **changed).departures == (*DEPARTURES, "activation")
+    assert set(dataclasses.replace(TINY, **changed).departures) == set(changed)
+
+
+def test_a_field_that_the_writers_do_not_know_departs() -> None:
+    """Their list says what they hold: a new field is refused until they hold it."""
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Wider(ViTConfig):
+        rotary: bool = False
+
+    fields = {name: tuple(v) if isinstance(v, list) else v for name, v in TINY.to_dict().items()}
+    assert Wider(**fields).departures == ()
+    wider = Wider(**fields, rotary=True)
+    assert wider.departures == ("rotary",)
+    with pytest.raises(ValueError, match="rotary=True"):
+        check_published(wider)
 
 
 def test_the_tokens_before_the_patches_are_counted() -> None:

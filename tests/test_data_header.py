@@ -260,5 +260,5 @@ def test_one_op_is_traced_once_for_all_graphs() -> None:
     for _ in range(2):
         assert list(tf.data.Dataset.range(3).map(lambda x: scaled(x, by=2))) == [0, 2, 4]
     assert scaled(tf.constant(3, tf.int64), by=2) == 6
-    assert scaled([1, 2], by=3).numpy().tolist() == [3, 6]
+    assert scaled(tf.constant([1, 2]), by=3).numpy().tolist() == [3, 6]
     assert traces == [((), 2), ((2,), 3)]

@@ -3,6 +3,7 @@
 They run under KERAS_BACKEND=jax, in an environment of their own.
 """
 
+import doctest
 import os
 import subprocess
 import sys
@@ -63,6 +64,11 @@ def test_layer_norm_is_the_plain_one(tokens: int, width: int) -> None:
         lambda x, gamma, beta: plain.layer_norm(x, gamma, beta, epsilon=1e-6),
         *(x, normal(width, seed=1), normal(width, seed=2)),
     )
+
+
+def test_the_examples_run() -> None:
+    """Those of the module that tests/test_package.py cannot import."""
+    assert doctest.testmod(jax_kernels).failed == 0
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,10 @@
 
 import argparse
 import dataclasses
-import json as json_format
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from keras_vit.cli import output
+from keras_vit.cli import opening, output
 
 if TYPE_CHECKING:
     from keras_vit.data import ImageData
@@ -47,7 +45,7 @@ def show(opened: "Run", data: "ImageData", *, out: str | None, json: bool) -> No
     if out is not None and mistakes:
         evaluation.plot_mistakes(mistakes, data.test, Path(out) / PICTURE)
     if json:
-        print(json_format.dumps({"event": "more", **found}), flush=True)
+        output.print_json("more", **found)
         return
     print(f"Expected calibration error: {found['calibration_error']:.2%}")
     _print_features(found)
@@ -62,7 +60,7 @@ def show_features(opened: "Run", data: "ImageData", *, json: bool) -> None:
     """Measures the features of a model without classifier, and prints."""
     found = _features(opened, data)
     if json:
-        print(json_format.dumps({"event": "features", **found}), flush=True)
+        output.print_json("features", **found)
     else:
         _print_features(found)
 
@@ -77,7 +75,7 @@ def show_real(opened: "Run", data: "ImageData", *, file: str, json: bool) -> Non
     scores = evaluation.log_probabilities(opened.model, data.test)[order]
     accuracy = evaluation.real_accuracy(scores, labels)
     if json:
-        print(json_format.dumps({"event": "real", "accuracy": accuracy}), flush=True)
+        output.print_json("real", accuracy=accuracy)
     else:
         print(f"Accuracy on the labels of ReaL: {accuracy:.2%}")
 
@@ -91,20 +89,6 @@ def add_flag(parser: argparse.ArgumentParser) -> None:
         help="what the model computes in: bfloat16 is faster on processors that have units for it, "
         "slower on all others (default: float32)",
     )
-
-
-def load_run(arguments: argparse.Namespace) -> "Run":
-    """Opens the run, its model in the precision asked for."""
-    from keras_vit import evaluation, training
-
-    opened = training.Run.load(arguments.directory)
-    if arguments.precision == "bfloat16" and not evaluation.has_bfloat16_units():
-        print(
-            "keras-vit: this processor has no units for bfloat16; float32 is faster on it.",
-            file=sys.stderr,
-        )
-    model = evaluation.in_precision(opened.model, arguments.precision)
-    return dataclasses.replace(opened, model=model)
 
 
 _DESCRIPTION = """\
@@ -160,7 +144,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Evaluates, prints, and writes where asked."""
     from keras_vit import evaluation
 
-    opened = load_run(arguments)
+    opened = opening.open_run(arguments)
     if opened.model.config.classes is None:
         _show_features(opened, arguments)
         return 0
@@ -236,7 +220,7 @@ def _show_features(opened: "Run", arguments: argparse.Namespace) -> None:
     if arguments.real is not None:
         raise ValueError(f"The run {arguments.directory!r} has no classifier; --real measures one.")
     if arguments.data is not None:
-        data = output.load_data(arguments.data, strict=arguments.strict, json=arguments.json)
+        data = opening.load_data(arguments.data, strict=arguments.strict, json=arguments.json)
     elif opened.labels:
         data = opened.data()
     else:
@@ -251,7 +235,7 @@ def _data(arguments: argparse.Namespace, opened: "Run") -> "ImageData":
 
     if arguments.data is None:
         return opened.data()
-    return output.load_data(
+    return opening.load_data(
         arguments.data, strict=arguments.strict, json=arguments.json, labels=opened.labels
     )
 

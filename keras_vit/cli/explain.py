@@ -1,12 +1,11 @@
 """`keras-vit explain`: what a model sees in an image, as pictures and one page."""
 
 import argparse
-import json as json_format
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from keras_vit.cli import output
+from keras_vit.cli import opening, output
 
 if TYPE_CHECKING:
     import keras
@@ -56,7 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
     from keras_vit import data, explain
 
     image = data.read_image(arguments.image)
-    model, labels = _open(arguments.model)
+    model, run = opening.open_model(arguments.model)
+    labels = _class_names(model) if run is None else run.labels
     target = None if arguments.target is None else _target(arguments.target, labels)
     files = explain.write_explanation(
         model, image, arguments.out, labels=labels, target=target, title=Path(arguments.image).name
@@ -70,8 +70,7 @@ def _show(
 ) -> None:
     if json:
         names = [str(file) for file in files]
-        fields = {"event": "explanation", "files": names, "image": size, "taken": taken}
-        print(json_format.dumps(fields), flush=True)
+        output.print_json("explanation", files=names, image=size, taken=taken)
         return
     if size != taken:
         print(f"The image of {_size(size)} pixels was resampled to {_size(taken)}.")
@@ -83,22 +82,15 @@ def _size(size: tuple[int, ...]) -> str:
     return "x".join(map(str, size))
 
 
-def _open(path: str) -> "tuple[keras.Model, tuple[str, ...] | None]":
-    """Returns the model and the names of its classes, where they are known."""
+def _class_names(model: "keras.Model") -> tuple[str, ...] | None:
+    """Returns the names of a published model's classes, where they are known."""
+    from keras_vit import preprocessing
 
-    from keras_vit import preprocessing, training
-
-    if not path.endswith(".keras") or Path(path).is_dir():
-        opened = training.Run.load(path)
-        return opened.model, opened.labels
-    if not Path(path).exists():
-        raise FileNotFoundError(f"There is no model file {path!r}; check the path.")
-    model = training.open_model(path)
     try:
         known = preprocessing.class_labels(model.output_shape[-1])
     except ValueError:
-        return model, None
-    return model, tuple(name for _, name in known)
+        return None
+    return tuple(name for _, name in known)
 
 
 def _target(text: str, labels: tuple[str, ...] | None) -> int:

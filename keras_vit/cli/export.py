@@ -2,15 +2,15 @@
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from keras_vit.cli import flags, output
+from keras_vit.cli import flags, opening, output
 
 if TYPE_CHECKING:
     from keras_vit.exporting import Artefact
+    from keras_vit.training import Run
 
 _FORMATS = "savedmodel, tflite, tflite-fp16, tflite-int8, tflite-int8-full, onnx"
 _DESCRIPTION = f"""\
@@ -105,23 +105,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _open(arguments: argparse.Namespace) -> tuple[Any, Any, Sequence[Any]]:
     """Returns the model, its labels, and the images to check on."""
-
-    from keras_vit import training
-
-    path, images = Path(arguments.model), arguments.images or ()
-    if path.suffix == ".keras":
-        if not path.is_file():
-            raise FileNotFoundError(f"There is no model file {arguments.model!r}; check the path.")
-        return training.open_model(path), arguments.labels, images
-    opened = training.Run.load(path)
-    labels = arguments.labels or opened.labels
-    return opened.model, labels, images or _test_images(opened, is_json=arguments.json)
+    model, run = opening.open_model(arguments.model)
+    images = arguments.images or ()
+    if run is None:
+        return model, arguments.labels, images
+    images = images or _test_images(run, is_json=arguments.json)
+    return model, arguments.labels or run.labels, images
 
 
-def _test_images(opened: Any, *, is_json: bool) -> Sequence[Any]:
-
+def _test_images(run: "Run", *, is_json: bool) -> Sequence[Any]:
     try:
-        return list(opened.data().test.images)
+        return list(run.data().test.images)
     except (ValueError, OSError, ImportError) as error:
         if not is_json:
             output.say(f"Checking on drawn images, as the run's own cannot be had: {error}")
@@ -131,7 +125,7 @@ def _test_images(opened: Any, *, is_json: bool) -> Sequence[Any]:
 def _show(artefact: "Artefact", *, as_json: bool, verified: bool) -> None:
     if as_json:
         fields = {**dataclasses.asdict(artefact), "path": str(artefact.path)}
-        print(json.dumps({"event": "artefact", **fields}), flush=True)
+        output.print_json("artefact", **fields)
         return
     size = f"{artefact.bytes / 1e6:.1f} MB"
     checked = f"{len(artefact.checks)} checks passed" if verified else "not checked"

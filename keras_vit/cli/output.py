@@ -1,10 +1,9 @@
 """What the subcommands print: lines and tables for people, JSON lines for machines."""
 
 import argparse
-import contextlib
 import dataclasses
 import json as json_format
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -49,37 +48,23 @@ def say(text: object, *, file: TextIO | None = None) -> None:
     print(plain(text), file=file, flush=True)
 
 
-def load_data(
-    path: str,
-    *,
-    strict: bool,
-    json: bool,
-    labels: Sequence[str] | None = None,
-    labelled: bool = True,
-) -> "ImageData":
-    """Loads the digits or a folder, and says what was found.
-
-    Args:
-        path: "digits", "tfds:NAME", or a folder.
-        strict: whether damaged images are an error.
-        json: whether machines read.
-        labels: the known classes, to load a folder as test images alone.
-        labelled: whether a folder must have class folders.
-    """
-    from keras_vit import data
-
-    with _checking(json=json) as on_progress:
-        if labels is not None:
-            found = data.load_test_folder(
-                path, labels=labels, strict=strict, on_progress=on_progress
-            )
-        else:
-            found = data.load_data(path, labelled=labelled, strict=strict, on_progress=on_progress)
+def show_data(data: "ImageData", *, json: bool) -> None:
+    """Prints how many images of how many classes there are, and which were left out."""
     if json:
-        _print_json("data", **_data_fields(found))
-    else:
-        _describe_data(found)
-    return found
+        print_json(
+            "data",
+            source=data.source,
+            labels=data.labels,
+            images=data.counts,
+            damaged=data.damaged,
+            left_out=data.reasons,
+        )
+        return
+    counts = ", ".join(f"{count} {name}" for name, count in data.counts.items() if count)
+    classes = f"{len(data.labels)} classes" if data.labels else "no classes"
+    say(f"{data.source}: {classes}; images: {counts}")
+    for reason, names in data.reasons.items():
+        say(f"Left out because they {reason}: {_listed(names)}")
 
 
 class TrainDisplay:
@@ -103,7 +88,7 @@ class TrainDisplay:
             rich.progress.TaskProgressColumn(),
             rich.progress.TextColumn("{task.fields[numbers]}"),
             transient=True,
-            disable=json or not _is_terminal(),
+            disable=json or not is_terminal(),
         )
         self._task = self._bar.add_task("compiling", total=None, numbers="")
 
@@ -137,7 +122,7 @@ class TrainDisplay:
                 numbers=_numbers(event),
             )
         elif self._json:
-            _print_json("epoch", **dataclasses.asdict(event))
+            print_json("epoch", **dataclasses.asdict(event))
         else:
             mark = "*" if event.is_best else " "
             self._print(
@@ -153,7 +138,7 @@ class TrainDisplay:
         """Says how it ended and what to do next."""
         if self._json:
             numbers = {name: evaluation.to_dict() for name, evaluation in evaluations.items()}
-            _print_json(
+            print_json(
                 "done", run=str(run.path), seconds=seconds, **run.config["result"], **numbers
             )
             return
@@ -175,7 +160,7 @@ class TrainDisplay:
     def show_finished(self, run: "Run") -> None:
         """Says that there was nothing to do."""
         if self._json:
-            _print_json("finished", run=str(run.path), **run.config["result"])
+            print_json("finished", run=str(run.path), **run.config["result"])
             return
         self._print(f"{run.path} is a finished run of these settings: nothing was left to do.")
 
@@ -183,7 +168,7 @@ class TrainDisplay:
         """Says how it ended without labels, and what to do next."""
         result = run.config["result"]
         if self._json:
-            _print_json("done", run=str(run.path), seconds=seconds, **result)
+            print_json("done", run=str(run.path), seconds=seconds, **result)
             return
         self._print(
             f"Epoch kept (*): {result['best_epoch']}, validation loss "
@@ -226,7 +211,7 @@ def show_evaluations(evaluations: "Mapping[str, Evaluation]", *, json: bool) -> 
     """Prints the numbers of each split, and the classes of the last."""
     if json:
         for name, evaluation in evaluations.items():
-            _print_json("evaluation", split=name, **evaluation.to_dict())
+            print_json("evaluation", split=name, **evaluation.to_dict())
         return
     for name, evaluation in evaluations.items():
         top5 = evaluation.top5_accuracy
@@ -258,32 +243,6 @@ def _class_table(evaluation: "Evaluation") -> rich.table.Table:
     return table
 
 
-@contextlib.contextmanager
-def _checking(*, json: bool) -> Iterator[Any]:
-    """A bar for the look at every image of a folder."""
-    with rich.progress.Progress(transient=True, disable=json or not _is_terminal()) as bar:
-        task = bar.add_task("looking at the images", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-def _describe_data(data: "ImageData") -> None:
-    counts = ", ".join(f"{count} {name}" for name, count in data.counts.items() if count)
-    classes = f"{len(data.labels)} classes" if data.labels else "no classes"
-    say(f"{data.source}: {classes}; images: {counts}")
-    for reason, names in data.reasons.items():
-        say(f"Left out because they {reason}: {_listed(names)}")
-
-
-def _data_fields(data: "ImageData") -> dict[str, Any]:
-    return {
-        "source": data.source,
-        "labels": data.labels,
-        "images": data.counts,
-        "damaged": data.damaged,
-        "left_out": data.reasons,
-    }
-
-
 def _numbers(event: "StepDone") -> str:
     """What stands after the bar: loss, speed, memory, time left."""
     memory = f"{event.memory / 2**30:.1f} GiB"
@@ -300,7 +259,8 @@ def _listed(files: Sequence[str], *, shown: int = 5) -> str:
     return f"{len(files)} ({', '.join(files[:shown])}{more})"
 
 
-def _print_json(event: str, **fields: Any) -> None:
+def print_json(event: str, **fields: Any) -> None:
+    """Prints an event and what belongs to it, on one line."""
     print(json_format.dumps({"event": event, **fields}), flush=True)
 
 
@@ -315,7 +275,8 @@ def _print_table(table: rich.table.Table) -> None:
     console.print(table)
 
 
-def _is_terminal() -> bool:
+def is_terminal() -> bool:
+    """Whether a person may be looking on."""
     return rich.console.Console().is_terminal
 
 

@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from keras_vit.cli import evaluate, flags, output
+from keras_vit.cli import evaluate, flags, opening, output
 
 _DESCRIPTION = """\
 Names what images show, with the model of a run.
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Reads the images, predicts, prints."""
     from keras_vit import data, evaluation
 
-    opened = evaluate.load_run(arguments)
+    opened = opening.open_run(arguments)
     images, problems = {}, []
     for path in arguments.images:
         try:

@@ -6,7 +6,7 @@ import functools
 import time
 from typing import TYPE_CHECKING
 
-from keras_vit.cli import flags, output
+from keras_vit.cli import flags, opening, output
 
 if TYPE_CHECKING:
     from keras_vit.training import MaskedPatchModel, Recipe
@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
     training.check_free(arguments.out, existing=arguments.existing)
     _check(arguments)
     execution.make_strategy()  # several workers join before an image is decoded, or never
-    data = output.load_data(
+    data = opening.load_data(
         arguments.data, labelled=False, strict=arguments.strict, json=arguments.json
     )
     display = output.TrainDisplay(data, json=arguments.json)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from keras_vit.cli import flags, output
+from keras_vit.cli import flags, opening, output
 
 if TYPE_CHECKING:
     import keras
@@ -68,7 +68,7 @@ def distil(
         student = VisionTransformer(config)
     if arguments.teacher_sha256 is not None:
         find(arguments.teacher, sha256=arguments.teacher_sha256)
-    teacher = _open(arguments.teacher, labels=data.labels)
+    teacher = _open_teacher(arguments.teacher, labels=data.labels)
     given = {
         "distillation": arguments.distillation,
         "temperature": arguments.temperature,
@@ -161,7 +161,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
         config = recipe.config(execution.config(config))  # what does not fit is told at once
     execution.make_strategy()  # several workers join before an image is decoded, or never
-    data = output.load_data(arguments.data, strict=arguments.strict, json=arguments.json)
+    data = opening.load_data(arguments.data, strict=arguments.strict, json=arguments.json)
     display = output.TrainDisplay(data, json=arguments.json)
     evaluations: dict[str, evaluation.Evaluation] = {}
 
@@ -269,22 +269,15 @@ def _add_distillation(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _open(path: str, *, labels: Sequence[str]) -> "keras.Model":
-    """Opens a teacher: a run that knows the same classes, or a file."""
-
-    from keras_vit import training
-
-    if not path.endswith(".keras") or Path(path).is_dir():
-        opened = training.Run.load(path)
-        if opened.labels != tuple(labels):
-            raise ValueError(
-                f"The teacher {path!r} knows the classes {', '.join(opened.labels[:5])}, the data "
-                f"has {', '.join(labels[:5])}; both must have the same, in the same order."
-            )
-        return opened.model
-    if not Path(path).exists():
-        raise FileNotFoundError(f"There is no model file {path!r}; check the path.")
-    return training.open_model(path)
+def _open_teacher(path: str, *, labels: Sequence[str]) -> "keras.Model":
+    """Opens a run that knows the same classes, or a file."""
+    model, teacher = opening.open_model(path)
+    if teacher is not None and teacher.labels != tuple(labels):
+        raise ValueError(
+            f"The teacher {path!r} knows the classes {', '.join(teacher.labels[:5])}, the data "
+            f"has {', '.join(labels[:5])}; both must have the same, in the same order."
+        )
+    return model
 
 
 def _evaluate(result: "Run", data: "ImageData") -> "dict[str, Evaluation]":

@@ -11,6 +11,12 @@ import tensorflow as tf
 
 from keras_vit.data import header
 
+# Orientations in which the stored rows are columns, and those that are mirrored along an axis
+# after that.
+_TRANSPOSED = (5, 6, 7, 8)
+_MIRRORED_ROWS = (3, 4, 7, 8)
+_MIRRORED_COLUMNS = (2, 3, 6, 7)
+
 # The most pixels that are decoded, of all frames of a moving image together: what TensorFlow itself
 # takes of a PNG, room for the photos of 108 megapixels that telephones take. A pixel costs 3 to 12
 # bytes while it is decoded, which tests/test_data_images.py measures. KERAS_VIT_MAX_PIXELS sets
@@ -113,16 +119,16 @@ def decode_part(contents: tf.Tensor, *, choose: Callable[[tf.Tensor], tf.Tensor]
         lambda: _decode_in_one_op(contents, most, webp=True),
     )
     stored = tf.cond(is_jpeg, lambda: _jpeg_shape(contents, most), lambda: tf.shape(whole)[:2])
-    shape = tf.cond(turn > 1, lambda: header.upright_shape(stored, turn), lambda: stored)
+    shape = tf.cond(turn > 1, lambda: _upright_shape(stored, turn), lambda: stored)
     part = choose(shape)
 
     def decode_jpeg() -> tf.Tensor:
         return tf.image.decode_and_crop_jpeg(contents, part, channels=3)
 
     def decode_turned_jpeg() -> tf.Tensor:
-        place = header.stored_part(part, shape, turn)
+        place = _stored_part(part, shape, turn)
         cut = tf.image.decode_and_crop_jpeg(contents, place, channels=3)
-        return header.upright(cut, turn)
+        return _turned(cut, turn)
 
     image = tf.cond(
         is_jpeg,
@@ -187,10 +193,66 @@ def _upright(image: tf.Tensor, contents: tf.Tensor) -> tf.Tensor:
     contents = once_made(contents, image)
     image = tf.cond(
         header.may_be_turned(contents),
-        lambda: header.upright(image, header.read_orientation(contents)),
+        lambda: _turned(image, header.read_orientation(contents)),
         lambda: image,
     )
     return tf.ensure_shape(image, (None, None, 3))
+
+
+@header.one_op
+def _turned(image: tf.Tensor, orientation: tf.Tensor) -> tf.Tensor:
+    """Turns pixels as they are stored, (height, width, channels), upright.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> row = tf.constant([[[1], [2]]], tf.uint8)
+        >>> _turned(row, tf.constant(8))[..., 0].numpy().tolist()
+        [[2], [1]]
+    """
+    swapped = tf.cond(
+        _among(orientation, _TRANSPOSED), lambda: tf.transpose(image, (1, 0, 2)), lambda: image
+    )
+    rows = tf.where(_among(orientation, _MIRRORED_ROWS), -1, 1)
+    columns = tf.where(_among(orientation, _MIRRORED_COLUMNS), -1, 1)
+    return tf.strided_slice(
+        swapped, (0, 0, 0), (0, 0, 0), tf.stack([rows, columns, 1]), begin_mask=7, end_mask=7
+    )
+
+
+@header.one_op
+def _upright_shape(shape: tf.Tensor, orientation: tf.Tensor) -> tf.Tensor:
+    """Returns (height, width) of the upright image, from those of the stored one."""
+    return tf.where(_among(orientation, _TRANSPOSED), tf.reverse(shape, [0]), shape)
+
+
+@header.one_op
+def _stored_part(part: tf.Tensor, shape: tf.Tensor, orientation: tf.Tensor) -> tf.Tensor:
+    """Returns where a part of the upright image is stored.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> part, shape = tf.constant((0, 1, 2, 3)), tf.constant((5, 9))
+        >>> _stored_part(part, shape, tf.constant(3)).numpy().tolist()
+        [3, 5, 2, 3]
+
+    Args:
+        part: (top, left, height, width) in the upright image, int32.
+        shape: (height, width) of the upright image, int32.
+        orientation: 1 to 8, int32.
+
+    Returns:
+        (top, left, height, width) in the stored image, int32 of shape (4,).
+    """
+    rows, columns = _among(orientation, _MIRRORED_ROWS), _among(orientation, _MIRRORED_COLUMNS)
+    start, size = part[:2], part[2:]
+    start = tf.where(tf.stack([rows, columns]), shape - start - size, start)
+    both = tf.stack([start, size])
+    both = tf.where(_among(orientation, _TRANSPOSED), tf.reverse(both, [1]), both)
+    return tf.reshape(both, (4,))
+
+
+def _among(orientation: tf.Tensor, values: tuple[int, ...]) -> tf.Tensor:
+    return tf.reduce_any(tf.equal(orientation, values))
 
 
 _decode_in_one_op = header.one_op(_decode_upright)

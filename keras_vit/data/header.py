@@ -17,11 +17,6 @@ JPEG, PNG, WEBP, GIF, BMP = b"\xff\xd8\xff", b"\x89PNG", b"RIFF", b"GIF8", b"BM"
 # Exif 2.32 (CIPA DC-008), 4.6.4: the tag of IFD0 that holds the orientation, and the types it has.
 _TAG, _SHORT, _LONG = 0x0112, 3, 4
 _ENTRY = 12  # bytes
-# Orientations in which the stored rows are columns, and those that are mirrored along an axis
-# after that.
-_TRANSPOSED = (5, 6, 7, 8)
-_MIRRORED_ROWS = (3, 4, 7, 8)
-_MIRRORED_COLUMNS = (2, 3, 6, 7)
 _PIECES = 10_000  # of a file that are looked at; a photograph has tens
 # How files begin in which there is no orientation; a "?" is any byte.
 _PLAIN = (
@@ -159,58 +154,6 @@ def read_orientation(contents: tf.Tensor) -> tf.Tensor:
         ],
     )
     return _tiff_orientation(tiff)
-
-
-@one_op
-def upright(image: tf.Tensor, orientation: tf.Tensor) -> tf.Tensor:
-    """Turns pixels as they are stored, (height, width, channels), upright.
-
-    Example:
-        >>> import tensorflow as tf
-        >>> row = tf.constant([[[1], [2]]], tf.uint8)
-        >>> upright(row, tf.constant(8))[..., 0].numpy().tolist()
-        [[2], [1]]
-    """
-    swapped = tf.cond(
-        _among(orientation, _TRANSPOSED), lambda: tf.transpose(image, (1, 0, 2)), lambda: image
-    )
-    rows = tf.where(_among(orientation, _MIRRORED_ROWS), -1, 1)
-    columns = tf.where(_among(orientation, _MIRRORED_COLUMNS), -1, 1)
-    return tf.strided_slice(
-        swapped, (0, 0, 0), (0, 0, 0), tf.stack([rows, columns, 1]), begin_mask=7, end_mask=7
-    )
-
-
-@one_op
-def upright_shape(shape: tf.Tensor, orientation: tf.Tensor) -> tf.Tensor:
-    """Returns (height, width) of the upright image, from those of the stored one."""
-    return tf.where(_among(orientation, _TRANSPOSED), tf.reverse(shape, [0]), shape)
-
-
-@one_op
-def stored_part(part: tf.Tensor, shape: tf.Tensor, orientation: tf.Tensor) -> tf.Tensor:
-    """Returns where a part of the upright image is stored.
-
-    Example:
-        >>> import tensorflow as tf
-        >>> part, shape = tf.constant((0, 1, 2, 3)), tf.constant((5, 9))
-        >>> stored_part(part, shape, tf.constant(3)).numpy().tolist()
-        [3, 5, 2, 3]
-
-    Args:
-        part: (top, left, height, width) in the upright image, int32.
-        shape: (height, width) of the upright image, int32.
-        orientation: 1 to 8, int32.
-
-    Returns:
-        (top, left, height, width) in the stored image, int32 of shape (4,).
-    """
-    rows, columns = _among(orientation, _MIRRORED_ROWS), _among(orientation, _MIRRORED_COLUMNS)
-    start, size = part[:2], part[2:]
-    start = tf.where(tf.stack([rows, columns]), shape - start - size, start)
-    both = tf.stack([start, size])
-    both = tf.where(_among(orientation, _TRANSPOSED), tf.reverse(both, [1]), both)
-    return tf.reshape(both, (4,))
 
 
 def _area(height: tf.Tensor, width: tf.Tensor) -> tf.Tensor:
@@ -515,7 +458,3 @@ PIXELS: Mapping[bytes, Callable[[tf.Tensor], tf.Tensor]] = {
     GIF: _pixels_of_gif,
     BMP: _pixels_of_bmp,
 }
-
-
-def _among(orientation: tf.Tensor, values: tuple[int, ...]) -> tf.Tensor:
-    return tf.reduce_any(tf.equal(orientation, values))

@@ -9,6 +9,7 @@ at again and again, a version is warmed up before it replaces the last, XLA is d
 """
 
 import contextlib
+import ctypes
 import http.server
 import importlib.util
 import json
@@ -22,6 +23,13 @@ from pathlib import Path
 POLL_SECONDS = 0.1
 HTTP_CODES = {"INVALID_ARGUMENT": 400, "FAILED_PRECONDITION": 400, "NOT_FOUND": 404}
 URL = re.compile(r"/v1/models/(?P<name>[^/:]+)(?:/versions/(?P<version>\d+))?(?::(?P<verb>\w+))?$")
+
+
+def disable_xla(folder):
+    """Calls what the server calls at its start; no public name of TensorFlow does it."""
+    name = "libtensorflow_{}.so.2"
+    ctypes.CDLL(str(folder / name.format("framework")), ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(str(folder / name.format("cc")))._ZN10tensorflow21DisableXlaCompilationEv()
 
 
 class Servable:
@@ -42,6 +50,7 @@ class Servable:
         newest = max(versions, default=None)
         if newest is None or newest == self.version:
             return
+        disable_xla(loader.installed_library())
         model = loader.SavedModel(self.directory / str(newest))
         self.warmed = savedmodel_checks.replay(self.directory / str(newest), model)
         session = model

@@ -176,7 +176,7 @@ class _Buffer(ctypes.Structure):
 
 
 class SavedModel:
-    """A SavedModel in a session of the C++ runtime, XLA disabled as the server disables it.
+    """A SavedModel in a session of the C++ runtime, by TensorFlow's public C interface.
 
     Args:
         path: the version directory that holds saved_model.pb.
@@ -189,7 +189,6 @@ class SavedModel:
 
     def __init__(self, path: str | Path, *, library: Path | None = None) -> None:
         self._lib = _load_library(library or installed_library())
-        self._lib._ZN10tensorflow21DisableXlaCompilationEv()
         self._status = self._lib.TF_NewStatus()
         self._graph = self._lib.TF_NewGraph()
         buffer = self._lib.TF_NewBuffer()

@@ -107,13 +107,17 @@ def decode_part(contents: tf.Tensor, *, choose: Callable[[tf.Tensor], tf.Tensor]
         lambda: tf.constant(1),
     )
     contents = once_made(contents, turn)
-    whole = tf.cond(
+    decoded = tf.cond(
         is_jpeg,
         lambda: tf.zeros((0, 0, 3), tf.uint8),  # not decoded before the part is chosen
         lambda: _decode_in_one_op(contents, most, webp=True),
     )
-    stored = tf.cond(is_jpeg, lambda: _jpeg_shape(contents, most), lambda: tf.shape(whole)[:2])
-    shape = tf.cond(turn > 1, lambda: header.upright_shape(stored, turn), lambda: stored)
+    stored_shape = tf.cond(
+        is_jpeg, lambda: _jpeg_shape(contents, most), lambda: tf.shape(decoded)[:2]
+    )
+    shape = tf.cond(
+        turn > 1, lambda: header.upright_shape(stored_shape, turn), lambda: stored_shape
+    )
     part = choose(shape)
 
     def decode_jpeg() -> tf.Tensor:
@@ -121,13 +125,13 @@ def decode_part(contents: tf.Tensor, *, choose: Callable[[tf.Tensor], tf.Tensor]
 
     def decode_turned_jpeg() -> tf.Tensor:
         place = header.stored_part(part, shape, turn)
-        cut = tf.image.decode_and_crop_jpeg(contents, place, channels=3)
-        return header.upright(cut, turn)
+        crop = tf.image.decode_and_crop_jpeg(contents, place, channels=3)
+        return header.upright(crop, turn)
 
     image = tf.cond(
         is_jpeg,
         lambda: tf.cond(turn > 1, decode_turned_jpeg, decode_jpeg),
-        lambda: cut_part(whole, choose=lambda _: part),
+        lambda: cut_part(decoded, choose=lambda _: part),
     )
     return tf.ensure_shape(image, (None, None, 3))
 
@@ -164,8 +168,8 @@ def _decoder(most: int, is_jpeg: bool) -> Callable[[bytes], tf.Tensor]:
 
     def decode(contents: tf.Tensor) -> tf.Tensor:
         pixels = tf.constant(most, tf.int64)
-        known = _decode_jpeg if is_jpeg else functools.partial(_decode_other, webp=True)
-        return _upright(known(contents, pixels), contents)
+        decode_format = _decode_jpeg if is_jpeg else functools.partial(_decode_other, webp=True)
+        return _upright(decode_format(contents, pixels), contents)
 
     graph: Callable[[bytes], tf.Tensor] = tf.function(
         decode, input_signature=[tf.TensorSpec((), tf.string)], autograph=False
@@ -207,7 +211,7 @@ def _decode_other(contents: tf.Tensor, most: tf.Tensor, *, webp: bool) -> tf.Ten
     }
     begins = tf.stack([_starts_with(contents, begin) for begin in decode])
     place = tf.argmax(tf.pad(begins, [[0, 1]], constant_values=True), output_type=tf.int32)
-    branches = [functools.partial(one, contents, most) for one in decode.values()]
+    branches = [functools.partial(decode_one, contents, most) for decode_one in decode.values()]
     # What begins otherwise goes where it is said that no such file is known.
     return tf.switch_case(place, [*branches, functools.partial(_decode_plain, contents)])
 
@@ -312,13 +316,13 @@ def _blended_strips(pixels: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
     rows = tf.maximum(size // width, 1)
     count = (height + rows - 1) // rows
 
-    def blend(place: tf.Tensor, made: tf.TensorArray) -> tuple[tf.Tensor, tf.TensorArray]:
+    def blend(place: tf.Tensor, strips: tf.TensorArray) -> tuple[tf.Tensor, tf.TensorArray]:
         strip = pixels[place * rows : (place + 1) * rows]
-        return place + 1, made.write(place, _blended_strip(strip))
+        return place + 1, strips.write(place, _blended_strip(strip))
 
-    made = tf.TensorArray(tf.uint8, count, infer_shape=False, element_shape=(None, None, None))
-    _, made = tf.while_loop(lambda place, made: place < count, blend, (0, made))
-    return made.concat()
+    strips = tf.TensorArray(tf.uint8, count, infer_shape=False, element_shape=(None, None, None))
+    _, strips = tf.while_loop(lambda place, strips: place < count, blend, (0, strips))
+    return strips.concat()
 
 
 @header.one_op

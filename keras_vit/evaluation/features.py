@@ -1,4 +1,4 @@
-"""What frozen features tell: a linear classifier of few labels, and the nearest neighbours."""
+"""Evaluates frozen features: a linear classifier of few labels, and the nearest neighbours."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -46,35 +46,35 @@ def nearest_neighbors(
             f"neighbors must be from 1 to the {len(train)} train images, temperature above 0. "
             f"Received: neighbors={neighbors!r}, temperature={temperature!r}."
         )
-    known, asked = (frozen_features(model, split) for split in (train, test))
+    references, queries = (frozen_features(model, split) for split in (train, test))
     votes = neighbor_votes(
-        known, train.targets, asked, neighbors=neighbors, temperature=temperature
+        references, train.targets, queries, neighbors=neighbors, temperature=temperature
     )
     return float((votes.argmax(axis=1) == test.targets).mean())
 
 
 def neighbor_votes(
-    known: np.ndarray,
+    references: np.ndarray,
     targets: np.ndarray,
-    asked: np.ndarray,
+    queries: np.ndarray,
     *,
     neighbors: int = NEIGHBORS,
     temperature: float = TEMPERATURE,
 ) -> np.ndarray:
-    """Returns the votes (count, C) for each class of each asked feature.
+    """Returns the votes (count, C) for each class of each query.
 
     Args:
-        known: (images, D) features of labelled images.
+        references: (images, D) features of labelled images.
         targets: (images,) their classes.
-        asked: (count, D) features.
+        queries: (count, D) features to classify.
         neighbors: how many vote.
         temperature: how much more the likest count.
     """
-    known, asked = _unit(known), _unit(asked)
+    references, queries = _unit(references), _unit(queries)
     classes = np.eye(int(targets.max()) + 1)[targets]
     votes = []
-    for start in range(0, len(asked), _ROWS):
-        similarity = asked[start : start + _ROWS] @ known.T
+    for start in range(0, len(queries), _ROWS):
+        similarity = queries[start : start + _ROWS] @ references.T
         nearest = np.argsort(-similarity, axis=1, kind="stable")[:, :neighbors]
         # The likest counts 1: the exponent cannot overflow, and the order stays.
         ranked = np.take_along_axis(similarity, nearest, axis=1)
@@ -179,13 +179,13 @@ def few_shot(
     train_features, test_features = (frozen_features(model, split) for split in (train, test))
     accuracies: dict[int, list[float]] = {count: [] for count in shots}
     for seed in range(seeds):
-        for count, chosen in draw_shots(train.targets, shots=shots, seed=seed).items():
+        for count, indices in draw_shots(train.targets, shots=shots, seed=seed).items():
             classifier = fit_linear(
-                train_features[chosen], train.targets[chosen], regularization=regularization
+                train_features[indices], train.targets[indices], regularization=regularization
             )
             predicted = classifier.scores(test_features).argmax(axis=1)
             accuracies[count].append(float((predicted == test.targets).mean()))
-    return tuple(FewShot(count, tuple(found)) for count, found in accuracies.items())
+    return tuple(FewShot(count, tuple(values)) for count, values in accuracies.items())
 
 
 def draw_shots(targets: np.ndarray, *, shots: Sequence[int], seed: int) -> dict[int, np.ndarray]:

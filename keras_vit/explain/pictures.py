@@ -45,14 +45,14 @@ def plot_heatmap(image: np.ndarray, heatmap: np.ndarray, *, title: str, unit: st
     axes[0].set_title("image")
     low, high = float(heatmap.min()), float(heatmap.max())
     scale = {"vmin": low, "vmax": high if high > low else low + 1}
-    drawn = axes[1].imshow(heatmap, extent=extent, cmap=COLORS, **scale)
+    artist = axes[1].imshow(heatmap, extent=extent, cmap=COLORS, **scale)
     axes[1].set_title(title)
     axes[2].imshow(_lit(picture, heatmap), extent=extent)
     axes[2].set_title("image, lit by it")
     for each in axes:
         each.set_xlabel("pixels")
     axes[0].set_ylabel("pixels")
-    figure.colorbar(drawn, ax=axes, label=unit, shrink=0.9)
+    figure.colorbar(artist, ax=axes, label=unit, shrink=0.9)
     return figure
 
 
@@ -77,13 +77,13 @@ def plot_heads(heatmaps: np.ndarray, *, title: str, unit: str) -> "Figure":
         if index >= heads:
             each.set_axis_off()
             continue
-        drawn = each.imshow(heatmaps[index], cmap=COLORS, vmin=0, vmax=heatmaps.max())
+        artist = each.imshow(heatmaps[index], cmap=COLORS, vmin=0, vmax=heatmaps.max())
         each.set_title(f"head {index}")
         _count_patches(each, heatmaps.shape[1:])
     figure.suptitle(title)
     figure.supxlabel("column of the patch")
     figure.supylabel("row of the patch")
-    figure.colorbar(drawn, ax=axes, label=unit)
+    figure.colorbar(artist, ax=axes, label=unit)
     return figure
 
 
@@ -140,7 +140,7 @@ def plot_position_similarity(similarity: np.ndarray) -> "Figure":
     axes: Any = figure.subplots(len(rows), len(columns), squeeze=False)
     for i, j in np.ndindex(axes.shape):
         tile = similarity[rows[i], columns[j]]
-        drawn = axes[i, j].imshow(tile, cmap=COLORS, vmin=-1, vmax=1)
+        artist = axes[i, j].imshow(tile, cmap=COLORS, vmin=-1, vmax=1)
         axes[i, j].set(xticks=[], yticks=[])
     for i, row in enumerate(rows):
         axes[i, 0].set_ylabel(str(row))
@@ -149,7 +149,7 @@ def plot_position_similarity(similarity: np.ndarray) -> "Figure":
     figure.suptitle("Position embedding similarity")
     figure.supxlabel("column of the patch")
     figure.supylabel("row of the patch")
-    figure.colorbar(drawn, ax=axes, label="cosine similarity")
+    figure.colorbar(artist, ax=axes, label="cosine similarity")
     return figure
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import keras
 
 from keras_vit import backend
-from keras_vit.layers.attention import MultiHeadSelfAttention, tell
+from keras_vit.layers.attention import MultiHeadSelfAttention, record
 from keras_vit.layers.dense import CompositeLayer, LayerNormalization, TokenDense, add_dropped
 from keras_vit.layers.random import RandomLayer, drop_samples, dropout, initializer, split_seed
 
@@ -199,19 +199,21 @@ class TransformerBlock(CompositeLayer):
         seeds = [part.next_seed(training) for part in parts]
         if not (self.remat and training):
             return self._forward(inputs, seeds)
-        drawn = [seed for seed in seeds if seed is not None]
+        used_seeds = [seed for seed in seeds if seed is not None]
 
-        def forward(inputs: Any, *drawn: Any) -> Any:
-            rest = iter(drawn)
-            return self._forward(inputs, [None if seed is None else next(rest) for seed in seeds])
+        def forward(inputs: Any, *used_seeds: Any) -> Any:
+            seed_iterator = iter(used_seeds)
+            return self._forward(
+                inputs, [None if seed is None else next(seed_iterator) for seed in seeds]
+            )
 
-        return keras.remat(forward)(inputs, *drawn)  # which takes tensors alone
+        return keras.remat(forward)(inputs, *used_seeds)  # which takes tensors alone
 
     def _forward(self, inputs: Any, seeds: list[Any]) -> Any:
         # A part without a seed is not random, or it is not training.
         tokens = self._add(self.attention, self.attention_norm, inputs, seeds[:2])  # (B, N, D)
         tokens = self._add(self.mlp, self.mlp_norm, tokens, seeds[2:])  # (B, N, D)
-        tell(self, tokens)
+        record(self, tokens)
         return tokens
 
     def _add(

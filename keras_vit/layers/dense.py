@@ -49,8 +49,8 @@ def dense_changes(layer: keras.layers.Layer) -> dict[str, dict[str, Any]]:
         >>> dense_changes(mlp)
         {'1': {'lora_rank': 2, 'lora_alpha': 2}}
     """
-    found = {str(place): _change(dense) for place, dense in enumerate(_dense(layer))}
-    return {place: change for place, change in found.items() if change}
+    changes = {str(place): _change(dense) for place, dense in enumerate(_dense(layer))}
+    return {place: change for place, change in changes.items() if change}
 
 
 def change_dense(layer: keras.layers.Layer, changes: dict[str, dict[str, Any]]) -> None:
@@ -76,11 +76,11 @@ def change_dense(layer: keras.layers.Layer, changes: dict[str, dict[str, Any]]) 
 
 def without_lora(changes: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Returns what `dense_changes` said, but for what LoRA changed."""
-    kept = {
+    remaining = {
         place: {key: value for key, value in change.items() if not key.startswith("lora")}
         for place, change in changes.items()
     }
-    return {place: change for place, change in kept.items() if change}
+    return {place: change for place, change in remaining.items() if change}
 
 
 @keras.saving.register_keras_serializable(package="keras_vit")
@@ -174,10 +174,10 @@ class TokenDense(keras.layers.Dense):
         self.random_bias = random_bias
 
     def build(self, input_shape: tuple[Any, ...]) -> None:
-        wanted = self.kernel_initializer, self.bias_initializer
-        self.kernel_initializer, self.bias_initializer = map(initializer, wanted)
+        initializers = self.kernel_initializer, self.bias_initializer
+        self.kernel_initializer, self.bias_initializer = map(initializer, initializers)
         super().build(input_shape)
-        self.kernel_initializer, self.bias_initializer = wanted
+        self.kernel_initializer, self.bias_initializer = initializers
 
     def call(self, inputs: Any, residual: Any = None, training: bool | None = None) -> Any:
         """Adds `residual` (B, N, M) to the result, in the same kernel where that is possible."""
@@ -279,11 +279,11 @@ class TokenDense(keras.layers.Dense):
     def _stored(self) -> list[keras.Variable]:
         """Returns the variables of a file, in its order."""
         names = (*self.variable_serialization_spec[self.quantization_mode], *_THIN)
-        found = (
+        variables = (
             private.stored_kernel(self) if name == "kernel" else getattr(self, name, None)
             for name in names
         )
-        return [variable for variable in found if variable is not None]
+        return [variable for variable in variables if variable is not None]
 
     def _adapted(self, inputs: Any) -> Any:
         *outer, width = keras.ops.shape(inputs)

@@ -360,11 +360,11 @@ class PatchEncoder(CompositeLayer, RandomLayer, PositionedLayer):
 
     def _build_prefix(self, name: str, count: int) -> None:
         # Equal registers would stay equal; the original's class token starts at zero.
-        wanted: Any = keras.initializers.RandomNormal(stddev=POSITION_STDDEV)
+        normal: Any = keras.initializers.RandomNormal(stddev=POSITION_STDDEV)
         shape = (1, count, self.hidden_dim)
         weight = self.add_weight(
             name=name,
             shape=shape,
-            initializer="zeros" if name == "class_token" else initializer(wanted),
+            initializer="zeros" if name == "class_token" else initializer(normal),
         )
         setattr(self, name, weight)

@@ -22,9 +22,9 @@ def overwritten_weights() -> Iterator[None]:
         _overwritten.reset(token)
 
 
-def initializer(wanted: Any) -> Any:
-    """Returns the wanted Keras initializer, or one that does nothing where it would be in vain."""
-    return backend.uninitialized if _overwritten.get() else wanted
+def initializer(usual: Any) -> Any:
+    """Returns the usual Keras initializer, or one that does nothing where it would be in vain."""
+    return backend.uninitialized if _overwritten.get() else usual
 
 
 # Odd, so that its multiples modulo 2**32 are all different (Knuth's multiplicative hash).
@@ -106,8 +106,8 @@ def drop_samples(x: Any, rate: float, *, seed: Any) -> Any:
     if seed is None or not rate:
         return x
     shape = (keras.ops.shape(x)[0],) + (1,) * (len(x.shape) - 1)
-    kept = keras.random.uniform(shape, seed=_GivenSeed(seed)) >= rate
-    return x * keras.ops.cast(kept, x.dtype) / (1 - rate)
+    mask = keras.random.uniform(shape, seed=_GivenSeed(seed)) >= rate
+    return x * keras.ops.cast(mask, x.dtype) / (1 - rate)
 
 
 def _shifted(seed: Any, by: Any) -> Any:

@@ -159,7 +159,7 @@ def parse_json(content: bytes, *, name: str | Path) -> dict[str, Any]:
     if len(content) > MAX_TEXT:
         raise ValueError(f"{name} has {len(content)} bytes of text; at most {MAX_TEXT} are read.")
     try:
-        found = json.loads(
+        settings = json.loads(
             content.decode(),
             parse_constant=_finite,
             parse_float=_finite,
@@ -177,9 +177,9 @@ def parse_json(content: bytes, *, name: str | Path) -> dict[str, Any]:
         ) from None
     except ValueError as error:
         raise ValueError(f"{name} is not usable JSON: {shown(str(error))}.") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{name} holds a {type(found).__name__}, not a dictionary.")
-    return found
+    if not isinstance(settings, dict):
+        raise ValueError(f"{name} holds a {type(settings).__name__}, not a dictionary.")
+    return settings
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -260,8 +260,8 @@ def safetensors_metadata(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: the file is not a whole .safetensors file.
     """
-    found = _safetensors_header(path)[0].get("__metadata__", {})
-    return found if isinstance(found, dict) else {}
+    metadata = _safetensors_header(path)[0].get("__metadata__", {})
+    return metadata if isinstance(metadata, dict) else {}
 
 
 class _Directory(io.BufferedReader):
@@ -272,9 +272,9 @@ class _Directory(io.BufferedReader):
     def read(self, size: int | None = -1, /) -> bytes:
         if self.is_open:
             return super().read(size)
-        wanted = -1 if size is None else size
+        limit = -1 if size is None else size
         most = _MAX_DIRECTORY + 1
-        content = super().read(min(wanted, most) if wanted >= 0 else most)
+        content = super().read(min(limit, most) if limit >= 0 else most)
         if len(content) == most:
             raise zipfile.BadZipFile(f"its directory has more than {_MAX_DIRECTORY} bytes")
         return content
@@ -416,11 +416,11 @@ def _npy_header(
     with archive.open(info) as member:
         try:
             version = np.lib.format.read_magic(member)
-            read = {
+            read_header = {
                 (1, 0): np.lib.format.read_array_header_1_0,
                 (2, 0): np.lib.format.read_array_header_2_0,
             }[version]
-            shape, fortran, dtype = read(member)
+            shape, fortran, dtype = read_header(member)
         except _NO_HEADER:
             raise ValueError(
                 f"{path}: {shown(info.filename)} is not a NumPy array; the file is damaged."
@@ -440,7 +440,7 @@ def _finite(text: str) -> float:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    items = dict(pairs)
+    if len(items) < len(pairs):
         raise ValueError("it says one thing twice")
-    return found
+    return items

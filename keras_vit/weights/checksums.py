@@ -1,4 +1,4 @@
-"""Compares a file on disk with what a server, a catalogue or an earlier use said of it."""
+"""Compares a file on disk with the checksum of a server, a catalogue or an earlier use."""
 
 import base64
 import functools
@@ -77,12 +77,12 @@ def check_sha256(path: Path, sha256: str | None) -> None:
     Raises:
         ValueError: the file has another one.
     """
-    wanted = checked_sha256(sha256)
-    if wanted is None or not path.is_file():
+    expected = checked_sha256(sha256)
+    if expected is None or not path.is_file():
         return
-    if (digest := digest_of(path)) != wanted:
+    if (digest := digest_of(path)) != expected:
         raise ValueError(
-            f"{path} has the SHA-256 {digest}, and {wanted} was asked for: it is damaged or "
+            f"{path} has the SHA-256 {digest}, and {expected} was asked for: it is damaged or "
             "another file, get it from its publisher again."
         )
 
@@ -125,8 +125,8 @@ def check_structure(path: Path, *, name: str) -> None:
             _STRUCTURES[suffix](path)
         except (ValueError, KeyError, TypeError, OSError, struct.error, RecursionError) as error:
             raise ValueError(str(error)) from error
-    elif found := junk(path, name=name):
-        raise ValueError(f"it is {found}")
+    elif description := junk(path, name=name):
+        raise ValueError(f"it is {description}")
 
 
 def structured(name: str) -> str | None:
@@ -148,9 +148,9 @@ def junk(path: Path, *, name: str) -> str | None:
     if not start:
         return "an empty file"
     suffix = structured(name)
-    known = _MARKS if suffix is not None else _MARKS[:3]
-    found = next((words for mark, words in known if re.match(mark, start, re.IGNORECASE)), None)
-    return None if found == _PROMISES.get(suffix or "") else found
+    marks = _MARKS if suffix is not None else _MARKS[:3]
+    kind = next((words for mark, words in marks if re.match(mark, start, re.IGNORECASE)), None)
+    return None if kind == _PROMISES.get(suffix or "") else kind
 
 
 def _check_zip(path: Path) -> None:
@@ -165,14 +165,14 @@ def _check_zip(path: Path) -> None:
             if not packings <= {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}:
                 raise ValueError("a member is packed otherwise than stored or deflated")
             _check_ends(path, len(archive.comment))
-            damaged = archive.testzip()
+            damaged_member = archive.testzip()
     except _ZIP_ERRORS as error:
         text = f"{error}"[:80]
         raise ValueError(
             f"not a whole zip archive ({text}), it begins with {_start(path)[:16]!r}"
         ) from error
-    if damaged is not None:
-        raise ValueError(f"the archive's member {damaged[:80]!r} does not have its own CRC")
+    if damaged_member is not None:
+        raise ValueError(f"the archive's member {damaged_member[:80]!r} does not have its own CRC")
 
 
 def _check_safetensors(path: Path) -> None:

@@ -246,8 +246,10 @@ def _checked(
             f"cannot be told from a cut one: {advice}."
         )
     digest = checksums.digest_of(partial)
-    if found := checksums.junk(partial, name=path.name):
-        raise ValueError(f"{stated.url} answered with {found} instead of {path.name}: {advice}.")
+    if description := checksums.junk(partial, name=path.name):
+        raise ValueError(
+            f"{stated.url} answered with {description} instead of {path.name}: {advice}."
+        )
     try:
         checksums.check_stated(partial, stated=stated.hashes)
     except ValueError as error:
@@ -275,9 +277,9 @@ def _use(file: Path, path: Path, digest: str, sha256: str | None) -> None:
     try:
         checksums.check_structure(file, name=path.name)
     except ValueError as error:
-        found = checksums.junk(file, name=path.name)
+        description = checksums.junk(file, name=path.name)
         raise ValueError(
-            f"{file} is {found or f'damaged ({error})'}: delete it to download it again."
+            f"{file} is {description or f'damaged ({error})'}: delete it to download it again."
         ) from None
     _write_record(path, digest)
 

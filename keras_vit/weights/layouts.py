@@ -108,15 +108,15 @@ def renamed(pairs: Iterable[tuple[str, StoredArray]]) -> dict[str, StoredArray]:
     Raises:
         ValueError: two of them have the same.
     """
-    found: dict[str, StoredArray] = {}
+    arrays: dict[str, StoredArray] = {}
     for name, array in pairs:
-        if name in found:
+        if name in arrays:
             raise ValueError(
                 f"The file holds {shown(name)} twice, under names that mean the same; save it with "
                 "one of them."
             )
-        found[name] = array
-    return found
+        arrays[name] = array
+    return arrays
 
 
 _ROOM = 130  # letters that a list of names takes in a message
@@ -185,13 +185,13 @@ def numbered(names: Iterable[str], pattern: str, *, first: int = 0) -> int:
     Raises:
         ValueError: one is missing: the largest number alone would say how many there are.
     """
-    found = {match[1] for match in map(re.compile(pattern, re.ASCII).match, names) if match}
-    missing = next((n for n in itertools.count(first) if str(n) not in found), first)
-    if len(found) > missing - first:
+    units = {match[1] for match in map(re.compile(pattern, re.ASCII).match, names) if match}
+    missing = next((n for n in itertools.count(first) if str(n) not in units), first)
+    if len(units) > missing - first:
         raise ValueError(
-            f"The file lacks the block or unit {missing}, and has {listed(found - {str(missing)})}."
+            f"The file lacks the block or unit {missing}, and has {listed(units - {str(missing)})}."
         )
-    return len(found)
+    return len(units)
 
 
 # What an array's name stands for: the first of its names that is found is the example.
@@ -225,14 +225,14 @@ def check_features(names: Iterable[str]) -> None:
         >>> check_features(["patch_embed.proj.weight", "blocks.0.attn.qkv.weight"])
     """
     names = sorted(names)
-    found = {}
+    examples = {}
     for pattern, feature in FEATURES:
         example = next(filter(re.compile(pattern).search, names), None)
         if example is not None:
-            found[feature] = example
-    if not found:
+            examples[feature] = example
+    if not examples:
         return
-    needs = [f"{feature} ({example})" for feature, example in found.items()]
+    needs = [f"{feature} ({example})" for feature, example in examples.items()]
     *most, last = needs
     listed = f"{', '.join(most)} and {last}" if most else last
     raise ValueError(

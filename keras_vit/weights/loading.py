@@ -199,9 +199,9 @@ def assign(model: VisionTransformer, values: Values, *, path: Path) -> None:
         ValueError: an array is damaged, or another variable would be left without value.
     """
     variables = {variable.path: variable for variable in model.weights}
-    left = [name for name in variables if name not in values and not name.startswith(HEAD)]
-    if left:
-        raise ValueError(f"{path} does not give the variables {listed(left)}.")
+    missing = [name for name in variables if name not in values and not name.startswith(HEAD)]
+    if missing:
+        raise ValueError(f"{path} does not give the variables {listed(missing)}.")
     while values:
         name = next(iter(values))
         variables[name].assign(backend.adopt(values.pop(name).result()))
@@ -235,8 +235,8 @@ def match(
         for name, shape in zip(row.names, row.shapes, strict=True)
         if name not in missing and not _fits(checkpoint.arrays[name].shape, shape, row.path)
     ]
-    found = (("missing", missing), ("unexpected", extra), ("of another shape", misshapen))
-    problems = [f"{kind}: {listed(names)}" for kind, names in found if names]
+    differences = (("missing", missing), ("unexpected", extra), ("of another shape", misshapen))
+    problems = [f"{kind}: {listed(names)}" for kind, names in differences if names]
     if problems:
         raise ValueError(f"{checkpoint.path} does not fit the model. Arrays {'; '.join(problems)}.")
     _check_positions(checkpoint, rows, config)
@@ -247,11 +247,11 @@ def check_architecture(checkpoint: Checkpoint, config: ViTConfig) -> None:
     """Raises a ValueError unless the file's sizes are the config's, of a published network."""
     check_published(config)
     for name in ARCHITECTURE:
-        wanted, found = getattr(config, name), checkpoint.fields.get(name)
-        if name in checkpoint.fields and wanted != found:
+        expected, stored = getattr(config, name), checkpoint.fields.get(name)
+        if name in checkpoint.fields and expected != stored:
             raise ValueError(
-                f"{checkpoint.path} does not fit the model: its {name} is {shown(found)}, the "
-                f"model's is {wanted}."
+                f"{checkpoint.path} does not fit the model: its {name} is {shown(stored)}, the "
+                f"model's is {expected}."
             )
 
 
@@ -260,8 +260,8 @@ def check_numbers(checkpoint: Checkpoint, config: ViTConfig) -> None:
 
     What the file does not say is not compared: then the config's word stands.
     """
-    said = {name: checkpoint.fields[name] for name in NUMBERS if name in checkpoint.fields}
-    other = {name: v for name, v in said.items() if not _same(v, getattr(config, name))}
+    numbers = {name: checkpoint.fields[name] for name in NUMBERS if name in checkpoint.fields}
+    other = {name: v for name, v in numbers.items() if not _same(v, getattr(config, name))}
     if other:
         theirs = ", ".join(f"{name}={value!r}" for name, value in other.items())
         ours = ", ".join(f"{name}={getattr(config, name)!r}" for name in other)
@@ -325,11 +325,11 @@ def _unchanged_after_an_error(model: VisionTransformer) -> Iterator[None]:
     shares its memory, and JAX's values never change.
     """
     keep = keras.ops.convert_to_tensor if keras.backend.backend() == "jax" else keras.ops.copy
-    kept = [(variable, keep(variable)) for variable in model.weights]
+    saved = [(variable, keep(variable)) for variable in model.weights]
     try:
         yield
     except BaseException:
-        for variable, value in kept:
+        for variable, value in saved:
             variable.assign(value)
         raise
 

@@ -285,14 +285,14 @@ def _lora_initializer() -> keras.initializers.Initializer:
 
 
 def _checked(targets: str | Iterable[str]) -> tuple[str, ...]:
-    wanted = (targets,) if isinstance(targets, str) else tuple(targets)
-    unknown = [target for target in wanted if target not in TARGETS]
-    if unknown or not wanted:
+    names = (targets,) if isinstance(targets, str) else tuple(targets)
+    unknown = [target for target in names if target not in TARGETS]
+    if unknown or not names:
         raise ValueError(
             f"targets must be some of {', '.join(TARGETS)}, the dense products of a block. "
-            f"Received: targets={wanted}."
+            f"Received: targets={names}."
         )
-    return tuple(target for target in TARGETS if target in wanted)
+    return tuple(target for target in TARGETS if target in names)
 
 
 def _is_adapter(path: str) -> bool:

@@ -350,8 +350,8 @@ def _own_folder(path: Path) -> Iterator[Path]:
 def _remove_leftovers(path: Path) -> None:
     pattern = re.compile(rf"\.{re.escape(path.name)}-[a-z0-9_]{{8}}")  # as tempfile names them
     with os.scandir(path.parent) as entries:
-        found = [entry.name for entry in entries if pattern.fullmatch(entry.name)]
-    for folder in map(path.parent.joinpath, found):
+        leftovers = [entry.name for entry in entries if pattern.fullmatch(entry.name)]
+    for folder in map(path.parent.joinpath, leftovers):
         try:
             descriptor = _lock_folder(folder)
         except OSError:

@@ -105,13 +105,13 @@ class VisionTransformer(ExactModel):
 
     def feature_extractor(self, names: Iterable[str] | None = None) -> ExactModel:
         """Returns a model from images to a dictionary of `features`, sharing this one's weights."""
-        wanted = tuple(self.feature_names if names is None else names)
-        unknown = [name for name in wanted if name not in self.feature_names]
+        selected = tuple(self.feature_names if names is None else names)
+        unknown = [name for name in selected if name not in self.feature_names]
         if unknown:
             raise ValueError(
                 f"There is no feature {unknown[0]!r}; choose from {', '.join(self.feature_names)}."
             )
-        return ExactModel(self.input, {name: self.get_layer(name).output for name in wanted})
+        return ExactModel(self.input, {name: self.get_layer(name).output for name in selected})
 
     def encode(self, tokens: Any, *, training: bool | None = None) -> Any:
         """Continues from the patch encoder's tokens (B, N, D) to the encoder's, (B, N, D)."""

@@ -88,7 +88,7 @@ def inception_part(shape: tf.Tensor, *, smallest_area: float, seed: tf.Tensor) -
     """Returns a random part with a random area and aspect, as the originals draw it.
 
     It is TensorFlow's `sample_distorted_bounding_box` with the originals' arguments: a part that
-    does not fit is drawn anew, and after 100 attempts the whole image is taken.
+    does not fit is drawn again, and after 100 attempts the whole image is used.
 
     Example:
         >>> import tensorflow as tf

@@ -1,4 +1,4 @@
-"""Keeps training when an image cannot be decoded: its neighbour stands in, and its name is kept."""
+"""Training goes on when an image cannot be decoded: another replaces it, and its name is logged."""
 
 import logging
 import threading
@@ -113,13 +113,13 @@ def replace_damaged(
     """
 
     def record(names: np.ndarray, any_sound: np.ndarray) -> None:
-        damaged = [name(one) for one in names]
+        damaged_names = [name(one) for one in names]
         if damage.strict or not any_sound:
             reason = "be decoded" if damage.strict else "be decoded, which is all of a batch"
-            listed = ", ".join(map(repr, damaged))
+            listed = ", ".join(map(repr, damaged_names))
             damage.fatal = f"{listed} cannot {reason}; repair or remove the images."
             raise ValueError(damage.fatal)
-        for one in damaged:
+        for one in damaged_names:
             damage.add(one)
 
     def replaced() -> tuple[tf.Tensor, tf.Tensor]:

@@ -241,7 +241,7 @@ def _take(dataset: tf.data.Dataset, *, split: str, damage: Damage, memory: int) 
     shape = dataset.element_spec[0].shape
     pixels = shape.rank == 3 and shape.is_fully_defined()
     records, size = [], 0
-    for record in (dataset if pixels else _encoded(dataset, split=split)).as_numpy_iterator():
+    for record in (dataset if pixels else _encode(dataset, split=split)).as_numpy_iterator():
         records.append(record)
         size += record[0].nbytes if pixels else len(record[0])
         if size > memory:
@@ -257,7 +257,7 @@ def _take(dataset: tf.data.Dataset, *, split: str, damage: Damage, memory: int) 
         names=np.array(names, object),
         damage=Damage(strict=damage.strict),
     )
-    return in_memory if pixels else _without_damaged(in_memory, damage=damage)
+    return in_memory if pixels else _drop_damaged(in_memory, damage=damage)
 
 
 def _check_elements(dataset: tf.data.Dataset, *, split: str) -> None:
@@ -275,7 +275,7 @@ def _check_elements(dataset: tf.data.Dataset, *, split: str) -> None:
     )
 
 
-def _encoded(dataset: tf.data.Dataset, *, split: str) -> tf.data.Dataset:
+def _encode(dataset: tf.data.Dataset, *, split: str) -> tf.data.Dataset:
     """The bytes, the class and the name of each image; pixels become a PNG, which loses nothing."""
 
     def encode(place: tf.Tensor, record: tuple[tf.Tensor, ...]) -> tuple[tf.Tensor, ...]:
@@ -300,10 +300,10 @@ def _stream(dataset: tf.data.Dataset, *, split: str, damage: Damage) -> Stream:
     count = int(dataset.cardinality())
     if count < 0:
         count = int(dataset.reduce(np.int64(0), lambda count, _: count + 1))
-    return Stream(_encoded(dataset, split=split), count=count, damage=Damage(strict=damage.strict))
+    return Stream(_encode(dataset, split=split), count=count, damage=Damage(strict=damage.strict))
 
 
-def _without_damaged(split: Split, *, damage: Damage) -> Split:
+def _drop_damaged(split: Split, *, damage: Damage) -> Split:
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
         sound = list(threads.map(images.is_sound, split.images))
     damaged = [split.name(place) for place, is_sound in enumerate(sound) if not is_sound]

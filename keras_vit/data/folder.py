@@ -149,7 +149,7 @@ def load_unlabelled_folder(
     Args:
         path: the folder.
         strict: whether a damaged image is an error, instead of being left out and counted.
-        on_progress: called with (files looked at, files in all), for each split anew.
+        on_progress: called with (files checked, files in all), for each split.
 
     Returns:
         The images; without class folders there are no labels, and every target is 0.
@@ -174,8 +174,8 @@ def load_unlabelled_folder(
     train, validation = splits["train"], splits.get("validation", none)
     if not len(validation):
         names = [Path(image).relative_to(root).as_posix() for image in train.images]
-        carved = source.assign_splits(names, train.targets, validation=VALIDATION, test=0)
-        train, validation = train.take(carved["train"]), train.take(carved["validation"])
+        indices = source.assign_splits(names, train.targets, validation=VALIDATION, test=0)
+        train, validation = train.take(indices["train"]), train.take(indices["validation"])
     if not len(train) or not len(validation):
         raise ValueError(
             f"The folder {str(root)!r} holds too few images to train and validate on; it needs at "
@@ -222,7 +222,7 @@ def load_folder(
     Args:
         path: the folder.
         strict: whether a damaged image is an error, instead of being left out and counted.
-        on_progress: called with (files looked at, files in all), for each split anew.
+        on_progress: called with (files checked, files in all), for each split.
 
     Raises:
         FileNotFoundError: there is no such folder.
@@ -412,12 +412,12 @@ def _carve(splits: dict[str, FileSplit], *, root: Path) -> dict[str, FileSplit]:
         validation=0 if "validation" in splits else VALIDATION,
         test=0 if "test" in splits else TEST,
     )
-    whole = {name: splits.get(name, train.take(indices[name])) for name in source.SPLITS}
-    whole["train"] = train.take(indices["train"])
-    for name, split in whole.items():
+    full_splits = {name: splits.get(name, train.take(indices[name])) for name in source.SPLITS}
+    full_splits["train"] = train.take(indices["train"])
+    for name, split in full_splits.items():
         if not len(split):
             raise ValueError(
                 f"The {len(train)} images in {str(root)!r} are too few for a {name} split; "
                 "give at least one class three images, or better thirty."
             )
-    return whole
+    return full_splits

@@ -49,7 +49,7 @@ one_op = tf.function(autograph=False, experimental_attributes={"_noinline": True
 
 
 def declared_pixels(contents: bytes) -> int:
-    """Returns how many pixels decoding a file makes room for; `UNKNOWN` if no one knows.
+    """Returns how many pixels decoding a file makes room for; `UNKNOWN` if the header does not say.
 
     Of a moving GIF or WebP all frames count: the decoder holds them all, though the first is used.
 
@@ -118,9 +118,9 @@ def read_orientation(contents: tf.Tensor) -> tf.Tensor:
     def begins(magic: bytes) -> tf.Tensor:
         return tf.equal(tf.strings.substr(contents, 0, len(magic)), magic)
 
-    begun = tf.stack([begins(b"\xff\xd8"), begins(PNG), begins(WEBP), True])
+    formats = tf.stack([begins(b"\xff\xd8"), begins(PNG), begins(WEBP), True])
     tiff = tf.switch_case(
-        tf.argmax(begun, output_type=tf.int32),
+        tf.argmax(formats, output_type=tf.int32),
         [
             lambda: _exif_of_jpeg(contents),
             lambda: _exif_of_png(contents),
@@ -141,13 +141,13 @@ def upright(image: tf.Tensor, orientation: tf.Tensor) -> tf.Tensor:
         >>> upright(row, tf.constant(8))[..., 0].numpy().tolist()
         [[2], [1]]
     """
-    swapped = tf.cond(
+    pixels = tf.cond(
         _among(orientation, _TRANSPOSED), lambda: tf.transpose(image, (1, 0, 2)), lambda: image
     )
     rows = tf.where(_among(orientation, _MIRRORED_ROWS), -1, 1)
     columns = tf.where(_among(orientation, _MIRRORED_COLUMNS), -1, 1)
     return tf.strided_slice(
-        swapped, (0, 0, 0), (0, 0, 0), tf.stack([rows, columns, 1]), begin_mask=7, end_mask=7
+        pixels, (0, 0, 0), (0, 0, 0), tf.stack([rows, columns, 1]), begin_mask=7, end_mask=7
     )
 
 
@@ -187,7 +187,7 @@ def _area(height: tf.Tensor, width: tf.Tensor) -> tf.Tensor:
     return tf.cast(height, tf.int64) * tf.cast(width, tf.int64)
 
 
-def _known(is_known: tf.Tensor, pixels: tf.Tensor) -> tf.Tensor:
+def _pixels_if(is_known: tf.Tensor, pixels: tf.Tensor) -> tf.Tensor:
     return tf.where(is_known, pixels, tf.constant(UNKNOWN, tf.int64))
 
 
@@ -199,7 +199,7 @@ def _pixels_of_jpeg(contents: tf.Tensor) -> tf.Tensor:
 def _pixels_of_png(contents: tf.Tensor) -> tf.Tensor:
     head = _bytes(contents, 8, 16)
     is_first = tf.reduce_all(head[:8] == list(b"\0\0\0\x0dIHDR"))
-    return _known(is_first, _area(_number(head[12:16]), _number(head[8:12])))
+    return _pixels_if(is_first, _area(_number(head[12:16]), _number(head[8:12])))
 
 
 @one_op
@@ -229,7 +229,7 @@ def _canvas_of_webp(contents: tf.Tensor) -> tf.Tensor:
     }
     names = tf.reduce_all(head[12:16] == [list(name) for name in sizes], axis=1)
     pixels = tf.reduce_sum(tf.where(names, tf.stack(list(sizes.values())), 0))
-    return _known(tf.reduce_any(names), pixels)
+    return _pixels_if(tf.reduce_any(names), pixels)
 
 
 @one_op
@@ -268,7 +268,7 @@ def _pixels_of_gif(contents: tf.Tensor) -> tf.Tensor:
     state = _start_of_gif(contents)
     state = tf.cond(state[2], lambda: _rest_of_gif(contents, *state), lambda: state)
     _, _, goes_on, pixels, height, width = state
-    return _known(~goes_on, tf.maximum(pixels, _area(height, width)))
+    return _pixels_if(~goes_on, tf.maximum(pixels, _area(height, width)))
 
 
 @one_op

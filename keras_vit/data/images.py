@@ -87,7 +87,7 @@ def antialias_of(model: Any) -> bool:
     if len(choices) > 1:
         raise ValueError(
             f"The model {model.name!r} contains Vision Transformers with antialias=True and with "
-            "antialias=False, so that no one image is right for both; rebuild one of them."
+            "antialias=False, so that no image is right for both; rebuild one of them."
         )
     return choices.pop() if choices else True
 
@@ -176,7 +176,7 @@ def _configs(layer: Any) -> Iterator[ViTConfig]:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    # A pipe that nobody writes to would otherwise be waited for.
+    # Opening a pipe would otherwise wait for a writer.
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 

@@ -138,7 +138,7 @@ def load_data(
             folder called digits is "./digits".
         labelled: whether a folder must have class folders; if not, see `load_unlabelled_folder`.
         strict: whether a damaged image is an error, instead of being left out and counted.
-        on_progress: called with (files looked at, files in all), for each split of a folder anew.
+        on_progress: called with (files checked, files in all), for each split of a folder.
 
     Raises:
         FileNotFoundError: there is no such folder.

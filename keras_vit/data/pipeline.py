@@ -18,7 +18,7 @@ _PARALLEL = tf.data.AUTOTUNE
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Plan:
-    """What `train_batches` was asked for; `count` images of each batch are this worker's."""
+    """The arguments of `train_batches`; `count` images of each batch are this worker's."""
 
     image_size: tuple[int, int]
     batch_size: int
@@ -121,10 +121,10 @@ def train_batches(
         transformed = augment.transform_batch(
             batch, augmentation=augmentation, seed=plan.key(_TRANSFORM, step), shard=shard
         )
-        erased = augment.erase_rectangles(
+        augmented = augment.erase_rectangles(
             transformed, probability=augmentation.erase, seed=plan.key(_ERASE, step), shard=shard
         )
-        return erased, targets
+        return augmented, targets
 
     return batches.map(transform, num_parallel_calls=_PARALLEL).prefetch(tf.data.AUTOTUNE)
 
@@ -171,8 +171,8 @@ def evaluation_batches(
         return resize(loader.pixels(item, choose if resize_small else None)), loader.target(item)
 
     loader = split.loader()
-    loaded = split.items().map(load, num_parallel_calls=_PARALLEL)
-    return loaded.batch(batch_size).prefetch(tf.data.AUTOTUNE)
+    examples = split.items().map(load, num_parallel_calls=_PARALLEL)
+    return examples.batch(batch_size).prefetch(tf.data.AUTOTUNE)
 
 
 @contextlib.contextmanager
@@ -197,7 +197,7 @@ def naming_damaged(split: Split, *, trained: Split | None = None) -> Iterator[No
     except images.DECODER_ERRORS:
         if trained is not None and trained.damage.fatal is not None:
             raise ValueError(trained.damage.fatal) from None
-        names = _damaged(split)
+        names = _damaged_names(split)
         if not names:
             raise
         raise ValueError(
@@ -206,7 +206,7 @@ def naming_damaged(split: Split, *, trained: Split | None = None) -> Iterator[No
         ) from None
 
 
-def _damaged(split: Split) -> list[str]:
+def _damaged_names(split: Split) -> list[str]:
     loader = split.loader()
 
     def look(*item: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -240,14 +240,14 @@ def _load_together(split: Split, plan: _Plan) -> tf.data.Dataset:
     def load(step: tf.Tensor, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         return step, plan.resize(tf.gather(pixels, indices)), tf.gather(targets, indices)
 
-    items = _numbered_items(split, plan).map(lambda step, item: (step, item[0]))
+    items = _steps_and_items(split, plan).map(lambda step, item: (step, item[0]))
     return items.map(load, num_parallel_calls=_PARALLEL)
 
 
 def _load_singly(split: Split, plan: _Plan) -> tf.data.Dataset:
     """Steps, images and targets, each image decoded, cropped and varied by itself."""
     singly = _Singly(split, split.loader(), plan)
-    batches = _numbered_items(split, plan).map(singly.attach)
+    batches = _steps_and_items(split, plan).map(singly.attach)
     return batches.interleave(
         singly.load_batch, cycle_length=2, num_parallel_calls=2, deterministic=True
     )
@@ -322,22 +322,23 @@ class _Singly:
         )
 
 
-def _numbered_items(split: Split, plan: _Plan) -> tf.data.Dataset:
+def _steps_and_items(split: Split, plan: _Plan) -> tf.data.Dataset:
     """The steps with this worker's items, each epoch in an order of its own."""
-    first_epoch, skipped = divmod(plan.start_step, plan.steps)
+    first_epoch, first_step = divmod(plan.start_step, plan.steps)
 
     def epoch_batches(epoch: tf.Tensor) -> tf.data.Dataset:
         items = split.shuffled_items(seed=plan.key(_SHUFFLE, epoch))
         return items.batch(plan.batch_size, drop_remainder=True).take(plan.steps)
 
-    batches = tf.data.Dataset.range(first_epoch, plan.epochs).flat_map(epoch_batches).skip(skipped)
+    epochs = tf.data.Dataset.range(first_epoch, plan.epochs)
+    batches = epochs.flat_map(epoch_batches).skip(first_step)
     order = batches.map(lambda *item: tuple(part[plan.rows] for part in item))
     steps = tf.data.Dataset.range(plan.start_step, plan.steps * plan.epochs)
     return tf.data.Dataset.zip(steps, order)
 
 
 def _choice(plan: _Plan, *, seed: tf.Tensor) -> Choice | None:
-    """How a part of an image is chosen at random, if that is asked for."""
+    """How a part of an image is chosen at random, or None if it is not."""
     augmentation = plan.augmentation
 
     def choose(shape: tf.Tensor) -> tf.Tensor:

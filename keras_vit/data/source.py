@@ -98,7 +98,7 @@ class Split:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class _HeldSplit(Split):
-    """Images at hand: an item is a place in the arrays."""
+    """Images in memory: an item is an index of the arrays."""
 
     images: np.ndarray
     targets: np.ndarray
@@ -169,7 +169,7 @@ class EncodedSplit(_HeldSplit):
 
     @staticmethod
     def _decode(content: tf.Tensor, choose: Choice | None) -> tf.Tensor:
-        return _decoded(content, choose)
+        return _decode_contents(content, choose)
 
 
 class FileSplit(_HeldSplit):
@@ -186,7 +186,7 @@ class FileSplit(_HeldSplit):
 
     @staticmethod
     def _decode(content: tf.Tensor, choose: Choice | None) -> tf.Tensor:
-        return _decoded(tf.io.read_file(content), choose)
+        return _decode_contents(tf.io.read_file(content), choose)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -247,7 +247,7 @@ class Stream(Split):
         return blocks.enumerate().flat_map(lambda number, block: shuffle(number, block))
 
     def loader(self) -> Loader:
-        return Loader(lambda item, choose: _decoded(item[0], choose), lambda item: item[1])
+        return Loader(lambda item, choose: _decode_contents(item[0], choose), lambda item: item[1])
 
     def name(self, place: bytes) -> str:
         return place.decode(errors="replace")
@@ -290,7 +290,7 @@ class Stream(Split):
                 "A stream whose dataset calls Python, or keeps state, cannot be pickled; make it "
                 f"again in the other process ({error.message})."
             ) from None
-        return _unpickled, (graph.numpy(), self.dataset.element_spec, self.count, self.damage)
+        return _stream_of_graph, (graph.numpy(), self.dataset.element_spec, self.count, self.damage)
 
 
 SPLITS = ("train", "validation", "test")
@@ -404,7 +404,7 @@ def assign_splits(
     return {name: sorted(indices) for name, indices in splits.items()}
 
 
-def _unpickled(graph: bytes, spec: Any, count: int, damage: Damage) -> Stream:
+def _stream_of_graph(graph: bytes, spec: Any, count: int, damage: Damage) -> Stream:
     variant = tf.raw_ops.DatasetFromGraph(graph_def=graph)
     return Stream(tf.data.experimental.from_variant(variant, spec), count=count, damage=damage)
 
@@ -422,7 +422,7 @@ def _kind(images: Any) -> type[_HeldSplit]:
     )
 
 
-def _decoded(contents: tf.Tensor, choose: Choice | None) -> tf.Tensor:
+def _decode_contents(contents: tf.Tensor, choose: Choice | None) -> tf.Tensor:
     if choose is None:
         return decoding.decode_image(contents)
     return decoding.decode_part(contents, choose=choose)

@@ -117,10 +117,10 @@ class Region:
         try:
             with self.path.open("rb") as file:
                 file.seek(self.start)
-                filled = file.readinto(buffer)
+                size = file.readinto(buffer)
         except OSError as error:
             raise ValueError(f"{self.path} cannot be read ({error.strerror}).") from error
-        if filled != len(buffer):
+        if size != len(buffer):
             raise ValueError(f"{self.path}: array {shown(self.name)} is cut off; fetch it again.")
         return values
 
@@ -143,7 +143,7 @@ def check_file(path: Path) -> None:
     except OSError as error:
         problem = error.strerror or "unknown"
         raise type(error)(f"{path} cannot be opened: {problem}; check its permissions.") from None
-    raise ValueError(f"{path} is a folder, a pipe or a device; a file is wanted.")
+    raise ValueError(f"{path} is a folder, a pipe or a device; give the path of a file.")
 
 
 def parse_json(content: bytes, *, name: str | Path) -> dict[str, Any]:
@@ -293,10 +293,10 @@ def _check_members(path: Path, members: list[zipfile.ZipInfo]) -> None:
     odd = [info.filename for info in members if info.compress_type not in others]
     if odd:
         raise ValueError(f"{path} packs {shown(odd[0])} neither stored nor deflated; save it anew.")
-    declared, size = sum(info.file_size for info in members), path.stat().st_size
-    if declared > max(HARMLESS, MAX_RATIO * size):
+    declared_size, size = sum(info.file_size for info in members), path.stat().st_size
+    if declared_size > max(HARMLESS, MAX_RATIO * size):
         raise ValueError(
-            f"{path} has {size} bytes and declares {declared}, more than {MAX_RATIO} times as "
+            f"{path} has {size} bytes and declares {declared_size}, more than {MAX_RATIO} times as "
             "many, as no trained model does; it is not read."
         )
 
@@ -333,7 +333,7 @@ def _safetensors_region(path: Path, name: str, entry: Any, start: int) -> Region
 
 @dataclasses.dataclass(frozen=True)
 class _Member:
-    """An array inside an .npz archive, held against what the archive says of it."""
+    """An array inside an .npz archive, compared with the sizes that the archive declares."""
 
     path: Path
     info: zipfile.ZipInfo
@@ -369,23 +369,23 @@ class _Member:
             lengths = struct.unpack("<26xHH", file.read(30))  # of the name and of the extra field
             file.seek(sum(lengths), os.SEEK_CUR)
             crc = zlib.crc32(file.read(self.start))
-            filled = 0
-            while count := file.readinto(buffer[filled : filled + _BLOCK]):
-                crc = zlib.crc32(buffer[filled : filled + count], crc)
-                filled += count
+            size = 0
+            while count := file.readinto(buffer[size : size + _BLOCK]):
+                crc = zlib.crc32(buffer[size : size + count], crc)
+                size += count
         if crc != self.info.CRC:
             raise zipfile.BadZipFile("wrong CRC")
-        return filled
+        return size
 
     def _read_packed(self, buffer: memoryview) -> int:
-        filled = 0
+        size = 0
         with zipfile.ZipFile(self.path) as archive, archive.open(self.info) as member:
             member.read(self.start)
-            while content := member.read(min(_PACKED_BLOCK, len(buffer) - filled)):
-                buffer[filled : filled + len(content)] = content
-                filled += len(content)
+            while content := member.read(min(_PACKED_BLOCK, len(buffer) - size)):
+                buffer[size : size + len(content)] = content
+                size += len(content)
             member.read(1)  # the CRC is checked at the end of the member
-        return filled
+        return size
 
 
 def _npz_array(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> StoredArray:
@@ -435,12 +435,12 @@ def _are_sizes(values: Iterable[object]) -> bool:
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"it holds {text}, which is no finite number")
+        raise ValueError(f"it holds {text}, which is not a finite number")
     return value
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     items = dict(pairs)
     if len(items) < len(pairs):
-        raise ValueError("it says one thing twice")
+        raise ValueError("it has a key twice")
     return items

@@ -68,7 +68,7 @@ def find(source: str | os.PathLike[str], *, sha256: str | None = None) -> Path:
             "hf://owner/name. Published names belong to builders, as in keras_vit.ViTB16(weights="
             '"imagenet21k").'
         )
-    return _compared(path, sha256)
+    return _check_file(path, sha256)
 
 
 def locate(
@@ -93,11 +93,11 @@ def locate(
     """
     sha256 = checked_sha256(sha256)
     if not isinstance(weights, str) and not Path(weights).is_dir():
-        return _compared(Path(weights), sha256)
+        return _check_file(Path(weights), sha256)
     if not isinstance(weights, str) or "://" in weights:
         return find(weights, sha256=sha256)
     if weights.endswith(SUFFIXES):
-        return _compared(Path(weights), sha256)
+        return _check_file(Path(weights), sha256)
     try:
         row = resolve(variant, weights, image_size=image_size)
     except ValueError:
@@ -201,7 +201,7 @@ def load(
         name: name of the model.
         positions: how position embeddings are resampled, see `resample_positions`.
         sha256: the SHA-256 of the file of weights, in hexadecimal; compared before anything is read
-            from it. Left open, a download is held against the server's word and its own first use.
+            from it. Without it, a download is checked by the server's checksum and its first use.
 
     Warns:
         UserWarning: something was assumed that the source does not say, or its classifier is zeros.
@@ -231,7 +231,7 @@ def load(
         dtype=dtype,
         positions=positions,
     )
-    return build(checkpoint, request, base=_described(checkpoint, input_shape))
+    return build(checkpoint, request, base=_config_of(checkpoint, input_shape))
 
 
 def build(checkpoint: Checkpoint, request: Request, *, base: ViTConfig) -> VisionTransformer:
@@ -255,7 +255,7 @@ def build(checkpoint: Checkpoint, request: Request, *, base: ViTConfig) -> Visio
     return model
 
 
-def _compared(path: Path, sha256: str | None) -> Path:
+def _check_file(path: Path, sha256: str | None) -> Path:
     check_sha256(path, sha256)
     return path
 
@@ -387,7 +387,7 @@ def _hub_library(address: str) -> Any:
     return huggingface_hub
 
 
-def _described(checkpoint: Checkpoint, input_shape: tuple[int, int, int] | None) -> ViTConfig:
+def _config_of(checkpoint: Checkpoint, input_shape: tuple[int, int, int] | None) -> ViTConfig:
     """Returns the config of the model that the file describes."""
     fields = dict(checkpoint.fields)
     missing = [name for name in ARCHITECTURE if name not in fields]

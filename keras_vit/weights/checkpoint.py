@@ -82,9 +82,9 @@ def read_h5(path: Path, content: bytes | None = None) -> dict[str, StoredArray]:
         ValueError: the file is not a whole HDF5 file, or not as Keras writes it.
     """
     try:
-        with h5py.File(path if content is None else io.BytesIO(content), "r") as opened:
-            nodes = _h5_nodes(opened)
-            has_more = opened.userblock_size > 0
+        with h5py.File(path if content is None else io.BytesIO(content), "r") as file:
+            nodes = _h5_nodes(file)
+            has_more = file.userblock_size > 0
     except _NO_HDF5 as error:
         raise ValueError(
             f"{path} is not a whole HDF5 file; delete it and fetch it again."
@@ -162,7 +162,7 @@ def position_name(fields: Mapping[str, Any]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Node:
-    """What an HDF5 file says of one name in it."""
+    """One name in an HDF5 file, and the array or link behind it."""
 
     name: str
     place: int | None  # of the object, which has one name
@@ -259,7 +259,7 @@ def _open_npz(path: Path) -> Checkpoint:
     grid = _square(arrays.get("Transformer/posembed_input/pos_embedding"), fields)
     config = read_companion(path)
     if config is not None:
-        declared = _whole(config)
+        declared = _all_fields(config)
         for name in (*ARCHITECTURE, "class_token"):
             if declared[name] != fields[name]:
                 raise ValueError(
@@ -279,9 +279,9 @@ def _open_npz(path: Path) -> Checkpoint:
 
 def _open_safetensors(path: Path) -> Checkpoint:
     """Takes what no array shows from the JSON files beside, and from the architecture's name."""
-    stored = read_safetensors(path)
-    check_features(stored)
-    names, arrays = names_of(stored)
+    file_arrays = read_safetensors(path)
+    check_features(file_arrays)
+    names, arrays = names_of(file_arrays)
     fields = torch_fields(names, arrays)
     reads = hugging_face_settings if names is HUGGING_FACE else timm_settings
     settings = reads(path.parent)
@@ -326,7 +326,7 @@ def _open_keras(path: Path) -> Checkpoint:
     return Checkpoint(
         path=path,
         arrays=_without_optimizer(read_h5(path, content)),
-        fields=_whole(config),
+        fields=_all_fields(config),
         rows=keras_rows,
         grid=config.grid,
         channels=config.input_shape[2],
@@ -347,20 +347,20 @@ def _name(config: ViTConfig, path: str, units: Mapping[str, int]) -> str:
     if leaf == "position_embedding":
         return position_name({"class_token": config.class_token})
     if layer.startswith("block_"):
-        layer = _numbered("transformer_block", int(layer.removeprefix("block_")))
+        layer = _name_of("transformer_block", int(layer.removeprefix("block_")))
     if inside and inside[0] in units:
-        inside = ["units", _numbered("bottleneck_unit", units[inside[0]]), *inside[1:]]
+        inside = ["units", _name_of("bottleneck_unit", units[inside[0]]), *inside[1:]]
     return "/".join(("layers", _LAYERS.get(layer, layer), *inside, "vars", str(_PLACES[leaf])))
 
 
-def _numbered(name: str, index: int) -> str:
+def _name_of(name: str, index: int) -> str:
     return f"{name}_{index}" if index else name
 
 
-def _h5_nodes(opened: h5py.File) -> list[_Node]:
+def _h5_nodes(file: h5py.File) -> list[_Node]:
     """Returns every name in the file; no link is followed, and nothing read."""
     nodes: list[_Node] = []
-    pending = [("", opened.id)]
+    pending = [("", file.id)]
     places: set[int] = set()
 
     def visit(name: bytes, info: Any) -> None:
@@ -477,7 +477,7 @@ def _without_optimizer(arrays: Mapping[str, StoredArray]) -> dict[str, StoredArr
     return {name: array for name, array in arrays.items() if not name.startswith("optimizer/")}
 
 
-def _whole(config: ViTConfig) -> dict[str, Any]:
+def _all_fields(config: ViTConfig) -> dict[str, Any]:
     try:
         keras.activations.get(config.classifier_activation)
     except ValueError:

@@ -98,12 +98,12 @@ def check_stated(path: Path, *, stated: str) -> None:
     """
     hashes = dict(item.strip().split("=", 1) for item in stated.split(",") if "=" in item)
     if "md5" in hashes:
-        kind, received = "md5", _md5(path)
+        kind, digest = "md5", _md5(path)
     elif "crc32c" in hashes:
-        kind, received = "crc32c", crc32c(path).to_bytes(4, "big")
+        kind, digest = "crc32c", crc32c(path).to_bytes(4, "big")
     else:
         return
-    text = base64.b64encode(received).decode()
+    text = base64.b64encode(digest).decode()
     if text != hashes[kind]:
         raise ValueError(f"the server states {kind}={hashes[kind]}, the bytes have {kind}={text}")
 
@@ -158,9 +158,9 @@ def _check_zip(path: Path) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()
-            unpacked = sum(member.file_size for member in members)
-            if unpacked > UNPACKED_FREE + UNPACKED_RATIO * path.stat().st_size:
-                raise ValueError(f"{path.stat().st_size:,} bytes unpack to {unpacked:,}")
+            unpacked_size = sum(member.file_size for member in members)
+            if unpacked_size > UNPACKED_FREE + UNPACKED_RATIO * path.stat().st_size:
+                raise ValueError(f"{path.stat().st_size:,} bytes unpack to {unpacked_size:,}")
             packings = {member.compress_type for member in members}
             if not packings <= {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}:
                 raise ValueError("a member is packed otherwise than stored or deflated")
@@ -185,9 +185,11 @@ def _check_safetensors(path: Path) -> None:
             raise ValueError(f"not a whole safetensors file, it begins with {begin!r}")
         header = json.loads(file.read(length))
     ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-    whole = 8 + length + max(ends, default=0)
-    if size != whole:
-        raise ValueError(f"a safetensors file of {whole:,} bytes of which {size:,} are here")
+    expected_size = 8 + length + max(ends, default=0)
+    if size != expected_size:
+        raise ValueError(
+            f"a safetensors file of {expected_size:,} bytes of which {size:,} are here"
+        )
 
 
 def _check_hdf5(path: Path) -> None:
@@ -258,7 +260,7 @@ def crc32c(path: Path) -> int:
         while block := file.read(_LANES * _LANE_BYTES):
             stretches = np.frombuffer(block, "<u2").reshape(-1, _LANE_BYTES // 2)
             for stretch in _advance(np.zeros(len(stretches), np.uint32), stretches.T).tolist():
-                register = _over_one_stretch(register) ^ stretch
+                register = _advance_stretch(register) ^ stretch
     return register ^ 0xFFFFFFFF
 
 
@@ -286,7 +288,7 @@ def _advance(
     return registers
 
 
-def _over_one_stretch(register: int) -> int:
+def _advance_stretch(register: int) -> int:
     first, second, third, fourth = _stretch_tables()
     return (
         first[register & 0xFF]

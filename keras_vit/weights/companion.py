@@ -43,7 +43,7 @@ def needs_companion(config: ViTConfig) -> bool:
 
 
 def check_free(path: Path) -> None:
-    """Raises a FileExistsError if what stands in the companion's place is something else's."""
+    """Raises a FileExistsError if another file has the companion's name."""
     beside = companion_path(path)
     if beside.exists() and _read_config(beside) is None:
         raise FileExistsError(

@@ -128,7 +128,7 @@ class Pace:
 def open_url(
     url: str, headers: dict[str, str], *, advice: str, timeout: float, pace: Pace
 ) -> tuple[http.client.HTTPResponse, dict[str, str]]:
-    """Returns the answer to a request, and what the Hub says of a file where it redirects to it.
+    """Returns the response to a request, and the headers of the Hub where it redirects to a file.
 
     Args:
         url: as in `download`; so is `advice`.
@@ -259,7 +259,7 @@ def _check_answer(response: http.client.HTTPResponse, url: str, advice: str) -> 
     is_own = url.partition("?")[0].endswith(".gz")  # some servers call a .gz file encoded
     if encoding.lower() not in ("identity", "") and not is_own:
         raise ValueError(
-            f"{shown(url)} comes compressed ({encoding}), which was not asked for: {advice}."
+            f"{shown(url)} comes compressed ({encoding}), which was not requested: {advice}."
         )
 
 

@@ -1,4 +1,4 @@
-"""The published layouts: which array is which variable, and what the arrays say of the model."""
+"""The published layouts: the variable of each array, and the settings that the arrays imply."""
 
 import dataclasses
 import itertools
@@ -59,7 +59,7 @@ def original_rows(config: ViTConfig) -> list[Row]:
         rows.append(_plain("patch_encoder/class_token", "cls", (1, 1, d)))
     rows.append(_plain("patch_encoder/position_embedding", position, (1, config.num_tokens, d)))
     kernel, flat = (size, size, channels, d), (size * size * channels, d)
-    rows.append(_reshaped("patch_encoder/projection/kernel", "embedding/kernel", kernel, flat))
+    rows.append(_reshape_row("patch_encoder/projection/kernel", "embedding/kernel", kernel, flat))
     rows.append(_plain("patch_encoder/projection/bias", "embedding/bias", (d,)))
     for index in range(config.num_layers):
         rows += _block_rows(config, f"block_{index}", f"Transformer/encoderblock_{index}")
@@ -194,7 +194,7 @@ def numbered(names: Iterable[str], pattern: str, *, first: int = 0) -> int:
     return len(units)
 
 
-# What an array's name stands for: the first of its names that is found is the example.
+# What an array's name stands for: the first matching name is the example.
 FEATURES = (
     (r"(^|\.)(norm_pre|pre_layrnorm)\.", "a normalisation of the embeddings (as in CLIP)"),
     (r"(^|\.)reg(ister)?_tokens?$", "register tokens in its library's names"),
@@ -245,7 +245,7 @@ def _plain(path: str, name: str, shape: tuple[int, ...]) -> Row:
     return Row(path, shape, (name,), (shape,))
 
 
-def _reshaped(path: str, name: str, shape: tuple[int, ...], flat: tuple[int, ...]) -> Row:
+def _reshape_row(path: str, name: str, shape: tuple[int, ...], flat: tuple[int, ...]) -> Row:
     return Row(
         path,
         flat,
@@ -277,8 +277,8 @@ def _heads_rows(config: ViTConfig, path: str, name: str, parts: tuple[str, ...])
 
     def join(*values: np.ndarray) -> np.ndarray:
         parts = [value.reshape(*value.shape[:-2], d) for value in values]
-        joined = aligned_empty((*parts[0].shape[:-1], count * d), parts[0].dtype)
-        return np.concatenate(parts, axis=-1, out=joined)
+        rows = aligned_empty((*parts[0].shape[:-1], count * d), parts[0].dtype)
+        return np.concatenate(parts, axis=-1, out=rows)
 
     def split(value: np.ndarray) -> tuple[np.ndarray, ...]:
         return tuple(
@@ -297,7 +297,7 @@ def _heads_rows(config: ViTConfig, path: str, name: str, parts: tuple[str, ...])
 def _out_rows(config: ViTConfig, path: str, name: str) -> list[Row]:
     d, h = config.hidden_dim, config.num_heads
     return [
-        _reshaped(f"{path}/kernel", f"{name}/kernel", (h, d // h, d), (d, d)),
+        _reshape_row(f"{path}/kernel", f"{name}/kernel", (h, d // h, d), (d, d)),
         _plain(f"{path}/bias", f"{name}/bias", (d,)),
     ]
 
@@ -378,8 +378,8 @@ def _without_prefix(arrays: Arrays) -> dict[str, StoredArray]:
 
 def _without_scan(arrays: Arrays) -> dict[str, StoredArray]:
     start = "Transformer/encoderblock/"
-    scanned = [array for name, array in arrays.items() if name.startswith(start) and array.shape]
-    count = sum(array.shape[0] for array in scanned)
+    stacked = [array for name, array in arrays.items() if name.startswith(start) and array.shape]
+    count = sum(array.shape[0] for array in stacked)
     if count > MAX_ARRAYS:
         raise ValueError(
             f"The file's arrays below {start} are of {count} blocks together, more than any "

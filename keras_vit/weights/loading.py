@@ -123,7 +123,7 @@ def load(
     with reading(checkpoint, model.config, rows=rows, positions=positions) as values:
         for value in values.values():
             value.result()
-        with _unchanged_after_an_error(model):
+        with _restoring_after_error(model):
             assign(model, values, path=checkpoint.path)
 
 
@@ -224,18 +224,18 @@ def match(
     rows = checkpoint.rows(config)
     if head == "fresh":
         rows = [row for row in rows if not row.path.startswith(HEAD)]
-    used = {name for row in rows for name in row.names}
-    skipped = _skipped_names(checkpoint, config, head)
-    missing = used - set(checkpoint.arrays)
-    extra = {name for name in set(checkpoint.arrays) - used if not name.startswith(skipped)}
-    _check_values(checkpoint, [name for name in used if name in checkpoint.arrays])
-    misshapen = [
+    known_names = {name for row in rows for name in row.names}
+    prefixes = _ignored_prefixes(checkpoint, config, head)
+    missing = known_names - set(checkpoint.arrays)
+    extra = {name for name in set(checkpoint.arrays) - known_names if not name.startswith(prefixes)}
+    _check_values(checkpoint, [name for name in known_names if name in checkpoint.arrays])
+    mismatched = [
         f"{name} (expected {shape}, received {shown(checkpoint.arrays[name].shape)})"
         for row in rows
         for name, shape in zip(row.names, row.shapes, strict=True)
         if name not in missing and not _fits(checkpoint.arrays[name].shape, shape, row.path)
     ]
-    differences = (("missing", missing), ("unexpected", extra), ("of another shape", misshapen))
+    differences = (("missing", missing), ("unexpected", extra), ("of another shape", mismatched))
     problems = [f"{kind}: {listed(names)}" for kind, names in differences if names]
     if problems:
         raise ValueError(f"{checkpoint.path} does not fit the model. Arrays {'; '.join(problems)}.")
@@ -318,7 +318,7 @@ def _check_variables(model: VisionTransformer, rows: list[Row]) -> None:
 
 
 @contextlib.contextmanager
-def _unchanged_after_an_error(model: VisionTransformer) -> Iterator[None]:
+def _restoring_after_error(model: VisionTransformer) -> Iterator[None]:
     """Gives the variables the values back that they had, if what is done inside fails.
 
     Only PyTorch, which assigns in place, copies them for that: TensorFlow's copy of a variable
@@ -345,19 +345,19 @@ def _same(left: Any, right: Any) -> bool:
     return left.shape == right.shape and np.allclose(left, right, rtol=1e-6, atol=0)
 
 
-def _skipped_names(
+def _ignored_prefixes(
     checkpoint: Checkpoint, config: ViTConfig, head: Literal["file", "fresh"]
 ) -> tuple[str, ...]:
     """Returns the beginnings of array names that a model of this config may leave aside."""
     parts = {name: v for name, v in checkpoint.fields.items() if name in (*ARCHITECTURE, *PARTS)}
     try:
-        whole = dataclasses.replace(config, **parts)
+        stored_config = dataclasses.replace(config, **parts)
     except ValueError as error:
         raise ValueError(f"{checkpoint.path} does not fit the model: {error}") from error
     paths = HEAD if head == "fresh" or config.classes is None else ()
     if config.pooling != "map":
         paths = (*paths, "pooling/")
-    rows = (row for row in checkpoint.rows(whole) if paths and row.path.startswith(paths))
+    rows = (row for row in checkpoint.rows(stored_config) if paths and row.path.startswith(paths))
     return tuple(name for row in rows for name in row.names)
 
 
@@ -371,7 +371,7 @@ def _value(checkpoint: Checkpoint, row: Row, config: ViTConfig, positions: Metho
     """Reads one variable's value."""
     value = row.join(*(_finite(checkpoint, name) for name in row.names))
     if row.path == POSITIONS:
-        return _resampled(checkpoint, value, config, positions)
+        return _resample(checkpoint, value, config, positions)
     return value
 
 
@@ -388,11 +388,11 @@ def _finite(checkpoint: Checkpoint, name: str) -> np.ndarray:
     )
 
 
-def _resampled(
+def _resample(
     checkpoint: Checkpoint, table: np.ndarray, config: ViTConfig, positions: Method
 ) -> np.ndarray:
     if checkpoint.grid in (None, config.grid):
-        return table  # not square and not said: as many as the model's own
+        return table  # not square, and the file has no grid: as many as the model's own
     return resample_positions(table, checkpoint.grid, config.grid, method=positions)
 
 

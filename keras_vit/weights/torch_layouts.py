@@ -291,7 +291,7 @@ def _hugging_face_settings(
     if epsilon is not None:
         if not is_number(epsilon) or not 0 < epsilon < 1:
             raise ValueError(
-                f"The file's layer_norm_eps is {shown(epsilon)}; a number in (0, 1) is wanted."
+                f"The file's layer_norm_eps is {shown(epsilon)}; it must be a number in (0, 1)."
             )
         fields["layer_norm_epsilon"] = epsilon
     if "num_attention_heads" in settings:
@@ -333,7 +333,10 @@ def _pooling(name: object) -> str | None:
 
 def _heads(value: object) -> int:
     if not isinstance(value, int) or not 0 < value <= LIMITS["num_heads"]:
-        raise ValueError(f"The file's number of heads is {shown(value)}; a count is wanted.")
+        raise ValueError(
+            f"The file's number of heads is {shown(value)}; it must be from 1 to "
+            f"{LIMITS['num_heads']}."
+        )
     return value
 
 
@@ -373,8 +376,7 @@ def _pixels(mean: Any, std: Any, *, unit: float = 1.0) -> dict[str, Any]:
         least = 0.0 if name == "image_std" else -math.inf
         if not numbers or not all(is_number(n) and n > least for n in numbers):
             raise ValueError(
-                f"The file's {name} is {shown(value)}; numbers are wanted, "
-                "those of image_std above 0."
+                f"The file's {name} is {shown(value)}; it must be numbers, for image_std above 0."
             )
         statistics[name] = tuple(float(number) / unit for number in numbers)
     longest, *others = sorted({len(values) for values in statistics.values()}, reverse=True)

@@ -77,7 +77,7 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stated:
-    """What a server says of a file: enough to know the same version again, and to check its bytes.
+    """What a server states of a file: enough to recognise the version, and to check its bytes.
 
     Attributes:
         url: where the file is, as `shown` writes it: this is kept on the disk.
@@ -218,12 +218,12 @@ def _attempt(
         headers |= {"Range": f"bytes={start}-", "If-Range": earlier.validator}
     response, hub_headers = open_url(url, headers, advice=advice, timeout=TIMEOUT, pace=pace)
     with response:
-        stated = _stated(url, response, hub_headers)
+        stated = _parse_stated(url, response, hub_headers)
         if response.status != 206:
             earlier, start = None, 0
         elif earlier is None or _range_start(response) != start or not earlier.same_version(stated):
             discard(partial)
-            raise InterruptedTransferError("another part or version came than was asked for")
+            raise InterruptedTransferError("the server sent another part or version than requested")
         stated = earlier or stated
         progress.begin(start, stated.length)
         if not start:
@@ -317,7 +317,9 @@ def _no_room(partial: Path, stated: Stated, number: int) -> OSError:
     )
 
 
-def _stated(url: str, response: http.client.HTTPResponse, hub_headers: dict[str, str]) -> Stated:
+def _parse_stated(
+    url: str, response: http.client.HTTPResponse, hub_headers: dict[str, str]
+) -> Stated:
     length = re.fullmatch(r"(\d{1,18})", response.headers.get("Content-Length", ""))
     if response.status == 206:
         length = re.search(r"/(\d{1,18})$", response.headers.get("Content-Range", ""))

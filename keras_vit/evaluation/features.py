@@ -33,7 +33,7 @@ def nearest_neighbors(
         train: images that vote.
         test: images to measure on.
         neighbors: how many vote.
-        temperature: how much more the likest count.
+        temperature: a lower one favours the most similar images.
 
     Returns:
         The fraction of test images named rightly.
@@ -68,7 +68,7 @@ def neighbor_votes(
         targets: (images,) their classes.
         queries: (count, D) features to classify.
         neighbors: how many vote.
-        temperature: how much more the likest count.
+        temperature: a lower one favours the most similar images.
     """
     references, queries = _unit(references), _unit(queries)
     classes = np.eye(int(targets.max()) + 1)[targets]
@@ -76,9 +76,9 @@ def neighbor_votes(
     for start in range(0, len(queries), _ROWS):
         similarity = queries[start : start + _ROWS] @ references.T
         nearest = np.argsort(-similarity, axis=1, kind="stable")[:, :neighbors]
-        # The likest counts 1: the exponent cannot overflow, and the order stays.
-        ranked = np.take_along_axis(similarity, nearest, axis=1)
-        weights = np.exp((ranked - ranked[:, :1]) / temperature)
+        # The most similar counts 1: the exponent cannot overflow, and the order stays.
+        similarities = np.take_along_axis(similarity, nearest, axis=1)
+        weights = np.exp((similarities - similarities[:, :1]) / temperature)
         votes.append((weights[..., None] * classes[nearest]).sum(axis=1))
     return np.concatenate(votes)
 
@@ -132,7 +132,7 @@ class LinearClassifier:
 
     def scores(self, features: np.ndarray) -> np.ndarray:
         """Returns (count, C): near 1 for the class, near -1 for the others."""
-        return np.asarray(_whitened(features, self.mean, self.deviation) @ self.weights)
+        return np.asarray(_whiten(features, self.mean, self.deviation) @ self.weights)
 
 
 def few_shot(
@@ -212,7 +212,7 @@ def fit_linear(
     """
     features = features.astype(np.float64)
     mean, deviation = features.mean(axis=0), features.std(axis=0) + DEVIATION_EPSILON
-    x = _whitened(features, mean, deviation)
+    x = _whiten(features, mean, deviation)
     y = 2.0 * np.eye(int(targets.max()) + 1)[targets] - 1.0
     rows, width = x.shape
     if rows >= width:
@@ -228,9 +228,9 @@ def _unit(features: np.ndarray) -> np.ndarray:
     return np.asarray(features / np.maximum(length, np.finfo(np.float64).tiny))
 
 
-def _whitened(features: np.ndarray, mean: np.ndarray, deviation: np.ndarray) -> np.ndarray:
-    scaled = (features.astype(np.float64) - mean) / deviation
-    return np.pad(scaled, ((0, 0), (0, 1)), constant_values=BIAS_FEATURE)
+def _whiten(features: np.ndarray, mean: np.ndarray, deviation: np.ndarray) -> np.ndarray:
+    standardized = (features.astype(np.float64) - mean) / deviation
+    return np.pad(standardized, ((0, 0), (0, 1)), constant_values=BIAS_FEATURE)
 
 
 def _check(

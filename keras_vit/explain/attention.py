@@ -150,7 +150,7 @@ def class_relevance(
         model: a classifier: a `VisionTransformer`, or any Keras model with one inside and outputs
             (B, C).
         images: (B, H, W, channels) as that model takes them.
-        classes: the class asked about: one, one for each image, or None for the likeliest of each.
+        classes: the class to explain: one, one for each image, or None for the likeliest of each.
 
     Returns:
         (B, h, w), not negative, in units of the model's score. The score is the logit where the
@@ -179,9 +179,9 @@ def class_relevance(
             )
             return _score(outputs, batch_targets), [*attention.blocks, *attention.pooling]
 
-        weighted = [_positive_part(*pair) for pair in _with_gradients(run)]
-        pooling = weighted.pop() if vit.config.pooling == "map" else None
-        row = answer_row(vit.config, pooling, _accumulated(weighted))
+        weights = [_positive_part(*pair) for pair in _with_gradients(run)]
+        pooling = weights.pop() if vit.config.pooling == "map" else None
+        row = answer_row(vit.config, pooling, _accumulate(weights))
         parts.append(on_grid(vit.config, row))
         start += len(batch)
     return np.concatenate(parts)
@@ -241,8 +241,8 @@ def attention_weights(
     parts = []
     for batch in image_batches(model, images):
         blocks = record_attention(model, vit, batch).blocks
-        stacked = np.stack([to_numpy(blocks[row]) for row in rows], axis=1)
-        parts.append(stacked[:, :, columns])
+        weights = np.stack([to_numpy(blocks[row]) for row in rows], axis=1)
+        parts.append(weights[:, :, columns])
     return np.concatenate(parts)
 
 
@@ -341,11 +341,11 @@ def record_attention(model: keras.Model, vit: VisionTransformer, images: Any) ->
 def roll(blocks: Sequence[np.ndarray]) -> np.ndarray:
     """Multiplies weights (B, N, N) through the layers, each mixed in halves with the identity."""
     tokens = blocks[0].shape[-1]
-    rolled = np.broadcast_to(np.eye(tokens), blocks[0].shape)
+    rollout = np.broadcast_to(np.eye(tokens), blocks[0].shape)
     for weights in blocks:
         mixed = weights + np.eye(tokens)
-        rolled = mixed / mixed.sum(axis=-1, keepdims=True) @ rolled
-    return rolled
+        rollout = mixed / mixed.sum(axis=-1, keepdims=True) @ rollout
+    return rollout
 
 
 def answer_row(config: ViTConfig, pooling: np.ndarray | None, tokens: np.ndarray) -> np.ndarray:
@@ -439,9 +439,9 @@ def _positive_part(weights: np.ndarray, gradients: np.ndarray) -> np.ndarray:
     return np.asarray(np.maximum(weights * gradients, 0).mean(axis=1))  # (B, N, N)
 
 
-def _accumulated(weighted: list[np.ndarray]) -> np.ndarray:
-    tokens = weighted[0].shape[-1]
-    relevance = np.broadcast_to(np.eye(tokens), weighted[0].shape)
-    for attention_of_layer in weighted:
+def _accumulate(weights: list[np.ndarray]) -> np.ndarray:
+    tokens = weights[0].shape[-1]
+    relevance = np.broadcast_to(np.eye(tokens), weights[0].shape)
+    for attention_of_layer in weights:
         relevance = relevance + attention_of_layer @ relevance
     return relevance

@@ -103,8 +103,8 @@ def _subject(model: keras.Model, image: np.ndarray) -> tuple[_Subject, str]:
             f"{size[0]}x{size[1]}, the size that the model takes."
         )
     inputs = attention.resample(image[None], size, antialias=vit.config.antialias)
-    scaled = np.asarray(vit.preprocess_input(inputs)) if model is vit else inputs
-    return _Subject(model, inputs[0], scaled), note
+    pixels = np.asarray(vit.preprocess_input(inputs)) if model is vit else inputs
+    return _Subject(model, inputs[0], pixels), note
 
 
 def _scores(model: keras.Model, inputs: np.ndarray) -> np.ndarray | None:

@@ -118,7 +118,7 @@ def plot_attention_distance(distances: np.ndarray) -> "Figure":
         title="How far each head looks",
         ylim=(0, 1.08 * max(float(distances.max()), 1)),
     )
-    axes.set_xticks(_spaced(layers, 13))
+    axes.set_xticks(_spaced_indices(layers, 13))
     axes.legend()
     return figure
 
@@ -135,7 +135,7 @@ def plot_position_similarity(similarity: np.ndarray) -> "Figure":
         ImportError: matplotlib is not installed.
     """
     height, width = similarity.shape[:2]
-    rows, columns = _spaced(height), _spaced(width)
+    rows, columns = _spaced_indices(height), _spaced_indices(width)
     figure = _figure(2.2 + 0.85 * len(columns), 1.3 + 0.85 * len(rows) * height / width)
     axes: Any = figure.subplots(len(rows), len(columns), squeeze=False)
     for i, j in np.ndindex(axes.shape):
@@ -188,11 +188,11 @@ def plot_filters(filters: Filters) -> "Figure":
 
 
 def _count_patches(axes: Any, grid: tuple[int, ...]) -> None:
-    axes.set_xticks(_spaced(grid[1], 4))
-    axes.set_yticks(_spaced(grid[0], 4))
+    axes.set_xticks(_spaced_indices(grid[1], 4))
+    axes.set_yticks(_spaced_indices(grid[0], 4))
 
 
-def _spaced(count: int, most: int = SHOWN_POSITIONS) -> list[int]:
+def _spaced_indices(count: int, most: int = SHOWN_POSITIONS) -> list[int]:
     """Returns at most so many indices, the first and the last among them."""
     return sorted({round(x) for x in np.linspace(0, count - 1, min(count, most))})
 

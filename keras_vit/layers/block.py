@@ -129,7 +129,7 @@ class TransformerBlock(CompositeLayer):
         dropout_rate: dropout after each dense layer except query, key and value.
         attention_dropout_rate: dropout on the attention weights.
         drop_path_rate: fraction of samples for which a branch is dropped in training.
-        remat: whether training keeps only the block's input and computes the rest anew for the
+        remat: whether training keeps only the block's input and recomputes the rest for the
             gradient (gradient checkpointing, arXiv 1604.06174): less memory, more time.
         layer_scale: initial value of a learned factor for each channel of both branches (arXiv
             2103.17239); None for none.
@@ -195,7 +195,7 @@ class TransformerBlock(CompositeLayer):
     def call(self, inputs: Any, training: bool | None = None) -> Any:
         backend.warn_of_keras_step(training)
         parts = (self.attention, self.drop_path, self.mlp, self.drop_path)
-        # Drawn here, so that what is computed anew drops the same again.
+        # Drawn here, so that a recomputed block drops the same units.
         seeds = [part.next_seed(training) for part in parts]
         if not (self.remat and training):
             return self._forward(inputs, seeds)
@@ -223,7 +223,7 @@ class TransformerBlock(CompositeLayer):
             return part(norm(tokens), seed=seeds[0], residual=tokens)
         branch = part(norm(tokens), seed=seeds[0])
         if self.layer_scale is not None:
-            # Cast by hand: Keras does not where the block is computed anew.
+            # Cast by hand: Keras does not cast in a recomputed block.
             scale = getattr(self, f"{part.name}_scale")
             branch = branch * keras.ops.cast(scale, branch.dtype)
         return tokens + (branch if seeds[1] is None else self.drop_path(branch, seed=seeds[1]))

@@ -197,7 +197,7 @@ wait until it ends, or choose another place.
     """
     with telling(path, kept="nothing was begun"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = _locked(path, what)
+        descriptor = _lock_file(path, what)
     try:
         yield
     finally:
@@ -276,7 +276,7 @@ def _rename_twice(stage: Path, out: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _locked(path: Path, what: str) -> int:
+def _lock_file(path: Path, what: str) -> int:
     """Opens and locks a file, says in it who holds it, and returns its descriptor."""
     while True:
         flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)

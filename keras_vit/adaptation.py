@@ -51,7 +51,7 @@ class LoRAVisionTransformer(VisionTransformer):
         trainable: bool = True,
     ) -> None:
         super().__init__(config, name=name, dtype=dtype, trainable=trainable)
-        self.rank, self.targets, self.alpha = rank, _checked(targets), alpha
+        self.rank, self.targets, self.alpha = rank, _target_names(targets), alpha
         for layer in self.adapted_layers():
             layer.enable_lora(rank, alpha, _lora_initializer())
         for variable in self.trainable_variables:
@@ -110,7 +110,8 @@ def lora(
         )
     if isinstance(model, LoRAVisionTransformer):
         raise ValueError("The model is adapted already; merge_lora makes a plain one of it.")
-    settings = {**model.get_config(), "rank": rank, "targets": _checked(targets), "alpha": alpha}
+    names = _target_names(targets)
+    settings = {**model.get_config(), "rank": rank, "targets": names, "alpha": alpha}
     adapted = LoRAVisionTransformer.from_config(settings)
     _copy_weights(model, adapted)
     return adapted
@@ -133,8 +134,8 @@ def merge_lora(model: LoRAVisionTransformer) -> VisionTransformer:
     quantised = [layer.path for layer in model.adapted_layers() if layer.quantization_mode]
     if quantised:
         raise ValueError(
-            f"The kernel of {quantised[0]!r} is quantised, and takes no sum; merge the adapter "
-            "into the model as it was before, and quantise what comes of it."
+            f"The kernel of {quantised[0]!r} is quantised, so the adapter cannot be added "
+            "to it; merge the adapter into the model before quantisation, and quantise the result."
         )
     settings = model.get_config()
     for name in ("rank", "targets", "alpha"):
@@ -220,7 +221,7 @@ def load_adapter(model: VisionTransformer, path: str | Path) -> LoRAVisionTransf
         rank, targets, alpha = operator.itemgetter("rank", "targets", "alpha")(json.loads(settings))
     except (KeyError, TypeError, ValueError, RecursionError):
         raise ValueError(f"{path} is not an adapter of save_adapter.") from None
-    tensors = {_renamed(name): value for name, value in tensors.items()}
+    tensors = {_current_name(name): value for name, value in tensors.items()}
     ranks = {value.shape[-1:] for name, value in tensors.items() if name.endswith("lora_kernel_a")}
     is_scale = alpha is None or is_number(alpha)
     if ranks != {(rank,)} or not is_scale or not isinstance(targets, list) or _odd(tensors):
@@ -284,15 +285,15 @@ def _lora_initializer() -> keras.initializers.Initializer:
     return keras.initializers.VarianceScaling(1 / 3, mode="fan_in", distribution="uniform")
 
 
-def _checked(targets: str | Iterable[str]) -> tuple[str, ...]:
-    wanted = (targets,) if isinstance(targets, str) else tuple(targets)
-    unknown = [target for target in wanted if target not in TARGETS]
-    if unknown or not wanted:
+def _target_names(targets: str | Iterable[str]) -> tuple[str, ...]:
+    names = (targets,) if isinstance(targets, str) else tuple(targets)
+    unknown = [target for target in names if target not in TARGETS]
+    if unknown or not names:
         raise ValueError(
             f"targets must be some of {', '.join(TARGETS)}, the dense products of a block. "
-            f"Received: targets={wanted}."
+            f"Received: targets={names}."
         )
-    return tuple(target for target in TARGETS if target in wanted)
+    return tuple(target for target in TARGETS if target in names)
 
 
 def _is_adapter(path: str) -> bool:
@@ -314,7 +315,7 @@ def _odd(tensors: Mapping[str, np.ndarray]) -> list[str]:
     return [n for n, v in tensors.items() if v.dtype not in FLOATS or not np.isfinite(v).all()]
 
 
-def _renamed(name: str) -> str:
+def _current_name(name: str) -> str:
     """Returns today's name of a tensor: earlier files say lora_a and lora_b."""
     return re.sub(r"/lora_([ab])$", r"/lora_kernel_\1", name)
 

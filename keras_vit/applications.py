@@ -75,7 +75,7 @@ Args:
         itself; otherwise it takes what its `preprocess_input` makes of them.
     name: name of the model.
     dropout_rate, drop_path_rate: dropout and stochastic depth in training, see `ViTConfig`.
-    remat: whether training computes activations anew instead of keeping them, to save memory.
+    remat: whether training recomputes activations instead of storing them, to save memory.
     sha256: the SHA-256 of the checkpoint's file, in hexadecimal; compared before anything is read
         from it.
 
@@ -129,7 +129,7 @@ def _builder(variant: str) -> Builder:
             config = _fresh_config(VARIANTS[variant], request)
             model = VisionTransformer(config, name=request.name)
         else:
-            checkpoint = _opened(variant, weights, request, sha256=sha256)
+            checkpoint = _open_fitting(variant, weights, request, sha256=sha256)
             model = building.build(checkpoint, request, base=VARIANTS[variant])
         return model if input_tensor is None else _on_tensor(model, input_tensor)
 
@@ -143,7 +143,7 @@ def _check_no_sha256(sha256: str | None) -> None:
         raise ValueError("sha256 is of a checkpoint; leave it out with weights=None.")
 
 
-def _opened(
+def _open_fitting(
     variant: str, weights: str | Path, request: Request, *, sha256: str | None
 ) -> Checkpoint:
     image_size = max(request.input_shape[:2]) if request.input_shape else None

@@ -197,7 +197,7 @@ wait until it ends, or choose another place.
     """
     with telling(path, kept="nothing was begun"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = _locked(path, what)
+        descriptor = _lock_file(path, what)
     try:
         yield
     finally:
@@ -276,7 +276,7 @@ def _rename_twice(stage: Path, out: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _locked(path: Path, what: str) -> int:
+def _lock_file(path: Path, what: str) -> int:
     """Opens and locks a file, says in it who holds it, and returns its descriptor."""
     while True:
         flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
@@ -350,8 +350,8 @@ def _own_folder(path: Path) -> Iterator[Path]:
 def _remove_leftovers(path: Path) -> None:
     pattern = re.compile(rf"\.{re.escape(path.name)}-[a-z0-9_]{{8}}")  # as tempfile names them
     with os.scandir(path.parent) as entries:
-        found = [entry.name for entry in entries if pattern.fullmatch(entry.name)]
-    for folder in map(path.parent.joinpath, found):
+        leftovers = [entry.name for entry in entries if pattern.fullmatch(entry.name)]
+    for folder in map(path.parent.joinpath, leftovers):
         try:
             descriptor = _lock_folder(folder)
         except OSError:

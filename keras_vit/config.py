@@ -92,7 +92,7 @@ class ViTConfig:
             key and value.
         attention_dropout_rate: dropout on the attention weights.
         drop_path_rate: stochastic depth of the last block; the blocks before rise to it from 0.
-        remat: whether training keeps only the input of each block and computes the rest anew for
+        remat: whether training keeps only the input of each block and recomputes the rest for
             the gradient: less memory, more time, the same numbers.
         antialias: whether images are downscaled with anti-aliasing before they reach the model, in
             training, evaluation, prediction and exports; Google's published weights were not.

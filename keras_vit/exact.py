@@ -10,7 +10,7 @@ from keras_vit.backend.private import Functional
 class ExactModel(backend.ExactTrainer, Functional):
     """A functional `keras.Model` that trains the same on one device and under any strategy.
 
-    Everything is as with `keras.Model(inputs, outputs)`, but for `compile` and `fit`: gradients are
+    Everything is as with `keras.Model(inputs, outputs)`, except `compile` and `fit`: gradients are
     summed over replicas before they are clipped, replicas with fewer images count less, float16 is
     scaled wherever a layer computes in it, XLA compiles under a strategy too, and `compile` takes
     `accumulate`, `sam_rho` and `report_gradient_norm`. Subclass it for a `train_step` or a

@@ -86,8 +86,8 @@ class VisionTransformer(ExactModel):
     @property
     def feature_names(self) -> tuple[str, ...]:
         """Names of the intermediate results that `features` returns, in order."""
-        skipped = ("images", "rescaling", "patches", "positions")
-        return tuple(layer.name for layer in self.layers if layer.name not in skipped)
+        input_layers = ("images", "rescaling", "patches", "positions")
+        return tuple(layer.name for layer in self.layers if layer.name not in input_layers)
 
     def features(self, images: Any, names: Iterable[str] | None = None) -> dict[str, Any]:
         """Computes named intermediate results with this model's own weights.
@@ -105,13 +105,13 @@ class VisionTransformer(ExactModel):
 
     def feature_extractor(self, names: Iterable[str] | None = None) -> ExactModel:
         """Returns a model from images to a dictionary of `features`, sharing this one's weights."""
-        wanted = tuple(self.feature_names if names is None else names)
-        unknown = [name for name in wanted if name not in self.feature_names]
+        selected = tuple(self.feature_names if names is None else names)
+        unknown = [name for name in selected if name not in self.feature_names]
         if unknown:
             raise ValueError(
                 f"There is no feature {unknown[0]!r}; choose from {', '.join(self.feature_names)}."
             )
-        return ExactModel(self.input, {name: self.get_layer(name).output for name in wanted})
+        return ExactModel(self.input, {name: self.get_layer(name).output for name in selected})
 
     def encode(self, tokens: Any, *, training: bool | None = None) -> Any:
         """Continues from the patch encoder's tokens (B, N, D) to the encoder's, (B, N, D)."""
@@ -149,7 +149,7 @@ class VisionTransformer(ExactModel):
         Args:
             config: of the copy; None for this model's. Every weight must keep its shape.
             dtype: dtype policy of the copy's layers; None for this model's.
-            fresh: names of layers whose weights are not copied: they start anew, and may have
+            fresh: names of layers whose weights are not copied: they start fresh, and may have
                 other shapes, or be in one of the two models only.
             convert: makes of a weight's path in the model and its variable the value that the copy
                 gets, for instance a resampled table; None for the value as it is.
@@ -272,13 +272,13 @@ def _per_channel(value: float | tuple[float, ...]) -> Any:
 def _encoder(config: ViTConfig, dtype: str, tokens: Any) -> Any:
     """Applies the blocks, and positions before them, to tokens (B, N, D)."""
     x = tokens
-    added = {}
+    position_layers = {}
     for index, drop_path_rate in enumerate(config.drop_path_rates()):
         positions = position_layer(config, index)
         if positions is not None:
-            if positions not in added:
-                added[positions] = _positions(config, dtype, positions)
-            x = added[positions](x)  # (B, N, D)
+            if positions not in position_layers:
+                position_layers[positions] = _positions(config, dtype, positions)
+            x = position_layers[positions](x)  # (B, N, D)
         x = layers.TransformerBlock(
             config.num_heads,
             config.mlp_dim,
@@ -312,7 +312,7 @@ def _positions(config: ViTConfig, dtype: str, name: str) -> keras.layers.Layer:
 
 def _head(config: ViTConfig, dtype: str, tokens: Any) -> Any:
     """Makes of tokens (B, N, D) what the model gives: one vector, a representation, logits."""
-    x = _pooled(config, dtype, tokens)  # (B, D), or (B, N, D) without pooling
+    x = _pool(config, dtype, tokens)  # (B, D), or (B, N, D) without pooling
     if config.representation_dim is not None:
         x = layers.TokenDense(
             config.representation_dim,
@@ -334,7 +334,7 @@ def _head(config: ViTConfig, dtype: str, tokens: Any) -> Any:
     return x
 
 
-def _pooled(config: ViTConfig, dtype: str, tokens: Any) -> Any:
+def _pool(config: ViTConfig, dtype: str, tokens: Any) -> Any:
     """Makes one vector (B, D) of tokens (B, N, D), or leaves them."""
     if config.pooling is None:
         return tokens

@@ -53,7 +53,7 @@ class _Adam(keras.optimizers.AdamW):
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         index = private.index_of(self, variable)
-        done = not self.amsgrad and backend.adam_step(
+        is_done = not self.amsgrad and backend.adam_step(
             variable,
             private.averages_of(self, index),
             gradient,
@@ -62,7 +62,7 @@ class _Adam(keras.optimizers.AdamW):
             epsilon=self.epsilon,
             step=self.iterations + 1,
         )
-        if not done:
+        if not is_done:
             super().update_step(gradient, variable, learning_rate)
 
 
@@ -120,10 +120,10 @@ class _Trace(keras.optimizers.Optimizer):
         ):
             return
         # The product is rounded before the sum, as optax does it in the accumulator's dtype.
-        kept = keras.ops.convert_to_tensor(memory) * self.momentum
-        moved = keras.ops.cast(gradient, "float32") + keras.ops.cast(kept, "float32")
-        self.assign(memory, keras.ops.cast(moved, memory.dtype))
-        step = keras.ops.cast(learning_rate, "float32") * moved
+        decayed = keras.ops.convert_to_tensor(memory) * self.momentum
+        trace = keras.ops.cast(gradient, "float32") + keras.ops.cast(decayed, "float32")
+        self.assign(memory, keras.ops.cast(trace, memory.dtype))
+        step = keras.ops.cast(learning_rate, "float32") * trace
         self.assign_sub(variable, keras.ops.cast(step, variable.dtype))
 
     def get_config(self) -> dict[str, Any]:

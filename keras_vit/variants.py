@@ -112,10 +112,10 @@ def _position_parameter_count(config: ViTConfig) -> int:
     if config.position_embedding == "relative":
         offsets = (2 * rows - 1) * (2 * columns - 1) + 3 * (config.num_prefix_tokens > 0)
         return config.num_layers * offsets * config.num_heads
-    placed = config.num_prefix_tokens - config.num_registers  # before the patches, with a place
+    count = config.num_prefix_tokens - config.num_registers  # before the patches, with a place
     halves = {
-        "learned": 2 * (placed + rows * columns),
-        "learned_2d": 2 * placed + rows + columns,
+        "learned": 2 * (count + rows * columns),
+        "learned_2d": 2 * count + rows + columns,
     }.get(str(config.position_embedding), 0)
     tables = config.num_layers if config.position_placement == "every_block" else 1
     return tables * halves * config.hidden_dim // 2

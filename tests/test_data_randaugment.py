@@ -39,7 +39,7 @@ def drawn(name: str) -> list[float]:
 @pytest.mark.parametrize(("name", "expected"), AT_TEN, ids=[name for name, _ in AT_TEN])
 def test_magnitude_ten_is_what_it_is_in_the_original(name: str, expected: object) -> None:
     """Each operation gets the strength that the paper's code gives it."""
-    found = randaugment.distort(picture(), magnitude=10, drawn=drawn(name))
+    found = randaugment.distort(picture(), magnitude=10, uniform=drawn(name))
     image = tf.cast(picture(), tf.uint8)
     assert np.array_equal(found, tf.cast(expected(image), tf.float32))
 
@@ -48,12 +48,12 @@ def test_each_operation_comes_as_often_as_any_other() -> None:
     """Uniform draws choose uniformly among the sixteen, and both sides."""
     image, rest = picture(20), drawn("invert")[1:]
     known = np.array(
-        [randaugment.distort(image, magnitude=7, drawn=drawn(name)).numpy() for name in NAMES]
+        [randaugment.distort(image, magnitude=7, uniform=drawn(name)).numpy() for name in NAMES]
     )
     numbers = augment.draw_uniform(1, 1600, seed=(1, 2))[0]
 
     def vary(number: tf.Tensor) -> tf.Tensor:
-        return randaugment.distort(image, magnitude=7, drawn=tf.stack([number, *rest]))
+        return randaugment.distort(image, magnitude=7, uniform=tf.stack([number, *rest]))
 
     found = tf.data.Dataset.from_tensor_slices(numbers).map(vary).batch(1600).get_single_element()
     counts = [int((found.numpy() == each).all(axis=(1, 2, 3)).sum()) for each in known]
@@ -67,16 +67,16 @@ def test_each_operation_comes_as_often_as_any_other() -> None:
 def test_operations_follow_each_other() -> None:
     """Two layers are the one operation after the other, and none is the image untouched."""
     both = randaugment.distort(
-        picture(32), magnitude=7, drawn=[*drawn("translate_x"), *drawn("equalize")]
+        picture(32), magnitude=7, uniform=[*drawn("translate_x"), *drawn("equalize")]
     )
-    first = randaugment.distort(picture(32), magnitude=7, drawn=drawn("translate_x"))
-    second = randaugment.distort(first, magnitude=7, drawn=drawn("equalize"))
+    first = randaugment.distort(picture(32), magnitude=7, uniform=drawn("translate_x"))
+    second = randaugment.distort(first, magnitude=7, uniform=drawn("equalize"))
 
     assert np.array_equal(both, second)
     assert not np.array_equal(both, first)
     fractions = picture(8) / 3
     assert np.array_equal(
-        randaugment.distort(fractions, magnitude=7, drawn=tf.zeros((0,))), fractions
+        randaugment.distort(fractions, magnitude=7, uniform=tf.zeros((0,))), fractions
     )
 
 
@@ -84,6 +84,6 @@ def test_operations_follow_each_other() -> None:
 @pytest.mark.parametrize("magnitude", [0, 30])
 def test_every_magnitude_gives_pixels(name: str, magnitude: int) -> None:
     """The ends of the range give images of the same shape, values 0..255."""
-    found = randaugment.distort(picture(9), magnitude=magnitude, drawn=drawn(name)).numpy()
+    found = randaugment.distort(picture(9), magnitude=magnitude, uniform=drawn(name)).numpy()
     assert found.shape == (9, 9, 3)
     assert 0 <= found.min() <= found.max() <= 255

@@ -182,13 +182,13 @@ def test_mixed_precision_is_near(policy: str) -> None:
 
 
 def test_listening_changes_neither_the_answer_nor_the_model() -> None:
-    """The heard pass answers as the model does, and the model's layers are as they were."""
+    """The recorded pass answers as the model does, and the model's layers are as they were."""
     for config in CONFIGS.values():
         model, images = sharp(config), images_for(config)
         before = [vars(layer).get("call") for layer in model._flatten_layers()]
         expected = keras.ops.convert_to_numpy(model(images))
-        heard = attention.listen(model, model, images)
-        np.testing.assert_allclose(heard.outputs, expected, atol=1e-5)
+        recorded = attention.record_attention(model, model, images)
+        np.testing.assert_allclose(recorded.outputs, expected, atol=1e-5)
         np.testing.assert_array_equal(model(images), expected)
         assert [vars(layer).get("call") for layer in model._flatten_layers()] == before
 

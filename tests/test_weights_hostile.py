@@ -205,7 +205,7 @@ KERAS = {
     "image of 20000": (field("input_shape", [20000, 20000, 3]), "grid is 5000x5000"),
     "a million layers": (field("num_layers", 10**6), "num_layers must be a positive integer"),
     "a rate of text": (field("dropout_rate", "x" * 10**6), "dropout_rate must be in"),
-    "an epsilon of NaN": (field("layer_norm_epsilon", float("nan")), "NaN, which is no finite"),
+    "an epsilon of NaN": (field("layer_norm_epsilon", float("nan")), "NaN, which is not a finite"),
     "spaces": (lambda text: b" " * 50_000_000 + text, "config.json has 5000.* bytes|20 times"),
     "depth": (lambda text: b"[" * 100_000, "nested too deeply"),
     "an activation": (field("classifier_activation", "sinh2"), "Keras has no activation 'sinh2'"),
@@ -233,10 +233,10 @@ def test_a_bomb_in_keras(sound: Path, tmp_path: Path, model: keras_vit.VisionTra
 
 JSON = {
     "not UTF-8": (b'{"architecture": "\xff"}', "byte 18 is not UTF-8"),
-    "NaN": (b'{"mean": NaN}', "NaN, which is no finite number"),
-    "beyond floats": (b'{"mean": 1e999}', "1e999, which is no finite number"),
+    "NaN": (b'{"mean": NaN}', "NaN, which is not a finite number"),
+    "beyond floats": (b'{"mean": 1e999}', "1e999, which is not a finite number"),
     "depth": (b'{"a": ' + b"[" * 100_000, "nested too deeply"),
-    "a key twice": (b'{"a": 1, "a": 2}', "says one thing twice"),
+    "a key twice": (b'{"a": 1, "a": 2}', "has a key twice"),
     "too long": (b" " * 4 * 2**20 + b"{}", "bytes of text; at most"),
     "a list": (b"[]", "holds a list, not a dictionary"),
     "heads of text": (b'{"model_args": {"num_heads": "two"}}', "number of heads is 'two'"),

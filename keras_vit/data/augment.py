@@ -41,16 +41,16 @@ def draw_uniform(
     Returns:
         Shape (numbers, count).
     """
-    drawn = tf.random.stateless_uniform((numbers, count * shard[1]), seed, minval=low)
-    return drawn[:, count * shard[0] : count * (shard[0] + 1)]
+    uniform = tf.random.stateless_uniform((numbers, count * shard[1]), seed, minval=low)
+    return uniform[:, count * shard[0] : count * (shard[0] + 1)]
 
 
 def draw_keys(count: tf.Tensor, *, seed: tf.Tensor, shard: tuple[int, int] = WHOLE) -> tf.Tensor:
     """Draws a seed of its own for each image, int32 of shape (count, 2)."""
-    drawn = tf.random.stateless_uniform(
+    keys = tf.random.stateless_uniform(
         (count * shard[1], 2), seed, minval=None, maxval=None, dtype=tf.int32
     )
-    return drawn[count * shard[0] : count * (shard[0] + 1)]
+    return keys[count * shard[0] : count * (shard[0] + 1)]
 
 
 def inside(starts: tf.Tensor, ends: tf.Tensor, *, shape: tf.Tensor) -> tf.Tensor:
@@ -88,7 +88,7 @@ def inception_part(shape: tf.Tensor, *, smallest_area: float, seed: tf.Tensor) -
     """Returns a random part with a random area and aspect, as the originals draw it.
 
     It is TensorFlow's `sample_distorted_bounding_box` with the originals' arguments: a part that
-    does not fit is drawn anew, and after 100 attempts the whole image is taken.
+    does not fit is drawn again, and after 100 attempts the whole image is used.
 
     Example:
         >>> import tensorflow as tf
@@ -141,8 +141,8 @@ def small_part(
         (top, left, height, width) in pixels, int32 of shape (4,).
     """
     sides = tf.cast(shape, tf.float32)
-    wanted = tf.constant(size, tf.float32)
-    return _placed(shape, wanted * tf.reduce_min(sides / wanted) / ratio, place=place)
+    part = tf.constant(size, tf.float32)
+    return _part_at(shape, part * tf.reduce_min(sides / part) / ratio, place=place)
 
 
 # Area as a fraction of the image and aspect, from Section 4.2 of the paper.
@@ -180,19 +180,19 @@ def erase_rectangles(
     if not probability:
         return images
     shape = tf.shape(images)
-    drawn = draw_uniform(5, shape[0], seed=seed, shard=shard)
-    area = ERASED_AREA[0] + drawn[0] * (ERASED_AREA[1] - ERASED_AREA[0])
+    uniform = draw_uniform(5, shape[0], seed=seed, shard=shard)
+    area = ERASED_AREA[0] + uniform[0] * (ERASED_AREA[1] - ERASED_AREA[0])
     aspect = tf.exp(
-        math.log(ERASED_ASPECT[0]) + drawn[1] * math.log(ERASED_ASPECT[1] / ERASED_ASPECT[0])
+        math.log(ERASED_ASPECT[0]) + uniform[1] * math.log(ERASED_ASPECT[1] / ERASED_ASPECT[0])
     )
     sides = tf.minimum(tf.stack([tf.sqrt(area * aspect), tf.sqrt(area / aspect)]), 1.0)
     size = tf.cast(shape[1:3, None], tf.float32)  # of the image; height and width are rows
     lengths = tf.maximum(tf.cast(tf.round(sides * size), tf.int32), 1)
     free = tf.cast(shape[1:3, None] - lengths + 1, tf.float32)
-    starts = tf.cast(drawn[2:4] * free, tf.int32)
-    erased = inside(starts, starts + lengths, shape=shape[1:3])
-    erased &= (drawn[4] < probability)[:, None, None, None]
-    return tf.where(erased, _noise(images, seed=seed, shard=shard), images)
+    starts = tf.cast(uniform[2:4] * free, tf.int32)
+    mask = inside(starts, starts + lengths, shape=shape[1:3])
+    mask &= (uniform[4] < probability)[:, None, None, None]
+    return tf.where(mask, _noise(images, seed=seed, shard=shard), images)
 
 
 Mixing = Literal["image", "batch"]
@@ -247,16 +247,18 @@ def mix_batch(
     keys = tf.random.experimental.stateless_split(tf.convert_to_tensor(seed), 2)
     size = tf.shape(images)[1:3]
     if per == "batch":  # one draw, the same on every worker
-        others = tf.roll(tf.range(count), shift=1, axis=0)
-        kept, share = _kept(size, 1, alpha=alpha, cutmix=cutmix, seed=keys[0], shard=WHOLE)
+        partners = tf.roll(tf.range(count), shift=1, axis=0)
+        weights, share = _weights(size, 1, alpha=alpha, cutmix=cutmix, seed=keys[0], shard=WHOLE)
     else:
         # Another permutation on each worker; the shares are those of its part of the whole batch.
         order = tf.random.experimental.stateless_fold_in(keys[1], shard[0]) if shard[0] else keys[1]
-        others = tf.random.experimental.stateless_shuffle(tf.range(count), seed=order)
-        kept, share = _kept(size, count, alpha=alpha, cutmix=cutmix, seed=keys[0], shard=shard)
-    images = images * kept + tf.gather(images, others) * (1 - kept)
+        partners = tf.random.experimental.stateless_shuffle(tf.range(count), seed=order)
+        weights, share = _weights(
+            size, count, alpha=alpha, cutmix=cutmix, seed=keys[0], shard=shard
+        )
+    images = images * weights + tf.gather(images, partners) * (1 - weights)
     share = share[:, None]
-    return images, targets * share + tf.gather(targets, others) * (1 - share)
+    return images, targets * share + tf.gather(targets, partners) * (1 - share)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -353,26 +355,26 @@ def transform_batch(
     if not (augmentation.is_affine or augmentation.flip):
         return images
     batch, height, width = tf.shape(images)[0], tf.shape(images)[1], tf.shape(images)[2]
-    drawn = draw_uniform(5, batch, seed=seed, shard=shard, low=-1.0)
+    uniform = draw_uniform(5, batch, seed=seed, shard=shard, low=-1.0)
     if augmentation.flip:
-        mirrored = (drawn[4] < 0)[:, None, None, None]
-        images = tf.where(mirrored, tf.reverse(images, [2]), images)
+        is_mirrored = (uniform[4] < 0)[:, None, None, None]
+        images = tf.where(is_mirrored, tf.reverse(images, [2]), images)
     if not augmentation.is_affine:
         return images
-    moved = tf.raw_ops.ImageProjectiveTransformV3(
+    transformed = tf.raw_ops.ImageProjectiveTransformV3(
         images=images,
-        transforms=_transforms(height, width, augmentation=augmentation, drawn=drawn),
+        transforms=_transforms(height, width, augmentation=augmentation, uniform=uniform),
         output_shape=tf.stack([height, width]),
         interpolation="BILINEAR",
         fill_mode="CONSTANT",
         fill_value=0.0,
     )
-    return tf.ensure_shape(moved, images.shape)
+    return tf.ensure_shape(transformed, images.shape)
 
 
-def _placed(shape: tf.Tensor, wanted: tf.Tensor, *, place: tf.Tensor) -> tf.Tensor:
+def _part_at(shape: tf.Tensor, size: tf.Tensor, *, place: tf.Tensor) -> tf.Tensor:
     """Rounds a part to pixels, and puts it where all of it lies in the image."""
-    part = tf.clip_by_value(tf.cast(tf.round(wanted), tf.int32), 1, shape)
+    part = tf.clip_by_value(tf.cast(tf.round(size), tf.int32), 1, shape)
     free = tf.cast(shape - part, tf.float32)
     start = tf.minimum(tf.cast(place * (free + 1), tf.int32), shape - part)
     return tf.concat([start, part], axis=0)
@@ -391,13 +393,13 @@ def _noise(images: tf.Tensor, *, seed: tf.Tensor, shard: tuple[int, int]) -> tf.
         values = tf.reshape(tf.bitcast(words, tf.uint8), (-1,))[: tf.reduce_prod(shape[1:])]
         return tf.reshape(values, shape[1:])
 
-    own = tf.random.experimental.stateless_fold_in(tf.convert_to_tensor(seed), 1)
-    keys = draw_keys(shape[0], seed=own, shard=shard)
+    noise_seed = tf.random.experimental.stateless_fold_in(tf.convert_to_tensor(seed), 1)
+    keys = draw_keys(shape[0], seed=noise_seed, shard=shard)
     noise = tf.map_fn(draw, keys, fn_output_signature=tf.uint8)
     return tf.cast(tf.ensure_shape(noise, images.shape), images.dtype)
 
 
-def _kept(
+def _weights(
     size: tf.Tensor,
     count: tf.Tensor,
     *,
@@ -407,20 +409,21 @@ def _kept(
     shard: tuple[int, int],
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """How much is kept of each pixel, (count, height or 1, width or 1, 1), and of each target."""
-    blended = tf.ones(count)
+    shares = tf.ones(count)
     if alpha:
-        drawn = _gammas(count, alpha=alpha, seed=seed, shard=shard)
-        blended = tf.reduce_max(drawn, axis=0) / tf.reduce_sum(drawn, axis=0)
+        gammas = _gammas(count, alpha=alpha, seed=seed, shard=shard)
+        shares = tf.reduce_max(gammas, axis=0) / tf.reduce_sum(gammas, axis=0)
     if not cutmix:
-        return blended[:, None, None, None], blended
+        return shares[:, None, None, None], shares
     keys = tf.random.experimental.stateless_split(seed, 2)
-    drawn = draw_uniform(3, count, seed=keys[0], shard=shard)
+    uniform = draw_uniform(3, count, seed=keys[0], shard=shard)
     gammas = _gammas(count, alpha=cutmix, seed=keys[1], shard=shard)
-    pasted = _rectangles(size, share=gammas[0] / tf.reduce_sum(gammas, axis=0), center=drawn[:2])
-    cut = 1 - tf.cast(pasted, tf.float32)
-    cuts = (drawn[2] < 0.5) if alpha else tf.ones(count, tf.bool)
-    kept = tf.where(cuts[:, None, None, None], cut, blended[:, None, None, None])
-    return kept, tf.where(cuts, tf.reduce_mean(cut, axis=(1, 2, 3)), blended)
+    share = gammas[0] / tf.reduce_sum(gammas, axis=0)
+    rectangles = _rectangles(size, share=share, center=uniform[:2])
+    outside = 1 - tf.cast(rectangles, tf.float32)
+    is_cut = (uniform[2] < 0.5) if alpha else tf.ones(count, tf.bool)
+    pixels = tf.where(is_cut[:, None, None, None], outside, shares[:, None, None, None])
+    return pixels, tf.where(is_cut, tf.reduce_mean(outside, axis=(1, 2, 3)), shares)
 
 
 def _rectangles(shape: tf.Tensor, *, share: tf.Tensor, center: tf.Tensor) -> tf.Tensor:
@@ -437,21 +440,22 @@ def _gammas(
     count: tf.Tensor, *, alpha: float, seed: tf.Tensor, shard: tuple[int, int]
 ) -> tf.Tensor:
     """Two numbers for each image, whose share in their sum is Beta(alpha, alpha)."""
-    drawn = tf.random.stateless_gamma((2, count * shard[1]), seed, alpha=alpha)
-    drawn = drawn[:, count * shard[0] : count * (shard[0] + 1)]
-    return tf.maximum(drawn, TINY)  # both may be too small for a float
+    gammas = tf.random.stateless_gamma((2, count * shard[1]), seed, alpha=alpha)
+    gammas = gammas[:, count * shard[0] : count * (shard[0] + 1)]
+    return tf.maximum(gammas, TINY)  # both may be too small for a float
 
 
 def _transforms(
-    height: tf.Tensor, width: tf.Tensor, *, augmentation: Augmentation, drawn: tf.Tensor
+    height: tf.Tensor, width: tf.Tensor, *, augmentation: Augmentation, uniform: tf.Tensor
 ) -> tf.Tensor:
     """Rows of eight numbers that take an output pixel (x, y) to the input pixel it shows."""
-    angle = drawn[0] * math.radians(augmentation.rotation)
-    scale = tf.exp(drawn[1] * math.log(1 + augmentation.zoom))
+    angle = uniform[0] * math.radians(augmentation.rotation)
+    scale = tf.exp(uniform[1] * math.log(1 + augmentation.zoom))
     height, width = tf.cast(height, tf.float32), tf.cast(width, tf.float32)
     center_x, center_y = (width - 1) / 2, (height - 1) / 2
     a, b = scale * tf.cos(angle), scale * tf.sin(angle)
-    shift_x, shift_y = drawn[2] * augmentation.shift * width, drawn[3] * augmentation.shift * height
+    shift_x = uniform[2] * augmentation.shift * width
+    shift_y = uniform[3] * augmentation.shift * height
     # Turn about the centre, then shift.
     to_x = center_x - (a * center_x - b * center_y) + shift_x
     to_y = center_y - (b * center_x + a * center_y) + shift_y

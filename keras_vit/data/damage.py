@@ -1,4 +1,4 @@
-"""Keeps training when an image cannot be decoded: its neighbour stands in, and its name is kept."""
+"""Training goes on when an image cannot be decoded: another replaces it, and its name is logged."""
 
 import logging
 import threading
@@ -39,9 +39,9 @@ class Damage:
     def add(self, name: str) -> None:
         """Adds a name, and logs it the first time."""
         with self._lock:
-            known = name in self._names
+            is_known = name in self._names
             self._names.add(name)
-        if not known:
+        if not is_known:
             _LOGGER.warning("%r cannot be decoded; another image stands in for it.", name)
 
     @property
@@ -79,8 +79,8 @@ def try_load(
     """
     # A dataset is the one thing in a graph that goes on after an error.
     black = tf.data.Dataset.from_tensors((tf.zeros(shape), False))
-    loaded = tf.data.Dataset.from_tensors(0).map(lambda _: (tf.ensure_shape(load(), shape), True))
-    first = loaded.ignore_errors(log_warning=False).concatenate(black).take(1)
+    pairs = tf.data.Dataset.from_tensors(0).map(lambda _: (tf.ensure_shape(load(), shape), True))
+    first = pairs.ignore_errors(log_warning=False).concatenate(black).take(1)
     image, sound = first.get_single_element()
     return image, sound
 
@@ -113,13 +113,13 @@ def replace_damaged(
     """
 
     def record(names: np.ndarray, any_sound: np.ndarray) -> None:
-        found = [name(one) for one in names]
+        damaged_names = [name(one) for one in names]
         if damage.strict or not any_sound:
             reason = "be decoded" if damage.strict else "be decoded, which is all of a batch"
-            listed = ", ".join(map(repr, found))
+            listed = ", ".join(map(repr, damaged_names))
             damage.fatal = f"{listed} cannot {reason}; repair or remove the images."
             raise ValueError(damage.fatal)
-        for one in found:
+        for one in damaged_names:
             damage.add(one)
 
     def replaced() -> tuple[tf.Tensor, tf.Tensor]:
@@ -127,8 +127,8 @@ def replace_damaged(
         places = tf.range(tf.size(targets))
         following = (places[:, None] + places) % tf.size(targets)
         first = tf.argmax(tf.cast(tf.gather(sound, following), tf.int32), axis=1)
-        chosen = tf.gather(following, first, batch_dims=1)
-        return tf.gather(images, chosen), tf.gather(targets, chosen)
+        replacements = tf.gather(following, first, batch_dims=1)
+        return tf.gather(images, replacements), tf.gather(targets, replacements)
 
-    mended = tf.cond(tf.reduce_all(sound), lambda: (images, targets), replaced)
-    return mended[0], mended[1]
+    pair = tf.cond(tf.reduce_all(sound), lambda: (images, targets), replaced)
+    return pair[0], pair[1]

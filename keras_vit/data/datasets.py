@@ -113,21 +113,21 @@ def load_tfds(
         builder.download_and_prepare()
     image, label = _keys(builder)
     config = tfds.ReadConfig(add_tfds_id=True, try_autocache=False)
-    found = {
+    datasets = {
         split: _records(builder, split, image=image, label=label, config=config)
         for split in source.SPLITS
         if split in builder.info.splits
     }
-    found = {split: records for split, records in found.items() if _is_labelled(records)}
-    if "train" not in found:
+    datasets = {split: records for split, records in datasets.items() if _is_labelled(records)}
+    if "train" not in datasets:
         raise ValueError(
             f"The dataset {builder.name!r} has no labelled split called train; it has "
             f"{', '.join(builder.info.splits) or 'none'}."
         )
     return from_dataset(
-        found["train"],
-        found.get("validation"),
-        test=found.get("test"),
+        datasets["train"],
+        datasets.get("validation"),
+        test=datasets.get("test"),
         labels=builder.info.features[label].names,
         name=f"{PREFIX}{name}" if isinstance(name, str) else PREFIX + builder.name,
         strict=strict,
@@ -182,13 +182,13 @@ def from_dataset(
             is not among the labels.
     """
     damage = Damage(strict=strict)
-    given = {"train": train, "validation": validation, "test": test}
-    taken = {
+    datasets = {"train": train, "validation": validation, "test": test}
+    available = {
         split: _take(dataset, split=split, damage=damage, memory=memory)
-        for split, dataset in given.items()
+        for split, dataset in datasets.items()
         if dataset is not None
     }
-    splits = _carve(taken)
+    splits = _carve(available)
     for split, images_of_split in splits.items():
         _check(images_of_split, split=split, labels=labels)
     return source.ImageData(
@@ -240,24 +240,24 @@ def _take(dataset: tf.data.Dataset, *, split: str, damage: Damage, memory: int) 
         raise ValueError(f"The {split} dataset has no end; give it without `repeat`.")
     shape = dataset.element_spec[0].shape
     pixels = shape.rank == 3 and shape.is_fully_defined()
-    held, size = [], 0
-    for record in (dataset if pixels else _encoded(dataset, split=split)).as_numpy_iterator():
-        held.append(record)
+    records, size = [], 0
+    for record in (dataset if pixels else _encode(dataset, split=split)).as_numpy_iterator():
+        records.append(record)
         size += record[0].nbytes if pixels else len(record[0])
         if size > memory:
             return _stream(dataset, split=split, damage=damage)
-    if not held:
+    if not records:
         raise ValueError(f"The {split} dataset holds no images; give it some.")
-    contents, targets = [record[0] for record in held], [record[1] for record in held]
-    names = [_name(record, place, split=split) for place, record in enumerate(held)]
+    contents, targets = [record[0] for record in records], [record[1] for record in records]
+    names = [_name(record, place, split=split) for place, record in enumerate(records)]
     array: np.ndarray = np.stack(contents) if pixels else np.array(contents, object)
-    whole = Split(
+    in_memory = Split(
         images=np.broadcast_to(array, (*array.shape[:3], 3)) if pixels else array,
         targets=np.array(targets, np.int32),
         names=np.array(names, object),
         damage=Damage(strict=damage.strict),
     )
-    return whole if pixels else _without_damaged(whole, damage=damage)
+    return in_memory if pixels else _drop_damaged(in_memory, damage=damage)
 
 
 def _check_elements(dataset: tf.data.Dataset, *, split: str) -> None:
@@ -275,7 +275,7 @@ def _check_elements(dataset: tf.data.Dataset, *, split: str) -> None:
     )
 
 
-def _encoded(dataset: tf.data.Dataset, *, split: str) -> tf.data.Dataset:
+def _encode(dataset: tf.data.Dataset, *, split: str) -> tf.data.Dataset:
     """The bytes, the class and the name of each image; pixels become a PNG, which loses nothing."""
 
     def encode(place: tf.Tensor, record: tuple[tf.Tensor, ...]) -> tuple[tf.Tensor, ...]:
@@ -300,10 +300,10 @@ def _stream(dataset: tf.data.Dataset, *, split: str, damage: Damage) -> Stream:
     count = int(dataset.cardinality())
     if count < 0:
         count = int(dataset.reduce(np.int64(0), lambda count, _: count + 1))
-    return Stream(_encoded(dataset, split=split), count=count, damage=Damage(strict=damage.strict))
+    return Stream(_encode(dataset, split=split), count=count, damage=Damage(strict=damage.strict))
 
 
-def _without_damaged(split: Split, *, damage: Damage) -> Split:
+def _drop_damaged(split: Split, *, damage: Damage) -> Split:
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
         sound = list(threads.map(images.is_sound, split.images))
     damaged = [split.name(place) for place, is_sound in enumerate(sound) if not is_sound]
@@ -323,8 +323,8 @@ def _carve(splits: dict[str, Split]) -> dict[str, Split]:
     if isinstance(train, Stream):
         missing = [name for name in ("validation", "test") if name not in splits]
         hundredths = {name: _every(train, [place]) for place, name in enumerate(missing)}
-        rest = _every(train, range(len(missing), _STREAM_PART))
-        return {**splits, **hundredths, "train": rest}
+        training = _every(train, range(len(missing), _STREAM_PART))
+        return {**splits, **hundredths, "train": training}
     names = [train.name(place) for place in range(len(train))]
     indices = source.assign_splits(
         names,
@@ -332,20 +332,20 @@ def _carve(splits: dict[str, Split]) -> dict[str, Split]:
         validation=0 if "validation" in splits else VALIDATION,
         test=0 if "test" in splits else TEST,
     )
-    carved = {name: train.take(indices[name]) for name in source.SPLITS if name not in splits}
-    return {**splits, **carved, "train": train.take(indices["train"])}
+    parts = {name: train.take(indices[name]) for name in source.SPLITS if name not in splits}
+    return {**splits, **parts, "train": train.take(indices["train"])}
 
 
 def _every(stream: Stream, places: Sequence[int]) -> Stream:
     """The images at some of each hundred places."""
     first, last = places[0], places[-1]
 
-    def wanted(place: tf.Tensor, record: tuple[tf.Tensor, ...]) -> tf.Tensor:
+    def is_among(place: tf.Tensor, record: tuple[tf.Tensor, ...]) -> tf.Tensor:
         return (place % _STREAM_PART >= first) & (place % _STREAM_PART <= last)
 
-    records = stream.dataset.enumerate().filter(wanted).map(lambda place, record: record)
-    whole, over = divmod(len(stream), _STREAM_PART)
-    count = whole * len(places) + sum(place < over for place in places)
+    records = stream.dataset.enumerate().filter(is_among).map(lambda place, record: record)
+    full, over = divmod(len(stream), _STREAM_PART)
+    count = full * len(places) + sum(place < over for place in places)
     return Stream(records, count=count, damage=stream.damage)
 
 

@@ -83,7 +83,7 @@ def decode_image(contents: tf.Tensor, *, webp: bool = True) -> tf.Tensor:
 
 
 def decode_part(contents: tf.Tensor, *, choose: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
-    """Decodes a part of one upright image, of a JPEG no more than that.
+    """Decodes a part of one upright image; of a JPEG, only that part is decoded.
 
     The same pixels as decoding the whole and cutting, but for colours at the part's edges, which
     JPEG interpolates from what lies beside: up to 10 of 255.
@@ -113,13 +113,15 @@ def decode_part(contents: tf.Tensor, *, choose: Callable[[tf.Tensor], tf.Tensor]
         lambda: tf.constant(1),
     )
     contents = once_made(contents, turn)
-    whole = tf.cond(
+    decoded = tf.cond(
         is_jpeg,
         lambda: tf.zeros((0, 0, 3), tf.uint8),  # not decoded before the part is chosen
         lambda: _decode_in_one_op(contents, most, webp=True),
     )
-    stored = tf.cond(is_jpeg, lambda: _jpeg_shape(contents, most), lambda: tf.shape(whole)[:2])
-    shape = tf.cond(turn > 1, lambda: _upright_shape(stored, turn), lambda: stored)
+    stored_shape = tf.cond(
+        is_jpeg, lambda: _jpeg_shape(contents, most), lambda: tf.shape(decoded)[:2]
+    )
+    shape = tf.cond(turn > 1, lambda: _upright_shape(stored_shape, turn), lambda: stored_shape)
     part = choose(shape)
 
     def decode_jpeg() -> tf.Tensor:
@@ -127,13 +129,13 @@ def decode_part(contents: tf.Tensor, *, choose: Callable[[tf.Tensor], tf.Tensor]
 
     def decode_turned_jpeg() -> tf.Tensor:
         place = _stored_part(part, shape, turn)
-        cut = tf.image.decode_and_crop_jpeg(contents, place, channels=3)
-        return _turned(cut, turn)
+        crop = tf.image.decode_and_crop_jpeg(contents, place, channels=3)
+        return _turned(crop, turn)
 
     image = tf.cond(
         is_jpeg,
         lambda: tf.cond(turn > 1, decode_turned_jpeg, decode_jpeg),
-        lambda: cut_part(whole, choose=lambda _: part),
+        lambda: cut_part(decoded, choose=lambda _: part),
     )
     return tf.ensure_shape(image, (None, None, 3))
 
@@ -170,8 +172,8 @@ def _decoder(most: int, is_jpeg: bool) -> Callable[[bytes], tf.Tensor]:
 
     def decode(contents: tf.Tensor) -> tf.Tensor:
         pixels = tf.constant(most, tf.int64)
-        known = _decode_jpeg if is_jpeg else functools.partial(_decode_other, webp=True)
-        return _upright(known(contents, pixels), contents)
+        decode_format = _decode_jpeg if is_jpeg else functools.partial(_decode_other, webp=True)
+        return _upright(decode_format(contents, pixels), contents)
 
     graph: Callable[[bytes], tf.Tensor] = tf.function(
         decode, input_signature=[tf.TensorSpec((), tf.string)], autograph=False
@@ -209,13 +211,13 @@ def _turned(image: tf.Tensor, orientation: tf.Tensor) -> tf.Tensor:
         >>> _turned(row, tf.constant(8))[..., 0].numpy().tolist()
         [[2], [1]]
     """
-    swapped = tf.cond(
+    pixels = tf.cond(
         _among(orientation, _TRANSPOSED), lambda: tf.transpose(image, (1, 0, 2)), lambda: image
     )
     rows = tf.where(_among(orientation, _MIRRORED_ROWS), -1, 1)
     columns = tf.where(_among(orientation, _MIRRORED_COLUMNS), -1, 1)
     return tf.strided_slice(
-        swapped, (0, 0, 0), (0, 0, 0), tf.stack([rows, columns, 1]), begin_mask=7, end_mask=7
+        pixels, (0, 0, 0), (0, 0, 0), tf.stack([rows, columns, 1]), begin_mask=7, end_mask=7
     )
 
 
@@ -269,27 +271,27 @@ def _decode_other(contents: tf.Tensor, most: tf.Tensor, *, webp: bool) -> tf.Ten
     }
     begins = tf.stack([_starts_with(contents, begin) for begin in decode])
     place = tf.argmax(tf.pad(begins, [[0, 1]], constant_values=True), output_type=tf.int32)
-    branches = [functools.partial(one, contents, most) for one in decode.values()]
-    # What begins otherwise goes where it is said that no such file is known.
+    branches = [functools.partial(decode_one, contents, most) for decode_one in decode.values()]
+    # Files of any other beginning go to the branch that raises the error.
     return tf.switch_case(place, [*branches, functools.partial(_decode_plain, contents)])
 
 
 def _within(contents: tf.Tensor, most: tf.Tensor, *, begin: bytes) -> tf.Tensor:
     """Passes on a file of so many pixels at most; any other is an error."""
-    return _passed_on(contents, header.PIXELS[begin](contents) <= most)
+    return _pass_if(contents, header.PIXELS[begin](contents) <= most)
 
 
-def _passed_on(value: tf.Tensor, condition: tf.Tensor) -> tf.Tensor:
-    # Not `tf.debugging.Assert`: its branches cost more than what is asked here.
-    checked = tf.raw_ops.Assert(condition=condition, data=[TOO_LARGE])
-    with tf.control_dependencies([checked] if checked is not None else []):
+def _pass_if(value: tf.Tensor, condition: tf.Tensor) -> tf.Tensor:
+    # Not `tf.debugging.Assert`: its branches cost more than this check.
+    assertion = tf.raw_ops.Assert(condition=condition, data=[TOO_LARGE])
+    with tf.control_dependencies([assertion] if assertion is not None else []):
         return tf.identity(value)
 
 
 def _jpeg_shape(contents: tf.Tensor, most: tf.Tensor) -> tf.Tensor:
     """Returns (height, width) of a JPEG as it is stored; more pixels than `most` are an error."""
     shape = tf.image.extract_jpeg_shape(contents)[:2]
-    return _passed_on(shape, tf.reduce_prod(tf.cast(shape, tf.int64)) <= most)
+    return _pass_if(shape, tf.reduce_prod(tf.cast(shape, tf.int64)) <= most)
 
 
 def _starts_with(contents: tf.Tensor, magic: bytes) -> tf.Tensor:
@@ -332,30 +334,30 @@ def _first_of_webp(contents: tf.Tensor) -> tf.Tensor:
     # pixels of others: to it every animation says that it has alpha.
     place = header.WEBP_FLAGS
     flags = tf.io.decode_raw(tf.strings.substr(contents, place, 1), tf.uint8)[0] | _WEBP_ALPHA
-    rest = tf.strings.substr(contents, place + 1, tf.int32.max)
-    marked = [
+    remainder = tf.strings.substr(contents, place + 1, tf.int32.max)
+    parts = [
         tf.strings.substr(contents, 0, place),
         tf.gather(_BYTES, tf.cast(flags, tf.int32)),
-        rest,
+        remainder,
     ]
-    return tf.image.decode_webp(tf.strings.join(marked), channels=4)[0]
+    return tf.image.decode_webp(tf.strings.join(parts), channels=4)[0]
 
 
 def _refuse_webp(contents: tf.Tensor, most: tf.Tensor) -> tf.Tensor:
     # `decode_image` would take it where TensorFlow is new enough, and lay it on black.
-    refused = tf.debugging.Assert(False, [NO_WEBP])
-    with tf.control_dependencies([refused] if refused is not None else []):
+    assertion = tf.debugging.Assert(False, [NO_WEBP])
+    with tf.control_dependencies([assertion] if assertion is not None else []):
         return tf.zeros((1, 1, 3), tf.uint8)
 
 
 def _on_white(pixels: tf.Tensor) -> tf.Tensor:
     """Lays pixels with 1 to 4 channels on white, uint8 of shape (height, width, 3)."""
     channels = tf.shape(pixels)[2]  # 1 grey, 2 grey and alpha, 3 RGB, 4 RGB and alpha
-    color = tf.cond(tf.equal(channels % 2, 0), lambda: _blended(pixels), lambda: pixels)
+    color = tf.cond(tf.equal(channels % 2, 0), lambda: _blend(pixels), lambda: pixels)
     return tf.cond(channels > 2, lambda: color, lambda: tf.image.grayscale_to_rgb(color[..., :1]))
 
 
-def _blended(pixels: tf.Tensor) -> tf.Tensor:
+def _blend(pixels: tf.Tensor) -> tf.Tensor:
     """Lays colors whose last channel is alpha on white, without that channel; large ones in strips.
 
     A strip and no more is held in 16 bits.
@@ -363,36 +365,36 @@ def _blended(pixels: tf.Tensor) -> tf.Tensor:
     is_large = tf.size(pixels) // 4 > _STRIP
     return tf.cond(
         is_large,
-        lambda: _blended_strips(pixels, tf.constant(_STRIP)),
-        lambda: _blended_strip(pixels),
+        lambda: _blend_strips(pixels, tf.constant(_STRIP)),
+        lambda: _blend_strip(pixels),
     )
 
 
 @header.one_op
-def _blended_strips(pixels: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
+def _blend_strips(pixels: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
     height, width = tf.unstack(tf.shape(pixels)[:2])
     rows = tf.maximum(size // width, 1)
     count = (height + rows - 1) // rows
 
-    def blend(place: tf.Tensor, made: tf.TensorArray) -> tuple[tf.Tensor, tf.TensorArray]:
+    def blend(place: tf.Tensor, strips: tf.TensorArray) -> tuple[tf.Tensor, tf.TensorArray]:
         strip = pixels[place * rows : (place + 1) * rows]
-        return place + 1, made.write(place, _blended_strip(strip))
+        return place + 1, strips.write(place, _blend_strip(strip))
 
-    made = tf.TensorArray(tf.uint8, count, infer_shape=False, element_shape=(None, None, None))
-    _, made = tf.while_loop(lambda place, made: place < count, blend, (0, made))
-    return made.concat()
+    strips = tf.TensorArray(tf.uint8, count, infer_shape=False, element_shape=(None, None, None))
+    _, strips = tf.while_loop(lambda place, strips: place < count, blend, (0, strips))
+    return strips.concat()
 
 
 @header.one_op
-def _blended_strip(pixels: tf.Tensor) -> tf.Tensor:
+def _blend_strip(pixels: tf.Tensor) -> tf.Tensor:
     # (color * alpha + 255 * (255 - alpha)) / 255, rounded: all that 16 bits hold.
     wide = tf.cast(pixels, tf.uint16)
     alpha = wide[..., -1:]
     total = wide[..., :-1] * alpha + (255 * 255 + 128 - 255 * alpha)
-    return tf.cast(_shifted(total + _shifted(total)), tf.uint8)
+    return tf.cast(_shift_right(total + _shift_right(total)), tf.uint8)
 
 
-def _shifted(values: tf.Tensor) -> tf.Tensor:
+def _shift_right(values: tf.Tensor) -> tf.Tensor:
     return tf.bitwise.right_shift(values, tf.constant(8, values.dtype))
 
 

@@ -61,7 +61,7 @@ def folders(root: Path) -> Iterator[Path]:
 
 def find_images(root: Path) -> tuple[list[Path], list[source.LeftOut]]:
     """Returns the image files below a folder, at any depth, in order, and what is not taken."""
-    found: list[Path] = []
+    paths: list[Path] = []
     left_out: list[source.LeftOut] = []
 
     def note(error: OSError) -> None:
@@ -73,9 +73,9 @@ def find_images(root: Path) -> tuple[list[Path], list[source.LeftOut]]:
             if reason is not None:
                 left_out.append(source.LeftOut(str(path), reason))
             elif not path.is_dir():
-                found.append(path)
+                paths.append(path)
         inner[:] = [name for name in inner if not name.startswith(".")]
-    return sorted(found), sorted(left_out, key=lambda one: one.name)
+    return sorted(paths), sorted(left_out, key=lambda one: one.name)
 
 
 def outside(root: Path, used: Collection[Path]) -> tuple[source.LeftOut, ...]:
@@ -90,12 +90,12 @@ def without_damaged(
     """Decodes every file and moves those that cannot be to `left_out`."""
     faults = []
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
-        for done, fault in enumerate(threads.map(_fault, listing.files), start=1):
+        for count, fault in enumerate(threads.map(_fault, listing.files), start=1):
             faults.append(fault)
             if on_progress is not None:
-                on_progress(done, len(listing.files))
+                on_progress(count, len(listing.files))
     rows = list(zip(listing.files, listing.names, faults, strict=True))
-    kept = [row for row in rows if row[2] is None]
+    sound = [row for row in rows if row[2] is None]
     faulty = [source.LeftOut(str(file), fault) for file, _, fault in rows if fault is not None]
     if faulty and strict:
         raise ValueError(
@@ -103,24 +103,24 @@ def without_damaged(
             f"read: {some([one.name for one in faulty])}; repair or remove them, or do not ask for "
             "strictness."
         )
-    lost = sorted(set(listing.names) - {name for _, name, _ in kept})
-    if lost:
+    empty = sorted(set(listing.names) - {name for _, name, _ in sound})
+    if empty:
         raise ValueError(
-            f"In {str(listing.root)!r} none of the images of class {lost[0]!r} can be decoded; "
+            f"In {str(listing.root)!r} none of the images of class {empty[0]!r} can be decoded; "
             "repair them, or remove the class folder."
         )
     return dataclasses.replace(
         listing,
-        files=tuple(file for file, _, _ in kept),
-        names=tuple(name for _, name, _ in kept),
+        files=tuple(file for file, _, _ in sound),
+        names=tuple(name for _, name, _ in sound),
         left_out=(*listing.left_out, *faulty),
     )
 
 
 def some(names: Sequence[str]) -> str:
     """Names the first few."""
-    shown = ", ".join(map(repr, names[:_SHOWN]))
-    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
+    text = ", ".join(map(repr, names[:_SHOWN]))
+    return text if len(names) <= _SHOWN else f"{text} and {len(names) - _SHOWN} more"
 
 
 def load_unlabelled_folder(
@@ -149,7 +149,7 @@ def load_unlabelled_folder(
     Args:
         path: the folder.
         strict: whether a damaged image is an error, instead of being left out and counted.
-        on_progress: called with (files looked at, files in all), for each split anew.
+        on_progress: called with (files checked, files in all), for each split.
 
     Returns:
         The images; without class folders there are no labels, and every target is 0.
@@ -174,8 +174,8 @@ def load_unlabelled_folder(
     train, validation = splits["train"], splits.get("validation", none)
     if not len(validation):
         names = [Path(image).relative_to(root).as_posix() for image in train.images]
-        carved = source.assign_splits(names, train.targets, validation=VALIDATION, test=0)
-        train, validation = train.take(carved["train"]), train.take(carved["validation"])
+        indices = source.assign_splits(names, train.targets, validation=VALIDATION, test=0)
+        train, validation = train.take(indices["train"]), train.take(indices["validation"])
     if not len(train) or not len(validation):
         raise ValueError(
             f"The folder {str(root)!r} holds too few images to train and validate on; it needs at "
@@ -222,7 +222,7 @@ def load_folder(
     Args:
         path: the folder.
         strict: whether a damaged image is an error, instead of being left out and counted.
-        on_progress: called with (files looked at, files in all), for each split anew.
+        on_progress: called with (files checked, files in all), for each split.
 
     Raises:
         FileNotFoundError: there is no such folder.
@@ -412,12 +412,12 @@ def _carve(splits: dict[str, FileSplit], *, root: Path) -> dict[str, FileSplit]:
         validation=0 if "validation" in splits else VALIDATION,
         test=0 if "test" in splits else TEST,
     )
-    whole = {name: splits.get(name, train.take(indices[name])) for name in source.SPLITS}
-    whole["train"] = train.take(indices["train"])
-    for name, split in whole.items():
+    full_splits = {name: splits.get(name, train.take(indices[name])) for name in source.SPLITS}
+    full_splits["train"] = train.take(indices["train"])
+    for name, split in full_splits.items():
         if not len(split):
             raise ValueError(
                 f"The {len(train)} images in {str(root)!r} are too few for a {name} split; "
                 "give at least one class three images, or better thirty."
             )
-    return whole
+    return full_splits

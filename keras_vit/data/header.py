@@ -74,7 +74,7 @@ def one_op(function: _Function) -> _Function:
 
 
 def declared_pixels(contents: bytes) -> int:
-    """Returns how many pixels decoding a file makes room for; `UNKNOWN` if no one knows.
+    """Returns how many pixels decoding a file makes room for; `UNKNOWN` if the header does not say.
 
     Of a moving GIF or WebP all frames count: the decoder holds them all, though the first is used.
 
@@ -112,8 +112,8 @@ def bmp_palette(contents: tf.Tensor) -> tf.Tensor:
     size, count = (_number(tf.reverse(_bytes(contents, at, 4), [0])) for at in (14, 46))
     count = tf.where(count == 0, 256, tf.minimum(count, 256))  # 0 stands for all of them
     start = 14 + tf.minimum(size, _LIMIT)
-    found = tf.io.decode_raw(_substring(contents, start, 4 * count), tf.uint8)
-    return tf.reshape(found, (-1, 4))[:, 2::-1]  # stored as blue, green, red, 0
+    colors = tf.io.decode_raw(_substring(contents, start, 4 * count), tf.uint8)
+    return tf.reshape(colors, (-1, 4))[:, 2::-1]  # stored as blue, green, red, 0
 
 
 def may_be_turned(contents: tf.Tensor) -> tf.Tensor:
@@ -143,9 +143,9 @@ def read_orientation(contents: tf.Tensor) -> tf.Tensor:
     def begins(magic: bytes) -> tf.Tensor:
         return tf.equal(tf.strings.substr(contents, 0, len(magic)), magic)
 
-    begun = tf.stack([begins(b"\xff\xd8"), begins(PNG), begins(WEBP), True])
+    formats = tf.stack([begins(b"\xff\xd8"), begins(PNG), begins(WEBP), True])
     tiff = tf.switch_case(
-        tf.argmax(begun, output_type=tf.int32),
+        tf.argmax(formats, output_type=tf.int32),
         [
             lambda: _exif_of_jpeg(contents),
             lambda: _exif_of_png(contents),
@@ -160,7 +160,7 @@ def _area(height: tf.Tensor, width: tf.Tensor) -> tf.Tensor:
     return tf.cast(height, tf.int64) * tf.cast(width, tf.int64)
 
 
-def _known(is_known: tf.Tensor, pixels: tf.Tensor) -> tf.Tensor:
+def _pixels_if(is_known: tf.Tensor, pixels: tf.Tensor) -> tf.Tensor:
     return tf.where(is_known, pixels, tf.constant(UNKNOWN, tf.int64))
 
 
@@ -172,7 +172,7 @@ def _pixels_of_jpeg(contents: tf.Tensor) -> tf.Tensor:
 def _pixels_of_png(contents: tf.Tensor) -> tf.Tensor:
     head = _bytes(contents, 8, 16)
     is_first = tf.reduce_all(head[:8] == list(b"\0\0\0\x0dIHDR"))
-    return _known(is_first, _area(_number(head[12:16]), _number(head[8:12])))
+    return _pixels_if(is_first, _area(_number(head[12:16]), _number(head[8:12])))
 
 
 @one_op
@@ -202,7 +202,7 @@ def _canvas_of_webp(contents: tf.Tensor) -> tf.Tensor:
     }
     names = tf.reduce_all(head[12:16] == [list(name) for name in sizes], axis=1)
     pixels = tf.reduce_sum(tf.where(names, tf.stack(list(sizes.values())), 0))
-    return _known(tf.reduce_any(names), pixels)
+    return _pixels_if(tf.reduce_any(names), pixels)
 
 
 @one_op
@@ -241,7 +241,7 @@ def _pixels_of_gif(contents: tf.Tensor) -> tf.Tensor:
     state = _start_of_gif(contents)
     state = tf.cond(state[2], lambda: _rest_of_gif(contents, *state), lambda: state)
     _, _, goes_on, pixels, height, width = state
-    return _known(~goes_on, tf.maximum(pixels, _area(height, width)))
+    return _pixels_if(~goes_on, tf.maximum(pixels, _area(height, width)))
 
 
 @one_op
@@ -265,13 +265,13 @@ def _start_of_gif(contents: tf.Tensor) -> tuple[tf.Tensor, ...]:
 @one_op
 def _rest_of_gif(contents: tf.Tensor, *state: tf.Tensor) -> tuple[tf.Tensor, ...]:
     data = tf.io.decode_raw(contents, tf.uint8)
-    found = tf.while_loop(
+    final = tf.while_loop(
         lambda place, inside, goes_on, *sizes: goes_on,
         lambda *state: tuple(_read_record(data, _Gif(*state))),
         state,
         maximum_iterations=_PIECES,
     )
-    return tuple(found)
+    return tuple(final)
 
 
 @one_op
@@ -341,8 +341,8 @@ def _exif_of_jpeg(contents: tf.Tensor) -> tf.Tensor:
         return tf.where(head[1] == 0xFF, 1, 2 + tf.maximum(_number(head[2:4]), 2))
 
     place, head = _walk(contents, start=2, width=10, goes_on=goes_on, step=step)
-    found = (head[0] == 0xFF) & is_exif(head)
-    return _substring(contents, place + 10, tf.where(found, _number(head[2:4]) - 8, 0))
+    has_exif = (head[0] == 0xFF) & is_exif(head)
+    return _substring(contents, place + 10, tf.where(has_exif, _number(head[2:4]) - 8, 0))
 
 
 def _exif_of_png(contents: tf.Tensor) -> tf.Tensor:
@@ -418,8 +418,8 @@ def _tiff_orientation(tiff: tf.Tensor) -> tf.Tensor:
     length = tf.strings.length(tiff)
     start = tf.minimum(number(_bytes(tiff, 4, 4)), length)
     count = tf.minimum(number(_bytes(tiff, start, 2)), tf.maximum(length - start - 2, 0) // _ENTRY)
-    found = tf.io.decode_raw(_substring(tiff, start + 2, count * _ENTRY), tf.uint8)
-    entries = tf.reshape(tf.cast(found, tf.int32), (-1, _ENTRY))
+    entry_bytes = tf.io.decode_raw(_substring(tiff, start + 2, count * _ENTRY), tf.uint8)
+    entries = tf.reshape(tf.cast(entry_bytes, tf.int32), (-1, _ENTRY))
     entries = tf.pad(entries, ((0, 1), (0, 0)))  # never none at all
     kind = number(entries[:, 2:4])
     value = tf.where(kind == _SHORT, number(entries[:, 8:10]), number(entries[:, 8:12]))
@@ -432,8 +432,8 @@ def _tiff_orientation(tiff: tf.Tensor) -> tf.Tensor:
 def _bytes(contents: tf.Tensor, start: tf.Tensor | int, count: int) -> tf.Tensor:
     """Returns bytes of a string as int32 of shape (count,), zeros past its end."""
     part = _substring(contents, start, count)
-    found = tf.io.decode_raw(part, tf.uint8, fixed_length=count)
-    return tf.ensure_shape(tf.cast(found, tf.int32), (count,))
+    values = tf.io.decode_raw(part, tf.uint8, fixed_length=count)
+    return tf.ensure_shape(tf.cast(values, tf.int32), (count,))
 
 
 def _substring(contents: tf.Tensor, start: tf.Tensor | int, count: tf.Tensor | int) -> tf.Tensor:

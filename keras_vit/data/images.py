@@ -63,8 +63,8 @@ def resize_image(image: tf.Tensor, *, size: tuple[int, int], antialias: bool = T
     def smooth() -> tf.Tensor:
         return tf.image.resize(image, size, antialias=True)
 
-    known = image.shape[-3:-1]
-    if not antialias or all(side and side <= to for side, to in zip(known, size, strict=True)):
+    sides = image.shape[-3:-1]
+    if not antialias or all(side and side <= to for side, to in zip(sides, size, strict=True)):
         return plain()  # smoothing would cost, and change nothing
     return tf.cond(tf.reduce_any(tf.shape(image)[-3:-1] > size), smooth, plain)
 
@@ -83,13 +83,13 @@ def antialias_of(model: Any) -> bool:
     Raises:
         ValueError: it contains two that differ.
     """
-    found = {config.antialias for config in _configs(model)}
-    if len(found) > 1:
+    choices = {config.antialias for config in _configs(model)}
+    if len(choices) > 1:
         raise ValueError(
             f"The model {model.name!r} contains Vision Transformers with antialias=True and with "
-            "antialias=False, so that no one image is right for both; rebuild one of them."
+            "antialias=False, so that no image is right for both; rebuild one of them."
         )
-    return found.pop() if found else True
+    return choices.pop() if choices else True
 
 
 def read_image(path: str | os.PathLike[str] | bytes) -> np.ndarray:
@@ -176,7 +176,7 @@ def _configs(layer: Any) -> Iterator[ViTConfig]:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    # A pipe that nobody writes to would otherwise be waited for.
+    # Opening a pipe would otherwise wait for a writer.
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 

@@ -86,11 +86,11 @@ def read_splits(
             outside of the folder.
     """
     rows = _rows(file)
-    known = set(labels or ("",))
+    allowed = set(labels or ("",))
     for number, row in enumerate(rows, start=2):
         path = row["path"]
         is_inside = path and not Path(path).is_absolute() and ".." not in Path(path).parts
-        if row["split"] not in source.SPLITS or row["label"] not in known or not is_inside:
+        if row["split"] not in source.SPLITS or row["label"] not in allowed or not is_inside:
             raise ValueError(
                 f"Line {number} of {str(file)!r} is not of this run: split {row['split'][:40]!r}, "
                 f"label {row['label'][:40]!r}, path {path[:80]!r}; put back the one that training "
@@ -138,7 +138,7 @@ def load_data(
             folder called digits is "./digits".
         labelled: whether a folder must have class folders; if not, see `load_unlabelled_folder`.
         strict: whether a damaged image is an error, instead of being left out and counted.
-        on_progress: called with (files looked at, files in all), for each split of a folder anew.
+        on_progress: called with (files checked, files in all), for each split of a folder.
 
     Raises:
         FileNotFoundError: there is no such folder.

@@ -18,7 +18,7 @@ _PARALLEL = tf.data.AUTOTUNE
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Plan:
-    """What `train_batches` was asked for; `count` images of each batch are this worker's."""
+    """The arguments of `train_batches`; `count` images of each batch are this worker's."""
 
     image_size: tuple[int, int]
     batch_size: int
@@ -113,20 +113,20 @@ def train_batches(
         shard=shard,
     )
     alone = augmentation.is_cropped or augmentation.randaugment_layers or not split.in_memory
-    loaded = _load_singly(split, plan) if alone else _load_together(split, plan)
+    batches = _load_singly(split, plan) if alone else _load_together(split, plan)
 
     def transform(
         step: tf.Tensor, batch: tf.Tensor, targets: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        moved = augment.transform_batch(
+        transformed = augment.transform_batch(
             batch, augmentation=augmentation, seed=plan.key(_TRANSFORM, step), shard=shard
         )
-        erased = augment.erase_rectangles(
-            moved, probability=augmentation.erase, seed=plan.key(_ERASE, step), shard=shard
+        augmented = augment.erase_rectangles(
+            transformed, probability=augmentation.erase, seed=plan.key(_ERASE, step), shard=shard
         )
-        return erased, targets
+        return augmented, targets
 
-    return loaded.map(transform, num_parallel_calls=_PARALLEL).prefetch(tf.data.AUTOTUNE)
+    return batches.map(transform, num_parallel_calls=_PARALLEL).prefetch(tf.data.AUTOTUNE)
 
 
 def evaluation_batches(
@@ -171,8 +171,8 @@ def evaluation_batches(
         return resize(loader.pixels(item, choose if resize_small else None)), loader.target(item)
 
     loader = split.loader()
-    loaded = split.items().map(load, num_parallel_calls=_PARALLEL)
-    return loaded.batch(batch_size).prefetch(tf.data.AUTOTUNE)
+    examples = split.items().map(load, num_parallel_calls=_PARALLEL)
+    return examples.batch(batch_size).prefetch(tf.data.AUTOTUNE)
 
 
 @contextlib.contextmanager
@@ -197,16 +197,16 @@ def naming_damaged(split: Split, *, trained: Split | None = None) -> Iterator[No
     except images.DECODER_ERRORS:
         if trained is not None and trained.damage.fatal is not None:
             raise ValueError(trained.damage.fatal) from None
-        found = _damaged(split)
-        if not found:
+        names = _damaged_names(split)
+        if not names:
             raise
         raise ValueError(
-            f"{len(found)} of {len(split)} images cannot be decoded, the first is {found[0]!r}; "
+            f"{len(names)} of {len(split)} images cannot be decoded, the first is {names[0]!r}; "
             "repair or remove them."
         ) from None
 
 
-def _damaged(split: Split) -> list[str]:
+def _damaged_names(split: Split) -> list[str]:
     loader = split.loader()
 
     def look(*item: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -215,8 +215,8 @@ def _damaged(split: Split) -> list[str]:
 
         return item[-1], try_load(corner, shape=(1, 1, 3))[1]
 
-    looked = split.items().map(look, num_parallel_calls=_PARALLEL)
-    damaged = looked.filter(lambda name, sound: ~sound)
+    checks = split.items().map(look, num_parallel_calls=_PARALLEL)
+    damaged = checks.filter(lambda name, sound: ~sound)
     return [split.name(name) for name, _ in damaged.as_numpy_iterator()]
 
 
@@ -240,14 +240,14 @@ def _load_together(split: Split, plan: _Plan) -> tf.data.Dataset:
     def load(step: tf.Tensor, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         return step, plan.resize(tf.gather(pixels, indices)), tf.gather(targets, indices)
 
-    numbered = _numbered_items(split, plan).map(lambda step, item: (step, item[0]))
-    return numbered.map(load, num_parallel_calls=_PARALLEL)
+    items = _steps_and_items(split, plan).map(lambda step, item: (step, item[0]))
+    return items.map(load, num_parallel_calls=_PARALLEL)
 
 
 def _load_singly(split: Split, plan: _Plan) -> tf.data.Dataset:
     """Steps, images and targets, each image decoded, cropped and varied by itself."""
     singly = _Singly(split, split.loader(), plan)
-    batches = _numbered_items(split, plan).map(singly.attach)
+    batches = _steps_and_items(split, plan).map(singly.attach)
     return batches.interleave(
         singly.load_batch, cycle_length=2, num_parallel_calls=2, deterministic=True
     )
@@ -280,33 +280,37 @@ class _Singly:
     def load_batch(self, step: tf.Tensor, *parts: tf.Tensor) -> tf.data.Dataset:
         """One batch. To try an image takes as long as to decode it, so the batch is tried first."""
         single, count = tf.data.Dataset.from_tensor_slices(parts), self.plan.count
-        loaded = single.map(self._load_one, num_parallel_calls=_PARALLEL)
-        batch = loaded.batch(count, drop_remainder=True)
+        examples = single.map(self._load_one, num_parallel_calls=_PARALLEL)
+        batch = examples.batch(count, drop_remainder=True)
         if not self.split.in_memory:
-            tried = single.map(self._try_one, num_parallel_calls=_PARALLEL)
-            mended = tried.batch(count).map(self._mend)
-            batch = batch.ignore_errors(log_warning=False).concatenate(mended).take(1)
+            attempts = single.map(self._try_one, num_parallel_calls=_PARALLEL)
+            substitute = attempts.batch(count).map(self._mend)
+            batch = batch.ignore_errors(log_warning=False).concatenate(substitute).take(1)
         return batch.map(lambda images, targets: (step, images, targets))
 
     @tf.autograph.experimental.do_not_convert
     def _load_one(
-        self, item: Item, crop_seed: tf.Tensor, drawn: tf.Tensor
+        self, item: Item, crop_seed: tf.Tensor, uniform: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        return self._vary(self._load(item, crop_seed), item, drawn)
+        return self._vary(self._load(item, crop_seed), item, uniform)
 
     @tf.autograph.experimental.do_not_convert
-    def _try_one(self, item: Item, crop_seed: tf.Tensor, drawn: tf.Tensor) -> tuple[tf.Tensor, ...]:
+    def _try_one(
+        self, item: Item, crop_seed: tf.Tensor, uniform: tf.Tensor
+    ) -> tuple[tf.Tensor, ...]:
         image, sound = try_load(lambda: self._load(item, crop_seed), shape=self.shape)
-        return *self._vary(image, item, drawn), item[-1], sound
+        return *self._vary(image, item, uniform), item[-1], sound
 
     def _load(self, item: Item, crop_seed: tf.Tensor) -> tf.Tensor:
         pixels = self.loader.pixels(item, _choice(self.plan, seed=crop_seed))
         return tf.ensure_shape(self.plan.resize(pixels), self.shape)
 
-    def _vary(self, image: tf.Tensor, item: Item, drawn: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        drawn = decoding.once_made(drawn, image)
+    def _vary(
+        self, image: tf.Tensor, item: Item, uniform: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        uniform = decoding.once_made(uniform, image)
         magnitude = self.plan.augmentation.randaugment_magnitude
-        varied = randaugment.distort(image, magnitude=magnitude, drawn=drawn)
+        varied = randaugment.distort(image, magnitude=magnitude, uniform=uniform)
         return varied, self.loader.target(item)
 
     def _mend(
@@ -318,22 +322,23 @@ class _Singly:
         )
 
 
-def _numbered_items(split: Split, plan: _Plan) -> tf.data.Dataset:
+def _steps_and_items(split: Split, plan: _Plan) -> tf.data.Dataset:
     """The steps with this worker's items, each epoch in an order of its own."""
-    first_epoch, skipped = divmod(plan.start_step, plan.steps)
+    first_epoch, first_step = divmod(plan.start_step, plan.steps)
 
     def epoch_batches(epoch: tf.Tensor) -> tf.data.Dataset:
         items = split.shuffled_items(seed=plan.key(_SHUFFLE, epoch))
         return items.batch(plan.batch_size, drop_remainder=True).take(plan.steps)
 
-    whole = tf.data.Dataset.range(first_epoch, plan.epochs).flat_map(epoch_batches).skip(skipped)
-    order = whole.map(lambda *item: tuple(part[plan.rows] for part in item))
+    epochs = tf.data.Dataset.range(first_epoch, plan.epochs)
+    batches = epochs.flat_map(epoch_batches).skip(first_step)
+    order = batches.map(lambda *item: tuple(part[plan.rows] for part in item))
     steps = tf.data.Dataset.range(plan.start_step, plan.steps * plan.epochs)
     return tf.data.Dataset.zip(steps, order)
 
 
 def _choice(plan: _Plan, *, seed: tf.Tensor) -> Choice | None:
-    """How a part of an image is chosen at random, if that is asked for."""
+    """How a part of an image is chosen at random, or None if it is not."""
     augmentation = plan.augmentation
 
     def choose(shape: tf.Tensor) -> tf.Tensor:

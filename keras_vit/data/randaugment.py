@@ -101,17 +101,17 @@ def rotate(image: tf.Tensor, radians: tf.Tensor) -> tf.Tensor:
     bottom, right = (tf.cast(side - 1, tf.float32) for side in tf.unstack(tf.shape(image)[:2]))
     to_x = (right - (cosine * right - sine * bottom)) / 2
     to_y = (bottom - (sine * right + cosine * bottom)) / 2
-    return _moved(image, [cosine, -sine, to_x, sine, cosine, to_y])
+    return _transform(image, [cosine, -sine, to_x, sine, cosine, to_y])
 
 
 def shear_x(image: tf.Tensor, amount: tf.Tensor) -> tf.Tensor:
     """Moves each row to the left, by `amount` times its distance from the top."""
-    return _moved(image, [1, amount, 0, 0, 1, 0])
+    return _transform(image, [1, amount, 0, 0, 1, 0])
 
 
 def shear_y(image: tf.Tensor, amount: tf.Tensor) -> tf.Tensor:
     """Moves each column up, by `amount` times its distance from the left."""
-    return _moved(image, [1, 0, 0, amount, 1, 0])
+    return _transform(image, [1, 0, 0, amount, 1, 0])
 
 
 def translate_x(image: tf.Tensor, pixels: tf.Tensor) -> tf.Tensor:
@@ -146,9 +146,9 @@ def cutout(image: tf.Tensor, half: int, *, place: tf.Tensor) -> tf.Tensor:
         )
         for axis in (0, 1)
     )
-    cut = rows[:, None] * tf.repeat(columns, 3)
-    kept = tf.reshape(image, tf.shape(cut)) * (1 - cut)
-    return tf.reshape(kept + GREY * cut, tf.shape(image))
+    mask = rows[:, None] * tf.repeat(columns, 3)
+    visible = tf.reshape(image, tf.shape(mask)) * (1 - mask)
+    return tf.reshape(visible + GREY * mask, tf.shape(image))
 
 
 DRAWS = 4  # random numbers for each operation: which one, its direction, its place
@@ -159,83 +159,86 @@ _BITS, _THRESHOLD, _ADDITION = 4, 256, 110
 Operation = Callable[[tf.Tensor, float, tf.Tensor], tf.Tensor]
 
 
-def distort(image: tf.Tensor, *, magnitude: float, drawn: tf.Tensor) -> tf.Tensor:
+def distort(image: tf.Tensor, *, magnitude: float, uniform: tf.Tensor) -> tf.Tensor:
     """Applies as many random operations as there are numbers for, one after the other.
 
-    Only the operation that is drawn is executed. At magnitude 0 this is not nothing: colours fade
-    to a tenth, and solarization inverts.
+    Only the chosen operation is executed. Magnitude 0 still changes the image: colours fade to a
+    tenth, and solarization inverts.
 
     Example:
         >>> import tensorflow as tf
         >>> image = tf.fill((8, 8, 3), 200.0)
-        >>> drawn = [2.5 / 16, 0.0, 0.0, 0.0]  # the third operation inverts
-        >>> float(distort(image, magnitude=10, drawn=drawn)[0, 0, 0])
+        >>> uniform = [2.5 / 16, 0.0, 0.0, 0.0]  # the third operation inverts
+        >>> float(distort(image, magnitude=10, uniform=uniform)[0, 0, 0])
         55.0
 
     Args:
         image: pixels 0..255, float32 of shape (height, width, 3).
         magnitude: how strong the operations are, 0 to 30.
-        drawn: numbers in [0, 1), `DRAWS` for each operation.
+        uniform: random numbers in [0, 1), `DRAWS` for each operation.
 
     Returns:
         The image, whole numbers in float32 if there are operations.
     """
-    drawn = tf.reshape(tf.convert_to_tensor(drawn), (-1, DRAWS))
-    if not drawn.shape[0]:
+    uniform = tf.reshape(tf.convert_to_tensor(uniform), (-1, DRAWS))
+    if not uniform.shape[0]:
         return image
     # A loop, because each copy of the sixteen operations makes the graph larger and slower to make.
     _, varied = tf.while_loop(
-        lambda layer, varied: layer < drawn.shape[0],
-        lambda layer, varied: (layer + 1, _one(varied, level=magnitude / 10, drawn=drawn[layer])),
+        lambda layer, varied: layer < uniform.shape[0],
+        lambda layer, varied: (
+            layer + 1,
+            _distort_once(varied, level=magnitude / 10, uniform=uniform[layer]),
+        ),
         (0, tf.cast(tf.round(image), tf.uint8)),
     )
     return tf.cast(varied, tf.float32)
 
 
-def _either(amount: tf.Tensor | float, drawn: tf.Tensor) -> tf.Tensor:
+def _either(amount: tf.Tensor | float, uniform: tf.Tensor) -> tf.Tensor:
     """The amount to the one side or the other."""
-    return tf.where(drawn[1] < 0.5, amount, -amount)
+    return tf.where(uniform[1] < 0.5, amount, -amount)
 
 
 def _factor(level: float) -> float:
     return 0.1 + 1.8 * level
 
 
-def _posterize(image: tf.Tensor, level: float, drawn: tf.Tensor) -> tf.Tensor:
+def _posterize(image: tf.Tensor, level: float, uniform: tf.Tensor) -> tf.Tensor:
     # No bit at all is more than the original can take away: it keeps one.
     return posterize(image, min(max(int(level * _BITS), 1), 8))
 
 
-def _cutout(image: tf.Tensor, level: float, drawn: tf.Tensor) -> tf.Tensor:
+def _cutout(image: tf.Tensor, level: float, uniform: tf.Tensor) -> tf.Tensor:
     half = tf.cast(level * _CUT * _side(image), tf.int32)
-    return cutout(image, half, place=drawn[2:])
+    return cutout(image, half, place=uniform[2:])
 
 
-def _rotate(image: tf.Tensor, level: float, drawn: tf.Tensor) -> tf.Tensor:
-    return rotate(image, _either(math.radians(level * _DEGREES), drawn))
+def _rotate(image: tf.Tensor, level: float, uniform: tf.Tensor) -> tf.Tensor:
+    return rotate(image, _either(math.radians(level * _DEGREES), uniform))
 
 
-def _shift(image: tf.Tensor, level: float, drawn: tf.Tensor) -> tf.Tensor:
-    return _either(level * _SHIFT * _side(image), drawn)
+def _shift(image: tf.Tensor, level: float, uniform: tf.Tensor) -> tf.Tensor:
+    return _either(level * _SHIFT * _side(image), uniform)
 
 
 OPERATIONS: dict[str, Operation] = {
-    "autocontrast": lambda image, level, drawn: autocontrast(image),
-    "equalize": lambda image, level, drawn: equalize(image),
-    "invert": lambda image, level, drawn: invert(image),
+    "autocontrast": lambda image, level, uniform: autocontrast(image),
+    "equalize": lambda image, level, uniform: equalize(image),
+    "invert": lambda image, level, uniform: invert(image),
     "rotate": _rotate,
     "posterize": _posterize,
-    "solarize": lambda image, level, drawn: solarize(image, int(level * _THRESHOLD)),
-    "color": lambda image, level, drawn: color(image, _factor(level)),
-    "contrast": lambda image, level, drawn: contrast(image, _factor(level)),
-    "brightness": lambda image, level, drawn: brightness(image, _factor(level)),
-    "sharpness": lambda image, level, drawn: sharpness(image, _factor(level)),
-    "shear_x": lambda image, level, drawn: shear_x(image, _either(level * _SHEAR, drawn)),
-    "shear_y": lambda image, level, drawn: shear_y(image, _either(level * _SHEAR, drawn)),
-    "translate_x": lambda image, level, drawn: translate_x(image, _shift(image, level, drawn)),
-    "translate_y": lambda image, level, drawn: translate_y(image, _shift(image, level, drawn)),
+    "solarize": lambda image, level, uniform: solarize(image, int(level * _THRESHOLD)),
+    "color": lambda image, level, uniform: color(image, _factor(level)),
+    "contrast": lambda image, level, uniform: contrast(image, _factor(level)),
+    "brightness": lambda image, level, uniform: brightness(image, _factor(level)),
+    "sharpness": lambda image, level, uniform: sharpness(image, _factor(level)),
+    "shear_x": lambda image, level, uniform: shear_x(image, _either(level * _SHEAR, uniform)),
+    "shear_y": lambda image, level, uniform: shear_y(image, _either(level * _SHEAR, uniform)),
+    "translate_x": lambda image, level, uniform: translate_x(image, _shift(image, level, uniform)),
+    "translate_y": lambda image, level, uniform: translate_y(image, _shift(image, level, uniform)),
     "cutout": _cutout,
-    "solarize_add": lambda image, level, drawn: solarize_add(image, int(level * _ADDITION)),
+    "solarize_add": lambda image, level, uniform: solarize_add(image, int(level * _ADDITION)),
 }
 
 
@@ -254,10 +257,10 @@ def _blend(other: tf.Tensor, image: tf.Tensor, factor: float) -> tf.Tensor:
     return tf.cast(tf.clip_by_value(mixed, 0.0, 255.0), tf.uint8)
 
 
-def _moved(image: tf.Tensor, affine: list[tf.Tensor | float]) -> tf.Tensor:
+def _transform(image: tf.Tensor, affine: list[tf.Tensor | float]) -> tf.Tensor:
     """Takes each output pixel (x, y) from the input pixel nearest to `affine` of it."""
     rows = tf.stack([tf.cast(number, tf.float32) for number in [*affine, 0, 0]])
-    moved = tf.raw_ops.ImageProjectiveTransformV3(
+    transformed = tf.raw_ops.ImageProjectiveTransformV3(
         images=image[None],
         transforms=rows[None],
         output_shape=tf.shape(image)[:2],
@@ -265,13 +268,13 @@ def _moved(image: tf.Tensor, affine: list[tf.Tensor | float]) -> tf.Tensor:
         fill_mode="CONSTANT",
         fill_value=float(GREY),
     )
-    return moved[0]
+    return transformed[0]
 
 
-def _one(image: tf.Tensor, *, level: float, drawn: tf.Tensor) -> tf.Tensor:
-    chosen = tf.cast(drawn[0] * len(OPERATIONS), tf.int32)
-    branches = [functools.partial(apply, image, level, drawn) for apply in OPERATIONS.values()]
-    return tf.ensure_shape(tf.switch_case(chosen, branches), image.shape)
+def _distort_once(image: tf.Tensor, *, level: float, uniform: tf.Tensor) -> tf.Tensor:
+    index = tf.cast(uniform[0] * len(OPERATIONS), tf.int32)
+    branches = [functools.partial(apply, image, level, uniform) for apply in OPERATIONS.values()]
+    return tf.ensure_shape(tf.switch_case(index, branches), image.shape)
 
 
 def _side(image: tf.Tensor) -> tf.Tensor:

@@ -98,7 +98,7 @@ class Split:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class _HeldSplit(Split):
-    """Images at hand: an item is a place in the arrays."""
+    """Images in memory: an item is an index of the arrays."""
 
     images: np.ndarray
     targets: np.ndarray
@@ -139,10 +139,10 @@ class _HeldSplit(Split):
         return f"image {place}" if self.names is None else str(self.names[place])
 
     def take(self, indices: Iterable[int]) -> Self:
-        chosen = np.fromiter(indices, np.int64)
-        names = None if self.names is None else self.names[chosen]
+        positions = np.fromiter(indices, np.int64)
+        names = None if self.names is None else self.names[positions]
         return dataclasses.replace(
-            self, images=self.images[chosen], targets=self.targets[chosen], names=names
+            self, images=self.images[positions], targets=self.targets[positions], names=names
         )
 
     def _contents(self) -> tf.Tensor:
@@ -169,7 +169,7 @@ class EncodedSplit(_HeldSplit):
 
     @staticmethod
     def _decode(content: tf.Tensor, choose: Choice | None) -> tf.Tensor:
-        return _decoded(content, choose)
+        return _decode_contents(content, choose)
 
 
 class FileSplit(_HeldSplit):
@@ -186,7 +186,7 @@ class FileSplit(_HeldSplit):
 
     @staticmethod
     def _decode(content: tf.Tensor, choose: Choice | None) -> tf.Tensor:
-        return _decoded(tf.io.read_file(content), choose)
+        return _decode_contents(tf.io.read_file(content), choose)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -239,15 +239,15 @@ class Stream(Split):
         blocks = records.take(first).batch(BUFFER).concatenate(records.skip(first).batch(BUFFER))
 
         def shuffle(number: tf.Tensor, block: tuple[tf.Tensor, ...]) -> tf.data.Dataset:
-            own = tf.random.experimental.stateless_fold_in(seed, number)
+            block_seed = tf.random.experimental.stateless_fold_in(seed, number)
             places = tf.range(tf.size(block[1]))
-            order = tf.random.experimental.stateless_shuffle(places, seed=own)
+            order = tf.random.experimental.stateless_shuffle(places, seed=block_seed)
             return tf.data.Dataset.from_tensor_slices(tuple(tf.gather(x, order) for x in block))
 
         return blocks.enumerate().flat_map(lambda number, block: shuffle(number, block))
 
     def loader(self) -> Loader:
-        return Loader(lambda item, choose: _decoded(item[0], choose), lambda item: item[1])
+        return Loader(lambda item, choose: _decode_contents(item[0], choose), lambda item: item[1])
 
     def name(self, place: bytes) -> str:
         return place.decode(errors="replace")
@@ -258,22 +258,22 @@ class Stream(Split):
         Raises:
             IndexError: there is no such position.
         """
-        wanted = [index + len(self) if index < 0 else index for index in indices]
-        outside = [place for place in wanted if not 0 <= place < len(self)]
+        places = [index + len(self) if index < 0 else index for index in indices]
+        outside = [place for place in places if not 0 <= place < len(self)]
         if outside:
             raise IndexError(
                 f"The stream has {len(self)} images, counted from 0. Received: {outside[0]}."
             )
-        kept = tf.constant(sorted(set(wanted)), tf.int64)
+        unique_places = tf.constant(sorted(set(places)), tf.int64)
         records = self.dataset.enumerate().filter(
-            lambda place, record: tf.reduce_any(tf.equal(place, kept))
+            lambda place, record: tf.reduce_any(tf.equal(place, unique_places))
         )
-        found = dict(records.take(len(set(wanted))).as_numpy_iterator())
-        chosen = [found[place] for place in wanted]
+        records_at = dict(records.take(len(set(places))).as_numpy_iterator())
+        selection = [records_at[place] for place in places]
         return EncodedSplit(
-            images=_objects(record[0] for record in chosen),
-            targets=np.array([record[1] for record in chosen], np.int32),
-            names=_objects(self.name(record[2]) for record in chosen),
+            images=_objects(record[0] for record in selection),
+            targets=np.array([record[1] for record in selection], np.int32),
+            names=_objects(self.name(record[2]) for record in selection),
             damage=self.damage,
         )
 
@@ -290,7 +290,7 @@ class Stream(Split):
                 "A stream whose dataset calls Python, or keeps state, cannot be pickled; make it "
                 f"again in the other process ({error.message})."
             ) from None
-        return _unpickled, (graph.numpy(), self.dataset.element_spec, self.count, self.damage)
+        return _stream_of_graph, (graph.numpy(), self.dataset.element_spec, self.count, self.damage)
 
 
 SPLITS = ("train", "validation", "test")
@@ -351,10 +351,10 @@ class ImageData:
     @property
     def reasons(self) -> dict[str, tuple[str, ...]]:
         """The names of what is left out, by reason."""
-        found: dict[str, tuple[str, ...]] = {}
-        for one in self.left_out:
-            found[one.reason] = (*found.get(one.reason, ()), one.name)
-        return found
+        names: dict[str, tuple[str, ...]] = {}
+        for image in self.left_out:
+            names[image.reason] = (*names.get(image.reason, ()), image.name)
+        return names
 
     @property
     def counts(self) -> dict[str, int]:
@@ -394,15 +394,17 @@ def assign_splits(
         by_class.setdefault(int(targets[index]), []).append(index)
     splits: dict[str, list[int]] = {name: [] for name in SPLITS}
     for indices in by_class.values():
-        tested = _share(len(indices), test, at_least_one_from=3)
-        validated = _share(len(indices), validation, at_least_one_from=3 if tested else 2)
-        splits["test"] += indices[:tested]
-        splits["validation"] += indices[tested : tested + validated]
-        splits["train"] += indices[tested + validated :]
+        test_count = _share(len(indices), test, at_least_one_from=3)
+        validation_count = _share(
+            len(indices), validation, at_least_one_from=3 if test_count else 2
+        )
+        splits["test"] += indices[:test_count]
+        splits["validation"] += indices[test_count : test_count + validation_count]
+        splits["train"] += indices[test_count + validation_count :]
     return {name: sorted(indices) for name, indices in splits.items()}
 
 
-def _unpickled(graph: bytes, spec: Any, count: int, damage: Damage) -> Stream:
+def _stream_of_graph(graph: bytes, spec: Any, count: int, damage: Damage) -> Stream:
     variant = tf.raw_ops.DatasetFromGraph(graph_def=graph)
     return Stream(tf.data.experimental.from_variant(variant, spec), count=count, damage=damage)
 
@@ -420,7 +422,7 @@ def _kind(images: Any) -> type[_HeldSplit]:
     )
 
 
-def _decoded(contents: tf.Tensor, choose: Choice | None) -> tf.Tensor:
+def _decode_contents(contents: tf.Tensor, choose: Choice | None) -> tf.Tensor:
     if choose is None:
         return decoding.decode_image(contents)
     return decoding.decode_part(contents, choose=choose)

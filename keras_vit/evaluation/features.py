@@ -1,4 +1,4 @@
-"""What frozen features tell: a linear classifier of few labels, and the nearest neighbours."""
+"""Evaluates frozen features: a linear classifier of few labels, and the nearest neighbours."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ def nearest_neighbors(
         train: images that vote.
         test: images to measure on.
         neighbors: how many vote.
-        temperature: how much more the likest count.
+        temperature: a lower one favours the most similar images.
 
     Returns:
         The fraction of test images named rightly.
@@ -46,39 +46,39 @@ def nearest_neighbors(
             f"neighbors must be from 1 to the {len(train)} train images, temperature above 0. "
             f"Received: neighbors={neighbors!r}, temperature={temperature!r}."
         )
-    known, asked = (frozen_features(model, split) for split in (train, test))
+    references, queries = (frozen_features(model, split) for split in (train, test))
     votes = neighbor_votes(
-        known, train.targets, asked, neighbors=neighbors, temperature=temperature
+        references, train.targets, queries, neighbors=neighbors, temperature=temperature
     )
     return float((votes.argmax(axis=1) == test.targets).mean())
 
 
 def neighbor_votes(
-    known: np.ndarray,
+    references: np.ndarray,
     targets: np.ndarray,
-    asked: np.ndarray,
+    queries: np.ndarray,
     *,
     neighbors: int = NEIGHBORS,
     temperature: float = TEMPERATURE,
 ) -> np.ndarray:
-    """Returns the votes (count, C) for each class of each asked feature.
+    """Returns the votes (count, C) for each class of each query.
 
     Args:
-        known: (images, D) features of labelled images.
+        references: (images, D) features of labelled images.
         targets: (images,) their classes.
-        asked: (count, D) features.
+        queries: (count, D) features to classify.
         neighbors: how many vote.
-        temperature: how much more the likest count.
+        temperature: a lower one favours the most similar images.
     """
-    known, asked = _unit(known), _unit(asked)
+    references, queries = _unit(references), _unit(queries)
     classes = np.eye(int(targets.max()) + 1)[targets]
     votes = []
-    for start in range(0, len(asked), _ROWS):
-        similarity = asked[start : start + _ROWS] @ known.T
+    for start in range(0, len(queries), _ROWS):
+        similarity = queries[start : start + _ROWS] @ references.T
         nearest = np.argsort(-similarity, axis=1, kind="stable")[:, :neighbors]
-        # The likest counts 1: the exponent cannot overflow, and the order stays.
-        ranked = np.take_along_axis(similarity, nearest, axis=1)
-        weights = np.exp((ranked - ranked[:, :1]) / temperature)
+        # The most similar counts 1: the exponent cannot overflow, and the order stays.
+        similarities = np.take_along_axis(similarity, nearest, axis=1)
+        weights = np.exp((similarities - similarities[:, :1]) / temperature)
         votes.append((weights[..., None] * classes[nearest]).sum(axis=1))
     return np.concatenate(votes)
 
@@ -132,7 +132,7 @@ class LinearClassifier:
 
     def scores(self, features: np.ndarray) -> np.ndarray:
         """Returns (count, C): near 1 for the class, near -1 for the others."""
-        return np.asarray(_whitened(features, self.mean, self.deviation) @ self.weights)
+        return np.asarray(_whiten(features, self.mean, self.deviation) @ self.weights)
 
 
 def few_shot(
@@ -179,13 +179,13 @@ def few_shot(
     train_features, test_features = (frozen_features(model, split) for split in (train, test))
     accuracies: dict[int, list[float]] = {count: [] for count in shots}
     for seed in range(seeds):
-        for count, chosen in draw_shots(train.targets, shots=shots, seed=seed).items():
+        for count, indices in draw_shots(train.targets, shots=shots, seed=seed).items():
             classifier = fit_linear(
-                train_features[chosen], train.targets[chosen], regularization=regularization
+                train_features[indices], train.targets[indices], regularization=regularization
             )
             predicted = classifier.scores(test_features).argmax(axis=1)
             accuracies[count].append(float((predicted == test.targets).mean()))
-    return tuple(FewShot(count, tuple(found)) for count, found in accuracies.items())
+    return tuple(FewShot(count, tuple(values)) for count, values in accuracies.items())
 
 
 def draw_shots(targets: np.ndarray, *, shots: Sequence[int], seed: int) -> dict[int, np.ndarray]:
@@ -212,7 +212,7 @@ def fit_linear(
     """
     features = features.astype(np.float64)
     mean, deviation = features.mean(axis=0), features.std(axis=0) + DEVIATION_EPSILON
-    x = _whitened(features, mean, deviation)
+    x = _whiten(features, mean, deviation)
     y = 2.0 * np.eye(int(targets.max()) + 1)[targets] - 1.0
     rows, width = x.shape
     if rows >= width:
@@ -228,9 +228,9 @@ def _unit(features: np.ndarray) -> np.ndarray:
     return np.asarray(features / np.maximum(length, np.finfo(np.float64).tiny))
 
 
-def _whitened(features: np.ndarray, mean: np.ndarray, deviation: np.ndarray) -> np.ndarray:
-    scaled = (features.astype(np.float64) - mean) / deviation
-    return np.pad(scaled, ((0, 0), (0, 1)), constant_values=BIAS_FEATURE)
+def _whiten(features: np.ndarray, mean: np.ndarray, deviation: np.ndarray) -> np.ndarray:
+    standardized = (features.astype(np.float64) - mean) / deviation
+    return np.pad(standardized, ((0, 0), (0, 1)), constant_values=BIAS_FEATURE)
 
 
 def _check(

@@ -190,13 +190,13 @@ class Evaluation:
     def class_scores(self) -> tuple[ClassScore, ...]:
         """Recall and precision of each class."""
         right = np.diag(self.confusion).tolist()
-        shown, taken = self.confusion.sum(axis=1).tolist(), self.confusion.sum(axis=0).tolist()
+        actual, predicted = self.confusion.sum(axis=1).tolist(), self.confusion.sum(axis=0).tolist()
         return tuple(
             ClassScore(
                 label=label,
-                images=shown[place],
-                recall=right[place] / shown[place] if shown[place] else None,
-                precision=right[place] / taken[place] if taken[place] else None,
+                images=actual[place],
+                recall=right[place] / actual[place] if actual[place] else None,
+                precision=right[place] / predicted[place] if predicted[place] else None,
             )
             for place, label in enumerate(self.labels)
         )

@@ -39,7 +39,7 @@ def frozen_features(
     Raises:
         ValueError: the split is empty, or the model makes no vector of an image.
     """
-    _check_filled(split)
+    _check_not_empty(split)
     antialias = antialias_of(model)
     if isinstance(model, VisionTransformer) and model.config.classes is not None:
         model = keras.Model(model.input, model.get_layer("head").input)
@@ -59,7 +59,7 @@ def log_probabilities(
     Raises:
         ValueError: the split is empty.
     """
-    _check_filled(split)
+    _check_not_empty(split)
     outputs = _predict(model, split, batch_size, antialias=antialias_of(model))
     return log_softmax(outputs, model=model)
 
@@ -211,7 +211,7 @@ def predict(
     return predictions
 
 
-def _check_filled(split: Split) -> None:
+def _check_not_empty(split: Split) -> None:
     if not len(split):
         raise ValueError("There are no images to evaluate on; give a split that has some.")
 

@@ -60,7 +60,7 @@ def confident_mistakes(
     predicted = scores.argmax(axis=1)
     sure = scores.max(axis=1)
     wrong = np.flatnonzero(predicted != split.targets)
-    ranked = wrong[np.argsort(-sure[wrong], kind="stable")][:count]
+    order = wrong[np.argsort(-sure[wrong], kind="stable")][:count]
     return tuple(
         Mistake(
             index=int(index),
@@ -69,7 +69,7 @@ def confident_mistakes(
             predicted=labels[predicted[index]],
             probability=float(np.exp(sure[index])),
         )
-        for index in ranked
+        for index in order
     )
 
 
@@ -165,8 +165,8 @@ def plot_confusion(evaluation: Evaluation, file: Path) -> None:
     side = min(max(3.5 + 0.45 * classes, 4.5), 14)
     figure = matplotlib.figure.Figure(figsize=(side + 0.8, side), layout="constrained")
     axes = figure.subplots()
-    shown = evaluation.confusion.sum(axis=1, keepdims=True)
-    share = 100 * evaluation.confusion / np.maximum(shown, 1)
+    image_counts = evaluation.confusion.sum(axis=1, keepdims=True)
+    share = 100 * evaluation.confusion / np.maximum(image_counts, 1)
     # The square root lets one image in a hundred be seen.
     scale = matplotlib.colors.PowerNorm(0.5, vmin=0, vmax=100)
     picture = axes.imshow(share, cmap="Greys", norm=scale)

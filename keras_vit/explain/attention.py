@@ -9,7 +9,7 @@ import keras
 import numpy as np
 
 from keras_vit.config import ViTConfig
-from keras_vit.layers.attention import Heard, listening
+from keras_vit.layers.attention import Records, recording
 from keras_vit.model import VisionTransformer
 
 BATCH_SIZE = 8
@@ -29,13 +29,13 @@ def find_vit(model: keras.Model) -> VisionTransformer:
     Raises:
         ValueError: the model contains none, or more than one.
     """
-    found = {id(vit): vit for vit in _vits(model)}
-    if len(found) != 1:
+    vits = {id(vit): vit for vit in _vits(model)}
+    if len(vits) != 1:
         raise ValueError(
-            f"The model {model.name!r} contains {len(found)} Vision Transformers of keras_vit, not "
+            f"The model {model.name!r} contains {len(vits)} Vision Transformers of keras_vit, not "
             "one; give a model with exactly one, or the VisionTransformer itself."
         )
-    return next(iter(found.values()))
+    return next(iter(vits.values()))
 
 
 def image_batches(model: keras.Model, images: Any) -> Iterator[np.ndarray]:
@@ -85,34 +85,36 @@ def image_size(model: keras.Model) -> tuple[int, int] | None:
     return shape[1], shape[2]
 
 
-def run(model: keras.Model, images: Any, layers: Sequence[keras.layers.Layer]) -> tuple[Any, Heard]:
-    """Runs a model once, eagerly; returns its answer, and what these layers told on the way.
+def run(
+    model: keras.Model, images: Any, layers: Sequence[keras.layers.Layer]
+) -> tuple[Any, Records]:
+    """Runs a model once, eagerly; returns its outputs, and what these layers computed.
 
-    The model stays as it is, so it pays nothing when nobody listens, and other threads may call it.
+    The model is not changed: it is as fast as before, and other threads may call it meanwhile.
 
     Raises:
         ValueError: a layer was not called, or only inside a compiled function.
     """
-    with listening(*layers) as heard:
+    with recording(*layers) as records:
         outputs = model(images, training=False)
-    silent = [layer.path for layer, values in heard.items() if not values]
+    silent = [layer.path for layer, values in records.items() if not values]
     if silent:
         raise ValueError(
             f"The model {model.name!r} did not run its layer {silent[0]!r} eagerly, so nothing can "
             "be read from it; call the Vision Transformer outside of tf.function, or give it alone."
         )
-    return outputs, heard
+    return outputs, records
 
 
-def choose(wanted: int | Sequence[int] | None, count: int, *, word: str) -> list[int]:
+def choose(selection: int | Sequence[int] | None, count: int, *, word: str) -> list[int]:
     """Returns the indices asked for: one, several, or None for all; -1 is the last.
 
     Raises:
         ValueError: there is no such layer or head.
     """
-    if wanted is None:
+    if selection is None:
         return list(range(count))
-    indices = [wanted] if isinstance(wanted, int) else list(wanted)
+    indices = [selection] if isinstance(selection, int) else list(selection)
     wrong = [index for index in indices if not -count <= index < count]
     if wrong or not indices:
         raise ValueError(
@@ -148,7 +150,7 @@ def class_relevance(
         model: a classifier: a `VisionTransformer`, or any Keras model with one inside and outputs
             (B, C).
         images: (B, H, W, channels) as that model takes them.
-        classes: the class asked about: one, one for each image, or None for the likeliest of each.
+        classes: the class to explain: one, one for each image, or None for the likeliest of each.
 
     Returns:
         (B, h, w), not negative, in units of the model's score. The score is the logit where the
@@ -162,31 +164,37 @@ def class_relevance(
     # The softmax of a sure classifier is flat: its logits have the gradient.
     name = "logits" if vit.config.distillation_token else "head"
     scorer = vit.feature_extractor([name]) if model is vit and vit.config.classes else model
-    parts, done = [], 0
+    parts, start = [], 0
     for batch in image_batches(model, images):
-        chosen = None if targets is None else targets[done : done + len(batch)]
+        batch_targets = None if targets is None else targets[start : start + len(batch)]
 
-        def run(batch: np.ndarray = batch, chosen: Any = chosen) -> tuple[Any, list[Any]]:
-            heard = listen(scorer, vit, batch)
-            outputs = heard.outputs[name] if isinstance(heard.outputs, dict) else heard.outputs
-            return _score(outputs, chosen), [*heard.blocks, *heard.pooling]
+        def run(
+            batch: np.ndarray = batch, batch_targets: Any = batch_targets
+        ) -> tuple[Any, list[Any]]:
+            attention = record_attention(scorer, vit, batch)
+            outputs = (
+                attention.outputs[name]
+                if isinstance(attention.outputs, dict)
+                else attention.outputs
+            )
+            return _score(outputs, batch_targets), [*attention.blocks, *attention.pooling]
 
-        weighted = [_positive_part(*pair) for pair in _with_gradients(run)]
-        pooling = weighted.pop() if vit.config.pooling == "map" else None
-        row = answer_row(vit.config, pooling, _accumulated(weighted))
+        weights = [_positive_part(*pair) for pair in _with_gradients(run)]
+        pooling = weights.pop() if vit.config.pooling == "map" else None
+        row = answer_row(vit.config, pooling, _accumulate(weights))
         parts.append(on_grid(vit.config, row))
-        done += len(batch)
+        start += len(batch)
     return np.concatenate(parts)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AttentionPass:
-    """What one forward pass let be heard, as tensors.
+    """The attention weights of one forward pass, as tensors.
 
     Attributes:
         blocks: the attention weights (B, H, N, N) of each block.
         pooling: those of attention pooling, (B, H, 1, N); empty without it.
-        outputs: what the model answered.
+        outputs: those of the model.
     """
 
     blocks: list[Any]
@@ -232,9 +240,9 @@ def attention_weights(
     columns = choose(heads, vit.config.num_heads, word="head")
     parts = []
     for batch in image_batches(model, images):
-        blocks = listen(model, vit, batch).blocks
-        stacked = np.stack([to_numpy(blocks[row]) for row in rows], axis=1)
-        parts.append(stacked[:, :, columns])
+        blocks = record_attention(model, vit, batch).blocks
+        weights = np.stack([to_numpy(blocks[row]) for row in rows], axis=1)
+        parts.append(weights[:, :, columns])
     return np.concatenate(parts)
 
 
@@ -250,8 +258,8 @@ def pooling_attention(model: keras.Model, images: Any) -> np.ndarray:
             'Only models with pooling="map" pool by attention. '
             f"Received: a model with pooling={vit.config.pooling!r}."
         )
-    heard = (listen(model, vit, batch) for batch in image_batches(model, images))
-    return np.concatenate([to_numpy(each.pooling[0])[:, :, 0] for each in heard])
+    passes = (record_attention(model, vit, batch) for batch in image_batches(model, images))
+    return np.concatenate([to_numpy(each.pooling[0])[:, :, 0] for each in passes])
 
 
 def attention_rollout(model: keras.Model, images: Any) -> np.ndarray:
@@ -277,9 +285,9 @@ def attention_rollout(model: keras.Model, images: Any) -> np.ndarray:
     vit = find_vit(model)
     parts = []
     for batch in image_batches(model, images):
-        heard = listen(model, vit, batch)
-        blocks = [to_numpy(weights).mean(axis=1) for weights in heard.blocks]
-        pooling = to_numpy(heard.pooling[0]).mean(axis=1) if heard.pooling else None
+        attention = record_attention(model, vit, batch)
+        blocks = [to_numpy(weights).mean(axis=1) for weights in attention.blocks]
+        pooling = to_numpy(attention.pooling[0]).mean(axis=1) if attention.pooling else None
         parts.append(on_grid(vit.config, answer_row(vit.config, pooling, roll(blocks))))
     return np.concatenate(parts)
 
@@ -303,7 +311,7 @@ def mean_attention_distance(model: keras.Model, images: Any) -> np.ndarray:
     distances = patch_distances(vit.config)
     total, count = np.zeros((vit.config.num_layers, vit.config.num_heads)), 0
     for batch in image_batches(model, images):
-        blocks = listen(model, vit, batch).blocks
+        blocks = record_attention(model, vit, batch).blocks
         for index, weights in enumerate(blocks):
             patches = to_numpy(weights)[:, :, first:, first:].astype(np.float64)
             patches /= patches.sum(axis=-1, keepdims=True)
@@ -318,14 +326,14 @@ def patch_distances(config: ViTConfig) -> np.ndarray:
     return np.asarray(np.hypot(rows[:, None] - rows, columns[:, None] - columns))
 
 
-def listen(model: keras.Model, vit: VisionTransformer, images: Any) -> AttentionPass:
+def record_attention(model: keras.Model, vit: VisionTransformer, images: Any) -> AttentionPass:
     """Runs a model once and keeps the attention weights that it used, as they were used."""
     attentions = [vit.get_layer(f"block_{i}").attention for i in range(vit.config.num_layers)]
     pooling = [vit.get_layer("pooling")] if vit.config.pooling == "map" else []
-    outputs, heard = run(model, images, [*attentions, *pooling])
+    outputs, records = run(model, images, [*attentions, *pooling])
     return AttentionPass(
-        blocks=[heard[layer][0] for layer in attentions],
-        pooling=[heard[layer][0] for layer in pooling],
+        blocks=[records[layer][0] for layer in attentions],
+        pooling=[records[layer][0] for layer in pooling],
         outputs=outputs,
     )
 
@@ -333,11 +341,11 @@ def listen(model: keras.Model, vit: VisionTransformer, images: Any) -> Attention
 def roll(blocks: Sequence[np.ndarray]) -> np.ndarray:
     """Multiplies weights (B, N, N) through the layers, each mixed in halves with the identity."""
     tokens = blocks[0].shape[-1]
-    rolled = np.broadcast_to(np.eye(tokens), blocks[0].shape)
+    rollout = np.broadcast_to(np.eye(tokens), blocks[0].shape)
     for weights in blocks:
         mixed = weights + np.eye(tokens)
-        rolled = mixed / mixed.sum(axis=-1, keepdims=True) @ rolled
-    return rolled
+        rollout = mixed / mixed.sum(axis=-1, keepdims=True) @ rollout
+    return rollout
 
 
 def answer_row(config: ViTConfig, pooling: np.ndarray | None, tokens: np.ndarray) -> np.ndarray:
@@ -403,8 +411,8 @@ def _score(outputs: Any, targets: np.ndarray | None) -> Any:
     """Sums the scores of the images' classes; no image sees another, so gradients stay apart."""
     if targets is None:
         targets = np.asarray(keras.ops.convert_to_numpy(keras.ops.argmax(outputs, axis=-1)))
-    chosen = keras.ops.one_hot(targets, outputs.shape[-1], dtype="float32")
-    return keras.ops.sum(keras.ops.cast(outputs, "float32") * chosen)
+    one_hot = keras.ops.one_hot(targets, outputs.shape[-1], dtype="float32")
+    return keras.ops.sum(keras.ops.cast(outputs, "float32") * one_hot)
 
 
 def _with_gradients(
@@ -431,9 +439,9 @@ def _positive_part(weights: np.ndarray, gradients: np.ndarray) -> np.ndarray:
     return np.asarray(np.maximum(weights * gradients, 0).mean(axis=1))  # (B, N, N)
 
 
-def _accumulated(weighted: list[np.ndarray]) -> np.ndarray:
-    tokens = weighted[0].shape[-1]
-    relevance = np.broadcast_to(np.eye(tokens), weighted[0].shape)
-    for attention_of_layer in weighted:
+def _accumulate(weights: list[np.ndarray]) -> np.ndarray:
+    tokens = weights[0].shape[-1]
+    relevance = np.broadcast_to(np.eye(tokens), weights[0].shape)
+    for attention_of_layer in weights:
         relevance = relevance + attention_of_layer @ relevance
     return relevance

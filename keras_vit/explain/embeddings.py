@@ -112,8 +112,8 @@ def token_similarity(
     block = vit.get_layer(f"block_{index}")
     parts = []
     for batch in attention.image_batches(model, images):
-        _, heard = attention.run(model, batch, [block])
-        directions = _unit(attention.to_numpy(heard[block][0]))
+        _, records = attention.run(model, batch, [block])
+        directions = _unit(attention.to_numpy(records[block][0]))
         similarity = (directions @ directions[:, place, :, None])[..., 0]
         parts.append(attention.on_grid(vit.config, similarity))
     return np.concatenate(parts)

@@ -74,15 +74,15 @@ def write_explanation(
     names = _names(labels, scores)
     if scores is not None and target is None:
         target = int(scores.argmax())
-    drawn = list(_pictures(subject, None if scores is None else target, names))
+    panels = list(_pictures(subject, None if scores is None else target, names))
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     files = []
-    for picture in drawn:
+    for picture in panels:
         files.append(out / f"{picture.name}.png")
         with whole_file(files[-1]) as temporary:
             picture.figure.savefig(temporary, dpi=110)
-    text = _page(title, [note, _verdict(scores, names)], drawn, files)
+    text = _page(title, [note, _verdict(scores, names)], panels, files)
     with whole_file(out / PAGE) as temporary:
         temporary.write_text(text, encoding="utf-8")
     return (*files, out / PAGE)
@@ -103,8 +103,8 @@ def _subject(model: keras.Model, image: np.ndarray) -> tuple[_Subject, str]:
             f"{size[0]}x{size[1]}, the size that the model takes."
         )
     inputs = attention.resample(image[None], size, antialias=vit.config.antialias)
-    scaled = np.asarray(vit.preprocess_input(inputs)) if model is vit else inputs
-    return _Subject(model, inputs[0], scaled), note
+    pixels = np.asarray(vit.preprocess_input(inputs)) if model is vit else inputs
+    return _Subject(model, inputs[0], pixels), note
 
 
 def _scores(model: keras.Model, inputs: np.ndarray) -> np.ndarray | None:
@@ -179,17 +179,17 @@ def _heads(model: keras.Model, inputs: np.ndarray) -> _Picture:
     config = attention.find_vit(model).config
     last = config.num_layers - 1
     if config.pooling == "map":
-        taken = attention.pooling_attention(model, inputs)[0]
+        row = attention.pooling_attention(model, inputs)[0]
         title = "what attention pooling takes from each patch"
     else:
         weights = attention.attention_weights(model, inputs, layers=-1)[0, 0]
-        taken, who = (weights[:, 0], "the class token")
+        row, who = (weights[:, 0], "the class token")
         if not config.class_token:
-            taken = weights[:, config.num_prefix_tokens :].mean(axis=1)
+            row = weights[:, config.num_prefix_tokens :].mean(axis=1)
             who = "the average patch"
         title = f"what {who} takes from each patch in layer {last}"
     figure = pictures.plot_heads(
-        attention.on_grid(config, taken), title=title, unit="attention weight"
+        attention.on_grid(config, row), title=title, unit="attention weight"
     )
     return _Picture("heads", figure, f"{title[0].upper()}{title[1:]}, head by head.")
 
@@ -217,8 +217,8 @@ figcaption { color: #444; }
 """
 
 
-def _page(title: str, notes: list[str], drawn: list[_Picture], files: list[Path]) -> str:
-    figures = "\n".join(_figure(*pair) for pair in zip(drawn, files, strict=True))
+def _page(title: str, notes: list[str], panels: list[_Picture], files: list[Path]) -> str:
+    figures = "\n".join(_figure(*pair) for pair in zip(panels, files, strict=True))
     paragraphs = "\n".join(f"<p>{html.escape(note)}</p>" for note in notes)
     name = html.escape(title)
     return f"""<!DOCTYPE html>

@@ -45,14 +45,14 @@ def plot_heatmap(image: np.ndarray, heatmap: np.ndarray, *, title: str, unit: st
     axes[0].set_title("image")
     low, high = float(heatmap.min()), float(heatmap.max())
     scale = {"vmin": low, "vmax": high if high > low else low + 1}
-    drawn = axes[1].imshow(heatmap, extent=extent, cmap=COLORS, **scale)
+    artist = axes[1].imshow(heatmap, extent=extent, cmap=COLORS, **scale)
     axes[1].set_title(title)
     axes[2].imshow(_lit(picture, heatmap), extent=extent)
     axes[2].set_title("image, lit by it")
     for each in axes:
         each.set_xlabel("pixels")
     axes[0].set_ylabel("pixels")
-    figure.colorbar(drawn, ax=axes, label=unit, shrink=0.9)
+    figure.colorbar(artist, ax=axes, label=unit, shrink=0.9)
     return figure
 
 
@@ -77,13 +77,13 @@ def plot_heads(heatmaps: np.ndarray, *, title: str, unit: str) -> "Figure":
         if index >= heads:
             each.set_axis_off()
             continue
-        drawn = each.imshow(heatmaps[index], cmap=COLORS, vmin=0, vmax=heatmaps.max())
+        artist = each.imshow(heatmaps[index], cmap=COLORS, vmin=0, vmax=heatmaps.max())
         each.set_title(f"head {index}")
         _count_patches(each, heatmaps.shape[1:])
     figure.suptitle(title)
     figure.supxlabel("column of the patch")
     figure.supylabel("row of the patch")
-    figure.colorbar(drawn, ax=axes, label=unit)
+    figure.colorbar(artist, ax=axes, label=unit)
     return figure
 
 
@@ -118,7 +118,7 @@ def plot_attention_distance(distances: np.ndarray) -> "Figure":
         title="How far each head looks",
         ylim=(0, 1.08 * max(float(distances.max()), 1)),
     )
-    axes.set_xticks(_spaced(layers, 13))
+    axes.set_xticks(_spaced_indices(layers, 13))
     axes.legend()
     return figure
 
@@ -135,12 +135,12 @@ def plot_position_similarity(similarity: np.ndarray) -> "Figure":
         ImportError: matplotlib is not installed.
     """
     height, width = similarity.shape[:2]
-    rows, columns = _spaced(height), _spaced(width)
+    rows, columns = _spaced_indices(height), _spaced_indices(width)
     figure = _figure(2.2 + 0.85 * len(columns), 1.3 + 0.85 * len(rows) * height / width)
     axes: Any = figure.subplots(len(rows), len(columns), squeeze=False)
     for i, j in np.ndindex(axes.shape):
         tile = similarity[rows[i], columns[j]]
-        drawn = axes[i, j].imshow(tile, cmap=COLORS, vmin=-1, vmax=1)
+        artist = axes[i, j].imshow(tile, cmap=COLORS, vmin=-1, vmax=1)
         axes[i, j].set(xticks=[], yticks=[])
     for i, row in enumerate(rows):
         axes[i, 0].set_ylabel(str(row))
@@ -149,7 +149,7 @@ def plot_position_similarity(similarity: np.ndarray) -> "Figure":
     figure.suptitle("Position embedding similarity")
     figure.supxlabel("column of the patch")
     figure.supylabel("row of the patch")
-    figure.colorbar(drawn, ax=axes, label="cosine similarity")
+    figure.colorbar(artist, ax=axes, label="cosine similarity")
     return figure
 
 
@@ -188,11 +188,11 @@ def plot_filters(filters: Filters) -> "Figure":
 
 
 def _count_patches(axes: Any, grid: tuple[int, ...]) -> None:
-    axes.set_xticks(_spaced(grid[1], 4))
-    axes.set_yticks(_spaced(grid[0], 4))
+    axes.set_xticks(_spaced_indices(grid[1], 4))
+    axes.set_yticks(_spaced_indices(grid[0], 4))
 
 
-def _spaced(count: int, most: int = SHOWN_POSITIONS) -> list[int]:
+def _spaced_indices(count: int, most: int = SHOWN_POSITIONS) -> list[int]:
     """Returns at most so many indices, the first and the last among them."""
     return sorted({round(x) for x in np.linspace(0, count - 1, min(count, most))})
 

@@ -1,4 +1,4 @@
-"""Multi-head self-attention, and a way to hear what it computes, in one's own thread alone."""
+"""Multi-head self-attention, and a recorder of what layers compute, for one thread alone."""
 
 import contextlib
 import contextvars
@@ -12,46 +12,46 @@ from keras_vit.layers.dense import CompositeLayer, LayerNormalization, TokenDens
 from keras_vit.layers.patches import POSITION_STDDEV, bias_index, bias_rows
 from keras_vit.layers.random import RandomLayer, dropout, initializer, split_seed
 
-Heard = dict[keras.layers.Layer, list[Any]]
-_heard: contextvars.ContextVar[Mapping[keras.layers.Layer, list[Any]] | None]
-_heard = contextvars.ContextVar("heard", default=None)
+Records = dict[keras.layers.Layer, list[Any]]
+_records: contextvars.ContextVar[Mapping[keras.layers.Layer, list[Any]] | None]
+_records = contextvars.ContextVar("records", default=None)
 
 
 @contextlib.contextmanager
-def listening(*layers: keras.layers.Layer) -> Iterator[Heard]:
-    """Inside this scope the given layers tell what they compute, each time they are called.
+def recording(*layers: keras.layers.Layer) -> Iterator[Records]:
+    """Records what the given layers compute in this scope, each time they are called.
 
-    Attention tells its weights (B, H, N, N), attention pooling its own (B, H, 1, N), a block its
-    tokens (B, N, D). What is traced into a graph tells nothing, and neither layers nor graphs are
+    Attention records its weights (B, H, N, N), attention pooling its own (B, H, 1, N), a block its
+    tokens (B, N, D). What is traced into a graph records nothing, and neither layers nor graphs are
     changed: other threads may call the model meanwhile.
 
     Example:
         >>> from keras_vit.layers import MultiHeadSelfAttention
         >>> attention = MultiHeadSelfAttention(num_heads=2)
-        >>> with listening(attention) as heard:
+        >>> with recording(attention) as records:
         ...     _ = attention(keras.ops.ones((1, 5, 8)))
-        >>> heard[attention][0].shape
+        >>> records[attention][0].shape
         TensorShape([1, 2, 5, 5])
     """
-    heard: Heard = {layer: [] for layer in layers}
-    token = _heard.set(heard)
+    records: Records = {layer: [] for layer in layers}
+    token = _records.set(records)
     try:
-        yield heard
+        yield records
     finally:
-        _heard.reset(token)
+        _records.reset(token)
 
 
-def is_heard(layer: keras.layers.Layer, x: Any) -> bool:
-    """Whether somebody listens to a layer that now computes with x."""
-    heard = _heard.get()
-    return heard is not None and layer in heard and backend.is_concrete(x)
+def is_recorded(layer: keras.layers.Layer, x: Any) -> bool:
+    """Whether a layer that now computes with x is recorded."""
+    records = _records.get()
+    return records is not None and layer in records and backend.is_concrete(x)
 
 
-def tell(layer: keras.layers.Layer, value: Any) -> None:
-    """Tells what a layer has computed to whoever listens."""
-    heard = _heard.get()
-    if heard is not None and is_heard(layer, value):
-        heard[layer].append(value)
+def record(layer: keras.layers.Layer, value: Any) -> None:
+    """Adds what a layer has computed to its records, if it is recorded."""
+    records = _records.get()
+    if records is not None and is_recorded(layer, value):
+        records[layer].append(value)
 
 
 @keras.saving.register_keras_serializable(package="keras_vit")
@@ -132,11 +132,11 @@ class MultiHeadSelfAttention(CompositeLayer, RandomLayer):
         seeds = split_seed(self.seed_of_call(seed, training), 2)
         qkv = self.qkv(inputs)  # (B, N, 3D)
         is_dropping = seeds[0] is not None and self.attention_dropout_rate
-        if not (is_dropping or self.query_key_norm or self.relative_grid or is_heard(self, qkv)):
+        if not (is_dropping or self.query_key_norm or self.relative_grid or is_recorded(self, qkv)):
             x = backend.self_attention(qkv, self.num_heads)  # (B, N, D)
         else:
             weights, value = self._weigh(qkv)  # (B, H, N, N), (B, H, N, K)
-            tell(self, weights)
+            record(self, weights)
             weights = dropout(weights, self.attention_dropout_rate, seed=seeds[0])
             x = merge_heads(keras.ops.matmul(weights, value))  # (B, N, D)
         return add_dropped(self.out, x, self.dropout_rate, seed=seeds[1], residual=residual)

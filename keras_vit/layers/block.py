@@ -5,7 +5,7 @@ from typing import Any
 import keras
 
 from keras_vit import backend
-from keras_vit.layers.attention import MultiHeadSelfAttention, tell
+from keras_vit.layers.attention import MultiHeadSelfAttention, record
 from keras_vit.layers.dense import CompositeLayer, LayerNormalization, TokenDense, add_dropped
 from keras_vit.layers.random import RandomLayer, drop_samples, dropout, initializer, split_seed
 
@@ -129,7 +129,7 @@ class TransformerBlock(CompositeLayer):
         dropout_rate: dropout after each dense layer except query, key and value.
         attention_dropout_rate: dropout on the attention weights.
         drop_path_rate: fraction of samples for which a branch is dropped in training.
-        remat: whether training keeps only the block's input and computes the rest anew for the
+        remat: whether training keeps only the block's input and recomputes the rest for the
             gradient (gradient checkpointing, arXiv 1604.06174): less memory, more time.
         layer_scale: initial value of a learned factor for each channel of both branches (arXiv
             2103.17239); None for none.
@@ -195,23 +195,25 @@ class TransformerBlock(CompositeLayer):
     def call(self, inputs: Any, training: bool | None = None) -> Any:
         backend.warn_of_keras_step(training)
         parts = (self.attention, self.drop_path, self.mlp, self.drop_path)
-        # Drawn here, so that what is computed anew drops the same again.
+        # Drawn here, so that a recomputed block drops the same units.
         seeds = [part.next_seed(training) for part in parts]
         if not (self.remat and training):
             return self._forward(inputs, seeds)
-        drawn = [seed for seed in seeds if seed is not None]
+        used_seeds = [seed for seed in seeds if seed is not None]
 
-        def forward(inputs: Any, *drawn: Any) -> Any:
-            rest = iter(drawn)
-            return self._forward(inputs, [None if seed is None else next(rest) for seed in seeds])
+        def forward(inputs: Any, *used_seeds: Any) -> Any:
+            seed_iterator = iter(used_seeds)
+            return self._forward(
+                inputs, [None if seed is None else next(seed_iterator) for seed in seeds]
+            )
 
-        return keras.remat(forward)(inputs, *drawn)  # which takes tensors alone
+        return keras.remat(forward)(inputs, *used_seeds)  # which takes tensors alone
 
     def _forward(self, inputs: Any, seeds: list[Any]) -> Any:
         # A part without a seed is not random, or it is not training.
         tokens = self._add(self.attention, self.attention_norm, inputs, seeds[:2])  # (B, N, D)
         tokens = self._add(self.mlp, self.mlp_norm, tokens, seeds[2:])  # (B, N, D)
-        tell(self, tokens)
+        record(self, tokens)
         return tokens
 
     def _add(
@@ -221,7 +223,7 @@ class TransformerBlock(CompositeLayer):
             return part(norm(tokens), seed=seeds[0], residual=tokens)
         branch = part(norm(tokens), seed=seeds[0])
         if self.layer_scale is not None:
-            # Cast by hand: Keras does not where the block is computed anew.
+            # Cast by hand: Keras does not cast in a recomputed block.
             scale = getattr(self, f"{part.name}_scale")
             branch = branch * keras.ops.cast(scale, branch.dtype)
         return tokens + (branch if seeds[1] is None else self.drop_path(branch, seed=seeds[1]))

@@ -35,7 +35,7 @@ class CompositeLayer(keras.layers.Layer):
         return layer
 
     def change_dense(self) -> None:
-        """Makes of fresh dense layers what the config said; a subclass builds, then calls this."""
+        """Changes fresh dense layers as the config says; a subclass builds, then calls this."""
         change_dense(self, self._changes)
 
 
@@ -50,12 +50,12 @@ def dense_changes(layer: keras.layers.Layer) -> dict[str, dict[str, Any]]:
         >>> dense_changes(mlp)
         {'1': {'lora_rank': 2, 'lora_alpha': 2}}
     """
-    found = {str(place): _change(dense) for place, dense in enumerate(_dense(layer))}
-    return {place: change for place, change in found.items() if change}
+    changes = {str(place): _change(dense) for place, dense in enumerate(_dense(layer))}
+    return {place: change for place, change in changes.items() if change}
 
 
 def change_dense(layer: keras.layers.Layer, changes: dict[str, dict[str, Any]]) -> None:
-    """Makes of fresh dense layers inside what `dense_changes` said; their values are to be loaded.
+    """Applies the result of `dense_changes` to fresh dense layers; their values are loaded later.
 
     Raises:
         ValueError: there are not so many dense layers.
@@ -76,12 +76,12 @@ def change_dense(layer: keras.layers.Layer, changes: dict[str, dict[str, Any]]) 
 
 
 def without_lora(changes: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Returns what `dense_changes` said, but for what LoRA changed."""
-    kept = {
+    """Returns a result of `dense_changes` without the changes of LoRA."""
+    remaining = {
         place: {key: value for key, value in change.items() if not key.startswith("lora")}
         for place, change in changes.items()
     }
-    return {place: change for place, change in kept.items() if change}
+    return {place: change for place, change in remaining.items() if change}
 
 
 @keras.saving.register_keras_serializable(package="keras_vit")
@@ -175,15 +175,15 @@ class TokenDense(keras.layers.Dense):
         self.random_bias = random_bias
 
     def build(self, input_shape: tuple[Any, ...]) -> None:
-        wanted = self.kernel_initializer, self.bias_initializer
-        self.kernel_initializer, self.bias_initializer = map(initializer, wanted)
+        initializers = self.kernel_initializer, self.bias_initializer
+        self.kernel_initializer, self.bias_initializer = map(initializer, initializers)
         super().build(input_shape)
-        self.kernel_initializer, self.bias_initializer = wanted
+        self.kernel_initializer, self.bias_initializer = initializers
 
     def call(self, inputs: Any, residual: Any = None, training: bool | None = None) -> Any:
         """Adds `residual` (B, N, M) to the result, in the same kernel where that is possible."""
         if self.lora_enabled:
-            return _add(residual, self._adapted(inputs))  # (B, N, M)
+            return _add(residual, self._dense_with_lora(inputs))  # (B, N, M)
         return backend.dense(  # (B, N, M)
             inputs, private.stored_kernel(self), self.bias, self.activation_name, residual=residual
         )
@@ -251,11 +251,11 @@ class TokenDense(keras.layers.Dense):
 
     def save_own_variables(self, store: Any) -> None:
         # Keras' own adds LoRA to the kernel, so that training could not go on.
-        for index, variable in enumerate(self._stored()):
+        for index, variable in enumerate(self._stored_variables()):
             store[str(index)] = variable
 
     def load_own_variables(self, store: Any) -> None:
-        variables = self._stored()
+        variables = self._stored_variables()
         if self.lora_enabled and len(store.keys()) == len(variables) - len(_THIN):
             # A file of the model from before it was adapted.
             variables = variables[: -len(_THIN)]
@@ -283,16 +283,16 @@ class TokenDense(keras.layers.Dense):
             config["quantization_config"] = serialized
         return config
 
-    def _stored(self) -> list[keras.Variable]:
+    def _stored_variables(self) -> list[keras.Variable]:
         """Returns the variables of a file, in its order."""
         names = (*self.variable_serialization_spec[self.quantization_mode], *_THIN)
-        found = (
+        variables = (
             private.stored_kernel(self) if name == "kernel" else getattr(self, name, None)
             for name in names
         )
-        return [variable for variable in found if variable is not None]
+        return [variable for variable in variables if variable is not None]
 
-    def _adapted(self, inputs: Any) -> Any:
+    def _dense_with_lora(self, inputs: Any) -> Any:
         *outer, width = keras.ops.shape(inputs)
         rows = keras.ops.reshape(inputs, (-1, width))  # (B*N, D): one product, not one an image
         change = keras.ops.matmul(keras.ops.matmul(rows, self.lora_kernel_a), self.lora_kernel_b)

@@ -54,15 +54,15 @@ class PositionedLayer(keras.layers.Layer):
             )
         self._kind, self._grid, self._width = kind, grid, hidden_dim
         self._registers = num_registers
-        self._placed = placed = num_prefix_tokens - num_registers
+        self._placed_count = count = num_prefix_tokens - num_registers
         rows, columns = grid
         if kind == "learned":
-            self.position_embedding = self._table("position_embedding", placed + rows * columns)
+            self.position_embedding = self._table("position_embedding", count + rows * columns)
         if kind == "learned_2d":
             # The tokens before the patches have places of their own, as with "learned": the two
-            # differ in nothing but the patches.
-            if placed:
-                self.position_prefix = self._table("position_prefix", placed)
+            # differ only in the patches.
+            if count:
+                self.position_prefix = self._table("position_prefix", count)
             self.position_x = self._table("position_x", columns, hidden_dim // 2)
             self.position_y = self._table("position_y", rows, hidden_dim // 2)
         if kind == "sincos_2d":
@@ -86,17 +86,17 @@ class PositionedLayer(keras.layers.Layer):
     def _parts(self) -> tuple[Any, Any]:
         """Returns the rows of the tokens before the patches, but registers, and the patches'."""
         (rows, columns), width = self._grid, self._width
-        nothing = np.zeros((1, self._placed, width), np.float32)
+        nothing = np.zeros((1, self._placed_count, width), np.float32)
         if self._kind == "learned":
             table = keras.ops.convert_to_tensor(self.position_embedding)
-            return table[:, : self._placed], table[:, self._placed :]
+            return table[:, : self._placed_count], table[:, self._placed_count :]
         if self._kind == "sincos_2d":
             return nothing, keras.ops.convert_to_tensor(self._sines)
         x = keras.ops.expand_dims(keras.ops.convert_to_tensor(self.position_x), 1)
         y = keras.ops.expand_dims(keras.ops.convert_to_tensor(self.position_y), 2)
         halves = [keras.ops.broadcast_to(each, (1, rows, columns, width // 2)) for each in (x, y)]
         patches = keras.ops.reshape(keras.ops.concatenate(halves, -1), (1, rows * columns, width))
-        return self.position_prefix if self._placed else nothing, patches
+        return self.position_prefix if self._placed_count else nothing, patches
 
     def _table(self, name: str, rows: int, width: int | None = None) -> Any:
         return self.add_weight(
@@ -124,7 +124,7 @@ class PositionEmbedding(PositionedLayer):
     Input shape: (B, N, D). Output shape: the same.
 
     Raises:
-        ValueError: there is no such kind, or the tokens are not as many as said.
+        ValueError: there is no such kind, or the number of tokens is another.
     """
 
     def __init__(
@@ -360,11 +360,11 @@ class PatchEncoder(CompositeLayer, RandomLayer, PositionedLayer):
 
     def _build_prefix(self, name: str, count: int) -> None:
         # Equal registers would stay equal; the original's class token starts at zero.
-        wanted: Any = keras.initializers.RandomNormal(stddev=POSITION_STDDEV)
+        normal: Any = keras.initializers.RandomNormal(stddev=POSITION_STDDEV)
         shape = (1, count, self.hidden_dim)
         weight = self.add_weight(
             name=name,
             shape=shape,
-            initializer="zeros" if name == "class_token" else initializer(wanted),
+            initializer="zeros" if name == "class_token" else initializer(normal),
         )
         setattr(self, name, weight)

@@ -8,8 +8,8 @@ from keras_vit.layers.attention import (
     attention_weights,
     check_heads,
     merge_heads,
+    record,
     split_heads,
-    tell,
 )
 from keras_vit.layers.block import MLP
 from keras_vit.layers.dense import CompositeLayer, LayerNormalization, TokenDense
@@ -113,7 +113,7 @@ class AttentionPooling(CompositeLayer):
         key, value = keras.ops.split(self.key_value(inputs), 2, axis=-1)  # (B, N, D) each
         query, key, value = (split_heads(x, self.num_heads) for x in (query, key, value))
         weights = attention_weights(query, key)  # (B, H, 1, N)
-        tell(self, weights)
+        record(self, weights)
         x = self.out(merge_heads(keras.ops.matmul(weights, value)))  # (B, 1, D)
         x = self.mlp(self.norm(x), training=training, residual=x)
         return x[:, 0]  # (B, D)

@@ -22,9 +22,9 @@ def overwritten_weights() -> Iterator[None]:
         _overwritten.reset(token)
 
 
-def initializer(wanted: Any) -> Any:
-    """Returns the wanted Keras initializer, or one that does nothing where it would be in vain."""
-    return backend.uninitialized if _overwritten.get() else wanted
+def initializer(usual: Any) -> Any:
+    """Returns the usual Keras initializer, or one that does nothing if weights are loaded later."""
+    return backend.uninitialized if _overwritten.get() else usual
 
 
 # Odd, so that its multiples modulo 2**32 are all different (Knuth's multiplicative hash).
@@ -39,7 +39,7 @@ class ReplicaSeedGenerator(keras.random.SeedGenerator):
     """
 
     def next(self, ordered: bool = True) -> Any:
-        return _shifted(super().next(ordered), backend.replica_id())
+        return _shift_seed(super().next(ordered), backend.replica_id())
 
 
 class RandomLayer(keras.layers.Layer):
@@ -81,7 +81,7 @@ class _GivenSeed(keras.random.SeedGenerator):
 
 def split_seed(seed: Any, count: int) -> list[Any]:
     """Makes `count` seeds of one; None stays None."""
-    return [None if seed is None else _shifted(seed, index << 16) for index in range(count)]
+    return [None if seed is None else _shift_seed(seed, index << 16) for index in range(count)]
 
 
 def dropout(x: Any, rate: float, *, seed: Any) -> Any:
@@ -106,11 +106,11 @@ def drop_samples(x: Any, rate: float, *, seed: Any) -> Any:
     if seed is None or not rate:
         return x
     shape = (keras.ops.shape(x)[0],) + (1,) * (len(x.shape) - 1)
-    kept = keras.random.uniform(shape, seed=_GivenSeed(seed)) >= rate
-    return x * keras.ops.cast(kept, x.dtype) / (1 - rate)
+    mask = keras.random.uniform(shape, seed=_GivenSeed(seed)) >= rate
+    return x * keras.ops.cast(mask, x.dtype) / (1 - rate)
 
 
-def _shifted(seed: Any, by: Any) -> Any:
+def _shift_seed(seed: Any, by: Any) -> Any:
     if isinstance(by, int):
         by = by * _STRIDE % 2**32
         return seed if not by else seed + keras.ops.convert_to_tensor([by, 0], dtype=seed.dtype)

@@ -131,5 +131,5 @@ def find_architecture(name: str) -> Architecture | None:
         >>> find_architecture("vit_large_patch16_siglip_512").activation
         'gelu_tanh'
     """
-    found = (row for row in TIMM_ARCHITECTURES if re.fullmatch(row.names, name))
-    return next(found, None)
+    rows = (row for row in TIMM_ARCHITECTURES if re.fullmatch(row.names, name))
+    return next(rows, None)

@@ -117,10 +117,10 @@ class Region:
         try:
             with self.path.open("rb") as file:
                 file.seek(self.start)
-                filled = file.readinto(buffer)
+                size = file.readinto(buffer)
         except OSError as error:
             raise ValueError(f"{self.path} cannot be read ({error.strerror}).") from error
-        if filled != len(buffer):
+        if size != len(buffer):
             raise ValueError(f"{self.path}: array {shown(self.name)} is cut off; fetch it again.")
         return values
 
@@ -143,7 +143,7 @@ def check_file(path: Path) -> None:
     except OSError as error:
         problem = error.strerror or "unknown"
         raise type(error)(f"{path} cannot be opened: {problem}; check its permissions.") from None
-    raise ValueError(f"{path} is a folder, a pipe or a device; a file is wanted.")
+    raise ValueError(f"{path} is a folder, a pipe or a device; give the path of a file.")
 
 
 def parse_json(content: bytes, *, name: str | Path) -> dict[str, Any]:
@@ -159,7 +159,7 @@ def parse_json(content: bytes, *, name: str | Path) -> dict[str, Any]:
     if len(content) > MAX_TEXT:
         raise ValueError(f"{name} has {len(content)} bytes of text; at most {MAX_TEXT} are read.")
     try:
-        found = json.loads(
+        settings = json.loads(
             content.decode(),
             parse_constant=_finite,
             parse_float=_finite,
@@ -177,9 +177,9 @@ def parse_json(content: bytes, *, name: str | Path) -> dict[str, Any]:
         ) from None
     except ValueError as error:
         raise ValueError(f"{name} is not usable JSON: {shown(str(error))}.") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{name} holds a {type(found).__name__}, not a dictionary.")
-    return found
+    if not isinstance(settings, dict):
+        raise ValueError(f"{name} holds a {type(settings).__name__}, not a dictionary.")
+    return settings
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -260,8 +260,8 @@ def safetensors_metadata(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: the file is not a whole .safetensors file.
     """
-    found = _safetensors_header(path)[0].get("__metadata__", {})
-    return found if isinstance(found, dict) else {}
+    metadata = _safetensors_header(path)[0].get("__metadata__", {})
+    return metadata if isinstance(metadata, dict) else {}
 
 
 class _Directory(io.BufferedReader):
@@ -272,9 +272,9 @@ class _Directory(io.BufferedReader):
     def read(self, size: int | None = -1, /) -> bytes:
         if self.is_open:
             return super().read(size)
-        wanted = -1 if size is None else size
+        limit = -1 if size is None else size
         most = _MAX_DIRECTORY + 1
-        content = super().read(min(wanted, most) if wanted >= 0 else most)
+        content = super().read(min(limit, most) if limit >= 0 else most)
         if len(content) == most:
             raise zipfile.BadZipFile(f"its directory has more than {_MAX_DIRECTORY} bytes")
         return content
@@ -293,10 +293,10 @@ def _check_members(path: Path, members: list[zipfile.ZipInfo]) -> None:
     odd = [info.filename for info in members if info.compress_type not in others]
     if odd:
         raise ValueError(f"{path} packs {shown(odd[0])} neither stored nor deflated; save it anew.")
-    declared, size = sum(info.file_size for info in members), path.stat().st_size
-    if declared > max(HARMLESS, MAX_RATIO * size):
+    declared_size, size = sum(info.file_size for info in members), path.stat().st_size
+    if declared_size > max(HARMLESS, MAX_RATIO * size):
         raise ValueError(
-            f"{path} has {size} bytes and declares {declared}, more than {MAX_RATIO} times as "
+            f"{path} has {size} bytes and declares {declared_size}, more than {MAX_RATIO} times as "
             "many, as no trained model does; it is not read."
         )
 
@@ -333,7 +333,7 @@ def _safetensors_region(path: Path, name: str, entry: Any, start: int) -> Region
 
 @dataclasses.dataclass(frozen=True)
 class _Member:
-    """An array inside an .npz archive, held against what the archive says of it."""
+    """An array inside an .npz archive, compared with the sizes that the archive declares."""
 
     path: Path
     info: zipfile.ZipInfo
@@ -369,23 +369,23 @@ class _Member:
             lengths = struct.unpack("<26xHH", file.read(30))  # of the name and of the extra field
             file.seek(sum(lengths), os.SEEK_CUR)
             crc = zlib.crc32(file.read(self.start))
-            filled = 0
-            while count := file.readinto(buffer[filled : filled + _BLOCK]):
-                crc = zlib.crc32(buffer[filled : filled + count], crc)
-                filled += count
+            size = 0
+            while count := file.readinto(buffer[size : size + _BLOCK]):
+                crc = zlib.crc32(buffer[size : size + count], crc)
+                size += count
         if crc != self.info.CRC:
             raise zipfile.BadZipFile("wrong CRC")
-        return filled
+        return size
 
     def _read_packed(self, buffer: memoryview) -> int:
-        filled = 0
+        size = 0
         with zipfile.ZipFile(self.path) as archive, archive.open(self.info) as member:
             member.read(self.start)
-            while content := member.read(min(_PACKED_BLOCK, len(buffer) - filled)):
-                buffer[filled : filled + len(content)] = content
-                filled += len(content)
+            while content := member.read(min(_PACKED_BLOCK, len(buffer) - size)):
+                buffer[size : size + len(content)] = content
+                size += len(content)
             member.read(1)  # the CRC is checked at the end of the member
-        return filled
+        return size
 
 
 def _npz_array(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> StoredArray:
@@ -416,11 +416,11 @@ def _npy_header(
     with archive.open(info) as member:
         try:
             version = np.lib.format.read_magic(member)
-            read = {
+            read_header = {
                 (1, 0): np.lib.format.read_array_header_1_0,
                 (2, 0): np.lib.format.read_array_header_2_0,
             }[version]
-            shape, fortran, dtype = read(member)
+            shape, fortran, dtype = read_header(member)
         except _NO_HEADER:
             raise ValueError(
                 f"{path}: {shown(info.filename)} is not a NumPy array; the file is damaged."
@@ -435,12 +435,12 @@ def _are_sizes(values: Iterable[object]) -> bool:
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"it holds {text}, which is no finite number")
+        raise ValueError(f"it holds {text}, which is not a finite number")
     return value
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("it says one thing twice")
-    return found
+    items = dict(pairs)
+    if len(items) < len(pairs):
+        raise ValueError("it has a key twice")
+    return items

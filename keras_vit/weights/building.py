@@ -62,13 +62,13 @@ def find(source: str | os.PathLike[str], *, sha256: str | None = None) -> Path:
     if path.is_dir():
         path = _folder_file(path)
     if not path.exists():
-        said = shown(address) if "://" in address else address
+        text = shown(address) if "://" in address else address
         raise FileNotFoundError(
-            f"There is no file or folder {said!r}; a source is one of these, a URL or "
+            f"There is no file or folder {text!r}; a source is one of these, a URL or "
             "hf://owner/name. Published names belong to builders, as in keras_vit.ViTB16(weights="
             '"imagenet21k").'
         )
-    return _compared(path, sha256)
+    return _check_file(path, sha256)
 
 
 def locate(
@@ -93,11 +93,11 @@ def locate(
     """
     sha256 = checked_sha256(sha256)
     if not isinstance(weights, str) and not Path(weights).is_dir():
-        return _compared(Path(weights), sha256)
+        return _check_file(Path(weights), sha256)
     if not isinstance(weights, str) or "://" in weights:
         return find(weights, sha256=sha256)
     if weights.endswith(SUFFIXES):
-        return _compared(Path(weights), sha256)
+        return _check_file(Path(weights), sha256)
     try:
         row = resolve(variant, weights, image_size=image_size)
     except ValueError:
@@ -201,7 +201,7 @@ def load(
         name: name of the model.
         positions: how position embeddings are resampled, see `resample_positions`.
         sha256: the SHA-256 of the file of weights, in hexadecimal; compared before anything is read
-            from it. Left open, a download is held against the server's word and its own first use.
+            from it. Without it, a download is checked by the server's checksum and its first use.
 
     Warns:
         UserWarning: something was assumed that the source does not say, or its classifier is zeros.
@@ -215,11 +215,11 @@ def load(
     checkpoint = open_checkpoint(find(source, sha256=sha256))
     if checkpoint.unknown is not None:
         raise ValueError(_refusal(checkpoint, checkpoint.unknown))
-    kept = checkpoint.fields
+    stored = checkpoint.fields
     if classifier_activation == AUTO:
-        classifier_activation = kept.get("classifier_activation", "softmax")
+        classifier_activation = stored.get("classifier_activation", "softmax")
     if include_preprocessing is None:
-        include_preprocessing = kept.get("include_preprocessing", True)
+        include_preprocessing = stored.get("include_preprocessing", True)
     request = Request(
         include_top=include_top,
         input_shape=input_shape,
@@ -231,7 +231,7 @@ def load(
         dtype=dtype,
         positions=positions,
     )
-    return build(checkpoint, request, base=_described(checkpoint, input_shape))
+    return build(checkpoint, request, base=_config_of(checkpoint, input_shape))
 
 
 def build(checkpoint: Checkpoint, request: Request, *, base: ViTConfig) -> VisionTransformer:
@@ -255,7 +255,7 @@ def build(checkpoint: Checkpoint, request: Request, *, base: ViTConfig) -> Visio
     return model
 
 
-def _compared(path: Path, sha256: str | None) -> Path:
+def _check_file(path: Path, sha256: str | None) -> Path:
     check_sha256(path, sha256)
     return path
 
@@ -263,13 +263,13 @@ def _compared(path: Path, sha256: str | None) -> Path:
 def _folder_file(folder: Path) -> Path:
     """Returns the one checkpoint of a folder."""
     entries = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
-    found = [name for name in FOLDER_FILES if name in entries]
-    found = found or [name for name in entries if name.endswith(SUFFIXES)]
-    if len(found) == 1:
-        return folder / found[0]
-    if found:
+    files = [name for name in FOLDER_FILES if name in entries]
+    files = files or [name for name in entries if name.endswith(SUFFIXES)]
+    if len(files) == 1:
+        return folder / files[0]
+    if files:
         raise ValueError(
-            f"The folder {str(folder)!r} holds several checkpoints ({', '.join(found)}); pass the "
+            f"The folder {str(folder)!r} holds several checkpoints ({', '.join(files)}); pass the "
             "path of one."
         )
     shards = [name for name in entries if name.endswith(".index.json")]
@@ -322,13 +322,13 @@ def _hub_file(address: str, sha256: str | None) -> Path:
 
 def _hub_parts(address: str) -> tuple[str, str | None, str | None]:
     """Returns the repository, and the revision and the file where the address says them."""
-    found = re.fullmatch(r"hf://([\w.-]+/[\w.-]+)(?:@([^@/\s?#]+))?(?:/([^@\s?#]+))?", address)
-    if found is None:
+    match = re.fullmatch(r"hf://([\w.-]+/[\w.-]+)(?:@([^@/\s?#]+))?(?:/([^@\s?#]+))?", address)
+    if match is None:
         raise ValueError(
             f"A Hub address is hf://owner/name. Received: {shown(address)!r}; after the name may "
             "come @revision, and then /file."
         )
-    repository, revision, file = found.groups()
+    repository, revision, file = match.groups()
     if file is not None and (not file.endswith(SUFFIXES) or ".." in file.split("/")):
         raise ValueError(
             f"A file on the Hub that holds weights ends in {', '.join(SUFFIXES)}. "
@@ -387,7 +387,7 @@ def _hub_library(address: str) -> Any:
     return huggingface_hub
 
 
-def _described(checkpoint: Checkpoint, input_shape: tuple[int, int, int] | None) -> ViTConfig:
+def _config_of(checkpoint: Checkpoint, input_shape: tuple[int, int, int] | None) -> ViTConfig:
     """Returns the config of the model that the file describes."""
     fields = dict(checkpoint.fields)
     missing = [name for name in ARCHITECTURE if name not in fields]

@@ -163,8 +163,8 @@ def resolve(variant: str, weights: str, *, image_size: int | None = None) -> Cat
     fitting = [row for row in rows if row.variant == variant]
     if not fitting:
         raise ValueError(_unknown(variant, weights, rows))
-    wanted = DEFAULT_IMAGE_SIZE if image_size is None else image_size
-    return min(fitting, key=lambda row: (abs(row.image_size - wanted), -row.image_size))
+    target = DEFAULT_IMAGE_SIZE if image_size is None else image_size
+    return min(fitting, key=lambda row: (abs(row.image_size - target), -row.image_size))
 
 
 def _unknown(variant: str, weights: str, elsewhere: list[CatalogRow]) -> str:
@@ -172,17 +172,17 @@ def _unknown(variant: str, weights: str, elsewhere: list[CatalogRow]) -> str:
     for row in catalog():
         for word in row.words[:2] if row.variant == variant else ():
             sizes.setdefault(word, []).append(row.image_size)
-    known = [f"{word!r} ({', '.join(map(str, sorted({*at})))} px)" for word, at in sizes.items()]
+    choices = [f"{word!r} ({', '.join(map(str, sorted({*at})))} px)" for word, at in sizes.items()]
     if variant in published.VARIANTS.values():
-        known.append("'augreg/<file name without .npz>'")
+        choices.append("'augreg/<file name without .npz>'")
     other = f", it belongs to {elsewhere[0].variant}" if len(elsewhere) == 1 else ""
-    there_are = f"there are {', '.join(known)}" if known else "none are published"
-    meant = _meant(weights, list(sizes))
-    question = f" Did you mean {meant!r}?" if meant and not other else ""
-    return f"There are no weights {weights!r} for {variant}{other}; {there_are}.{question}"
+    available = f"there are {', '.join(choices)}" if choices else "none are published"
+    suggestion = _closest(weights, list(sizes))
+    question = f" Did you mean {suggestion!r}?" if suggestion and not other else ""
+    return f"There are no weights {weights!r} for {variant}{other}; {available}.{question}"
 
 
-def _meant(weights: str, words: list[str]) -> str | None:
+def _closest(weights: str, words: list[str]) -> str | None:
     """Returns the one of the words that a wrong name most likely stands for."""
     likely = [word for word in _MEANT.get(weights.lower(), ()) if word in words]
     return next(iter(likely + difflib.get_close_matches(weights, words, n=1)), None)

@@ -82,9 +82,9 @@ def read_h5(path: Path, content: bytes | None = None) -> dict[str, StoredArray]:
         ValueError: the file is not a whole HDF5 file, or not as Keras writes it.
     """
     try:
-        with h5py.File(path if content is None else io.BytesIO(content), "r") as opened:
-            nodes = _h5_nodes(opened)
-            has_more = opened.userblock_size > 0
+        with h5py.File(path if content is None else io.BytesIO(content), "r") as file:
+            nodes = _h5_nodes(file)
+            has_more = file.userblock_size > 0
     except _NO_HDF5 as error:
         raise ValueError(
             f"{path} is not a whole HDF5 file; delete it and fetch it again."
@@ -162,7 +162,7 @@ def position_name(fields: Mapping[str, Any]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Node:
-    """What an HDF5 file says of one name in it."""
+    """One name in an HDF5 file, and the array or link behind it."""
 
     name: str
     place: int | None  # of the object, which has one name
@@ -259,14 +259,14 @@ def _open_npz(path: Path) -> Checkpoint:
     grid = _square(arrays.get("Transformer/posembed_input/pos_embedding"), fields)
     config = read_companion(path)
     if config is not None:
-        kept = _whole(config)
+        declared = _all_fields(config)
         for name in (*ARCHITECTURE, "class_token"):
-            if kept[name] != fields[name]:
+            if declared[name] != fields[name]:
                 raise ValueError(
-                    f"{companion_path(path)} says {name}={kept[name]!r} and the arrays of "
+                    f"{companion_path(path)} says {name}={declared[name]!r} and the arrays of "
                     f"{path.name} say {fields[name]!r}; one of the two is of another model."
                 )
-        fields, grid = kept, config.grid
+        fields, grid = declared, config.grid
     return Checkpoint(
         path=path,
         arrays=arrays,
@@ -279,20 +279,20 @@ def _open_npz(path: Path) -> Checkpoint:
 
 def _open_safetensors(path: Path) -> Checkpoint:
     """Takes what no array shows from the JSON files beside, and from the architecture's name."""
-    stored = read_safetensors(path)
-    check_features(stored)
-    names, arrays = names_of(stored)
+    file_arrays = read_safetensors(path)
+    check_features(file_arrays)
+    names, arrays = names_of(file_arrays)
     fields = torch_fields(names, arrays)
     reads = hugging_face_settings if names is HUGGING_FACE else timm_settings
     settings = reads(path.parent)
-    heads = settings.said.get("num_heads", 1)
+    heads = settings.fields.get("num_heads", 1)
     if fields["hidden_dim"] % heads:
         raise ValueError(
             f"{path.parent / CONFIG} says {heads} heads, which do not divide the width of "
             f"{path.name}, {fields['hidden_dim']}; one of the two is of another model."
         )
-    fields["pooling"] = _torch_pooling(fields, settings.said.get("pooling", fields["pooling"]))
-    fields |= {name: value for name, value in settings.said.items() if name != "pooling"}
+    fields["pooling"] = _torch_pooling(fields, settings.fields.get("pooling", fields["pooling"]))
+    fields |= {name: value for name, value in settings.fields.items() if name != "pooling"}
     return Checkpoint(
         path=path,
         arrays=arrays,
@@ -326,7 +326,7 @@ def _open_keras(path: Path) -> Checkpoint:
     return Checkpoint(
         path=path,
         arrays=_without_optimizer(read_h5(path, content)),
-        fields=_whole(config),
+        fields=_all_fields(config),
         rows=keras_rows,
         grid=config.grid,
         channels=config.input_shape[2],
@@ -347,20 +347,20 @@ def _name(config: ViTConfig, path: str, units: Mapping[str, int]) -> str:
     if leaf == "position_embedding":
         return position_name({"class_token": config.class_token})
     if layer.startswith("block_"):
-        layer = _numbered("transformer_block", int(layer.removeprefix("block_")))
+        layer = _name_of("transformer_block", int(layer.removeprefix("block_")))
     if inside and inside[0] in units:
-        inside = ["units", _numbered("bottleneck_unit", units[inside[0]]), *inside[1:]]
+        inside = ["units", _name_of("bottleneck_unit", units[inside[0]]), *inside[1:]]
     return "/".join(("layers", _LAYERS.get(layer, layer), *inside, "vars", str(_PLACES[leaf])))
 
 
-def _numbered(name: str, index: int) -> str:
+def _name_of(name: str, index: int) -> str:
     return f"{name}_{index}" if index else name
 
 
-def _h5_nodes(opened: h5py.File) -> list[_Node]:
+def _h5_nodes(file: h5py.File) -> list[_Node]:
     """Returns every name in the file; no link is followed, and nothing read."""
     nodes: list[_Node] = []
-    pending = [("", opened.id)]
+    pending = [("", file.id)]
     places: set[int] = set()
 
     def visit(name: bytes, info: Any) -> None:
@@ -370,11 +370,11 @@ def _h5_nodes(opened: h5py.File) -> list[_Node]:
         if info.type != h5py.h5l.TYPE_HARD:
             nodes.append(_Node(path, None, odd="is a link to somewhere else"))
             return
-        found = h5py.h5o.open(group, name)
-        if isinstance(found, h5py.h5g.GroupID) and info.u not in places:
-            pending.append((f"{path}/", found))
+        item = h5py.h5o.open(group, name)
+        if isinstance(item, h5py.h5g.GroupID) and info.u not in places:
+            pending.append((f"{path}/", item))
         places.add(info.u)
-        nodes.append(_h5_node(path, info.u, found))
+        nodes.append(_h5_node(path, info.u, item))
 
     while pending:
         prefix, group = pending.pop()
@@ -382,36 +382,36 @@ def _h5_nodes(opened: h5py.File) -> list[_Node]:
     return nodes
 
 
-def _h5_node(name: str, place: int, found: Any) -> _Node:
-    if isinstance(found, h5py.h5g.GroupID):
+def _h5_node(name: str, place: int, item: Any) -> _Node:
+    if isinstance(item, h5py.h5g.GroupID):
         return _Node(name, place)
-    if not isinstance(found, h5py.h5d.DatasetID):
+    if not isinstance(item, h5py.h5d.DatasetID):
         return _Node(name, place, odd="is neither group nor array")
-    plan = found.get_create_plist()
+    plan = item.get_create_plist()
     in_one_piece = plan.get_layout() == h5py.h5d.CONTIGUOUS
     if not in_one_piece or plan.get_external_count() or plan.get_nfilters():
         return _Node(name, place, odd="is packed, put together or kept in another file")
-    dtype = _h5_dtype(found.get_type())
-    if dtype is None or found.shape is None:
+    dtype = _h5_dtype(item.get_type())
+    if dtype is None or item.shape is None:
         return _Node(name, place, odd="holds other than numbers")
-    offset, size = found.get_offset(), found.get_storage_size()
-    if offset is None and math.prod(found.shape):
+    offset, size = item.get_offset(), item.get_storage_size()
+    if offset is None and math.prod(item.shape):
         return _Node(name, place, odd="was never written")
-    return _Node(name, place, tuple(found.shape), dtype, offset or 0, size if offset else 0)
+    return _Node(name, place, tuple(item.shape), dtype, offset or 0, size if offset else 0)
 
 
 def _h5_dtype(kind: Any) -> np.dtype | None:
     """Returns the dtype of numbers as Keras writes them, None for anything else."""
     if kind.get_class() == h5py.h5t.OPAQUE and kind.get_size() == 2:
-        marked: np.dtype = np.dtype(ml_dtypes.bfloat16)  # two raw bytes, marked by an attribute
-        return marked
+        bfloat16: np.dtype = np.dtype(ml_dtypes.bfloat16)  # two raw bytes, marked by an attribute
+        return bfloat16
     if kind.get_class() not in (h5py.h5t.FLOAT, h5py.h5t.INTEGER):
         return None
     dtype = np.dtype(str(kind.dtype.str))
     return dtype if h5py.h5t.py_create(dtype).equal(kind) else None
 
 
-def _torch_pooling(fields: Mapping[str, Any], said: Any) -> Any:
+def _torch_pooling(fields: Mapping[str, Any], pooling: Any) -> Any:
     """Holds the pooling that the settings say against the arrays."""
     has_map, has_token = fields["pooling"] == "map", fields["class_token"]
     if has_map and has_token:
@@ -424,13 +424,13 @@ def _torch_pooling(fields: Mapping[str, Any], said: Any) -> Any:
             "The file needs a pooler on the first patch, without class token, which keras_vit does "
             "not have."
         )
-    if (said == "map") != has_map or (said == "token" and not has_token):
+    if (pooling == "map") != has_map or (pooling == "token" and not has_token):
         raise ValueError(
-            f"The file's settings say pooling={said!r}, and its arrays have "
+            f"The file's settings say pooling={pooling!r}, and its arrays have "
             f"{'' if has_map else 'no '}attention pooling and {'a' if has_token else 'no'} class "
             "token."
         )
-    return said
+    return pooling
 
 
 def _torch_grid(
@@ -446,13 +446,13 @@ def _torch_grid(
     count, patch = table.shape[1], fields["patch_size"]
     grids = [(height // patch, width // patch) for height, width in sizes]
     counts = {rows * columns: (rows, columns) for rows, columns in reversed(grids)}
-    found = counts.get(count - fields["class_token"]) or square_grid(count - fields["class_token"])
-    if found is None and fields["class_token"] and count in counts:
+    grid = counts.get(count - fields["class_token"]) or square_grid(count - fields["class_token"])
+    if grid is None and fields["class_token"] and count in counts:
         raise ValueError(
             "The file needs a class token without a position of its own (as in DeiT III and "
             "FlexiViT), which keras_vit does not read yet."
         )
-    return found
+    return grid
 
 
 def _keras_members(path: Path) -> tuple[dict[str, Any], bytes]:
@@ -477,7 +477,7 @@ def _without_optimizer(arrays: Mapping[str, StoredArray]) -> dict[str, StoredArr
     return {name: array for name, array in arrays.items() if not name.startswith("optimizer/")}
 
 
-def _whole(config: ViTConfig) -> dict[str, Any]:
+def _all_fields(config: ViTConfig) -> dict[str, Any]:
     try:
         keras.activations.get(config.classifier_activation)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Compares a file on disk with what a server, a catalogue or an earlier use said of it."""
+"""Compares a file on disk with the checksum of a server, a catalogue or an earlier use."""
 
 import base64
 import functools
@@ -77,12 +77,12 @@ def check_sha256(path: Path, sha256: str | None) -> None:
     Raises:
         ValueError: the file has another one.
     """
-    wanted = checked_sha256(sha256)
-    if wanted is None or not path.is_file():
+    expected = checked_sha256(sha256)
+    if expected is None or not path.is_file():
         return
-    if (digest := digest_of(path)) != wanted:
+    if (digest := digest_of(path)) != expected:
         raise ValueError(
-            f"{path} has the SHA-256 {digest}, and {wanted} was asked for: it is damaged or "
+            f"{path} has the SHA-256 {digest}, and {expected} was asked for: it is damaged or "
             "another file, get it from its publisher again."
         )
 
@@ -98,12 +98,12 @@ def check_stated(path: Path, *, stated: str) -> None:
     """
     hashes = dict(item.strip().split("=", 1) for item in stated.split(",") if "=" in item)
     if "md5" in hashes:
-        kind, received = "md5", _md5(path)
+        kind, digest = "md5", _md5(path)
     elif "crc32c" in hashes:
-        kind, received = "crc32c", crc32c(path).to_bytes(4, "big")
+        kind, digest = "crc32c", crc32c(path).to_bytes(4, "big")
     else:
         return
-    text = base64.b64encode(received).decode()
+    text = base64.b64encode(digest).decode()
     if text != hashes[kind]:
         raise ValueError(f"the server states {kind}={hashes[kind]}, the bytes have {kind}={text}")
 
@@ -125,8 +125,8 @@ def check_structure(path: Path, *, name: str) -> None:
             _STRUCTURES[suffix](path)
         except (ValueError, KeyError, TypeError, OSError, struct.error, RecursionError) as error:
             raise ValueError(str(error)) from error
-    elif found := junk(path, name=name):
-        raise ValueError(f"it is {found}")
+    elif description := junk(path, name=name):
+        raise ValueError(f"it is {description}")
 
 
 def structured(name: str) -> str | None:
@@ -148,9 +148,9 @@ def junk(path: Path, *, name: str) -> str | None:
     if not start:
         return "an empty file"
     suffix = structured(name)
-    known = _MARKS if suffix is not None else _MARKS[:3]
-    found = next((words for mark, words in known if re.match(mark, start, re.IGNORECASE)), None)
-    return None if found == _PROMISES.get(suffix or "") else found
+    marks = _MARKS if suffix is not None else _MARKS[:3]
+    kind = next((words for mark, words in marks if re.match(mark, start, re.IGNORECASE)), None)
+    return None if kind == _PROMISES.get(suffix or "") else kind
 
 
 def _check_zip(path: Path) -> None:
@@ -158,21 +158,21 @@ def _check_zip(path: Path) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()
-            unpacked = sum(member.file_size for member in members)
-            if unpacked > UNPACKED_FREE + UNPACKED_RATIO * path.stat().st_size:
-                raise ValueError(f"{path.stat().st_size:,} bytes unpack to {unpacked:,}")
+            unpacked_size = sum(member.file_size for member in members)
+            if unpacked_size > UNPACKED_FREE + UNPACKED_RATIO * path.stat().st_size:
+                raise ValueError(f"{path.stat().st_size:,} bytes unpack to {unpacked_size:,}")
             packings = {member.compress_type for member in members}
             if not packings <= {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}:
                 raise ValueError("a member is packed otherwise than stored or deflated")
             _check_ends(path, len(archive.comment))
-            damaged = archive.testzip()
+            damaged_member = archive.testzip()
     except _ZIP_ERRORS as error:
         text = f"{error}"[:80]
         raise ValueError(
             f"not a whole zip archive ({text}), it begins with {_start(path)[:16]!r}"
         ) from error
-    if damaged is not None:
-        raise ValueError(f"the archive's member {damaged[:80]!r} does not have its own CRC")
+    if damaged_member is not None:
+        raise ValueError(f"the archive's member {damaged_member[:80]!r} does not have its own CRC")
 
 
 def _check_safetensors(path: Path) -> None:
@@ -185,9 +185,11 @@ def _check_safetensors(path: Path) -> None:
             raise ValueError(f"not a whole safetensors file, it begins with {begin!r}")
         header = json.loads(file.read(length))
     ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-    whole = 8 + length + max(ends, default=0)
-    if size != whole:
-        raise ValueError(f"a safetensors file of {whole:,} bytes of which {size:,} are here")
+    expected_size = 8 + length + max(ends, default=0)
+    if size != expected_size:
+        raise ValueError(
+            f"a safetensors file of {expected_size:,} bytes of which {size:,} are here"
+        )
 
 
 def _check_hdf5(path: Path) -> None:
@@ -258,7 +260,7 @@ def crc32c(path: Path) -> int:
         while block := file.read(_LANES * _LANE_BYTES):
             stretches = np.frombuffer(block, "<u2").reshape(-1, _LANE_BYTES // 2)
             for stretch in _advance(np.zeros(len(stretches), np.uint32), stretches.T).tolist():
-                register = _over_one_stretch(register) ^ stretch
+                register = _advance_stretch(register) ^ stretch
     return register ^ 0xFFFFFFFF
 
 
@@ -286,7 +288,7 @@ def _advance(
     return registers
 
 
-def _over_one_stretch(register: int) -> int:
+def _advance_stretch(register: int) -> int:
     first, second, third, fourth = _stretch_tables()
     return (
         first[register & 0xFF]

@@ -37,15 +37,15 @@ def needs_companion(config: ViTConfig) -> bool:
     """Whether the published layout alone would be read as a network that computes otherwise."""
     natural = "token" if config.class_token else "avg"
     is_natural = config.pooling in (natural, "map", None)
-    said = {name: getattr(config, name) for name in ("activation", "layer_norm_epsilon")}
-    same = all(value == PUBLISHED[name] for name, value in said.items())
+    numbers = {name: getattr(config, name) for name in ("activation", "layer_norm_epsilon")}
+    same = all(value == PUBLISHED[name] for name, value in numbers.items())
     return not (same and is_natural and config.rescaling == ViTConfig().rescaling)
 
 
 def check_free(path: Path) -> None:
-    """Raises a FileExistsError if what stands in the companion's place is something else's."""
+    """Raises a FileExistsError if another file has the companion's name."""
     beside = companion_path(path)
-    if beside.exists() and _read(beside) is None:
+    if beside.exists() and _read_config(beside) is None:
         raise FileExistsError(
             f"{beside} is there and no companion of an .npz file, which would take its place; "
             "choose another name for the .npz, or move the other file away."
@@ -73,7 +73,7 @@ def read_companion(path: Path) -> ViTConfig | None:
     beside = companion_path(path)
     with open_archive(path) as archive:
         is_marked, arrays = archive.comment == MARK, _fingerprint(archive)
-    record = _read(beside)
+    record = _read_config(beside)
     if record is None:
         if is_marked:
             raise ValueError(
@@ -109,7 +109,7 @@ def _fingerprint(archive: zipfile.ZipFile) -> str:
     return hashlib.sha256("\n".join(rows).encode()).hexdigest()
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _read_config(path: Path) -> dict[str, Any] | None:
     """The record in a file, None for a file that is missing or something else's."""
     try:
         record = read_json(path)

@@ -50,14 +50,14 @@ def shown(url: str) -> str:
         >>> shown("https://me:secret@example.org/vit.npz?X-Amz-Signature=secret")
         'https://***@example.org/vit.npz?...'
     """
-    found = re.match(r"([a-z][a-z0-9+.-]*)://([^/?#]*)([^?#]*)(.*)", url, re.IGNORECASE | re.DOTALL)
-    if found is None:
+    match = re.match(r"([a-z][a-z0-9+.-]*)://([^/?#]*)([^?#]*)(.*)", url, re.IGNORECASE | re.DOTALL)
+    if match is None:
         return plain(re.split("[?#]", url)[0], limit=160)
-    scheme, host, path, rest = found.groups()
+    scheme, host, path, query = match.groups()
     if "@" not in host and re.search(r":(?!\d*$)", re.sub(r"^\[[^]]*\]", "", host)):
         return f"{plain(scheme)}://..."  # a password with a slash or question mark in it
     host = re.sub(r"^.*@", "***@", host)
-    return plain(f"{scheme}://{host}{path}{'?...' if rest else ''}", limit=160)
+    return plain(f"{scheme}://{host}{path}{'?...' if query else ''}", limit=160)
 
 
 def plain(text: str, *, limit: int = 100) -> str:
@@ -128,7 +128,7 @@ class Pace:
 def open_url(
     url: str, headers: dict[str, str], *, advice: str, timeout: float, pace: Pace
 ) -> tuple[http.client.HTTPResponse, dict[str, str]]:
-    """Returns the answer to a request, and what the Hub says of a file where it redirects to it.
+    """Returns the response to a request, and the headers of the Hub where it redirects to a file.
 
     Args:
         url: as in `download`; so is `advice`.
@@ -164,7 +164,7 @@ def open_url(
     except (ValueError, ConnectionError):
         response.close()
         raise
-    return response, redirects.told
+    return response, redirects.hub_headers
 
 
 class _RedirectError(urllib.error.HTTPError):
@@ -175,11 +175,11 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
     """Follows redirects that stay as safe as they began.
 
     Attributes:
-        told: headers of the Hub, whose answer with a file's SHA-256 is a redirect to the file.
+        hub_headers: those of the Hub, whose answer with a file's SHA-256 is a redirect to the file.
     """
 
     def __init__(self) -> None:
-        self.told: dict[str, str] = {}
+        self.hub_headers: dict[str, str] = {}
 
     def http_error_302(
         self, req: urllib.request.Request, fp: Any, code: int, msg: str, headers: Any
@@ -208,7 +208,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         if reason is not None:
             raise _RedirectError(req.full_url, code, reason, headers, fp)
         if "X-Linked-ETag" in headers:
-            self.told = {name.lower(): text for name, text in headers.items()}
+            self.hub_headers = {name.lower(): text for name, text in headers.items()}
         request = super().redirect_request(req, fp, code, msg, headers, newurl)
         token = req.unredirected_hdrs.get("Authorization")
         if request is not None and token and (old.scheme, old.netloc) == (new.scheme, new.netloc):
@@ -259,7 +259,7 @@ def _check_answer(response: http.client.HTTPResponse, url: str, advice: str) -> 
     is_own = url.partition("?")[0].endswith(".gz")  # some servers call a .gz file encoded
     if encoding.lower() not in ("identity", "") and not is_own:
         raise ValueError(
-            f"{shown(url)} comes compressed ({encoding}), which was not asked for: {advice}."
+            f"{shown(url)} comes compressed ({encoding}), which was not requested: {advice}."
         )
 
 

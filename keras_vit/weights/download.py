@@ -85,7 +85,7 @@ def fetch(
     path = cached_path(url)
     _check_owner(path)
     if path.is_file():
-        return _verified(path, path, sha256)
+        return _verify_local(path, path, sha256)
     source = _source(url)
     if isinstance(source, Path):
         if not source.is_file():
@@ -93,10 +93,10 @@ def fetch(
                 f"{MIRROR_SETTING} names a folder without {source}: put the file from {shown(url)} "
                 f"there, or unset {MIRROR_SETTING}."
             )
-        return _verified(source, path, sha256)
-    with _locked(path):
+        return _verify_local(source, path, sha256)
+    with _lock(path):
         if path.is_file():  # another process was faster
-            return _verified(path, path, sha256)
+            return _verify_local(path, path, sha256)
         return _download(source, path, sha256, progress=progress, wait=wait)
 
 
@@ -216,7 +216,7 @@ def _download(
                 url, partial, advice=advice, progress=bar, wait=wait, largest=largest
             )
         try:
-            digest = _checked(partial, path, stated, sha256, advice=advice)
+            digest = _checked_digest(partial, path, stated, sha256, advice=advice)
             break
         except _DamagedError as error:
             transfer.discard(partial)
@@ -236,18 +236,20 @@ def _download(
     return path
 
 
-def _checked(
+def _checked_digest(
     partial: Path, path: Path, stated: transfer.Stated, sha256: str | None, *, advice: str
 ) -> str:
-    """Returns the SHA-256 of what came, held against all that is known of it."""
+    """Returns the SHA-256 of the downloaded file after all checks of it."""
     if not (stated.framed or stated.hashes or stated.sha256 or checksums.structured(path.name)):
         raise ValueError(
-            f"{stated.url} comes without a length and without a checksum, so that a whole file "
-            f"cannot be told from a cut one: {advice}."
+            f"{stated.url} comes without a length and without a checksum, so that a cut "
+            f"file would go unseen: {advice}."
         )
     digest = checksums.digest_of(partial)
-    if found := checksums.junk(partial, name=path.name):
-        raise ValueError(f"{stated.url} answered with {found} instead of {path.name}: {advice}.")
+    if description := checksums.junk(partial, name=path.name):
+        raise ValueError(
+            f"{stated.url} answered with {description} instead of {path.name}: {advice}."
+        )
     try:
         checksums.check_stated(partial, stated=stated.hashes)
     except ValueError as error:
@@ -262,7 +264,7 @@ def _checked(
     return digest
 
 
-def _verified(file: Path, path: Path, sha256: str | None) -> Path:
+def _verify_local(file: Path, path: Path, sha256: str | None) -> Path:
     _use(file, path, checksums.digest_of(file), sha256)
     return file
 
@@ -275,9 +277,9 @@ def _use(file: Path, path: Path, digest: str, sha256: str | None) -> None:
     try:
         checksums.check_structure(file, name=path.name)
     except ValueError as error:
-        found = checksums.junk(file, name=path.name)
+        description = checksums.junk(file, name=path.name)
         raise ValueError(
-            f"{file} is {found or f'damaged ({error})'}: delete it to download it again."
+            f"{file} is {description or f'damaged ({error})'}: delete it to download it again."
         ) from None
     _write_record(path, digest)
 
@@ -289,8 +291,8 @@ def _compare(digest: str, subject: str, path: Path, sha256: str | None) -> None:
             f"delete it where it is a local file, and get it from its publisher again."
         )
     record = _record(path)
-    recorded = record.read_text(errors="replace").split() if record.exists() else [digest]
-    if recorded[:1] != [digest]:
+    digests = record.read_text(errors="replace").split() if record.exists() else [digest]
+    if digests[:1] != [digest]:
         raise ValueError(
             f"{subject} has the SHA-256 {digest}, and {record} holds another one from its first "
             f"use: delete that record if the new content is right, the local file otherwise."
@@ -318,7 +320,7 @@ def _write_record(path: Path, digest: str) -> None:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _lock(path: Path) -> Iterator[None]:
     # The operating system drops this lock when its holder dies, however it dies.
     lock = filelock.FileLock(f"{path}.lock")
     try:

@@ -1,4 +1,4 @@
-"""The published layouts: which array is which variable, and what the arrays say of the model."""
+"""The published layouts: the variable of each array, and the settings that the arrays imply."""
 
 import dataclasses
 import itertools
@@ -59,7 +59,7 @@ def original_rows(config: ViTConfig) -> list[Row]:
         rows.append(_plain("patch_encoder/class_token", "cls", (1, 1, d)))
     rows.append(_plain("patch_encoder/position_embedding", position, (1, config.num_tokens, d)))
     kernel, flat = (size, size, channels, d), (size * size * channels, d)
-    rows.append(_reshaped("patch_encoder/projection/kernel", "embedding/kernel", kernel, flat))
+    rows.append(_reshape_row("patch_encoder/projection/kernel", "embedding/kernel", kernel, flat))
     rows.append(_plain("patch_encoder/projection/bias", "embedding/bias", (d,)))
     for index in range(config.num_layers):
         rows += _block_rows(config, f"block_{index}", f"Transformer/encoderblock_{index}")
@@ -108,15 +108,15 @@ def renamed(pairs: Iterable[tuple[str, StoredArray]]) -> dict[str, StoredArray]:
     Raises:
         ValueError: two of them have the same.
     """
-    found: dict[str, StoredArray] = {}
+    arrays: dict[str, StoredArray] = {}
     for name, array in pairs:
-        if name in found:
+        if name in arrays:
             raise ValueError(
                 f"The file holds {shown(name)} twice, under names that mean the same; save it with "
                 "one of them."
             )
-        found[name] = array
-    return found
+        arrays[name] = array
+    return arrays
 
 
 _ROOM = 130  # letters that a list of names takes in a message
@@ -185,16 +185,16 @@ def numbered(names: Iterable[str], pattern: str, *, first: int = 0) -> int:
     Raises:
         ValueError: one is missing: the largest number alone would say how many there are.
     """
-    found = {match[1] for match in map(re.compile(pattern, re.ASCII).match, names) if match}
-    missing = next((n for n in itertools.count(first) if str(n) not in found), first)
-    if len(found) > missing - first:
+    units = {match[1] for match in map(re.compile(pattern, re.ASCII).match, names) if match}
+    missing = next((n for n in itertools.count(first) if str(n) not in units), first)
+    if len(units) > missing - first:
         raise ValueError(
-            f"The file lacks the block or unit {missing}, and has {listed(found - {str(missing)})}."
+            f"The file lacks the block or unit {missing}, and has {listed(units - {str(missing)})}."
         )
-    return len(found)
+    return len(units)
 
 
-# What an array's name stands for: the first of its names that is found is the example.
+# What an array's name stands for: the first matching name is the example.
 FEATURES = (
     (r"(^|\.)(norm_pre|pre_layrnorm)\.", "a normalisation of the embeddings (as in CLIP)"),
     (r"(^|\.)reg(ister)?_tokens?$", "register tokens in its library's names"),
@@ -225,14 +225,14 @@ def check_features(names: Iterable[str]) -> None:
         >>> check_features(["patch_embed.proj.weight", "blocks.0.attn.qkv.weight"])
     """
     names = sorted(names)
-    found = {}
+    examples = {}
     for pattern, feature in FEATURES:
         example = next(filter(re.compile(pattern).search, names), None)
         if example is not None:
-            found[feature] = example
-    if not found:
+            examples[feature] = example
+    if not examples:
         return
-    needs = [f"{feature} ({example})" for feature, example in found.items()]
+    needs = [f"{feature} ({example})" for feature, example in examples.items()]
     *most, last = needs
     listed = f"{', '.join(most)} and {last}" if most else last
     raise ValueError(
@@ -245,7 +245,7 @@ def _plain(path: str, name: str, shape: tuple[int, ...]) -> Row:
     return Row(path, shape, (name,), (shape,))
 
 
-def _reshaped(path: str, name: str, shape: tuple[int, ...], flat: tuple[int, ...]) -> Row:
+def _reshape_row(path: str, name: str, shape: tuple[int, ...], flat: tuple[int, ...]) -> Row:
     return Row(
         path,
         flat,
@@ -277,8 +277,8 @@ def _heads_rows(config: ViTConfig, path: str, name: str, parts: tuple[str, ...])
 
     def join(*values: np.ndarray) -> np.ndarray:
         parts = [value.reshape(*value.shape[:-2], d) for value in values]
-        joined = aligned_empty((*parts[0].shape[:-1], count * d), parts[0].dtype)
-        return np.concatenate(parts, axis=-1, out=joined)
+        rows = aligned_empty((*parts[0].shape[:-1], count * d), parts[0].dtype)
+        return np.concatenate(parts, axis=-1, out=rows)
 
     def split(value: np.ndarray) -> tuple[np.ndarray, ...]:
         return tuple(
@@ -297,7 +297,7 @@ def _heads_rows(config: ViTConfig, path: str, name: str, parts: tuple[str, ...])
 def _out_rows(config: ViTConfig, path: str, name: str) -> list[Row]:
     d, h = config.hidden_dim, config.num_heads
     return [
-        _reshaped(f"{path}/kernel", f"{name}/kernel", (h, d // h, d), (d, d)),
+        _reshape_row(f"{path}/kernel", f"{name}/kernel", (h, d // h, d), (d, d)),
         _plain(f"{path}/bias", f"{name}/bias", (d,)),
     ]
 
@@ -378,8 +378,8 @@ def _without_prefix(arrays: Arrays) -> dict[str, StoredArray]:
 
 def _without_scan(arrays: Arrays) -> dict[str, StoredArray]:
     start = "Transformer/encoderblock/"
-    scanned = [array for name, array in arrays.items() if name.startswith(start) and array.shape]
-    count = sum(array.shape[0] for array in scanned)
+    stacked = [array for name, array in arrays.items() if name.startswith(start) and array.shape]
+    count = sum(array.shape[0] for array in stacked)
     if count > MAX_ARRAYS:
         raise ValueError(
             f"The file's arrays below {start} are of {count} blocks together, more than any "

@@ -123,7 +123,7 @@ def load(
     with reading(checkpoint, model.config, rows=rows, positions=positions) as values:
         for value in values.values():
             value.result()
-        with _unchanged_after_an_error(model):
+        with _restoring_after_error(model):
             assign(model, values, path=checkpoint.path)
 
 
@@ -199,9 +199,9 @@ def assign(model: VisionTransformer, values: Values, *, path: Path) -> None:
         ValueError: an array is damaged, or another variable would be left without value.
     """
     variables = {variable.path: variable for variable in model.weights}
-    left = [name for name in variables if name not in values and not name.startswith(HEAD)]
-    if left:
-        raise ValueError(f"{path} does not give the variables {listed(left)}.")
+    missing = [name for name in variables if name not in values and not name.startswith(HEAD)]
+    if missing:
+        raise ValueError(f"{path} does not give the variables {listed(missing)}.")
     while values:
         name = next(iter(values))
         variables[name].assign(backend.adopt(values.pop(name).result()))
@@ -224,19 +224,19 @@ def match(
     rows = checkpoint.rows(config)
     if head == "fresh":
         rows = [row for row in rows if not row.path.startswith(HEAD)]
-    used = {name for row in rows for name in row.names}
-    skipped = _skipped_names(checkpoint, config, head)
-    missing = used - set(checkpoint.arrays)
-    extra = {name for name in set(checkpoint.arrays) - used if not name.startswith(skipped)}
-    _check_values(checkpoint, [name for name in used if name in checkpoint.arrays])
-    misshapen = [
+    known_names = {name for row in rows for name in row.names}
+    prefixes = _ignored_prefixes(checkpoint, config, head)
+    missing = known_names - set(checkpoint.arrays)
+    extra = {name for name in set(checkpoint.arrays) - known_names if not name.startswith(prefixes)}
+    _check_values(checkpoint, [name for name in known_names if name in checkpoint.arrays])
+    mismatched = [
         f"{name} (expected {shape}, received {shown(checkpoint.arrays[name].shape)})"
         for row in rows
         for name, shape in zip(row.names, row.shapes, strict=True)
         if name not in missing and not _fits(checkpoint.arrays[name].shape, shape, row.path)
     ]
-    found = (("missing", missing), ("unexpected", extra), ("of another shape", misshapen))
-    problems = [f"{kind}: {listed(names)}" for kind, names in found if names]
+    differences = (("missing", missing), ("unexpected", extra), ("of another shape", mismatched))
+    problems = [f"{kind}: {listed(names)}" for kind, names in differences if names]
     if problems:
         raise ValueError(f"{checkpoint.path} does not fit the model. Arrays {'; '.join(problems)}.")
     _check_positions(checkpoint, rows, config)
@@ -247,11 +247,11 @@ def check_architecture(checkpoint: Checkpoint, config: ViTConfig) -> None:
     """Raises a ValueError unless the file's sizes are the config's, of a published network."""
     check_published(config)
     for name in ARCHITECTURE:
-        wanted, found = getattr(config, name), checkpoint.fields.get(name)
-        if name in checkpoint.fields and wanted != found:
+        expected, stored = getattr(config, name), checkpoint.fields.get(name)
+        if name in checkpoint.fields and expected != stored:
             raise ValueError(
-                f"{checkpoint.path} does not fit the model: its {name} is {shown(found)}, the "
-                f"model's is {wanted}."
+                f"{checkpoint.path} does not fit the model: its {name} is {shown(stored)}, the "
+                f"model's is {expected}."
             )
 
 
@@ -260,8 +260,8 @@ def check_numbers(checkpoint: Checkpoint, config: ViTConfig) -> None:
 
     What the file does not say is not compared: then the config's word stands.
     """
-    said = {name: checkpoint.fields[name] for name in NUMBERS if name in checkpoint.fields}
-    other = {name: v for name, v in said.items() if not _same(v, getattr(config, name))}
+    numbers = {name: checkpoint.fields[name] for name in NUMBERS if name in checkpoint.fields}
+    other = {name: v for name, v in numbers.items() if not _same(v, getattr(config, name))}
     if other:
         theirs = ", ".join(f"{name}={value!r}" for name, value in other.items())
         ours = ", ".join(f"{name}={getattr(config, name)!r}" for name in other)
@@ -318,18 +318,18 @@ def _check_variables(model: VisionTransformer, rows: list[Row]) -> None:
 
 
 @contextlib.contextmanager
-def _unchanged_after_an_error(model: VisionTransformer) -> Iterator[None]:
+def _restoring_after_error(model: VisionTransformer) -> Iterator[None]:
     """Gives the variables the values back that they had, if what is done inside fails.
 
     Only PyTorch, which assigns in place, copies them for that: TensorFlow's copy of a variable
     shares its memory, and JAX's values never change.
     """
     keep = keras.ops.convert_to_tensor if keras.backend.backend() == "jax" else keras.ops.copy
-    kept = [(variable, keep(variable)) for variable in model.weights]
+    saved = [(variable, keep(variable)) for variable in model.weights]
     try:
         yield
     except BaseException:
-        for variable, value in kept:
+        for variable, value in saved:
             variable.assign(value)
         raise
 
@@ -345,19 +345,19 @@ def _same(left: Any, right: Any) -> bool:
     return left.shape == right.shape and np.allclose(left, right, rtol=1e-6, atol=0)
 
 
-def _skipped_names(
+def _ignored_prefixes(
     checkpoint: Checkpoint, config: ViTConfig, head: Literal["file", "fresh"]
 ) -> tuple[str, ...]:
     """Returns the beginnings of array names that a model of this config may leave aside."""
     parts = {name: v for name, v in checkpoint.fields.items() if name in (*ARCHITECTURE, *PARTS)}
     try:
-        whole = dataclasses.replace(config, **parts)
+        stored_config = dataclasses.replace(config, **parts)
     except ValueError as error:
         raise ValueError(f"{checkpoint.path} does not fit the model: {error}") from error
     paths = HEAD if head == "fresh" or config.classes is None else ()
     if config.pooling != "map":
         paths = (*paths, "pooling/")
-    rows = (row for row in checkpoint.rows(whole) if paths and row.path.startswith(paths))
+    rows = (row for row in checkpoint.rows(stored_config) if paths and row.path.startswith(paths))
     return tuple(name for row in rows for name in row.names)
 
 
@@ -371,7 +371,7 @@ def _value(checkpoint: Checkpoint, row: Row, config: ViTConfig, positions: Metho
     """Reads one variable's value."""
     value = row.join(*(_finite(checkpoint, name) for name in row.names))
     if row.path == POSITIONS:
-        return _resampled(checkpoint, value, config, positions)
+        return _resample(checkpoint, value, config, positions)
     return value
 
 
@@ -388,11 +388,11 @@ def _finite(checkpoint: Checkpoint, name: str) -> np.ndarray:
     )
 
 
-def _resampled(
+def _resample(
     checkpoint: Checkpoint, table: np.ndarray, config: ViTConfig, positions: Method
 ) -> np.ndarray:
     if checkpoint.grid in (None, config.grid):
-        return table  # not square and not said: as many as the model's own
+        return table  # not square, and the file has no grid: as many as the model's own
     return resample_positions(table, checkpoint.grid, config.grid, method=positions)
 
 

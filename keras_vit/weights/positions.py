@@ -85,8 +85,8 @@ def resample_variable(
     """
     cells, new_cells = CELLS[kind](*grid), CELLS[kind](*new_grid)
     prefix = value.shape[1] - cells[0] * cells[1]
-    resampled = resample_positions(value[:, prefix:], cells, new_cells, method=method)
-    return np.concatenate([value[:, :prefix], resampled], axis=1)
+    table = resample_positions(value[:, prefix:], cells, new_cells, method=method)
+    return np.concatenate([value[:, :prefix], table], axis=1)
 
 
 def square_grid(positions: int) -> tuple[int, int] | None:

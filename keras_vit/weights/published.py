@@ -190,43 +190,43 @@ AUGREG_21K = (
 )
 
 
-def _tuned(head: str, rate: str, size: int, accuracy: float, measured_by: str) -> Published:
+def _fine_tuned(head: str, rate: str, size: int, accuracy: float, measured_by: str) -> Published:
     stem = f"{head}--imagenet2012-steps_20k-lr_{rate}-res_{size}"
     return Published(stem, None, accuracy, measured_by)
 
 
 # Fine-tuned on ImageNet-1k: at 384 pixels the README's choice, at 224 timm's (B/8: notebook's).
 AUGREG_21K_1K = (
-    _tuned(f"Ti_16{_21K}none-wd_0.03-do_0.0-sd_0.0", "0.03", 384, 78.22, README),
-    _tuned(f"S_32{_21K}none-wd_0.1-do_0.0-sd_0.0", "0.01", 384, 79.58, README),
-    _tuned(f"S_16{_21K}light1-wd_0.03-do_0.0-sd_0.0", "0.03", 384, 83.73, README),
-    _tuned(f"B_32{_21K}light1-wd_0.1-do_0.0-sd_0.0", "0.01", 384, 83.59, README),
-    _tuned(f"B_16{_21K}medium1-wd_0.1-do_0.0-sd_0.0", "0.03", 384, 85.49, README),
-    _tuned(f"B_8{_21K}medium2-wd_0.1-do_0.0-sd_0.0", "0.03", 224, 85.58, NOTEBOOK),
-    _tuned(f"L_16{_21K}strong1-wd_0.1-do_0.0-sd_0.0", "0.01", 384, 85.59, README),
-    _tuned(f"R_Ti_16{_21K}none-wd_0.03-do_0.0-sd_0.0", "0.03", 384, 75.40, README),
-    _tuned(f"R26_S_32{_21K}light1-wd_0.1-do_0.0-sd_0.0", "0.01", 384, 83.85, README),
-    _tuned(f"R50_L_32{_21K}medium1-wd_0.1-do_0.1-sd_0.1", "0.01", 384, 85.99, README),
-    _tuned(f"Ti_16{_21K}none-wd_0.03-do_0.0-sd_0.0", "0.03", 224, 75.452, TIMM),
-    _tuned(f"S_32{_21K}light1-wd_0.03-do_0.0-sd_0.0", "0.03", 224, 76.010, TIMM),
-    _tuned(f"S_16{_21K}light1-wd_0.03-do_0.0-sd_0.0", "0.03", 224, 81.402, TIMM),
-    _tuned(f"B_32{_21K}medium1-wd_0.03-do_0.0-sd_0.0", "0.03", 224, 80.732, TIMM),
-    _tuned(f"B_16{_21K}medium1-wd_0.1-do_0.0-sd_0.0", "0.01", 224, 84.534, TIMM),
-    _tuned(f"L_16{_21K}medium1-wd_0.1-do_0.1-sd_0.1", "0.01", 224, 85.856, TIMM),
-    _tuned(f"R_Ti_16{_21K}none-wd_0.03-do_0.0-sd_0.0", "0.03", 224, 71.800, TIMM),
-    _tuned(f"R26_S_32{_21K}light0-wd_0.03-do_0.1-sd_0.1", "0.03", 224, 81.856, TIMM),
-    _tuned(f"R50_L_32{_21K}medium1-wd_0.1-do_0.1-sd_0.1", "0.01", 224, 84.434, TIMM),
+    _fine_tuned(f"Ti_16{_21K}none-wd_0.03-do_0.0-sd_0.0", "0.03", 384, 78.22, README),
+    _fine_tuned(f"S_32{_21K}none-wd_0.1-do_0.0-sd_0.0", "0.01", 384, 79.58, README),
+    _fine_tuned(f"S_16{_21K}light1-wd_0.03-do_0.0-sd_0.0", "0.03", 384, 83.73, README),
+    _fine_tuned(f"B_32{_21K}light1-wd_0.1-do_0.0-sd_0.0", "0.01", 384, 83.59, README),
+    _fine_tuned(f"B_16{_21K}medium1-wd_0.1-do_0.0-sd_0.0", "0.03", 384, 85.49, README),
+    _fine_tuned(f"B_8{_21K}medium2-wd_0.1-do_0.0-sd_0.0", "0.03", 224, 85.58, NOTEBOOK),
+    _fine_tuned(f"L_16{_21K}strong1-wd_0.1-do_0.0-sd_0.0", "0.01", 384, 85.59, README),
+    _fine_tuned(f"R_Ti_16{_21K}none-wd_0.03-do_0.0-sd_0.0", "0.03", 384, 75.40, README),
+    _fine_tuned(f"R26_S_32{_21K}light1-wd_0.1-do_0.0-sd_0.0", "0.01", 384, 83.85, README),
+    _fine_tuned(f"R50_L_32{_21K}medium1-wd_0.1-do_0.1-sd_0.1", "0.01", 384, 85.99, README),
+    _fine_tuned(f"Ti_16{_21K}none-wd_0.03-do_0.0-sd_0.0", "0.03", 224, 75.452, TIMM),
+    _fine_tuned(f"S_32{_21K}light1-wd_0.03-do_0.0-sd_0.0", "0.03", 224, 76.010, TIMM),
+    _fine_tuned(f"S_16{_21K}light1-wd_0.03-do_0.0-sd_0.0", "0.03", 224, 81.402, TIMM),
+    _fine_tuned(f"B_32{_21K}medium1-wd_0.03-do_0.0-sd_0.0", "0.03", 224, 80.732, TIMM),
+    _fine_tuned(f"B_16{_21K}medium1-wd_0.1-do_0.0-sd_0.0", "0.01", 224, 84.534, TIMM),
+    _fine_tuned(f"L_16{_21K}medium1-wd_0.1-do_0.1-sd_0.1", "0.01", 224, 85.856, TIMM),
+    _fine_tuned(f"R_Ti_16{_21K}none-wd_0.03-do_0.0-sd_0.0", "0.03", 224, 71.800, TIMM),
+    _fine_tuned(f"R26_S_32{_21K}light0-wd_0.03-do_0.1-sd_0.1", "0.03", 224, 81.856, TIMM),
+    _fine_tuned(f"R50_L_32{_21K}medium1-wd_0.1-do_0.1-sd_0.1", "0.01", 224, 84.434, TIMM),
 )
 
 # ImageNet-1k alone: timm's choices.
 _1K = "-i1k-300ep-lr_0.001-aug_"
 AUGREG_1K = (
-    _tuned(f"S_16{_1K}medium2-wd_0.1-do_0.0-sd_0.0", "0.01", 224, 78.842, TIMM),
-    _tuned(f"S_16{_1K}medium2-wd_0.1-do_0.0-sd_0.0", "0.01", 384, 81.130, TIMM),
-    _tuned(f"B_32{_1K}medium2-wd_0.1-do_0.1-sd_0.1", "0.01", 224, 74.908, TIMM),
-    _tuned(f"B_32{_1K}medium2-wd_0.1-do_0.1-sd_0.1", "0.01", 384, 78.750, TIMM),
-    _tuned(f"B_16{_1K}strong2-wd_0.1-do_0.1-sd_0.1", "0.01", 224, 79.154, TIMM),
-    _tuned(f"B_16{_1K}strong2-wd_0.1-do_0.1-sd_0.1", "0.01", 384, 81.102, TIMM),
+    _fine_tuned(f"S_16{_1K}medium2-wd_0.1-do_0.0-sd_0.0", "0.01", 224, 78.842, TIMM),
+    _fine_tuned(f"S_16{_1K}medium2-wd_0.1-do_0.0-sd_0.0", "0.01", 384, 81.130, TIMM),
+    _fine_tuned(f"B_32{_1K}medium2-wd_0.1-do_0.1-sd_0.1", "0.01", 224, 74.908, TIMM),
+    _fine_tuned(f"B_32{_1K}medium2-wd_0.1-do_0.1-sd_0.1", "0.01", 384, 78.750, TIMM),
+    _fine_tuned(f"B_16{_1K}strong2-wd_0.1-do_0.1-sd_0.1", "0.01", 224, 79.154, TIMM),
+    _fine_tuned(f"B_16{_1K}strong2-wd_0.1-do_0.1-sd_0.1", "0.01", 384, 81.102, TIMM),
 )
 
 # The paper's own. The ImageNet-21k classifiers are zeros (vision_transformer issues 10, 32, 252).

@@ -37,14 +37,14 @@ class TorchSettings:
     """What is known of a model beside its arrays.
 
     Attributes:
-        said: ViTConfig fields that the files say, among them "pooling" where they say it.
-        assumed: the library's usual values of what they might have said.
+        fields: ViTConfig fields in the files, among them "pooling" if it is there.
+        assumed: the library's defaults of the fields that may be missing.
         sizes: (height, width) of images that they mention, the most likely first.
         unknown: why the files do not say what the network computes, None where they do.
         hint: how the files would say what is assumed.
     """
 
-    said: Mapping[str, Any]
+    fields: Mapping[str, Any]
     assumed: Mapping[str, Any]
     sizes: tuple[tuple[int, int], ...] = ()
     unknown: str | None = None
@@ -58,9 +58,9 @@ def timm_settings(folder: Path) -> TorchSettings:
         ValueError: the file is damaged, or says that the network is another one.
     """
     assumed = {"activation": "gelu", "layer_norm_epsilon": 1e-6, **_PIXELS}
-    settings = _read(folder / CONFIG)
+    settings = _read_config(folder / CONFIG)
     if settings is None:
-        return TorchSettings(said={}, assumed=assumed)
+        return TorchSettings(fields={}, assumed=assumed)
     with _blaming(folder / CONFIG):
         return _timm_settings(settings, assumed)
 
@@ -71,13 +71,13 @@ def hugging_face_settings(folder: Path) -> TorchSettings:
     Raises:
         ValueError: a file is damaged, or says that the network is another one.
     """
-    settings = _read(folder / CONFIG)
+    settings = _read_config(folder / CONFIG)
     assumed = {"activation": "gelu", "layer_norm_epsilon": 1e-12, **_PIXELS}
-    processor = _read(folder / PREPROCESSOR)
+    processor = _read_config(folder / PREPROCESSOR)
     with _blaming(folder / PREPROCESSOR):
         pixels = _processor_pixels(processor)
     if settings is None:
-        return TorchSettings(said=pixels, assumed=assumed, hint=f"put {CONFIG} beside it")
+        return TorchSettings(fields=pixels, assumed=assumed, hint=f"put {CONFIG} beside it")
     with _blaming(folder / CONFIG):
         return _hugging_face_settings(settings, assumed, pixels)
 
@@ -165,9 +165,11 @@ def names_of(arrays: Arrays) -> tuple[TorchNames, dict[str, StoredArray]]:
         for name in arrays:
             if name.endswith(anchor):
                 prefix = name[: -len(anchor)]
-                found = renamed((key.removeprefix(prefix), array) for key, array in arrays.items())
-                kept = {k: v for k, v in found.items() if not k.startswith(names.left_aside)}
-                return names, kept
+                network = renamed(
+                    (key.removeprefix(prefix), array) for key, array in arrays.items()
+                )
+                used = {k: v for k, v in network.items() if not k.startswith(names.left_aside)}
+                return names, used
     raise ValueError(
         "The file does not hold a Vision Transformer of Hugging Face transformers or timm: its "
         f"arrays are {listed(arrays)}."
@@ -246,23 +248,23 @@ def _timm_settings(settings: Mapping[str, Any], assumed: Mapping[str, Any]) -> T
     pretrained = _mapping(settings, "pretrained_cfg") if in_parts else settings
     _check_arguments(arguments)
     architecture = find_architecture(name) if isinstance(name, str) else None
-    said: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if architecture is not None:
-        said["num_heads"] = architecture.num_heads
-        said["activation"] = _activation(architecture.activation)
-        said["layer_norm_epsilon"] = architecture.layer_norm_epsilon
+        fields["num_heads"] = architecture.num_heads
+        fields["activation"] = _activation(architecture.activation)
+        fields["layer_norm_epsilon"] = architecture.layer_norm_epsilon
     if arguments.get("num_heads") is not None:
-        said["num_heads"] = _heads(arguments["num_heads"])
+        fields["num_heads"] = _heads(arguments["num_heads"])
     if arguments.get("act_layer") is not None:
-        said["activation"] = _activation(arguments["act_layer"])
+        fields["activation"] = _activation(arguments["act_layer"])
     pooling = arguments.get("global_pool", settings.get("global_pool"))
     if pooling is not None:
-        said["pooling"] = _pooling(pooling)
-    said |= _pixels(pretrained.get("mean"), pretrained.get("std"))
+        fields["pooling"] = _pooling(pooling)
+    fields |= _pixels(pretrained.get("mean"), pretrained.get("std"))
     shape = pretrained.get("input_size")  # channels first
     sizes = [arguments.get("img_size"), shape[-2:] if isinstance(shape, list) else None]
     return TorchSettings(
-        said=said,
+        fields=fields,
         assumed=assumed,
         sizes=_sizes(sizes),
         unknown=None if architecture is not None else _unknown_name(name),
@@ -283,19 +285,20 @@ def _hugging_face_settings(
         raise ValueError(
             f"The file's pooler_act is {shown(settings['pooler_act'])}; keras_vit has 'tanh'."
         )
-    said: dict[str, Any] = {"activation": _activation(settings.get("hidden_act", "gelu")), **pixels}
+    activation = _activation(settings.get("hidden_act", "gelu"))
+    fields: dict[str, Any] = {"activation": activation, **pixels}
     epsilon = settings.get("layer_norm_eps", HUGGING_FACE_EPSILONS.get(str(kind)))
     if epsilon is not None:
         if not is_number(epsilon) or not 0 < epsilon < 1:
             raise ValueError(
-                f"The file's layer_norm_eps is {shown(epsilon)}; a number in (0, 1) is wanted."
+                f"The file's layer_norm_eps is {shown(epsilon)}; it must be a number in (0, 1)."
             )
-        said["layer_norm_epsilon"] = epsilon
+        fields["layer_norm_epsilon"] = epsilon
     if "num_attention_heads" in settings:
-        said["num_heads"] = _heads(settings["num_attention_heads"])
+        fields["num_heads"] = _heads(settings["num_attention_heads"])
     unknown = None if kind is not None else f"its {CONFIG} names no model_type"
     return TorchSettings(
-        said=said,
+        fields=fields,
         assumed=assumed,
         sizes=_sizes([settings.get("image_size")]),
         unknown=unknown,
@@ -305,12 +308,12 @@ def _hugging_face_settings(
 
 def _check_arguments(arguments: Mapping[str, Any]) -> None:
     others = [name for name in arguments if name not in TIMM_ARGUMENTS]
-    told = [
+    extras = [
         f"{name[:40]}={shown(arguments[name])}" for name in others if arguments[name] is not None
     ]
-    if told:
+    if extras:
         raise ValueError(
-            f"It makes the network with {', '.join(told[:5])}, which keras_vit does not read yet."
+            f"It makes the network with {', '.join(extras[:5])}, which keras_vit does not read yet."
         )
 
 
@@ -330,7 +333,10 @@ def _pooling(name: object) -> str | None:
 
 def _heads(value: object) -> int:
     if not isinstance(value, int) or not 0 < value <= LIMITS["num_heads"]:
-        raise ValueError(f"The file's number of heads is {shown(value)}; a count is wanted.")
+        raise ValueError(
+            f"The file's number of heads is {shown(value)}; it must be from 1 to "
+            f"{LIMITS['num_heads']}."
+        )
     return value
 
 
@@ -364,22 +370,21 @@ def _processor_pixels(settings: Mapping[str, Any] | None) -> dict[str, Any]:
 def _pixels(mean: Any, std: Any, *, unit: float = 1.0) -> dict[str, Any]:
     if mean is None or std is None:
         return {}
-    found = {}
+    statistics = {}
     for name, value in (("image_mean", mean), ("image_std", std)):
         numbers = value if isinstance(value, list) else [value]
         least = 0.0 if name == "image_std" else -math.inf
         if not numbers or not all(is_number(n) and n > least for n in numbers):
             raise ValueError(
-                f"The file's {name} is {shown(value)}; numbers are wanted, "
-                "those of image_std above 0."
+                f"The file's {name} is {shown(value)}; it must be numbers, for image_std above 0."
             )
-        found[name] = tuple(float(number) / unit for number in numbers)
-    longest, *others = sorted({len(values) for values in found.values()}, reverse=True)
+        statistics[name] = tuple(float(number) / unit for number in numbers)
+    longest, *others = sorted({len(values) for values in statistics.values()}, reverse=True)
     if others not in ([], [1]):
         raise ValueError(
             f"The file has means and deviations of {longest} and {others[0]} channels."
         )
-    return {name: v * longest if len(v) == 1 else v for name, v in found.items()}
+    return {name: v * longest if len(v) == 1 else v for name, v in statistics.items()}
 
 
 def _sizes(values: list[Any]) -> tuple[tuple[int, int], ...]:
@@ -412,7 +417,7 @@ def _blaming(path: Path) -> Iterator[None]:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _read_config(path: Path) -> dict[str, Any] | None:
     return read_json(path) if os.path.lexists(path) else None
 
 

@@ -44,8 +44,8 @@ class DownloadProgress(contextlib.AbstractContextManager["DownloadProgress"]):
         if self._bar is not None and self._task is not None:
             self._bar.reset(self._task, completed=completed, total=total)
         size = "unknown size" if total is None else f"{total / _MIB:.1f} MiB"
-        kept = f", {completed / _MIB:.1f} MiB of them already here" if completed else ""
-        _LOGGER.info("Downloading %s: %s%s.", self._name, size, kept)
+        already = f", {completed / _MIB:.1f} MiB of them already here" if completed else ""
+        _LOGGER.info("Downloading %s: %s%s.", self._name, size, already)
 
     def advance(self, count: int) -> None:
         """Adds bytes that have arrived."""
@@ -77,7 +77,7 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stated:
-    """What a server says of a file: enough to know the same version again, and to check its bytes.
+    """What a server states of a file: enough to recognise the version, and to check its bytes.
 
     Attributes:
         url: where the file is, as `shown` writes it: this is kept on the disk.
@@ -126,9 +126,9 @@ def download(
 
     Args:
         url: an http or https URL; a user and password in it go to its own host alone.
-        partial: where the bytes go; a `.json` beside it holds what the server said of them.
+        partial: where the bytes go; a `.json` beside it holds what the server states of them.
         advice: the end of the sentence in every error: what to do instead.
-        progress: told of every byte.
+        progress: counts the bytes.
         wait: called with the seconds to let pass before another attempt.
         largest: bytes that a file may have; None for what the disk holds.
 
@@ -138,7 +138,7 @@ def download(
         ValueError: the answer is a web page, compressed, or too large.
         OSError: the disk is full.
     """
-    failures, farthest, arrived = 0, _size(partial), False
+    failures, farthest, has_arrived = 0, _size(partial), False
     pace = Pace(window=WINDOW, least=LEAST_BYTES)
     while True:
         try:
@@ -147,20 +147,20 @@ def download(
                     url, partial, advice=advice, progress=progress, pace=pace, largest=largest
                 )
         except InterruptedTransferError as error:
-            gained = _size(partial) > farthest
-            arrived, failures = arrived or gained, 1 if gained else failures + 1
+            has_gained = _size(partial) > farthest
+            has_arrived, failures = has_arrived or has_gained, 1 if has_gained else failures + 1
             farthest = max(farthest, _size(partial))
             if error.is_beyond:
                 discard(partial)
-            end = _end(error, failures, arrived=arrived, pace=pace)
+            end = _end(error, failures, has_arrived=has_arrived, pace=pace)
             if end is not None:
                 raise ConnectionError(f"{end[0]} {shown(url)} {end[1]}: {advice}.") from None
             own_pause = FIRST_WAIT * 2 ** (failures - 1)
             pause = min(max(own_pause, error.wait), LONGEST_WAIT)
-            said = "The download of %s was interrupted (%s); trying again in %.0f s."
-            _LOGGER.warning(said, shown(url), error, pause)
+            message = "The download of %s was interrupted (%s); trying again in %.0f s."
+            _LOGGER.warning(message, shown(url), error, pause)
         wait(pause)
-        if gained:
+        if has_gained:
             pace.excuse(max(pause - own_pause, 0.0))
         else:
             pace.restart()
@@ -187,12 +187,12 @@ def _bar() -> "rich.progress.Progress":
 
 
 def _end(
-    error: InterruptedTransferError, failures: int, *, arrived: bool, pace: Pace
+    error: InterruptedTransferError, failures: int, *, has_arrived: bool, pace: Pace
 ) -> tuple[str, str] | None:
     """Returns how to say, around the address, that no further attempt is made; None for another."""
     if pace.is_late:
         return "Gave up on", f"after {pace}"
-    if error.unreachable and not arrived:
+    if error.unreachable and not has_arrived:
         return "Cannot reach", f"({error})"
     if failures >= ATTEMPTS:
         return "Gave up on", f"after {failures} failures in a row ({error})"
@@ -209,22 +209,22 @@ def _attempt(
     largest: int | None,
 ) -> Stated:
     """Asks once, for what is missing."""
-    kept = _read_stated(partial, url)
-    start = _size(partial) if kept and kept.validator else 0
-    if kept and start and start == kept.length:
-        return kept
+    earlier = _read_stated(partial, url)
+    start = _size(partial) if earlier and earlier.validator else 0
+    if earlier and start and start == earlier.length:
+        return earlier
     headers = {"User-Agent": "keras-vit", "Accept-Encoding": "identity"}
-    if kept and start:
-        headers |= {"Range": f"bytes={start}-", "If-Range": kept.validator}
-    response, told = open_url(url, headers, advice=advice, timeout=TIMEOUT, pace=pace)
+    if earlier and start:
+        headers |= {"Range": f"bytes={start}-", "If-Range": earlier.validator}
+    response, hub_headers = open_url(url, headers, advice=advice, timeout=TIMEOUT, pace=pace)
     with response:
-        stated = _stated(url, response, told)
+        stated = _parse_stated(url, response, hub_headers)
         if response.status != 206:
-            kept, start = None, 0
-        elif kept is None or _range_start(response) != start or not kept.same_version(stated):
+            earlier, start = None, 0
+        elif earlier is None or _range_start(response) != start or not earlier.same_version(stated):
             discard(partial)
-            raise InterruptedTransferError("another part or version came than was asked for")
-        stated = kept or stated
+            raise InterruptedTransferError("the server sent another part or version than requested")
+        stated = earlier or stated
         progress.begin(start, stated.length)
         if not start:
             discard(partial)
@@ -317,7 +317,9 @@ def _no_room(partial: Path, stated: Stated, number: int) -> OSError:
     )
 
 
-def _stated(url: str, response: http.client.HTTPResponse, told: dict[str, str]) -> Stated:
+def _parse_stated(
+    url: str, response: http.client.HTTPResponse, hub_headers: dict[str, str]
+) -> Stated:
     length = re.fullmatch(r"(\d{1,18})", response.headers.get("Content-Length", ""))
     if response.status == 206:
         length = re.search(r"/(\d{1,18})$", response.headers.get("Content-Range", ""))
@@ -329,7 +331,7 @@ def _stated(url: str, response: http.client.HTTPResponse, told: dict[str, str]) 
         modified=_header(response, "Last-Modified"),
         generation=_header(response, "x-goog-generation"),
         hashes=plain(",".join(response.headers.get_all("x-goog-hash", [])), limit=200),
-        sha256=_hub_sha256(response, told),
+        sha256=_hub_sha256(response, hub_headers),
     )
 
 
@@ -339,24 +341,24 @@ def _header(response: http.client.HTTPResponse, name: str) -> str:
     return text if text.isprintable() and len(text) <= 200 else ""
 
 
-def _hub_sha256(response: http.client.HTTPResponse, told: dict[str, str]) -> str:
+def _hub_sha256(response: http.client.HTTPResponse, hub_headers: dict[str, str]) -> str:
     """Returns the SHA-256 of a large file: the Hub's `X-Linked-ETag`, or the ETag beside a commit.
 
     Source: "Understand caching" in the documentation of huggingface_hub; a small file's ETag is a
     Git object's SHA-1.
     """
-    own = {name.lower(): text for name, text in response.headers.items()}
-    for headers in (told, own):
+    own_headers = {name.lower(): text for name, text in response.headers.items()}
+    for headers in (hub_headers, own_headers):
         tag = headers.get("x-linked-etag", headers.get("etag", ""))
-        found = re.fullmatch(r'"?([0-9a-f]{64})"?', tag)
-        if found and ("x-linked-etag" in headers or "x-repo-commit" in headers):
-            return found[1]
+        match = re.fullmatch(r'"?([0-9a-f]{64})"?', tag)
+        if match and ("x-linked-etag" in headers or "x-repo-commit" in headers):
+            return match[1]
     return ""
 
 
 def _range_start(response: http.client.HTTPResponse) -> int | None:
-    found = re.match(r"bytes (\d{1,18})-", response.headers.get("Content-Range", ""))
-    return int(found[1]) if found else None
+    match = re.match(r"bytes (\d{1,18})-", response.headers.get("Content-Range", ""))
+    return int(match[1]) if match else None
 
 
 def _stated_path(partial: Path) -> Path:

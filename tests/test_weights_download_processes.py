@@ -254,6 +254,15 @@ def test_killed_again_and_again(server: rig.Server, home: Path) -> None:
     assert rig.kept(home) == {"large.npz", "large.npz.sha256"}
 
 
+def test_a_kill_after_the_last_step_but_one_leaves_nothing(server: rig.Server, home: Path) -> None:
+    """The record beside a file that is in place is removed by the next that asks for it."""
+    server.files["/small.npz"] = rig.archive(3)
+    path = download.fetch(f"{server.url}/small.npz")
+    path.with_name("small.npz.partial.json").write_text("{}")
+    download.fetch(f"{server.url}/small.npz")
+    assert rig.kept(home) == {"small.npz", "small.npz.sha256"}
+
+
 def on_a_terminal(code: str, url: str) -> str:
     """Runs a child whose standard error is a terminal and returns what it drew."""
     ours, theirs = pty.openpty()

@@ -85,6 +85,7 @@ def fetch(
     path = cached_path(url)
     _check_owner(path)
     if path.is_file():
+        transfer.clean_up(_partial_path(path))
         return _verify_local(path, path, sha256)
     source = _source(url)
     if isinstance(source, Path):
@@ -192,6 +193,10 @@ def _source(url: str) -> str | Path:
     return Path(mirror.removeprefix("file://")).expanduser().joinpath(*below_bucket)
 
 
+def _partial_path(path: Path) -> Path:
+    return path.with_name(f"{path.name}.partial")
+
+
 class _DamagedError(ValueError):
     """What came is not what was sent: another download may mend it."""
 
@@ -204,7 +209,7 @@ def _download(
     progress: bool | None,
     wait: Callable[[float], None],
 ) -> Path:
-    partial = path.with_name(f"{path.name}.partial")
+    partial = _partial_path(path)
     advice = (
         f"connect to the network, put the file at {path}, "
         f"or set {MIRROR_SETTING} to a URL or folder that has it"

@@ -172,6 +172,13 @@ def discard(partial: Path) -> None:
     _stated_path(partial).unlink(missing_ok=True)
 
 
+def clean_up(partial: Path) -> None:
+    """Removes the record that a process left which was killed once its file was in place."""
+    if not partial.exists():
+        with contextlib.suppress(OSError):  # the folder may be read-only
+            _stated_path(partial).unlink(missing_ok=True)
+
+
 def _bar() -> "rich.progress.Progress":
     import rich.console
     import rich.progress

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -253,7 +254,7 @@ def test_mixed_precision_and_explanation(plain: VisionTransformer, images: np.nd
     ],
 )
 def test_bad_arguments_are_refused(
-    arguments: dict[str, object], message: str, plain: VisionTransformer
+    arguments: dict[str, Any], message: str, plain: VisionTransformer
 ) -> None:
     """The error says what is allowed."""
     with pytest.raises(ValueError, match=message):

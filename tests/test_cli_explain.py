@@ -33,7 +33,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_run_is_explained(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_run_is_explained(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The page and its pictures are written; the size that was resampled is said."""
     out = tmp_path / "seen"
     arguments = ["explain", str(run / "run"), str(run / "digit.png"), "--out", str(out)]
@@ -47,7 +47,9 @@ def test_a_run_is_explained(run: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert (out / "rollout.png").stat().st_size > 5000
 
 
-def test_machines_get_the_files(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_machines_get_the_files(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With --json one line names every file; a .keras file is as good as a run."""
     model = str(run / "run" / "model.keras")
     arguments = ["explain", model, str(run / "digit.png"), "--out", str(tmp_path), "--json"]

@@ -50,7 +50,7 @@ def test_more_is_what_the_functions_say(
     assert (tmp_path / "mistakes.png").stat().st_size > 5000
 
 
-def test_people_get_sentences(run: Path, capsys: pytest.CaptureFixture) -> None:
+def test_people_get_sentences(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without --json each measure is a line; without --more there are none."""
     assert main(["evaluate", str(run), "--more"]) == 0
     said = capsys.readouterr().out

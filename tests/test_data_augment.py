@@ -1,5 +1,7 @@
 """Tests of keras_vit.data.augment."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -16,7 +18,7 @@ def picture(batch: int = 64, height: int = 9, width: int = 11) -> np.ndarray:
     return images
 
 
-def moved(images: np.ndarray, **fields: object) -> np.ndarray:
+def moved(images: np.ndarray, **fields: Any) -> np.ndarray:
     augmentation = Augmentation(**fields)
     return np.asarray(augment.transform_batch(images, augmentation=augmentation, seed=SEED))
 

@@ -3,6 +3,7 @@
 import io
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -195,7 +196,7 @@ SIZES = {"PNG": {}, "JPEG": {}, "BMP": {}, "GIF": {}, "WEBP": {"lossless": True}
 MOVING = ("GIF", "WEBP")
 
 
-def saved(form: str, *, frames: int = 1, **options: object) -> bytes:
+def saved(form: str, *, frames: int = 1, **options: Any) -> bytes:
     """A file of 50 by 30 pixels; no two frames are alike."""
     generator = np.random.default_rng(0)
     pictures = [

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import zlib
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -39,7 +40,7 @@ CASES = [
 ]
 
 
-def encoded(image: Image.Image, form: str, **options: object) -> bytes:
+def encoded(image: Image.Image, form: str, **options: Any) -> bytes:
     stream = io.BytesIO()
     image.save(stream, form, **options)
     return stream.getvalue()

@@ -1,5 +1,7 @@
 """Tests of keras_vit.data.augment."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -15,7 +17,7 @@ def mixed(
     count: int = 400,
     seed: tuple[int, int] = SEED,
     side: int = 2,
-    **options: object,
+    **options: Any,
 ) -> tuple[np.ndarray, ...]:
     """Mixes images that are their own number everywhere, and targets that name it."""
     images = np.broadcast_to(

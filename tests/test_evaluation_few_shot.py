@@ -1,6 +1,7 @@
 """Tests of keras_vit.evaluation.features."""
 
 import dataclasses
+from typing import Any
 
 import keras
 import numpy as np
@@ -113,7 +114,7 @@ def test_a_vit_is_measured_by_its_frozen_features() -> None:
         ({"regularization": 0.0}, "regularization=0.0"),
     ],
 )
-def test_bad_numbers_are_refused(arguments: dict[str, object], message: str) -> None:
+def test_bad_numbers_are_refused(arguments: dict[str, Any], message: str) -> None:
     """The error says what there is, before anything is computed."""
     data = load_digits()
     model = keras.Sequential([keras.Input((8, 8, 3)), keras.layers.Flatten()])

@@ -1,6 +1,7 @@
 """Tests of keras_vit.evaluation.outputs."""
 
 import dataclasses
+from typing import Any
 
 import keras
 import numpy as np
@@ -26,7 +27,7 @@ SMALL = dataclasses.replace(
         ({"classes": None}, "pooling"),
     ],
 )
-def test_features_are_what_the_classifier_would_see(fields: dict[str, object], name: str) -> None:
+def test_features_are_what_the_classifier_would_see(fields: dict[str, Any], name: str) -> None:
     """They are the model's own named result before the head, over every batch."""
     model = randomize(VisionTransformer(dataclasses.replace(SMALL, **fields)))
     data = load_digits().validation

@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import threading
 from pathlib import Path
+from typing import Any
 
 import explain_oracle
 import keras
@@ -33,7 +34,7 @@ CONFIGS = {
 TOLERANCE = 1e-5
 
 
-def sharp(config: ViTConfig, **options: object) -> VisionTransformer:
+def sharp(config: ViTConfig, **options: Any) -> VisionTransformer:
     """A random model whose attention is far from uniform: no comparison passes by averaging."""
     model = randomize(VisionTransformer(config, **options))
     for index in range(config.num_layers):
@@ -107,7 +108,7 @@ def test_layers_and_heads_are_chosen_by_index() -> None:
     ],
 )
 def test_a_layer_or_head_that_does_not_exist_is_refused(
-    arguments: dict[str, object], message: str
+    arguments: dict[str, Any], message: str
 ) -> None:
     """The error says how many there are."""
     with pytest.raises(ValueError, match=message):

@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -50,7 +51,7 @@ BIG_VISION_MODELS = {
 }
 
 
-def config_of(name: str, **fields: object) -> keras_vit.ViTConfig:
+def config_of(name: str, **fields: Any) -> keras_vit.ViTConfig:
     variant, changes = MODELS[name]
     return dataclasses.replace(keras_vit.variant(variant), **changes, **fields)
 

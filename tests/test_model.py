@@ -4,6 +4,7 @@ import dataclasses
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -132,9 +133,7 @@ def test_model_equals_the_same_network_in_numpy(exact: bool, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("fields", "shape"), POOLINGS)
-def test_output_shapes(
-    fields: dict[str, object], shape: tuple[int, ...], images: np.ndarray
-) -> None:
+def test_output_shapes(fields: dict[str, Any], shape: tuple[int, ...], images: np.ndarray) -> None:
     """Pooling, classifier and representation layer give the documented shape, eager or not."""
     model = randomize(VisionTransformer(dataclasses.replace(TINY, **fields)))
     assert model.output_shape == (None, *shape[1:])
@@ -269,7 +268,7 @@ OTHER_FIELDS = [
 
 @pytest.mark.parametrize("fields", OTHER_FIELDS, ids=lambda fields: next(iter(fields)))
 def test_a_copy_computes_as_a_model_of_its_config_with_the_weights(
-    fields: dict[str, object], tiny: VisionTransformer, images: np.ndarray
+    fields: dict[str, Any], tiny: VisionTransformer, images: np.ndarray
 ) -> None:
     """It has the config asked for, the name and every bit of the weights, and shares none."""
     config = dataclasses.replace(TINY, **fields)

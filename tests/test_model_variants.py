@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -61,7 +62,7 @@ def images_for(config: ViTConfig) -> np.ndarray:
     return np.random.default_rng(1).uniform(-1, 1, shape).astype(np.float32)
 
 
-def model_of(name: str, **options: object) -> VisionTransformer:
+def model_of(name: str, **options: Any) -> VisionTransformer:
     return randomize(VisionTransformer(CONFIGS[name], **options))
 
 
@@ -89,7 +90,7 @@ def test_variant_equals_the_same_network_in_numpy(name: str) -> None:
         ("query and key norm", {"query_key_norm": False}),
     ],
 )
-def test_the_comparison_sees_a_part_left_out(name: str, wrong: dict[str, object]) -> None:
+def test_the_comparison_sees_a_part_left_out(name: str, wrong: dict[str, Any]) -> None:
     """Without what the variant adds, the logits are far away."""
     model = model_of(name)
     expected = expected_logits(model, dataclasses.replace(model.config, **wrong))

@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -205,7 +206,7 @@ def test_mixed_precision_predicts_in_float32() -> None:
     ],
 )
 def test_bad_arguments_are_refused(
-    fields: dict[str, object], arguments: dict[str, object], message: str
+    fields: dict[str, Any], arguments: dict[str, object], message: str
 ) -> None:
     """The error says what is allowed."""
     with pytest.raises(ValueError, match=message):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from typing import Any
 
 import pytest
 
@@ -110,7 +111,7 @@ WRONG_MODELS = [
 
 @pytest.mark.parametrize(("model", "message"), WRONG_MODELS)
 def test_fields_of_the_model_that_mean_nothing_are_errors(
-    model: dict[str, object], message: str
+    model: dict[str, Any], message: str
 ) -> None:
     """A field is refused with the reason when the recipe is made, not when the model is."""
     with pytest.raises(ValueError, match=message):

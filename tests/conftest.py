@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import TypeVar
 
 import filelock
 import keras
@@ -21,6 +22,8 @@ if keras.backend.backend() == "tensorflow":
     tf.config.set_logical_device_configuration(
         tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
     )
+
+Model = TypeVar("Model", bound=keras.Model)
 
 TINY = ViTConfig(
     input_shape=(32, 48, 3),
@@ -46,7 +49,7 @@ VARIED = dataclasses.replace(
 )
 
 
-def randomize(model: keras.Model, seed: int = 0) -> keras.Model:
+def randomize(model: Model, seed: int = 0) -> Model:
     """Gives every weight random values: fresh heads are zero and fresh norms fold away."""
     generator = np.random.default_rng(seed)
     for variable in model.trainable_variables:

@@ -211,7 +211,7 @@ def test_a_model_says_how_its_images_are_resized() -> None:
         images.antialias_of(both)
 
 
-def test_a_file_reads_as_its_bytes_do(tmp_path) -> None:
+def test_a_file_reads_as_its_bytes_do(tmp_path: Path) -> None:
     """`read_image` and `read_images` are decoding and resizing, nothing else."""
     file = tmp_path / "image.png"
     Image.fromarray(colors()).save(file)
@@ -222,7 +222,7 @@ def test_a_file_reads_as_its_bytes_do(tmp_path) -> None:
     )
 
 
-def test_what_is_no_image_file_is_named(tmp_path) -> None:
+def test_what_is_no_image_file_is_named(tmp_path: Path) -> None:
     """A missing file, a folder, a text and an empty file each give a sentence with the path."""
     text, empty = tmp_path / "text.png", tmp_path / "empty.png"
     text.write_text("not a picture")

@@ -152,7 +152,8 @@ def photograph() -> np.ndarray:
     generator = np.random.default_rng(0)
     soft = tf.image.resize(generator.integers(0, 200, (24, 32, 3)), (375, 500), method="bicubic")
     fine = 30 * (np.arange(500) % 3)[None, :, None] + generator.normal(0, 8, (375, 500, 3))
-    return np.clip(soft.numpy() + fine, 0, 255).astype(np.uint8)
+    pixels: np.ndarray = np.clip(soft.numpy() + fine, 0, 255).astype(np.uint8)
+    return pixels
 
 
 @pytest.mark.parametrize("size", [(224, 224), (384, 100), (400, 300), (500, 600)])
@@ -193,7 +194,12 @@ def test_enlarging_has_the_bits_of_plain_interpolation() -> None:
 
 def test_a_model_says_how_its_images_are_resized() -> None:
     """Its own config does, or that of the model inside; two that differ are refused."""
-    fields = {"input_shape": (8, 8, 3), "patch_size": 4, "hidden_dim": 8, "mlp_dim": 8}
+    fields: dict[str, Any] = {
+        "input_shape": (8, 8, 3),
+        "patch_size": 4,
+        "hidden_dim": 8,
+        "mlp_dim": 8,
+    }
     smooth, plain = (
         VisionTransformer(
             ViTConfig(**fields, num_heads=1, num_layers=1, antialias=value), name=f"vit_{value}"
@@ -246,9 +252,12 @@ def test_a_part_has_the_pixels_of_the_whole(form: str, part: tuple[int, ...]) ->
     top, left, height, width = part
 
     shapes = []
-    found = decoding.decode_part(
-        contents, choose=lambda shape: shapes.append(shape.numpy().tolist()) or tf.constant(part)
-    ).numpy()
+
+    def choose(shape: tf.Tensor) -> tf.Tensor:
+        shapes.append(shape.numpy().tolist())
+        return tf.constant(part)
+
+    found = decoding.decode_part(contents, choose=choose).numpy()
     whole = decoding.decode_image(contents).numpy()[top : top + height, left : left + width]
 
     assert shapes == [[60, 80]]

@@ -11,13 +11,19 @@ import tensorflow as tf
 from exported import LABELS, photo, served_model
 from serving_harness import messages
 
-from keras_vit.exporting import VerificationError, artefacts, export, rebuild, savedmodel
+from keras_vit.exporting import (
+    VerificationError,
+    export,
+    rebuild,
+    savedmodel,
+    verification,
+)
 from keras_vit.exporting.artefacts import Artefact
 from keras_vit.exporting.clean import request as requests
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Artefact]]:
+def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[Artefact, ...]]:
     """A directory with one verified version of a tiny model."""
     folder = tmp_path_factory.mktemp("export")
     (folder / "photo.jpg").write_bytes(photo(kind="JPEG"))
@@ -28,7 +34,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Artef
 
 
 def test_everything_that_belongs_to_a_served_model_is_there(
-    exported: tuple[Path, list[Artefact]],
+    exported: tuple[Path, tuple[Artefact, ...]],
 ) -> None:
     """The version has weights, labels, warm-up and record; the settings stand beside it."""
     directory, made = exported
@@ -53,7 +59,7 @@ def test_everything_that_belongs_to_a_served_model_is_there(
     assert "$" not in (directory / "models.config").read_text()
 
 
-def test_the_record_tells_what_was_checked(exported: tuple[Path, list[Artefact]]) -> None:
+def test_the_record_tells_what_was_checked(exported: tuple[Path, tuple[Artefact, ...]]) -> None:
     """The record has versions, the SHA-256 of every other file, and checks that all passed."""
     directory, made = exported
     record = json.loads((directory / "1/assets.extra/verification.json").read_text())
@@ -70,7 +76,9 @@ def test_the_record_tells_what_was_checked(exported: tuple[Path, list[Artefact]]
     assert {"serving_default", "image_tensor", "pixels", "features", "classify"} <= names
 
 
-def test_the_settings_are_what_the_server_parses(exported: tuple[Path, list[Artefact]]) -> None:
+def test_the_settings_are_what_the_server_parses(
+    exported: tuple[Path, tuple[Artefact, ...]],
+) -> None:
     """The server's own messages read every file; the batching sizes rise to the largest."""
     text_format = pytest.importorskip("google.protobuf.text_format")
     config = pytest.importorskip("tensorflow_serving.config.model_server_config_pb2")
@@ -94,7 +102,9 @@ def test_the_settings_are_what_the_server_parses(exported: tuple[Path, list[Arte
         text_format.Parse("max_batch: 1", messages.message("BatchingParameters"))
 
 
-def test_warm_up_requests_are_those_of_the_server(exported: tuple[Path, list[Artefact]]) -> None:
+def test_warm_up_requests_are_those_of_the_server(
+    exported: tuple[Path, tuple[Artefact, ...]],
+) -> None:
     """TensorFlow Serving's own description of the log reads every request."""
     logs = pytest.importorskip("tensorflow_serving.apis.prediction_log_pb2")
     import tensorflow as tf
@@ -178,7 +188,7 @@ def test_a_process_that_dies_is_told(tmp_path: Path) -> None:
         format="savedmodel", path=tmp_path, parameter_bytes=8, batch_sizes=(1,), labels=(), cases=()
     )
     with pytest.raises(VerificationError, match="could not be checked"):
-        artefacts.verification.check_artefact(request)
+        verification.check_artefact(request)
 
 
 @pytest.mark.parametrize(

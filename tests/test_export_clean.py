@@ -27,9 +27,9 @@ CASE = request.Case(
 @pytest.mark.parametrize(
     "value",
     [
-        np.float32([[0.5, -1], [2, 3]]),
-        np.uint8([[1, 255]]),
-        np.int32([-1, 7, 300]),
+        np.array([[0.5, -1], [2, 3]], np.float32),
+        np.array([[1, 255]], np.uint8),
+        np.array([-1, 7, 300], np.int32),
         np.array([b"a", b"", b"\0bytes\0"], object),
     ],
     ids=["float32", "uint8", "int32", "string"],

@@ -1,6 +1,7 @@
 """ONNX files answer like the model in onnxruntime, whatever the network's parts."""
 
 import dataclasses
+import importlib.util
 import os
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ import tensorflow as tf
 from conftest import randomize
 from exported import LABELS, SERVED, photo, served_model
 
-from keras_vit.exporting import artefacts, export
-from keras_vit.exporting.rebuild import rebuild
+from keras_vit.exporting import export
+from keras_vit.exporting.rebuild import Exportable, rebuild
 from keras_vit.model import VisionTransformer
 from keras_vit.variants import variant
 
@@ -27,7 +28,7 @@ SIZES = os.environ.get("KERAS_VIT_TEST_EXPORTS", "Ti/16 R+Ti/16 B/16").split()
 LIMIT = 1e-5  # onnxruntime's kernels sum in another order; measured up to 2e-6
 PIXELS = np.random.default_rng(6).uniform(0, 255, (3, 32, 48, 3)).astype("float32")
 
-CONFIGS = {
+CONFIGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "exact GELU": {"activation": "gelu"},
     "normalized input, logits": {"include_preprocessing": False, "classifier_activation": None},
@@ -62,7 +63,7 @@ def run(model: Any, **inputs: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def assert_answers(
-    made: Any, model: keras.Model, exportable: rebuild.Exportable, images: np.ndarray
+    made: Any, model: keras.Model, exportable: Exportable, images: np.ndarray
 ) -> None:
     onnx.checker.check_model(made, full_check=True)
     answer = run(made, images=images)
@@ -178,7 +179,7 @@ def test_a_mixed_precision_model_is_exported_and_verified(tmp_path: Path) -> Non
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Without onnx the message says what to install."""
-    monkeypatch.setattr(artefacts.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install onnx"):
         export(served_model(), tmp_path / "pets", formats=["onnx"])
 
@@ -197,10 +198,10 @@ def test_full_size_models_in_every_format(name: str, tmp_path: Path) -> None:
             assert check.passed
             # The export's own limits grow with the logits; these do not.
             if check.name.endswith("absolute difference"):
-                assert check.measured <= limits[artefact.format]
+                assert float(check.measured) <= limits[artefact.format]
 
 
-def randomize_as_published(model: keras.Model) -> None:
+def randomize_as_published(model: VisionTransformer) -> VisionTransformer:
     """Every weight random, of the scale that keeps signals of order 1 through many layers."""
     generator = np.random.default_rng(8)
     for variable in model.trainable_variables:

@@ -11,7 +11,7 @@ from conftest import TINY, randomize
 from exported import SERVED, served_model
 
 from keras_vit.exporting import samples
-from keras_vit.exporting.rebuild import rebuild
+from keras_vit.exporting.rebuild import Exportable, rebuild
 from keras_vit.model import VisionTransformer
 
 PIXELS = np.random.default_rng(5).integers(0, 256, (3, 32, 48, 3)).astype("float32")
@@ -23,7 +23,7 @@ def said(model: keras.Model) -> np.ndarray:
     return np.asarray(model(PIXELS, training=False), "float32")
 
 
-def answer(exportable: rebuild.Exportable, pixels: np.ndarray = PIXELS) -> np.ndarray:
+def answer(exportable: Exportable, pixels: np.ndarray = PIXELS) -> np.ndarray:
     """What the rebuilt model answers where the original answers probabilities."""
     logits = exportable.network(exportable.from_pixels(pixels), training=False)
     return np.asarray(exportable.activation(logits))

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import image_files
 import numpy as np
@@ -37,7 +38,7 @@ pytestmark = pytest.mark.slow
 grpc = pytest.importorskip("grpc")
 pytest.importorskip("tensorflow_serving.apis", reason="pip install tensorflow-serving-api")
 
-from serving_harness.client import IMAGE, serving  # noqa: E402, Served
+from serving_harness.client import IMAGE, Served, serving  # noqa: E402
 
 LIMIT = 1e-5  # float32 rounding in another order of the same sums; measured up to 1e-6
 SIZE = (32, 48)
@@ -239,7 +240,7 @@ def test_wrong_keys_types_and_shapes_are_refused(
         served.predict("no-such-signature", images=pixels)
     with pytest.raises(grpc.RpcError, match="Servable not found"):
         served.predict("image_tensor", name="other", images=pixels)
-    for body in (
+    bodies: tuple[Any, ...] = (
         {"instances": [{"wrong": b64(b"")}]},
         {"instances": [{"b64": "not base64!"}]},
         {"signature_name": "image_tensor", "instances": (pixels / 2).tolist()},
@@ -248,7 +249,8 @@ def test_wrong_keys_types_and_shapes_are_refused(
         {"instances": []},
         {},
         b"{",
-    ):
+    )
+    for body in bodies:
         code, answer = served.rest(body)
         assert code == 400, body
         assert answer["error"]
@@ -347,6 +349,12 @@ def test_the_clients_wait_for_a_server_that_is_not_up_yet(
     options = (file, *where, "--model", served.name, "--timeout", 5)
     assert run_client(f"{kind}_client.py", *options, "--retries", 0).returncode == 1
 
+    def pump(source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while content := source.recv(65536):
+                sink.sendall(content)
+            sink.shutdown(socket.SHUT_WR)
+
     def forward() -> None:
         time.sleep(0.5)
         target = served.rest_port if kind == "rest" else served.grpc_port
@@ -359,12 +367,6 @@ def test_the_clients_wait_for_a_server_that_is_not_up_yet(
             back.start()
             pump(client, server)
             back.join()
-
-    def pump(source: socket.socket, sink: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while content := source.recv(65536):
-                sink.sendall(content)
-            sink.shutdown(socket.SHUT_WR)
 
     proxy = threading.Thread(target=forward)
     proxy.start()

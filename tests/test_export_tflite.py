@@ -27,6 +27,7 @@ def test_the_edge_form_is_the_same_function(name: str) -> None:
     if not model.config.include_preprocessing:
         images = images / np.float32(127.5) - 1
     exportable = rebuild(model)
+    assert exportable.config is not None
     module = tflite.EdgeForward(exportable, config=exportable.config, batch_size=2)
     answer = module.call(images)[exportable.answers]
     np.testing.assert_allclose(answer, np.asarray(model(images)), atol=LIMIT)
@@ -54,7 +55,7 @@ def test_every_format_is_written_and_verified(fields: dict[str, Any], tmp_path: 
     runner = litert.Interpreter(str(made[0].path)).get_signature_runner("serving_default")
     answer = runner(images=PIXELS[:1])
     np.testing.assert_allclose(answer["probabilities"], np.asarray(model(PIXELS[:1])), atol=LIMIT)
-    checks = {check.name: check.measured for check in made[0].checks}
+    checks: dict[str, Any] = {check.name: check.measured for check in made[0].checks}
     assert checks["highest rank"] <= 4
     assert made[0].bytes > made[1].bytes > made[2].bytes
 

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -46,6 +47,8 @@ def test_a_kill_leaves_whole_versions_only(after: float, tmp_path: Path) -> None
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TF_CPP_MIN_LOG_LEVEL": "3"},
         text=True,
     )
+    assert process.stdout is not None
+    assert process.stderr is not None
     assert process.stdout.readline() == "start\n", process.stderr.read()
     assert process.stdout.readline() == "done\n"
     first = content(directory / "1")

@@ -25,6 +25,7 @@ if keras.backend.backend() == "tensorflow":
 
 Model = TypeVar("Model", bound=keras.Model)
 
+CLASSES = 7
 TINY = ViTConfig(
     input_shape=(32, 48, 3),
     patch_size=8,
@@ -32,7 +33,7 @@ TINY = ViTConfig(
     mlp_dim=48,
     num_heads=3,
     num_layers=3,
-    classes=7,
+    classes=CLASSES,
 )
 
 

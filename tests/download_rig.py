@@ -226,7 +226,10 @@ def serving_safely(folder: Path) -> Iterator[Server]:
 
 def run_child(code: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", code, str(SOURCE), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
+    done: subprocess.CompletedProcess[str] = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, **options
+    )
+    return done
 
 
 def start_child(

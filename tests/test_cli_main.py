@@ -40,7 +40,8 @@ def test_help_shows_examples_and_every_default(
 
     assert stopped.value.code == 0
     assert f"examples:\n  keras-vit {command} " in shown
-    parser = make_parser()._subparsers._group_actions[0].choices[command]
+    parsers: Any = make_parser()._subparsers
+    parser = parsers._group_actions[0].choices[command]
     for action in parser._actions:
         if action.option_strings and not action.required and action.dest != "help":
             assert "default" in str(action.help), action.dest

@@ -152,8 +152,7 @@ def photograph() -> np.ndarray:
     generator = np.random.default_rng(0)
     soft = tf.image.resize(generator.integers(0, 200, (24, 32, 3)), (375, 500), method="bicubic")
     fine = 30 * (np.arange(500) % 3)[None, :, None] + generator.normal(0, 8, (375, 500, 3))
-    pixels: np.ndarray = np.clip(soft.numpy() + fine, 0, 255).astype(np.uint8)
-    return pixels
+    return np.asarray(np.clip(soft.numpy() + fine, 0, 255), np.uint8)
 
 
 @pytest.mark.parametrize("size", [(224, 224), (384, 100), (400, 300), (500, 600)])

@@ -1,6 +1,7 @@
 """Tests of keras_vit.evaluation.outputs."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -56,7 +57,7 @@ def test_tokens_are_no_features() -> None:
 
 
 @pytest.mark.parametrize("function", [outputs.frozen_features, outputs.log_probabilities])
-def test_no_images_are_refused(function: object) -> None:
+def test_no_images_are_refused(function: Callable[..., Any]) -> None:
     """An empty split is an error."""
     empty = Split(images=np.zeros((0, 8, 8, 3), np.uint8), targets=np.zeros(0, np.int32))
     with pytest.raises(ValueError, match="no images"):

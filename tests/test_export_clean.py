@@ -43,7 +43,7 @@ def test_tensors_are_read_as_tensorflow_wrote_them(value: Any) -> None:
 
 def test_a_repeated_value_is_read_whole() -> None:
     """A TensorProto with one value for many elements is filled with it."""
-    proto = tf.make_tensor_proto(np.uint8([0]))
+    proto = tf.make_tensor_proto(np.array([0], np.uint8))
     short = type(proto)(dtype=proto.dtype, int_val=[127])
     short.tensor_shape.CopyFrom(tf.TensorShape((2, 3)).as_proto())
     expected = np.full((2, 3), 127, np.uint8)

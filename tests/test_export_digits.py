@@ -138,7 +138,7 @@ def test_three_commands_from_the_run_to_a_served_prediction(digits: Path) -> Non
     with serving(digits / "digits") as server:
         url = f"http://127.0.0.1:{server.rest_port}"
         client = ROOT / "examples/serving/rest_client.py"
-        command = [sys.executable, client, "--url", url, "--model", "digits", sample]
+        command = [sys.executable, str(client), "--url", url, "--model", "digits", str(sample)]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     model = keras.saving.load_model(digits / "digits-run" / "model.keras", compile=False)
     pixels = data.read_images([sample], size=model.input_shape[1:3])

@@ -26,6 +26,7 @@ def said(model: keras.Model) -> np.ndarray:
 def answer(exportable: Exportable, pixels: np.ndarray = PIXELS) -> np.ndarray:
     """What the rebuilt model answers where the original answers probabilities."""
     logits = exportable.network(exportable.from_pixels(pixels), training=False)
+    assert exportable.activation is not None
     return np.asarray(exportable.activation(logits))
 
 

@@ -218,7 +218,7 @@ def test_wrong_keys_types_and_shapes_are_refused(
     served: Served, model: VisionTransformer, pixels: np.ndarray
 ) -> None:
     """A wrong input name, type, shape, signature, model or JSON is refused with a reason."""
-    wrong = {
+    wrong: dict[str, tuple[dict[str, Any], str]] = {
         "key": ({"signature": "serving_default", "wrong": strings(b"")}, "Sent extra: {wrong}"),
         "type": (
             {"signature": "image_tensor", "images": pixels.astype("float32")},

@@ -170,7 +170,10 @@ def test_preprocessing_takes_pixels(tiny: VisionTransformer) -> None:
     np.testing.assert_allclose(inside.predict(pixels, verbose=0), expected, atol=1e-5)
 
 
-OWN_PIXELS = {"image_mean": (0.485, 0.456, 0.406), "image_std": (0.229, 0.224, 0.225)}
+OWN_PIXELS: dict[str, Any] = {
+    "image_mean": (0.485, 0.456, 0.406),
+    "image_std": (0.229, 0.224, 0.225),
+}
 
 
 @pytest.mark.parametrize("data_format", ["channels_last", "channels_first"])

@@ -35,8 +35,9 @@ def test_a_recipe_survives_json(name: str) -> None:
 @pytest.mark.parametrize(("name", "value"), WRONG)
 def test_impossible_numbers_are_errors(name: str, value: float) -> None:
     """A number out of range is named with its limits and its value."""
+    fields: dict[str, Any] = {name: value}
     with pytest.raises(ValueError, match=f"{name} must lie between .* Received: {name}={value}"):
-        dataclasses.replace(RECIPES["scratch"], **{name: value})
+        dataclasses.replace(RECIPES["scratch"], **fields)
 
 
 @pytest.mark.parametrize(
@@ -45,8 +46,9 @@ def test_impossible_numbers_are_errors(name: str, value: float) -> None:
 )
 def test_unknown_parts_are_errors(name: str, value: str) -> None:
     """A part that does not exist is named with those that do."""
+    fields: dict[str, Any] = {name: value}
     with pytest.raises(ValueError, match=f"{name} must be one of .* Received: {name}='{value}'"):
-        dataclasses.replace(RECIPES["scratch"], **{name: value})
+        dataclasses.replace(RECIPES["scratch"], **fields)
 
 
 def test_a_recipe_has_one_length() -> None:

@@ -46,7 +46,10 @@ def url(server: rig.Server) -> str:
 
 def run_child(code: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", code, str(rig.SOURCE), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
+    done: subprocess.CompletedProcess[str] = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, **options
+    )
+    return done
 
 
 @pytest.mark.slow

@@ -110,7 +110,8 @@ def touched(tree: ast.AST) -> Iterator[str]:
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             found = [node.value] if node.value.startswith(PRIVATE_MODULES) else []
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in BY_NAME:
-            found = [str(a.value) for a in node.args[1:2] if isinstance(a, ast.Constant)]
+            constants = [a.value for a in node.args[1:2] if isinstance(a, ast.Constant)]
+            found = [value for value in constants if isinstance(value, str)]
             found += [ast.unparse(node.func)] if "__" in ast.unparse(node.func) else []
         for name in found:
             is_private = name.isidentifier() and name.startswith("_") and name[1:2] != "_"

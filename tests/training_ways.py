@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 import processes
 
-from keras_vit import VisionTransformer
-
 SIZE, IMAGES, BATCH, EPOCHS, CLASSES = 16, 32, 8, 3, 5
 
 
@@ -205,6 +203,8 @@ def _added_loss(
     self: Any, x: Any, y: Any, y_pred: Any, sample_weight: Any = None, training: bool = True
 ) -> Any:
     import keras
+
+    from keras_vit import VisionTransformer
 
     own = VisionTransformer.compute_loss(self, x, y, y_pred, sample_weight, training)
     return own + 0.1 * keras.ops.mean(y_pred**2)

@@ -10,6 +10,7 @@ the direct writer and the edge form are measured against. OpenVINO joins if it i
 
 import argparse
 import dataclasses
+import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -80,6 +81,10 @@ def make_runners(folder: Path, options: argparse.Namespace) -> dict[str, Runner]
         artefacts = export(model, folder / "model", formats=formats, verify=False)
         made = {each.format: each.path for each in artefacts}
     layers = dataclasses.replace(rebuild.rebuild(model), config=None)
+
+    def edge(name: str) -> Runner:
+        return _tflite(made[name], threads)
+
     openers: dict[str, Callable[[], Runner]] = {
         "live model": lambda: model.predict_on_batch,
         "savedmodel, C++ loader": lambda: _savedmodel(made["savedmodel"]),
@@ -87,10 +92,7 @@ def make_runners(folder: Path, options: argparse.Namespace) -> dict[str, Runner]
         "onnx by tf2onnx, onnxruntime": lambda: _converted_onnx(layers, folder, threads),
         "onnx, OpenVINO": lambda: _openvino(made["onnx"], threads),
         "tflite of the layers, LiteRT": lambda: _converted_tflite(layers, folder, threads),
-        **{
-            f"{name}, LiteRT": lambda name=name: _tflite(made[name], threads)
-            for name in FORMATS[1:4]
-        },
+        **{f"{name}, LiteRT": functools.partial(edge, name) for name in FORMATS[1:4]},
     }
     runners = {name: openers[name]() for name in CONTENDERS if name in wanted and _is_there(name)}
     keras.backend.clear_session()

@@ -144,7 +144,8 @@ def train(jpegs: list[bytes], options: argparse.Namespace) -> list[tuple[float, 
         begun = time.perf_counter()
         for _ in range(options.steps):
             model.train_on_batch(*fetch())
-        return (time.perf_counter() - begun) / options.steps
+        mean: float = (time.perf_counter() - begun) / options.steps
+        return mean
 
     pairs = []
     for _ in range(options.rounds):

@@ -112,7 +112,7 @@ def _load(case: Case, path: Path) -> Any:
 def _config(case: Case) -> Any:
     import keras_vit
 
-    sizes = case.sizes
+    sizes: dict[str, Any] = dict(case.sizes)
     side = sizes.pop("image_size")
     return keras_vit.ViTConfig(input_shape=(side, side, 3), classes=CLASSES, **sizes)
 

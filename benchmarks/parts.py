@@ -93,7 +93,7 @@ def _parts(case: Case) -> list[tuple[str, Callable[..., Any], Callable[..., Any]
         ("its output, with the residual", our_add, add, [x, out, scale, x, x]),
         (
             "first dense layer of the MLP, with GELU",
-            lambda *x: backend.dense(*x, "gelu_tanh"),
+            lambda x, kernel, bias: backend.dense(x, kernel, bias, "gelu_tanh"),
             dense_gelu,
             [x, fc1, fc1[1:], hidden],
         ),

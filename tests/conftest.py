@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import TypeVar
 
 import filelock
 import keras
@@ -22,6 +23,9 @@ if keras.backend.backend() == "tensorflow":
         tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
     )
 
+Model = TypeVar("Model", bound=keras.Model)
+
+CLASSES = 7
 TINY = ViTConfig(
     input_shape=(32, 48, 3),
     patch_size=8,
@@ -29,7 +33,7 @@ TINY = ViTConfig(
     mlp_dim=48,
     num_heads=3,
     num_layers=3,
-    classes=7,
+    classes=CLASSES,
 )
 
 
@@ -46,7 +50,7 @@ VARIED = dataclasses.replace(
 )
 
 
-def randomize(model: keras.Model, seed: int = 0) -> keras.Model:
+def randomize(model: Model, seed: int = 0) -> Model:
     """Gives every weight random values: fresh heads are zero and fresh norms fold away."""
     generator = np.random.default_rng(seed)
     for variable in model.trainable_variables:

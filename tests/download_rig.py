@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -223,9 +224,12 @@ def serving_safely(folder: Path) -> Iterator[Server]:
         yield server
 
 
-def run_child(code: str, *arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
+def run_child(code: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", code, str(SOURCE), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
+    done: subprocess.CompletedProcess[str] = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, **options
+    )
+    return done
 
 
 def start_child(

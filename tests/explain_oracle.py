@@ -77,7 +77,8 @@ def apply(p: dict[str, np.ndarray], name: str, weights: np.ndarray, x: np.ndarra
     value = np.einsum("bnd,dhk->bhnk", x, p[f"{name}/value/kernel"])
     value = value + p[f"{name}/value/bias"][:, None]
     x = np.einsum("bhnm,bhmk->bnhk", weights, value)
-    return np.einsum("bnhk,hkd->bnd", x, p[f"{name}/out/kernel"]) + p[f"{name}/out/bias"]
+    out: np.ndarray = np.einsum("bnhk,hkd->bnd", x, p[f"{name}/out/kernel"]) + p[f"{name}/out/bias"]
+    return out
 
 
 def pool(p: dict[str, np.ndarray], x: np.ndarray, pooling: str, delta: Any) -> Any:
@@ -113,7 +114,8 @@ def rollout(found: Pass, config: keras_vit.ViTConfig) -> np.ndarray:
 
 def first_share(found: Pass, config: keras_vit.ViTConfig, image: int) -> np.ndarray:
     if found.pooling is not None:
-        return found.pooling[image].mean(axis=0)[0]
+        first: np.ndarray = found.pooling[image].mean(axis=0)[0]
+        return first
     share = np.zeros(config.num_tokens)
     if config.distillation_token:
         share[0] = share[1] = 0.5  # the answer is the mean of both tokens' classifiers
@@ -171,9 +173,11 @@ def relevance(
         row = (weighted[-1] @ total)[0]
     else:
         row = first_share(found, config, 0) @ total
-    return row[first_patch(config) :].reshape(config.grid)
+    heatmap: np.ndarray = row[first_patch(config) :].reshape(config.grid)
+    return heatmap
 
 
 def tokens_before(model: keras.Model, images: np.ndarray) -> np.ndarray:
     """Returns what a hybrid's stem makes of images: the oracle starts there."""
-    return keras.ops.convert_to_numpy(model.features(images, ["stem"])["stem"]).astype(np.float64)
+    stem = keras.ops.convert_to_numpy(model.features(images, ["stem"])["stem"])
+    return np.asarray(stem, np.float64)

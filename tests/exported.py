@@ -4,6 +4,7 @@ import dataclasses
 import io
 import struct
 import zlib
+from typing import Any
 
 import numpy as np
 from conftest import TINY, randomize
@@ -16,29 +17,31 @@ LABELS = ("ant", "bee", "cat", "dog", "eel", "fox", "gnu")
 SERVED = dataclasses.replace(TINY, include_preprocessing=True, classifier_activation="softmax")
 
 
-def served_model(**fields):
+def served_model(**fields: Any) -> VisionTransformer:
     """A tiny classifier of pixels with every weight random."""
     return randomize(VisionTransformer(dataclasses.replace(SERVED, **fields)))
 
 
-def photo(seed=0, *, height=40, width=56, kind="PNG", mode="RGB"):
+def photo(
+    seed: int = 0, *, height: int = 40, width: int = 56, kind: str = "PNG", mode: str = "RGB"
+) -> bytes:
     """The bytes of an image file."""
     stream = io.BytesIO()
     Image.fromarray(samples.draw(seed, height=height, width=width)).convert(mode).save(stream, kind)
     return stream.getvalue()
 
 
-def strings(*values):
+def strings(*values: bytes) -> np.ndarray:
     """Bytes as the array that signatures take."""
     array = np.empty(len(values), object)
     array[:] = values
     return array
 
 
-def png_of_declared_size(width, height):
+def png_of_declared_size(width: int, height: int) -> bytes:
     """A small PNG file that claims to be huge."""
 
-    def chunk(kind, content):
+    def chunk(kind: bytes, content: bytes) -> bytes:
         checksum = zlib.crc32(kind + content)
         return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", checksum)
 
@@ -48,14 +51,14 @@ def png_of_declared_size(width, height):
     return signature + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
 
 
-def jpeg_of_declared_size(width, height):
+def jpeg_of_declared_size(width: int, height: int) -> bytes:
     """A small JPEG file that claims to be huge."""
     content = photo(kind="JPEG")
     place = content.index(b"\xff\xc0") + 5  # marker, length, precision
     return content[:place] + struct.pack(">HH", height, width) + content[place + 4 :]
 
 
-def gif_of_declared_size(width, height):
+def gif_of_declared_size(width: int, height: int) -> bytes:
     """A small GIF file that claims to be huge."""
     content = photo(kind="GIF")
     sized = content[:6] + struct.pack("<HH", width, height) + content[10:]
@@ -63,7 +66,7 @@ def gif_of_declared_size(width, height):
     return sized[:place] + struct.pack("<HH", width, height) + sized[place + 4 :]
 
 
-def bmp_of_declared_size(width, height):
+def bmp_of_declared_size(width: int, height: int) -> bytes:
     """A small BMP file that claims to be huge."""
     content = photo(kind="BMP")
     return content[:18] + struct.pack("<ii", width, height) + content[26:]

@@ -2,6 +2,7 @@
 
 import io
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -9,7 +10,7 @@ from PIL import Image, ImageOps
 # File ending and Pillow's mode of the images of a class, in turn.
 KINDS = (("jpg", "RGB"), ("png", "RGBA"), ("bmp", "L"), ("gif", "P"), ("jpeg", "L"), ("png", "LA"))
 # How a format with EXIF is saved.
-SAVED = {"JPEG": {"quality": 95}, "PNG": {}, "WEBP": {"lossless": True}}
+SAVED: dict[str, dict[str, Any]] = {"JPEG": {"quality": 95}, "PNG": {}, "WEBP": {"lossless": True}}
 
 
 def write_image(file: Path, *, mode: str = "RGB", seed: int = 0, stripes: bool = False) -> Path:

@@ -34,19 +34,23 @@ def forward(arrays: dict[str, np.ndarray], images: np.ndarray, *, exact_gelu: bo
 
 def norm(p: dict[str, np.ndarray], name: str, x: np.ndarray) -> np.ndarray:
     x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-6)
-    return x * p[f"{name}/scale"] + p[f"{name}/bias"]
+    out: np.ndarray = x * p[f"{name}/scale"] + p[f"{name}/bias"]
+    return out
 
 
 def dense(p: dict[str, np.ndarray], name: str, x: np.ndarray) -> np.ndarray:
-    return x @ p[f"{name}/kernel"] + p[f"{name}/bias"]
+    out: np.ndarray = x @ p[f"{name}/kernel"] + p[f"{name}/bias"]
+    return out
 
 
 def gelu(x: np.ndarray, exact: bool) -> np.ndarray:
     if exact:
         import scipy.special
 
-        return x * (1 + scipy.special.erf(x / np.sqrt(2))) / 2
-    return x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))) / 2
+        doubled: np.ndarray = x * (1 + scipy.special.erf(x / np.sqrt(2)))
+    else:
+        doubled = x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+    return np.asarray(doubled / 2)
 
 
 def attention(p: dict[str, np.ndarray], name: str, x: np.ndarray) -> np.ndarray:
@@ -59,4 +63,5 @@ def attention(p: dict[str, np.ndarray], name: str, x: np.ndarray) -> np.ndarray:
     weights = np.exp(logits - logits.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
     x = np.einsum("bhnm,bhmk->bnhk", weights, value)
-    return np.einsum("bnhk,hkd->bnd", x, p[f"{name}/out/kernel"]) + p[f"{name}/out/bias"]
+    out: np.ndarray = np.einsum("bnhk,hkd->bnd", x, p[f"{name}/out/kernel"]) + p[f"{name}/out/bias"]
+    return out

@@ -6,14 +6,17 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
 import pytest
+import safetensors.numpy
 from conftest import TINY, VARIED, randomize
 
 import keras_vit
 from keras_vit import adaptation, explain
+from keras_vit.config import PositionPlacement
 from keras_vit.model import VisionTransformer
 
 ALL = adaptation.TARGETS
@@ -134,7 +137,7 @@ def test_a_quantised_kernel_takes_no_sum(plain: VisionTransformer) -> None:
 
 
 def gradients(
-    model: keras.Model, images: np.ndarray, targets: np.ndarray, tf: object
+    model: keras.Model, images: np.ndarray, targets: np.ndarray, tf: Any
 ) -> dict[str, np.ndarray]:
     with tf.GradientTape() as tape:
         loss = CROSS_ENTROPY(targets, model(images))
@@ -173,7 +176,7 @@ def test_an_adapter_file_holds_the_adapter_alone(
     ],
 )
 def test_an_adapter_of_another_model_is_refused(
-    fields: dict[str, int], message: str, plain: VisionTransformer, tmp_path: Path
+    fields: dict[str, Any], message: str, plain: VisionTransformer, tmp_path: Path
 ) -> None:
     """The error names a variable that differs."""
     path = keras_vit.save_adapter(keras_vit.lora(plain), tmp_path / "a.safetensors")
@@ -191,7 +194,7 @@ def test_what_is_no_adapter_is_refused(plain: VisionTransformer, tmp_path: Path)
     path.write_bytes(b"no")
     with pytest.raises(ValueError, match=r"not an adapter|not a whole"):
         keras_vit.load_adapter(plain, path)
-    adaptation.safetensors.numpy.save_file({"a": np.zeros(2)}, path)
+    safetensors.numpy.save_file({"a": np.zeros(2)}, path)
     with pytest.raises(ValueError, match=r"not an adapter|not a whole"):
         keras_vit.load_adapter(plain, path)
 
@@ -253,7 +256,7 @@ def test_mixed_precision_and_explanation(plain: VisionTransformer, images: np.nd
     ],
 )
 def test_bad_arguments_are_refused(
-    arguments: dict[str, object], message: str, plain: VisionTransformer
+    arguments: dict[str, Any], message: str, plain: VisionTransformer
 ) -> None:
     """The error says what is allowed."""
     with pytest.raises(ValueError, match=message):
@@ -296,7 +299,7 @@ def test_freezing_by_depth(images: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("placement", ["every_block", "every_block_shared"])
-def test_positions_freeze_with_their_block(placement: str) -> None:
+def test_positions_freeze_with_their_block(placement: PositionPlacement) -> None:
     """Those of a block that trains do, those of all blocks freeze with the first."""
     model = VisionTransformer(dataclasses.replace(TINY, position_placement=placement))
     keras_vit.freeze(model, blocks=1)
@@ -325,10 +328,10 @@ def test_a_damaged_adapter_is_refused(tmp_path: Path) -> None:
     path.write_bytes(content.replace(rb"\"alpha\": null", rb"\"alpha\": 8888"))
     with pytest.raises(ValueError, match="own checksum"):
         keras_vit.load_adapter(plain, path)
-    tensors = adaptation.safetensors.numpy.load(content)
+    tensors = safetensors.numpy.load(content)
     for rank, value in ((10**9, 0.0), (2, np.nan)):
         settings = json.dumps({"rank": rank, "targets": ["qkv"], "alpha": None})
         tensors["head/bias"] = np.full(7, value, np.float32)
-        adaptation.safetensors.numpy.save_file(tensors, path, metadata={"lora": settings})
+        safetensors.numpy.save_file(tensors, path, metadata={"lora": settings})
         with pytest.raises(ValueError, match=r"a\.safetensors is damaged: rank"):
             keras_vit.load_adapter(plain, path)

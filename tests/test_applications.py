@@ -127,7 +127,7 @@ def test_what_matters_in_training_is_passed_on() -> None:
 @pytest.mark.parametrize("variant", BUILDERS)
 def test_builder_is_documented(variant: str) -> None:
     """The docstring states the size, the stride and the source."""
-    text = inspect.getdoc(BUILDERS[variant])
+    text = inspect.getdoc(BUILDERS[variant]) or ""
     assert f"{keras_vit.parameter_count(VARIANTS[variant]):,} parameters" in text
     assert f"multiples of {VARIANTS[variant].stride}" in text
     assert "arxiv.org" in text

@@ -1,6 +1,7 @@
 """Tests of keras_vit.atomic: files and folders whole or not at all, one writer at a time."""
 
 import errno
+import fcntl
 import multiprocessing
 import os
 import signal
@@ -121,7 +122,12 @@ def killed_before(number: int, folder: Path, out: Path) -> bool:
                     os.kill(os.getpid(), signal.SIGKILL)
 
         swap = atomic._swap
-        atomic._swap = lambda first, second: (hook("swap", ()), swap(first, second))[1]
+
+        def told(first: Path, second: Path) -> bool:
+            hook("swap", ())
+            return swap(first, second)
+
+        atomic._swap = told
         sys.addaudithook(hook)
         with atomic.staging_folder(folder) as stage:
             atomic.publish(write(stage, "new"), out)
@@ -252,7 +258,7 @@ def test_a_file_system_without_locks_is_told(
     def no_locks(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(atomic.fcntl, "flock", no_locks)
+    monkeypatch.setattr(fcntl, "flock", no_locks)
     with (
         pytest.warns(UserWarning, match=r"has no locks \(No locks available\): make sure that"),
         atomic.hold(tmp_path / "lock", what="training"),

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import TINY, randomize
+from conftest import CLASSES, TINY, randomize
 from tensorflow.python.eager import context
 from tensorflow.python.util import _pywrap_util_port
 
@@ -161,7 +161,7 @@ def test_training_runs_fused_kernels(dtype: str, images: np.ndarray) -> None:
     """A training step has them; in float32 the GELU is a loop of its own."""
     model = VisionTransformer(TINY, dtype=dtype)
     model.compile("sgd", "mse", jit_compile=False)
-    targets = np.zeros((2, TINY.classes))
+    targets = np.zeros((2, CLASSES))
     counts = kernels(lambda: model.fit(images, targets, verbose=0))
     expected = dict(FORWARD)
     if dtype == "float32":
@@ -227,7 +227,7 @@ def test_training_moves_weights_as_eager_training_does(remat: bool, images: np.n
     for eagerly in (True, False):
         model = randomize(VisionTransformer(config))
         model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=eagerly)
-        model.fit(images, np.ones((2, TINY.classes)), verbose=0)
+        model.fit(images, np.ones((2, CLASSES)), verbose=0)
         steps.append(model.get_weights())
     for eager, graph in zip(*steps, strict=True):
         np.testing.assert_allclose(graph, eager, atol=1e-5)

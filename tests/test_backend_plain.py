@@ -6,6 +6,7 @@ module is skipped, where tests/test_backend_trainer holds the same.
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -72,8 +73,9 @@ def test_what_only_tensorflow_does_is_refused(option: str, value: object) -> Non
     """One sentence names the option, the backend, and where it works; defaults pass."""
     model = VisionTransformer(TINY)
     backend = keras.backend.backend()
+    options: dict[str, Any] = {option: value}
     with pytest.raises(ValueError, match=rf"{option}=.*works on TensorFlow.*'{backend}'"):
-        model.compile("adam", **{option: value})
+        model.compile("adam", **options)
     model.compile("adam", "mse", accumulate=1, sam_rho=0.0, report_gradient_norm=False)
     assert model.compiled
 

@@ -3,7 +3,7 @@
 import ast
 import importlib
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,7 @@ def example_of(owner: str) -> Any:
     """Returns an object that is what the table calls by this name, None if there is none."""
     if owner.startswith(PRIVATE_MODULES):
         return module(owner)
-    examples = {
+    examples: dict[str, Callable[[], Any]] = {
         "keras.Model": fitted,
         "CompileLoss": lambda: getattr(fitted(), "_compile_loss", None),
         "a tensor": lambda: keras.layers.Embedding(3, 2, mask_zero=True)(np.array([[0, 1]])),
@@ -110,7 +110,8 @@ def touched(tree: ast.AST) -> Iterator[str]:
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             found = [node.value] if node.value.startswith(PRIVATE_MODULES) else []
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in BY_NAME:
-            found = [a.value for a in node.args[1:2] if isinstance(a, ast.Constant)]
+            constants = [a.value for a in node.args[1:2] if isinstance(a, ast.Constant)]
+            found = [value for value in constants if isinstance(value, str)]
             found += [ast.unparse(node.func)] if "__" in ast.unparse(node.func) else []
         for name in found:
             is_private = name.isidentifier() and name.startswith("_") and name[1:2] != "_"
@@ -147,6 +148,7 @@ def sources() -> dict[str, ast.AST]:
 
 
 def subclasses(kind: type) -> Iterator[type]:
+    each: type
     for each in kind.__subclasses__():
         yield each
         yield from subclasses(each)

@@ -246,7 +246,9 @@ def test_masks_differ_between_replicas(strategy: tf.distribute.Strategy) -> None
 )
 def test_recomputed_blocks_drop_the_same_again(jit_compile: bool | None) -> None:
     """With dropout and drop path the gradients are those of blocks that keep everything."""
-    rates = dict.fromkeys(("dropout_rate", "attention_dropout_rate", "drop_path_rate"), 0.3)
+    rates: dict[str, Any] = dict.fromkeys(
+        ("dropout_rate", "attention_dropout_rate", "drop_path_rate"), 0.3
+    )
     config = dataclasses.replace(CONFIG, num_layers=2, **rates)
     kept = randomize(VisionTransformer(config))
     recomputed = VisionTransformer(dataclasses.replace(config, remat=True))

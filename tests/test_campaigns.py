@@ -1,5 +1,7 @@
 """Tests of campaigns: the oracle tells every way apart, and a repeated case is the same."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from campaign_rig import WAYS, Campaign
@@ -10,7 +12,7 @@ CONTENT = bytes(range(256)) * 20
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way not in ("crashed", "hung")])
-def test_the_oracle_tells_the_ways_apart(tmp_path, way):
+def test_the_oracle_tells_the_ways_apart(tmp_path: Path, way: str) -> None:
     case = oracle.Case(
         what=way,
         act=lambda: Campaign(tmp_path).act(way),
@@ -31,12 +33,14 @@ def test_the_oracle_tells_the_ways_apart(tmp_path, way):
         ("lost.npz \x1b[2J", False),
     ],
 )
-def test_what_an_error_must_say(text, enough):
+def test_what_an_error_must_say(text: str, enough: bool) -> None:
     assert oracle.says_enough(text, ("lost.npz",)) == enough
 
 
 @pytest.mark.slow
-def test_crashed_and_hung_processes_are_counted_with_their_case(monkeypatch):
+def test_crashed_and_hung_processes_are_counted_with_their_case(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(runner, "HUNG", 15.0)
     outcome = runner.run("campaign_rig", count=24, seed=3)
     drawn = [WAYS[int(np.random.default_rng([3, i]).integers(len(WAYS)))] for i in range(24)]
@@ -44,7 +48,7 @@ def test_crashed_and_hung_processes_are_counted_with_their_case(monkeypatch):
     assert {"crashed", "hung"} < set(drawn)
 
 
-def test_a_seed_repeats_a_mutation():
+def test_a_seed_repeats_a_mutation() -> None:
     one, other = (mutations.mutate(CONTENT, np.random.default_rng([5, 7])) for _ in range(2))
     assert one == other
     changed = [mutations.mutate(CONTENT, np.random.default_rng(i))[0] for i in range(200)]

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import image_files
 import processes
@@ -46,7 +47,7 @@ class Result:
     errors: list[str]
 
     @property
-    def events(self) -> list[dict]:
+    def events(self) -> list[dict[str, Any]]:
         """The JSON lines of stdout."""
         return [json.loads(line) for line in self.out.splitlines()]
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,7 +40,8 @@ def test_help_shows_examples_and_every_default(
 
     assert stopped.value.code == 0
     assert f"examples:\n  keras-vit {command} " in shown
-    parser = make_parser()._subparsers._group_actions[0].choices[command]
+    parsers: Any = make_parser()._subparsers
+    parser = parsers._group_actions[0].choices[command]
     for action in parser._actions:
         if action.option_strings and not action.required and action.dest != "help":
             assert "default" in str(action.help), action.dest
@@ -174,7 +176,7 @@ def test_settings_that_do_not_fit_are_refused(
     assert not Path("run").exists()
 
 
-FLAGS: list[tuple[list[str], dict[str, object]]] = [
+FLAGS: list[tuple[list[str], dict[str, Any]]] = [
     ([], {}),
     (["--weight-decay", "0"], {"weight_decay": 0.0}),
     (["--drop-path", "0.2"], {"drop_path_rate": 0.2}),
@@ -193,7 +195,7 @@ FLAGS: list[tuple[list[str], dict[str, object]]] = [
 
 @pytest.mark.parametrize(("argv", "changes"), FLAGS)
 def test_flags_change_single_numbers_of_the_recipe(
-    argv: list[str], changes: dict[str, object]
+    argv: list[str], changes: dict[str, Any]
 ) -> None:
     """Each flag its own field, and nothing else."""
     arguments = make_parser().parse_args(["train", "--data", "x", "--out", "y", *argv])

@@ -31,7 +31,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_more_is_what_the_functions_say(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The JSON holds the numbers of keras_vit.evaluation, and the picture is drawn to --out."""
     assert main(["evaluate", str(run), "--more", "--json", "--out", str(tmp_path)]) == 0
@@ -50,7 +50,7 @@ def test_more_is_what_the_functions_say(
     assert (tmp_path / "mistakes.png").stat().st_size > 5000
 
 
-def test_people_get_sentences(run: Path, capsys: pytest.CaptureFixture) -> None:
+def test_people_get_sentences(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without --json each measure is a line; without --more there are none."""
     assert main(["evaluate", str(run), "--more"]) == 0
     said = capsys.readouterr().out
@@ -61,7 +61,7 @@ def test_people_get_sentences(run: Path, capsys: pytest.CaptureFixture) -> None:
 
 
 def test_real_labels_go_by_the_names_of_the_images(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each image's own class gives the accuracy itself; another order of the file another one."""
     data = load_digits()

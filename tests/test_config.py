@@ -4,6 +4,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from typing import Any
 
 import hypothesis
 import pytest
@@ -83,7 +84,7 @@ def test_variants_survive_json(name: str) -> None:
 
 
 @pytest.mark.parametrize(("fields", "message"), BAD_FIELDS)
-def test_bad_fields_are_refused_in_one_sentence(fields: dict[str, object], message: str) -> None:
+def test_bad_fields_are_refused_in_one_sentence(fields: dict[str, Any], message: str) -> None:
     """Construction names the field, what it received and what is allowed."""
     with pytest.raises(ValueError, match=message) as caught:
         dataclasses.replace(TINY, **fields)
@@ -99,7 +100,7 @@ def test_unknown_field_is_refused() -> None:
 def test_a_published_network_departs_in_nothing() -> None:
     """No published variant has a field that other layouts have no room for; each such is named."""
     assert {name for config in VARIANTS.values() for name in config.departures} == set()
-    changed = {
+    changed: dict[str, Any] = {
         "position_embedding": "sincos_2d",
         "position_placement": "every_block",
         "num_registers": 1,
@@ -120,7 +121,9 @@ def test_a_field_that_the_writers_do_not_know_departs() -> None:
     class Wider(ViTConfig):
         rotary: bool = False
 
-    fields = {name: tuple(v) if isinstance(v, list) else v for name, v in TINY.to_dict().items()}
+    fields: dict[str, Any] = {
+        name: tuple(v) if isinstance(v, list) else v for name, v in TINY.to_dict().items()
+    }
     assert Wider(**fields).departures == ()
     wider = Wider(**fields, rotary=True)
     assert wider.departures == ("rotary",)

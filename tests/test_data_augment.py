@@ -1,5 +1,7 @@
 """Tests of keras_vit.data.augment."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -16,7 +18,7 @@ def picture(batch: int = 64, height: int = 9, width: int = 11) -> np.ndarray:
     return images
 
 
-def moved(images: np.ndarray, **fields: object) -> np.ndarray:
+def moved(images: np.ndarray, **fields: Any) -> np.ndarray:
     augmentation = Augmentation(**fields)
     return np.asarray(augment.transform_batch(images, augmentation=augmentation, seed=SEED))
 
@@ -107,14 +109,14 @@ def test_zoom_changes_the_distance_from_the_middle_within_its_limit() -> None:
         {"resize_small": 11},
     ],
 )
-def test_impossible_strengths_are_errors(fields: dict[str, float]) -> None:
+def test_impossible_strengths_are_errors(fields: dict[str, Any]) -> None:
     """A strength out of range is named with its limits."""
     with pytest.raises(ValueError, match=f"{next(iter(fields))} must lie between"):
         Augmentation(**fields)
 
 
 @pytest.mark.parametrize("fields", [{"resize_small": 0.9}, {"resize_small": 1.1, "crop": 0.5}])
-def test_two_kinds_of_crops_exclude_each_other(fields: dict[str, float]) -> None:
+def test_two_kinds_of_crops_exclude_each_other(fields: dict[str, Any]) -> None:
     """A short side smaller than the crop, or both crops, are errors that say what is allowed."""
     with pytest.raises(ValueError, match="at least 1 and then without crop"):
         Augmentation(**fields)

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import image_files
 import numpy as np
@@ -74,7 +75,7 @@ def test_a_name_of_the_catalogue_is_loaded(monkeypatch: pytest.MonkeyPatch) -> N
 
     real = tfds.builder
 
-    def with_splits(name: str, **options: object) -> object:
+    def with_splits(name: str, **options: Any) -> object:
         builder = real(name, **options)
         infos = [
             tfds.core.SplitInfo(name=split, shard_lengths=[40], num_bytes=0)

@@ -109,7 +109,7 @@ def test_a_stream_s_blocks_hold_other_images_in_each_epoch(
 def test_missing_splits_are_carved_out() -> None:
     """A tenth of each class if held; of a stream every hundredth image, none twice."""
     held = from_dataset(encoded(), None, labels=LABELS)
-    long = from_dataset(even(250), None, labels=LABELS, memory=0)
+    long: Any = from_dataset(even(250), None, labels=LABELS, memory=0)
     parts = [
         [int(name.split()[-1]) for *_, name in long.split(split).dataset.as_numpy_iterator()]
         for split in ("train", "validation", "test")

@@ -1,5 +1,7 @@
 """Tests of keras_vit.data.augment."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -9,7 +11,7 @@ SEED = (3, 5)
 VALUE = 300.0  # no noise has it
 
 
-def erased(probability: float, *, count: int = 400, **options: object) -> np.ndarray:
+def erased(probability: float, *, count: int = 400, **options: Any) -> np.ndarray:
     images = np.full((count, 30, 40, 3), VALUE, np.float32)
     return np.asarray(
         augment.erase_rectangles(images, probability=probability, seed=SEED, **options)

@@ -1,5 +1,8 @@
 """Tests of keras_vit.data.datasets with the real layers of keras-cv 0.9."""
 
+from collections.abc import Callable
+from typing import Any
+
 import keras
 import numpy as np
 import pytest
@@ -16,7 +19,7 @@ def batch(count: int = 8) -> tuple[np.ndarray, np.ndarray]:
     return images, generator.integers(0, CLASSES, count)
 
 
-def adapted(*layers: object) -> object:
+def adapted(*layers: object) -> Callable[..., Any]:
     with pytest.warns(UserWarning, match="cannot be seeded"):
         return datasets.from_keras_cv(layers)
 

@@ -3,6 +3,7 @@
 import io
 import time
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -75,7 +76,7 @@ def test_training_and_evaluation_see_photos_upright(files: Split) -> None:
     (evaluated, targets), *_ = evaluation_batches(files, image_size=size, batch_size=8)
     assert targets.numpy().tolist() == list(range(8))
     assert difference(evaluated.numpy(), expected) <= 6
-    options = {"image_size": size, "batch_size": 8, "epochs": 1, "seed": 1}
+    options: dict[str, Any] = {"image_size": size, "batch_size": 8, "epochs": 1, "seed": 1}
     (trained, targets), *_ = train_batches(files, augmentation=Augmentation(), **options)
     assert difference(trained.numpy(), expected[targets.numpy()]) <= 6
     crop = Augmentation(resize_small=1.0)
@@ -98,7 +99,9 @@ def segment(marker: int, body: bytes) -> bytes:
     return bytes([0xFF, marker]) + (len(body) + 2).to_bytes(2, "big") + body
 
 
-def tiff(order: str, entries: list[tuple[int, int, int, bytes]], *, start: int = 8) -> bytes:
+def tiff(
+    order: Literal["little", "big"], entries: list[tuple[int, int, int, bytes]], *, start: int = 8
+) -> bytes:
     """IFD0 in either byte order: (tag, type, count, the value's four bytes)."""
     head = (b"II*\0" if order == "little" else b"MM\0*") + start.to_bytes(4, order)
     rows = [
@@ -121,7 +124,7 @@ LONG_SIX = {"little": b"\6\0\0\0", "big": b"\0\0\0\6"}
 
 
 @pytest.mark.parametrize("order", ["little", "big"])
-def test_both_byte_orders_and_any_segments_before_are_read(order: str) -> None:
+def test_both_byte_orders_and_any_segments_before_are_read(order: Literal["little", "big"]) -> None:
     """Comments, fill bytes, another APP1 and other tags stand before the tag, which may be long."""
     other = (0x010F, 2, 4, b"abc\0")
     for entry in ((TAG, 3, 1, SIX[order]), (TAG, 4, 1, LONG_SIX[order])):
@@ -195,7 +198,7 @@ SIZES = {"PNG": {}, "JPEG": {}, "BMP": {}, "GIF": {}, "WEBP": {"lossless": True}
 MOVING = ("GIF", "WEBP")
 
 
-def saved(form: str, *, frames: int = 1, **options: object) -> bytes:
+def saved(form: str, *, frames: int = 1, **options: Any) -> bytes:
     """A file of 50 by 30 pixels; no two frames are alike."""
     generator = np.random.default_rng(0)
     pictures = [

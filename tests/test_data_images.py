@@ -8,6 +8,7 @@ import subprocess
 import sys
 import zlib
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -39,7 +40,7 @@ CASES = [
 ]
 
 
-def encoded(image: Image.Image, form: str, **options: object) -> bytes:
+def encoded(image: Image.Image, form: str, **options: Any) -> bytes:
     stream = io.BytesIO()
     image.save(stream, form, **options)
     return stream.getvalue()
@@ -151,7 +152,7 @@ def photograph() -> np.ndarray:
     generator = np.random.default_rng(0)
     soft = tf.image.resize(generator.integers(0, 200, (24, 32, 3)), (375, 500), method="bicubic")
     fine = 30 * (np.arange(500) % 3)[None, :, None] + generator.normal(0, 8, (375, 500, 3))
-    return np.clip(soft.numpy() + fine, 0, 255).astype(np.uint8)
+    return np.asarray(np.clip(soft.numpy() + fine, 0, 255), np.uint8)
 
 
 @pytest.mark.parametrize("size", [(224, 224), (384, 100), (400, 300), (500, 600)])
@@ -192,7 +193,12 @@ def test_enlarging_has_the_bits_of_plain_interpolation() -> None:
 
 def test_a_model_says_how_its_images_are_resized() -> None:
     """Its own config does, or that of the model inside; two that differ are refused."""
-    fields = {"input_shape": (8, 8, 3), "patch_size": 4, "hidden_dim": 8, "mlp_dim": 8}
+    fields: dict[str, Any] = {
+        "input_shape": (8, 8, 3),
+        "patch_size": 4,
+        "hidden_dim": 8,
+        "mlp_dim": 8,
+    }
     smooth, plain = (
         VisionTransformer(
             ViTConfig(**fields, num_heads=1, num_layers=1, antialias=value), name=f"vit_{value}"
@@ -210,7 +216,7 @@ def test_a_model_says_how_its_images_are_resized() -> None:
         images.antialias_of(both)
 
 
-def test_a_file_reads_as_its_bytes_do(tmp_path) -> None:
+def test_a_file_reads_as_its_bytes_do(tmp_path: Path) -> None:
     """`read_image` and `read_images` are decoding and resizing, nothing else."""
     file = tmp_path / "image.png"
     Image.fromarray(colors()).save(file)
@@ -221,7 +227,7 @@ def test_a_file_reads_as_its_bytes_do(tmp_path) -> None:
     )
 
 
-def test_what_is_no_image_file_is_named(tmp_path) -> None:
+def test_what_is_no_image_file_is_named(tmp_path: Path) -> None:
     """A missing file, a folder, a text and an empty file each give a sentence with the path."""
     text, empty = tmp_path / "text.png", tmp_path / "empty.png"
     text.write_text("not a picture")
@@ -245,9 +251,12 @@ def test_a_part_has_the_pixels_of_the_whole(form: str, part: tuple[int, ...]) ->
     top, left, height, width = part
 
     shapes = []
-    found = decoding.decode_part(
-        contents, choose=lambda shape: shapes.append(shape.numpy().tolist()) or tf.constant(part)
-    ).numpy()
+
+    def choose(shape: tf.Tensor) -> tf.Tensor:
+        shapes.append(shape.numpy().tolist())
+        return tf.constant(part)
+
+    found = decoding.decode_part(contents, choose=choose).numpy()
     whole = decoding.decode_image(contents).numpy()[top : top + height, left : left + width]
 
     assert shapes == [[60, 80]]

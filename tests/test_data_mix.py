@@ -1,5 +1,7 @@
 """Tests of keras_vit.data.augment."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -15,7 +17,7 @@ def mixed(
     count: int = 400,
     seed: tuple[int, int] = SEED,
     side: int = 2,
-    **options: object,
+    **options: Any,
 ) -> tuple[np.ndarray, ...]:
     """Mixes images that are their own number everywhere, and targets that name it."""
     images = np.broadcast_to(
@@ -48,7 +50,8 @@ def test_mixup_follows_beta() -> None:
 
 def test_mixing_is_a_function_of_its_seed() -> None:
     """The same seed mixes the same, another differently, and two alphas of 0 not at all."""
-    for options in ({}, {"cutmix": 1.0}):
+    cases: tuple[dict[str, Any], ...] = ({}, {"cutmix": 1.0})
+    for options in cases:
         assert np.array_equal(mixed(0.2, **options)[0], mixed(0.2, **options)[0])
         assert not np.array_equal(mixed(0.2, **options)[0], mixed(0.2, seed=(3, 6), **options)[0])
     assert np.array_equal(mixed(0.0)[1], np.eye(400))
@@ -92,7 +95,7 @@ def test_both_mixtures_have_equal_chances() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"cutmix": 1.0}])
-def test_workers_mix_with_their_own_images(options: dict[str, float]) -> None:
+def test_workers_mix_with_their_own_images(options: dict[str, Any]) -> None:
     """The second of two workers draws its part of the shares, and a permutation of its own."""
     _, whole = mixed(0.3, count=100, side=30, **options)
     parts = [mixed(0.3, count=50, side=30, shard=(index, 2), **options)[1] for index in (0, 1)]
@@ -108,7 +111,7 @@ def test_workers_mix_with_their_own_images(options: dict[str, float]) -> None:
 
 
 @pytest.mark.parametrize("options", [{"alpha": 0.4}, {"alpha": 0.0, "cutmix": 1.0}])
-def test_a_batch_can_have_one_share(options: dict[str, float]) -> None:
+def test_a_batch_can_have_one_share(options: dict[str, Any]) -> None:
     """Each image is mixed with the one before it, all by the same share, or rectangle."""
     shares = set()
     for seed in range(6):

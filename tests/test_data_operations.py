@@ -1,5 +1,8 @@
 """Tests of keras_vit.data.randaugment."""
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -15,7 +18,7 @@ def picture(low: int = 20, high: int = 230) -> np.ndarray:
     generator = np.random.default_rng(0)
     soft = tf.image.resize(generator.integers(0, 256, (5, 6, 3)), (40, 50), method="bicubic")
     noisy = soft.numpy() + generator.normal(0, 8, (40, 50, 3))
-    return np.clip(noisy, low, high).astype(np.uint8)
+    return np.asarray(np.clip(noisy, low, high), np.uint8)
 
 
 def affine(*numbers: float) -> object:
@@ -26,7 +29,7 @@ def affine(*numbers: float) -> object:
 
 # Ours, Pillow's, how much values may differ, and the fraction of values that may differ at all.
 # Pillow counts pixels from their corners: a shear moves them by half of it more.
-CASES = [
+CASES: list[tuple[Any, ...]] = [
     ("autocontrast", (), ImageOps.autocontrast, 1, 0.01),
     ("equalize", (), ImageOps.equalize, 0, 0),
     ("invert", (), ImageOps.invert, 0, 0),
@@ -65,7 +68,11 @@ CASES = [
     ids=[f"{name}{arguments}" for name, arguments, *_ in CASES],
 )
 def test_operations_are_pillow_s(
-    name: str, arguments: tuple[float, ...], reference: object, largest: int, fraction: float
+    name: str,
+    arguments: tuple[float, ...],
+    reference: Callable[[Image.Image], Any],
+    largest: int,
+    fraction: float,
 ) -> None:
     """Where Pillow has the operation, its pixels are ours."""
     image = picture()

@@ -135,12 +135,12 @@ def test_evaluation_keeps_order_and_every_image(files: Split) -> None:
     images = [x.numpy() for x, _ in evaluation_batches(files, image_size=(9, 7), batch_size=8)]
 
     assert [len(batch) for batch in images] == [8, 8, 4]
-    assert np.array_equal(np.concatenate(images), read_images(files.images, size=(9, 7)))
+    assert np.array_equal(np.concatenate(images), read_images(list(files.images), size=(9, 7)))
 
 
 def test_training_without_variation_sees_what_evaluation_sees(files: Split) -> None:
     """Training and evaluation share one path from bytes to pixels."""
-    expected = read_images(files.images, size=(9, 7))
+    expected = read_images(list(files.images), size=(9, 7))
     for batch, targets in batches(files, image_size=(9, 7), batch_size=20, epochs=1):
         order = [int(np.abs(expected - image).sum(axis=(1, 2, 3)).argmin()) for image in batch]
         assert sorted(order) == list(range(20))
@@ -201,7 +201,7 @@ def test_a_worker_decodes_no_more_than_its_own(files: Split) -> None:
 
 def shown(files: Split, **options: Any) -> list[tuple[str, np.ndarray]]:
     """The path of each image of the first batch, and its pixels."""
-    expected = read_images(files.images, size=(4, 4))
+    expected = read_images(list(files.images), size=(4, 4))
     made = batches(files, **options)[0][0]
     places = [int(np.abs(expected - image).sum(axis=(1, 2, 3)).argmin()) for image in made]
     return [(str(files.images[place]), image) for place, image in zip(places, made, strict=True)]
@@ -225,7 +225,8 @@ def test_a_batch_that_workers_cannot_share_is_an_error() -> None:
 def test_a_crop_is_a_part_of_the_image_resized(kind: str, files: Split) -> None:
     """The part that the step's draws choose, resized as the whole would be."""
     split = numbered() if kind == "pixels" else files
-    for fields in ({"crop": 0.3}, {"resize_small": 1.5}):
+    cases: tuple[dict[str, Any], ...] = ({"crop": 0.3}, {"resize_small": 1.5})
+    for fields in cases:
         for image, target in zip(
             *batches(split, augmentation=Augmentation(**fields), image_size=(9, 7))[0], strict=True
         ):

@@ -1,6 +1,8 @@
 """Tests of keras_vit.data.randaugment."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,7 +39,9 @@ def drawn(name: str) -> list[float]:
 
 
 @pytest.mark.parametrize(("name", "expected"), AT_TEN, ids=[name for name, _ in AT_TEN])
-def test_magnitude_ten_is_what_it_is_in_the_original(name: str, expected: object) -> None:
+def test_magnitude_ten_is_what_it_is_in_the_original(
+    name: str, expected: Callable[[Any], Any]
+) -> None:
     """Each operation gets the strength that the paper's code gives it."""
     found = randaugment.distort(picture(), magnitude=10, uniform=drawn(name))
     image = tf.cast(picture(), tf.uint8)

@@ -43,8 +43,8 @@ def license_of(name: str) -> str:
     """Returns what a package says of its licence: the expression, the text or classifiers."""
     data = importlib.metadata.metadata(name)
     classifiers = [c for c in data.get_all("Classifier") or () if c.startswith("License ::")]
-    said = data.get("License-Expression") or " ".join(classifiers) or data.get("License")
-    return said or SILENT.get(name, "")
+    said = "".join(data.get_all("License-Expression") or ()) or " ".join(classifiers)
+    return said or "".join(data.get_all("License") or ()) or SILENT.get(name, "")
 
 
 def test_every_dependency_may_be_used_and_passed_on() -> None:

@@ -48,6 +48,8 @@ def test_the_table_is_the_measured_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is made of few.json, which the script wrote, and the text's claims hold in it."""
     monkeypatch.syspath_prepend(ROOT / "examples")
     spec = importlib.util.spec_from_file_location("few_report", ROOT / "examples" / "few_report.py")
+    assert spec is not None
+    assert spec.loader is not None
     report = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "few_report", report)
     spec.loader.exec_module(report)

@@ -1,6 +1,7 @@
 """Tests of keras_vit.evaluation.features."""
 
 import dataclasses
+from typing import Any
 
 import keras
 import numpy as np
@@ -36,7 +37,8 @@ def expected_scores(
     y = np.where(targets[:, None] == np.arange(4), 1.0, -1.0)
     stacked = np.vstack([x, np.sqrt(strength) * np.eye(x.shape[1])])
     zeros = np.zeros((x.shape[1], 4))
-    return asked @ np.linalg.lstsq(stacked, np.vstack([y, zeros]), rcond=None)[0]
+    scores: np.ndarray = asked @ np.linalg.lstsq(stacked, np.vstack([y, zeros]), rcond=None)[0]
+    return scores
 
 
 @pytest.mark.parametrize("strength", [1e-3, 1.0, 2.0**10])
@@ -91,7 +93,7 @@ def test_a_vit_is_measured_by_its_frozen_features() -> None:
     """The classifier has no part in it, the weights stay, and the same call gives the same."""
     data = load_digits()
     model = randomize(VisionTransformer(SMALL))
-    arguments = {"train": data.train, "test": data.test, "shots": (5,), "seeds": 2}
+    arguments: dict[str, Any] = {"train": data.train, "test": data.test, "shots": (5,), "seeds": 2}
     first = few_shot(model, **arguments)
     model.get_layer("head").kernel.assign(np.zeros((24, 10)))
     before = model.get_weights()
@@ -113,7 +115,7 @@ def test_a_vit_is_measured_by_its_frozen_features() -> None:
         ({"regularization": 0.0}, "regularization=0.0"),
     ],
 )
-def test_bad_numbers_are_refused(arguments: dict[str, object], message: str) -> None:
+def test_bad_numbers_are_refused(arguments: dict[str, Any], message: str) -> None:
     """The error says what there is, before anything is computed."""
     data = load_digits()
     model = keras.Sequential([keras.Input((8, 8, 3)), keras.layers.Flatten()])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from typing import Any
 
 import keras
 import numpy as np
@@ -26,7 +27,7 @@ CONFIG = keras_vit.ViTConfig(
 )
 
 
-def random_model(**fields: object) -> keras_vit.VisionTransformer:
+def random_model(**fields: Any) -> keras_vit.VisionTransformer:
     model = keras_vit.VisionTransformer(dataclasses.replace(CONFIG, **fields))
     generator = np.random.default_rng(0)
     for variable in model.trainable_variables:

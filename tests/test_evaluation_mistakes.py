@@ -3,6 +3,7 @@
 import dataclasses
 import sys
 from pathlib import Path
+from typing import Any
 
 import keras
 import matplotlib.image
@@ -72,7 +73,7 @@ def test_they_are_drawn_from_files_too(
     [({"count": 0}, "count=0"), ({"labels": ("one",)}, "10 classes.*1 labels")],
 )
 def test_bad_arguments_are_refused(
-    model: VisionTransformer, arguments: dict[str, object], message: str
+    model: VisionTransformer, arguments: dict[str, Any], message: str
 ) -> None:
     """The error says what is allowed."""
     with pytest.raises(ValueError, match=message):

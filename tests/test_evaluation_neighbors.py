@@ -1,5 +1,7 @@
 """Tests of keras_vit.evaluation.features."""
 
+from typing import Any
+
 import keras
 import numpy as np
 import pytest
@@ -57,7 +59,7 @@ def test_a_low_temperature_does_not_overflow() -> None:
         ({"temperature": 0.0}, "temperature=0.0"),
     ],
 )
-def test_bad_numbers_are_refused(arguments: dict[str, object], message: str) -> None:
+def test_bad_numbers_are_refused(arguments: dict[str, Any], message: str) -> None:
     """The error says what is allowed."""
     data = load_digits()
     with pytest.raises(ValueError, match=message):

@@ -1,6 +1,8 @@
 """Tests of keras_vit.evaluation.outputs."""
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import keras
 import numpy as np
@@ -26,7 +28,7 @@ SMALL = dataclasses.replace(
         ({"classes": None}, "pooling"),
     ],
 )
-def test_features_are_what_the_classifier_would_see(fields: dict[str, object], name: str) -> None:
+def test_features_are_what_the_classifier_would_see(fields: dict[str, Any], name: str) -> None:
     """They are the model's own named result before the head, over every batch."""
     model = randomize(VisionTransformer(dataclasses.replace(SMALL, **fields)))
     data = load_digits().validation
@@ -55,7 +57,7 @@ def test_tokens_are_no_features() -> None:
 
 
 @pytest.mark.parametrize("function", [outputs.frozen_features, outputs.log_probabilities])
-def test_no_images_are_refused(function: object) -> None:
+def test_no_images_are_refused(function: Callable[..., Any]) -> None:
     """An empty split is an error."""
     empty = Split(images=np.zeros((0, 8, 8, 3), np.uint8), targets=np.zeros(0, np.int32))
     with pytest.raises(ValueError, match="no images"):

@@ -59,7 +59,9 @@ def test_a_missing_file_is_said(tmp_path: Path) -> None:
         (np.zeros((2, 3)), [set(), set()], "No image has a right class"),
     ],
 )
-def test_what_does_not_fit_is_refused(scores: np.ndarray, labels: list, message: str) -> None:
+def test_what_does_not_fit_is_refused(
+    scores: np.ndarray, labels: list[set[int]], message: str
+) -> None:
     """The error says what was received."""
     with pytest.raises(ValueError, match=message):
         metrics.real_accuracy(scores, labels)

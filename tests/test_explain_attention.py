@@ -4,7 +4,9 @@ import concurrent.futures
 import dataclasses
 import itertools
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import explain_oracle
 import keras
@@ -33,7 +35,7 @@ CONFIGS = {
 TOLERANCE = 1e-5
 
 
-def sharp(config: ViTConfig, **options: object) -> VisionTransformer:
+def sharp(config: ViTConfig, **options: Any) -> VisionTransformer:
     """A random model whose attention is far from uniform: no comparison passes by averaging."""
     model = randomize(VisionTransformer(config, **options))
     for index in range(config.num_layers):
@@ -107,7 +109,7 @@ def test_layers_and_heads_are_chosen_by_index() -> None:
     ],
 )
 def test_a_layer_or_head_that_does_not_exist_is_refused(
-    arguments: dict[str, object], message: str
+    arguments: dict[str, Any], message: str
 ) -> None:
     """The error says how many there are."""
     with pytest.raises(ValueError, match=message):
@@ -198,7 +200,7 @@ def test_threads_read_and_call_one_model_at_once(answers: int) -> None:
     """Each answer of four threads, two of which read attention, is that of one thread alone."""
     model = sharp(dataclasses.replace(TINY, num_layers=1))
     batches = [images_for(TINY) * scale for scale in (0.5, 1.0)]
-    uses = [lambda images: np.asarray(model(images)),
+    uses: list[Callable[[Any], Any]] = [lambda images: np.asarray(model(images)),
             lambda images: explain.attention_weights(model, images)] * 2  # fmt: skip
     expected = [[use(images) for images in batches] for use in uses[:2]] * 2
     start = threading.Barrier(4)
@@ -211,8 +213,8 @@ def test_threads_read_and_call_one_model_at_once(answers: int) -> None:
 
     with concurrent.futures.ThreadPoolExecutor(4) as threads:
         assert list(threads.map(work, range(4))) == [answers] * 4
-    assert not np.allclose(*expected[0], atol=1e-3)
-    assert not np.allclose(*expected[1], atol=1e-3)
+    for one, another in expected[:2]:
+        assert not np.allclose(one, another, atol=1e-3)
 
 
 def test_a_graph_that_is_traced_while_somebody_listens_tells_nothing() -> None:
@@ -269,7 +271,7 @@ def two(images: object) -> list[object]:
         (lambda: keras.Model((i := keras.Input((32, 48, 3))), two(i)), "contains 2"),
     ],
 )
-def test_a_model_without_exactly_one_vit_is_refused(make: object, message: str) -> None:
+def test_a_model_without_exactly_one_vit_is_refused(make: Callable[[], Any], message: str) -> None:
     """The error counts them."""
     with pytest.raises(ValueError, match=message):
         attention.find_vit(make())

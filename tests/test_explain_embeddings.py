@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import explain_oracle
 import keras
@@ -93,7 +94,7 @@ def test_token_similarity_of_the_class_token() -> None:
     ],
 )
 def test_a_token_that_does_not_exist_is_refused(
-    fields: dict[str, object], arguments: dict[str, object], message: str
+    fields: dict[str, Any], arguments: dict[str, Any], message: str
 ) -> None:
     """The error says which there are."""
     with pytest.raises(ValueError, match=message):

@@ -5,6 +5,7 @@ import dataclasses
 import html.parser
 import re
 from pathlib import Path
+from typing import Any
 
 import browser
 import keras
@@ -138,9 +139,7 @@ def test_a_users_model_has_a_page(tmp_path: Path) -> None:
         ({"target": 7}, "no class 7"),
     ],
 )
-def test_bad_input_writes_nothing(
-    arguments: dict[str, object], message: str, tmp_path: Path
-) -> None:
+def test_bad_input_writes_nothing(arguments: dict[str, Any], message: str, tmp_path: Path) -> None:
     """The error comes before the first file."""
     arguments = {"image": pixels(TINY), **arguments}
     with pytest.raises(ValueError, match=message):

@@ -77,7 +77,7 @@ def test_what_is_relevant_is_lit() -> None:
     heatmap = np.zeros((4, 6))
     heatmap[1, 4] = 1
     figure = explain.plot_heatmap(np.full((32, 48, 3), 255), heatmap, title="", unit="")
-    lit = figure.axes[2].get_images()[0].get_array()
+    lit = np.asarray(figure.axes[2].get_images()[0].get_array())
     assert lit[12, 36].min() > 0.95
     assert lit[28, 4].max() < 0.15
 
@@ -95,8 +95,10 @@ def test_the_distance_is_drawn_by_depth() -> None:
     axes = explain.plot_attention_distance(distances).axes[0]
     *heads, mean = axes.get_lines()
     np.testing.assert_array_equal([line.get_ydata() for line in heads], distances.T)
-    np.testing.assert_allclose(mean.get_ydata(), distances.mean(axis=1))
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == [
+    np.testing.assert_allclose(np.asarray(mean.get_ydata()), distances.mean(axis=1))
+    legend = axes.get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == [
         "one head",
         "mean of the heads",
     ]

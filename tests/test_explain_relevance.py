@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import explain_oracle
 import keras
@@ -34,7 +35,7 @@ def expected_relevance(
     if model.config.resnet_layers is not None:
         images = explain_oracle.tokens_before(model, images)
 
-    def forward(images: np.ndarray, deltas: list | None) -> explain_oracle.Pass:
+    def forward(images: np.ndarray, deltas: list[np.ndarray] | None) -> explain_oracle.Pass:
         return explain_oracle.run(arrays, images, str(model.config.pooling), deltas)
 
     return np.stack(
@@ -126,7 +127,7 @@ def test_mixed_precision_is_near() -> None:
     ],
 )
 def test_a_class_that_does_not_exist_is_refused(
-    config: ViTConfig, classes: object, message: str
+    config: ViTConfig, classes: Any, message: str
 ) -> None:
     """The error says which classes there are."""
     with pytest.raises(ValueError, match=message):

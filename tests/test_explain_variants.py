@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from pathlib import Path
+from typing import Any
 
 import explain_oracle
 import numpy as np
@@ -77,7 +78,12 @@ def test_tokens_and_positions_are_those_of_numpy(name: str) -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_relevance_is_that_of_finite_differences(name: str) -> None:
     """The score is the mean of both classifiers, whose tokens answer in halves."""
-    small = {"input_shape": (16, 24, 3), "hidden_dim": 16, "mlp_dim": 24, "num_heads": 2}
+    small: dict[str, Any] = {
+        "input_shape": (16, 24, 3),
+        "hidden_dim": 16,
+        "mlp_dim": 24,
+        "num_heads": 2,
+    }
     config = dataclasses.replace(CONFIGS[name], **small)
     model, images, classes = sharp(config), images_for(config), [3, 6]
     arrays = variants_oracle.arrays(model)
@@ -107,10 +113,14 @@ def test_the_page_leaves_out_what_there_is_not(tmp_path: Path) -> None:
 
 
 def forward_of(
-    arrays: variants_oracle.Arrays, config: ViTConfig, images: np.ndarray, deltas: list | None
+    arrays: variants_oracle.Arrays,
+    config: ViTConfig,
+    images: np.ndarray,
+    deltas: list[np.ndarray] | None,
 ) -> explain_oracle.Pass:
     return variants_oracle.run(arrays, images, config, deltas)
 
 
 def unit(vectors: np.ndarray) -> np.ndarray:
-    return vectors / np.linalg.norm(vectors, axis=-1, keepdims=True)
+    directions: np.ndarray = vectors / np.linalg.norm(vectors, axis=-1, keepdims=True)
+    return directions

@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,12 +11,19 @@ import tensorflow as tf
 from exported import LABELS, photo, served_model
 from serving_harness import messages
 
-from keras_vit.exporting import VerificationError, artefacts, export, savedmodel
+from keras_vit.exporting import (
+    VerificationError,
+    export,
+    rebuild,
+    savedmodel,
+    verification,
+)
+from keras_vit.exporting.artefacts import Artefact
 from keras_vit.exporting.clean import request as requests
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory):
+def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[Artefact, ...]]:
     """A directory with one verified version of a tiny model."""
     folder = tmp_path_factory.mktemp("export")
     (folder / "photo.jpg").write_bytes(photo(kind="JPEG"))
@@ -24,7 +33,9 @@ def exported(tmp_path_factory):
     return folder / "pets", made
 
 
-def test_everything_that_belongs_to_a_served_model_is_there(exported):
+def test_everything_that_belongs_to_a_served_model_is_there(
+    exported: tuple[Path, tuple[Artefact, ...]],
+) -> None:
     """The version has weights, labels, warm-up and record; the settings stand beside it."""
     directory, made = exported
     names = {str(file.relative_to(directory)) for file in directory.rglob("*") if file.is_file()}
@@ -48,7 +59,7 @@ def test_everything_that_belongs_to_a_served_model_is_there(exported):
     assert "$" not in (directory / "models.config").read_text()
 
 
-def test_the_record_tells_what_was_checked(exported):
+def test_the_record_tells_what_was_checked(exported: tuple[Path, tuple[Artefact, ...]]) -> None:
     """The record has versions, the SHA-256 of every other file, and checks that all passed."""
     directory, made = exported
     record = json.loads((directory / "1/assets.extra/verification.json").read_text())
@@ -65,7 +76,9 @@ def test_the_record_tells_what_was_checked(exported):
     assert {"serving_default", "image_tensor", "pixels", "features", "classify"} <= names
 
 
-def test_the_settings_are_what_the_server_parses(exported):
+def test_the_settings_are_what_the_server_parses(
+    exported: tuple[Path, tuple[Artefact, ...]],
+) -> None:
     """The server's own messages read every file; the batching sizes rise to the largest."""
     text_format = pytest.importorskip("google.protobuf.text_format")
     config = pytest.importorskip("tensorflow_serving.config.model_server_config_pb2")
@@ -89,7 +102,9 @@ def test_the_settings_are_what_the_server_parses(exported):
         text_format.Parse("max_batch: 1", messages.message("BatchingParameters"))
 
 
-def test_warm_up_requests_are_those_of_the_server(exported):
+def test_warm_up_requests_are_those_of_the_server(
+    exported: tuple[Path, tuple[Artefact, ...]],
+) -> None:
     """TensorFlow Serving's own description of the log reads every request."""
     logs = pytest.importorskip("tensorflow_serving.apis.prediction_log_pb2")
     import tensorflow as tf
@@ -136,20 +151,24 @@ def test_warm_up_requests_are_those_of_the_server(exported):
     ],
 )
 @pytest.mark.slow
-def test_other_kinds_of_models_are_exported_and_verified(fields, tmp_path):
+def test_other_kinds_of_models_are_exported_and_verified(
+    fields: dict[str, Any], tmp_path: Path
+) -> None:
     """Models without classifier or pooling, multi-label ones, and the other parts."""
     made = export(served_model(**fields), tmp_path / "other")
     assert all(check.passed for check in made[0].checks)
 
 
 @pytest.mark.slow
-def test_an_artefact_that_differs_is_put_nowhere(tmp_path, monkeypatch):
+def test_an_artefact_that_differs_is_put_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """If what was written is not what the model computes, no version appears and none is lost."""
     directory = tmp_path / "pets"
     export(served_model(), directory, verify=False)
     write = savedmodel.write_savedmodel
 
-    def write_another(exportable, *arguments, **options):
+    def write_another(exportable: rebuild.Exportable, *arguments: Any, **options: Any) -> None:
         head = exportable.network.get_layer("head")
         head.bias.assign_add(np.linspace(0, 1e-3, 7))
         write(exportable, *arguments, **options)
@@ -160,7 +179,7 @@ def test_an_artefact_that_differs_is_put_nowhere(tmp_path, monkeypatch):
     assert [child.name for child in directory.iterdir() if child.is_dir()] == ["1"]
 
 
-def test_a_process_that_dies_is_told(tmp_path):
+def test_a_process_that_dies_is_told(tmp_path: Path) -> None:
     """An artefact that cannot even be opened is an error that says so."""
     (tmp_path / "variables").mkdir()
     (tmp_path / "saved_model.pb").write_bytes(b"nothing")
@@ -169,7 +188,7 @@ def test_a_process_that_dies_is_told(tmp_path):
         format="savedmodel", path=tmp_path, parameter_bytes=8, batch_sizes=(1,), labels=(), cases=()
     )
     with pytest.raises(VerificationError, match="could not be checked"):
-        artefacts.verification.check_artefact(request)
+        verification.check_artefact(request)
 
 
 @pytest.mark.parametrize(
@@ -183,27 +202,29 @@ def test_a_process_that_dies_is_told(tmp_path):
     ],
     ids=["format", "no format", "labels", "top_k", "images"],
 )
-def test_arguments_that_do_not_fit_are_refused(options, message, tmp_path):
+def test_arguments_that_do_not_fit_are_refused(
+    options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     """Each wrong argument is refused in one sentence, and nothing is written."""
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         export(served_model(), tmp_path / "pets", **options)
     assert not (tmp_path / "pets").exists()
 
 
-def test_a_name_that_no_address_can_carry_is_refused(tmp_path):
+def test_a_name_that_no_address_can_carry_is_refused(tmp_path: Path) -> None:
     """The directory names the model in URLs and in a shell script."""
     with pytest.raises(ValueError, match="name is the model's name"):
         export(served_model(), tmp_path / "my pets; rm")
 
 
-def test_a_model_of_grey_images_has_no_savedmodel(tmp_path):
+def test_a_model_of_grey_images_has_no_savedmodel(tmp_path: Path) -> None:
     """A model of one channel cannot take decoded files; the message names the way out."""
     with pytest.raises(ValueError, match="export it as tflite or onnx"):
         export(served_model(input_shape=(32, 48, 1)), tmp_path / "grey")
     assert not list((tmp_path / "grey").glob("[0-9]*"))
 
 
-def test_pixels_of_the_model_reach_what_is_exported(tmp_path):
+def test_pixels_of_the_model_reach_what_is_exported(tmp_path: Path) -> None:
     """Signatures compute with mean and deviation of its own; record and README say so."""
     mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
     model = served_model(image_mean=mean, image_std=std)

@@ -3,7 +3,9 @@
 import dataclasses
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,23 +27,23 @@ CASE = request.Case(
 @pytest.mark.parametrize(
     "value",
     [
-        np.float32([[0.5, -1], [2, 3]]),
-        np.uint8([[1, 255]]),
-        np.int32([-1, 7, 300]),
+        np.array([[0.5, -1], [2, 3]], np.float32),
+        np.array([[1, 255]], np.uint8),
+        np.array([-1, 7, 300], np.int32),
         np.array([b"a", b"", b"\0bytes\0"], object),
     ],
     ids=["float32", "uint8", "int32", "string"],
 )
-def test_tensors_are_read_as_tensorflow_wrote_them(value):
+def test_tensors_are_read_as_tensorflow_wrote_them(value: Any) -> None:
     """A TensorProto of every type that signatures use is read back, listed or packed."""
     proto = tf.make_tensor_proto(value)
     found = savedmodel_checks.read_tensor(proto.SerializeToString())
     np.testing.assert_array_equal(found, tf.make_ndarray(proto))
 
 
-def test_a_repeated_value_is_read_whole():
+def test_a_repeated_value_is_read_whole() -> None:
     """A TensorProto with one value for many elements is filled with it."""
-    proto = tf.make_tensor_proto(np.uint8([0]))
+    proto = tf.make_tensor_proto(np.array([0], np.uint8))
     short = type(proto)(dtype=proto.dtype, int_val=[127])
     short.tensor_shape.CopyFrom(tf.TensorShape((2, 3)).as_proto())
     expected = np.full((2, 3), 127, np.uint8)
@@ -52,7 +54,7 @@ def test_a_repeated_value_is_read_whole():
 
 
 @pytest.mark.parametrize("size", [1, 5, 9])
-def test_a_truncated_message_or_record_is_an_error(size, tmp_path):
+def test_a_truncated_message_or_record_is_an_error(size: int, tmp_path: Path) -> None:
     """A message or a TFRecord file that ends too early is never read as shorter."""
     message = loader.field(1, 300) + loader.field(2, b"content")
     assert list(loader.fields(message)) == [(1, 300), (2, b"content")]
@@ -66,7 +68,7 @@ def test_a_truncated_message_or_record_is_an_error(size, tmp_path):
         list(loader.records(file.read_bytes()[: -size - 4]))
 
 
-def test_requests_survive_the_disk(tmp_path):
+def test_requests_survive_the_disk(tmp_path: Path) -> None:
     """What one process writes the other reads, bytes with zeros at their end included."""
     files = np.empty(2, object)
     files[:] = [b"\0image\0\0", b""]
@@ -84,7 +86,7 @@ def test_requests_survive_the_disk(tmp_path):
 
 
 @pytest.mark.parametrize("measure", ["absolute", "relative", "cosine"])
-def test_every_comparison_passes_the_same_and_fails_another(measure):
+def test_every_comparison_passes_the_same_and_fails_another(measure: str) -> None:
     """Equal passes; a moved value, NaN, a missing output and another shape fail."""
     limit = 0.999 if measure == "cosine" else 1e-5
     case = dataclasses.replace(CASE, measure=measure, limit=limit)
@@ -103,7 +105,7 @@ def test_every_comparison_passes_the_same_and_fails_another(measure):
     assert passed == {"same": True, "moved": False, "nan": False, "missing": False, "shape": False}
 
 
-def test_another_best_class_or_batch_is_noticed():
+def test_another_best_class_or_batch_is_noticed() -> None:
     """Top-1 agreement and batch invariance fail when they should; the model's ties do not count."""
     logits = CASE.expected["logits"]
     assert request.compare_top1(CASE, {"logits": logits})[0].passed
@@ -111,7 +113,7 @@ def test_another_best_class_or_batch_is_noticed():
     tied = np.array([[1.0, 1.0 + 1e-6, 0.0]])
     assert request.top1_agreement(tied[:, [1, 0, 2]], tied) == 1.0
 
-    def run(inputs):
+    def run(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         rows = len(inputs["images"])
         return {"logits": logits[:rows] + (0.5 if rows == 2 else 0.0)}
 
@@ -120,12 +122,12 @@ def test_another_best_class_or_batch_is_noticed():
     assert failed == ["logits, batch 2, absolute difference", "batch invariance"]
 
 
-def test_the_first_image_alone_is_held_to_the_model_alone():
+def test_the_first_image_alone_is_held_to_the_model_alone() -> None:
     """Where the model's answer moves with the batch the artefact's must as well; no further."""
     logits = CASE.expected["logits"]
     case = dataclasses.replace(CASE, alone={"logits": logits[:1] + 1e-4})
 
-    def failed(drift):
+    def failed(drift: float) -> list[str]:
         checks = request.check_batches(
             case, lambda inputs: {"logits": logits[: len(inputs["images"])] + drift
                                   * (len(inputs["images"]) == 1)}, (1, 4)
@@ -138,7 +140,7 @@ def test_the_first_image_alone_is_held_to_the_model_alone():
 
 
 @pytest.mark.parametrize("package", ["keras", "keras_vit", "keras.layers", "keras_vit.config"])
-def test_neither_keras_nor_this_package_can_be_imported(package):
+def test_neither_keras_nor_this_package_can_be_imported(package: str) -> None:
     """In the clean process both imports fail, and TensorFlow works without them."""
     code = (
         "import importlib.util, sys\n"
@@ -155,10 +157,10 @@ def test_neither_keras_nor_this_package_can_be_imported(package):
     assert "an artefact must do without it" in done.stdout
 
 
-def test_forbidden_ops_and_xla_are_found(tmp_path):
+def test_forbidden_ops_and_xla_are_found(tmp_path: Path) -> None:
     """The scan of a SavedModel sees Python functions and functions compiled by XLA."""
 
-    def scan(function):
+    def scan(function: Callable[[Any], Any]) -> tuple[set[str], bool]:
         module = tf.Module()
         module.call = tf.function(function, input_signature=[tf.TensorSpec((None,), tf.float32)])
         tf.saved_model.save(module, tmp_path / function.__name__)
@@ -166,13 +168,13 @@ def test_forbidden_ops_and_xla_are_found(tmp_path):
         operations, compiled = savedmodel_checks.graph_operations(content)
         return operations & savedmodel_checks.FORBIDDEN, compiled > 0
 
-    def plain(x):
+    def plain(x: Any) -> Any:
         return x + 1
 
-    def python(x):
+    def python(x: Any) -> Any:
         return tf.numpy_function(lambda y: y, [x], tf.float32)
 
-    def compiled(x):
+    def compiled(x: Any) -> Any:
         return tf.function(lambda y: y * 2, jit_compile=True)(x)
 
     assert scan(plain) == (set(), False)

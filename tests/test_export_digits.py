@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import keras
@@ -20,7 +21,7 @@ FORMATS = ("savedmodel", "tflite", "tflite-fp16", "tflite-int8", "onnx")
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model in a .keras file, with a file of labels beside it."""
     folder = tmp_path_factory.mktemp("saved")
     served_model().save(folder / "model.keras")
@@ -28,7 +29,7 @@ def saved(tmp_path_factory):
     return folder
 
 
-def test_a_keras_file_is_exported(saved, capsys):
+def test_a_keras_file_is_exported(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The command says what it wrote and where, and how to go on."""
     out = saved / "out" / "pets"
     arguments = ["export", str(saved / "model.keras"), "--out", str(out)]
@@ -40,7 +41,7 @@ def test_a_keras_file_is_exported(saved, capsys):
     assert (out / "labels.txt").read_text().splitlines() == list(LABELS)
 
 
-def test_machines_read_json(saved, capsys):
+def test_machines_read_json(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With --json there is one object for each artefact, with its checks."""
     pytest.importorskip("onnxruntime")
     out = saved / "json"
@@ -63,7 +64,13 @@ def test_machines_read_json(saved, capsys):
     ],
     ids=["file", "run", "format", "image"],
 )
-def test_mistakes_are_one_line_and_exit_1(arguments, message, saved, tmp_path, capsys):
+def test_mistakes_are_one_line_and_exit_1(
+    arguments: list[str],
+    message: str,
+    saved: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """What cannot be exported is told in one line, and nothing is written."""
     arguments = [str(saved / "model.keras") if each == "MODEL" else each for each in arguments]
     assert cli.main(["export", *arguments, "--out", str(tmp_path / "out")]) == 1
@@ -74,7 +81,7 @@ def test_mistakes_are_one_line_and_exit_1(arguments, message, saved, tmp_path, c
 
 
 @pytest.fixture(scope="module")
-def digits(digits_run, tmp_path_factory):
+def digits(digits_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run on the digits as the README makes it, and its export in every format."""
     folder = tmp_path_factory.mktemp("digits")
     shutil.copytree(digits_run, folder / "digits-run")
@@ -83,7 +90,7 @@ def digits(digits_run, tmp_path_factory):
     return folder
 
 
-def file_runner(path):
+def file_runner(path: Path) -> Callable[[np.ndarray], np.ndarray]:
     """Returns a function from images to logits, in onnxruntime or LiteRT."""
     if path.suffix == ".onnx":
         session = pytest.importorskip("onnxruntime").InferenceSession(path)
@@ -94,7 +101,7 @@ def file_runner(path):
 
 
 @pytest.mark.slow
-def test_every_format_is_as_accurate_as_the_model(digits):
+def test_every_format_is_as_accurate_as_the_model(digits: Path) -> None:
     """Test accuracy is the model's in float32 and float16, and within 0.5 points in int8."""
     run = training.Run.load(digits / "digits-run")
     test = data.load_digits().test
@@ -110,7 +117,7 @@ def test_every_format_is_as_accurate_as_the_model(digits):
         assert abs(value - accuracy["model"]) <= (0.005 if "int8" in name else 0.0), accuracy
 
 
-def served_classes(digits, images):
+def served_classes(digits: Path, images: np.ndarray) -> np.ndarray:
     """The classes that the server names for the images, sent as PNG files."""
     pytest.importorskip("tensorflow_serving.apis")
     from serving_harness.client import serving
@@ -122,7 +129,7 @@ def served_classes(digits, images):
 
 
 @pytest.mark.slow
-def test_three_commands_from_the_run_to_a_served_prediction(digits):
+def test_three_commands_from_the_run_to_a_served_prediction(digits: Path) -> None:
     """Train, export, ask: the REST client prints the digit that the sample shows."""
     pytest.importorskip("tensorflow_serving.apis")
     from serving_harness.client import serving
@@ -131,7 +138,7 @@ def test_three_commands_from_the_run_to_a_served_prediction(digits):
     with serving(digits / "digits") as server:
         url = f"http://127.0.0.1:{server.rest_port}"
         client = ROOT / "examples/serving/rest_client.py"
-        command = [sys.executable, client, "--url", url, "--model", "digits", sample]
+        command = [sys.executable, str(client), "--url", url, "--model", "digits", str(sample)]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     model = keras.saving.load_model(digits / "digits-run" / "model.keras", compile=False)
     pixels = data.read_images([sample], size=model.input_shape[1:3])

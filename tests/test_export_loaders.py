@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ VERSIONS = ("2.18.1", "2.20.0")
 LIBRARIES = ("libtensorflow_cc.so.2", "libtensorflow_framework.so.2")
 
 
-def library(version, folder):
+def library(version: str, folder: Path) -> Path:
     """The C++ libraries of a TensorFlow wheel, from KERAS_VIT_WHEELS or the package registry."""
     wheels = Path(os.environ.get("KERAS_VIT_WHEELS", folder))
     if not list(wheels.glob(f"tensorflow_cpu-{version}-*.whl")):
@@ -34,7 +35,9 @@ def library(version, folder):
 
 
 @pytest.fixture(scope="module")
-def request_of(tmp_path_factory):
+def request_of(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[Path | None], requests.Request]:
     """Makes the checks of an exported hybrid for any loader."""
     model = served_model(resnet_layers=(1, 1), patch_size=1)
     directory = tmp_path_factory.mktemp("loaders") / "pets"
@@ -42,7 +45,7 @@ def request_of(tmp_path_factory):
     exportable = rebuild.rebuild(model)
     expected = samples.make_references(exportable)
 
-    def make(library):
+    def make(library: Path | None) -> requests.Request:
         return requests.Request(
             format="savedmodel",
             path=directory / "1",
@@ -57,7 +60,9 @@ def request_of(tmp_path_factory):
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_an_older_loader_reads_the_model(version, request_of, tmp_path):
+def test_an_older_loader_reads_the_model(
+    version: str, request_of: Callable[[Path | None], requests.Request], tmp_path: Path
+) -> None:
     """Every signature, JPEG, PNG and BMP included, answers the same to 1e-5; warm-up replays."""
     checks, runtime = verification.check_artefact(request_of(library(version, tmp_path)))
     assert runtime == {"loader": f"TensorFlow C++ {version}"}
@@ -66,7 +71,9 @@ def test_an_older_loader_reads_the_model(version, request_of, tmp_path):
     assert np.max(differences) <= 1e-5
 
 
-def test_a_folder_without_a_library_is_told(request_of, tmp_path):
+def test_a_folder_without_a_library_is_told(
+    request_of: Callable[[Path | None], requests.Request], tmp_path: Path
+) -> None:
     """A wrong folder of libraries is an error that names it."""
     with pytest.raises(VerificationError, match="There is no libtensorflow_cc"):
         verification.check_artefact(request_of(tmp_path))

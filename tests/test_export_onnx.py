@@ -1,7 +1,10 @@
 """ONNX files answer like the model in onnxruntime, whatever the network's parts."""
 
 import dataclasses
+import importlib.util
 import os
+from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -10,8 +13,8 @@ import tensorflow as tf
 from conftest import randomize
 from exported import LABELS, SERVED, photo, served_model
 
-from keras_vit.exporting import artefacts, export
-from keras_vit.exporting.rebuild import rebuild
+from keras_vit.exporting import export
+from keras_vit.exporting.rebuild import Exportable, rebuild
 from keras_vit.model import VisionTransformer
 from keras_vit.variants import variant
 
@@ -25,7 +28,7 @@ SIZES = os.environ.get("KERAS_VIT_TEST_EXPORTS", "Ti/16 R+Ti/16 B/16").split()
 LIMIT = 1e-5  # onnxruntime's kernels sum in another order; measured up to 2e-6
 PIXELS = np.random.default_rng(6).uniform(0, 255, (3, 32, 48, 3)).astype("float32")
 
-CONFIGS = {
+CONFIGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "exact GELU": {"activation": "gelu"},
     "normalized input, logits": {"include_preprocessing": False, "classifier_activation": None},
@@ -52,14 +55,16 @@ CONFIGS = {
 }  # fmt: skip
 
 
-def run(model, **inputs):
+def run(model: Any, **inputs: np.ndarray) -> dict[str, np.ndarray]:
     """What onnxruntime answers."""
     session = onnxruntime.InferenceSession(model.SerializeToString())
     names = [output.name for output in session.get_outputs()]
     return dict(zip(names, session.run(names, inputs), strict=True))
 
 
-def assert_answers(made, model, exportable, images):
+def assert_answers(
+    made: Any, model: keras.Model, exportable: Exportable, images: np.ndarray
+) -> None:
     onnx.checker.check_model(made, full_check=True)
     answer = run(made, images=images)
     expected = np.asarray(model(images, training=False))
@@ -72,7 +77,7 @@ def assert_answers(made, model, exportable, images):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_part_of_the_family_is_written(name):
+def test_every_part_of_the_family_is_written(name: str) -> None:
     """The written graph passes the full checker and equals the model at batch 3 and 1."""
     model = served_model(**CONFIGS[name])
     images = PIXELS[..., : model.input_shape[-1]]
@@ -93,7 +98,7 @@ def test_every_part_of_the_family_is_written(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["exact GELU", "ResNet root"])
-def test_tf2onnx_agrees_with_the_writer(name):
+def test_tf2onnx_agrees_with_the_writer(name: str) -> None:
     """Two independent ways to ONNX give the same numbers, exact GELU included."""
     pytest.importorskip("tf2onnx")
     model = served_model(**CONFIGS[name])
@@ -105,7 +110,7 @@ def test_tf2onnx_agrees_with_the_writer(name):
 
 
 @pytest.mark.slow
-def test_a_model_around_a_vision_transformer_is_converted(tmp_path):
+def test_a_model_around_a_vision_transformer_is_converted(tmp_path: Path) -> None:
     """What a user has added goes through tf2onnx, and is verified like the rest."""
     pytest.importorskip("tf2onnx")
     inner = served_model(classes=None, classifier_activation=None)
@@ -120,13 +125,13 @@ def test_a_model_around_a_vision_transformer_is_converted(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_op_that_onnx_lacks_is_an_error(tmp_path):
+def test_an_op_that_onnx_lacks_is_an_error(tmp_path: Path) -> None:
     """tf2onnx only logs what it cannot convert; here nothing is written and the op is named."""
     pytest.importorskip("tf2onnx")
 
     @keras.saving.register_keras_serializable(package="test")
     class Digamma(keras.layers.Layer):
-        def call(self, inputs):
+        def call(self, inputs: Any) -> Any:
             return tf.math.digamma(inputs + 3.0)
 
     inner = served_model(classes=None, classifier_activation=None)
@@ -137,7 +142,7 @@ def test_an_op_that_onnx_lacks_is_an_error(tmp_path):
     assert not (tmp_path / "odd" / "onnx").exists()
 
 
-def test_large_weights_go_to_a_file_of_their_own(tmp_path):
+def test_large_weights_go_to_a_file_of_their_own(tmp_path: Path) -> None:
     """Above the limit the weights lie beside the graph, which is checked and runs as well."""
     model = served_model()
     exportable = rebuild(model)
@@ -149,7 +154,7 @@ def test_large_weights_go_to_a_file_of_their_own(tmp_path):
     np.testing.assert_allclose(answer, np.asarray(model(PIXELS)), atol=LIMIT)
 
 
-def test_a_mixed_precision_model_is_exported_and_verified(tmp_path):
+def test_a_mixed_precision_model_is_exported_and_verified(tmp_path: Path) -> None:
     """One call writes the file with labels and a record; version 2 follows version 1."""
     model = randomize(VisionTransformer(SERVED, dtype="mixed_bfloat16"))
     image = tmp_path / "photo.png"
@@ -172,16 +177,16 @@ def test_a_mixed_precision_model_is_exported_and_verified(tmp_path):
     assert not list((tmp_path / "pets").glob("[0-9]*"))
 
 
-def test_a_missing_package_is_named(monkeypatch, tmp_path):
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Without onnx the message says what to install."""
-    monkeypatch.setattr(artefacts.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install onnx"):
         export(served_model(), tmp_path / "pets", formats=["onnx"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SIZES)
-def test_full_size_models_in_every_format(name, tmp_path):
+def test_full_size_models_in_every_format(name: str, tmp_path: Path) -> None:
     """SavedModel, ONNX and TFLite files of full-size models hold every limit of the export."""
     config = dataclasses.replace(variant(name), include_preprocessing=True)
     model = randomize_as_published(VisionTransformer(config))
@@ -193,10 +198,10 @@ def test_full_size_models_in_every_format(name, tmp_path):
             assert check.passed
             # The export's own limits grow with the logits; these do not.
             if check.name.endswith("absolute difference"):
-                assert check.measured <= limits[artefact.format]
+                assert float(check.measured) <= limits[artefact.format]
 
 
-def randomize_as_published(model):
+def randomize_as_published(model: VisionTransformer) -> VisionTransformer:
     """Every weight random, of the scale that keeps signals of order 1 through many layers."""
     generator = np.random.default_rng(8)
     for variable in model.trainable_variables:

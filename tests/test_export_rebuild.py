@@ -1,6 +1,7 @@
 """Whatever a model was trained in, its float32 copy answers the same."""
 
 import dataclasses
+from typing import Any
 
 import keras
 import numpy as np
@@ -10,25 +11,26 @@ from conftest import TINY, randomize
 from exported import SERVED, served_model
 
 from keras_vit.exporting import samples
-from keras_vit.exporting.rebuild import rebuild
+from keras_vit.exporting.rebuild import Exportable, rebuild
 from keras_vit.model import VisionTransformer
 
 PIXELS = np.random.default_rng(5).integers(0, 256, (3, 32, 48, 3)).astype("float32")
 EXACT = 1e-6
 
 
-def said(model):
+def said(model: keras.Model) -> np.ndarray:
     """What the model itself answers."""
     return np.asarray(model(PIXELS, training=False), "float32")
 
 
-def answer(exportable, pixels=PIXELS):
+def answer(exportable: Exportable, pixels: np.ndarray = PIXELS) -> np.ndarray:
     """What the rebuilt model answers where the original answers probabilities."""
     logits = exportable.network(exportable.from_pixels(pixels), training=False)
+    assert exportable.activation is not None
     return np.asarray(exportable.activation(logits))
 
 
-def around(inner, **dense):
+def around(inner: keras.Model, **dense: Any) -> keras.Model:
     """A model with a Vision Transformer inside and a layer of the user's after it."""
     images = keras.Input(inner.input_shape[1:], name="photos")
     x = keras.layers.RandomFlip("horizontal", name="flip")(images)
@@ -38,7 +40,9 @@ def around(inner, **dense):
 
 @pytest.mark.parametrize("activation", ["softmax", "sigmoid", None])
 @pytest.mark.parametrize("include_preprocessing", [True, False])
-def test_a_float32_model_is_copied_exactly(activation, include_preprocessing):
+def test_a_float32_model_is_copied_exactly(
+    activation: str | None, include_preprocessing: bool
+) -> None:
     """The copy gives logits; its activation turns them into what the model answers."""
     model = served_model(
         classifier_activation=activation, include_preprocessing=include_preprocessing
@@ -53,7 +57,7 @@ def test_a_float32_model_is_copied_exactly(activation, include_preprocessing):
 
 
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16", "float16"])
-def test_a_low_precision_model_becomes_float32(policy):
+def test_a_low_precision_model_becomes_float32(policy: str) -> None:
     """Every variable and computation of the copy is float32, and the weights are the model's."""
     model = randomize(VisionTransformer(SERVED, dtype=policy))
     exportable = rebuild(model)
@@ -65,7 +69,7 @@ def test_a_low_precision_model_becomes_float32(policy):
 
 
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
-def test_lora_is_merged(policy):
+def test_lora_is_merged(policy: str) -> None:
     """A LoRA adapter on the classifier is part of the copy, in float32."""
     model = randomize(VisionTransformer(SERVED, dtype=policy))
     before = answer(rebuild(model))
@@ -81,7 +85,7 @@ def test_lora_is_merged(policy):
 
 
 @pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method")
-def test_a_model_quantised_whole_is_restored():
+def test_a_model_quantised_whole_is_restored() -> None:
     """Every dense layer becomes float32 again, with LoRA in the blocks too."""
     model = served_model()
     model.quantize("int8")
@@ -89,7 +93,7 @@ def test_a_model_quantised_whole_is_restored():
     np.testing.assert_allclose(answer(rebuild(model)), said(model), atol=0.03)
 
 
-def test_int8_weights_are_restored():
+def test_int8_weights_are_restored() -> None:
     """A classifier quantised to int8 becomes float32 again; other modes are refused."""
     model = served_model()
     model.quantize("int8", filters="head")
@@ -101,7 +105,7 @@ def test_int8_weights_are_restored():
         rebuild(other)
 
 
-def test_a_model_of_several_devices_is_copied():
+def test_a_model_of_several_devices_is_copied() -> None:
     """The variables of a MirroredStrategy become ordinary ones."""
     with tf.distribute.MirroredStrategy(["/cpu:0"]).scope():
         model = randomize(VisionTransformer(SERVED))
@@ -110,7 +114,7 @@ def test_a_model_of_several_devices_is_copied():
 
 @pytest.mark.parametrize("activation", ["softmax", "linear"])
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
-def test_a_model_around_a_vision_transformer_is_copied(activation, policy):
+def test_a_model_around_a_vision_transformer_is_copied(activation: str | None, policy: str) -> None:
     """What a user adds around the model is rebuilt too, in float32, down to logits."""
     inner = randomize(
         VisionTransformer(dataclasses.replace(SERVED, classes=None, classifier_activation=None),
@@ -126,7 +130,7 @@ def test_a_model_around_a_vision_transformer_is_copied(activation, policy):
     assert {layer.compute_dtype for layer in exportable.network._flatten_layers()} == {"float32"}
 
 
-def test_the_original_is_left_as_it_is():
+def test_the_original_is_left_as_it_is() -> None:
     """Taking the activation off the copy leaves the user's model alone."""
     model = around(served_model(classes=None, classifier_activation=None), activation="softmax")
     before = said(model)
@@ -143,13 +147,13 @@ def test_the_original_is_left_as_it_is():
     ],
     ids=["path", "no transformer", "layer"],
 )
-def test_other_things_are_refused(model):
+def test_other_things_are_refused(model: VisionTransformer) -> None:
     """What is no model with one Vision Transformer is refused with what is allowed."""
     with pytest.raises(TypeError, match="export takes a"):
         rebuild(model())
 
 
-def test_a_copy_that_differs_is_noticed():
+def test_a_copy_that_differs_is_noticed() -> None:
     """The comparison of a model and its copy fails when one weight is off."""
     model = served_model()
     exportable = rebuild(model)

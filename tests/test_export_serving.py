@@ -10,7 +10,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import image_files
 import numpy as np
@@ -28,7 +30,7 @@ from exported import (
 )
 
 import keras_vit
-from keras_vit import data
+from keras_vit import VisionTransformer, data
 from keras_vit.exporting import export, savedmodel
 
 pytestmark = pytest.mark.slow
@@ -36,7 +38,7 @@ pytestmark = pytest.mark.slow
 grpc = pytest.importorskip("grpc")
 pytest.importorskip("tensorflow_serving.apis", reason="pip install tensorflow-serving-api")
 
-from serving_harness.client import IMAGE, serving  # noqa: E402
+from serving_harness.client import IMAGE, Served, serving  # noqa: E402
 
 LIMIT = 1e-5  # float32 rounding in another order of the same sums; measured up to 1e-6
 SIZE = (32, 48)
@@ -67,46 +69,48 @@ FILES = {
 
 
 @pytest.fixture(scope="module")
-def model():
+def model() -> VisionTransformer:
     return served_model()
 
 
 @pytest.fixture(scope="module")
-def directory(model, tmp_path_factory):
+def directory(model: VisionTransformer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("serving") / "pets"
     export(model, path, labels=LABELS, top_k=3)
     return path
 
 
 @pytest.fixture(scope="module")
-def served(directory):
+def served(directory: Path) -> Iterator[Served]:
     with serving(directory) as server:
         yield server
 
 
 @pytest.fixture
-def pixels():
+def pixels() -> np.ndarray:
     return np.random.default_rng(3).integers(0, 256, (2, *SIZE, 3), np.uint8)
 
 
-def evaluated(model, contents):
+def evaluated(model: VisionTransformer, contents: Iterable[bytes]) -> np.ndarray:
     """What `evaluate` and `predict` would compute for these files."""
     resized = [data.resize_image(data.decode_image(content), size=SIZE) for content in contents]
     return np.asarray(model(np.stack(resized)))
 
 
-def run_client(name, *arguments):
+def run_client(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     """Runs a client of examples/serving as a user does."""
     script = Path(keras_vit.__file__).parents[1] / "examples" / "serving" / name
     command = [sys.executable, str(script), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def b64(content):
+def b64(content: bytes) -> dict[str, str]:
     return {"b64": base64.b64encode(content).decode()}
 
 
-def test_files_of_every_kind_in_one_batch_are_classified_as_evaluation_does(served, model):
+def test_files_of_every_kind_in_one_batch_are_classified_as_evaluation_does(
+    served: Served, model: VisionTransformer
+) -> None:
     """JPEG, PNG, GIF, BMP, grey, RGBA, palette, each of its own size, in one request."""
     expected = evaluated(model, FILES.values())
     answer = served.predict("serving_default", image_bytes=strings(*FILES.values()))
@@ -117,7 +121,9 @@ def test_files_of_every_kind_in_one_batch_are_classified_as_evaluation_does(serv
     assert named == [[LABELS[index] for index in row] for row in best]
 
 
-def test_photos_are_served_upright_and_resized_as_the_model_says(served, model):
+def test_photos_are_served_upright_and_resized_as_the_model_says(
+    served: Served, model: VisionTransformer
+) -> None:
     """All eight orientations, and a photo that shrinks: what the model makes of Pillow's pixels."""
     photos = [image_files.photo(turn, "PNG") for turn in range(1, 9)]
     upright = [image_files.as_pillow(contents) for contents in photos]
@@ -131,7 +137,9 @@ def test_photos_are_served_upright_and_resized_as_the_model_says(served, model):
     assert np.abs(np.asarray(model(plain)) - expected).max() > LIMIT
 
 
-def test_every_tensor_signature_answers_as_the_model(served, model, pixels):
+def test_every_tensor_signature_answers_as_the_model(
+    served: Served, model: VisionTransformer, pixels: np.ndarray
+) -> None:
     """gRPC: image_tensor, pixels and features equal the model, names and types as documented."""
     expected = np.asarray(model(pixels))
     values = np.float32(pixels / 127.5 - 1)
@@ -148,7 +156,7 @@ def test_every_tensor_signature_answers_as_the_model(served, model, pixels):
     np.testing.assert_allclose(features, pooled, atol=LIMIT)
 
 
-def test_examples_are_classified(served, model):
+def test_examples_are_classified(served: Served, model: VisionTransformer) -> None:
     """gRPC Classify takes tf.Examples and answers labels with scores."""
     from tensorflow_serving.apis import classification_pb2
 
@@ -165,7 +173,9 @@ def test_examples_are_classified(served, model):
         np.testing.assert_allclose([each.score for each in found.classes], row[best], atol=LIMIT)
 
 
-def test_rest_in_rows_and_columns(served, model, pixels):
+def test_rest_in_rows_and_columns(
+    served: Served, model: VisionTransformer, pixels: np.ndarray
+) -> None:
     """REST: bare and named b64, integer pixels in rows and columns, floats."""
     content = FILES["JPEG"]
     best = LABELS[evaluated(model, [content])[0].argmax()]
@@ -188,7 +198,9 @@ def test_rest_in_rows_and_columns(served, model, pixels):
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_image_is_refused_and_the_next_is_served(served, model, name):
+def test_a_hostile_image_is_refused_and_the_next_is_served(
+    served: Served, model: VisionTransformer, name: str
+) -> None:
     """gRPC and REST answer INVALID_ARGUMENT with a reason, and go on serving."""
     content, word = HOSTILE[name]
     with pytest.raises(grpc.RpcError) as refused:
@@ -202,9 +214,11 @@ def test_a_hostile_image_is_refused_and_the_next_is_served(served, model, name):
     assert good["class_ids"][0, 0] == evaluated(model, [FILES["PNG"]])[0].argmax()
 
 
-def test_wrong_keys_types_and_shapes_are_refused(served, model, pixels):
+def test_wrong_keys_types_and_shapes_are_refused(
+    served: Served, model: VisionTransformer, pixels: np.ndarray
+) -> None:
     """A wrong input name, type, shape, signature, model or JSON is refused with a reason."""
-    wrong = {
+    wrong: dict[str, tuple[dict[str, Any], str]] = {
         "key": ({"signature": "serving_default", "wrong": strings(b"")}, "Sent extra: {wrong}"),
         "type": (
             {"signature": "image_tensor", "images": pixels.astype("float32")},
@@ -226,7 +240,7 @@ def test_wrong_keys_types_and_shapes_are_refused(served, model, pixels):
         served.predict("no-such-signature", images=pixels)
     with pytest.raises(grpc.RpcError, match="Servable not found"):
         served.predict("image_tensor", name="other", images=pixels)
-    for body in (
+    bodies: tuple[Any, ...] = (
         {"instances": [{"wrong": b64(b"")}]},
         {"instances": [{"b64": "not base64!"}]},
         {"signature_name": "image_tensor", "instances": (pixels / 2).tolist()},
@@ -235,7 +249,8 @@ def test_wrong_keys_types_and_shapes_are_refused(served, model, pixels):
         {"instances": []},
         {},
         b"{",
-    ):
+    )
+    for body in bodies:
         code, answer = served.rest(body)
         assert code == 400, body
         assert answer["error"]
@@ -243,12 +258,14 @@ def test_wrong_keys_types_and_shapes_are_refused(served, model, pixels):
 
 
 @pytest.mark.skipif(bool(IMAGE), reason="the real server does not tell how many it has run")
-def test_the_server_warms_up_every_signature_and_batch_size(served):
+def test_the_server_warms_up_every_signature_and_batch_size(served: Served) -> None:
     """The recorded requests are as many as signatures times batch sizes, and all of them ran."""
     assert served.status()["warmed"] == 5 * len(savedmodel.BATCH_SIZES)
 
 
-def test_merged_padded_and_split_requests_equal_single_ones(directory, model):
+def test_merged_padded_and_split_requests_equal_single_ones(
+    directory: Path, model: VisionTransformer
+) -> None:
     """Requests that the server batches answer what they answer alone, and so does a failing one."""
     pixels = np.random.default_rng(4).integers(0, 256, (6, *SIZE, 3), np.uint8)
     expected = np.asarray(model(pixels))
@@ -264,7 +281,9 @@ def test_merged_padded_and_split_requests_equal_single_ones(directory, model):
         assert good["class_ids"].shape == (1, 3)
 
 
-def test_a_new_version_replaces_the_old_one_while_it_is_served(directory, tmp_path):
+def test_a_new_version_replaces_the_old_one_while_it_is_served(
+    directory: Path, tmp_path: Path
+) -> None:
     """Exporting again makes version 2, which the running server picks up."""
     path = tmp_path / "pets"
     shutil.copytree(directory, path)
@@ -284,7 +303,9 @@ def test_a_new_version_replaces_the_old_one_while_it_is_served(directory, tmp_pa
 
 
 @pytest.mark.parametrize("kind", ["rest", "grpc"])
-def test_the_clients_print_labels(kind, served, model, tmp_path):
+def test_the_clients_print_labels(
+    kind: str, served: Served, model: VisionTransformer, tmp_path: Path
+) -> None:
     """Each client sends files in batches and prints the labels; a bad file is told and exits 1."""
     files = []
     for name in ("PNG", "JPEG", "grey"):
@@ -312,7 +333,9 @@ def test_the_clients_print_labels(kind, served, model, tmp_path):
 
 @pytest.mark.skipif(bool(IMAGE), reason="is about the clients alone")
 @pytest.mark.parametrize("kind", ["rest", pytest.param("grpc", marks=pytest.mark.slow)])
-def test_the_clients_wait_for_a_server_that_is_not_up_yet(kind, served, tmp_path):
+def test_the_clients_wait_for_a_server_that_is_not_up_yet(
+    kind: str, served: Served, tmp_path: Path
+) -> None:
     """While nothing listens the clients try again, and give up after the retries."""
     file = tmp_path / "image.png"
     file.write_bytes(FILES["PNG"])
@@ -326,7 +349,13 @@ def test_the_clients_wait_for_a_server_that_is_not_up_yet(kind, served, tmp_path
     options = (file, *where, "--model", served.name, "--timeout", 5)
     assert run_client(f"{kind}_client.py", *options, "--retries", 0).returncode == 1
 
-    def forward():
+    def pump(source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while content := source.recv(65536):
+                sink.sendall(content)
+            sink.shutdown(socket.SHUT_WR)
+
+    def forward() -> None:
         time.sleep(0.5)
         target = served.rest_port if kind == "rest" else served.grpc_port
         with (
@@ -338,12 +367,6 @@ def test_the_clients_wait_for_a_server_that_is_not_up_yet(kind, served, tmp_path
             back.start()
             pump(client, server)
             back.join()
-
-    def pump(source, sink):
-        with contextlib.suppress(OSError):
-            while content := source.recv(65536):
-                sink.sendall(content)
-            sink.shutdown(socket.SHUT_WR)
 
     proxy = threading.Thread(target=forward)
     proxy.start()

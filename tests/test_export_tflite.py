@@ -1,5 +1,8 @@
 """TFLite files answer like the model in LiteRT, with built-in operators of rank 4 at most."""
 
+from pathlib import Path
+from typing import Any
+
 import keras
 import numpy as np
 import pytest
@@ -17,13 +20,14 @@ PIXELS = np.random.default_rng(6).uniform(0, 255, (2, 32, 48, 3)).astype("float3
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_edge_form_is_the_same_function(name):
+def test_the_edge_form_is_the_same_function(name: str) -> None:
     """The forward pass for TFLite equals the model for every part of the family."""
     model = served_model(**CONFIGS[name])
     images = PIXELS[..., : model.input_shape[-1]]
     if not model.config.include_preprocessing:
         images = images / np.float32(127.5) - 1
     exportable = rebuild(model)
+    assert exportable.config is not None
     module = tflite.EdgeForward(exportable, config=exportable.config, batch_size=2)
     answer = module.call(images)[exportable.answers]
     np.testing.assert_allclose(answer, np.asarray(model(images)), atol=LIMIT)
@@ -38,7 +42,7 @@ def test_the_edge_form_is_the_same_function(name):
         ),
     ],
 )
-def test_every_format_is_written_and_verified(fields, tmp_path):
+def test_every_format_is_written_and_verified(fields: dict[str, Any], tmp_path: Path) -> None:
     """float32, float16 and int8 files pass the export's own checks, and run by signature."""
     model = served_model(**fields)
     formats = ["tflite", "tflite-fp16", "tflite-int8"]
@@ -51,12 +55,12 @@ def test_every_format_is_written_and_verified(fields, tmp_path):
     runner = litert.Interpreter(str(made[0].path)).get_signature_runner("serving_default")
     answer = runner(images=PIXELS[:1])
     np.testing.assert_allclose(answer["probabilities"], np.asarray(model(PIXELS[:1])), atol=LIMIT)
-    checks = {check.name: check.measured for check in made[0].checks}
+    checks: dict[str, Any] = {check.name: check.measured for check in made[0].checks}
     assert checks["highest rank"] <= 4
     assert made[0].bytes > made[1].bytes > made[2].bytes
 
 
-def test_the_operators_are_the_fast_ones(tmp_path):
+def test_the_operators_are_the_fast_ones(tmp_path: Path) -> None:
     """One GELU and one SOFTMAX a block; dense products fully connected; no squares."""
     file = tmp_path / "model.tflite"
     tflite.write_tflite(rebuild(served_model()), {"tflite": file})
@@ -71,7 +75,7 @@ def test_the_operators_are_the_fast_ones(tmp_path):
 
 
 @pytest.mark.slow
-def test_float16_is_for_kernels_that_bear_it(tmp_path):
+def test_float16_is_for_kernels_that_bear_it(tmp_path: Path) -> None:
     """Kernels are float16; the one that reads the image, norms and positions stay float32."""
     files = {"tflite": tmp_path / "whole.tflite", "tflite-fp16": tmp_path / "half.tflite"}
     model = served_model(hidden_dim=48, mlp_dim=96)
@@ -89,7 +93,7 @@ def test_float16_is_for_kernels_that_bear_it(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_batch_of_its_own_size(tmp_path):
+def test_a_batch_of_its_own_size(tmp_path: Path) -> None:
     """A file for batches of three takes three images, and is verified with eight."""
     made = export(served_model(), tmp_path / "pets", formats="tflite", tflite_batch_size=3)
     interpreter = litert.Interpreter(str(made[0].path))
@@ -97,7 +101,7 @@ def test_a_batch_of_its_own_size(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_model_around_a_vision_transformer_is_converted(tmp_path):
+def test_a_model_around_a_vision_transformer_is_converted(tmp_path: Path) -> None:
     """What a user has added is converted from the Keras layers, and verified."""
     inner = served_model(classes=None, classifier_activation=None)
     images = keras.Input((32, 48, 3))
@@ -110,7 +114,7 @@ def test_a_model_around_a_vision_transformer_is_converted(tmp_path):
 
 
 @pytest.mark.slow
-def test_int8_throughout_needs_images_and_passes_a_gate(tmp_path):
+def test_int8_throughout_needs_images_and_passes_a_gate(tmp_path: Path) -> None:
     """Full int8 is calibrated on one half of the images and refused if the other half suffers."""
     images = []
     for seed in range(40):

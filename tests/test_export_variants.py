@@ -1,5 +1,7 @@
 """Networks that depart from the published ones are exported to every format, and verified."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import variants_oracle
@@ -22,7 +24,7 @@ VARIANTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
-def test_every_format_is_written_and_verified(name, tmp_path):
+def test_every_format_is_written_and_verified(name: str, tmp_path: Path) -> None:
     """What no writer knows by heart is converted, passes the checks, and answers like the model."""
     pytest.importorskip("tf2onnx")
     litert = pytest.importorskip("ai_edge_litert.interpreter")
@@ -39,7 +41,7 @@ def test_every_format_is_written_and_verified(name, tmp_path):
     np.testing.assert_allclose(answer, expected, atol=LIMIT)
 
 
-def test_a_hybrid_that_tflite_cannot_hold_is_refused_at_once(tmp_path):
+def test_a_hybrid_that_tflite_cannot_hold_is_refused_at_once(tmp_path: Path) -> None:
     """The sentence names the fields and the formats that are left; nothing is written."""
     model = served_model(resnet_layers=(), patch_size=2, num_layers=1, num_registers=1)
     message = "savedmodel or onnx. Received: a hybrid with num_registers set"
@@ -49,7 +51,7 @@ def test_a_hybrid_that_tflite_cannot_hold_is_refused_at_once(tmp_path):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_the_writers_by_hand_leave_variants_alone(name):
+def test_the_writers_by_hand_leave_variants_alone(name: str) -> None:
     """No variant reaches a forward pass that was written for the published networks."""
     exportable = rebuild(served_model(**VARIANTS[name]))
     assert exportable.written_config is None

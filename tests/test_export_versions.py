@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -23,7 +24,7 @@ while True:
 """
 
 
-def content(folder):
+def content(folder: Path) -> dict[str, bytes]:
     return {
         str(file.relative_to(folder)): file.read_bytes()
         for file in sorted(folder.rglob("*"))
@@ -36,7 +37,7 @@ def content(folder):
     [0.3, *(pytest.param(wait, marks=pytest.mark.slow) for wait in (0.02, 0.1, 0.2, 0.45, 0.6))],
 )
 @pytest.mark.slow
-def test_a_kill_leaves_whole_versions_only(after, tmp_path):
+def test_a_kill_leaves_whole_versions_only(after: float, tmp_path: Path) -> None:
     """Kill -9 at any moment: what was served stays, every number is a whole version."""
     directory = tmp_path / "pets"
     process = subprocess.Popen(
@@ -46,6 +47,8 @@ def test_a_kill_leaves_whole_versions_only(after, tmp_path):
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TF_CPP_MIN_LOG_LEVEL": "3"},
         text=True,
     )
+    assert process.stdout is not None
+    assert process.stderr is not None
     assert process.stdout.readline() == "start\n", process.stderr.read()
     assert process.stdout.readline() == "done\n"
     first = content(directory / "1")
@@ -60,14 +63,14 @@ def test_a_kill_leaves_whole_versions_only(after, tmp_path):
         assert len(leftovers) == 1  # the new one: what the killed process left is gone
 
 
-def test_the_next_version_follows_the_highest(tmp_path):
+def test_the_next_version_follows_the_highest(tmp_path: Path) -> None:
     """Names that are no number do not count, nor do gaps."""
     for name in ("1", "7", ".staged-x", "notes", "8.txt"):
         (tmp_path / name).mkdir()
     assert artefacts.next_version([tmp_path, tmp_path / "absent"]) == 8
 
 
-def test_one_export_at_a_time(tmp_path):
+def test_one_export_at_a_time(tmp_path: Path) -> None:
     """A second export to the same directory is refused while the first is at work."""
     with artefacts.staging_folder(tmp_path), pytest.raises(OSError, match="Another export"):
         artefacts.staging_folder(tmp_path).__enter__()
@@ -76,7 +79,7 @@ def test_one_export_at_a_time(tmp_path):
     assert not stage.exists()
 
 
-def test_a_failed_rename_takes_the_others_back(tmp_path):
+def test_a_failed_rename_takes_the_others_back(tmp_path: Path) -> None:
     """If one artefact cannot be put in place, none is."""
     directory = tmp_path / "pets"
     (directory / "blocked" / "file").mkdir(parents=True)

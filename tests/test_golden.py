@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -15,7 +16,7 @@ TOLERANCE = 5e-5
 LARGE = 30e6  # parameters; larger models are slow tests
 
 GAP = {"pooling": "avg", "class_token": False}
-MODELS = {
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "ViT-Ti_16": ("Ti/16", {}),
     "ViT-S_16": ("S/16", {}),
     "ViT-S_32": ("S/32", {}),
@@ -43,14 +44,14 @@ BIG_VISION = keras_vit.ViTConfig(
     num_layers=2,
     classes=10,
 )
-BIG_VISION_MODELS = {
+BIG_VISION_MODELS: dict[str, dict[str, Any]] = {
     "map": {"pooling": "map", "class_token": False},
     "gap": GAP,
     "tok, representation": {"representation_dim": 40},
 }
 
 
-def config_of(name: str, **fields: object) -> keras_vit.ViTConfig:
+def config_of(name: str, **fields: Any) -> keras_vit.ViTConfig:
     variant, changes = MODELS[name]
     return dataclasses.replace(keras_vit.variant(variant), **changes, **fields)
 
@@ -59,7 +60,7 @@ def logits(config: keras_vit.ViTConfig, folder: Path) -> np.ndarray:
     path = published.write(folder / "weights.npz", config)
     model = keras_vit.VisionTransformer(config)
     keras_vit.weights.load(model, path)
-    return keras.ops.convert_to_numpy(model(published.images(config)))
+    return np.asarray(keras.ops.convert_to_numpy(model(published.images(config))))
 
 
 def test_every_golden_array_is_tested() -> None:
@@ -95,7 +96,7 @@ def test_the_tolerance_tells_the_exact_gelu_apart(tmp_path: Path) -> None:
     assert np.abs(wrong - LOGITS["ViT-Ti_16"]).max() > 5 * TOLERANCE
 
 
-def big_vision_arrays(config: keras_vit.ViTConfig) -> dict[str, np.ndarray]:
+def big_vision_arrays(config: keras_vit.ViTConfig) -> dict[str, Any]:
     """Returns the arrays as big_vision names them, with positions of the patches only."""
     shapes = {n: a.shape for n, a in published.arrays(config).items()}
     positions = shapes.pop("Transformer/posembed_input/pos_embedding")

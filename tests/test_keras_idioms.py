@@ -5,7 +5,7 @@ Each idiom is a function that is run on both. What the reference does, ours must
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import keras
 import numpy as np
@@ -274,7 +274,7 @@ def test_idiom(
 
 
 @pytest.mark.parametrize("pooling", ["avg", "max"])
-def test_builders_pool_as_those_of_keras(pooling: str) -> None:
+def test_builders_pool_as_those_of_keras(pooling: Literal["avg", "max"]) -> None:
     """`include_top=False, pooling=...` gives a vector for each image."""
     builders = {
         "ours": ViTTi16(weights=None, include_top=False, input_shape=(32, 32, 3), pooling=pooling),

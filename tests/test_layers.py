@@ -145,9 +145,10 @@ def test_dropout_acts_in_training_only() -> None:
     """Every dropout rate changes the output in training and none at inference."""
     tokens = np.random.default_rng(0).standard_normal((2, 5, 8)).astype(np.float32)
     for name in ("dropout_rate", "attention_dropout_rate", "drop_path_rate"):
+        rate: dict[str, Any] = {name: 0.5}
         plain, dropping = (
             layers.TransformerBlock(2, 16),
-            layers.TransformerBlock(2, 16, **{name: 0.5}),
+            layers.TransformerBlock(2, 16, **rate),
         )
         plain(tokens), dropping(tokens)
         randomize(plain), dropping.set_weights(plain.get_weights())
@@ -171,7 +172,8 @@ def test_average_pooling_leaves_the_tokens_before_the_patches_out() -> None:
 def test_initial_weights_are_the_originals() -> None:
     """Xavier-uniform products, N(0, 1e-6) MLP biases, N(0, 0.02) positions, zero class token."""
     block, encoder = layers.TransformerBlock(4, 512), layers.PatchEncoder(128)
-    block.build((None, 10, 128)), encoder.build((None, 20, 20, 48))
+    block.build((None, 10, 128))
+    encoder.build((None, 20, 20, 48))
     weights = {v.path.split("/", 1)[1]: keras.ops.convert_to_numpy(v) for v in block.weights}
     limit = np.sqrt(6 / (128 + 128))
     for name in ("attention/qkv/kernel", "attention/out/kernel"):

@@ -4,6 +4,7 @@ import dataclasses
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -132,9 +133,7 @@ def test_model_equals_the_same_network_in_numpy(exact: bool, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("fields", "shape"), POOLINGS)
-def test_output_shapes(
-    fields: dict[str, object], shape: tuple[int, ...], images: np.ndarray
-) -> None:
+def test_output_shapes(fields: dict[str, Any], shape: tuple[int, ...], images: np.ndarray) -> None:
     """Pooling, classifier and representation layer give the documented shape, eager or not."""
     model = randomize(VisionTransformer(dataclasses.replace(TINY, **fields)))
     assert model.output_shape == (None, *shape[1:])
@@ -171,7 +170,10 @@ def test_preprocessing_takes_pixels(tiny: VisionTransformer) -> None:
     np.testing.assert_allclose(inside.predict(pixels, verbose=0), expected, atol=1e-5)
 
 
-OWN_PIXELS = {"image_mean": (0.485, 0.456, 0.406), "image_std": (0.229, 0.224, 0.225)}
+OWN_PIXELS: dict[str, Any] = {
+    "image_mean": (0.485, 0.456, 0.406),
+    "image_std": (0.229, 0.224, 0.225),
+}
 
 
 @pytest.mark.parametrize("data_format", ["channels_last", "channels_first"])
@@ -269,7 +271,7 @@ OTHER_FIELDS = [
 
 @pytest.mark.parametrize("fields", OTHER_FIELDS, ids=lambda fields: next(iter(fields)))
 def test_a_copy_computes_as_a_model_of_its_config_with_the_weights(
-    fields: dict[str, object], tiny: VisionTransformer, images: np.ndarray
+    fields: dict[str, Any], tiny: VisionTransformer, images: np.ndarray
 ) -> None:
     """It has the config asked for, the name and every bit of the weights, and shares none."""
     config = dataclasses.replace(TINY, **fields)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -18,7 +19,7 @@ from keras_vit.model import VisionTransformer
 SQUARE = {"input_shape": (24, 24, 3)}
 AVERAGE = {"pooling": "avg", "class_token": False}
 # Oblong images unless said; every field alone, then together with what it meets.
-VARIANTS = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "none": {"position_embedding": None},
     "learned in 2-D": {"position_embedding": "learned_2d"},
     "learned in 2-D, square, average": {
@@ -61,7 +62,7 @@ def images_for(config: ViTConfig) -> np.ndarray:
     return np.random.default_rng(1).uniform(-1, 1, shape).astype(np.float32)
 
 
-def model_of(name: str, **options: object) -> VisionTransformer:
+def model_of(name: str, **options: Any) -> VisionTransformer:
     return randomize(VisionTransformer(CONFIGS[name], **options))
 
 
@@ -89,7 +90,7 @@ def test_variant_equals_the_same_network_in_numpy(name: str) -> None:
         ("query and key norm", {"query_key_norm": False}),
     ],
 )
-def test_the_comparison_sees_a_part_left_out(name: str, wrong: dict[str, object]) -> None:
+def test_the_comparison_sees_a_part_left_out(name: str, wrong: dict[str, Any]) -> None:
     """Without what the variant adds, the logits are far away."""
     model = model_of(name)
     expected = expected_logits(model, dataclasses.replace(model.config, **wrong))
@@ -207,7 +208,8 @@ def test_recomputed_gradients_are_the_kept_ones(name: str) -> None:
 def test_variants_train_in_mixed_precision_with_every_dropout(name: str) -> None:
     """What is computed anew has the precision of the first time."""
     rates = ("dropout_rate", "attention_dropout_rate", "drop_path_rate")
-    config = dataclasses.replace(CONFIGS[name], remat=True, **dict.fromkeys(rates, 0.1))
+    dropped: dict[str, Any] = dict.fromkeys(rates, 0.1)
+    config = dataclasses.replace(CONFIGS[name], remat=True, **dropped)
     model = randomize(VisionTransformer(config, dtype="mixed_bfloat16"))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.SGD(0.1), loss)

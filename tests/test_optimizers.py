@@ -11,6 +11,8 @@ import pytest
 from conftest import TINY
 
 from keras_vit import VisionTransformer
+from keras_vit.config import PositionPlacement
+from keras_vit.optimizers import Decay
 from keras_vit.training import AdamW, MomentumSGD, WarmupDecay, decayed_rates
 
 OPTIMIZERS = [MomentumSGD, AdamW]
@@ -97,16 +99,17 @@ def test_rates_fall_from_the_head_to_the_patches() -> None:
     assert rates["head/kernel"] == rates["encoder_norm/gamma"] == 1
     assert [rates[f"block_{index}/mlp/fc1/kernel"] for index in range(3)] == [0.125, 0.25, 0.5]
     assert rates["patch_encoder/position_embedding"] == 0.0625
-    for placement, name, expected in (
+    placements: list[tuple[PositionPlacement, str, float]] = [
         ("every_block", "positions_1", 0.25), ("every_block_shared", "positions", 0.0625)
-    ):  # fmt: skip
+    ]  # fmt: skip
+    for placement, name, expected in placements:
         model = VisionTransformer(dataclasses.replace(model.config, position_placement=placement))
         rates = decayed_rates(model, model.config, 0.5)
         assert rates[f"{name}/position_embedding"] == expected
 
 
 @pytest.mark.parametrize("decay", ["cosine", "linear"])
-def test_learning_rates_are_the_originals(decay: str) -> None:
+def test_learning_rates_are_the_originals(decay: Decay) -> None:
     """All forty of the original's run, to 1e-7."""
     schedule = WarmupDecay(0.3, steps=40, warmup_steps=4, decay=decay)
     rates = [float(schedule(step)) for step in range(40)]

@@ -1,6 +1,7 @@
 """Pixels to [-1, 1] on every kind of array, and class names in the order of the classifiers."""
 
 import importlib.resources
+from typing import Any
 
 import keras
 import numpy as np
@@ -139,7 +140,7 @@ BAD_PIXELS = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), BAD_PIXELS)
-def test_bad_means_and_deviations_are_refused(arguments: dict, message: str) -> None:
+def test_bad_means_and_deviations_are_refused(arguments: dict[str, Any], message: str) -> None:
     """Nothing is broadcast into something that was not meant."""
     with pytest.raises(ValueError, match=message):
         preprocessing.preprocess_input(PIXELS, **arguments)

@@ -20,6 +20,7 @@ from keras_vit.training import (
     TrainingInterrupted,
     train,
 )
+from keras_vit.training.execution import StrategyName
 
 SMALL = dataclasses.replace(TINY, num_layers=1)
 LOSS = keras.losses.CategoricalCrossentropy(from_logits=True)
@@ -32,10 +33,12 @@ def logits(seed: int, count: int = 6) -> np.ndarray:
 def expected(student: np.ndarray, teacher: np.ndarray, kind: str, temperature: float) -> np.ndarray:
     """The paper's equations 2 and 3 in NumPy, of each image."""
     if kind == "hard":
-        return -log_softmax(student, axis=1)[np.arange(len(student)), teacher.argmax(axis=1)]
+        return np.asarray(
+            -log_softmax(student, axis=1)[np.arange(len(student)), teacher.argmax(axis=1)]
+        )
     wanted = softmax(teacher / temperature, axis=1)
     said = log_softmax(student / temperature, axis=1)
-    return temperature**2 * (wanted * (np.log(wanted) - said)).sum(axis=1)
+    return np.asarray(temperature**2 * (wanted * (np.log(wanted) - said)).sum(axis=1))
 
 
 @pytest.mark.parametrize(
@@ -159,7 +162,8 @@ def test_any_keras_classifier_teaches(batch: tuple[np.ndarray, np.ndarray]) -> N
     for size in ((16, 16), (32, 48), (None, None)):
         teachers = [plain_teacher(size, activation) for activation in (None, "softmax")]
         said = [np.asarray(make(teacher=each).teacher_logits(images)) for each in teachers]
-        np.testing.assert_allclose(*(softmax(each, axis=1) for each in said), atol=1e-6)
+        of_logits, of_softmax = (softmax(each, axis=1) for each in said)
+        np.testing.assert_allclose(of_logits, of_softmax, atol=1e-6)
         resized = keras.ops.image.resize(images, size) if None not in size else images
         np.testing.assert_allclose(said[0], teachers[0](resized), atol=1e-5)
 
@@ -247,6 +251,7 @@ def test_it_is_resumed_to_the_same_bits(data: ImageData, tmp_path: Path) -> None
 @pytest.mark.slow
 def test_two_replicas_distil_what_one_device_does(data: ImageData, tmp_path: Path) -> None:
     """Mirrored, in parts, with the teacher on each replica: the same student."""
+    strategies: list[tuple[StrategyName, int]] = [("none", 1), ("mirrored", 2)]
     recipe = dataclasses.replace(
         RECIPE, optimizer="momentum", accumulator_dtype="float32", dropout_rate=0.0
     )
@@ -258,7 +263,7 @@ def test_two_replicas_distil_what_one_device_does(data: ImageData, tmp_path: Pat
             recipe=recipe,
             execution=Execution(strategy=strategy, accumulate=accumulate),
         )
-        for strategy, accumulate in (("none", 1), ("mirrored", 2))
+        for strategy, accumulate in strategies
     ]
     for one, two in zip(*(run.model.get_weights() for run in runs), strict=True):
         np.testing.assert_allclose(one, two, atol=2e-6)

@@ -58,7 +58,7 @@ def wait_for(
 def test_kill_9_at_any_moment_loses_nothing(tmp_path: Path) -> None:
     """Half of the kills fall into a save; each time it goes on from the last whole checkpoint."""
     draws = random.Random(0)
-    case = {"out": str(tmp_path / "run"), "steps": 8 * KILLS, "checkpoint_steps": 2}
+    case: dict[str, Any] = {"out": str(tmp_path / "run"), "steps": 8 * KILLS, "checkpoint_steps": 2}
     saved = 0
     for number in range(KILLS):
         process = training_rig.start(**case)

@@ -2,15 +2,17 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
 import pytest
 from conftest import TINY, randomize
 
+from keras_vit import ViTConfig
 from keras_vit.model import VisionTransformer
 from keras_vit.training import masked_patches
-from keras_vit.training.masked_patches import MaskedPatchModel, patch_targets
+from keras_vit.training.masked_patches import MaskedPatchModel, Target, patch_targets
 
 TARGETS = ("mean_color", "small_patch", "pixels")
 CONFIGS = {
@@ -29,21 +31,21 @@ CONFIGS = {
 }
 
 
-def images_for(config: object, count: int = 4) -> np.ndarray:
+def images_for(config: ViTConfig, count: int = 4) -> np.ndarray:
     generator = np.random.default_rng(3)
     low, high = (0, 255) if config.include_preprocessing else (-1, 1)
     return generator.uniform(low, high, (count, *config.input_shape)).astype(np.float32)
 
 
-def expected_targets(images: np.ndarray, target: str, *, pixels: bool) -> list:
+def expected_targets(images: np.ndarray, target: Target, *, pixels: bool) -> np.ndarray:
     """Walks over the patches of 8x8 pixels, and over the parts of each."""
     side = {"mean_color": 8, "small_patch": 2, "pixels": 1}[target]
     scaled = images / 255 if pixels else (images + 1) / 2
-    result = []
+    result: list[list[float]] = []
     for image in scaled.astype(np.float64):
         for y in range(0, 32, 8):
             for x in range(0, 48, 8):
-                parts = []
+                parts: list[float] = []
                 for v in range(y, y + 8, side):
                     for u in range(x, x + 8, side):
                         mean = image[v : v + side, u : u + side].mean(axis=(0, 1))
@@ -58,7 +60,7 @@ def expected_targets(images: np.ndarray, target: str, *, pixels: bool) -> list:
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_targets_are_those_of_a_walk_over_the_patches(target: str, name: str) -> None:
+def test_targets_are_those_of_a_walk_over_the_patches(target: Target, name: str) -> None:
     """Colours of 3 bits, of whole patches or 4x4 parts, and pixels, on oblong images."""
     config = CONFIGS[name]
     images = images_for(config)
@@ -69,7 +71,7 @@ def test_targets_are_those_of_a_walk_over_the_patches(target: str, name: str) ->
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_targets_do_not_depend_on_how_pixels_are_scaled(target: str) -> None:
+def test_targets_do_not_depend_on_how_pixels_are_scaled(target: Target) -> None:
     """Of a model that takes scaled images, colours are those of the pixels they came from."""
     pixels = np.random.default_rng(0).integers(0, 256, (2, 32, 48, 3)).astype(np.float32)
     inside = dataclasses.replace(TINY, include_preprocessing=True)
@@ -90,7 +92,7 @@ def test_the_whitest_white_is_the_last_colour() -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_loss_is_that_of_the_corrupted_patches(target: str, name: str) -> None:
+def test_the_loss_is_that_of_the_corrupted_patches(target: Target, name: str) -> None:
     """From the predictions, NumPy's mean over corrupted patches alone is the loss."""
     config = CONFIGS[name]
     model = randomize(MaskedPatchModel(config, target=target, seed=0))
@@ -156,7 +158,7 @@ def test_without_corruption_the_network_is_the_vits(
     "target", ["mean_color", *(pytest.param(t, marks=pytest.mark.slow) for t in TARGETS[1:])]
 )
 @pytest.mark.slow
-def test_fit_lowers_the_loss_and_moves_every_weight(target: str) -> None:
+def test_fit_lowers_the_loss_and_moves_every_weight(target: Target) -> None:
     """Compiled, with dropout and labels that nobody looks at, everything before pooling learns."""
     keras.utils.set_random_seed(0)
     config = dataclasses.replace(TINY, num_layers=1, dropout_rate=0.1)
@@ -205,7 +207,7 @@ def test_mixed_precision_predicts_in_float32() -> None:
     ],
 )
 def test_bad_arguments_are_refused(
-    fields: dict[str, object], arguments: dict[str, object], message: str
+    fields: dict[str, Any], arguments: dict[str, Any], message: str
 ) -> None:
     """The error says what is allowed."""
     with pytest.raises(ValueError, match=message):

@@ -2,13 +2,14 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 
 import keras_vit
 from keras_vit.training import LAMB, RECIPES, AdamW, Recipe
-from keras_vit.training.recipe import Plan, make_optimizer
+from keras_vit.training.recipe import OptimizerName, Plan, make_optimizer
 
 CONFIG = keras_vit.ViTConfig(
     input_shape=(8, 8, 3),
@@ -53,10 +54,10 @@ def test_without_warm_up_it_starts_at_the_top() -> None:
 
 
 @pytest.mark.parametrize(("name", "kind"), [("adamw", AdamW), ("lamb", LAMB)])
-def test_the_numbers_of_adam_are_the_recipes(name: str, kind: type) -> None:
+def test_the_numbers_of_adam_are_the_recipes(name: OptimizerName, kind: type[Any]) -> None:
     """Epsilon is that of optax and torch, not Keras' 1e-7, and averages and decay are as asked."""
     recipe = dataclasses.replace(RECIPE, optimizer=name, betas=(0.8, 0.95), average=0.99)
-    optimizer = make_optimizer(
+    optimizer: Any = make_optimizer(
         recipe, model=keras_vit.VisionTransformer(CONFIG), plan=plan(recipe, 10)
     )
 
@@ -67,7 +68,7 @@ def test_the_numbers_of_adam_are_the_recipes(name: str, kind: type) -> None:
 
 
 @pytest.mark.parametrize(("name", "kept"), [("adamw", 1 - 0.01 * 0.5), ("lamb", 1 - 0.01)])
-def test_only_kernels_decay(name: str, kept: float) -> None:
+def test_only_kernels_decay(name: OptimizerName, kept: float) -> None:
     """With gradients of zero, kernels shrink and biases, norms, token and positions stay.
 
     LAMB's step is as long as the rate says, whatever the decay.

@@ -63,7 +63,7 @@ def test_an_adapted_model_is_copied_as_one(data: ImageData) -> None:
 
 def test_a_function_makes_the_model_where_it_is_to_lie(data: ImageData) -> None:
     """Nothing is copied then."""
-    made: list[Any] = []
+    made: list[keras_vit.VisionTransformer] = []
 
     def make() -> keras_vit.VisionTransformer:
         made.append(keras_vit.VisionTransformer(CONFIG))

@@ -26,6 +26,7 @@ from keras_vit.training import (
     pretrain,
     train,
 )
+from keras_vit.training.execution import StrategyName
 
 CONFIG = keras_vit.ViTConfig(
     input_shape=(16, 24, 3),
@@ -82,7 +83,7 @@ def test_the_run_directory_is_that_of_a_training(trained: Run) -> None:
         CONFIG, classes=None, include_preprocessing=True
     )
     assert not weights_differ(opened.model, trained.model)
-    assert Image.open(trained.path / "reconstructions.png").convert("L").getextrema()[0] < 100
+    assert np.asarray(Image.open(trained.path / "reconstructions.png").convert("L")).min() < 100
 
 
 @pytest.mark.slow
@@ -167,6 +168,7 @@ def test_two_replicas_learn_what_one_device_learns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the places of the corruption fixed, weights after some steps agree."""
+    strategies: list[tuple[StrategyName, int]] = [("none", 1), ("mirrored", 2)]
     monkeypatch.setattr(MaskedPatchModel, "_corrupt", _corrupt_every_second)
     pixels = np.random.default_rng(1).integers(0, 256, (32, 16, 24, 3)).astype(np.uint8)
     part = Split(images=pixels, targets=np.zeros(32, np.int32))
@@ -180,7 +182,7 @@ def test_two_replicas_learn_what_one_device_learns(
             recipe=dataclasses.replace(recipe, augmentation=Augmentation()),
             execution=Execution(strategy=strategy, accumulate=accumulate),
         )
-        for strategy, accumulate in (("none", 1), ("mirrored", 2))
+        for strategy, accumulate in strategies
     ]
     for one, two in zip(*(run.model.get_weights() for run in runs), strict=True):
         np.testing.assert_allclose(one, two, atol=2e-6)
@@ -201,8 +203,8 @@ def test_evaluation_corrupts_the_same_each_time() -> None:
     image = np.zeros((2, 16, 24, 3), np.float32)
     seen = [np.asarray(model(image, training=False)["corrupted"]) for _ in range(2)]
     drawn = [np.asarray(model(image, training=True)["corrupted"]) for _ in range(2)]
-    np.testing.assert_array_equal(*seen)
-    assert not np.array_equal(*drawn)
+    np.testing.assert_array_equal(seen[0], seen[1])
+    assert not np.array_equal(drawn[0], drawn[1])
     assert masked_patches.EVALUATION_SEEDS == (1, 2, 3)
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from typing import Any
 
 import pytest
 
@@ -34,8 +35,9 @@ def test_a_recipe_survives_json(name: str) -> None:
 @pytest.mark.parametrize(("name", "value"), WRONG)
 def test_impossible_numbers_are_errors(name: str, value: float) -> None:
     """A number out of range is named with its limits and its value."""
+    fields: dict[str, Any] = {name: value}
     with pytest.raises(ValueError, match=f"{name} must lie between .* Received: {name}={value}"):
-        dataclasses.replace(RECIPES["scratch"], **{name: value})
+        dataclasses.replace(RECIPES["scratch"], **fields)
 
 
 @pytest.mark.parametrize(
@@ -44,8 +46,9 @@ def test_impossible_numbers_are_errors(name: str, value: float) -> None:
 )
 def test_unknown_parts_are_errors(name: str, value: str) -> None:
     """A part that does not exist is named with those that do."""
+    fields: dict[str, Any] = {name: value}
     with pytest.raises(ValueError, match=f"{name} must be one of .* Received: {name}='{value}'"):
-        dataclasses.replace(RECIPES["scratch"], **{name: value})
+        dataclasses.replace(RECIPES["scratch"], **fields)
 
 
 def test_a_recipe_has_one_length() -> None:
@@ -110,7 +113,7 @@ WRONG_MODELS = [
 
 @pytest.mark.parametrize(("model", "message"), WRONG_MODELS)
 def test_fields_of_the_model_that_mean_nothing_are_errors(
-    model: dict[str, object], message: str
+    model: dict[str, Any], message: str
 ) -> None:
     """A field is refused with the reason when the recipe is made, not when the model is."""
     with pytest.raises(ValueError, match=message):

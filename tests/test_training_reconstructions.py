@@ -39,7 +39,8 @@ def test_right_predictions_look_like_what_was_wanted(target: str, pixels: bool) 
     """Where nothing is corrupted all are the image; where it is, the target's own coarseness."""
     low, high = (0, 255) if pixels else (-1, 1)
     images = np.random.default_rng(0).uniform(low, high, (2, 32, 48, 3)).astype(np.float32)
-    found = reconstruct(Knowing(target, pixels=pixels), images)
+    knowing: Any = Knowing(target, pixels=pixels)
+    found = reconstruct(knowing, images)
     scaled = images / 127.5 - 1 if pixels else images
     np.testing.assert_allclose(found.images, scaled, atol=1e-6)
     np.testing.assert_allclose(found.predicted, found.wanted, atol=1e-6)

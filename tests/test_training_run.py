@@ -12,7 +12,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from conftest import TINY, randomize
+from conftest import CLASSES, TINY, randomize
 
 from keras_vit import VisionTransformer
 from keras_vit.cli.main import main
@@ -90,7 +90,7 @@ def test_a_run_of_images_in_memory_cannot_be_measured_again(tmp_path: Path) -> N
         opened.data()
 
 
-LABELS = [f"class {place}" for place in range(TINY.classes)]
+LABELS = [f"class {place}" for place in range(CLASSES)]
 Damage = Callable[[Path], Any]
 
 
@@ -246,7 +246,7 @@ def test_labels_cannot_move_the_cursor(
 ) -> None:
     """On the terminal they are escaped; in JSON they are as they are."""
     folder = shutil.copytree(sound, tmp_path / "run")
-    wild = [f"\x1b[2J\u202e\x07 {place}" for place in range(TINY.classes)]
+    wild = [f"\x1b[2J\u202e\x07 {place}" for place in range(CLASSES)]
     says(labels=wild)(folder)
     picture = tmp_path / "dot\x1b[31m.png"
     picture.write_bytes(run_picture())

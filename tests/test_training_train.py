@@ -134,7 +134,7 @@ def test_training_learns(data: ImageData, tmp_path: Path) -> None:
 
     assert epochs[-1].loss < 0.7 * epochs[0].loss
     assert epochs[-1].validation_accuracy == 1.0
-    assert epochs[-1].accuracy > 0.8  # of 16 images, while they are learnt
+    assert (epochs[-1].accuracy or 0) > 0.8  # of 16 images, while they are learnt
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import io
 import pickle
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import numpy as np
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from keras_vit.weights.arrays import read_npz
 
 
-def archive(path: Path, members: dict[str, bytes], **arguments: int) -> Path:
+def archive(path: Path, members: dict[str, bytes], **arguments: Any) -> Path:
     with zipfile.ZipFile(path, "w", **arguments) as opened:
         for name, content in members.items():
             opened.writestr(name, content)
@@ -35,7 +36,7 @@ def header(shape: str, descr: str = "'<f4'") -> bytes:
 def test_arrays_are_read_as_numpy_reads_them(tmp_path: Path) -> None:
     """Scalars, empty, Fortran-ordered, half and integer arrays come back equal."""
     generator = np.random.default_rng(0)
-    arrays = {
+    arrays: dict[str, Any] = {
         "scalar": np.array(2.5),
         "empty": np.zeros((0, 3), np.float32),
         "fortran": np.asfortranarray(generator.standard_normal((3, 4, 5))),
@@ -118,7 +119,9 @@ def test_a_damaged_file_is_an_error_or_the_same_arrays(
     position: float, bit: int, cut: bool, tmp_path: Path
 ) -> None:
     """Whatever bit flips or wherever the file ends: a clean sentence, or arrays that are equal."""
-    arrays = {f"a{i}": np.random.default_rng(i).standard_normal((3, 5)) for i in range(3)}
+    arrays: dict[str, Any] = {
+        f"a{i}": np.random.default_rng(i).standard_normal((3, 5)) for i in range(3)
+    }
     path = tmp_path / "a.npz"
     np.savez(path, **arrays)
     content = bytearray(path.read_bytes())

@@ -27,7 +27,7 @@ TOLERANCE = 2e-5  # float noise stays below 6e-6
 
 
 def answers(model: keras.Model, images: np.ndarray) -> np.ndarray:
-    return keras.ops.convert_to_numpy(model(images))
+    return np.asarray(keras.ops.convert_to_numpy(model(images)))
 
 
 def copied(family: str, folder: Path) -> Path:
@@ -62,7 +62,7 @@ def test_a_folder_gives_its_librarys_numbers(family: str) -> None:
     assert model.output_shape == (None, 7 if "logits" in reference.files else 16)
 
 
-WRONG = {
+WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "pixels": ("timm_deit", {"image_mean": (0.5,) * 3, "image_std": (0.5,) * 3}),
     "activation": ("timm_siglip_tanh", {"activation": "gelu"}),
     "heads": ("timm_vit", {"num_heads": 4}),
@@ -359,7 +359,7 @@ def other_numbers(folder: Path) -> dict[str, tuple[Path, keras_vit.ViTConfig]]:
     }
 
 
-DEPARTED = [
+DEPARTED: list[dict[str, Any]] = [
     {"activation": "swap"},
     {"layer_norm_epsilon": 2e-6},
     {"image_mean": (0.4, 0.5, 0.6)},
@@ -374,7 +374,9 @@ def test_weights_of_other_numbers_are_refused(kind: str, tmp_path: Path) -> None
     keras_vit.weights.load(VisionTransformer(config), path)
     swapped = "gelu" if config.activation == "gelu_tanh" else "gelu_tanh"
     for departed in DEPARTED:
-        fields = {name: swapped if v == "swap" else v for name, v in departed.items()}
+        fields: dict[str, Any] = {
+            name: swapped if v == "swap" else v for name, v in departed.items()
+        }
         model = randomize(VisionTransformer(dataclasses.replace(config, **fields)))
         before = model.get_weights()
         (name,) = fields

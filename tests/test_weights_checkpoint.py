@@ -4,6 +4,7 @@ import dataclasses
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import keras
 import ml_dtypes
@@ -17,7 +18,7 @@ from keras_vit.model import VisionTransformer
 
 HYBRID = dataclasses.replace(TINY, input_shape=(32, 64, 3), patch_size=1, resnet_layers=(2, 1, 1))
 MAP = dataclasses.replace(TINY, pooling="map", class_token=False)
-Arrays = dict[str, np.ndarray]
+Arrays = dict[str, Any]
 
 
 def linen(arrays: Arrays) -> Arrays:
@@ -104,14 +105,16 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, np
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_gives_the_same_model(layout: str, expected: dict, tmp_path: Path) -> None:
+def test_every_layout_gives_the_same_model(
+    layout: str, expected: dict[str, Any], tmp_path: Path
+) -> None:
     """Prefixes, newer names, scanned blocks and odd norm shapes change nothing in the model."""
     config, change = LAYOUTS[layout]
     path = write(tmp_path / "weights.npz", change(published.arrays(config)))
     assert_equal(loaded(config, path), expected[str(config)])
 
 
-def test_layout_comparison_can_fail(expected: dict) -> None:
+def test_layout_comparison_can_fail(expected: dict[str, Any]) -> None:
     """One changed number in one array is seen."""
     values = dict(expected[str(TINY)])
     values["block_1/mlp/fc1/bias"] = values["block_1/mlp/fc1/bias"] + np.float32(1e-7)

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import published
@@ -37,7 +38,7 @@ def test_a_grid_that_is_no_square_is_known(tmp_path: Path) -> None:
     assert keras_vit.load(path, input_shape=(64, 64, 3)).config.grid == (8, 8)
 
 
-MARKED = {
+MARKED: dict[str, tuple[dict[str, Any], bool]] = {
     "GELU": ({"activation": "gelu"}, True),
     "epsilon": ({"layer_norm_epsilon": 1e-5}, True),
     "mean": ({"image_mean": (0.1, 0.2, 0.3)}, True),

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import download_rig as rig
 import numpy as np
@@ -43,9 +44,12 @@ def url(server: rig.Server) -> str:
     return server.url + rig.NAME
 
 
-def run_child(code: str, *arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
+def run_child(code: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", code, str(rig.SOURCE), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
+    done: subprocess.CompletedProcess[str] = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, **options
+    )
+    return done
 
 
 @pytest.mark.slow

@@ -56,7 +56,7 @@ def hugging_face(tmp_path: Path) -> Path:
 
 
 def logits(model: keras.Model) -> np.ndarray:
-    return keras.ops.convert_to_numpy(model(published.images(TORCH)))
+    return np.asarray(keras.ops.convert_to_numpy(model(published.images(TORCH))))
 
 
 def test_hugging_face_logits(hugging_face: Path) -> None:

@@ -8,6 +8,7 @@ import time
 import tracemalloc
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from conftest import randomize
 import keras_vit
 from campaigns import oracle, runner
 from campaigns.weights import _HDF5, CONFIG, Campaign
-from keras_vit.weights import loading
+from keras_vit import backend
 
 ARRAYS = published.arrays(CONFIG)
 POSITIONS = "Transformer/posembed_input/pos_embedding"
@@ -51,7 +52,10 @@ def header(shape: str) -> bytes:
     return b"\x93NUMPY\x02\x00" + struct.pack("<I", len(text)) + text
 
 
-def npz(*extra: tuple[str, Any], packed: bool = False, **changes: Any) -> Callable[[Path], None]:
+LONG_NAMES: dict[str, Any] = {"x" * 5000 + str(i): 1 for i in range(9)}
+
+
+def npz(*extra: tuple[str, Any], packed: Any = False, **changes: Any) -> Callable[[Path], None]:
     """Writes the sound arrays with some more or others; bytes are taken as they are."""
 
     def write(path: Path) -> None:
@@ -124,7 +128,7 @@ NPZ = {
     "a long header": (npz(("x", header("(" + " " * 20000 + "3,)"))), "'x.npy' is not a NumPy arr"),
     "many sides": (npz(("x", header("(" + "1," * 3000 + ")"))), "'x' declares shape"),
     "long names": (
-        lambda path: np.savez(path, **{"x" * 5000 + str(i): 1 for i in range(9)}),
+        lambda path: np.savez(path, **LONG_NAMES),
         "...",
     ),
 }
@@ -274,7 +278,7 @@ def entry(name: str, **fields: Any) -> Callable[[bytes], bytes]:
     return safetensors_header(lambda settings: settings[name].update(fields))
 
 
-HEADERS = {
+HEADERS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "a header of 2**60 bytes": (lambda c: struct.pack("<Q", 2**60) + c[8:], "header of 1152921"),
     "an empty file": (lambda c: b"", "not a whole .safetensors file"),
     "offsets that overlap": (entry("cls_token", data_offsets=[0, 32]), "does not begin|fills its"),
@@ -307,7 +311,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path, model: keras_vit.VisionTrans
     (tmp_path / "link.npz").symlink_to(tmp_path / "nowhere")
     for name in ("pipe.npz", "folder.npz", "device.npz", "link.npz"):
         path = tmp_path / name
-        check_refused(lambda path=path: keras_vit.weights.load(model, path), "file", (name,))
+        check_refused(partial(keras_vit.weights.load, model, path), "file", (name,))
 
 
 def test_a_pipe_in_place_of_the_config(
@@ -328,14 +332,14 @@ def test_loading_is_all_or_nothing(
 ) -> None:
     """An interrupt between two variables leaves the model as it was."""
     before, calls = model.get_weights(), iter(range(100))
-    adopt = loading.backend.adopt
+    adopt = backend.adopt
 
     def fails(value: np.ndarray) -> Any:
         if next(calls) == 5:
             raise error
         return adopt(value)
 
-    monkeypatch.setattr(loading.backend, "adopt", fails)
+    monkeypatch.setattr(backend, "adopt", fails)
     with pytest.raises(error):
         keras_vit.weights.load(model, sound / "vit.npz")
     for old, new in zip(before, model.get_weights(), strict=True):

@@ -7,7 +7,7 @@ import pytest
 import scipy.ndimage
 from hypothesis import strategies as st
 
-from keras_vit.weights.positions import resample_positions, square_grid
+from keras_vit.weights.positions import Method, resample_positions, square_grid
 
 GOLDEN = np.load(published.GOLDEN / "positions.npz")
 GRIDS = ["14_to_24", "7_to_12", "16_to_37", "24_to_14", "14_to_14"]
@@ -56,7 +56,7 @@ TORCH_ROWS = {
 
 
 @pytest.mark.parametrize("method", TORCH_ROWS)
-def test_half_pixel_methods_are_pytorchs(method: str) -> None:
+def test_half_pixel_methods_are_pytorchs(method: Method) -> None:
     """A ramp becomes what PyTorch's interpolate makes of it."""
     ramp = np.arange(4.0).reshape(1, 4, 1)
     made = resample_positions(ramp, (1, 4), (1, 6), method=method)
@@ -66,7 +66,7 @@ def test_half_pixel_methods_are_pytorchs(method: str) -> None:
 @fast
 @hypothesis.given(sides, sides, sides, sides, st.sampled_from(METHODS), st.sampled_from([0, 1]))
 def test_resampling_properties(
-    h: int, w: int, new_h: int, new_w: int, method: str, prefix: int
+    h: int, w: int, new_h: int, new_w: int, method: Method, prefix: int
 ) -> None:
     """Constant stays constant, it is linear, and height and width may change places."""
     positions = table(h, w, prefix)
@@ -83,7 +83,7 @@ def test_resampling_properties(
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_same_grid_is_the_same_table(method: str) -> None:
+def test_same_grid_is_the_same_table(method: Method) -> None:
     """Nothing is computed where nothing changes."""
     positions = table(3, 5)
     assert resample_positions(positions, (3, 5), (3, 5), method=method) is positions

@@ -12,8 +12,9 @@ import sys
 import threading
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import download_rig as rig
 import huggingface_hub
@@ -33,7 +34,7 @@ LAYOUTS = {
 TINY_AUGREG = "augreg/Ti_16-i21k-300ep-lr_0.001-aug_none-wd_0.03-do_0.0-sd_0.0"
 
 
-def constant_arrays(config: keras_vit.ViTConfig) -> dict[str, np.ndarray]:
+def constant_arrays(config: keras_vit.ViTConfig) -> dict[str, Any]:
     """Returns the arrays of a checkpoint, each filled with a number of its own."""
     shapes = [
         pair for row in original_rows(config) for pair in zip(row.names, row.shapes, strict=True)
@@ -412,7 +413,7 @@ def test_sha256_is_compared_before_anything_is_read(
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     with rig.serving() as server:
         server.files["/vit.npz"] = file.read_bytes()
-        roads = {
+        roads: dict[str, Callable[[Any], Any]] = {
             "load": lambda sha256: keras_vit.load(file, sha256=sha256),
             "model": lambda sha256: keras_vit.weights.load(
                 keras_vit.VisionTransformer(config), file, sha256=sha256

@@ -508,6 +508,7 @@ def test_strange_headers(name: str, server: rig.Server) -> None:
     server.files["/x.safetensors"] = SOUND
     server.faults = [rig.raw(STRANGE[name])] * 20
 
+    said: bytes | str
     try:
         said = download.fetch(f"{server.url}/x.safetensors", wait=lambda _: None).read_bytes()
     except (ConnectionError, ValueError) as error:

@@ -12,6 +12,7 @@ from test_model_variants import AVERAGE, CONFIGS, expected_logits, images_for, m
 
 import keras_vit
 from keras_vit.model import VisionTransformer
+from keras_vit.weights.positions import Method
 
 # One of the fields that a sentence about the variant has to name.
 CHANGED = {
@@ -29,7 +30,7 @@ def quick(*names: str) -> list[Any]:
 
 @pytest.mark.parametrize("method", ["original", "bilinear"])
 @pytest.mark.parametrize("name", quick("learned in 2-D", "relative", "all, every block"))
-def test_resized_variant_is_the_same_network_on_another_grid(name: str, method: str) -> None:
+def test_resized_variant_is_the_same_network_on_another_grid(name: str, method: Method) -> None:
     """Tables of every kind are resampled, sines computed anew; every other weight is copied."""
     model = model_of(name)
     bigger = keras_vit.resize(model, (48, 40, 3), positions=method)

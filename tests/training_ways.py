@@ -304,7 +304,7 @@ def _lossy(name: str, *, accumulate: int = 1, **arguments: Any) -> tuple[Any, An
 
 
 _CROSS = "SparseCategoricalCrossentropy"
-_BY_WEIGHT = {"from_logits": True, "reduction": "mean_with_sample_weight"}
+_BY_WEIGHT: dict[str, Any] = {"from_logits": True, "reduction": "mean_with_sample_weight"}
 WAYS: dict[str, Any] = {
     "fit": lambda: _alone(_compiled(_vit())),
     "train_step": lambda: _subclass(train_step=_textbook_step),

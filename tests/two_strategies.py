@@ -6,6 +6,7 @@ Its argument is a list of (width of the model, devices of the strategy), as JSON
 
 import json
 import sys
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -19,7 +20,12 @@ def _main(cases: list[tuple[int, int]]) -> None:
     for width, count in cases:
         strategy = tf.distribute.MirroredStrategy([f"CPU:{index}" for index in range(count)])
         with strategy.scope():
-            sizes = {"hidden_dim": width, "mlp_dim": 8, "num_heads": 2, "num_layers": 1}
+            sizes: dict[str, Any] = {
+                "hidden_dim": width,
+                "mlp_dim": 8,
+                "num_heads": 2,
+                "num_layers": 1,
+            }
             config = ViTConfig(input_shape=(8, 8, 3), patch_size=4, classes=3, **sizes)
             model = VisionTransformer(config)
             model.compile("sgd", "mse")

@@ -5,8 +5,11 @@ Source: tensorflow/serving, batching/batching_session.cc.
 
 import queue
 import threading
+from collections.abc import Callable, Sequence
 
 import numpy as np
+
+Arrays = dict[str, np.ndarray]
 
 
 class BatchingSession:
@@ -16,15 +19,21 @@ class BatchingSession:
     in the server.
     """
 
-    def __init__(self, run, *, allowed_sizes, timeout=0.2):
+    def __init__(
+        self,
+        run: Callable[[str, Arrays], Arrays],
+        *,
+        allowed_sizes: Sequence[int],
+        timeout: float = 0.2,
+    ) -> None:
         self._run = run
         self._allowed = tuple(allowed_sizes)
         self._timeout = timeout
-        self._queue = queue.Queue()
-        self.sizes = []
+        self._queue: queue.Queue[_Task] = queue.Queue()
+        self.sizes: list[int] = []
         threading.Thread(target=self._work, daemon=True).start()
 
-    def run(self, signature, inputs):
+    def run(self, signature: str, inputs: Arrays) -> Arrays:
         task = _Task(signature, inputs)
         self._queue.put(task)
         task.done.wait()
@@ -32,8 +41,8 @@ class BatchingSession:
             raise task.error
         return task.outputs
 
-    def _work(self):
-        waiting = None
+    def _work(self) -> None:
+        waiting: _Task | None = None
         while True:
             tasks = [waiting or self._queue.get()]
             waiting = None
@@ -48,10 +57,10 @@ class BatchingSession:
                 pass
             self._process(tasks)
 
-    def _overflows(self, tasks, task):
+    def _overflows(self, tasks: "list[_Task]", task: "_Task") -> bool:
         return sum(each.rows for each in (*tasks, task)) > self._allowed[-1]
 
-    def _process(self, tasks):
+    def _process(self, tasks: "list[_Task]") -> None:
         rows = sum(task.rows for task in tasks)
         size = next((size for size in self._allowed if size >= rows), rows)
         try:
@@ -73,16 +82,18 @@ class BatchingSession:
             task.done.set()
 
     @staticmethod
-    def _merged(tasks, name, padding):
+    def _merged(tasks: "list[_Task]", name: str, padding: int) -> np.ndarray:
         parts = [task.inputs[name] for task in tasks]
         return np.concatenate([*parts, *[parts[-1][:1]] * padding])
 
 
 class _Task:
-    def __init__(self, signature, inputs):
+    def __init__(self, signature: str, inputs: Arrays) -> None:
         self.signature, self.inputs = signature, inputs
         self.rows = len(next(iter(inputs.values())))
         # What the server's scheduler tells apart: the signature's tensors, their types and shapes.
         self.kind = (signature, *((name, value.dtype, value.shape[1:])
                                   for name, value in sorted(inputs.items())))  # fmt: skip
-        self.done, self.outputs, self.error = threading.Event(), None, None
+        self.done = threading.Event()
+        self.outputs: Arrays = {}
+        self.error: Exception | None = None

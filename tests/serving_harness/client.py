@@ -13,7 +13,12 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from keras_vit.exporting import clean
 
@@ -22,14 +27,14 @@ IMAGE = os.environ.get("KERAS_VIT_SERVING_IMAGE")
 SECONDS = 60
 
 
-def serving(directory, *allowed_sizes):
+def serving(directory: Path, *allowed_sizes: int) -> "AbstractContextManager[Served]":
     """Serves a model directory while the block runs, in batches if sizes are given."""
     start = _docker if IMAGE else _stand_in
     return start(Path(directory), allowed_sizes)
 
 
 @contextlib.contextmanager
-def _stand_in(directory, allowed_sizes):
+def _stand_in(directory: Path, allowed_sizes: tuple[int, ...]) -> "Iterator[Served]":
     script = Path(__file__).parent / "server.py"
     process = subprocess.Popen(
         [sys.executable, "-P", script, BOOTSTRAP, directory, *map(str, allowed_sizes)],
@@ -40,6 +45,7 @@ def _stand_in(directory, allowed_sizes):
         text=True,
     )
     try:
+        assert process.stdout is not None
         line = process.stdout.readline()
         if not line:
             raise RuntimeError(process.communicate()[1][-2000:])
@@ -50,8 +56,10 @@ def _stand_in(directory, allowed_sizes):
 
 
 @contextlib.contextmanager
-def _docker(directory, allowed_sizes):
-    name, flags = directory.name, []
+def _docker(directory: Path, allowed_sizes: tuple[int, ...]) -> "Iterator[Served]":
+    assert IMAGE is not None
+    name = directory.name
+    flags: list[str] = []
     if allowed_sizes:
         (directory / "test_batching.txt").write_text(
             f"max_batch_size {{ value: {allowed_sizes[-1]} }}\n"
@@ -77,7 +85,7 @@ def _docker(directory, allowed_sizes):
         subprocess.run(["docker", "stop", container], check=True, capture_output=True)
 
 
-def _free_ports(count):
+def _free_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
@@ -88,10 +96,10 @@ def _free_ports(count):
 class Served:
     """A running server."""
 
-    def __init__(self, name, grpc_port, rest_port):
+    def __init__(self, name: str, grpc_port: int, rest_port: int) -> None:
         self.name, self.grpc_port, self.rest_port = name, grpc_port, rest_port
 
-    def stub(self):
+    def stub(self) -> Any:
         """A gRPC stub of PredictionService."""
         import grpc
         from tensorflow_serving.apis import prediction_service_pb2_grpc
@@ -100,7 +108,9 @@ class Served:
         channel = grpc.insecure_channel(f"127.0.0.1:{self.grpc_port}", options=options)
         return prediction_service_pb2_grpc.PredictionServiceStub(channel)
 
-    def predict(self, signature, *, name=None, **inputs):
+    def predict(
+        self, signature: str, *, name: str | None = None, **inputs: Any
+    ) -> dict[str, np.ndarray]:
         """Asks over gRPC and returns the outputs as arrays."""
         import tensorflow as tf
         from tensorflow_serving.apis import predict_pb2
@@ -113,7 +123,7 @@ class Served:
         response = self.stub().Predict(request, timeout=SECONDS)
         return {key: tf.make_ndarray(value) for key, value in response.outputs.items()}
 
-    def rest(self, body, path=None):
+    def rest(self, body: Any, path: str | None = None) -> tuple[int, Any]:
         """Posts JSON and returns (HTTP code, JSON)."""
         url = f"http://127.0.0.1:{self.rest_port}/v1/models/{path or self.name + ':predict'}"
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -123,7 +133,7 @@ class Served:
         except urllib.error.HTTPError as error:
             return error.code, json.load(error)
 
-    def status(self):
+    def status(self) -> Any:
         """The model's status over REST."""
         url = f"http://127.0.0.1:{self.rest_port}/v1/models/{self.name}"
         with urllib.request.urlopen(url, timeout=SECONDS) as response:

@@ -5,8 +5,12 @@ Source: tensorflow/serving, util/json_tensor.cc and docs/api_rest.md.
 
 import base64
 import binascii
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
+
+Arrays = dict[str, np.ndarray]
 
 INTEGERS = (np.uint8, np.int32, np.int64)
 
@@ -15,7 +19,7 @@ class JsonError(ValueError):
     """A request that the server answers with 400."""
 
 
-def read_inputs(body, signatures):
+def read_inputs(body: Any, signatures: Mapping[str, Any]) -> tuple[str, Arrays, str]:
     """Returns (signature name, inputs by name, "row" or "columnar") of a request's JSON."""
     if not isinstance(body, dict):
         raise JsonError("Request body must be a JSON object")
@@ -30,7 +34,7 @@ def read_inputs(body, signatures):
     return name, _columns(body["inputs"], described), "columnar"
 
 
-def write_outputs(outputs, layout):
+def write_outputs(outputs: Arrays, layout: str) -> dict[str, Any]:
     """Returns the JSON of an answer."""
     plain = {name: _plain(name, value) for name, value in outputs.items()}
     alone = next(iter(plain.values())) if len(plain) == 1 else None
@@ -44,7 +48,7 @@ def write_outputs(outputs, layout):
     }
 
 
-def _rows(instances, described):
+def _rows(instances: Any, described: Mapping[str, Any]) -> Arrays:
     if not isinstance(instances, list) or not instances:
         raise JsonError("'instances' must be a list with at least one element")
     if _is_named(instances[0]):
@@ -61,7 +65,7 @@ def _rows(instances, described):
     return {name: _tensor(name, value, described[name]) for name, value in columns.items()}
 
 
-def _columns(inputs, described):
+def _columns(inputs: Any, described: Mapping[str, Any]) -> Arrays:
     if not _is_named(inputs):
         if len(described) != 1:
             raise JsonError("inputs is a plain value/list, but expecting an object")
@@ -72,12 +76,12 @@ def _columns(inputs, described):
     return {name: _tensor(name, inputs[name], tensor) for name, tensor in described.items()}
 
 
-def _is_named(value):
+def _is_named(value: Any) -> bool:
     return isinstance(value, dict) and set(value) != {"b64"}
 
 
-def _tensor(name, value, described):
-    from clean import loader
+def _tensor(name: str, value: Any, described: Any) -> np.ndarray:
+    from clean import loader  # type: ignore[import-not-found]
 
     if described.dtype == loader.STRING:
         leaves, shape = _flat(value, _string)
@@ -89,7 +93,7 @@ def _tensor(name, value, described):
     return np.array(leaves, dtype).reshape(shape)
 
 
-def _flat(value, read):
+def _flat(value: Any, read: Callable[[Any], Any]) -> tuple[list[Any], tuple[int, ...]]:
     if not isinstance(value, list):
         return [read(value)], ()
     parts = [_flat(item, read) for item in value]
@@ -100,7 +104,7 @@ def _flat(value, read):
     return [leaf for leaves, _ in parts for leaf in leaves], shape
 
 
-def _string(leaf):
+def _string(leaf: Any) -> bytes:
     if isinstance(leaf, str):
         return leaf.encode()
     if isinstance(leaf, dict) and set(leaf) == {"b64"} and isinstance(leaf["b64"], str):
@@ -111,7 +115,7 @@ def _string(leaf):
     raise JsonError(f"JSON Value: {leaf!r} is not formatted correctly for base64 data")
 
 
-def _number(name, leaf, dtype):
+def _number(name: str, leaf: Any, dtype: Any) -> Any:
     wants_integer = dtype in INTEGERS
     fits = isinstance(leaf, int) if wants_integer else isinstance(leaf, int | float)
     if isinstance(leaf, bool) or not fits:
@@ -121,11 +125,11 @@ def _number(name, leaf, dtype):
     return leaf
 
 
-def _plain(name, value):
+def _plain(name: str, value: np.ndarray) -> list[Any]:
     if value.ndim == 0:
         raise JsonError(f"Tensor name: {name} has no batch dimension")
     if value.dtype != object:
-        return value.tolist()
+        return list(value.tolist())
     if name.endswith("_bytes"):
         return [{"b64": base64.b64encode(item).decode()} for item in value.ravel()]
     return [[text.decode() for text in row] for row in value.reshape(len(value), -1)]

@@ -4,6 +4,8 @@ Fields of BatchingParameters (servables/tensorflow/session_bundle_config.proto) 
 (config/monitoring_config.proto) in tensorflow/serving.
 """
 
+from typing import Any
+
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, wrappers_pb2
 
 _LONG = ".google.protobuf.Int64Value"
@@ -22,7 +24,7 @@ _MESSAGES = {
 }
 
 
-def message(name):
+def message(name: str) -> Any:
     """An empty message of that name."""
     file = descriptor_pb2.FileDescriptorProto(
         name="settings.proto", package="tensorflow.serving", syntax="proto3"

@@ -17,8 +17,10 @@ import re
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
+from typing import Any
 
 POLL_SECONDS = 0.1
 HTTP_CODES = {"INVALID_ARGUMENT": 400, "FAILED_PRECONDITION": 400, "NOT_FOUND": 404}
@@ -35,16 +37,20 @@ def disable_xla(folder):
 class Servable:
     """The highest version of a model directory, always."""
 
-    def __init__(self, directory, allowed_sizes):
+    def __init__(self, directory: Path, allowed_sizes: tuple[int, ...]) -> None:
         self.directory, self.allowed_sizes = directory, allowed_sizes
-        self.name, self.version, self.model, self.session = directory.name, None, None, None
+        self.name = directory.name
+        self.version: int | None = None
+        self.model: Any = None
+        self.session: Any = None
         self.warmed = 0
-        self.load_errors = []
+        self.load_errors: list[str] = []
         self.refresh()
         threading.Thread(target=self._watch, daemon=True).start()
 
-    def refresh(self):
-        from clean import loader, savedmodel_checks
+    def refresh(self) -> None:
+        import batching
+        from clean import loader, savedmodel_checks  # type: ignore[import-not-found]
 
         versions = [int(child.name) for child in self.directory.iterdir() if child.name.isdecimal()]
         newest = max(versions, default=None)
@@ -58,7 +64,7 @@ class Servable:
             session = batching.BatchingSession(model.run, allowed_sizes=self.allowed_sizes)
         self.model, self.session, self.version = model, session, newest
 
-    def predict(self, name, signature, inputs):
+    def predict(self, name: str, signature: str, inputs: dict[str, Any]) -> Any:
         if name != self.name:
             raise self._error("NOT_FOUND", f"Servable not found for request: Latest({name})")
         described = self.model.signatures.get(signature)
@@ -75,7 +81,7 @@ class Servable:
             )
         return self.session.run(signature, inputs)
 
-    def _watch(self):
+    def _watch(self) -> None:
         while True:
             time.sleep(POLL_SECONDS)
             try:
@@ -84,19 +90,19 @@ class Servable:
                 self.load_errors.append(str(error))
 
     @staticmethod
-    def _error(code, message):
+    def _error(code: str, message: str) -> Any:
         from clean import loader
 
         return loader.ServingError(code, message)
 
 
-def make_grpc_server(servable):
+def make_grpc_server(servable: Servable) -> tuple[Any, int]:
     import grpc
     from tensorflow import make_ndarray, make_tensor_proto
     from tensorflow_serving.apis import classification_pb2, predict_pb2, prediction_service_pb2_grpc
 
     @contextlib.contextmanager
-    def aborting(context):
+    def aborting(context: Any) -> Iterator[None]:
         from clean import loader
 
         try:
@@ -107,7 +113,7 @@ def make_grpc_server(servable):
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
     class Service(prediction_service_pb2_grpc.PredictionServiceServicer):
-        def Predict(self, request, context):
+        def Predict(self, request: Any, context: Any) -> Any:
             signature = request.model_spec.signature_name or "serving_default"
             response = predict_pb2.PredictResponse()
             with aborting(context):
@@ -118,7 +124,7 @@ def make_grpc_server(servable):
             response.model_spec.version.value = servable.version
             return response
 
-        def Classify(self, request, context):
+        def Classify(self, request: Any, context: Any) -> Any:
             import numpy as np
 
             signature = request.model_spec.signature_name or "serving_default"
@@ -141,9 +147,9 @@ def make_grpc_server(servable):
     return server, server.add_insecure_port("127.0.0.1:0")
 
 
-def make_rest_server(servable):
+def make_rest_server(servable: Servable) -> http.server.ThreadingHTTPServer:
     class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
+        def do_GET(self) -> None:
             url = URL.match(self.path)
             if url is None or url["name"] != servable.name:
                 self._answer(404, {"error": "Servable not found"})
@@ -152,7 +158,8 @@ def make_rest_server(servable):
             entry = {"version": str(servable.version), "state": "AVAILABLE", "status": status}
             self._answer(200, {"model_version_status": [entry], "warmed": servable.warmed})
 
-        def do_POST(self):
+        def do_POST(self) -> None:
+            import json_rules
             from clean import loader
 
             url = URL.match(self.path)
@@ -170,7 +177,7 @@ def make_rest_server(servable):
             except ValueError as error:  # also what json and the rules raise
                 self._answer(400, {"error": str(error)})
 
-        def _answer(self, code, body):
+        def _answer(self, code: int, body: dict[str, Any]) -> None:
             content = json.dumps(body).encode()
             self.send_response(code)
             self.send_header("Content-Type", "application/json")
@@ -178,22 +185,21 @@ def make_rest_server(servable):
             self.end_headers()
             self.wfile.write(content)
 
-        def log_message(self, *_):
+        def log_message(self, *_: object) -> None:
             pass
 
     return http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
 
 
-def main(bootstrap, directory, *allowed_sizes):
+def main(bootstrap: str, directory: str, *allowed_sizes: str) -> None:
     spec = importlib.util.spec_from_file_location("bootstrap", bootstrap)
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.block()
     module.load_package()
     sys.path.insert(0, str(Path(__file__).parent))
-    global batching, json_rules
-    import batching
-    import json_rules
     import tensorflow  # noqa: F401 - must come before the loader, which then shares its library
 
     servable = Servable(Path(directory), tuple(map(int, allowed_sizes)))

@@ -27,7 +27,7 @@ HTTP_CODES = {"INVALID_ARGUMENT": 400, "FAILED_PRECONDITION": 400, "NOT_FOUND": 
 URL = re.compile(r"/v1/models/(?P<name>[^/:]+)(?:/versions/(?P<version>\d+))?(?::(?P<verb>\w+))?$")
 
 
-def disable_xla(folder):
+def disable_xla(folder: Path) -> None:
     """Calls what the server calls at its start; no public name of TensorFlow does it."""
     name = "libtensorflow_{}.so.2"
     ctypes.CDLL(str(folder / name.format("framework")), ctypes.RTLD_GLOBAL)

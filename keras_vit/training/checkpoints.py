@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import functools
 import hashlib
 import json
 import math
@@ -31,6 +32,8 @@ _PROGRESS = "progress"
 
 # What hinders reading and says nothing about a file's content.
 _NOT_DAMAGED = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE)
+# What an error of the disk leaves here.
+_whole_file = functools.partial(atomic.whole_file, kept="the checkpoints are kept", again="resume")
 _BFLOAT16 = ".bfloat16"  # at the end of a name: NumPy's files do not know that dtype
 
 
@@ -358,12 +361,6 @@ class EventFiles:
             for name, value in values.items():
                 number = tf.cast(tf.reshape(value, ()), tf.float32)
                 tf.summary.write(name, number, metadata=_SCALAR)
-
-
-def _whole_file(
-    file: Path, *, kept: str = "the checkpoints are kept"
-) -> contextlib.AbstractContextManager[Path]:
-    return atomic.whole_file(file, kept=kept, again="resume")
 
 
 def _check_readable(error: Exception, file: Path) -> None:

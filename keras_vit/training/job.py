@@ -20,7 +20,7 @@ class Resizing(NamedTuple):
     antialias: bool
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Job:
     """What is asked of a training besides its model.
 
@@ -33,6 +33,7 @@ class Job:
     """
 
     data: ImageData
+    _: dataclasses.KW_ONLY
     recipe: Recipe
     execution: Execution
     seed: int = 0

@@ -106,14 +106,10 @@ class Loop:
         folder: where everything is saved.
 
     Attributes:
-        objective: what is trained.
-        job: what was asked besides, and the plan that follows from it.
-        settings: what config.json says of how the run is made.
+        job: what was asked besides the model.
         model: what is trained.
         plan: how long an epoch and the whole training are.
-        workers: those that train together.
-        watcher: is told about each step.
-        folder: where everything is saved.
+        settings: what config.json says of how the run is made.
     """
 
     def __init__(

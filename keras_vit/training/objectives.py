@@ -78,13 +78,13 @@ class Objective(abc.ABC):
 
     Attributes:
         kind: what config.json calls it.
-        counts_right: whether the model counts itself what it answers rightly.
+        has_own_accuracy: whether the model itself counts what is right.
         job: what is asked besides the model.
         model: what is trained.
     """
 
     kind: ClassVar[str] = "classification"
-    counts_right: ClassVar[bool] = False
+    has_own_accuracy: ClassVar[bool] = False
     model: ExactTrainer
 
     def __init__(self, given: Any, job: Job) -> None:
@@ -113,17 +113,18 @@ class Objective(abc.ABC):
     def plain_copy(self) -> keras.Model:
         """Returns a copy of `saved` in float32, outside of any strategy, not compiled."""
 
-    @abc.abstractmethod
     def loss(self) -> keras.losses.Loss | None:
         """Returns the loss to compile with; None for a model that has its own."""
+        return None
 
     def compile(self) -> None:
         """Compiles the model, and builds all state that a checkpoint has to hold."""
         recipe, execution = self.job.recipe, self.job.execution
+        measured = self.has_own_accuracy
         self.model.compile(
             make_optimizer(recipe, model=self.model, plan=self.job.plan),
             loss=self.loss(),
-            metrics=None if self.counts_right else [keras.metrics.CategoricalAccuracy("accuracy")],
+            metrics=None if measured else [keras.metrics.CategoricalAccuracy(name="accuracy")],
             accumulate=execution.accumulate,
             sam_rho=recipe.sam_rho,
             report_gradient_norm=True,
@@ -134,10 +135,12 @@ class Objective(abc.ABC):
 
     def settings(self) -> dict[str, Any]:
         """Returns what config.json says of how a run was made; all of it decides the result."""
-        data = self.job.data
+        data, variables = self.job.data, self.model.trainable_variables
         return {
             "model": self.architecture(),
-            **self.describe(),
+            "objective": self.kind,
+            "trained_parameters": sum(int(one.shape.num_elements()) for one in variables),
+            **self.details(),
             "recipe": self.job.recipe.to_dict(),
             "seed": self.job.seed,
             "data": {"source": data.source, "images": data.counts, "damaged": list(data.damaged)},
@@ -148,15 +151,6 @@ class Objective(abc.ABC):
         """Returns what config.json says of the network."""
         fields: dict[str, Any] = self.model.config.to_dict()
         return fields
-
-    def describe(self) -> dict[str, Any]:
-        """Returns what config.json says of the kind of training."""
-        sizes = [variable.shape.num_elements() for variable in self.model.trainable_variables]
-        return {
-            "objective": self.kind,
-            "trained_parameters": sum(map(int, sizes)),
-            **self.details(),
-        }
 
     def details(self) -> dict[str, Any]:
         """Returns what config.json says of this objective alone."""
@@ -250,7 +244,7 @@ class ClassificationObjective(Objective):
 class DistillationObjective(ClassificationObjective):
     """Trains the student of a `DistillationModel`, on labels and after its teacher."""
 
-    kind, counts_right = "distillation", True
+    kind, has_own_accuracy = "distillation", True
     model: DistillationModel
 
     def build(self, given: DistillationModel) -> DistillationModel:
@@ -283,7 +277,7 @@ class DistillationObjective(ClassificationObjective):
 class HandBuiltObjective(Objective):
     """Trains a functional or sequential model on labels, as an `ExactModel`."""
 
-    def build(self, given: keras.Model) -> ExactModel:
+    def build(self, given: keras.Model) -> Any:
         _check_hand_built(given, self.job)
         if not _is_here(given):
             return _with_weights(ExactModel.from_model(keras.models.clone_model(given)), given)
@@ -311,10 +305,10 @@ class HandBuiltObjective(Objective):
 class MaskedPatchObjective(Objective):
     """Trains a `MaskedPatchModel` on images alone; a config's target is the default."""
 
-    kind, counts_right = "masked-patches", True
+    kind, has_own_accuracy = "masked-patches", True
     model: MaskedPatchModel
 
-    def build(self, given: ViTConfig | MaskedPatchModel) -> MaskedPatchModel:
+    def build(self, given: ViTConfig | MaskedPatchModel) -> Any:
         recipe, execution = self.job.recipe, self.job.execution
         if isinstance(given, ViTConfig):
             config = recipe.config(execution.config(given))
@@ -332,9 +326,6 @@ class MaskedPatchObjective(Objective):
 
     def plain_copy(self) -> Any:
         return _rebuilt(self.model, {"dtype": "float32"})
-
-    def loss(self) -> None:
-        """Returns none: the model has its own."""
 
     def details(self) -> dict[str, Any]:
         return {"target": self.model.target, "corruption": self.model.corruption}

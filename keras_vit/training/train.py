@@ -84,12 +84,8 @@ def train(
             or a training is resumed otherwise than it was started.
         WorkerLostError: another worker has gone.
     """
-    job = Job(
-        data=data,
-        recipe=recipe or default_recipe(data),
-        execution=execution or Execution(),
-        seed=seed,
-    )
+    recipe, execution = recipe or default_recipe(data), execution or Execution()
+    job = Job(data, recipe=recipe, execution=execution, seed=seed)
     model = model or default_config(data)
     return _run(model, job, out=Path(out), existing=existing, on_event=on_event)
 
@@ -141,13 +137,8 @@ def pretrain(
     Raises:
         TypeError: the model is neither.
     """
-    job = Job(
-        data=data,
-        recipe=recipe or default_pretrain_recipe(data),
-        execution=execution or Execution(),
-        seed=seed,
-        has_labels=False,
-    )
+    recipe, execution = recipe or default_pretrain_recipe(data), execution or Execution()
+    job = Job(data, recipe=recipe, execution=execution, seed=seed, has_labels=False)
     model = model or default_pretrain_config(data)
     return _run(model, job, out=Path(out), existing=existing, on_event=on_event)
 

@@ -7,7 +7,7 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import keras
 import tensorflow as tf
@@ -30,6 +30,7 @@ from keras_vit.training.recipe import make_optimizer
 Model: TypeAlias = ViTConfig | keras.Model
 # So many validation images are drawn with what is predicted of them.
 SHOWN = 8
+M = TypeVar("M", bound=keras.Model)
 
 
 def objective_of(model: Model | Callable[[], Model], job: Job) -> "Objective":
@@ -120,11 +121,11 @@ class Objective(abc.ABC):
     def compile(self) -> None:
         """Compiles the model, and builds all state that a checkpoint has to hold."""
         recipe, execution = self.job.recipe, self.job.execution
-        measured = self.has_own_accuracy
+        is_measured = self.has_own_accuracy
         self.model.compile(
             make_optimizer(recipe, model=self.model, plan=self.job.plan),
             loss=self.loss(),
-            metrics=None if measured else [keras.metrics.CategoricalAccuracy(name="accuracy")],
+            metrics=None if is_measured else [keras.metrics.CategoricalAccuracy(name="accuracy")],
             accumulate=execution.accumulate,
             sam_rho=recipe.sam_rho,
             report_gradient_norm=True,
@@ -220,7 +221,7 @@ class ClassificationObjective(Objective):
                 layer.bias.assign(keras.ops.full_like(layer.bias, recipe.head_bias))
         return vit
 
-    def plain_copy(self) -> Any:
+    def plain_copy(self) -> keras.Model:
         return self.saved.copy(dtype="float32")
 
     def loss(self) -> keras.losses.Loss:
@@ -277,7 +278,7 @@ class DistillationObjective(ClassificationObjective):
 class HandBuiltObjective(Objective):
     """Trains a functional or sequential model on labels, as an `ExactModel`."""
 
-    def build(self, given: keras.Model) -> Any:
+    def build(self, given: keras.Model) -> ExactModel:
         _check_hand_built(given, self.job)
         if not _is_here(given):
             return _with_weights(ExactModel.from_model(keras.models.clone_model(given)), given)
@@ -308,7 +309,7 @@ class MaskedPatchObjective(Objective):
     kind, has_own_accuracy = "masked-patches", True
     model: MaskedPatchModel
 
-    def build(self, given: ViTConfig | MaskedPatchModel) -> Any:
+    def build(self, given: ViTConfig | MaskedPatchModel) -> MaskedPatchModel:
         recipe, execution = self.job.recipe, self.job.execution
         if isinstance(given, ViTConfig):
             config = recipe.config(execution.config(given))
@@ -324,7 +325,7 @@ class MaskedPatchObjective(Objective):
     def resizing(self) -> Resizing:
         return Resizing(self.model.config.input_shape[:2], antialias_of(self.model))
 
-    def plain_copy(self) -> Any:
+    def plain_copy(self) -> MaskedPatchModel:
         return _rebuilt(self.model, {"dtype": "float32"})
 
     def details(self) -> dict[str, Any]:
@@ -349,13 +350,13 @@ def _config_of_copy(model: VisionTransformer | MaskedPatchModel, job: Job) -> Vi
     return None if fits else config
 
 
-def _rebuilt(model: keras.Model, changes: Mapping[str, Any] | None = None) -> Any:
+def _rebuilt(model: M, changes: Mapping[str, Any] | None = None) -> M:
     """Returns a copy in this scope, with some fields of its `get_config` changed."""
-    fields = {**model.get_config(), **(changes or {})}
-    return _with_weights(type(model).from_config(fields), model)
+    copy: M = type(model).from_config({**model.get_config(), **(changes or {})})
+    return _with_weights(copy, model)
 
 
-def _with_weights(copy: keras.Model, model: keras.Model) -> Any:
+def _with_weights(copy: M, model: keras.Model) -> M:
     """Returns a copy with the weights of its model; what is frozen there is frozen here."""
     copy.set_weights(model.get_weights())
     for ours, theirs in zip(copy.weights, model.weights, strict=True):

@@ -47,21 +47,20 @@ def objective_of(model: Model | Callable[[], Model], job: Job) -> "Objective":
     """
     if not isinstance(model, Model):
         model = model()
-    is_masked = isinstance(model, MaskedPatchModel)
-    if job.has_labels and is_masked:
-        raise TypeError("A MaskedPatchModel needs no labels; give it to `pretrain`.")
-    if not (job.has_labels or is_masked or isinstance(model, ViTConfig)):
+    if not job.has_labels:
+        if isinstance(model, ViTConfig | MaskedPatchModel):
+            return MaskedPatchObjective(model, job)
         raise TypeError(
             f"pretrain takes a ViTConfig or a MaskedPatchModel. Received: {type(model).__name__}."
         )
-    if not job.has_labels:
-        return MaskedPatchObjective(model, job)
     if isinstance(model, DistillationModel):
         return DistillationObjective(model, job)
     if isinstance(model, ViTConfig | VisionTransformer):
         return ClassificationObjective(model, job)
     if isinstance(model, keras.Sequential | Functional):
         return HandBuiltObjective(model, job)
+    if isinstance(model, MaskedPatchModel):
+        raise TypeError("A MaskedPatchModel needs no labels; give it to `pretrain`.")
     raise TypeError(
         "train takes a ViTConfig, a VisionTransformer, a DistillationModel, or a functional or "
         f"sequential model. Received: {type(model).__name__}."

@@ -11,7 +11,17 @@ from conftest import TINY, randomize
 
 import keras_vit
 from keras_vit.data import Augmentation, ImageData, Split
-from keras_vit.training import RECIPES, Execution, TrainingInterrupted, objectives, train
+from keras_vit.training import (
+    RECIPES,
+    DistillationModel,
+    Execution,
+    MaskedPatchModel,
+    TrainingInterrupted,
+    objectives,
+    train,
+)
+from keras_vit.training.job import Job
+from keras_vit.training.objectives import objective_of
 
 CONFIG = dataclasses.replace(TINY, num_layers=2, include_preprocessing=True, dropout_rate=0.1)
 RECIPE = dataclasses.replace(
@@ -40,9 +50,8 @@ def test_what_is_frozen_stays_frozen_in_a_copy(data: ImageData) -> None:
     """Another precision makes a copy: it trains what the given model would, and no more."""
     model = keras_vit.VisionTransformer(CONFIG)
     keras_vit.freeze(model, blocks=1)
-    copy = objectives.build_classifier(
-        model, data=data, recipe=RECIPE, execution=Execution(precision="mixed_bfloat16")
-    )
+    job = Job(data, recipe=RECIPE, execution=Execution(precision="mixed_bfloat16"))
+    copy: Any = objective_of(model, job).model
     assert copy is not model
     trained = [[v.path for v in each.trainable_variables] for each in (model, copy)]
     assert trained[0] == trained[1]
@@ -52,9 +61,8 @@ def test_what_is_frozen_stays_frozen_in_a_copy(data: ImageData) -> None:
 def test_an_adapted_model_is_copied_as_one(data: ImageData) -> None:
     """The thin matrices and their settings come along, in another precision too."""
     model = adapted()
-    copy = objectives.build_classifier(
-        model, data=data, recipe=RECIPE, execution=Execution(precision="mixed_bfloat16")
-    )
+    job = Job(data, recipe=RECIPE, execution=Execution(precision="mixed_bfloat16"))
+    copy: Any = objective_of(model, job).model
     assert (type(copy), copy.rank, copy.targets) == (type(model), 2, ("qkv", "fc2"))
     for ours, theirs in zip(copy.weights, model.weights, strict=True):
         np.testing.assert_array_equal(ours, theirs)
@@ -69,24 +77,47 @@ def test_a_function_makes_the_model_where_it_is_to_lie(data: ImageData) -> None:
         made.append(keras_vit.VisionTransformer(CONFIG))
         return made[0]
 
-    built = objectives.build_classifier(make, data=data, recipe=RECIPE, execution=Execution())
-    assert built is made[0]
+    job = Job(data, recipe=RECIPE, execution=Execution())
+    assert objective_of(make, job).model is made[0]
 
 
-def test_the_kind_of_training_is_described() -> None:
+def test_the_kind_of_training_is_described(data: ImageData) -> None:
     """What decides the result is in config.json: the adapter's settings, what is trained."""
-    plain = keras_vit.VisionTransformer(CONFIG)
-    count = keras_vit.parameter_count(CONFIG)
-    assert objectives.describe(plain) == {
-        "objective": "classification",
-        "trained_parameters": count,
-    }
-    model = adapted()
-    thin = objectives.describe(model)
+    job = Job(data, recipe=RECIPE, execution=Execution())
+    plain = objective_of(keras_vit.VisionTransformer(CONFIG), job).settings()
+    assert plain["objective"] == "classification"
+    assert plain["trained_parameters"] == keras_vit.parameter_count(CONFIG)
+    assert "lora" not in plain
+    thin = objective_of(adapted(), job).settings()
     assert thin["lora"] == {"rank": 2, "targets": ["qkv", "fc2"], "alpha": None}
     assert thin["trained_parameters"] == sum(
         v.shape.num_elements() for v in adapted().trainable_variables
     )
+
+
+def test_each_kind_of_model_has_its_objective(data: ImageData) -> None:
+    """Also where a function makes the model; what no objective trains is told."""
+    vit = keras_vit.VisionTransformer(CONFIG)
+    images = keras.Input(CONFIG.input_shape)
+    hand_built = keras.Model(images, vit(images))
+    masked = MaskedPatchModel(CONFIG)
+    labelled = Job(data, recipe=RECIPE, execution=Execution())
+    unlabelled = dataclasses.replace(labelled, has_labels=False)
+    for model, job, kind in (
+        (CONFIG, labelled, objectives.ClassificationObjective),
+        (vit, labelled, objectives.ClassificationObjective),
+        (DistillationModel(vit, vit), labelled, objectives.DistillationObjective),
+        (hand_built, labelled, objectives.HandBuiltObjective),
+        (CONFIG, unlabelled, objectives.MaskedPatchObjective),
+        (masked, unlabelled, objectives.MaskedPatchObjective),
+    ):
+        assert type(objective_of(lambda model=model: model, job)) is kind
+    with pytest.raises(TypeError, match="give it to `pretrain`"):
+        objective_of(lambda: masked, labelled)
+    with pytest.raises(TypeError, match="Received: VisionTransformer"):
+        objective_of(lambda: vit, unlabelled)
+    with pytest.raises(TypeError, match=r"train takes a ViTConfig, .* Received: Model"):
+        objective_of(keras.Model(), labelled)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import functools
 import hashlib
 import json
 import math
@@ -31,6 +32,8 @@ _PROGRESS = "progress"
 
 # What hinders reading and says nothing about a file's content.
 _NOT_DAMAGED = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE)
+# What an error of the disk leaves here.
+_whole_file = functools.partial(atomic.whole_file, kept="the checkpoints are kept", again="resume")
 _BFLOAT16 = ".bfloat16"  # at the end of a name: NumPy's files do not know that dtype
 
 
@@ -72,8 +75,7 @@ class Checkpoints:
             progress: what JSON can carry; its floats come back the same.
         """
         text = np.frombuffer(json.dumps(progress).encode(), np.uint8)
-        kept = {"kept": "the checkpoints of before are kept", "again": "resume"}
-        with atomic.whole_file(self._file(step), **kept) as temporary:
+        with _whole_file(self._file(step), kept="the checkpoints of before are kept") as temporary:
             packed: dict[str, Any] = {**dict(map(_packed, arrays.items())), _PROGRESS: text}
             np.savez(temporary, **packed)
         for old in self.steps()[: -self._keep]:
@@ -166,9 +168,6 @@ _OURS = re.compile(
     + "|".join(map(re.escape, (SETTINGS, *run.FILES)))
 )
 
-# What an error of the disk leaves here.
-_KEPT = {"kept": "the checkpoints are kept", "again": "resume"}
-
 
 class Unfinished:
     """`OUT.unfinished`, beside the run directory that it becomes; one for each worker.
@@ -182,7 +181,7 @@ class Unfinished:
     def __init__(self, out: Path, *, worker: int = 0, keep: int = 3) -> None:
         self.path = run.unfinished_path(out, worker=worker)
         self._keep = keep
-        self._drawn = -math.inf
+        self._last_plot = -math.inf
 
     @property
     def checkpoints(self) -> Checkpoints:
@@ -232,7 +231,7 @@ class Unfinished:
 
     def save_best(self, model: keras.Model, *, epoch: int) -> None:
         """Saves the model of the best epoch; the one before goes with `remove_old`."""
-        with atomic.whole_file(self.best_model(epoch), **_KEPT) as temporary:
+        with _whole_file(self.best_model(epoch)) as temporary:
             model.save(temporary)
 
     def has_best(self, epoch: int) -> bool:
@@ -252,13 +251,13 @@ class Unfinished:
 
     def show(self, history: list[EpochDone], *, best_epoch: int, is_last: bool) -> None:
         """Brings the table up to date, and the curves, which take longer, every half minute."""
-        with atomic.whole_file(self.path / run.HISTORY, **_KEPT) as temporary:
+        with _whole_file(self.path / run.HISTORY) as temporary:
             progress.write_history(history, temporary)
         now = time.monotonic()
-        if now < self._drawn + SECONDS_BETWEEN_CURVES and not is_last:
+        if now < self._last_plot + SECONDS_BETWEEN_CURVES and not is_last:
             return
-        self._drawn = now
-        with atomic.whole_file(self.path / run.CURVES, **_KEPT) as temporary:
+        self._last_plot = now
+        with _whole_file(self.path / run.CURVES) as temporary:
             progress.plot_curves(history, temporary, best_epoch=best_epoch)
 
     def retire(self) -> None:

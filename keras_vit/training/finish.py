@@ -1,5 +1,6 @@
 """Ends a training: the run directory is assembled and put into its place."""
 
+import dataclasses
 import datetime
 import json
 import platform
@@ -13,13 +14,10 @@ import numpy as np
 import tensorflow as tf
 
 from keras_vit import atomic, version
-from keras_vit.data import ImageData, loading
-from keras_vit.model import VisionTransformer
-from keras_vit.training import objectives, run
+from keras_vit.data import loading
+from keras_vit.training import run
 from keras_vit.training.checkpoints import check_settings, state_hash
 from keras_vit.training.loop import Loop
-from keras_vit.training.objectives import Trained
-from keras_vit.training.recipe import Recipe
 
 
 class TrainingInterrupted(KeyboardInterrupt):
@@ -37,27 +35,11 @@ class TrainingInterrupted(KeyboardInterrupt):
         self.exit_code = 75 if asked == signal.SIGTERM else 130
 
 
-def settings(model: Trained, data: ImageData, *, recipe: Recipe, seed: int) -> dict[str, Any]:
-    """Returns what config.json says of how a run was made; all of it decides the result."""
-    return {
-        "model": objectives.architecture(model),
-        **objectives.describe(model),
-        "recipe": recipe.to_dict(),
-        "seed": seed,
-        "data": {"source": data.source, "images": data.counts, "damaged": list(data.damaged)},
-        "labels": list(data.labels),
-    }
-
-
-def finish(
-    loop: Loop, data: ImageData, *, settings: dict[str, Any], out: Path, asked: int
-) -> run.Run:
+def finish(loop: Loop, *, out: Path, asked: int) -> run.Run:
     """Makes the run directory, or after an interruption leaves what can be resumed.
 
     Args:
         loop: that has run.
-        data: what it was trained on.
-        settings: how the run was made.
         out: the run directory.
         asked: the signal that interrupted it, or 0.
 
@@ -65,18 +47,18 @@ def finish(
         TrainingInterrupted: the training was interrupted.
     """
     if asked:
-        raise _interruption(loop, data, settings, asked=asked)
-    config = {**settings, **_outcome(loop, data)}
-    # Not `loop.best_model`: after resuming, the best epoch may have been another process's.
+        raise _interruption(loop, asked=asked)
+    config = _config(loop)
+    # From its file: after resuming, the best epoch may have been another process's.
     if loop.workers.index:
-        kept = objectives.read_model(_best_file(loop))
+        model = loop.objective.read(_best_file(loop))
     else:
-        kept = _publish(loop, data, config, out)
+        model = _publish(loop, config, out)
         # Before the others remove theirs: they are resumed together or not at all.
         loop.folder.retire()
     loop.meet()  # the run is there before any worker says so
     loop.folder.remove()
-    return _run(out, kept, config)
+    return _run(out, model, config)
 
 
 def cut_off(folder: Path, *, asked: int) -> TrainingInterrupted:
@@ -89,7 +71,7 @@ def cut_off(folder: Path, *, asked: int) -> TrainingInterrupted:
     )
 
 
-def finished(loop: Loop, settings: dict[str, Any], *, out: Path) -> run.Run | None:
+def finished(loop: Loop, *, out: Path) -> run.Run | None:
     """Returns the run at `out` if the first worker has finished it and none is left to do.
 
     Raises:
@@ -103,12 +85,12 @@ def finished(loop: Loop, settings: dict[str, Any], *, out: Path) -> run.Run | No
         raise FileExistsError(
             f"The first worker has finished the run {str(out)!r}; nothing is left to do here."
         )
-    check_settings(out / run.CONFIG, settings)
+    check_settings(out / run.CONFIG, loop.settings)
     loop.folder.remove()
     return run.Run.load(out)
 
 
-def _publish(loop: Loop, data: ImageData, config: dict[str, Any], out: Path) -> VisionTransformer:
+def _publish(loop: Loop, config: dict[str, Any], out: Path) -> keras.Model:
     """Assembles the run in the training's folder, lets others add to it, and puts it in place."""
     folder = loop.folder.path
     with atomic.staging_folder(folder) as stage:
@@ -118,19 +100,17 @@ def _publish(loop: Loop, data: ImageData, config: dict[str, Any], out: Path) -> 
             (stage / run.EVENTS).mkdir()
             for file in (folder / run.EVENTS).iterdir():
                 shutil.copy2(file, stage / run.EVENTS / file.name)
-            kept = _write(stage, loop, data, config)
-        loop.watcher.tell_end(_run(stage, kept, config))
+            model = _write(stage, loop, config)
+        loop.watcher.tell_end(_run(stage, model, config))
         atomic.publish(stage, out)
-    return kept
+    return model
 
 
-def _run(path: Path, model: VisionTransformer, config: dict[str, Any]) -> run.Run:
+def _run(path: Path, model: keras.Model, config: dict[str, Any]) -> run.Run:
     return run.Run(path=path, model=model, labels=tuple(config["labels"]), config=config)
 
 
-def _interruption(
-    loop: Loop, data: ImageData, settings: dict[str, Any], *, asked: int
-) -> TrainingInterrupted:
+def _interruption(loop: Loop, *, asked: int) -> TrainingInterrupted:
     watcher, folder = loop.watcher, loop.folder.path
     text = (
         f"Interrupted at step {watcher.step} of {loop.plan.steps}: a checkpoint is in "
@@ -139,7 +119,7 @@ def _interruption(
     if watcher.best is None:
         return TrainingInterrupted(f"{text}.", path=folder, asked=asked)
     loop.folder.show(watcher.history, best_epoch=watcher.best.epoch, is_last=True)
-    _leave_run(folder, loop, data, {**settings, **_outcome(loop, data)})
+    _leave_run(folder, loop)
     return TrainingInterrupted(
         f"{text}; the model of epoch {watcher.best.epoch}, the {watcher.keep} so far, can be used "
         "from there too.",
@@ -148,13 +128,13 @@ def _interruption(
     )
 
 
-def _leave_run(folder: Path, loop: Loop, data: ImageData, config: dict[str, Any]) -> None:
+def _leave_run(folder: Path, loop: Loop) -> None:
     """Makes a run of the training's folder; config.json, which makes it one, comes last."""
     with (
         atomic.telling(folder, kept="the checkpoints are kept", again="resume"),
         atomic.staging_folder(folder) as stage,
     ):
-        _write(stage, loop, data, config)
+        _write(stage, loop, _config(loop))
         atomic.sync_tree(stage)
         (folder / run.CONFIG).unlink(missing_ok=True)
         for file in sorted(stage.iterdir(), key=lambda file: file.name == run.CONFIG):
@@ -162,10 +142,13 @@ def _leave_run(folder: Path, loop: Loop, data: ImageData, config: dict[str, Any]
         atomic.sync_folder(folder)
 
 
-def _outcome(loop: Loop, data: ImageData) -> dict[str, Any]:
-    """Returns what config.json says of how a training came out."""
+def _config(loop: Loop) -> dict[str, Any]:
+    """Returns what config.json says: how the run was made, where, and how it came out."""
     best = loop.watcher.best
     return {
+        **loop.settings,
+        # Not a part of what a resumed training must repeat: it may run elsewhere.
+        "execution": dataclasses.asdict(loop.job.execution),
         "result": {
             "epochs": len(loop.watcher.history),
             "steps": loop.watcher.step,
@@ -173,7 +156,7 @@ def _outcome(loop: Loop, data: ImageData) -> dict[str, Any]:
             "best_epoch": best.epoch if best else None,
             "validation_loss": best.validation_loss if best else None,
             "validation_accuracy": best.validation_accuracy if best else None,
-            "replaced": list(data.train.damage.names),
+            "replaced": list(loop.job.data.train.damage.names),
             "state_sha256": state_hash(loop.model),
         },
         "versions": {
@@ -187,9 +170,9 @@ def _outcome(loop: Loop, data: ImageData) -> dict[str, Any]:
     }
 
 
-def _write(folder: Path, loop: Loop, data: ImageData, config: dict[str, Any]) -> VisionTransformer:
+def _write(folder: Path, loop: Loop, config: dict[str, Any]) -> keras.Model:
     """Writes the files of a run that do not grow with the training, and returns its model."""
-    kept = objectives.write_model(_best_file(loop), folder, validation=data.validation)
+    data, model = loop.job.data, loop.objective.write(_best_file(loop), folder)
     (folder / run.CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     (folder / run.LABELS).write_text("".join(f"{label}\n" for label in data.labels), "utf-8")
     if data.train.in_files:
@@ -197,7 +180,7 @@ def _write(folder: Path, loop: Loop, data: ImageData, config: dict[str, Any]) ->
     elif data.test.in_memory and len(data.test):
         png = tf.io.encode_png(data.test.pixels(0)).numpy()
         (folder / run.SAMPLE).write_bytes(png)
-    return kept
+    return model
 
 
 def _best_file(loop: Loop) -> Path:

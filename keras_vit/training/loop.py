@@ -4,15 +4,13 @@ import contextlib
 import dataclasses
 import signal
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_vit.backend import ExactTrainer
 from keras_vit.training.checkpoints import (
     DamagedError,
     EventFiles,
@@ -21,8 +19,8 @@ from keras_vit.training.checkpoints import (
     set_state,
 )
 from keras_vit.training.execution import Workers
+from keras_vit.training.objectives import Objective
 from keras_vit.training.progress import Watcher
-from keras_vit.training.recipe import Plan
 
 _KINDS = (signal.SIGINT, signal.SIGTERM)
 
@@ -86,7 +84,6 @@ _LOST = (
     tf.errors.DeadlineExceededError,
 )
 _NONE = -1  # a step that no checkpoint is of
-Batches = Callable[[int, tuple[int, int]], tf.data.Dataset]
 
 
 class WorkerLostError(ConnectionError):
@@ -99,35 +96,32 @@ class WorkerLostError(ConnectionError):
     exit_code = 75  # EX_TEMPFAIL of sysexits.h
 
 
-@dataclasses.dataclass(kw_only=True)
 class Loop:
     """One training in this process.
 
-    Attributes:
-        model: compiled, its optimizer built.
-        kept: the part of it that is saved, or itself.
-        best_model: equal to that part; takes its weights of the best epoch.
-        batches: makes the batches from a step on, for one of several workers.
-        validation: the batches that the epochs are judged by.
-        plan: how long an epoch and the whole training are.
-        checkpoint_steps: steps between checkpoints, besides those after each epoch.
-        is_averaged: whether the optimizer's moving average is evaluated and saved.
+    Args:
+        objective: compiled.
         workers: those that train together.
         watcher: is told about each step.
         folder: where everything is saved.
+
+    Attributes:
+        job: what was asked besides the model.
+        model: what is trained.
+        plan: how long an epoch and the whole training are.
+        settings: what config.json says of how the run is made.
     """
 
-    model: ExactTrainer
-    kept: keras.Model
-    best_model: keras.Model
-    batches: Batches
-    validation: tf.data.Dataset
-    plan: Plan
-    checkpoint_steps: int
-    is_averaged: bool
-    workers: Workers
-    watcher: Watcher
-    folder: Unfinished
+    def __init__(
+        self, objective: Objective, *, workers: Workers, watcher: Watcher, folder: Unfinished
+    ) -> None:
+        self.objective, self.job, self.model = objective, objective.job, objective.model
+        self.workers, self.watcher, self.folder = workers, watcher, folder
+        self.plan = self.job.plan
+        self._best_model = objective.plain_copy()
+        self._resizing = objective.resizing
+        self._validation = self.job.validation_batches(self._resizing)
+        self.settings = objective.settings()
 
     def resume(self) -> None:
         """Goes back to the last checkpoint that every worker has whole, with its best model.
@@ -248,7 +242,10 @@ class Loop:
 
     def _run(self, requests: StopRequests, events: EventFiles) -> int:
         dataset = self.workers.distribute(
-            lambda shard: self.batches(self.watcher.step, shard), self.plan.batch_size
+            lambda shard: self.job.training_batches(
+                self._resizing, start_step=self.watcher.step, shard=shard
+            ),
+            self.plan.batch_size,
         )
         self.model.prepare(dataset)
         batches = iter(dataset)
@@ -269,7 +266,7 @@ class Loop:
         events.write_step(step, logs)
         if self._is_epochs_end(step):
             self._end_epoch(events)
-        elif step % self.checkpoint_steps == 0:
+        elif step % self.job.execution.checkpoint_steps == 0:
             self.save()
 
     def _end_epoch(self, events: EventFiles) -> None:
@@ -289,8 +286,8 @@ class Loop:
         self.watcher.tell(done)
 
     def _save_best(self, epoch: int) -> None:
-        self.best_model.set_weights(self.kept.get_weights())
-        self.folder.save_best(self.best_model, epoch=epoch)
+        self._best_model.set_weights(self.objective.saved.get_weights())
+        self.folder.save_best(self._best_model, epoch=epoch)
 
     def _best_epochs(self) -> Iterator[int]:
         """The best epoch as of each checkpoint, of which any may be the one that is resumed."""
@@ -305,14 +302,14 @@ class Loop:
         )
 
     def _evaluate(self) -> dict[str, float]:
-        logs = self.model.evaluate(self.validation, verbose=0, return_dict=True)
+        logs = self.model.evaluate(self._validation, verbose=0, return_dict=True)
         measured = [name for name in ("loss", "accuracy") if name in logs]
         return {name: float(np.asarray(logs[name]).ravel()[0]) for name in measured}
 
     @contextlib.contextmanager
     def _averaged_weights(self) -> Iterator[None]:
         """Puts the moving averages in the weights' place for a while."""
-        if not self.is_averaged:
+        if self.job.recipe.average is None:
             yield
             return
         variables = self.model.trainable_variables

@@ -1,323 +1,361 @@
-"""What is trained, and to which end: labels, a teacher, masked patches; what is kept of it."""
+"""What is trained, and to which end: labels, a teacher, masked patches; what is saved of it."""
 
+import abc
 import dataclasses
 import hashlib
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import keras
 import tensorflow as tf
 
 from keras_vit.adaptation import LoRAVisionTransformer, merge_lora, save_adapter
+from keras_vit.backend import ExactTrainer
 from keras_vit.backend.private import Functional, layers_of, strategy_of
 from keras_vit.config import ViTConfig
-from keras_vit.data import (
-    ImageData,
-    Split,
-    antialias_of,
-    evaluation_batches,
-    mix_batch,
-    train_batches,
-)
+from keras_vit.data import antialias_of
 from keras_vit.exact import ExactModel
 from keras_vit.losses import make_loss
 from keras_vit.model import VisionTransformer
 from keras_vit.training import run
 from keras_vit.training.checkpoints import weights_hash
 from keras_vit.training.distillation import DistillationModel, gives_probabilities
-from keras_vit.training.execution import Execution
-from keras_vit.training.loop import Batches
+from keras_vit.training.job import Job, Resizing
 from keras_vit.training.masked_patches import MaskedPatchModel, plot_reconstructions
-from keras_vit.training.recipe import Plan, Recipe, make_optimizer
+from keras_vit.training.recipe import make_optimizer
 
-EVALUATION_BATCH = 128
-MIXUP = 100  # marks these draws, so that they share no stream with those of the data's pipeline
-Classifier = ExactModel | DistillationModel  # a VisionTransformer is an ExactModel
-Trained = Classifier | MaskedPatchModel
-Kept = TypeVar("Kept", ExactModel, MaskedPatchModel)
-
-
-class Resizing(NamedTuple):
-    """How images come to the size that a model takes, (height, width) in pixels."""
-
-    size: tuple[int, int]
-    antialias: bool
+Model: TypeAlias = ViTConfig | keras.Model
+# So many validation images are drawn with what is predicted of them.
+SHOWN = 8
+M = TypeVar("M", bound=keras.Model)
 
 
-def build_classifier(
-    model: ViTConfig | keras.Model | Callable[[], ViTConfig | keras.Model],
-    *,
-    data: ImageData,
-    recipe: Recipe,
-    execution: Execution,
-) -> Classifier:
-    """Returns the model to train, in the strategy's scope that this is called in.
+def objective_of(model: Model | Callable[[], Model], job: Job) -> "Objective":
+    """Returns the objective that suits a model, in the strategy's scope that this is called in.
 
     Args:
         model: a config; or a model, functional or sequential ones too, which is trained itself
             where that is possible, and otherwise copied; or a function that makes either.
-        data: decides the number of classes.
-        recipe: decides dropout, stochastic depth, what a fresh model is like, and the bias of its
-            classifier.
-        execution: decides the precision, and whether blocks are computed anew for the gradient.
+        job: what is asked besides.
 
     Raises:
-        ValueError: the model does not fit the data.
+        TypeError: no objective trains such a model.
+        ValueError: the model does not fit the job.
     """
-    if not isinstance(model, ViTConfig | keras.Model):
+    if not isinstance(model, Model):
         model = model()
-    if not isinstance(model, ViTConfig | VisionTransformer | DistillationModel):
-        return _wrapped(model, data=data, recipe=recipe, execution=execution)
-    if isinstance(model, ViTConfig):
-        fresh = recipe.config(execution.config(model))
-        fresh = dataclasses.replace(
-            fresh,
-            classes=len(data.labels),
-            classifier_activation=None,
-            include_preprocessing=True,
+    if not job.has_labels:
+        if isinstance(model, ViTConfig | MaskedPatchModel):
+            return MaskedPatchObjective(model, job)
+        raise TypeError(
+            f"pretrain takes a ViTConfig or a MaskedPatchModel. Received: {type(model).__name__}."
         )
-        vit = VisionTransformer(fresh, dtype=execution.precision)
-    else:
-        _check_classes(model.config, data)
-        _check_pixels(model.config)
-        given = kept_part(model)
-        vit = _placed(given, recipe=recipe, execution=execution)
-    heads = [layer for layer in vit.layers if layer.name in ("head", "distillation_head")]
-    for head in heads:
-        if recipe.head_bias and not keras.ops.any(head.kernel != 0):
-            head.bias.assign(keras.ops.full_like(head.bias, recipe.head_bias))
-    return _distilled(model, vit) if isinstance(model, DistillationModel) else vit
-
-
-def build_masked(
-    model: ViTConfig | MaskedPatchModel | Callable[[], MaskedPatchModel],
-    *,
-    recipe: Recipe,
-    execution: Execution,
-) -> MaskedPatchModel:
-    """Returns the model to pre-train, as `build_classifier` does; a config's target is the default.
-
-    Raises:
-        ValueError: the model does not take RGB pixels 0..255.
-    """
-    if not isinstance(model, ViTConfig | MaskedPatchModel):
-        model = model()
-    if isinstance(model, ViTConfig):
-        config = recipe.config(execution.config(model))
-        config = dataclasses.replace(config, include_preprocessing=True)
-        return MaskedPatchModel(config, dtype=execution.precision)
-    _check_pixels(model.config)
-    placed: MaskedPatchModel = _placed(model, recipe=recipe, execution=execution)
-    return placed
-
-
-def kept_part(model: Trained) -> ExactModel | MaskedPatchModel:
-    """Returns the part of a model that is saved: of a distillation the student."""
-    return model.student if isinstance(model, DistillationModel) else model
-
-
-def compile_model(model: Trained, *, recipe: Recipe, plan: Plan, execution: Execution) -> None:
-    """Compiles a model for a recipe, and builds all state that a checkpoint has to hold."""
-    own: dict[str, Any] = {}
-    if not isinstance(model, MaskedPatchModel):
-        own["loss"] = make_loss(recipe.loss, from_logits=_gives_logits(kept_part(model)))
-    if isinstance(model, ExactModel):
-        own["metrics"] = [keras.metrics.CategoricalAccuracy(name="accuracy")]
-    model.compile(
-        make_optimizer(recipe, model=model, plan=plan),
-        **own,
-        accumulate=execution.accumulate,
-        sam_rho=recipe.sam_rho,
-        report_gradient_norm=True,
-        jit_compile=execution.xla,
-    )
-    if not model.optimizer.built:  # Keras wraps it for float16
-        model.optimizer.build(model.trainable_variables)
-
-
-def parts(
-    model: Trained, data: ImageData, *, recipe: Recipe, plan: Plan, seed: int
-) -> dict[str, Any]:
-    """Returns the arguments of a `Loop` that model, images and recipe decide."""
-    kept = kept_part(model)
-    size = kept.input_shape[1:3] if isinstance(kept, ExactModel) else kept.config.input_shape[:2]
-    resizing = Resizing(size, antialias_of(kept))
-    return {
-        "model": model,
-        "kept": kept,
-        "best_model": plain_copy(kept),
-        "batches": make_batches(data, resizing, recipe=recipe, plan=plan, seed=seed),
-        "validation": make_validation(data, resizing),
-        "plan": plan,
-        "is_averaged": recipe.average is not None,
-    }
-
-
-def plain_copy(model: Kept) -> Kept:
-    """Returns an equal model in float32, outside of any strategy, not compiled.
-
-    One that was built by hand keeps the precision that its layers were given.
-    """
-    has_policy = isinstance(model, VisionTransformer | MaskedPatchModel)
-    copy: Kept = _copied(model, dtype="float32") if has_policy else _copied(model)
-    return copy
-
-
-def make_batches(
-    data: ImageData, resizing: Resizing, *, recipe: Recipe, plan: Plan, seed: int
-) -> Batches:
-    """Returns a function that makes the batches from any step on: images, probabilities."""
-    classes = max(len(data.labels), 1)  # without labels all are of one class
-
-    def batches(start_step: int, shard: tuple[int, int]) -> tf.data.Dataset:
-        def soften(
-            step: tf.Tensor, batch: tuple[tf.Tensor, tf.Tensor]
-        ) -> tuple[tf.Tensor, tf.Tensor]:
-            images, certain = batch[0], tf.one_hot(batch[1], classes)
-            targets = certain * (1 - recipe.label_smoothing) + recipe.label_smoothing / classes
-            key = tf.random.experimental.stateless_fold_in(
-                tf.constant((seed, MIXUP), tf.int64), step
-            )
-            return mix_batch(
-                images,
-                targets,
-                alpha=recipe.mixup,
-                cutmix=recipe.cutmix,
-                per=recipe.mix_per,
-                seed=key,
-                shard=shard,
-            )
-
-        made = train_batches(
-            data.train,
-            image_size=resizing.size,
-            batch_size=plan.batch_size,
-            epochs=plan.epochs,
-            seed=seed,
-            augmentation=recipe.augmentation,
-            antialias=resizing.antialias,
-            start_step=start_step,
-            shard=shard,
-        )
-        return made.enumerate(start_step).map(soften)
-
-    return batches
-
-
-def make_validation(data: ImageData, resizing: Resizing) -> tf.data.Dataset:
-    """Returns the batches that epochs are judged by: images, probabilities."""
-    classes = max(len(data.labels), 1)
-    batches = evaluation_batches(
-        data.validation,
-        image_size=resizing.size,
-        batch_size=EVALUATION_BATCH,
-        antialias=resizing.antialias,
-    ).map(lambda images, targets: (images, tf.one_hot(targets, classes)))
-    options = tf.data.Options()
-    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
-    return batches.with_options(options)
-
-
-CLASSIFICATION, MASKED_PATCHES, DISTILLATION = "classification", "masked-patches", "distillation"
-
-# So many validation images are drawn with what is predicted of them.
-SHOWN = 8
-
-
-def architecture(model: Trained) -> dict[str, Any]:
-    """Returns what config.json says of the network; of one built by hand its layers and a hash."""
-    if not isinstance(model, VisionTransformer | DistillationModel | MaskedPatchModel):
-        text = json.dumps(model.get_config(), sort_keys=True, default=str)
-        return {
-            "layers": [f"{type(layer).__name__} {layer.name}" for layer in model.layers],
-            "sha256": hashlib.sha256(text.encode()).hexdigest(),
-        }
-    fields: dict[str, Any] = model.config.to_dict()
-    return fields
-
-
-def describe(model: Trained) -> dict[str, Any]:
-    """Returns what config.json says of the kind of training; all of it decides the result."""
-    trained = sum(int(variable.shape.num_elements()) for variable in model.trainable_variables)
-    about: dict[str, Any] = {"objective": CLASSIFICATION, "trained_parameters": trained}
-    if isinstance(model, MaskedPatchModel):
-        about |= {"objective": MASKED_PATCHES}
-        about |= {"target": model.target, "corruption": model.corruption}
     if isinstance(model, DistillationModel):
-        about |= {"objective": DISTILLATION}
-        about["distillation"] = {
-            "kind": model.teaching.distillation,
-            "temperature": model.teaching.temperature,
-            "weight": model.weight,
-            "teacher_sha256": weights_hash(model.teacher),
-        }
-        model = model.student
-    if isinstance(model, LoRAVisionTransformer):
-        about["lora"] = {"rank": model.rank, "targets": list(model.targets), "alpha": model.alpha}
-    return about
+        return DistillationObjective(model, job)
+    if isinstance(model, ViTConfig | VisionTransformer):
+        return ClassificationObjective(model, job)
+    if isinstance(model, keras.Sequential | Functional):
+        return HandBuiltObjective(model, job)
+    if isinstance(model, MaskedPatchModel):
+        raise TypeError("A MaskedPatchModel needs no labels; give it to `pretrain`.")
+    raise TypeError(
+        "train takes a ViTConfig, a VisionTransformer, a DistillationModel, or a functional or "
+        f"sequential model. Received: {type(model).__name__}."
+    )
 
 
-def write_model(best: Path, folder: Path, *, validation: Split) -> VisionTransformer:
-    """Writes the run's model and what else came of its kind of training.
+class Objective(abc.ABC):
+    """What a training trains, by which loss, and what it saves and says of it.
+
+    Make it, and `compile` it, in the scope of the strategy.
 
     Args:
-        best: the file of the best model, as it was trained.
-        folder: where to write.
-        validation: images to show reconstructions of.
+        given: what the user gave: a model, or a config where the objective takes one.
+        job: what is asked besides.
 
-    Returns:
-        The run's model.
+    Attributes:
+        kind: what config.json calls it.
+        has_own_accuracy: whether the model itself counts what is right.
+        job: what is asked besides the model.
+        model: what is trained.
     """
-    model = keras.saving.load_model(best, compile=False)
-    kept = kept_model(model)
-    if kept is model:
-        shutil.copy2(best, folder / run.MODEL)
-    else:
-        kept.save(folder / run.MODEL)
-    if isinstance(model, LoRAVisionTransformer):
-        save_adapter(model, folder / run.ADAPTER)
-    if isinstance(model, MaskedPatchModel):
-        plot_reconstructions(model, validation, folder / run.RECONSTRUCTIONS, count=SHOWN)
-    return kept
+
+    kind: ClassVar[str] = "classification"
+    has_own_accuracy: ClassVar[bool] = False
+    model: ExactTrainer
+
+    def __init__(self, given: Any, job: Job) -> None:
+        self.job = job
+        self.model = self.build(given)
+
+    @abc.abstractmethod
+    def build(self, given: Any) -> ExactTrainer:
+        """Returns the model to train: the given one if it can be trained here, or a new one.
+
+        Raises:
+            ValueError: what was given does not fit the job.
+        """
+
+    @property
+    def saved(self) -> keras.Model:
+        """The part of the model that is saved, or all of it."""
+        return self.model
+
+    @property
+    def resizing(self) -> Resizing:
+        """How images come to the size that the model takes."""
+        return Resizing(self.saved.input_shape[1:3], antialias_of(self.saved))
+
+    @abc.abstractmethod
+    def plain_copy(self) -> keras.Model:
+        """Returns a copy of `saved` in float32, outside of any strategy, not compiled."""
+
+    def loss(self) -> keras.losses.Loss | None:
+        """Returns the loss to compile with; None for a model that has its own."""
+        return None
+
+    def compile(self) -> None:
+        """Compiles the model, and builds all state that a checkpoint has to hold."""
+        recipe, execution = self.job.recipe, self.job.execution
+        is_measured = self.has_own_accuracy
+        self.model.compile(
+            make_optimizer(recipe, model=self.model, plan=self.job.plan),
+            loss=self.loss(),
+            metrics=None if is_measured else [keras.metrics.CategoricalAccuracy(name="accuracy")],
+            accumulate=execution.accumulate,
+            sam_rho=recipe.sam_rho,
+            report_gradient_norm=True,
+            jit_compile=execution.xla,
+        )
+        if not self.model.optimizer.built:  # Keras wraps it for float16
+            self.model.optimizer.build(self.model.trainable_variables)
+
+    def settings(self) -> dict[str, Any]:
+        """Returns what config.json says of how a run was made; all of it decides the result."""
+        data, variables = self.job.data, self.model.trainable_variables
+        return {
+            "model": self.architecture(),
+            "objective": self.kind,
+            "trained_parameters": sum(int(one.shape.num_elements()) for one in variables),
+            **self.details(),
+            "recipe": self.job.recipe.to_dict(),
+            "seed": self.job.seed,
+            "data": {"source": data.source, "images": data.counts, "damaged": list(data.damaged)},
+            "labels": list(data.labels),
+        }
+
+    def architecture(self) -> dict[str, Any]:
+        """Returns what config.json says of the network."""
+        fields: dict[str, Any] = self.model.config.to_dict()
+        return fields
+
+    def details(self) -> dict[str, Any]:
+        """Returns what config.json says of this objective alone."""
+        return {}
+
+    def write(self, best: Path, folder: Path) -> keras.Model:
+        """Writes the run's model and what else came of the training.
+
+        Args:
+            best: the file of the best model, as it was trained.
+            folder: where to write.
+
+        Returns:
+            The run's model.
+        """
+        trained = keras.saving.load_model(best, compile=False)
+        published = self.publish(trained)
+        if published is trained:
+            shutil.copy2(best, folder / run.MODEL)
+        else:
+            published.save(folder / run.MODEL)
+        self.report(trained, folder)
+        return published
+
+    def read(self, best: Path) -> keras.Model:
+        """Returns the run's model, where another worker writes it."""
+        return self.publish(keras.saving.load_model(best, compile=False))
+
+    def publish(self, trained: keras.Model) -> keras.Model:
+        """Returns the run's model, made of the best model, or that model itself."""
+        return trained
+
+    @abc.abstractmethod
+    def report(self, trained: keras.Model, folder: Path) -> None:
+        """Writes to a folder what else came of the training, told by the best model."""
 
 
-def read_model(best: Path) -> VisionTransformer:
-    """Returns the run's model, where another worker writes it."""
-    return kept_model(keras.saving.load_model(best, compile=False))
+class ClassificationObjective(Objective):
+    """Trains a `VisionTransformer` on labels, or its adapters, which are merged in the end."""
+
+    def build(self, given: Any) -> ExactTrainer:
+        return self.build_classifier(given)
+
+    def build_classifier(self, given: ViTConfig | VisionTransformer) -> VisionTransformer:
+        """Returns the network to train; a fresh classifier gets the recipe's bias."""
+        recipe, execution = self.job.recipe, self.job.execution
+        if isinstance(given, ViTConfig):
+            fresh = dataclasses.replace(
+                recipe.config(execution.config(given)),
+                classes=len(self.job.data.labels),
+                classifier_activation=None,
+                include_preprocessing=True,
+            )
+            vit = VisionTransformer(fresh, dtype=execution.precision)
+        else:
+            if given.config.classes != len(self.job.data.labels):
+                raise ValueError(
+                    f"The model has classes={given.config.classes}, the data "
+                    f"{len(self.job.data.labels)}; make the model with as many."
+                )
+            _check_pixels(given.config)
+            config = _config_of_copy(given, self.job)
+            vit = given.copy(config=config, dtype=execution.precision) if config else given
+        for layer in vit.layers:
+            is_head = layer.name in ("head", "distillation_head")
+            if is_head and recipe.head_bias and not keras.ops.any(layer.kernel != 0):
+                layer.bias.assign(keras.ops.full_like(layer.bias, recipe.head_bias))
+        return vit
+
+    def plain_copy(self) -> keras.Model:
+        return self.saved.copy(dtype="float32")
+
+    def loss(self) -> keras.losses.Loss:
+        gives_logits = self.saved.config.classifier_activation in (None, "linear")
+        return make_loss(self.job.recipe.loss, from_logits=gives_logits)
+
+    def details(self) -> dict[str, Any]:
+        vit = self.saved
+        if not isinstance(vit, LoRAVisionTransformer):
+            return {}
+        return {"lora": {"rank": vit.rank, "targets": list(vit.targets), "alpha": vit.alpha}}
+
+    def publish(self, trained: VisionTransformer) -> VisionTransformer:
+        return merge_lora(trained) if isinstance(trained, LoRAVisionTransformer) else trained
+
+    def report(self, trained: VisionTransformer, folder: Path) -> None:
+        if isinstance(trained, LoRAVisionTransformer):
+            save_adapter(trained, folder / run.ADAPTER)
 
 
-def kept_model(model: keras.Model) -> VisionTransformer:
-    """Returns the plain model of what was trained: adapters merged, no prediction of patches."""
-    if isinstance(model, LoRAVisionTransformer):
-        return merge_lora(model)
-    return model.vit if isinstance(model, MaskedPatchModel) else model
+class DistillationObjective(ClassificationObjective):
+    """Trains the student of a `DistillationModel`, on labels and after its teacher."""
+
+    kind, has_own_accuracy = "distillation", True
+    model: DistillationModel
+
+    def build(self, given: DistillationModel) -> DistillationModel:
+        student, teacher = self.build_classifier(given.student), given.teacher
+        if not _is_here(teacher):
+            is_vit = isinstance(teacher, VisionTransformer)
+            teacher = teacher.copy() if is_vit else _rebuilt(teacher)
+        return DistillationModel(
+            student,
+            teacher,
+            distillation=given.teaching.distillation,
+            temperature=given.teaching.temperature,
+            weight=given.weight,
+        )
+
+    @property
+    def saved(self) -> VisionTransformer:
+        return self.model.student
+
+    def details(self) -> dict[str, Any]:
+        about = {
+            "kind": self.model.teaching.distillation,
+            "temperature": self.model.teaching.temperature,
+            "weight": self.model.weight,
+            "teacher_sha256": weights_hash(self.model.teacher),
+        }
+        return {"distillation": about, **super().details()}
 
 
-def _placed(model: Any, *, recipe: Recipe, execution: Execution) -> Any:
-    """Returns the model, or a copy in this scope, with this precision, memory and dropout.
+class HandBuiltObjective(Objective):
+    """Trains a functional or sequential model on labels, as an `ExactModel`."""
 
-    What is frozen stays frozen.
+    def build(self, given: keras.Model) -> ExactModel:
+        _check_hand_built(given, self.job)
+        if not _is_here(given):
+            return _with_weights(ExactModel.from_model(keras.models.clone_model(given)), given)
+        return given if isinstance(given, ExactModel) else ExactModel.from_model(given)
+
+    def plain_copy(self) -> keras.Model:
+        """Returns a copy, not compiled, with the precision that its layers were given."""
+        return _rebuilt(self.model)
+
+    def loss(self) -> keras.losses.Loss:
+        return make_loss(self.job.recipe.loss, from_logits=not gives_probabilities(self.model))
+
+    def architecture(self) -> dict[str, Any]:
+        """Returns the layers, and a hash of all that the model says of itself."""
+        text = json.dumps(self.model.get_config(), sort_keys=True, default=str)
+        return {
+            "layers": [f"{type(layer).__name__} {layer.name}" for layer in self.model.layers],
+            "sha256": hashlib.sha256(text.encode()).hexdigest(),
+        }
+
+    def report(self, trained: keras.Model, folder: Path) -> None:
+        """Writes nothing: all that comes of it is the model."""
+
+
+class MaskedPatchObjective(Objective):
+    """Trains a `MaskedPatchModel` on images alone; a config's target is the default."""
+
+    kind, has_own_accuracy = "masked-patches", True
+    model: MaskedPatchModel
+
+    def build(self, given: ViTConfig | MaskedPatchModel) -> MaskedPatchModel:
+        recipe, execution = self.job.recipe, self.job.execution
+        if isinstance(given, ViTConfig):
+            config = recipe.config(execution.config(given))
+            config = dataclasses.replace(config, include_preprocessing=True)
+            return MaskedPatchModel(config, dtype=execution.precision)
+        _check_pixels(given.config)
+        changed = _config_of_copy(given, self.job)
+        if changed is None:
+            return given
+        return _rebuilt(given, {"config": changed.to_dict(), "dtype": execution.precision})
+
+    @property
+    def resizing(self) -> Resizing:
+        return Resizing(self.model.config.input_shape[:2], antialias_of(self.model))
+
+    def plain_copy(self) -> MaskedPatchModel:
+        return _rebuilt(self.model, {"dtype": "float32"})
+
+    def details(self) -> dict[str, Any]:
+        return {"target": self.model.target, "corruption": self.model.corruption}
+
+    def publish(self, trained: MaskedPatchModel) -> VisionTransformer:
+        return trained.vit
+
+    def report(self, trained: MaskedPatchModel, folder: Path) -> None:
+        images, file = self.job.data.validation, folder / run.RECONSTRUCTIONS
+        plot_reconstructions(trained, images, file, count=SHOWN)
+
+
+def _config_of_copy(model: VisionTransformer | MaskedPatchModel, job: Job) -> ViTConfig | None:
+    """Returns the config of the copy to train; None where the model itself can be trained.
+
+    It decides dropout and memory; the copy lies in this scope, and has the precision asked for.
     """
-    config = recipe.regularized(execution.config(model.config))
-    fields = {"config": config.to_dict(), "dtype": execution.precision}
-    if _is_here(model) and fields.items() <= model.get_config().items():
-        return model
-    return _copied(model, config=config, dtype=execution.precision)
+    config = job.recipe.regularized(job.execution.config(model.config))
+    fields = {"config": config.to_dict(), "dtype": job.execution.precision}
+    fits = _is_here(model) and fields.items() <= model.get_config().items()
+    return None if fits else config
 
 
-def _copied(model: Any, **changes: Any) -> Any:
-    """Returns a copy in this scope; `changes` are the config or dtype of one that has them."""
-    if isinstance(model, VisionTransformer):
-        return model.copy(**changes)
-    if "config" in changes:
-        changes["config"] = changes["config"].to_dict()
-    return _filled(type(model).from_config({**model.get_config(), **changes}), model)
+def _rebuilt(model: M, changes: Mapping[str, Any] | None = None) -> M:
+    """Returns a copy in this scope, with some fields of its `get_config` changed."""
+    copy: M = type(model).from_config({**model.get_config(), **(changes or {})})
+    return _with_weights(copy, model)
 
 
-def _filled(copy: Kept, model: keras.Model) -> Kept:
+def _with_weights(copy: M, model: keras.Model) -> M:
     """Returns a copy with the weights of its model; what is frozen there is frozen here."""
     copy.set_weights(model.get_weights())
     for ours, theirs in zip(copy.weights, model.weights, strict=True):
@@ -325,30 +363,16 @@ def _filled(copy: Kept, model: keras.Model) -> Kept:
     return copy
 
 
-def _wrapped(
-    model: keras.Model, *, data: ImageData, recipe: Recipe, execution: Execution
-) -> ExactModel:
-    """Returns an exact model of a functional or sequential one, in this scope.
-
-    Raises:
-        TypeError: it is a class with a `call`.
-        ValueError: it does not fit the data, or cannot be changed as it is asked for.
-    """
-    _check_wrapped(model, data=data, recipe=recipe, execution=execution)
-    if _is_here(model):
-        return model if isinstance(model, ExactModel) else ExactModel.from_model(model)
-    return _filled(ExactModel.from_model(keras.models.clone_model(model)), model)
+def _is_here(model: keras.Model) -> bool:
+    """Whether a model's variables lie where those of this scope do."""
+    # Not `distribute_strategy`, which of a model made without one is that of any scope.
+    strategy = tf.distribute.get_strategy() if tf.distribute.has_strategy() else None
+    return strategy_of(model) is strategy
 
 
-def _check_wrapped(
-    model: keras.Model, *, data: ImageData, recipe: Recipe, execution: Execution
-) -> None:
-    if not isinstance(model, keras.Sequential | Functional):
-        raise TypeError(
-            "train takes a ViTConfig, a VisionTransformer, a DistillationModel, or a functional or "
-            f"sequential model. Received: {type(model).__name__}."
-        )
-    shape, classes = model.input_shape, len(data.labels)
+def _check_hand_built(model: keras.Model, job: Job) -> None:
+    """Raises a ValueError if a model does not fit the data, or cannot be changed as asked for."""
+    shape, classes = model.input_shape, len(job.data.labels)
     if isinstance(shape, list | dict) or len(shape) != 4 or None in shape[1:3] or shape[3] != 3:
         raise ValueError(
             "The model must take RGB images of one size, (None, height, width, 3). "
@@ -368,52 +392,17 @@ def _check_wrapped(
             "Received: include_preprocessing=False."
         )
     asked = {
-        "layer_decay": recipe.layer_decay != 1,
-        "dropout_rate": recipe.dropout_rate is not None,
-        "drop_path_rate": recipe.drop_path_rate is not None,
-        "remat": execution.remat is not None,
-        "precision": execution.precision != "float32",
+        "layer_decay": job.recipe.layer_decay != 1,
+        "dropout_rate": job.recipe.dropout_rate is not None,
+        "drop_path_rate": job.recipe.drop_path_rate is not None,
+        "remat": job.execution.remat is not None,
+        "precision": job.execution.precision != "float32",
     }
     wrong = [name for name, is_asked in asked.items() if is_asked]
     if wrong:
         raise ValueError(
             f"{wrong[0]} cannot be changed in a model that is built by hand; build it so, and "
             f"leave {wrong[0]} at its default."
-        )
-
-
-def _distilled(model: DistillationModel, student: VisionTransformer) -> DistillationModel:
-    """Returns the model with the student in its place, and the teacher in this scope."""
-    teacher = model.teacher
-    if not _is_here(teacher):
-        teacher = _copied(teacher)
-    return DistillationModel(
-        student,
-        teacher,
-        distillation=model.teaching.distillation,
-        temperature=model.teaching.temperature,
-        weight=model.weight,
-    )
-
-
-def _is_here(model: keras.Model) -> bool:
-    """Whether a model's variables lie where those of this scope do."""
-    # Not `distribute_strategy`, which of a model made without one is that of any scope.
-    strategy = tf.distribute.get_strategy() if tf.distribute.has_strategy() else None
-    return strategy_of(model) is strategy
-
-
-def _gives_logits(model: keras.Model) -> bool:
-    if isinstance(model, VisionTransformer):
-        return model.config.classifier_activation in (None, "linear")
-    return not gives_probabilities(model)
-
-
-def _check_classes(config: ViTConfig, data: ImageData) -> None:
-    if config.classes != len(data.labels):
-        raise ValueError(
-            f"The model has classes={config.classes}, the data {len(data.labels)}; "
-            "make the model with as many."
         )
 
 

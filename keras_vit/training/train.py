@@ -4,17 +4,18 @@ import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import keras
 
 from keras_vit.config import ViTConfig
 from keras_vit.data import ImageData, naming_damaged
-from keras_vit.training import finish, models, objectives, progress, run
+from keras_vit.training import finish, models, progress, run
 from keras_vit.training.checkpoints import Unfinished
 from keras_vit.training.execution import Execution, Workers, worker_index
+from keras_vit.training.job import Job
 from keras_vit.training.loop import Loop, StopRequests
 from keras_vit.training.masked_patches import MaskedPatchModel
+from keras_vit.training.objectives import Model, objective_of
 from keras_vit.training.progress import Event, Watcher
 from keras_vit.training.recipe import Recipe
 from keras_vit.training.recipes import RECIPES
@@ -83,21 +84,10 @@ def train(
             or a training is resumed otherwise than it was started.
         WorkerLostError: another worker has gone.
     """
-    if isinstance(model, MaskedPatchModel):
-        raise TypeError("A MaskedPatchModel needs no labels; give it to `pretrain`.")
     recipe, execution = recipe or default_recipe(data), execution or Execution()
-    return _run(
-        data,
-        build=lambda: objectives.build_classifier(
-            model or default_config(data), data=data, recipe=recipe, execution=execution
-        ),
-        out=Path(out),
-        recipe=recipe,
-        seed=seed,
-        existing=existing,
-        execution=execution,
-        on_event=on_event,
-    )
+    job = Job(data, recipe=recipe, execution=execution, seed=seed)
+    model = model or default_config(data)
+    return _run(model, job, out=Path(out), existing=existing, on_event=on_event)
 
 
 def pretrain(
@@ -147,115 +137,86 @@ def pretrain(
     Raises:
         TypeError: the model is neither.
     """
-    if isinstance(model, keras.Model) and not isinstance(model, MaskedPatchModel):
-        raise TypeError(
-            f"pretrain takes a ViTConfig or a MaskedPatchModel. Received: {type(model).__name__}."
-        )
     recipe, execution = recipe or default_pretrain_recipe(data), execution or Execution()
-    return _run(
-        data,
-        build=lambda: objectives.build_masked(
-            model or default_pretrain_config(data), recipe=recipe, execution=execution
-        ),
-        out=Path(out),
-        recipe=recipe,
-        seed=seed,
-        existing=existing,
-        execution=execution,
-        on_event=on_event,
-    )
+    job = Job(data, recipe=recipe, execution=execution, seed=seed, has_labels=False)
+    model = model or default_pretrain_config(data)
+    return _run(model, job, out=Path(out), existing=existing, on_event=on_event)
 
 
 def _run(
-    data: ImageData,
+    model: Model | Callable[[], Model],
+    job: Job,
     *,
-    build: Callable[[], objectives.Trained],
     out: Path,
-    recipe: Recipe,
-    seed: int,
     existing: run.Existing,
-    execution: Execution,
     on_event: Callable[[Event], None] | None,
 ) -> run.Run:
-    """Trains what `build` makes in the strategy's scope, from the start or from a checkpoint on."""
+    """Trains a model, from the start or from a checkpoint on."""
     _check_backend()
-    _check_data(data)
+    _check_data(job.data)
     progress.check_matplotlib()
-    strategy = execution.make_strategy()
-    workers = Workers(strategy)
-    plan = recipe.plan(images=len(data.train))
-    execution.check_batch(plan.batch_size, replicas=strategy.num_replicas_in_sync)
+    strategy = job.execution.make_strategy()
+    workers, plan = Workers(strategy), job.plan
+    job.execution.check_batch(plan.batch_size, replicas=strategy.num_replicas_in_sync)
     _check_name(out)
     with run.hold(out, worker=workers.index), StopRequests() as requests:
-        folder = _free_folder(out, workers=workers, existing=existing, execution=execution)
-        keras.utils.set_random_seed(seed)
+        folder = _free_folder(out, job, workers=workers, existing=existing)
+        keras.utils.set_random_seed(job.seed)
         with strategy.scope():
-            model = build()
-            objectives.compile_model(model, recipe=recipe, plan=plan, execution=execution)
-        loop = Loop(
-            **objectives.parts(model, data, recipe=recipe, plan=plan, seed=seed),
-            checkpoint_steps=execution.checkpoint_steps,
-            workers=workers,
-            watcher=Watcher(
-                epochs=plan.epochs,
-                steps=plan.steps,
-                batch_size=plan.batch_size,
-                keep=recipe.keep,
-                on_event=on_event,
-            ),
-            folder=folder,
+            objective = objective_of(model, job)
+            objective.compile()
+        watcher = Watcher(
+            epochs=plan.epochs,
+            steps=plan.steps,
+            batch_size=plan.batch_size,
+            keep=job.recipe.keep,
+            on_event=on_event,
         )
-        settings = finish.settings(model, data, recipe=recipe, seed=seed)
-        found = finish.finished(loop, settings, out=out) if existing == "resume" else None
-        if found is not None:
-            return found
-        _begin(loop, settings, existing=existing)
-        # Not a part of what a resumed training must repeat: it may run elsewhere.
-        settings = {**settings, "execution": dataclasses.asdict(execution)}
-        return _train(loop, data, settings, requests, out=out)
+        loop = Loop(objective, workers=workers, watcher=watcher, folder=folder)
+        finished = finish.finished(loop, out=out) if existing == "resume" else None
+        if finished is not None:
+            return finished
+        _begin(loop, existing=existing)
+        return _train(loop, requests, out=out)
 
 
-def _free_folder(
-    out: Path, *, workers: Workers, existing: run.Existing, execution: Execution
-) -> Unfinished:
+def _free_folder(out: Path, job: Job, *, workers: Workers, existing: run.Existing) -> Unfinished:
     """Returns the folder to train in, where nothing is lost by it; the lock is held."""
     if not workers.index:
         run.restore(out)
-    folder = Unfinished(out, worker=workers.index, keep=execution.keep_checkpoints)
+    folder = Unfinished(out, worker=workers.index, keep=job.execution.keep_checkpoints)
     _check_places(out, folder, existing=existing)
     return folder
 
 
-def _train(
-    loop: Loop, data: ImageData, settings: dict[str, Any], requests: StopRequests, *, out: Path
-) -> run.Run:
-    with naming_damaged(data.validation, trained=data.train):
+def _train(loop: Loop, requests: StopRequests, *, out: Path) -> run.Run:
+    with naming_damaged(loop.job.data.validation, trained=loop.job.data.train):
         asked = loop.run(requests)
     try:
         if not asked:
             requests.end_steps()
-        return finish.finish(loop, data, settings=settings, out=out, asked=asked)
+        return finish.finish(loop, out=out, asked=asked)
     except finish.TrainingInterrupted:
         raise
     except KeyboardInterrupt:
         raise finish.cut_off(loop.folder.path, asked=requests.asked) from None
 
 
-def _begin(loop: Loop, settings: dict[str, Any], *, existing: run.Existing) -> None:
+def _begin(loop: Loop, *, existing: run.Existing) -> None:
     """Goes back to the last checkpoint, or makes the folder and the first one."""
     is_there = existing == "resume" and loop.folder.exists()
-    found = loop.workers.gather(1 + loop.folder.checkpoints.steps()[-1] if is_there else 0)
-    if all(found):
-        loop.folder.check(settings)
+    reached = loop.workers.gather(1 + loop.folder.checkpoints.steps()[-1] if is_there else 0)
+    if all(reached):
+        loop.folder.check(loop.settings)
         loop.resume()
         return
-    if max(found) > 1:  # otherwise they were killed before the first step
-        lacking = [index for index, steps in enumerate(found) if not steps]
+    if max(reached) > 1:  # otherwise they were killed before the first step
+        lacking = [index for index, steps in enumerate(reached) if not steps]
         raise ValueError(
             f"Of the workers {lacking} the checkpoints are gone; put back the folders "
             f"{loop.folder.path.name}-N, or overwrite the training of all."
         )
-    loop.folder.start(settings)
+    loop.folder.start(loop.settings)
     loop.save()
 
 

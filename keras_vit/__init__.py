@@ -4,11 +4,11 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from keras_vit import startup
+from keras_vit import environment
 from keras_vit.version import __version__ as __version__
 
-startup.switch_onednn_on()
-if TYPE_CHECKING or not startup.is_command():
+environment.switch_onednn_on()
+if TYPE_CHECKING or not environment.is_command():
     from keras_vit.names import *  # noqa: F403
     from keras_vit.names import __all__ as __all__
 
@@ -17,7 +17,7 @@ _LATER = ("data", "evaluation", "explain", "training")
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LATER or (startup.is_command() and _is_module(name)):
+    if name in _LATER or (environment.is_command() and _is_module(name)):
         return importlib.import_module(f"{__name__}.{name}")
     if name in __dir__():
         return getattr(importlib.import_module(f"{__name__}.names"), name)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from keras_vit import startup
+from keras_vit import environment
 from keras_vit.cli import flags, main, train
 from keras_vit.cli.main import make_parser
 from keras_vit.training import MODELS, RECIPES
@@ -242,7 +242,7 @@ def test_only_its_own_lines_reach_the_terminal(tmp_path: Path) -> None:
 def test_what_is_no_remark_is_said_later(capfd: pytest.CaptureFixture[str]) -> None:
     """Also where the import fails; the error goes on."""
 
-    @startup.without_remarks()
+    @environment.without_remarks()
     def import_framework() -> None:
         os.write(2, b"I0000 00:00:1795404080.989839   32505 port.cc:153] oneDNN is on.\n")
         print("A library of the system is missing.", file=sys.stderr)

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import keras
 
-from keras_vit import startup
+from keras_vit import environment
 from keras_vit.backend import plain
 
-startup.let_products_end_in_activations()
+environment.let_products_end_in_activations()
 
 _HALF = ("float16", "bfloat16")
 # Head widths that cuDNN's flash attention takes.

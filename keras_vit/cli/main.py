@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from keras_vit import startup, version
+from keras_vit import environment, version
 from keras_vit.cli import catalog, evaluate, explain, export, output, predict, pretrain, train
 
 PROGRAM = "keras-vit"
@@ -50,11 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    startup.quieten_tensorflow()  # its errors still reach us as exceptions
+    environment.quieten_tensorflow()  # its errors still reach us as exceptions
     arguments = make_parser().parse_args(argv)
     try:
         if arguments.run is not catalog.run:
-            with startup.without_remarks():
+            with environment.without_remarks():
                 importlib.import_module("keras_vit.names")  # Keras finds the classes in it by name
         exit_code: int = arguments.run(arguments)
     except KeyboardInterrupt as interruption:

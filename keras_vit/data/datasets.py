@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_vit import optional
+from keras_vit import environment
 from keras_vit.data import images, source
 from keras_vit.data.damage import Damage
 from keras_vit.data.source import Split, Stream
@@ -97,7 +97,7 @@ def load_tfds(
         ValueError: there is no such dataset, or it does not hold labelled images.
     """
     # TensorFlow Datasets imports importlib-resources, and declares it for Python 3.8 alone.
-    with optional.installed(
+    with environment.installed(
         f"{PREFIX}NAME needs TensorFlow Datasets", "tensorflow-datasets", "importlib-resources"
     ):
         import tensorflow_datasets as tfds

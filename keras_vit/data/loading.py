@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from keras_vit import optional
+from keras_vit import environment
 from keras_vit.data import datasets, folder, source
 from keras_vit.data.source import FileSplit, PixelSplit
 
@@ -32,7 +32,7 @@ def load_digits() -> source.ImageData:
     Raises:
         ImportError: scikit-learn is not installed.
     """
-    with optional.installed("The digits come with scikit-learn", "scikit-learn"):
+    with environment.installed("The digits come with scikit-learn", "scikit-learn"):
         import sklearn.datasets
     digits = sklearn.datasets.load_digits()
     grey = np.round(digits.images * 255 / INK).astype(np.uint8)

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_vit import atomic, optional
+from keras_vit import atomic, environment
 from keras_vit.atomic import whole_file
 from keras_vit.data import Split
 from keras_vit.evaluation.metrics import Evaluation
@@ -85,7 +85,7 @@ def plot_mistakes(mistakes: Sequence[Mistake], split: Split, file: str | os.Path
         ImportError: matplotlib is not installed.
         ValueError: there are no mistakes to draw.
     """
-    with optional.pictures():
+    with environment.pictures():
         import matplotlib.figure
         import matplotlib.layout_engine
     if not mistakes:
@@ -158,7 +158,7 @@ def plot_confusion(evaluation: Evaluation, file: Path) -> None:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    with optional.pictures():
+    with environment.pictures():
         import matplotlib.colors
         import matplotlib.figure
     classes = len(evaluation.labels)

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from keras_vit import optional
+from keras_vit import environment
 from keras_vit.explain import attention
 from keras_vit.explain.embeddings import Filters
 
@@ -217,6 +217,6 @@ def _lit(picture: np.ndarray, heatmap: np.ndarray) -> np.ndarray:
 
 
 def _figure(width: float, height: float) -> "Figure":
-    with optional.pictures():
+    with environment.pictures():
         import matplotlib.figure
     return matplotlib.figure.Figure(figsize=(width, height), layout="constrained")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tensorflow as tf
 
-from keras_vit import optional
+from keras_vit import environment
 from keras_vit.backend.tensorflow import portable_forms
 from keras_vit.config import ViTConfig
 from keras_vit.exporting.rebuild import Exportable, folded_arrays, same_padding
@@ -123,7 +123,7 @@ def convert_to_onnx(exportable: Exportable) -> "onnx.ModelProto":
         ImportError: tf2onnx is not installed.
         ValueError: the model has an op that ONNX does not have.
     """
-    with optional.installed(
+    with environment.installed(
         "A model with layers around the Vision Transformer, or unlike the published ones, is "
         "converted by tf2onnx",
         "tf2onnx",

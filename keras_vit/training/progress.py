@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from keras_vit import optional
+from keras_vit import environment
 from keras_vit.training.run import Run
 
 Keep = Literal["best", "last"]
@@ -283,7 +283,7 @@ def plot_curves(history: Sequence[EpochDone], file: Path, *, best_epoch: int) ->
 
 def check_matplotlib() -> None:
     """Raises an ImportError that says what to install, unless matplotlib is there."""
-    with optional.pictures():
+    with environment.pictures():
         import matplotlib  # noqa: F401
 
 

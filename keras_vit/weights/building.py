@@ -12,7 +12,7 @@ from typing import Any
 
 import keras
 
-from keras_vit import optional
+from keras_vit import environment
 from keras_vit.config import Pooling, ViTConfig, stride_of
 from keras_vit.layers.random import overwritten_weights
 from keras_vit.model import VisionTransformer
@@ -382,7 +382,7 @@ def _hub_download(
 
 
 def _hub_library(address: str) -> Any:
-    with optional.installed(f"{address} needs the library huggingface-hub", "huggingface-hub"):
+    with environment.installed(f"{address} needs the library huggingface-hub", "huggingface-hub"):
         import huggingface_hub
     return huggingface_hub
 

@@ -1,4 +1,7 @@
-"""What must happen before a framework is imported. Knows none of them."""
+"""What surrounds the package: settings before a framework is imported, and packages that lack.
+
+It knows no framework.
+"""
 
 import contextlib
 import functools
@@ -90,6 +93,34 @@ def let_products_end_in_activations() -> None:
     flags = os.environ.get("XLA_FLAGS", "")
     if _TRITON_PRODUCTS not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} --{_TRITON_PRODUCTS}=false".strip()
+
+
+@contextlib.contextmanager
+def installed(needs: str, *packages: str) -> Iterator[None]:
+    """Imports within the block, or an ImportError that says what to install.
+
+    Example:
+        >>> with installed("Pictures are drawn by nothing", "nothing-of-the-kind"):
+        ...     import nothing_of_the_kind
+        Traceback (most recent call last):
+        ImportError: Pictures are drawn by nothing, which is not installed; run: pip install
+        nothing-of-the-kind
+
+    Args:
+        needs: what needs which library, ending in the library's name.
+        packages: what `pip install` takes.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise ImportError(
+            f"{needs}, which is not installed; run: pip install {' '.join(packages)}"
+        ) from error
+
+
+def pictures() -> contextlib.AbstractContextManager[None]:
+    """Imports of matplotlib within the block, see `installed`."""
+    return installed("Pictures are drawn by matplotlib", "matplotlib")
 
 
 def _processor_flags() -> set[str]:

@@ -19,7 +19,7 @@ from keras_vit.exporting import (
     verification,
 )
 from keras_vit.exporting.artefacts import Artefact
-from keras_vit.exporting.clean import request as requests
+from keras_vit.exporting.clean.messages import Request
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +184,7 @@ def test_a_process_that_dies_is_told(tmp_path: Path) -> None:
     (tmp_path / "variables").mkdir()
     (tmp_path / "saved_model.pb").write_bytes(b"nothing")
     (tmp_path / "variables/variables.index").write_bytes(b"nothing")
-    request = requests.Request(
+    request = Request(
         format="savedmodel", path=tmp_path, parameter_bytes=8, batch_sizes=(1,), labels=(), cases=()
     )
     with pytest.raises(VerificationError, match="could not be checked"):

@@ -12,11 +12,11 @@ import pytest
 import tensorflow as tf
 
 from keras_vit.exporting import clean
-from keras_vit.exporting.clean import loader, request, savedmodel_checks
+from keras_vit.exporting.clean import loader, messages, savedmodel_checks
 
 FOLDER = Path(clean.__file__).parent
 RANDOM = np.random.default_rng(0)
-CASE = request.Case(
+CASE = messages.Case(
     signature="",
     inputs={"images": np.arange(4.0)},
     expected={"logits": RANDOM.normal(size=(4, 3))},
@@ -73,12 +73,12 @@ def test_requests_survive_the_disk(tmp_path: Path) -> None:
     files = np.empty(2, object)
     files[:] = [b"\0image\0\0", b""]
     case = dataclasses.replace(CASE, inputs={"image_bytes": files})
-    written = request.Request(
+    written = messages.Request(
         format="savedmodel", path=tmp_path, parameter_bytes=8, batch_sizes=(1, 2),
         labels=("a", "é"), cases=(case,),
     )  # fmt: skip
-    request.write_request(tmp_path, written)
-    read = request.read_request(tmp_path)
+    messages.write_request(tmp_path, written)
+    read = messages.read_request(tmp_path)
     assert list(read.cases[0].inputs["image_bytes"]) == list(files)
     np.testing.assert_array_equal(read.cases[0].expected["logits"], CASE.expected["logits"])
     for name in ("format", "path", "parameter_bytes", "batch_sizes", "labels", "library"):
@@ -95,11 +95,11 @@ def test_every_comparison_passes_the_same_and_fails_another(measure: str) -> Non
     wrong[2, 1] += 1.0
     nan = np.where(wrong == wrong[2, 1], np.nan, logits)
     verdicts = {
-        "same": request.compare(case, {"logits": logits}, rows=4),
-        "moved": request.compare(case, {"logits": wrong}, rows=4),
-        "nan": request.compare(case, {"logits": nan}, rows=4),
-        "missing": request.compare(case, {}, rows=4),
-        "shape": request.compare(case, {"logits": logits[:, :2]}, rows=4),
+        "same": messages.compare(case, {"logits": logits}, rows=4),
+        "moved": messages.compare(case, {"logits": wrong}, rows=4),
+        "nan": messages.compare(case, {"logits": nan}, rows=4),
+        "missing": messages.compare(case, {}, rows=4),
+        "shape": messages.compare(case, {"logits": logits[:, :2]}, rows=4),
     }
     passed = {name: checks[0].passed for name, checks in verdicts.items()}
     assert passed == {"same": True, "moved": False, "nan": False, "missing": False, "shape": False}
@@ -108,16 +108,16 @@ def test_every_comparison_passes_the_same_and_fails_another(measure: str) -> Non
 def test_another_best_class_or_batch_is_noticed() -> None:
     """Top-1 agreement and batch invariance fail when they should; the model's ties do not count."""
     logits = CASE.expected["logits"]
-    assert request.compare_top1(CASE, {"logits": logits})[0].passed
-    assert not request.compare_top1(CASE, {"logits": logits[:, ::-1]})[0].passed
+    assert messages.compare_top1(CASE, {"logits": logits})[0].passed
+    assert not messages.compare_top1(CASE, {"logits": logits[:, ::-1]})[0].passed
     tied = np.array([[1.0, 1.0 + 1e-6, 0.0]])
-    assert request.top1_agreement(tied[:, [1, 0, 2]], tied) == 1.0
+    assert messages.top1_agreement(tied[:, [1, 0, 2]], tied) == 1.0
 
     def run(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         rows = len(inputs["images"])
         return {"logits": logits[:rows] + (0.5 if rows == 2 else 0.0)}
 
-    failed = [check.name for check in request.check_batches(CASE, run, (1, 2, 4))
+    failed = [check.name for check in messages.check_batches(CASE, run, (1, 2, 4))
               if not check.passed]  # fmt: skip
     assert failed == ["logits, batch 2, absolute difference", "batch invariance"]
 
@@ -128,7 +128,7 @@ def test_the_first_image_alone_is_held_to_the_model_alone() -> None:
     case = dataclasses.replace(CASE, alone={"logits": logits[:1] + 1e-4})
 
     def failed(drift: float) -> list[str]:
-        checks = request.check_batches(
+        checks = messages.check_batches(
             case, lambda inputs: {"logits": logits[: len(inputs["images"])] + drift
                                   * (len(inputs["images"]) == 1)}, (1, 4)
         )  # fmt: skip

@@ -12,7 +12,7 @@ import pytest
 from exported import LABELS, served_model
 
 from keras_vit.exporting import VerificationError, artefacts, rebuild, samples, verification
-from keras_vit.exporting.clean import request as requests
+from keras_vit.exporting.clean import messages
 
 pytestmark = pytest.mark.slow
 
@@ -37,7 +37,7 @@ def library(version: str, folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def request_of(
     tmp_path_factory: pytest.TempPathFactory,
-) -> Callable[[Path | None], requests.Request]:
+) -> Callable[[Path | None], messages.Request]:
     """Makes the checks of an exported hybrid for any loader."""
     model = served_model(resnet_layers=(1, 1), patch_size=1)
     directory = tmp_path_factory.mktemp("loaders") / "pets"
@@ -45,8 +45,8 @@ def request_of(
     exportable = rebuild.rebuild(model)
     expected = samples.make_references(exportable)
 
-    def make(library: Path | None) -> requests.Request:
-        return requests.Request(
+    def make(library: Path | None) -> messages.Request:
+        return messages.Request(
             format="savedmodel",
             path=directory / "1",
             parameter_bytes=exportable.parameter_bytes,
@@ -61,7 +61,7 @@ def request_of(
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_an_older_loader_reads_the_model(
-    version: str, request_of: Callable[[Path | None], requests.Request], tmp_path: Path
+    version: str, request_of: Callable[[Path | None], messages.Request], tmp_path: Path
 ) -> None:
     """Every signature, JPEG, PNG and BMP included, answers the same to 1e-5; warm-up replays."""
     checks, runtime = verification.check_artefact(request_of(library(version, tmp_path)))
@@ -72,7 +72,7 @@ def test_an_older_loader_reads_the_model(
 
 
 def test_a_folder_without_a_library_is_told(
-    request_of: Callable[[Path | None], requests.Request], tmp_path: Path
+    request_of: Callable[[Path | None], messages.Request], tmp_path: Path
 ) -> None:
     """A wrong folder of libraries is an error that names it."""
     with pytest.raises(VerificationError, match="There is no libtensorflow_cc"):

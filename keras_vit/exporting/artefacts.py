@@ -14,7 +14,7 @@ from keras_vit import atomic
 from keras_vit.data import decoding
 from keras_vit.data import images as image_files
 from keras_vit.exporting import rebuild, samples, savedmodel, tflite, verification
-from keras_vit.exporting.clean import request as requests
+from keras_vit.exporting.clean import messages
 from keras_vit.exporting.rebuild import Exportable
 
 FORMATS = ("savedmodel", *tflite.FORMATS, "onnx")
@@ -179,7 +179,7 @@ class Artefact:
     format: str
     path: Path
     bytes: int
-    checks: tuple[requests.Check, ...]
+    checks: tuple[messages.Check, ...]
 
 
 def export(
@@ -264,7 +264,7 @@ class _Job:
     batch_size: int
     verify: bool
     expected: samples.References
-    rebuilt: requests.Check
+    rebuilt: messages.Check
 
     def run(self, formats: Sequence[str]) -> tuple[Artefact, ...]:
         """Makes, checks and publishes the formats; the SavedModel appears last."""
@@ -347,7 +347,7 @@ class _Job:
             return f"{self.directory.name}.onnx"
         return f"{self.directory.name}{name.removeprefix('tflite')}.tflite"
 
-    def _request(self, name: str, path: Path) -> requests.Request:
+    def _request(self, name: str, path: Path) -> messages.Request:
         exportable, expected = self.exportable, self.expected
         if name == "savedmodel":
             cases = verification.savedmodel_cases(
@@ -362,7 +362,7 @@ class _Job:
                 )
             images = samples.as_original(exportable, pixels)
             cases = (verification.file_case(exportable, name, images, outputs),)
-        return requests.Request(
+        return messages.Request(
             format=name,
             path=path,
             parameter_bytes=exportable.parameter_bytes,

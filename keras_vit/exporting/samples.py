@@ -12,8 +12,7 @@ import tensorflow as tf
 from keras_vit.backend.private import layers_of
 from keras_vit.data import decoding
 from keras_vit.data import images as image_files
-from keras_vit.exporting.clean import request
-from keras_vit.exporting.clean import request as requests
+from keras_vit.exporting.clean import messages
 from keras_vit.exporting.rebuild import Exportable
 
 # A file, or pixels 0..255, uint8 (height, width, 3).
@@ -172,20 +171,20 @@ def make_references(exportable: Exportable, images: Sequence[Image] = ()) -> Ref
 
 def compare_rebuilt(
     model: keras.Model, exportable: Exportable, references: References
-) -> requests.Check:
+) -> messages.Check:
     """Compares the live model with its float32 copy, so that nothing is lost before the export."""
     images = as_original(exportable, references.pixels)
     live = np.asarray(keras.ops.convert_to_numpy(model(images, training=False)), np.float32)
     copied = references.of_pixels.of_batch[exportable.answers]
     if _is_float32(model):
         name, limit = "model and its float32 copy, relative difference", REBUILD_LIMIT
-        measured = request.relative_difference(live, copied)
+        measured = messages.relative_difference(live, copied)
         passed = measured <= limit
     else:
         name, limit = "model and its float32 copy, cosine", LOW_PRECISION_COSINE
-        measured = request.lowest_cosine(live, copied)
+        measured = messages.lowest_cosine(live, copied)
         passed = measured >= limit
-    return requests.Check(name=name, measured=measured, limit=limit, passed=passed)
+    return messages.Check(name=name, measured=measured, limit=limit, passed=passed)
 
 
 def outputs(exportable: Exportable, images: np.ndarray) -> dict[str, np.ndarray]:

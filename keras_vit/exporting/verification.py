@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from keras_vit import version
-from keras_vit.exporting.clean import request as requests
+from keras_vit.exporting.clean import messages
 from keras_vit.exporting.rebuild import Exportable
 from keras_vit.exporting.samples import Answers, References
 
@@ -42,7 +42,7 @@ class VerificationError(ValueError):
     """An artefact does not do what the model does; nothing was put in place."""
 
 
-def check_artefact(request: requests.Request) -> tuple[list[requests.Check], dict[str, str]]:
+def check_artefact(request: messages.Request) -> tuple[list[messages.Check], dict[str, str]]:
     """Runs the checks of a request in a clean process.
 
     Returns:
@@ -53,7 +53,7 @@ def check_artefact(request: requests.Request) -> tuple[list[requests.Check], dic
     """
     with tempfile.TemporaryDirectory(prefix="keras-vit-") as name:
         folder = Path(name)
-        requests.write_request(folder, request)
+        messages.write_request(folder, request)
         finished = subprocess.run(
             [sys.executable, "-P", str(_BOOTSTRAP), str(folder)],
             capture_output=True,
@@ -67,12 +67,12 @@ def check_artefact(request: requests.Request) -> tuple[list[requests.Check], dic
                 f"The {request.format} artefact could not be checked: the process ended with code "
                 f"{finished.returncode} and said: {said[-1]}"
             )
-        checks, runtime = requests.read_report(folder)
+        checks, runtime = messages.read_report(folder)
     require(checks, artefact=request.format)
     return checks, runtime
 
 
-def require(checks: Iterable[requests.Check], *, artefact: str) -> None:
+def require(checks: Iterable[messages.Check], *, artefact: str) -> None:
     """Raises a VerificationError that names what failed, if anything did."""
     failed = [check for check in checks if not check.passed]
     if failed:
@@ -88,14 +88,14 @@ def require(checks: Iterable[requests.Check], *, artefact: str) -> None:
 
 def savedmodel_cases(
     exportable: Exportable, references: References, *, labels: tuple[str, ...], top_k: int
-) -> tuple[requests.Case, ...]:
+) -> tuple[messages.Case, ...]:
     """Returns a case for every signature of a SavedModel."""
     from keras_vit.exporting import savedmodel
 
     def case(
         signature: str, name: str, value: np.ndarray, answers: Answers, *names: str
-    ) -> requests.Case:
-        return requests.Case(
+    ) -> messages.Case:
+        return messages.Case(
             signature=signature,
             inputs={name: value},
             expected={name: answers.of_batch[name] for name in names},
@@ -132,7 +132,7 @@ def savedmodel_cases(
 
 def file_case(
     exportable: Exportable, artefact: str, images: np.ndarray, expected: Mapping[str, np.ndarray]
-) -> requests.Case:
+) -> messages.Case:
     """Returns the one case of an ONNX or TFLite file.
 
     Args:
@@ -146,7 +146,7 @@ def file_case(
     if measure != "absolute":
         names = names[:1]  # rounded weights are measured before the softmax, which stretches errors
     scale = _scale(dict(expected)) if measure == "absolute" else 1.0
-    return requests.Case(
+    return messages.Case(
         signature="",
         inputs={"images": images},
         expected={name: expected[name] for name in names},
@@ -158,7 +158,7 @@ def file_case(
 def write_record(
     folder: Path,
     *,
-    checks: Mapping[str, Iterable[requests.Check]],
+    checks: Mapping[str, Iterable[messages.Check]],
     runtime: Mapping[str, str],
     images: str,
     pixels: Mapping[str, Any],

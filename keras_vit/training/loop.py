@@ -32,10 +32,10 @@ class StopRequests:
     in the middle of building a model, is remembered too. Between steps a second SIGINT interrupts.
 
     Example:
-        >>> with StopRequests() as requests:
-        ...     requests.wait_for_steps()
+        >>> with StopRequests() as stop:
+        ...     stop.wait_for_steps()
         ...     signal.raise_signal(signal.SIGINT)
-        >>> requests.asked == signal.SIGINT
+        >>> stop.asked == signal.SIGINT
         True
 
     Attributes:
@@ -186,11 +186,11 @@ class Loop:
     def _is_epochs_end(self, step: int) -> bool:
         return step % self.plan.steps_per_epoch == 0 or step == self.plan.steps
 
-    def run(self, requests: StopRequests) -> int:
+    def run(self, stop: StopRequests) -> int:
         """Trains to the end, or until someone asks to stop.
 
         Args:
-            requests: where it is asked.
+            stop: where it is asked.
 
         Returns:
             0 at the end, otherwise the signal that asked any of the workers.
@@ -202,10 +202,10 @@ class Loop:
             WorkerLostError: another worker has gone.
         """
         events = EventFiles(self.folder, self.workers)
-        requests.wait_for_steps()
+        stop.wait_for_steps()
         with contextlib.closing(events):
             try:
-                return self._run(requests, events)
+                return self._run(stop, events)
             except (MemoryError, tf.errors.ResourceExhaustedError) as error:
                 raise MemoryError(
                     f"Out of memory at step {self.watcher.step + 1}; the checkpoints in "
@@ -240,7 +240,7 @@ class Loop:
             f"({type(error).__name__}); start all workers again, resuming."
         )
 
-    def _run(self, requests: StopRequests, events: EventFiles) -> int:
+    def _run(self, stop: StopRequests, events: EventFiles) -> int:
         dataset = self.workers.distribute(
             lambda shard: self.job.training_batches(
                 self._resizing, start_step=self.watcher.step, shard=shard
@@ -250,7 +250,7 @@ class Loop:
         self.model.prepare(dataset)
         batches = iter(dataset)
         while self.watcher.step < self.plan.steps:
-            own = signal.SIGINT if self.watcher.stop_requested else requests.asked
+            own = signal.SIGINT if self.watcher.stop_requested else stop.asked
             asked = max(self.workers.gather(int(own)))
             if asked:
                 self.save()

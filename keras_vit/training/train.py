@@ -159,7 +159,7 @@ def _run(
     workers, plan = Workers(strategy), job.plan
     job.execution.check_batch(plan.batch_size, replicas=strategy.num_replicas_in_sync)
     _check_name(out)
-    with run.hold(out, worker=workers.index), StopRequests() as requests:
+    with run.hold(out, worker=workers.index), StopRequests() as stop:
         folder = _free_folder(out, job, workers=workers, existing=existing)
         keras.utils.set_random_seed(job.seed)
         with strategy.scope():
@@ -177,7 +177,7 @@ def _run(
         if finished is not None:
             return finished
         _begin(loop, existing=existing)
-        return _train(loop, requests, out=out)
+        return _train(loop, stop, out=out)
 
 
 def _free_folder(out: Path, job: Job, *, workers: Workers, existing: run.Existing) -> Unfinished:
@@ -189,17 +189,17 @@ def _free_folder(out: Path, job: Job, *, workers: Workers, existing: run.Existin
     return folder
 
 
-def _train(loop: Loop, requests: StopRequests, *, out: Path) -> run.Run:
+def _train(loop: Loop, stop: StopRequests, *, out: Path) -> run.Run:
     with naming_damaged(loop.job.data.validation, trained=loop.job.data.train):
-        asked = loop.run(requests)
+        asked = loop.run(stop)
     try:
         if not asked:
-            requests.end_steps()
+            stop.end_steps()
         return finish.finish(loop, out=out, asked=asked)
     except finish.TrainingInterrupted:
         raise
     except KeyboardInterrupt:
-        raise finish.cut_off(loop.folder.path, asked=requests.asked) from None
+        raise finish.cut_off(loop.folder.path, asked=stop.asked) from None
 
 
 def _begin(loop: Loop, *, existing: run.Existing) -> None:

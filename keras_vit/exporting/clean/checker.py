@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from . import request, savedmodel_checks
-from . import request as requests
-from .request import Check, Request, check_batches, size_check
+from . import messages, savedmodel_checks
+from .messages import Check, Request, check_batches, size_check
 
 DOMAINS = ("", "ai.onnx")
 
@@ -59,9 +58,9 @@ _CHECKS = {"savedmodel": savedmodel_checks.check, "onnx": check_onnx}
 
 def run(folder: Path) -> None:
     """Reads the request in a folder, checks what it names, writes the report beside it."""
-    request = requests.read_request(folder)
+    request = messages.read_request(folder)
     checks, runtime = _CHECKS.get(request.format, check_tflite)(request)
-    requests.write_report(folder, checks, runtime)
+    messages.write_report(folder, checks, runtime)
 
 
 def _check_model(request: Request) -> Iterator[Check]:
@@ -112,7 +111,7 @@ def _check_graph(interpreter: Any, request: Request) -> Iterator[Check]:
     yield size_check(size, request.parameter_bytes, share=_SHARES[request.format])
 
 
-def _runner(interpreter: Any) -> request.Run:
+def _runner(interpreter: Any) -> messages.Run:
     runner = interpreter.get_signature_runner(SIGNATURE)
     batch = int(runner.get_input_details()["images"]["shape"][0])
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from . import loader
-from .request import Case, Check, Request, check_batches
+from .messages import Case, Check, Request, check_batches
 
 FILE = "assets.extra/tf_serving_warmup_requests"
 LIMIT = 1000  # more make the server refuse the file

@@ -1,4 +1,4 @@
-"""What surrounds the package: settings before a framework is imported, and packages that lack.
+"""What must be set before a framework is imported, and which packages to install where one lacks.
 
 It knows no framework.
 """

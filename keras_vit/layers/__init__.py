@@ -5,8 +5,8 @@ D hidden width, K width of one attention head, M width of the MLP's hidden layer
 """
 
 from keras_vit.layers.attention import MultiHeadSelfAttention
-from keras_vit.layers.block import MLP, DropPath, TransformerBlock
-from keras_vit.layers.dense import LayerNormalization, TokenDense
+from keras_vit.layers.block import DropPath, TransformerBlock
+from keras_vit.layers.dense import MLP, LayerNormalization, TokenDense
 from keras_vit.layers.patches import PatchEncoder, Patches, PositionEmbedding
 from keras_vit.layers.pooling import AttentionPooling, TokenPooling
 from keras_vit.layers.resnet import BottleneckUnit, ResNetStem, StdConv2D

@@ -11,8 +11,7 @@ from keras_vit.layers.attention import (
     record,
     split_heads,
 )
-from keras_vit.layers.block import MLP
-from keras_vit.layers.dense import CompositeLayer, LayerNormalization, TokenDense
+from keras_vit.layers.dense import MLP, CompositeLayer, LayerNormalization, TokenDense
 from keras_vit.layers.random import initializer
 
 

@@ -115,6 +115,7 @@ def train_batches(
     alone = augmentation.is_cropped or augmentation.randaugment_layers or not split.in_memory
     batches = _load_singly(split, plan) if alone else _load_together(split, plan)
 
+    @tf.autograph.experimental.do_not_convert
     def transform(
         step: tf.Tensor, batch: tf.Tensor, targets: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
@@ -167,6 +168,7 @@ def evaluation_batches(
     def choose(shape: tf.Tensor) -> tf.Tensor:
         return augment.small_part(shape, size=image_size, ratio=resize_small, place=[0.5, 0.5])
 
+    @tf.autograph.experimental.do_not_convert
     def load(*item: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         return resize(loader.pixels(item, choose if resize_small else None)), loader.target(item)
 

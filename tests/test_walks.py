@@ -1,0 +1,139 @@
+"""The walks of CONTRIBUTING.md: the functions that data passes, as a run passes them."""
+
+import functools
+import re
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import keras_vit
+from keras_vit import data, evaluation, explain, training
+from keras_vit.data import decoding
+
+ROOT = Path(keras_vit.__file__).parent
+TEXT = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+WALKS = dict(re.findall(r"^(An? [^\n]+):\n\n```text\n(.+?)```", TEXT, re.MULTILINE | re.DOTALL))
+CONFIG = keras_vit.ViTConfig(
+    input_shape=(32, 32, 3),
+    patch_size=8,
+    hidden_dim=16,
+    mlp_dim=32,
+    num_heads=2,
+    num_layers=1,
+    classes=2,
+)
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("photos")
+    for number in range(16):
+        pixels = np.random.default_rng(number).integers(0, 255, (48, 40, 3), dtype=np.uint8)
+        path = folder / "ab"[number % 2] / f"{number}.jpg"
+        path.parent.mkdir(exist_ok=True)
+        Image.fromarray(pixels).save(path)
+    return folder
+
+
+def trace(walk: Callable[[], Any], functions: list[str]) -> str:
+    """Runs a walk; returns those of the functions that it calls, as CONTRIBUTING.md lists them."""
+    lines: list[str] = []
+    called: set[str] = set()
+
+    @functools.cache
+    def name(code: CodeType) -> tuple[str, str] | None:
+        path = Path(code.co_filename)
+        if not path.is_relative_to(ROOT):
+            return None
+        room = path.relative_to(ROOT).with_suffix("").as_posix()
+        function = code.co_qualname.replace(".<locals>", "")
+        return (room, function) if f"{room}: {function}" in functions else None
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        place = name(frame.f_code) if event == "call" else None
+        if place is None or ": ".join(place) in called:
+            return
+        if not called and ": ".join(place) != functions[0]:
+            return  # the validation images, say, which are prepared before
+        room, function = place
+        waiting, caller = set(), frame.f_back
+        while caller is not None:
+            waiting.add((name(caller.f_code) or ("",))[0])
+            caller = caller.f_back
+        rooms = {each.split(": ")[0] for each in called}
+        called.add(": ".join(place))
+        if lines and re.sub("^<- ", "", lines[-1]).startswith(f"{room}: "):
+            lines[-1] += f", {function}"
+        else:
+            mark = "<- " if room in rooms and room not in waiting else ""
+            lines.append(f"{mark}{room}: {function}")
+
+    threading.setprofile(profile)
+    sys.setprofile(profile)
+    try:
+        walk()
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    return "\n".join([*lines, ""])
+
+
+def run(name: str, photos: Path, out: Path) -> Callable[[], Any]:
+    """Returns one of the walks, ready to run."""
+    photo = photos / "a" / "0.jpg"
+    if name == "A training image to the step":
+        recipe = training.Recipe(
+            epochs=1,
+            batch_size=8,
+            learning_rate=0.01,
+            augmentation=data.Augmentation(
+                erase=0.5, rotation=10, randaugment_layers=1, randaugment_magnitude=5
+            ),
+        )
+        photo_data = data.load_data(photos)
+        return lambda: training.train(photo_data, out=out, model=CONFIG, recipe=recipe)
+    model = keras_vit.VisionTransformer(CONFIG)
+    weights = out.with_suffix(".npz")
+    keras_vit.weights.save_npz(model, weights)
+    labels = ("cat", "dog")
+    walks: dict[str, Callable[[], Any]] = {
+        "An image through the model": lambda: model(np.zeros((1, 32, 32, 3), np.float32)),
+        "A checkpoint to its variable": lambda: keras_vit.weights.load(model, weights),
+        "A model to its export": lambda: keras_vit.export(model, out, labels=labels),
+        "An image file to a prediction": lambda: evaluation.predict(
+            model, [data.read_image(photo)], labels=labels
+        ),
+        "An attention map to the page": lambda: explain.write_explanation(
+            model, data.read_image(photo), out, labels=labels
+        ),
+    }
+    return walks[name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WALKS)
+def test_data_passes_what_contributing_lists(name: str, photos: Path, tmp_path: Path) -> None:
+    functions = [
+        f"{room}: {function}"
+        for room, names in re.findall(r"^(?:<- )?(\S+): (.+)$", WALKS[name], re.MULTILINE)
+        for function in names.split(", ")
+    ]
+
+    decoding._decoder.cache_clear()  # or a graph of another test decodes the image
+
+    assert trace(run(name, photos, tmp_path / "out"), functions) == WALKS[name]
+
+
+def test_a_walk_is_short() -> None:
+    assert len(WALKS) == 6
+    for name, text in WALKS.items():
+        rooms = set(re.findall(r"^(?:<- )?(\S+):", text, re.MULTILINE))
+        assert len(rooms) <= 10, name
+        assert text.count("<- ") <= 3, name

@@ -307,7 +307,9 @@ def _vit_config(file: Path, settings: dict[str, Any]) -> ViTConfig | None:
         for fields in _inner_configs(settings):
             count, size = parameter_count(ViTConfig.from_dict(fields)), file.stat().st_size
             if count > _MAX_EXPANSION * size:
-                raise ValueError(f"its {CONFIG} asks for {count} parameters, of {size} bytes.")
+                raise ValueError(
+                    f"its {CONFIG} asks for {count} parameters, and the file has {size} bytes."
+                )
         if settings.get("registered_name") == REGISTERED_NAME:
             return ViTConfig.from_dict(settings["config"]["config"])
     except (*_UNREADABLE, RecursionError) as error:

@@ -359,14 +359,14 @@ class EventFiles:
 
 
 def _check_readable(error: Exception, file: Path) -> None:
-    """Raises an error that says nothing about the file's content: of permission, or of memory."""
+    """Raises errors of memory and permission, which say nothing about the file's content."""
     if isinstance(error, MemoryError):
         raise error
     if isinstance(error, OSError) and error.errno in _NOT_DAMAGED:
         raise OSError(
             error.errno,
-            f"{os.strerror(error.errno)}: {str(file)!r} cannot be read; nothing is lost, let it be "
-            "read and resume.",
+            f"{os.strerror(error.errno)}: {str(file)!r} cannot be read; nothing is lost, make it "
+            "readable and resume.",
         ) from error
 
 

@@ -141,8 +141,7 @@ class Loop:
             raise ValueError(
                 f"No checkpoint in {str(self.folder.path)!r} is whole"
                 + (" and in the folders of all workers" if self.workers.count > 1 else "")
-                + ", with the best model it belongs to; put the files back, or overwrite the "
-                "training."
+                + ", together with its best model; put the files back, or overwrite the training."
             )
         set_state(self.model, state)
         self.watcher.resume(progress)
@@ -208,8 +207,8 @@ class Loop:
             except (MemoryError, tf.errors.ResourceExhaustedError) as error:
                 raise MemoryError(
                     f"Out of memory at step {self.watcher.step + 1}; the checkpoints in "
-                    f"{str(self.folder.path)!r} are kept: free some and resume, or train with "
-                    "smaller batches or accumulate."
+                    f"{str(self.folder.path)!r} are kept: free some memory and resume, or train "
+                    "with smaller batches or accumulate."
                 ) from error
             except FloatingPointError as error:
                 step = self.folder.checkpoints.steps()[-1]
@@ -232,7 +231,7 @@ class Loop:
     def _worker_lost(self, error: Exception) -> WorkerLostError:
         return WorkerLostError(
             f"Another worker was lost at step {self.watcher.step + 1} "
-            f"({type(error).__name__}); start all workers again, resuming."
+            f"({type(error).__name__}); start all workers again and resume."
         )
 
     def _run_steps(self, stop: StopRequests, events: EventFiles) -> int:

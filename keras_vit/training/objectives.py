@@ -119,11 +119,13 @@ class Objective(abc.ABC):
     def compile(self) -> None:
         """Compiles the model, and builds all state that a checkpoint holds."""
         recipe, execution = self.job.recipe, self.job.execution
-        metrics = [] if self.has_own_accuracy else [keras.metrics.CategoricalAccuracy("accuracy")]
+        metrics = None
+        if not self.has_own_accuracy:
+            metrics = [keras.metrics.CategoricalAccuracy("accuracy")]
         self.model.compile(
             make_optimizer(recipe, model=self.model, plan=self.job.plan),
             loss=self.loss(),
-            metrics=metrics or None,
+            metrics=metrics,
             accumulate=execution.accumulate,
             sam_rho=recipe.sam_rho,
             report_gradient_norm=True,

@@ -211,7 +211,7 @@ class Unfinished:
         """Makes the folder anew for a training with these settings."""
         self.retire()
         shutil.rmtree(self.path, ignore_errors=True)
-        with atomic.telling(self.path, kept="nothing was begun"):
+        with atomic.explain_errors(self.path, kept="nothing was begun"):
             self.path.mkdir(parents=True, exist_ok=True)
         with atomic.whole_file(self.path / SETTINGS, kept="nothing was begun") as temporary:
             temporary.write_text(json.dumps(settings, indent=2) + "\n", "utf-8")
@@ -353,7 +353,7 @@ class EventFiles:
             yield
         except tf.errors.OpError as error:
             number = _NUMBERS.get(type(error), errno.EIO)
-            with atomic.telling(self._path, kept="the checkpoints are kept", again="resume"):
+            with atomic.explain_errors(self._path, kept="the checkpoints are kept", again="resume"):
                 raise OSError(number, "") from error
 
     def _write(self, step: int, values: dict[str, Any]) -> None:

@@ -94,7 +94,7 @@ def _publish(loop: Loop, config: dict[str, Any], out: Path) -> keras.Model:
     """Assembles the run in the training's folder, lets others add to it, and puts it in place."""
     folder = loop.folder.path
     with atomic.staging_folder(folder) as stage:
-        with atomic.telling(folder, kept="the checkpoints are kept", again="resume"):
+        with atomic.explain_errors(folder, kept="the checkpoints are kept", again="resume"):
             for name in (run.HISTORY, run.CURVES):
                 shutil.copy2(folder / name, stage / name)
             (stage / run.EVENTS).mkdir()
@@ -131,7 +131,7 @@ def _interruption(loop: Loop, *, asked: int) -> TrainingInterrupted:
 def _leave_run(folder: Path, loop: Loop) -> None:
     """Makes a run of the training's folder; config.json, which makes it one, comes last."""
     with (
-        atomic.telling(folder, kept="the checkpoints are kept", again="resume"),
+        atomic.explain_errors(folder, kept="the checkpoints are kept", again="resume"),
         atomic.staging_folder(folder) as stage,
     ):
         _write(stage, loop, _config(loop))

@@ -242,7 +242,7 @@ def test_only_its_own_lines_reach_the_terminal(tmp_path: Path) -> None:
 def test_what_is_no_remark_is_said_later(capfd: pytest.CaptureFixture[str]) -> None:
     """Also where the import fails; the error goes on."""
 
-    @environment.without_remarks()
+    @environment.without_log_lines()
     def import_framework() -> None:
         os.write(2, b"I0000 00:00:1795404080.989839   32505 port.cc:153] oneDNN is on.\n")
         print("A library of the system is missing.", file=sys.stderr)

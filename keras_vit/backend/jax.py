@@ -9,7 +9,7 @@ import keras
 from keras_vit import environment
 from keras_vit.backend import plain
 
-environment.let_products_end_in_activations()
+environment.prefer_cublas()
 
 _HALF = ("float16", "bfloat16")
 # Head widths that cuDNN's flash attention takes.

@@ -50,11 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    environment.quieten_tensorflow()  # its errors still reach us as exceptions
+    environment.silence_tensorflow()  # its errors still reach us as exceptions
     arguments = make_parser().parse_args(argv)
     try:
         if arguments.run is not catalog.run:
-            with environment.without_remarks():
+            with environment.without_log_lines():
                 importlib.import_module("keras_vit.names")  # Keras finds the classes in it by name
         exit_code: int = arguments.run(arguments)
     except KeyboardInterrupt as interruption:

@@ -114,7 +114,7 @@ class _Folder(_File):
         with atomic.hold(self.folder / "lock", what=f"work in {self.folder}"):
             atomic.restore(self.folder, self.path)
             with atomic.staging_folder(self.folder) as stage:
-                with atomic.telling(stage):
+                with atomic.explain_errors(stage):
                     self._fill(stage, "new")
                 atomic.publish(stage, self.path)
 
@@ -138,10 +138,10 @@ class _Run(_Folder):
         with run.hold(self.path):
             run.restore(self.path)
             unfinished = run.unfinished_path(self.path)
-            with atomic.telling(unfinished):
+            with atomic.explain_errors(unfinished):
                 unfinished.mkdir(exist_ok=True)
             with atomic.staging_folder(unfinished) as stage:
-                with atomic.telling(stage):
+                with atomic.explain_errors(stage):
                     self._fill(stage, "new")
                 atomic.publish(stage, self.path)
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -155,7 +155,7 @@ class _Export(_Folder):
 
     def work(self) -> None:
         with artefacts.staging_folder(self.path) as stage:
-            with atomic.telling(stage):
+            with atomic.explain_errors(stage):
                 self._fill_all(stage / "tflite", stage / "model", "new")
             number = str(artefacts.next_version([self.path, self.path / "tflite"]))
             moves = {stage / "tflite": self.path / "tflite" / number}

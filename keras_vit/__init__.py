@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from keras_vit import environment
 from keras_vit.version import __version__ as __version__
 
-environment.switch_onednn_on()
+environment.enable_onednn()
 if TYPE_CHECKING or not environment.is_command():
     from keras_vit.names import *  # noqa: F403
     from keras_vit.names import __all__ as __all__

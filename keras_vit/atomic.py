@@ -1,4 +1,4 @@
-"""Writes files and folders whole or not at all, whenever the process ends, one writer at a time."""
+"""Writes files and folders atomically, even if the process is killed, one writer at a time."""
 
 import contextlib
 import ctypes
@@ -20,7 +20,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-# What a user can do about an error of the disk.
+# What a user can do about an error of the operating system.
 _ADVICE = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room"),
     **dict.fromkeys(
@@ -31,33 +31,33 @@ _ADVICE = {
     errno.ENOENT: "make the folder that it lies in",
 }
 _STAGED, _REPLACED = ".staged-", ".replaced"
-# What an operating system says that cannot swap two names, or lock a file.
+# Errors of systems that cannot swap two names, or lock a file.
 _NO_SWAP = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 @contextlib.contextmanager
-def telling(
+def explain_errors(
     path: str | Path, *, kept: str = "what was there before is kept", again: str = "try again"
 ) -> Iterator[None]:
-    """Says of the operating system's errors what is kept and what to do; their kind stays.
+    """Adds to an OSError of the block what is kept and what to do; its errno stays.
 
     Example:
-        >>> with telling("notes.txt"):
+        >>> with explain_errors("notes.txt"):
         ...     raise OSError(errno.ENOSPC, "full")
         Traceback (most recent call last):
         OSError: [Errno 28] No space left on device: 'notes.txt' cannot be written; what was there \
 before is kept; make room and try again.
 
     Args:
-        path: what is written inside.
-        kept: what an error leaves.
-        again: what to do once its cause is gone.
+        path: the file or folder that the block writes.
+        kept: clause of the message: the state after the error.
+        again: clause of the message: what to do once the cause is gone.
     """
     try:
         yield
     except OSError as error:
-        # A sentence of this package has no number, or has been here before.
+        # Errors of this package have no number, or an outer block explained them.
         if error.errno is None or isinstance(error.__cause__, OSError):
             raise
         number = error.errno
@@ -72,10 +72,10 @@ before is kept; make room and try again.
 def whole_file(
     path: str | Path, *, kept: str = "what was there before is kept", again: str = "try again"
 ) -> Iterator[Path]:
-    """Gives a temporary path beside `path`; what is written there takes its place at the end.
+    """Yields a temporary path beside `path`, which replaces it at the end of the block.
 
-    The content reaches the disk before the name changes. After an error `path` is as it was. What
-    a process left that was killed here is removed by the next that writes the same file.
+    The content is on the disk before the name changes. After an error `path` is unchanged. The
+    leftovers of a killed process are removed by the next one that writes the same file.
 
     Example:
         >>> path = Path(tempfile.mkdtemp()) / "notes.txt"
@@ -86,14 +86,14 @@ def whole_file(
 
     Args:
         path: the file to write or replace; the temporary name keeps its suffixes.
-        kept: what an error leaves, for its text.
-        again: what to do once its cause is gone.
+        kept: see `explain_errors`.
+        again: see `explain_errors`.
 
     Raises:
-        OSError: the disk is full, read-only, gone or not ours.
+        OSError: the disk is full, read-only, gone or not accessible.
     """
     path = Path(path)
-    with telling(path, kept=kept, again=again), _own_folder(path) as folder:
+    with explain_errors(path, kept=kept, again=again), _own_folder(path) as folder:
         temporary = folder / path.name
         try:
             yield temporary
@@ -101,21 +101,21 @@ def whole_file(
             temporary.replace(path)
             sync_folder(path.parent)
         finally:
-            with contextlib.suppress(OSError):  # would hide the error that matters
+            with contextlib.suppress(OSError):  # would hide the first error
                 temporary.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def staging_folder(parent: Path) -> Iterator[Path]:
-    """Makes a hidden folder in `parent` to assemble a folder in; it is removed at the end.
+    """Makes a hidden folder in `parent` to assemble a folder in, and removes it at the end.
 
-    So is what a killed process left there: nobody else may write to `parent`, see `hold`.
-    `publish` renames what was assembled, which takes one file system.
+    It also removes those of killed processes: no other process may write to `parent`, see `hold`.
+    `publish` renames it, so `parent` and the final place are on one file system.
     """
-    with telling(parent):
+    with explain_errors(parent):
         for leftover in parent.glob(f"{_STAGED}*/"):
             shutil.rmtree(leftover, ignore_errors=True)
-        # Not `tempfile`, whose folders none but their owner may enter.
+        # Not `tempfile`, whose folders only their owner may enter.
         stage = parent / f"{_STAGED}{secrets.token_hex(4)}"
         stage.mkdir()
     try:
@@ -125,19 +125,19 @@ def staging_folder(parent: Path) -> Iterator[Path]:
 
 
 def publish(stage: Path, out: Path) -> None:
-    """Puts an assembled folder in its place; what is there is swapped with it in one step.
+    """Puts an assembled folder in its place, after its files are on the disk.
 
-    Everything is on the disk before. Where the system cannot swap names, a kill between two renames
-    leaves the old folder beside the stage, and `restore` brings it back.
+    An old folder is swapped with it in one step. Where the system cannot swap names, a kill between
+    two renames leaves the old folder beside the stage, and `restore` brings it back.
 
     Args:
         stage: from `staging_folder`.
-        out: where to.
+        out: the final place.
 
     Raises:
-        OSError: the old folder is where it was, or where `restore` finds it.
+        OSError: the old folder is unchanged, or where `restore` finds it.
     """
-    with telling(out):
+    with explain_errors(out):
         sync_tree(stage)
         if not out.exists():
             stage.rename(out)
@@ -148,27 +148,18 @@ def publish(stage: Path, out: Path) -> None:
 
 
 def was_cut_off(parent: Path, out: Path) -> bool:
-    """Whether `publish` has taken the old folder away and not put the new one there.
-
-    Args:
-        parent: of the stage.
-        out: as in `publish`.
-    """
+    """Whether `publish` was killed between its two renames; `parent` is that of the stage."""
     return not out.exists() and (parent / _REPLACED).is_dir()
 
 
 def restore(parent: Path, out: Path) -> None:
-    """Puts back the folder that a killed `publish` took away, or removes what is not needed.
+    """Puts back the old folder after `was_cut_off`, and removes one that has been replaced.
 
-    Nobody may be publishing now.
-
-    Args:
-        parent: of the stage.
-        out: as in `publish`.
+    No process may be publishing at the time.
     """
     old = parent / _REPLACED
     if was_cut_off(parent, out):
-        with telling(out, kept=f"the old folder is {str(old)!r}"):
+        with explain_errors(out, kept=f"the old folder is {str(old)!r}"):
             old.rename(out)
             sync_folder(out.parent)
     shutil.rmtree(old, ignore_errors=True)
@@ -176,7 +167,7 @@ def restore(parent: Path, out: Path) -> None:
 
 @contextlib.contextmanager
 def hold(path: Path, *, what: str) -> Iterator[None]:
-    """Holds a lock file, for one process at a time; the operating system lets go of a killed one's.
+    """Holds a lock file, for one process at a time; the system releases that of a killed process.
 
     Example:
         >>> path = Path(tempfile.mkdtemp()) / "run.lock"
@@ -188,34 +179,34 @@ def hold(path: Path, *, what: str) -> Iterator[None]:
 wait until it ends, or choose another place.
 
     Args:
-        path: the file, which is gone at the end.
-        what: is done meanwhile; another one is refused with these words.
+        path: the file, which is removed at the end.
+        what: the work that the lock guards, for the message.
 
     Raises:
-        FileExistsError: somebody holds it; the text says who, where and since when.
+        FileExistsError: another process holds it; the message says which, where and since when.
         OSError: the file cannot be written.
     """
-    with telling(path, kept="nothing was begun"):
+    with explain_errors(path, kept="nothing was begun"):
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = _lock_file(path, what)
     try:
         yield
     finally:
-        # Before it is let go: who opened it meanwhile sees that its name is gone.
+        # Before it is released: a process that opened it meanwhile sees that its name is gone.
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
         os.close(descriptor)
 
 
 def check_unheld(path: Path, *, what: str) -> None:
-    """Raises the error of `hold` where somebody holds the file; makes none."""
+    """Raises the FileExistsError of `hold` if another process holds the file; makes no file."""
     if path.exists():
         with hold(path, what=what):
             pass
 
 
 def sync_tree(folder: Path) -> None:
-    """Brings every file and name under a folder to the disk."""
+    """Flushes every file and name under a folder to the disk."""
     for entry in folder.iterdir():
         if entry.is_dir():
             sync_tree(entry)
@@ -225,13 +216,13 @@ def sync_tree(folder: Path) -> None:
 
 
 def sync_file(file: Path) -> None:
-    """Brings a file's content to the disk."""
-    with file.open("rb") as written:
-        os.fsync(written.fileno())
+    """Flushes a file's content to the disk."""
+    with file.open("rb") as opened:
+        os.fsync(opened.fileno())
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder survive a power cut, where the system can do that."""
+    """Flushes the names in a folder to the disk, where the system can do that."""
     if not hasattr(os, "O_DIRECTORY"):
         return
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -242,7 +233,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _swap(first: Path, second: Path) -> bool:
-    """Swaps two names in one step; False where the system cannot."""
+    """Swaps two names in one step; returns False where the system cannot."""
     if sys.platform == "win32":
         return False
     library = ctypes.CDLL(None, use_errno=True)
@@ -270,22 +261,24 @@ def _rename_twice(stage: Path, out: Path) -> None:
         stage.rename(out)
     except BaseException:
         if not out.exists():
-            with contextlib.suppress(OSError):  # then `restore` does it
+            with contextlib.suppress(OSError):  # `restore` tries again
                 old.rename(out)
         raise
     shutil.rmtree(old, ignore_errors=True)
 
 
 def _lock_file(path: Path, what: str) -> int:
-    """Opens and locks a file, says in it who holds it, and returns its descriptor."""
+    """Opens and locks a file, writes into it which process holds it, and returns its descriptor."""
     while True:
         flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
         descriptor = os.open(path, flags, 0o644)
         try:
             _lock(descriptor, path, what)
-            if _is_at(descriptor, path):  # else its holder removed it while it was being opened
+            if _is_at(descriptor, path):  # else its holder removed it after it was opened
+                now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+                holder = f"process {os.getpid()} on {socket.gethostname()}, since {now}"
                 os.truncate(descriptor, 0)
-                os.write(descriptor, _myself().encode())
+                os.write(descriptor, holder.encode())
                 return descriptor
         except BaseException:
             os.close(descriptor)
@@ -322,18 +315,13 @@ def _lock(descriptor: int, path: Path, what: str) -> None:
     )
 
 
-def _myself() -> str:
-    now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    return f"process {os.getpid()} on {socket.gethostname()}, since {now}"
-
-
 @contextlib.contextmanager
 def _own_folder(path: Path) -> Iterator[Path]:
-    """Makes a hidden folder beside a file, locked, so that others can tell it from a leftover."""
+    """Makes a hidden folder beside a file, and locks it, so that it is not taken for a leftover."""
     _remove_leftovers(path)
     while True:
         folder = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
-        # Until it is locked here, another process may take it for a leftover: lock and remove it.
+        # Until it is locked, another process may take it for a leftover, lock it and remove it.
         with contextlib.suppress(BlockingIOError, FileNotFoundError):
             descriptor = _lock_folder(folder)
             if folder.exists():
@@ -352,16 +340,14 @@ def _remove_leftovers(path: Path) -> None:
     with os.scandir(path.parent) as entries:
         leftovers = [entry.name for entry in entries if pattern.fullmatch(entry.name)]
     for folder in map(path.parent.joinpath, leftovers):
-        try:
-            descriptor = _lock_folder(folder)
-        except OSError:
-            continue
-        if descriptor is None:
-            continue
         with contextlib.suppress(OSError):
-            (folder / path.name).unlink(missing_ok=True)
-            folder.rmdir()
-        _close(descriptor)
+            descriptor = _lock_folder(folder)
+            if descriptor is None:
+                continue
+            with contextlib.suppress(OSError):
+                (folder / path.name).unlink(missing_ok=True)
+                folder.rmdir()
+            os.close(descriptor)
 
 
 def _lock_folder(folder: Path) -> int | None:

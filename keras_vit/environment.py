@@ -1,6 +1,6 @@
-"""What must be set before a framework is imported, and which packages to install where one lacks.
+"""Settings to make before a framework is imported, and how to install a missing package.
 
-It knows no framework.
+It imports no framework.
 """
 
 import contextlib
@@ -17,37 +17,33 @@ from pathlib import Path
 
 _STDERR = 2
 # As absl writes them: I0000 00:00:1795404080.989839   32505 port.cc:153] ...
-_REMARK = re.compile(
+_LOG_LINE = re.compile(
     rb"[IWE]\d{4} [\d:.]+ +\d+ \w+\.cc:\d+\] |WARNING: All log messages before absl"
 )
 _ONEDNN = "TF_ENABLE_ONEDNN_OPTS"
-_TRITON_PRODUCTS = "xla_gpu_enable_triton_gemm"
-# Units for which TensorFlow switches oneDNN on by itself: tsl/util/onednn_util, 2.21.
-_SWITCHES_ON = {"avx512_vnni", "avx_vnni", "avx512_bf16", "amx_tile"}
+_TRITON_GEMM = "xla_gpu_enable_triton_gemm"
+# Processor features with which TensorFlow enables oneDNN by itself: tsl/util/onednn_util, 2.21.
+_ONEDNN_FEATURES = {"avx512_vnni", "avx_vnni", "avx512_bf16", "amx_tile"}
 
 
 @functools.cache
 def is_command() -> bool:
-    """Whether this process is `keras-vit` or `python -m keras_vit`.
-
-    Its help answers at once because nothing is imported before a command needs it.
-    """
+    """Whether this process is `keras-vit` or `python -m keras_vit`, which import on demand."""
     program = Path(sys.argv[0]).name if sys.argv else ""
     module = sys.orig_argv[sys.orig_argv.index("-m") + 1 :][:1] if "-m" in sys.orig_argv else []
     return program in ("keras-vit", "keras-vit.exe") or module == ["keras_vit"]
 
 
-def quieten_tensorflow() -> None:
-    """Keeps TensorFlow's own remarks from standing between the lines of the command line."""
+def silence_tensorflow() -> None:
+    """Sets TensorFlow's log level so that only the command line's own lines are printed."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 
 @contextlib.contextmanager
-def without_remarks() -> Iterator[None]:
-    """Keeps from the terminal what TensorFlow's C++ part remarks while it is imported in the block.
+def without_log_lines() -> Iterator[None]:
+    """Removes from standard error the log lines that TensorFlow's C++ part writes on import.
 
-    It writes to the process's standard error before its log level counts. Whatever else is written
-    there follows after the block.
+    It writes them before it reads its log level. All other lines are written after the block.
     """
     terminal = os.dup(_STDERR)
     with tempfile.TemporaryFile() as lines:
@@ -60,22 +56,22 @@ def without_remarks() -> Iterator[None]:
             os.close(terminal)
             lines.seek(0)
             for line in lines:
-                if not _REMARK.match(line):
+                if not _LOG_LINE.match(line):
                     os.write(_STDERR, line)
 
 
-def switch_onednn_on() -> None:
-    """Has TensorFlow use oneDNN on every x86 processor; it does so by itself on the newest alone.
+def enable_onednn() -> None:
+    """Makes TensorFlow use oneDNN on every x86 processor, not on the newest alone.
 
-    B/16 predicts 1.56 images/s without and 3.4 with it, on two cores with AVX2. The variable is
-    read when TensorFlow is imported: where that has been, one line says what to set.
+    On two cores with AVX2, B/16 predicts 1.56 images/s without oneDNN and 3.4 with it. TensorFlow
+    reads the variable when it is imported; if it was imported before, this warns.
     """
     if platform.machine().lower() not in ("x86_64", "amd64") or _ONEDNN in os.environ:
         return
     if "tensorflow" not in sys.modules:
         if importlib.util.find_spec("tensorflow") is not None:
             os.environ[_ONEDNN] = "1"
-    elif not _SWITCHES_ON & _processor_flags():
+    elif not _ONEDNN_FEATURES & _processor_features():
         warnings.warn(
             "TensorFlow was imported before keras_vit and computes without oneDNN on this "
             f"processor, at about half the speed; set {_ONEDNN}=1, or import keras_vit first.",
@@ -83,21 +79,21 @@ def switch_onednn_on() -> None:
         )
 
 
-def let_products_end_in_activations() -> None:
-    """Has XLA leave matrix products on NVIDIA GPUs to cuBLAS, unless XLA_FLAGS says otherwise.
+def prefer_cublas() -> None:
+    """Makes XLA leave matrix products on NVIDIA GPUs to cuBLAS, unless XLA_FLAGS has the option.
 
-    cuBLAS adds bias and residual and applies GELU in the product itself; after XLA's own kernels
-    each is another pass over the tokens. L/16 in bfloat16 on an H100 (6 blocks, 64 images): 4.2 ms
-    instead of 4.8. XLA reads the variable when it first compiles.
+    cuBLAS fuses bias, residual and GELU into the product; after XLA's own kernels each is another
+    pass over the tokens. L/16 in bfloat16 on an H100 (6 blocks, 64 images) takes 4.2 ms instead of
+    4.8. XLA reads the variable when it first compiles.
     """
     flags = os.environ.get("XLA_FLAGS", "")
-    if _TRITON_PRODUCTS not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} --{_TRITON_PRODUCTS}=false".strip()
+    if _TRITON_GEMM not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --{_TRITON_GEMM}=false".strip()
 
 
 @contextlib.contextmanager
 def installed(needs: str, *packages: str) -> Iterator[None]:
-    """Imports within the block, or an ImportError that says what to install.
+    """Turns an ImportError of the block into one that says what to install.
 
     Example:
         >>> with installed("Pictures are drawn by nothing", "nothing-of-the-kind"):
@@ -107,8 +103,8 @@ def installed(needs: str, *packages: str) -> Iterator[None]:
         nothing-of-the-kind
 
     Args:
-        needs: what needs which library, ending in the library's name.
-        packages: what `pip install` takes.
+        needs: start of the message, which ends in the library's name.
+        packages: names for `pip install`.
     """
     try:
         yield
@@ -119,15 +115,15 @@ def installed(needs: str, *packages: str) -> Iterator[None]:
 
 
 def pictures() -> contextlib.AbstractContextManager[None]:
-    """Imports of matplotlib within the block, see `installed`."""
+    """Turns an ImportError of matplotlib in the block into one that says what to install."""
     return installed("Pictures are drawn by matplotlib", "matplotlib")
 
 
-def _processor_flags() -> set[str]:
-    """Returns the processor's features as Linux names them; elsewhere none is missed."""
+def _processor_features() -> set[str]:
+    """Returns the processor's features as Linux names them; elsewhere it assumes all."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
-        return _SWITCHES_ON
+        return _ONEDNN_FEATURES
     flags = (line.partition(":")[2].split() for line in text.splitlines() if "flags" in line)
     return set(next(flags, []))

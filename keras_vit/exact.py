@@ -1,4 +1,4 @@
-"""`ExactModel`: a `keras.Model` of inputs and outputs whose training is exact."""
+"""`ExactModel`: a functional `keras.Model` whose training is exact."""
 
 import keras
 
@@ -10,12 +10,12 @@ from keras_vit.backend.private import Functional
 class ExactModel(backend.ExactTrainer, Functional):
     """A functional `keras.Model` that trains the same on one device and under any strategy.
 
-    Everything is as with `keras.Model(inputs, outputs)`, except `compile` and `fit`: gradients are
-    summed over replicas before they are clipped, replicas with fewer images count less, float16 is
-    scaled wherever a layer computes in it, XLA compiles under a strategy too, and `compile` takes
-    `accumulate`, `sam_rho` and `report_gradient_norm`. Subclass it for a `train_step` or a
-    `compute_loss` of your own. A model that is a class with a `call` takes `ExactTrainer` as its
-    first base: `class Mine(keras_vit.ExactTrainer, keras.Model)`.
+    It is `keras.Model(inputs, outputs)` with another `compile` and `fit`: gradients are summed over
+    replicas before they are clipped, replicas with fewer images count less, the loss is scaled if
+    any layer computes in float16, XLA also compiles under a strategy, and `compile` takes
+    `accumulate`, `sam_rho` and `report_gradient_norm`. Subclass it for your own `train_step` or
+    `compute_loss`. A model that is a class with a `call` takes `ExactTrainer` as its first base:
+    `class Mine(keras_vit.ExactTrainer, keras.Model)`.
 
     Example:
         >>> import keras_vit
@@ -29,13 +29,13 @@ class ExactModel(backend.ExactTrainer, Functional):
 
     Args:
         inputs: Keras tensors, in any structure.
-        outputs: Keras tensors made of them.
+        outputs: Keras tensors computed from them.
         name: name of the model.
     """
 
     @classmethod
     def from_model(cls, model: keras.Model) -> "ExactModel":
-        """Returns an exact model of the layers of a functional or sequential one, not compiled.
+        """Returns an exact model with the layers of a functional or sequential one, not compiled.
 
         Example:
             >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
@@ -43,12 +43,12 @@ class ExactModel(backend.ExactTrainer, Functional):
             True
 
         Raises:
-            TypeError: the model is neither.
-            ValueError: the model is not built, so its inputs are not known.
+            TypeError: the model is neither functional nor sequential.
+            ValueError: the model is not built, so its inputs are unknown.
         """
         if not isinstance(model, Functional | keras.Sequential):
             raise TypeError(
-                "from_model takes a functional or sequential model; of a class with a call, make "
+                "from_model takes a functional or sequential model; for a class with a call, make "
                 "keras_vit.ExactTrainer its first base. "
                 f"Received: {type(model).__name__}."
             )
@@ -59,7 +59,7 @@ class ExactModel(backend.ExactTrainer, Functional):
             )
         if isinstance(model, keras.Sequential):
             inputs, outputs = model.inputs[0], model.outputs[0]
-        else:  # in their structure, which `inputs` and `outputs` have lost
+        else:  # `inputs` and `outputs` are flat lists, these have the structure
             inputs, outputs = model.input, model.output
         with backend.scope_of(model):
             return cls(inputs, outputs, name=model.name)

@@ -1,4 +1,4 @@
-"""The losses of the recipes, on logits and on probabilities of classes as targets."""
+"""The losses of the recipes; the targets are probabilities of the classes."""
 
 from typing import Any, Literal
 
@@ -9,9 +9,9 @@ LossName = Literal["softmax", "sigmoid"]
 
 @keras.saving.register_keras_serializable(package="keras_vit")
 class SigmoidCrossEntropy(keras.losses.Loss):
-    """One binary cross-entropy for each class, summed over the classes, mean over the batch.
+    """Binary cross-entropy of each class, summed over the classes, mean over the batch.
 
-    Keras' `BinaryCrossentropy` is the mean over classes: smaller by their number.
+    Keras' `BinaryCrossentropy` takes the mean over the classes.
 
     Example:
         >>> loss = SigmoidCrossEntropy()
@@ -33,17 +33,17 @@ def make_loss(name: LossName, *, from_logits: bool = True) -> keras.losses.Loss:
     """Makes a loss for targets that are probabilities of the classes.
 
     Args:
-        name: "softmax", or "sigmoid", which takes the classes for independent.
-        from_logits: whether the model gives logits, not probabilities.
+        name: "softmax", or "sigmoid" for independent classes.
+        from_logits: whether the model returns logits, not probabilities.
 
     Raises:
-        ValueError: "sigmoid" is asked for a model that gives probabilities.
+        ValueError: "sigmoid" with a model that returns probabilities.
     """
     if name == "softmax":
         return keras.losses.CategoricalCrossentropy(from_logits=from_logits)
     if not from_logits:
         raise ValueError(
-            'loss="sigmoid" needs a model that gives logits; make it with '
+            'loss="sigmoid" needs a model that returns logits; make it with '
             "classifier_activation=None."
         )
     return SigmoidCrossEntropy()

@@ -1,6 +1,6 @@
-"""The optimizers of the recipes, a learning rate for each layer, and their schedule over the steps.
+"""The optimizers of the recipes, layer-wise learning rates, and the learning rate's schedule.
 
-They come with `import keras_vit`, so that a compiled model loads where nothing else was imported.
+`import keras_vit` registers them, so that a compiled model loads without another import.
 """
 
 import math
@@ -21,10 +21,10 @@ LINEAR_END = 1e-5
 
 
 class _LayerRates(private.OwnWeightDecay):
-    """Put before an optimizer among the bases: scales the learning rate of each variable.
+    """Scales the learning rate of each variable; a mixin, the base before an optimizer.
 
-    Weight decay is scaled with it, as in torch's parameter groups. So it is done here, variable by
-    variable, and not by Keras for all of them at once.
+    Weight decay scales with it, as in torch's parameter groups; Keras would decay all variables at
+    one rate.
     """
 
     def __init__(self, *args: Any, layer_rates: Mapping[str, float] | None, **kwargs: Any) -> None:
@@ -49,11 +49,11 @@ class _LayerRates(private.OwnWeightDecay):
 
 
 class _Adam(keras.optimizers.AdamW):
-    """Keras' AdamW, with one kernel for each variable where the backend has one."""
+    """Keras' AdamW, with one fused kernel per variable where the backend has one."""
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         index = private.index_of(self, variable)
-        is_done = not self.amsgrad and backend.adam_step(
+        is_fused = not self.amsgrad and backend.adam_step(
             variable,
             private.averages_of(self, index),
             gradient,
@@ -62,17 +62,17 @@ class _Adam(keras.optimizers.AdamW):
             epsilon=self.epsilon,
             step=self.iterations + 1,
         )
-        if not is_done:
+        if not is_fused:
             super().update_step(gradient, variable, learning_rate)
 
 
 @keras.saving.register_keras_serializable(package="keras_vit")
 class AdamW(_LayerRates, _Adam):
-    """`keras.optimizers.AdamW` with a learning rate for each layer, and one kernel on TensorFlow.
+    """`keras.optimizers.AdamW` with layer-wise learning rates, and a fused kernel on TensorFlow.
 
     Args:
         learning_rate: number or schedule.
-        layer_rates: factor of the learning rate for variables by their path; 1 for all others.
+        layer_rates: factor of the learning rate by variable path; 1 for all others.
         kwargs: of `keras.optimizers.AdamW`.
     """
 
@@ -89,7 +89,7 @@ class AdamW(_LayerRates, _Adam):
 class _Trace(keras.optimizers.Optimizer):
     """Momentum as `optax.trace` defines it: m = g + momentum * m, w = w - rate * m.
 
-    Keras' SGD has the learning rate inside its momentum, which differs whenever the rate changes.
+    Keras' SGD multiplies the momentum by the learning rate, which differs when the rate changes.
     """
 
     def __init__(
@@ -114,15 +114,15 @@ class _Trace(keras.optimizers.Optimizer):
         ]
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        memory = self._momenta[private.index_of(self, variable)]
+        accumulator = self._momenta[private.index_of(self, variable)]
         if backend.momentum_step(
-            variable, memory, gradient, rate=learning_rate, momentum=self.momentum
+            variable, accumulator, gradient, rate=learning_rate, momentum=self.momentum
         ):
             return
-        # The product is rounded before the sum, as optax does it in the accumulator's dtype.
-        decayed = keras.ops.convert_to_tensor(memory) * self.momentum
+        # optax rounds the product to the accumulator's dtype before the sum.
+        decayed = keras.ops.convert_to_tensor(accumulator) * self.momentum
         trace = keras.ops.cast(gradient, "float32") + keras.ops.cast(decayed, "float32")
-        self.assign(memory, keras.ops.cast(trace, memory.dtype))
+        self.assign(accumulator, keras.ops.cast(trace, accumulator.dtype))
         step = keras.ops.cast(learning_rate, "float32") * trace
         self.assign_sub(variable, keras.ops.cast(step, variable.dtype))
 
@@ -136,14 +136,13 @@ class _Trace(keras.optimizers.Optimizer):
 
 @keras.saving.register_keras_serializable(package="keras_vit")
 class MomentumSGD(_LayerRates, _Trace):
-    """Stochastic gradient descent with momentum as optax defines it, which the paper fine-tunes by.
+    """Stochastic gradient descent with optax's momentum, the paper's optimizer for fine-tuning.
 
     Args:
         learning_rate: number or schedule.
-        momentum: share of the old momentum in the new.
-        accumulator_dtype: what the momentum is kept in: "bfloat16", as the original's, or
-            "float32".
-        layer_rates: factor of the learning rate for variables by their path; 1 for all others.
+        momentum: factor of the old momentum in the new.
+        accumulator_dtype: dtype of the momentum: "bfloat16", as the original's, or "float32".
+        layer_rates: factor of the learning rate by variable path; 1 for all others.
         kwargs: of `keras.optimizers.Optimizer`.
 
     Source: optax, `sgd(rate, momentum, accumulator_dtype)`;
@@ -172,8 +171,8 @@ class MomentumSGD(_LayerRates, _Trace):
 class LAMB(private.OwnWeightDecay, keras.optimizers.Adam):
     """AdamW's step, times the norm of the variable over that of the step (arXiv 1904.00962).
 
-    Weight decay is a part of the step that is scaled. Variables that do not decay take AdamW's step
-    as it is. `keras.optimizers.Lamb` has the decay outside, and scales every variable.
+    The step includes the weight decay. Variables without weight decay take AdamW's step unscaled.
+    `keras.optimizers.Lamb` decays outside of the scaled step, and scales every variable.
 
     Example:
         >>> variable = keras.Variable([3.0, 4.0])
@@ -183,12 +182,13 @@ class LAMB(private.OwnWeightDecay, keras.optimizers.Adam):
 
     Args:
         learning_rate: number or schedule.
-        weight_decay: decay of the variables that are not excluded from it.
-        epsilon: keeps the division finite.
-        kwargs: of `keras.optimizers.Adam`, but for `amsgrad`.
+        weight_decay: weight decay of the variables that are not excluded from it.
+        epsilon: added to the denominator of the step.
+        kwargs: of `keras.optimizers.Adam`, except `amsgrad`.
 
-    Source: FusedLAMB of NVIDIA/apex, apex/optimizers/fused_lamb.py, which facebookresearch/deit
-        trains with (README_revenge.md); its clipping to a global norm of 1 is `global_clipnorm`.
+    Source: FusedLAMB of NVIDIA/apex, apex/optimizers/fused_lamb.py, the optimizer of
+        facebookresearch/deit (README_revenge.md); its clipping to a global norm of 1 is
+        `global_clipnorm`.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class LAMB(private.OwnWeightDecay, keras.optimizers.Adam):
         if self.weight_decay and private.is_decayed(self, variable):
             value = ops.convert_to_tensor(variable)
             step = step + self.weight_decay * value
-            rate = rate * _ratio(_norm(value), _norm(step))
+            rate = rate * _trust_ratio(_norm(value), _norm(step))
         self.assign_sub(variable, rate * step)
 
     def get_config(self) -> dict[str, Any]:
@@ -225,7 +225,7 @@ class LAMB(private.OwnWeightDecay, keras.optimizers.Adam):
 
 
 def decayed_rates(model: keras.Model, config: ViTConfig, decay: float) -> dict[str, float]:
-    """Returns factors of the learning rate that fall from the head down to the patches.
+    """Returns the factor of the learning rate of each variable, smaller for lower layers.
 
     Example:
         >>> from keras_vit import VisionTransformer
@@ -259,7 +259,7 @@ def decayed_rates(model: keras.Model, config: ViTConfig, decay: float) -> dict[s
 
 @keras.saving.register_keras_serializable(package="keras_vit")
 class WarmupDecay(keras.optimizers.schedules.LearningRateSchedule):
-    """Rises linearly from zero, then falls; step for step the original's schedule.
+    """Rises linearly from zero, then decays; equal to the original's schedule at every step.
 
     Example:
         >>> schedule = WarmupDecay(0.3, steps=40, warmup_steps=4)
@@ -267,9 +267,9 @@ class WarmupDecay(keras.optimizers.schedules.LearningRateSchedule):
         [0.0, 0.15, 0.3, 0.15, 0.0]
 
     Args:
-        learning_rate: the highest.
-        steps: of the whole training.
-        warmup_steps: of the rise.
+        learning_rate: the peak.
+        steps: number of steps in all.
+        warmup_steps: number of steps of the rise.
         decay: "cosine" to zero, "linear" to 1e-5, or "constant".
 
     Source: google-research/vision_transformer, vit_jax/utils.py, create_learning_rate_schedule.
@@ -311,7 +311,7 @@ def _norm(values: Any) -> Any:
     return keras.ops.sqrt(keras.ops.sum(keras.ops.square(values)))
 
 
-def _ratio(size: Any, step: Any) -> Any:
-    """Size / step, or 1 where either is zero."""
-    is_finite = keras.ops.logical_and(size > 0, step > 0)
-    return keras.ops.where(is_finite, size / keras.ops.where(is_finite, step, 1.0), 1.0)
+def _trust_ratio(norm: Any, step_norm: Any) -> Any:
+    """Returns norm / step_norm, or 1 where either is zero."""
+    is_finite = keras.ops.logical_and(norm > 0, step_norm > 0)
+    return keras.ops.where(is_finite, norm / keras.ops.where(is_finite, step_norm, 1.0), 1.0)

@@ -1,9 +1,9 @@
-"""How the weights are spread over devices under `keras.distribution.ModelParallel`."""
+"""The layout of the weights over devices under `keras.distribution.ModelParallel`."""
 
 import keras
 
-# Column, then row: what the first product of a pair splits, the second sums up, as in Megatron-LM
-# (arXiv 1909.08053, Section 3). Paths as variables have them.
+# The first product of each pair is split by columns, the second by rows, as in Megatron-LM (arXiv
+# 1909.08053, Section 3): only the second needs a sum over devices.
 _COLUMNS = ("attention/qkv", "mlp/fc1")
 _ROWS = ("attention/out", "mlp/fc2")
 
@@ -13,7 +13,7 @@ def layout_map(
 ) -> keras.distribution.LayoutMap:
     """Returns a layout that splits the wide kernels of each block over one axis of a mesh.
 
-    Everything else lies on every device. On JAX; Keras on TensorFlow takes it and does nothing.
+    Every device holds all other variables. It works on JAX; Keras on TensorFlow ignores it.
 
     Example:
         >>> import numpy as np
@@ -23,7 +23,7 @@ def layout_map(
 
     Args:
         mesh: the devices.
-        axis: name of the mesh's axis to split over; its size divides the heads and the MLP.
+        axis: name of the mesh axis to split over; its size divides `num_heads` and `mlp_dim`.
 
     Raises:
         ValueError: the mesh has no such axis.

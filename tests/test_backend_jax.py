@@ -83,14 +83,14 @@ def test_the_parts_of_a_head(size: int, parts: tuple[int, ...] | None) -> None:
 def test_half_precision_on_an_nvidia_gpu_takes_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not float32, not another shape; what is called is what the model calls."""
     x = normal(2, 5, 96).astype("bfloat16")
-    assert not forms._is_for_kernels(x)
+    assert not forms._has_kernels(x)
 
     class Device:
         platform, compute_capability = "gpu", "10.0"
 
     monkeypatch.setattr(jax, "devices", lambda: [Device])
-    assert forms._is_for_kernels(x)
-    assert not forms._is_for_kernels(x.astype("float32"))
+    assert forms._has_kernels(x)
+    assert not forms._has_kernels(x.astype("float32"))
     assert "pallas_call" in str(jax.make_jaxpr(lambda x: backend.self_attention(x, 2))(x))
     weights = jnp.ones(96, "bfloat16")
     norm = jax.make_jaxpr(lambda x: backend.layer_norm(x, weights, weights, epsilon=1e-6))
@@ -98,7 +98,7 @@ def test_half_precision_on_an_nvidia_gpu_takes_the_kernels(monkeypatch: pytest.M
     assert "pallas_call" not in str(norm(x[0]))
     for capability in ("7.5", "gfx942"):
         Device.compute_capability = capability
-        assert not forms._is_for_kernels(x)
+        assert not forms._has_kernels(x)
 
 
 PARTITIONED = """

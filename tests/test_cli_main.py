@@ -57,7 +57,7 @@ def test_the_defaults_in_the_help_are_the_tables(capsys: pytest.CaptureFixture[s
     for text in (
         f"{digits.epochs} for the digits, {scratch.epochs} for a folder, "
         f"{tuned.epochs} with --weights",
-        f"images in a step (default: {scratch.batch_size})",
+        f"images per step, over all devices (default: {scratch.batch_size})",
         f"{digits.learning_rate} for the digits, {scratch.learning_rate} for a folder, "
         f"{tuned.learning_rate} with --weights",
         f"{MODELS['digits'].input_shape[0]} for digits, {MODELS['tiny'].input_shape[0]} for tiny",
@@ -201,14 +201,14 @@ def test_flags_change_single_numbers_of_the_recipe(
     arguments = make_parser().parse_args(["train", "--data", "x", "--out", "y", *argv])
     recipe = dataclasses.replace(RECIPES["scratch"], average=0.5)
 
-    assert flags.changed(recipe, arguments) == dataclasses.replace(recipe, **changes)
+    assert flags.override_recipe(recipe, arguments) == dataclasses.replace(recipe, **changes)
 
 
 def test_settings_go_over_those_of_the_recipe() -> None:
     """What is set replaces one field of the recipe's model; the others stay."""
     argv = ["train", "--data", "x", "--out", "y", "--set", "position_embedding=learned"]
     arguments = make_parser().parse_args(argv)
-    model = flags.changed(RECIPES["plain-s16"], arguments).model
+    model = flags.override_recipe(RECIPES["plain-s16"], arguments).model
 
     assert model == {**RECIPES["plain-s16"].model, "position_embedding": "learned"}
 
@@ -242,7 +242,7 @@ def test_only_its_own_lines_reach_the_terminal(tmp_path: Path) -> None:
 def test_what_is_no_remark_is_said_later(capfd: pytest.CaptureFixture[str]) -> None:
     """Also where the import fails; the error goes on."""
 
-    @environment.without_remarks()
+    @environment.without_log_lines()
     def import_framework() -> None:
         os.write(2, b"I0000 00:00:1795404080.989839   32505 port.cc:153] oneDNN is on.\n")
         print("A library of the system is missing.", file=sys.stderr)

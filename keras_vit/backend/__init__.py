@@ -1,6 +1,6 @@
-"""What one Keras backend does better than `keras.ops`: one small file per backend.
+"""Operations and training steps that are faster or more exact on one Keras backend.
 
-A backend without a file of its own uses `plain`, which the tests hold the others to.
+A backend without its own file uses `plain`; the tests compare the others with it.
 """
 
 import keras

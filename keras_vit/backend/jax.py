@@ -1,4 +1,4 @@
-"""What JAX does better than `keras.ops`: attention that never holds its weights, GPU kernels."""
+"""JAX: attention that does not store its weights, and GPU kernels in half precision."""
 
 from typing import Any
 
@@ -9,21 +9,21 @@ import keras
 from keras_vit import environment
 from keras_vit.backend import plain
 
-environment.let_products_end_in_activations()
+environment.prefer_cublas()
 
 _HALF = ("float16", "bfloat16")
-# Head widths that cuDNN's flash attention takes.
+# cuDNN's flash attention takes heads of a width that is a multiple of 8, up to 128.
 _CUDNN_STEP, _CUDNN_WIDEST = 8, 128
 
 
 def is_concrete(x: Any) -> bool:
-    """Whether x has values now, and is no part of a function that is being traced."""
+    """Whether x has values now, and is not traced."""
     return not isinstance(x, keras.KerasTensor | jax.core.Tracer)
 
 
 def layer_norm(x: Any, gamma: Any, beta: Any, *, epsilon: float) -> Any:
     """Normalises x (..., D) over the last axis, in float32, then applies gamma and beta (D,)."""
-    if len(x.shape) != 3 or not _is_for_kernels(x):
+    if len(x.shape) != 3 or not _has_kernels(x):
         return plain.layer_norm(x, gamma, beta, epsilon=epsilon)
     from keras_vit.backend import jax_kernels
 
@@ -32,13 +32,13 @@ def layer_norm(x: Any, gamma: Any, beta: Any, *, epsilon: float) -> Any:
 
 
 def self_attention(qkv: Any, num_heads: int) -> Any:
-    """Returns what tokens take from each other, (B, N, D), for (B, N, 3D) query, key and value.
+    """Returns multi-head attention (B, N, D) of queries, keys and values (B, N, 3D).
 
-    On NVIDIA GPUs, in float16 and bfloat16, a kernel of this package computes it; for heads of a
-    width that it does not take, cuDNN's flash attention.
+    On NVIDIA GPUs in half precision this package's kernel computes it, or cuDNN's flash attention
+    for heads of other widths.
     """
     size = qkv.shape[-1] // 3 // num_heads
-    if not _is_for_kernels(qkv):
+    if not _has_kernels(qkv):
         return _attend(qkv, num_heads, implementation="xla")
     from keras_vit.backend import jax_kernels
 
@@ -46,13 +46,12 @@ def self_attention(qkv: Any, num_heads: int) -> Any:
         return jax_kernels.attention(qkv, num_heads)
     if size % _CUDNN_STEP or size > _CUDNN_WIDEST:
         return _attend(qkv, num_heads, implementation="xla")
-    # JAX refuses to train an odd number of tokens, though cuDNN can: one is added, unseen.
+    # JAX refuses to train cuDNN's with an odd number of tokens: one is added, and masked as a key.
     tokens = qkv.shape[1]
     even = jnp.pad(qkv, ((0, 0), (0, tokens % 2), (0, 0)))
     lengths = jnp.full((qkv.shape[0],), tokens, "int32") if tokens % 2 else None
-    return _attend(
-        even, num_heads, implementation="cudnn", key_value_seq_lengths=lengths
-    )[:, :tokens]  # fmt: skip
+    y = _attend(even, num_heads, implementation="cudnn", key_value_seq_lengths=lengths)
+    return y[:, :tokens]
 
 
 def _attend(qkv: Any, num_heads: int, **options: Any) -> Any:
@@ -63,14 +62,11 @@ def _attend(qkv: Any, num_heads: int, **options: Any) -> Any:
     return keras.ops.reshape(x, (-1, tokens, width // 3))
 
 
-def _is_for_kernels(x: Any) -> bool:
-    """Whether x is in half precision, and what is computed now runs on an NVIDIA GPU.
-
-    Older ones than Ampere (compute capability 8) lack bfloat16.
-    """
+def _has_kernels(x: Any) -> bool:
+    """Whether x is in half precision on an NVIDIA GPU of Ampere or newer, which have bfloat16."""
     if isinstance(x, keras.KerasTensor) or x.dtype not in _HALF:
         return False
     device = jax.config.jax_default_device or jax.devices()[0]
     major = str(getattr(device, "compute_capability", "0")).partition(".")[0]
-    # Another maker's GPU has no such number, but a name.
+    # GPUs of other makers have a name in place of this number.
     return getattr(device, "platform", device) == "gpu" and major.isdigit() and int(major) >= 8

@@ -1,12 +1,12 @@
-"""Kernels for NVIDIA GPUs in half precision, in Pallas: layer normalisation and attention.
+"""Pallas kernels for NVIDIA GPUs in half precision: layer normalisation and attention.
 
-XLA's own forms cost more than their arithmetic there. Seen in a profile of L/16 at 224 pixels on an
-H100: cuDNN's attention takes query, key and value as arrays of their own, so that XLA copies the
-three out of their common product, and gradients back into one; a layer normalisation takes 2.5
-times as long as reading and writing its tokens. Attention here reads and writes the product where
-it lies, for any number of tokens (JAX refuses to train cuDNN's with an odd number, as of 197).
+A profile of L/16 at 224 pixels on an H100 shows what XLA's own forms cost. cuDNN's attention takes
+queries, keys and values as three arrays, so that XLA copies them out of their common product, and
+their gradients back into one. A layer normalisation takes 2.5 times as long as reading and writing
+its tokens. The attention here reads and writes the product in place, for any number of tokens (JAX
+refuses to train cuDNN's with an odd number, such as 197).
 
-Each kernel sees whole images, so that arrays divided by images among devices stay where they are.
+Each kernel works on whole images, so that arrays sharded by images are not moved between devices.
 Letters: B batch, N tokens, D width, H heads, K width of a head.
 """
 
@@ -23,17 +23,17 @@ from jax.experimental.pallas import triton
 from jax.sharding import NamedSharding, PartitionSpec
 
 _LOG2_E = math.log2(math.e)
-_FAR = 1e30  # beyond any logit
-# Rows of tokens, and groups of 32 threads, that were the fastest on an H100: L/16 at 224 pixels for
-# heads of one part, H/14 for those of two, by their number of parts.
+_BIG = 1e30  # larger than any logit
+# Tokens per block, and warps, that are the fastest on an H100. Those of attention are by the number
+# of parts of a head: one in L/16 at 224 pixels, two in H/14.
 _KEYS, _NORM_ROWS, _NORM_WARPS, _NORM_PART, _NORM_STEP = 64, 4, 8, 32, 2
 _BLOCK, _WARPS = {1: 128, 2: 64}, {1: 8, 2: 4}
 
 
 def head_parts(size: int) -> tuple[int, ...] | None:
-    """Returns one or two powers of two that a head's width is the sum of; None for other widths.
+    """Returns the one or two powers of two whose sum is a head's width; None for other widths.
 
-    A kernel's arrays have sides of powers of two, and matrix units multiply 16 columns or more.
+    A kernel's arrays have sides of powers of two, and matrix units multiply at least 16 columns.
 
     Example:
         >>> head_parts(64), head_parts(80), head_parts(72)
@@ -46,39 +46,43 @@ def head_parts(size: int) -> tuple[int, ...] | None:
 
 
 def _by_images(rule: str, static: tuple[int, ...]) -> Callable[[Any], Any]:
-    """Has XLA divide a function's arrays by their first axis alone, over any mesh of devices.
+    """Makes XLA shard a function's arrays by their first axis alone, over any mesh of devices.
 
     Args:
-        rule: the axes of arguments and results, "b" the images, as Shardy writes them.
-        static: positions of the arguments that are no arrays.
+        rule: the axes of arguments and results in Shardy's notation, with "b" for the images.
+        static: positions of the arguments that are not arrays.
     """
-    axes_in_order = dict.fromkeys(rule.replace("->", " ").replace(",", " ").split())
-    others = tuple(axis for axis in axes_in_order if axis != "b")
+    axes = dict.fromkeys(rule.replace("->", " ").replace(",", " ").split())
+    replicated = tuple(axis for axis in axes if axis != "b")
 
-    def divide(function: Any) -> Any:
-        divided = custom_partitioning(function, static_argnums=static)
+    def decorate(function: Any) -> Any:
+        partitioned = custom_partitioning(function, static_argnums=static)
 
         def partition(*arguments: Any) -> Any:
-            *settings, mesh, given, results = arguments
-            images = given[0].sharding.spec[0] if len(given[0].sharding.spec) else None
-            sides = [part.strip().split(",") for part in rule.split("->")]
+            *settings, mesh, inputs, outputs = arguments
+            spec = inputs[0].sharding.spec
+            images = spec[0] if len(spec) else None
 
             def sharding(axes: str) -> NamedSharding:
-                spec = [images if axis == "b" else None for axis in axes.split()]
-                return NamedSharding(mesh, PartitionSpec(*spec))
+                sides = [images if axis == "b" else None for axis in axes.split()]
+                return NamedSharding(mesh, PartitionSpec(*sides))
 
-            placed = [[sharding(axes) for axes in side] for side in sides]
-            results = jax.tree.unflatten(jax.tree.structure(results), placed[1])
+            shardings = [
+                [sharding(axes) for axes in side.strip().split(",")] for side in rule.split("->")
+            ]
+            results = jax.tree.unflatten(jax.tree.structure(outputs), shardings[1])
 
             def lowered(*arrays: Any) -> Any:
                 return function(*arrays, *settings)
 
-            return mesh, lowered, results, tuple(placed[0])
+            return mesh, lowered, results, tuple(shardings[0])
 
-        divided.def_partition(partition, sharding_rule=rule, need_replication_factors=others)
-        return divided
+        partitioned.def_partition(
+            partition, sharding_rule=rule, need_replication_factors=replicated
+        )
+        return partitioned
 
-    return divide
+    return decorate
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -91,8 +95,8 @@ def _norm_forward(x: Any, gamma: Any, beta: Any, epsilon: float) -> tuple[Any, A
     return _norm(x, gamma, beta, epsilon), (x, gamma, beta)
 
 
-def _norm_backward(epsilon: float, kept: Any, dy: Any) -> tuple[Any, Any, Any]:
-    x, gamma, beta = kept
+def _norm_backward(epsilon: float, residuals: Any, dy: Any) -> tuple[Any, Any, Any]:
+    x, gamma, beta = residuals
     dx, dgamma, dbeta = _norm_gradients(x, gamma, dy, epsilon, -(-x.shape[1] // _NORM_PART))
     return dx, dgamma.sum((0, 1)).astype(gamma.dtype), dbeta.sum((0, 1)).astype(beta.dtype)
 
@@ -104,8 +108,8 @@ layer_norm.defvjp(_norm_forward, _norm_backward)
 def _norm(x: Any, gamma: Any, beta: Any, epsilon: float) -> Any:
     width = x.shape[-1]
     rows = x.reshape(-1, width)  # (B*N, D)
-    tokens = _block((_NORM_ROWS, width), lambda i: (i, 0))
-    vector = _block((width,), lambda i: (0,))
+    tokens = pl.BlockSpec((_NORM_ROWS, width), lambda i: (i, 0))
+    vector = pl.BlockSpec((width,), lambda i: (0,))
     y = _call(
         functools.partial(_norm_kernel, count=len(rows), epsilon=epsilon),
         "layer_norm",
@@ -124,27 +128,27 @@ def _norm_kernel(
     width = x_ref.shape[1]
     columns = jnp.arange(pl.next_power_of_2(width))
     is_row = pl.program_id(0) * _NORM_ROWS + jnp.arange(_NORM_ROWS) < count
-    inside = is_row[:, None] & (columns < width)[None]
+    mask = is_row[:, None] & (columns < width)[None]
     gamma, beta = (_load(ref, columns, columns < width) for ref in (gamma_ref, beta_ref))
     place = (pl.ds(0, _NORM_ROWS), pl.ds(0, len(columns)))
-    normal, _ = _normalised(_load(x_ref, place, inside), inside, width, epsilon)
-    y = normal * gamma[None] + beta[None]
-    triton.store(y_ref.at[place], y.astype(y_ref.dtype), mask=inside)
+    normalized, _ = _normalize(_load(x_ref, place, mask), mask, width, epsilon)
+    y = normalized * gamma[None] + beta[None]
+    triton.store(y_ref.at[place], y.astype(y_ref.dtype), mask=mask)
 
 
 @_by_images("b n d, d, b n d -> b n d, b p d, b p d", static=(3, 4))
 def _norm_gradients(x: Any, gamma: Any, dy: Any, epsilon: float, parts: int) -> Any:
-    """Returns those of x (B, N, D), and sums (B, parts, D) over tokens of gamma's and beta's."""
+    """Returns dx (B, N, D), and dgamma and dbeta (B, parts, D), each a sum over some tokens."""
     images, tokens, width = x.shape
-    image = _block((None, tokens, width), lambda b, p: (b, 0, 0))
-    summed = _block((None, None, width), lambda b, p: (b, p, 0))
+    image = pl.BlockSpec((None, tokens, width), lambda b, p: (b, 0, 0))
+    part = pl.BlockSpec((None, None, width), lambda b, p: (b, p, 0))
     sums = jax.ShapeDtypeStruct((images, parts, width), jnp.float32)
     return _call(
         functools.partial(_norm_gradients_kernel, epsilon=epsilon),
         "layer_norm_gradients",
         grid=(images, parts),
-        inputs=[image, _block((width,), lambda b, p: (0,)), image],
-        outputs=[image, summed, summed],
+        inputs=[image, pl.BlockSpec((width,), lambda b, p: (0,)), image],
+        outputs=[image, part, part],
         results=[jax.ShapeDtypeStruct(x.shape, x.dtype), sums, sums],
         warps=4,
     )(x, gamma, dy)
@@ -162,16 +166,17 @@ def _norm_gradients_kernel(
 
     def step(index: Any, sums: Any) -> Any:
         start = first + index * _NORM_STEP
-        inside = (start + jnp.arange(_NORM_STEP) < tokens)[:, None] & is_column[None]
+        mask = (start + jnp.arange(_NORM_STEP) < tokens)[:, None] & is_column[None]
         place = (pl.ds(start, _NORM_STEP), pl.ds(0, len(columns)))
-        x, dy = _load(x_ref, place, inside), _load(dy_ref, place, inside)
-        normal, deviation = _normalised(x, inside, width, epsilon)
-        # dx is what is left of gamma * dy without its mean and its part along the normal.
-        scaled = dy * gamma[None]
-        along = (scaled * normal).sum(1, keepdims=True) / width
-        dx = (scaled - scaled.sum(1, keepdims=True) / width - normal * along) * deviation
-        triton.store(dx_ref.at[place], dx.astype(dx_ref.dtype), mask=inside)
-        return sums[0] + (dy * normal).sum(0), sums[1] + dy.sum(0)
+        x, dy = _load(x_ref, place, mask), _load(dy_ref, place, mask)
+        normalized, scale = _normalize(x, mask, width, epsilon)
+        # dx is gamma * dy without its mean and without its projection on the normalised row.
+        dnormalized = dy * gamma[None]
+        mean = dnormalized.sum(1, keepdims=True) / width
+        projection = (dnormalized * normalized).sum(1, keepdims=True) / width
+        dx = (dnormalized - mean - normalized * projection) * scale
+        triton.store(dx_ref.at[place], dx.astype(dx_ref.dtype), mask=mask)
+        return sums[0] + (dy * normalized).sum(0), sums[1] + dy.sum(0)
 
     zeros = jnp.zeros(columns.shape, jnp.float32)
     sums = jax.lax.fori_loop(0, _NORM_PART // _NORM_STEP, step, (zeros, zeros))
@@ -179,16 +184,16 @@ def _norm_gradients_kernel(
         triton.store(ref.at[pl.ds(0, len(columns))], value, mask=is_column)
 
 
-def _normalised(x: Any, inside: Any, width: int, epsilon: float) -> tuple[Any, Any]:
-    """Returns normal rows and one over their deviations, in float32; nothing is outside."""
-    centred = jnp.where(inside, x - x.sum(1, keepdims=True) / width, 0)
-    deviation = jax.lax.rsqrt((centred * centred).sum(1, keepdims=True) / width + epsilon)
-    return centred * deviation, deviation
+def _normalize(x: Any, mask: Any, width: int, epsilon: float) -> tuple[Any, Any]:
+    """Returns normalised rows, zero outside of the mask, and 1 / their deviations, in float32."""
+    centred = jnp.where(mask, x - x.sum(1, keepdims=True) / width, 0)
+    scale = jax.lax.rsqrt((centred * centred).sum(1, keepdims=True) / width + epsilon)
+    return centred * scale, scale
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def attention(qkv: Any, num_heads: int) -> Any:
-    """Returns what tokens take from each other, (B, N, D), for (B, N, 3D) query, key and value.
+    """Returns multi-head attention (B, N, D) of queries, keys and values (B, N, 3D).
 
     The width of a head must have `head_parts`.
     """
@@ -200,8 +205,8 @@ def _attention_forward(qkv: Any, num_heads: int) -> tuple[Any, Any]:
     return y, (qkv, y, log_sums)
 
 
-def _attention_backward(num_heads: int, kept: Any, dy: Any) -> tuple[Any]:
-    return (_attention_gradients(*kept, dy, num_heads),)
+def _attention_backward(num_heads: int, residuals: Any, dy: Any) -> tuple[Any]:
+    return (_attention_gradients(*residuals, dy, num_heads),)
 
 
 attention.defvjp(_attention_forward, _attention_backward)
@@ -209,21 +214,21 @@ attention.defvjp(_attention_forward, _attention_backward)
 
 @_by_images("b n f -> b n d, b h n", static=(1,))
 def _attend(qkv: Any, num_heads: int) -> Any:
-    """Returns the result (B, N, D), and each query's logarithm of its sum of weights (B, H, N)."""
+    """Returns the result (B, N, D), and the log2 of the softmax's denominators (B, H, N)."""
     images, tokens, size = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3 // num_heads
-    thirds = qkv.reshape(images, tokens, 3, num_heads, size)
+    heads = qkv.reshape(images, tokens, 3, num_heads, size)
     parts = len(head_parts(size) or ())
     rows = _BLOCK[parts]
-    query = _block((None, rows, None, None, size), lambda b, h, i: (b, i, 0, h, 0))
-    key, value = (_third(tokens, size, part) for part in (1, 2))
+    query = pl.BlockSpec((None, rows, None, None, size), lambda b, h, i: (b, i, 0, h, 0))
+    key, value = (_head_spec(tokens, size, third) for third in (1, 2))
     y, log_sums = _call(
         functools.partial(_attend_kernel, tokens=tokens, size=size),
         "attention",
         grid=(images, num_heads, pl.cdiv(tokens, rows)),
         inputs=[query, key, value],
         outputs=[
-            _block((None, rows, None, size), lambda b, h, i: (b, i, h, 0)),
-            _block((None, None, rows), lambda b, h, i: (b, h, i)),
+            pl.BlockSpec((None, rows, None, size), lambda b, h, i: (b, i, h, 0)),
+            pl.BlockSpec((None, None, rows), lambda b, h, i: (b, h, i)),
         ],
         results=[
             jax.ShapeDtypeStruct((images, tokens, num_heads, size), qkv.dtype),
@@ -231,7 +236,7 @@ def _attend(qkv: Any, num_heads: int) -> Any:
         ],
         warps=_WARPS[parts],
         stages=2,
-    )(thirds, thirds, thirds)
+    )(heads, heads, heads)
     return y.reshape(images, tokens, -1), log_sums
 
 
@@ -239,125 +244,123 @@ def _attend_kernel(
     query_ref: Any, key_ref: Any, value_ref: Any, y_ref: Any, log_sums_ref: Any,
     *, tokens: int, size: int,
 ) -> None:  # fmt: skip
-    """One block of queries meets the keys block by block; the softmax is corrected as it goes."""
+    """Visits the keys block by block for one block of queries, with a running softmax."""
     parts = head_parts(size) or ()
     rows = _BLOCK[len(parts)]
     is_query = pl.program_id(2) * rows + jnp.arange(rows) < tokens
     query = _rows(query_ref, parts, 0, is_query)
 
     def step(index: Any, carry: Any) -> Any:
-        sums, highest, weight = carry
+        sums, highest, denominator = carry
         start = index * _KEYS
         is_key = start + jnp.arange(_KEYS) < tokens
         logits = _product(query, _rows(key_ref, parts, start, is_key)) * (size**-0.5 * _LOG2_E)
-        logits = jnp.where(is_key[None], logits, -_FAR)
-        now = jnp.maximum(highest, logits.max(1))
-        shrunk, weights = jnp.exp2(highest - now), jnp.exp2(logits - now[:, None])
+        logits = jnp.where(is_key[None], logits, -_BIG)
+        maximum = jnp.maximum(highest, logits.max(1))
+        correction, weights = jnp.exp2(highest - maximum), jnp.exp2(logits - maximum[:, None])
         rounded = weights.astype(value_ref.dtype)
         values = _rows(value_ref, parts, start, is_key)
         sums = [
-            old * shrunk[:, None] + triton.dot(rounded, part)
-            for old, part in zip(sums, values, strict=True)
+            part * correction[:, None] + triton.dot(rounded, value)
+            for part, value in zip(sums, values, strict=True)
         ]
-        return sums, now, weight * shrunk + weights.sum(1)
+        return sums, maximum, denominator * correction + weights.sum(1)
 
-    none = [jnp.zeros((rows, part), jnp.float32) for part in parts]
-    least = jnp.full((rows,), -_FAR, jnp.float32)
-    carry = (none, least, jnp.zeros((rows,), jnp.float32))
-    sums, highest, weight = jax.lax.fori_loop(0, pl.cdiv(tokens, _KEYS), step, carry)
-    _store_rows(y_ref, [part / weight[:, None] for part in sums], is_query)
-    triton.store(log_sums_ref, highest + jnp.log2(weight), mask=is_query)
+    zeros = [jnp.zeros((rows, part), jnp.float32) for part in parts]
+    lowest = jnp.full((rows,), -_BIG, jnp.float32)
+    carry = (zeros, lowest, jnp.zeros((rows,), jnp.float32))
+    sums, highest, denominator = jax.lax.fori_loop(0, pl.cdiv(tokens, _KEYS), step, carry)
+    _store_rows(y_ref, [part / denominator[:, None] for part in sums], is_query)
+    triton.store(log_sums_ref, highest + jnp.log2(denominator), mask=is_query)
 
 
 @_by_images("b n f, b n d, b h n, b n d -> b n f", static=(4,))
 def _attention_gradients(qkv: Any, y: Any, log_sums: Any, dy: Any, num_heads: int) -> Any:
     images, tokens, size = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3 // num_heads
-    thirds = qkv.reshape(images, tokens, 3, num_heads, size)
-    whole = _block((None, tokens, None, size), lambda b, h, i: (b, 0, h, 0))
+    heads = qkv.reshape(images, tokens, 3, num_heads, size)
+    head = pl.BlockSpec((None, tokens, None, size), lambda b, h, i: (b, 0, h, 0))
     parts = len(head_parts(size) or ())
     rows = _BLOCK[parts]
-    gradients = _call(
+    dqkv = _call(
         functools.partial(_attention_gradients_kernel, tokens=tokens, size=size),
         "attention_gradients",
         grid=(images, num_heads, pl.cdiv(tokens, rows)),
         inputs=[
-            *(_third(tokens, size, part) for part in range(3)),
-            *(whole, _block((None, None, tokens), lambda b, h, i: (b, h, 0)), whole),
+            *(_head_spec(tokens, size, third) for third in range(3)),
+            *(head, pl.BlockSpec((None, None, tokens), lambda b, h, i: (b, h, 0)), head),
         ],
-        outputs=[_block((None, rows, 3, None, size), lambda b, h, i: (b, i, 0, h, 0))],
-        results=[jax.ShapeDtypeStruct(thirds.shape, qkv.dtype)],
+        outputs=[pl.BlockSpec((None, rows, 3, None, size), lambda b, h, i: (b, i, 0, h, 0))],
+        results=[jax.ShapeDtypeStruct(heads.shape, qkv.dtype)],
         warps=_WARPS[parts],
-    )(thirds, thirds, thirds, y.reshape(images, tokens, num_heads, size), log_sums,
+    )(heads, heads, heads, y.reshape(images, tokens, num_heads, size), log_sums,
       dy.reshape(images, tokens, num_heads, size))[0]  # fmt: skip
-    return gradients.reshape(qkv.shape)
+    return dqkv.reshape(qkv.shape)
 
 
 def _attention_gradients_kernel(
     query_ref: Any, key_ref: Any, value_ref: Any, y_ref: Any, log_sums_ref: Any, dy_ref: Any,
-    gradients_ref: Any, *, tokens: int, size: int,
+    dqkv_ref: Any, *, tokens: int, size: int,
 ) -> None:  # fmt: skip
-    """One block of tokens: the gradients of its keys and values, then those of its queries.
+    """Computes the gradients of one block of tokens: of keys and values, then of queries.
 
-    The weights are computed anew from the logarithms of their sums (arXiv 2307.08691, 3.1.2).
+    It recomputes the weights from the logarithms of their sums (arXiv 2307.08691, 3.1.2).
     """
     parts = head_parts(size) or ()
     rows, scale = _BLOCK[len(parts)], size**-0.5
-    here = pl.program_id(2) * rows
-    is_here = here + jnp.arange(rows) < tokens
+    first = pl.program_id(2) * rows
+    is_token = first + jnp.arange(rows) < tokens
 
-    def queries_of(start: Any) -> Any:
+    def load_queries(start: Any) -> Any:
         is_query = start + jnp.arange(rows) < tokens
         query, y, dy = (_rows(ref, parts, start, is_query) for ref in (query_ref, y_ref, dy_ref))
         place = log_sums_ref.at[pl.ds(start, rows)]
-        return query, dy, triton.load(place, mask=is_query, other=_FAR), _along(y, dy)
+        return query, dy, triton.load(place, mask=is_query, other=_BIG), _row_products(y, dy)
 
-    def keys_of(start: Any) -> Any:
+    def load_keys(start: Any) -> Any:
         is_key = start + jnp.arange(rows) < tokens
         return *(_rows(ref, parts, start, is_key) for ref in (key_ref, value_ref)), is_key
 
     zeros = [jnp.zeros((rows, part), jnp.float32) for part in parts]
-    queries, keys = queries_of(here), keys_of(here)
+    queries, keys = load_queries(first), load_keys(first)
 
-    def of_keys(index: Any, sums: Any) -> Any:
-        seen = queries_of(index * rows)
-        weights, slopes = _slopes(*seen, *keys, scale=scale)
-        return _plus(sums[0], slopes.T, seen[0]), _plus(sums[1], weights.T, seen[1])
+    def add_key_gradients(index: Any, sums: Any) -> Any:
+        others = load_queries(index * rows)
+        weights, dlogits = _logit_gradients(*others, *keys, scale=scale)
+        dkey = _add_product(sums[0], dlogits.T, others[0])
+        return dkey, _add_product(sums[1], weights.T, others[1])
 
-    def of_queries(index: Any, sums: Any) -> Any:
-        seen = keys_of(index * rows)
-        return _plus(sums, _slopes(*queries, *seen, scale=scale)[1], seen[0])
+    def add_query_gradients(index: Any, sums: Any) -> Any:
+        others = load_keys(index * rows)
+        return _add_product(sums, _logit_gradients(*queries, *others, scale=scale)[1], others[0])
 
     blocks = pl.cdiv(tokens, rows)
-    dkey, dvalue = jax.lax.fori_loop(0, blocks, of_keys, (zeros, zeros))
-    _store_rows(gradients_ref, [part * scale for part in dkey], is_here, third=1)
-    _store_rows(gradients_ref, dvalue, is_here, third=2)
-    dquery = jax.lax.fori_loop(0, blocks, of_queries, zeros)
-    _store_rows(gradients_ref, [part * scale for part in dquery], is_here, third=0)
+    dkey, dvalue = jax.lax.fori_loop(0, blocks, add_key_gradients, (zeros, zeros))
+    _store_rows(dqkv_ref, [part * scale for part in dkey], is_token, third=1)
+    _store_rows(dqkv_ref, dvalue, is_token, third=2)
+    dquery = jax.lax.fori_loop(0, blocks, add_query_gradients, zeros)
+    _store_rows(dqkv_ref, [part * scale for part in dquery], is_token, third=0)
 
 
-def _along(y: list[Any], dy: list[Any]) -> Any:
-    """Returns the products of rows with their gradients, in float32."""
+def _row_products(y: list[Any], dy: list[Any]) -> Any:
+    """Returns the sum of y * dy over each row, in float32."""
     pairs = zip(y, dy, strict=True)
     return sum((a.astype(jnp.float32) * b.astype(jnp.float32)).sum(1) for a, b in pairs)
 
 
-def _slopes(
-    query: Any, dy: Any, log_sums: Any, along: Any, key: Any, value: Any, is_key: Any, *, scale: Any
-) -> tuple[Any, Any]:
+def _logit_gradients(
+    query: Any, dy: Any, log_sums: Any, products: Any, key: Any, value: Any, is_key: Any,
+    *, scale: Any,
+) -> tuple[Any, Any]:  # fmt: skip
     """Returns weights (queries, keys) and the gradients of their logits, in half precision."""
     weights = jnp.exp2(_product(query, key) * (scale * _LOG2_E) - log_sums[:, None])
     weights = jnp.where(is_key[None], weights, 0)
-    slopes = weights * (_product(dy, value) - along[:, None])
-    return weights.astype(query[0].dtype), slopes.astype(query[0].dtype)
+    dlogits = weights * (_product(dy, value) - products[:, None])
+    return weights.astype(query[0].dtype), dlogits.astype(query[0].dtype)
 
 
-def _block(shape: tuple[int | None, ...], place: Callable[..., Any]) -> Any:
-    return pl.BlockSpec(shape, place)
-
-
-def _third(tokens: int, size: int, part: int) -> Any:
-    """Where all of one head's queries, keys or values (N, K) lie in (B, N, 3, H, K)."""
-    return _block((None, tokens, None, None, size), lambda b, h, i: (b, 0, part, h, 0))
+def _head_spec(tokens: int, size: int, third: int) -> Any:
+    """Returns the block of one head's queries, keys or values (N, K) in (B, N, 3, H, K)."""
+    return pl.BlockSpec((None, tokens, None, None, size), lambda b, h, i: (b, 0, third, h, 0))
 
 
 def _call(
@@ -377,23 +380,23 @@ def _call(
 
 
 def _load(ref: Any, place: Any, mask: Any) -> Any:
-    """Reads float32 values; zeros outside of the mask."""
+    """Loads values as float32; zeros outside of the mask."""
     return triton.load(ref.at[place], mask=mask, other=0).astype(jnp.float32)
 
 
 def _rows(ref: Any, parts: tuple[int, ...], start: Any, is_row: Any) -> list[Any]:
-    """Reads rows of one head (rows, K), in parts of its width; zeros outside of the mask."""
-    read, column = [], 0
+    """Loads rows of one head (rows, K), in parts of its width; zeros outside of the mask."""
+    values, column = [], 0
     for part in parts:
         mask = jnp.broadcast_to(is_row[:, None], (len(is_row), part))
         place = (pl.ds(start, len(is_row)), pl.ds(column, part))
-        read.append(triton.load(ref.at[place], mask=mask, other=0))
+        values.append(triton.load(ref.at[place], mask=mask, other=0))
         column += part
-    return read
+    return values
 
 
 def _store_rows(ref: Any, values: list[Any], is_row: Any, third: int | None = None) -> None:
-    """Writes parts of rows to (rows, K), or to a third of (rows, 3, K)."""
+    """Stores parts of rows in (rows, K), or in a third of (rows, 3, K)."""
     column = 0
     for value in values:
         place: Any = (pl.ds(0, len(is_row)), pl.ds(column, value.shape[1]))
@@ -407,9 +410,9 @@ def _store_rows(ref: Any, values: list[Any], is_row: Any, third: int | None = No
 
 
 def _product(left: list[Any], right: list[Any]) -> Any:
-    """Returns left right^T in float32, of rows in parts."""
+    """Returns left right^T in float32, for rows in parts."""
     return sum(triton.dot(a, b.T) for a, b in zip(left, right, strict=True))
 
 
-def _plus(sums: list[Any], weights: Any, rows: list[Any]) -> list[Any]:
-    return [old + triton.dot(weights, part) for old, part in zip(sums, rows, strict=True)]
+def _add_product(sums: list[Any], weights: Any, rows: list[Any]) -> list[Any]:
+    return [part + triton.dot(weights, row) for part, row in zip(sums, rows, strict=True)]

@@ -1,4 +1,4 @@
-"""The forms in `keras.ops` alone, for any Keras backend."""
+"""All operations in `keras.ops` alone, for any Keras backend."""
 
 import contextlib
 import warnings
@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 import keras
 import numpy as np
 
-# A mixin; to the type checker it is the model that it becomes a part of.
+# `ExactTrainer` is a mixin; the type checker sees it as a model.
 if TYPE_CHECKING:
     from keras import Model as _Model
 else:
     _Model = object
 
 ALIGNMENT = 1  # bytes
-# What `compile` takes on TensorFlow alone.
-_DEFAULTS = {"accumulate": 1, "sam_rho": 0.0, "report_gradient_norm": False}
+# Options of `compile` that only TensorFlow has.
+OPTION_DEFAULTS = {"accumulate": 1, "sam_rho": 0.0, "report_gradient_norm": False}
 
 ACTIVATIONS = {
     None: lambda x: x,
@@ -28,20 +28,17 @@ ACTIVATIONS = {
 def dense(
     x: Any, kernel: Any, bias: Any, activation: str | None = None, *, residual: Any = None
 ) -> Any:
-    """Multiplies x (..., D) by a kernel (D, M), adds the bias (M,) and applies the activation.
-
-    Adds a residual (..., M) last, if there is one.
-    """
+    """Returns activation(x kernel + bias) + residual, (..., M), for x (..., D), kernel (D, M)."""
     x = ACTIVATIONS[activation](keras.ops.add(keras.ops.matmul(x, kernel), bias))
     return x if residual is None else residual + x
 
 
 def layer_norm(x: Any, gamma: Any, beta: Any, *, epsilon: float) -> Any:
     """Normalises x (..., D) over the last axis, in float32, then applies gamma and beta (D,)."""
-    wide, gamma, beta = (keras.ops.cast(each, "float32") for each in (x, gamma, beta))
-    mean, variance = keras.ops.moments(wide, axes=-1, keepdims=True)
-    normal = (wide - mean) * keras.ops.rsqrt(variance + epsilon)
-    return keras.ops.cast(normal * gamma + beta, x.dtype)
+    x32, gamma, beta = (keras.ops.cast(each, "float32") for each in (x, gamma, beta))
+    mean, variance = keras.ops.moments(x32, axes=-1, keepdims=True)
+    normalized = (x32 - mean) * keras.ops.rsqrt(variance + epsilon)
+    return keras.ops.cast(normalized * gamma + beta, x.dtype)
 
 
 def softmax(x: Any) -> Any:
@@ -50,7 +47,7 @@ def softmax(x: Any) -> Any:
 
 
 def self_attention(qkv: Any, num_heads: int) -> Any:
-    """Returns what tokens take from each other, (B, N, D), for (B, N, 3D) query, key and value."""
+    """Returns multi-head attention (B, N, D) of queries, keys and values (B, N, 3D)."""
     _, tokens, width = keras.ops.shape(qkv)
     size = width // 3 // num_heads
     x = keras.ops.reshape(qkv, (-1, tokens, 3, num_heads, size))
@@ -61,7 +58,7 @@ def self_attention(qkv: Any, num_heads: int) -> Any:
 
 
 def space_to_depth(images: Any, block: int) -> Any:
-    """Cuts images (B, H, W, C) into blocks (B, H/block, W/block, block * block * C)."""
+    """Rearranges images (B, H, W, C) into blocks (B, H/block, W/block, block * block * C)."""
     _, height, width, channels = images.shape
     x = keras.ops.reshape(images, (-1, height // block, block, width // block, block, channels))
     x = keras.ops.transpose(x, (0, 1, 3, 2, 4, 5))
@@ -69,46 +66,44 @@ def space_to_depth(images: Any, block: int) -> Any:
 
 
 def adopt(array: np.ndarray) -> Any:
-    """Returns the array's values in a form that a variable takes; the array must not change."""
+    """Returns the array's values for a variable; the array must not change afterwards."""
     return array
 
 
 def uninitialized(shape: Any, dtype: Any = None) -> Any:
-    """Returns an array whose values nobody will read; a Keras initializer."""
+    """Returns an array with any values; a Keras initializer for what is overwritten."""
     return keras.ops.zeros(shape, dtype)
 
 
 def is_concrete(x: Any) -> bool:
-    """Whether x has values now, and is no part of a graph that is being traced."""
+    """Whether x has values now, and is not traced."""
     return not isinstance(x, keras.KerasTensor)
 
 
-def momentum_step(*arguments: Any, **options: Any) -> bool:
-    """Does nothing and says so: the optimizer's own step is as fast once it is compiled."""
-    return False
-
-
 def adam_step(*arguments: Any, **options: Any) -> bool:
-    """Does nothing and says so: the optimizer's own step is as fast once it is compiled."""
+    """Returns False, for no fused kernel: the compiled step of the optimizer is as fast."""
     return False
+
+
+momentum_step = adam_step
 
 
 def replica_id() -> Any:
-    """Returns which replica this computation is: 0, since arrays are global here."""
+    """Returns the replica of this computation: 0, since arrays are global."""
     return 0
 
 
 def scope_of(model: keras.Model) -> contextlib.AbstractContextManager[None]:
-    """Returns a scope in which variables lie where the model's do: here there is only one."""
+    """Returns the scope in which the model's variables were made: there is only one."""
     return contextlib.nullcontext()
 
 
 def warn_of_keras_step(training: bool | None) -> None:
-    """Warns of nothing: Keras' own training step is right here."""
+    """Does not warn: Keras' own training step is exact here."""
 
 
 class ExactTrainer(_Model):
-    """Adds no step: Keras' own is right where arrays are global, as on JAX."""
+    """Keeps Keras' own training step, which is exact where arrays are global, as on JAX."""
 
     def compile(
         self,
@@ -124,34 +119,34 @@ class ExactTrainer(_Model):
         Args:
             optimizer: any Keras optimizer.
             args: of `keras.Model.compile`.
-            accumulate: on TensorFlow, parts of a batch; 1 here.
-            sam_rho: on TensorFlow, radius of sharpness-aware minimisation; 0 here.
-            report_gradient_norm: on TensorFlow, whether the logs have it; False here.
+            accumulate: must be 1; only TensorFlow takes more.
+            sam_rho: must be 0; only TensorFlow takes more.
+            report_gradient_norm: must be False; only TensorFlow takes True.
             kwargs: of `keras.Model.compile`.
 
         Raises:
-            ValueError: what was asked for is there on TensorFlow alone.
+            ValueError: an option that only TensorFlow has is not at its default.
         """
-        asked = {
+        options = {
             "accumulate": accumulate,
             "sam_rho": sam_rho,
             "report_gradient_norm": report_gradient_norm,
         }
-        for name in _departing(asked):
+        for name in _unsupported(options):
             raise ValueError(
                 f"compile({name}=...) works on TensorFlow alone; set KERAS_BACKEND=tensorflow, or "
-                f"leave {name} at {_DEFAULTS[name]}. Received: {name}={asked[name]!r} on the "
-                f"backend {keras.backend.backend()!r}."
+                f"leave {name} at {OPTION_DEFAULTS[name]}. Received: {name}={options[name]!r} on "
+                f"the backend {keras.backend.backend()!r}."
             )
         super().compile(optimizer, *args, **kwargs)
 
     def compile_from_config(self, config: dict[str, Any]) -> None:
         arguments = keras.saving.deserialize_keras_object(config)
-        departing = _departing(arguments)
-        if departing:
+        unsupported = _unsupported(arguments)
+        if unsupported:
             warnings.warn(
-                f"The model {self.name!r} was trained with {', '.join(departing)}, which works on "
-                "TensorFlow alone; it was loaded without optimizer. Compile it to train it here.",
+                f"The model {self.name!r} was trained with {', '.join(unsupported)}, which works "
+                "on TensorFlow alone; it is loaded without optimizer. Compile it to train it here.",
                 stacklevel=2,
             )
             return
@@ -160,6 +155,6 @@ class ExactTrainer(_Model):
             self.optimizer.build(self.trainable_variables)
 
 
-def _departing(arguments: dict[str, Any]) -> list[str]:
-    """Returns which options of TensorFlow's training step are not at their defaults."""
-    return [name for name, value in _DEFAULTS.items() if arguments.get(name, value) != value]
+def _unsupported(options: dict[str, Any]) -> list[str]:
+    """Returns the options of TensorFlow's training step that are not at their defaults."""
+    return [name for name, value in OPTION_DEFAULTS.items() if options.get(name, value) != value]

@@ -1,7 +1,7 @@
-"""Every private name of Keras and TensorFlow that the package touches, and why it has to.
+"""All private names of Keras and TensorFlow that the package uses, each with its reason.
 
-Nothing else in the package may touch one: tests/test_backend_private.py reads the sources for it,
-and names what an upgrade has taken away. On other backends this imports without TensorFlow.
+tests/test_backend_private.py checks that no other module uses one, and that installed versions
+have them all. On other backends this module imports without TensorFlow.
 """
 
 import inspect
@@ -18,7 +18,7 @@ if keras.backend.backend() == "tensorflow":
 
     is_taped: Callable[[], bool] = record.could_possibly_record
 
-# Mixins; to the type checker they are what they become a part of.
+# The classes below are mixins; the type checker sees them with the base that they extend.
 if TYPE_CHECKING:
     from keras import Model as _Model
     from keras.optimizers import Optimizer as _Optimizer
@@ -30,9 +30,9 @@ class Private(NamedTuple):
     """A private name.
 
     Attributes:
-        owner: what has it: a module, a class, or a kind of object.
-        name: what it is called there.
-        why: what for, and what public names lack.
+        owner: the module, class or kind of object that has it.
+        name: the name.
+        why: its use here, and what public names lack.
     """
 
     owner: str
@@ -47,7 +47,7 @@ PRIVATE_NAMES = (
     Private(
         "keras.src.models.functional",
         "Functional",
-        "the base of ExactModel: keras.Model becomes it by a swap that fails with a second base",
+        "the base of ExactModel: keras.Model turns into it by a swap that fails with a second base",
     ),
     Private(
         "keras.src.utils.python_utils",
@@ -57,50 +57,40 @@ PRIVATE_NAMES = (
     Private(
         "keras.src.backend.common.global_state",
         "get_global_attribute",
-        "reads which call is under way; no public name does",
+        "reads the current call; no public name does",
     ),
-    Private("the state of a call", _CALL, "holds the call that is under way"),
-    Private(
-        "the context of a call",
-        "entry_layer",
-        "the model that was called, to warn of Keras' own step",
-    ),
-    Private(
-        _EXPORTER,
-        "export_onnx",
-        "is on the stack while a graph is traced for tf2onnx, which Keras says nowhere",
-    ),
+    Private("the state of a call", _CALL, "holds the current call"),
+    Private("the context of a call", "entry_layer", "the called model, to warn of Keras' own step"),
+    Private(_EXPORTER, "export_onnx", "is on the stack while a graph is traced for tf2onnx"),
     Private(
         "tensorflow.python.eager.record",
         "could_possibly_record",
-        "whether a gradient may be asked for: then the dense forms keep a product for it",
+        "whether a gradient may be asked for; then the dense forms keep a product for it",
     ),
     Private(
         "keras.Model",
         "_flatten_layers",
-        "all layers inside, at any depth; Model.layers has no part of a layer made of others",
+        "all layers at any depth; Model.layers stops at layers made of others",
     ),
     Private(
         "keras.Model",
         "_distribute_strategy",
-        "the strategy a model was made under, or None; distribute_strategy of one that was made "
-        "without is that of any scope",
+        "the strategy a model was made under, or None; distribute_strategy of a model made "
+        "without one is that of the current scope",
     ),
     Private(
-        "keras.Model", "_compile_loss", "the compiled losses; compute_loss gives only their sum"
+        "keras.Model", "_compile_loss", "the compiled losses; compute_loss returns only their sum"
     ),
-    Private(
-        "keras.Model", "_loss_tracker", "the mean that fit reports as its loss, for a step of ours"
-    ),
+    Private("keras.Model", "_loss_tracker", "the mean that fit reports as its loss"),
     Private(
         "keras.Model",
         "_compute_loss",
-        "compute_loss of a model, with training or, where an old one takes none, without",
+        "compute_loss, with `training` unless the model's own does not take it",
     ),
     Private(
         "keras.Model",
         "_make_function",
-        "what fit and evaluate compile a step with; train_step alone cannot wrap a user's own",
+        "compiles a step for fit and evaluate; train_step alone cannot wrap a user's own",
     ),
     Private(
         "keras.Model",
@@ -113,17 +103,13 @@ PRIVATE_NAMES = (
         "_initial_epoch",
         "where BackupAndRestore resumes; Keras keeps it for the next fit, which then trains less",
     ),
-    Private(
-        "CompileLoss",
-        "_flat_losses",
-        "the compiled terms one by one, each of which has its own denominator",
-    ),
+    Private("CompileLoss", "_flat_losses", "the compiled terms, each with its own denominator"),
     Private(
         "CompileLoss",
         "_y_pred_build_structure",
-        "the structure of the predictions, to walk the terms before there are any",
+        "the structure of the predictions, to visit the terms before there are any",
     ),
-    Private("a tensor", "_keras_mask", "the mask of a tensor, which its loss is weighed by"),
+    Private("a tensor", "_keras_mask", "the mask of a tensor, which weights its loss"),
     Private(
         "keras.layers.Dense",
         "_kernel",
@@ -132,30 +118,26 @@ PRIVATE_NAMES = (
     Private(
         "keras.optimizers.Adam",
         "_get_variable_index",
-        "the place of a variable in the memories, which under a strategy is no matter of identity",
+        "the index of a variable's state, which under a strategy is not found by identity",
     ),
-    Private(
-        "keras.optimizers.Adam",
-        "_momentums",
-        "averages of gradients, for the kernel that has the whole step",
-    ),
+    Private("keras.optimizers.Adam", "_momentums", "averages of gradients, for the fused kernel"),
     Private("keras.optimizers.Adam", "_velocities", "averages of their squares, for the same"),
     Private(
         "keras.optimizers.Adam",
         "_use_weight_decay",
-        "what exclude_from_weight_decay was told of a variable",
+        "whether exclude_from_weight_decay excluded a variable",
     ),
     Private(
         "keras.optimizers.Adam",
         "_apply_weight_decay",
-        "decays all variables at once, which ours do one by one, each at its own rate",
+        "decays all variables at one rate; here each has its own rate",
     ),
     Private(
         "keras.optimizers.Adam",
         "_all_reduce_sum_gradients",
-        "sums gradients over replicas after they are clipped; here they are summed before",
+        "sums gradients over replicas after clipping; here they are summed before",
     ),
-    # A file of its own process, which may import neither Keras nor this package.
+    # Used in a process of its own, which may import neither Keras nor this package.
     Private(
         "a TFLite interpreter",
         "_get_ops_details",
@@ -173,14 +155,15 @@ def layers_of(layer: keras.layers.Layer, *, with_itself: bool = True) -> list[ke
 
 
 def called_layer() -> keras.layers.Layer | None:
-    """Returns the outermost layer or model of the call that is under way."""
+    """Returns the outermost layer or model of the current call."""
     return getattr(global_state.get_global_attribute(_CALL), "entry_layer", None)
 
 
 def is_traced_for_onnx() -> bool:
     """Whether `keras.Model.export` traces this graph for tf2onnx.
 
-    Any model may have our layers inside, so no method of ours would be called before.
+    It reads the stack, since Keras calls no method of this package first: any model may contain its
+    layers.
     """
     frame = inspect.currentframe()
     while frame is not None:
@@ -196,27 +179,27 @@ def mask_of(tensor: Any) -> Any:
 
 
 def stored_kernel(dense: keras.layers.Dense) -> Any:
-    """Returns the kernel of a dense layer as it is stored, None if it has only others."""
+    """Returns the kernel of a dense layer as it is stored, or None."""
     return getattr(dense, "_kernel", None)
 
 
 def strategy_of(model: keras.Model) -> Any:
-    """Returns the strategy that a model was made under, None if there was none."""
+    """Returns the strategy that a model was made under, or None."""
     return model._distribute_strategy
 
 
 def losses_of(model: keras.Model) -> Any:
-    """Returns the `CompileLoss` of a compiled model, None if no loss was compiled."""
+    """Returns the `CompileLoss` of a model, or None if no loss was compiled."""
     return model._compile_loss
 
 
 def loss_tracker_of(model: keras.Model) -> keras.metrics.Mean:
-    """Returns the metric that is reported as the loss of a compiled model."""
+    """Returns the metric that a compiled model reports as its loss."""
     return model._loss_tracker
 
 
 def loss_of(model: keras.Model, **arguments: Any) -> Any:
-    """Returns what `model.compute_loss` does of the arguments that it takes."""
+    """Returns `model.compute_loss` of those arguments that it takes."""
     return model._compute_loss(**arguments)
 
 
@@ -225,70 +208,64 @@ def build_for(model: keras.Model, batch: Any) -> None:
     model._symbolic_build(data_batch=batch)
 
 
-def forget_initial_epoch(model: keras.Model) -> None:
-    """Makes the next `fit` of a model start where it is asked to."""
+def reset_initial_epoch(model: keras.Model) -> None:
+    """Makes the next `fit` of a model start at its own `initial_epoch`."""
     model._initial_epoch = None
 
 
 def prediction_structure(losses: Any) -> Any:
-    """Returns the structure of the predictions that a `CompileLoss` was built for, of None."""
+    """Returns the structure of the predictions that a `CompileLoss` was built for."""
     return losses._y_pred_build_structure
 
 
 def with_terms(losses: Any, wrap: Callable[[Any, int], Any]) -> Any:
-    """Returns a copy of a `CompileLoss`.
-
-    Args:
-        losses: it, built.
-        wrap: from the loss of a term and its place to what takes its place in the copy.
-    """
-    changed = object.__new__(type(losses))  # Keras' objects refuse `copy.copy`
-    wrapped = [
-        entry._replace(loss=wrap(entry.loss, place))
-        for place, entry in enumerate(losses._flat_losses)
+    """Returns a copy of a built `CompileLoss`, with `wrap(loss, index)` for each of its terms."""
+    copy = object.__new__(type(losses))  # Keras' objects refuse `copy.copy`
+    terms = [
+        term._replace(loss=wrap(term.loss, index)) for index, term in enumerate(losses._flat_losses)
     ]
-    vars(changed).update({**vars(losses), "_flat_losses": wrapped})
-    return changed
+    vars(copy).update({**vars(losses), "_flat_losses": terms})
+    return copy
 
 
 def index_of(optimizer: keras.optimizers.Optimizer, variable: Any) -> int:
-    """Returns the place of a variable, as `update_step` is given it, in an optimizer's memories."""
+    """Returns the index of the state of a variable, as `update_step` receives the variable."""
     index: int = optimizer._get_variable_index(variable)
     return index
 
 
 def averages_of(optimizer: keras.optimizers.Adam, index: int) -> Sequence[keras.Variable]:
-    """Returns the averages of a variable's gradient and of its square."""
+    """Returns Adam's moving averages of a variable's gradient and of its square."""
     return optimizer._momentums[index], optimizer._velocities[index]
 
 
 def is_decayed(optimizer: keras.optimizers.Optimizer, variable: Any) -> bool:
-    """Whether weight decay, if there is any, is for this variable too."""
+    """Whether the optimizer's weight decay applies to the variable."""
     return bool(optimizer._use_weight_decay(variable))
 
 
 def replace_apply(optimizer: keras.optimizers.Optimizer, apply: Callable[..., Any]) -> None:
-    """Puts `apply` in the place of an optimizer's own, which sums no gradients from now on.
+    """Replaces an optimizer's `apply` on the object, and stops its own sum over replicas.
 
-    On the object, not in a subclass: any optimizer keeps its class, and is saved under its name.
-    Past its `__setattr__`, which looks for variables and for what checkpoints hold.
+    A subclass would change the class that it is saved under; its `__setattr__` would track the new
+    attribute as state.
     """
     object.__setattr__(optimizer, "apply", apply)
     object.__setattr__(optimizer, "_all_reduce_sum_gradients", list)
 
 
 class OwnWeightDecay(_Optimizer):
-    """Put before an optimizer among the bases: Keras decays no weight, `update_step` does."""
+    """Leaves weight decay to `update_step`; a mixin, the base before an optimizer."""
 
     def _apply_weight_decay(self, variables: Any) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 class StepHooks(_Model):
-    """Put before `keras.Model` among the bases: what Keras does around a step can be changed."""
+    """Lets a subclass replace a step and the build before it; a mixin, before `keras.Model`."""
 
     def _exact_step(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Returns what is compiled in place of a step of training, evaluation or prediction."""
+        """Returns the function to compile for a step of training, evaluation or prediction."""
         return step
 
     def _exact_build(self, iterator: Any, batch: Any) -> None:

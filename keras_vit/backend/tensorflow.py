@@ -1,6 +1,6 @@
-"""The forms that TensorFlow's graph optimizer turns into single oneDNN kernels, and gradients.
+"""Operations in the graph forms that TensorFlow fuses into oneDNN kernels, with their gradients.
 
-A gradient that needs an intermediate prevents the fusing, so each form has its own.
+An intermediate result that a gradient uses prevents the fusion, so each form has its own gradient.
 """
 
 import contextlib
@@ -17,17 +17,17 @@ import tensorflow as tf
 
 from keras_vit.backend import plain, private
 
-# The constants of each graph, by name: a tensor would keep its graph from ever being freed.
+# The constants of each graph, by name: a reference to a tensor would keep its graph alive.
 _constants: weakref.WeakKeyDictionary[tf.Graph, dict[Any, str]] = weakref.WeakKeyDictionary()
 
 
 def constant(value: Any, dtype: Any, *, beside: Any) -> Any:
-    """Returns a tensor with the value: the same wherever a graph asks for it on a device.
+    """Returns a constant tensor, one for each graph and device.
 
     Args:
         value: a number, or a list or tuple of numbers.
         dtype: of the tensor.
-        beside: a tensor of the device.
+        beside: a tensor on the device.
     """
     if tf.executing_eagerly():
         return tf.constant(value, dtype)
@@ -41,14 +41,14 @@ def constant(value: Any, dtype: Any, *, beside: Any) -> Any:
 
 
 def reshape(x: Any, shape: tuple[Any, ...]) -> Any:
-    """Reshapes x; sides are integers, -1 for an open one, or tensors."""
+    """Reshapes x; sides are integers, tensors, or -1 for one that follows."""
     if any(isinstance(side, tf.Tensor) for side in shape):
         return tf.reshape(x, shape)
     return tf.raw_ops.Reshape(tensor=x, shape=constant(shape, tf.int32, beside=x))
 
 
 def as_rows(x: Any) -> Any:
-    """Returns x (..., D) as rows (R, D): what it was reshaped from, if that is them."""
+    """Returns x (..., D) as rows (R, D), without a second Reshape if x is one of such rows."""
     width = x.shape[-1]
     if tf.is_symbolic_tensor(x) and x.op.type == "Reshape":
         source = x.op.inputs[0]
@@ -57,11 +57,11 @@ def as_rows(x: Any) -> Any:
     return reshape(x, (-1, width))
 
 
-def count(rows: Any) -> Any:
-    """Returns the number of rows (R, D), (1,)."""
+def row_count(rows: Any) -> Any:
+    """Returns the number of rows (R, D), as a vector (1,)."""
     if rows.shape[0] is not None:
         return constant([rows.shape[0]], tf.int32, beside=rows)
-    begin, end = (constant([place], tf.int32, beside=rows) for place in (0, 1))
+    begin, end = (constant([index], tf.int32, beside=rows) for index in (0, 1))
     shape = tf.raw_ops.Shape(input=rows)
     return tf.raw_ops.StridedSlice(input=shape, begin=begin, end=end, strides=end)
 
@@ -78,120 +78,116 @@ _GELU_CUBIC = 0.044715  # arXiv 1606.08415, Section 2
 
 
 def gelu(x: Any) -> Any:
-    """Returns exact GELU, which fuses as `tf.nn.gelu` does: that has an Erfc, ONNX has none."""
+    """Returns exact GELU; it fuses like `tf.nn.gelu`, whose Erfc ONNX does not have."""
     return 0.5 * x * (1 + tf.math.erf(_SQRT_HALF * x))
 
 
 def gelu_tanh(x: Any) -> Any:
-    """Returns GELU with a tanh in it."""
+    """Returns the tanh approximation of GELU."""
     return tf.nn.gelu(x, approximate=True)
 
 
 GELUS = {"gelu": gelu, "gelu_tanh": gelu_tanh}
 
 
-def _gelu_slope(x: Any) -> Any:
+def _gelu_derivative(x: Any) -> Any:
     density = tf.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
     return 0.5 * (1 + tf.math.erf(_SQRT_HALF * x)) + x * density
 
 
-def _gelu_tanh_slope(x: Any) -> Any:
+def _gelu_tanh_derivative(x: Any) -> Any:
     tanh = tf.tanh(_SQRT_2_OVER_PI * (x + _GELU_CUBIC * x * x * x))
     inner = _SQRT_2_OVER_PI * (1 + 3 * _GELU_CUBIC * x * x)
     return 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh * tanh) * inner
 
 
-_SLOPES = {"gelu": _gelu_slope, "gelu_tanh": _gelu_tanh_slope}
+_GELU_DERIVATIVES = {"gelu": _gelu_derivative, "gelu_tanh": _gelu_tanh_derivative}
 
 
 @functools.cache
 def dense_gelu(activation: str) -> Form:
-    """Returns GELU of rows (R, D) times a kernel (D, M) plus a bias (M,).
+    """Returns a function of rows (R, D), kernel (D, M) and bias (M,): GELU(rows kernel + bias).
 
-    Where a gradient may be asked for in float32, the product (R, M) is kept. In 16 bits, which
-    matrix units compute fast, it is computed anew for the gradient: that takes less time than a
-    GELU that is not fused, and keeps two tensors (R, M) less.
+    In float32, where a gradient may be asked for, the hidden layer (R, M) is stored. In 16 bits,
+    which matrix units compute fast, the backward pass recomputes it: that takes less time than a
+    GELU that is not fused, and stores two tensors (R, M) less.
     """
 
     def forward(rows: Any, kernel: Any, bias: Any) -> Any:
-        hidden = _product(rows, kernel, bias)
-        keeps = rows.dtype == tf.float32 and private.is_taped()
+        hidden = _linear(rows, kernel, bias)
+        is_stored = rows.dtype == tf.float32 and private.is_taped()
 
-        def backward(above: Any) -> tuple[Any, Any, Any]:
-            kept = hidden if keeps else _product(rows, _again(kernel, after=above), bias)
-            inner = _gelu_change(activation)(kept, above)
+        def backward(dy: Any) -> tuple[Any, Any, Any]:
+            x = hidden if is_stored else _linear(rows, _barrier(kernel, after=dy), bias)
+            dx = _gelu_gradient(activation)(x, dy)
             return (
-                tf.matmul(inner, kernel, transpose_b=True),
-                tf.matmul(rows, inner, transpose_a=True),
-                tf.raw_ops.BiasAddGrad(out_backprop=inner),
+                tf.matmul(dx, kernel, transpose_b=True),
+                tf.matmul(rows, dx, transpose_a=True),
+                tf.raw_ops.BiasAddGrad(out_backprop=dx),
             )
 
-        if keeps:
+        if is_stored:
             return _gelu(activation)(hidden), backward
         return GELUS[activation](hidden), backward
 
-    fused: Form = tf.custom_gradient(forward)
-    return fused
+    form: Form = tf.custom_gradient(forward)
+    return form
 
 
 @functools.cache
 def layer_norm_form(epsilon: float) -> Form:
-    """Returns the normalisation of rows (R, D) with gamma and beta (D,)."""
+    """Returns a function of rows (R, D), gamma (D,) and beta (D,): their layer normalisation."""
 
     @tf.function(jit_compile=True, autograph=False)
-    def change(rows: Any, gamma: Any, above: Any) -> tuple[Any, Any, Any]:
-        dtype = rows.dtype
-        rows, gamma, above = (tf.cast(x, tf.float32) for x in (rows, gamma, above))
-        width = rows.shape[-1]
-        centred = rows - _sums(rows) / width
-        variance = _sums(centred * centred) / width
+    def gradients(x: Any, gamma: Any, dy: Any) -> tuple[Any, Any, Any]:
+        dtype = x.dtype
+        x, gamma, dy = (tf.cast(value, tf.float32) for value in (x, gamma, dy))
+        width = x.shape[-1]
+        centred = x - _row_sums(x) / width
+        variance = _row_sums(centred * centred) / width
         scale = tf.math.rsqrt(variance + epsilon)
-        normal, inner = centred * scale, above * gamma
-        mean = _sums(inner) / width
-        along = _sums(inner * normal) / width
-        changes = (
-            scale * (inner - mean - normal * along),
-            tf.reduce_sum(above * normal, axis=0),
-            tf.reduce_sum(above, axis=0),
-        )
-        return tuple(tf.cast(x, dtype) for x in changes)
+        normalized, dnormalized = centred * scale, dy * gamma
+        mean = _row_sums(dnormalized) / width
+        projection = _row_sums(dnormalized * normalized) / width
+        dx = scale * (dnormalized - mean - normalized * projection)
+        dgamma, dbeta = tf.reduce_sum(dy * normalized, axis=0), tf.reduce_sum(dy, axis=0)
+        return tuple(tf.cast(value, dtype) for value in (dx, dgamma, dbeta))
 
     def forward(rows: Any, gamma: Any, beta: Any) -> Any:
-        def backward(above: Any) -> Any:
-            return change(rows, gamma, above)
+        def backward(dy: Any) -> Any:
+            return gradients(rows, gamma, dy)
 
         return _normalize(rows, epsilon) * gamma + beta, backward
 
-    fused: Form = tf.custom_gradient(forward)
-    return fused
+    form: Form = tf.custom_gradient(forward)
+    return form
 
 
 @tf.custom_gradient
 def attend(query: Any, key: Any, value: Any) -> Any:
     """Returns softmax(query key^T) value, (B, N, H, K), for (B, H, N, K) each.
 
-    The weights (B, H, N, N) are kept for the gradient where they are no larger than a hidden layer
-    of the MLP, which is kept too: (B, N, 4HK). Of more tokens they are computed anew, which costs
-    3 % of a step.
+    The weights (B, H, N, N) are stored for the gradient if they are no larger than a hidden layer
+    of the MLP (B, N, 4HK), which is stored too. For more tokens the backward pass recomputes them,
+    which costs 3 % of a step.
     """
-    weights = _weigh(query, key)
-    taken = swap_middle(tf.matmul(weights, value))
+    weights = _attention_weights(query, key)
+    y = swap_middle(tf.matmul(weights, value))
     tokens, size = key.shape[2:]
-    keeps = tokens is not None and tokens <= 4 * size
+    is_stored = tokens is not None and tokens <= 4 * size
 
-    def backward(above: Any) -> tuple[Any, Any, Any]:
-        kept = weights if keeps else _weigh(query, _again(key, after=above))
-        heads = swap_middle(above)
-        change = _softmax_change(
-            kept, tf.matmul(heads, value, transpose_b=True), _row_sums(taken, above)
-        )
+    def backward(dy: Any) -> tuple[Any, Any, Any]:
+        p = weights if is_stored else _attention_weights(query, _barrier(key, after=dy))
+        dheads = swap_middle(dy)
+        dp = tf.matmul(dheads, value, transpose_b=True)
+        dlogits = _softmax_gradient(p, dp, _row_products(y, dy))
         return (
-            tf.matmul(change, key),
-            tf.matmul(change, query, transpose_a=True),
-            tf.matmul(kept, heads, transpose_a=True),
+            tf.matmul(dlogits, key),
+            tf.matmul(dlogits, query, transpose_a=True),
+            tf.matmul(p, dheads, transpose_a=True),
         )
 
-    return taken, backward
+    return y, backward
 
 
 # Bytes; Eigen's largest vectors (EIGEN_MAX_ALIGN_BYTES).
@@ -208,7 +204,7 @@ _portable = contextvars.ContextVar("portable", default=False)
 
 @contextlib.contextmanager
 def portable_forms() -> Iterator[None]:
-    """Inside this scope graphs hold no form that only TensorFlow knows; for converters."""
+    """A scope in which graphs have no form that only TensorFlow runs; for converters."""
     token = _portable.set(True)
     try:
         yield
@@ -219,11 +215,11 @@ def portable_forms() -> Iterator[None]:
 def dense(
     x: Any, kernel: Any, bias: Any, activation: str | None = None, *, residual: Any = None
 ) -> Any:
-    """Multiplies x (..., D) by a kernel (D, M), adds the bias (M,) and applies the activation.
+    """Returns activation(x kernel + bias) + residual, (..., M), for x (..., D), kernel (D, M).
 
-    MatMul, BiasAdd and GELU become one kernel only for rank 2, and only when the bias is a BiasAdd;
-    so do MatMul, BiasAdd and AddN, which sums a residual (..., M). An AddV2 would have to prove
-    that it broadcasts nothing, which it cannot with an unknown batch.
+    MatMul, BiasAdd and GELU fuse only for rank 2, and only if the bias is a BiasAdd; so do MatMul,
+    BiasAdd and AddN, which adds the residual. AddV2 fuses only if its shapes are known to be equal,
+    which they are not with an unknown batch.
     """
     kernel, bias = tf.convert_to_tensor(kernel), tf.convert_to_tensor(bias)
     rows = _dense(as_rows(x), kernel, bias, activation)
@@ -249,10 +245,10 @@ def softmax(x: Any) -> Any:
 
 
 def self_attention(qkv: Any, num_heads: int) -> Any:
-    """Returns what tokens take from each other, (B, N, D), for (B, N, 3D) query, key and value."""
+    """Returns multi-head attention (B, N, D) of queries, keys and values (B, N, 3D)."""
     _, tokens, width = _shape(qkv)
     size = width // 3 // num_heads
-    # One transposition for all three, of rank 4: TFLite has none of more for every chip.
+    # One transposition for all three, of rank 4: not every TFLite delegate has higher ranks.
     x = swap_middle(reshape(as_rows(qkv), (-1, tokens, 3 * num_heads, size)))
     query, key, value = tf.split(x, 3, axis=1)  # (B, H, N, K) each
     query = query * constant(size**-0.5, query.dtype, beside=query)
@@ -265,86 +261,86 @@ def self_attention(qkv: Any, num_heads: int) -> Any:
 
 
 def space_to_depth(images: Any, block: int) -> Any:
-    """Cuts images (B, H, W, C) into blocks (B, H/block, W/block, block * block * C)."""
+    """Rearranges images (B, H, W, C) into blocks (B, H/block, W/block, block * block * C)."""
     return images if block == 1 else tf.nn.space_to_depth(images, block)
 
 
 def adopt(array: np.ndarray) -> Any:
-    """Returns a tensor with the array's values that may keep its memory; the array must not change.
+    """Returns a tensor that may share the array's memory; the array must not change afterwards.
 
-    TensorFlow copies a NumPy array twice; through DLPack it takes the memory over, where that is
-    aligned as its kernels need it.
+    TensorFlow copies a NumPy array twice. Through DLPack it shares the memory, if its alignment is
+    that of TensorFlow's kernels.
     """
-    usable = array.flags.c_contiguous and array.flags.writeable and array.size
-    if usable and array.dtype == np.float32 and array.ctypes.data % ALIGNMENT == 0:
+    is_plain = array.flags.c_contiguous and array.flags.writeable and array.size
+    if is_plain and array.dtype == np.float32 and array.ctypes.data % ALIGNMENT == 0:
         return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
     return tf.convert_to_tensor(array)
 
 
 def uninitialized(shape: Any, dtype: Any = None) -> Any:
-    """Returns an array whose values nobody will read; a Keras initializer.
+    """Returns an array with any values; a Keras initializer for what is overwritten.
 
-    Its memory is never touched, so it costs neither the time nor the pages of zeros.
+    It does not touch its memory, so it costs neither time nor pages.
     """
     return tf.raw_ops.Empty(shape=shape, dtype=dtype or tf.float32, init=False)
 
 
 def is_concrete(x: Any) -> bool:
-    """Whether x has values now, and is no part of a graph that is being traced."""
+    """Whether x has values now, and is not traced."""
     return not (isinstance(x, keras.KerasTensor) or tf.is_symbolic_tensor(x))
 
 
 def replica_id() -> Any:
-    """Returns which replica of a strategy this computation is: 0 to replicas - 1, 0 without one."""
+    """Returns the index of this replica in its strategy; 0 without a strategy."""
     context = tf.distribute.get_replica_context()
     if context is None or context.num_replicas_in_sync == 1:
         return 0
     return context.replica_id_in_sync_group
 
 
-def _weigh(query: Any, key: Any) -> Any:
+def _attention_weights(query: Any, key: Any) -> Any:
     return tf.nn.softmax(tf.matmul(query, key, transpose_b=True))
 
 
 @tf.function(jit_compile=True, autograph=False)
-def _softmax_change(weights: Any, above: Any, along: Any) -> Any:
-    """Returns the gradient of a softmax (B, H, N, N) as one loop, in float32.
+def _softmax_gradient(p: Any, dp: Any, products: Any) -> Any:
+    """Returns the gradient of a softmax p (B, H, N, N) as one loop, in float32.
 
     Args:
-        weights: what the softmax returned.
-        above: the gradient of the weights.
-        along: (B, N, H, 1), the sum of their product over each row. It is also that of what the
-            weights have taken and its gradient, which are smaller (arXiv 2205.14135, Appendix B.2).
+        p: the result of the softmax.
+        dp: its gradient.
+        products: (B, N, H, 1), the sum of p * dp over each row. It equals that of y * dy of the
+            attention's result, which are smaller tensors (arXiv 2205.14135, Appendix B.2).
     """
-    along = tf.transpose(along, (0, 2, 1, 3))
-    change = tf.cast(weights, tf.float32) * (tf.cast(above, tf.float32) - along)
-    return tf.cast(change, above.dtype)
+    products = tf.transpose(products, (0, 2, 1, 3))
+    dx = tf.cast(p, tf.float32) * (tf.cast(dp, tf.float32) - products)
+    return tf.cast(dx, dp.dtype)
 
 
 @tf.function(jit_compile=True, autograph=False)
-def _row_sums(x: Any, y: Any) -> Any:
-    """Returns the sums of x * y over the last axis, which is kept, in float32."""
-    return _sums(tf.cast(x, tf.float32) * tf.cast(y, tf.float32))
+def _row_products(x: Any, y: Any) -> Any:
+    """Returns the sums of x * y over the last axis (..., 1), in float32."""
+    return _row_sums(tf.cast(x, tf.float32) * tf.cast(y, tf.float32))
 
 
-def _sums(x: Any) -> Any:
-    """Returns the sums over the last axis, which is kept: for XLA, which adds one by one.
+def _row_sums(x: Any) -> Any:
+    """Returns the sums over the last axis (..., 1), as a product with ones.
 
-    A product with ones uses whole vectors.
+    XLA's own sum adds one number at a time, the product uses vector instructions.
     """
     width = x.shape[-1]
     sums = tf.matmul(tf.reshape(x, (-1, width)), tf.ones((width, 1), x.dtype))
     return tf.reshape(sums, (*keras.ops.shape(x)[:-1], 1))
 
 
-def _product(rows: Any, kernel: Any, bias: Any) -> Any:
+def _linear(rows: Any, kernel: Any, bias: Any) -> Any:
     return tf.nn.bias_add(tf.matmul(rows, kernel), bias)
 
 
-def _again(value: Any, *, after: Any) -> Any:
-    """Returns the value for what shall be computed a second time, not before `after` is there.
+def _barrier(value: Any, *, after: Any) -> Any:
+    """Returns the value for a recomputation that starts after `after`.
 
-    Of the value itself it would be the same product, which the optimizer computes once, and keeps.
+    From the value itself the graph optimizer would merge it with the first computation.
     """
     with tf.control_dependencies([after]):
         return tf.raw_ops.PlaceholderWithDefault(input=value, shape=value.shape)
@@ -352,7 +348,7 @@ def _again(value: Any, *, after: Any) -> Any:
 
 @functools.cache
 def _gelu(activation: str) -> Callable[[Any], Any]:
-    """Returns GELU as one loop."""
+    """Returns GELU as one XLA loop."""
 
     @tf.function(jit_compile=True, autograph=False)
     def loop(x: Any) -> Any:
@@ -363,41 +359,41 @@ def _gelu(activation: str) -> Callable[[Any], Any]:
 
 
 @functools.cache
-def _gelu_change(activation: str) -> Callable[[Any, Any], Any]:
-    """Returns the gradient of GELU as one loop, in float32."""
+def _gelu_gradient(activation: str) -> Callable[[Any, Any], Any]:
+    """Returns the gradient of GELU as one XLA loop, in float32."""
 
     @tf.function(jit_compile=True, autograph=False)
-    def change(x: Any, above: Any) -> Any:
-        slope = _SLOPES[activation](tf.cast(x, tf.float32))
-        return tf.cast(slope * tf.cast(above, tf.float32), above.dtype)
+    def loop(x: Any, dy: Any) -> Any:
+        derivative = _GELU_DERIVATIVES[activation](tf.cast(x, tf.float32))
+        return tf.cast(derivative * tf.cast(dy, tf.float32), dy.dtype)
 
-    loop: Callable[[Any, Any], Any] = change
-    return loop
+    compiled: Callable[[Any, Any], Any] = loop
+    return compiled
 
 
 def _normalize(rows: Any, epsilon: float) -> Any:
     """Normalises rows (R, D) in the form that becomes _MklLayerNorm: a batch norm of R channels."""
-    # As constants the two Fills would be folded, and the form lost: the default hides the size.
-    size = tf.raw_ops.PlaceholderWithDefault(input=count(rows), shape=(1,))
+    # The placeholder keeps the two Fills from being folded to constants, which would not fuse.
+    size = tf.raw_ops.PlaceholderWithDefault(input=row_count(rows), shape=(1,))
     values: tuple[Any, ...] = ([], 0.0, 1.0)
-    nothing, zero, one = (constant(value, tf.float32, beside=rows) for value in values)
-    normal, *_ = tf.raw_ops.FusedBatchNormV3(
+    empty, zero, one = (constant(value, tf.float32, beside=rows) for value in values)
+    normalized, *_ = tf.raw_ops.FusedBatchNormV3(
         x=reshape(rows, (1, -1, rows.shape[-1], 1)),
         scale=tf.raw_ops.Fill(dims=size, value=one),
         offset=tf.raw_ops.Fill(dims=size, value=zero),
-        mean=nothing,
-        variance=nothing,
+        mean=empty,
+        variance=empty,
         epsilon=epsilon,
         data_format="NCHW",
         is_training=True,
     )
-    return reshape(normal, (-1, rows.shape[-1]))
+    return reshape(normalized, (-1, rows.shape[-1]))
 
 
 def _shape(x: Any) -> tuple[Any, ...]:
-    """Returns the shape of x, of which only the batch, that is not read, may be None.
+    """Returns the shape of x; the batch, which is not used, may be None.
 
-    `keras.ops.shape` would add five operations to the graph for it, each time.
+    `keras.ops.shape` would add five operations to the graph for it each time.
     """
     shape = tuple(x.shape)
     return keras.ops.shape(x) if None in shape[1:] else shape
@@ -406,7 +402,7 @@ def _shape(x: Any) -> tuple[Any, ...]:
 def _dense(rows: Any, kernel: Any, bias: Any, activation: str | None) -> Any:
     if activation in GELUS:
         return dense_gelu(activation)(rows, kernel, bias)
-    return ACTIVATIONS[activation](tf.nn.bias_add(tf.matmul(rows, kernel), bias))
+    return ACTIVATIONS[activation](_linear(rows, kernel, bias))
 
 
 def _may_fuse() -> bool:

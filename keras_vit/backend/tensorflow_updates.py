@@ -1,4 +1,4 @@
-"""What an optimizer does: one sum of gradients over replicas, and one kernel for each variable."""
+"""Optimizer steps: one sum of gradients over replicas, and one fused kernel per variable."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,13 +11,13 @@ from keras_vit.backend import private
 
 
 def replicas() -> int:
-    """Returns how many replicas train together."""
+    """Returns the number of replicas in sync."""
     context = tf.distribute.get_replica_context()
     return 1 if context is None else int(context.num_replicas_in_sync)
 
 
 def keras_replicas() -> int:
-    """Returns what Keras divides the losses of this context by."""
+    """Returns the number by which Keras divides losses in this context."""
     return int(tf.distribute.get_strategy().num_replicas_in_sync)
 
 
@@ -25,57 +25,56 @@ def sum_over_replicas(values: Sequence[Any]) -> list[Any]:
     """Returns the tensors summed over all replicas; None stays None."""
     if replicas() == 1:
         return list(values)
-    known = [value for value in values if value is not None]
+    tensors = [value for value in values if value is not None]
     context = tf.distribute.get_replica_context()
-    # Gradients too are summed: the loss of each replica is its share of the whole already.
-    summed = iter(context.all_reduce(tf.distribute.ReduceOp.SUM, known)) if known else iter(())
-    return [None if value is None else next(summed) for value in values]
+    # A sum for gradients too: each replica's loss is its share of the whole.
+    sums = iter(context.all_reduce(tf.distribute.ReduceOp.SUM, tensors)) if tensors else iter(())
+    return [None if value is None else next(sums) for value in values]
 
 
-def parts_of(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
-    """Returns an optimizer and all that are inside it."""
-    found: dict[int, keras.optimizers.Optimizer] = {}
-    waiting = [optimizer]
-    while waiting:
-        part = waiting.pop()
-        if id(part) not in found:
-            found[id(part)] = part
-            waiting += [inner for value in vars(part).values() for inner in _optimizers(value)]
-    return list(found.values())
+def nested_optimizers(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
+    """Returns an optimizer and all optimizers inside it."""
+    optimizers: dict[int, keras.optimizers.Optimizer] = {}
+    queue = [optimizer]
+    while queue:
+        each = queue.pop()
+        if id(each) not in optimizers:
+            optimizers[id(each)] = each
+            queue += [inner for value in vars(each).values() for inner in _optimizers(value)]
+    return list(optimizers.values())
 
 
 def sum_in_apply(optimizer: keras.optimizers.Optimizer) -> None:
-    """Makes `optimizer.apply` sum the gradients over replicas first, and nothing inside it again.
+    """Makes `apply` sum the gradients over replicas first, once.
 
-    What an optimizer has inside, such as the parts of a `MultiOptimizer`, sums too where it is
-    asked by itself.
+    Inner optimizers, such as those of a `MultiOptimizer`, also sum if called by themselves.
     """
-    for part in parts_of(optimizer):
-        if not isinstance(vars(part).get("apply"), _SummingApply):
-            private.replace_apply(part, _SummingApply(part))
+    for each in nested_optimizers(optimizer):
+        if not isinstance(vars(each).get("apply"), _SummingApply):
+            private.replace_apply(each, _SummingApply(each))
 
 
 @contextlib.contextmanager
-def summed_already(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
-    """Inside this scope the optimizer, and what it has inside, take gradients as they are."""
-    applies = [vars(part).get("apply") for part in parts_of(optimizer)]
-    entered = [apply for apply in applies if isinstance(apply, _SummingApply)]
-    for apply in entered:
+def without_sum(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
+    """A scope in which the optimizer and those inside it do not sum gradients over replicas."""
+    applies = [vars(each).get("apply") for each in nested_optimizers(optimizer)]
+    summing = [apply for apply in applies if isinstance(apply, _SummingApply)]
+    for apply in summing:
         apply.enter(1)
     try:
         yield
     finally:
-        for apply in entered:
+        for apply in summing:
             apply.enter(-1)
 
 
 class _SummingApply:
-    """Stands in an optimizer for its own `apply`."""
+    """Replaces the `apply` of an optimizer by one that sums gradients first."""
 
     def __init__(self, optimizer: keras.optimizers.Optimizer) -> None:
         self._optimizer = optimizer
-        self._own = optimizer.apply
-        # By replica, since the threads of a MirroredStrategy take turns in the middle of `apply`.
+        self._apply = optimizer.apply
+        # By replica, since the threads of a MirroredStrategy alternate in the middle of `apply`.
         self._depths: dict[int, int] = {}
 
     def __call__(self, grads: Any, trainable_variables: Any = None) -> Any:
@@ -83,34 +82,34 @@ class _SummingApply:
         if not optimizer.built and trainable_variables is not None:
             trainable_variables = list(trainable_variables)
             _build(optimizer, trainable_variables)
-        sum_in_apply(optimizer)  # a MultiOptimizer has all of its parts only once it is built
+        sum_in_apply(optimizer)  # a MultiOptimizer has all inner optimizers once it is built
         if not self._depths.get(_replica(), 0):
             grads = sum_over_replicas(grads)
-        with summed_already(optimizer):
-            return self._own(grads, trainable_variables)
+        with without_sum(optimizer):
+            return self._apply(grads, trainable_variables)
 
     def enter(self, change: int) -> None:
-        """Counts the scopes of this replica that summed already."""
+        """Counts the scopes of `without_sum` that this replica is in."""
         self._depths[_replica()] = self._depths.get(_replica(), 0) + change
 
 
 def momentum_step(
-    variable: Any, memory: keras.Variable, gradient: Any, *, rate: Any, momentum: float
+    variable: Any, accumulator: keras.Variable, gradient: Any, *, rate: Any, momentum: float
 ) -> bool:
-    """Makes m = g + momentum * m and w = w - rate * m, if one kernel can, and returns whether.
+    """Makes a step of m = g + momentum * m, w = w - rate * m, if one kernel can; returns whether.
 
     Args:
-        variable: w, as a strategy gives it to an optimizer: this replica's.
-        memory: m.
+        variable: w, this replica's.
+        accumulator: m.
         gradient: g.
         rate: learning rate.
-        momentum: share of the old m in the new.
+        momentum: factor of the old m in the new.
     """
-    if not _is_plain(variable, [memory], gradient):
+    if not _is_dense_float32(variable, gradient, accumulator):
         return False
     tf.raw_ops.ResourceApplyMomentum(
         var=variable.handle,
-        accum=memory.value.handle,
+        accum=accumulator.value.handle,
         lr=tf.cast(rate, tf.float32),
         grad=gradient,
         momentum=momentum,
@@ -120,7 +119,7 @@ def momentum_step(
 
 def adam_step(
     variable: Any,
-    memories: Sequence[keras.Variable],
+    averages: Sequence[keras.Variable],
     gradient: Any,
     *,
     rate: Any,
@@ -131,21 +130,21 @@ def adam_step(
     """Makes a step of Adam, if one kernel can, and returns whether.
 
     Args:
-        variable: what is trained, as a strategy gives it to an optimizer: this replica's.
-        memories: averages of the gradient and of its square.
+        variable: the trained variable, this replica's.
+        averages: moving averages of the gradient and of its square.
         gradient: of the variable.
         rate: learning rate.
-        betas: share of the old average in the new, of each.
+        betas: decay of each average.
         epsilon: added to the root of the second.
-        step: which step this is, from 1.
+        step: number of this step, from 1.
     """
-    if not _is_plain(variable, memories, gradient):
+    if not _is_dense_float32(variable, gradient, *averages):
         return False
     powers = [tf.pow(tf.constant(beta, tf.float32), tf.cast(step, tf.float32)) for beta in betas]
     tf.raw_ops.ResourceApplyAdam(
         var=variable.handle,
-        m=memories[0].value.handle,
-        v=memories[1].value.handle,
+        m=averages[0].value.handle,
+        v=averages[1].value.handle,
         beta1_power=powers[0],
         beta2_power=powers[1],
         lr=tf.cast(rate, tf.float32),
@@ -160,7 +159,7 @@ def adam_step(
 def _build(optimizer: keras.optimizers.Optimizer, variables: list[Any]) -> None:
     """Makes the variables of an optimizer once for all replicas, outside of a traced step.
 
-    TensorFlow cannot make them within: what they start from would be of the first trace alone.
+    Inside a trace their initial values would be tensors of that trace alone.
     """
 
     def build(strategy: tf.distribute.Strategy) -> None:
@@ -181,18 +180,16 @@ def _replica() -> int:
 
 
 def _optimizers(value: Any) -> list[keras.optimizers.Optimizer]:
-    """Returns the optimizers that an attribute is, or holds."""
+    """Returns the optimizers that the value of an attribute is, or contains."""
     if isinstance(value, keras.optimizers.OptimizerMap):
         value = [value.default_optimizer, *value.values()]
     elif isinstance(value, Mapping):
         value = list(value.values())
-    held = value if isinstance(value, list | tuple) else [value]
-    return [inner for inner in held if isinstance(inner, keras.optimizers.Optimizer)]
+    values = value if isinstance(value, list | tuple) else [value]
+    return [each for each in values if isinstance(each, keras.optimizers.Optimizer)]
 
 
-def _is_plain(variable: Any, memories: Sequence[keras.Variable], gradient: Any) -> bool:
-    """Whether all is dense float32; an embedding's gradient, for one, has only some rows."""
-    arrays = [variable, gradient, *memories]
-    return isinstance(gradient, tf.Tensor) and {
-        keras.backend.standardize_dtype(array.dtype) for array in arrays
-    } == {"float32"}
+def _is_dense_float32(variable: Any, gradient: Any, *state: keras.Variable) -> bool:
+    """Whether all are float32, and the gradient is dense, unlike that of an embedding."""
+    dtypes = {keras.backend.standardize_dtype(x.dtype) for x in (variable, gradient, *state)}
+    return isinstance(gradient, tf.Tensor) and dtypes == {"float32"}

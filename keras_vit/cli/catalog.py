@@ -1,4 +1,4 @@
-"""`keras-vit list`: the published checkpoints and what each one is."""
+"""`keras-vit list`: the published checkpoints."""
 
 import argparse
 import dataclasses
@@ -6,17 +6,19 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from keras_vit.cli import flags
+
 if TYPE_CHECKING:
     from keras_vit.weights.catalog import CatalogRow
 
 _DESCRIPTION = """\
-Lists the published checkpoints. Any of the names can be given as weights:
+Lists the published checkpoints. Each name in the column "weights" is a value of `weights`:
 
   keras_vit.ViTB16(weights="augreg/imagenet21k+imagenet2012")
 
-A short name such as "imagenet21k" means the first row of that variant and data, of the image size
-that is nearest. With --variant each row has its file. Besides these rows, "augreg/<file name>"
-reaches each of the 52 thousand files of the AugReg study.
+A short name such as "imagenet21k" means the first row of that variant and data with the nearest
+image size. With --variant each row also has the URL of its file. The table leaves out most of the
+52 thousand files of the AugReg study; "augreg/<file name>" loads any of them.
 
 examples:
   keras-vit list
@@ -27,21 +29,13 @@ examples:
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Adds the subcommand."""
-    parser = commands.add_parser(
-        "list",
-        help="list the published weights",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = flags.add_command(
+        commands, "list", run, summary="list the published weights", description=_DESCRIPTION
     )
     parser.add_argument(
-        "--variant", metavar="NAME", help="only this variant, such as B/16 (default: all)"
+        "--variant", metavar="NAME", help="list only this variant, such as B/16 (default: all)"
     )
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="print JSON, one object per line, and nothing else (default: a table)",
-    )
-    parser.set_defaults(run=run)
+    flags.add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -56,8 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"No weights of {arguments.variant} are published; it trains from scratch.")
     elif arguments.json:
         for row in rows:
-            facts = {"url": row.url, "parameters": row.parameters, "paper": row.paper}
-            print(json.dumps({**dataclasses.asdict(row), **facts}))
+            derived = {"url": row.url, "parameters": row.parameters, "paper": row.paper}
+            print(json.dumps({**dataclasses.asdict(row), **derived}))
     else:
         _print_table(rows, with_files=arguments.variant is not None)
     return 0

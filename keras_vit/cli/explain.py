@@ -1,20 +1,20 @@
-"""`keras-vit explain`: what a model sees in an image, as pictures and one page."""
+"""`keras-vit explain`: what a model attends to in an image, as pictures and one page."""
 
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from keras_vit.cli import opening, output
+from keras_vit.cli import flags, output
 
 if TYPE_CHECKING:
     import keras
 
 _DESCRIPTION = """\
-Draws what a model sees in an image: attention rollout, relevance of a class, each head of the last
-layer, attention distance, token similarity, position embeddings, embedding filters.
+Draws what a model attends to in an image: attention rollout, relevance of a class, each head of the
+last layer, attention distance, token similarity, position embeddings, embedding filters.
 
-Writes PNG files and index.html, a page that holds them all and needs no network.
+Writes PNG files, and index.html, one page that contains them all and needs no network.
 
 examples:
   keras-vit explain digits-run digits-run/sample.png --out seen
@@ -25,11 +25,8 @@ examples:
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Adds the subcommand."""
-    parser = commands.add_parser(
-        "explain",
-        help="draw what a model sees in an image",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = flags.add_command(
+        commands, "explain", run, summary="draw what a model attends to", description=_DESCRIPTION
     )
     parser.add_argument(
         "model",
@@ -38,24 +35,23 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "pixels 0..255",
     )
     parser.add_argument("image", metavar="IMAGE", help="a JPEG, PNG, WebP, BMP or GIF file")
-    parser.add_argument("--out", required=True, metavar="DIR", help="the folder to write to")
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder to write to")
     parser.add_argument(
         "--class",
         dest="target",
         metavar="NAME",
-        help="the class, by name or number from 0, whose relevance is drawn (default: the "
-        "likeliest)",
+        help="class whose relevance is drawn, by name or number from 0 (default: the most "
+        "probable)",
     )
-    output.add_json_flag(parser)
-    parser.set_defaults(run=run)
+    flags.add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Reads the image, draws, names the files."""
+    """Reads the image, draws, prints the names of the files."""
     from keras_vit import data, explain
 
     image = data.read_image(arguments.image)
-    model, run = opening.open_model(arguments.model)
+    model, run = flags.open_model(arguments.model)
     labels = _class_names(model) if run is None else run.labels
     target = None if arguments.target is None else _target(arguments.target, labels)
     files = explain.write_explanation(
@@ -66,20 +62,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _show(
-    files: Sequence[Path], size: tuple[int, ...], taken: tuple[int, ...], *, json: bool
+    files: Sequence[Path], size: tuple[int, ...], input_size: tuple[int, ...], *, json: bool
 ) -> None:
     if json:
         names = [str(file) for file in files]
-        output.print_json("explanation", files=names, image=size, taken=taken)
+        output.print_json("explanation", files=names, image=size, taken=input_size)
         return
-    if size != taken:
-        print(f"The image of {_size(size)} pixels was resampled to {_size(taken)}.")
+    if size != input_size:
+        old, new = ("x".join(map(str, sides)) for sides in (size, input_size))
+        print(f"The image of {old} pixels was resampled to {new}.")
     output.say(f"Written: {', '.join(file.name for file in files[:-1])}")
     output.say(f"Open {files[-1]} in a browser.")
-
-
-def _size(size: tuple[int, ...]) -> str:
-    return "x".join(map(str, size))
 
 
 def _class_names(model: "keras.Model") -> tuple[str, ...] | None:
@@ -87,10 +80,10 @@ def _class_names(model: "keras.Model") -> tuple[str, ...] | None:
     from keras_vit import preprocessing
 
     try:
-        known = preprocessing.class_labels(model.output_shape[-1])
+        labels = preprocessing.class_labels(model.output_shape[-1])
     except ValueError:
         return None
-    return tuple(name for _, name in known)
+    return tuple(name for _, name in labels)
 
 
 def _target(text: str, labels: tuple[str, ...] | None) -> int:
@@ -99,5 +92,5 @@ def _target(text: str, labels: tuple[str, ...] | None) -> int:
         return labels.index(text)
     if text.isdecimal():
         return int(text)
-    some = "" if labels is None else f", such as {', '.join(labels[:5])}"
-    raise ValueError(f"There is no class {text!r}; give the number or name of a class{some}.")
+    examples = "" if labels is None else f", such as {', '.join(labels[:5])}"
+    raise ValueError(f"There is no class {text!r}; give the number or name of a class{examples}.")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from keras_vit.cli import flags, opening, output
+from keras_vit.cli import flags, output
 
 if TYPE_CHECKING:
     from keras_vit.exporting import Artefact
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 _FORMATS = "savedmodel, tflite, tflite-fp16, tflite-int8, tflite-int8-full, onnx"
 _DESCRIPTION = f"""\
-Writes a trained model in the formats that servers and devices run, and checks each file against
-the model before it is put in place.
+Writes a trained model in the formats that servers and devices run. Each file is compared with the
+model before it is put in place, on the run's test images or on --images.
 
 The formats: {_FORMATS}.
-savedmodel is for TensorFlow Serving: DIR is its base path, DIR/1, DIR/2, ... are the versions.
-The others lie in DIR/tflite/N and DIR/onnx/N. The checks use the run's test images, or --images.
+savedmodel is for TensorFlow Serving: DIR is its base path; DIR/1, DIR/2, ... are the versions.
+The other formats are written to DIR/tflite/N and DIR/onnx/N.
 
 examples:
   keras-vit export digits-run --out export/digits
@@ -30,51 +30,51 @@ examples:
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Adds the subcommand."""
-    parser = commands.add_parser(
+    parser = flags.add_command(
+        commands,
         "export",
-        help="write a model for servers and devices",
+        run,
+        summary="write a model for servers and devices",
         description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", metavar="RUN_OR_MODEL", help="a run directory, or a .keras file")
-    parser.add_argument("--out", metavar="DIR", required=True, help="the directory to export to")
+    parser.add_argument("--out", metavar="DIR", required=True, help="directory to export to")
     parser.add_argument(
         "--formats",
         metavar="LIST",
         default="savedmodel",
-        help="formats with commas between (default: savedmodel)",
+        help="formats to write, with commas between (default: savedmodel)",
     )
     parser.add_argument(
         "--labels",
         metavar="FILE",
-        help="text file with one label a line (default: the run's; for a .keras file 0, 1, ...)",
+        help="text file with one label per line (default: the run's; for a .keras file 0, 1, ...)",
     )
     parser.add_argument(
         "--images",
         metavar="IMAGE",
         nargs="+",
-        help="image files to check on, and to set the ranges of tflite-int8-full "
-        "(default: the run's test images; for a .keras file drawn ones)",
+        help="image files to compare on, and to calibrate tflite-int8-full with "
+        "(default: the run's test images; for a .keras file generated ones)",
     )
-    _add_answers(parser)
-    output.add_json_flag(parser)
-    parser.set_defaults(run=run)
+    _add_settings(parser)
+    flags.add_json(parser)
 
 
-def _add_answers(parser: argparse.ArgumentParser) -> None:
+def _add_settings(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--top",
         type=flags.count,
         default=5,
         metavar="N",
-        help="how many classes the server names for each image (default: 5)",
+        help="number of classes that the server returns for each image (default: 5)",
     )
     parser.add_argument(
         "--tflite-batch",
         type=flags.count,
         default=1,
         metavar="N",
-        help="how many images a TFLite file takes at once (default: 1)",
+        help="number of images in a batch of a TFLite file (default: 1)",
     )
     parser.add_argument(
         "--no-verify", action="store_true", help="do not check the files (default: check them)"
@@ -82,11 +82,15 @@ def _add_answers(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exports and says what was written."""
+    """Exports, and prints what was written."""
     from keras_vit.exporting import artefacts
 
-    model, labels, images = _open(arguments)
-    made = artefacts.export(
+    model, run = flags.open_model(arguments.model)
+    labels, images = arguments.labels, arguments.images or ()
+    if run is not None:
+        labels = labels or run.labels
+        images = images or _test_images(run, is_json=arguments.json)
+    exported = artefacts.export(
         model,
         arguments.out,
         formats=[name.strip() for name in arguments.formats.split(",")],
@@ -96,21 +100,11 @@ def run(arguments: argparse.Namespace) -> int:
         tflite_batch_size=arguments.tflite_batch,
         verify=not arguments.no_verify,
     )
-    for artefact in made:
-        _show(artefact, as_json=arguments.json, verified=not arguments.no_verify)
-    if not arguments.json and made[0].format == "savedmodel":
+    for artefact in exported:
+        _show(artefact, is_json=arguments.json, is_verified=not arguments.no_verify)
+    if not arguments.json and exported[0].format == "savedmodel":
         output.say(f"Next: {Path(arguments.out) / 'serve.sh'}")
     return 0
-
-
-def _open(arguments: argparse.Namespace) -> tuple[Any, Any, Sequence[Any]]:
-    """Returns the model, its labels, and the images to check on."""
-    model, run = opening.open_model(arguments.model)
-    images = arguments.images or ()
-    if run is None:
-        return model, arguments.labels, images
-    images = images or _test_images(run, is_json=arguments.json)
-    return model, arguments.labels or run.labels, images
 
 
 def _test_images(run: "Run", *, is_json: bool) -> Sequence[Any]:
@@ -118,15 +112,15 @@ def _test_images(run: "Run", *, is_json: bool) -> Sequence[Any]:
         return list(run.data().test.images)
     except (ValueError, OSError, ImportError) as error:
         if not is_json:
-            output.say(f"Checking on drawn images, as the run's own cannot be had: {error}")
+            output.say(f"Checking on generated images, as the run's cannot be loaded: {error}")
         return ()
 
 
-def _show(artefact: "Artefact", *, as_json: bool, verified: bool) -> None:
-    if as_json:
+def _show(artefact: "Artefact", *, is_json: bool, is_verified: bool) -> None:
+    if is_json:
         fields = {**dataclasses.asdict(artefact), "path": str(artefact.path)}
         output.print_json("artefact", **fields)
         return
     size = f"{artefact.bytes / 1e6:.1f} MB"
-    checked = f"{len(artefact.checks)} checks passed" if verified else "not checked"
-    output.say(f"{artefact.format}: {artefact.path} ({size}, {checked})")
+    checks = f"{len(artefact.checks)} checks passed" if is_verified else "not checked"
+    output.say(f"{artefact.format}: {artefact.path} ({size}, {checks})")

@@ -1,25 +1,39 @@
-"""Flags that several commands share, and the values they take."""
+"""What several commands share: flags, the values they take, and the data and models they name."""
 
 import argparse
 import dataclasses
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import rich.progress
+
+from keras_vit.cli import output
+
 if TYPE_CHECKING:
+    import keras
+
     from keras_vit import ViTConfig
-    from keras_vit.training import Execution, Recipe
+    from keras_vit.data import ImageData
+    from keras_vit.training import Execution, Recipe, Run
+
+# Flags that set the field of the same name of the recipe; --drop-path sets `drop_path_rate`.
+_RECIPE_FLAGS = (
+    *("batch_size", "learning_rate", "layer_decay", "weight_decay", "average", "sam_rho"),
+    *("mixup", "cutmix"),
+)
 
 
 def count(text: str) -> int:
-    """Reads a whole number above zero."""
+    """Reads a whole number above 0."""
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
 
 
 def index(text: str) -> int:
-    """Reads a whole number from zero."""
+    """Reads a whole number from 0."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0")
     return int(text)
@@ -40,51 +54,35 @@ def sha256(text: str) -> str:
 
 
 def positive(text: str) -> float:
-    """Reads a number above zero."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return number
+    """Reads a finite number above 0."""
+    return _number(text, lambda x: 0 < x < float("inf"), "above 0")
 
 
 def not_negative(text: str) -> float:
-    """Reads a number from zero."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0")
-    return number
+    """Reads a finite number from 0."""
+    return _number(text, lambda x: 0 <= x < float("inf"), "from 0")
 
 
 def share(text: str) -> float:
-    """Reads a number from zero, below one."""
-    if not_negative(text) >= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0, below 1")
-    return float(text)
+    """Reads a number from 0, below 1."""
+    return _number(text, lambda x: 0 <= x < 1, "from 0, below 1")
 
 
 def fraction(text: str) -> float:
-    """Reads a number above zero, at most one."""
-    if positive(text) > 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0, at most 1")
-    return float(text)
+    """Reads a number above 0, at most 1."""
+    return _number(text, lambda x: 0 < x <= 1, "above 0, at most 1")
 
 
 def words(allowed: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
-    """Returns what reads some of these words, with commas between."""
+    """Returns a reader of some of these words, with commas between."""
 
     def read(text: str) -> tuple[str, ...]:
-        found = tuple(text.split(","))
-        if not set(found) <= set(allowed):
+        names = tuple(text.split(","))
+        if not set(names) <= set(allowed):
             raise argparse.ArgumentTypeError(
                 f"{text!r} is not a list such as {','.join(allowed[:2])}, of {', '.join(allowed)}"
             )
-        return found
+        return names
 
     return read
 
@@ -106,30 +104,44 @@ def size(text: str) -> tuple[int, int]:
     return int(sides[0]), int(sides[-1])
 
 
-# What a flag is called here, and the field of the recipe that it changes.
-_FIELDS = {
-    "batch_size": "batch_size",
-    "learning_rate": "learning_rate",
-    "layer_decay": "layer_decay",
-    "weight_decay": "weight_decay",
-    "drop_path": "drop_path_rate",
-    "average": "average",
-    "sam_rho": "sam_rho",
-    "mixup": "mixup",
-    "cutmix": "cutmix",
-}
+def add_command(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    *,
+    summary: str,
+    description: str,
+) -> argparse.ArgumentParser:
+    """Adds a subcommand whose help keeps the lines of its description, and returns its parser."""
+    parser = commands.add_parser(
+        name,
+        help=summary,
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+    return parser
 
 
-def add_needed(parser: argparse.ArgumentParser) -> None:
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Adds `--json`."""
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print JSON, one object per line, and nothing else (default: text)",
+    )
+
+
+def add_paths(parser: argparse.ArgumentParser) -> None:
     """Adds `--data` and `--out`."""
-    group = parser.add_argument_group("needed")
+    group = parser.add_argument_group("required")
     group.add_argument(
         "--data", required=True, metavar="PATH", help='a folder, "tfds:NAME" or "digits"'
     )
-    group.add_argument("--out", required=True, metavar="RUN", help="the run directory to write")
+    group.add_argument("--out", required=True, metavar="RUN", help="run directory to write")
 
 
-def add_sizes(group: argparse._ArgumentGroup) -> None:
+def add_model(group: argparse._ArgumentGroup) -> None:
     """Adds `--model`, `--image-size`, `--patch-size` and `--set`."""
     group.add_argument(
         "--model",
@@ -141,15 +153,15 @@ def add_sizes(group: argparse._ArgumentGroup) -> None:
         "--image-size",
         type=size,
         metavar="N or HxW",
-        help="size that images are brought to, in pixels (default: the recipe's; otherwise 16 for "
+        help="size of the model's input in pixels (default: the recipe's; otherwise 16 for "
         "digits, 64 for tiny, 224 for the variants)",
     )
     group.add_argument(
         "--patch-size",
         type=count,
         metavar="N",
-        help="side of a patch in pixels, in a hybrid of the cells that its convolutions leave; "
-        "must divide the image (default: the model's own, 4 for digits, 8 for tiny)",
+        help="side of a patch in pixels, or for a hybrid in cells of its feature map; must divide "
+        "the image size (default: the model's own, 4 for digits, 8 for tiny)",
     )
     group.add_argument(
         "--set",
@@ -157,25 +169,29 @@ def add_sizes(group: argparse._ArgumentGroup) -> None:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="a field of ViTConfig for fresh weights, such as pooling=avg, class_token=false, "
-        "position_embedding=sincos_2d or layer_scale=1e-4; may be repeated (default: the recipe's, "
-        "otherwise the model's own)",
+        help="set a field of ViTConfig of a model with fresh weights, such as pooling=avg, "
+        "class_token=false, position_embedding=sincos_2d or layer_scale=1e-4; may be repeated "
+        "(default: the recipe's, otherwise the model's own)",
     )
 
 
-def add_length(group: argparse._ArgumentGroup, *, epochs: str) -> None:
-    """Adds `--steps` and `--epochs`.
+def add_schedule(
+    group: argparse._ArgumentGroup, *, epochs: str, batch_size: str, learning_rate: str
+) -> None:
+    """Adds `--steps`, `--epochs`, `--batch-size`, `--learning-rate`, `--flip` and `--seed`.
 
     Args:
-        group: where to.
+        group: the group to add to.
         epochs: the default of `--epochs`, in words.
+        batch_size: the default of `--batch-size`, in words.
+        learning_rate: the default of `--learning-rate`, in words.
     """
     length = group.add_mutually_exclusive_group()
     length.add_argument(
         "--steps",
         type=count,
         metavar="N",
-        help="batches in all, instead of --epochs (default: by epochs)",
+        help="training steps in all, one batch each, instead of --epochs (default: by epochs)",
     )
     length.add_argument(
         "--epochs",
@@ -183,27 +199,17 @@ def add_length(group: argparse._ArgumentGroup, *, epochs: str) -> None:
         metavar="N",
         help=f"passes over the training images (default: {epochs})",
     )
-
-
-def add_numbers(group: argparse._ArgumentGroup, *, batch: str, rate: str) -> None:
-    """Adds `--batch-size`, `--learning-rate`, `--flip` and `--seed`.
-
-    Args:
-        group: where to.
-        batch: the default of `--batch-size`, in words.
-        rate: that of `--learning-rate`.
-    """
     group.add_argument(
         "--batch-size",
         type=count,
         metavar="N",
-        help=f"images in a step (default: {batch})",
+        help=f"images per step, over all devices (default: {batch_size})",
     )
     group.add_argument(
         "--learning-rate",
         type=positive,
         metavar="X",
-        help=f"the highest learning rate, after the warm-up (default: {rate})",
+        help=f"peak learning rate, at the end of the warm-up (default: {learning_rate})",
     )
     group.add_argument(
         "--flip",
@@ -216,7 +222,8 @@ def add_numbers(group: argparse._ArgumentGroup, *, batch: str, rate: str) -> Non
         type=seed,
         default=0,
         metavar="N",
-        help="decides fresh weights, order and variation of the images (default: 0)",
+        help="random seed of fresh weights, and of the order and augmentation of images "
+        "(default: 0)",
     )
 
 
@@ -224,35 +231,44 @@ def add_regularization(group: argparse._ArgumentGroup, *, is_labelled: bool) -> 
     """Adds `--weight-decay`, `--drop-path`, `--average`, `--sam-rho`, `--mixup` and `--cutmix`.
 
     Args:
-        group: where to.
-        is_labelled: whether there are targets that the last two can mix.
+        group: the group to add to.
+        is_labelled: whether there are targets that MixUp and CutMix can mix.
     """
-    rows: list[tuple[str, Callable[[str], float], str]] = [
-        ("weight-decay", not_negative, "decay of the kernels, times the learning rate"),
-        ("drop-path", share, "probability that the last block is left out of a step"),
+    mixing = (
+        ("mixup", not_negative, "alpha of MixUp, which blends two images, such as 0.2; 0 for none"),
+        (
+            "cutmix",
+            not_negative,
+            "alpha of CutMix, which pastes a part of another image, such as 1; with --mixup each "
+            "batch gets one of the two; 0 for none",
+        ),
+    )
+    rows = (
+        (
+            "weight-decay",
+            not_negative,
+            "weight decay of the kernels, multiplied by the learning rate",
+        ),
+        (
+            "drop-path",
+            share,
+            "probability of skipping a branch of the last block (stochastic depth); it falls "
+            "linearly to 0 at the first block",
+        ),
         (
             "average",
             share,
-            "decay of a moving average of the weights, such as 0.9999, that is measured and saved "
-            "in their place; 0 for none",
+            "decay of a moving average of the weights, such as 0.9999; the average is evaluated "
+            "and saved; 0 for none",
         ),
         (
             "sam-rho",
             not_negative,
-            "radius of sharpness-aware minimisation, such as 0.1, which takes twice the time; 0 "
+            "radius of sharpness-aware minimisation, such as 0.1; a step takes twice the time; 0 "
             "for none",
         ),
-    ]
-    if is_labelled:
-        rows += [
-            ("mixup", not_negative, "alpha of blending two images, such as 0.2; 0 for none"),
-            (
-                "cutmix",
-                not_negative,
-                "alpha of pasting a part of another image, such as 1; with --mixup one or the "
-                "other; 0 for none",
-            ),
-        ]
+        *(mixing if is_labelled else ()),
+    )
     for name, kind, text in rows:
         group.add_argument(
             f"--{name}", type=kind, metavar="X", help=f"{text} (default: the recipe's)"
@@ -260,32 +276,33 @@ def add_regularization(group: argparse._ArgumentGroup, *, is_labelled: bool) -> 
 
 
 def add_execution(group: argparse._ArgumentGroup) -> None:
-    """Adds `--strategy`, `--precision`, what saves memory or time, and `--checkpoint-steps`."""
+    """Adds the flags of `training.Execution`: devices, precision, memory, checkpoints."""
     group.add_argument(
         "--strategy",
         choices=("auto", "none", "mirrored", "multi_worker", "tpu"),
         default="auto",
-        help="devices: one, all of this machine, the machines of TF_CONFIG, a TPU; the same is "
-        "learnt on all of them (default: auto, whichever is there)",
+        help="devices to train on: none is one device, mirrored all GPUs of this machine, "
+        "multi_worker the machines of TF_CONFIG; the result is the same on all of them (default: "
+        "auto, whichever is there)",
     )
     group.add_argument(
         "--precision",
         choices=("float32", "mixed_bfloat16", "mixed_float16"),
         default="float32",
-        help="what the layers compute in; weights stay float32 (default: float32)",
+        help="dtype that layers compute in; weights stay float32 (default: float32)",
     )
     group.add_argument(
         "--accumulate",
         type=count,
         default=1,
         metavar="N",
-        help="cut each batch into N parts, one after another, to save memory (default: 1)",
+        help="split each batch into N parts and sum their gradients, to save memory (default: 1)",
     )
     group.add_argument(
         "--remat",
         action=argparse.BooleanOptionalAction,
-        help="compute the blocks anew for the gradient, to save memory; the same numbers, a fifth "
-        "more time (default: as the model says, a fresh one no)",
+        help="recompute the blocks in the backward pass, to save memory; same numbers, a fifth "
+        "more time (default: as the model's config says; a fresh model: no)",
     )
     group.add_argument(
         "--xla",
@@ -297,7 +314,7 @@ def add_execution(group: argparse._ArgumentGroup) -> None:
         type=count,
         default=1000,
         metavar="N",
-        help="steps between checkpoints, besides one after each epoch (default: 1000)",
+        help="steps between checkpoints; one more is saved after each epoch (default: 1000)",
     )
 
 
@@ -313,20 +330,20 @@ def add_existing(parser: argparse.ArgumentParser) -> None:
         action="store_const",
         const="overwrite",
         default="refuse",
-        help="replace the run at --out, once the new one is complete (default: refuse)",
+        help="replace the run at --out once the new one is complete (default: refuse)",
     )
     existing.add_argument(
         "--resume",
         dest="existing",
         action="store_const",
         const="resume",
-        help="go on with the unfinished training of this --out; start it if there is none "
+        help="continue the unfinished training to --out, or start it if there is none "
         "(default: refuse)",
     )
 
 
 def execution(arguments: argparse.Namespace) -> "Execution":
-    """Returns what the flags of `add_execution` say."""
+    """Returns the execution that the flags of `add_execution` describe."""
     from keras_vit import training
 
     return training.Execution(
@@ -342,7 +359,7 @@ def execution(arguments: argparse.Namespace) -> "Execution":
 def model_config(
     arguments: argparse.Namespace, *, image_size: tuple[int, int] | None, default: str
 ) -> "ViTConfig":
-    """Returns the config that the flags of `add_sizes` name, for images of this size.
+    """Returns the config that the flags of `add_model` name.
 
     Args:
         arguments: the command line's.
@@ -355,27 +372,84 @@ def model_config(
     return training.model_config(name, image_size=image_size, patch_size=arguments.patch_size)
 
 
-def changed(recipe: "Recipe", arguments: argparse.Namespace) -> "Recipe":
-    """Returns a recipe with the numbers that the flags give."""
+def override_recipe(recipe: "Recipe", arguments: argparse.Namespace) -> "Recipe":
+    """Returns the recipe with the fields that the flags set."""
     augmentation = recipe.augmentation
     if arguments.flip is not None:
         augmentation = dataclasses.replace(augmentation, flip=arguments.flip)
     if arguments.epochs or arguments.steps:
         recipe = dataclasses.replace(recipe, epochs=arguments.epochs, steps=arguments.steps)
-    asked = {field: getattr(arguments, flag, None) for flag, field in _FIELDS.items()}
-    given = {field: value for field, value in asked.items() if value is not None}
-    if given.get("average") == 0:
-        given["average"] = None
+    values = {name: getattr(arguments, name, None) for name in _RECIPE_FLAGS}
+    values["drop_path_rate"] = arguments.drop_path
+    fields = {name: value for name, value in values.items() if value is not None}
+    if fields.get("average") == 0:
+        fields["average"] = None
     model = {**recipe.model, **dict(arguments.set)}
     if isinstance(model.get("dropout_rate"), int | float):
-        given["dropout_rate"] = model.pop("dropout_rate")
-    return dataclasses.replace(recipe, augmentation=augmentation, model=model, **given)
+        fields["dropout_rate"] = model.pop("dropout_rate")
+    return dataclasses.replace(recipe, augmentation=augmentation, model=model, **fields)
+
+
+def load_data(
+    path: str,
+    *,
+    strict: bool,
+    json: bool,
+    labels: Sequence[str] | None = None,
+    labelled: bool = True,
+) -> "ImageData":
+    """Loads the images that `--data` names, with a progress bar, and prints a summary.
+
+    Args:
+        path: "digits", "tfds:NAME", or a folder.
+        strict: whether damaged images are an error.
+        json: whether to print JSON.
+        labels: the known classes, to load a folder as test images alone.
+        labelled: whether a folder must have class folders.
+    """
+    from keras_vit import data
+
+    is_hidden = json or not output.is_terminal()
+    with rich.progress.Progress(transient=True, disable=is_hidden) as bar:
+        task = bar.add_task("reading the images", total=None)
+
+        def on_progress(completed: int, total: int) -> None:
+            bar.update(task, completed=completed, total=total)
+
+        if labels is None:
+            images = data.load_data(path, labelled=labelled, strict=strict, on_progress=on_progress)
+        else:
+            images = data.load_test_folder(
+                path, labels=labels, strict=strict, on_progress=on_progress
+            )
+    output.show_data(images, json=json)
+    return images
+
+
+def open_model(path: str) -> "tuple[keras.Model, Run | None]":
+    """Opens the model of a run directory, with its run, or of a .keras file, with None."""
+    from keras_vit import training
+
+    if path.endswith(".keras") and not Path(path).is_dir():
+        return training.open_model(path), None
+    run = training.Run.load(path)
+    return run.model, run
+
+
+def _number(text: str, is_allowed: Callable[[float], bool], allowed: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = float("nan")
+    if not is_allowed(number):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number {allowed}")
+    return number
 
 
 def _plain(text: str) -> bool | int | float | str | None:
-    words = {"true": True, "false": False, "none": None}
-    if text.lower() in words:
-        return words[text.lower()]
+    constants = {"true": True, "false": False, "none": None}
+    if text.lower() in constants:
+        return constants[text.lower()]
     for kind in (int, float):
         try:
             return kind(text)

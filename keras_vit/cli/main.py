@@ -1,7 +1,7 @@
 """Dispatches to the subcommands, and turns errors into one line and an exit code.
 
-Exit codes: 0 success, 1 something was wrong with the input, 2 wrong usage, 130 interrupted, 75
-stopped by SIGTERM or by the loss of another worker: start again with --resume.
+Exit codes: 0 success; 1 wrong input; 2 wrong usage; 130 interrupted; 75 stopped by SIGTERM or by
+the loss of another worker, to be started again with --resume.
 """
 
 import argparse
@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from keras_vit import environment, version
-from keras_vit.cli import catalog, evaluate, explain, export, output, predict, pretrain, train
+from keras_vit.cli import catalog, evaluate, explain, export, output, pretrain, train
 
 PROGRAM = "keras-vit"
 _DESCRIPTION = """\
-Vision Transformers: train one on your own images, use it, measure it.
+Vision Transformers: train them on your own images, predict, evaluate, explain, export.
 
 examples:
   keras-vit train --data digits --out digits-run
@@ -50,19 +50,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    environment.quieten_tensorflow()  # its errors still reach us as exceptions
+    environment.silence_tensorflow()  # its errors still arrive as exceptions
     arguments = make_parser().parse_args(argv)
     try:
         if arguments.run is not catalog.run:
-            with environment.without_remarks():
-                importlib.import_module("keras_vit.names")  # Keras finds the classes in it by name
+            with environment.without_log_lines():
+                importlib.import_module("keras_vit.names")  # registers the classes with Keras
         exit_code: int = arguments.run(arguments)
     except KeyboardInterrupt as interruption:
         message = str(interruption) or "Interrupted: nothing was saved."
         output.say(f"{PROGRAM}: {message}", file=sys.stderr)
         return getattr(interruption, "exit_code", 130)
     except BrokenPipeError:
-        # The reader has seen enough, as in `keras-vit list | head`; Python would complain at exit.
+        # The reader has gone, as in `keras-vit list | head`; Python would print an error at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ValueError, OSError, ImportError, FloatingPointError, MemoryError) as error:
@@ -74,13 +74,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """Makes the parser with all subcommands."""
-    parser = _Parser(
+    parser: argparse.ArgumentParser = _Parser(
         prog=PROGRAM,
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=version.__version__)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in (train, pretrain, predict, evaluate, explain, export, catalog):
-        command.add_parser(commands)
+    for add_parser in (
+        train.add_parser,
+        pretrain.add_parser,
+        evaluate.add_predict_parser,
+        evaluate.add_evaluate_parser,
+        explain.add_parser,
+        export.add_parser,
+        catalog.add_parser,
+    ):
+        add_parser(commands)
     return parser

@@ -1,6 +1,5 @@
 """What the subcommands print: lines and tables for people, JSON lines for machines."""
 
-import argparse
 import dataclasses
 import json as json_format
 from collections.abc import Mapping, Sequence
@@ -17,39 +16,30 @@ if TYPE_CHECKING:
     from keras_vit.evaluation import Evaluation, Prediction
     from keras_vit.training import Event, Run, StepDone
 
-# Above so many classes only the worst of them are shown.
-_SHOWN_CLASSES = 30
-
-
-def add_json_flag(parser: argparse.ArgumentParser) -> None:
-    """Adds `--json`."""
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="print JSON, one object per line, and nothing else (default: text)",
-    )
+# With more classes than this the table has only the worst.
+_MAX_CLASSES = 30
 
 
 def plain(text: object) -> str:
-    r"""Returns text as it is, but what could move a terminal's cursor, or hide text, as escapes.
+    r"""Returns text with escapes for characters that could move a terminal's cursor or hide text.
 
     Example:
         >>> plain("a \x1b[31mred\x1b[0m dog")
         'a \\x1b[31mred\\x1b[0m dog'
     """
     return "".join(
-        one if one.isprintable() or one == "\n" else one.encode("unicode_escape").decode()
-        for one in str(text)
+        char if char.isprintable() or char == "\n" else char.encode("unicode_escape").decode()
+        for char in str(text)
     )
 
 
 def say(text: object, *, file: TextIO | None = None) -> None:
-    """Prints text with names of files, labels or other people's words in it, see `plain`."""
+    """Prints text that contains file names, labels or other foreign words, see `plain`."""
     print(plain(text), file=file, flush=True)
 
 
 def show_data(data: "ImageData", *, json: bool) -> None:
-    """Prints how many images of how many classes there are, and which were left out."""
+    """Prints the numbers of images and classes, and which images were left out."""
     if json:
         print_json(
             "data",
@@ -64,23 +54,21 @@ def show_data(data: "ImageData", *, json: bool) -> None:
     classes = f"{len(data.labels)} classes" if data.labels else "no classes"
     say(f"{data.source}: {classes}; images: {counts}")
     for reason, names in data.reasons.items():
-        say(f"Left out because they {reason}: {_listed(names)}")
+        say(f"Left out because they {reason}: {_summary(names)}")
 
 
 class TrainDisplay:
-    """Shows a training as it goes: a bar that moves and one line per epoch, or JSON.
+    """Shows the progress of a training: a progress bar and one line per epoch, or JSON.
 
     Args:
-        data: what is trained on.
-        json: whether machines read.
+        json: whether to print JSON.
 
     Attributes:
-        has_ended: whether a training came to its end; not so where a run was there already.
+        has_ended: whether a training ran to its end; False if the run was finished before.
     """
 
-    def __init__(self, data: "ImageData", *, json: bool) -> None:
+    def __init__(self, *, json: bool) -> None:
         self.has_ended = False
-        self._data = data
         self._json = json
         self._bar = rich.progress.Progress(
             rich.progress.TextColumn("{task.description}"),
@@ -135,7 +123,7 @@ class TrainDisplay:
     def finish(
         self, run: "Run", evaluations: "Mapping[str, Evaluation]", *, seconds: float
     ) -> None:
-        """Says how it ended and what to do next."""
+        """Prints the result of `train` and the next command."""
         if self._json:
             numbers = {name: evaluation.to_dict() for name, evaluation in evaluations.items()}
             print_json(
@@ -152,20 +140,20 @@ class TrainDisplay:
         )
         replaced = run.config["result"]["replaced"]
         if replaced:
-            self._print(f"Replaced while training, because damaged: {_listed(replaced)}")
+            self._print(f"Replaced while training, because damaged: {_summary(replaced)}")
         sample = run.path / "sample.png"
         image = sample if sample.exists() else "IMAGE"
         self._print(f"Saved in {run.path}. Next: keras-vit predict {run.path} {image}")
 
     def show_finished(self, run: "Run") -> None:
-        """Says that there was nothing to do."""
+        """Prints that the run was finished before."""
         if self._json:
             print_json("finished", run=str(run.path), **run.config["result"])
             return
         self._print(f"{run.path} is a finished run of these settings: nothing was left to do.")
 
     def finish_pretraining(self, run: "Run", *, seconds: float) -> None:
-        """Says how it ended without labels, and what to do next."""
+        """Prints the result of `pretrain` and the next command."""
         result = run.config["result"]
         if self._json:
             print_json("done", run=str(run.path), seconds=seconds, **result)
@@ -185,30 +173,29 @@ class TrainDisplay:
 
 
 def show_predictions(predictions: "Mapping[str, Sequence[Prediction]]", *, json: bool) -> None:
-    """Prints the likeliest classes of each image."""
+    """Prints the most probable classes of each image."""
     if json:
-        for image, likeliest in predictions.items():
-            classes = [dataclasses.asdict(prediction) for prediction in likeliest]
-            print(json_format.dumps({"image": image, "predictions": classes}), flush=True)
+        for image, classes in predictions.items():
+            rows = [dataclasses.asdict(prediction) for prediction in classes]
+            print(json_format.dumps({"image": image, "predictions": rows}), flush=True)
         return
     if not predictions:
         return
     table = _table("image", "label")
     table.add_column("probability", justify="right")
-    for image, likeliest in predictions.items():
-        for place, prediction in enumerate(likeliest):
-            is_last = place == len(likeliest) - 1
+    for image, classes in predictions.items():
+        for rank, prediction in enumerate(classes):
             table.add_row(
-                "" if place else plain(image),
+                "" if rank else plain(image),
                 plain(prediction.label),
                 f"{prediction.probability:.2%}",
-                end_section=is_last,
+                end_section=rank == len(classes) - 1,
             )
     _print_table(table)
 
 
 def show_evaluations(evaluations: "Mapping[str, Evaluation]", *, json: bool) -> None:
-    """Prints the numbers of each split, and the classes of the last."""
+    """Prints the metrics of each split, and a table of the classes of the last."""
     if json:
         for name, evaluation in evaluations.items():
             print_json("evaluation", split=name, **evaluation.to_dict())
@@ -226,25 +213,21 @@ def show_evaluations(evaluations: "Mapping[str, Evaluation]", *, json: bool) -> 
 def _class_table(evaluation: "Evaluation") -> rich.table.Table:
     scores = list(evaluation.class_scores)
     title = None
-    if len(scores) > _SHOWN_CLASSES:
+    if len(scores) > _MAX_CLASSES:
         scores = sorted(scores, key=lambda score: 2 if score.recall is None else score.recall)
-        title = f"the {_SHOWN_CLASSES} classes of {len(scores)} that fare worst"
-        scores = scores[:_SHOWN_CLASSES]
+        title = f"the {_MAX_CLASSES} classes of {len(scores)} with the lowest recall"
+        scores = scores[:_MAX_CLASSES]
     table = _table("class", title=title)
     for name in ("images", "recognised", "right when named"):
         table.add_column(name, justify="right")
     for score in scores:
-        table.add_row(
-            plain(score.label),
-            str(score.images),
-            _per_cent(score.recall),
-            _per_cent(score.precision),
-        )
+        rates = _per_cent(score.recall), _per_cent(score.precision)
+        table.add_row(plain(score.label), str(score.images), *rates)
     return table
 
 
 def _numbers(event: "StepDone") -> str:
-    """What stands after the bar: loss, speed, memory, time left."""
+    """Returns the text after the bar: loss, speed, memory, time left."""
     memory = f"{event.memory / 2**30:.1f} GiB"
     if event.images_per_second is None or event.seconds_left is None:
         return f"loss {event.loss:.3f}  {memory}"
@@ -254,13 +237,13 @@ def _numbers(event: "StepDone") -> str:
     )
 
 
-def _listed(files: Sequence[str], *, shown: int = 5) -> str:
-    more = f" and {len(files) - shown} more" if len(files) > shown else ""
-    return f"{len(files)} ({', '.join(files[:shown])}{more})"
+def _summary(files: Sequence[str]) -> str:
+    more = f" and {len(files) - 5} more" if len(files) > 5 else ""
+    return f"{len(files)} ({', '.join(files[:5])}{more})"
 
 
 def print_json(event: str, **fields: Any) -> None:
-    """Prints an event and what belongs to it, on one line."""
+    """Prints an event and its fields as JSON, on one line."""
     print(json_format.dumps({"event": event, **fields}), flush=True)
 
 
@@ -276,7 +259,7 @@ def _print_table(table: rich.table.Table) -> None:
 
 
 def is_terminal() -> bool:
-    """Whether a person may be looking on."""
+    """Whether stdout is a terminal."""
     return rich.console.Console().is_terminal
 
 

@@ -1,4 +1,4 @@
-"""`keras-vit pretrain`: images without labels in, run directory out."""
+"""`keras-vit pretrain`: trains a model on images without labels."""
 
 import argparse
 import dataclasses
@@ -6,7 +6,7 @@ import functools
 import time
 from typing import TYPE_CHECKING
 
-from keras_vit.cli import flags, opening, output
+from keras_vit.cli import flags, output
 
 if TYPE_CHECKING:
     from keras_vit.training import MaskedPatchModel, Recipe
@@ -16,17 +16,17 @@ TARGETS = ("mean_color", "small_patch", "pixels")
 _DESCRIPTION = """\
 Trains a Vision Transformer without labels and writes a run directory.
 
-The objective masked-patches corrupts half of the patches of each image, and predicts them from what
-is left (arXiv 2010.11929, Appendix B.1.2): of each its mean colour, one of 512; 4x4 colours; or all
-of its pixels.
+The objective masked-patches corrupts half of the patches of each image and predicts them from the
+others (arXiv 2010.11929, Appendix B.1.2). The target of a patch is its mean colour, as one of 512
+classes; 4x4 such colours; or all of its pixels.
 
---data is a folder of images, with class folders or without; without, a tenth is set aside for
-validation. With them, the test images of a later training stay unseen. Or it is tfds:NAME or the
-word digits, as in keras-vit train; all else is as there too, --resume and several GPUs included.
+--data is a folder of images, with or without class folders. Without them, a tenth of the images is
+set aside for validation; with them, also the test images of a later training. It may also be
+tfds:NAME or the word digits, as in keras-vit train. --resume and several GPUs work as there.
 
-The run's model.keras has no classifier, and pools by the average of the patches;
-reconstructions.png shows what it predicts. Go on with keras-vit train --weights RUN, or measure its
-features with keras-vit evaluate RUN.
+The run's model.keras has no classifier and pools by the average of the patches.
+reconstructions.png shows its predictions. Continue with keras-vit train --weights RUN, or measure
+the features with keras-vit evaluate RUN.
 
 examples:
   keras-vit pretrain --data digits --out pretrained-run
@@ -38,58 +38,58 @@ examples:
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Adds the subcommand."""
-    parser = commands.add_parser(
+    parser = flags.add_command(
+        commands,
         "pretrain",
-        help="train a model on images without labels",
+        run,
+        summary="train a model on images without labels",
         description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    flags.add_needed(parser)
+    flags.add_paths(parser)
     group = parser.add_argument_group("objective")
     group.add_argument(
         "--objective",
         choices=OBJECTIVES,
         default="masked-patches",
-        help="what is learnt (default: masked-patches)",
+        help="pre-training objective (default: masked-patches)",
     )
     group.add_argument(
         "--target",
         choices=TARGETS,
         default="mean_color",
-        help="what is predicted of a patch (default: mean_color)",
+        help="what to predict of a patch: its mean colour, 4x4 colours, or all of its pixels "
+        "(default: mean_color)",
     )
     group.add_argument(
         "--corruption",
         type=flags.fraction,
         default=0.5,
         metavar="X",
-        help="fraction of the patches that is corrupted (default: 0.5)",
+        help="fraction of the patches to corrupt, above 0, at most 1 (default: 0.5)",
     )
-    flags.add_sizes(parser.add_argument_group("model"))
+    flags.add_model(parser.add_argument_group("model"))
     group = parser.add_argument_group("recipe")
-    flags.add_length(group, epochs="100")
-    flags.add_numbers(group, batch="64", rate="0.001")
+    flags.add_schedule(group, epochs="100", batch_size="64", learning_rate="0.001")
     flags.add_regularization(group, is_labelled=False)
     flags.add_execution(parser.add_argument_group("execution"))
     flags.add_existing(parser)
-    output.add_json_flag(parser)
-    parser.set_defaults(run=run)
+    flags.add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Trains, prints."""
+    """Trains and prints."""
     from keras_vit import training
 
     start = time.monotonic()
     execution = flags.execution(arguments)
     training.check_free(arguments.out, existing=arguments.existing)
     _check(arguments)
-    execution.make_strategy()  # several workers join before an image is decoded, or never
-    data = opening.load_data(
+    execution.make_strategy()  # before any TensorFlow operation: workers join a cluster first
+    data = flags.load_data(
         arguments.data, labelled=False, strict=arguments.strict, json=arguments.json
     )
-    display = output.TrainDisplay(data, json=arguments.json)
-    recipe = flags.changed(training.default_pretrain_recipe(data), arguments)
+    display = output.TrainDisplay(json=arguments.json)
+    recipe = flags.override_recipe(training.default_pretrain_recipe(data), arguments)
     with display:
         result = training.pretrain(
             data,
@@ -101,10 +101,11 @@ def run(arguments: argparse.Namespace) -> int:
             execution=execution,
             on_event=display.show,
         )
-    if training.is_first_worker() and not display.has_ended:
-        display.show_finished(result)
-    elif training.is_first_worker():
-        display.finish_pretraining(result, seconds=time.monotonic() - start)
+    if training.is_first_worker():
+        if display.has_ended:
+            display.finish_pretraining(result, seconds=time.monotonic() - start)
+        else:
+            display.show_finished(result)
     return 0
 
 

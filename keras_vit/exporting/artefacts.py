@@ -147,7 +147,7 @@ def publish(stages: Mapping[Path, Path]) -> None:
         for stage, final in stages.items():
             if final.exists():
                 raise FileExistsError(f"{str(final)!r} has appeared meanwhile; export once more.")
-            with atomic.telling(final.parent):
+            with atomic.explain_errors(final.parent):
                 final.parent.mkdir(parents=True, exist_ok=True)
                 _make_readable(stage)
             atomic.publish(stage, final)

@@ -204,7 +204,7 @@ class Unfinished:
     def start(self, settings: dict[str, Any]) -> None:
         """Replaces the folder by an empty one for a training with these settings."""
         self.remove()
-        with atomic.telling(self.path, kept="nothing was begun"):
+        with atomic.explain_errors(self.path, kept="nothing was begun"):
             self.path.mkdir(parents=True, exist_ok=True)
         with atomic.whole_file(self.path / SETTINGS, kept="nothing was begun") as temporary:
             temporary.write_text(json.dumps(settings, indent=2) + "\n", "utf-8")
@@ -348,7 +348,7 @@ class EventFiles:
             yield
         except tf.errors.OpError as error:
             number = _ERROR_NUMBERS.get(type(error), errno.EIO)
-            with atomic.telling(self._path, kept="the checkpoints are kept", again="resume"):
+            with atomic.explain_errors(self._path, kept="the checkpoints are kept", again="resume"):
                 raise OSError(number, "") from error
 
     def _write(self, step: int, values: dict[str, Any]) -> None:

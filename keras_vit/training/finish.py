@@ -84,7 +84,7 @@ def _publish(loop: Loop, config: dict[str, Any], out: Path) -> keras.Model:
     """Assembles the run in the training's folder, reports it, and moves it to its place."""
     folder = loop.folder.path
     with atomic.staging_folder(folder) as stage:
-        with atomic.telling(folder, kept="the checkpoints are kept", again="resume"):
+        with atomic.explain_errors(folder, kept="the checkpoints are kept", again="resume"):
             for name in (run.HISTORY, run.CURVES):
                 shutil.copy2(folder / name, stage / name)
             (stage / run.EVENTS).mkdir()
@@ -119,7 +119,7 @@ def _interruption(loop: Loop, *, signal_number: int) -> TrainingInterrupted:
 def _leave_run(folder: Path, loop: Loop) -> None:
     """Makes a run of the training's folder; config.json comes last, since it marks a run."""
     with (
-        atomic.telling(folder, kept="the checkpoints are kept", again="resume"),
+        atomic.explain_errors(folder, kept="the checkpoints are kept", again="resume"),
         atomic.staging_folder(folder) as stage,
     ):
         _write(stage, loop, _config(loop))

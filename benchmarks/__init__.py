@@ -1,1 +1,1 @@
-"""Benchmarks: ratios from alternating runs, for the machine at hand."""
+"""Benchmarks: ratios of alternating runs on this machine."""

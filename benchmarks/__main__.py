@@ -1,4 +1,4 @@
-"""Measures keras_vit beside every peer that is installed.
+"""Measures keras_vit and every installed peer.
 
     python -m benchmarks                                   # inference, B/16, batch 8, float32
     python -m benchmarks --task training --precisions float32 bfloat16 --variants S/16 B/16
@@ -7,18 +7,18 @@
     python -m benchmarks --task training --only keras_vit "keras_vit remat"
     python -m benchmarks --task training --replicas 1 2 4 --only keras_vit
     python -m benchmarks --task cold                       # process start to first prediction
-    python -m benchmarks --suite issue --out issue         # every line that must be shown
+    python -m benchmarks --suite issue --out issue         # every target
     python -m benchmarks --only "keras_vit on JAX" "timm compiled" --batches 64 --steps 20 \
         --precisions bfloat16 --variants L/16              # on an accelerator
 
-Each contender runs in a process of its own; they take turns, so that a busy machine slows all of
+Each contender runs in a process of its own. They take turns, so a busy machine slows down all of
 them. Figures are medians, ratios are medians over the turns. GFLOP/s count the matrix products, and
-"of peak" compares them with a measured one. MiB is the highest memory of the process.
+"of peak" compares them with a measured product. MiB is the peak memory of the process.
 
 Peers are KerasHub (keras-hub), timm, Hugging Face (transformers), OpenVINO and ONNX Runtime; the
-first three are found in --peers-python. A cold start is fair only there: each library then imports
-what its own installation brings, and no more. bfloat16 says something only on processors that have
-it: see the line "machine".
+first three run in --peers-python. Cold starts are comparable only there, as each library imports no
+more than its own installation has. bfloat16 is comparable only on processors with units for it: see
+the line "machine".
 """
 
 import argparse
@@ -40,19 +40,21 @@ from benchmarks.measuring import measure
 from benchmarks.suites import SUITES
 
 _PACKAGES = ("tensorflow", "keras", "keras-hub", "jax", "torch", "timm", "transformers", "openvino")
-# What lets a processor multiply bfloat16, by its name in /proc/cpuinfo.
+# Features of processors that multiply bfloat16, by their names in /proc/cpuinfo.
 _BFLOAT16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses, measures, reports."""
+    """Measures the cases of the command line and reports the figures."""
     parser = _parser()
     options = parser.parse_args(arguments)
     if options.threads:
-        # Before any runtime starts: each makes as many threads as it may use cores.
+        # Before any runtime starts: each starts as many threads as there are cores to use.
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
-    there = installed(options.peers_python)
-    names = [name for name in CONTENDERS if name in there and name in (options.only or CONTENDERS)]
+    available = installed(options.peers_python)
+    names = [
+        name for name in CONTENDERS if name in available and name in (options.only or CONTENDERS)
+    ]
     if not names:
         parser.error(f"Nothing to measure is installed. Received: {options.only}.")
     try:
@@ -64,20 +66,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     about = _about(options.rounds)
     print("\n".join(f"{key}: {value}" for key, value in about.items()))
     print(f"contenders: {', '.join(names)}")
-    missing = [name for name in CONTENDERS if name not in there]
+    missing = [name for name in CONTENDERS if name not in available]
     if missing:
         print(f"not installed: {', '.join(missing)}")
     targets = SUITES.get(options.suite, [])
     figures, ceilings = {}, {}
-    for case, wanted in plan.items():
+    for case, contenders in plan.items():
         figures[case] = measure(
-            case, wanted, rounds=options.rounds, peers_python=options.peers_python
+            case, contenders, rounds=options.rounds, peers_python=options.peers_python
         )
         if case.precision not in ceilings:
             ceilings[case.precision] = ceiling(case.precision)
-        report.show(case, figures[case], peak=ceilings[case.precision])
+        report.print_case(case, figures[case], peak=ceilings[case.precision])
     if targets:
-        report.show_targets(figures, targets)
+        report.print_targets(figures, targets)
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
         about = {**about, "ceilings": ceilings}
@@ -97,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--suite", choices=SUITES, help="a set of cases with what they must reach")
+    add("--suite", choices=SUITES, help="a set of cases with their targets")
     add("--task", choices=TASKS, default="inference", help="(default: inference)")
     add("--variants", nargs="+", default=["B/16"], metavar="V", help=f"sizes: {', '.join(SIZES)}")
     add("--image-sizes", nargs="+", type=int, default=[224], metavar="N", help="(default: 224)")
@@ -110,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
         "--peers-python",
         metavar="PYTHON",
         default=sys.executable,
-        help="the Python of another environment, which has the peers (default: this one)",
+        help="the Python of an environment with the peers (default: this one)",
     )
     add("--rounds", type=int, default=5, help="turns of each contender (default: 5)")
     add("--steps", type=int, default=1, metavar="N", help="in a turn; 20 on an accelerator")
@@ -120,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _plan(options: argparse.Namespace, names: list[str]) -> dict[Case, list[str]]:
-    """Returns who runs which case: of a suite, those that its targets name."""
+    """Returns the contenders of each case; of a suite, those that its targets name."""
     if not options.suite:
         cases = product(
             task=[options.task],
@@ -133,23 +135,23 @@ def _plan(options: argparse.Namespace, names: list[str]) -> dict[Case, list[str]
             steps=[options.steps],
         )
         return dict.fromkeys(cases, names)
-    wanted: dict[Case, set[str]] = {}
+    contenders: dict[Case, set[str]] = {}
     for target in SUITES[options.suite]:
-        wanted.setdefault(target.case, set()).update((target.ours, *target.peers))
-    return {case: [name for name in names if name in known] for case, known in wanted.items()}
+        contenders.setdefault(target.case, set()).update((target.ours, *target.peers))
+    return {case: [name for name in names if name in each] for case, each in contenders.items()}
 
 
 def _about(rounds: int) -> dict[str, object]:
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    about = {line.partition(":")[0].strip(): line.partition(":")[2].strip() for line in lines}
-    has_bfloat16 = not set(_BFLOAT16_FLAGS).isdisjoint(about.get("flags", "").split())
+    processor = {line.partition(":")[0].strip(): line.partition(":")[2].strip() for line in lines}
+    has_bfloat16 = not set(_BFLOAT16_FLAGS).isdisjoint(processor.get("flags", "").split())
     versions = {
         package: importlib.metadata.version(package)
         for package in _PACKAGES
         if importlib.util.find_spec(package.replace("-", "_"))
     }
     return {
-        "machine": f"{platform.machine()}, {about.get('model name', 'unknown')}, "
+        "machine": f"{platform.machine()}, {processor.get('model name', 'unknown')}, "
         f"{len(os.sched_getaffinity(0))} cores, bfloat16 {'units' if has_bfloat16 else 'EMULATED'}",
         **_accelerator(),
         "date": time.strftime("%Y-%m-%d"),
@@ -162,8 +164,8 @@ def _accelerator() -> dict[str, object]:
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     if shutil.which(command[0]) is None:
         return {}
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return {"accelerator": done.stdout.strip()}
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    return {"accelerator": process.stdout.strip()}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What can be measured: cases, contenders, and the lines of the suites."""
+"""The cases to measure, the contenders, and the targets of the suites."""
 
 import argparse
 import dataclasses
@@ -10,7 +10,7 @@ from typing import Any
 
 # Width, MLP width, heads, layers; arXiv 2010.11929, Table 1, and arXiv 2106.10270, Table 2.
 SIZES = {
-    "tiny": (64, 128, 2, 2),  # of no paper: for trying the command out
+    "tiny": (64, 128, 2, 2),  # not published: to try the command
     "Ti": (192, 768, 3, 12),
     "S": (384, 1536, 6, 12),
     "B": (768, 3072, 12, 12),
@@ -24,19 +24,18 @@ PRECISIONS = ("float32", "bfloat16")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One thing to measure for every contender.
+    """A task to measure for every contender.
 
     Attributes:
         task: "inference" of a batch, a "training" step (forward, backward, SGD), or a "cold" start:
             from the start of the process to the first prediction with weights from a local file.
         variant: size and patch, as "B/16".
-        layers: blocks instead of the variant's own; 0 for those.
+        layers: number of blocks; 0 for the variant's own.
         replicas: logical devices that share the batch of a training step.
-        steps: runs between two readings of the clock: an accelerator computes while the next run
-            is prepared.
+        steps: runs in a turn: an accelerator computes one while the next is prepared.
 
     Raises:
-        ValueError: there is no such case.
+        ValueError: the fields do not fit each other.
     """
 
     task: str = "inference"
@@ -125,16 +124,16 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """Somebody who can run cases.
+    """A library, or a way to use it, that runs cases.
 
     Attributes:
         module: module of `benchmarks` that makes its runs.
         needs: modules that must be installed.
-        tasks: what it can do.
-        precisions: in which precisions.
+        tasks: the tasks that it runs.
+        precisions: the precisions that it runs.
         is_ours: whether it is keras_vit.
 
-    Several replicas train with ours on TensorFlow alone.
+    Only keras_vit on TensorFlow trains on several replicas.
     """
 
     module: str
@@ -153,7 +152,7 @@ class Contender:
         )
 
     def python(self, peers_python: str) -> str:
-        """Returns the Python that runs it: this one if it runs keras_vit or a file of its."""
+        """Returns the Python that runs it: this one for keras_vit and its files."""
         return sys.executable if self.is_ours or self.module == _FILES else peers_python
 
 
@@ -178,13 +177,15 @@ CONTENDERS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Target:
-    """What one of ours must reach beside peers: at least `ratio` of the best of them.
+    """The least ratio of a figure of ours to the best peer's.
 
     Attributes:
-        figure: "speed", runs per second; "memory", the peak above that of the imports, or
-            "activations", what of it is not weights, gradients and momentum: the less the better.
+        case: the case.
         ours: a contender.
-        peers: contenders; the best that was measured counts.
+        peers: contenders; the best one with a measurement counts.
+        ratio: the ratio; above 1, ours is better.
+        figure: "speed", runs per second; "memory", the peak above that of the imports; or
+            "activations", that memory without weights, gradients and momentum.
     """
 
     case: Case
@@ -195,32 +196,32 @@ class Target:
 
 
 def installed(peers_python: str) -> list[str]:
-    """Returns the contenders whose modules are there, each in the Python that runs it."""
+    """Returns the contenders whose modules are installed in the Python that runs them."""
     modules = sorted({module for contender in CONTENDERS.values() for module in contender.needs})
     pythons = {contender.python(peers_python) for contender in CONTENDERS.values()}
-    there = {python: _importable(modules, python) for python in pythons}
+    importable = {python: _importable(modules, python) for python in pythons}
     return [
         name
         for name, contender in CONTENDERS.items()
-        if there[contender.python(peers_python)].issuperset(contender.needs)
+        if importable[contender.python(peers_python)].issuperset(contender.needs)
     ]
 
 
 def _importable(modules: Iterable[str], python: str) -> set[str]:
     code = "import importlib.util as u, sys; print(*filter(u.find_spec, sys.argv[1:]))"
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [python, "-c", code, *modules], capture_output=True, text=True, check=True
         )
     except (OSError, subprocess.CalledProcessError) as error:
         raise SystemExit(
             f"The peers' Python must be a Python. Received: {python} ({error})."
         ) from None
-    return set(done.stdout.split())
+    return set(process.stdout.split())
 
 
 def case_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
-    """Returns the parser of a command that measures one case: what every such command takes."""
+    """Returns a parser with the options of every command that measures one case."""
     parser = argparse.ArgumentParser(
         prog=prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -231,7 +232,7 @@ def case_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
 
 
 def product(**axes: Iterable[Any]) -> list[Case]:
-    """Makes a case of every combination of the fields' values."""
+    """Makes a case for every combination of the fields' values."""
     return [
         Case(**dict(zip(axes, values, strict=True))) for values in itertools.product(*axes.values())
     ]

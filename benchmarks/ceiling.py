@@ -1,4 +1,4 @@
-"""What the machine's cores, or its accelerator, can do in a matrix product."""
+"""The FLOP/s of a matrix product on the machine's cores or its accelerator."""
 
 import importlib.util
 import statistics
@@ -16,12 +16,12 @@ right = tf.cast(generator.normal((768, 3072)), sys.argv[1])
 function = tf.function(tf.matmul, autograph=False)
 function(left, right)
 for _ in range(int(sys.argv[2])):
-    begun = time.perf_counter()
+    start = time.perf_counter()
     function(left, right)[0, 0].numpy()
-    print(2 * 1576 * 768 * 3072 / (time.perf_counter() - begun))
+    print(2 * 1576 * 768 * 3072 / (time.perf_counter() - start))
 """
 
-# On random values: zeros cost less power.
+# Random values, as zeros need less power.
 _MEASURE_ON_JAX = """
 import os, sys, time
 os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
@@ -32,32 +32,34 @@ right = jax.random.normal(jax.random.key(1), (width, columns), sys.argv[1])
 function = jax.jit(jax.numpy.matmul)
 function(left, right).block_until_ready()
 for _ in range(int(sys.argv[2])):
-    begun = time.perf_counter()
+    start = time.perf_counter()
     for _ in range(10):
         result = function(left, right)
     result.block_until_ready()
-    print(10 * 2 * rows * width * columns / (time.perf_counter() - begun))
+    print(10 * 2 * rows * width * columns / (time.perf_counter() - start))
 """
 
 
 def has_accelerator() -> bool:
-    """Whether JAX is installed and has something better than the processor."""
+    """Whether JAX is installed and has an accelerator."""
     if importlib.util.find_spec("jax") is None:
         return False
     code = "import jax; print(jax.default_backend())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return done.stdout.strip() != "cpu"
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    return process.stdout.strip() != "cpu"
 
 
 def ceiling(precision: str) -> float:
-    """Returns FLOP/s of the product at the heart of B/16, (8 * 197, 768) by (768, 3072).
+    """Returns the FLOP/s of a product of B/16, (8 * 197, 768) by (768, 3072).
 
-    On an accelerator, of a product of 8192 by 8192.
+    On an accelerator both matrices are 8192 by 8192.
     """
     has_tensorflow = importlib.util.find_spec("tensorflow") is not None
     code = _MEASURE if has_tensorflow and not has_accelerator() else _MEASURE_ON_JAX
     command = [sys.executable, "-c", code, precision, str(_ROUNDS)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    # The best half: a busy machine only ever makes it slower.
-    rates = sorted(map(float, done.stdout.split()))[_ROUNDS // 2 :]
+    process = subprocess.run(command, capture_output=True, text=True, check=True)
+    # The faster half, because other work slows down the rest.
+    rates = sorted(map(float, process.stdout.split()))[_ROUNDS // 2 :]
     return statistics.median(rates)

@@ -1,11 +1,11 @@
-"""Times every exported artefact beside the live model: latency of one image, throughput of eight.
+"""Times every exported artefact and the live model: latency of one image, throughput of eight.
 
     python -m benchmarks.export --variant B/16 --threads 1 --rounds 5
 
-The contenders take turns, so that a busy machine slows all of them; figures are medians. TFLite
-files take one image at a time, so their throughput is that of eight calls. "onnx by tf2onnx" is the
-same network converted from TensorFlow, "tflite of the layers" the same from the Keras layers: what
-the direct writer and the edge form are measured against. OpenVINO joins if it is installed.
+The contenders take turns, so a busy machine slows down all of them; figures are medians. TFLite
+files take one image at a time, so their throughput is that of eight calls. "onnx by tf2onnx" and
+"tflite of the layers" are the same network, converted from TensorFlow and from the Keras layers, to
+compare with what this package writes itself. OpenVINO runs if it is installed.
 """
 
 import argparse
@@ -45,7 +45,7 @@ Runner = Callable[[np.ndarray], Any]
 
 
 def main() -> None:
-    """Makes the artefacts, times them and prints a table, or JSON."""
+    """Exports the artefacts, times them, and prints a table or JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--variant", default="B/16")
     parser.add_argument("--image-size", type=int, default=224)
@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    # Before any runtime starts: each makes as many threads as it may use cores.
+    # Before any runtime starts: each starts as many threads as there are cores to use.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
     with tempfile.TemporaryDirectory() as folder:
         runners = make_runners(Path(folder), options)
@@ -66,41 +66,43 @@ def main() -> None:
 
 
 def make_runners(folder: Path, options: argparse.Namespace) -> dict[str, Runner]:
-    """Exports a model with random weights and opens every wanted artefact."""
+    """Exports a model with random weights and opens the artefacts of `options.only`."""
     import keras
 
     from keras_vit.exporting import export, rebuild
 
     model = make_model(options.variant, options.image_size)
-    wanted, threads = options.only, options.threads
-    formats = [name for name in FORMATS if f"{name}{RUNTIMES[name]}" in wanted]
-    if "onnx, OpenVINO" in wanted and "onnx" not in formats:
+    contenders, threads = options.only, options.threads
+    formats = [name for name in FORMATS if f"{name}{RUNTIMES[name]}" in contenders]
+    if "onnx, OpenVINO" in contenders and "onnx" not in formats:
         formats.append("onnx")
-    made = {}
+    paths = {}
     if formats:
         artefacts = export(model, folder / "model", formats=formats, verify=False)
-        made = {each.format: each.path for each in artefacts}
+        paths = {artefact.format: artefact.path for artefact in artefacts}
     layers = dataclasses.replace(rebuild.rebuild(model), config=None)
 
     def edge(name: str) -> Runner:
-        return _tflite(made[name], threads)
+        return _tflite(paths[name], threads)
 
     openers: dict[str, Callable[[], Runner]] = {
         "live model": lambda: model.predict_on_batch,
-        "savedmodel, C++ loader": lambda: _savedmodel(made["savedmodel"]),
-        "onnx, onnxruntime": lambda: _onnx(made["onnx"], threads),
+        "savedmodel, C++ loader": lambda: _savedmodel(paths["savedmodel"]),
+        "onnx, onnxruntime": lambda: _onnx(paths["onnx"], threads),
         "onnx by tf2onnx, onnxruntime": lambda: _converted_onnx(layers, folder, threads),
-        "onnx, OpenVINO": lambda: _openvino(made["onnx"], threads),
+        "onnx, OpenVINO": lambda: _openvino(paths["onnx"], threads),
         "tflite of the layers, LiteRT": lambda: _converted_tflite(layers, folder, threads),
         **{f"{name}, LiteRT": functools.partial(edge, name) for name in FORMATS[1:4]},
     }
-    runners = {name: openers[name]() for name in CONTENDERS if name in wanted and _is_there(name)}
+    runners = {
+        name: openers[name]() for name in CONTENDERS if name in contenders and _is_installed(name)
+    }
     keras.backend.clear_session()
     return runners
 
 
 def make_model(variant: str, size: int) -> Any:
-    """Makes a model of pixels with random weights that keep signals of order 1."""
+    """Makes a model of pixels with random weights that keep activations of order 1."""
     import keras_vit
 
     config = dataclasses.replace(
@@ -118,26 +120,26 @@ def make_model(variant: str, size: int) -> Any:
 def measure(
     runners: dict[str, Runner], images: np.ndarray, *, rounds: int
 ) -> dict[str, dict[str, float]]:
-    """Returns the median milliseconds of one image and images per second of a batch."""
+    """Returns the median milliseconds of one image, and images per second of a batch."""
     times: dict[str, dict[int, list[float]]] = {name: {1: [], BATCH: []} for name in runners}
     for turn in range(rounds + 1):
         for name, run in runners.items():
             for size in (1, BATCH):
-                begun = time.perf_counter()
+                start = time.perf_counter()
                 run(images[:size])
-                if turn:  # the first is for warming up
-                    times[name][size].append(time.perf_counter() - begun)
+                if turn:  # the first turn warms up
+                    times[name][size].append(time.perf_counter() - start)
     return {
         name: {
-            "ms": 1000 * statistics.median(taken[1]),
-            "images_per_second": BATCH / statistics.median(taken[BATCH]),
+            "ms": 1000 * statistics.median(seconds[1]),
+            "images_per_second": BATCH / statistics.median(seconds[BATCH]),
         }
-        for name, taken in times.items()
+        for name, seconds in times.items()
     }
 
 
 def report(figures: dict[str, dict[str, float]], options: argparse.Namespace) -> None:
-    """Prints the figures with what they depend on."""
+    """Prints the figures with the options, the machine and the versions."""
     versions = {}
     for package in PACKAGES:
         if importlib.util.find_spec(package.replace("-", "_")):
@@ -199,7 +201,7 @@ def _converted_tflite(layers: Any, folder: Path, threads: int) -> Runner:
     return _tflite(folder / "converted.tflite", threads)
 
 
-def _is_there(contender: str) -> bool:
+def _is_installed(contender: str) -> bool:
     needs = {"onnx by tf2onnx, onnxruntime": "tf2onnx", "onnx, OpenVINO": "openvino"}
     return contender not in needs or importlib.util.find_spec(needs[contender]) is not None
 

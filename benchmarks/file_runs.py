@@ -1,4 +1,4 @@
-"""keras_vit's artefacts: the SavedModel in TensorFlow, the ONNX file in its runtimes."""
+"""Artefacts of keras_vit: the SavedModel in TensorFlow, the ONNX file in its runtimes."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +13,7 @@ Run = Callable[[], Any]
 
 
 def import_framework(name: str) -> None:
-    """Imports what runs the artefact."""
+    """Imports the runtime of the artefact."""
     if name == "OpenVINO":
         import openvino  # noqa: F401
     elif name == "ONNX Runtime":
@@ -23,7 +23,7 @@ def import_framework(name: str) -> None:
 
 
 def version(name: str) -> str:
-    """Returns the version of what runs the artefact."""
+    """Returns the version of the runtime."""
     if name == "OpenVINO":
         import openvino
 
@@ -36,7 +36,7 @@ def version(name: str) -> str:
 
 
 def make_run(name: str, case: Case, folder: Path) -> Run:
-    """Exports the network and returns what runs the artefact once."""
+    """Exports the network and returns a function that runs the artefact once."""
     kind = "savedmodel" if name.endswith("SavedModel") else "onnx"
     keras_runs.import_framework("keras_vit")
     from keras_vit.exporting import export

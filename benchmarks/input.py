@@ -1,13 +1,12 @@
-"""Times the input: decoded, cropped and varied images per second, beside keras and keras-cv.
+"""Times the input pipeline: decoded, cropped and augmented images per second, against peers.
 
     python -m benchmarks.input --rounds 5
 
-Every contender reads the same JPEGs (500 by 375 pixels, made on the spot), cuts an Inception crop,
-resizes it to 224 by 224 and applies RandAugment with two operations. The peers get the crop from
-our own pipeline, and differ in what follows. The contenders take turns; figures are medians, ratios
-turn by turn. Then a Ti/16 trains on one batch that is always the same, and on the pipeline: what
-the pipeline adds to a step is the share that is spent waiting. A contender that is not installed is
-left out.
+Every contender reads the same random JPEGs (500 by 375 pixels), cuts an Inception crop, resizes it
+to 224 by 224 and applies RandAugment with two operations. The peers get the crop from our pipeline.
+The contenders take turns; figures are medians, ratios are medians over the turns. Then a Ti/16
+trains on a constant batch and on the pipeline: the difference is the time that a step waits.
+Contenders that are not installed are left out.
 """
 
 import argparse
@@ -31,7 +30,7 @@ CONTENDERS = ("keras_vit crop alone", OURS, "keras RandAugment", "keras-cv RandA
 
 
 def main() -> None:
-    """Makes the JPEGs, takes turns, prints the figures, or JSON."""
+    """Makes the JPEGs, measures in turns, prints the figures and writes them as JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5, help="turns of each (default: 5)")
     parser.add_argument("--images", type=int, default=256, help="images in a turn (default: 256)")
@@ -40,9 +39,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the figures as JSON (default: do not)")
     options = parser.parse_args()
     jpegs = make_jpegs(64)
-    contenders = {name: make_batches(name, jpegs) for name in options.only if is_there(name)}
+    contenders = {name: make_batches(name, jpegs) for name in options.only if is_installed(name)}
     turns = [
-        {name: images_per_second(made, options.images) for name, made in contenders.items()}
+        {name: images_per_second(batches, options.images) for name, batches in contenders.items()}
         for _ in range(options.rounds)
     ]
     steps = [
@@ -54,46 +53,48 @@ def main() -> None:
         options.out.write_text(json.dumps(figures, indent=1) + "\n")
 
 
-def is_there(name: str) -> bool:
+def is_installed(name: str) -> bool:
     """Whether a contender is installed."""
     return not name.startswith("keras-cv") or importlib.util.find_spec("keras_cv") is not None
 
 
 def make_jpegs(count: int) -> list[bytes]:
-    """Soft pictures with some noise, as large as photographs of ImageNet."""
+    """Makes smooth pictures with some noise, of the size of ImageNet photographs."""
     import tensorflow as tf
 
     generator = np.random.default_rng(0)
     jpegs = []
     for _ in range(count):
-        soft = tf.image.resize(generator.integers(0, 256, (24, 32, 3)), JPEG_SIZE, method="bicubic")
-        noisy = np.clip(soft.numpy() + generator.normal(0, 8, (*JPEG_SIZE, 3)), 0, 255)
+        smooth = tf.image.resize(
+            generator.integers(0, 256, (24, 32, 3)), JPEG_SIZE, method="bicubic"
+        )
+        noisy = np.clip(smooth.numpy() + generator.normal(0, 8, (*JPEG_SIZE, 3)), 0, 255)
         jpegs.append(tf.io.encode_jpeg(noisy.astype(np.uint8), quality=90).numpy())
     return jpegs
 
 
 def make_batches(name: str, jpegs: list[bytes]) -> Any:
-    """The batches of a contender, more than will be taken."""
+    """Makes an endless dataset of the contender's batches."""
     from keras_vit.data import Augmentation, Split, train_batches
 
-    whole = Split(images=np.array(jpegs * 8, object), targets=np.zeros(8 * len(jpegs), np.int32))
+    split = Split(images=np.array(jpegs * 8, object), targets=np.zeros(8 * len(jpegs), np.int32))
     ours = name == OURS
     batches = train_batches(
-        whole,
+        split,
         image_size=SIZE,
         batch_size=BATCH,
         epochs=1_000_000,
         seed=0,
         augmentation=Augmentation(crop=0.05, randaugment_layers=2 if ours else 0),
     )
-    vary = peer(name)
-    if vary is not None:
-        batches = batches.map(vary, num_parallel_calls=-1).prefetch(-1)
+    augment = peer_augmentation(name)
+    if augment is not None:
+        batches = batches.map(augment, num_parallel_calls=-1).prefetch(-1)
     return batches
 
 
-def peer(name: str) -> Callable[[Any, Any], Any] | None:
-    """What a peer does to a batch: two operations of its own RandAugment."""
+def peer_augmentation(name: str) -> Callable[[Any, Any], Any] | None:
+    """Returns a peer's RandAugment of a batch, with two operations; None for ours."""
     if name == "keras RandAugment":
         import keras
 
@@ -110,7 +111,7 @@ def peer(name: str) -> Callable[[Any, Any], Any] | None:
 
 
 def warm(batches: Any) -> Any:
-    """Starts to make batches; a new iterator each time, so that none is made in another's turn."""
+    """Starts a new iterator, so that no batch is made in the turn of another contender."""
     stream = iter(batches)
     for _ in range(2):
         next(stream)
@@ -118,16 +119,16 @@ def warm(batches: Any) -> Any:
 
 
 def images_per_second(batches: Any, count: int) -> float:
-    """Takes as many images as fast as they come."""
-    stream, taken = warm(batches), -(-count // BATCH)
-    begun = time.perf_counter()
-    for _ in range(taken):
+    """Measures the images per second while it takes `count` images."""
+    stream, steps = warm(batches), -(-count // BATCH)
+    start = time.perf_counter()
+    for _ in range(steps):
         next(stream)
-    return taken * BATCH / (time.perf_counter() - begun)
+    return steps * BATCH / (time.perf_counter() - start)
 
 
 def train(jpegs: list[bytes], options: argparse.Namespace) -> list[tuple[float, float]]:
-    """Seconds of a training step of Ti/16: on a batch that is always the same, on the pipeline."""
+    """Returns the seconds of a training step of Ti/16 on a constant batch and on the pipeline."""
     import keras
 
     import keras_vit
@@ -141,10 +142,10 @@ def train(jpegs: list[bytes], options: argparse.Namespace) -> list[tuple[float, 
     model.train_on_batch(*constant)
 
     def seconds(fetch: Callable[[], Any]) -> float:
-        begun = time.perf_counter()
+        start = time.perf_counter()
         for _ in range(options.steps):
             model.train_on_batch(*fetch())
-        mean: float = (time.perf_counter() - begun) / options.steps
+        mean: float = (time.perf_counter() - start) / options.steps
         return mean
 
     pairs = []
@@ -156,7 +157,7 @@ def train(jpegs: list[bytes], options: argparse.Namespace) -> list[tuple[float, 
 
 
 def report(turns: list[dict[str, float]], steps: list[dict[str, float]]) -> None:
-    """Prints medians, and ratios turn by turn."""
+    """Prints medians, and medians of the ratios of each turn."""
     print(f"{machine()}; medians of {len(turns)} turns")
     for name in turns[0]:
         speed = statistics.median(turn[name] for turn in turns)
@@ -164,18 +165,18 @@ def report(turns: list[dict[str, float]], steps: list[dict[str, float]]) -> None
             statistics.median(turn[OURS] / turn[name] for turn in turns) if OURS in turns[0] else 0
         )
         print(f"{name:<24}{speed:>8.0f} images/s   {OURS} is {ratio:.2f} times as fast")
-    alone, fed = (
+    constant, fed = (
         statistics.median(step[key] for step in steps) for key in ("constant", "pipeline")
     )
     share = statistics.median(max(1 - s["constant"] / s["pipeline"], 0) for s in steps)
     print(
-        f"a step of Ti/16, batch {BATCH}: {alone:.2f} s on one batch, {fed:.2f} s on the pipeline; "
-        f"{share:.0%} of it waiting"
+        f"a step of Ti/16, batch {BATCH}: {constant:.2f} s on one batch, {fed:.2f} s on the "
+        f"pipeline; {share:.0%} of it waiting"
     )
 
 
 def machine() -> str:
-    """Cores and versions."""
+    """Describes the cores and the versions."""
     packages = ("tensorflow", "keras", "keras-cv", "keras-vit")
     versions = []
     for package in packages:

@@ -1,4 +1,4 @@
-"""keras_vit on the JAX backend, compiled, on an accelerator where there is one."""
+"""keras_vit on the JAX backend, compiled, on an accelerator if there is one."""
 
 import itertools
 import os
@@ -13,7 +13,7 @@ Run = Callable[[], Any]
 
 
 def import_framework(name: str) -> None:
-    """Imports what the contender is made of; another process may use the same accelerator."""
+    """Imports the contender; another process may use the same accelerator."""
     os.environ["KERAS_BACKEND"] = "jax"
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     import keras_vit  # noqa: F401
@@ -29,7 +29,7 @@ def version(name: str) -> str:
 
 
 def make_run(name: str, case: Case, folder: Path) -> Run:
-    """Returns what runs the case once: a compiled call, or steps of `fit`."""
+    """Returns a function that runs the case once: a compiled call, or a step of `fit`."""
     import jax
 
     model = keras_runs.make_model("keras_vit", case)
@@ -47,14 +47,14 @@ def make_run(name: str, case: Case, folder: Path) -> Run:
 
 
 def finish(result: Any) -> None:
-    """Waits until a run has ended."""
+    """Waits until a run ends."""
     import jax
 
     jax.block_until_ready(result)
 
 
 def write_weights(name: str, case: Case, folder: Path) -> None:
-    """Writes the file that the cold start reads."""
+    """Writes the file that a cold start reads."""
     import_framework(name)
     keras_runs.write_weights("keras_vit", case, folder)
 
@@ -65,7 +65,7 @@ def first_prediction(name: str, case: Case, folder: Path) -> None:
 
 
 def peak() -> float | None:
-    """Returns the highest memory of the accelerator in MiB; None without one."""
+    """Returns the peak memory of the accelerator in MiB; None without one."""
     import jax
 
     statistics = jax.local_devices()[0].memory_stats()
@@ -73,7 +73,7 @@ def peak() -> float | None:
 
 
 def _training(model: Any, case: Case) -> Run:
-    """Trains by `fit`, on a batch that lies where the model does."""
+    """Trains with `fit`, on a batch in the memory of the model's device."""
     import jax
 
     labels = keras_runs.compile_model("keras_vit", model, case)
@@ -81,7 +81,7 @@ def _training(model: Any, case: Case) -> Run:
     turns = itertools.count()
 
     def run() -> Any:
-        # `fit` goes on by itself: the first call of a turn takes all of its steps.
+        # The first run of a turn takes all its steps in one call of `fit`; the others do nothing.
         if next(turns) % case.steps == 0:
             endless = (batch for _ in itertools.count())  # `fit` takes a generator, no `repeat`
             model.fit(endless, steps_per_epoch=case.steps, verbose=0)

@@ -14,7 +14,7 @@ Run = Callable[[], Any]
 
 
 def import_framework(name: str) -> None:
-    """Imports what the contender is made of."""
+    """Imports the contender."""
     os.environ["KERAS_BACKEND"] = "tensorflow"
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     import keras  # noqa: F401
@@ -35,7 +35,7 @@ def version(name: str) -> str:
 
 
 def make_run(name: str, case: Case, folder: Path) -> Run:
-    """Returns what runs the case once."""
+    """Returns a function that runs the case once."""
     if case.replicas > 1:
         return _training_of_replicas(name, case)
     model, images = make_model(name, case), images_of(case)
@@ -54,7 +54,7 @@ def make_run(name: str, case: Case, folder: Path) -> Run:
 def make_model(name: str, case: Case) -> Any:
     """Makes the network with random weights.
 
-    Inference computes and keeps weights in the case's precision; training keeps them in float32.
+    For inference its weights have the case's precision, for training float32.
     """
     is_mixed = case.task == "training" and case.precision != "float32"
     dtype = f"mixed_{case.precision}" if is_mixed else case.precision
@@ -73,7 +73,7 @@ def images_of(case: Case) -> np.ndarray:
 
 
 def write_weights(name: str, case: Case, folder: Path) -> None:
-    """Writes the file that the cold start reads."""
+    """Writes the file that a cold start reads."""
     import_framework(name)
     model = make_model(name, case)
     if name == "KerasHub":
@@ -104,7 +104,7 @@ def _load(case: Case, path: Path) -> Any:
     if builder is not None and not case.layers:
         size = (case.image_size, case.image_size, 3)
         return builder(weights=str(path), input_shape=size, classes=CLASSES)
-    model = keras_vit.VisionTransformer(_config(case))  # of no published size
+    model = keras_vit.VisionTransformer(_config(case))  # no published size
     keras_vit.weights.load(model, path)
     return model
 
@@ -127,7 +127,7 @@ def _hub_model(case: Case, dtype: str) -> Any:
 
 
 def _momentum(name: str) -> Any:
-    """Makes the optimizer that the paper fine-tunes by, each library its own."""
+    """Makes the optimizer of the paper's fine-tuning, from the library of the contender."""
     import keras
 
     if name == "KerasHub":
@@ -138,18 +138,18 @@ def _momentum(name: str) -> Any:
 
 
 def compile_model(name: str, model: Any, case: Case) -> np.ndarray:
-    """Makes the model ready to train, and returns the labels of its batch."""
+    """Compiles the model and returns the labels of its batch."""
     import keras
 
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    # On JAX a step that is not compiled is traced each time.
+    # JAX traces a step each time unless it is compiled.
     is_compiled = keras.backend.backend() == "jax"
     model.compile(_momentum(name), loss, jit_compile=is_compiled)
     return np.arange(case.batch) % CLASSES
 
 
 def _training_of_replicas(name: str, case: Case) -> Run:
-    """Trains on all GPUs, or on as many logical parts of the processor, which share its cores."""
+    """Trains on all GPUs, or on logical devices of the processor, which share its cores."""
     import tensorflow as tf
 
     from keras_vit.training import Execution

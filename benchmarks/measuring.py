@@ -1,4 +1,4 @@
-"""Runs cases: every contender in a process of its own, taking turns."""
+"""Measures cases: the contenders run in processes of their own and take turns."""
 
 import dataclasses
 import functools
@@ -20,16 +20,16 @@ _ROOT = Path(__file__).resolve().parent.parent
 
 @dataclasses.dataclass
 class Measured:
-    """What one contender did with one case.
+    """The figures of one contender for one case.
 
     Attributes:
-        version: of the contender.
-        seconds: of each turn.
-        cpu: processor seconds of each turn, of all threads; not for a cold start.
-        peak: highest memory of the process in MiB; on an accelerator, of what it holds there.
+        version: version of the contender.
+        seconds: seconds of each turn.
+        cpu: processor seconds of each turn, of all threads; empty for a cold start.
+        peak: peak memory of the process in MiB, or of the accelerator if there is one.
         first: seconds from the imports to the end of the first turn: building and compiling.
-        imported: memory in MiB once its modules were imported.
-        loading: of a cold start, seconds of each turn after the imports.
+        imported: memory in MiB after the imports.
+        loading: seconds of each turn after the imports; only for a cold start.
     """
 
     version: str = ""
@@ -69,17 +69,19 @@ class _Worker:
                 answer: dict[str, Any] = json.loads(line[len(MARK) :])
                 return answer
         self.errors.seek(0)
-        raise RuntimeError((self.errors.read().strip().splitlines() or ["it ended silently"])[-1])
+        raise RuntimeError(
+            (self.errors.read().strip().splitlines() or ["it ended without a message"])[-1]
+        )
 
     def run(self) -> dict[str, Any]:
-        """Lets it run once."""
+        """Runs the case once."""
         if self.process.stdin is not None:
             self.process.stdin.write("run\n")
             self.process.stdin.flush()
         return self.answer()
 
     def close(self) -> None:
-        """Lets the process end."""
+        """Waits until the process ends."""
         self.process.communicate()
         self.errors.close()
 
@@ -87,10 +89,10 @@ class _Worker:
 def measure(
     case: Case, names: Sequence[str], *, rounds: int, peers_python: str
 ) -> dict[str, Measured]:
-    """Measures the contenders that can run a case; who fails is named and left out."""
-    able = [name for name in names if CONTENDERS[name].takes(case)]
+    """Measures the contenders that take a case; one that fails is printed and left out."""
+    takers = [name for name in names if CONTENDERS[name].takes(case)]
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
-        folders = {name: Path(folder, str(place)) for place, name in enumerate(able)}
+        folders = {name: Path(folder, str(place)) for place, name in enumerate(takers)}
         for each in folders.values():
             each.mkdir()
         start = functools.partial(_Worker, peers_python=peers_python)
@@ -119,7 +121,7 @@ def _turns(
         for name, worker in workers.items():
             answer = worker.run()
             measured[name].peak = answer["peak"]
-            if turn:  # the first warms up
+            if turn:  # the first turn warms up
                 measured[name].seconds.append(answer["seconds"])
                 measured[name].cpu.append(answer["cpu"])
     for worker in workers.values():
@@ -137,7 +139,7 @@ def _cold_starts(
         for name, folder in folders.items():
             if name not in measured:
                 continue
-            begun = time.perf_counter()
+            start_time = time.perf_counter()
             worker = start(name, case, folder)
             try:
                 answer = worker.answer()
@@ -146,14 +148,14 @@ def _cold_starts(
                 del measured[name]
                 continue
             finally:
-                taken = time.perf_counter() - begun
+                seconds = time.perf_counter() - start_time
                 worker.close()
             each = measured[name]
             each.version, each.peak, each.imported = (
                 answer[key] for key in ("version", "peak", "memory")
             )
-            if turn:  # the first fills the page cache
-                each.seconds.append(taken)
+            if turn:  # the first turn fills the page cache
+                each.seconds.append(seconds)
                 each.loading.append(answer["seconds"])
     return measured
 

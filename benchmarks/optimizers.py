@@ -1,4 +1,4 @@
-"""Times the optimizers' step alone, of a variant's variables, beside Keras' own.
+"""Times a step of the optimizers and of Keras' own, for the variables of a variant.
 
     python -m benchmarks.optimizers --variant B/16 --rounds 9
 
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-# Ours, and what it is compared with.
+# Each of ours, and the one of Keras to compare it with.
 PAIRS = {
     "AdamW": "keras AdamW",
     "MomentumSGD, float32": "keras SGD with momentum",
@@ -20,7 +20,7 @@ PAIRS = {
 
 
 def main() -> None:
-    """Makes the optimizers, lets them take turns, prints the table."""
+    """Measures the optimizers in turns and prints the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--variant", default="B/16", help="whose variables (default: B/16)")
     parser.add_argument("--rounds", type=int, default=9, help="turns of each (default: 9)")
@@ -29,15 +29,15 @@ def main() -> None:
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(arguments.rounds + 1):
         for name, step in steps.items():
-            begun = time.perf_counter()
+            start = time.perf_counter()
             step()
-            if turn:  # the first warms up
-                seconds[name].append(time.perf_counter() - begun)
+            if turn:  # the first turn warms up
+                seconds[name].append(time.perf_counter() - start)
     print(f"{arguments.variant}, medians of {arguments.rounds} turns")
-    for name, taken in seconds.items():
-        line = f"{name:<26}{statistics.median(taken) * 1e3:>7.0f} ms"
+    for name, times in seconds.items():
+        line = f"{name:<26}{statistics.median(times) * 1e3:>7.0f} ms"
         if name in PAIRS:
-            ratios = [a / b for a, b in zip(seconds[PAIRS[name]], taken, strict=True)]
+            ratios = [a / b for a, b in zip(seconds[PAIRS[name]], times, strict=True)]
             line += f"   {PAIRS[name]} / this: {statistics.median(ratios):.2f}"
         print(line)
 

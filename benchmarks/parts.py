@@ -1,10 +1,10 @@
-"""Times the parts of a block in training, each alone with its gradient, beside PyTorch.
+"""Times the parts of a block in training, each with its gradient, and those of PyTorch.
 
     python -m benchmarks.parts
     python -m benchmarks.parts --variant S/16 --batch 32
 
 Both must be installed in this Python. The two take turns; figures are medians in milliseconds.
-Inside a step a part takes longer, where it shares the processor with others.
+In a training step a part takes longer, because it shares the processor with others.
 """
 
 import os
@@ -57,18 +57,18 @@ def _print(name: str, pair: Any) -> None:
 
 def _take_turns(ours: Part, theirs: Part, rounds: int) -> np.ndarray:
     """Returns the median milliseconds of both."""
-    spent: list[list[float]] = [[], []]
+    times: list[list[float]] = [[], []]
     for turn in range(rounds + 2):
-        for part, seconds in zip((ours, theirs), spent, strict=True):
-            begun = time.perf_counter()
+        for part, seconds in zip((ours, theirs), times, strict=True):
+            start = time.perf_counter()
             part()
             if turn > 1:  # the first two compile and warm up
-                seconds.append(time.perf_counter() - begun)
-    return 1e3 * np.array([statistics.median(seconds) for seconds in spent])
+                seconds.append(time.perf_counter() - start)
+    return 1e3 * np.array([statistics.median(seconds) for seconds in times])
 
 
 def _parts(case: Case) -> list[tuple[str, Callable[..., Any], Callable[..., Any], list[Shape]]]:
-    """Returns each part: its name, ours, PyTorch's, and the shapes that it takes and gives."""
+    """Returns each part: its name, ours, PyTorch's, and the shapes of its inputs and output."""
     from keras_vit import backend
 
     width, mlp, heads = (case.sizes[key] for key in ("hidden_dim", "mlp_dim", "num_heads"))
@@ -104,7 +104,7 @@ def _parts(case: Case) -> list[tuple[str, Callable[..., Any], Callable[..., Any]
 def _torch_calls(heads: int) -> list[Callable[..., Any]]:
     """Returns PyTorch's layer normalisation, attention, and dense layers: plain, GELU, residual.
 
-    They take kernels (D, M), and give PyTorch what it keeps, (M, D).
+    They take kernels (D, M) and transpose them to those of PyTorch, (M, D).
     """
     import torch
 
@@ -132,29 +132,29 @@ def _arrays(shapes: list[Shape]) -> list[np.ndarray]:
 
 
 def _in_tensorflow(call: Callable[..., Any], shapes: list[Shape]) -> Part:
-    """Returns what computes the call of all arrays but the last, and the gradient for that one."""
+    """Returns a function of the call and its gradient; the last array is the output's gradient."""
     import tensorflow as tf
 
-    *inputs, above = map(tf.constant, _arrays(shapes))
+    *inputs, upstream = map(tf.constant, _arrays(shapes))
 
-    def run(above: Any, *inputs: Any) -> Any:
+    def run(upstream: Any, *inputs: Any) -> Any:
         with tf.GradientTape() as tape:
             tape.watch(inputs)
             value = call(*inputs)
-        return value, tape.gradient(value, inputs, above)
+        return value, tape.gradient(value, inputs, upstream)
 
     function = tf.function(run, autograph=False)
-    return lambda: function(above, *inputs)
+    return lambda: function(upstream, *inputs)
 
 
 def _in_torch(call: Callable[..., Any], shapes: list[Shape]) -> Part:
     import torch
 
-    *inputs, above = map(torch.from_numpy, _arrays(shapes))
-    # Kernels as torch.nn.Linear keeps them: the call transposes them back.
+    *inputs, upstream = map(torch.from_numpy, _arrays(shapes))
+    # In the memory layout of torch.nn.Linear, as the call transposes them.
     inputs = [x.T.contiguous().T if x.ndim == 2 else x for x in inputs]
     inputs = [x.requires_grad_() for x in inputs]
-    return lambda: torch.autograd.grad(call(*inputs), inputs, above)
+    return lambda: torch.autograd.grad(call(*inputs), inputs, upstream)
 
 
 if __name__ == "__main__":

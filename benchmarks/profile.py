@@ -1,10 +1,10 @@
-"""Shows which kernels the time of keras_vit goes to, by TensorFlow's profiler.
+"""Prints the time of keras_vit in each kernel, by TensorFlow's profiler.
 
     python -m benchmarks.profile
     python -m benchmarks.profile --task training --variant S/16 --batch 16
 
-Kernels may run at the same time on several threads, so their sum can be more than the time of a
-run. "XLA loop" are the element-wise loops that XLA compiles.
+Kernels may run at the same time on several threads, so their sum may exceed the time of a run.
+"XLA loop" is all element-wise loops that XLA compiles.
 """
 
 import collections
@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.cases import PRECISIONS, Case, case_parser
 from benchmarks.keras_runs import import_framework, make_run
 
-# Kernels are named "where in the model:kind"; all else is the runtime's own, but for one.
+# Events of kernels are named "place in the model:kind"; only that of XLA's loops is not.
 _KERNEL = re.compile(r"[^:]+:(\w+)")
 _LOOP = "CpuExecutable::ExecuteAsyncOnStream"
 _RUNS = 3
@@ -39,23 +39,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         seconds = _profile(case, Path(folder))
         milliseconds, calls = _kernels(next(Path(folder).rglob("*.xplane.pb")))
     print(f"{case}: {seconds * 1e3:.0f} ms a run, of which ms in each kernel")
-    for name, spent in milliseconds.most_common(20):
-        share = spent / sum(milliseconds.values())
-        print(f"{name:32}{spent / _RUNS:>9.1f}{share:>7.1%}{calls[name] // _RUNS:>7} calls")
+    for name, total in milliseconds.most_common(20):
+        share = total / sum(milliseconds.values())
+        print(f"{name:32}{total / _RUNS:>9.1f}{share:>7.1%}{calls[name] // _RUNS:>7} calls")
 
 
 def _profile(case: Case, folder: Path) -> float:
-    """Returns the seconds of a run; leaves the profile in the folder."""
+    """Returns the seconds of a run, and writes the profile into the folder."""
     import tensorflow as tf
 
     run = make_run("keras_vit", case, folder)
     run()
     run()
     with tf.profiler.experimental.Profile(str(folder)):
-        begun = time.perf_counter()
+        start = time.perf_counter()
         for _ in range(_RUNS):
             run()
-        return (time.perf_counter() - begun) / _RUNS
+        return (time.perf_counter() - start) / _RUNS
 
 
 def _kernels(path: Path) -> tuple[collections.Counter[str], collections.Counter[str]]:

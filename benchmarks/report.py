@@ -1,4 +1,4 @@
-"""Says what was measured: tables of medians and ratios, a JSON file, a chart."""
+"""Reports measurements: tables of medians and ratios, a JSON file, a chart."""
 
 import dataclasses
 import json
@@ -13,8 +13,8 @@ from benchmarks.measuring import Measured
 Figures = Mapping[Case, Mapping[str, Measured]]
 
 
-def show(case: Case, measured: Mapping[str, Measured], *, peak: float) -> None:
-    """Prints the table of a case; ratios are medians over turns, beside the first contender."""
+def print_case(case: Case, measured: Mapping[str, Measured], *, peak: float) -> None:
+    """Prints the table of a case, with ratios to the first contender."""
     if not measured:
         return
     first = next(iter(measured.values()))
@@ -34,40 +34,42 @@ def show(case: Case, measured: Mapping[str, Measured], *, peak: float) -> None:
             print(f"{'':44}of which after the imports: {statistics.median(each.loading):.2f} s")
 
 
-def show_targets(figures: Figures, targets: Sequence[Target]) -> None:
-    """Prints whether each target was reached."""
+def print_targets(figures: Figures, targets: Sequence[Target]) -> None:
+    """Prints each target with its ratio, and whether it is reached."""
     print("\ntargets (at least)")
     for target in targets:
-        found = ratio(figures, target)
-        verdict = "not measured" if found is None else "yes" if found >= target.ratio else "NO"
+        measured = ratio(figures, target)
+        verdict = (
+            "not measured" if measured is None else "yes" if measured >= target.ratio else "NO"
+        )
         line = f"{target.ours} / {' or '.join(target.peers)}, {target.figure}: {target.case}"
-        shown = "" if found is None else f"{found:.2f} "
-        print(f"  {shown:>5}of {target.ratio:.2f}  {verdict:12}  {line}")
+        text = "" if measured is None else f"{measured:.2f} "
+        print(f"  {text:>5}of {target.ratio:.2f}  {verdict:12}  {line}")
 
 
 def ratio(figures: Figures, target: Target) -> float | None:
-    """Returns how far ours is above the best peer's figure; None without one of them."""
+    """Returns the ratio of our figure to the best peer's; None if either is missing."""
     ours = figures.get(target.case, {}).get(target.ours)
     peers = figures.get(target.case, {})
     known = [peers[name] for name in target.peers if name in peers]
     if ours is None or not known:
         return None
     if target.figure != "speed":
-        # Weights, gradients and momentum are there whatever is kept for the gradient.
+        # Weights, gradients and momentum, whatever activations the gradient needs.
         fixed = 3 * target.case.weights_mib if target.figure == "activations" else 0.0
-        grown = min(peer.peak - peer.imported for peer in known)
-        return (grown - fixed) / (ours.peak - ours.imported - fixed)
+        least = min(peer.peak - peer.imported for peer in known)
+        return (least - fixed) / (ours.peak - ours.imported - fixed)
     return min(speed_ratio(ours, peer) for peer in known)
 
 
 def speed_ratio(one: Measured, other: Measured) -> float:
-    """Returns how many times as fast one is: the median over turns."""
+    """Returns how many times as fast as the other one is: the median over the turns."""
     pairs = zip(other.seconds, one.seconds, strict=True)
     return statistics.median(theirs / ours for theirs, ours in pairs)
 
 
 def write_json(path: Path, about: dict[str, Any], figures: Figures) -> None:
-    """Writes every turn of every contender."""
+    """Writes the figures of every turn of every contender."""
     cases = [
         {
             "case": dataclasses.asdict(case),
@@ -80,7 +82,7 @@ def write_json(path: Path, about: dict[str, Any], figures: Figures) -> None:
 
 
 def write_chart(path: Path, figures: Figures) -> None:
-    """Draws images per second, and memory, of each contender over the field that varies.
+    """Draws images per second and memory of each contender over the field that varies.
 
     Raises:
         ImportError: matplotlib is not installed.

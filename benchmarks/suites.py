@@ -1,4 +1,4 @@
-"""The suites: targets to reach, and the cases that they need."""
+"""The suites of targets, and their cases."""
 
 from benchmarks.cases import Case, Target
 

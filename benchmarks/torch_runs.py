@@ -12,7 +12,7 @@ Run = Callable[[], Any]
 
 
 def import_framework(name: str) -> None:
-    """Imports what the contender is made of."""
+    """Imports the contender."""
     import torch  # noqa: F401
 
     if name == "Hugging Face":
@@ -33,7 +33,7 @@ def version(name: str) -> str:
 
 
 def make_run(name: str, case: Case, folder: Path) -> Run:
-    """Returns what runs the case once."""
+    """Returns a function that runs the case once."""
     import torch
 
     model, images = make_model(name, case), images_of(case)
@@ -52,12 +52,12 @@ def make_run(name: str, case: Case, folder: Path) -> Run:
 
 
 def finish(result: Any) -> None:
-    """Waits until a run has ended."""
+    """Waits until a run ends."""
     result.detach().float().cpu().numpy()
 
 
 def peak() -> float | None:
-    """Returns the highest memory of the accelerator in MiB; None without one."""
+    """Returns the peak memory of the accelerator in MiB; None without one."""
     import torch
 
     return torch.cuda.max_memory_allocated() / 2**20 if torch.cuda.is_available() else None
@@ -92,7 +92,7 @@ def images_of(case: Case) -> Any:
 
 
 def write_weights(name: str, case: Case, folder: Path) -> None:
-    """Writes the file that the cold start reads."""
+    """Writes the file that a cold start reads."""
     if name == "Hugging Face":
         make_model(name, case).save_pretrained(folder / "hugging_face")
         return

@@ -1,11 +1,11 @@
-"""Times loading ViT-L/16 from a local file, beside timm and Hugging Face transformers.
+"""Times loading ViT-L/16 from a local file, in keras_vit, timm and transformers.
 
     python -m benchmarks.weights --rounds 5 --peers-python path/to/python
 
-Each loading is a process of its own; the contenders take turns. "load" runs from the call until
-every weight has been read once, because a memory-mapped file is not loaded before that; "process"
-from the start of Python. Memory is the process's peak above what the imports left. "keras_vit,
-building alone" reads no file: it makes the layers and variables, and leaves their memory as it is.
+Each load is a process of its own; the contenders take turns. "load" is the time from the call until
+every weight is read once, because a memory-mapped file is not loaded before; "process" is the time
+from the start of Python. Memory is the process's peak above that of the imports. "keras_vit,
+building alone" reads no file: it makes the layers and variables with uninitialised values.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from pathlib import Path
 
 MEASURE = """
 import json, sys, time
-begun = time.perf_counter()
+start = time.perf_counter()
 def memory(key):
     lines = open("/proc/self/status").read().splitlines()
     return int(next(line for line in lines if line.startswith(key)).split()[1]) / 1024
@@ -27,7 +27,7 @@ imported, baseline = time.perf_counter(), memory("VmHWM")
 path = sys.argv[1]
 {load}
 loaded = time.perf_counter()
-print(json.dumps(dict(imports=imported - begun, load=loaded - imported, process=loaded - begun,
+print(json.dumps(dict(imports=imported - start, load=loaded - imported, process=loaded - start,
                       memory=memory("VmHWM") - baseline, version={version})))
 """
 
@@ -74,7 +74,7 @@ import sys, keras_vit
 keras_vit.weights.save_npz(keras_vit.VisionTransformer(keras_vit.variant("L/16")), sys.argv[1])
 """
 
-# The peers write the same architecture in their own layouts.
+# The peers write the same network in their own layouts.
 WRITE_PEERS = """
 import sys, timm, safetensors.torch, transformers
 folder = sys.argv[1]
@@ -87,7 +87,7 @@ transformers.ViTForImageClassification(config).save_pretrained(folder + "/transf
 
 
 def main() -> None:
-    """Writes the files, takes turns, prints the table and the ratios."""
+    """Writes the files, measures, and prints the table and the ratios."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5, help="turns of each (default: 5)")
     parser.add_argument(
@@ -109,26 +109,26 @@ def main() -> None:
 
 
 def _turn(folder: str, peers_python: str) -> dict[str, dict[str, float]]:
-    measured = {}
+    figures = {}
     for name, (file, imports, load, version) in CONTENDERS.items():
         python = sys.executable if name.startswith("keras_vit") else peers_python
         code = MEASURE.format(imports=imports, load=load, version=version)
-        measured[name] = json.loads(_run(python, code, f"{folder}/{file}"))
-    return measured
+        figures[name] = json.loads(_run(python, code, f"{folder}/{file}"))
+    return figures
 
 
 def _run(python: str, code: str, *arguments: str) -> str:
-    done = subprocess.run([python, "-c", code, *arguments], capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{python} failed:\n{done.stderr[-2000:]}")
-    return done.stdout.strip().splitlines()[-1] if done.stdout.strip() else ""
+    process = subprocess.run([python, "-c", code, *arguments], capture_output=True, text=True)
+    if process.returncode:
+        raise SystemExit(f"{python} failed:\n{process.stderr[-2000:]}")
+    return process.stdout.strip().splitlines()[-1] if process.stdout.strip() else ""
 
 
 def _report(rounds: list[dict[str, dict[str, float]]], size: float) -> None:
     print(f"ViT-L/16 from a file of {size:.0f} MiB, medians of {len(rounds)} turns")
     print(f"{'':<34}{'import s':>9}{'load s':>9}{'process s':>10}{'peak MiB':>10}{'/ file':>8}")
     for name in CONTENDERS:
-        turns = [measured[name] for measured in rounds]
+        turns = [figures[name] for figures in rounds]
         values = {
             key: statistics.median(turn[key] for turn in turns)
             for key in ("imports", "load", "process", "memory")

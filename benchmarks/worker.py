@@ -1,7 +1,7 @@
-"""One contender in a process of its own: makes its run, then times it whenever it is asked.
+"""Measures one contender in a process of its own, at the requests of its parent.
 
-The parent writes a line for each run; the answer is a line with the seconds. A cold start is timed
-by the parent, from before the process exists to the line that says that it is ready.
+The parent writes a line for each run, and the worker answers with a line of figures. The parent
+times a cold start itself, from before the start of the process to its answer.
 """
 
 import importlib
@@ -13,23 +13,23 @@ from typing import Any
 
 from benchmarks.cases import CONTENDERS, Case
 
-MARK = "benchmark: "  # what the answers begin with, among whatever else a framework prints
+MARK = "benchmark: "  # begins an answer: frameworks print other lines
 
 
 def main() -> None:
-    """Serves the parent until it closes the pipe."""
+    """Answers the parent until it closes the pipe."""
     name, fields, folder = sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3])
     case = Case(**fields)
     module: Any = importlib.import_module(f"benchmarks.{CONTENDERS[name].module}")
-    if len(sys.argv) > 4:  # write the weights that a cold start will read
+    if len(sys.argv) > 4:  # only write the weights of a cold start
         module.write_weights(name, case, folder)
         return
     module.import_framework(name)
     imported = {"memory": memory("VmRSS"), "version": module.version(name)}
-    begun = time.perf_counter()
+    start = time.perf_counter()
     if case.task == "cold":
         module.first_prediction(name, case, folder)
-        say({**imported, "seconds": time.perf_counter() - begun, "peak": memory("VmHWM")})
+        answer({**imported, "seconds": time.perf_counter() - start, "peak": memory("VmHWM")})
         return
     run = module.make_run(name, case, folder)
     finish, peak = getattr(module, "finish", _nothing), getattr(module, "peak", _nothing)
@@ -40,22 +40,22 @@ def main() -> None:
         finish(result)
 
     turn()
-    say({**imported, "seconds": time.perf_counter() - begun, "peak": peak() or memory("VmHWM")})
+    answer({**imported, "seconds": time.perf_counter() - start, "peak": peak() or memory("VmHWM")})
     for _ in sys.stdin:
-        begun, begun_cpu = time.perf_counter(), time.process_time()
+        start, start_cpu = time.perf_counter(), time.process_time()
         turn()
-        taken = (time.perf_counter() - begun) / case.steps
-        cpu = (time.process_time() - begun_cpu) / case.steps
-        say({"seconds": taken, "cpu": cpu, "peak": peak() or memory("VmHWM")})
+        seconds = (time.perf_counter() - start) / case.steps
+        cpu = (time.process_time() - start_cpu) / case.steps
+        answer({"seconds": seconds, "cpu": cpu, "peak": peak() or memory("VmHWM")})
 
 
 def _nothing(*_: object) -> None:
-    """What a module says that does not compute on an accelerator, or computes nothing later."""
+    """Stands for `finish` and `peak` in modules that have none."""
 
 
-def say(answer: dict[str, Any]) -> None:
-    """Answers the parent."""
-    print(MARK + json.dumps(answer), flush=True)
+def answer(figures: dict[str, Any]) -> None:
+    """Prints an answer for the parent."""
+    print(MARK + json.dumps(figures), flush=True)
 
 
 def memory(key: str) -> float:

@@ -1,1 +1,1 @@
-"""Attacks on what keras_vit reads and writes, each repeatable from a seed."""
+"""Attacks on the files that keras_vit reads and writes, each repeatable from a seed."""

@@ -1,4 +1,4 @@
-"""Carries a campaign out: python -m campaigns NAME --count N --seed S."""
+"""Runs a campaign: python -m campaigns NAME --count N --seed S."""
 
 import argparse
 import pathlib
@@ -11,26 +11,26 @@ import campaigns
 from campaigns import oracle, runner
 
 CORE = ("oracle", "mutations", "runner", "__main__")
-_SHOWN = 20
+_MOST_PRINTED = 20  # failures
 
 
 def names() -> list[str]:
-    """Returns the campaigns that there are."""
+    """Returns the names of the campaigns."""
     return sorted(m.name for m in pkgutil.iter_modules(campaigns.__path__) if m.name not in CORE)
 
 
 def main() -> int:
-    """Runs what the command line asks for; 1 if one case is not fine."""
+    """Runs the campaign of the command line; returns 1 if a case fails."""
     arguments = _parser().parse_args()
     if arguments.case is not None:
-        return _one(arguments.name, seed=arguments.seed, index=arguments.case)
-    told = time.monotonic()
+        return _run_case(arguments.name, seed=arguments.seed, index=arguments.case)
+    last_print = time.monotonic()
 
-    def tell(outcome: runner.Outcome) -> None:
-        nonlocal told
-        if time.monotonic() - told > arguments.every:
-            told = time.monotonic()
-            print(_line(outcome), flush=True)
+    def print_progress(outcome: runner.Outcome) -> None:
+        nonlocal last_print
+        if time.monotonic() - last_print > arguments.every:
+            last_print = time.monotonic()
+            print(_summary(outcome), flush=True)
 
     outcome = runner.run(
         f"campaigns.{arguments.name}",
@@ -38,13 +38,13 @@ def main() -> int:
         seed=arguments.seed,
         first=arguments.first,
         processes=arguments.processes,
-        tell=tell,
+        on_progress=print_progress,
     )
-    for index, verdict in outcome.bad[:_SHOWN]:
+    for index, verdict in outcome.failures[:_MOST_PRINTED]:
         print(f"{verdict.kind} --seed {arguments.seed} --case {index}: {verdict.what}")
         print(f"    {verdict.message[:1000]} ({verdict.seconds:.2f} s, {verdict.megabytes:.0f} MB)")
-    print(_line(outcome))
-    return 0 if outcome.is_fine else 1
+    print(_summary(outcome))
+    return 1 if outcome.failures else 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -54,12 +54,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--first", type=int, default=0, help="number of the first (default: 0)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--every", type=float, default=30.0, help="seconds between two lines")
-    parser.add_argument("--case", type=int, help="carry out this case alone, in this process")
+    parser.add_argument(
+        "--every", type=float, default=30.0, help="seconds between two lines of progress"
+    )
+    parser.add_argument("--case", type=int, help="run this case alone, in this process")
     return parser
 
 
-def _one(name: str, *, seed: int, index: int) -> int:
+def _run_case(name: str, *, seed: int, index: int) -> int:
     with tempfile.TemporaryDirectory() as folder:
         campaign = runner.open_campaign(f"campaigns.{name}", pathlib.Path(folder))
         verdict = oracle.judge(runner.make_case(campaign, seed=seed, index=index))
@@ -67,10 +69,10 @@ def _one(name: str, *, seed: int, index: int) -> int:
     return 0 if verdict.kind in oracle.FINE else 1
 
 
-def _line(outcome: runner.Outcome) -> str:
+def _summary(outcome: runner.Outcome) -> str:
     counts = ", ".join(f"{outcome.counts[kind]:,} {kind}" for kind in oracle.KINDS)
     return (
-        f"{outcome.cases:,} cases in {outcome.passed:,.0f} s: {counts}; "
+        f"{outcome.cases:,} cases in {outcome.elapsed:,.0f} s: {counts}; "
         f"slowest {outcome.seconds:.2f} s, largest {outcome.megabytes:.0f} MB"
     )
 

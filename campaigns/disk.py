@@ -1,9 +1,8 @@
-"""Disks that fail, processes that are killed, two writers, limits: at each operation on files.
+"""Attacks operations on files: failing disks, killed processes, two writers, and limits.
 
-A case changes something that is there already, in a process of its own, and disturbs it once. Then
-the old or the new content must be whole, an error one sentence, and a second try must end as if
-nothing had been. Every 32nd case or so is a whole training; a process is forked for each, so that
-TensorFlow is imported once.
+A case replaces old content with new in a process of its own, with one disturbance. Then the old or
+the new content must be complete, an error must be one sentence, and a second try must succeed. One
+case in 32 or so is a whole training. Processes are forked, so TensorFlow is imported once.
 """
 
 import errno
@@ -29,29 +28,29 @@ from keras_vit.exporting import artefacts
 from keras_vit.training import run
 
 ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES)
-_CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir")
-_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+_CHANGE_EVENTS = ("os.rename", "os.remove", "os.rmdir", "os.mkdir")
+_WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 _SIZE = 3000  # bytes of a file
 _TRAINING_SHARE = 1 / 32
 
 
 class Campaign:
-    """Attacks on what writes files, folders, exports and runs."""
+    """Attacks on the writers of files, folders, exports and runs."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._number = 0
-        self._trained: str | None = None
+        self._undisturbed: str | None = None
 
     def case(self, rng: np.random.Generator) -> oracle.Case:
-        """Draws a task and what disturbs it."""
+        """Chooses a task and its disturbance."""
         if rng.random() < _TRAINING_SHARE:
             return self.training(_draw(rng, operations=160, size=80_000))
         task = (_File, _Folder, _Export, _Run)[rng.integers(4)]
         return self.small(task, _draw(rng, operations=32, size=_SIZE))
 
     def small(self, kind: "type[_File]", trouble: "_Trouble") -> oracle.Case:
-        """A case of one of the tasks that need no TensorFlow."""
+        """Makes a case of a task without TensorFlow."""
         self._number += 1
         task = kind(self._folder / str(self._number))
         return oracle.Case(
@@ -62,17 +61,17 @@ class Campaign:
         )
 
     def training(self, trouble: "_Trouble") -> oracle.Case:
-        """A case of a training, that is resumed."""
+        """Makes a case of a training, which is then resumed."""
         self._number += 1
-        if self._trained is None:
+        if self._undisturbed is None:
             task = _Training(self._folder / "sound")
             _in_child(task.work)
-            self._trained = task.found()
+            self._undisturbed = task.content()
         task = _Training(self._folder / str(self._number))
         return oracle.Case(
             what=f"training: {trouble.what}",
             act=lambda: _disturbed(task, trouble),
-            sound=self._trained,
+            sound=self._undisturbed,
             names=(str(task.folder),),
             seconds=30,
         )
@@ -94,13 +93,13 @@ class _File:
         with atomic.whole_file(self.path) as temporary:
             temporary.write_text("new" * _SIZE)
 
-    def found(self) -> str:
-        """ "old" or "new" where it is whole, and nothing lies about."""
+    def content(self) -> str:
+        """Returns "old" or "new" if the content is complete, otherwise a description."""
         text = self.path.read_text() if self.path.exists() else "nothing"
-        whole = {kind * _SIZE: kind for kind in ("old", "new")}
-        return whole.get(text, f"{len(text)} characters")
+        versions = {kind * _SIZE: kind for kind in ("old", "new")}
+        return versions.get(text, f"{len(text)} characters")
 
-    def litter(self) -> list[str]:
+    def leftovers(self) -> list[str]:
         return sorted(_names(self.folder) - {self.path.name})
 
 
@@ -118,12 +117,12 @@ class _Folder(_File):
                     self._fill(stage, "new")
                 atomic.publish(stage, self.path)
 
-    def found(self) -> str:
+    def content(self) -> str:
         if not self.path.is_dir():
             return "nothing"
         texts = {file.read_text() for file in self.path.iterdir()}
-        whole = texts in ({"old" * _SIZE}, {"new" * _SIZE}) and len(_names(self.path)) == 3
-        return texts.pop()[:3] if whole else f"{_names(self.path)}"
+        is_complete = texts in ({"old" * _SIZE}, {"new" * _SIZE}) and len(_names(self.path)) == 3
+        return texts.pop()[:3] if is_complete else f"{_names(self.path)}"
 
     def _fill(self, folder: Path, content: str) -> None:
         folder.mkdir(exist_ok=True)
@@ -132,7 +131,7 @@ class _Folder(_File):
 
 
 class _Run(_Folder):
-    """A run that takes another's place, as a training ends."""
+    """A run that replaces another at the end of a training."""
 
     def work(self) -> None:
         with run.hold(self.path):
@@ -148,7 +147,7 @@ class _Run(_Folder):
 
 
 class _Export(_Folder):
-    """A version of two artefacts beside older ones."""
+    """A new version of two artefacts beside an old one."""
 
     def put_old(self) -> None:
         self._fill_all(self.path / "tflite" / "1", self.path / "1", "old")
@@ -161,21 +160,20 @@ class _Export(_Folder):
             moves = {stage / "tflite": self.path / "tflite" / number}
             artefacts.publish({**moves, stage / "model": self.path / number})
 
-    def found(self) -> str:
-        """The last version, where all are whole and the first is the old one."""
+    def content(self) -> str:
+        """Returns the content of the last version if all versions are complete."""
         texts: dict[Path, list[str]] = {}
         for file in self.path.rglob("*.*"):
             if not any(part.startswith(".") for part in file.relative_to(self.path).parts):
                 texts.setdefault(file.parent, []).append(file.read_text())
-        for folder, content in texts.items():
-            if len(content) != 3 or len(set(content)) != 1 or len(content[0]) != 3 * _SIZE:
-                return f"{folder} is not whole"
+        for folder, files in texts.items():
+            if len(files) != 3 or len(set(files)) != 1 or len(files[0]) != 3 * _SIZE:
+                return f"{folder} is not complete"
         last = max(int(name) for name in _names(self.path) if name.isdecimal())
         return texts[self.path / str(last)][0][:3]
 
-    def litter(self) -> list[str]:
-        found = (name for name in _names(self.path) if not name.isdecimal())
-        return sorted(set(found) - {"tflite"})
+    def leftovers(self) -> list[str]:
+        return sorted(name for name in _names(self.path) - {"tflite"} if not name.isdecimal())
 
     def _fill_all(self, first: Path, second: Path, content: str) -> None:
         for folder in (first, second):
@@ -184,7 +182,7 @@ class _Export(_Folder):
 
 
 class _Training(_File):
-    """A training of four steps that is measured, and resumed."""
+    """A training of four steps, with a file of metrics, which is then resumed."""
 
     def put_old(self) -> None:
         self.path = self.folder / "run"
@@ -217,7 +215,7 @@ class _Training(_File):
             on_event=measure,
         )
 
-    def found(self) -> str:
+    def content(self) -> str:
         if not run.is_run(self.path):
             return "old"
         if (self.path / run.METRICS).read_text() != "measured":
@@ -230,38 +228,39 @@ class _Training(_File):
 
 
 def _arrays(file: Path) -> dict[str, bytes]:
-    found: dict[str, bytes] = {}
+    arrays: dict[str, bytes] = {}
 
-    def keep(name: str, item: Any) -> None:
+    def add(name: str, item: Any) -> None:
         if isinstance(item, h5py.Dataset):
-            found[name] = np.asarray(item).tobytes()
+            arrays[name] = np.asarray(item).tobytes()
 
     with (
         zipfile.ZipFile(file) as archive,
         archive.open("model.weights.h5") as stream,
         h5py.File(stream, "r") as weights,
     ):
-        weights.visititems(keep)
-    return found
+        weights.visititems(add)
+    return arrays
 
 
 class _Trouble:
-    """What happens to a process: an error or SIGKILL at an operation, a limit, or another one.
+    """A disturbance: an error or SIGKILL at an operation, a limit, or a second process.
 
     Args:
-        kind: "error", "full" (errors from there on), "kill", "size", "files" or "two".
-        number: the operation from 1, or the limit.
+        kind: "error" at one operation; "full", errors from one operation on; "kill"; "size" and
+            "files", the limits of a file and of open files; "two" processes at once.
+        number: the operation, from 1, or the limit.
         error: the error's number.
         can_swap: whether the system can swap two names.
     """
 
     def __init__(self, kind: str, number: int, error: int = 0, *, can_swap: bool = True) -> None:
         self.kind, self.number, self.error, self.can_swap = kind, number, error, can_swap
-        said = f" {errno.errorcode[error]}" if error else ""
-        self.what = f"{kind}{said} at {number}" + ("" if can_swap else ", names not swapped")
+        code = f" {errno.errorcode[error]}" if error else ""
+        self.what = f"{kind}{code} at {number}" + ("" if can_swap else ", names not swapped")
 
     def begin(self, folder: Path) -> None:
-        """Sets it up in this process."""
+        """Starts the disturbance of this process."""
         if not self.can_swap:
             atomic._swap = lambda first, second: False
         if self.kind == "size":
@@ -276,7 +275,7 @@ class _Trouble:
         fsync, swap = os.fsync, atomic._swap
 
         def hook(event: str, arguments: tuple[Any, ...]) -> None:
-            is_change = event in _CHANGES or (event == "open" and arguments[2] & _WRITING)
+            is_change = event in _CHANGE_EVENTS or (event == "open" and arguments[2] & _WRITE_FLAGS)
             if is_change and _is_inside(arguments[0], folder):
                 self._strike()
 
@@ -306,7 +305,7 @@ def _limit(kind: int, number: int) -> None:
 def _is_inside(path: Any, folder: Path) -> bool:
     if not isinstance(path, str | Path):
         return False
-    # What is removed by its name in an open folder has a relative one.
+    # Operations relative to an open folder have relative paths.
     return Path(path).is_relative_to(folder) or not Path(path).is_absolute()
 
 
@@ -314,7 +313,7 @@ def _names(folder: Path) -> set[str]:
     return {entry.name for entry in folder.iterdir()}
 
 
-# How many operations on files each task has, at most.
+# The most operations on files of each task.
 _OPERATIONS: dict[type[_File], int] = {_File: 8, _Folder: 22, _Export: 32, _Run: 24}
 
 
@@ -328,24 +327,24 @@ def _draw(rng: np.random.Generator, *, operations: int, size: int) -> _Trouble:
 
 
 def _disturbed(task: _File, trouble: _Trouble) -> str:
-    """Works with trouble and again without; returns what is found at the end."""
-    told = [_told(task, trouble) for _ in range(2 if trouble.kind == "two" else 1)]
-    said = [json.loads(answer()) for answer in told]
-    if trouble.kind == "two" and all("error" in each for each in said):
-        raise RuntimeError(f"both failed: {said}")
-    for each in said:
-        if not each.get("clear", True):
-            raise RuntimeError(f"unclear: {each['error']}")
-    after = task.found()
-    if after == "nothing" and not trouble.can_swap and trouble.kind in ("kill", "full"):
-        after = "old"  # which the next start puts back
-    if after not in ("old", "new") and not isinstance(task, _Training):
-        raise RuntimeError(f"not whole after the trouble: {after}")
+    """Runs a task with trouble and again without; returns the content at the end."""
+    waits = [_start(task, trouble) for _ in range(2 if trouble.kind == "two" else 1)]
+    reports = [json.loads(wait()) for wait in waits]
+    if trouble.kind == "two" and all("error" in report for report in reports):
+        raise RuntimeError(f"both failed: {reports}")
+    for report in reports:
+        if not report.get("clear", True):
+            raise RuntimeError(f"unclear: {report['error']}")
+    content = task.content()
+    if content == "nothing" and not trouble.can_swap and trouble.kind in ("kill", "full"):
+        content = "old"  # the next start restores it
+    if content not in ("old", "new") and not isinstance(task, _Training):
+        raise RuntimeError(f"not complete after the trouble: {content}")
     if not isinstance(task, _Training) or not run.is_run(task.path) or trouble.kind != "two":
         _in_child(task.work)
-    if task.litter():
-        raise RuntimeError(f"left over: {task.litter()}")
-    return task.found()
+    if task.leftovers():
+        raise RuntimeError(f"left over: {task.leftovers()}")
+    return task.content()
 
 
 def _in_child(work: Callable[[], None]) -> None:
@@ -368,19 +367,19 @@ def _fork(work: Callable[[], None]) -> int:
         os._exit(code)
 
 
-def _told(task: _File, trouble: _Trouble) -> Callable[[], str]:
-    """Starts the work with trouble, and returns what waits for what it says, as JSON."""
+def _start(task: _File, trouble: _Trouble) -> Callable[[], str]:
+    """Starts a task with trouble; returns a function that waits for its report, as JSON."""
     reading, writing = os.pipe()
 
     def work() -> None:
-        answer: dict[str, Any] = {}
+        report: dict[str, Any] = {}
         try:
             trouble.begin(task.folder)
             task.work()
         except Exception as error:
-            answer["error"] = f"{type(error).__name__}: {error} [{oracle._raised_in(error)}]"
-            answer["clear"] = oracle._is_clear(error, (str(task.folder),))
-        os.write(writing, json.dumps(answer).encode())
+            report["error"] = f"{type(error).__name__}: {error} [{oracle._raised_in(error)}]"
+            report["clear"] = oracle._is_clear(error, (str(task.folder),))
+        os.write(writing, json.dumps(report).encode())
 
     pid = _fork(work)
     os.close(writing)
@@ -395,7 +394,7 @@ def _told(task: _File, trouble: _Trouble) -> Callable[[], str]:
 
 
 def drawn_cases(campaign: Campaign) -> Iterator[oracle.Case]:
-    """Gives three dozen small cases, as the campaign draws them."""
+    """Yields three dozen small cases like those of the campaign."""
     for index in range(36):
         task = (_File, _Folder, _Export, _Run)[index % 4]
         trouble = _draw(np.random.default_rng(index), operations=32, size=_SIZE)
@@ -403,14 +402,14 @@ def drawn_cases(campaign: Campaign) -> Iterator[oracle.Case]:
 
 
 def training_cases(campaign: Campaign) -> Iterator[oracle.Case]:
-    """Gives trainings: killed, on a disk that becomes read-only, and beside another one."""
+    """Yields trainings: killed, on a disk that becomes read-only, and beside another one."""
     yield campaign.training(_Trouble("kill", 40))
     yield campaign.training(_Trouble("full", 100, errno.EROFS))
     yield campaign.training(_Trouble("two", 1))
 
 
 def every_case(campaign: Campaign) -> Iterator[oracle.Case]:
-    """Gives a small case for each operation of each task, killed and failing."""
+    """Yields small cases: each operation of each task, killed and failing, and each limit."""
     for task, last in _OPERATIONS.items():
         for can_swap in (True, False):
             for number in range(1, last + 1):

@@ -1,4 +1,4 @@
-"""Attacks on `fetch`: a real server with status, headers, bodies, cuts, stalls and redirects."""
+"""Attacks `fetch` from a server: odd status, headers, bodies, redirects, breaks and stalls."""
 
 import functools
 import hashlib
@@ -19,7 +19,7 @@ from campaigns.mutations import mutate
 from keras_vit.weights import download, transfer
 
 _SECRET = "hunter2"
-_WINDOW = 0.15  # seconds for what a user waits a minute for
+_WINDOW = 0.15  # seconds, in place of the minute that users wait
 _JUNK = (
     b"<!DOCTYPE html><html>Sign in</html>",
     b'{"error": "Repository not found"}',
@@ -60,7 +60,7 @@ _HEADERS = {
 
 
 class Campaign:
-    """Sound files of four formats, and a server whose next answers each case decides."""
+    """Undamaged files of four formats, and a server that each case gives its next answers."""
 
     def __init__(self, folder: Path) -> None:
         logging.getLogger("keras_vit.weights").setLevel(logging.CRITICAL)
@@ -75,32 +75,32 @@ class Campaign:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def case(self, rng: np.random.Generator) -> oracle.Case:
-        """Makes a server that is hostile in its first answers, or for ever."""
+        """Makes a server with one to three hostile answers, or eight times as many."""
         name = sorted(self._sound)[rng.integers(len(self._sound))]
         content = self._sound[name]
-        answers, done = [], []
+        answers, descriptions = [], []
         for _ in range(rng.integers(1, 4)):
             attack = _ATTACKS[rng.integers(len(_ATTACKS))]
             answer, what = attack(content, rng)
             answers.append(answer)
-            done.append(what)
-        is_lasting = bool(rng.integers(2))
-        if is_lasting:
+            descriptions.append(what)
+        is_repeated = bool(rng.integers(2))
+        if is_repeated:
             answers *= 8
         query = "" if rng.integers(2) else f"?token={_SECRET}"
         digest = hashlib.sha256(content).hexdigest()
-        knows = bool(rng.integers(2))
-        has_checksum = knows or name.endswith(".npz")
+        has_digest = bool(rng.integers(2))
+        has_checksum = has_digest or name.endswith(".npz")
         return oracle.Case(
-            what=f"{name}: {'; '.join(done)}{' for ever' if is_lasting else ''}",
-            act=functools.partial(self._act, name, query, answers, digest if knows else None),
+            what=f"{name}: {'; '.join(descriptions)}{', repeated' if is_repeated else ''}",
+            act=functools.partial(self._act, name, query, answers, digest if has_digest else None),
             sound=self._digests[name],
             names=(name,),
             has_checksum=has_checksum,
         )
 
     def _act(self, name: str, query: str, answers: list["_Answer"], sha256: str | None) -> str:
-        """Downloads, and holds what a server may never reach: other files, and the secret."""
+        """Downloads; raises if a server reaches other files or the secret is in an error."""
         shutil.rmtree(self._cache, ignore_errors=True)
         self._server.answers = list(answers)
         self._server.content = self._sound[name]
@@ -108,18 +108,18 @@ class Campaign:
         try:
             path = download.fetch(url, sha256=sha256, progress=False, wait=lambda _: None)
         except Exception as error:
-            if _SECRET in repr(error) or _SECRET.encode() in self._kept_text():
-                raise RuntimeError(f"the secret of the address is told: {error}") from None
+            if _SECRET in repr(error) or _SECRET.encode() in self._cached_text():
+                raise RuntimeError(f"the secret of the address is disclosed: {error}") from None
             if any(file.name == name for file in self._cache.rglob("*")):
-                raise RuntimeError(f"{name} is kept after an error: {error}") from None
+                raise RuntimeError(f"{name} is in the cache after an error: {error}") from None
             raise
         if not path.is_relative_to(self._cache):
-            raise RuntimeError(f"{path} is outside of the cache")
+            raise RuntimeError(f"{path} is outside the cache")
         if sha256 is not None and hashlib.sha256(path.read_bytes()).hexdigest() != sha256:
-            raise RuntimeError(f"{path} does not have the SHA-256 that was asked for")
+            raise RuntimeError(f"{path} does not have the given SHA-256")
         return _digest(path)
 
-    def _kept_text(self) -> bytes:
+    def _cached_text(self) -> bytes:
         return b"".join(
             file.read_bytes() + file.name.encode()
             for file in self._cache.rglob("*")
@@ -128,10 +128,13 @@ class Campaign:
 
 
 class _Answer:
-    """What the server sends: bytes, or a redirect made of its own address; then a drip, or not."""
+    """The bytes that the server sends, with its own addresses in place of {self} and {sound}.
 
-    def __init__(self, sent: bytes, *, drip: bytes = b"", rest: bool = False) -> None:
-        self.sent, self.drip, self.rest = sent, drip, rest
+    Then it sends `drip` again and again, slowly.
+    """
+
+    def __init__(self, content: bytes, *, drip: bytes = b"") -> None:
+        self.content, self.drip = content, drip
 
 
 class _Server(http.server.ThreadingHTTPServer):
@@ -144,7 +147,7 @@ class _Server(http.server.ThreadingHTTPServer):
         self.content = b""
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A client that goes away is what is wanted."""
+        """Ignores clients that close the connection, as they should."""
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -160,13 +163,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return
         own = f"{self.server.url}{self.path}".encode()
         sound = f"{self.server.url}/sound".encode()
-        self.wfile.write(answer.sent.replace(b"{self}", own).replace(b"{sound}", sound))
+        self.wfile.write(answer.content.replace(b"{self}", own).replace(b"{sound}", sound))
         for _ in range(int(10 * _WINDOW / 0.02) if answer.drip else 0):
             self.wfile.write(answer.drip)
             time.sleep(0.02)
 
     def _send_sound(self) -> None:
-        """Sends the sound file, or its rest where a range was asked for."""
+        """Sends the undamaged file, or the requested range of it."""
         content = self.server.content
         start = int(self.headers.get("Range", "bytes=0-")[6:-1])
         tag = hashlib.md5(content, usedforsecurity=False).hexdigest()
@@ -221,10 +224,10 @@ def _redirect(content: bytes, rng: np.random.Generator) -> tuple[_Answer, str]:
 
 
 def _cut(content: bytes, rng: np.random.Generator) -> tuple[_Answer, str]:
-    upto = int(rng.integers(len(content)))
+    length = int(rng.integers(len(content)))
     tag = hashlib.md5(content, usedforsecurity=False).hexdigest()
     headers = {**_length(content), "ETag": f'"{tag}"'}
-    return _answer("200 OK", headers, content[:upto]), f"cut at {upto}"
+    return _answer("200 OK", headers, content[:length]), f"cut at {length}"
 
 
 def _excess(content: bytes, rng: np.random.Generator) -> tuple[_Answer, str]:
@@ -234,7 +237,7 @@ def _excess(content: bytes, rng: np.random.Generator) -> tuple[_Answer, str]:
 
 
 def _raw(content: bytes, rng: np.random.Generator) -> tuple[_Answer, str]:
-    whole = _answer("200 OK", {**_length(content), "ETag": '"a"'}, b"").sent
+    whole = _answer("200 OK", {**_length(content), "ETag": '"a"'}, b"").content
     damaged, what = mutate(whole, rng)
     return _Answer(damaged + content), f"headers: {what}"
 
@@ -248,19 +251,19 @@ def _chunks(content: bytes, rng: np.random.Generator) -> tuple[_Answer, str]:
 
 
 def _drip(content: bytes, rng: np.random.Generator) -> tuple[_Answer, str]:
-    begins = (b"", b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 99999\r\n\r\n")
+    starts = (b"", b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 99999\r\n\r\n")
     drips = (b"x", b"A: b\r\n", b"HTTP/1.1 100 Continue\r\n\r\n")
-    begin, drip = begins[rng.integers(len(begins))], drips[rng.integers(len(drips))]
-    return _Answer(begin, drip=drip), f"{begin!r}, then {drip!r} now and then"
+    start, drip = starts[rng.integers(len(starts))], drips[rng.integers(len(drips))]
+    return _Answer(start, drip=drip), f"{start!r}, then {drip!r} slowly"
 
 
-# Slow answers take a window each: they are rarer.
-_USUAL = (_damaged, _junk, _status, _header, _redirect, _cut, _excess, _raw, _chunks)
-_ATTACKS = (*4 * _USUAL, _drip)
+# Slow answers take a whole window, so they are rarer.
+_FAST = (_damaged, _junk, _status, _header, _redirect, _cut, _excess, _raw, _chunks)
+_ATTACKS = (*4 * _FAST, _drip)
 
 
 def _sound_files(folder: Path) -> dict[str, bytes]:
-    """Returns a small file of each format, by name."""
+    """Writes a small file of each format, and returns the contents by name."""
     values = np.arange(3000, dtype=np.float32)
     np.savez(folder / "vit.npz", w=values)
     with h5py.File(folder / "vit.weights.h5", "w") as file:
@@ -277,7 +280,7 @@ def _sound_files(folder: Path) -> dict[str, bytes]:
 
 
 def _digest(path: Path) -> str:
-    """Returns a digest of the arrays of an archive, whose dates may differ, or of a file."""
+    """Returns a digest of a file; of an archive, whose dates may differ, one of its arrays."""
     if path.suffix != ".npz":
         return hashlib.sha256(path.read_bytes()).hexdigest()
     with np.load(path) as arrays:

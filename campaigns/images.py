@@ -1,12 +1,13 @@
 """Attacks images: damaged files of every format, through the command line and the pipelines.
 
-A format of images has few checksums, so that a decoder may make other pixels of a damaged file.
-What must be: prediction and training see the same pixels, or the file is refused by its name.
+Image formats have few checksums, so a decoder may return other pixels for a damaged file.
+Prediction and training must see the same pixels, or refuse the file by its name.
 """
 
 import contextlib
 import hashlib
 import io
+import json
 import struct
 import zlib
 from collections.abc import Callable
@@ -29,10 +30,10 @@ Header = Callable[[bytearray, np.random.Generator], str]
 
 
 class Campaign:
-    """Damages a picture in a file, and looks at it in the three ways that there are.
+    """Damages an image file, and reads it as prediction, listing and training do.
 
-    One case in twenty goes through `keras-vit predict`, beside a sound picture, which must be
-    predicted all the same.
+    One case in twenty runs `keras-vit predict` on it and an undamaged picture, which must still be
+    predicted.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -45,7 +46,7 @@ class Campaign:
         self._decode = tf.function(
             _try_decode, input_signature=[tf.TensorSpec((), tf.string)], autograph=False
         )
-        self._look(self._beside)  # the first use of a graph takes seconds
+        self._read(self._beside)  # the first use of a graph takes seconds
         self._predict(self._beside)
 
     def case(self, rng: np.random.Generator) -> oracle.Case:
@@ -54,7 +55,7 @@ class Campaign:
         damaged, what = _damaged(name, sound, rng)
         file = self._folder / f"attacked-{name}"
         through_cli = rng.integers(20) == 0
-        act = self._predict if through_cli else self._look
+        act = self._predict if through_cli else self._read
 
         def write_and_act() -> str:
             file.write_bytes(damaged)
@@ -68,42 +69,44 @@ class Campaign:
             has_checksum=damaged == sound and not through_cli,
         )
 
-    def _look(self, file: Path) -> str:
-        """Reads a file as prediction does; listing and training must agree."""
+    def _read(self, file: Path) -> str:
+        """Reads a file as prediction does; listing and training must have the same result."""
         contents = file.read_bytes()
         pixels, is_sound = self._decode(contents)
         if images.is_sound(contents) != bool(is_sound):
-            raise RuntimeError(f"{file.name}: listing and training do not agree")
+            raise RuntimeError(f"{file.name}: listing and training differ")
         try:
             read = images.read_image(file)
         except ValueError:
             if is_sound:
-                raise RuntimeError(f"{file.name}: prediction refuses what is trained on") from None
+                raise RuntimeError(
+                    f"{file.name}: prediction refuses an image of the training"
+                ) from None
             raise
         if not is_sound or _digest(read) != _digest(pixels.numpy()):
-            raise RuntimeError(f"{file.name}: prediction and training see other pixels")
+            raise RuntimeError(f"{file.name}: prediction and training see different pixels")
         return _digest(read)
 
     def _predict(self, file: Path) -> str:
-        """Predicts a file and a sound one; the error on the terminal is raised again."""
+        """Predicts a file and an undamaged one; raises the error that the terminal shows."""
         out, err = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             code = main(["predict", str(self._run), str(file), str(self._beside), "--json"])
         lines = out.getvalue().splitlines()
         if not any(str(self._beside) in line for line in lines):
-            raise RuntimeError(f"{file.name}: the picture beside was not predicted")
+            raise RuntimeError(f"{file.name}: the undamaged picture was not predicted")
         if code:
-            images.read_image(file)  # raises what the terminal showed
-            raise RuntimeError(f"{file.name}: the exit code is {code}, and the file can be read")
+            images.read_image(file)  # raises the error of the terminal
+            raise RuntimeError(f"{file.name}: the exit code is {code}, but the file can be read")
         return _digest(np.frombuffer("".join(lines).encode(), np.uint8))
 
 
 def _try_decode(contents: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Decodes as training does, whose datasets go on after an error."""
+    """Decodes as training does, whose datasets skip errors."""
     black = tf.data.Dataset.from_tensors((tf.zeros((0, 0, 3), tf.uint8), False))
-    one = tf.data.Dataset.from_tensors(contents).map(lambda x: (decoding.decode_image(x), True))
-    loaded = one.ignore_errors(log_warning=False).concatenate(black).take(1)
-    pixels, is_sound = loaded.get_single_element()
+    image = tf.data.Dataset.from_tensors(contents).map(lambda x: (decoding.decode_image(x), True))
+    first = image.ignore_errors(log_warning=False).concatenate(black).take(1)
+    pixels, is_sound = first.get_single_element()
     return pixels, is_sound
 
 
@@ -148,7 +151,7 @@ def _saved(picture: Image.Image, form: str, **options: object) -> bytes:
 
 
 def _interlaced(grey: np.ndarray) -> bytes:
-    """A PNG in the seven passes of Adam7, which Pillow does not write."""
+    """Encodes a PNG in the seven passes of Adam7, which Pillow does not write."""
     passes = ((0, 0, 8, 8), (0, 4, 8, 8), (4, 0, 8, 4), (0, 2, 4, 4), (2, 0, 4, 2), (0, 1, 2, 2))
     rows = [
         b"\0" + row.tobytes()
@@ -165,11 +168,11 @@ def _chunk(name: bytes, data: bytes) -> bytes:
 
 
 def _damaged(name: str, sound: bytes, rng: np.random.Generator) -> tuple[bytes, str]:
-    """Returns a file damaged anywhere, or in its sizes, or now and then as it was."""
-    way = rng.integers(10)
-    if way == 0:
-        return sound, "as it was"
-    if way < 5:
+    """Returns a file with random damage or with a damaged header, or the file itself."""
+    choice = rng.integers(10)
+    if choice == 0:
+        return sound, "undamaged"
+    if choice < 5:
         content = bytearray(sound)
         what = _HEADERS[name.rsplit(".", 1)[1]](content, rng)
         return bytes(content), what
@@ -183,7 +186,7 @@ def _side(rng: np.random.Generator) -> int:
 
 
 def _png_header(content: bytearray, rng: np.random.Generator) -> str:
-    """Other fields in IHDR, under a checksum that is right."""
+    """Changes the fields of IHDR and corrects their checksum."""
     width, height = _side(rng), _side(rng)
     content[16:24] = struct.pack(">II", width, height)
     if rng.integers(2):
@@ -232,7 +235,7 @@ _HEADERS: dict[str, Header] = {
 
 
 def _write_run(folder: Path) -> Path:
-    """Makes what `predict` needs of a run: a tiny model with two classes."""
+    """Makes the files of a run that `predict` needs: a tiny model with two classes."""
     keras.utils.set_random_seed(0)
     config = keras_vit.ViTConfig(
         input_shape=(16, 16, 3),
@@ -248,9 +251,7 @@ def _write_run(folder: Path) -> Path:
 
 
 def run_folder(folder: Path, model: keras_vit.VisionTransformer, *, labels: list[str]) -> Path:
-    """Writes a run directory with randomised weights, as training leaves one."""
-    import json
-
+    """Writes a run directory with random weights, like the result of a training."""
     rng = np.random.default_rng(0)
     for variable in model.trainable_variables:
         variable.assign(rng.normal(0, 0.3, variable.shape))

@@ -1,34 +1,33 @@
-"""Damages bytes: as disks and networks do, and as someone does who knows the format."""
+"""Damages bytes at random, as disks and networks do, and with extreme integers."""
 
 import numpy as np
 
-# Integers that overflow, wrap or ask for too much, in each width.
+# Integers that overflow, wrap around or are too large, in each width.
 _EXTREME = (0, 1, 0x7F, 0x80, 0xFF, 0x7FFF, 0x8000, 0xFFFF, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1)
-_HEAD = 512  # bytes at the front, where headers lie
+_HEAD = 512  # bytes at the front and at the end, where most formats have headers
 
 
 def mutate(content: bytes, rng: np.random.Generator) -> tuple[bytes, str]:
-    """Returns the content damaged one to three times, and what was done, in words.
+    """Returns the content with one to three damages, and their description.
 
-    Half of the places are among the first and last 512 bytes, where most formats describe
-    themselves.
+    Half of the damages are within the first and last 512 bytes.
     """
     damaged = bytearray(content)
-    done = []
+    descriptions = []
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
-        done.append(_KINDS[rng.integers(len(_KINDS))](damaged, rng))
-    return bytes(damaged), ", ".join(done)
+        descriptions.append(_DAMAGES[rng.integers(len(_DAMAGES))](damaged, rng))
+    return bytes(damaged), ", ".join(descriptions)
 
 
 def _place(content: bytearray, rng: np.random.Generator) -> int:
     if not content:
         return 0
-    near = min(_HEAD, len(content))
-    where = rng.integers(4)
-    if where == 0:
-        return int(rng.integers(near))
-    if where == 1:
-        return len(content) - 1 - int(rng.integers(near))
+    head = min(_HEAD, len(content))
+    region = rng.integers(4)
+    if region == 0:
+        return int(rng.integers(head))
+    if region == 1:
+        return len(content) - 1 - int(rng.integers(head))
     return int(rng.integers(len(content)))
 
 
@@ -91,4 +90,4 @@ def _repeat(content: bytearray, rng: np.random.Generator) -> str:
     return f"{count} bytes at {place} repeated"
 
 
-_KINDS = (_flip, _flip, _cut, _remove, _insert, _zero, _overwrite, _overwrite, _swap, _repeat)
+_DAMAGES = (_flip, _flip, _cut, _remove, _insert, _zero, _overwrite, _overwrite, _swap, _repeat)

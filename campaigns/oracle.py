@@ -1,4 +1,4 @@
-"""Decides what one attack ended in: this is the one place that says what is right."""
+"""Judges the result of an attack: the only place that defines which results are right."""
 
 import dataclasses
 import os
@@ -11,17 +11,17 @@ from pathlib import Path
 
 import keras_vit
 
-SECONDS = 1.0  # of processor time, as others may be busy too; a refusal takes no longer
-MEGABYTES = 100.0  # nor more memory above what the process held before
+SECONDS = 1.0  # of processor time, which other processes do not change
+MEGABYTES = 100.0  # above the memory of the process before the case
 LONGEST = 600  # characters of an error
 FINE = ("same", "refused", "unseen")
 BAD = ("wrong", "unclear", "slow", "large", "crashed", "hung")
 KINDS = (*FINE, *BAD)
 
 _PACKAGE = str(Path(keras_vit.__file__).parent)
-# Text of others that helps nobody who has a damaged file.
+# Text of other libraries, which does not help a user with a damaged file.
 _FOREIGN = re.compile(r"allow_pickle|Traceback \(most recent|\bat 0x[0-9a-f]+|\x1b|\n.*\n.*\n")
-# What a refusal is: errors that callers of Python catch by these names.
+# The errors that count as a refusal: users of Python catch these classes.
 _REFUSALS = (ValueError, OSError, ImportError, FloatingPointError)
 
 
@@ -30,13 +30,13 @@ class Case:
     """One attack.
 
     Attributes:
-        what: what was done to what, in a line.
-        act: does what a user would, and returns a digest of the bits that came out.
-        sound: the digest of the undamaged original.
-        names: an error must hold one of these, as the name of the file that is at fault.
-        has_checksum: whether the format can see each changed bit. Otherwise other bits may come
-            out, and count as "unseen".
-        seconds: how long it may take, where sound input takes long itself.
+        what: the file and its damage, in one line.
+        act: acts as a user would, and returns a digest of the result.
+        sound: the digest for the undamaged file.
+        names: names of the files that may be at fault; an error must contain one.
+        has_checksum: whether the format detects each changed bit. Otherwise another result counts
+            as "unseen".
+        seconds: limit of the processor time, more than `SECONDS` where undamaged files need it.
     """
 
     what: str
@@ -49,17 +49,17 @@ class Case:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What a case ended in.
+    """The result of a case.
 
     Attributes:
-        kind: one of `KINDS`. "same": the original's bits came out. "refused": a clear error of
-            ours. "unseen": other bits, of a format without checksum. "wrong": other bits.
-            "unclear": an error that is not ours, does not name the file or is too long. "slow" and
-            "large": a case above its limits. "crashed" and "hung" are the runner's.
-        what: the case's own words.
-        message: the error, if there was one.
-        seconds: the processor time it took.
-        megabytes: the most memory it held above what was held before; 0 where that is not known.
+        kind: one of `KINDS`. "same": the result of the undamaged file. "refused": a clear error of
+            keras_vit. "unseen": another result, of a format without checksum. "wrong": another
+            result. "unclear": an error of another library, without the file's name, or too long.
+            "slow" and "large": a case above its limits. The runner adds "crashed" and "hung".
+        what: the case's `what`.
+        message: the error; empty without one.
+        seconds: its processor time.
+        megabytes: its peak memory above that of the process before; 0 where it is unknown.
     """
 
     kind: str
@@ -70,8 +70,8 @@ class Verdict:
 
 
 def judge(case: Case) -> Verdict:
-    """Carries a case out, and decides."""
-    before = _start_peak()
+    """Runs a case and judges its result."""
+    before = _reset_peak()
     start = time.process_time()
     try:
         digest = case.act()
@@ -93,14 +93,14 @@ def judge(case: Case) -> Verdict:
 
 
 def _is_clear(error: Exception, names: tuple[str, ...]) -> bool:
-    ours = isinstance(error, _REFUSALS) and _raised_in(error).startswith(_PACKAGE)
-    return ours and says_enough(str(error), names)
+    is_ours = isinstance(error, _REFUSALS) and _raised_in(error).startswith(_PACKAGE)
+    return is_ours and says_enough(str(error), names)
 
 
 def says_enough(text: str, names: tuple[str, ...]) -> bool:
-    """Whether an error's text names a file that may be at fault, and is short and clean."""
-    named = any(name in text for name in names)
-    return named and len(text) <= LONGEST and not _FOREIGN.search(text)
+    """Whether an error's text names a file at fault, is short, and has no foreign text."""
+    has_name = any(name in text for name in names)
+    return has_name and len(text) <= LONGEST and not _FOREIGN.search(text)
 
 
 def _raised_in(error: Exception) -> str:
@@ -108,8 +108,8 @@ def _raised_in(error: Exception) -> str:
     return f"{frames[-1].filename}:{frames[-1].lineno}"
 
 
-def _start_peak() -> float:
-    """Starts a new highest mark of the process's memory where the system can; returns MB held."""
+def _reset_peak() -> float:
+    """Resets the peak memory of the process where the system can; returns its current MB."""
     try:
         with Path("/proc/self/clear_refs").open("w") as file:
             file.write("5")
@@ -120,7 +120,7 @@ def _start_peak() -> float:
 
 
 def _peak() -> float:
-    """Returns the highest memory of the process in MB, since `_start_peak` or since it began."""
+    """Returns the peak memory of the process in MB, since `_reset_peak` or its start."""
     try:
         with Path("/proc/self/status").open() as file:
             lines = dict(line.split(":", 1) for line in file)

@@ -1,4 +1,4 @@
-"""Carries a campaign out in processes of their own, so that crashes and hangs are seen."""
+"""Runs a campaign in worker processes, so that crashes and hangs are detected."""
 
 import collections
 import dataclasses
@@ -16,57 +16,53 @@ import numpy as np
 
 from campaigns import oracle
 
-HUNG = 60.0  # seconds in one case
-_START = 300.0  # seconds before the first case: imports, and sound files
+HUNG = 60.0  # seconds for one case
+_STARTUP = 300.0  # seconds before the first case: imports and undamaged files
 _CONTEXT = multiprocessing.get_context("spawn")
 
 
 class Campaign(Protocol):
-    """What a module of this package gives under the name `Campaign`."""
+    """The interface of the class `Campaign` in each module of campaigns."""
 
     def __init__(self, folder: Path) -> None:
-        """Makes its sound files in a folder of its own, once for each process."""
+        """Makes its undamaged files in a folder of its own, once for each process."""
 
     def case(self, rng: np.random.Generator) -> oracle.Case:
-        """Makes an attack; everything random in it comes from `rng`."""
+        """Makes an attack, with `rng` for all random choices."""
 
 
 @dataclasses.dataclass
 class Outcome:
-    """What a campaign ended in.
+    """The result of a campaign.
 
     Attributes:
-        counts: cases by kind.
-        bad: the verdicts that are not fine, with the number of the case in front.
-        seconds: the slowest case.
-        megabytes: the largest.
-        passed: seconds in all.
+        counts: number of cases of each kind.
+        failures: the numbers and verdicts of the cases that failed.
+        seconds: processor time of the slowest case.
+        megabytes: memory of the largest case.
+        elapsed: seconds of the whole campaign.
     """
 
     counts: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    bad: list[tuple[int, oracle.Verdict]] = dataclasses.field(default_factory=list)
+    failures: list[tuple[int, oracle.Verdict]] = dataclasses.field(default_factory=list)
     seconds: float = 0.0
     megabytes: float = 0.0
-    passed: float = 0.0
+    elapsed: float = 0.0
 
     @property
     def cases(self) -> int:
         return self.counts.total()
-
-    @property
-    def is_fine(self) -> bool:
-        return not self.bad
 
     def add(self, index: int, verdict: oracle.Verdict) -> None:
         self.counts[verdict.kind] += 1
         self.seconds = max(self.seconds, verdict.seconds)
         self.megabytes = max(self.megabytes, verdict.megabytes)
         if verdict.kind not in oracle.FINE:
-            self.bad.append((index, verdict))
+            self.failures.append((index, verdict))
 
 
 def make_case(campaign: Campaign, *, seed: int, index: int) -> oracle.Case:
-    """Makes case number `index` of a seed: the same one in any order, on any machine."""
+    """Makes case number `index` of a seed: the same in any order, on any machine."""
     return campaign.case(np.random.default_rng([seed, index]))
 
 
@@ -83,12 +79,12 @@ def run(
     seed: int = 0,
     first: int = 0,
     processes: int = 2,
-    tell: Callable[[Outcome], None] = lambda outcome: None,
+    on_progress: Callable[[Outcome], None] = lambda outcome: None,
 ) -> Outcome:
-    """Carries out `count` cases of a campaign, from number `first`.
+    """Runs `count` cases of a campaign, from number `first`.
 
-    A process that dies, or says nothing for a minute, is counted with the case that it was at, and
-    another goes on after it.
+    If a process dies or is silent for a minute, its current case counts as failed, and a new
+    process continues with the next case.
     """
     outcome, start = Outcome(), time.monotonic()
     shares = [range(first + i, first + count, processes) for i in range(min(processes, count))]
@@ -97,40 +93,40 @@ def run(
         ready = multiprocessing.connection.wait([worker.pipe for worker in workers], timeout=1.0)
         for worker in list(workers):
             if worker.pipe in ready:
-                worker.listen(outcome)
+                worker.receive(outcome)
             elif worker.is_hung:
                 worker.give_up(outcome, "hung")
             if worker.is_done:
                 workers.remove(worker)
-        outcome.passed = time.monotonic() - start
-        tell(outcome)
+        outcome.elapsed = time.monotonic() - start
+        on_progress(outcome)
     return outcome
 
 
 class _Worker:
-    """One process, started anew after the case that ends it."""
+    """A process, and its successor after each case that ends it."""
 
     def __init__(self, module: str, seed: int, share: range) -> None:
         self._module, self._seed, self._share = module, seed, share
         self._start()
 
     def _start(self) -> None:
-        self.pipe, theirs = _CONTEXT.Pipe()
+        self.pipe, remote = _CONTEXT.Pipe()
         self._process = _CONTEXT.Process(
-            target=_work, args=(self._module, self._seed, self._share, theirs), daemon=True
+            target=_work, args=(self._module, self._seed, self._share, remote), daemon=True
         )
         self._process.start()
-        theirs.close()
+        remote.close()
         self.is_done = False
-        self._heard = time.monotonic()
-        self._at: tuple[int, str] | None = None
+        self._last_message = time.monotonic()
+        self._current: tuple[int, str] | None = None
 
     @property
     def is_hung(self) -> bool:
-        return time.monotonic() - self._heard > (HUNG if self._at else _START)
+        return time.monotonic() - self._last_message > (HUNG if self._current else _STARTUP)
 
-    def listen(self, outcome: Outcome) -> None:
-        self._heard = time.monotonic()
+    def receive(self, outcome: Outcome) -> None:
+        self._last_message = time.monotonic()
         try:
             message: Any = self.pipe.recv()
         except (EOFError, OSError):
@@ -140,22 +136,22 @@ class _Worker:
             self._process.join()
             self.is_done = True
         elif isinstance(message, tuple):
-            self._at = message
+            self._current = message
         else:
             for index, verdict in message:
                 outcome.add(index, verdict)
             self._share = self._share[len(message) :]
-            self._at = None
+            self._current = None
 
     def give_up(self, outcome: Outcome, kind: str) -> None:
         self._process.kill()
         self._process.join()
-        if self._at is None:
+        if self._current is None:
             raise RuntimeError(
                 f"A process of {self._module} ended (exit code "
-                f"{self._process.exitcode}) before its next case; see what it printed."
+                f"{self._process.exitcode}) before its next case; see its output."
             )
-        index, what = self._at
+        index, what = self._current
         outcome.add(index, oracle.Verdict(kind=kind, what=what, message=""))
         self._share = self._share[self._share.index(index) + 1 :]
         if self._share:

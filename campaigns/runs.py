@@ -1,4 +1,4 @@
-"""Attacks run directories: each file, its bytes and its JSON, through predict and evaluate."""
+"""Attacks run directories: damages each file or its JSON, then predicts or evaluates."""
 
 import contextlib
 import hashlib
@@ -20,9 +20,9 @@ from keras_vit.cli.main import main, make_parser
 
 _LABELS = ["dark", "striped"]
 _MODEL, _CONFIG, _SPLITS, _METRICS = "model.keras", "config.json", "splits.csv", "metrics.json"
-# Of processor time: what is sound is built, and measured by graphs that are traced.
+# Processor time: an undamaged run builds its model and traces graphs.
 _SECONDS = {"predict": 2.0, "evaluate": 10.0}
-# What stands in the place of a value in a JSON file.
+# Replacements of a value in a JSON file.
 _VALUES: tuple[Any, ...] = (
     None, True, 0, -1, 3, 0.5, 10**6, 10**30, float("nan"), float("inf"), "", "4", "../..",
     "\x1b[2J\u202e", "x" * 10_000, [], [0], ["a", "b"], {}, {"": None},
@@ -33,15 +33,15 @@ _TEXTS = (b"", b"\0" * 100, b"[" * 100_000, b" " * 3_000_000, b"\xff\xfe{}", b"<
 class Campaign:
     """Damages one file of a run, then predicts a picture or evaluates the run.
 
-    A damaged value that decides no number must change nothing; every other is refused.
+    A damage must be refused, or change no number of the output.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._sound = _write_run(folder)
+        self._original = _write_run(folder)
         self._run = folder / "attacked"
         self._picture = folder / "images" / "dark" / "0.png"
-        self._outputs = {name: self._act(name, self._sound) for name in ("predict", "evaluate")}
+        self._outputs = {name: self._act(name, self._original) for name in ("predict", "evaluate")}
 
     def case(self, rng: np.random.Generator) -> oracle.Case:
         name = str(rng.choice([_CONFIG] * 4 + [_MODEL] * 4 + [_SPLITS, _METRICS]))
@@ -50,12 +50,12 @@ class Campaign:
             if name in (_SPLITS, _METRICS)
             else str(rng.choice(["predict"] * 9 + ["evaluate"]))
         )
-        content = (self._sound / name).read_bytes()
+        content = (self._original / name).read_bytes()
         damaged, what = _damaged(name, content, rng)
 
         def act() -> str:
             shutil.rmtree(self._run, ignore_errors=True)
-            shutil.copytree(self._sound, self._run)
+            shutil.copytree(self._original, self._run)
             (self._run / name).write_bytes(damaged)
             return self._act(action, self._run)
 
@@ -64,19 +64,19 @@ class Campaign:
             act=act,
             sound=self._outputs[action],
             names=(name, str(self._run), str(self._folder / "images")),
-            has_checksum=name != _SPLITS,  # which image is of which split is its to say
+            has_checksum=name != _SPLITS,  # a file that may list any image in any split
             seconds=_SECONDS[action],
         )
 
     def _act(self, action: str, run: Path) -> str:
-        """Runs the command, and returns a digest of the numbers that it prints, not the names."""
+        """Runs the command, and returns a digest of the numbers that it prints, without names."""
         arguments = [action, str(run), "--json"]
         if action == "predict":
             arguments.insert(2, str(self._picture))
         parsed = make_parser().parse_args(arguments)
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
-            code = parsed.run(parsed)  # `main` would print an error, and no one could tell whose
+            code = parsed.run(parsed)  # `main` would print the error and hide where it came from
         if code:
             raise RuntimeError(f"the exit code is {code}, without an error")
         numbers = [list(_numbers(json.loads(line))) for line in out.getvalue().splitlines()]
@@ -87,20 +87,20 @@ def _numbers(value: Any) -> Iterator[float | None]:
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list):
-        for one in value:
-            yield from _numbers(one)
+        for item in value:
+            yield from _numbers(item)
     elif not isinstance(value, str):
         yield value
 
 
 def _damaged(name: str, content: bytes, rng: np.random.Generator) -> tuple[bytes, str]:
-    way = rng.integers(10)
-    if way == 0:
-        return content, "as it was"
-    if way == 1:
+    choice = rng.integers(10)
+    if choice == 0:
+        return content, "undamaged"
+    if choice == 1:
         text = _TEXTS[int(rng.integers(len(_TEXTS)))]
         return text, f"{len(text)} bytes, {text[:4]!r} ..."
-    if way < 7 and name.endswith(".json"):
+    if choice < 7 and name.endswith(".json"):
         fields = json.loads(content)
         what = _change(fields, rng)
         return json.dumps(fields).encode(), what
@@ -121,7 +121,7 @@ def _change(fields: Any, rng: np.random.Generator) -> str:
 
 
 def _write_run(folder: Path) -> Path:
-    """Makes a run of a tiny model, its images in a folder, its record and its metrics."""
+    """Makes a run of a tiny model, with its images, splits and metrics."""
     keras.utils.set_random_seed(0)
     rng = np.random.default_rng(0)
     rows = ["split,label,path"]

@@ -1,4 +1,4 @@
-"""Damages weight files of every format, as bytes and as someone does who knows the format."""
+"""Attacks weight files of every format: damages their bytes, or their parts by the format."""
 
 import copy
 import hashlib
@@ -30,7 +30,7 @@ CONFIG = keras_vit.ViTConfig(
     num_layers=1,
     classes=3,
 )
-# timm's name for each of ours, and how it keeps the array.
+# timm's name for each path.
 _TIMM = {
     "patch_encoder/class_token": "cls_token",
     "patch_encoder/position_embedding": "pos_embed",
@@ -90,7 +90,7 @@ _ODD_TYPES = (
 
 
 class Campaign:
-    """All formats, by `keras_vit.weights.load` and at times by `keras_vit.load`."""
+    """Attacks on all formats through `keras_vit.weights.load`, or at times `keras_vit.load`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -117,27 +117,27 @@ class Campaign:
             *(self._values, self._json, self._json, self._header, self._h5),
         )
         file, what, has_checksum = attacks[rng.integers(len(attacks))](rng)
-        calls = ("load",) if rng.integers(8) == 0 else ("weights.load",)
-        call = calls[0] if file != "vit.weights.h5" else "weights.load"
+        is_load = rng.integers(8) == 0 and file != "vit.weights.h5"
+        call = "load" if is_load else "weights.load"
         act = self._act(file, call)
-        beside = {"vit.npz": ("vit.json",), "model.safetensors": ("config.json",)}
+        settings = {"vit.npz": ("vit.json",), "model.safetensors": ("config.json",)}
         return Case(
             what=f"{call} of {file}: {what}",
             act=lambda: _digest(act()),
             sound=self._sound[file, call],
-            names=(file, *beside.get(file, ())),
+            names=(file, *settings.get(file, ())),
             has_checksum=has_checksum,
         )
 
     def _act(self, file: str, call: str) -> Callable[[], Any]:
         path = self._folder / file
 
-        def built() -> Any:
+        def load_model() -> Any:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 return keras_vit.load(path).get_weights()
 
-        def filled() -> Any:
+        def load_weights() -> Any:
             try:
                 keras_vit.weights.load(self._model, path)
             except Exception as error:
@@ -148,7 +148,7 @@ class Campaign:
             self._model.set_weights(self._zero)
             return values
 
-        return built if call == "load" else filled
+        return load_model if call == "load" else load_weights
 
     def _write_sound(self) -> None:
         keras_vit.weights.save_npz(self._model, self._folder / "vit.npz")
@@ -189,7 +189,7 @@ class Campaign:
         return file, f"{name}: {what}", file in ("vit.npz", "vit.keras")
 
     def _member(self, rng: np.random.Generator) -> tuple[str, str, bool]:
-        """A member of an archive is damaged before it is packed: its checksum is right."""
+        """Damages a member of an archive before it is packed, so its checksum is correct."""
         name = str(rng.choice(["vit.npz", "vit.keras"]))
         members = _members(self._files[name])
         inside = str(rng.choice(sorted(members)))
@@ -198,18 +198,20 @@ class Campaign:
         return name, f"{inside} inside: {what}", False
 
     def _npz_names(self, rng: np.random.Generator) -> tuple[str, str, bool]:
-        """Names are doubled, prefixed, lost or absurd."""
+        """Doubles, removes, prefixes or replaces names."""
         arrays = [(name, _npy(value)) for name, value in self._arrays.items()]
         place, odd = int(rng.integers(len(arrays))), str(rng.choice(_ODD_NAMES))
         name, content = arrays[place]
-        what = str(rng.choice(["doubled", "renamed", "added", "lost", "prefixed", "all prefixed"]))
+        what = str(
+            rng.choice(["doubled", "renamed", "added", "removed", "prefixed", "all prefixed"])
+        )
         if what == "doubled":
             arrays.append((name, _npy(self._arrays[name] * 2)))
         elif what == "renamed":
             arrays[place] = (odd, content)
         elif what == "added":
             arrays.append((odd, content))
-        elif what == "lost":
+        elif what == "removed":
             del arrays[place]
         elif what == "prefixed":
             arrays.append((f"params/{name}", content))
@@ -221,7 +223,7 @@ class Campaign:
         return "vit.npz", f"{name[:60]!r} {what} ({odd[:40]!r})", False
 
     def _npz_header(self, rng: np.random.Generator) -> tuple[str, str, bool]:
-        """An array declares another shape or type than its bytes have."""
+        """Declares another shape or type of an array than its bytes have."""
         name = str(rng.choice(sorted(self._arrays)))
         shape, kind = str(self._arrays[name].shape), "<f4"
         if rng.integers(2):
@@ -229,14 +231,14 @@ class Campaign:
         else:
             kind = str(rng.choice(_ODD_TYPES))
         content = _header(shape, kind) + self._arrays[name].tobytes()
-        if rng.integers(8) == 0:  # a bomb: zeros that pack to a thousandth, no square grid
+        if rng.integers(8) == 0:  # a bomb: zeros that compress a thousandfold, no square grid
             content = _header("(1, 1000003, 8)", "<f4") + bytes(32 * 1000003)
         arrays = {n: _npy(value) for n, value in self._arrays.items()} | {name: content}
         self._write_npz(list(arrays.items()), rng)
         return "vit.npz", f"{name} declared as {kind} {shape[:60]}", False
 
     def _values(self, rng: np.random.Generator) -> tuple[str, str, bool]:
-        """An array holds what is no weight."""
+        """Puts values or types into an array that no weight has."""
         name = str(rng.choice(sorted(self._arrays)))
         value = self._arrays[name].astype(rng.choice(["f2", "f4", "f8"]))
         odd = rng.choice([np.nan, np.inf, -np.inf, 1e300, 1e-300, 3e38])
@@ -249,7 +251,7 @@ class Campaign:
         return "vit.npz", f"{name} of {value.dtype} with {odd}", False
 
     def _json(self, rng: np.random.Generator) -> tuple[str, str, bool]:
-        """A settings file says something else, in proper JSON."""
+        """Changes a settings file, which remains correct JSON."""
         name = str(rng.choice(["config.json", "vit.json", "vit.keras"]))
         if name == "vit.keras":
             members = _members(self._files[name])
@@ -261,7 +263,7 @@ class Campaign:
         return ("vit.npz" if name == "vit.json" else "model.safetensors"), f"{name}: {what}", False
 
     def _header(self, rng: np.random.Generator) -> tuple[str, str, bool]:
-        """The header of a .safetensors file says something else."""
+        """Changes the header of a .safetensors file."""
         content = self._files["model.safetensors"]
         length = int.from_bytes(content[:8], "little")
         header, what = _changed(content[8 : 8 + length], rng)
@@ -274,7 +276,7 @@ class Campaign:
         return "model.safetensors", f"header: {what}", False
 
     def _h5(self, rng: np.random.Generator) -> tuple[str, str, bool]:
-        """An HDF5 file is made with what Keras never writes; half of them inside a .keras file."""
+        """Puts what Keras never writes into an HDF5 file, half of them in a .keras file."""
         buffer = io.BytesIO(self._files["vit.weights.h5"])
         odd = list(_HDF5)[rng.integers(len(_HDF5))]
         with h5py.File(buffer, "a") as file:
@@ -311,7 +313,7 @@ def _cycle(file: Any, name: str, value: np.ndarray, other: str) -> None:
     file[f"{name.rpartition('/')[0]}/again"] = file["layers"]
 
 
-# What Keras never writes: (file, name, the sound value, the path of another file).
+# Objects that Keras never writes: (file, name, the original value, the path of another file).
 _HDF5: dict[str, Callable[[Any, str, np.ndarray, str], object]] = {
     "external storage": lambda f, n, v, other: f.create_dataset(
         n, v.shape, v.dtype, external=[(other, 0, v.nbytes)]
@@ -348,17 +350,17 @@ def _published(model: keras.Model) -> dict[str, np.ndarray]:
 
 
 def _changed(text: bytes, rng: np.random.Generator) -> tuple[bytes, str]:
-    """Changes one value of a JSON text, or takes it away."""
+    """Changes or removes one value of a JSON text."""
     settings = json.loads(text)
-    found = list(_places(settings))
-    holder, key = found[rng.integers(len(found))]
+    items = list(_items(settings))
+    container, key = items[rng.integers(len(items))]
     odd = copy.deepcopy(_ODD_VALUES[rng.integers(len(_ODD_VALUES))])
     what = f"{key!r} = {str(type(odd)) if odd == 10**4200 else repr(odd)[:40]}"
     if rng.integers(8) == 0:
-        del holder[key]
-        what = f"{key!r} taken away"
+        del container[key]
+        what = f"{key!r} removed"
     else:
-        holder[key] = odd
+        container[key] = odd
     content = json.dumps(settings).encode()
     if rng.integers(20) == 0:
         deep = b"[" * 50_000 + b"]" * 50_000
@@ -368,12 +370,13 @@ def _changed(text: bytes, rng: np.random.Generator) -> tuple[bytes, str]:
     return content, what
 
 
-def _places(value: Any) -> Any:
+def _items(value: Any) -> Any:
+    """Yields (container, key) of every value at any depth."""
     pairs = value.items() if isinstance(value, dict) else enumerate(value)
     for key, inner in pairs:
         yield value, key
         if isinstance(inner, dict | list):
-            yield from _places(inner)
+            yield from _items(inner)
 
 
 def _members(content: bytes) -> dict[str, bytes]:
@@ -384,7 +387,7 @@ def _members(content: bytes) -> dict[str, bytes]:
 def _archive(members: Any, rng: np.random.Generator) -> bytes:
     buffer, kind = io.BytesIO(), int(rng.choice([zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED]))
     with warnings.catch_warnings(), zipfile.ZipFile(buffer, "w", kind) as archive:
-        warnings.simplefilter("ignore")  # of a name that is doubled
+        warnings.simplefilter("ignore")  # doubled names
         for name, content in members:
             archive.writestr(name or "x", content)
     return buffer.getvalue()

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 from keras_vit.exporting import clean
-from keras_vit.exporting.clean import loader, messages, savedmodel_checks
+from keras_vit.exporting.clean import checker, loader, messages
 
 FOLDER = Path(clean.__file__).parent
 RANDOM = np.random.default_rng(0)
@@ -37,7 +37,7 @@ CASE = messages.Case(
 def test_tensors_are_read_as_tensorflow_wrote_them(value: Any) -> None:
     """A TensorProto of every type that signatures use is read back, listed or packed."""
     proto = tf.make_tensor_proto(value)
-    found = savedmodel_checks.read_tensor(proto.SerializeToString())
+    found = checker.read_tensor(proto.SerializeToString())
     np.testing.assert_array_equal(found, tf.make_ndarray(proto))
 
 
@@ -48,9 +48,7 @@ def test_a_repeated_value_is_read_whole() -> None:
     short.tensor_shape.CopyFrom(tf.TensorShape((2, 3)).as_proto())
     expected = np.full((2, 3), 127, np.uint8)
     np.testing.assert_array_equal(tf.make_ndarray(short), expected)
-    np.testing.assert_array_equal(
-        savedmodel_checks.read_tensor(short.SerializeToString()), expected
-    )
+    np.testing.assert_array_equal(checker.read_tensor(short.SerializeToString()), expected)
 
 
 @pytest.mark.parametrize("size", [1, 5, 9])
@@ -165,8 +163,8 @@ def test_forbidden_ops_and_xla_are_found(tmp_path: Path) -> None:
         module.call = tf.function(function, input_signature=[tf.TensorSpec((None,), tf.float32)])
         tf.saved_model.save(module, tmp_path / function.__name__)
         content = (tmp_path / function.__name__ / "saved_model.pb").read_bytes()
-        operations, compiled = savedmodel_checks.graph_operations(content)
-        return operations & savedmodel_checks.FORBIDDEN, compiled > 0
+        operations, compiled = checker.graph_operations(content)
+        return operations & checker.FORBIDDEN, compiled > 0
 
     def plain(x: Any) -> Any:
         return x + 1

@@ -52,7 +52,7 @@ def request_of(
             parameter_bytes=exportable.parameter_bytes,
             batch_sizes=samples.BATCH_SIZES,
             labels=LABELS,
-            cases=verification.savedmodel_cases(exportable, expected, labels=LABELS, top_k=5),
+            cases=verification.savedmodel_cases(exportable, expected, top_k=5),
             library=library,
         )
 

@@ -324,5 +324,5 @@ def test_campaign_of_server_faults() -> None:
     outcome = runner.run("campaigns.downloads", count=400, seed=3)
 
     assert outcome.cases == 400
-    assert outcome.bad == []
+    assert outcome.failures == []
     assert min(outcome.counts[kind] for kind in ("same", "refused")) > 50

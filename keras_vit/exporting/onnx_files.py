@@ -1,7 +1,6 @@
 """Writes ONNX files: published networks node by node, all others through tf2onnx."""
 
 import contextlib
-import dataclasses
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,15 +12,16 @@ import tensorflow as tf
 from keras_vit import environment
 from keras_vit.backend.tensorflow import portable_forms
 from keras_vit.config import ViTConfig
-from keras_vit.exporting.rebuild import Exportable, folded_arrays, same_padding
+from keras_vit.exporting.rebuild import Exportable, folded_arrays
 from keras_vit.layers.resnet import GROUP_NORM_EPSILON, GROUPS
 
 if TYPE_CHECKING:
     import onnx
 
-
 OPSET = 20  # the first with Gelu
-IR_VERSION = 9  # what belongs to it
+IR_VERSION = 9  # the file format of that opset
+CONVERTED_OPSET = 18  # the highest that tf2onnx 1.17 writes
+LARGEST = 1_900_000_000  # bytes of weights in one file: Protocol buffers end at 2 GiB
 ACTIVATIONS = {"softmax": "Softmax", "sigmoid": "Sigmoid"}
 
 
@@ -40,30 +40,21 @@ def make_onnx(exportable: Exportable) -> "onnx.ModelProto":
         scale, offset = exportable.rescaling
         x = graph.node("Mul", x, graph.weight("rescaling/scale", np.asarray(scale, np.float32)))
         x = graph.node("Add", x, graph.weight("rescaling/offset", np.asarray(offset, np.float32)))
-    outputs = _forward(graph, x)
+    output = _forward(graph, x)
     if exportable.activation is not None:
         kind = ACTIVATIONS[exportable.activation.__name__]
         options = {"axis": -1} if kind == "Softmax" else {}
-        graph.node(kind, outputs, name="probabilities", **options)
+        graph.node(kind, output, name="probabilities", **options)
     return _model(graph, exportable)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Node:
-    kind: str
-    name: str
-    inputs: Sequence[str]
-    outputs: Sequence[str]
-    attributes: dict[str, Any]
-
-
 class _Graph:
-    """The nodes and weights so far."""
+    """The nodes and weights that were added, and the arrays to take weights from."""
 
     def __init__(self, config: ViTConfig, arrays: dict[str, np.ndarray]) -> None:
         self.config = config
         self.arrays = arrays
-        self.nodes: list[_Node] = []
+        self.nodes: list[onnx.NodeProto] = []
         self.weights: dict[str, np.ndarray] = {}
 
     def node(self, kind: str, *inputs: str, name: str | None = None, **attributes: Any) -> str:
@@ -74,9 +65,11 @@ class _Graph:
         self, kind: str, *inputs: str, names: Sequence[str | None], **attributes: Any
     ) -> list[str]:
         """Adds a node and returns the names of its outputs."""
+        import onnx
+
         stem = f"{kind}_{len(self.nodes)}"
         outputs = [name or f"{stem}_{place}" for place, name in enumerate(names)]
-        self.nodes.append(_Node(kind, stem, inputs, outputs, attributes))
+        self.nodes.append(onnx.helper.make_node(kind, inputs, outputs, name=stem, **attributes))
         return outputs
 
     def weight(self, path: str, value: np.ndarray | None = None) -> str:
@@ -85,15 +78,14 @@ class _Graph:
             self.weights[path] = self.arrays[path] if value is None else value
         return path
 
-    def constant(self, value: Any) -> str:
-        """Adds a number, or a list of integers such as a shape."""
-        array = value if isinstance(value, np.generic) else np.array(value, np.int64)
-        label = "_".join(map(str, np.ravel(array))).replace("-", "minus")
-        return self.weight(f"constant_{array.dtype}_{label}", np.asarray(array))
+    def constant(self, values: Sequence[int]) -> str:
+        """Adds a list of integers, such as a shape."""
+        label = "_".join(map(str, values)).replace("-", "minus")
+        return self.weight(f"constant_int64_{label}", np.array(values, np.int64))
 
-    def dense(self, x: str, path: str) -> str:
+    def dense(self, x: str, path: str, *, name: str | None = None) -> str:
         x = self.node("MatMul", x, self.weight(f"{path}/kernel"))
-        return self.node("Add", x, self.weight(f"{path}/bias"))
+        return self.node("Add", x, self.weight(f"{path}/bias"), name=name)
 
     def layer_norm(self, x: str, path: str) -> str:
         gamma, beta = self.weight(f"{path}/gamma"), self.weight(f"{path}/beta")
@@ -105,23 +97,30 @@ class _Graph:
         x = self.node("Gelu", self.dense(x, f"{path}/fc1"), approximate=kind)
         return self.dense(x, f"{path}/fc2")
 
+    def kernel(self, path: str) -> str:
+        """Adds the kernel of a convolution in the layout of ONNX."""
+        name = f"{path}/kernel"
+        return self.weight(name, self.arrays[name].transpose(3, 2, 0, 1))
+
+    def repeat(self, path: str, *, like: str) -> str:
+        """Repeats a weight (1, 1, D) for each image of the batch of `like`."""
+        batch = self.node("Shape", like, start=0, end=1)
+        shape = self.node("Concat", batch, self.constant([1, self.config.hidden_dim]), axis=0)
+        return self.node("Expand", self.weight(path), shape)
+
     def first_token(self, x: str) -> str:
-        start, end, axis = map(self.constant, ([0], [1], [1]))
-        return self.node("Slice", x, start, end, axis)  # (B, 1, D)
-
-
-CONVERTED_OPSET = 18  # the highest that tf2onnx 1.17 writes
+        return self.node("Slice", x, *map(self.constant, ([0], [1], [1])))  # (B, 1, D)
 
 
 def convert_to_onnx(exportable: Exportable) -> "onnx.ModelProto":
-    """Converts a model op by op.
+    """Converts a model operation by operation.
 
-    tf2onnx logs ops that it cannot convert and writes an invalid file all the same: here they are
-    an error. It lacks Erfc, which TensorFlow's exact GELU consists of (onnx/tensorflow-onnx#2347).
+    tf2onnx only logs operations that it cannot convert, and writes an invalid file; here they are
+    an error. It lacks Erfc, which TensorFlow's exact GELU uses (onnx/tensorflow-onnx#2347).
 
     Raises:
         ImportError: tf2onnx is not installed.
-        ValueError: the model has an op that ONNX does not have.
+        ValueError: the model has an operation that ONNX lacks.
     """
     with environment.installed(
         "A model with layers around the Vision Transformer, or unlike the published ones, is "
@@ -150,28 +149,21 @@ def convert_to_onnx(exportable: Exportable) -> "onnx.ModelProto":
     return model
 
 
-# Protocol buffers end at 2 GiB; the weights of a larger model go to a file of their own.
-LARGEST = 1_900_000_000
-
-
 def write_onnx(exportable: Exportable, file: Path, *, largest: int = LARGEST) -> None:
     """Writes an ONNX file, and `<name>.data` beside it if the weights exceed `largest` bytes.
 
     Args:
         exportable: the rebuilt model.
-        file: where to.
+        file: the path to write.
         largest: bytes of weights that stay within the file.
     """
     import onnx
 
     activation = exportable.activation
-    is_known = activation is None or activation.__name__ in ACTIVATIONS
-    if exportable.written_config is not None and is_known:
-        model = make_onnx(exportable)
-    else:
-        model = convert_to_onnx(exportable)
+    has_node = activation is None or activation.__name__ in ACTIVATIONS
+    is_written = exportable.written_config is not None and has_node
     onnx.save_model(
-        model,
+        make_onnx(exportable) if is_written else convert_to_onnx(exportable),
         str(file),
         save_as_external_data=exportable.parameter_bytes > largest,
         location=f"{file.name}.data",
@@ -189,40 +181,29 @@ def _forward(graph: _Graph, images: str) -> str:
         x = _block(graph, x, f"block_{index}", only_first=is_last and config.pooling == "token")
     x = graph.layer_norm(x, "encoder_norm")
     x = _pool(graph, x)  # (B, D), or (B, N, D) without pooling
-    if config.classes is None and config.representation_dim is None:
-        return graph.node("Identity", x, name="features")
     if config.representation_dim is not None:
-        name = "features" if config.classes is None else None
-        x = graph.node("Tanh", graph.dense(x, "representation"), name=name)
-    if config.classes is not None:
-        x = graph.node("MatMul", x, graph.weight("head/kernel"))
-        x = graph.node("Add", x, graph.weight("head/bias"), name="logits")
-    return x
+        x = graph.node("Tanh", graph.dense(x, "representation"))
+    if config.classes is None:
+        return graph.node("Identity", x, name="features")
+    return graph.dense(x, "head", name="logits")
 
 
 def _tokens(graph: _Graph, x: str) -> str:
     config, size = graph.config, graph.config.patch_size
-    kernel = graph.arrays["patch_encoder/projection/kernel"]
-    kernel = kernel.reshape(size, size, -1, config.hidden_dim).transpose(3, 2, 0, 1)
-    name = graph.weight("patch_encoder/projection/kernel", kernel)
+    kernel = graph.kernel("patch_encoder/projection")
     bias = graph.weight("patch_encoder/projection/bias")
-    x = graph.node("Conv", x, name, bias, kernel_shape=(size, size), strides=(size, size))
+    x = graph.node("Conv", x, kernel, bias, kernel_shape=(size, size), strides=(size, size))
     x = graph.node("Reshape", x, graph.constant([0, config.hidden_dim, -1]))
     x = graph.node("Transpose", x, perm=(0, 2, 1))  # (B, patches, D)
-    positions = graph.arrays["patch_encoder/position_embedding"]
+    x = graph.node("Add", x, graph.weight("patch_encoder/position_embedding"))
     if not config.class_token:
-        return graph.node("Add", x, graph.weight("patch_encoder/position_embedding"))
-    first = graph.arrays["patch_encoder/class_token"] + positions[:, :1]
-    rest = graph.weight("patch_encoder/position_embedding", positions[:, 1:])
-    x = graph.node("Add", x, rest)
-    batch = graph.node("Shape", x, start=0, end=1)
-    shape = graph.node("Concat", batch, graph.constant([1, config.hidden_dim]), axis=0)
-    token = graph.node("Expand", graph.weight("patch_encoder/class_token", first), shape)
+        return x
+    token = graph.repeat("patch_encoder/class_token", like=x)
     return graph.node("Concat", token, x, axis=1)  # (B, N, D)
 
 
 def _block(graph: _Graph, x: str, path: str, *, only_first: bool) -> str:
-    """One encoder block; of the last one only the class token's row may be wanted."""
+    """One encoder block; with `only_first` it computes the class token's row alone."""
     normed = graph.layer_norm(x, f"{path}/attention_norm")
     qkv = graph.dense(normed, f"{path}/attention/qkv")
     query, key, value = graph.nodes_of("Split", qkv, names=(None,) * 3, axis=-1, num_outputs=3)
@@ -235,7 +216,7 @@ def _block(graph: _Graph, x: str, path: str, *, only_first: bool) -> str:
 
 
 def _attention(graph: _Graph, query: str, key: str, value: str) -> str:
-    """Attention of queries that carry the scale already."""
+    """Attention of queries that include the scale."""
     heads, width = graph.config.num_heads, graph.config.hidden_dim
     shape = graph.constant([0, 0, heads, width // heads])
 
@@ -258,23 +239,16 @@ def _pool(graph: _Graph, x: str) -> str:
     elif config.pooling == "avg":
         if config.class_token:
             ends = ([config.num_prefix_tokens], [config.num_tokens], [1])
-            start, end, axis = map(graph.constant, ends)
-            x = graph.node("Slice", x, start, end, axis)
+            x = graph.node("Slice", x, *map(graph.constant, ends))
         return graph.node("ReduceMean", x, graph.constant([1]), keepdims=0)
     return graph.node("Squeeze", x, graph.constant([1]))  # (B, 1, D) to (B, D)
 
 
 def _attention_pooling(graph: _Graph, x: str) -> str:
-    arrays, width = graph.arrays, graph.config.hidden_dim
-    probe = arrays["pooling/probe"].astype(np.float64) @ arrays["pooling/query/kernel"]
-    probe = (probe + arrays["pooling/query/bias"]).astype(np.float32)
-    query = graph.weight("pooling/query", probe)
-    batch = graph.node("Shape", x, start=0, end=1)
-    shape = graph.node("Concat", batch, graph.constant([1, width]), axis=0)
+    query = graph.repeat("pooling/query", like=x)
     pairs = graph.dense(x, "pooling/key_value")
     key, value = graph.nodes_of("Split", pairs, names=(None, None), axis=-1, num_outputs=2)
-    x = _attention(graph, graph.node("Expand", query, shape), key, value)
-    x = graph.dense(x, "pooling/out")
+    x = graph.dense(_attention(graph, query, key, value), "pooling/out")
     hidden = graph.mlp(graph.layer_norm(x, "pooling/norm"), "pooling/mlp")
     return graph.node("Add", x, hidden)  # (B, 1, D)
 
@@ -283,11 +257,8 @@ def _stem(graph: _Graph, x: str) -> str:
     height, width, _ = graph.config.input_shape
     x, size = _convolution(graph, x, "stem/root_conv", size=(height, width), stride=2)
     x = graph.node("Relu", _group_norm(graph, x, "stem/root_norm", size))
-    pads = [same_padding(side, kernel=3, stride=2) for side in size]
-    x = graph.node(
-        "MaxPool", x, kernel_shape=(3, 3), strides=(2, 2),
-        pads=(pads[0][0], pads[1][0], pads[0][1], pads[1][1]),
-    )  # fmt: skip
+    pads = _same_padding(size, kernel=3, stride=2)
+    x = graph.node("MaxPool", x, kernel_shape=(3, 3), strides=(2, 2), pads=pads)
     size = (-(-size[0] // 2), -(-size[1] // 2))
     for stage, units in enumerate(graph.config.resnet_layers or ()):
         for unit in range(units):
@@ -315,19 +286,25 @@ def _unit(
 def _convolution(
     graph: _Graph, x: str, path: str, *, size: tuple[int, int], stride: int
 ) -> tuple[str, tuple[int, int]]:
-    kernel = graph.arrays[f"{path}/kernel"]
-    side = kernel.shape[0]
-    name = graph.weight(f"{path}/kernel", kernel.transpose(3, 2, 0, 1))
-    pads = [same_padding(length, kernel=side, stride=stride) for length in size]
-    x = graph.node(
-        "Conv", x, name, kernel_shape=(side, side), strides=(stride, stride),
-        pads=(pads[0][0], pads[1][0], pads[0][1], pads[1][1]),
-    )  # fmt: skip
+    shape, strides = graph.arrays[f"{path}/kernel"].shape[:2], (stride, stride)
+    pads = _same_padding(size, kernel=shape[0], stride=stride)
+    x = graph.node("Conv", x, graph.kernel(path), kernel_shape=shape, strides=strides, pads=pads)
     return x, (-(-size[0] // stride), -(-size[1] // stride))
 
 
+def _same_padding(size: tuple[int, int], *, kernel: int, stride: int) -> list[int]:
+    """Returns what "same" padding adds: top, left, bottom, right.
+
+    Example:
+        >>> _same_padding((224, 224), kernel=7, stride=2)
+        [2, 2, 3, 3]
+    """
+    totals = [max((-(-side // stride) - 1) * stride + kernel - side, 0) for side in size]
+    return [total // 2 for total in totals] + [total - total // 2 for total in totals]
+
+
 def _group_norm(graph: _Graph, x: str, path: str, size: tuple[int, int]) -> str:
-    # GroupNormalization needs opset 21; one InstanceNormalization over groups is the same.
+    # GroupNormalization needs opset 21; InstanceNormalization of groups computes the same.
     gamma, beta = graph.arrays[f"{path}/gamma"], graph.arrays[f"{path}/beta"]
     ones = graph.weight("group_ones", np.ones(GROUPS, np.float32))
     zeros = graph.weight("group_zeros", np.zeros(GROUPS, np.float32))
@@ -341,28 +318,23 @@ def _group_norm(graph: _Graph, x: str, path: str, size: tuple[int, int]) -> str:
 def _model(graph: _Graph, exportable: Exportable) -> "onnx.ModelProto":
     import onnx
 
-    def described(name: str, shape: Sequence[Any]) -> onnx.ValueInfoProto:
+    def tensor(name: str, shape: Sequence[Any]) -> onnx.ValueInfoProto:
         return onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ("batch", *shape))
 
     shape = exportable.network.output_shape[1:]
     names = ("features",) if exportable.activation is None else ("logits", "probabilities")
-    made = onnx.helper.make_graph(
-        [
-            onnx.helper.make_node(
-                node.kind, node.inputs, node.outputs, name=node.name, **node.attributes
-            )
-            for node in graph.nodes
-        ],
+    graph_proto = onnx.helper.make_graph(
+        graph.nodes,
         exportable.network.name,
-        [described("images", exportable.image_shape)],
-        [described(name, shape) for name in names],
+        [tensor("images", exportable.image_shape)],
+        [tensor(name, shape) for name in names],
         [
             onnx.numpy_helper.from_array(np.ascontiguousarray(value), path)
             for path, value in graph.weights.items()
         ],
     )
     return onnx.helper.make_model(
-        made,
+        graph_proto,
         opset_imports=[onnx.helper.make_opsetid("", OPSET)],
         ir_version=IR_VERSION,
         producer_name="keras-vit",
@@ -370,7 +342,7 @@ def _model(graph: _Graph, exportable: Exportable) -> "onnx.ModelProto":
 
 
 def _erfc(context: Any, node: Any, name: str, args: Any) -> Any:
-    """Erfc(x) = 1 - Erf(x), in float32 to within its rounding of the GELU's values."""
+    """Replaces Erfc(x) by 1 - Erf(x): the GELU changes by no more than float32 rounding."""
     dtype = context.get_dtype(node.output[0])
     one = context.make_const(f"{name}_one", np.array(1, np.float32))
     node.type = "Erf"
@@ -386,7 +358,7 @@ def _erfc(context: Any, node: Any, name: str, args: Any) -> Any:
 def _name_batch(model: "onnx.ModelProto") -> None:
     for value in (*model.graph.input, *model.graph.output):
         value.type.tensor_type.shape.dim[0].dim_param = "batch"
-    del model.graph.value_info[:]  # still under the old, anonymous names
+    del model.graph.value_info[:]  # has the old, anonymous dimension
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
-"""Rebuilds a trained model in plain float32, for nothing else exports faithfully."""
+"""Rebuilds a trained model in plain float32: other precisions do not export faithfully."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal
 
 import keras
@@ -15,49 +15,11 @@ from keras_vit.layers.random import overwritten_weights
 from keras_vit.layers.resnet import STANDARDIZATION_EPSILON
 from keras_vit.model import VisionTransformer
 
-Arrays = Mapping[str, np.ndarray]
-
-
-def folded_arrays(network: keras.Model, config: ViTConfig) -> dict[str, np.ndarray]:
-    """Returns every weight by its path, float32, with constant work done once.
-
-    The scale of attention 1/sqrt(K) goes into the query's kernel and bias, the standardisation of
-    the stem's convolutions into their kernels, the class token into its position.
-    """
-    arrays = {
-        weight.path: np.asarray(keras.ops.convert_to_numpy(weight), np.float32)
-        for weight in network.weights
-    }
-    scale = np.float32((config.hidden_dim // config.num_heads) ** -0.5)
-    for path, value in arrays.items():
-        layer, _, name = path.rpartition("/")
-        if layer.endswith("attention/qkv"):
-            arrays[path] = np.concatenate(
-                [value[..., : config.hidden_dim] * scale, value[..., config.hidden_dim :]], axis=-1
-            )
-        elif layer == "pooling/query":
-            arrays[path] = value * scale
-        elif layer.startswith("stem/") and name == "kernel":
-            arrays[path] = _standardized(value)
-    return arrays
-
-
-def same_padding(size: int, *, kernel: int, stride: int) -> tuple[int, int]:
-    """Returns the cells that "same" padding adds before and after one side of an image.
-
-    Example:
-        >>> same_padding(224, kernel=7, stride=2)
-        (2, 3)
-    """
-    total = max((-(-size // stride) - 1) * stride + kernel - size, 0)
-    return total // 2, total - total // 2
-
-
 Range = Literal["pixels", "normalized"]
 
-# What Keras adds to a layer for LoRA and quantisation; `_value` folds it into the kernel.
-_FOLDED = ("lora_", "kernel_scale")
-_KEPT_DTYPES = ("bool", "string", "uint8", "int8", "int16", "int32", "int64")
+# What Keras adds to a layer for LoRA and quantisation; `_dequantized` adds it to the kernel.
+_LORA_AND_SCALES = ("lora_", "kernel_scale")
+_UNCHANGED_DTYPES = ("bool", "string", "uint8", "int8", "int16", "int32", "int64")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -66,14 +28,14 @@ class Exportable:
 
     Attributes:
         network: float32, from images to logits, or to features without classifier.
-        takes: what the original model takes: "pixels" 0..255, or "normalized": pixels / 255, less
-            the mean and divided by the deviation of its config.
-        network_takes: what `network` takes.
+        takes: input range of the original model: "pixels" 0..255, or "normalized":
+            (pixels / 255 - mean) / deviation, with those of its config.
+        network_takes: input range of `network`.
         activation: from logits to probabilities; None without classifier.
-        answers: what the original model answers.
-        config: the network's config, if it is a Vision Transformer and nothing around it.
-        pixels: the config of the Vision Transformer alone or inside, for its mean and deviation.
-        antialias: whether the images of the original model are downscaled with anti-aliasing.
+        answers: which output the original model returns.
+        config: the network's config; None if there are layers around the Vision Transformer.
+        input_config: the config of the Vision Transformer, alone or inside, for its mean,
+            deviation and anti-aliasing.
     """
 
     network: keras.Model
@@ -82,14 +44,13 @@ class Exportable:
     activation: Callable[[Any], Any] | None
     answers: Literal["logits", "probabilities", "features"]
     config: ViTConfig | None
-    pixels: ViTConfig
-    antialias: bool
+    input_config: ViTConfig
 
     @property
     def written_config(self) -> ViTConfig | None:
-        """The config, if the writers of TFLite and ONNX know the network by heart, else None.
+        """The config of a network like the published ones, which TFLite and ONNX write by hand.
 
-        They know the published ones; others are converted operation by operation.
+        None for other networks: these are converted operation by operation.
         """
         return None if self.config is None or self.config.departures else self.config
 
@@ -110,40 +71,43 @@ class Exportable:
         return 4 * int(sum(np.prod(weight.shape) for weight in self.network.weights))
 
     def from_pixels(self, images: Any) -> Any:
-        """Turns float32 pixels 0..255 into what `network` takes."""
-        if self.network_takes == "pixels":
-            return images
-        return self.normalized(images)
+        """Converts float32 pixels 0..255 to the range of `network`."""
+        return images if self.network_takes == "pixels" else self.normalized(images)
 
     def from_normalized(self, images: Any) -> Any:
-        """Turns float32 values, as `normalized` makes them, into what `network` takes."""
+        """Converts normalized float32 values to the range of `network`."""
         if self.network_takes == "normalized":
             return images
         scale, offset = self.rescaling
         return (images - offset) / scale
 
     def normalized(self, pixels: Any) -> Any:
-        """Scales float32 pixels 0..255 as the model's own rescaling does it."""
+        """Scales float32 pixels 0..255 like the model's own rescaling."""
         scale, offset = self.rescaling
         return pixels * scale + offset
 
     @property
     def rescaling(self) -> tuple[Any, Any]:
-        """What pixels are multiplied by and what is added: a number each, or (channels,)."""
+        """Factor and offset of pixels: a number each, or (channels,)."""
         scale, offset = (
             np.array(value, np.float32) if isinstance(value, tuple) else value
-            for value in self.pixels.rescaling
+            for value in self.input_config.rescaling
         )
         return scale, offset
 
     def from_original(self, images: Any) -> Any:
-        """Turns what the original model takes into what `network` takes."""
+        """Converts the original model's input to the range of `network`."""
         return self.from_pixels(images) if self.takes == "pixels" else self.from_normalized(images)
 
-    def outputs(self) -> keras.Model:
-        """Returns a model with every output by name: "logits", "features", as far as it has them.
+    def to_original(self, pixels: np.ndarray) -> np.ndarray:
+        """Converts pixels 0..255 to the original model's input, float32."""
+        images: np.ndarray = pixels.astype(np.float32)
+        return images if self.takes == "pixels" else np.asarray(self.normalized(images))
 
-        Features are what a model without classifier answers, otherwise the pooled tokens (B, D).
+    def outputs(self) -> keras.Model:
+        """Returns a model with its outputs by name: "logits", "features" or both.
+
+        Features are the output of a model without classifier, otherwise the pooled tokens (B, D).
         """
         if self.activation is None:
             outputs = {"features": self.network.output}
@@ -155,7 +119,7 @@ class Exportable:
         return keras.Model(self.network.input, outputs)
 
     def answer(self, images: Any) -> dict[str, Any]:
-        """Returns the outputs of a file by name, for what the original model takes."""
+        """Returns the outputs of a file by name, for inputs of the original model."""
         return self.named(self.network(self.from_original(images), training=False))
 
     def named(self, output: Any) -> dict[str, Any]:
@@ -166,20 +130,56 @@ class Exportable:
 
 
 def rebuild(model: keras.Model) -> Exportable:
-    """Makes a float32 copy of a trained model, its final activation taken off.
+    """Makes a float32 copy of a trained model without its final activation.
 
     Args:
         model: a `VisionTransformer`, or a model of one input and one output with one inside.
 
     Raises:
         TypeError: it is not such a model.
-        ValueError: its weights cannot be brought over.
+        ValueError: its weights cannot be copied.
     """
     if not isinstance(model, keras.Model):
         raise TypeError(f"export takes a keras.Model. Received: {type(model).__name__}.")
     if isinstance(model, VisionTransformer):
         return _rebuild_alone(model)
     return _rebuild_around(model)
+
+
+def folded_arrays(network: keras.Model, config: ViTConfig) -> dict[str, np.ndarray]:
+    """Returns the float32 weights by path, with constant computations folded into them.
+
+    The attention scale 1/sqrt(K) is in the query's kernel and bias, the stem's kernels are
+    standardised, and the class token contains its position. `pooling/query` (1, 1, D) replaces the
+    probe and its projection. The patch kernel is that of a convolution, (P, P, C, D).
+    """
+    arrays = {
+        weight.path: np.asarray(keras.ops.convert_to_numpy(weight), np.float32)
+        for weight in network.weights
+    }
+    width, patch = config.hidden_dim, "patch_encoder/projection/kernel"
+    scale = np.float32((width // config.num_heads) ** -0.5)
+    for path, value in arrays.items():
+        layer, _, name = path.rpartition("/")
+        if layer.endswith("attention/qkv"):
+            parts = value[..., :width] * scale, value[..., width:]
+            arrays[path] = np.concatenate(parts, axis=-1)
+        elif layer == "pooling/query":
+            arrays[path] = value * scale
+        elif layer.startswith("stem/") and name == "kernel":
+            arrays[path] = _standardized(value)
+    arrays[patch] = arrays[patch].reshape(config.patch_size, config.patch_size, -1, width)
+    if config.class_token:
+        token, positions = (
+            arrays[f"patch_encoder/{name}"] for name in ("class_token", "position_embedding")
+        )
+        arrays["patch_encoder/class_token"] = token + positions[:, :1]
+        arrays["patch_encoder/position_embedding"] = positions[:, 1:]
+    if config.pooling == "map":
+        probe = arrays.pop("pooling/probe").astype(np.float64)
+        query = probe @ arrays.pop("pooling/query/kernel") + arrays.pop("pooling/query/bias")
+        arrays["pooling/query"] = query.astype(np.float32)
+    return arrays
 
 
 def _standardized(kernel: np.ndarray) -> np.ndarray:
@@ -203,39 +203,37 @@ def _rebuild_alone(model: VisionTransformer) -> Exportable:
         takes="pixels" if model.config.include_preprocessing else "normalized",
         network_takes="normalized",
         config=config,
-        pixels=config,
-        antialias=config.antialias,
+        input_config=config,
         **_ending(activation, is_classifier=is_classifier),
     )
 
 
 def _rebuild_around(model: keras.Model) -> Exportable:
-    inner = [layer for layer in layers_of(model) if isinstance(layer, VisionTransformer)]
+    transformers = [layer for layer in layers_of(model) if isinstance(layer, VisionTransformer)]
     is_single = len(getattr(model, "inputs", None) or ()) == len(model.outputs or ()) == 1
-    if len(inner) != 1 or not is_single or len(model.input_shape) != 4:
+    if len(transformers) != 1 or not is_single or len(model.input_shape) != 4:
         raise TypeError(
             "export takes a VisionTransformer, or a functional model from one batch of images to "
             f"one output with one VisionTransformer inside. Received: {model.name!r} with "
-            f"{len(inner)} inside."
+            f"{len(transformers)} inside."
         )
     serialized = _in_float32(keras.saving.serialize_keras_object(model))
     network = keras.saving.deserialize_keras_object(serialized)
     _copy_weights(model, network)
-    ending = _ending(_take_off_activation(network), is_classifier=len(network.output_shape) == 2)
-    takes: Range = "pixels" if inner[0].config.include_preprocessing else "normalized"
+    config = transformers[0].config
+    takes: Range = "pixels" if config.include_preprocessing else "normalized"
     return Exportable(
         network=network,
         takes=takes,
         network_takes=takes,
         config=None,
-        pixels=inner[0].config,
-        antialias=inner[0].config.antialias,
-        **ending,
+        input_config=config,
+        **_ending(_remove_activation(network), is_classifier=len(network.output_shape) == 2),
     )
 
 
 def _in_float32(serialized: Any) -> Any:
-    """Returns a serialised object with every layer's policy float32 and no LoRA."""
+    """Returns a serialised object with float32 policies and without LoRA."""
     if isinstance(serialized, list | tuple):
         return type(serialized)(map(_in_float32, serialized))
     if not isinstance(serialized, dict):
@@ -244,14 +242,14 @@ def _in_float32(serialized: Any) -> Any:
     config = result.get("config")
     if isinstance(config, dict) and "dtype" in config and result["class_name"] != "InputLayer":
         policy = keras.dtype_policies.get(config["dtype"]).name
-        config["dtype"] = policy if policy in _KEPT_DTYPES else "float32"
+        config["dtype"] = policy if policy in _UNCHANGED_DTYPES else "float32"
         for key in ("lora_rank", "lora_alpha", "quantization_config", CHANGES):
             config.pop(key, None)
     return result
 
 
-def _take_off_activation(network: keras.Model) -> Callable[[Any], Any]:
-    """Makes the network end in logits, and returns the activation in which it ended."""
+def _remove_activation(network: keras.Model) -> Callable[[Any], Any]:
+    """Removes the network's final activation and returns it."""
     last = network.layers[-1]
     while isinstance(last, keras.Model):
         last = last.layers[-1]
@@ -261,7 +259,7 @@ def _take_off_activation(network: keras.Model) -> Callable[[Any], Any]:
             "export takes a model that ends in logits or in a Dense or Activation layer. "
             'Received: one that ends in Softmax; use Activation("softmax").'
         )
-    if not callable(activation) or isinstance(last, TokenDense):  # a part of the representation
+    if not callable(activation) or isinstance(last, TokenDense):  # part of the representation
         activation = "linear"
     else:
         last.activation = keras.activations.linear
@@ -285,24 +283,24 @@ def _copy_weights(source: keras.Model, target: keras.Model) -> None:
                 f"Layer {layer.path!r} is quantised in mode {mode!r}; export can undo int8 in "
                 "Dense layers. Export the model from before its quantisation."
             )
-    # A parent comes before its children, so that the last to claim a weight owns it.
+    # A parent precedes its children, so the last layer that lists a weight is its owner.
     owners = {
         weight.path: (layer, weight) for layer in layers_of(source) for weight in layer.weights
     }
-    wanted = {weight.path: weight for weight in target.weights}
-    kept = {path for path in owners if not path.rsplit("/")[-1].startswith(_FOLDED)}
-    if len(wanted) != len(target.weights) or kept != set(wanted):
-        different = sorted(kept ^ set(wanted))[:3]
+    targets = {weight.path: weight for weight in target.weights}
+    paths = {path for path in owners if not path.rsplit("/")[-1].startswith(_LORA_AND_SCALES)}
+    if len(targets) != len(target.weights) or paths != set(targets):
+        different = sorted(paths ^ set(targets))[:3]
         raise ValueError(
             f"The weights of {source.name!r} do not fit its float32 copy, for instance "
             f"{different}; give every layer its own name."
         )
-    for path, weight in wanted.items():
-        weight.assign(_value(*owners[path]))
+    for path, weight in targets.items():
+        weight.assign(_dequantized(*owners[path]))
 
 
-def _value(layer: keras.layers.Layer, weight: Any) -> np.ndarray:
-    """Returns a weight in float32, quantisation undone and LoRA added to it."""
+def _dequantized(layer: keras.layers.Layer, weight: Any) -> np.ndarray:
+    """Returns a weight in float32, without quantisation and with LoRA added."""
     value = np.asarray(keras.ops.convert_to_numpy(weight), np.float32)
     if not weight.path.endswith("/kernel"):
         return value

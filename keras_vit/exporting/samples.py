@@ -1,8 +1,8 @@
-"""Makes the images with which an artefact is compared with its model, and the model's answers."""
+"""Makes images to compare an artefact and its model on, and the model's outputs for them."""
 
 import dataclasses
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import keras
@@ -17,88 +17,12 @@ from keras_vit.exporting.rebuild import Exportable
 
 # A file, or pixels 0..255, uint8 (height, width, 3).
 Image = str | Path | np.ndarray
-COUNT = 8  # images in the largest batch that is compared
-
-
-def sample_files(images: Sequence[Image], *, size: tuple[int, int]) -> list[bytes]:
-    """Returns `COUNT` image files as bytes: the given ones, and drawn ones of every format.
-
-    Example:
-        >>> len(sample_files((), size=(32, 32)))
-        8
-
-    Args:
-        images: image files or pixels; of more than `COUNT`, evenly spread ones.
-        size: (height, width) around which the drawn images vary.
-
-    Raises:
-        FileNotFoundError: an image is not there.
-        ValueError: a file is not an image.
-    """
-    count = min(len(images), COUNT)
-    chosen = [images[index * len(images) // count] for index in range(count)]
-    return [file_bytes(image) for image in chosen] + drawn_files(size=size)[count:]
-
-
-def file_bytes(image: Image) -> bytes:
-    """Returns the bytes of an image file, or of a PNG of pixels.
-
-    Raises:
-        FileNotFoundError: the file is not there.
-        ValueError: the file is not an image.
-    """
-    if isinstance(image, np.ndarray):
-        return bytes(tf.io.encode_png(image).numpy())
-    image_files.read_image(image)
-    return Path(image).read_bytes()
-
-
-def drawn_files(*, size: tuple[int, int]) -> list[bytes]:
-    """Draws `COUNT` smooth coloured images, of several sizes, formats and numbers of channels."""
-    height, width = size
-    pixels = [
-        draw(seed, height=height + 7 * seed, width=max(width + 13 * seed - 20, 2))
-        for seed in range(COUNT)
-    ]
-    grey = np.uint8(np.round(pixels[2].mean(axis=-1, keepdims=True)))
-    clear = np.concatenate([pixels[3], pixels[3][..., :1]], axis=-1)
-    encoded = [
-        tf.io.encode_png(pixels[0]),
-        tf.io.encode_jpeg(pixels[1], quality=92),
-        tf.io.encode_jpeg(grey),
-        tf.io.encode_png(clear),
-        tf.io.encode_png(grey),
-        tf.io.encode_jpeg(pixels[5], quality=75),
-        tf.io.encode_png(pixels[6]),
-    ]
-    return [bytes(file.numpy()) for file in encoded] + [encode_bmp(pixels[7])]
-
-
-def draw(seed: int, *, height: int, width: int) -> np.ndarray:
-    """Draws a smooth coloured image, uint8 (height, width, 3)."""
-    generator = np.random.default_rng(seed)
-    coarse = generator.uniform(0, 255, (1, 5, 5, 3)).astype(np.float32)
-    smooth = tf.image.resize(coarse, (height, width), method="bicubic")[0]
-    return np.asarray(tf.cast(tf.clip_by_value(smooth, 0, 255), tf.uint8))
-
-
-def encode_bmp(pixels: np.ndarray) -> bytes:
-    """Encodes RGB pixels (height, width, 3) as an uncompressed 24-bit BMP."""
-    height, width, _ = pixels.shape
-    rows = np.zeros((height, -(-3 * width // 4) * 4), np.uint8)  # rows are padded to 4 bytes
-    rows[:, : 3 * width] = pixels[::-1, :, ::-1].reshape(height, -1)  # bottom first, blue first
-    content = rows.tobytes()
-    header = struct.pack("<2sIHHI", b"BM", 54 + len(content), 0, 0, 54)
-    info = struct.pack("<IiiHHIIiiII", 40, width, height, 1, 24, 0, len(content), 0, 0, 0, 0)
-    return header + info + content
-
-
+COUNT = 8  # images in the largest batch
 BATCH_SIZES = (1, 2, 3, COUNT)
 
-# Rebuilding may cost no more than this in float32, relative to the largest output.
+# The difference of a float32 model and its copy, relative to the largest output.
 REBUILD_LIMIT = 1e-4
-
-# bfloat16 and float16 models compute with 8 and 11 bits; their float32 copy is the better one.
+# Models in bfloat16 and float16 have 8 and 11 bits: their float32 copies are more accurate.
 LOW_PRECISION_COSINE = 0.99
 
 
@@ -107,9 +31,9 @@ class Answers:
     """Outputs by name ("logits", "probabilities", "features").
 
     Attributes:
-        of_batch: for all images at once.
-        of_first: for the first alone: convolutions sum in another order then (R50+B/16: logits of
-            3.5 move by 5.6e-5, in the model as in its artefact).
+        of_batch: for all images in one batch.
+        of_first: for the first image alone, where convolutions sum in another order (R50+B/16:
+            logits of 3.5 change by 5.6e-5, in the model and in its artefact).
     """
 
     of_batch: dict[str, np.ndarray]
@@ -118,15 +42,15 @@ class Answers:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class References:
-    """Images and what the rebuilt model makes of them.
+    """Images and the rebuilt model's outputs for them.
 
     Attributes:
         files: encoded images, an object array (B,) of bytes.
-        pixels: the same through evaluation's decoding and resizing, rounded, uint8 (B, H, W, C).
-        values: the pixels less the model's mean, divided by its deviation, float32.
-        of_files: what it makes of the files.
-        of_pixels: what it makes of the pixels.
-        of_values: what it makes of the values, whose rounding convolutions may amplify.
+        pixels: the same, decoded and resized as in evaluation, rounded to uint8 (B, H, W, C).
+        values: the pixels, normalized with the model's mean and deviation, float32.
+        of_files: outputs for the files.
+        of_pixels: outputs for the pixels.
+        of_values: outputs for the values, whose rounding convolutions may amplify.
     """
 
     files: np.ndarray
@@ -138,27 +62,21 @@ class References:
 
 
 def make_references(exportable: Exportable, images: Sequence[Image] = ()) -> References:
-    """Runs the rebuilt model on the given images, and on drawn ones where they are too few.
+    """Runs the rebuilt model on `COUNT` images: evenly spread given ones, then random ones.
 
     Raises:
-        FileNotFoundError: an image is not there.
+        FileNotFoundError: an image does not exist.
         ValueError: a file is not an image.
     """
-    height, width, channels = exportable.image_shape
-    contents = sample_files(images, size=(height, width))
-    files = np.empty(len(contents), object)
-    files[:] = contents
-    decoded = [np.asarray(decoding.decode_image(content)) for content in contents]
-    resized = np.stack(
-        [
-            image_files.resize_image(image, size=(height, width), antialias=exportable.antialias)
-            for image in decoded
-        ]
-    )
-    if channels != 3:  # no decoder makes these: any values will do
+    *size, channels = exportable.image_shape
+    count = min(len(images), COUNT)
+    user_files = [file_bytes(images[index * len(images) // count]) for index in range(count)]
+    files = np.array(user_files + _random_files(size)[count:], object)
+    resized = resize_files(exportable, files)
+    if channels != 3:  # no file has them: any values are as good
         resized = np.ascontiguousarray(np.resize(resized, (*resized.shape[:3], channels)))
     pixels = np.round(resized).astype(np.uint8)
-    values = normalized(exportable, pixels)
+    values = exportable.normalized(pixels.astype(np.float32))
     return References(
         files=files,
         pixels=pixels,
@@ -172,11 +90,12 @@ def make_references(exportable: Exportable, images: Sequence[Image] = ()) -> Ref
 def compare_rebuilt(
     model: keras.Model, exportable: Exportable, references: References
 ) -> messages.Check:
-    """Compares the live model with its float32 copy, so that nothing is lost before the export."""
-    images = as_original(exportable, references.pixels)
+    """Compares the live model with its float32 copy."""
+    images = exportable.to_original(references.pixels)
     live = np.asarray(keras.ops.convert_to_numpy(model(images, training=False)), np.float32)
     copied = references.of_pixels.of_batch[exportable.answers]
-    if _is_float32(model):
+    dtypes = {weight.dtype for weight in model.weights}
+    if dtypes | {layer.compute_dtype for layer in layers_of(model)} == {"float32"}:
         name, limit = "model and its float32 copy, relative difference", REBUILD_LIMIT
         measured = messages.relative_difference(live, copied)
         passed = measured <= limit
@@ -187,31 +106,70 @@ def compare_rebuilt(
     return messages.Check(name=name, measured=measured, limit=limit, passed=passed)
 
 
+def file_bytes(image: Image) -> bytes:
+    """Returns the content of an image file, or of a PNG of pixels."""
+    if isinstance(image, np.ndarray):
+        return bytes(tf.io.encode_png(image).numpy())
+    image_files.read_image(image)  # raises a clear error if it is not an image
+    return Path(image).read_bytes()
+
+
+def resize_files(exportable: Exportable, files: Iterable[bytes]) -> np.ndarray:
+    """Decodes and resizes image files as evaluation does: float32 (B, height, width, 3)."""
+    size, antialias = exportable.image_shape[:2], exportable.input_config.antialias
+    images = [np.asarray(decoding.decode_image(content)) for content in files]
+    return np.stack(
+        [image_files.resize_image(image, size=size, antialias=antialias) for image in images]
+    )
+
+
 def outputs(exportable: Exportable, images: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns every output of the rebuilt model by name, for images as its network takes them."""
-    found = dict(exportable.outputs()(images, training=False))
+    """Returns every output of the rebuilt model by name, for inputs of its network."""
+    tensors = dict(exportable.outputs()(images, training=False))
     if exportable.activation is not None:
-        found["probabilities"] = exportable.activation(found["logits"])
-    return {name: keras.ops.convert_to_numpy(value) for name, value in found.items()}
+        tensors["probabilities"] = exportable.activation(tensors["logits"])
+    return {name: keras.ops.convert_to_numpy(value) for name, value in tensors.items()}
 
 
-def as_original(exportable: Exportable, pixels: np.ndarray) -> np.ndarray:
-    """Turns pixels 0..255 into what the original model takes, float32."""
-    if exportable.takes == "pixels":
-        return pixels.astype(np.float32)
-    return normalized(exportable, pixels)
-
-
-def normalized(exportable: Exportable, pixels: np.ndarray) -> np.ndarray:
-    """Scales pixels 0..255 with the model's mean and deviation, float32."""
-    return np.asarray(exportable.normalized(pixels.astype(np.float32)), np.float32)
+def draw(seed: int, *, height: int, width: int) -> np.ndarray:
+    """Draws a smooth coloured image, uint8 (height, width, 3)."""
+    generator = np.random.default_rng(seed)
+    coarse = generator.uniform(0, 255, (1, 5, 5, 3)).astype(np.float32)
+    smooth = tf.image.resize(coarse, (height, width), method="bicubic")[0]
+    return np.asarray(tf.cast(tf.clip_by_value(smooth, 0, 255), tf.uint8))
 
 
 def _answers(exportable: Exportable, images: np.ndarray) -> Answers:
-    whole, first = outputs(exportable, images), outputs(exportable, images[:1])
-    return Answers(of_batch=whole, of_first=first)
+    return Answers(of_batch=outputs(exportable, images), of_first=outputs(exportable, images[:1]))
 
 
-def _is_float32(model: keras.Model) -> bool:
-    stored = all(weight.dtype == "float32" for weight in model.weights)
-    return stored and all(layer.compute_dtype == "float32" for layer in layers_of(model))
+def _random_files(size: Sequence[int]) -> list[bytes]:
+    """Makes `COUNT` images of several sizes, formats and numbers of channels."""
+    height, width = size
+    pixels = [
+        draw(seed, height=height + 7 * seed, width=max(width + 13 * seed - 20, 2))
+        for seed in range(COUNT)
+    ]
+    grey = np.uint8(np.round(pixels[2].mean(axis=-1, keepdims=True)))
+    transparent = np.concatenate([pixels[3], pixels[3][..., :1]], axis=-1)
+    encoded = [
+        tf.io.encode_png(pixels[0]),
+        tf.io.encode_jpeg(pixels[1], quality=92),
+        tf.io.encode_jpeg(grey),
+        tf.io.encode_png(transparent),
+        tf.io.encode_png(grey),
+        tf.io.encode_jpeg(pixels[5], quality=75),
+        tf.io.encode_png(pixels[6]),
+    ]
+    return [bytes(file.numpy()) for file in encoded] + [_encode_bmp(pixels[7])]
+
+
+def _encode_bmp(pixels: np.ndarray) -> bytes:
+    """Encodes RGB pixels (height, width, 3) as an uncompressed 24-bit BMP."""
+    height, width, _ = pixels.shape
+    rows = np.zeros((height, -(-3 * width // 4) * 4), np.uint8)  # rows are padded to 4 bytes
+    rows[:, : 3 * width] = pixels[::-1, :, ::-1].reshape(height, -1)  # bottom first, blue first
+    content = rows.tobytes()
+    header = struct.pack("<2sIHHI", b"BM", 54 + len(content), 0, 0, 54)
+    info = struct.pack("<IiiHHIIiiII", 40, width, height, 1, 24, 0, len(content), 0, 0, 0, 0)
+    return header + info + content

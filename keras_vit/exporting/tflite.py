@@ -1,6 +1,7 @@
-"""Writes TFLite files: float32, float16 weights, dynamic-range int8, or int8 throughout."""
+"""Writes TFLite files: float32, float16 weights, int8 weights, or int8 throughout."""
 
 import copy
+import functools
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,17 +14,24 @@ from tensorflow.lite.tools import flatbuffer_utils
 
 from keras_vit.backend.tensorflow import portable_forms
 from keras_vit.config import ViTConfig
+from keras_vit.exporting import savedmodel
 from keras_vit.exporting.rebuild import Exportable, folded_arrays
 from keras_vit.layers.resnet import GROUP_NORM_EPSILON, GROUPS
 
-SMALLEST = 1024  # elements from which a tensor counts as large
-_KERNELS = (schema.BuiltinOperator.CONV_2D, schema.BuiltinOperator.FULLY_CONNECTED)
-_IMAGE_CHANNELS = 4  # a kernel of no more input channels reads the image
-_FLOAT16_VERSION = 3  # of DEQUANTIZE
+FORMATS = ("tflite", "tflite-fp16", "tflite-int8", "tflite-int8-full")
+SIGNATURE = "serving_default"
+
+_MIN_ELEMENTS = 1024  # smaller kernels stay float32
+_KERNEL_OPERATORS = (schema.BuiltinOperator.CONV_2D, schema.BuiltinOperator.FULLY_CONNECTED)
+_IMAGE_CHANNELS = 4  # a convolution of at most so many input channels reads the image
+_DEQUANTIZE_VERSION = 3  # the first that takes float16
 
 
 def store_as_float16(content: bytes) -> bytes:
-    """Returns the TFLite file with the kernels of its dense products and convolutions halved."""
+    """Returns a TFLite file with float16 kernels of dense products and convolutions.
+
+    Each kernel becomes a float16 tensor, from which a DEQUANTIZE computes the float32 tensor.
+    """
     model = flatbuffer_utils.convert_bytearray_to_object(bytearray(content))
     graph = model.subgraphs[0]
     opcode = len(model.operatorCodes)
@@ -31,34 +39,36 @@ def store_as_float16(content: bytes) -> bytes:
     kernels = {
         int(operator.inputs[1])
         for operator in graph.operators
-        if _kind(model.operatorCodes[operator.opcodeIndex]) in _KERNELS
+        if _builtin_operator(model.operatorCodes[operator.opcodeIndex]) in _KERNEL_OPERATORS
     }
-    elsewhere = {
+    other_buffers = {
         tensor.buffer for index, tensor in enumerate(graph.tensors) if index not in kernels
     }
-    added, halved = [], set()
+    dequantizers, converted = [], set()
     for index in sorted(kernels):
         tensor = graph.tensors[index]
         buffer = model.buffers[tensor.buffer]
-        if buffer.data is None or tensor.buffer in elsewhere or not _is_large_kernel(tensor):
+        if buffer.data is None or tensor.buffer in other_buffers or not _is_convertible(tensor):
             continue
-        if tensor.buffer not in halved:  # equal kernels may share one
-            buffer.data = _halved(buffer.data)
-            halved.add(tensor.buffer)
-        stored = copy.copy(tensor)
-        stored.type, stored.name = schema.TensorType.FLOAT16, tensor.name + b"_float16"
-        tensor.buffer = 0  # the empty one: its values are computed from now on
-        graph.tensors.append(stored)
-        added.append(_operator(opcode, len(graph.tensors) - 1, index))
-    graph.operators = added + list(graph.operators)
+        if tensor.buffer not in converted:  # equal kernels may share a buffer
+            floats = np.frombuffer(np.asarray(buffer.data, np.uint8).tobytes(), np.float32)
+            buffer.data = np.frombuffer(floats.astype(np.float16).tobytes(), np.uint8)
+            converted.add(tensor.buffer)
+        half = copy.copy(tensor)
+        half.type, half.name = schema.TensorType.FLOAT16, tensor.name + b"_float16"
+        tensor.buffer = 0  # the empty buffer, as DEQUANTIZE now computes the tensor
+        graph.tensors.append(half)
+        dequantizers.append(_dequantizer(opcode, len(graph.tensors) - 1, index))
+    graph.operators = dequantizers + list(graph.operators)
     return bytes(flatbuffer_utils.convert_object_to_bytearray(model))
 
 
 class EdgeForward(tf.Module):
-    """Answers like the original model, for batches of one fixed size.
+    """Computes the original model's outputs for batches of a fixed size.
 
     Args:
         exportable: a Vision Transformer with nothing around it.
+        config: its config.
         batch_size: images in a batch.
     """
 
@@ -68,17 +78,18 @@ class EdgeForward(tf.Module):
         self._config = config
         self._batch = batch_size
         arrays = folded_arrays(exportable.network, config)
-        shaped = _reshaped(arrays, config, batch_size=batch_size)
-        self._weights = {path: tf.Variable(value) for path, value in shaped.items()}
+        for path in {"patch_encoder/class_token", "pooling/query"} & set(arrays):
+            arrays[path] = np.repeat(arrays[path], batch_size, axis=0)
+        self._weights = {path: tf.Variable(value) for path, value in arrays.items()}
         self.call = tf.function(
-            self._answer,
+            self._outputs,
             autograph=False,
             input_signature=[
                 tf.TensorSpec((batch_size, *exportable.image_shape), tf.float32, name="images")
             ],
         )
 
-    def _answer(self, images: Any) -> dict[str, Any]:
+    def _outputs(self, images: Any) -> dict[str, Any]:
         return self._exportable.named(self._network(self._exportable.from_original(images)))
 
     def _network(self, x: Any) -> Any:
@@ -106,7 +117,7 @@ class EdgeForward(tf.Module):
         return tf.concat([self._weights["patch_encoder/class_token"], x], axis=1)
 
     def _block(self, x: Any, path: str, *, only_first: bool) -> Any:
-        """One encoder block; of the last one only the class token's row may be wanted."""
+        """One encoder block; with `only_first` it computes the class token's row alone."""
         qkv = self._dense(self._layer_norm(x, f"{path}/attention_norm"), f"{path}/attention/qkv")
         query, key, value = tf.split(qkv, 3, axis=-1)  # (B, N, D) each
         if only_first:
@@ -115,7 +126,7 @@ class EdgeForward(tf.Module):
         return x + self._mlp(self._layer_norm(x, f"{path}/mlp_norm"), f"{path}/mlp")
 
     def _attention(self, query: Any, key: Any, value: Any) -> Any:
-        """Attention of queries that carry the scale already."""
+        """Attention of queries that include the scale."""
         query, key, value = map(self._split_heads, (query, key, value))
         weights = tf.nn.softmax(tf.matmul(query, key, transpose_b=True))  # (B, H, N, N)
         x = tf.transpose(tf.matmul(weights, value), (0, 2, 1, 3))  # (B, N, H, K)
@@ -188,10 +199,6 @@ class EdgeForward(tf.Module):
         return normed * self._weights[f"{path}/gamma"] + self._weights[f"{path}/beta"]
 
 
-FORMATS = ("tflite", "tflite-fp16", "tflite-int8", "tflite-int8-full")
-SIGNATURE = "serving_default"
-
-
 def write_tflite(
     exportable: Exportable,
     files: dict[str, Path],
@@ -209,48 +216,39 @@ def write_tflite(
     """
     module = _module(exportable, batch_size=batch_size)
     with tempfile.TemporaryDirectory(prefix="keras-vit-") as folder, portable_forms():
-        options = tf.saved_model.SaveOptions(
-            save_debug_info=False, experimental_custom_gradients=False
-        )
-        signatures = {SIGNATURE: module.call}
-        tf.saved_model.save(module, folder, signatures=signatures, options=options)
-        plain = b""
+        savedmodel.save_module(module, folder, {SIGNATURE: module.call})
+
+        @functools.cache
+        def convert(name: str) -> bytes:
+            converter = tf.lite.TFLiteConverter.from_saved_model(folder, [SIGNATURE])
+            _configure(converter, name, batch_size=batch_size, calibration=calibration)
+            return bytes(converter.convert())
+
         for name, file in files.items():
-            is_float = name in ("tflite", "tflite-fp16")
-            content = plain if is_float else b""
-            if not content:
-                converter = tf.lite.TFLiteConverter.from_saved_model(folder, [SIGNATURE])
-                _configure(converter, name, batch_size=batch_size, calibration=calibration)
-                content = converter.convert()
-            if is_float:
-                plain = content
-            file.write_bytes(store_as_float16(content) if name == "tflite-fp16" else content)
+            is_half = name == "tflite-fp16"
+            file.write_bytes(store_as_float16(convert("tflite")) if is_half else convert(name))
 
 
-def _halved(data: Any) -> np.ndarray:
-    floats = np.frombuffer(np.asarray(data, np.uint8).tobytes(), np.float32)
-    return np.frombuffer(floats.astype(np.float16).tobytes(), np.uint8)
-
-
-def _is_large_kernel(tensor: Any) -> bool:
+def _is_convertible(tensor: Any) -> bool:
+    # Rounding the kernel that reads the image costs the most accuracy.
     reads_image = len(tensor.shape) == 4 and tensor.shape[-1] <= _IMAGE_CHANNELS
-    is_large = int(np.prod(tensor.shape)) >= SMALLEST
+    is_large = int(np.prod(tensor.shape)) >= _MIN_ELEMENTS
     return tensor.type == schema.TensorType.FLOAT32 and is_large and not reads_image
 
 
-def _kind(code: Any) -> int:
-    # Operators below 127 stand in the older, narrow field too.
+def _builtin_operator(code: Any) -> int:
+    # Operators below 127 may be in the deprecated, narrower field.
     return max(int(code.builtinCode), int(code.deprecatedBuiltinCode))
 
 
 def _dequantize_code() -> Any:
     code = schema.OperatorCodeT()
     code.builtinCode = code.deprecatedBuiltinCode = schema.BuiltinOperator.DEQUANTIZE
-    code.version = _FLOAT16_VERSION
+    code.version = _DEQUANTIZE_VERSION
     return code
 
 
-def _operator(opcode: int, source: int, target: int) -> Any:
+def _dequantizer(opcode: int, source: int, target: int) -> Any:
     operator = schema.OperatorT()
     operator.opcodeIndex, operator.inputs, operator.outputs = opcode, [source], [target]
     operator.builtinOptionsType = schema.BuiltinOptions.DequantizeOptions
@@ -258,29 +256,10 @@ def _operator(opcode: int, source: int, target: int) -> Any:
     return operator
 
 
-def _reshaped(
-    arrays: dict[str, np.ndarray], config: ViTConfig, *, batch_size: int
-) -> dict[str, np.ndarray]:
-    """The arrays in the shapes of this form: a convolution's patches, fixed tokens per image."""
-    size, positions = config.patch_size, arrays["patch_encoder/position_embedding"]
-    made = dict(arrays)
-    kernel = made["patch_encoder/projection/kernel"]
-    made["patch_encoder/projection/kernel"] = kernel.reshape(size, size, -1, config.hidden_dim)
-    if config.class_token:
-        first = made["patch_encoder/class_token"] + positions[:, :1]
-        made["patch_encoder/class_token"] = np.repeat(first, batch_size, axis=0)
-        made["patch_encoder/position_embedding"] = positions[:, 1:]
-    if config.pooling == "map":
-        query = made.pop("pooling/probe").astype(np.float64) @ made.pop("pooling/query/kernel")
-        query = (query + made.pop("pooling/query/bias")).astype(np.float32)
-        made["pooling/query"] = np.repeat(query, batch_size, axis=0)
-    return made
-
-
 def _module(exportable: Exportable, *, batch_size: int) -> Any:
     if exportable.written_config is not None:
         return EdgeForward(exportable, config=exportable.written_config, batch_size=batch_size)
-    # Not from_concrete_functions: it loses the weights, or the signature.
+    # The converter's from_concrete_functions loses the weights or the signature.
     module = tf.Module(name="edge")
     module.weights = [weight.value for weight in exportable.network.weights]
     spec = tf.TensorSpec((batch_size, *exportable.image_shape), tf.float32, name="images")
@@ -295,7 +274,7 @@ def _configure(
     if name.startswith("tflite-int8"):
         converter.optimizations = [tf.lite.Optimize.DEFAULT]
     if name == "tflite-int8-full":
-        whole = len(calibration) // batch_size * batch_size
-        batches = np.stack(calibration[:whole]).reshape(-1, batch_size, *calibration[0].shape)
+        count = len(calibration) // batch_size * batch_size
+        batches = np.stack(calibration[:count]).reshape(-1, batch_size, *calibration[0].shape)
         converter.representative_dataset = lambda: ([batch] for batch in batches)
         converter.target_spec.supported_ops = [tf.lite.OpsSet.TFLITE_BUILTINS_INT8]

@@ -1,5 +1,6 @@
 """Checks artefacts on the disk, in a process where Keras and keras_vit cannot be imported."""
 
+import contextlib
 import dataclasses
 import datetime
 import hashlib
@@ -11,19 +12,19 @@ import sys
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from keras_vit import version
+from keras_vit.exporting import savedmodel
 from keras_vit.exporting.clean import messages
 from keras_vit.exporting.rebuild import Exportable
 from keras_vit.exporting.samples import Answers, References
 
 RECORD = "verification.json"
-# What float32 rounding allows between two orders of the same sums; measured up to 2e-6.
+# Float32 sums in another order differ; measured up to 2e-6.
 SAVEDMODEL_LIMIT = 1e-5
-# How a file is compared and what it may reach: other kernels, other numbers of bits.
+# The measure and the limit of each format: kernels and numbers of bits differ.
 FILE_LIMITS: Mapping[str, tuple[str, float]] = {
     "onnx": ("absolute", 1e-4),
     "tflite": ("absolute", 1e-4),
@@ -31,25 +32,24 @@ FILE_LIMITS: Mapping[str, tuple[str, float]] = {
     "tflite-int8": ("cosine", 0.995),
     "tflite-int8-full": ("top1", 0.98),
 }
-# Two classes whose scores are closer than this may change places.
-TIE = 1e-5
+TIE = 1e-5  # rounding may exchange two classes whose scores are closer
 _BOOTSTRAP = Path(__file__).parent / "clean" / "bootstrap.py"
 _PACKAGES = ("tensorflow", "keras", "numpy", "onnx", "onnxruntime", "tf2onnx", "ai-edge-litert")
-_SHOWN = 3
+_MOST_LISTED = 3  # failed checks in a message
 
 
 class VerificationError(ValueError):
-    """An artefact does not do what the model does; nothing was put in place."""
+    """An artefact and its model differ; nothing was published."""
 
 
 def check_artefact(request: messages.Request) -> tuple[list[messages.Check], dict[str, str]]:
     """Runs the checks of a request in a clean process.
 
     Returns:
-        The checks, all passed, and the versions of what ran there.
+        The checks, all passed, and the versions of the runtimes.
 
     Raises:
-        VerificationError: a check failed, or the process did.
+        VerificationError: a check or the process failed.
     """
     with tempfile.TemporaryDirectory(prefix="keras-vit-") as name:
         folder = Path(name)
@@ -62,10 +62,10 @@ def check_artefact(request: messages.Request) -> tuple[list[messages.Check], dic
             env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
         )
         if finished.returncode:
-            said = finished.stderr.strip().splitlines() or ["nothing"]
+            lines = finished.stderr.strip().splitlines() or ["no message"]
             raise VerificationError(
                 f"The {request.format} artefact could not be checked: the process ended with code "
-                f"{finished.returncode} and said: {said[-1]}"
+                f"{finished.returncode}: {lines[-1]}"
             )
         checks, runtime = messages.read_report(folder)
     require(checks, artefact=request.format)
@@ -73,24 +73,22 @@ def check_artefact(request: messages.Request) -> tuple[list[messages.Check], dic
 
 
 def require(checks: Iterable[messages.Check], *, artefact: str) -> None:
-    """Raises a VerificationError that names what failed, if anything did."""
+    """Raises a VerificationError that names the failed checks, if there are any."""
     failed = [check for check in checks if not check.passed]
     if failed:
-        listed = "; ".join(
-            f"{check.name}: {check.measured} (limit {check.limit})" for check in failed[:_SHOWN]
-        )
-        more = f"; and {len(failed) - _SHOWN} more" if len(failed) > _SHOWN else ""
+        texts = [f"{check.name}: {check.measured} (limit {check.limit})" for check in failed]
+        if len(texts) > _MOST_LISTED:
+            texts[_MOST_LISTED:] = [f"and {len(texts) - _MOST_LISTED} more"]
         raise VerificationError(
             f"The {artefact} artefact does not do what the model does, and was not put in place: "
-            f"{listed}{more}."
+            f"{'; '.join(texts)}."
         )
 
 
 def savedmodel_cases(
-    exportable: Exportable, references: References, *, labels: tuple[str, ...], top_k: int
+    exportable: Exportable, references: References, *, top_k: int
 ) -> tuple[messages.Case, ...]:
     """Returns a case for every signature of a SavedModel."""
-    from keras_vit.exporting import savedmodel
 
     def case(
         signature: str, name: str, value: np.ndarray, answers: Answers, *names: str
@@ -99,7 +97,7 @@ def savedmodel_cases(
             signature=signature,
             inputs={name: value},
             expected={name: answers.of_batch[name] for name in names},
-            # Without "class_ids" if two classes are too close in it.
+            # "class_ids" is missing where rounding may exchange two classes.
             alone={name: answers.of_first[name] for name in names if name in answers.of_first},
             limit=SAVEDMODEL_LIMIT * _scale(answers.of_batch),
         )
@@ -112,13 +110,12 @@ def savedmodel_cases(
             case("pixels", "pixel_values", values, of_values, "features"),
             case("features", "images", pixels, of_pixels, "features"),
         )
-    best = _best(of_files.of_batch["probabilities"], top_k=top_k)
-    answers = Answers(
-        of_batch=of_files.of_batch | best,
-        of_first=of_files.of_first | _best(of_files.of_first["probabilities"], top_k=top_k),
+    best, best_of_first = (
+        _best(outputs["probabilities"], top_k=top_k)
+        for outputs in (of_files.of_batch, of_files.of_first)
     )
-    examples = np.empty(len(files), object)
-    examples[:] = [savedmodel.example(content) for content in files]
+    answers = Answers(of_batch=of_files.of_batch | best, of_first=of_files.of_first | best_of_first)
+    examples = np.array([savedmodel.example(content) for content in files], object)
     cases = [
         case("serving_default", "image_bytes", files, answers, *best),
         case("classify", "inputs", examples, answers, "scores"),
@@ -133,84 +130,79 @@ def savedmodel_cases(
 def file_case(
     exportable: Exportable, artefact: str, images: np.ndarray, expected: Mapping[str, np.ndarray]
 ) -> messages.Case:
-    """Returns the one case of an ONNX or TFLite file.
+    """Returns the case of an ONNX or TFLite file.
 
     Args:
         exportable: the rebuilt model.
         artefact: the format.
-        images: a batch as the original model takes it.
+        images: a batch of the original model's input.
         expected: the model's outputs for it, by name.
     """
     measure, limit = FILE_LIMITS[artefact]
     names = ["features"] if exportable.activation is None else ["logits", "probabilities"]
-    if measure != "absolute":
-        names = names[:1]  # rounded weights are measured before the softmax, which stretches errors
-    scale = _scale(dict(expected)) if measure == "absolute" else 1.0
+    if measure == "absolute":
+        limit *= _scale(expected)
+    else:
+        names = names[:1]  # the softmax would amplify the errors of rounded weights
     return messages.Case(
         signature="",
         inputs={"images": images},
         expected={name: expected[name] for name in names},
-        limit=limit * scale,
+        limit=limit,
         measure=measure,
     )
 
 
 def write_record(
     folder: Path,
+    exportable: Exportable,
     *,
     checks: Mapping[str, Iterable[messages.Check]],
     runtime: Mapping[str, str],
     images: str,
-    pixels: Mapping[str, Any],
 ) -> None:
-    """Writes `verification.json` beside the files that it is about.
+    """Writes `verification.json` beside the files that it describes.
 
     Args:
         folder: where the files are.
-        checks: what was checked, by format.
-        runtime: versions of what ran the checks; empty if nothing was.
-        images: on which images.
-        pixels: what the model takes, see `pixels_of`.
+        exportable: the rebuilt model.
+        checks: the checks of each format.
+        runtime: versions of what ran the checks; empty if nothing ran.
+        images: a description of the images.
     """
+    versions = {"keras-vit": version.__version__}
+    for package in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
     record = {
         "verified": bool(runtime),
         "made": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "versions": {"keras-vit": version.__version__, **_versions(), **runtime},
+        "versions": {**versions, **runtime},
         "images": images,
-        "pixels": dict(pixels),
+        "pixels": {
+            "takes": exportable.takes,
+            "image_mean": list(exportable.input_config.image_mean),
+            "image_std": list(exportable.input_config.image_std),
+        },
         "files": {
-            str(file.relative_to(folder)): {
-                "bytes": file.stat().st_size,
-                "sha256": _sha256(file),
-            }
+            str(file.relative_to(folder)): {"bytes": file.stat().st_size, "sha256": _sha256(file)}
             for file in sorted(folder.rglob("*"))
             if file.is_file()
         },
-        "checks": {
-            name: [dataclasses.asdict(check) for check in found] for name, found in checks.items()
-        },
+        "checks": {name: list(map(dataclasses.asdict, each)) for name, each in checks.items()},
     }
     target = folder / "assets.extra" if "savedmodel" in checks else folder
-    text = json.dumps(record, indent=1) + "\n"
-    (target / RECORD).write_text(text, encoding="utf-8")
+    (target / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
-def pixels_of(exportable: Exportable) -> dict[str, Any]:
-    """Says what a model makes of pixels: (x / 255 - mean) / std, inside or before it."""
-    return {
-        "takes": exportable.takes,
-        "image_mean": list(exportable.pixels.image_mean),
-        "image_std": list(exportable.pixels.image_std),
-    }
-
-
-def _scale(outputs: dict[str, np.ndarray]) -> float:
-    """Rounding grows with the numbers: the limit holds for values of order 1."""
+def _scale(outputs: Mapping[str, np.ndarray]) -> float:
+    """Returns the factor of the limits: they hold for values of order 1, and rounding grows."""
     name = "logits" if "logits" in outputs else "features"
     return max(1.0, float(np.abs(outputs[name]).max()))
 
 
 def _best(probabilities: np.ndarray, *, top_k: int) -> dict[str, np.ndarray]:
+    """Returns the sorted scores, and the class numbers unless two scores are too close."""
     order = np.argsort(-probabilities, axis=1, kind="stable")
     sorted_scores = np.take_along_axis(probabilities, order, axis=1)
     best = {"scores": sorted_scores[:, :top_k]}
@@ -218,16 +210,6 @@ def _best(probabilities: np.ndarray, *, top_k: int) -> dict[str, np.ndarray]:
     if gaps.min(initial=1.0) > TIE:
         best["class_ids"] = order[:, :top_k].astype(np.int32)
     return best
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in _PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def _sha256(file: Path) -> str:

@@ -50,7 +50,7 @@ class Servable:
 
     def refresh(self) -> None:
         import batching
-        from clean import loader, savedmodel_checks  # type: ignore[import-not-found]
+        from clean import checker, loader  # type: ignore[import-not-found]
 
         versions = [int(child.name) for child in self.directory.iterdir() if child.name.isdecimal()]
         newest = max(versions, default=None)
@@ -58,7 +58,7 @@ class Servable:
             return
         disable_xla(loader.installed_library())
         model = loader.SavedModel(self.directory / str(newest))
-        self.warmed = savedmodel_checks.replay(self.directory / str(newest), model)
+        self.warmed = checker.replay(self.directory / str(newest), model)
         session = model
         if self.allowed_sizes:
             session = batching.BatchingSession(model.run, allowed_sizes=self.allowed_sizes)

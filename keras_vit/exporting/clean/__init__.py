@@ -1,4 +1,4 @@
-"""What checks an artefact in a process of its own, where Keras and keras_vit cannot be imported.
+"""Checks of an artefact in a process of their own, where Keras and keras_vit cannot be imported.
 
-These modules know the standard library, NumPy and, where an artefact needs it, its runtime.
+These modules import only the standard library, NumPy and the runtime of the artefact.
 """

@@ -15,7 +15,7 @@ BLOCKED = ("keras", "keras_vit")
 
 
 class _Blocker(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds the blocked packages, as TensorFlow asks whether Keras is there, and fails them."""
+    """Finds the blocked packages, because TensorFlow looks for Keras, and fails to load them."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -25,14 +25,14 @@ class _Blocker(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.machinery.ModuleSpec(fullname, self)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        raise ImportError(f"{spec.name} is not there: an artefact must do without it.")
+        raise ImportError(f"{spec.name} is blocked: an artefact must do without it.")
 
     def exec_module(self, module: ModuleType) -> None:
         raise ImportError(module.__name__)
 
 
 def block() -> None:
-    """Makes every import of Keras and of this package fail from now on.
+    """Makes all later imports of Keras and of this package fail.
 
     Raises:
         RuntimeError: one of them is already imported.
@@ -50,7 +50,7 @@ def load_package() -> None:
         "clean", folder / "__init__.py", submodule_search_locations=[str(folder)]
     )
     if spec is None or spec.loader is None:
-        raise ImportError(f"{folder} holds no package.")
+        raise ImportError(f"{folder} is not a package.")
     module = importlib.util.module_from_spec(spec)
     sys.modules["clean"] = module
     spec.loader.exec_module(module)

@@ -1,5 +1,6 @@
-"""Checks one artefact on the disk, an ONNX or TFLite file here, and writes the report."""
+"""Checks one artefact on the disk, a SavedModel, ONNX or TFLite file, and writes a report."""
 
+import functools
 import importlib.metadata
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,17 +8,58 @@ from typing import Any
 
 import numpy as np
 
-from . import messages, savedmodel_checks
-from .messages import Check, Request, check_batches, size_check
+from . import loader, messages
+from .messages import Case, Check, Request, check_batches, size_check
 
-DOMAINS = ("", "ai.onnx")
+SIGNATURE = "serving_default"
+WARM_UP_FILE = "assets.extra/tf_serving_warmup_requests"
+WARM_UP_LIMIT = 1000  # the server refuses files with more requests
+ONNX_DOMAINS = ("", "ai.onnx")
+RANK_LIMIT = 4  # of GPU delegates (tensorflow/tensorflow#60793)
+
+# Size of a SavedModel over that of the parameters; its .pb counts only beside large weights.
+WEIGHTS_LIMIT = 1.05
+_LARGE = 50_000_000
+# Operations that touch the host or need another runtime (the deny list of saved_model_cli, Python).
+FORBIDDEN = frozenset({"PyFunc", "PyFuncStateless", "EagerPyFunc", "ReadFile", "WriteFile",
+                       "PrintV2", "XlaLaunch", "XlaLaunchV2"})  # fmt: skip
+_JSON_DTYPES = (loader.STRING, *(loader.NUMBERS[np.dtype(kind)] for kind in ("float32", "int32")))
+# TensorProto's repeated fields.
+_FLOATS, _INTEGERS, _STRINGS = 5, 7, 8
+# Bytes of a weight over the four that it has in float32.
+_SHARES = {"tflite": 1.0, "tflite-fp16": 0.5, "tflite-int8": 0.25, "tflite-int8-full": 0.25}
+_VARIABLES = ("VAR_HANDLE", "READ_VARIABLE", "ASSIGN_VARIABLE")
+
+
+def run(folder: Path) -> None:
+    """Reads the request in a folder, checks its artefact, and writes the report into the folder."""
+    request = messages.read_request(folder)
+    check = {"savedmodel": check_savedmodel, "onnx": check_onnx}.get(request.format, check_tflite)
+    checks, runtime = check(request)
+    messages.write_report(folder, checks, runtime)
+
+
+def check_savedmodel(request: Request) -> tuple[list[Check], dict[str, str]]:
+    """Returns the checks of a SavedModel, and the version of the loader."""
+    checks = [*_check_sizes(request), *_check_operations(request.path)]
+    model = loader.SavedModel(request.path, library=request.library)
+    checks += _check_signatures(model)
+    for case in request.cases:
+        run = functools.partial(model.run, case.signature)
+        checks += check_batches(case, run, request.batch_sizes)
+        checks += _check_classes(case, model, request.labels)
+    checks.append(_check_refusal(model))
+    requests = replay(request.path, model)
+    checks.append(Check(name="warm-up requests", measured=requests, limit="1..1000",
+                        passed=1 <= requests <= WARM_UP_LIMIT))  # fmt: skip
+    return checks, {"loader": f"TensorFlow C++ {model.version}"}
 
 
 def check_onnx(request: Request) -> tuple[list[Check], dict[str, str]]:
-    """Runs every check_onnx and returns the results and the version of what ran."""
+    """Returns the checks of an ONNX file, and the version of the runtime."""
     import onnxruntime
 
-    checks = list(_check_model(request))
+    checks = list(_check_onnx_graph(request))
     session = onnxruntime.InferenceSession(str(request.path), providers=["CPUExecutionProvider"])
     names = [output.name for output in session.get_outputs()]
 
@@ -29,47 +71,175 @@ def check_onnx(request: Request) -> tuple[list[Check], dict[str, str]]:
     return checks, {"onnxruntime": onnxruntime.__version__}
 
 
-RANK_LIMIT = 4  # what GPU delegates take (tensorflow/tensorflow#60793)
-SIGNATURE = "serving_default"
-
-# Bytes of a weight, of the four that it has in float32.
-_SHARES = {"tflite": 1.0, "tflite-fp16": 0.5, "tflite-int8": 0.25, "tflite-int8-full": 0.25}
-_VARIABLES = ("VAR_HANDLE", "READ_VARIABLE", "ASSIGN_VARIABLE")
-
-
 def check_tflite(request: Request) -> tuple[list[Check], dict[str, str]]:
-    """Runs every check_tflite and returns the results and the version of what ran."""
+    """Returns the checks of a TFLite file, and the version of the runtime."""
     from ai_edge_litert import interpreter as litert
 
-    # Delegates hide the operators that they take over.
+    # Without delegates, which hide the operators that they replace.
     plain = litert.Interpreter(
         str(request.path),
         experimental_op_resolver_type=litert.OpResolverType.BUILTIN_WITHOUT_DEFAULT_DELEGATES,
     )
-    checks = [*_check_graph(plain, request)]
+    checks = [*_check_tflite_graph(plain, request)]
     run = _runner(litert.Interpreter(str(request.path)))
     for case in request.cases:
         checks += check_batches(case, run, (len(case.inputs["images"]),))
     return checks, {"ai-edge-litert": importlib.metadata.version("ai-edge-litert")}
 
 
-_CHECKS = {"savedmodel": savedmodel_checks.check, "onnx": check_onnx}
+def replay(path: Path, model: loader.SavedModel) -> int:
+    """Runs every warm-up request and returns their number.
+
+    Raises:
+        ValueError: the inputs of a request are not those of its signature.
+        loader.ServingError: a request fails.
+    """
+    file = path / WARM_UP_FILE
+    count = 0
+    for record in loader.records(file.read_bytes()) if file.is_file() else ():
+        signature, inputs = read_request(record)
+        names = sorted(model.signatures[signature].inputs)
+        if sorted(inputs) != names:
+            raise ValueError(
+                f"A warm-up request for {signature!r} has the inputs {sorted(inputs)}; the "
+                f"signature takes {names}."
+            )
+        model.run(signature, inputs)
+        count += 1
+    return count
 
 
-def run(folder: Path) -> None:
-    """Reads the request in a folder, checks what it names, writes the report beside it."""
-    request = messages.read_request(folder)
-    checks, runtime = _CHECKS.get(request.format, check_tflite)(request)
-    messages.write_report(folder, checks, runtime)
+def read_request(record: bytes) -> tuple[str, dict[str, np.ndarray]]:
+    """Reads the signature and the inputs of a PredictionLog with a PredictRequest."""
+    request = b"".join(loader.submessages(record, 6, 1))
+    signature = b"".join(loader.submessages(request, 1, 3)).decode() or SIGNATURE
+    tensors = loader.mapping(request, 2)
+    return signature, {name: read_tensor(tensor) for name, tensor in tensors.items()}
 
 
-def _check_model(request: Request) -> Iterator[Check]:
+def read_tensor(tensor: bytes) -> np.ndarray:
+    """Reads a TensorProto; its last value stands for all that follow."""
+    # TensorProto: dtype = 1, tensor_shape = 2 (dim = 2 (size = 1)), tensor_content = 4.
+    number = loader.integer(tensor, 1)
+    shape = tuple(loader.integer(dim, 1) for dim in loader.submessages(tensor, 2, 2))
+    content = b"".join(loader.submessages(tensor, 4))
+    if number == loader.STRING:
+        values = np.empty(int(np.prod(shape)), object)
+        values[:] = list(loader.submessages(tensor, _STRINGS))
+        return values.reshape(shape)
+    dtype = loader.DTYPES[number]
+    if content:
+        return np.frombuffer(content, dtype).reshape(shape)
+    listed: list[float] = []
+    for field in loader.submessages(tensor, _FLOATS):
+        listed += np.frombuffer(field, np.float32).tolist()
+    for field in loader.submessages(tensor, _INTEGERS):
+        listed += loader.varints(field)
+    array: np.ndarray = np.full(int(np.prod(shape)), listed[-1] if listed else 0, dtype)
+    array[: len(listed)] = listed
+    return array.reshape(shape)
+
+
+def graph_operations(saved_model: bytes) -> tuple[set[str], int]:
+    """Returns the operations of a SavedModel, and how many functions or nodes require XLA."""
+    operations, compiled = set(), 0
+    # SavedModel.meta_graphs = 2, MetaGraphDef.graph_def = 2, GraphDef: node = 1, library = 2;
+    # FunctionDefLibrary.function = 1, FunctionDef: node_def = 3, attr = 5;
+    # NodeDef: op = 2, attr = 5; AttrValue: b = 5.
+    for graph in loader.submessages(saved_model, 2, 2):
+        functions = list(loader.submessages(graph, 2, 1))
+        nodes = [*loader.submessages(graph, 1)]
+        for function in functions:
+            nodes += loader.submessages(function, 3)
+        for node in nodes:
+            operations.add(b"".join(loader.submessages(node, 2)).decode())
+        for owner in (*functions, *nodes):
+            must_compile = loader.mapping(owner, 5).get("_XlaMustCompile", b"")
+            compiled += bool(loader.integer(must_compile, 5))
+    return operations, compiled
+
+
+def _check_sizes(request: Request) -> Iterator[Check]:
+    weights = sum(file.stat().st_size for file in request.path.glob("variables/*"))
+    whole = weights + (request.path / "saved_model.pb").stat().st_size
+    parameters = request.parameter_bytes
+    index = (request.path / "variables/variables.index").stat().st_size
+    ratio = (weights - index) / parameters
+    is_small, is_large = parameters < 1_000_000, parameters >= _LARGE
+    yield Check(
+        name="bytes of the weights / bytes of the parameters",
+        measured=round(ratio, 4),
+        limit=None if is_small else WEIGHTS_LIMIT,
+        passed=ratio <= (1.5 if is_small else WEIGHTS_LIMIT),
+    )
+    yield Check(
+        name="bytes of the SavedModel / bytes of the parameters",
+        measured=round(whole / parameters, 4),
+        limit=WEIGHTS_LIMIT if is_large else None,
+        passed=not is_large or whole / parameters <= WEIGHTS_LIMIT,
+    )
+
+
+def _check_operations(path: Path) -> Iterator[Check]:
+    operations, compiled = graph_operations((path / "saved_model.pb").read_bytes())
+    forbidden = sorted(operations & FORBIDDEN)
+    yield Check(name="forbidden ops", measured=", ".join(forbidden), limit="", passed=not forbidden)
+    yield Check(name="functions for XLA", measured=compiled, limit=0, passed=not compiled)
+
+
+def _check_signatures(model: loader.SavedModel) -> Iterator[Check]:
+    for name, signature in sorted(model.signatures.items()):
+        wrong = [
+            key
+            for key, tensor in (*signature.inputs.items(), *signature.outputs.items())
+            if not tensor.shape or tensor.shape[0] != -1
+        ]
+        wrong += [
+            key for key, tensor in signature.outputs.items() if tensor.dtype not in _JSON_DTYPES
+        ]
+        yield Check(
+            name=f"{name}: batch first, types for JSON",
+            measured=", ".join(wrong),
+            limit="",
+            passed=not wrong,
+        )
+
+
+def _check_classes(
+    case: Case, model: loader.SavedModel, labels: tuple[str, ...]
+) -> Iterator[Check]:
+    """Compares the names of the classes with their numbers: equal scores could hide a swap."""
+    if "class_ids" not in model.signatures[case.signature].outputs:
+        return
+    outputs = model.run(case.signature, case.inputs)
+    names = np.array([[label.decode() for label in row] for row in outputs["classes"]])
+    expected = np.array(labels)[outputs["class_ids"]]
+    yield Check(
+        name=f"{case.signature}: classes named by class_ids",
+        measured=int(np.sum(names != expected)),
+        limit=0,
+        passed=bool((names == expected).all()),
+    )
+
+
+def _check_refusal(model: loader.SavedModel) -> Check:
+    junk = np.array([b"this is not an image"], object)
+    try:
+        model.run(SIGNATURE, {"image_bytes": junk})
+        code = "an answer"
+    except loader.ServingError as error:
+        code = error.code
+    expected = "INVALID_ARGUMENT"
+    return Check(name="what is no image", measured=code, limit=expected, passed=code == expected)
+
+
+def _check_onnx_graph(request: Request) -> Iterator[Check]:
     import onnx
 
     onnx.checker.check_model(str(request.path), full_check=True)
     yield Check(name="onnx.checker, full", measured="passed", limit="passed", passed=True)
     model = onnx.load(str(request.path), load_external_data=False)
-    foreign = {node.domain for node in model.graph.node} - set(DOMAINS)
+    foreign = {node.domain for node in model.graph.node} - set(ONNX_DOMAINS)
     yield Check(name="foreign domains", measured=", ".join(foreign), limit="", passed=not foreign)
     batches = {
         value.type.tensor_type.shape.dim[0].dim_param
@@ -85,7 +255,7 @@ def _check_model(request: Request) -> Iterator[Check]:
     yield size_check(size, request.parameter_bytes, share=1.0)
 
 
-def _check_graph(interpreter: Any, request: Request) -> Iterator[Check]:
+def _check_tflite_graph(interpreter: Any, request: Request) -> Iterator[Check]:
     operators = {details["op_name"] for details in interpreter._get_ops_details()}
     foreign = sorted(
         name for name in operators if name in _VARIABLES or name.startswith(("Flex", "CUSTOM"))
@@ -117,9 +287,9 @@ def _runner(interpreter: Any) -> messages.Run:
 
     def run(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         images = inputs["images"]
-        filled = np.concatenate([images, *[images[-1:]] * (-len(images) % batch)])
+        padded = np.concatenate([images, *[images[-1:]] * (-len(images) % batch)])
         parts = [
-            runner(images=filled[start : start + batch]) for start in range(0, len(filled), batch)
+            runner(images=padded[start : start + batch]) for start in range(0, len(padded), batch)
         ]
         return {
             name: np.concatenate([part[name] for part in parts])[: len(images)] for name in parts[0]

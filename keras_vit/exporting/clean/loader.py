@@ -1,13 +1,12 @@
 """Loads and runs a SavedModel through the C++ loader that TensorFlow Serving uses.
 
-`tensorflow_model_server` calls `tensorflow::LoadSavedModel` and `Session::Run`; the shared library
-of TensorFlow's wheel holds both behind its C interface, so no Python part of TensorFlow is needed.
+`tensorflow_model_server` calls `tensorflow::LoadSavedModel` and `Session::Run`. The shared library
+of TensorFlow's wheel has both behind its C interface, so no Python part of TensorFlow is needed.
 """
 
 import ctypes
 import dataclasses
 import importlib.util
-import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ Value = int | bytes
 
 
 def fields(message: bytes) -> Iterator[tuple[int, Value]]:
-    """Yields (field number, value) of a message: integers as int, all else as bytes.
+    """Yields (field number, value) of a message: integers as int, others as bytes.
 
     Example:
         >>> list(fields(field(1, 300) + field(2, b"name")))
@@ -30,18 +29,18 @@ def fields(message: bytes) -> Iterator[tuple[int, Value]]:
     """
     position = 0
     while position < len(message):
-        key, position = _varint(message, position)
+        key, position = _read_varint(message, position)
         number, kind = key >> 3, key & 7
         if kind == VARINT:
-            value, position = _varint(message, position)
+            value, position = _read_varint(message, position)
             yield number, value
             continue
         if kind == BYTES:
-            size, position = _varint(message, position)
+            size, position = _read_varint(message, position)
         elif kind in (FIXED32, FIXED64):
             size = 4 if kind == FIXED32 else 8
         else:
-            raise ValueError(f"A message has a field of wire type {kind}, which is not known.")
+            raise ValueError(f"A message has a field of unknown wire type {kind}.")
         if position + size > len(message):
             raise ValueError("A message ends in the middle of a field.")
         yield number, message[position : position + size]
@@ -49,7 +48,7 @@ def fields(message: bytes) -> Iterator[tuple[int, Value]]:
 
 
 def submessages(message: bytes, *path: int) -> Iterator[bytes]:
-    """Yields the bytes of every field that this path of field numbers leads to.
+    """Yields the bytes of every field at this path of field numbers.
 
     Example:
         >>> list(submessages(field(1, field(2, b"a") + field(2, b"b")), 1, 2))
@@ -65,9 +64,9 @@ def submessages(message: bytes, *path: int) -> Iterator[bytes]:
 
 
 def integer(message: bytes, number: int, default: int = 0) -> int:
-    """Returns the last integer of a field, as protocol buffers do."""
-    found = [value for key, value in fields(message) if key == number and isinstance(value, int)]
-    return found[-1] if found else default
+    """Returns the last integer of a field: that is the one which protocol buffers use."""
+    values = [value for key, value in fields(message) if key == number and isinstance(value, int)]
+    return values[-1] if values else default
 
 
 def mapping(message: bytes, number: int) -> dict[str, bytes]:
@@ -88,39 +87,38 @@ def varints(packed: bytes) -> list[int]:
     """
     numbers, position = [], 0
     while position < len(packed):
-        number, position = _varint(packed, position)
+        number, position = _read_varint(packed, position)
         numbers.append(number)
     return numbers
 
 
 def signed(number: int) -> int:
-    """Reads a varint as the signed 64-bit integer that int32 and int64 fields mean."""
+    """Converts a varint to the signed 64-bit integer of an int32 or int64 field."""
     return number - (1 << 64) if number >= 1 << 63 else number
 
 
 def field(number: int, value: Value) -> bytes:
     """Writes one field: an integer, or the bytes of a string or message."""
     if isinstance(value, int):
-        return _encoded(number << 3 | VARINT) + _encoded(value)
-    return _encoded(number << 3 | BYTES) + _encoded(len(value)) + value
+        return _encode_varint(number << 3 | VARINT) + _encode_varint(value)
+    return _encode_varint(number << 3 | BYTES) + _encode_varint(len(value)) + value
 
 
 def records(content: bytes) -> Iterator[bytes]:
-    """Yields the records of a TFRecord file, whose checksums TensorFlow checks and this does not.
+    """Yields the records of a TFRecord file, without a test of their checksums.
 
     Raises:
         ValueError: the file ends in the middle of a record.
     """
     position = 0
     while position < len(content):
-        if position + 12 > len(content):
+        # The size in 8 bytes, its checksum in 4, the record, its checksum in 4.
+        start = position + 12
+        size = int.from_bytes(content[position : position + 8], "little")
+        if start + size > len(content):
             raise ValueError("A TFRecord file ends in the middle of a record.")
-        (size,) = struct.unpack_from("<Q", content, position)
-        record = content[position + 12 : position + 12 + size]
-        if len(record) < size:
-            raise ValueError("A TFRecord file ends in the middle of a record.")
-        yield record
-        position += 12 + size + 4
+        yield content[start : start + size]
+        position = start + size + 4
 
 
 # tensorflow/core/framework/types.proto
@@ -134,7 +132,7 @@ CODES = {3: "INVALID_ARGUMENT", 5: "NOT_FOUND", 8: "RESOURCE_EXHAUSTED", 9: "FAI
 
 
 class ServingError(Exception):
-    """What the loader or a run of the model answered instead of a result.
+    """An error of the loader or of a run of the model.
 
     Attributes:
         code: name of the status code, such as "INVALID_ARGUMENT".
@@ -147,7 +145,7 @@ class ServingError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor of a signature: its name in the graph, dtype number, and shape with -1 for open."""
+    """A tensor of a signature: its name in the graph, dtype number, and shape, -1 for any size."""
 
     name: str
     dtype: int
@@ -160,7 +158,6 @@ class Signature:
 
     inputs: dict[str, Tensor]
     outputs: dict[str, Tensor]
-    method_name: str
 
 
 class _Output(ctypes.Structure):
@@ -176,10 +173,10 @@ class _Buffer(ctypes.Structure):
 
 
 class SavedModel:
-    """A SavedModel in a session of the C++ runtime, by TensorFlow's public C interface.
+    """A SavedModel in a session of the C++ runtime, through TensorFlow's public C interface.
 
     Args:
-        path: the version directory that holds saved_model.pb.
+        path: the version directory with saved_model.pb.
         library: folder of libtensorflow_cc; None for that of the installed TensorFlow.
 
     Raises:
@@ -216,14 +213,14 @@ class SavedModel:
     def run(
         self, signature: str, inputs: Mapping[str, np.ndarray[Any, Any]]
     ) -> dict[str, np.ndarray[Any, Any]]:
-        """Runs a signature. Strings go in and come out as object arrays of bytes.
+        """Runs a signature. Strings are object arrays of bytes.
 
         Raises:
-            ServingError: the runtime refused, with its own code and words.
+            ServingError: the runtime reports an error.
         """
-        described = self.signatures[signature]
-        feeds = [described.inputs[name] for name in inputs]
-        fetches = list(described.outputs.values())
+        tensors = self.signatures[signature]
+        feeds = [tensors.inputs[name] for name in inputs]
+        fetches = list(tensors.outputs.values())
         values = (ctypes.c_void_p * len(feeds))(*map(self._tensor, inputs.values()))
         results = (ctypes.c_void_p * len(fetches))()
         self._lib.TF_SessionRun(
@@ -246,12 +243,7 @@ class SavedModel:
         arrays = [self._array(int(result or 0)) for result in results]
         for result in results:
             self._lib.TF_DeleteTensor(result)
-        return dict(zip(described.outputs, arrays, strict=True))
-
-    def close(self) -> None:
-        """Frees the session."""
-        self._lib.TF_CloseSession(self._session, self._status)
-        self._lib.TF_DeleteSession(self._session, self._status)
+        return dict(zip(tensors.outputs, arrays, strict=True))
 
     def _check(self) -> None:
         code = self._lib.TF_GetCode(self._status)
@@ -305,13 +297,13 @@ def installed_library() -> Path:
     Raises:
         FileNotFoundError: TensorFlow is not installed.
     """
-    found = importlib.util.find_spec("tensorflow")
-    if found is None or not found.submodule_search_locations:
+    spec = importlib.util.find_spec("tensorflow")
+    if spec is None or not spec.submodule_search_locations:
         raise FileNotFoundError("TensorFlow is not installed; its C++ loader comes with it.")
-    return Path(found.submodule_search_locations[0])
+    return Path(spec.submodule_search_locations[0])
 
 
-def _varint(message: bytes, position: int) -> tuple[int, int]:
+def _read_varint(message: bytes, position: int) -> tuple[int, int]:
     number = shift = 0
     while position < len(message):
         byte = message[position]
@@ -322,7 +314,7 @@ def _varint(message: bytes, position: int) -> tuple[int, int]:
     raise ValueError("A message ends in the middle of a number.")
 
 
-def _encoded(number: int) -> bytes:
+def _encode_varint(number: int) -> bytes:
     encoded = bytearray()
     while number >= 0x80:
         encoded.append(number & 0x7F | 0x80)
@@ -336,14 +328,15 @@ def _load_library(folder: Path) -> Any:
     for name in names:
         if (folder / name.format("cc")).is_file():
             ctypes.CDLL(str(folder / name.format("framework")), ctypes.RTLD_GLOBAL)
-            return _declared(ctypes.CDLL(str(folder / name.format("cc"))))
+            return _declare(ctypes.CDLL(str(folder / name.format("cc"))))
     raise FileNotFoundError(
         f"There is no {names[0].format('cc')} in {str(folder)!r}; TensorFlow's wheels for Linux "
-        "and macOS carry it."
+        "and macOS contain it."
     )
 
 
-def _declared(library: Any) -> Any:
+def _declare(library: Any) -> Any:
+    """Declares the types of the C functions: by default ctypes cuts pointers to 32 bits."""
     pointer, number = ctypes.c_void_p, ctypes.c_int
     returns = {
         pointer: "TF_NewStatus TF_NewGraph TF_NewBuffer TF_NewSessionOptions TF_AllocateTensor "
@@ -369,8 +362,6 @@ def _declared(library: Any) -> Any:
         "TF_AllocateTensor": (number, ctypes.POINTER(ctypes.c_int64), number, ctypes.c_size_t),
         "TF_StringCopy": (pointer, ctypes.c_char_p, ctypes.c_size_t),
         "TF_Dim": (pointer, number),
-        "TF_CloseSession": (pointer, pointer),
-        "TF_DeleteSession": (pointer, pointer),
     }
     one_pointer = (
         "TF_DeleteTensor TF_TensorData TF_TensorType TF_NumDims TF_TensorByteSize TF_GetCode "
@@ -382,19 +373,18 @@ def _declared(library: Any) -> Any:
 
 
 def _signatures(meta_graph: bytes) -> dict[str, Signature]:
-    # MetaGraphDef.signature_def = 5; SignatureDef: inputs = 1, outputs = 2, method_name = 3.
+    # MetaGraphDef.signature_def = 5; SignatureDef: inputs = 1, outputs = 2.
     return {
         key: Signature(
-            inputs={name: _described(info) for name, info in mapping(value, 1).items()},
-            outputs={name: _described(info) for name, info in mapping(value, 2).items()},
-            method_name=b"".join(submessages(value, 3)).decode(),
+            inputs={name: _tensor_info(info) for name, info in mapping(value, 1).items()},
+            outputs={name: _tensor_info(info) for name, info in mapping(value, 2).items()},
         )
         for key, value in mapping(meta_graph, 5).items()
         if not key.startswith("__")
     }
 
 
-def _described(info: bytes) -> Tensor:
+def _tensor_info(info: bytes) -> Tensor:
     # TensorInfo: name = 1, dtype = 2, tensor_shape = 3 (dim = 2 (size = 1), unknown_rank = 3).
     shapes = list(submessages(info, 3))
     shape = None

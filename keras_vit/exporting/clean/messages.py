@@ -1,4 +1,4 @@
-"""What is to be checked and what came out, as files of two processes, and how answers compare."""
+"""Requests for checks and their results, as files of two processes, and the comparisons."""
 
 import base64
 import dataclasses
@@ -14,18 +14,18 @@ _REQUEST, _ARRAYS, _REPORT = "request.json", "arrays.npz", "report.json"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Case:
-    """One way into an artefact: inputs of one batch, and what the model makes of them.
+    """A batch of inputs for one signature of an artefact, and the model's outputs for it.
 
     Attributes:
-        signature: name of the signature; "" where a format has but one.
-        inputs: the input of each name, strings as an object array of bytes.
-        expected: the output of each name.
-        alone: the outputs for the first image in a batch of its own, where convolutions may sum in
-            another order; empty where that is not told apart.
-        limit: what the comparison `measure` may reach.
-        measure: "absolute", the largest difference; "relative", the same over the largest expected
-            value; "cosine", the lowest cosine of two rows; "top1", the share of rows with the same
-            best class. The last two must not fall below the limit.
+        signature: name of the signature; "" where a format has only one.
+        inputs: the inputs by name, strings as an object array of bytes.
+        expected: the outputs by name.
+        alone: the outputs for the first image in a batch of one, where convolutions may sum in
+            another order; empty to compare with the first row of `expected`.
+        limit: the limit of the comparison.
+        measure: "absolute", the largest difference; "relative", that difference over the largest
+            expected value; "cosine", the lowest cosine of two rows; "top1", the share of rows with
+            the same best class. The last two must not fall below the limit.
     """
 
     signature: str
@@ -37,14 +37,18 @@ class Case:
 
     @property
     def own_drift(self) -> float:
-        """How far the model's own answer to the first image changes with the batch it is in."""
+        """How far the model's own output for the first image changes with the batch."""
         changes = [
             np.abs(alone - self.expected[name][:1]).max() for name, alone in self.alone.items()
         ]
         return float(max(changes, default=0.0))
 
+    def check_name(self, text: str) -> str:
+        """Returns the name of a check of this case."""
+        return f"{self.signature}: {text}".removeprefix(": ")
 
-# The arrays of a case by name.
+
+# The fields of a case that hold arrays by name.
 _GROUPS = ("inputs", "expected", "alone")
 
 
@@ -56,9 +60,9 @@ class Request:
         format: "savedmodel", "tflite", "tflite-fp16", "tflite-int8", "tflite-int8-full" or "onnx".
         path: the artefact.
         parameter_bytes: bytes of the model's weights in float32.
-        batch_sizes: the sizes to run; the cases hold the largest.
+        batch_sizes: the batch sizes to run; the cases hold batches of the largest.
         labels: a name for each class.
-        cases: the ways in.
+        cases: what to run.
         library: folder of another libtensorflow_cc for the SavedModel; None for the installed one.
     """
 
@@ -73,7 +77,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Check:
-    """One result: what was measured, the limit it is held to (None: told only), the verdict."""
+    """The result of one check: the measurement, its limit (None for no limit), the verdict."""
 
     name: str
     measured: float | int | str
@@ -85,89 +89,59 @@ def write_request(folder: Path, request: Request) -> None:
     """Writes a request into an existing folder."""
     arrays: dict[str, np.ndarray] = {}
 
-    def stored(value: np.ndarray) -> Any:
+    def encode(value: Any) -> str | list[str]:
+        if isinstance(value, Path):
+            return str(value)
         if value.dtype == object:
             return [base64.b64encode(item).decode() for item in value]
-        arrays[f"array_{len(arrays)}"] = value
-        return f"array_{len(arrays) - 1}"
+        name = f"array_{len(arrays)}"
+        arrays[name] = value
+        return name
 
-    fields = {
-        **{field.name: getattr(request, field.name) for field in dataclasses.fields(request)},
-        "path": str(request.path),
-        "library": None if request.library is None else str(request.library),
-        "cases": [
-            {
-                **dataclasses.asdict(case),
-                **{
-                    group: {name: stored(value) for name, value in getattr(case, group).items()}
-                    for group in _GROUPS
-                },
-            }
-            for case in request.cases
-        ],
-    }
+    text = json.dumps(dataclasses.asdict(request), default=encode)
     np.savez(folder / _ARRAYS, allow_pickle=False, **arrays)
-    (folder / _REQUEST).write_text(json.dumps(fields), encoding="utf-8")
+    (folder / _REQUEST).write_text(text, encoding="utf-8")
 
 
 def read_request(folder: Path) -> Request:
-    """Reads what `write_request` wrote."""
+    """Reads a request that `write_request` wrote."""
     fields = json.loads((folder / _REQUEST).read_text(encoding="utf-8"))
     with np.load(folder / _ARRAYS) as arrays:
 
-        def loaded(value: Any) -> np.ndarray:
-            return arrays[value] if isinstance(value, str) else strings(value)
+        def decode(value: str | list[str]) -> np.ndarray:
+            if isinstance(value, str):
+                array: np.ndarray = arrays[value]
+                return array
+            strings = np.empty(len(value), object)
+            strings[:] = [base64.b64decode(text) for text in value]
+            return strings
 
-        cases = tuple(
-            Case(
-                **{
-                    **case,
-                    **{
-                        group: {name: loaded(value) for name, value in case[group].items()}
-                        for group in _GROUPS
-                    },
-                }
-            )
-            for case in fields["cases"]
-        )
-    return Request(
-        **{
-            **fields,
-            "path": Path(fields["path"]),
-            "library": None if fields["library"] is None else Path(fields["library"]),
-            "batch_sizes": tuple(fields["batch_sizes"]),
-            "labels": tuple(fields["labels"]),
-            "cases": cases,
-        }
-    )
-
-
-def strings(encoded: list[str]) -> np.ndarray:
-    """Decodes a list of base64 texts into an object array of bytes."""
-    values = np.empty(len(encoded), object)
-    values[:] = [base64.b64decode(text) for text in encoded]
-    return values
+        for case in fields["cases"]:
+            for group in _GROUPS:
+                case[group] = {name: decode(value) for name, value in case[group].items()}
+    library = fields["library"]
+    paths = {"path": Path(fields["path"]), "library": None if library is None else Path(library)}
+    cases = tuple(Case(**case) for case in fields["cases"])
+    tuples = {name: tuple(fields[name]) for name in ("batch_sizes", "labels")}
+    return Request(**{**fields, **paths, **tuples, "cases": cases})
 
 
 def write_report(folder: Path, checks: list[Check], runtime: dict[str, str]) -> None:
-    """Writes the results, and the versions of what ran."""
+    """Writes the results, and the versions of the runtimes."""
     report = {"runtime": runtime, "checks": [dataclasses.asdict(check) for check in checks]}
     (folder / _REPORT).write_text(json.dumps(report), encoding="utf-8")
 
 
 def read_report(folder: Path) -> tuple[list[Check], dict[str, str]]:
-    """Reads what `write_report` wrote."""
+    """Reads a report that `write_report` wrote."""
     report = json.loads((folder / _REPORT).read_text(encoding="utf-8"))
     return [Check(**check) for check in report["checks"]], report["runtime"]
 
 
 Run = Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]
 
-# Below this distance between the two best logits, rounding may exchange them.
-TIE = 1e-3
-
-# From this many bytes of weights on, what a file holds besides them does not count.
-LARGE = 20_000_000
+TIE = 1e-3  # rounding may exchange the two best logits if they are closer
+LARGE = 20_000_000  # bytes of weights, beside which the rest of a file does not count
 
 
 def largest_difference(actual: np.ndarray, expected: np.ndarray) -> float:
@@ -209,63 +183,76 @@ def lowest_cosine(actual: np.ndarray, expected: np.ndarray) -> float:
 
 
 def top1_agreement(actual: np.ndarray, expected: np.ndarray) -> float:
-    """Returns the fraction of rows with the same best class, leaving out the model's own ties."""
+    """Returns the fraction of rows with the same best class, without the model's own ties."""
     if actual.shape != expected.shape:
         return 0.0
-    best = np.sort(expected, axis=-1)
-    clear = best[:, -1] - best[:, -2] > TIE if expected.shape[-1] > 1 else np.ones(len(expected))
     agree = actual.argmax(axis=-1) == expected.argmax(axis=-1)
-    return float(agree[clear.astype(bool)].mean()) if clear.any() else 1.0
+    if expected.shape[-1] > 1:
+        logits = np.sort(expected, axis=-1)
+        agree = agree[logits[:, -1] - logits[:, -2] > TIE]
+    return float(agree.mean()) if agree.size else 1.0
+
+
+# Of each measure: its function, its name in a check, and whether the limit is the least value.
+_MEASURES: dict[str, tuple[Callable[[np.ndarray, np.ndarray], float], str, bool]] = {
+    "absolute": (largest_difference, "absolute difference", False),
+    "relative": (relative_difference, "relative difference", False),
+    "cosine": (lowest_cosine, "cosine", True),
+    "top1": (top1_agreement, "top-1 agreement", True),
+}
 
 
 def compare(case: Case, actual: dict[str, np.ndarray], *, rows: int) -> list[Check]:
-    """Holds the first rows of a case against an answer to them."""
+    """Compares the outputs for the first rows of a case with the expected ones."""
+    function, label, is_least = _MEASURES[case.measure]
     checks = []
     for name, expected in {**case.expected, **(case.alone if rows == 1 else {})}.items():
-        where = f"{case.signature}: {name}, batch {rows}".removeprefix(": ")
-        answer = actual.get(name, np.empty(0))
-        checks.append(_verdict(case, where, answer, expected[:rows]))
+        measured = function(actual.get(name, np.empty(0)), expected[:rows])
+        passed = measured >= case.limit if is_least else measured <= case.limit
+        text = case.check_name(f"{name}, batch {rows}, {label}")
+        checks.append(Check(name=text, measured=measured, limit=case.limit, passed=passed))
     return checks
 
 
 def compare_top1(case: Case, actual: dict[str, np.ndarray]) -> list[Check]:
-    """Holds the best class of each image against the model's; int8 may err within its measure."""
+    """Compares the best class of each image; only float32 artefacts must agree on all."""
     if "logits" not in case.expected or "logits" not in actual or case.measure == "top1":
         return []
     agreement = top1_agreement(actual["logits"], case.expected["logits"])
     limit = 1.0 if case.measure == "absolute" else None
-    name = f"{case.signature}: top-1 agreement".removeprefix(": ")
-    return [Check(name=name, measured=agreement, limit=limit, passed=agreement >= (limit or 0.0))]
+    passed = agreement >= (limit or 0.0)
+    name = case.check_name("top-1 agreement")
+    return [Check(name=name, measured=agreement, limit=limit, passed=passed)]
 
 
 def check_batches(case: Case, run: Run, batch_sizes: tuple[int, ...]) -> list[Check]:
-    """Runs a case at every batch size: equal to the model, and to itself at other sizes.
+    """Compares a case with the model at every batch size, and the sizes with each other.
 
-    Where the model's own answers change with the batch, the artefact's may as much.
+    Outputs may change with the batch as much as the model's own do.
     """
-    checks, answers = [], {}
+    checks, outputs = [], {}
     for size in batch_sizes:
-        answers[size] = run({name: value[:size] for name, value in case.inputs.items()})
-        checks += compare(case, answers[size], rows=size)
-    whole = answers[max(batch_sizes)]
+        outputs[size] = run({name: value[:size] for name, value in case.inputs.items()})
+        checks += compare(case, outputs[size], rows=size)
+    whole = outputs[max(batch_sizes)]
     checks += compare_top1(case, whole)
     if len(batch_sizes) > 1:
         drift = max(
-            largest_difference(answers[size][name], whole[name][:size])
+            largest_difference(outputs[size][name], whole[name][:size])
             for size in batch_sizes
             for name in case.expected
         )
-        name = f"{case.signature}: batch invariance".removeprefix(": ")
         limit = case.limit + case.own_drift
+        name = case.check_name("batch invariance")
         checks.append(Check(name=name, measured=drift, limit=limit, passed=drift <= limit))
     return checks
 
 
 def size_check(size: int, parameter_bytes: int, *, share: float) -> Check:
-    """Holds the bytes of a file against those of the weights that it must hold.
+    """Compares the size of a file with that of its weights, at `share` of their float32 bytes.
 
-    A file without weights is too small, one with a weight twice too large. The graph's own bytes
-    and what stays in float32 matter only in small models, whose upper limit is left open.
+    A file that lacks weights is too small, one with a weight twice too large. Small models have no
+    upper limit: their graph, and the weights that stay float32, count too much.
     """
     ratio = size / (parameter_bytes * share)
     upper = 1.05 if share == 1.0 else 1.2
@@ -276,17 +263,3 @@ def size_check(size: int, parameter_bytes: int, *, share: float) -> Check:
         limit=f"0.95..{upper if is_large else ''}",
         passed=ratio >= 0.95 and (not is_large or ratio <= upper),
     )
-
-
-def _verdict(case: Case, name: str, actual: np.ndarray, expected: np.ndarray) -> Check:
-    if case.measure in ("cosine", "top1"):
-        function = lowest_cosine if case.measure == "cosine" else top1_agreement
-        measured = function(actual, expected)
-        passed = measured >= case.limit
-        what = "cosine" if case.measure == "cosine" else "top-1 agreement"
-    else:
-        function = relative_difference if case.measure == "relative" else largest_difference
-        measured = function(actual, expected)
-        passed = measured <= case.limit
-        what = f"{case.measure} difference"
-    return Check(name=f"{name}, {what}", measured=measured, limit=case.limit, passed=passed)

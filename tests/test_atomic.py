@@ -191,8 +191,8 @@ def test_many_writers_of_one_file_do_not_disturb_each_other(tmp_path: Path) -> N
     for writer in writers:
         writer.start()
     while any(writer.is_alive() for writer in writers):
-        found = path.read_text() if path.exists() else "-"
-        assert found in ("-", *(mark * 5000 for mark in "abcd"))
+        text = path.read_text() if path.exists() else "-"
+        assert text in ("-", *(mark * 5000 for mark in "abcd"))
     for writer in writers:
         writer.join()
 

@@ -118,12 +118,12 @@ def test_warm_up_requests_are_those_of_the_server(
 
     directory, _ = exported
     file = directory / "1/assets.extra/tf_serving_warmup_requests"
-    found = []
+    requests = []
     for record in tf.data.TFRecordDataset(str(file)).as_numpy_iterator():
         request = logs.PredictionLog.FromString(record).predict_log.request
         assert request.model_spec.name == "pets"
         ((name, tensor),) = request.inputs.items()
-        found.append((request.model_spec.signature_name, name, tf.make_ndarray(tensor).shape[0]))
+        requests.append((request.model_spec.signature_name, name, tf.make_ndarray(tensor).shape[0]))
     inputs = {
         "serving_default": "image_bytes",
         "image_tensor": "images",
@@ -131,7 +131,7 @@ def test_warm_up_requests_are_those_of_the_server(
         "features": "images",
         "classify": "inputs",
     }
-    assert sorted(found) == sorted(
+    assert sorted(requests) == sorted(
         (signature, name, size)
         for signature, name in inputs.items()
         for size in savedmodel.BATCH_SIZES

@@ -167,10 +167,11 @@ def test_examples_are_classified(served: Served, model: VisionTransformer) -> No
         request.input.example_list.examples.append(example)
     answer = served.stub().Classify(request, timeout=60)
     expected = evaluated(model, list(FILES.values())[:2])
-    for row, found in zip(expected, answer.result.classifications, strict=True):
+    for row, classified in zip(expected, answer.result.classifications, strict=True):
         best = np.argsort(-row)[:3]
-        assert [each.label for each in found.classes] == [LABELS[index] for index in best]
-        np.testing.assert_allclose([each.score for each in found.classes], row[best], atol=LIMIT)
+        assert [each.label for each in classified.classes] == [LABELS[index] for index in best]
+        scores = [each.score for each in classified.classes]
+        np.testing.assert_allclose(scores, row[best], atol=LIMIT)
 
 
 def test_rest_in_rows_and_columns(
@@ -188,8 +189,8 @@ def test_rest_in_rows_and_columns(
     expected = np.asarray(model(pixels))
     rows = {"signature_name": "image_tensor", "instances": pixels.tolist()}
     answer = served.rest(rows)[1]["predictions"]
-    found = [row["probabilities"] for row in answer]
-    np.testing.assert_allclose(found, expected, atol=LIMIT)
+    probabilities = [row["probabilities"] for row in answer]
+    np.testing.assert_allclose(probabilities, expected, atol=LIMIT)
     columns = {"signature_name": "features", "inputs": {"images": pixels.tolist()}}
     assert np.shape(served.rest(columns)[1]["outputs"]) == (2, 24)  # one output: its name goes
     values = (pixels / 127.5 - 1).tolist()

@@ -4,13 +4,15 @@ import dataclasses
 import io
 import struct
 import zlib
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from conftest import TINY, randomize
 from PIL import Image
 
-from keras_vit.exporting import samples
+from keras_vit.exporting import export, samples
 from keras_vit.model import VisionTransformer
 
 LABELS = ("ant", "bee", "cat", "dog", "eel", "fox", "gnu")
@@ -20,6 +22,14 @@ SERVED = dataclasses.replace(TINY, include_preprocessing=True, classifier_activa
 def served_model(**fields: Any) -> VisionTransformer:
     """A tiny classifier of pixels with every weight random."""
     return randomize(VisionTransformer(dataclasses.replace(SERVED, **fields)))
+
+
+def export_for_ever(directory: Path, connection: Connection) -> None:
+    """Exports version after version until the process is killed; each is told by a True."""
+    model = served_model()
+    while True:
+        export(model, directory, labels=LABELS, verify=False)
+        connection.send(True)
 
 
 def photo(

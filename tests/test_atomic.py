@@ -18,10 +18,10 @@ from keras_vit import atomic
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
 
 HOLDER = """
-import sys, time
+import runpy, sys, time
 from pathlib import Path
-from keras_vit import atomic
-with atomic.hold(Path(sys.argv[1]), what="training"):
+atomic = runpy.run_path(sys.argv[1])  # the file alone, as the package brings TensorFlow
+with atomic["hold"](Path(sys.argv[2]), what="training"):
     print("held", flush=True)
     time.sleep(60)
 """
@@ -191,8 +191,8 @@ def test_many_writers_of_one_file_do_not_disturb_each_other(tmp_path: Path) -> N
     for writer in writers:
         writer.start()
     while any(writer.is_alive() for writer in writers):
-        found = path.read_text() if path.exists() else "-"
-        assert found in ("-", *(mark * 5000 for mark in "abcd"))
+        text = path.read_text() if path.exists() else "-"
+        assert text in ("-", *(mark * 5000 for mark in "abcd"))
     for writer in writers:
         writer.join()
 
@@ -203,9 +203,8 @@ def test_many_writers_of_one_file_do_not_disturb_each_other(tmp_path: Path) -> N
 def test_a_lock_says_who_holds_it_and_a_kill_lets_it_go(tmp_path: Path) -> None:
     """The second is told at once; after a kill, and after the end, it is free."""
     path = tmp_path / "run.lock"
-    environment = {**os.environ, "PYTHONPATH": str(Path(atomic.__file__).parents[1])}
-    command = [sys.executable, "-c", HOLDER, str(path)]
-    holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    command = [sys.executable, "-c", HOLDER, atomic.__file__, str(path)]
+    holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None
     assert holder.stdout.readline() == "held\n"
     start = time.monotonic()

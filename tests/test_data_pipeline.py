@@ -1,7 +1,9 @@
 """Tests of keras_vit.data.pipeline."""
 
 import dataclasses
+import functools
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +55,8 @@ def batches(split: Split, **fields: Any) -> list[tuple[np.ndarray, np.ndarray]]:
         "augmentation": Augmentation(),
         **fields,
     }
-    made = train_batches(split, **options)
-    return [(images.numpy(), targets.numpy()) for images, targets in made]
+    pairs = train_batches(split, **options)
+    return [(images.numpy(), targets.numpy()) for images, targets in pairs]
 
 
 def same(left: list[Any], right: list[Any]) -> bool:
@@ -65,23 +67,44 @@ def same(left: list[Any], right: list[Any]) -> bool:
     )
 
 
-@pytest.fixture
-def files(tmp_path: Path) -> Split:
+def files_in(folder: Path) -> Split:
     """Twenty image files of every format."""
-    data = load_folder(image_files.write_classes(tmp_path))
+    data = load_folder(image_files.write_classes(folder))
     return Split(
         images=np.concatenate([data.train.images, data.test.images, data.validation.images]),
         targets=np.concatenate([data.train.targets, data.test.targets, data.validation.targets]),
     )
 
 
+@pytest.fixture
+def files(tmp_path: Path) -> Split:
+    return files_in(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def splits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Split]:
+    """Images that no test may change."""
+    return {"pixels": numbered(), "files": files_in(tmp_path_factory.mktemp("files"))}
+
+
+@pytest.fixture(scope="module")
+def whole_run(splits: dict[str, Split]) -> Callable[..., list[Any]]:
+    """Makes the batches of a whole run with one of these splits, once: each takes seconds."""
+
+    @functools.cache
+    def run(kind: str, augmentation: Augmentation, batch_size: int = 3) -> list[Any]:
+        return batches(splits[kind], augmentation=augmentation, batch_size=batch_size)
+
+    return run
+
+
 def test_an_epoch_shows_each_image_at_most_once_in_an_order_of_its_own() -> None:
     """Three full batches of ten images: nine different ones, another order in the next epoch."""
-    found = batches(numbered())
-    first = np.concatenate([targets for _, targets in found[:3]])
-    second = np.concatenate([targets for _, targets in found[3:]])
+    run = batches(numbered())
+    first = np.concatenate([targets for _, targets in run[:3]])
+    second = np.concatenate([targets for _, targets in run[3:]])
 
-    assert len(found) == 6
+    assert len(run) == 6
     assert len(set(first.tolist())) == len(set(second.tolist())) == 9
     assert first.tolist() != sorted(first.tolist())
     assert first.tolist() != second.tolist()
@@ -101,33 +124,35 @@ def test_a_split_smaller_than_a_batch_is_one_batch() -> None:
 
 @pytest.mark.parametrize("kind", ["pixels", "files"])
 @pytest.mark.slow
-def test_a_run_can_start_at_any_step_with_the_same_bits(kind: str, files: Split) -> None:
-    """Starting at step k gives exactly what is left of the whole run, augmented."""
-    split = numbered() if kind == "pixels" else files
-    whole = batches(split, augmentation=EVERYTHING)
+def test_a_run_can_start_at_any_step_with_the_same_bits(
+    kind: str, splits: dict[str, Split], whole_run: Callable[..., list[Any]]
+) -> None:
+    """In an epoch and between two: exactly what is left of the whole run, augmented."""
+    whole = whole_run(kind, EVERYTHING)
 
-    for start in (1, 3, len(whole) - 1):
-        assert same(batches(split, augmentation=EVERYTHING, start_step=start), whole[start:])
+    for start in (1, len(whole) // 2):
+        part = batches(splits[kind], augmentation=EVERYTHING, start_step=start)
+        assert same(part, whole[start:])
 
 
 @pytest.mark.parametrize("kind", ["pixels", "files"])
 @pytest.mark.slow
-def test_the_seed_decides_everything(kind: str, files: Split) -> None:
+def test_the_seed_decides_everything(
+    kind: str, splits: dict[str, Split], whole_run: Callable[..., list[Any]]
+) -> None:
     """One seed gives one run, at any parallelism; another gives another."""
-    split = numbered() if kind == "pixels" else files
+    whole = whole_run(kind, EVERYTHING)
 
-    assert same(batches(split, augmentation=EVERYTHING), batches(split, augmentation=EVERYTHING))
-    assert not same(
-        batches(split, augmentation=EVERYTHING), batches(split, augmentation=EVERYTHING, seed=8)
-    )
+    assert same(batches(splits[kind], augmentation=EVERYTHING), whole)
+    assert not same(batches(splits[kind], augmentation=EVERYTHING, seed=8), whole)
 
 
 def test_steps_are_varied_differently() -> None:
     """The same image is not moved by the same amount in each epoch."""
     one = Split(images=numbered(200).images[-1:], targets=np.zeros(1, np.int32))
-    found = batches(one, batch_size=1, epochs=4, augmentation=Augmentation(shift=0.3))
+    run = batches(one, batch_size=1, epochs=4, augmentation=Augmentation(shift=0.3))
 
-    assert len({images.tobytes() for images, _ in found}) == 4
+    assert len({images.tobytes() for images, _ in run}) == 4
 
 
 def test_evaluation_keeps_order_and_every_image(files: Split) -> None:
@@ -149,62 +174,69 @@ def test_training_without_variation_sees_what_evaluation_sees(files: Split) -> N
 
 
 @pytest.mark.slow
-def test_parallelism_changes_nothing(files: Split, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parallelism_changes_nothing(
+    splits: dict[str, Split],
+    whole_run: Callable[..., list[Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """One image at a time gives the bits that as many as possible give."""
-    expected = batches(files, augmentation=VARIED)
+    whole = whole_run("files", VARIED, batch_size=6)
     monkeypatch.setattr(pipeline, "_PARALLEL", 1)
 
-    assert same(batches(files, augmentation=VARIED), expected)
-    assert not same(batches(files, augmentation=EVERYTHING), expected)
+    assert same(batches(splits["files"], batch_size=6, augmentation=VARIED), whole)
+    assert not same(whole_run("files", EVERYTHING, batch_size=6), whole)
 
 
 @pytest.mark.slow
-def test_randaugment_starts_at_any_step_on_any_worker_with_the_same_bits(files: Split) -> None:
+def test_randaugment_starts_at_any_step_on_any_worker_with_the_same_bits(
+    splits: dict[str, Split], whole_run: Callable[..., list[Any]]
+) -> None:
     """The second half of each batch from the second step on is what the whole run has there."""
-    whole = batches(files, batch_size=6, augmentation=VARIED)
-    part = batches(files, batch_size=6, augmentation=VARIED, start_step=1, shard=(1, 2))
+    whole = whole_run("files", VARIED, batch_size=6)
+    part = batches(splits["files"], batch_size=6, augmentation=VARIED, start_step=1, shard=(1, 2))
 
     assert same(part, [(batch[3:], targets[3:]) for batch, targets in whole[1:]])
 
 
 @pytest.mark.parametrize("kind", ["pixels", "resized pixels", "files"])
 @pytest.mark.slow
-def test_the_workers_batches_together_are_the_batch_of_one(kind: str, files: Split) -> None:
+def test_the_workers_batches_together_are_the_batch_of_one(
+    kind: str, splits: dict[str, Split], whole_run: Callable[..., list[Any]]
+) -> None:
     """Three workers make a third of each batch, to the bit, from any step on."""
-    split = files if kind == "files" else numbered()
-    options = {"batch_size": 6, "augmentation": EVERYTHING, "start_step": 1}
+    source = "files" if kind == "files" else "pixels"
+    augmentation = EVERYTHING
     if kind == "resized pixels":
-        options["augmentation"] = Augmentation(rotation=10, flip=True, erase=0.5)
-    parts = [batches(split, **options, shard=(index, 3)) for index in range(3)]
+        augmentation = Augmentation(rotation=10, flip=True, erase=0.5)
+    options: dict[str, Any] = {"batch_size": 6, "augmentation": augmentation, "start_step": 1}
+    parts = [batches(splits[source], **options, shard=(index, 3)) for index in range(3)]
     together = [
         tuple(np.concatenate(arrays) for arrays in zip(*step, strict=True))
         for step in zip(*parts, strict=True)
     ]
 
-    assert same(together, batches(split, **options))
+    assert same(together, whole_run(source, augmentation, batch_size=6)[1:])
     assert len(parts[0][0][1]) == 2
 
 
 def test_a_worker_decodes_no_more_than_its_own(files: Split) -> None:
     """What is another worker's may be gone: it is not read."""
     options = {"batch_size": 20, "epochs": 1}
-    whole = batches(files, **options)[0][1]
-    order = [path for path, _ in shown(files, **options)]
-    for path in order[:10]:
+    whole = batches(files, **options)[0]
+    for path in paths_of(whole[0], files)[:10]:
         Path(path).unlink()
 
     second = batches(files, **options, shard=(1, 2))
 
-    assert np.array_equal(second[0][1], whole[10:])
+    assert np.array_equal(second[0][1], whole[1][10:])
     assert files.damage.names == ()
 
 
-def shown(files: Split, **options: Any) -> list[tuple[str, np.ndarray]]:
-    """The path of each image of the first batch, and its pixels."""
+def paths_of(batch: np.ndarray, files: Split) -> list[str]:
+    """The path of each image of a batch that nothing varies."""
     expected = read_images(list(files.images), size=(4, 4))
-    made = batches(files, **options)[0][0]
-    places = [int(np.abs(expected - image).sum(axis=(1, 2, 3)).argmin()) for image in made]
-    return [(str(files.images[place]), image) for place, image in zip(places, made, strict=True)]
+    places = [int(np.abs(expected - image).sum(axis=(1, 2, 3)).argmin()) for image in batch]
+    return [str(files.images[place]) for place in places]
 
 
 @pytest.mark.parametrize("shard", [(2, 2), (-1, 2), (0, 0)])
@@ -237,10 +269,10 @@ def test_a_crop_is_a_part_of_the_image_resized(kind: str, files: Split) -> None:
 
 def test_evaluation_can_cut_out_the_middle(files: Split) -> None:
     """The short side is resized, and the middle is what is seen."""
-    found, _ = next(
+    crops, _ = next(
         iter(evaluation_batches(files, image_size=(12, 12), batch_size=20, resize_small=1.25))
     )
-    for path, image in zip(files.images, found.numpy(), strict=True):
+    for path, image in zip(files.images, crops.numpy(), strict=True):
         pixels = images.read_image(path)
         top, left, height, width = augment.small_part(
             pixels.shape[:2], size=(12, 12), ratio=1.25, place=(0.5, 0.5)
@@ -259,20 +291,21 @@ def test_a_damaged_image_is_replaced_and_named(
 ) -> None:
     """The next sound image of the batch stands in with its target, and the others stay."""
     options = {"batch_size": 20, "epochs": 2, "augmentation": EVERYTHING}
-    whole, first = batches(files, **options), [path for path, _ in shown(files, batch_size=20)]
+    whole = batches(files, **options)
+    first = paths_of(batches(files, batch_size=20, epochs=1)[0][0], files)
     image_files.damage(Path(first[4]))
     Path(first[5]).unlink()
     with caplog.at_level(logging.WARNING):
-        found = batches(files, **options)
+        mended = batches(files, **options)
 
     assert files.damage.names == tuple(sorted(first[4:6]))
     assert len(caplog.records) == 2
-    assert len(found) == len(whole) == 2
-    (images_found, targets_found), (images_whole, targets_whole) = found[0], whole[0]
-    assert np.array_equal(targets_found[4:6], targets_whole[[6, 6]])
+    assert len(mended) == len(whole) == 2
+    (images_mended, targets_mended), (images_whole, targets_whole) = mended[0], whole[0]
+    assert np.array_equal(targets_mended[4:6], targets_whole[[6, 6]])
     others = [place for place in range(20) if place not in (4, 5)]
-    assert np.array_equal(images_found[others], images_whole[others])
-    assert same(batches(files, **options), found)
+    assert np.array_equal(images_mended[others], images_whole[others])
+    assert same(batches(files, **options), mended)
 
 
 @pytest.mark.parametrize("strict", [True, False])
@@ -284,7 +317,7 @@ def test_damage_can_be_an_error(files: Split, strict: bool) -> None:
     split = Split(images=files.images, targets=files.targets, damage=Damage(strict=strict))
 
     with pytest.raises(tf.errors.InvalidArgumentError, match="cannot be decoded"):
-        batches(split, batch_size=20)
+        batches(split, batch_size=20, epochs=1)
 
 
 def test_comparing_runs_can_fail() -> None:

@@ -92,25 +92,6 @@ def test_a_clone_of_a_compiled_model_trains_exactly() -> None:
     assert isinstance(keras_vit.lora(model, rank=1), VisionTransformer)
 
 
-def test_a_compiled_model_loads_with_the_package_alone(tmp_path: Path) -> None:
-    """Its optimizer, schedule and loss are known without importing keras_vit.training."""
-    import processes
-
-    model = VisionTransformer(CONFIG)
-    optimizer = keras_vit.optimizers.AdamW(keras_vit.optimizers.WarmupDecay(0.1, steps=9))
-    model.compile(optimizer, keras_vit.losses.SigmoidCrossEntropy())
-    model.save(tmp_path / "model.keras")
-    script = tmp_path / "load.py"
-    script.write_text(
-        "import sys, keras, keras_vit\n"
-        f"print(type(keras.saving.load_model({str(tmp_path / 'model.keras')!r}).optimizer))\n"
-        "print('keras_vit.training' in sys.modules)\n"
-    )
-    output, errors = processes.start(str(script), {}).communicate(timeout=120)
-
-    assert output.splitlines() == ["<class 'keras_vit.optimizers.AdamW'>", "False"], errors
-
-
 @pytest.fixture(scope="module")
 def strategy() -> tf.distribute.Strategy:
     return Execution(strategy="mirrored").make_strategy()

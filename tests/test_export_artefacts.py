@@ -21,6 +21,9 @@ from keras_vit.exporting import (
 from keras_vit.exporting.artefacts import Artefact
 from keras_vit.exporting.clean.messages import Request
 
+# Pixels of its own.
+PIXELS = {"image_mean": (0.485, 0.456, 0.406), "image_std": (0.229, 0.224, 0.225)}
+
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[Artefact, ...]]:
@@ -28,7 +31,11 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[Arte
     folder = tmp_path_factory.mktemp("export")
     (folder / "photo.jpg").write_bytes(photo(kind="JPEG"))
     made = export(
-        served_model(), folder / "pets", labels=LABELS, images=[folder / "photo.jpg"], top_k=2
+        served_model(**PIXELS),
+        folder / "pets",
+        labels=LABELS,
+        images=[folder / "photo.jpg"],
+        top_k=2,
     )
     return folder / "pets", made
 
@@ -111,12 +118,12 @@ def test_warm_up_requests_are_those_of_the_server(
 
     directory, _ = exported
     file = directory / "1/assets.extra/tf_serving_warmup_requests"
-    found = []
+    requests = []
     for record in tf.data.TFRecordDataset(str(file)).as_numpy_iterator():
         request = logs.PredictionLog.FromString(record).predict_log.request
         assert request.model_spec.name == "pets"
         ((name, tensor),) = request.inputs.items()
-        found.append((request.model_spec.signature_name, name, tf.make_ndarray(tensor).shape[0]))
+        requests.append((request.model_spec.signature_name, name, tf.make_ndarray(tensor).shape[0]))
     inputs = {
         "serving_default": "image_bytes",
         "image_tensor": "images",
@@ -124,7 +131,7 @@ def test_warm_up_requests_are_those_of_the_server(
         "features": "images",
         "classify": "inputs",
     }
-    assert sorted(found) == sorted(
+    assert sorted(requests) == sorted(
         (signature, name, size)
         for signature, name in inputs.items()
         for size in savedmodel.BATCH_SIZES
@@ -224,17 +231,19 @@ def test_a_model_of_grey_images_has_no_savedmodel(tmp_path: Path) -> None:
     assert not list((tmp_path / "grey").glob("[0-9]*"))
 
 
-def test_pixels_of_the_model_reach_what_is_exported(tmp_path: Path) -> None:
+def test_pixels_of_the_model_reach_what_is_exported(
+    exported: tuple[Path, tuple[Artefact, ...]],
+) -> None:
     """Signatures compute with mean and deviation of its own; record and README say so."""
-    mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-    model = served_model(image_mean=mean, image_std=std)
-    (made,) = export(model, tmp_path / "pets", labels=LABELS)
+    directory, (made,) = exported
+    mean, std = PIXELS["image_mean"], PIXELS["image_std"]
     record = json.loads((made.path / "assets.extra/verification.json").read_text())
     assert record["pixels"] == {
         "takes": "pixels", "image_mean": list(mean), "image_std": list(std)
     }  # fmt: skip
-    readme = (tmp_path / "pets" / "README.md").read_text()
+    readme = (directory / "README.md").read_text()
     assert "(0..255 / 255 - (0.485, 0.456, 0.406)) / (0.229, 0.224, 0.225)" in readme
+    model = served_model(**PIXELS)
     pixels = np.random.default_rng(0).integers(0, 256, (2, 32, 48, 3), np.uint8)
     expected = np.asarray(model(pixels))
     signatures = tf.saved_model.load(str(made.path)).signatures

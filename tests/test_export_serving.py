@@ -167,10 +167,11 @@ def test_examples_are_classified(served: Served, model: VisionTransformer) -> No
         request.input.example_list.examples.append(example)
     answer = served.stub().Classify(request, timeout=60)
     expected = evaluated(model, list(FILES.values())[:2])
-    for row, found in zip(expected, answer.result.classifications, strict=True):
+    for row, classified in zip(expected, answer.result.classifications, strict=True):
         best = np.argsort(-row)[:3]
-        assert [each.label for each in found.classes] == [LABELS[index] for index in best]
-        np.testing.assert_allclose([each.score for each in found.classes], row[best], atol=LIMIT)
+        assert [each.label for each in classified.classes] == [LABELS[index] for index in best]
+        scores = [each.score for each in classified.classes]
+        np.testing.assert_allclose(scores, row[best], atol=LIMIT)
 
 
 def test_rest_in_rows_and_columns(
@@ -188,8 +189,8 @@ def test_rest_in_rows_and_columns(
     expected = np.asarray(model(pixels))
     rows = {"signature_name": "image_tensor", "instances": pixels.tolist()}
     answer = served.rest(rows)[1]["predictions"]
-    found = [row["probabilities"] for row in answer]
-    np.testing.assert_allclose(found, expected, atol=LIMIT)
+    probabilities = [row["probabilities"] for row in answer]
+    np.testing.assert_allclose(probabilities, expected, atol=LIMIT)
     columns = {"signature_name": "features", "inputs": {"images": pixels.tolist()}}
     assert np.shape(served.rest(columns)[1]["outputs"]) == (2, 24)  # one output: its name goes
     values = (pixels / 127.5 - 1).tolist()
@@ -263,40 +264,49 @@ def test_the_server_warms_up_every_signature_and_batch_size(served: Served) -> N
     assert served.status()["warmed"] == 5 * len(savedmodel.BATCH_SIZES)
 
 
+@pytest.fixture(scope="module")
+def batching(
+    directory: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Served, Path]]:
+    """A server that batches, and the copy that it serves, which may get another version."""
+    path = tmp_path_factory.mktemp("batching") / "pets"
+    shutil.copytree(directory, path)
+    with serving(path, 1, 2, 4, 8) as server:
+        yield server, path
+
+
 def test_merged_padded_and_split_requests_equal_single_ones(
-    directory: Path, model: VisionTransformer
+    batching: tuple[Served, Path], model: VisionTransformer
 ) -> None:
     """Requests that the server batches answer what they answer alone, and so does a failing one."""
+    server, _ = batching
     pixels = np.random.default_rng(4).integers(0, 256, (6, *SIZE, 3), np.uint8)
     expected = np.asarray(model(pixels))
     parts = [pixels[:1], pixels[1:3], pixels[3:6]]  # six rows: padded to eight
-    with serving(directory, 1, 2, 4, 8) as server:
-        with concurrent.futures.ThreadPoolExecutor(3) as pool:
-            asked = [pool.submit(server.predict, "image_tensor", images=part) for part in parts]
-            answers = [future.result()["probabilities"] for future in asked]
-        np.testing.assert_allclose(np.concatenate(answers), expected, atol=LIMIT)
-        with pytest.raises(grpc.RpcError):
-            server.predict("serving_default", image_bytes=strings(b"junk"))
-        good = server.predict("serving_default", image_bytes=strings(FILES["PNG"]))
-        assert good["class_ids"].shape == (1, 3)
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        asked = [pool.submit(server.predict, "image_tensor", images=part) for part in parts]
+        answers = [future.result()["probabilities"] for future in asked]
+    np.testing.assert_allclose(np.concatenate(answers), expected, atol=LIMIT)
+    with pytest.raises(grpc.RpcError):
+        server.predict("serving_default", image_bytes=strings(b"junk"))
+    good = server.predict("serving_default", image_bytes=strings(FILES["PNG"]))
+    assert good["class_ids"].shape == (1, 3)
 
 
 def test_a_new_version_replaces_the_old_one_while_it_is_served(
-    directory: Path, tmp_path: Path
+    batching: tuple[Served, Path],
 ) -> None:
     """Exporting again makes version 2, which the running server picks up."""
-    path = tmp_path / "pets"
-    shutil.copytree(directory, path)
+    server, path = batching
     other = served_model(num_layers=1)
     other.get_layer("head").bias.assign(np.arange(7.0) * 3)  # another favourite than `model`
-    with serving(path) as server:
-        assert server.status()["model_version_status"][0]["version"] == "1"
-        export(other, path, labels=LABELS, verify=False)
-        for _ in range(200):
-            if server.status()["model_version_status"][0]["version"] == "2":
-                break
-            time.sleep(0.05)
-        answer = server.predict("serving_default", image_bytes=strings(FILES["PNG"]))
+    assert server.status()["model_version_status"][0]["version"] == "1"
+    export(other, path, labels=LABELS, verify=False)
+    for _ in range(200):
+        if server.status()["model_version_status"][0]["version"] == "2":
+            break
+        time.sleep(0.05)
+    answer = server.predict("serving_default", image_bytes=strings(FILES["PNG"]))
     assert answer["class_ids"][0, 0] == evaluated(other, [FILES["PNG"]])[0].argmax()
     record = json.loads((path / "2/assets.extra/verification.json").read_text())
     assert record["verified"] is False
@@ -308,27 +318,23 @@ def test_the_clients_print_labels(
 ) -> None:
     """Each client sends files in batches and prints the labels; a bad file is told and exits 1."""
     files = []
-    for name in ("PNG", "JPEG", "grey"):
+    for name in ("PNG", "JPEG", "grey", "RGBA"):
         files.append(tmp_path / f"{name}.image")
         files[-1].write_bytes(FILES[name])
     where = {
         "rest": ("--url", f"http://127.0.0.1:{served.rest_port}"),
         "grpc": ("--address", f"127.0.0.1:{served.grpc_port}"),
     }[kind]
-    options = (*where, "--model", served.name, "--batch", 2)
-    done = run_client(f"{kind}_client.py", *files, *options)
-    expected = evaluated(model, [file.read_bytes() for file in files])
-    for line, file, row in zip(done.stdout.splitlines(), files, expected, strict=True):
-        best = row.argmax()
-        assert line.startswith(f"{file}: {LABELS[best]} {row[best]:.1%}, ")
-    assert done.returncode == 0
     bad = tmp_path / "bad.jpg"
     bad.write_bytes(b"no image")
-    done = run_client(f"{kind}_client.py", files[0], bad, *where, "--model", served.name,
-                      "--batch", 1)  # fmt: skip
-    assert done.returncode == 1
-    assert "Unknown image file format" in done.stderr
-    assert len(done.stdout.splitlines()) == 1
+    options = (*where, "--model", served.name, "--batch", 2)
+    process = run_client(f"{kind}_client.py", *files, bad, *options)
+    expected = evaluated(model, [file.read_bytes() for file in files])
+    for line, file, row in zip(process.stdout.splitlines(), files, expected, strict=True):
+        best = row.argmax()
+        assert line.startswith(f"{file}: {LABELS[best]} {row[best]:.1%}, ")
+    assert process.returncode == 1
+    assert "Unknown image file format" in process.stderr
 
 
 @pytest.mark.skipif(bool(IMAGE), reason="is about the clients alone")
@@ -370,7 +376,7 @@ def test_the_clients_wait_for_a_server_that_is_not_up_yet(
 
     proxy = threading.Thread(target=forward)
     proxy.start()
-    done = run_client(f"{kind}_client.py", *options, "--retries", 6)
+    process = run_client(f"{kind}_client.py", *options, "--retries", 6)
     proxy.join()
-    assert done.returncode == 0, done.stderr
-    assert str(file) in done.stdout
+    assert process.returncode == 0, process.stderr
+    assert str(file) in process.stdout

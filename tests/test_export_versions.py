@@ -1,27 +1,18 @@
 """Versions appear whole or not at all."""
 
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
+import exported
 import pytest
 
 from keras_vit.exporting import artefacts
-
-KILLED = """
-import sys
-from pathlib import Path
-from exported import LABELS, served_model
-from keras_vit.exporting import export
-model = served_model()
-print("start", flush=True)
-while True:
-    export(model, Path(sys.argv[1]), labels=LABELS, verify=False)
-    print("done", flush=True)
-"""
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -32,29 +23,33 @@ def content(folder: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize(
-    "after",
-    [0.3, *(pytest.param(wait, marks=pytest.mark.slow) for wait in (0.02, 0.1, 0.2, 0.45, 0.6))],
-)
+@pytest.fixture(scope="module")
+def processes() -> Iterator[ForkServerContext]:
+    """Forks processes of one that has imported everything, but has done nothing."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["exported", "keras_vit.exporting"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        patch.setenv("TF_CPP_MIN_LOG_LEVEL", "3")
+        yield context
+
+
+@pytest.mark.parametrize("after", [0.02, 0.1, 0.2, 0.3, 0.45, 0.6])
 @pytest.mark.slow
-def test_a_kill_leaves_whole_versions_only(after: float, tmp_path: Path) -> None:
+def test_a_kill_leaves_whole_versions_only(
+    after: float, processes: ForkServerContext, tmp_path: Path
+) -> None:
     """Kill -9 at any moment: what was served stays, every number is a whole version."""
     directory = tmp_path / "pets"
-    process = subprocess.Popen(
-        [sys.executable, "-c", KILLED, directory],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TF_CPP_MIN_LOG_LEVEL": "3"},
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stderr is not None
-    assert process.stdout.readline() == "start\n", process.stderr.read()
-    assert process.stdout.readline() == "done\n"
+    receiver, sender = processes.Pipe(duplex=False)
+    process = processes.Process(target=exported.export_for_ever, args=(directory, sender))
+    process.start()
+    assert receiver.poll(120)
     first = content(directory / "1")
     time.sleep(after)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     assert content(directory / "1") == first
     numbers = [child for child in directory.iterdir() if child.name.isdecimal()]
     assert {len(content(number)) for number in numbers} == {len(first)}

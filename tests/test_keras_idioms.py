@@ -1,4 +1,4 @@
-"""What Keras' guides do with a model, done with ours as with `keras.applications.ConvNeXtTiny`.
+"""What Keras' guides do with a model, done with ours as with a ConvNeXt of `keras.applications`.
 
 Each idiom is a function that is run on both. What the reference does, ours must do.
 """
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from conftest import TINY, randomize
+from keras.src.applications import convnext
 
 from keras_vit.applications import ViTTi16
 from keras_vit.model import VisionTransformer
@@ -20,7 +21,7 @@ from keras_vit.training import Execution
 CLASSES = 7
 CROSS_ENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 pytestmark = [
-    pytest.mark.slow,  # the reference has 28 million parameters
+    pytest.mark.slow,  # both are trained, saved and exported in every way
     pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method"),
     # Of TensorFlow's interpreter and tf2onnx; HDF5 files are legacy, as Keras says.
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -31,8 +32,15 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def originals() -> dict[str, keras.Model]:
     """Both models, built once; an idiom that changes one takes a copy."""
-    reference = keras.applications.ConvNeXtTiny(
-        weights=None, input_shape=(32, 48, 3), classes=CLASSES, classifier_activation=None
+    # What `keras.applications.ConvNeXtTiny` calls, with as many kinds of layers and fewer of each.
+    reference = convnext.ConvNeXt(
+        depths=[1, 1, 2, 1],
+        projection_dims=[8, 16, 24, 32],
+        name="reference",
+        weights=None,
+        input_shape=TINY.input_shape,
+        classes=CLASSES,
+        classifier_activation=None,
     )
     return {"ours": randomize(VisionTransformer(TINY)), "the reference": reference}
 
@@ -72,8 +80,9 @@ def save_compiled(model: keras.Model, folder: Path) -> None:
     model.fit(images_for(), labels_for(), verbose=0)
     model.save(folder / "compiled.keras")
     loaded = keras.saving.load_model(folder / "compiled.keras")
-    found = loaded.evaluate(images_for(), labels_for(), verbose=0)
-    np.testing.assert_allclose(found, model.evaluate(images_for(), labels_for(), verbose=0), 1e-4)
+    expected = model.evaluate(images_for(), labels_for(), verbose=0)
+    values = loaded.evaluate(images_for(), labels_for(), verbose=0)
+    np.testing.assert_allclose(values, expected, 1e-4)
 
 
 def save_h5(model: keras.Model, folder: Path) -> None:

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Layer .* does not have a `quanti
 NEAR = {"int8": 0.999, "int4": 0.95, "float8": 0.99}
 CONFIGS = {
     "representation": dataclasses.replace(
-        TINY, num_layers=2, representation_dim=8, dropout_rate=0.1, drop_path_rate=0.1
+        TINY, num_layers=1, representation_dim=8, dropout_rate=0.1, drop_path_rate=0.1
     ),
     "map": dataclasses.replace(TINY, num_layers=1, pooling="map", class_token=False),
     "varied": VARIED,

@@ -1,8 +1,10 @@
 """Tests of keras_vit.model."""
 
 import dataclasses
+import json
 import subprocess
 import sys
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -365,27 +367,77 @@ def test_a_model_made_in_a_scope_is_copied_whole(images: np.ndarray) -> None:
         np.testing.assert_array_equal(model.copy()(images), expected)
 
 
+IN_A_NEW_PROCESS = """
+import json, os, sys
+import keras, keras_vit, numpy as np
+os.chdir(sys.argv[1])
+keras.utils.set_random_seed(0)
+with open("model.json") as file:
+    fresh = keras_vit.lora(keras.models.model_from_json(file.read()), rank=2)
+np.savez("fresh.npz", *fresh.get_weights())
+model = keras.saving.load_model("model.keras")
+again = keras_vit.VisionTransformer(model.config)
+again.load_weights("model.weights.h5")
+images = np.load("images.npy")
+np.savez("answers.npz", a=model.predict(images, verbose=0), b=again.predict(images, verbose=0))
+optimizer = keras.saving.load_model("compiled.keras").optimizer
+print(json.dumps([
+    [variable.path for variable in model.weights],
+    str(type(optimizer)),
+    "keras_vit.training" in sys.modules,
+]))
+"""
+
+
+@pytest.fixture(scope="module")
+def new_process(
+    tiny: VisionTransformer, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[Any]]:
+    """The folder of a process that only imported the package, and what it printed."""
+    folder = tmp_path_factory.mktemp("new_process")
+    tiny.save(folder / "model.keras")
+    tiny.save_weights(folder / "model.weights.h5")
+    (folder / "model.json").write_text(tiny.to_json())
+    np.save(folder / "images.npy", np.random.default_rng(1).uniform(-1, 1, (2, 32, 48, 3)))
+    compiled = VisionTransformer(dataclasses.replace(TINY, num_layers=1))
+    schedule = keras_vit.optimizers.WarmupDecay(0.1, steps=9)
+    compiled.compile(keras_vit.optimizers.AdamW(schedule), keras_vit.losses.SigmoidCrossEntropy())
+    compiled.save(folder / "compiled.keras")
+    command = [sys.executable, "-c", IN_A_NEW_PROCESS, str(folder)]
+    process = subprocess.run(command, check=True, capture_output=True, text=True)
+    return folder, json.loads(process.stdout.splitlines()[-1])
+
+
 def test_files_load_in_a_process_that_only_imported_the_package(
-    tiny: VisionTransformer, images: np.ndarray, tmp_path: Path
+    tiny: VisionTransformer, new_process: tuple[Path, list[Any]]
 ) -> None:
     """`.keras` and `.weights.h5` give the same logits, bit for bit, in a new process."""
-    tiny.save(tmp_path / "model.keras")
-    tiny.save_weights(tmp_path / "model.weights.h5")
-    np.save(tmp_path / "images.npy", images)
-    code = (
-        "import keras, keras_vit, numpy as np, sys, os; os.chdir(sys.argv[1]); "
-        "model = keras.saving.load_model('model.keras'); x = np.load('images.npy'); "
-        "again = keras_vit.VisionTransformer(model.config); "
-        "again.load_weights('model.weights.h5'); "
-        "np.savez('out.npz', a=model.predict(x, verbose=0), b=again.predict(x, verbose=0), "
-        "names=[v.path for v in model.weights])"
-    )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, capture_output=True)
-    out = np.load(tmp_path / "out.npz")
-    expected = tiny.predict(images, verbose=0)
-    np.testing.assert_array_equal(out["a"], expected)
-    np.testing.assert_array_equal(out["b"], expected)
-    assert out["names"].tolist() == [variable.path for variable in tiny.weights]
+    folder, (paths, *_) = new_process
+    answers = np.load(folder / "answers.npz")
+    expected = tiny.predict(np.load(folder / "images.npy"), verbose=0)
+    np.testing.assert_array_equal(answers["a"], expected)
+    np.testing.assert_array_equal(answers["b"], expected)
+    assert paths == [variable.path for variable in tiny.weights]
+
+
+def test_a_compiled_model_loads_with_the_package_alone(
+    new_process: tuple[Path, list[Any]],
+) -> None:
+    """Its optimizer, schedule and loss are known without importing keras_vit.training."""
+    _, printed = new_process
+    assert printed[1:] == ["<class 'keras_vit.optimizers.AdamW'>", False]
+
+
+def test_a_seed_decides_every_fresh_weight(
+    tiny: VisionTransformer, new_process: tuple[Path, list[Any]]
+) -> None:
+    """Here, where others drew before, and in a new process; the thin matrices of LoRA too."""
+    theirs = list(np.load(new_process[0] / "fresh.npz").values())
+    for seed in (0, 1):
+        keras.utils.set_random_seed(seed)
+        fresh = keras_vit.lora(keras.models.model_from_json(tiny.to_json()), rank=2)
+        same = starmap(np.array_equal, zip(fresh.get_weights(), theirs, strict=True))
+        assert all(same) == (seed == 0)
 
 
 def test_model_works_inside_another(
@@ -432,23 +484,3 @@ def test_frozen_weights_stay(tiny: VisionTransformer) -> None:
     model.fit(np.ones((4, 32, 48, 3)), np.arange(4), verbose=0)
     for old, variable in zip(before, model.get_layer("block_1").weights, strict=True):
         np.testing.assert_array_equal(old, variable)
-
-
-def test_a_seed_decides_every_fresh_weight() -> None:
-    """In processes of their own, where nothing drew before; the thin matrices of LoRA too."""
-    import processes
-
-    found = [processes.start(__file__, seed).communicate(timeout=120)[0] for seed in (0, 0, 1)]
-    assert found[0] == found[1] != found[2]
-    assert len(found[0]) == 65
-
-
-if __name__ == "__main__":
-    import hashlib
-    import sys
-
-    import keras_vit
-
-    keras.utils.set_random_seed(int(sys.argv[1]))
-    fresh = keras_vit.lora(VisionTransformer(TINY), rank=2).get_weights()
-    print(hashlib.sha256(b"".join(value.tobytes() for value in fresh)).hexdigest())

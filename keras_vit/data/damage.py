@@ -57,63 +57,37 @@ def _with_names(strict: bool, names: tuple[str, ...]) -> Damage:
     return damage
 
 
-def try_load(
-    load: Callable[[], tf.Tensor], *, shape: tuple[int, int, int]
-) -> tuple[tf.Tensor, tf.Tensor]:
-    """Loads an image inside a graph, where an error cannot be caught.
-
-    Example:
-        >>> import tensorflow as tf
-        >>> def load():
-        ...     return tf.cast(tf.io.decode_png("no image"), tf.float32)
-        >>> _, sound = try_load(load, shape=(1, 1, 3))
-        >>> bool(sound)
-        False
-
-    Args:
-        load: makes the image, float32.
-        shape: (height, width, 3) of the image.
-
-    Returns:
-        The image, float32, black if it could not be loaded; and whether it could.
-    """
-    # A dataset is the one thing in a graph that goes on after an error.
-    black = tf.data.Dataset.from_tensors((tf.zeros(shape), False))
-    pairs = tf.data.Dataset.from_tensors(0).map(lambda _: (tf.ensure_shape(load(), shape), True))
-    first = pairs.ignore_errors(log_warning=False).concatenate(black).take(1)
-    image, sound = first.get_single_element()
-    return image, sound
-
-
 def replace_damaged(
     images: tf.Tensor,
     targets: tf.Tensor,
     *,
-    sound: tf.Tensor,
+    places: tf.Tensor,
     names: tf.Tensor,
     damage: Damage,
     name: Callable[[Any], str],
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Puts the next sound image of the batch, with its target, in the place of each damaged one.
+    """Makes a batch of what could be loaded of it.
+
+    In the place of each damaged image stands the next sound one, with its target.
 
     Args:
-        images: shape (batch, height, width, 3).
-        targets: shape (batch,).
-        sound: whether each could be loaded, shape (batch,).
-        names: what `name` makes a name of, shape (batch,).
+        images: those that could be loaded, in the order of the batch, (sound, height, width, 3).
+        targets: theirs, shape (sound,).
+        places: where in the batch they stand, int64 of shape (sound,).
+        names: what `name` makes a name of, for each image of the batch, shape (batch,).
         damage: where the names go.
         name: makes a name of one of `names`.
 
     Returns:
-        Images and targets of the same shapes.
+        Images and targets of the whole batch.
 
     Raises:
         ValueError: none of the batch could be loaded; or one could not, where `damage` is strict.
             From `tf.data` it comes as `tf.errors.InvalidArgumentError`.
     """
 
-    def record(names: np.ndarray, any_sound: np.ndarray) -> None:
-        damaged_names = [name(one) for one in names]
+    def record(damaged: np.ndarray, any_sound: np.ndarray) -> None:
+        damaged_names = [name(one) for one in damaged]
         if damage.strict or not any_sound:
             reason = "be decoded" if damage.strict else "be decoded, which is all of a batch"
             listed = ", ".join(map(repr, damaged_names))
@@ -123,12 +97,13 @@ def replace_damaged(
             damage.add(one)
 
     def replaced() -> tuple[tf.Tensor, tf.Tensor]:
-        tf.numpy_function(record, [tf.boolean_mask(names, ~sound), tf.reduce_any(sound)], [])
-        places = tf.range(tf.size(targets))
-        following = (places[:, None] + places) % tf.size(targets)
-        first = tf.argmax(tf.cast(tf.gather(sound, following), tf.int32), axis=1)
-        replacements = tf.gather(following, first, batch_dims=1)
-        return tf.gather(images, replacements), tf.gather(targets, replacements)
+        batch_places = tf.range(tf.size(names, tf.int64))
+        sound = tf.reduce_any(tf.equal(batch_places[:, None], places), axis=1)
+        done = tf.numpy_function(record, [tf.boolean_mask(names, ~sound), tf.reduce_any(sound)], [])
+        with tf.control_dependencies([] if done is None else [done]):
+            following = tf.searchsorted(places, batch_places) % tf.size(places)
+        return tf.gather(images, following), tf.gather(targets, following)
 
-    pair = tf.cond(tf.reduce_all(sound), lambda: (images, targets), replaced)
+    is_whole = tf.equal(tf.size(places), tf.size(names))
+    pair = tf.cond(is_whole, lambda: (images, targets), replaced)
     return pair[0], pair[1]

@@ -3,12 +3,13 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+import numpy as np
 import tensorflow as tf
 
 from keras_vit.data import augment, decoding, images, randaugment
-from keras_vit.data.damage import replace_damaged, try_load
+from keras_vit.data.damage import replace_damaged
 from keras_vit.data.source import Choice, Item, Loader, Split
 
 # What a draw is for; folded into the seed, so that no two uses share one stream.
@@ -211,15 +212,13 @@ def naming_damaged(split: Split, *, trained: Split | None = None) -> Iterator[No
 def _damaged_names(split: Split) -> list[str]:
     loader = split.loader()
 
-    def look(*item: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        def corner() -> tf.Tensor:
-            return tf.cast(loader.pixels(item, None)[:1, :1], tf.float32)
+    def look(place: tf.Tensor, item: Item) -> tf.Tensor:
+        return decoding.once_made(place, loader.pixels(item, None))
 
-        return item[-1], try_load(corner, shape=(1, 1, 3))[1]
-
-    checks = split.items().map(look, num_parallel_calls=_PARALLEL)
-    damaged = checks.filter(lambda name, sound: ~sound)
-    return [split.name(name) for name, _ in damaged.as_numpy_iterator()]
+    loaded = split.items().enumerate().map(look, num_parallel_calls=_PARALLEL)
+    sound = set(loaded.ignore_errors(log_warning=False).as_numpy_iterator())
+    names = split.items().map(lambda *item: item[-1]).as_numpy_iterator()
+    return [split.name(name) for place, name in enumerate(names) if place not in sound]
 
 
 def _check_shard(shard: tuple[int, int], batch_size: int) -> None:
@@ -280,13 +279,16 @@ class _Singly:
         return step, item, cropping, tf.transpose(varying)
 
     def load_batch(self, step: tf.Tensor, *parts: tf.Tensor) -> tf.data.Dataset:
-        """One batch. To try an image takes as long as to decode it, so the batch is tried first."""
+        """One batch; where that is an error, what can be loaded of it is made a batch."""
         single, count = tf.data.Dataset.from_tensor_slices(parts), self.plan.count
         examples = single.map(self._load_one, num_parallel_calls=_PARALLEL)
         batch = examples.batch(count, drop_remainder=True)
         if not self.split.in_memory:
-            attempts = single.map(self._try_one, num_parallel_calls=_PARALLEL)
-            substitute = attempts.batch(count).map(self._mend)
+            placed = single.enumerate().map(self._load_placed, num_parallel_calls=_PARALLEL)
+            sound = placed.ignore_errors(log_warning=False).batch(count)
+            nothing = (np.zeros(0, np.int64), np.zeros((0, *self.shape), np.float32))
+            none = tf.data.Dataset.from_tensors((*nothing, np.zeros(0, np.int32)))
+            substitute = sound.concatenate(none).take(1).map(self._mend(names=parts[0][-1]))
             batch = batch.ignore_errors(log_warning=False).concatenate(substitute).take(1)
         return batch.map(lambda images, targets: (step, images, targets))
 
@@ -294,34 +296,33 @@ class _Singly:
     def _load_one(
         self, item: Item, crop_seed: tf.Tensor, uniform: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        return self._vary(self._load(item, crop_seed), item, uniform)
-
-    @tf.autograph.experimental.do_not_convert
-    def _try_one(
-        self, item: Item, crop_seed: tf.Tensor, uniform: tf.Tensor
-    ) -> tuple[tf.Tensor, ...]:
-        image, sound = try_load(lambda: self._load(item, crop_seed), shape=self.shape)
-        return *self._vary(image, item, uniform), item[-1], sound
-
-    def _load(self, item: Item, crop_seed: tf.Tensor) -> tf.Tensor:
-        pixels = self.loader.pixels(item, _choice(self.plan, seed=crop_seed))
-        return tf.ensure_shape(self.plan.resize(pixels), self.shape)
-
-    def _vary(
-        self, image: tf.Tensor, item: Item, uniform: tf.Tensor
-    ) -> tuple[tf.Tensor, tf.Tensor]:
+        image = self._load(item, crop_seed)
         uniform = decoding.once_made(uniform, image)
         magnitude = self.plan.augmentation.randaugment_magnitude
         varied = randaugment.distort(image, magnitude=magnitude, uniform=uniform)
         return varied, self.loader.target(item)
 
-    def _mend(
-        self, batch: tf.Tensor, targets: tf.Tensor, names: tf.Tensor, sound: tf.Tensor
-    ) -> tuple[tf.Tensor, tf.Tensor]:
+    @tf.autograph.experimental.do_not_convert
+    def _load_placed(
+        self, place: tf.Tensor, parts: tuple[Item, tf.Tensor, tf.Tensor]
+    ) -> tuple[tf.Tensor, ...]:
+        return place, *self._load_one(*parts)
+
+    def _load(self, item: Item, crop_seed: tf.Tensor) -> tf.Tensor:
+        pixels = self.loader.pixels(item, _choice(self.plan, seed=crop_seed))
+        return tf.ensure_shape(self.plan.resize(pixels), self.shape)
+
+    def _mend(self, *, names: tf.Tensor) -> Callable[..., tuple[tf.Tensor, tf.Tensor]]:
         split = self.split
-        return replace_damaged(
-            batch, targets, sound=sound, names=names, damage=split.damage, name=split.name
-        )
+
+        def mend(
+            places: tf.Tensor, images: tf.Tensor, targets: tf.Tensor
+        ) -> tuple[tf.Tensor, tf.Tensor]:
+            return replace_damaged(
+                images, targets, places=places, names=names, damage=split.damage, name=split.name
+            )
+
+        return mend
 
 
 def _steps_and_items(split: Split, plan: _Plan) -> tf.data.Dataset:

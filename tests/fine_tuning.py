@@ -42,35 +42,16 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-def run(**case: Any) -> dict[str, Any]:
-    """Runs one case in a process of its own; see `DEFAULTS` for what it may say."""
-    (found,) = run_each([{}], **case)
-    return found
+def start(
+    each: list[dict[str, Any]], environment: dict[str, str] | None = None, *, replicas: int = 1
+) -> "subprocess.Popen[str]":
+    """Starts a process that runs several cases; see `DEFAULTS` for what one may say.
 
-
-def run_each(each: list[dict[str, Any]], **case: Any) -> list[dict[str, Any]]:
-    """Runs several cases in one process: what they share, and what is particular to each.
-
-    Returns:
-        Of each, losses, gradient norms, arrays, a hash of the weights and of every replica's.
+    Its result is a list: of each, losses, gradient norms, arrays, a hash of the weights and of
+    every replica's.
     """
-    return _result(processes.start(__file__, {**case, "each": each}))
-
-
-def run_workers(count: int, each: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Runs several cases in processes that train together; the results of each process."""
-    case = {"multi_worker": True, "each": each}
-    environments = processes.cluster(count)
-    workers = [processes.start(__file__, case, environment) for environment in environments]
-    return [_result(worker) for worker in workers]
-
-
-def _result(process: "subprocess.Popen[str]", *, seconds: float = 1500) -> list[dict[str, Any]]:
-    output, errors = process.communicate(timeout=seconds)
-    if process.returncode:
-        raise RuntimeError(errors[-3000:])
-    found: list[dict[str, Any]] = json.loads(output.splitlines()[-1])
-    return found
+    case = {"replicas": replicas, "multi_worker": environment is not None, "each": each}
+    return processes.start(__file__, case, environment)
 
 
 def batch(number: int) -> tuple[np.ndarray, np.ndarray]:

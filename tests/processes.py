@@ -1,11 +1,12 @@
 """Starts test scripts in processes of their own, alone or as workers that train together."""
 
+import itertools
 import json
 import os
 import socket
 import subprocess
 import sys
-from typing import Any
+from typing import Any, Self
 
 
 def start(
@@ -19,6 +20,40 @@ def start(
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def result(process: "subprocess.Popen[str]", *, seconds: float = 1500) -> Any:
+    """Waits for the end and returns the last line that was printed, which is JSON."""
+    output, errors = process.communicate(timeout=seconds)
+    if process.returncode:
+        raise RuntimeError(errors[-4000:])
+    return json.loads(output.splitlines()[-1])
+
+
+class Together:
+    """Processes that run at the same time, by name: replicas wait for one another half of it.
+
+    Args:
+        groups: the processes, started.
+    """
+
+    def __init__(self, groups: dict[str, list["subprocess.Popen[str]"]]) -> None:
+        self._groups = groups
+        self._results: dict[str, list[Any]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in itertools.chain(*self._groups.values()):
+            process.kill()
+            process.communicate()
+
+    def results(self, name: str) -> list[Any]:
+        """Returns what `result` is of each process of a group."""
+        if name not in self._results:
+            self._results[name] = [result(process) for process in self._groups[name]]
+        return self._results[name]
 
 
 def cluster(count: int) -> list[dict[str, str]]:

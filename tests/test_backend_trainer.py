@@ -1,7 +1,7 @@
 """Tests of keras_vit.backend.tensorflow_trainer: what every strategy trains, one device trains."""
 
 import dataclasses
-import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,48 @@ CONFIG = dataclasses.replace(TINY, num_layers=1, classes=3)
 
 # What trains the same on one device, on several, and on two workers: the whole product on two
 # replicas, whose XLA and parts are those of any number; each of them once elsewhere.
-GRID = [{"xla": xla, "accumulate": parts} for xla in (False, True) for parts in (1, 2, 4)]
+GRID: list[dict[str, Any]] = [
+    {"xla": xla, "accumulate": parts} for xla in (False, True) for parts in (1, 2, 4)
+]
 ONCE = [GRID[0], GRID[4], GRID[2]]
+PLAIN = GRID[0]
+REMAT: dict[str, Any] = {"remat": True}
+BFLOAT16: dict[str, Any] = {"accumulator_dtype": "bfloat16"}
 
 
-@functools.cache
-def one_device() -> dict[str, Any]:
-    return fine_tuning.run()
+# What is compared with one device by its losses alone.
+OTHERS: list[dict[str, Any]] = [
+    {"optimizer": "adamw", "clip": 0.1},
+    {"sam_rho": 0.05},
+    {"precision": "mixed_float16"},
+]
+# What each process trains, by the number of its devices.
+TRAINED: dict[int, list[dict[str, Any]]] = {
+    1: [*ONCE, REMAT, *OTHERS, BFLOAT16],
+    2: [*GRID, REMAT, *OTHERS],
+    4: [*ONCE, REMAT],
+}
+
+
+class Trainings(processes.Together):
+    """One process for all cases of as many devices, and two workers."""
+
+    def __init__(self) -> None:
+        alone = {str(n): [fine_tuning.start(each, replicas=n)] for n, each in TRAINED.items()}
+        workers = [fine_tuning.start(ONCE, environment) for environment in processes.cluster(2)]
+        super().__init__({**alone, "workers": workers})
+
+    def found(self, case: dict[str, Any], *, replicas: int = 1) -> dict[str, Any]:
+        """Returns the numbers of a case."""
+        (results,) = self.results(str(replicas))
+        numbers: dict[str, Any] = results[TRAINED[replicas].index(case)]
+        return numbers
+
+
+@pytest.fixture(scope="module")
+def trainings() -> Iterator[Trainings]:
+    with Trainings() as together:
+        yield together
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -39,18 +74,18 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dtype", "losses", "tolerance"),
-    [
-        ("float32", "losses_float32_momentum", 1e-4),
-        ("bfloat16", "losses", 2e-3),
-    ],
+    ("case", "losses", "tolerance"),
+    [(PLAIN, "losses_float32_momentum", 1e-4), (BFLOAT16, "losses", 2e-3)],
+    ids=["float32", "bfloat16"],
 )
-def test_twelve_steps_are_the_originals(dtype: str, losses: str, tolerance: float) -> None:
+def test_twelve_steps_are_the_originals(
+    case: dict[str, Any], losses: str, tolerance: float, trainings: Trainings
+) -> None:
     """Clipping, momentum, schedule: the original's losses, and with its dtype its norms too."""
-    found = fine_tuning.run(accumulator_dtype=dtype)
+    found = trainings.found(case)
 
     np.testing.assert_allclose(found["losses"], GOLDEN[losses], rtol=0, atol=tolerance)
-    if dtype == "bfloat16":
+    if case == BFLOAT16:
         norms, bias = GOLDEN["gradient_norms"], GOLDEN["head_bias_after_12_steps"]
         np.testing.assert_allclose(found["gradient_norms"], norms, rtol=5e-3)
         # A momentum of 8 bits rounds float noise to the other side now and then.
@@ -61,21 +96,21 @@ def test_twelve_steps_are_the_originals(dtype: str, losses: str, tolerance: floa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2, 4])
-def test_strategies_train_as_one_device(replicas: int) -> None:
+def test_strategies_train_as_one_device(replicas: int, trainings: Trainings) -> None:
     """XLA on and off, in one, two and four parts, recomputed: the same numbers, equal replicas."""
-    cases = GRID if replicas == 2 else ONCE
-    for found in fine_tuning.run_each([*cases, {"remat": True}], replicas=replicas):
-        assert_same(found, one_device())
+    for case in [*(GRID if replicas == 2 else ONCE), REMAT]:
+        found = trainings.found(case, replicas=replicas)
+        assert_same(found, trainings.found(PLAIN))
         assert len(found["replicas"]) == replicas
         assert set(found["replicas"]) == {found["sha256"]}
 
 
 @pytest.mark.slow
-def test_two_workers_train_as_one_device() -> None:
+def test_two_workers_train_as_one_device(trainings: Trainings) -> None:
     """Two processes on loopback: the same numbers, and equal bits on both."""
-    for first, second in zip(*fine_tuning.run_workers(2, ONCE), strict=True):
-        assert_same(first, one_device())
-        assert_same(second, one_device())
+    for first, second in zip(*trainings.results("workers"), strict=True):
+        assert_same(first, trainings.found(PLAIN))
+        assert_same(second, trainings.found(PLAIN))
         assert first["sha256"] == second["sha256"]
 
 
@@ -92,19 +127,20 @@ def test_a_second_strategy_of_a_process_gets_one_sentence(second: tuple[int, int
 
 
 @pytest.mark.slow
-def test_keras_own_optimizers_clip_after_the_sum() -> None:
+def test_keras_own_optimizers_clip_after_the_sum(trainings: Trainings) -> None:
     """Keras' own step would clip each replica's gradient by itself, and end elsewhere."""
-    case = {"optimizer": "adamw", "clip": 0.1}
-    found, expected = fine_tuning.run(replicas=2, **case), fine_tuning.run(**case)
+    found, expected = trainings.found(OTHERS[0], replicas=2), trainings.found(OTHERS[0])
 
     np.testing.assert_allclose(found["losses"], expected["losses"], rtol=0, atol=1e-3)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [{"sam_rho": 0.05}, {"precision": "mixed_float16"}], ids=str)
-def test_two_passes_and_loss_scaling_are_the_same_too(case: dict[str, Any]) -> None:
+@pytest.mark.parametrize("case", OTHERS[1:], ids=str)
+def test_two_passes_and_loss_scaling_are_the_same_too(
+    case: dict[str, Any], trainings: Trainings
+) -> None:
     """Sharpness-aware steps move along the gradient of all replicas; float16 is scaled once."""
-    found, expected = fine_tuning.run(replicas=2, **case), fine_tuning.run(**case)
+    found, expected = trainings.found(case, replicas=2), trainings.found(case)
     tolerance = 1e-4 if "sam_rho" in case else 2e-2
 
     np.testing.assert_allclose(found["losses"], expected["losses"], rtol=0, atol=tolerance)

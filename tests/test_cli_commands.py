@@ -1,7 +1,8 @@
 """Tests of `keras-vit train`, `predict` and `evaluate` as a user runs them: processes and files."""
 
-import concurrent.futures
+import contextlib
 import dataclasses
+import io
 import json
 import os
 import shutil
@@ -79,6 +80,18 @@ def run(*argv: object, folder: Path, **environment: str) -> Result:
     return finish(start(*argv, folder=folder, **environment))
 
 
+def run_here(*argv: object, folder: Path) -> Result:
+    """The same in this process, which has imported TensorFlow already."""
+    out, errors = io.StringIO(), io.StringIO()
+    with (
+        contextlib.chdir(folder),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(errors),
+    ):
+        code = main([*map(str, argv)])
+    return Result(code, out.getvalue(), errors.getvalue().splitlines())
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with images of all kinds, one of them damaged, and a run trained on them."""
@@ -115,9 +128,8 @@ def test_predicting_prints_a_table_and_json(place: Path) -> None:
     """Labels and probabilities that add up to one; an image that cannot be read costs no other."""
     images = [place / "images" / "striped" / name for name in ("000.jpg", "001.png")]
     bad = place / "run" / "labels.txt"
-    first = start("predict", "run", *images, folder=place)
-    second = start("predict", "run", images[0], bad, "gone.png", "--json", folder=place)
-    table, lines = finish(first), finish(second)
+    process = start("predict", "run", images[0], bad, "gone.png", "--json", folder=place)
+    table, lines = run_here("predict", "run", *images, folder=place), finish(process)
 
     assert table.code == 0
     assert table.out.count("striped ") == 2
@@ -141,7 +153,7 @@ def test_photos_are_predicted_upright(place: Path) -> None:
         photos[turn - 1].write_bytes(contents)
         Image.fromarray(image_files.as_pillow(contents)).save(upright[turn - 1])
 
-    result = run("predict", "run", *photos, *upright, "--json", folder=place)
+    result = run_here("predict", "run", *photos, *upright, "--json", folder=place)
 
     predictions = [event["predictions"] for event in result.events]
     assert result.code == 0
@@ -152,9 +164,9 @@ def test_evaluating_agrees_with_the_training(place: Path) -> None:
     """The numbers are exactly those of metrics.json; another folder is measured and reported."""
     image_files.write_classes(place / "more", count=3)
     before = (place / "run" / "metrics.json").read_bytes()
-    first = start("evaluate", "run", "--json", folder=place)
-    second = start("evaluate", "run", "--data", "more", "--out", "report", folder=place)
-    own, other = finish(first), finish(second)
+    process = start("evaluate", "run", "--json", folder=place)
+    other = run_here("evaluate", "run", "--data", "more", "--out", "report", folder=place)
+    own = finish(process)
     written = {event.pop("split"): event for event in own.events if event.pop("event")}
 
     assert own.code == other.code == 0
@@ -198,20 +210,25 @@ WRONG: dict[str, tuple[str, str]] = {
 }
 
 
+# What needs a process: a missing package; a wrong input besides, for its exit code.
+ALONE = ("no scikit-learn", "damaged")
+
+
 @pytest.fixture(scope="module")
 def wrong(place: Path) -> dict[str, Result]:
-    """All wrong inputs, two processes at a time."""
+    """All wrong inputs, two of them in processes of their own."""
     image_files.write_classes(place / "one", classes=("only",))
     (place / "empty").mkdir()
     # A module that cannot be imported stands for a package that is not installed.
     (place / "blocked").mkdir()
     (place / "blocked" / "sklearn.py").write_text("raise ModuleNotFoundError('No sklearn')")
-    with concurrent.futures.ThreadPoolExecutor(2) as threads:
-        results = {
-            name: threads.submit(run, *argv.split(), folder=place, first=str(place / "blocked"))
-            for name, (argv, _) in WRONG.items()
-        }
-    return {name: result.result() for name, result in results.items()}
+    commands = {name: argv.split() for name, (argv, _) in WRONG.items()}
+    blocked = str(place / "blocked")
+    started = {name: start(*commands[name], folder=place, first=blocked) for name in ALONE}
+    here = {
+        name: run_here(*argv, folder=place) for name, argv in commands.items() if name not in ALONE
+    }
+    return here | {name: finish(process) for name, process in started.items()}
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -309,7 +326,8 @@ def test_a_kill_while_a_run_is_measured_leaves_no_half_of_it(place: Path) -> Non
     killed.kill()
     killed.communicate()
     assert not (place / "killed").exists()
-    found = run("train", "--data", "images", "--out", "killed", *SMALL, "--resume", folder=place)
+    resumed = ("train", "--data", "images", "--out", "killed", *SMALL, "--resume")
+    found = run_here(*resumed, folder=place)
 
     assert (found.code, found.errors) == (0, [])
     assert "/2 " not in found.out

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import pytest
+import tensorflow as tf
 
 from keras_vit.training import Execution, is_first_worker
 from keras_vit.training.execution import Workers
@@ -50,6 +51,19 @@ def test_all_devices_of_the_machine_are_used() -> None:
 
     assert strategy.num_replicas_in_sync == 2
     assert (workers.index, workers.count, workers.gather(5)) == (0, 1, [5])
+
+
+def test_replicas_of_one_machine_divide_nothing_among_workers() -> None:
+    """TensorFlow would rewrite the batches for one worker, for most of a minute."""
+    batches = tf.data.Dataset.range(4).batch(2)
+    strategies = Execution(strategy="mirrored"), Execution(strategy="none")
+    machine, device = (
+        Workers(execution.make_strategy()).divided(batches).options() for execution in strategies
+    )
+
+    policies = tf.data.experimental.AutoShardPolicy
+    assert machine.experimental_distribute.auto_shard_policy == policies.OFF
+    assert device.experimental_distribute.auto_shard_policy == policies.DATA
 
 
 def test_a_batch_is_checked_before_anything_is_made() -> None:

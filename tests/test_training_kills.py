@@ -17,21 +17,25 @@ pytestmark = pytest.mark.slow
 KILLS = int(os.environ.get("KERAS_VIT_TEST_KILLS", "6"))
 
 
-def train_together(count: int, **case: Any) -> list[dict[str, list[str]]]:
+def start_together(count: int, **case: Any) -> list["subprocess.Popen[str]"]:
     environments = processes.cluster(count) if count > 1 else [None]
-    workers = [training_rig.start(environment, **case) for environment in environments]
-    return [training_rig.told(worker) for worker in workers]
+    return [training_rig.start(environment, **case) for environment in environments]
+
+
+def train_together(count: int, **case: Any) -> list[dict[str, list[str]]]:
+    return [training_rig.told(worker) for worker in start_together(count, **case)]
 
 
 @pytest.mark.parametrize(("workers", "replicas"), [(1, 1), (1, 2), (2, 1)])
 def test_a_stopped_run_ends_with_the_same_bits(workers: int, replicas: int, tmp_path: Path) -> None:
     """Dropout, augmentation, AdamW, averaging, cosine; stopped between checkpoints as well."""
     case = {"replicas": replicas}
-    whole = train_together(workers, out=str(tmp_path / "whole"), **case)
+    undisturbed = start_together(workers, out=str(tmp_path / "whole"), **case)
     for stop in (3, 30):
         stopped = train_together(workers, out=str(tmp_path / "run"), stop_at=stop, **case)
         assert [said["code"] for said in stopped] == [["130"]] * workers
     resumed = train_together(workers, out=str(tmp_path / "run"), **case)
+    whole = [training_rig.told(worker) for worker in undisturbed]
 
     assert {said["resumed"][0] for said in resumed} == {"30"}
     assert {said["done"][0] for said in resumed} == {said["done"][0] for said in whole}
@@ -59,6 +63,7 @@ def test_kill_9_at_any_moment_loses_nothing(tmp_path: Path) -> None:
     """Half of the kills fall into a save; each time it goes on from the last whole checkpoint."""
     draws = random.Random(0)
     case: dict[str, Any] = {"out": str(tmp_path / "run"), "steps": 8 * KILLS, "checkpoint_steps": 2}
+    undisturbed = training_rig.start(**{**case, "out": str(tmp_path / "whole")})
     saved = 0
     for number in range(KILLS):
         process = training_rig.start(**case)
@@ -75,7 +80,7 @@ def test_kill_9_at_any_moment_loses_nothing(tmp_path: Path) -> None:
         saved = max(map(int, [*before, *rest]), default=saved)
     remains = list((tmp_path / "run.unfinished").glob(".*"))
     ended = training_rig.run(**case)
-    whole = training_rig.run(**{**case, "out": str(tmp_path / "whole")})
+    whole = training_rig.told(undisturbed)
 
     assert int(ended["resumed"][0]) >= saved
     assert ended["done"] == whole["done"]
@@ -85,7 +90,7 @@ def test_kill_9_at_any_moment_loses_nothing(tmp_path: Path) -> None:
 def test_sigterm_to_one_worker_stops_both_at_one_step(tmp_path: Path) -> None:
     """Both save the same step, exit with 75, and go on from there."""
     case: dict[str, Any] = {"out": str(tmp_path / "run"), "steps": 100_000}
-    workers = [training_rig.start(environment, **case) for environment in processes.cluster(2)]
+    workers = start_together(2, **case)
     assert wait_for(workers[1], "step", 10) >= 0
     workers[1].send_signal(signal.SIGTERM)
     said = [training_rig.told(worker) for worker in workers]
@@ -100,7 +105,7 @@ def test_sigterm_to_one_worker_stops_both_at_one_step(tmp_path: Path) -> None:
 def test_the_loss_of_a_worker_is_told(killed: int, tmp_path: Path) -> None:
     """The other one names the fault and ends; both together go on from a common checkpoint."""
     case: dict[str, Any] = {"out": str(tmp_path / "run"), "steps": 100_000}
-    workers = [training_rig.start(environment, **case) for environment in processes.cluster(2)]
+    workers = start_together(2, **case)
     assert wait_for(workers[killed], "step", 10) >= 0
     workers[killed].send_signal(signal.SIGKILL)
     left = training_rig.told(workers[1 - killed], seconds=60)

@@ -1,6 +1,6 @@
 """Every way to train gives on replicas, and on two workers, what it gives on one device."""
 
-import functools
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -26,47 +26,57 @@ TWELVE = [
 OTHERS = [name for name in training_ways.WAYS if name not in TWELVE]
 
 
-@functools.cache
-def one_device() -> dict[str, Any]:
-    return training_ways.result(training_ways.start([*TWELVE, *OTHERS]))
+@pytest.fixture(scope="module")
+def trainings() -> Iterator[processes.Together]:
+    every, clusters = [*TWELVE, *OTHERS], processes.cluster(2)
+    groups = {
+        "one": [training_ways.start(every)],
+        "two": [training_ways.start(every, replicas=2)],
+        "four": [training_ways.start(TWELVE, replicas=4)],
+        "workers": [training_ways.start(TWELVE, environment=each) for each in clusters],
+    }
+    with processes.Together(groups) as together:
+        yield together
 
 
-def assert_same(found: dict[str, Any], ways: list[str]) -> None:
-    """Losses of three epochs, and of the validation after each, to 2e-5; replicas to the bit."""
+def assert_same(found: dict[str, Any], expected: dict[str, Any], ways: list[str]) -> None:
+    """Losses of two epochs, and of the validation after each, to 2e-5; replicas to the bit."""
     for way in ways:
         for kind in ("losses", "validation"):
-            expected = one_device()[way][kind]
             np.testing.assert_allclose(
-                found[way][kind], expected, rtol=0, atol=2e-5, err_msg=f"{way}: {kind}"
+                found[way][kind], expected[way][kind], rtol=0, atol=2e-5, err_msg=f"{way}: {kind}"
             )
         assert len(set(found[way]["replicas"])) == 1, way
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("replicas", "ways"), [(2, [*TWELVE, *OTHERS]), (4, TWELVE)], ids=["two", "four"]
+    ("devices", "replicas", "ways"),
+    [("two", 2, [*TWELVE, *OTHERS]), ("four", 4, TWELVE)],
+    ids=["two", "four"],
 )
-def test_replicas_train_as_one_device(replicas: int, ways: list[str]) -> None:
+def test_replicas_train_as_one_device(
+    devices: str, replicas: int, ways: list[str], trainings: processes.Together
+) -> None:
     """A last batch of one image leaves all other replicas without any."""
-    found = training_ways.result(training_ways.start(ways, replicas=replicas))
+    (expected,), (found,) = trainings.results("one"), trainings.results(devices)
 
-    assert_same(found, ways)
+    assert_same(found, expected, ways)
     assert {len(found[way]["replicas"]) for way in ways} == {replicas}
 
 
 @pytest.mark.slow
-def test_two_workers_train_as_one_device() -> None:
+def test_two_workers_train_as_one_device(trainings: processes.Together) -> None:
     """Two processes on loopback, and equal bits on both."""
-    workers = [training_ways.start(TWELVE, environment=e) for e in processes.cluster(2)]
-    first, second = (training_ways.result(worker) for worker in workers)
+    (expected,), (first, second) = trainings.results("one"), trainings.results("workers")
 
-    assert_same(first, TWELVE)
+    assert_same(first, expected, TWELVE)
     for way in TWELVE:
         assert first[way]["replicas"] == second[way]["replicas"], way
 
 
 @pytest.mark.slow
-def test_the_ways_differ() -> None:
+def test_the_ways_differ(trainings: processes.Together) -> None:
     """Each trains something else, so that equal losses say something; parts change nothing."""
     same = {
         "train_step": "fit",
@@ -78,7 +88,8 @@ def test_the_ways_differ() -> None:
         "weighted_accumulated": "weighted",
         "ignored_accumulated": "ignored",
     }
-    losses = {way: one_device()[way]["losses"] for way in training_ways.WAYS}
+    (found,) = trainings.results("one")
+    losses = {way: found[way]["losses"] for way in training_ways.WAYS}
     for way, other in same.items():
         np.testing.assert_allclose(losses[way], losses[other], rtol=0, atol=2e-5, err_msg=way)
     different = [way for way in losses if way not in same]

@@ -95,7 +95,7 @@ def _settings(case: dict[str, Any]) -> dict[str, Any]:
             hidden_dim=32,
             mlp_dim=64,
             num_heads=2,
-            num_layers=2,
+            num_layers=1,
         ),
         "recipe": training.Recipe(
             steps=case["steps"],

@@ -132,11 +132,23 @@ class Workers:
         replicas = self._strategy.num_replicas_in_sync
         part = make((self.index, self.count))
         if self.count == 1:
-            return self._strategy.experimental_distribute_dataset(part)
+            return self._strategy.experimental_distribute_dataset(self.divided(part))
         local = replicas // self.count
         return self._strategy.distribute_datasets_from_function(
             lambda _: part.rebatch(size // replicas) if local > 1 else part
         )
+
+    def divided(self, batches: tf.data.Dataset) -> tf.data.Dataset:
+        """Returns the batches, to be divided among the workers by images."""
+        # One machine has no workers to divide among, and TensorFlow's rewriting for it is not free:
+        # with it an iterator over image files takes 43 s to make, without it 0.7.
+        is_machine = isinstance(self._strategy, tf.distribute.MirroredStrategy)
+        policies = tf.data.experimental.AutoShardPolicy
+        options = tf.data.Options()
+        options.experimental_distribute.auto_shard_policy = (
+            policies.OFF if is_machine else policies.DATA
+        )
+        return batches.with_options(options)
 
     def _sum(self, numbers: tf.Tensor) -> Any:
         def add(numbers: tf.Tensor) -> Any:

@@ -92,8 +92,5 @@ class Job:
             image_size=resizing.size,
             batch_size=EVALUATION_BATCH,
             antialias=resizing.antialias,
-        ).map(lambda images, targets: (images, tf.one_hot(targets, self.width)))
-        options = tf.data.Options()
-        policy = tf.data.experimental.AutoShardPolicy.DATA
-        options.experimental_distribute.auto_shard_policy = policy
-        return batches.with_options(options)
+        )
+        return batches.map(lambda images, targets: (images, tf.one_hot(targets, self.width)))

@@ -21,7 +21,7 @@ def console(page: Path, folder: Path) -> list[str]:
     Raises:
         FileNotFoundError: no Chromium is installed.
     """
-    program = next((found for name in PROGRAMS if (found := shutil.which(name))), None)
+    program = next((path for name in PROGRAMS if (path := shutil.which(name))), None)
     if program is None:
         raise FileNotFoundError("This test opens Chromium; install it: apt-get install chromium.")
     copy = folder / "probed.html"

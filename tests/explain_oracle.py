@@ -96,12 +96,12 @@ def pool(p: dict[str, np.ndarray], x: np.ndarray, pooling: str, delta: Any) -> A
     return y[:, 0], weights
 
 
-def rollout(found: Pass, config: keras_vit.ViTConfig) -> np.ndarray:
+def rollout(values: Pass, config: keras_vit.ViTConfig) -> np.ndarray:
     """Follows every path of shares from the answer down through the layers, token by token."""
     heatmaps = []
-    for image in range(len(found.logits)):
-        share = first_share(found, config, image)
-        for weights in reversed(found.weights):
+    for image in range(len(values.logits)):
+        share = first_share(values, config, image)
+        for weights in reversed(values.weights):
             below = np.zeros_like(share)
             for token, amount in enumerate(share):
                 row = weights[image].mean(axis=0)[token]
@@ -112,9 +112,9 @@ def rollout(found: Pass, config: keras_vit.ViTConfig) -> np.ndarray:
     return np.stack(heatmaps)
 
 
-def first_share(found: Pass, config: keras_vit.ViTConfig, image: int) -> np.ndarray:
-    if found.pooling is not None:
-        first: np.ndarray = found.pooling[image].mean(axis=0)[0]
+def first_share(values: Pass, config: keras_vit.ViTConfig, image: int) -> np.ndarray:
+    if values.pooling is not None:
+        first: np.ndarray = values.pooling[image].mean(axis=0)[0]
         return first
     share = np.zeros(config.num_tokens)
     if config.distillation_token:
@@ -130,12 +130,12 @@ def first_patch(config: keras_vit.ViTConfig) -> int:
     return config.num_tokens - config.grid[0] * config.grid[1]
 
 
-def distance(found: Pass, config: keras_vit.ViTConfig) -> np.ndarray:
+def distance(values: Pass, config: keras_vit.ViTConfig) -> np.ndarray:
     """Walks over every pair of patches: (L, H)."""
     first, (rows, columns) = first_patch(config), config.grid
     places = [(row, column) for row in range(rows) for column in range(columns)]
     result = np.zeros((config.num_layers, config.num_heads))
-    for layer, weights in enumerate(found.weights):
+    for layer, weights in enumerate(values.weights):
         per_query = []
         for query, (y, x) in enumerate(places):
             row = weights[:, :, first + query, first:]
@@ -152,27 +152,27 @@ def relevance(
 
     `forward` is `run` for given weights: from images, and deltas, to a pass.
     """
-    found = forward(image[None], None)
+    values = forward(image[None], None)
     weighted = []
-    layers = [*found.weights, *([found.pooling] if found.pooling is not None else [])]
+    layers = [*values.weights, *([values.pooling] if values.pooling is not None else [])]
     for layer, weights in enumerate(layers):
         gradient = np.zeros(weights.shape[1:])
         for place in np.ndindex(gradient.shape):
             scores = []
             for step in (1e-5, -1e-5):
-                deltas: list[Any] = [0.0] * (len(found.weights) + 1)
+                deltas: list[Any] = [0.0] * (len(values.weights) + 1)
                 deltas[layer] = np.zeros(gradient.shape)
                 deltas[layer][place] = step
                 scores.append(forward(image[None], deltas).logits[0, target])
             gradient[place] = (scores[0] - scores[1]) / 2e-5
         weighted.append(np.maximum(gradient * weights[0], 0).mean(axis=0))
     total = np.eye(config.num_tokens)
-    for matrix in weighted[: len(found.weights)]:
+    for matrix in weighted[: len(values.weights)]:
         total = total + matrix @ total
-    if found.pooling is not None:
+    if values.pooling is not None:
         row = (weighted[-1] @ total)[0]
     else:
-        row = first_share(found, config, 0) @ total
+        row = first_share(values, config, 0) @ total
     heatmap: np.ndarray = row[first_patch(config) :].reshape(config.grid)
     return heatmap
 

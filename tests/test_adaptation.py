@@ -76,8 +76,8 @@ def test_the_share_of_trainable_parameters() -> None:
     with keras_vit.layers.random.overwritten_weights():
         adapted = adaptation.LoRAVisionTransformer(config, rank=8, targets=ALL)
     assert adapted.count_params() == keras_vit.parameter_count(config) + expected - 769 * 1000
-    found = sum(np.prod(variable.shape) for variable in adapted.trainable_variables)
-    assert found == expected < 0.05 * keras_vit.parameter_count(config)
+    actual = sum(np.prod(variable.shape) for variable in adapted.trainable_variables)
+    assert actual == expected < 0.05 * keras_vit.parameter_count(config)
 
 
 @pytest.mark.slow
@@ -114,7 +114,7 @@ def test_gradients_are_those_of_the_merged_kernel(
     adapted = trained(keras_vit.lora(plain, rank=4, targets=ALL), images)
     merged = keras_vit.merge_lora(adapted)
     targets = np.array([1, 2])
-    found = gradients(adapted, images, targets, tf)
+    actual = gradients(adapted, images, targets, tf)
     of_kernel = gradients(merged, images, targets, tf)
     layers = {f"{layer.path}/kernel": layer for layer in adapted.adapted_layers()}
     assert len(layers) == 12
@@ -123,8 +123,8 @@ def test_gradients_are_those_of_the_merged_kernel(
         a, b = (
             keras.ops.convert_to_numpy(each) for each in (layer.lora_kernel_a, layer.lora_kernel_b)
         )
-        np.testing.assert_allclose(found[layer.lora_kernel_a.path], slope @ b.T, atol=1e-5)
-        np.testing.assert_allclose(found[layer.lora_kernel_b.path], a.T @ slope, atol=1e-5)
+        np.testing.assert_allclose(actual[layer.lora_kernel_a.path], slope @ b.T, atol=1e-5)
+        np.testing.assert_allclose(actual[layer.lora_kernel_b.path], a.T @ slope, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method")
@@ -242,8 +242,8 @@ def test_mixed_precision_and_explanation(plain: VisionTransformer, images: np.nd
     merged = keras_vit.merge_lora(adapted)
     assert merged.get_layer("block_0").compute_dtype == "bfloat16"
     np.testing.assert_allclose(merged(images), adapted(images), atol=0.1)
-    found, expected = (explain.attention_weights(m, images) for m in (adapted, merged))
-    np.testing.assert_allclose(found, expected, atol=0.02)
+    actual, expected = (explain.attention_weights(m, images) for m in (adapted, merged))
+    np.testing.assert_allclose(actual, expected, atol=0.02)
 
 
 @pytest.mark.parametrize(

@@ -163,10 +163,10 @@ def test_every_weight_of_a_checkpoint_is_loaded(tmp_path: Path) -> None:
     built = keras_vit.ViTTi16(weights=path)
     loaded = keras_vit.VisionTransformer(config)
     keras_vit.weights.load(loaded, path)
-    expected, found = values(loaded), values(built)
-    assert list(found) == list(expected)
+    expected, actual = values(loaded), values(built)
+    assert list(actual) == list(expected)
     for name, value in expected.items():
-        np.testing.assert_array_equal(found[name], value, err_msg=name)
+        np.testing.assert_array_equal(actual[name], value, err_msg=name)
         assert value.any(), name
 
 

@@ -46,15 +46,15 @@ def state_of_a_call() -> dict[str, Any]:
     """Returns what Keras keeps, under the names of the table, while a layer is called."""
     state = module("keras.src.backend.common.global_state")
     read = getattr(state, "get_global_attribute", lambda name: None)
-    found = {}
+    values = {}
 
     class Probe(keras.layers.Layer):
         def call(self, x: Any) -> Any:
-            found.update({name: read(name) for name in NAMES})
+            values.update({name: read(name) for name in NAMES})
             return x
 
     Probe()(np.ones(1))
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def module(name: str) -> Any:
@@ -99,21 +99,21 @@ def missing(names: tuple[Private, ...]) -> list[str]:
 def touched(tree: ast.AST) -> Iterator[str]:
     """Yields the names that a module reaches for and that look private, and private modules."""
     for node in ast.walk(tree):
-        found: list[str] = []
+        names: list[str] = []
         if isinstance(node, ast.Attribute):
-            found = [node.attr, ast.unparse(node)]
+            names = [node.attr, ast.unparse(node)]
         elif isinstance(node, ast.Import):
-            found = [alias.name for alias in node.names]
+            names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("keras_vit"):
-            found = [alias.name for alias in node.names if not node.level]
-            found += [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [alias.name for alias in node.names if not node.level]
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found = [node.value] if node.value.startswith(PRIVATE_MODULES) else []
+            names = [node.value] if node.value.startswith(PRIVATE_MODULES) else []
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in BY_NAME:
             constants = [a.value for a in node.args[1:2] if isinstance(a, ast.Constant)]
-            found = [value for value in constants if isinstance(value, str)]
-            found += [ast.unparse(node.func)] if "__" in ast.unparse(node.func) else []
-        for name in found:
+            names = [value for value in constants if isinstance(value, str)]
+            names += [ast.unparse(node.func)] if "__" in ast.unparse(node.func) else []
+        for name in names:
             is_private = name.isidentifier() and name.startswith("_") and name[1:2] != "_"
             if is_private or name.startswith((*PRIVATE_MODULES, "object.__")):
                 yield name
@@ -133,11 +133,11 @@ def defined(tree: ast.AST) -> Iterator[str]:
 def foreign(trees: dict[str, ast.AST]) -> dict[str, set[str]]:
     """Returns the private names of others that each module touches, for those that do."""
     own = {name for tree in trees.values() for name in defined(tree)} - NAMES
-    found = {
+    private_names = {
         path: {name for name in touched(tree) if name not in own | PUBLIC | APART.get(path, set())}
         for path, tree in trees.items()
     }
-    return {path: names for path, names in found.items() if names}
+    return {path: names for path, names in private_names.items() if names}
 
 
 def sources() -> dict[str, ast.AST]:
@@ -159,8 +159,8 @@ def is_ours(kind: type) -> bool:
 
 
 def test_installed_keras_and_tensorflow_have_every_private_name() -> None:
-    found = missing(PRIVATE_NAMES)
-    assert not found, "\n".join(found)
+    missing_names = missing(PRIVATE_NAMES)
+    assert not missing_names, "\n".join(missing_names)
 
 
 @pytest.mark.parametrize("owner", ["keras.Model", "the context of a call", "keras.src.gone"])
@@ -172,9 +172,9 @@ def test_a_name_that_is_gone_is_named_with_its_owner_and_its_reason(owner: str) 
 
 def test_no_other_module_touches_a_private_name() -> None:
     trees = sources()
-    found = foreign(trees)
-    found.pop(ROOM.relative_to(PACKAGE).as_posix())
-    assert not found, f"these belong into backend/private.py: {found}"
+    private_names = foreign(trees)
+    private_names.pop(ROOM.relative_to(PACKAGE).as_posix())
+    assert not private_names, f"these belong into backend/private.py: {private_names}"
 
 
 @pytest.mark.parametrize(

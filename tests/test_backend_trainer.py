@@ -53,7 +53,7 @@ class Trainings(processes.Together):
         workers = [fine_tuning.start(ONCE, environment) for environment in processes.cluster(2)]
         super().__init__({**alone, "workers": workers})
 
-    def found(self, case: dict[str, Any], *, replicas: int = 1) -> dict[str, Any]:
+    def actual(self, case: dict[str, Any], *, replicas: int = 1) -> dict[str, Any]:
         """Returns the numbers of a case."""
         (results,) = self.results(str(replicas))
         numbers: dict[str, Any] = results[TRAINED[replicas].index(case)]
@@ -66,10 +66,10 @@ def trainings() -> Iterator[Trainings]:
         yield together
 
 
-def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+def assert_same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
     """Losses, gradient norms before clipping (about 5), validation and final arrays."""
     for name in ("losses", "gradient_norms", "validation", "head_bias", "cls"):
-        np.testing.assert_allclose(found[name], expected[name], rtol=1e-5, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(actual[name], expected[name], rtol=1e-5, atol=1e-5, err_msg=name)
 
 
 @pytest.mark.slow
@@ -82,16 +82,16 @@ def test_twelve_steps_are_the_originals(
     case: dict[str, Any], losses: str, tolerance: float, trainings: Trainings
 ) -> None:
     """Clipping, momentum, schedule: the original's losses, and with its dtype its norms too."""
-    found = trainings.found(case)
+    actual = trainings.actual(case)
 
-    np.testing.assert_allclose(found["losses"], GOLDEN[losses], rtol=0, atol=tolerance)
+    np.testing.assert_allclose(actual["losses"], GOLDEN[losses], rtol=0, atol=tolerance)
     if case == BFLOAT16:
         norms, bias = GOLDEN["gradient_norms"], GOLDEN["head_bias_after_12_steps"]
-        np.testing.assert_allclose(found["gradient_norms"], norms, rtol=5e-3)
+        np.testing.assert_allclose(actual["gradient_norms"], norms, rtol=5e-3)
         # A momentum of 8 bits rounds float noise to the other side now and then.
-        np.testing.assert_allclose(found["head_bias"], bias, rtol=0, atol=5e-3)
+        np.testing.assert_allclose(actual["head_bias"], bias, rtol=0, atol=5e-3)
         cls = GOLDEN["cls_after_12_steps"].ravel()
-        np.testing.assert_allclose(found["cls"], cls, rtol=0, atol=5e-3)
+        np.testing.assert_allclose(actual["cls"], cls, rtol=0, atol=5e-3)
 
 
 @pytest.mark.slow
@@ -99,18 +99,18 @@ def test_twelve_steps_are_the_originals(
 def test_strategies_train_as_one_device(replicas: int, trainings: Trainings) -> None:
     """XLA on and off, in one, two and four parts, recomputed: the same numbers, equal replicas."""
     for case in [*(GRID if replicas == 2 else ONCE), REMAT]:
-        found = trainings.found(case, replicas=replicas)
-        assert_same(found, trainings.found(PLAIN))
-        assert len(found["replicas"]) == replicas
-        assert set(found["replicas"]) == {found["sha256"]}
+        actual = trainings.actual(case, replicas=replicas)
+        assert_same(actual, trainings.actual(PLAIN))
+        assert len(actual["replicas"]) == replicas
+        assert set(actual["replicas"]) == {actual["sha256"]}
 
 
 @pytest.mark.slow
 def test_two_workers_train_as_one_device(trainings: Trainings) -> None:
     """Two processes on loopback: the same numbers, and equal bits on both."""
     for first, second in zip(*trainings.results("workers"), strict=True):
-        assert_same(first, trainings.found(PLAIN))
-        assert_same(second, trainings.found(PLAIN))
+        assert_same(first, trainings.actual(PLAIN))
+        assert_same(second, trainings.actual(PLAIN))
         assert first["sha256"] == second["sha256"]
 
 
@@ -129,9 +129,9 @@ def test_a_second_strategy_of_a_process_gets_one_sentence(second: tuple[int, int
 @pytest.mark.slow
 def test_keras_own_optimizers_clip_after_the_sum(trainings: Trainings) -> None:
     """Keras' own step would clip each replica's gradient by itself, and end elsewhere."""
-    found, expected = trainings.found(OTHERS[0], replicas=2), trainings.found(OTHERS[0])
+    actual, expected = trainings.actual(OTHERS[0], replicas=2), trainings.actual(OTHERS[0])
 
-    np.testing.assert_allclose(found["losses"], expected["losses"], rtol=0, atol=1e-3)
+    np.testing.assert_allclose(actual["losses"], expected["losses"], rtol=0, atol=1e-3)
 
 
 @pytest.mark.slow
@@ -140,11 +140,11 @@ def test_two_passes_and_loss_scaling_are_the_same_too(
     case: dict[str, Any], trainings: Trainings
 ) -> None:
     """Sharpness-aware steps move along the gradient of all replicas; float16 is scaled once."""
-    found, expected = trainings.found(case, replicas=2), trainings.found(case)
+    actual, expected = trainings.actual(case, replicas=2), trainings.actual(case)
     tolerance = 1e-4 if "sam_rho" in case else 2e-2
 
-    np.testing.assert_allclose(found["losses"], expected["losses"], rtol=0, atol=tolerance)
-    assert len(set(found["replicas"])) == 1
+    np.testing.assert_allclose(actual["losses"], expected["losses"], rtol=0, atol=tolerance)
+    assert len(set(actual["replicas"])) == 1
 
 
 def compiled(**arguments: Any) -> VisionTransformer:
@@ -226,9 +226,13 @@ def test_a_compiled_model_is_saved_and_loaded(tmp_path: Any) -> None:
     model.fit(np.ones((2, 32, 48, 3)), np.zeros(2), verbose=0)
     model.save(tmp_path / "model.keras")
     again = keras.saving.load_model(tmp_path / "model.keras")
-    found = again.get_compile_config()
+    actual = again.get_compile_config()
 
-    assert (found["accumulate"], found["sam_rho"], found["report_gradient_norm"]) == (2, 0.1, True)
+    assert (actual["accumulate"], actual["sam_rho"], actual["report_gradient_norm"]) == (
+        2,
+        0.1,
+        True,
+    )
     assert isinstance(again.optimizer, MomentumSGD)
 
 
@@ -238,11 +242,11 @@ def test_one_batch_is_predicted_as_any_other() -> None:
     pixels = np.random.default_rng(0).integers(0, 255, (5, 32, 48, 3))
     expected = np.asarray(model(pixels.astype(np.float32)))
     for dtype in ("uint8", "float32", "float64"):
-        found = model.predict(pixels.astype(dtype), verbose=0)
+        actual = model.predict(pixels.astype(dtype), verbose=0)
         several = model.predict(pixels.astype(dtype), batch_size=2, verbose=0)
 
-        assert isinstance(found, np.ndarray)
-        np.testing.assert_allclose(found, expected, atol=1e-5)
+        assert isinstance(actual, np.ndarray)
+        np.testing.assert_allclose(actual, expected, atol=1e-5)
         np.testing.assert_allclose(several, expected, atol=1e-5)
 
 
@@ -298,8 +302,8 @@ def test_recomputed_blocks_drop_the_same_again(jit_compile: bool | None) -> None
                 loss = tf.reduce_sum(model(images, training=True) ** 2)
             return tape.gradient(loss, [v.value for v in model.trainable_variables])
 
-        found = run() if jit_compile is None else tf.function(run, jit_compile=jit_compile)()
-        return [np.asarray(gradient) for gradient in found]
+        actual = run() if jit_compile is None else tf.function(run, jit_compile=jit_compile)()
+        return [np.asarray(gradient) for gradient in actual]
 
     first = gradients(kept)
     for ours, theirs in zip(gradients(recomputed), first, strict=True):
@@ -315,12 +319,12 @@ def test_parts_of_different_sizes_are_exact(size: int, jit_compile: bool) -> Non
     """Three parts of one, two and seven images, some of them empty; in one part, the same."""
     x = np.random.default_rng(1).uniform(-1, 1, (size, 32, 48, 3)).astype(np.float32)
     y = np.arange(size) % 3
-    found = []
+    actual = []
     for accumulate in (3, 1):
         model = compiled(accumulate=accumulate, jit_compile=jit_compile)
         loss = model.train_on_batch(x, y)
-        found.append([loss, *model.get_weights()])
-    for part, whole in zip(*found, strict=True):
+        actual.append([loss, *model.get_weights()])
+    for part, whole in zip(*actual, strict=True):
         np.testing.assert_allclose(part, whole, rtol=0, atol=2e-6)
 
 

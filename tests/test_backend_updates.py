@@ -60,9 +60,9 @@ def test_ten_steps_give_the_same_numbers(
     name: str, devices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights and all state, with decay, on one device and on two."""
-    found = trained(name, drawn(), devices=devices)
+    actual = trained(name, drawn(), devices=devices)
     without_kernels(monkeypatch)
-    for ours, expected in zip(found, trained(name, drawn()), strict=True):
+    for ours, expected in zip(actual, trained(name, drawn()), strict=True):
         np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-6)
 
 
@@ -80,10 +80,10 @@ def test_weights_of_half_precision_take_the_optimizers_own_passes(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernels want one type for all arrays, and the rate would lose its digits."""
-    found = trained(name, drawn("bfloat16"), dtype="bfloat16")
+    actual = trained(name, drawn("bfloat16"), dtype="bfloat16")
     without_kernels(monkeypatch)
     for ours, expected in zip(
-        found, trained(name, drawn("bfloat16"), dtype="bfloat16"), strict=True
+        actual, trained(name, drawn("bfloat16"), dtype="bfloat16"), strict=True
     ):
         np.testing.assert_array_equal(np.float32(ours), np.float32(expected))
 

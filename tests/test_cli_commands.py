@@ -327,10 +327,10 @@ def test_a_kill_while_a_run_is_measured_leaves_no_half_of_it(place: Path) -> Non
     killed.communicate()
     assert not (place / "killed").exists()
     resumed = ("train", "--data", "images", "--out", "killed", *SMALL, "--resume")
-    found = run_here(*resumed, folder=place)
+    actual = run_here(*resumed, folder=place)
 
-    assert (found.code, found.errors) == (0, [])
-    assert "/2 " not in found.out
+    assert (actual.code, actual.errors) == (0, [])
+    assert "/2 " not in actual.out
     assert {file.name for file in (place / "killed").iterdir()} == FILES
     assert not list(place.glob("killed.*"))
 
@@ -339,14 +339,14 @@ def test_a_second_training_is_told_of_the_first(place: Path) -> None:
     """Started together, one trains and the other is refused in a sentence that names it."""
     command = ("train", "--data", "images", "--out", "both", *SMALL)
     pair = [start(*command, folder=place) for _ in range(2)]
-    found = sorted(map(finish, pair), key=lambda result: result.code)
+    actual = sorted(map(finish, pair), key=lambda result: result.code)
     holder = [process.pid for process in pair if process.returncode == 0]
 
-    assert [result.code for result in found] == [0, 1]
-    assert len(found[1].errors) == 1
+    assert [result.code for result in actual] == [0, 1]
+    assert len(actual[1].errors) == 1
     # The second may have come to it when all was over.
     told = f"is at work: process {holder[0]} on ", "already holds a run"
-    assert any(text in found[1].errors[0] for text in told)
+    assert any(text in actual[1].errors[0] for text in told)
     assert {file.name for file in (place / "both").iterdir()} == FILES
 
 

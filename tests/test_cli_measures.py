@@ -35,18 +35,18 @@ def test_more_is_what_the_functions_say(
 ) -> None:
     """The JSON holds the numbers of keras_vit.evaluation, and the picture is drawn to --out."""
     assert main(["evaluate", str(run), "--more", "--json", "--out", str(tmp_path)]) == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    actual = json.loads(capsys.readouterr().out.splitlines()[-1])
     model, data = Run.load(run).model, load_digits()
     probabilities = np.exp(evaluation.log_probabilities(model, data.test))
     expected = evaluation.calibration(probabilities, data.test.targets).error
-    assert found["calibration_error"] == pytest.approx(expected, abs=1e-6)
+    assert actual["calibration_error"] == pytest.approx(expected, abs=1e-6)
     expected = evaluation.nearest_neighbors(model, train=data.train, test=data.test)
-    assert found["nearest_neighbors"] == pytest.approx(expected, abs=1e-9)
+    assert actual["nearest_neighbors"] == pytest.approx(expected, abs=1e-9)
     results = evaluation.few_shot(model, train=data.train, test=data.test)
-    assert [each["accuracies"] for each in found["few_shot"]] == [
+    assert [each["accuracies"] for each in actual["few_shot"]] == [
         list(result.accuracies) for result in results
     ]
-    assert len(found["mistakes"]) == 16
+    assert len(actual["mistakes"]) == 16
     assert (tmp_path / "mistakes.png").stat().st_size > 5000
 
 
@@ -67,15 +67,15 @@ def test_real_labels_go_by_the_names_of_the_images(
     data = load_digits()
     places = sorted(range(len(data.test)), key=lambda place: data.test.name(place))
     labels = [[int(data.test.targets[place])] for place in places]
-    found = []
+    actual = []
     for name, rows in (("right.json", labels), ("wrong.json", labels[::-1])):
         (tmp_path / name).write_text(json.dumps(rows))
         assert main(["evaluate", str(run), "--json", "--real", str(tmp_path / name)]) == 0
         events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-        found.append(events[-1]["accuracy"])
+        actual.append(events[-1]["accuracy"])
     test = evaluation.evaluate(Run.load(run).model, data.test, labels=data.labels)
-    assert found[0] == pytest.approx(test.accuracy)
-    assert found[1] < found[0]
+    assert actual[0] == pytest.approx(test.accuracy)
+    assert actual[1] < actual[0]
     (tmp_path / "short.json").write_text("[[1]]")
     assert main(["evaluate", str(run), "--real", str(tmp_path / "short.json")]) == 1
     assert "and 1 sets" in capsys.readouterr().err

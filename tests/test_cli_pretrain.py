@@ -77,8 +77,8 @@ def test_evaluating_measures_the_features(place: Path, capsys: pytest.CaptureFix
     assert main(["evaluate", str(run.path), "--json"]) == 0
     (own,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     expected = evaluation.few_shot(run.model, train=images.train, test=images.test, shots=(1, 5))
-    found = [each["accuracies"] for each in own["few_shot"]]
-    assert found == [list(each.accuracies) for each in expected]
+    actual = [each["accuracies"] for each in own["few_shot"]]
+    assert actual == [list(each.accuracies) for each in expected]
     other = ["evaluate", str(place / "flat-run")]
     assert main([*other, "--data", str(place / "images")]) == 0
     assert "1 labelled images of each class" in capsys.readouterr().out

@@ -42,9 +42,9 @@ def test_nothing_is_moved_by_default() -> None:
 def test_flipping_mirrors_about_half_of_the_images_exactly() -> None:
     """Each image is either itself or its mirror image, to the bit, and both occur."""
     images = picture(batch=200)
-    found = moved(images, flip=True)
-    same = (found == images).all(axis=(1, 2, 3))
-    mirrored = (found == images[:, :, ::-1]).all(axis=(1, 2, 3))
+    actual = moved(images, flip=True)
+    same = (actual == images).all(axis=(1, 2, 3))
+    mirrored = (actual == images[:, :, ::-1]).all(axis=(1, 2, 3))
 
     assert (same | mirrored).all()
     assert 60 < mirrored.sum() < 140

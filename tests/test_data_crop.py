@@ -131,7 +131,7 @@ def test_cutting_first_shows_what_resizing_first_shows(
     top, left, height, width = augment.small_part(
         shape, size=size, ratio=ratio, place=place
     ).numpy()
-    found = tf.image.resize(image[top : top + height, left : left + width], size).numpy()
+    actual = tf.image.resize(image[top : top + height, left : left + width], size).numpy()
 
     factor = max(ratio * size[0] / shape[0], ratio * size[1] / shape[1])
     resized = np.round(np.array(shape) * factor).astype(int)
@@ -140,4 +140,4 @@ def test_cutting_first_shows_what_resizing_first_shows(
     y, x = (round(where * room) for where, room in zip(place, free, strict=True))
     expected = whole[y : y + size[0], x : x + size[1]]
     assert min(free / np.array(size)) == pytest.approx(0.25, abs=0.03)
-    assert np.abs(found - expected)[2:-2, 2:-2].max() < 1 / factor + 0.5
+    assert np.abs(actual - expected)[2:-2, 2:-2].max() < 1 / factor + 0.5

@@ -12,12 +12,12 @@ from keras_vit.data import load_digits, source
 def test_every_digit_is_there_once_and_unchanged() -> None:
     """The three splits together are scikit-learn's 1,797 images, in grey levels 0..255."""
     data = load_digits()
-    found = np.concatenate([data.split(name).images for name in source.SPLITS])
+    actual = np.concatenate([data.split(name).images for name in source.SPLITS])
     grey = np.round(sklearn.datasets.load_digits().images * 255 / 16)
 
-    assert found.shape == (1797, 8, 8, 3)
-    assert np.array_equal(np.unique(found[..., 0], axis=0), np.unique(grey, axis=0))
-    assert np.array_equal(found[..., 0], found[..., 2])
+    assert actual.shape == (1797, 8, 8, 3)
+    assert np.array_equal(np.unique(actual[..., 0], axis=0), np.unique(grey, axis=0))
+    assert np.array_equal(actual[..., 0], actual[..., 2])
 
 
 def test_targets_belong_to_their_images() -> None:

@@ -38,8 +38,8 @@ def test_one_rectangle_of_the_paper_s_sizes_is_lost() -> None:
 
 def test_what_is_lost_becomes_noise_of_the_whole_range() -> None:
     """Each value is random, and another one in each channel and image."""
-    found = erased(1.0, count=60)
-    noise = found[found != VALUE]
+    actual = erased(1.0, count=60)
+    noise = actual[actual != VALUE]
 
     assert set(np.unique(noise)) == set(range(256))
     assert noise.mean() == pytest.approx(127.5, abs=2)

@@ -109,8 +109,8 @@ def test_every_file_that_is_left_out_is_named_with_the_reason(
     monkeypatch.setattr(images, "read_bytes", refuse)
     data = load_folder(tmp_path)
 
-    found = {Path(one.name).name: one.reason for one in data.left_out}
-    assert found == {
+    actual = {Path(one.name).name: one.reason for one in data.left_out}
+    assert actual == {
         "README.txt": folder.OUTSIDE,
         "beside.png": folder.OUTSIDE,
         ".thumbnails": folder.HIDDEN,
@@ -121,7 +121,7 @@ def test_every_file_that_is_left_out_is_named_with_the_reason(
         "pipe.png": folder.NO_FILE,
         "locked.png": folder.UNREADABLE,
     }
-    assert len(data.left_out) == len(found)
+    assert len(data.left_out) == len(actual)
     assert sum(data.counts.values()) == 20
     assert data.labels == ("plain", "striped")
     assert data.reasons[folder.UNREADABLE] == (str(locked),)

@@ -21,9 +21,9 @@ FORMS = {"JPEG": 6, "PNG": 0, "WEBP": 0}
 GRAPH = tf.function(decoding.decode_image, input_signature=[tf.TensorSpec((), tf.string)])
 
 
-def difference(found: np.ndarray, expected: np.ndarray) -> float:
-    assert found.shape == expected.shape
-    return float(np.abs(np.asarray(found, np.float32) - expected).max())
+def difference(actual: np.ndarray, expected: np.ndarray) -> float:
+    assert actual.shape == expected.shape
+    return float(np.abs(np.asarray(actual, np.float32) - expected).max())
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +61,10 @@ def test_a_part_is_chosen_in_the_upright_photo(turn: int, form: str) -> None:
         shapes.append(shape.numpy().tolist())
         return tf.constant([3, 7, 17, 23])
 
-    found = decoding.decode_part(tf.constant(contents), choose=choose).numpy()
+    actual = decoding.decode_part(tf.constant(contents), choose=choose).numpy()
 
     assert shapes == [[52, 36] if turn < 5 else [36, 52]]
-    assert difference(found[1:-1, 1:-1], expected[1:-1, 1:-1]) <= FORMS[form]
+    assert difference(actual[1:-1, 1:-1], expected[1:-1, 1:-1]) <= FORMS[form]
 
 
 def test_training_and_evaluation_see_photos_upright(files: Split) -> None:
@@ -170,10 +170,10 @@ def test_no_bytes_make_the_search_fail_or_go_on_for_ever(form: str) -> None:
     spoilt += [file[:12] + byte * 3_000_000 for byte in (b"\0", b"\xff")]
     spoilt += [b"\xff\xd8" + b"\xff" * 3_000_000, b"", b"RIFF", b"\x89PNG"]
     begun = time.perf_counter()
-    found = [int(held.read_orientation(tf.constant(one))) for one in spoilt]
+    actual = [int(held.read_orientation(tf.constant(one))) for one in spoilt]
 
-    assert set(found) <= set(TURNS)
-    assert 1 in found
+    assert set(actual) <= set(TURNS)
+    assert 1 in actual
     assert time.perf_counter() - begun < 20
 
 

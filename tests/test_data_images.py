@@ -53,10 +53,10 @@ def colors() -> np.ndarray:
 
 
 def difference(contents: bytes, expected: np.ndarray) -> int:
-    found = decoding.decode_image(tf.constant(contents)).numpy()
-    assert found.dtype == np.uint8
-    assert found.shape == expected.shape
-    return int(np.abs(found.astype(int) - expected).max())
+    actual = decoding.decode_image(tf.constant(contents)).numpy()
+    assert actual.dtype == np.uint8
+    assert actual.shape == expected.shape
+    return int(np.abs(actual.astype(int) - expected).max())
 
 
 @pytest.mark.parametrize(("mode", "form", "tolerance"), CASES)
@@ -256,12 +256,12 @@ def test_a_part_has_the_pixels_of_the_whole(form: str, part: tuple[int, ...]) ->
         shapes.append(shape.numpy().tolist())
         return tf.constant(part)
 
-    found = decoding.decode_part(contents, choose=choose).numpy()
+    actual = decoding.decode_part(contents, choose=choose).numpy()
     whole = decoding.decode_image(contents).numpy()[top : top + height, left : left + width]
 
     assert shapes == [[60, 80]]
-    assert found.shape == (height, width, 3)
-    difference = np.abs(found.astype(int) - whole)
+    assert actual.shape == (height, width, 3)
+    difference = np.abs(actual.astype(int) - whole)
     assert difference.max() <= (10 if form == "JPEG" else 0)
     assert difference[1:-1, 1:-1].sum() == 0
 

@@ -76,11 +76,11 @@ def test_operations_are_pillow_s(
 ) -> None:
     """Where Pillow has the operation, its pixels are ours."""
     image = picture()
-    found = getattr(randaugment, name)(tf.constant(image), *arguments).numpy()
+    actual = getattr(randaugment, name)(tf.constant(image), *arguments).numpy()
     expected = np.asarray(reference(Image.fromarray(image)))
 
-    difference = np.abs(found.astype(int) - expected)
-    assert found.dtype == np.uint8
+    difference = np.abs(actual.astype(int) - expected)
+    assert actual.dtype == np.uint8
     assert difference.max() <= largest
     assert (difference > 0).mean() <= fraction
 
@@ -110,11 +110,11 @@ def test_one_colour_stays_what_it_is(name: str) -> None:
 def test_solarize_add_adds_to_the_dark_alone(addition: int) -> None:
     """Values below 128 grow, up to 255; the others stay."""
     values = np.arange(256)
-    found = randaugment.solarize_add(
+    actual = randaugment.solarize_add(
         tf.constant(np.repeat(values[:, None, None], 3, -1), tf.uint8), addition
     ).numpy()
     expected = np.where(values < 128, np.minimum(values + addition, 255), values)
-    assert np.array_equal(found, np.repeat(expected[:, None, None], 3, -1))
+    assert np.array_equal(actual, np.repeat(expected[:, None, None], 3, -1))
 
 
 @pytest.mark.parametrize(
@@ -128,5 +128,5 @@ def test_cutout_greys_one_square_cut_at_the_border(
     image = picture()
     expected = image.copy()
     expected[slice(*rows), slice(*columns)] = randaugment.GREY
-    found = randaugment.cutout(tf.constant(image), 3, place=tf.constant(place))
-    assert np.array_equal(found, expected)
+    actual = randaugment.cutout(tf.constant(image), 3, place=tf.constant(place))
+    assert np.array_equal(actual, expected)

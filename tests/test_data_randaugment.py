@@ -43,9 +43,9 @@ def test_magnitude_ten_is_what_it_is_in_the_original(
     name: str, expected: Callable[[Any], Any]
 ) -> None:
     """Each operation gets the strength that the paper's code gives it."""
-    found = randaugment.distort(picture(), magnitude=10, uniform=drawn(name))
+    actual = randaugment.distort(picture(), magnitude=10, uniform=drawn(name))
     image = tf.cast(picture(), tf.uint8)
-    assert np.array_equal(found, tf.cast(expected(image), tf.float32))
+    assert np.array_equal(actual, tf.cast(expected(image), tf.float32))
 
 
 def test_each_operation_comes_as_often_as_any_other() -> None:
@@ -59,8 +59,8 @@ def test_each_operation_comes_as_often_as_any_other() -> None:
     def vary(number: tf.Tensor) -> tf.Tensor:
         return randaugment.distort(image, magnitude=7, uniform=tf.stack([number, *rest]))
 
-    found = tf.data.Dataset.from_tensor_slices(numbers).map(vary).batch(1600).get_single_element()
-    counts = [int((found.numpy() == each).all(axis=(1, 2, 3)).sum()) for each in known]
+    actual = tf.data.Dataset.from_tensor_slices(numbers).map(vary).batch(1600).get_single_element()
+    counts = [int((actual.numpy() == each).all(axis=(1, 2, 3)).sum()) for each in known]
 
     assert len(NAMES) == len(np.unique(known, axis=0)) == 16
     assert sum(counts) == 1600
@@ -88,6 +88,6 @@ def test_operations_follow_each_other() -> None:
 @pytest.mark.parametrize("magnitude", [0, 30])
 def test_every_magnitude_gives_pixels(name: str, magnitude: int) -> None:
     """The ends of the range give images of the same shape, values 0..255."""
-    found = randaugment.distort(picture(9), magnitude=magnitude, uniform=drawn(name)).numpy()
-    assert found.shape == (9, 9, 3)
-    assert 0 <= found.min() <= found.max() <= 255
+    actual = randaugment.distort(picture(9), magnitude=magnitude, uniform=drawn(name)).numpy()
+    assert actual.shape == (9, 9, 3)
+    assert 0 <= actual.min() <= actual.max() <= 255

@@ -15,11 +15,11 @@ def test_splits_come_back_as_they_were_written(tmp_path: Path) -> None:
     loading.write_splits(data, tmp_path / "splits.csv")
     image_files.write_image(tmp_path / "images" / "plain" / "new.png")
 
-    found = loading.read_splits(tmp_path / "splits.csv", root=data.source, labels=data.labels)
+    actual = loading.read_splits(tmp_path / "splits.csv", root=data.source, labels=data.labels)
 
     for name in source.SPLITS:
-        assert found.split(name).images.tolist() == data.split(name).images.tolist()
-        assert np.array_equal(found.split(name).targets, data.split(name).targets)
+        assert actual.split(name).images.tolist() == data.split(name).images.tolist()
+        assert np.array_equal(actual.split(name).targets, data.split(name).targets)
 
 
 def test_paths_are_relative(tmp_path: Path) -> None:
@@ -28,11 +28,11 @@ def test_paths_are_relative(tmp_path: Path) -> None:
     loading.write_splits(data, tmp_path / "splits.csv")
     (tmp_path / "images").rename(tmp_path / "moved")
 
-    found = loading.read_splits(
+    actual = loading.read_splits(
         tmp_path / "splits.csv", root=tmp_path / "moved", labels=data.labels
     )
 
-    assert Path(found.test.images[0]).is_file()
+    assert Path(actual.test.images[0]).is_file()
 
 
 def test_images_that_have_gone_are_counted(tmp_path: Path) -> None:

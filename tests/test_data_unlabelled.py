@@ -22,8 +22,8 @@ def test_images_anywhere_are_taken(tmp_path: Path) -> None:
     scatter(tmp_path)
     image_files.damage(tmp_path / "0.png")
     data = load_unlabelled_folder(tmp_path)
-    found = [Path(image).name for part in (data.train, data.validation) for image in part.images]
-    assert sorted(found) == sorted(f"{index}.png" for index in range(1, 20))
+    actual = [Path(image).name for part in (data.train, data.validation) for image in part.images]
+    assert sorted(actual) == sorted(f"{index}.png" for index in range(1, 20))
     assert data.counts == {"train": 17, "validation": 2, "test": 0}
     assert (data.labels, set(data.train.targets)) == ((), {0})
     assert data.damaged == (str(tmp_path / "0.png"),)

@@ -24,19 +24,21 @@ SILENT = {"namex": "Apache-2.0"}
 @functools.cache
 def closure() -> dict[str, frozenset[str]]:
     """Returns every package that the package and its extras bring, with the extras asked of it."""
-    found: dict[str, frozenset[str]] = {}
+    extras_by_name: dict[str, frozenset[str]] = {}
     waiting = [("keras-vision-transformer", frozenset({"all", "keras-cv"}))]
     while waiting:
         name, extras = waiting.pop()
-        if name in found and extras <= found[name]:
+        if name in extras_by_name and extras <= extras_by_name[name]:
             continue
-        found[name] = found.get(name, frozenset()) | extras
+        extras_by_name[name] = extras_by_name.get(name, frozenset()) | extras
         for text in importlib.metadata.requires(name) or ():
             needed = Requirement(text)
             marker = needed.marker
-            if marker is None or any(marker.evaluate({"extra": e}) for e in (*found[name], "")):
+            if marker is None or any(
+                marker.evaluate({"extra": e}) for e in (*extras_by_name[name], "")
+            ):
                 waiting.append((canonicalize_name(needed.name), frozenset(needed.extras)))
-    return found
+    return extras_by_name
 
 
 def license_of(name: str) -> str:

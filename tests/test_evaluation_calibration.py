@@ -29,10 +29,10 @@ def test_the_error_is_that_of_a_walk_over_the_bins(bins: int, seed: int) -> None
             right = np.mean([np.argmax(probabilities[row]) == targets[row] for row in inside])
             gaps.append(abs(right - np.mean([max(probabilities[row]) for row in inside])))
             weights.append(len(inside) / 200)
-    found = calibration(probabilities, targets, bins=bins)
-    np.testing.assert_allclose(found.error, np.dot(weights, gaps), atol=1e-12)
-    np.testing.assert_allclose(found.largest_gap, max(gaps), atol=1e-12)
-    assert found.images.sum() == 200
+    actual = calibration(probabilities, targets, bins=bins)
+    np.testing.assert_allclose(actual.error, np.dot(weights, gaps), atol=1e-12)
+    np.testing.assert_allclose(actual.largest_gap, max(gaps), atol=1e-12)
+    assert actual.images.sum() == 200
 
 
 def test_a_sharpened_model_is_worse_calibrated() -> None:
@@ -47,8 +47,8 @@ def test_a_sharpened_model_is_worse_calibrated() -> None:
 
 def test_the_edges_belong_to_a_bin() -> None:
     """Full confidence falls into the last bin, and a bin holds its upper edge."""
-    found = calibration(np.array([[1.0, 0.0], [0.5, 0.5]]), np.array([0, 0]), bins=2)
-    assert found.images.tolist() == [1, 1]
+    actual = calibration(np.array([[1.0, 0.0], [0.5, 0.5]]), np.array([0, 0]), bins=2)
+    assert actual.images.tolist() == [1, 1]
 
 
 @pytest.mark.parametrize(

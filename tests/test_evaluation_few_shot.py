@@ -47,15 +47,15 @@ def test_the_closed_form_is_least_squares(rows: int, width: int, strength: float
     """With more rows than features or fewer, the scores are those of `numpy.linalg.lstsq`."""
     x, targets = features(rows, width)
     asked, _ = features(30, width, seed=1)
-    found = fit_linear(x, targets, regularization=strength).scores(asked)
-    np.testing.assert_allclose(found, expected_scores(x, targets, asked, strength), atol=1e-7)
+    actual = fit_linear(x, targets, regularization=strength).scores(asked)
+    np.testing.assert_allclose(actual, expected_scores(x, targets, asked, strength), atol=1e-7)
 
 
 def test_the_comparison_sees_another_strength() -> None:
     """It fails for a regularisation that is a tenth off."""
     x, targets = features(60, 12)
-    found = fit_linear(x, targets, regularization=11.0).scores(x)
-    assert np.abs(found - expected_scores(x, targets, x, 10.0)).max() > 1e-4
+    actual = fit_linear(x, targets, regularization=11.0).scores(x)
+    assert np.abs(actual - expected_scores(x, targets, x, 10.0)).max() > 1e-4
 
 
 def test_shots_are_nested_and_seeded() -> None:

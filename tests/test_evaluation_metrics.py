@@ -46,29 +46,29 @@ def random_split(count: int = 60) -> Split:
 def test_the_numbers_are_those_of_scikit_learn() -> None:
     """Accuracy, top-5, loss, confusion, recall and precision agree with another library."""
     model, split = random_model(), random_split()
-    found = evaluate(model, split, labels=LABELS, batch_size=17)
+    actual = evaluate(model, split, labels=LABELS, batch_size=17)
     logits = np.asarray(model(split.images.astype(np.float32)), np.float64)
     probabilities = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
     predicted = logits.argmax(axis=1)
     everything = range(7)
 
-    assert found.images == 60
-    assert found.accuracy == sklearn.metrics.accuracy_score(split.targets, predicted)
-    assert found.top5_accuracy == pytest.approx(
+    assert actual.images == 60
+    assert actual.accuracy == sklearn.metrics.accuracy_score(split.targets, predicted)
+    assert actual.top5_accuracy == pytest.approx(
         sklearn.metrics.top_k_accuracy_score(split.targets, probabilities, k=5, labels=everything)
     )
-    assert found.loss == pytest.approx(
+    assert actual.loss == pytest.approx(
         sklearn.metrics.log_loss(split.targets, probabilities, labels=everything), rel=1e-4
     )
     assert np.array_equal(
-        found.confusion,
+        actual.confusion,
         sklearn.metrics.confusion_matrix(split.targets, predicted, labels=everything),
     )
     precision, recall, _, _ = sklearn.metrics.precision_recall_fscore_support(
         split.targets, predicted, labels=everything, zero_division=0
     )
-    assert [score.recall or 0 for score in found.class_scores] == pytest.approx(list(recall))
-    assert [score.precision or 0 for score in found.class_scores] == pytest.approx(list(precision))
+    assert [score.recall or 0 for score in actual.class_scores] == pytest.approx(list(recall))
+    assert [score.precision or 0 for score in actual.class_scores] == pytest.approx(list(precision))
 
 
 def test_logits_and_probabilities_measure_the_same() -> None:
@@ -101,13 +101,13 @@ def test_extreme_logits_do_not_overflow() -> None:
 def test_a_class_without_images_has_no_score() -> None:
     """Nothing is divided by zero, and JSON gets null."""
     confusion = np.array([[2, 0, 0], [1, 0, 0], [0, 0, 0]])
-    found = Evaluation(labels=("a", "b", "c"), confusion=confusion, loss=1.0, top5_accuracy=None)
+    actual = Evaluation(labels=("a", "b", "c"), confusion=confusion, loss=1.0, top5_accuracy=None)
 
-    assert [score.recall for score in found.class_scores] == [1.0, 0.0, None]
-    assert [score.precision for score in found.class_scores] == [2 / 3, None, None]
-    assert found.accuracy == 2 / 3
-    assert "top5_accuracy" not in found.to_dict()
-    assert json.loads(json.dumps(found.to_dict()))["classes"][2]["recall"] is None
+    assert [score.recall for score in actual.class_scores] == [1.0, 0.0, None]
+    assert [score.precision for score in actual.class_scores] == [2 / 3, None, None]
+    assert actual.accuracy == 2 / 3
+    assert "top5_accuracy" not in actual.to_dict()
+    assert json.loads(json.dumps(actual.to_dict()))["classes"][2]["recall"] is None
 
 
 def test_what_cannot_be_measured_is_an_error() -> None:

@@ -36,12 +36,12 @@ def test_votes_are_scikit_learns(
 def test_digits_are_told_apart_by_their_pixels() -> None:
     """On raw pixels the accuracy is scikit-learn's."""
     data = load_digits()
-    found = features.nearest_neighbors(FLAT, train=data.train, test=data.test, neighbors=1)
+    actual = features.nearest_neighbors(FLAT, train=data.train, test=data.test, neighbors=1)
     flat = [split.images.reshape(len(split), -1) for split in (data.train, data.test)]
     reference = sklearn.neighbors.KNeighborsClassifier(1, metric="cosine")
     reference.fit(flat[0], data.train.targets)
-    assert found == pytest.approx(reference.score(flat[1], data.test.targets), abs=1e-9)
-    assert found > 0.95
+    assert actual == pytest.approx(reference.score(flat[1], data.test.targets), abs=1e-9)
+    assert actual > 0.95
 
 
 def test_a_low_temperature_does_not_overflow() -> None:

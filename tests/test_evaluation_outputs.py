@@ -32,9 +32,9 @@ def test_features_are_what_the_classifier_would_see(fields: dict[str, Any], name
     """They are the model's own named result before the head, over every batch."""
     model = randomize(VisionTransformer(dataclasses.replace(SMALL, **fields)))
     data = load_digits().validation
-    found = outputs.frozen_features(model, data, batch_size=50)
+    actual = outputs.frozen_features(model, data, batch_size=50)
     expected = model.features(data.images.astype(np.float32), [name])[name]
-    np.testing.assert_allclose(found, expected, atol=1e-5)
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 
 def test_log_probabilities_are_the_log_softmax() -> None:
@@ -43,10 +43,10 @@ def test_log_probabilities_are_the_log_softmax() -> None:
     logits = randomize(VisionTransformer(SMALL))
     softmax = VisionTransformer(dataclasses.replace(SMALL, classifier_activation="softmax"))
     softmax.set_weights(logits.get_weights())
-    found = outputs.log_probabilities(logits, data)
+    actual = outputs.log_probabilities(logits, data)
     expected = keras.ops.log_softmax(logits(data.images.astype(np.float32)))
-    np.testing.assert_allclose(found, expected, atol=1e-5)
-    np.testing.assert_allclose(outputs.log_probabilities(softmax, data), found, atol=1e-4)
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
+    np.testing.assert_allclose(outputs.log_probabilities(softmax, data), actual, atol=1e-4)
 
 
 def test_tokens_are_no_features() -> None:

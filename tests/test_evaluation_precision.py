@@ -16,8 +16,8 @@ def test_bfloat16_is_near_and_float32_the_model_itself(
 ) -> None:
     """Answers differ by bfloat16's rounding, and do differ; the original is left as it is."""
     copy = evaluation.in_precision(tiny, "bfloat16")
-    expected, found = (np.asarray(model(images), np.float32) for model in (tiny, copy))
-    error = np.abs(found - expected).max() / np.abs(expected).max()
+    expected, actual = (np.asarray(model(images), np.float32) for model in (tiny, copy))
+    error = np.abs(actual - expected).max() / np.abs(expected).max()
     assert 1e-5 < error < 2e-2
     assert tiny.get_layer("block_0").dtype == "float32"
     assert evaluation.in_precision(tiny, "float32") is tiny

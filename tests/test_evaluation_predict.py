@@ -38,12 +38,12 @@ def pictures() -> list[np.ndarray]:
 
 def test_probabilities_are_the_softmax_of_the_logits(model: keras_vit.VisionTransformer) -> None:
     """Images of any size are resized as in evaluation, and sorted by probability."""
-    for image, found in zip(pictures(), predict(model, pictures(), labels=LABELS), strict=True):
+    for image, actual in zip(pictures(), predict(model, pictures(), labels=LABELS), strict=True):
         logits = np.asarray(model(resize_image(image, size=(8, 12))[None]), np.float64)[0]
         expected = np.exp(logits) / np.exp(logits).sum()
         order = np.argsort(-expected)
-        assert [prediction.label for prediction in found] == [LABELS[place] for place in order]
-        assert [p.probability for p in found] == pytest.approx(expected[order])
+        assert [prediction.label for prediction in actual] == [LABELS[place] for place in order]
+        assert [p.probability for p in actual] == pytest.approx(expected[order])
 
 
 def test_top_limits_the_classes(model: keras_vit.VisionTransformer) -> None:

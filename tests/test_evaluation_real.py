@@ -24,15 +24,15 @@ def test_one_label_each_is_plain_accuracy() -> None:
     """With exactly one right class it is the usual accuracy."""
     generator = np.random.default_rng(1)
     scores, targets = generator.standard_normal((100, 4)), generator.integers(0, 4, 100)
-    found = metrics.real_accuracy(scores, [{int(target)} for target in targets])
-    assert found == (scores.argmax(axis=1) == targets).mean()
+    actual = metrics.real_accuracy(scores, [{int(target)} for target in targets])
+    assert actual == (scores.argmax(axis=1) == targets).mean()
 
 
 def test_the_file_is_read(tmp_path: Path) -> None:
     """A list of lists becomes a tuple of sets, the empty ones kept in place."""
     (tmp_path / "real.json").write_text(json.dumps([[65], [], [970, 795]]))
-    found = metrics.read_real_labels(tmp_path / "real.json")
-    assert found == (frozenset({65}), frozenset(), frozenset({970, 795}))
+    actual = metrics.read_real_labels(tmp_path / "real.json")
+    assert actual == (frozenset({65}), frozenset(), frozenset({970, 795}))
 
 
 @pytest.mark.parametrize(

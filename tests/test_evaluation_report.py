@@ -25,11 +25,11 @@ def evaluation(classes: int, *, labels: tuple[str, ...] | None = None) -> Evalua
 
 def test_the_report_is_numbers_and_a_picture(tmp_path: Path) -> None:
     """metrics.json holds every split, and there is nothing but the two files."""
-    found = {"validation": evaluation(2), "test": evaluation(3)}
-    write_report(tmp_path, found)
+    actual = {"validation": evaluation(2), "test": evaluation(3)}
+    write_report(tmp_path, actual)
     written = json.loads((tmp_path / "metrics.json").read_text())
 
-    assert written == {name: one.to_dict() for name, one in found.items()}
+    assert written == {name: one.to_dict() for name, one in actual.items()}
     assert sorted(file.name for file in tmp_path.iterdir()) == ["confusion.png", "metrics.json"]
 
 

@@ -121,9 +121,9 @@ def test_uniform_attention_has_the_mean_distance_of_the_grid() -> None:
     model = VisionTransformer(dataclasses.replace(TINY, input_shape=(8, 24, 3)))
     for index in range(3):
         model.get_layer(f"block_{index}").attention.qkv.kernel.assign(np.zeros((24, 72)))
-    found = explain.mean_attention_distance(model, np.zeros((1, 8, 24, 3)))
+    actual = explain.mean_attention_distance(model, np.zeros((1, 8, 24, 3)))
     # Three patches in a row: 4 ordered pairs one patch apart, 2 two apart, of 9.
-    np.testing.assert_allclose(found, np.full((3, 3), 8 * (4 * 1 + 2 * 2) / 9), rtol=1e-6)
+    np.testing.assert_allclose(actual, np.full((3, 3), 8 * (4 * 1 + 2 * 2) / 9), rtol=1e-6)
 
 
 def test_nested_models_are_explained_as_the_user_calls_them(tmp_path: Path) -> None:
@@ -142,8 +142,8 @@ def test_nested_models_are_explained_as_the_user_calls_them(tmp_path: Path) -> N
     loaded = keras.saving.load_model(tmp_path / "model.keras")
     expected = explain.attention_weights(vit, images)
     for model in (functional, sequential, Subclassed(vit), loaded):
-        found = explain.attention_weights(model, pixels)
-        np.testing.assert_allclose(found, expected, atol=2e-5)
+        actual = explain.attention_weights(model, pixels)
+        np.testing.assert_allclose(actual, expected, atol=2e-5)
 
 
 class Subclassed(keras.Model):
@@ -178,9 +178,9 @@ def test_mixed_precision_is_near(policy: str) -> None:
     mixed = VisionTransformer(TINY, dtype=policy)
     mixed.set_weights(plain.get_weights())
     for function in (explain.attention_weights, explain.attention_rollout):
-        found = function(mixed, images)
-        assert found.dtype.kind == "f"
-        np.testing.assert_allclose(found, function(plain, images), atol=0.01)
+        actual = function(mixed, images)
+        assert actual.dtype.kind == "f"
+        np.testing.assert_allclose(actual, function(plain, images), atol=0.01)
 
 
 def test_listening_changes_neither_the_answer_nor_the_model() -> None:
@@ -207,8 +207,8 @@ def test_threads_read_and_call_one_model_at_once(answers: int) -> None:
 
     def work(place: int) -> int:
         start.wait()
-        found = (uses[place](batches[turn % 2]) for turn in range(answers))
-        pairs = zip(found, itertools.cycle(expected[place]), strict=False)
+        actual = (uses[place](batches[turn % 2]) for turn in range(answers))
+        pairs = zip(actual, itertools.cycle(expected[place]), strict=False)
         return sum(np.allclose(*pair, atol=1e-6) for pair in pairs)
 
     with concurrent.futures.ThreadPoolExecutor(4) as threads:
@@ -242,18 +242,18 @@ def test_another_image_size_is_resampled_and_said() -> None:
     model, images = sharp(TINY), images_for(TINY)
     large = np.repeat(np.repeat(images, 2, axis=1), 2, axis=2)
     with pytest.warns(UserWarning, match="64x96 pixels; they were resampled to 32x48"):
-        found = explain.attention_rollout(model, large)
+        actual = explain.attention_rollout(model, large)
     resized = keras.ops.convert_to_numpy(keras.ops.image.resize(large, (32, 48), antialias=True))
-    np.testing.assert_allclose(found, explain.attention_rollout(model, resized), atol=1e-6)
+    np.testing.assert_allclose(actual, explain.attention_rollout(model, resized), atol=1e-6)
 
 
 def test_images_are_taken_in_batches() -> None:
     """Many images give what they give one by one, across the border of the batches."""
     model = sharp(TINY)
     images = images_for(TINY, attention.BATCH_SIZE + 2)
-    found = explain.attention_rollout(model, images)
+    actual = explain.attention_rollout(model, images)
     single = np.concatenate([explain.attention_rollout(model, image[None]) for image in images])
-    np.testing.assert_allclose(found, single, atol=1e-6)
+    np.testing.assert_allclose(actual, single, atol=1e-6)
     distances = [explain.mean_attention_distance(model, image[None]) for image in images]
     np.testing.assert_allclose(
         explain.mean_attention_distance(model, images), np.mean(distances, axis=0), rtol=1e-5

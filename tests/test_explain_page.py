@@ -63,11 +63,11 @@ def test_the_page_holds_everything_itself(tmp_path: Path) -> None:
     *files, written = explain.write_explanation(
         sharp(TINY), pixels(TINY), tmp_path, labels=LABELS, target=6, title="a <b>.png"
     )
-    found = Page(written.read_text(encoding="utf-8"))
-    assert all(reference.startswith("data:") for reference in found.references)
-    contents = [base64.b64decode(r.split(",")[1]) for r in found.references if "png" in r]
+    actual = Page(written.read_text(encoding="utf-8"))
+    assert all(reference.startswith("data:") for reference in actual.references)
+    contents = [base64.b64decode(r.split(",")[1]) for r in actual.references if "png" in r]
     assert contents == [file.read_bytes() for file in files]
-    said = " ".join(found.words)
+    said = " ".join(actual.words)
     assert "What the model sees in a <b>.png" in said
     assert "32x48 pixels, as the model takes it" in said
     assert "speak for <gnu>" in said

@@ -31,10 +31,10 @@ FIGURES = {
 
 def texts(figure: Figure) -> set[str]:
     """Returns every label and title of a figure."""
-    found = {figure.get_supxlabel(), figure.get_supylabel(), figure.get_suptitle()}
+    actual = {figure.get_supxlabel(), figure.get_supylabel(), figure.get_suptitle()}
     for axes in figure.axes:
-        found |= {axes.get_xlabel(), axes.get_ylabel(), axes.get_title()}
-    return found
+        actual |= {axes.get_xlabel(), axes.get_ylabel(), axes.get_title()}
+    return actual
 
 
 @pytest.mark.parametrize(

@@ -52,9 +52,9 @@ def test_relevance_is_that_of_finite_differences(name: str, tmp_path: Path) -> N
     config = CONFIGS[name]
     model, images, classes = sharp(config), images_for(config), [3, 6]
     expected = expected_relevance(model, images, classes, tmp_path)
-    found = explain.class_relevance(model, images, classes)
+    actual = explain.class_relevance(model, images, classes)
     assert expected.std() > 1e-3
-    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=2e-5)
+    np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=2e-5)
 
 
 def test_the_comparison_tells_classes_apart(tmp_path: Path) -> None:
@@ -112,9 +112,9 @@ def test_mixed_precision_is_near() -> None:
     mixed = VisionTransformer(SMALL, dtype="mixed_bfloat16")
     mixed.set_weights(plain.get_weights())
     expected = explain.class_relevance(plain, images, 1)
-    found = explain.class_relevance(mixed, images, 1)
-    assert found.dtype.kind == "f"
-    np.testing.assert_allclose(found, expected, atol=0.1 * float(expected.max()))
+    actual = explain.class_relevance(mixed, images, 1)
+    assert actual.dtype.kind == "f"
+    np.testing.assert_allclose(actual, expected, atol=0.1 * float(expected.max()))
 
 
 @pytest.mark.parametrize(

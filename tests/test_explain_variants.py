@@ -62,8 +62,8 @@ def test_tokens_and_positions_are_those_of_numpy(name: str) -> None:
     tokens = variants_oracle.run(arrays, images, config).tokens[-1]
     patches = unit(tokens[:, variants_oracle.prefix_of(config) :])
     expected = np.einsum("bnd,bd->bn", patches, patches[:, 2 * 6 + 4]).reshape(2, 4, 6)
-    found = explain.token_similarity(model, images, token=(2, 4))
-    np.testing.assert_allclose(found, expected, atol=TOLERANCE)
+    actual = explain.token_similarity(model, images, token=(2, 4))
+    np.testing.assert_allclose(actual, expected, atol=TOLERANCE)
     if not config.adds_positions:
         with pytest.raises(ValueError, match=r"adds no position .*position_embedding='relative'"):
             explain.position_similarity(model)
@@ -94,9 +94,9 @@ def test_relevance_is_that_of_finite_differences(name: str) -> None:
             for image, target in zip(images, classes, strict=True)
         ]
     )
-    found = explain.class_relevance(model, images, classes)
+    actual = explain.class_relevance(model, images, classes)
     assert expected.std() > 1e-4
-    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=2e-6)
+    np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=2e-6)
 
 
 @pytest.mark.slow

@@ -37,8 +37,8 @@ CASE = messages.Case(
 def test_tensors_are_read_as_tensorflow_wrote_them(value: Any) -> None:
     """A TensorProto of every type that signatures use is read back, listed or packed."""
     proto = tf.make_tensor_proto(value)
-    found = checker.read_tensor(proto.SerializeToString())
-    np.testing.assert_array_equal(found, tf.make_ndarray(proto))
+    actual = checker.read_tensor(proto.SerializeToString())
+    np.testing.assert_array_equal(actual, tf.make_ndarray(proto))
 
 
 def test_a_repeated_value_is_read_whole() -> None:

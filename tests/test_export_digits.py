@@ -48,10 +48,10 @@ def test_machines_read_json(saved: Path, capsys: pytest.CaptureFixture[str]) -> 
     arguments = ["export", str(saved / "model.keras"), "--out", str(out), "--formats", "onnx"]
     assert cli.main([*arguments, "--json"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
-    found = json.loads(line)
-    assert (found["event"], found["format"]) == ("artefact", "onnx")
-    assert Path(found["path"]).is_file()
-    assert all(check["passed"] for check in found["checks"])
+    actual = json.loads(line)
+    assert (actual["event"], actual["format"]) == ("artefact", "onnx")
+    assert Path(actual["path"]).is_file()
+    assert all(check["passed"] for check in actual["checks"])
 
 
 @pytest.mark.parametrize(

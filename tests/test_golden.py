@@ -117,6 +117,6 @@ def test_logits_are_big_visions(name: str, tmp_path: Path) -> None:
     np.savez(tmp_path / "weights.npz", **big_vision_arrays(config))
     model = keras_vit.VisionTransformer(config)
     keras_vit.weights.load(model, tmp_path / "weights.npz")
-    found = keras.ops.convert_to_numpy(model(published.images(config)))
-    np.testing.assert_allclose(found, BIG_VISION_LOGITS[name], rtol=0, atol=TOLERANCE)
+    actual = keras.ops.convert_to_numpy(model(published.images(config)))
+    np.testing.assert_allclose(actual, BIG_VISION_LOGITS[name], rtol=0, atol=TOLERANCE)
     assert set(BIG_VISION_LOGITS.files) == set(BIG_VISION_MODELS)

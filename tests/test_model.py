@@ -316,8 +316,10 @@ def test_a_copy_keeps_what_is_frozen_adapted_and_quantised(images: np.ndarray) -
         copy = model.copy(config=dataclasses.replace(TINY, remat=True))
         expected = {**model.get_config(), "config": copy.config.to_dict()}
         assert (type(copy), copy.get_config()) == (type(model), expected)
-        found, wanted = ([(v.path, v.dtype, v.trainable) for v in m.weights] for m in (copy, model))
-        assert found == wanted
+        actual, wanted = (
+            [(v.path, v.dtype, v.trainable) for v in m.weights] for m in (copy, model)
+        )
+        assert actual == wanted
         assert not weights_differ(copy, model)
         np.testing.assert_array_equal(copy(images), model(images))
     larger = keras_vit.resize(frozen, (64, 64, 3))

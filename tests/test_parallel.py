@@ -52,19 +52,19 @@ def train(kind: str) -> dict[str, Any]:
         text=True,
         check=True,
     ).stdout
-    found: dict[str, Any] = json.loads(output.splitlines()[-1])
-    return found
+    actual: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return actual
 
 
 @needs_jax
 @pytest.mark.parametrize(("kind", "is_split"), [("data", False), ("model", True)])
 def test_two_devices_train_as_one(kind: str, is_split: bool) -> None:
     """Images shared, or kernels shared: the losses of one device."""
-    found, alone = train(kind), train("none")
+    actual, alone = train(kind), train("none")
 
-    np.testing.assert_allclose(found["losses"], alone["losses"], rtol=1e-4)
+    np.testing.assert_allclose(actual["losses"], alone["losses"], rtol=1e-4)
     assert alone["losses"][-1] < alone["losses"][0]
-    assert (found["devices"], found["split"]) == (DEVICES, is_split)
+    assert (actual["devices"], actual["split"]) == (DEVICES, is_split)
 
 
 def test_each_block_has_its_layout() -> None:

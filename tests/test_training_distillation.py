@@ -84,10 +84,10 @@ def test_labels_and_teacher_are_weighed(kind: Any, batch: tuple[np.ndarray, np.n
     labels = -(targets * log_softmax(said, axis=1)).sum(axis=1).mean()
     teaching = expected(said, taught, kind, 2.0).mean()
     answer = model(images, training=True)
-    found = model.compute_loss(x=images, y=targets, y_pred=answer)
-    np.testing.assert_allclose(found, 0.7 * labels + 0.3 * teaching, rtol=1e-4)
-    found = model.compute_loss(x=images, y=targets, y_pred=answer, training=False)
-    np.testing.assert_allclose(found, labels, rtol=1e-4)
+    actual = model.compute_loss(x=images, y=targets, y_pred=answer)
+    np.testing.assert_allclose(actual, 0.7 * labels + 0.3 * teaching, rtol=1e-4)
+    actual = model.compute_loss(x=images, y=targets, y_pred=answer, training=False)
+    np.testing.assert_allclose(actual, labels, rtol=1e-4)
     assert float(model.accuracy.result()) == pytest.approx(
         (said.argmax(axis=1) == np.arange(6))[:5].mean(), abs=1e-6
     )
@@ -109,8 +109,8 @@ def test_the_distillation_token_learns_from_the_teacher(
     said, after = (np.asarray(heads[name], np.float64) for name in ("head", "distillation_head"))
     labels = -(targets * log_softmax(said, axis=1)).sum(axis=1).mean()
     teaching = expected(after, np.asarray(teacher(images)), "hard", 1.0).mean()
-    found = model.compute_loss(x=images, y=targets, y_pred=answer)
-    np.testing.assert_allclose(found, 0.6 * labels + 0.4 * teaching, rtol=1e-4)
+    actual = model.compute_loss(x=images, y=targets, y_pred=answer)
+    np.testing.assert_allclose(actual, 0.6 * labels + 0.4 * teaching, rtol=1e-4)
     swapped = expected(said, np.asarray(teacher(images)), "hard", 1.0).mean()
     assert abs(swapped - teaching) > 1e-3
     before = [np.array(value) for value in student.get_layer("distillation_head").get_weights()]

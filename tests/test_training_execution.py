@@ -34,14 +34,14 @@ def test_several_workers_need_their_addresses(monkeypatch: pytest.MonkeyPatch) -
 def test_the_first_worker_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the index in TF_CONFIG; alone, a process is the first."""
     cluster = {"worker": ["localhost:1", "localhost:2"]}
-    found = []
+    actual = []
     for index in (0, 1):
         task = {"cluster": cluster, "task": {"type": "worker", "index": index}}
         monkeypatch.setenv("TF_CONFIG", json.dumps(task))
-        found.append(is_first_worker())
+        actual.append(is_first_worker())
     monkeypatch.delenv("TF_CONFIG")
 
-    assert [*found, is_first_worker()] == [True, False, True]
+    assert [*actual, is_first_worker()] == [True, False, True]
 
 
 def test_all_devices_of_the_machine_are_used() -> None:

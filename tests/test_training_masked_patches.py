@@ -65,9 +65,9 @@ def test_targets_are_those_of_a_walk_over_the_patches(target: Target, name: str)
     config = CONFIGS[name]
     images = images_for(config)
     expected = expected_targets(images, target, pixels=config.include_preprocessing)
-    found = keras.ops.convert_to_numpy(patch_targets(images, config, target))
-    np.testing.assert_allclose(found, expected, atol=1e-5)
-    assert found.dtype.kind == ("f" if target == "pixels" else "i")
+    actual = keras.ops.convert_to_numpy(patch_targets(images, config, target))
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
+    assert actual.dtype.kind == ("f" if target == "pixels" else "i")
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -78,16 +78,16 @@ def test_targets_do_not_depend_on_how_pixels_are_scaled(target: Target) -> None:
     outside = dataclasses.replace(TINY, image_mean=(0.4, 0.5, 0.6), image_std=(0.2, 0.3, 0.25))
     scaled = VisionTransformer(outside).preprocess_input(pixels)
     expected = keras.ops.convert_to_numpy(patch_targets(pixels, inside, target))
-    found = keras.ops.convert_to_numpy(patch_targets(scaled, outside, target))
-    np.testing.assert_allclose(found, expected, atol=1e-5)
+    actual = keras.ops.convert_to_numpy(patch_targets(scaled, outside, target))
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 
 def test_the_whitest_white_is_the_last_colour() -> None:
     """The edges of the range are colours 0 and 511."""
     images = np.stack([np.full((32, 48, 3), -1.0), np.ones((32, 48, 3))])
-    found = keras.ops.convert_to_numpy(patch_targets(images, TINY, "mean_color"))
-    assert (found[0] == 0).all()
-    assert (found[1] == 511).all()
+    actual = keras.ops.convert_to_numpy(patch_targets(images, TINY, "mean_color"))
+    assert (actual[0] == 0).all()
+    assert (actual[1] == 511).all()
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -115,8 +115,8 @@ def test_the_loss_is_that_of_the_corrupted_patches(target: Target, name: str) ->
                 np.log(np.exp(scores - scores.max()).sum()) + scores.max() - scores[color]
             )
     assert corrupted.sum(axis=1).tolist() == [12] * 4
-    found = model.compute_loss(x=images, y_pred=answer)
-    np.testing.assert_allclose(found, np.mean(losses), rtol=1e-5)
+    actual = model.compute_loss(x=images, y_pred=answer)
+    np.testing.assert_allclose(actual, np.mean(losses), rtol=1e-5)
 
 
 def test_patches_are_corrupted_in_the_papers_proportions() -> None:

@@ -70,10 +70,10 @@ def test_a_run_keeps_its_classifier_for_its_own_labels(classes: int | None, labe
     config = dataclasses.replace(TINY, classes=classes, distillation_token=classes is not None)
     model = randomize(keras_vit.VisionTransformer(config))
     run = Run(path=Path("run"), model=model, labels=tuple("abcdefg"), config={})
-    found = {variable.path: variable for variable in run.classifier(tuple(labels)).weights}
+    actual = {variable.path: variable for variable in run.classifier(tuple(labels)).weights}
     old = {variable.path: variable for variable in model.weights}
-    assert found["head/kernel"].shape == (24, 7)
-    for path, variable in found.items():
+    assert actual["head/kernel"].shape == (24, 7)
+    for path, variable in actual.items():
         is_fresh = "head/" in path and (classes is None or labels != "abcdefg")
         np.testing.assert_array_equal(variable, 0 * variable if is_fresh else old[path])
 

@@ -264,10 +264,10 @@ def differences(recipe: Recipe, row: dict[str, Any]) -> dict[str, Any]:
     """Returns the fields of a recipe that are not as the row, or else the default, says."""
     wanted = {**dataclasses.asdict(NOTHING), "steps": None, **row}
     varied = {field: row.get(field, default) for field, default in vars(Augmentation()).items()}
-    found = {**dataclasses.asdict(recipe), **vars(recipe.augmentation)}
+    actual = {**dataclasses.asdict(recipe), **vars(recipe.augmentation)}
     for field in ("source", "augmentation"):
-        del found[field]
-    return {field: value for field, value in found.items() if value != {**wanted, **varied}[field]}
+        del actual[field]
+    return {field: value for field, value in actual.items() if value != {**wanted, **varied}[field]}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -40,23 +40,23 @@ def test_right_predictions_look_like_what_was_wanted(target: str, pixels: bool) 
     low, high = (0, 255) if pixels else (-1, 1)
     images = np.random.default_rng(0).uniform(low, high, (2, 32, 48, 3)).astype(np.float32)
     knowing: Any = Knowing(target, pixels=pixels)
-    found = reconstruct(knowing, images)
+    actual = reconstruct(knowing, images)
     scaled = images / 127.5 - 1 if pixels else images
-    np.testing.assert_allclose(found.images, scaled, atol=1e-6)
-    np.testing.assert_allclose(found.predicted, found.wanted, atol=1e-6)
+    np.testing.assert_allclose(actual.images, scaled, atol=1e-6)
+    np.testing.assert_allclose(actual.predicted, actual.wanted, atol=1e-6)
     side = {"mean_color": 8, "small_patch": 2, "pixels": 1}[target]
     for row in range(4):
         for column in range(6):
             place = np.s_[:, 8 * row : 8 * row + 8, 8 * column : 8 * column + 8]
             is_corrupted = (6 * row + column) % 3 == 0
-            np.testing.assert_array_equal(found.hidden[place] == 0, is_corrupted)
+            np.testing.assert_array_equal(actual.hidden[place] == 0, is_corrupted)
             if not is_corrupted:
-                np.testing.assert_allclose(found.wanted[place], scaled[place], atol=1e-6)
+                np.testing.assert_allclose(actual.wanted[place], scaled[place], atol=1e-6)
                 continue
             parts = scaled[place].reshape(2, 8 // side, side, 8 // side, side, 3)
             means = parts.mean(axis=(2, 4)).repeat(side, axis=1).repeat(side, axis=2)
             # Of 8 levels none is further from its middle than a sixteenth of the range.
-            away = np.abs(found.wanted[place] - means).max()
+            away = np.abs(actual.wanted[place] - means).max()
             assert away <= (1e-5 if target == "pixels" else 0.125 + 1e-5)
 
 
@@ -64,9 +64,9 @@ def test_another_prediction_is_another_picture() -> None:
     """What a random model predicts is drawn, and not the target."""
     model = randomize(MaskedPatchModel(TINY, seed=0))
     images = np.random.default_rng(0).uniform(-1, 1, (2, 32, 48, 3)).astype(np.float32)
-    found = reconstruct(model, images)
-    assert found.corrupted.sum() == 24
-    assert not np.allclose(found.predicted, found.wanted)
+    actual = reconstruct(model, images)
+    assert actual.corrupted.sum() == 24
+    assert not np.allclose(actual.predicted, actual.wanted)
 
 
 def test_the_picture_shows_some_images(tmp_path: Path) -> None:

@@ -109,10 +109,10 @@ def says(**fields: Any) -> Damage:
     """Other fields in the run's config.json; a dictionary changes the one that is there."""
 
     def change(folder: Path) -> None:
-        found = json.loads((folder / run.CONFIG).read_text())
+        actual = json.loads((folder / run.CONFIG).read_text())
         for name, value in fields.items():
-            found[name] = {**found[name], **value} if name == "model" and value else value
-        (folder / run.CONFIG).write_text(json.dumps(found))
+            actual[name] = {**actual[name], **value} if name == "model" and value else value
+        (folder / run.CONFIG).write_text(json.dumps(actual))
 
     return change
 
@@ -125,9 +125,9 @@ def inside(**fields: Any) -> Damage:
     """Other fields of the network in the config.json inside of model.keras."""
 
     def change(settings: bytes) -> bytes:
-        found = json.loads(settings)
-        found["config"]["config"].update(fields)
-        return json.dumps(found).encode()
+        actual = json.loads(settings)
+        actual["config"]["config"].update(fields)
+        return json.dumps(actual).encode()
 
     return member("config.json", change)
 
@@ -255,8 +255,8 @@ def test_labels_cannot_move_the_cursor(
     assert not set("\x1b\u202e\x07") & set(printed.out + printed.err)
     assert r"\x1b[2J\u202e\x07" in printed.out
     main(["predict", str(folder), str(picture), "--json"])
-    found = json.loads(capsys.readouterr().out)
-    assert {one["label"] for one in found["predictions"]} <= set(wild)
+    actual = json.loads(capsys.readouterr().out)
+    assert {one["label"] for one in actual["predictions"]} <= set(wild)
 
 
 def run_picture() -> bytes:

@@ -44,13 +44,13 @@ def test_handlers_are_put_back() -> None:
 
 def test_other_threads_train_without_signals() -> None:
     """Python gives signals to the main thread alone."""
-    found: list[int] = []
+    actual: list[int] = []
 
     def run() -> None:
         with StopRequests() as requests:
-            found.append(requests.signal_number)
+            actual.append(requests.signal_number)
 
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    assert found == [0]
+    assert actual == [0]

@@ -91,11 +91,11 @@ def test_the_config_is_made_for_the_data(trained: Run) -> None:
 def test_the_saved_model_is_the_best_epoch(trained: Run, data: ImageData) -> None:
     """What the file holds has exactly the validation accuracy that history.csv calls the best."""
     opened = Run.load(trained.path)
-    found = evaluate(opened.model, data.validation, labels=opened.labels)
+    actual = evaluate(opened.model, data.validation, labels=opened.labels)
     result = trained.config["result"]
 
     assert not weights_differ(opened.model, trained.model)
-    assert found.accuracy == pytest.approx(result["validation_accuracy"], abs=1e-6)
+    assert actual.accuracy == pytest.approx(result["validation_accuracy"], abs=1e-6)
     assert opened.labels == data.labels
 
 
@@ -108,10 +108,10 @@ def test_the_saved_model_carries_no_optimizer(trained: Run) -> None:
 
 def test_the_run_knows_its_images(trained: Run, data: ImageData) -> None:
     """The splits of the run directory are those that training used."""
-    found = Run.load(trained.path).data()
+    actual = Run.load(trained.path).data()
 
-    assert found.counts == data.counts
-    assert found.test.images.tolist() == data.test.images.tolist()
+    assert actual.counts == data.counts
+    assert actual.test.images.tolist() == data.test.images.tolist()
 
 
 @pytest.mark.slow
@@ -289,11 +289,11 @@ def test_an_interruption_leaves_a_run_of_the_best_epoch(data: ImageData, tmp_pat
             on_event=interrupt_in_epoch(3),
         )
     opened = Run.load(tmp_path / "run.unfinished")
-    found = evaluate(opened.model, data.validation, labels=opened.labels)
+    actual = evaluate(opened.model, data.validation, labels=opened.labels)
     result = opened.config["result"]
 
     assert (result["epochs"], result["finished"]) == (2, False)
-    assert found.accuracy == pytest.approx(result["validation_accuracy"], abs=1e-6)
+    assert actual.accuracy == pytest.approx(result["validation_accuracy"], abs=1e-6)
 
 
 @pytest.mark.slow

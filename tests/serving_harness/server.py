@@ -135,9 +135,9 @@ def make_grpc_server(servable: Servable) -> tuple[Any, int]:
             with aborting(context):
                 outputs = servable.predict(request.model_spec.name, signature, {"inputs": inputs})
                 for labels, scores in zip(outputs["classes"], outputs["scores"], strict=True):
-                    found = response.result.classifications.add()
+                    classification = response.result.classifications.add()
                     for label, score in zip(labels, scores, strict=True):
-                        found.classes.add(label=label.decode(), score=float(score))
+                        classification.classes.add(label=label.decode(), score=float(score))
             return response
 
     server = grpc.server(
@@ -168,8 +168,8 @@ def make_rest_server(servable: Servable) -> http.server.ThreadingHTTPServer:
                 return
             try:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                found = json_rules.read_inputs(body, servable.model.signatures)
-                signature, inputs, layout = found
+                request_inputs = json_rules.read_inputs(body, servable.model.signatures)
+                signature, inputs, layout = request_inputs
                 outputs = servable.predict(url["name"], signature, inputs)
                 self._answer(200, json_rules.write_outputs(outputs, layout))
             except loader.ServingError as error:

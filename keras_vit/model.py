@@ -115,12 +115,14 @@ class VisionTransformer(ExactModel):
 
     def encode(self, tokens: Any, *, training: bool | None = None) -> Any:
         """Continues from the patch encoder's tokens (B, N, D) to the encoder's, (B, N, D)."""
+        if self.config.embedding_norm:
+            tokens = self.get_layer("embedding_norm")(tokens)
         for index in range(self.config.num_layers):
             positions = position_layer(self.config, index)
             if positions is not None:
                 tokens = self.get_layer(positions)(tokens)
             tokens = self.get_layer(f"block_{index}")(tokens, training=training)
-        return self.get_layer("encoder_norm")(tokens)
+        return tokens if self.config.norm_after_pooling else self.get_layer("encoder_norm")(tokens)
 
     def copy(
         self,
@@ -271,7 +273,7 @@ def _per_channel(value: float | tuple[float, ...]) -> Any:
 
 def _encoder(config: ViTConfig, dtype: str, tokens: Any) -> Any:
     """Applies the blocks, and positions before them, to tokens (B, N, D)."""
-    x = tokens
+    x = _norm(config, dtype, "embedding_norm")(tokens) if config.embedding_norm else tokens
     position_layers = {}
     for index, drop_path_rate in enumerate(config.drop_path_rates()):
         positions = position_layer(config, index)
@@ -291,12 +293,26 @@ def _encoder(config: ViTConfig, dtype: str, tokens: Any) -> Any:
             layer_scale=config.layer_scale,
             query_key_norm=config.query_key_norm,
             relative_grid=config.grid if config.position_embedding == "relative" else None,
+            rotary=_rotary(config),
             dtype=dtype,
             name=f"block_{index}",
         )(x)  # (B, N, D)
-    return layers.LayerNormalization(
-        epsilon=config.layer_norm_epsilon, dtype=dtype, name="encoder_norm"
-    )(x)  # (B, N, D)
+    return x if config.norm_after_pooling else _norm(config, dtype, "encoder_norm")(x)  # (B, N, D)
+
+
+def _norm(config: ViTConfig, dtype: str, name: str) -> keras.layers.Layer:
+    return layers.LayerNormalization(epsilon=config.layer_norm_epsilon, dtype=dtype, name=name)
+
+
+def _rotary(config: ViTConfig) -> dict[str, Any] | None:
+    if config.rotary_period is None:
+        return None
+    return {
+        "grid": config.grid,
+        "period": config.rotary_period,
+        "reference_grid": config.rotary_grid,
+        "offset": config.rotary_offset,
+    }
 
 
 def _positions(config: ViTConfig, dtype: str, name: str) -> keras.layers.Layer:
@@ -339,17 +355,19 @@ def _pool(config: ViTConfig, dtype: str, tokens: Any) -> Any:
     if config.pooling is None:
         return tokens
     if config.pooling == "map":
-        return layers.AttentionPooling(
-            config.num_heads,
+        x = layers.AttentionPooling(
+            config.pooling_heads or config.num_heads,
             config.mlp_dim,
             activation=config.activation,
             layer_norm_epsilon=config.layer_norm_epsilon,
             dtype=dtype,
             name="pooling",
         )(tokens)
-    return layers.TokenPooling(
-        config.pooling, num_prefix_tokens=config.num_prefix_tokens, dtype=dtype, name="pooling"
-    )(tokens)
+    else:
+        x = layers.TokenPooling(
+            config.pooling, num_prefix_tokens=config.num_prefix_tokens, dtype=dtype, name="pooling"
+        )(tokens)
+    return _norm(config, dtype, "pooling_norm")(x) if config.norm_after_pooling else x
 
 
 def _classifier(classes: int, name: str) -> keras.layers.Layer:

@@ -208,6 +208,42 @@ def bias_index(grid: tuple[int, int], num_prefix_tokens: int) -> np.ndarray:
     return index
 
 
+def rotary_angles(
+    *,
+    grid: tuple[int, int],
+    size: int,
+    period: float,
+    reference_grid: tuple[int, int] | None = None,
+    offset: float = 0.0,
+) -> np.ndarray:
+    """Returns the angles of rotary positions in radians, (patches, size / 2), in float64.
+
+    The first half turns by the row, the second by the column, each at frequencies that fall
+    geometrically from 1 to almost 1 / period (arXiv 2104.09864, in two dimensions).
+
+    Example:
+        >>> rotary_angles(grid=(1, 2), size=4, period=100.0, reference_grid=(1, 2)).tolist()
+        [[0.0, 0.0], [0.0, 1.0]]
+
+    Args:
+        grid: (height, width) in patches.
+        size: width K of a head, a multiple of 4.
+        period: the longest period, in units of the shortest.
+        reference_grid: (rows, columns) that places are counted in: a grid of any size has so many.
+            None for places from -1 to 1, times 2 pi (facebookresearch/dinov3).
+        offset: place of the first row and column of the `reference_grid`.
+    """
+    frequencies = float(period) ** (-np.arange(size // 4) / (size // 4))
+    if reference_grid is None:
+        sides = [2 * np.pi * (2 * (np.arange(n) + 0.5) / n - 1) for n in grid]
+    else:
+        sides = [
+            (np.arange(n) + offset) / n * of for n, of in zip(grid, reference_grid, strict=True)
+        ]
+    places = np.meshgrid(*sides, indexing="ij")
+    return np.concatenate([np.multiply.outer(p.ravel(), frequencies) for p in places], axis=1)
+
+
 # Learned tokens that may stand before the patches, in their order.
 PREFIX = ("class_token", "distillation_token", "registers")
 

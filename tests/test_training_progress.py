@@ -17,7 +17,7 @@ def watch(epochs: list[tuple[float, float]], **fields: Any) -> Watcher:
     for accuracy, loss in epochs:
         watcher.end_step(LOGS)
         watcher.end_step({**LOGS, "loss": 3.0})
-        watcher.tell(watcher.end_epoch({"accuracy": accuracy, "loss": loss}, learning_rate=0.1))
+        watcher.report(watcher.end_epoch({"accuracy": accuracy, "loss": loss}, learning_rate=0.1))
     return watcher
 
 

@@ -13,17 +13,17 @@ def test_before_the_steps_ctrl_c_interrupts_and_is_remembered() -> None:
     with StopRequests() as requests:
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-        assert requests.asked == signal.SIGINT
+        assert requests.signal_number == signal.SIGINT
 
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
 def test_between_steps_the_first_signal_waits(kind: signal.Signals) -> None:
     """It is remembered; a second Ctrl-C interrupts, a second SIGTERM does not."""
     with StopRequests() as requests:
-        requests.wait_for_steps()
+        requests.begin_steps()
         signal.raise_signal(kind)
         signal.raise_signal(signal.SIGTERM)
-        assert requests.asked == kind
+        assert requests.signal_number == kind
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
 
@@ -48,7 +48,7 @@ def test_other_threads_train_without_signals() -> None:
 
     def run() -> None:
         with StopRequests() as requests:
-            found.append(requests.asked)
+            found.append(requests.signal_number)
 
     thread = threading.Thread(target=run)
     thread.start()

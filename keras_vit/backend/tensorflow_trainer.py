@@ -9,6 +9,7 @@ hold it, and pyproject.toml keeps Keras to the tested range.
 
 import concurrent.futures
 import math
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any, Literal
@@ -70,7 +71,7 @@ class ExactTrainer(private.StepHooks):
 
     _accumulate = 1
     _sam_rho = 0.0
-    _norm: "_Untracked | None" = None
+    _norm: types.SimpleNamespace | None = None
     train_function: Any
     _jit_request: bool | Literal["auto"] = "auto"
     _is_xla = False
@@ -125,7 +126,8 @@ class ExactTrainer(private.StepHooks):
         self._accumulate, self._sam_rho = accumulate, sam_rho
         self._norm = None
         if report_gradient_norm:
-            self._norm = _Untracked(keras.metrics.Mean(name="gradient_norm"))
+            # In a namespace Keras does not find the metric, and does not report it in evaluation.
+            self._norm = types.SimpleNamespace(value=keras.metrics.Mean(name="gradient_norm"))
         self._jit_request = jit_compile
         self._is_xla = wants_xla(jit_compile) and not self.run_eagerly
         if self.optimizer is not None and self.distribute_strategy.num_replicas_in_sync > 1:
@@ -460,10 +462,3 @@ def _summed(loss: Any) -> Any:
 def _of_first_replica(model: keras.Model, batch: Any) -> Any:
     local = model.distribute_strategy.experimental_local_results
     return keras.tree.map_structure(lambda value: local(value)[0], batch)
-
-
-class _Untracked:
-    """Hides a metric from the model, which would report it in evaluation too."""
-
-    def __init__(self, value: keras.metrics.Metric) -> None:
-        self.value = value

@@ -1,4 +1,4 @@
-"""What is on the disk while a training goes on: checkpoints, the best model, files to look at."""
+"""The files of an unfinished training: checkpoints, the best model, curves, event files."""
 
 import contextlib
 import errno
@@ -11,7 +11,7 @@ import re
 import shutil
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +29,15 @@ from keras_vit.training.run import EVENTS
 _NAME = "checkpoint-{step:08d}.npz"
 _PATTERN = re.compile(r"checkpoint-(\d{8,})\.npz")
 _PROGRESS = "progress"
+_BFLOAT16 = ".bfloat16"  # suffix of a name, because NumPy's files do not know this dtype
 
-# What hinders reading and says nothing about a file's content.
+# These errors of reading say nothing about a file's content.
 _NOT_DAMAGED = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE)
-# What an error of the disk leaves here.
 _whole_file = functools.partial(atomic.whole_file, kept="the checkpoints are kept", again="resume")
-_BFLOAT16 = ".bfloat16"  # at the end of a name: NumPy's files do not know that dtype
 
 
 class DamagedError(ValueError):
-    """A file that a training needs to go on is damaged, or gone; the text names it."""
+    """A file that resuming needs is damaged or gone; the text names it."""
 
 
 class Checkpoints:
@@ -53,8 +52,8 @@ class Checkpoints:
         ([2, 3], {'epoch': 3})
 
     Args:
-        folder: where they are; must exist.
-        keep: how many there are at most.
+        folder: holds the checkpoints; must exist.
+        keep: the maximum number of checkpoints.
     """
 
     def __init__(self, folder: Path, *, keep: int) -> None:
@@ -62,22 +61,26 @@ class Checkpoints:
         self._keep = keep
 
     def steps(self) -> list[int]:
-        """Returns the steps there is a checkpoint of, ascending."""
-        found = [_PATTERN.fullmatch(file.name) for file in self._folder.iterdir()]
-        return sorted(int(match[1]) for match in found if match)
+        """Returns the steps of the checkpoints, ascending."""
+        matches = [_PATTERN.fullmatch(file.name) for file in self._folder.iterdir()]
+        return sorted(int(match[1]) for match in matches if match)
 
     def save(self, step: int, arrays: dict[str, np.ndarray], *, progress: dict[str, Any]) -> None:
         """Writes a checkpoint, then removes the oldest.
 
         Args:
-            step: steps done.
-            arrays: any dtype of NumPy's, or bfloat16.
-            progress: what JSON can carry; its floats come back the same.
+            step: steps so far.
+            arrays: in any dtype of NumPy's, or bfloat16.
+            progress: values that JSON can carry; its floats are restored exactly.
         """
-        text = np.frombuffer(json.dumps(progress).encode(), np.uint8)
-        with _whole_file(self._file(step), kept="the checkpoints of before are kept") as temporary:
-            packed: dict[str, Any] = {**dict(map(_packed, arrays.items())), _PROGRESS: text}
-            np.savez(temporary, **packed)
+        members: dict[str, Any] = {}
+        for name, value in arrays.items():
+            if value.dtype == ml_dtypes.bfloat16:
+                name, value = name + _BFLOAT16, value.view(np.uint16)
+            members[name] = value
+        members[_PROGRESS] = np.frombuffer(json.dumps(progress).encode(), np.uint8)
+        with _whole_file(self._file(step), kept="the older checkpoints are kept") as temporary:
+            np.savez(temporary, **members)
         for old in self.steps()[: -self._keep]:
             self._file(old).unlink(missing_ok=True)
 
@@ -85,20 +88,24 @@ class Checkpoints:
         """Reads a checkpoint.
 
         Raises:
-            DamagedError: the file is damaged, or gone.
+            DamagedError: the file is damaged or gone.
         """
-        file = self._file(step)
+        file, arrays = self._file(step), {}
         try:
             with file.open("rb") as stream, np.load(stream, allow_pickle=False) as archive:
-                arrays = dict(_unpacked(name, archive[name]) for name in archive.files)
+                for name in archive.files:
+                    value = archive[name]
+                    if name.endswith(_BFLOAT16):
+                        name, value = name.removesuffix(_BFLOAT16), value.view(ml_dtypes.bfloat16)
+                    arrays[name] = value
             progress = json.loads(arrays.pop(_PROGRESS).tobytes())
-        except Exception as error:  # zipfile, zlib and NumPy have many ways to say it
+        except Exception as error:  # zipfile, zlib and NumPy raise many kinds
             _check_readable(error, file)
             raise DamagedError(f"the checkpoint {str(file)!r} is damaged") from error
         return arrays, progress
 
     def remove_after(self, step: int) -> None:
-        """Removes the checkpoints of later steps: the training goes on before them."""
+        """Removes the checkpoints of later steps, because the training repeats these steps."""
         for later in self.steps():
             if later > step:
                 self._file(later).unlink(missing_ok=True)
@@ -107,24 +114,8 @@ class Checkpoints:
         return self._folder / _NAME.format(step=step)
 
 
-def check_archive(file: Path) -> None:
-    """Reads an archive to its end, such as a `.keras` file, and compares its checksums.
-
-    Raises:
-        DamagedError: it is damaged, or gone.
-    """
-    try:
-        with zipfile.ZipFile(file) as archive:
-            member = archive.testzip()
-    except Exception as error:  # zipfile and zlib have many ways to say it
-        _check_readable(error, file)
-        raise DamagedError(f"the model {str(file)!r} is damaged") from error
-    if member is not None:
-        raise DamagedError(f"the model {str(file)!r} is damaged")
-
-
 def get_state(model: keras.Model) -> dict[str, np.ndarray]:
-    """Returns the weights, random states and optimizer of a compiled model, by number."""
+    """Returns the weights, random states and optimizer of a compiled model, numbered."""
     return {
         f"{place:05d}": np.asarray(keras.ops.convert_to_numpy(variable))
         for place, variable in enumerate(_variables(model))
@@ -132,50 +123,53 @@ def get_state(model: keras.Model) -> dict[str, np.ndarray]:
 
 
 def set_state(model: keras.Model, state: dict[str, np.ndarray]) -> None:
-    """Puts back what `get_state` returned.
+    """Restores the state that `get_state` returned.
 
     Raises:
         ValueError: it is the state of another model or optimizer.
     """
     variables = _variables(model)
-    found = [(tuple(value.shape), str(value.dtype)) for _, value in sorted(state.items())]
-    wanted = [(tuple(v.shape), keras.backend.standardize_dtype(v.dtype)) for v in variables]
-    if found != wanted:
+    arrays = [value for _, value in sorted(state.items())]
+    stored = [(tuple(value.shape), str(value.dtype)) for value in arrays]
+    expected = [(tuple(v.shape), keras.backend.standardize_dtype(v.dtype)) for v in variables]
+    if stored != expected:
+        pairs = enumerate(zip(stored, expected, strict=False))
+        differences = [f"number {place} is {a} and not {b}" for place, (a, b) in pairs if a != b]
         raise ValueError(
-            f"The checkpoint is of another model or optimizer: it has {len(found)} arrays, the "
-            f"training {len(wanted)}, of which {_first_difference(found, wanted)}."
+            f"The checkpoint is of another model or optimizer: it has {len(stored)} arrays, the "
+            f"training {len(expected)}, of which {(differences or ['the last are missing'])[0]}."
         )
-    for variable, (_, value) in zip(variables, sorted(state.items()), strict=True):
+    for variable, value in zip(variables, arrays, strict=True):
         variable.assign(value)
 
 
 def state_hash(model: keras.Model) -> str:
-    """Returns the SHA-256 of `get_state`: equal hashes are equal bits."""
-    return _hash(get_state(model))
+    """Returns the SHA-256 of `get_state`: equal hashes mean equal bits."""
+    return _hash(get_state(model).values())
 
 
 def weights_hash(model: keras.Model) -> str:
     """Returns the SHA-256 of a model's weights alone, compiled or not."""
-    return _hash({f"{place:05d}": value for place, value in enumerate(model.get_weights())})
+    return _hash(model.get_weights())
 
 
 SETTINGS = "settings.json"
 SECONDS_BETWEEN_CURVES = 30
 _BEST = "best-{epoch:05d}.keras"
 _BEST_PATTERN = re.compile(r"best-\d{5,}\.keras")
-_OURS = re.compile(
+_OWN_NAMES = re.compile(
     rf"\..*|checkpoint-\d+\.npz|{_BEST_PATTERN.pattern}|"
     + "|".join(map(re.escape, (SETTINGS, *run.FILES)))
 )
 
 
 class Unfinished:
-    """`OUT.unfinished`, beside the run directory that it becomes; one for each worker.
+    """`OUT.unfinished`: the folder of a training beside its run directory, one for each worker.
 
     Args:
-        out: the run directory that will be made.
-        worker: which of the workers this is, from 0.
-        keep: how many checkpoints are kept.
+        out: the run directory.
+        worker: the index of the worker.
+        keep: the maximum number of checkpoints.
     """
 
     def __init__(self, out: Path, *, worker: int = 0, keep: int = 3) -> None:
@@ -185,7 +179,7 @@ class Unfinished:
 
     @property
     def checkpoints(self) -> Checkpoints:
-        """The checkpoints in the folder, which must be there."""
+        """The checkpoints in the folder, which must exist."""
         return Checkpoints(self.path, keep=self._keep)
 
     def exists(self) -> bool:
@@ -193,9 +187,9 @@ class Unfinished:
         return (self.path / SETTINGS).is_file() and bool(self.checkpoints.steps())
 
     def check_free(self, *, existing: run.Existing) -> None:
-        """Raises a FileExistsError where something would be lost that nobody gave up."""
-        found = sorted(self.path.iterdir()) if self.path.is_dir() else []
-        foreign = [entry.name for entry in found if not _OURS.fullmatch(entry.name)]
+        """Raises a FileExistsError where a training would replace what it may not."""
+        entries = sorted(self.path.iterdir()) if self.path.is_dir() else []
+        foreign = [entry.name for entry in entries if not _OWN_NAMES.fullmatch(entry.name)]
         if foreign or self.path.is_symlink() or (self.path.exists() and not self.path.is_dir()):
             raise FileExistsError(
                 f"{str(self.path)!r} holds other things than a training "
@@ -208,9 +202,8 @@ class Unfinished:
             )
 
     def start(self, settings: dict[str, Any]) -> None:
-        """Makes the folder anew for a training with these settings."""
-        self.retire()
-        shutil.rmtree(self.path, ignore_errors=True)
+        """Replaces the folder by an empty one for a training with these settings."""
+        self.remove()
         with atomic.telling(self.path, kept="nothing was begun"):
             self.path.mkdir(parents=True, exist_ok=True)
         with atomic.whole_file(self.path / SETTINGS, kept="nothing was begun") as temporary:
@@ -220,37 +213,39 @@ class Unfinished:
         """Raises a ValueError unless the folder holds a training with these settings."""
         check_settings(self.path / SETTINGS, settings)
 
-    def remove_remains(self) -> None:
-        """Removes what a process was writing when it was killed; nobody may write there now."""
+    def remove_leftovers(self) -> None:
+        """Removes the temporary files of a killed process; the caller holds the lock."""
         for entry in self.path.glob(".*"):
             shutil.rmtree(entry, ignore_errors=True)
 
     def best_model(self, epoch: int) -> Path:
-        """Returns the file of the model of an epoch that was the best."""
+        """Returns the path of the model of a best epoch."""
         return self.path / _BEST.format(epoch=epoch)
 
     def save_best(self, model: keras.Model, *, epoch: int) -> None:
-        """Saves the model of the best epoch; the one before goes with `remove_old`."""
+        """Saves the model of the best epoch; `remove_old` removes the previous one."""
         with _whole_file(self.best_model(epoch)) as temporary:
             model.save(temporary)
 
     def has_best(self, epoch: int) -> bool:
-        """Whether the model of an epoch that was the best is there and whole."""
+        """Whether the model of a best epoch exists and every checksum in it is right."""
+        file = self.best_model(epoch)
         try:
-            check_archive(self.best_model(epoch))
-        except DamagedError:
+            with zipfile.ZipFile(file) as archive:
+                return archive.testzip() is None
+        except Exception as error:  # zipfile and zlib raise many kinds
+            _check_readable(error, file)
             return False
-        return True
 
     def remove_old(self, *, best_epochs: set[int]) -> None:
-        """Removes models of epochs that were the best for none of the checkpoints."""
-        kept = set(map(self.best_model, best_epochs))
+        """Removes the models of all epochs but these."""
+        current = set(map(self.best_model, best_epochs))
         for file in self.path.iterdir():
-            if _BEST_PATTERN.fullmatch(file.name) and file not in kept:
+            if _BEST_PATTERN.fullmatch(file.name) and file not in current:
                 file.unlink(missing_ok=True)
 
-    def show(self, history: list[EpochDone], *, best_epoch: int, is_last: bool) -> None:
-        """Brings the table up to date, and the curves, which take longer, every half minute."""
+    def write_progress(self, history: list[EpochDone], *, best_epoch: int, is_last: bool) -> None:
+        """Writes the table, and at most every half minute the curves, which take longer."""
         with _whole_file(self.path / run.HISTORY) as temporary:
             progress.write_history(history, temporary)
         now = time.monotonic()
@@ -260,14 +255,14 @@ class Unfinished:
         with _whole_file(self.path / run.CURVES) as temporary:
             progress.plot_curves(history, temporary, best_epoch=best_epoch)
 
-    def retire(self) -> None:
-        """Takes away what makes the folder a training that can be resumed; in one step."""
+    def invalidate(self) -> None:
+        """Makes the training impossible to resume, in one atomic step."""
         with contextlib.suppress(OSError):
             (self.path / SETTINGS).unlink(missing_ok=True)
 
     def remove(self) -> None:
-        """Removes the folder, after its run is complete."""
-        self.retire()
+        """Removes the folder."""
+        self.invalidate()
         shutil.rmtree(self.path, ignore_errors=True)
 
 
@@ -276,109 +271,109 @@ def check_settings(file: Path, settings: dict[str, Any]) -> None:
 
     Args:
         file: `SETTINGS` of an unfinished training, or config.json of a run.
-        settings: what is asked for now.
+        settings: the present ones.
     """
     try:
-        found = _flat(dict(json.loads(file.read_text("utf-8"))))
+        stored = _flat(dict(json.loads(file.read_text("utf-8"))))
     except (ValueError, TypeError) as error:
         raise ValueError(
-            f"{str(file)!r} is damaged, so that nobody knows what was trained; overwrite it, or "
-            "choose another place."
+            f"{str(file)!r} is damaged, so the settings of the training are unknown; overwrite it, "
+            "or choose another place."
         ) from error
     for name, value in _flat(json.loads(json.dumps(settings))).items():
-        if found.get(name) != value:
+        if stored.get(name) != value:
             raise ValueError(
-                f"The training in {str(file.parent)!r} was started with {name}={found.get(name)!r},"
-                f" not {value!r}; resume it with the same settings, or delete the folder."
+                f"The training in {str(file.parent)!r} was started with {name}={stored.get(name)!r}"
+                f", not {value!r}; resume it with the same settings, or delete the folder."
             )
 
 
 EVERY = 10  # steps
-_NUMBERS = {
+_ERROR_NUMBERS = {
     tf.errors.ResourceExhaustedError: errno.ENOSPC,
     tf.errors.PermissionDeniedError: errno.EACCES,
     tf.errors.NotFoundError: errno.ENOENT,
 }
 
-# As tf.summary.scalar makes it, which needs TensorBoard itself to be installed.
+# The same as in tf.summary.scalar, which works only where TensorBoard is installed.
 _SCALAR = tf.compat.v1.SummaryMetadata(
     plugin_data=tf.compat.v1.SummaryMetadata.PluginData(plugin_name="scalars")
 )
 
 
 class EventFiles:
-    """Event files in the folder of a training, written by its first worker.
+    """The event files for TensorBoard, which the first worker writes.
 
     Args:
-        folder: of the training.
-        workers: those that train together.
+        folder: the folder of the training.
+        workers: the processes that train together.
     """
 
     def __init__(self, folder: Unfinished, workers: Workers) -> None:
-        path = str(folder.path / EVENTS)
-        is_first = workers.index == 0
-        self._path = path
-        with self._telling():
+        self._path = str(folder.path / EVENTS)
+        with self._number_errors():
             self._writer = (
-                tf.summary.create_file_writer(path) if is_first else tf.summary.create_noop_writer()
+                tf.summary.create_noop_writer()
+                if workers.index
+                else tf.summary.create_file_writer(self._path)
             )
 
     def close(self) -> None:
-        """Brings to the files what is not there yet."""
-        with self._telling():
+        """Writes what is still buffered."""
+        with self._number_errors():
             self._writer.close()
 
     def write_step(self, step: int, logs: dict[str, Any]) -> None:
-        """Writes the numbers of one step, for one step in ten."""
+        """Writes the logs of a step, for one step in ten."""
         if step % EVERY == 0:
             self._write(step, {f"step/{name}": value for name, value in logs.items()})
 
-    def write_epoch(self, step: int, done: EpochDone) -> None:
-        """Writes the numbers of one epoch."""
+    def write_epoch(self, step: int, record: EpochDone) -> None:
+        """Writes the record of an epoch."""
         values = {
-            "train/loss": done.loss,
-            "train/accuracy": done.accuracy,
-            "validation/loss": done.validation_loss,
-            "validation/accuracy": done.validation_accuracy,
-            "learning_rate": done.learning_rate,
+            "train/loss": record.loss,
+            "train/accuracy": record.accuracy,
+            "validation/loss": record.validation_loss,
+            "validation/accuracy": record.validation_accuracy,
+            "learning_rate": record.learning_rate,
         }
         self._write(step, {name: value for name, value in values.items() if value is not None})
-        with self._telling():
+        with self._number_errors():
             self._writer.flush()
 
     @contextlib.contextmanager
-    def _telling(self) -> Iterator[None]:
-        """Makes an error of the disk of TensorFlow's, which has no number."""
+    def _number_errors(self) -> Iterator[None]:
+        """Turns TensorFlow's errors, which have no number, into an OSError."""
         try:
             yield
         except tf.errors.OpError as error:
-            number = _NUMBERS.get(type(error), errno.EIO)
+            number = _ERROR_NUMBERS.get(type(error), errno.EIO)
             with atomic.telling(self._path, kept="the checkpoints are kept", again="resume"):
                 raise OSError(number, "") from error
 
     def _write(self, step: int, values: dict[str, Any]) -> None:
-        with self._telling(), self._writer.as_default(step=step):
+        with self._number_errors(), self._writer.as_default(step=step):
             for name, value in values.items():
                 number = tf.cast(tf.reshape(value, ()), tf.float32)
                 tf.summary.write(name, number, metadata=_SCALAR)
 
 
 def _check_readable(error: Exception, file: Path) -> None:
-    """Raises what is no fault of the file's content: that it may not be read, or no memory."""
+    """Raises errors of memory and permission, which say nothing about the file's content."""
     if isinstance(error, MemoryError):
         raise error
     if isinstance(error, OSError) and error.errno in _NOT_DAMAGED:
         raise OSError(
             error.errno,
-            f"{os.strerror(error.errno)}: {str(file)!r} cannot be read; nothing is lost, let it be "
-            "read and resume.",
+            f"{os.strerror(error.errno)}: {str(file)!r} cannot be read; nothing is lost, make it "
+            "readable and resume.",
         ) from error
 
 
-def _hash(arrays: dict[str, np.ndarray]) -> str:
+def _hash(arrays: Iterable[np.ndarray]) -> str:
     digest = hashlib.sha256()
-    for name, value in arrays.items():
-        digest.update(name.encode() + np.ascontiguousarray(value).tobytes())
+    for place, value in enumerate(arrays):
+        digest.update(f"{place:05d}".encode() + np.ascontiguousarray(value).tobytes())
     return digest.hexdigest()
 
 
@@ -386,28 +381,8 @@ def _variables(model: keras.Model) -> list[Any]:
     return [*model.variables, *model.optimizer.variables]
 
 
-def _first_difference(found: list[Any], wanted: list[Any]) -> str:
-    for place, (ours, theirs) in enumerate(zip(found, wanted, strict=False)):
-        if ours != theirs:
-            return f"number {place} is {ours} and not {theirs}"
-    return "the last are missing"
-
-
-def _packed(item: tuple[str, np.ndarray]) -> tuple[str, np.ndarray]:
-    name, value = item
-    if value.dtype == ml_dtypes.bfloat16:
-        return name + _BFLOAT16, value.view(np.uint16)
-    return name, value
-
-
-def _unpacked(name: str, value: np.ndarray) -> tuple[str, np.ndarray]:
-    if name.endswith(_BFLOAT16):
-        return name.removesuffix(_BFLOAT16), value.view(ml_dtypes.bfloat16)
-    return name, value
-
-
 def _flat(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}, so that a difference has a name."""
+    """Turns {"a": {"b": 1}} into {"a.b": 1}."""
     flat: dict[str, Any] = {}
     for name, value in fields.items():
         if isinstance(value, dict):

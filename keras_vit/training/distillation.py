@@ -1,8 +1,9 @@
-"""Training a student after a teacher: soft and hard distillation, as in DeiT.
+"""Trains a student on the outputs of a teacher: soft and hard distillation, as in DeiT.
 
 Source: arXiv 2012.12877, Section 4; facebookresearch/deit, losses.py.
 """
 
+import types
 from typing import Any, Literal, get_args
 
 import keras
@@ -13,15 +14,14 @@ from keras_vit.model import VisionTransformer
 
 Distillation = Literal["soft", "hard"]
 
-# arXiv 2012.12877, Section 5.3; the weight is that of the code's --distillation-alpha.
+# arXiv 2012.12877, Section 5.3; the weight is the default of --distillation-alpha in its code.
 TEMPERATURE, WEIGHT = 3.0, 0.5
-# The smallest probability that has a logarithm here.
-_TINY = 1e-7
+_MIN_PROBABILITY = 1e-7  # smaller ones are raised to it before the logarithm
 
 
 @keras.saving.register_keras_serializable(package="keras_vit")
 class DistillationLoss(keras.losses.Loss):
-    """How far a student's logits are from a teacher's.
+    """The distance of a student's logits from a teacher's.
 
     Example:
         >>> loss = DistillationLoss("hard")
@@ -30,10 +30,10 @@ class DistillationLoss(keras.losses.Loss):
 
     Args:
         distillation: "soft" or "hard", see `DistillationModel`.
-        temperature: of "soft".
+        temperature: divides the logits; for "soft" only.
 
     Raises:
-        ValueError: there is no such distillation, or the temperature is not above 0.
+        ValueError: the distillation is unknown, or the temperature is not above 0.
     """
 
     def __init__(
@@ -57,26 +57,26 @@ class DistillationLoss(keras.losses.Loss):
     def call(self, y_true: Any, y_pred: Any) -> Any:
         """Returns the loss of each image, (B,), for logits (B, C) of teacher and student."""
         if self.distillation == "hard":
-            wanted = keras.ops.argmax(y_true, axis=-1)
-            return keras.ops.sparse_categorical_crossentropy(wanted, y_pred, from_logits=True)
-        taught, said = (
+            targets = keras.ops.argmax(y_true, axis=-1)
+            return keras.ops.sparse_categorical_crossentropy(targets, y_pred, from_logits=True)
+        teacher, student = (
             keras.ops.log_softmax(logits / self.temperature, axis=-1) for logits in (y_true, y_pred)
         )
-        divergence = keras.ops.sum(keras.ops.exp(taught) * (taught - said), axis=-1)
+        divergence = keras.ops.sum(keras.ops.exp(teacher) * (teacher - student), axis=-1)
         return self.temperature**2 * divergence
 
     def get_config(self) -> dict[str, Any]:
-        own = {"distillation": self.distillation, "temperature": self.temperature}
-        return {**super().get_config(), **own}
+        fields = {"distillation": self.distillation, "temperature": self.temperature}
+        return {**super().get_config(), **fields}
 
 
 class DistillationModel(backend.ExactTrainer, keras.Model):
-    """A Vision Transformer that learns from labels and from what a teacher says of the same images.
+    """A Vision Transformer that learns from labels and from a teacher's outputs for its images.
 
-    `compile` it with an optimizer and the loss of the labels, and `fit` it; `student` is then an
-    ordinary model. The loss is `(1 - weight)` times that of the labels, and `weight` times that of
-    the teacher. An image whose targets are all zero has no label: it learns from the teacher alone.
-    Evaluation looks at the student and the labels only.
+    `compile` it with an optimizer and the loss for the labels, and `fit` it; `student` is then an
+    ordinary model. The loss is `(1 - weight)` times that of the labels plus `weight` times that of
+    the teacher. An image whose targets are all zero has no label, and learns from the teacher
+    alone. Evaluation uses only the student and the labels.
 
     Example:
         >>> import numpy as np
@@ -90,14 +90,14 @@ class DistillationModel(backend.ExactTrainer, keras.Model):
         ['accuracy', 'loss']
 
     Args:
-        student: gives logits.
-        teacher: any classifier of the same classes, whose last layer gives logits or softmax; it
-            takes images as the student does, at a size of its own. Nothing in it changes, and it is
-            no part of what is saved.
-        distillation: "soft": the teacher's probabilities, by Kullback-Leibler divergence at a
-            temperature, times its square; "hard": the teacher's likeliest class.
-        temperature: what logits are divided by; of "soft" alone.
-        weight: what the teacher counts, from 0 to 1; labels count the rest.
+        student: a Vision Transformer with logits as outputs.
+        teacher: any classifier of the same classes whose last layer gives logits or softmax. It
+            takes the same images as the student, resized to its own size. It is neither trained nor
+            saved.
+        distillation: "soft" for the teacher's probabilities: the Kullback-Leibler divergence at a
+            temperature, times its square; "hard" for the teacher's most likely class.
+        temperature: divides the logits; for "soft" only.
+        weight: of the teacher's loss, from 0 to 1; the loss of the labels gets the rest.
         name: name of the model.
 
     Raises:
@@ -119,25 +119,30 @@ class DistillationModel(backend.ExactTrainer, keras.Model):
             raise ValueError(f"weight must be from 0 to 1. Received: weight={weight!r}.")
         _check_fit(student, teacher)
         self.student, self.weight = student, weight
-        self.teaching = DistillationLoss(distillation, temperature=temperature)
-        self._hidden = _Untracked(teacher, _heads(student))
+        self.teacher_loss = DistillationLoss(distillation, temperature=temperature)
+        names = [name for name in ("head", "distillation_head") if name in student.feature_names]
+        # In a namespace Keras does not find these models, and neither trains nor saves them.
+        self._untracked = types.SimpleNamespace(
+            teacher=teacher, heads=student.feature_extractor(names)
+        )
         self.accuracy = keras.metrics.Mean(name="accuracy")
         self.built = True
 
     @property
     def config(self) -> ViTConfig:
-        """The student's."""
+        """The student's config."""
         config: ViTConfig = self.student.config
         return config
 
     @property
     def teacher(self) -> keras.Model:
         """The teacher."""
-        return self._hidden.teacher
+        teacher: keras.Model = self._untracked.teacher
+        return teacher
 
     def call(self, images: Any, training: bool | None = None) -> dict[str, Any]:
-        """Returns the student's logits (B, C): its answer, and what labels and teacher train."""
-        logits = self._hidden.heads(images, training=training)
+        """Returns logits (B, C): "answer" for evaluation, "label" and "teacher" for each loss."""
+        logits = self._untracked.heads(images, training=training)
         return {
             "answer": sum(logits.values()) / len(logits),
             "label": logits["head"],
@@ -145,13 +150,13 @@ class DistillationModel(backend.ExactTrainer, keras.Model):
         }
 
     def teacher_logits(self, images: Any) -> Any:
-        """Returns what the teacher says, (B, C) in float32, up to a constant for each image."""
+        """Returns the teacher's logits, (B, C) in float32, up to a constant for each image."""
         size = self.teacher.input_shape[1:3]
         if tuple(size) != tuple(self.config.input_shape[:2]) and None not in size:
             images = keras.ops.image.resize(images, size)
         outputs = keras.ops.cast(self.teacher(images, training=False), "float32")
         if gives_probabilities(self.teacher):
-            outputs = keras.ops.log(keras.ops.maximum(outputs, _TINY))
+            outputs = keras.ops.log(keras.ops.maximum(outputs, _MIN_PROBABILITY))
         return keras.ops.stop_gradient(outputs)
 
     def compute_loss(
@@ -162,37 +167,24 @@ class DistillationModel(backend.ExactTrainer, keras.Model):
         sample_weight: Any = None,
         training: bool = True,
     ) -> Any:
-        """Returns the loss of labels and teacher; in evaluation, of the labels alone."""
-        right = keras.ops.equal(
+        """Returns the loss of labels and teacher; in evaluation, that of the labels alone."""
+        is_correct = keras.ops.equal(
             keras.ops.argmax(y, axis=-1), keras.ops.argmax(y_pred["answer"], axis=-1)
         )
         is_labelled = keras.ops.any(keras.ops.not_equal(y, 0), axis=-1)
         self.accuracy.update_state(
-            keras.ops.cast(right, "float32"), keras.ops.cast(is_labelled, "float32")
+            keras.ops.cast(is_correct, "float32"), keras.ops.cast(is_labelled, "float32")
         )
         if not training:
             return super().compute_loss(x, y, y_pred["answer"], sample_weight, training)
-        labels = super().compute_loss(x, y, y_pred["label"], sample_weight, training)
-        # By `call`: under several replicas a loss object divides by their number.
-        teaching = keras.ops.mean(self.teaching.call(self.teacher_logits(x), y_pred["teacher"]))
-        return (1 - self.weight) * labels + self.weight * teaching
-
-
-class _Untracked:
-    """Hides models from the model that uses them, which would train and save them."""
-
-    def __init__(self, teacher: keras.Model, heads: keras.Model) -> None:
-        self.teacher, self.heads = teacher, heads
-
-
-def _heads(student: VisionTransformer) -> keras.Model:
-    """Returns the logits of each of the student's heads, by their names."""
-    names = [name for name in ("head", "distillation_head") if name in student.feature_names]
-    return student.feature_extractor(names)
+        label_loss = super().compute_loss(x, y, y_pred["label"], sample_weight, training)
+        # By `call`, because with several replicas a loss object divides by their number.
+        teacher_loss = self.teacher_loss.call(self.teacher_logits(x), y_pred["teacher"])
+        return (1 - self.weight) * label_loss + self.weight * keras.ops.mean(teacher_loss)
 
 
 def gives_probabilities(model: keras.Model) -> bool:
-    """Whether a classifier's last layer gives softmax, not logits."""
+    """Whether a classifier's last layer gives softmax instead of logits."""
     last = model.layers[-1]
     is_softmax = getattr(last, "activation", None) is keras.activations.softmax
     return is_softmax or isinstance(last, keras.layers.Softmax)
@@ -208,7 +200,7 @@ def _check_fit(student: VisionTransformer, teacher: keras.Model) -> None:
         )
     if teacher.output_shape != (None, config.classes):
         raise ValueError(
-            f"The teacher must know the student's {config.classes} classes. Received: a teacher "
+            f"The teacher must have the student's {config.classes} classes. Received: a teacher "
             f"with outputs of shape {teacher.output_shape}."
         )
     if teacher.input_shape[3:] != config.input_shape[2:]:
@@ -228,5 +220,6 @@ def _check_fit(student: VisionTransformer, teacher: keras.Model) -> None:
             "Teacher and student must take the same numbers; with include_preprocessing=True each "
             "scales pixels itself. Received: images scaled to "
             f"image_mean={teacher.config.image_mean}, image_std={teacher.config.image_std} for the "
-            f"teacher, image_mean={config.image_mean}, image_std={config.image_std} for the other."
+            f"teacher, image_mean={config.image_mean}, image_std={config.image_std} for the "
+            "student."
         )

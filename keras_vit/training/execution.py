@@ -17,7 +17,7 @@ Precision = Literal["float32", "mixed_bfloat16", "mixed_float16"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Execution:
-    """Where and how a training runs; but for rounding, none of it changes what is learnt.
+    """Where and how a training runs; this changes its result only by rounding.
 
     Example:
         >>> Execution(strategy="none").make_strategy().num_replicas_in_sync
@@ -25,15 +25,15 @@ class Execution:
 
     Attributes:
         strategy: "none" for one device; "mirrored" for all GPUs of this machine (or its logical
-            CPUs); "multi_worker" for the machines of TF_CONFIG; "tpu"; "auto" for whichever of
-            these is there.
+            CPUs); "multi_worker" for the machines of TF_CONFIG; "tpu"; "auto" for the one that is
+            available.
         precision: dtype policy of the layers.
-        accumulate: parts that a replica's batch is cut into, to save memory.
-        remat: whether blocks are computed anew for the gradient, to save memory; None for what the
-            model's `ViTConfig.remat` says.
+        accumulate: number of parts of a replica's batch, to save memory.
+        remat: whether blocks are recomputed for the gradient, to save memory; None for the model's
+            `ViTConfig.remat`.
         xla: whether XLA compiles the forward and backward pass; "auto" on GPUs.
-        checkpoint_steps: steps between checkpoints; there is one after each epoch besides.
-        keep_checkpoints: how many of the last checkpoints are kept.
+        checkpoint_steps: steps between checkpoints; each epoch ends with one too.
+        keep_checkpoints: number of checkpoints that are kept.
     """
 
     strategy: StrategyName = "auto"
@@ -45,10 +45,8 @@ class Execution:
     keep_checkpoints: int = 3
 
     def __post_init__(self) -> None:
-        for name, allowed in (
-            ("strategy", get_args(StrategyName)),
-            ("precision", get_args(Precision)),
-        ):
+        choices = {"strategy": get_args(StrategyName), "precision": get_args(Precision)}
+        for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(
                     f"{name} must be one of {list(allowed)}. "
@@ -61,11 +59,11 @@ class Execution:
                 )
 
     def config(self, config: ViTConfig) -> ViTConfig:
-        """Returns the config of a model that is trained so."""
+        """Returns the config of the model to train, with `remat` set."""
         return config if self.remat is None else dataclasses.replace(config, remat=self.remat)
 
     def check_batch(self, size: int, *, replicas: int) -> None:
-        """Raises a ValueError unless replicas can share so many images equally."""
+        """Raises a ValueError unless a batch of this size divides evenly among the replicas."""
         if size % replicas:
             raise ValueError(
                 f"A batch of {size} images cannot be divided evenly among {replicas} replicas; "
@@ -73,13 +71,13 @@ class Execution:
             )
 
     def make_strategy(self) -> tf.distribute.Strategy:
-        """Returns the strategy: one for all trainings of a process that ask for the same.
+        """Returns the strategy, which all trainings in a process share.
 
-        Of several workers, ask before TensorFlow computes anything, such as decoding an image: from
-        then on it takes no part in a cluster.
+        With several workers, call this before TensorFlow computes anything, such as decoding an
+        image: after that it cannot join a cluster.
 
         Raises:
-            ValueError: what was asked for is not there, or it is too late.
+            ValueError: TF_CONFIG names no other worker, or it is too late to join a cluster.
         """
         name = _available() if self.strategy == "auto" else self.strategy
         if name == "none":
@@ -99,11 +97,11 @@ class Execution:
 
 
 class Workers:
-    """The processes that train together, each with a strategy of its own; usually one.
+    """The processes that train together, each with its own strategy; usually one.
 
     Attributes:
-        index: which of them this is; 0 writes the run directory.
-        count: how many there are.
+        index: the index of this process; 0 writes the run directory.
+        count: the number of processes.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy) -> None:
@@ -113,22 +111,22 @@ class Workers:
         self.count = len(resolver.cluster_spec().as_dict().get("worker", [])) if is_several else 1
         self.count = max(self.count, 1)
         self.index = int(resolver.task_id or 0) if self.count > 1 else 0
-        self._sum = tf.function(self._summed, autograph=False)
+        self._sum_function = tf.function(self._sum, autograph=False)
 
     def gather(self, number: int) -> list[int]:
-        """Returns the number that each worker gives; all of them must ask."""
+        """Returns the number of each worker; every worker must call this."""
         if self.count == 1:
             return [number]
-        mine = tf.one_hot(self.index, self.count, dtype=tf.int64) * number
-        summed = self._strategy.experimental_local_results(self._sum(mine))[0]
+        own = tf.one_hot(self.index, self.count, dtype=tf.int64) * number
+        sums = self._strategy.experimental_local_results(self._sum_function(own))[0]
         replicas = self._strategy.num_replicas_in_sync // self.count
-        return [int(value) // replicas for value in summed.numpy()]
+        return [int(value) // replicas for value in sums.numpy()]
 
     def distribute(self, make: Callable[[tuple[int, int]], tf.data.Dataset], size: int) -> Any:
         """Distributes batches over all replicas.
 
         Args:
-            make: makes this worker's part of each batch, given (worker, workers).
+            make: returns this worker's part of each batch, for (index, count) of the workers.
             size: images in a whole batch, see `Execution.check_batch`.
         """
         replicas = self._strategy.num_replicas_in_sync
@@ -140,30 +138,30 @@ class Workers:
             lambda _: part.rebatch(size // replicas) if local > 1 else part
         )
 
-    def _summed(self, numbers: tf.Tensor) -> Any:
+    def _sum(self, numbers: tf.Tensor) -> Any:
         def add(numbers: tf.Tensor) -> Any:
             context = tf.distribute.get_replica_context()
-            # The copy lies on the replica's device; the argument itself on none that is known.
+            # The copy is on the replica's device; the argument itself is on no known device.
             return context.all_reduce(tf.distribute.ReduceOp.SUM, tf.identity(numbers))
 
         return self._strategy.run(add, args=(numbers,))
 
 
 def is_first_worker() -> bool:
-    """Whether this process is the one of its cluster that writes the run directory."""
+    """Whether this process writes the run directory: the first worker of its cluster does."""
     return worker_index() == 0
 
 
 def worker_index() -> int:
-    """Returns which worker of its cluster this process is, from 0; 0 where there is none."""
+    """Returns the index of this process in its cluster; 0 without a cluster."""
     task = json.loads(os.environ.get("TF_CONFIG") or "{}").get("task", {})
     return 0 if len(_workers()) < 2 else int(task.get("index", 0))
 
 
 @functools.cache
 def _mirrored(devices: tuple[str, ...]) -> tf.distribute.Strategy:
-    # One for all trainings of a process: a second would number its sums as the first did, and
-    # TensorFlow would take the gradients of two models for one tensor of two shapes.
+    # One for all trainings of a process: a second strategy numbers its sums from the start again,
+    # and TensorFlow takes the gradients of two models for one tensor of two shapes.
     return tf.distribute.MirroredStrategy(devices)
 
 
@@ -181,7 +179,7 @@ def _multi_worker(tf_config: str) -> tf.distribute.Strategy:
         return tf.distribute.MultiWorkerMirroredStrategy()
     except RuntimeError as error:
         raise ValueError(
-            "TensorFlow has computed something already, and joins no other workers after that; "
+            "TensorFlow has already computed something, and cannot join other workers after that; "
             'call Execution(strategy="multi_worker").make_strategy() first, before images are '
             f"loaded. Received: TF_CONFIG={tf_config!r} ({error})."
         ) from error

@@ -1,4 +1,4 @@
-"""Ends a training: the run directory is assembled and put into its place."""
+"""Ends a training: assembles the run directory and moves it to its place."""
 
 import dataclasses
 import datetime
@@ -21,67 +21,57 @@ from keras_vit.training.loop import Loop
 
 
 class TrainingInterrupted(KeyboardInterrupt):
-    """Raised after Ctrl-C or SIGTERM; its text says what was saved.
+    """Raised after Ctrl-C or SIGTERM; the text says what is saved.
 
     Attributes:
-        path: the folder of the training, which can be resumed; a run directory as well, once an
-            epoch is over.
-        exit_code: 130 after Ctrl-C; 75 after SIGTERM, by which a supervisor knows to start again.
+        path: the folder of the training, which can be resumed; it is also a run directory once an
+            epoch is complete.
+        exit_code: 130 after Ctrl-C; 75 after SIGTERM, which tells a supervisor to start again.
     """
 
-    def __init__(self, message: str, *, path: Path, asked: int = signal.SIGINT) -> None:
+    def __init__(self, message: str, *, path: Path, signal_number: int = signal.SIGINT) -> None:
         super().__init__(message)
         self.path = path
-        self.exit_code = 75 if asked == signal.SIGTERM else 130
+        self.exit_code = 75 if signal_number == signal.SIGTERM else 130
 
 
-def finish(loop: Loop, *, out: Path, asked: int) -> run.Run:
-    """Makes the run directory, or after an interruption leaves what can be resumed.
+def finish(loop: Loop, *, out: Path, signal_number: int) -> run.Run:
+    """Makes the run directory, or after an interruption leaves a training that can be resumed.
 
     Args:
-        loop: that has run.
+        loop: the loop after its last step.
         out: the run directory.
-        asked: the signal that interrupted it, or 0.
+        signal_number: the signal that interrupted the loop, or 0.
 
     Raises:
-        TrainingInterrupted: the training was interrupted.
+        TrainingInterrupted: a signal interrupted the loop.
     """
-    if asked:
-        raise _interruption(loop, asked=asked)
+    if signal_number:
+        raise _interruption(loop, signal_number=signal_number)
     config = _config(loop)
     # From its file: after resuming, the best epoch may have been another process's.
     if loop.workers.index:
         model = loop.objective.read(_best_file(loop))
     else:
         model = _publish(loop, config, out)
-        # Before the others remove theirs: they are resumed together or not at all.
-        loop.folder.retire()
-    loop.meet()  # the run is there before any worker says so
+        # Before the other workers remove their folders: all of them are resumed together or none.
+        loop.folder.invalidate()
+    loop.wait_for_workers()  # no worker returns before the run exists
     loop.folder.remove()
-    return _run(out, model, config)
-
-
-def cut_off(folder: Path, *, asked: int) -> TrainingInterrupted:
-    """Returns the interruption of a training while its run was made."""
-    return TrainingInterrupted(
-        f"Interrupted at the end of the training: all of it is in {str(folder)!r}, resume to "
-        "finish the run.",
-        path=folder,
-        asked=asked or signal.SIGINT,
-    )
+    return _make_run(out, model, config)
 
 
 def finished(loop: Loop, *, out: Path) -> run.Run | None:
-    """Returns the run at `out` if the first worker has finished it and none is left to do.
+    """Returns the run at `out` if the first worker has finished it, otherwise None.
 
     Raises:
-        FileExistsError: it has, and this worker cannot see the run.
+        FileExistsError: the run is finished, and this worker cannot see it.
         ValueError: the run was started with other settings.
     """
-    is_there = run.is_run(out)
-    if not loop.workers.gather(int(is_there and not loop.folder.exists()))[0]:
+    is_visible = run.is_run(out)
+    if not loop.workers.gather(int(is_visible and not loop.folder.exists()))[0]:
         return None
-    if not is_there:
+    if not is_visible:
         raise FileExistsError(
             f"The first worker has finished the run {str(out)!r}; nothing is left to do here."
         )
@@ -91,7 +81,7 @@ def finished(loop: Loop, *, out: Path) -> run.Run | None:
 
 
 def _publish(loop: Loop, config: dict[str, Any], out: Path) -> keras.Model:
-    """Assembles the run in the training's folder, lets others add to it, and puts it in place."""
+    """Assembles the run in the training's folder, reports it, and moves it to its place."""
     folder = loop.folder.path
     with atomic.staging_folder(folder) as stage:
         with atomic.telling(folder, kept="the checkpoints are kept", again="resume"):
@@ -101,35 +91,33 @@ def _publish(loop: Loop, config: dict[str, Any], out: Path) -> keras.Model:
             for file in (folder / run.EVENTS).iterdir():
                 shutil.copy2(file, stage / run.EVENTS / file.name)
             model = _write(stage, loop, config)
-        loop.watcher.tell_end(_run(stage, model, config))
+        loop.watcher.report_run(_make_run(stage, model, config))
         atomic.publish(stage, out)
     return model
 
 
-def _run(path: Path, model: keras.Model, config: dict[str, Any]) -> run.Run:
+def _make_run(path: Path, model: keras.Model, config: dict[str, Any]) -> run.Run:
     return run.Run(path=path, model=model, labels=tuple(config["labels"]), config=config)
 
 
-def _interruption(loop: Loop, *, asked: int) -> TrainingInterrupted:
+def _interruption(loop: Loop, *, signal_number: int) -> TrainingInterrupted:
     watcher, folder = loop.watcher, loop.folder.path
     text = (
         f"Interrupted at step {watcher.step} of {loop.plan.steps}: a checkpoint is in "
         f"{str(folder)!r}, resume from it"
     )
-    if watcher.best is None:
-        return TrainingInterrupted(f"{text}.", path=folder, asked=asked)
-    loop.folder.show(watcher.history, best_epoch=watcher.best.epoch, is_last=True)
-    _leave_run(folder, loop)
-    return TrainingInterrupted(
-        f"{text}; the model of epoch {watcher.best.epoch}, the {watcher.keep} so far, can be used "
-        "from there too.",
-        path=folder,
-        asked=asked,
-    )
+    if watcher.best is not None:
+        epoch = watcher.best.epoch
+        loop.folder.write_progress(watcher.history, best_epoch=epoch, is_last=True)
+        _leave_run(folder, loop)
+        text += (
+            f"; the model of epoch {epoch}, the {watcher.keep} so far, can be used from there too"
+        )
+    return TrainingInterrupted(f"{text}.", path=folder, signal_number=signal_number)
 
 
 def _leave_run(folder: Path, loop: Loop) -> None:
-    """Makes a run of the training's folder; config.json, which makes it one, comes last."""
+    """Makes a run of the training's folder; config.json comes last, since it marks a run."""
     with (
         atomic.telling(folder, kept="the checkpoints are kept", again="resume"),
         atomic.staging_folder(folder) as stage,
@@ -143,11 +131,11 @@ def _leave_run(folder: Path, loop: Loop) -> None:
 
 
 def _config(loop: Loop) -> dict[str, Any]:
-    """Returns what config.json says: how the run was made, where, and how it came out."""
+    """Returns the content of config.json: settings, execution, result and versions."""
     best = loop.watcher.best
     return {
         **loop.settings,
-        # Not a part of what a resumed training must repeat: it may run elsewhere.
+        # A resumed training need not repeat this: it may run on another machine.
         "execution": dataclasses.asdict(loop.job.execution),
         "result": {
             "epochs": len(loop.watcher.history),
@@ -171,7 +159,7 @@ def _config(loop: Loop) -> dict[str, Any]:
 
 
 def _write(folder: Path, loop: Loop, config: dict[str, Any]) -> keras.Model:
-    """Writes the files of a run that do not grow with the training, and returns its model."""
+    """Writes all files of a run but the history, curves and events; returns the model."""
     data, model = loop.job.data, loop.objective.write(_best_file(loop), folder)
     (folder / run.CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     (folder / run.LABELS).write_text("".join(f"{label}\n" for label in data.labels), "utf-8")
@@ -186,5 +174,5 @@ def _write(folder: Path, loop: Loop, config: dict[str, Any]) -> keras.Model:
 def _best_file(loop: Loop) -> Path:
     best = loop.watcher.best
     if best is None:
-        raise ValueError("No epoch is over: there is no best one.")
+        raise ValueError("No epoch is complete: there is no best one.")
     return loop.folder.best_model(best.epoch)

@@ -1,4 +1,4 @@
-"""What is asked of a training besides its model, and the batches that follow from it."""
+"""The settings of a training besides its model, and its batches."""
 
 import dataclasses
 from typing import NamedTuple
@@ -10,11 +10,11 @@ from keras_vit.training.execution import Execution
 from keras_vit.training.recipe import Plan, Recipe
 
 EVALUATION_BATCH = 128
-MIXUP = 100  # marks these draws, so that they share no stream with those of the data's pipeline
+MIXUP = 100  # gives mixing another random stream than the data pipeline has
 
 
 class Resizing(NamedTuple):
-    """How images come to the size that a model takes, (height, width) in pixels."""
+    """How images are resized for a model; `size` is (height, width) in pixels."""
 
     size: tuple[int, int]
     antialias: bool
@@ -22,14 +22,14 @@ class Resizing(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Job:
-    """What is asked of a training besides its model.
+    """The settings of a training besides its model.
 
     Attributes:
         data: images in three splits.
         recipe: how to train.
         execution: devices, precision, how often to save.
-        seed: decides the order of the images and how they are varied.
-        has_labels: whether it learns from the labels.
+        seed: decides the order of the images and their augmentation.
+        has_labels: whether the training uses labels.
     """
 
     data: ImageData
@@ -46,23 +46,23 @@ class Job:
 
     @property
     def width(self) -> int:
-        """How many numbers a target has; without labels all images are of one class."""
+        """The size of a target; without labels all images are of one class."""
         return max(len(self.data.labels), 1)
 
     def training_batches(
         self, resizing: Resizing, *, start_step: int, shard: tuple[int, int]
     ) -> tf.data.Dataset:
-        """Returns the batches from a step on, for one of several workers: images, probabilities."""
+        """Returns batches of (images, probabilities) from a step on, for one of several workers."""
         recipe, plan = self.recipe, self.plan
 
-        def soften(
+        def smooth_and_mix(
             step: tf.Tensor, batch: tuple[tf.Tensor, tf.Tensor]
         ) -> tuple[tf.Tensor, tf.Tensor]:
-            images, certain = batch[0], tf.one_hot(batch[1], self.width)
+            images, targets = batch[0], tf.one_hot(batch[1], self.width)
             smoothing = recipe.label_smoothing
             return mix_batch(
                 images,
-                certain * (1 - smoothing) + smoothing / self.width,
+                targets * (1 - smoothing) + smoothing / self.width,
                 alpha=recipe.mixup,
                 cutmix=recipe.cutmix,
                 per=recipe.mix_per,
@@ -83,10 +83,10 @@ class Job:
             start_step=start_step,
             shard=shard,
         )
-        return batches.enumerate(start_step).map(soften)
+        return batches.enumerate(start_step).map(smooth_and_mix)
 
     def validation_batches(self, resizing: Resizing) -> tf.data.Dataset:
-        """Returns the batches that epochs are judged by: images, probabilities."""
+        """Returns the batches of (images, probabilities) that evaluate an epoch."""
         batches = evaluation_batches(
             self.data.validation,
             image_size=resizing.size,

@@ -1,7 +1,6 @@
-"""Carries a training out, step by step, until its end or until someone asks to stop."""
+"""Runs the steps of a training, until the last one or until a signal asks it to stop."""
 
 import contextlib
-import dataclasses
 import signal
 import warnings
 from collections.abc import Iterator
@@ -22,75 +21,75 @@ from keras_vit.training.execution import Workers
 from keras_vit.training.objectives import Objective
 from keras_vit.training.progress import Watcher
 
-_KINDS = (signal.SIGINT, signal.SIGTERM)
-
-
-class StopRequests:
-    """Takes the two signals while it is entered.
-
-    Before the steps begin SIGINT interrupts at once; but what Python or TensorFlow swallow of that,
-    in the middle of building a model, is remembered too. Between steps a second SIGINT interrupts.
-
-    Example:
-        >>> with StopRequests() as stop:
-        ...     stop.wait_for_steps()
-        ...     signal.raise_signal(signal.SIGINT)
-        >>> stop.asked == signal.SIGINT
-        True
-
-    Attributes:
-        asked: the first signal that came, or 0.
-    """
-
-    def __init__(self) -> None:
-        self.asked = 0
-        self._waits = self._ends = False
-        self._before: dict[int, Any] = {}
-
-    def wait_for_steps(self) -> None:
-        """From now on the first signal is only remembered."""
-        self._waits = True
-
-    def end_steps(self) -> None:
-        """From now on a signal interrupts at once, SIGTERM too; one that came late, here."""
-        self._waits, self._ends = False, True
-        if self.asked:
-            raise KeyboardInterrupt
-
-    def __enter__(self) -> "StopRequests":
-        try:
-            self._before = {kind: signal.signal(kind, self._ask) for kind in _KINDS}
-        except ValueError:  # not the main thread, which alone gets signals
-            self._before = {}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for kind, handler in self._before.items():
-            signal.signal(kind, handler)
-
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        is_first = not self.asked
-        self.asked = self.asked or number
-        if self._ends or (number == signal.SIGINT and not (is_first and self._waits)):
-            raise KeyboardInterrupt
-
-
-# What a lost worker looks like to the others: their collectives are broken off.
-_LOST = (
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# What the other workers raise when one of them is lost: their collective operations fail.
+_LOST_WORKER_ERRORS = (
     tf.errors.UnavailableError,
     tf.errors.InternalError,
     tf.errors.AbortedError,
     tf.errors.CancelledError,
     tf.errors.DeadlineExceededError,
 )
-_NONE = -1  # a step that no checkpoint is of
+_NO_STEP = -1  # stands for "no checkpoint"
+
+
+class StopRequests:
+    """Handles SIGINT and SIGTERM inside a `with` block.
+
+    Before the steps, SIGINT interrupts at once. The signal is also remembered, because Python or
+    TensorFlow may swallow the KeyboardInterrupt while a model is built. During the steps the first
+    signal is only remembered, and a second SIGINT interrupts.
+
+    Example:
+        >>> with StopRequests() as stop:
+        ...     stop.begin_steps()
+        ...     signal.raise_signal(signal.SIGINT)
+        >>> stop.signal_number == signal.SIGINT
+        True
+
+    Attributes:
+        signal_number: the first signal received, or 0.
+    """
+
+    def __init__(self) -> None:
+        self.signal_number = 0
+        self._in_steps = self._after_steps = False
+        self._previous_handlers: dict[int, Any] = {}
+
+    def begin_steps(self) -> None:
+        """From now on the first signal is only remembered."""
+        self._in_steps = True
+
+    def end_steps(self) -> None:
+        """From now on each signal interrupts at once; so does one that is already remembered."""
+        self._in_steps, self._after_steps = False, True
+        if self.signal_number:
+            raise KeyboardInterrupt
+
+    def __enter__(self) -> "StopRequests":
+        # Only the main thread may set handlers; signals do not reach the other threads.
+        with contextlib.suppress(ValueError):
+            self._previous_handlers = {
+                number: signal.signal(number, self._handle) for number in _SIGNALS
+            }
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous_handlers.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        is_first = not self.signal_number
+        self.signal_number = self.signal_number or number
+        if self._after_steps or (number == signal.SIGINT and not (is_first and self._in_steps)):
+            raise KeyboardInterrupt
 
 
 class WorkerLostError(ConnectionError):
-    """Another worker has gone, and without it no step can be made.
+    """Another worker is lost, so no further step is possible.
 
     Attributes:
-        exit_code: 75, by which a supervisor knows to start the workers again.
+        exit_code: 75, which tells a supervisor to start the workers again.
     """
 
     exit_code = 75  # EX_TEMPFAIL of sysexits.h
@@ -100,16 +99,16 @@ class Loop:
     """One training in this process.
 
     Args:
-        objective: compiled.
-        workers: those that train together.
-        watcher: is told about each step.
-        folder: where everything is saved.
+        objective: the compiled objective.
+        workers: the processes that train together.
+        watcher: receives the logs of each step.
+        folder: holds the checkpoints and the best model.
 
     Attributes:
-        job: what was asked besides the model.
-        model: what is trained.
-        plan: how long an epoch and the whole training are.
-        settings: what config.json says of how the run is made.
+        job: data, recipe, execution and seed.
+        model: the model to train.
+        plan: the lengths of an epoch and of the training.
+        settings: the part of config.json that decides the result.
     """
 
     def __init__(
@@ -124,123 +123,118 @@ class Loop:
         self.settings = objective.settings()
 
     def resume(self) -> None:
-        """Goes back to the last checkpoint that every worker has whole, with its best model.
+        """Restores the newest checkpoint that is whole on every worker, and its best model.
 
-        What is damaged is left out with a warning.
+        A damaged checkpoint is skipped with a warning.
 
         Raises:
             ValueError: no checkpoint is whole, or the workers have none in common.
         """
-        self.folder.remove_remains()
-        found = self._load_newest()
+        self.folder.remove_leftovers()
+        step, state, progress = self._load_newest()
         # One worker may be a save ahead of another, or have a damaged file.
-        step = min(self.workers.gather(found.step if found else _NONE))
-        if found and found.step != step:
-            found = self._load_newest(at_most=step)
-        found = found if found and found.step == step else None
-        if min(self.workers.gather(found.step if found else _NONE)) == _NONE or found is None:
+        common_step = min(self.workers.gather(step))
+        if step > common_step:
+            step, state, progress = self._load_newest(at_most=common_step)
+        own_step = step if step == common_step else _NO_STEP
+        if min(self.workers.gather(own_step)) == _NO_STEP:
             raise ValueError(
                 f"No checkpoint in {str(self.folder.path)!r} is whole"
                 + (" and in the folders of all workers" if self.workers.count > 1 else "")
-                + ", with the best model it belongs to; put the files back, or overwrite the "
-                "training."
+                + ", together with its best model; put the files back, or overwrite the training."
             )
-        set_state(self.model, found.state)
-        self.watcher.resume(found.progress)
+        set_state(self.model, state)
+        self.watcher.resume(progress)
         self.folder.checkpoints.remove_after(step)
         best = self.watcher.best
-        if best is not None and not found.has_best:
+        if best is not None and not self.folder.has_best(best.epoch):
             with self._averaged_weights():
                 self._save_best(best.epoch)
 
-    def _load_newest(self, *, at_most: int | None = None) -> "_Found | None":
-        """Returns the newest checkpoint that is whole, with its best model."""
+    def _load_newest(
+        self, *, at_most: int | None = None
+    ) -> tuple[int, dict[str, np.ndarray], dict[str, Any]]:
+        """Returns the step, state and progress of the newest whole checkpoint, or `_NO_STEP`."""
         for step in reversed(self.folder.checkpoints.steps()):
             if at_most is not None and step > at_most:
                 continue
             try:
                 state, progress = self.folder.checkpoints.load(step)
-                has_best = self._check_best(progress)
+                self._check_best(progress)
             except DamagedError as error:
                 warnings.warn(f"At step {step} {error}; an older one is used.", stacklevel=2)
                 continue
-            return _Found(step=step, state=state, progress=progress, has_best=has_best)
-        return None
+            return step, state, progress
+        return _NO_STEP, {}, {}
 
-    def _check_best(self, progress: dict[str, Any]) -> bool:
-        """Whether the best model of a checkpoint is there; False if the checkpoint is that model.
+    def _check_best(self, progress: dict[str, Any]) -> None:
+        """Raises a DamagedError if the best model of a checkpoint is neither whole nor its own."""
+        epoch, step = progress["best_epoch"], progress["step"]
+        is_own = self._ends_epoch(step) and self._epochs_at(step) == epoch
+        if epoch is not None and not is_own and not self.folder.has_best(epoch):
+            file = str(self.folder.best_model(epoch))
+            raise DamagedError(f"the model {file!r} is damaged or gone")
 
-        Raises:
-            DamagedError: it cannot be had.
-        """
-        epoch = progress["best_epoch"]
-        if epoch is None or self.folder.has_best(epoch):
-            return True
-        if self._epochs_ended(progress["step"]) == epoch and self._is_epochs_end(progress["step"]):
-            return False
-        raise DamagedError(f"the model {str(self.folder.best_model(epoch))!r} is damaged or gone")
-
-    def _epochs_ended(self, step: int) -> int:
+    def _epochs_at(self, step: int) -> int:
+        """Returns the number of epochs that are complete at a step."""
         return self.plan.epochs if step == self.plan.steps else step // self.plan.steps_per_epoch
 
-    def _is_epochs_end(self, step: int) -> bool:
+    def _ends_epoch(self, step: int) -> bool:
         return step % self.plan.steps_per_epoch == 0 or step == self.plan.steps
 
     def run(self, stop: StopRequests) -> int:
-        """Trains to the end, or until someone asks to stop.
+        """Trains to the last step, or until a signal asks any worker to stop.
+
+        After an error the last checkpoints stay.
 
         Args:
-            stop: where it is asked.
+            stop: receives the signals.
 
         Returns:
-            0 at the end, otherwise the signal that asked any of the workers.
+            0 after the last step, otherwise the number of the signal.
 
         Raises:
-            FloatingPointError: the loss is not finite; the checkpoints are of before.
-            MemoryError: there is not enough; the checkpoints are of before.
-            OSError: the disk is full or gone; likewise.
-            WorkerLostError: another worker has gone.
+            FloatingPointError: the loss is not finite.
+            MemoryError: memory is exhausted.
+            OSError: the disk is full or gone.
+            WorkerLostError: another worker is lost.
         """
         events = EventFiles(self.folder, self.workers)
-        stop.wait_for_steps()
+        stop.begin_steps()
         with contextlib.closing(events):
             try:
-                return self._run(stop, events)
+                return self._run_steps(stop, events)
             except (MemoryError, tf.errors.ResourceExhaustedError) as error:
                 raise MemoryError(
                     f"Out of memory at step {self.watcher.step + 1}; the checkpoints in "
-                    f"{str(self.folder.path)!r} are kept: free some and resume, or train with "
-                    "smaller batches or accumulate."
+                    f"{str(self.folder.path)!r} are kept: free some memory and resume, or train "
+                    "with smaller batches or accumulate."
                 ) from error
             except FloatingPointError as error:
-                kept = self.folder.checkpoints.steps()[-1]
+                step = self.folder.checkpoints.steps()[-1]
                 raise FloatingPointError(
-                    f"{error}; the checkpoint of step {kept} is kept in {str(self.folder.path)!r}. "
+                    f"{error}; the checkpoint of step {step} is kept in {str(self.folder.path)!r}. "
                     "Try a smaller learning rate."
                 ) from None
-            except _LOST as error:
+            except _LOST_WORKER_ERRORS as error:
                 if self.workers.count == 1:
                     raise
-                raise self._lost(error) from error
+                raise self._worker_lost(error) from error
 
-    def meet(self) -> None:
-        """Waits until every worker is here.
-
-        Raises:
-            WorkerLostError: another worker has gone.
-        """
+    def wait_for_workers(self) -> None:
+        """Waits until every worker calls this, or raises a WorkerLostError."""
         try:
             self.workers.gather(1)
-        except _LOST as error:
-            raise self._lost(error) from error
+        except _LOST_WORKER_ERRORS as error:
+            raise self._worker_lost(error) from error
 
-    def _lost(self, error: Exception) -> WorkerLostError:
+    def _worker_lost(self, error: Exception) -> WorkerLostError:
         return WorkerLostError(
             f"Another worker was lost at step {self.watcher.step + 1} "
-            f"({type(error).__name__}); start all workers again, resuming."
+            f"({type(error).__name__}); start all workers again and resume."
         )
 
-    def _run(self, stop: StopRequests, events: EventFiles) -> int:
+    def _run_steps(self, stop: StopRequests, events: EventFiles) -> int:
         dataset = self.workers.distribute(
             lambda shard: self.job.training_batches(
                 self._resizing, start_step=self.watcher.step, shard=shard
@@ -250,11 +244,11 @@ class Loop:
         self.model.prepare(dataset)
         batches = iter(dataset)
         while self.watcher.step < self.plan.steps:
-            own = signal.SIGINT if self.watcher.stop_requested else stop.asked
-            asked = max(self.workers.gather(int(own)))
-            if asked:
+            own_signal = signal.SIGINT if self.watcher.stop_requested else stop.signal_number
+            signal_number = max(self.workers.gather(int(own_signal)))
+            if signal_number:
                 self.save()
-                return asked
+                return signal_number
             self.model.reset_metrics()  # so that the logs are those of one step
             logs = self.model.train_function(batches)
             self._end_step(logs, events)
@@ -264,36 +258,35 @@ class Loop:
         self.watcher.end_step(logs)
         step = self.watcher.step
         events.write_step(step, logs)
-        if self._is_epochs_end(step):
+        if self._ends_epoch(step):
             self._end_epoch(events)
         elif step % self.job.execution.checkpoint_steps == 0:
             self.save()
 
     def _end_epoch(self, events: EventFiles) -> None:
         with self._averaged_weights():
-            validation = self._evaluate()
-            done = self.watcher.end_epoch(
-                validation, learning_rate=float(self.model.optimizer.learning_rate)
+            record = self.watcher.end_epoch(
+                self._evaluate(), learning_rate=float(self.model.optimizer.learning_rate)
             )
-            if done.is_best:
-                self._save_best(done.epoch)
+            if record.is_best:
+                self._save_best(record.epoch)
         self.save()
-        best = self.watcher.best.epoch if self.watcher.best else done.epoch
-        self.folder.remove_old(best_epochs={best, *self._best_epochs()})
+        best_epoch = self.watcher.best.epoch if self.watcher.best else record.epoch
+        self.folder.remove_old(best_epochs={best_epoch, *self._best_epochs()})
         is_last = self.watcher.step == self.plan.steps
-        self.folder.show(self.watcher.history, best_epoch=best, is_last=is_last)
-        events.write_epoch(self.watcher.step, done)
-        self.watcher.tell(done)
+        self.folder.write_progress(self.watcher.history, best_epoch=best_epoch, is_last=is_last)
+        events.write_epoch(self.watcher.step, record)
+        self.watcher.report(record)
 
     def _save_best(self, epoch: int) -> None:
         self._best_model.set_weights(self.objective.saved.get_weights())
         self.folder.save_best(self._best_model, epoch=epoch)
 
     def _best_epochs(self) -> Iterator[int]:
-        """The best epoch as of each checkpoint, of which any may be the one that is resumed."""
+        """Yields the best epoch as of each checkpoint: any of them may be resumed."""
         for step in self.folder.checkpoints.steps():
-            ended = self.watcher.history[: self._epochs_ended(step)]
-            yield from [done.epoch for done in ended if done.is_best][-1:]
+            records = self.watcher.history[: self._epochs_at(step)]
+            yield from [record.epoch for record in records if record.is_best][-1:]
 
     def save(self) -> None:
         """Saves a checkpoint."""
@@ -303,31 +296,21 @@ class Loop:
 
     def _evaluate(self) -> dict[str, float]:
         logs = self.model.evaluate(self._validation, verbose=0, return_dict=True)
-        measured = [name for name in ("loss", "accuracy") if name in logs]
-        return {name: float(np.asarray(logs[name]).ravel()[0]) for name in measured}
+        names = [name for name in ("loss", "accuracy") if name in logs]
+        return {name: float(np.asarray(logs[name]).ravel()[0]) for name in names}
 
     @contextlib.contextmanager
     def _averaged_weights(self) -> Iterator[None]:
-        """Puts the moving averages in the weights' place for a while."""
+        """Replaces the weights by their moving averages inside a `with` block."""
         if self.job.recipe.average is None:
             yield
             return
         variables = self.model.trainable_variables
-        own = [variable.numpy() for variable in variables]
+        values = [variable.numpy() for variable in variables]
         self.model.optimizer.finalize_variable_values(variables)
         try:
             yield
         finally:
-            # From copies: a swap by sums and differences would not give back the same bits.
-            for variable, value in zip(variables, own, strict=True):
+            # From copies: a swap by sums and differences does not restore the same bits.
+            for variable, value in zip(variables, values, strict=True):
                 variable.assign(value)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class _Found:
-    """A whole checkpoint, and whether its best model is there or is to be made of it."""
-
-    step: int
-    state: dict[str, np.ndarray]
-    progress: dict[str, Any]
-    has_best: bool

@@ -1,4 +1,4 @@
-"""Masked patch prediction: pre-training without labels, and pictures of what it predicts."""
+"""Masked patch prediction: pre-training without labels, and pictures of the predictions."""
 
 import dataclasses
 from pathlib import Path
@@ -17,26 +17,23 @@ from keras_vit.training.progress import check_matplotlib
 
 Target = Literal["mean_color", "small_patch", "pixels"]
 
-# Of the corrupted patches so many become the mask's embedding, so many that of another patch; the
-# rest is kept.
+# Fractions of the corrupted patches that become the mask embedding, and the embedding of another
+# patch of the image; the others are unchanged.
 MASKED, SWAPPED = 0.8, 0.1
 
-# A colour has 3 bits in each channel.
-LEVELS = 8
+LEVELS = 8  # of a colour, in each channel: 3 bits
+SMALL_SIDE = 4  # colours on each side of a "small_patch"
 
-# The side of the small patch whose colours are predicted in parallel.
-SMALL_SIDE = 4
-
-# Evaluation corrupts the same each time: which patches, what becomes of them, in whose favour.
+# Evaluation corrupts in the same way each time: which patches, how, and by which other patch.
 EVALUATION_SEEDS = (1, 2, 3)
 
 
 @keras.saving.register_keras_serializable(package="keras_vit")
 class MaskedPatchModel(backend.ExactTrainer, keras.Model):
-    """A Vision Transformer that learns to predict corrupted patches; needs no labels.
+    """A Vision Transformer that learns to predict corrupted patches, without labels.
 
-    `compile` it with an optimizer and `fit` it on images; the loss is its own, over the corrupted
-    patches alone. Afterwards `vit` is an ordinary model without classifier.
+    `compile` it with an optimizer and `fit` it on images; it has its own loss, over the corrupted
+    patches alone. Then `vit` is an ordinary model without classifier.
 
     Example:
         >>> import numpy as np
@@ -51,15 +48,16 @@ class MaskedPatchModel(backend.ExactTrainer, keras.Model):
 
     Args:
         config: the network; its classifier, pre-logits layer and distillation token are left out.
-        target: what is predicted: the "mean_color" of each patch, one of 512; the 4x4 colours of a
-            "small_patch"; or all "pixels" in [-1, 1], by least squares.
-        corruption: fraction of the patches that is corrupted in each image.
+        target: what the model predicts: the "mean_color" of each patch, one of 512; the 4x4 colours
+            of a "small_patch"; or all "pixels" in [-1, 1], by least squares.
+        corruption: fraction of the patches of each image that is corrupted.
         seed: of the corruption; None for a random one.
         name: name of the model.
         dtype: dtype policy of its layers; predictions are float32.
 
     Raises:
-        ValueError: there is no such target, it does not fit the patches, or nothing is corrupted.
+        ValueError: the target is unknown or does not fit the patches, or `corruption` is not above
+            0 and at most 1.
     """
 
     def __init__(
@@ -81,9 +79,12 @@ class MaskedPatchModel(backend.ExactTrainer, keras.Model):
         self._policy = keras.dtype_policies.get(dtype).name
         _check(self.config, target=target, corruption=corruption)
         self.vit = VisionTransformer(self.config, dtype=self._policy)
-        self.predictor = TokenDense(_outputs(self.config, target), dtype="float32", name="head")
+        channels = config.input_shape[2]
+        values = channels if target == "pixels" else LEVELS**channels
+        units = _side(config, target) ** 2 * values
+        self.predictor = TokenDense(units, dtype="float32", name="head")
         self.seeds = ReplicaSeedGenerator(seed)
-        # Pixels are not guessed rightly or wrongly.
+        # Pixels are real numbers, which have no accuracy.
         self.accuracy = None if target == "pixels" else keras.metrics.Mean(name="accuracy")
         self.build()
 
@@ -95,7 +96,7 @@ class MaskedPatchModel(backend.ExactTrainer, keras.Model):
         self.built = True
 
     def call(self, images: Any, training: bool | None = None) -> dict[str, Any]:
-        """Returns the predictions (B, patches, ...) and which patches were corrupted."""
+        """Returns "predictions" (B, patches, ...) and "corrupted" (B, patches), 0 or 1."""
         x = images
         for name in ("rescaling", "stem", "patches"):
             if any(layer.name == name for layer in self.vit.layers):
@@ -116,7 +117,7 @@ class MaskedPatchModel(backend.ExactTrainer, keras.Model):
         sample_weight: Any = None,
         training: bool = True,
     ) -> Any:
-        """Returns the mean loss of the corrupted patches; labels are not looked at."""
+        """Returns the mean loss of the corrupted patches; `y` is not used."""
         targets = patch_targets(x, self.config, self.target)
         predictions, weights = y_pred["predictions"], y_pred["corrupted"]
         if self.target == "pixels":
@@ -125,9 +126,9 @@ class MaskedPatchModel(backend.ExactTrainer, keras.Model):
         colors = LEVELS ** self.config.input_shape[2]
         predictions = keras.ops.reshape(predictions, (-1, *targets.shape[1:], colors))
         weights = weights[..., None] * keras.ops.ones_like(targets, dtype="float32")
-        right = keras.ops.equal(keras.ops.argmax(predictions, axis=-1), targets)
+        is_correct = keras.ops.equal(keras.ops.argmax(predictions, axis=-1), targets)
         if self.accuracy is not None:
-            self.accuracy.update_state(keras.ops.cast(right, "float32"), sample_weight=weights)
+            self.accuracy.update_state(keras.ops.cast(is_correct, "float32"), sample_weight=weights)
         loss = keras.losses.SparseCategoricalCrossentropy(
             from_logits=True, reduction="mean_with_sample_weight"
         )
@@ -151,44 +152,43 @@ class MaskedPatchModel(backend.ExactTrainer, keras.Model):
         return cls(**{**config, "config": ViTConfig.from_dict(config["config"])})
 
     def _corrupt(self, embedded: Any, seeds: tuple[Any, Any, Any]) -> tuple[Any, Any]:
-        """Returns embeddings (B, patches, D), some corrupted, and where: (B, patches), 0 or 1."""
+        """Returns embeddings (B, patches, D), some corrupted, and which: (B, patches), 0 or 1."""
         batch, count = keras.ops.shape(embedded)[0], embedded.shape[1]
-        draws = keras.random.uniform((batch, count), seed=seeds[0])
+        scores = keras.random.uniform((batch, count), seed=seeds[0])
         number = max(round(self.corruption * count), 1)
-        limit = keras.ops.sort(draws, axis=1)[:, number - 1 : number]
-        corrupted = draws <= limit
-        fate = keras.random.uniform((batch, count), seed=seeds[1])
+        corrupted = scores <= keras.ops.sort(scores, axis=1)[:, number - 1 : number]
+        action = keras.random.uniform((batch, count), seed=seeds[1])[..., None]
         step = keras.random.randint((batch, count), 1, max(count, 2), seed=seeds[2])
         other = (keras.ops.arange(count) + step) % count
         swapped = keras.ops.take_along_axis(embedded, other[..., None], axis=1)
         mask = keras.ops.cast(self.mask_embedding, embedded.dtype)
-        change = keras.ops.where(fate[..., None] < MASKED + SWAPPED, swapped, embedded)
-        change = keras.ops.where(fate[..., None] < MASKED, mask, change)
-        result = keras.ops.where(corrupted[..., None], change, embedded)
+        replacement = keras.ops.where(action < MASKED + SWAPPED, swapped, embedded)
+        replacement = keras.ops.where(action < MASKED, mask, replacement)
+        result = keras.ops.where(corrupted[..., None], replacement, embedded)
         return result, keras.ops.cast(corrupted, "float32")
 
 
 def patch_targets(images: Any, config: ViTConfig, target: Target) -> Any:
-    """Returns what is to be predicted of each patch, patches in row order.
+    """Returns the targets of the patches, in row order.
 
     Args:
         images: (B, H, W, channels), as the model takes them.
-        config: the model's.
-        target: as of `MaskedPatchModel`.
+        config: that of the model.
+        target: as in `MaskedPatchModel`.
 
     Returns:
         (B, patches, colours) classes, with one colour or 4x4; or (B, patches, values) pixels.
     """
     images = as_colors(keras.ops.cast(images, "float32"), config)
     (rows, columns), stride, channels = config.grid, config.stride, config.input_shape[2]
-    parts = {"mean_color": 1, "small_patch": SMALL_SIDE, "pixels": stride}[target]
-    side = stride // parts
-    x = keras.ops.reshape(images, (-1, rows, parts, side, columns, parts, side, channels))
-    x = keras.ops.mean(x, axis=(3, 6))  # (B, h, parts, w, parts, channels)
+    side = _side(config, target)
+    area = stride // side
+    x = keras.ops.reshape(images, (-1, rows, side, area, columns, side, area, channels))
+    x = keras.ops.mean(x, axis=(3, 6))  # (B, h, side, w, side, channels)
     x = keras.ops.transpose(x, (0, 1, 3, 2, 4, 5))
-    x = keras.ops.reshape(x, (-1, rows * columns, parts * parts, channels))
+    x = keras.ops.reshape(x, (-1, rows * columns, side * side, channels))
     if target == "pixels":
-        return keras.ops.reshape(x, (-1, rows * columns, parts * parts * channels))
+        return keras.ops.reshape(x, (-1, rows * columns, side * side * channels))
     levels = keras.ops.clip(keras.ops.floor((x + 1) / 2 * LEVELS), 0, LEVELS - 1)
     digits = [LEVELS ** (channels - 1 - channel) for channel in range(channels)]
     places = keras.ops.cast(keras.ops.array(digits), "float32")
@@ -196,7 +196,7 @@ def patch_targets(images: Any, config: ViTConfig, target: Target) -> Any:
 
 
 def as_colors(images: Any, config: ViTConfig) -> Any:
-    """Turns float32 images, as the model takes them, into colours in [-1, 1]."""
+    """Converts float32 images, as the model takes them, to colours in [-1, 1]."""
     if config.include_preprocessing:
         return images / 127.5 - 1
     scale, offset = config.rescaling
@@ -206,20 +206,16 @@ def as_colors(images: Any, config: ViTConfig) -> Any:
     return pixels / keras.ops.array(scale, "float32") / 127.5 - 1
 
 
-# What a hidden patch is drawn as: in [-1, 1].
-_HIDDEN = 0.0
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Reconstructions:
-    """What a model predicts of corrupted patches; pixels in [-1, 1] of shape (B, H, W, channels).
+    """A model's predictions for corrupted patches, as pixels in [-1, 1], (B, H, W, channels).
 
     Attributes:
         images: the images.
-        hidden: the same, corrupted patches grey, whatever the model was given in their place.
-        predicted: the same, in their place what the model predicts.
-        wanted: the same, in their place what it should have predicted: their mean colour, their
-            4x4 colours, or the pixels themselves.
+        hidden: the images with grey in place of the corrupted patches, even where the model gets
+            another patch there.
+        predicted: the images with the predictions in place of the corrupted patches.
+        wanted: the images with the targets there: the mean colour, the 4x4 colours, or the pixels.
         corrupted: (B, patches), 0 or 1.
     """
 
@@ -231,7 +227,7 @@ class Reconstructions:
 
 
 def reconstruct(model: MaskedPatchModel, images: np.ndarray) -> Reconstructions:
-    """Returns what a model makes of images whose patches are corrupted as in evaluation.
+    """Returns a model's predictions for images that are corrupted as in evaluation.
 
     Example:
         >>> from keras_vit import ViTConfig
@@ -243,32 +239,39 @@ def reconstruct(model: MaskedPatchModel, images: np.ndarray) -> Reconstructions:
 
     Args:
         model: a masked patch model.
-        images: (B, H, W, channels), as it takes them.
+        images: (B, H, W, channels), as the model takes them.
     """
-    answer = model(images, training=False)
-    predictions, corrupted = (
-        np.asarray(keras.ops.convert_to_numpy(answer[key])) for key in ("predictions", "corrupted")
-    )
-    colors = as_colors(np.asarray(images, np.float32), model.config)
-    pixels = np.asarray(keras.ops.convert_to_numpy(colors), np.float32)
+    config, to_numpy = model.config, keras.ops.convert_to_numpy
+    outputs = model(images, training=False)
+    predictions, corrupted = to_numpy(outputs["predictions"]), to_numpy(outputs["corrupted"])
+    targets = to_numpy(patch_targets(images, config, model.target))
+    if model.target != "pixels":
+        colors = LEVELS ** config.input_shape[2]
+        predictions = predictions.reshape(*targets.shape, colors).argmax(axis=-1)
+    pixels = to_numpy(as_colors(np.asarray(images, np.float32), config))
     patches = _patches(pixels, model)  # (B, patches, stride, stride, channels)
-    wanted = _colors(patches, model)
-    where = corrupted.astype(bool)[..., None, None, None]
-    parts = [np.full_like(patches, _HIDDEN), _predicted(predictions, model), wanted]
-    hidden, predicted, wanted = (_image(np.where(where, part, patches), model) for part in parts)
+    is_corrupted = corrupted.astype(bool)[..., None, None, None]
+    replacements = (
+        np.zeros_like(patches),
+        _target_pixels(predictions, model),
+        _target_pixels(targets, model),
+    )
+    hidden, predicted, wanted = (
+        _image(np.where(is_corrupted, values, patches), model) for values in replacements
+    )
     return Reconstructions(
         images=pixels, hidden=hidden, predicted=predicted, wanted=wanted, corrupted=corrupted
     )
 
 
 def plot_reconstructions(model: MaskedPatchModel, split: Split, file: Path, *, count: int) -> None:
-    """Draws some images of a split: what was hidden, what was predicted, what was to be predicted.
+    """Draws the first images of a split: whole, with hidden patches, with predictions and targets.
 
     Args:
-        model: takes pixels 0..255.
+        model: a model that takes pixels 0..255.
         split: the images.
         file: the PNG file to write.
-        count: how many, the first of the split.
+        count: the maximum number of images.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -282,27 +285,26 @@ def plot_reconstructions(model: MaskedPatchModel, split: Split, file: Path, *, c
         split, image_size=size, batch_size=count, antialias=model.config.antialias
     )
     batch, _ = next(iter(batches))
-    found = reconstruct(model, batch.numpy())
+    pictures = reconstruct(model, batch.numpy())
     rows = {
-        "image": found.images,
-        "patches hidden": found.hidden,
-        "predicted": found.predicted,
-        f"target: {model.target.replace('_', ' ')}": found.wanted,
+        "image": pictures.images,
+        "patches hidden": pictures.hidden,
+        "predicted": pictures.predicted,
+        f"target: {model.target.replace('_', ' ')}": pictures.wanted,
     }
     figure = matplotlib.figure.Figure(figsize=(1.3 * count + 1.1, 5.6), layout="constrained")
     grid = figure.subplots(len(rows), count, squeeze=False)
-    for line, (name, images) in zip(grid, rows.items(), strict=True):
-        line[0].set_ylabel(name)
-        for axes, image in zip(line, images, strict=True):
+    for row, (name, images) in zip(grid, rows.items(), strict=True):
+        row[0].set_ylabel(name)
+        for axes, image in zip(row, images, strict=True):
             axes.imshow(np.clip((image + 1) / 2, 0, 1), interpolation="nearest")
             axes.set(xticks=[], yticks=[])
     figure.savefig(file, dpi=120, format="png")
 
 
-def _outputs(config: ViTConfig, target: Target) -> int:
-    colors = int(LEVELS ** config.input_shape[2])
-    pixels = config.stride**2 * config.input_shape[2]
-    return {"mean_color": colors, "small_patch": SMALL_SIDE**2 * colors, "pixels": pixels}[target]
+def _side(config: ViTConfig, target: Target) -> int:
+    """Returns the number of colours or pixels on each side of a patch's target."""
+    return {"mean_color": 1, "small_patch": SMALL_SIDE, "pixels": config.stride}[target]
 
 
 def _check(config: ViTConfig, *, target: str, corruption: float) -> None:
@@ -322,42 +324,16 @@ def _check(config: ViTConfig, *, target: str, corruption: float) -> None:
         )
 
 
-def _predicted(predictions: np.ndarray, model: MaskedPatchModel) -> np.ndarray:
-    """Turns predictions into pixels: the likeliest colours, or the values as they are."""
-    channels = model.config.input_shape[2]
-    if model.target == "pixels":
-        return _enlarged(predictions, model.config.stride, model)
-    scores = predictions.reshape(*predictions.shape[:2], -1, LEVELS**channels)
-    likeliest = scores.argmax(axis=-1)[..., None]
-    places = LEVELS ** np.arange(channels - 1, -1, -1)
-    levels = likeliest // places % LEVELS  # (B, patches, colours, channels)
-    return _enlarged(_middle(levels), _side(model), model)
-
-
-def _colors(patches: np.ndarray, model: MaskedPatchModel) -> np.ndarray:
-    """Returns the patches as the target has them: coarser in space and colour, or as they are."""
-    if model.target == "pixels":
-        return patches
-    side, stride = _side(model), model.config.stride
-    parts = patches.reshape(*patches.shape[:2], side, stride // side, side, stride // side, -1)
-    levels = np.clip(np.floor((parts.mean(axis=(3, 5)) + 1) / 2 * LEVELS), 0, LEVELS - 1)
-    return _enlarged(_middle(levels), side, model)
-
-
-def _side(model: MaskedPatchModel) -> int:
-    return 1 if model.target == "mean_color" else SMALL_SIDE
-
-
-def _middle(levels: np.ndarray) -> np.ndarray:
-    """The middle of each of the levels that a colour is divided into, in [-1, 1]."""
-    return ((levels + 0.5) / LEVELS * 2 - 1).astype(np.float32)
-
-
-def _enlarged(values: np.ndarray, side: int, model: MaskedPatchModel) -> np.ndarray:
-    """(B, patches, side * side * channels), in any shape -> (B, patches, stride, stride, ...)."""
-    count, stride = values.shape[1], model.config.stride
-    small = values.reshape(-1, count, side, side, model.config.input_shape[2])
-    return small.repeat(stride // side, axis=2).repeat(stride // side, axis=3)
+def _target_pixels(targets: np.ndarray, model: MaskedPatchModel) -> np.ndarray:
+    """Converts targets to pixels (B, patches, stride, stride, channels)."""
+    channels, stride = model.config.input_shape[2], model.config.stride
+    if model.target != "pixels":
+        places = LEVELS ** np.arange(channels - 1, -1, -1)
+        levels = targets[..., None] // places % LEVELS  # (B, patches, colours, channels)
+        targets = ((levels + 0.5) / LEVELS * 2 - 1).astype(np.float32)  # the middle of the level
+    side = _side(model.config, model.target)
+    squares = targets.reshape(*targets.shape[:2], side, side, channels)
+    return squares.repeat(stride // side, axis=2).repeat(stride // side, axis=3)
 
 
 def _patches(images: np.ndarray, model: MaskedPatchModel) -> np.ndarray:

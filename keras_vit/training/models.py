@@ -1,4 +1,4 @@
-"""Which model is trained: the small ones of this module, or the published variants."""
+"""The models to train: the small ones of this module, and the published variants."""
 
 import dataclasses
 import os
@@ -9,7 +9,8 @@ from keras_vit.config import ViTConfig
 from keras_vit.model import VisionTransformer
 from keras_vit.variants import VARIANTS
 
-# 8 by 8 pixels, doubled: augmentation then blurs them less. Sizes chosen on validation images.
+# The images of 8 by 8 pixels are doubled, so that augmentation blurs them less. The sizes were
+# chosen on validation images.
 _DIGITS = ViTConfig(
     input_shape=(16, 16, 3),
     patch_size=4,
@@ -21,11 +22,11 @@ _DIGITS = ViTConfig(
     pooling="avg",
     class_token=False,
 )
-# Models that learn from few images, on a CPU.
+# Models for few images, on a CPU.
 MODELS: Mapping[str, ViTConfig] = {
     "digits": _DIGITS,
-    # Convolution before the patches, as in the paper's hybrids, halves the errors: in four-fold
-    # cross-validation within the training and validation images, 5 of 1,438 and not 10.
+    # A convolution before the patches, as in the paper's hybrids, halves the errors: 5 instead of
+    # 10 of 1,438 images, in four-fold cross-validation on the training and validation images.
     "digits-hybrid": dataclasses.replace(_DIGITS, resnet_layers=(), patch_size=1),
     # About half of Ti/16 in width and depth, on 64 by 64 pixels.
     "tiny": ViTConfig(
@@ -57,7 +58,7 @@ def model_config(
         patch_size: side of a patch in pixels; None for the model's own.
 
     Raises:
-        ValueError: there is no such model, or the image is not a multiple of the patch.
+        ValueError: the name is unknown, or the image size is not a multiple of the patch size.
     """
     _check_name(name, MODEL_NAMES)
     config = MODELS.get(name) or VARIANTS[name]
@@ -76,18 +77,18 @@ def pretrained_model(
     image_size: tuple[int, int] | None = None,
     sha256: str | None = None,
 ) -> VisionTransformer:
-    """Makes a published variant from a checkpoint, ready to be fine-tuned.
+    """Returns a published variant with the weights of a checkpoint, to fine-tune.
 
     Args:
         name: one of `keras_vit.VARIANTS`.
-        weights: the checkpoint: a file, or a name that the builders know, such as "imagenet21k".
-        classes: number of classes; a fresh classifier is made if the checkpoint has another.
+        weights: a checkpoint file, or a name that the builders know, such as "imagenet21k".
+        classes: number of classes; the classifier is fresh if the checkpoint has another number.
         image_size: (height, width) in pixels; None for the checkpoint's.
-        sha256: that of the checkpoint's file, None where it is not known.
+        sha256: of the checkpoint's file; None if it is unknown.
 
     Raises:
-        FileNotFoundError: there is no checkpoint.
-        ValueError: there is no such variant, or the checkpoint does not fit it.
+        FileNotFoundError: the checkpoint does not exist.
+        ValueError: the name is unknown, or the checkpoint does not fit the variant.
     """
     _check_name(name, tuple(VARIANTS))
     model: VisionTransformer = BUILDERS[name](

@@ -1,4 +1,4 @@
-"""What is trained, and to which end: labels, a teacher, masked patches; what is saved of it."""
+"""Objectives: what each kind of model is trained for, and what a run saves of it."""
 
 import abc
 import dataclasses
@@ -28,21 +28,20 @@ from keras_vit.training.masked_patches import MaskedPatchModel, plot_reconstruct
 from keras_vit.training.recipe import make_optimizer
 
 Model: TypeAlias = ViTConfig | keras.Model
-# So many validation images are drawn with what is predicted of them.
-SHOWN = 8
+NUM_RECONSTRUCTIONS = 8  # validation images in RECONSTRUCTIONS
 M = TypeVar("M", bound=keras.Model)
 
 
 def objective_of(model: Model | Callable[[], Model], job: Job) -> "Objective":
-    """Returns the objective that suits a model, in the strategy's scope that this is called in.
+    """Returns the objective for a model; call it in the scope of the strategy.
 
     Args:
-        model: a config; or a model, functional or sequential ones too, which is trained itself
-            where that is possible, and otherwise copied; or a function that makes either.
-        job: what is asked besides.
+        model: a config, a model, or a function that makes either. A model is copied only where it
+            cannot be trained itself.
+        job: data, recipe, execution and seed.
 
     Raises:
-        TypeError: no objective trains such a model.
+        TypeError: there is no objective for such a model.
         ValueError: the model does not fit the job.
     """
     if not isinstance(model, Model):
@@ -68,63 +67,65 @@ def objective_of(model: Model | Callable[[], Model], job: Job) -> "Objective":
 
 
 class Objective(abc.ABC):
-    """What a training trains, by which loss, and what it saves and says of it.
+    """What a training trains, with which loss, and what it saves.
 
-    Make it, and `compile` it, in the scope of the strategy.
+    Create and `compile` it in the scope of the strategy.
 
     Args:
-        given: what the user gave: a model, or a config where the objective takes one.
-        job: what is asked besides.
+        model: the user's model, or a config.
+        job: data, recipe, execution and seed.
 
     Attributes:
-        kind: what config.json calls it.
-        has_own_accuracy: whether the model itself counts what is right.
-        job: what is asked besides the model.
-        model: what is trained.
+        kind: its name in config.json.
+        has_own_accuracy: whether the model itself measures its accuracy.
+        job: as in the arguments.
+        model: the model to train.
     """
 
     kind: ClassVar[str] = "classification"
     has_own_accuracy: ClassVar[bool] = False
     model: ExactTrainer
 
-    def __init__(self, given: Any, job: Job) -> None:
+    def __init__(self, model: Any, job: Job) -> None:
         self.job = job
-        self.model = self.build(given)
+        self.model = self.build(model)
 
     @abc.abstractmethod
-    def build(self, given: Any) -> ExactTrainer:
-        """Returns the model to train: the given one if it can be trained here, or a new one.
+    def build(self, model: Any) -> ExactTrainer:
+        """Returns the model to train: the same one if it can be trained here, or a new one.
 
         Raises:
-            ValueError: what was given does not fit the job.
+            ValueError: the model does not fit the job.
         """
 
     @property
     def saved(self) -> keras.Model:
-        """The part of the model that is saved, or all of it."""
+        """The model that is saved: all of `model`, or a part of it."""
         return self.model
 
     @property
     def resizing(self) -> Resizing:
-        """How images come to the size that the model takes."""
+        """How images are resized for the model."""
         return Resizing(self.saved.input_shape[1:3], antialias_of(self.saved))
 
     @abc.abstractmethod
     def plain_copy(self) -> keras.Model:
-        """Returns a copy of `saved` in float32, outside of any strategy, not compiled."""
+        """Returns a copy of `saved` in float32, outside any strategy, not compiled."""
 
     def loss(self) -> keras.losses.Loss | None:
-        """Returns the loss to compile with; None for a model that has its own."""
+        """Returns the loss for `compile`; None for a model with its own loss."""
         return None
 
     def compile(self) -> None:
-        """Compiles the model, and builds all state that a checkpoint has to hold."""
+        """Compiles the model, and builds all state that a checkpoint holds."""
         recipe, execution = self.job.recipe, self.job.execution
-        is_measured = self.has_own_accuracy
+        metrics = None
+        if not self.has_own_accuracy:
+            metrics = [keras.metrics.CategoricalAccuracy("accuracy")]
         self.model.compile(
             make_optimizer(recipe, model=self.model, plan=self.job.plan),
             loss=self.loss(),
-            metrics=None if is_measured else [keras.metrics.CategoricalAccuracy(name="accuracy")],
+            metrics=metrics,
             accumulate=execution.accumulate,
             sam_rho=recipe.sam_rho,
             report_gradient_norm=True,
@@ -134,12 +135,12 @@ class Objective(abc.ABC):
             self.model.optimizer.build(self.model.trainable_variables)
 
     def settings(self) -> dict[str, Any]:
-        """Returns what config.json says of how a run was made; all of it decides the result."""
+        """Returns the settings in config.json that decide the result."""
         data, variables = self.job.data, self.model.trainable_variables
         return {
             "model": self.architecture(),
             "objective": self.kind,
-            "trained_parameters": sum(int(one.shape.num_elements()) for one in variables),
+            "trained_parameters": sum(int(v.shape.num_elements()) for v in variables),
             **self.details(),
             "recipe": self.job.recipe.to_dict(),
             "seed": self.job.seed,
@@ -148,23 +149,20 @@ class Objective(abc.ABC):
         }
 
     def architecture(self) -> dict[str, Any]:
-        """Returns what config.json says of the network."""
+        """Returns the description of the network in config.json."""
         fields: dict[str, Any] = self.model.config.to_dict()
         return fields
 
     def details(self) -> dict[str, Any]:
-        """Returns what config.json says of this objective alone."""
+        """Returns the settings of this objective alone."""
         return {}
 
     def write(self, best: Path, folder: Path) -> keras.Model:
-        """Writes the run's model and what else came of the training.
+        """Writes the run's model and the other results, and returns the run's model.
 
         Args:
-            best: the file of the best model, as it was trained.
-            folder: where to write.
-
-        Returns:
-            The run's model.
+            best: the file of the best model, as trained.
+            folder: the folder of the run.
         """
         trained = keras.saving.load_model(best, compile=False)
         published = self.publish(trained)
@@ -176,44 +174,45 @@ class Objective(abc.ABC):
         return published
 
     def read(self, best: Path) -> keras.Model:
-        """Returns the run's model, where another worker writes it."""
+        """Returns the run's model without writing it."""
         return self.publish(keras.saving.load_model(best, compile=False))
 
     def publish(self, trained: keras.Model) -> keras.Model:
-        """Returns the run's model, made of the best model, or that model itself."""
+        """Returns the run's model: the best model, or a model derived from it."""
         return trained
 
     @abc.abstractmethod
     def report(self, trained: keras.Model, folder: Path) -> None:
-        """Writes to a folder what else came of the training, told by the best model."""
+        """Writes the results besides the model."""
 
 
 class ClassificationObjective(Objective):
-    """Trains a `VisionTransformer` on labels, or its adapters, which are merged in the end."""
+    """Trains a `VisionTransformer` on labels, or its adapters, which it merges at the end."""
 
-    def build(self, given: Any) -> ExactTrainer:
-        return self.build_classifier(given)
+    def build(self, model: Any) -> ExactTrainer:
+        return self.build_classifier(model)
 
-    def build_classifier(self, given: ViTConfig | VisionTransformer) -> VisionTransformer:
+    def build_classifier(self, model: ViTConfig | VisionTransformer) -> VisionTransformer:
         """Returns the network to train; a fresh classifier gets the recipe's bias."""
         recipe, execution = self.job.recipe, self.job.execution
-        if isinstance(given, ViTConfig):
-            fresh = dataclasses.replace(
-                recipe.config(execution.config(given)),
-                classes=len(self.job.data.labels),
+        classes = len(self.job.data.labels)
+        if isinstance(model, ViTConfig):
+            config = dataclasses.replace(
+                recipe.config(execution.config(model)),
+                classes=classes,
                 classifier_activation=None,
                 include_preprocessing=True,
             )
-            vit = VisionTransformer(fresh, dtype=execution.precision)
+            vit = VisionTransformer(config, dtype=execution.precision)
         else:
-            if given.config.classes != len(self.job.data.labels):
+            if model.config.classes != classes:
                 raise ValueError(
-                    f"The model has classes={given.config.classes}, the data "
-                    f"{len(self.job.data.labels)}; make the model with as many."
+                    f"The model has classes={model.config.classes}, the data {classes}; make the "
+                    "model with as many."
                 )
-            _check_pixels(given.config)
-            config = _config_of_copy(given, self.job)
-            vit = given.copy(config=config, dtype=execution.precision) if config else given
+            _check_pixels(model.config)
+            changed = _config_of_copy(model, self.job)
+            vit = model.copy(config=changed, dtype=execution.precision) if changed else model
         for layer in vit.layers:
             is_head = layer.name in ("head", "distillation_head")
             if is_head and recipe.head_bias and not keras.ops.any(layer.kernel != 0):
@@ -242,22 +241,22 @@ class ClassificationObjective(Objective):
 
 
 class DistillationObjective(ClassificationObjective):
-    """Trains the student of a `DistillationModel`, on labels and after its teacher."""
+    """Trains the student of a `DistillationModel` on labels and on its teacher's outputs."""
 
     kind, has_own_accuracy = "distillation", True
     model: DistillationModel
 
-    def build(self, given: DistillationModel) -> DistillationModel:
-        student, teacher = self.build_classifier(given.student), given.teacher
-        if not _is_here(teacher):
+    def build(self, model: DistillationModel) -> DistillationModel:
+        student, teacher = self.build_classifier(model.student), model.teacher
+        if not _is_in_scope(teacher):
             is_vit = isinstance(teacher, VisionTransformer)
             teacher = teacher.copy() if is_vit else _rebuilt(teacher)
         return DistillationModel(
             student,
             teacher,
-            distillation=given.teaching.distillation,
-            temperature=given.teaching.temperature,
-            weight=given.weight,
+            distillation=model.teacher_loss.distillation,
+            temperature=model.teacher_loss.temperature,
+            weight=model.weight,
         )
 
     @property
@@ -265,33 +264,33 @@ class DistillationObjective(ClassificationObjective):
         return self.model.student
 
     def details(self) -> dict[str, Any]:
-        about = {
-            "kind": self.model.teaching.distillation,
-            "temperature": self.model.teaching.temperature,
+        distillation = {
+            "kind": self.model.teacher_loss.distillation,
+            "temperature": self.model.teacher_loss.temperature,
             "weight": self.model.weight,
             "teacher_sha256": weights_hash(self.model.teacher),
         }
-        return {"distillation": about, **super().details()}
+        return {"distillation": distillation, **super().details()}
 
 
 class HandBuiltObjective(Objective):
     """Trains a functional or sequential model on labels, as an `ExactModel`."""
 
-    def build(self, given: keras.Model) -> ExactModel:
-        _check_hand_built(given, self.job)
-        if not _is_here(given):
-            return _with_weights(ExactModel.from_model(keras.models.clone_model(given)), given)
-        return given if isinstance(given, ExactModel) else ExactModel.from_model(given)
+    def build(self, model: keras.Model) -> ExactModel:
+        _check_hand_built(model, self.job)
+        if not _is_in_scope(model):
+            return _with_weights(ExactModel.from_model(keras.models.clone_model(model)), model)
+        return model if isinstance(model, ExactModel) else ExactModel.from_model(model)
 
     def plain_copy(self) -> keras.Model:
-        """Returns a copy, not compiled, with the precision that its layers were given."""
+        """Returns a copy, not compiled, with the precision of its layers."""
         return _rebuilt(self.model)
 
     def loss(self) -> keras.losses.Loss:
         return make_loss(self.job.recipe.loss, from_logits=not gives_probabilities(self.model))
 
     def architecture(self) -> dict[str, Any]:
-        """Returns the layers, and a hash of all that the model says of itself."""
+        """Returns the layers, and a hash of the model's `get_config`."""
         text = json.dumps(self.model.get_config(), sort_keys=True, default=str)
         return {
             "layers": [f"{type(layer).__name__} {layer.name}" for layer in self.model.layers],
@@ -299,26 +298,26 @@ class HandBuiltObjective(Objective):
         }
 
     def report(self, trained: keras.Model, folder: Path) -> None:
-        """Writes nothing: all that comes of it is the model."""
+        """Writes nothing: the model is the only result."""
 
 
 class MaskedPatchObjective(Objective):
-    """Trains a `MaskedPatchModel` on images alone; a config's target is the default."""
+    """Trains a `MaskedPatchModel` on images alone; a config gets the default target."""
 
     kind, has_own_accuracy = "masked-patches", True
     model: MaskedPatchModel
 
-    def build(self, given: ViTConfig | MaskedPatchModel) -> MaskedPatchModel:
+    def build(self, model: ViTConfig | MaskedPatchModel) -> MaskedPatchModel:
         recipe, execution = self.job.recipe, self.job.execution
-        if isinstance(given, ViTConfig):
-            config = recipe.config(execution.config(given))
+        if isinstance(model, ViTConfig):
+            config = recipe.config(execution.config(model))
             config = dataclasses.replace(config, include_preprocessing=True)
             return MaskedPatchModel(config, dtype=execution.precision)
-        _check_pixels(given.config)
-        changed = _config_of_copy(given, self.job)
+        _check_pixels(model.config)
+        changed = _config_of_copy(model, self.job)
         if changed is None:
-            return given
-        return _rebuilt(given, {"config": changed.to_dict(), "dtype": execution.precision})
+            return model
+        return _rebuilt(model, {"config": changed.to_dict(), "dtype": execution.precision})
 
     @property
     def resizing(self) -> Resizing:
@@ -335,43 +334,43 @@ class MaskedPatchObjective(Objective):
 
     def report(self, trained: MaskedPatchModel, folder: Path) -> None:
         images, file = self.job.data.validation, folder / run.RECONSTRUCTIONS
-        plot_reconstructions(trained, images, file, count=SHOWN)
+        plot_reconstructions(trained, images, file, count=NUM_RECONSTRUCTIONS)
 
 
 def _config_of_copy(model: VisionTransformer | MaskedPatchModel, job: Job) -> ViTConfig | None:
-    """Returns the config of the copy to train; None where the model itself can be trained.
+    """Returns the config of the copy to train; None if the model itself can be trained.
 
-    It decides dropout and memory; the copy lies in this scope, and has the precision asked for.
+    A copy is necessary for another scope, precision, dropout or `remat`.
     """
     config = job.recipe.regularized(job.execution.config(model.config))
     fields = {"config": config.to_dict(), "dtype": job.execution.precision}
-    fits = _is_here(model) and fields.items() <= model.get_config().items()
+    fits = _is_in_scope(model) and fields.items() <= model.get_config().items()
     return None if fits else config
 
 
 def _rebuilt(model: M, changes: Mapping[str, Any] | None = None) -> M:
-    """Returns a copy in this scope, with some fields of its `get_config` changed."""
+    """Returns a copy in this scope, with changes to its `get_config`."""
     copy: M = type(model).from_config({**model.get_config(), **(changes or {})})
     return _with_weights(copy, model)
 
 
 def _with_weights(copy: M, model: keras.Model) -> M:
-    """Returns a copy with the weights of its model; what is frozen there is frozen here."""
+    """Copies the weights of a model to its copy, and which of them are frozen."""
     copy.set_weights(model.get_weights())
-    for ours, theirs in zip(copy.weights, model.weights, strict=True):
-        ours.trainable = theirs.trainable
+    for variable, original in zip(copy.weights, model.weights, strict=True):
+        variable.trainable = original.trainable
     return copy
 
 
-def _is_here(model: keras.Model) -> bool:
-    """Whether a model's variables lie where those of this scope do."""
-    # Not `distribute_strategy`, which of a model made without one is that of any scope.
+def _is_in_scope(model: keras.Model) -> bool:
+    """Whether a model was created under the strategy of this scope."""
+    # Not `distribute_strategy`: without a strategy of its own, a model takes that of any scope.
     strategy = tf.distribute.get_strategy() if tf.distribute.has_strategy() else None
     return strategy_of(model) is strategy
 
 
 def _check_hand_built(model: keras.Model, job: Job) -> None:
-    """Raises a ValueError if a model does not fit the data, or cannot be changed as asked for."""
+    """Raises a ValueError if a model does not fit the data, or the job would have to change it."""
     shape, classes = model.input_shape, len(job.data.labels)
     if isinstance(shape, list | dict) or len(shape) != 4 or None in shape[1:3] or shape[3] != 3:
         raise ValueError(
@@ -391,18 +390,18 @@ def _check_hand_built(model: keras.Model, job: Job) -> None:
             "include_preprocessing=True, or put a keras.layers.Rescaling before it. "
             "Received: include_preprocessing=False."
         )
-    asked = {
+    changes = {
         "layer_decay": job.recipe.layer_decay != 1,
         "dropout_rate": job.recipe.dropout_rate is not None,
         "drop_path_rate": job.recipe.drop_path_rate is not None,
         "remat": job.execution.remat is not None,
         "precision": job.execution.precision != "float32",
     }
-    wrong = [name for name, is_asked in asked.items() if is_asked]
-    if wrong:
+    names = [name for name, is_changed in changes.items() if is_changed]
+    if names:
         raise ValueError(
-            f"{wrong[0]} cannot be changed in a model that is built by hand; build it so, and "
-            f"leave {wrong[0]} at its default."
+            f"{names[0]} cannot be changed in a model that is built by hand; set it there, and "
+            f"leave {names[0]} at its default."
         )
 
 

@@ -1,4 +1,4 @@
-"""Reports each step and epoch: events, a table, curves."""
+"""Reports the progress of a training: events, a table, curves."""
 
 import csv
 import dataclasses
@@ -17,16 +17,16 @@ Keep = Literal["best", "last"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepDone:
-    """One step of training is over.
+    """One step of training is complete.
 
     Attributes:
         step: steps so far, from 1.
         steps: steps in all.
-        epoch: the epoch it belongs to, from 1.
-        loss: of the step's images.
+        epoch: the epoch of the step, from 1.
+        loss: mean loss of the step's images.
         gradient_norm: global norm of the gradients before clipping.
-        images_per_second: since the second step of this process; None before it.
-        memory: most that the process has held so far, in bytes.
+        images_per_second: speed since the second step of this process; None before it.
+        memory: peak memory of the process in bytes.
         seconds_left: estimate for the rest; None before the second step.
     """
 
@@ -42,21 +42,21 @@ class StepDone:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EpochDone:
-    """One epoch is over, and measured on the validation images.
+    """One epoch is complete, and its model is evaluated on the validation images.
 
     Attributes:
         epoch: from 1.
         epochs: epochs in all.
-        loss: mean loss of the training images, varied and with smoothed labels.
-        accuracy: fraction of the training images, varied, that were right; of patches, without
-            labels; None where nothing is right or wrong.
+        loss: mean loss of the training images, augmented and with smoothed labels.
+        accuracy: fraction of the augmented training images that are classified correctly; without
+            labels, fraction of the corrupted patches; None where there is no accuracy.
         validation_loss: mean loss of the validation images.
-        validation_accuracy: the same of the validation images.
+        validation_accuracy: accuracy on the validation images.
         learning_rate: of the epoch's last step.
         seconds: wall time of the epoch.
         seconds_left: estimate for the rest.
-        is_best: whether it is the best epoch so far; if the last one is to be kept, whether its
-            model is kept for now.
+        is_best: whether it is the best epoch so far; with `keep="last"`, whether its model is saved
+            for the case of an interruption.
     """
 
     epoch: int
@@ -73,12 +73,11 @@ class EpochDone:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingDone:
-    """The run is complete but for its place; told by the first worker.
+    """The run is complete, but not yet in its place; the first worker alone reports this.
 
     Attributes:
-        run: the run. What is written to `run.path` now, such as measurements, is a part of it: it
-            appears with the rest, and a training that is stopped here tells this again when it is
-            resumed.
+        run: the run. Files that are written to `run.path` now, such as measurements, become part of
+            it. If the training stops here, it reports this again when it is resumed.
     """
 
     run: Run
@@ -88,24 +87,23 @@ Event = StepDone | EpochDone | TrainingDone
 
 
 class Watcher:
-    """Reports each step and epoch, and remembers which epoch's model is kept.
+    """Records and reports each step and epoch, and selects the epoch whose model is kept.
 
-    That is the best epoch, or the last. The best epoch has the lowest validation loss. Accuracy
-    would be the coarser judge: over 179 images it cannot tell most epochs apart, and then an early
-    one wins by chance.
+    The best epoch has the lowest validation loss. Accuracy is too coarse: over 179 images it is
+    equal for many epochs, and then an early one wins by chance.
 
     Args:
         epochs: epochs in all.
         steps: steps in all.
         batch_size: images in a step.
-        keep: "best", or "last", of which one in twenty is kept on the way.
-        on_event: called with every `StepDone` and `EpochDone`.
+        keep: "best", or "last", which also saves one epoch in twenty on the way.
+        on_event: called with every event.
 
     Attributes:
         step: steps so far.
         history: the epochs so far.
-        best: that of them whose model is kept, or None.
-        keep: which one that is.
+        best: the epoch whose model is kept, or None.
+        keep: as in the arguments.
         stop_requested: whether `on_event` raised a KeyboardInterrupt.
     """
 
@@ -130,7 +128,7 @@ class Watcher:
         self._first_step_end = self._epoch_start = time.monotonic()
 
     def end_step(self, logs: dict[str, Any]) -> None:
-        """Takes the numbers of one step.
+        """Records and reports the logs of one step.
 
         Raises:
             FloatingPointError: the loss is not finite.
@@ -145,31 +143,33 @@ class Watcher:
         self._sums["loss"] += loss
         self._sums["accuracy"] += float(logs.get("accuracy", 0.0))
         self._sums["steps"] += 1
-        if not self._first_step:  # it compiles, and says nothing about the others
+        if not self._first_step:  # it compiles, so its time is not that of the others
             self._first_step, self._first_step_end = self.step, time.monotonic()
-        passed = time.monotonic() - self._first_step_end
-        done = self.step - self._first_step
-        self.tell(
+        seconds = time.monotonic() - self._first_step_end
+        timed_steps = self.step - self._first_step
+        self.report(
             StepDone(
                 step=self.step,
                 steps=self._steps,
                 epoch=len(self.history) + 1,
                 loss=loss,
                 gradient_norm=float(logs["gradient_norm"]),
-                images_per_second=done * self._batch_size / passed if done else None,
+                images_per_second=timed_steps * self._batch_size / seconds if timed_steps else None,
                 memory=_peak_memory(),
-                seconds_left=self._seconds_left() if done else None,
+                seconds_left=self._seconds_left() if timed_steps else None,
             )
         )
 
     def end_epoch(self, validation: dict[str, float], *, learning_rate: float) -> EpochDone:
-        """Takes what the validation images gave: the loss, and the accuracy where there is one.
+        """Records an epoch, for the caller to `report`.
 
-        `tell` reports what it returns.
+        Args:
+            validation: "loss" of the validation images, and "accuracy" where there is one.
+            learning_rate: that of the epoch's last step.
         """
         steps = self._sums["steps"]
         epoch, has_accuracy = len(self.history) + 1, "accuracy" in validation
-        done = EpochDone(
+        record = EpochDone(
             epoch=epoch,
             epochs=self._epochs,
             loss=self._sums["loss"] / steps,
@@ -179,51 +179,51 @@ class Watcher:
             learning_rate=learning_rate,
             seconds=time.monotonic() - self._epoch_start,
             seconds_left=self._seconds_left(),
-            is_best=self._is_kept(epoch, validation["loss"]),
+            is_best=self._is_best(epoch, validation["loss"]),
         )
-        self.history.append(done)
-        if done.is_best:
-            self.best = done
+        self.history.append(record)
+        if record.is_best:
+            self.best = record
         self._sums = dict.fromkeys(self._sums, 0.0)
         self._epoch_start = time.monotonic()
-        return done
+        return record
 
-    def tell(self, event: Event) -> None:
-        """Reports a step, or an epoch after all of it is saved."""
+    def report(self, event: Event) -> None:
+        """Reports a step, or an epoch that is saved."""
         try:
             self._on_event(event)
-        except KeyboardInterrupt:  # what has been done is recorded: the training stops after it
+        except KeyboardInterrupt:  # the step is complete: the training stops after it
             self.stop_requested = True
 
-    def tell_end(self, run: Run) -> None:
-        """Reports the run, which what happens there may hold up or end."""
+    def report_run(self, run: Run) -> None:
+        """Reports the run; an exception in `on_event` ends the training here."""
         self._on_event(TrainingDone(run=run))
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns how far it is as plain values that JSON can carry."""
+        """Returns the state as plain values that JSON can carry."""
         return {
             "step": self.step,
-            "history": [dataclasses.asdict(done) for done in self.history],
+            "history": [dataclasses.asdict(record) for record in self.history],
             "best_epoch": self.best.epoch if self.best else None,
             "sums": self._sums,
         }
 
     def resume(self, progress: dict[str, Any]) -> None:
-        """Goes on from what `to_dict` returned."""
+        """Restores the state that `to_dict` returned."""
         self.step = progress["step"]
-        self.history = [EpochDone(**done) for done in progress["history"]]
+        self.history = [EpochDone(**record) for record in progress["history"]]
         self._sums = progress["sums"]
         if progress["best_epoch"]:
             self.best = self.history[progress["best_epoch"] - 1]
 
-    def _is_kept(self, epoch: int, validation_loss: float) -> bool:
+    def _is_best(self, epoch: int, validation_loss: float) -> bool:
         if self.keep == "last":
             return epoch == self._epochs or epoch % max(self._epochs // 20, 1) == 0
         return self.best is None or validation_loss < self.best.validation_loss
 
     def _seconds_left(self) -> float:
-        passed = time.monotonic() - self._first_step_end
-        return passed / max(self.step - self._first_step, 1) * (self._steps - self.step)
+        seconds = time.monotonic() - self._first_step_end
+        return seconds / max(self.step - self._first_step, 1) * (self._steps - self.step)
 
 
 _COLUMNS = (
@@ -240,17 +240,13 @@ _COLUMNS = (
 def write_history(history: Sequence[EpochDone], file: Path) -> None:
     """Writes one row per epoch as CSV."""
     with file.open("w", encoding="utf-8", newline="") as stream:
-        writer = csv.writer(stream)
-        writer.writerow(_COLUMNS)
-        for done in history:
-            fields = dataclasses.asdict(done)
-            writer.writerow([fields[name] for name in _COLUMNS])
+        writer = csv.DictWriter(stream, _COLUMNS, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(map(dataclasses.asdict, history))
 
 
 def plot_curves(history: Sequence[EpochDone], file: Path, *, best_epoch: int) -> None:
-    """Draws loss and accuracy of each epoch, told apart by their strokes and not by colour alone.
-
-    Where there is no accuracy, the loss alone.
+    """Plots the loss of each epoch, and the accuracy where there is one.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -262,11 +258,12 @@ def plot_curves(history: Sequence[EpochDone], file: Path, *, best_epoch: int) ->
     names = ("loss", "accuracy") if history[0].accuracy is not None else ("loss",)
     figure = matplotlib.figure.Figure(figsize=(4.5 * len(names), 3.6), layout="constrained")
     panels = zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True)
-    epochs = [done.epoch for done in history]
+    epochs = [record.epoch for record in history]
     marker = "o" if len(history) == 1 else None  # a line needs two points
     for axes, name in panels:
-        training = [getattr(done, name) for done in history]
-        validation = [getattr(done, f"validation_{name}") for done in history]
+        training = [getattr(record, name) for record in history]
+        validation = [getattr(record, f"validation_{name}") for record in history]
+        # The line styles differ too, for readers who cannot tell the colours apart.
         axes.plot(epochs, training, "--", color="0.45", marker=marker, label="training (varied)")
         axes.plot(epochs, validation, "-", color="tab:blue", marker=marker, label="validation")
         axes.axvline(best_epoch, color="black", linestyle=":", linewidth=1, label="epoch kept")
@@ -282,7 +279,7 @@ def plot_curves(history: Sequence[EpochDone], file: Path, *, best_epoch: int) ->
 
 
 def check_matplotlib() -> None:
-    """Raises an ImportError that says what to install, unless matplotlib is there."""
+    """Raises an ImportError that names the package to install, unless matplotlib is there."""
     with environment.pictures():
         import matplotlib  # noqa: F401
 

@@ -1,4 +1,4 @@
-"""How a model is trained: `Recipe`, and the optimizer that it asks for."""
+"""`Recipe`: how a model is trained, and its optimizer."""
 
 import dataclasses
 import math
@@ -17,7 +17,7 @@ from keras_vit.training.progress import Keep
 
 OptimizerName = Literal["adamw", "lamb", "momentum"]
 
-# Fields of ViTConfig that `Recipe.model` may not have, and what decides them.
+# Fields of ViTConfig that `Recipe.model` may not set, and what sets them.
 DECIDED: Mapping[str, str] = {
     "input_shape": "image_size (--image-size)",
     "patch_size": "the choice of the model (--patch-size)",
@@ -32,13 +32,13 @@ DECIDED: Mapping[str, str] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A recipe in numbers, for so many images.
+    """The lengths of a training, for a given number of images.
 
     Attributes:
         batch_size: images in a step.
         steps_per_epoch: full batches in a pass over the training images.
-        steps: batches in all.
-        warmup_steps: of them with a rising learning rate.
+        steps: steps in all.
+        warmup_steps: the first steps, in which the learning rate rises.
     """
 
     batch_size: int
@@ -48,7 +48,7 @@ class Plan:
 
     @property
     def epochs(self) -> int:
-        """Passes over the training images, the last of which may be cut short."""
+        """Passes over the training images; the last one may be incomplete."""
         return math.ceil(self.steps / self.steps_per_epoch)
 
 
@@ -64,40 +64,40 @@ class Recipe:
         True
 
     Attributes:
-        epochs: passes over the training images; None if `steps` says how long.
-        steps: batches in all; None if `epochs` says how long.
+        epochs: passes over the training images; None if `steps` is set.
+        steps: steps in all; None if `epochs` is set.
         batch_size: images in a step, over all replicas.
         image_size: (height, width) in pixels of the images; None for the model's own.
-        optimizer: "adamw"; "lamb", as DeiT III trains; or "momentum", as the paper fine-tunes.
+        optimizer: "adamw"; "lamb", as in DeiT III; or "momentum", as in the paper's fine-tuning.
         learning_rate: the highest, per step, reached after the warm-up.
-        warmup: steps in which the learning rate rises from zero; if below 1, a fraction of all.
-        decay: how the learning rate falls after that: "cosine", "linear" or "constant".
-        momentum: share of the old momentum in the new; of "momentum" alone.
-        accumulator_dtype: what the momentum is kept in; of "momentum" alone.
-        betas: decay of AdamW's and LAMB's two moving averages, of gradients and of their squares.
-        epsilon: what keeps their division finite; 1e-8 in all sources, 1e-7 is Keras' default.
-        weight_decay: decay of the kernels, times the learning rate, apart from the gradient
-            (decoupled); biases, norms, tokens, positions and learned factors never decay.
-        gradient_norm: the gradients' global norm is cut to it; None for no limit.
-        loss: "softmax", or "sigmoid", which takes the classes for independent.
-        head_bias: start of the classifier's bias, where the classifier is fresh.
-        label_smoothing: probability that training spreads evenly over all classes.
+        warmup: steps in which the learning rate rises from zero; below 1, a fraction of all steps.
+        decay: how the learning rate falls after the warm-up: "cosine", "linear" or "constant".
+        momentum: fraction of the old momentum in the new one; for "momentum" only.
+        accumulator_dtype: dtype of the momentum; for "momentum" only.
+        betas: decay of the moving averages of gradients and of their squares in AdamW and LAMB.
+        epsilon: keeps their division finite; 1e-8 in all sources, 1e-7 is Keras' default.
+        weight_decay: decay of the kernels, multiplied by the learning rate and separate from the
+            gradient (decoupled). Biases, norms, tokens, positions and learned factors never decay.
+        gradient_norm: maximum of the gradients' global norm; None for no limit.
+        loss: "softmax", or "sigmoid", which treats the classes as independent.
+        head_bias: initial bias of a fresh classifier.
+        label_smoothing: probability that is spread evenly over all classes.
         mixup: alpha of the blending of images and targets, see `keras_vit.data.mix_batch`.
-        cutmix: alpha of pasting a part of another image, in half of the batches if `mixup` is on.
+        cutmix: alpha of pasting a part of another image, in half of the batches if `mixup` is set.
         mix_per: whether MixUp and CutMix draw a share for each "image", or one for a "batch".
-        average: decay of the moving average of the weights that is evaluated and saved in their
-            place (Polyak averaging); None for none.
-        keep: which epoch's model the run holds: the "best" on the validation images, or the "last",
-            as all sources do; where validation images are few, the best is so by chance.
-        layer_decay: factor of the learning rate from one block to the one before it; 1 for none.
+        average: decay of a moving average of the weights, which is evaluated and saved instead of
+            them (Polyak averaging); None for none.
+        keep: the epoch whose model the run holds: the "best" on the validation images, or the
+            "last", as in all sources. With few validation images the best one is best by chance.
+        layer_decay: factor of the learning rate from each block to the previous one; 1 for none.
         sam_rho: radius of sharpness-aware minimisation; 0 for none.
         dropout_rate: dropout of a model that is made for the recipe; None for the model's own.
         drop_path_rate: stochastic depth of such a model; None for the model's own.
-        model: fields of `ViTConfig` that a model made for the recipe gets, such as {"pooling":
-            "avg"}; "hidden_dim" as the value of "representation_dim" is the model's own width. A
-            model that is given, or comes from a checkpoint, keeps its own.
-        augmentation: how training images are varied.
-        source: where it comes from.
+        model: fields of `ViTConfig` for a model that is made for the recipe, such as {"pooling":
+            "avg"}; "representation_dim" may be "hidden_dim", the model's own width. An existing
+            model or a checkpoint keeps its own fields.
+        augmentation: of the training images.
+        source: the origin of the recipe.
     """
 
     epochs: int | None = None
@@ -152,9 +152,9 @@ class Recipe:
         self._check_model()
 
     def plan(self, *, images: int) -> Plan:
-        """Returns the recipe in numbers for so many training images.
+        """Returns the lengths of a training on this number of images.
 
-        An incomplete batch is dropped; fewer images than a batch are one batch.
+        An incomplete batch is dropped, except that there is at least one batch.
         """
         steps_per_epoch = max(images // self.batch_size, 1)
         steps = self.steps or (self.epochs or 0) * steps_per_epoch
@@ -167,13 +167,14 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields as plain values that JSON can carry."""
-        fields = dataclasses.asdict(self)
-        size = fields["image_size"]
         return {
-            **fields,
-            "image_size": None if size is None else list(size),
+            **dataclasses.asdict(self),
+            "image_size": None if self.image_size is None else list(self.image_size),
             "betas": list(self.betas),
-            "model": {name: _plain(value) for name, value in self.model.items()},
+            "model": {
+                name: list(value) if isinstance(value, tuple) else value
+                for name, value in self.model.items()
+            },
         }
 
     def config(self, config: ViTConfig) -> ViTConfig:
@@ -187,7 +188,7 @@ class Recipe:
             (192, 0.1)
 
         Args:
-            config: that it starts from.
+            config: the config to change.
 
         Raises:
             ValueError: a field of `model` does not fit the others.
@@ -199,16 +200,15 @@ class Recipe:
         return self.regularized(dataclasses.replace(config, **fields))
 
     def regularized(self, config: ViTConfig) -> ViTConfig:
-        """Returns a config with the recipe's dropout and stochastic depth, where it has them."""
+        """Returns a config with the recipe's dropout and stochastic depth, where these are set."""
         rates = {"dropout_rate": self.dropout_rate, "drop_path_rate": self.drop_path_rate}
-        given: dict[str, Any] = {name: rate for name, rate in rates.items() if rate is not None}
-        return dataclasses.replace(config, **given)
+        changes: dict[str, Any] = {name: rate for name, rate in rates.items() if rate is not None}
+        return dataclasses.replace(config, **changes)
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "Recipe":
         """Rebuilds a recipe from `to_dict`."""
         size = fields.get("image_size")
-        model = fields.get("model", {})
         return cls(
             **{
                 **fields,
@@ -216,7 +216,7 @@ class Recipe:
                 "betas": tuple(fields.get("betas", cls.betas)),
                 "model": {
                     name: tuple(value) if isinstance(value, list) else value
-                    for name, value in model.items()
+                    for name, value in fields.get("model", {}).items()
                 },
                 "augmentation": Augmentation(**fields["augmentation"]),
             }
@@ -281,7 +281,7 @@ _CHOICES = {
 def make_optimizer(
     recipe: Recipe, *, model: VisionTransformer, plan: Plan
 ) -> keras.optimizers.Optimizer:
-    """Makes an optimizer for a model.
+    """Returns the optimizer of a recipe for a model, built.
 
     Example:
         >>> from keras_vit import ViTConfig
@@ -296,7 +296,7 @@ def make_optimizer(
     Args:
         recipe: learning rate, warm-up, decay, clipping, averaging.
         model: the model to train.
-        plan: the recipe's, for the number of images.
+        plan: the recipe's plan for the number of images.
     """
     schedule = WarmupDecay(
         recipe.learning_rate,
@@ -304,20 +304,15 @@ def make_optimizer(
         warmup_steps=plan.warmup_steps,
         decay=recipe.decay,
     )
-    rates = None
-    if recipe.layer_decay != 1:
-        rates = decayed_rates(model, model.config, recipe.layer_decay)
+    has_decay = recipe.layer_decay != 1
+    rates = decayed_rates(model, model.config, recipe.layer_decay) if has_decay else None
     common: dict[str, Any] = {
         "weight_decay": recipe.weight_decay,
         "global_clipnorm": recipe.gradient_norm,
         "use_ema": recipe.average is not None,
         "ema_momentum": recipe.average or 0.0,
     }
-    adam = {
-        "beta_1": recipe.betas[0],
-        "beta_2": recipe.betas[1],
-        "epsilon": recipe.epsilon,
-    }
+    adam = {"beta_1": recipe.betas[0], "beta_2": recipe.betas[1], "epsilon": recipe.epsilon}
     optimizer: keras.optimizers.Optimizer
     if recipe.optimizer == "momentum":
         optimizer = MomentumSGD(
@@ -332,21 +327,17 @@ def make_optimizer(
     else:
         optimizer = AdamW(schedule, layer_rates=rates, **adam, **common)
     variables = model.trainable_variables
-    others = [one for one in variables if one.path.split("/")[-1] != "kernel"]
-    optimizer.exclude_from_weight_decay(var_list=others)
-    optimizer.build(variables)  # else the training step is traced twice
+    undecayed = [variable for variable in variables if variable.path.split("/")[-1] != "kernel"]
+    optimizer.exclude_from_weight_decay(var_list=undecayed)
+    optimizer.build(variables)  # otherwise TensorFlow traces the training step twice
     return optimizer
 
 
 def _check_kind(name: str, value: Any, hint: Any) -> None:
-    """Raises a ValueError for what ViTConfig, which looks at ranges, would take for something."""
+    """Raises a ValueError for a value of another type: ViTConfig checks ranges, not types."""
     kinds = {hint, *get_args(hint)}
     if kinds == {bool} and not isinstance(value, bool):
         raise ValueError(f"The model's {name} must be true or false. Received: {value!r}.")
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if float in kinds and not (is_number or (value is None and type(None) in kinds)):
         raise ValueError(f"The model's {name} must be a number. Received: {value!r}.")
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value

@@ -1,5 +1,7 @@
 """The table of recipes, each with its source."""
 
+import dataclasses
+import functools
 from collections.abc import Mapping
 
 from keras_vit.data import Augmentation
@@ -13,8 +15,8 @@ _BIG_VISION = "google-research/big_vision, big_vision/configs"
 _VIT_JAX = "google-research/vision_transformer, vit_jax/configs"
 _ISSUES = "google-research/vision_transformer, issues"
 
-# Where the papers are silent: kernels alone decay, as in big_vision (big_vision/optax.py, wd_mults)
-# and timm. What the paper's own pre-training exempted is not published.
+# The papers do not say which variables decay. Here only kernels do, as in big_vision
+# (big_vision/optax.py, wd_mults) and timm.
 
 # AugReg's levels: MixUp's alpha, RandAugment's layers and magnitude
 # (big_vision/configs/vit_i21k.py).
@@ -28,16 +30,17 @@ AUGREG_LEVELS: Mapping[str, tuple[float, int, int]] = {
     "strong2": (0.8, 2, 20),
 }
 
-# Inception's crop: from 5 per cent of the area on, as tf.image.sample_distorted_bounding_box has it
-# in the original's input pipelines.
+# Inception's crop, at least 5 per cent of the area: the default of
+# tf.image.sample_distorted_bounding_box, which the original's input pipelines use.
 _CROPPED = Augmentation(crop=0.05, flip=True)
 
-# A dense layer with tanh as wide as a token, before the classifier: "an MLP with one hidden layer
-# at pre-training time" (2010.11929, Section 3.1; its width: issue 124). AugReg left it out.
+# A dense layer with tanh before the classifier, as wide as a token: "an MLP with one hidden layer
+# at pre-training time" (2010.11929, Section 3.1; its width: issue 124). AugReg has none.
 _MLP_HEAD = {"representation_dim": "hidden_dim"}
 
-# timm's "rand-m9-mstd0.5-inc1", in as far as there is the same here.
+# timm's "rand-m9-mstd0.5-inc1", as far as it is available here.
 _RAND_M9 = Augmentation(crop=0.08, flip=True, randaugment_layers=2, randaugment_magnitude=9)
+_RAND_M9_ERASED = dataclasses.replace(_RAND_M9, erase=0.25)
 _NOT_TIMM = (
     "not as there: its RandAugment draws magnitudes around 9 and skips half of the operations, its "
     "crops are resized bicubically, its rates start at 1e-6 and change once an epoch"
@@ -59,19 +62,25 @@ _DEIT3_FINETUNE: Mapping[tuple[int, str], float] = {
     (384, "b16"): 0.15,
     (384, "l16"): 0.4,
 }
-# Its binary cross-entropy is the mean over ImageNet's classes, ours the sum: what is compared with
-# gradients is as many times larger.
+# Its binary cross-entropy is the mean over ImageNet's classes, ours the sum, so our gradients are
+# larger by this factor. Epsilon and the limit of the gradients' norm are too.
 _CLASSES = 1000
+
+# The fields that the pre-training recipes of the paper and of AugReg have in common, and those that
+# all recipes of DeiT and DeiT III have in common.
+_pretraining = functools.partial(
+    Recipe, batch_size=4096, image_size=(224, 224), warmup=10_000, keep="last"
+)
+_deit = functools.partial(
+    Recipe, mixup=0.8, cutmix=1.0, mix_per="batch", dropout_rate=0.0, keep="last"
+)
 
 
 def _jft(models: str, *, epochs: int, learning_rate: float) -> Recipe:
-    """A row of the paper's Table 3 for JFT-300M; those of pure ResNets are left out."""
-    return Recipe(
+    """Returns a row of the paper's Table 3 for JFT-300M; rows of pure ResNets are left out."""
+    return _pretraining(
         epochs=epochs,
-        batch_size=4096,
-        image_size=(224, 224),
         learning_rate=learning_rate,
-        warmup=10_000,
         decay="linear",
         weight_decay=0.1,
         gradient_norm=None,
@@ -79,7 +88,6 @@ def _jft(models: str, *, epochs: int, learning_rate: float) -> Recipe:
         head_bias=-10.0,
         dropout_rate=0.0,
         model=_MLP_HEAD,
-        keep="last",
         augmentation=_CROPPED,
         source=f"{_PAPER}, Table 3, JFT-300M, {models}; loss: {_ISSUES} 34; the bias is that of "
         "ImageNet-21k (issue 2), JFT's is not published",
@@ -97,7 +105,7 @@ def _fine_tune(
     average: float | None = None,
     augmentation: Augmentation = _CROPPED,
 ) -> Recipe:
-    """A row of the paper's Table 4, whose rate is one of those that it tries."""
+    """Returns a row of the paper's Table 4, with one of the learning rates in the table."""
     warmup_from = f"{_VIT_JAX}/common.py" if warmup == 500 else f"{_BIG_VISION}/transfer.py"
     return Recipe(
         steps=steps,
@@ -123,12 +131,9 @@ def _augreg(level: str, *, classes: str) -> Recipe:
         if is_21k
         else "vit_i1k.py, whose MLP head (rep_size) the published weights do not have"
     )
-    return Recipe(
+    return _pretraining(
         epochs=300,
-        batch_size=4096,
-        image_size=(224, 224),
         learning_rate=1e-3,
-        warmup=10_000,
         # big_vision's 1e-4 is not multiplied by the learning rate: 1e-4 = 1e-3 * 0.1.
         weight_decay=0.1,
         loss="sigmoid",
@@ -136,7 +141,6 @@ def _augreg(level: str, *, classes: str) -> Recipe:
         mixup=mixup,
         mix_per="batch",
         model={} if is_21k else _MLP_HEAD,
-        keep="last",
         augmentation=Augmentation(
             crop=0.05, flip=True, randaugment_layers=layers, randaugment_magnitude=magnitude
         ),
@@ -147,7 +151,7 @@ def _augreg(level: str, *, classes: str) -> Recipe:
 
 def _deit3(name: str) -> Recipe:
     rate, side, drop_path = _DEIT3_PRETRAIN[name]
-    return Recipe(
+    return _deit(
         epochs=800,
         batch_size=2048,
         image_size=(side, side),
@@ -157,13 +161,8 @@ def _deit3(name: str) -> Recipe:
         epsilon=1e-8 * _CLASSES,
         gradient_norm=1.0 * _CLASSES,  # FusedLAMB's own
         loss="sigmoid",
-        mixup=0.8,
-        cutmix=1.0,
-        mix_per="batch",
-        dropout_rate=0.0,
         drop_path_rate=drop_path,
         model={"layer_scale": 1e-4, "activation": "gelu"},
-        keep="last",
         augmentation=Augmentation(crop=0.08, flip=True),
         source=f"{_DEIT3}, {name}; not here: 3-Augment and colour jitter, repeated augmentation, "
         "targets that are 1 for both of the mixed classes, patches alone with positions, "
@@ -172,7 +171,7 @@ def _deit3(name: str) -> Recipe:
 
 
 def _deit3_fine_tune(side: int, name: str) -> Recipe:
-    return Recipe(
+    return _deit(
         epochs=20,
         batch_size=512,
         image_size=(side, side),
@@ -182,25 +181,20 @@ def _deit3_fine_tune(side: int, name: str) -> Recipe:
         weight_decay=0.1,
         gradient_norm=None,
         label_smoothing=0.1,
-        mixup=0.8,
-        cutmix=1.0,
-        mix_per="batch",
-        dropout_rate=0.0,
         drop_path_rate=_DEIT3_FINETUNE[side, name],
-        keep="last",
         augmentation=_RAND_M9,
         source=f"{_DEIT3}, fine-tuning of {name} at {side} pixels; {_NOT_TIMM}",
     )
 
 
 RECIPES: Mapping[str, Recipe] = {
-    # Rate, batch, epochs, pooling, augmentation and mixup were compared by cross-validation within
-    # the training and validation images: errors on two of five folds, 576 images, one run of each;
-    # a difference of two or three is no more than chance. 9 from 100 epochs of batches of 32 with
-    # a class token, 8 without it, 7 of batches of 64, 4 from 200 epochs, which is this recipe. With
-    # two thirds of the augmentation 7, with four thirds 6. Without mixup 6 from 100 epochs, 7 from
-    # 160, 10 of a model twice as wide. The last epoch is kept, for the best on 179 images is so by
-    # chance: once epoch 126 of 200, with 7 errors on the test images. A mirrored 2 is no digit.
+    # Chosen by cross-validation on the training and validation images: one run each, errors on two
+    # of five folds (576 images); differences of two or three are chance. 100 epochs of batches of
+    # 32: 9 errors with a class token, 8 without. Batches of 64: 7. With 200 epochs, this recipe: 4.
+    # Two thirds of the augmentation: 7; four thirds: 6. Without mixup: 6 after 100 epochs, 7 after
+    # 160, 10 for a model twice as wide. The last epoch is kept, because the best one on 179 images
+    # is best by chance: once it was epoch 126 of 200, with 7 errors on the test images. There are
+    # no flips, because a mirrored 2 is not a digit.
     "digits": Recipe(
         epochs=200,
         batch_size=64,
@@ -229,7 +223,7 @@ RECIPES: Mapping[str, Recipe] = {
         augmentation=Augmentation(crop=0.35, flip=True),
         source=f"no weight decay: {_PAPER}, Table 4; all else of our own",
     ),
-    # Without labels; colours are what is predicted, so they are left as they are.
+    # For training without labels. Its targets are colours, so nothing changes the colours.
     "masked-patches": Recipe(
         epochs=100,
         batch_size=64,
@@ -246,12 +240,9 @@ RECIPES: Mapping[str, Recipe] = {
     ),
     "vit-jft-h14": _jft("ViT-H/14", epochs=14, learning_rate=3e-4),
     "vit-jft-r50-l32": _jft("R50+ViT-L/32", epochs=7, learning_rate=2e-4),
-    "vit-imagenet21k": Recipe(
+    "vit-imagenet21k": _pretraining(
         epochs=90,
-        batch_size=4096,
-        image_size=(224, 224),
         learning_rate=1e-3,
-        warmup=10_000,
         decay="linear",
         weight_decay=0.03,
         gradient_norm=None,
@@ -259,21 +250,16 @@ RECIPES: Mapping[str, Recipe] = {
         head_bias=-10.0,
         dropout_rate=0.1,
         model=_MLP_HEAD,
-        keep="last",
         augmentation=_CROPPED,
         source=f"{_PAPER}, Table 3, which trains ViT-L for 30 or 90 epochs; bias, end of the rate "
         f"and MLP head: {_ISSUES} 2 and 124; loss: issue 34",
     ),
-    "vit-imagenet": Recipe(
+    "vit-imagenet": _pretraining(
         epochs=300,
-        batch_size=4096,
-        image_size=(224, 224),
         learning_rate=3e-3,
-        warmup=10_000,
         weight_decay=0.3,
         dropout_rate=0.1,
         model=_MLP_HEAD,
-        keep="last",
         augmentation=_CROPPED,
         source=f"{_PAPER}, Table 3 and Section 3.1; the loss is not published, softmax is ours",
     ),
@@ -320,7 +306,7 @@ RECIPES: Mapping[str, Recipe] = {
         warmup=100,
     ),
     # "The pre-processing used in Kolesnikov et al." (B.1.1), arXiv 1912.11370, Section 3.3: a
-    # random square of a larger one and flips, but neither where they would change the label.
+    # random square of a larger one and flips, except for tasks where they change the label.
     "finetune-vtab": _fine_tune(
         "VTAB (pre-processing: arXiv 1912.11370, Section 3.3, which resizes to a square first)",
         steps=2_500,
@@ -373,7 +359,7 @@ RECIPES: Mapping[str, Recipe] = {
         source=f"arXiv 2205.01580; {_BIG_VISION}/vit_s16_i1k.py; Adam's first moment is bfloat16 "
         "there",
     ),
-    "deit": Recipe(
+    "deit": _deit(
         epochs=300,
         batch_size=1024,
         image_size=(224, 224),
@@ -382,20 +368,13 @@ RECIPES: Mapping[str, Recipe] = {
         weight_decay=0.05,
         gradient_norm=None,
         label_smoothing=0.1,
-        mixup=0.8,
-        cutmix=1.0,
-        mix_per="batch",
-        dropout_rate=0.0,
         drop_path_rate=0.1,
         model={"activation": "gelu"},
-        keep="last",
-        augmentation=Augmentation(
-            crop=0.08, flip=True, randaugment_layers=2, randaugment_magnitude=9, erase=0.25
-        ),
+        augmentation=_RAND_M9_ERASED,
         source=f"{_DEIT}, main.py; not here: repeated augmentation, a last rate of 1e-5, normal "
         f"noise where pixels are erased; {_NOT_TIMM}",
     ),
-    "deit-384": Recipe(
+    "deit-384": _deit(
         epochs=30,
         batch_size=512,
         image_size=(384, 384),
@@ -405,15 +384,8 @@ RECIPES: Mapping[str, Recipe] = {
         weight_decay=1e-8,
         gradient_norm=None,
         label_smoothing=0.1,
-        mixup=0.8,
-        cutmix=1.0,
-        mix_per="batch",
-        dropout_rate=0.0,
         drop_path_rate=0.1,
-        keep="last",
-        augmentation=Augmentation(
-            crop=0.08, flip=True, randaugment_layers=2, randaugment_magnitude=9, erase=0.25
-        ),
+        augmentation=_RAND_M9_ERASED,
         source=f"{_DEIT}, README_deit.md; not here: repeated augmentation; {_NOT_TIMM}",
     ),
     **{f"deit3-{name}": _deit3(name) for name in _DEIT3_PRETRAIN},

@@ -1,4 +1,4 @@
-"""The run directory: everything that one training leaves behind, there whole or not at all."""
+"""The run directory: the result of one training, written whole or not at all."""
 
 import contextlib
 import dataclasses
@@ -20,7 +20,7 @@ from keras_vit.model import VisionTransformer
 from keras_vit.variants import parameter_count
 from keras_vit.weights.checkpoint import REGISTERED_NAME
 
-# What a run directory may hold, in the order of writing; the last two are evaluation's.
+# The files of a run directory; evaluation writes METRICS and CONFUSION.
 MODEL, CONFIG, LABELS, SPLITS = "model.keras", "config.json", "labels.txt", "splits.csv"
 HISTORY, CURVES, SAMPLE = "history.csv", "curves.png", "sample.png"
 RECONSTRUCTIONS, ADAPTER = "reconstructions.png", "adapter.safetensors"
@@ -28,12 +28,12 @@ METRICS, CONFUSION, EVENTS = "metrics.json", "confusion.png", "tensorboard"
 _TRAINED = (MODEL, CONFIG, LABELS, SPLITS, HISTORY, CURVES, SAMPLE, RECONSTRUCTIONS, ADAPTER)
 FILES = (*_TRAINED, EVENTS, METRICS, CONFUSION)
 
-# Bytes of a text file that are read; a run's config.json with 21,843 labels has one of them.
+# The largest text file that is read, in bytes; config.json with 21,843 labels has about 1 MB.
 MAX_TEXT = 2**24
-# Keras stores members as they are; what is packed may grow by this at most.
-_UNPACKED = 8
+# Keras does not compress members, so a larger factor from file to memory is an attack.
+_MAX_EXPANSION = 8
 _LONGEST_REASON = 300  # characters
-# What Keras raises for a file that it cannot make a model of.
+# The errors of Keras for a file that holds no model.
 _UNREADABLE = (
     ValueError,
     TypeError,
@@ -46,10 +46,10 @@ _UNREADABLE = (
     zipfile.BadZipFile,
     zlib.error,
 )
-# What may differ between how a model is trained and how it is kept: no number depends on it.
+# These may differ between the training and the saved model: its outputs do not depend on them.
 _TRAINING_ONLY = ("dropout_rate", "attention_dropout_rate", "drop_path_rate", "remat")
 
-# What to do where a run or an unfinished training is already.
+# What to do if there is already a run or an unfinished training.
 Existing = Literal["refuse", "overwrite", "resume"]
 
 
@@ -60,9 +60,9 @@ class Run:
     Attributes:
         path: the run directory.
         model: the model of the best epoch.
-        labels: the name of each class, in the order of the model's outputs; of a run without
-            labels, of what the images show, or none.
-        config: what made the run: model, recipe, data, seed, versions, and its result.
+        labels: the name of each class, in the order of the model's outputs; for a run of
+            `pretrain`, the labels of its images, if any.
+        config: the content of config.json: model, recipe, data, seed, versions and result.
     """
 
     path: Path
@@ -72,7 +72,7 @@ class Run:
 
     @property
     def image_size(self) -> tuple[int, int]:
-        """(height, width) in pixels that the model takes."""
+        """(height, width) in pixels of the images that the model takes."""
         return tuple(self.model.input_shape[1:3])
 
     @classmethod
@@ -86,8 +86,8 @@ class Run:
 
         Raises:
             FileNotFoundError: there is no such directory.
-            ValueError: the directory does not hold a run, one of its files is damaged, or they
-                are not of the same run.
+            ValueError: the directory does not hold a run, a file is damaged, or the files are not
+                of the same run.
         """
         directory = Path(path)
         if not directory.exists() and atomic.was_cut_off(unfinished_path(directory), directory):
@@ -102,20 +102,20 @@ class Run:
             )
         config = _read_config(directory / CONFIG)
         settings = _model_settings(directory / MODEL)
-        own = _network(directory / MODEL, settings)
-        _check_same_run(directory, config, own)  # before anything is built
-        model = _build(directory / MODEL, settings, own)
-        if own is None:
+        vit_config = _vit_config(directory / MODEL, settings)
+        _check_same_run(directory, config, vit_config)  # before anything is built
+        model = _build(directory / MODEL, settings, vit_config)
+        if vit_config is None:
             _check_labels(directory, len(config["labels"]), model.output_shape[-1])
         return cls(path=directory, model=model, labels=tuple(config["labels"]), config=config)
 
     def data(self) -> ImageData:
-        """Returns the images that the run was made of, in the splits that it was made with.
+        """Returns the images of the training, in the same splits.
 
         Raises:
-            FileNotFoundError: images have gone.
-            ImportError: the run is one of the digits, and scikit-learn is not installed.
-            ValueError: the images were in memory alone.
+            FileNotFoundError: images are missing.
+            ImportError: the images are the digits, and scikit-learn is not installed.
+            ValueError: the images were only in memory.
         """
         source = self.config["data"]["source"]
         if (self.path / SPLITS).is_file():
@@ -130,17 +130,18 @@ class Run:
     def classifier(
         self, labels: Sequence[str], *, image_size: tuple[int, int] | None = None
     ) -> VisionTransformer:
-        """Makes a classifier of the run's model, of `pretrain` or of `train`, to be trained on.
+        """Returns a copy of the run's model with a classifier for these labels, to train.
 
-        It keeps its classifier if the run's labels are the same; otherwise it gets a fresh one.
+        The copy keeps the model's own classifier if the run of `train` has the same labels;
+        otherwise it gets a fresh one.
 
         Args:
             labels: the name of each class.
-            image_size: (height, width) in pixels; None for the run's.
+            image_size: (height, width) in pixels; None for that of the run.
 
         Raises:
-            ValueError: the run's model is no `VisionTransformer`, or the image is not a multiple of
-                its patch.
+            ValueError: the run's model is not a `VisionTransformer`, or the image size is not a
+                multiple of the patch size.
         """
         model = self.model
         if not isinstance(model, VisionTransformer):
@@ -152,13 +153,13 @@ class Run:
             model = weights.resize(model, (*image_size, 3))
         config = dataclasses.replace(model.config, classes=len(labels), classifier_activation=None)
         heads = ["head", "distillation_head"] if config.distillation_token else ["head"]
-        # A run of `pretrain` has labels too, and no classifier.
-        is_kept = model.config.classes is not None and self.labels == tuple(labels)
-        return model.copy(config=config, fresh=[] if is_kept else heads)
+        # A run of `pretrain` may have labels, but has no classifier.
+        has_same_head = model.config.classes is not None and self.labels == tuple(labels)
+        return model.copy(config=config, fresh=[] if has_same_head else heads)
 
 
 def open_model(path: str | os.PathLike[str]) -> keras.Model:
-    """Opens a .keras file that may come from anywhere; code in it is never run.
+    """Opens a .keras file from any source, without running code in it.
 
     Example:
         >>> open_model("no-such.keras")
@@ -167,21 +168,21 @@ def open_model(path: str | os.PathLike[str]) -> keras.Model:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is not a whole .keras file, asks for more memory than its bytes account for,
-            or holds something that Keras does not know.
+        ValueError: the file is not a whole .keras file, asks for much more memory than it has
+            bytes, or holds something that Keras does not know.
     """
     file = Path(path)
     if not file.is_file():
         raise FileNotFoundError(f"There is no model file {str(path)!r}; check the path.")
     settings = _model_settings(file)
-    return _build(file, settings, _network(file, settings))
+    return _build(file, settings, _vit_config(file, settings))
 
 
 def read_fields(file: Path) -> dict[str, Any]:
     """Reads a JSON file of a run.
 
     Raises:
-        ValueError: it is too large, damaged, or not one JSON object.
+        ValueError: the file is too large, damaged, or not one JSON object.
     """
     if file.stat().st_size > MAX_TEXT:
         raise ValueError(f"{str(file)!r} is larger than {MAX_TEXT} bytes; it is not a run's.")
@@ -203,13 +204,13 @@ def is_run(path: Path) -> bool:
 
 
 def check_free(out: str | os.PathLike[str], *, existing: Existing) -> None:
-    """Raises an error unless a run may be written to `out` without losing anything.
+    """Raises an error if a run at `out` would replace what it may not.
 
     Example:
         >>> check_free("new-run", existing="refuse")
 
     Raises:
-        FileExistsError: something is there that may not be replaced.
+        FileExistsError: `out` holds something that may not be replaced.
     """
     out = Path(out)
     if out.is_mount():
@@ -223,10 +224,9 @@ def check_free(out: str | os.PathLike[str], *, existing: Existing) -> None:
         return
     foreign = sorted(entry.name for entry in out.iterdir() if entry.name not in FILES)
     if foreign or not is_run(out):
-        found = foreign[0] if foreign else "no whole run"
         raise FileExistsError(
-            f"The folder {str(out)!r} holds other things than a run ({found!r}); "
-            "choose another place for the run."
+            f"The folder {str(out)!r} holds other things than a run "
+            f"({(foreign or ['no whole run'])[0]!r}); choose another place for the run."
         )
     if existing != "overwrite":
         raise FileExistsError(
@@ -235,36 +235,32 @@ def check_free(out: str | os.PathLike[str], *, existing: Existing) -> None:
 
 
 def unfinished_path(out: Path, *, worker: int = 0) -> Path:
-    """Returns the folder beside a run directory in which a worker trains towards it."""
+    """Returns the folder of an unfinished training, which is beside its run directory."""
     return out.with_name(f"{out.name}.unfinished" + (f"-{worker}" if worker else ""))
 
 
 def hold(out: Path, *, worker: int = 0) -> contextlib.AbstractContextManager[None]:
-    """Keeps every other training away from a run directory and its unfinished folder.
+    """Holds the lock of a run directory and of its unfinished folder.
 
     Raises:
-        FileExistsError: another one is at work there; the text says who.
+        FileExistsError: another training holds it; the text says which process.
     """
-    return atomic.hold(_lock(out, worker), what=_what(out))
+    return atomic.hold(_lock(out, worker), what=f"training to {str(out)!r}")
 
 
 def check_unheld(out: Path, *, worker: int = 0) -> None:
-    """Raises a FileExistsError if a training to this run directory is at work."""
-    atomic.check_unheld(_lock(out, worker), what=_what(out))
+    """Raises a FileExistsError if another training to this run directory is running."""
+    atomic.check_unheld(_lock(out, worker), what=f"training to {str(out)!r}")
 
 
 def restore(out: Path) -> None:
-    """Puts back the run that was there before one that was killed while it took its place."""
+    """Restores the old run if a training was killed while it replaced this run."""
     atomic.restore(unfinished_path(out), out)
 
 
 def _lock(out: Path, worker: int) -> Path:
     folder = unfinished_path(out, worker=worker)
     return folder.with_name(f"{folder.name}.lock")
-
-
-def _what(out: Path) -> str:
-    return f"training to {str(out)!r}"
 
 
 def _read_config(file: Path) -> dict[str, Any]:
@@ -281,15 +277,15 @@ def _read_config(file: Path) -> dict[str, Any]:
 
 
 def _model_settings(file: Path) -> dict[str, Any]:
-    """Returns what a .keras file says of its model; no member may be much larger than the file."""
-    most = _UNPACKED * file.stat().st_size + MAX_TEXT
+    """Returns the config of a .keras file, whose members may not be much larger than the file."""
+    max_size = _MAX_EXPANSION * file.stat().st_size + MAX_TEXT
     try:
         with zipfile.ZipFile(file) as archive:
             members = archive.infolist()
             size = sum(member.file_size for member in members)
             names = [member.filename for member in members]
             text = archive.getinfo(CONFIG)
-            if size > most or text.file_size > MAX_TEXT or len(set(names)) < len(names):
+            if size > max_size or text.file_size > MAX_TEXT or len(set(names)) < len(names):
                 raise ValueError("its members are too large, or several have one name")
             settings = json.loads(archive.read(text))
     except (*_UNREADABLE, RecursionError) as error:
@@ -300,77 +296,77 @@ def _model_settings(file: Path) -> dict[str, Any]:
     return settings
 
 
-def _network(file: Path, settings: dict[str, Any]) -> ViTConfig | None:
+def _vit_config(file: Path, settings: dict[str, Any]) -> ViTConfig | None:
     """Returns the config of a plain Vision Transformer, None for another model.
 
     Raises:
-        ValueError: it is no config; or that of any network inside asks for more than the file has.
+        ValueError: a config is wrong, or a network inside the model has too many parameters for
+            the size of the file.
     """
     try:
-        for fields in _configs(settings):
+        for fields in _inner_configs(settings):
             count, size = parameter_count(ViTConfig.from_dict(fields)), file.stat().st_size
-            if count > _UNPACKED * size:
-                raise ValueError(f"its {CONFIG} asks for {count} parameters, of {size} bytes.")
+            if count > _MAX_EXPANSION * size:
+                raise ValueError(
+                    f"its {CONFIG} asks for {count} parameters, and the file has {size} bytes."
+                )
         if settings.get("registered_name") == REGISTERED_NAME:
             return ViTConfig.from_dict(settings["config"]["config"])
     except (*_UNREADABLE, RecursionError) as error:
-        raise _unopened(file, error) from error
+        raise _opening_error(file, error) from error
     return None
 
 
 def _build(file: Path, settings: dict[str, Any], config: ViTConfig | None) -> keras.Model:
-    """Makes the model of a file whose settings and network are known.
-
-    Raises:
-        ValueError: Keras or the network does not take what the file holds.
-    """
+    """Builds the model of a file, or raises a ValueError if the file does not fit it."""
     try:
         if config is None or config.departures or settings["config"].get(CHANGES):
             return keras.saving.load_model(file, compile=False)
         model = VisionTransformer.from_config(settings["config"])
-        weights.load(model, file)  # holds every array against the network
+        weights.load(model, file)  # compares every array with the network
     except _UNREADABLE as error:
-        raise _unopened(file, error) from error
+        raise _opening_error(file, error) from error
     return model
 
 
-def _configs(settings: Any) -> Iterator[dict[str, Any]]:
-    """The configs of networks of ours, at any depth."""
+def _inner_configs(settings: Any) -> Iterator[dict[str, Any]]:
+    """Yields the configs of our networks, at any depth."""
     if isinstance(settings, dict):
         if {"patch_size", "num_layers", "hidden_dim"} <= settings.keys():
             yield settings
         settings = list(settings.values())
     if isinstance(settings, list):
         for inner in settings:
-            yield from _configs(inner)
+            yield from _inner_configs(inner)
 
 
-def _unopened(file: Path, error: Exception) -> ValueError:
-    """A sentence with a reason of ours; what others say is long, and speaks of their own code."""
+def _opening_error(file: Path, error: Exception) -> ValueError:
+    """Returns an error with our own reason; those of libraries are long and cite their code."""
     reason = " ".join(str(error).split())
     if type(error) is not ValueError or len(reason) > _LONGEST_REASON:
         reason = f"it is damaged, or needs code that is not there ({type(error).__name__})."
     return ValueError(f"{str(file)!r} cannot be opened as a model: {reason}")
 
 
-def _check_same_run(directory: Path, config: Mapping[str, Any], own: ViTConfig | None) -> None:
-    """Holds what a run's files say of the model and its classes against each other."""
-    said, file = config.get("model"), str(directory / CONFIG)
-    if not isinstance(said, dict):
+def _check_same_run(
+    directory: Path, config: Mapping[str, Any], vit_config: ViTConfig | None
+) -> None:
+    """Compares the model and its classes in config.json with those in the model's file."""
+    recorded, file = config.get("model"), str(directory / CONFIG)
+    if not isinstance(recorded, dict):
         raise ValueError(f"{file!r} does not say the model of the run; put back the right one.")
-    if own is None:
+    if vit_config is None:
         return
-    fields = own.to_dict()
-    known = fields.keys() & said.keys() - {*_TRAINING_ONLY}
-    others = sorted(name for name in known if fields[name] != said[name])
-    if others:
-        name = others[0]
-        raise ValueError(
-            f"{file!r} and {MODEL} are not of the same run: {name} is {repr(said[name])[:40]} in "
-            f"one and {repr(fields[name])[:40]} in the other; put back the files of one run."
-        )
-    if own.classes is not None:
-        _check_labels(directory, len(config["labels"]), own.classes)
+    fields = vit_config.to_dict()
+    for name in sorted(fields.keys() & recorded.keys() - {*_TRAINING_ONLY}):
+        if fields[name] != recorded[name]:
+            raise ValueError(
+                f"{file!r} and {MODEL} are not of the same run: {name} is "
+                f"{repr(recorded[name])[:40]} in one and {repr(fields[name])[:40]} in the other; "
+                "put back the files of one run."
+            )
+    if vit_config.classes is not None:
+        _check_labels(directory, len(config["labels"]), vit_config.classes)
 
 
 def _check_labels(directory: Path, labels: int, classes: int | None) -> None:

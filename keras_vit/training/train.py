@@ -1,7 +1,8 @@
-"""Trains a classifier, or pre-trains without labels, and leaves a run directory."""
+"""`train` and `pretrain`: train a model and write a run directory."""
 
 import dataclasses
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,14 +33,14 @@ def train(
     execution: Execution | None = None,
     on_event: Callable[[Event], None] | None = None,
 ) -> run.Run:
-    """Trains a model and leaves a run directory: the model of the best epoch and how it was made.
+    """Trains a model and writes a run directory: the model of the best epoch and how it was made.
 
-    The best epoch has the lowest validation loss; a recipe may keep the last one. The same data,
-    model, recipe, seed and machine give the same model, however often the training was stopped and
-    resumed. `out` appears when everything in it is complete; until then all is in `out` with
-    ".unfinished" after its name: the checkpoints, the best model so far, history.csv, curves.png
-    and files for TensorBoard. Ctrl-C and SIGTERM save a checkpoint after the current step;
-    `existing="resume"` goes on from there.
+    The best epoch has the lowest validation loss; a recipe may keep the last one instead. The same
+    data, model, recipe, seed and machine give the same model, even if the training is interrupted
+    and resumed. `out` appears when everything in it is complete. Until then the checkpoints, the
+    best model so far, history.csv, curves.png and files for TensorBoard are in a folder named `out`
+    with ".unfinished" after it. Ctrl-C and SIGTERM save a checkpoint after the current step, and
+    `existing="resume"` continues from there.
 
     Example:
         >>> import dataclasses, tempfile
@@ -51,38 +52,40 @@ def train(
          'tensorboard']
 
     Args:
-        data: images in three splits; the test split is not looked at.
-        out: the run directory to make. A second training to it is refused while one is at work.
-        model: a config, which is built to take pixels 0..255 and to give logits for the data's
-            classes; or a model that does so already, whose weights are started from, what is
-            frozen stays frozen; or a `DistillationModel`, whose student is trained and kept. One
-            of `keras_vit.lora` is kept as a plain model, its adapter beside it. Or a function that
-            makes any of these, called where the model is to lie, so that nothing is copied; the
-            seed decides its fresh weights too. A functional or sequential model trains too, as a
-            `keras_vit.ExactModel`. None for the small model that suits the data.
+        data: images in three splits; the test split is not used.
+        out: the run directory. A second training to it is an error while the first one runs.
+        model: one of these, or a function that makes one in the scope of the strategy, so that
+            nothing is copied and the seed decides its fresh weights too:
+
+            - a config, to which pixels 0..255, logits and the data's classes are added;
+            - a model that has them already; training starts from its weights, and frozen ones stay
+              frozen. A model of `keras_vit.lora` is saved as a plain model, with its adapter;
+            - a `DistillationModel`, whose student is trained and saved;
+            - a functional or sequential model, which trains as a `keras_vit.ExactModel`;
+            - None for the small model that suits the data.
         recipe: how to train. None for the recipe that suits the data.
-        seed: decides the fresh weights, the order of the images and how they are varied.
-        existing: what to do where a run or an unfinished training is already: "refuse",
-            "overwrite" it (a run only once the new one is complete), or "resume" the unfinished
-            one with the same arguments: a finished one is returned, and without any it starts anew.
+        seed: decides the fresh weights, the order of the images and their augmentation.
+        existing: what to do if there is already a run or an unfinished training: "refuse" it;
+            "overwrite" it (a run only once the new one is complete); or "resume" the training with
+            the same arguments. "resume" returns a finished run, and starts one if there is none.
         execution: devices, precision, how often to save. None for the defaults of `Execution`.
         on_event: called with a `StepDone` after each step, an `EpochDone` after each epoch, and a
-            `TrainingDone` before the run appears, which may still add to it.
+            `TrainingDone` before the run appears, when files can still be added to it.
 
     Returns:
         The run, with the model of the best epoch.
 
     Raises:
-        FileExistsError: something is at `out` that may not be replaced, or another training is at
-            work there.
-        FloatingPointError: the loss became infinite; the checkpoints of before are kept.
+        FileExistsError: `out` holds something that may not be replaced, or another training to it
+            is running.
+        FloatingPointError: the loss is not finite; the last checkpoints are kept.
         ImportError: matplotlib is not installed.
-        MemoryError: there is not enough; the checkpoints of before are kept.
+        MemoryError: memory is exhausted; the last checkpoints are kept.
         OSError: the disk is full, read-only or gone; the text says what is kept and what to do.
-        TrainingInterrupted: Ctrl-C or SIGTERM; the text says what was saved.
+        TrainingInterrupted: Ctrl-C or SIGTERM; the text says what is saved.
         ValueError: there are no training or validation images, the model does not fit the data,
-            or a training is resumed otherwise than it was started.
-        WorkerLostError: another worker has gone.
+            or a training is resumed with other settings.
+        WorkerLostError: another worker is lost.
     """
     recipe, execution = recipe or default_recipe(data), execution or Execution()
     job = Job(data, recipe=recipe, execution=execution, seed=seed)
@@ -101,12 +104,12 @@ def pretrain(
     execution: Execution | None = None,
     on_event: Callable[[Event], None] | None = None,
 ) -> run.Run:
-    """Trains a model without labels, by masked patch prediction, and leaves a run directory.
+    """Trains a model without labels, by masked patch prediction, and writes a run directory.
 
-    Everything is as in `train`: the same loop, checkpoints, strategies and files. The run's model
-    is the Vision Transformer without classifier, of the epoch of least validation loss, over the
-    same corruption each time; reconstructions.png shows what it predicts of validation images.
-    `Run.classifier` makes a classifier of it to `train` on.
+    The loop, checkpoints, strategies and files are those of `train`. The run's model is the Vision
+    Transformer without classifier, from the epoch of lowest validation loss, over the same
+    corruption each time. reconstructions.png shows its predictions for validation images.
+    `Run.classifier` makes a classifier of it to `train`.
 
     Example:
         >>> import dataclasses, tempfile
@@ -119,14 +122,14 @@ def pretrain(
         ((None, 8), True)
 
     Args:
-        data: images in three splits; labels and the test split are not looked at.
-        out: the run directory to make.
-        model: a config, whose classifier is left out, to predict mean colours; or a
-            `MaskedPatchModel`, which says what is predicted and takes pixels 0..255; or a function
-            that makes one, as in `train`. None for the small model that suits the data.
-        recipe: how to train; `loss`, `label_smoothing` and `head_bias` do not matter. None for
-            the recipe that suits the data.
-        seed: decides the fresh weights, the order of the images and how they are varied.
+        data: images in three splits; labels and the test split are not used.
+        out: the run directory.
+        model: a config, to predict mean colours without its classifier; or a `MaskedPatchModel`,
+            which sets the target and takes pixels 0..255; or a function that makes one, as in
+            `train`. None for the small model that suits the data.
+        recipe: how to train, except `loss`, `label_smoothing` and `head_bias`, which have no
+            effect. None for the recipe that suits the data.
+        seed: decides the fresh weights, the order of the images and their augmentation.
         existing: as in `train`.
         execution: as in `train`.
         on_event: as in `train`.
@@ -135,7 +138,7 @@ def pretrain(
         The run, with the model of the best epoch.
 
     Raises:
-        TypeError: the model is neither.
+        TypeError: the model is none of these.
     """
     recipe, execution = recipe or default_pretrain_recipe(data), execution or Execution()
     job = Job(data, recipe=recipe, execution=execution, seed=seed, has_labels=False)
@@ -151,7 +154,7 @@ def _run(
     existing: run.Existing,
     on_event: Callable[[Event], None] | None,
 ) -> run.Run:
-    """Trains a model, from the start or from a checkpoint on."""
+    """Trains a model, from its first step or from a checkpoint."""
     _check_backend()
     _check_data(job.data)
     progress.check_matplotlib()
@@ -160,7 +163,11 @@ def _run(
     job.execution.check_batch(plan.batch_size, replicas=strategy.num_replicas_in_sync)
     _check_name(out)
     with run.hold(out, worker=workers.index), StopRequests() as stop:
-        folder = _free_folder(out, job, workers=workers, existing=existing)
+        if not workers.index:
+            run.restore(out)
+        keep = job.execution.keep_checkpoints
+        folder = Unfinished(out, worker=workers.index, keep=keep)
+        _check_places(out, folder, existing=existing)
         keras.utils.set_random_seed(job.seed)
         with strategy.scope():
             objective = objective_of(model, job)
@@ -180,40 +187,38 @@ def _run(
         return _train(loop, stop, out=out)
 
 
-def _free_folder(out: Path, job: Job, *, workers: Workers, existing: run.Existing) -> Unfinished:
-    """Returns the folder to train in, where nothing is lost by it; the lock is held."""
-    if not workers.index:
-        run.restore(out)
-    folder = Unfinished(out, worker=workers.index, keep=job.execution.keep_checkpoints)
-    _check_places(out, folder, existing=existing)
-    return folder
-
-
 def _train(loop: Loop, stop: StopRequests, *, out: Path) -> run.Run:
     with naming_damaged(loop.job.data.validation, trained=loop.job.data.train):
-        asked = loop.run(stop)
+        signal_number = loop.run(stop)
     try:
-        if not asked:
+        if not signal_number:
             stop.end_steps()
-        return finish.finish(loop, out=out, asked=asked)
+        return finish.finish(loop, out=out, signal_number=signal_number)
     except finish.TrainingInterrupted:
         raise
     except KeyboardInterrupt:
-        raise finish.cut_off(loop.folder.path, asked=stop.asked) from None
+        folder = loop.folder.path
+        raise finish.TrainingInterrupted(
+            f"Interrupted at the end of the training: all of it is in {str(folder)!r}, resume to "
+            "finish the run.",
+            path=folder,
+            signal_number=stop.signal_number or signal.SIGINT,
+        ) from None
 
 
 def _begin(loop: Loop, *, existing: run.Existing) -> None:
-    """Goes back to the last checkpoint, or makes the folder and the first one."""
-    is_there = existing == "resume" and loop.folder.exists()
-    reached = loop.workers.gather(1 + loop.folder.checkpoints.steps()[-1] if is_there else 0)
-    if all(reached):
+    """Restores the last checkpoint, or makes the folder and the first checkpoint."""
+    is_resumed = existing == "resume" and loop.folder.exists()
+    # One more than the last step of each worker, or 0.
+    last_steps = loop.workers.gather(1 + loop.folder.checkpoints.steps()[-1] if is_resumed else 0)
+    if all(last_steps):
         loop.folder.check(loop.settings)
         loop.resume()
         return
-    if max(reached) > 1:  # otherwise they were killed before the first step
-        lacking = [index for index, steps in enumerate(reached) if not steps]
+    if max(last_steps) > 1:  # otherwise they were killed before the first step
+        workers = [index for index, step in enumerate(last_steps) if not step]
         raise ValueError(
-            f"Of the workers {lacking} the checkpoints are gone; put back the folders "
+            f"The checkpoints of the workers {workers} are gone; put back the folders "
             f"{loop.folder.path.name}-N, or overwrite the training of all."
         )
     loop.folder.start(loop.settings)
@@ -221,15 +226,15 @@ def _begin(loop: Loop, *, existing: run.Existing) -> None:
 
 
 def check_free(out: str | os.PathLike[str], *, existing: run.Existing = "refuse") -> None:
-    """Raises an error unless `train` may write to `out` without losing anything.
+    """Raises an error if a training to `out` would replace what it may not.
 
     Example:
         >>> check_free("new-run")
 
     Raises:
-        FileExistsError: something is there that may not be replaced, or another training is at
-            work there.
-        ValueError: `out` is no name that a folder can have.
+        FileExistsError: `out` holds something that may not be replaced, or another training to it
+            is running.
+        ValueError: `out` is not a name that a folder can have.
     """
     out, worker = Path(out), worker_index()
     _check_name(out)
@@ -245,8 +250,8 @@ def _check_name(out: Path) -> None:
 def _check_places(out: Path, folder: Unfinished, *, existing: run.Existing) -> None:
     folder.check_free(existing=existing)
     if existing == "resume" and run.is_run(out) and not folder.exists():
-        return  # a finished run: nothing is written
-    # An unfinished training that is resumed was allowed to replace what is there.
+        return  # the run is finished, so nothing is written
+    # A training that is resumed was allowed to replace the run when it started.
     is_resumed = existing == "resume" and folder.exists()
     run.check_free(out, existing="overwrite" if is_resumed else existing)
 
@@ -265,8 +270,8 @@ def default_config(data: ImageData) -> ViTConfig:
 def default_pretrain_config(data: ImageData) -> ViTConfig:
     """Returns the config to pre-train on the data without labels.
 
-    It pools by the average of the patches: no class token would be trained for anything. Patches
-    are of pixels, which are what is predicted: it is no hybrid.
+    It pools by the average of the patches, because nothing trains a class token. It is not a
+    hybrid, because the targets are the pixels of a patch.
 
     Example:
         >>> from keras_vit.data import load_digits
@@ -289,15 +294,15 @@ def default_recipe(data: ImageData) -> Recipe:
 
 
 def default_pretrain_recipe(data: ImageData) -> Recipe:
-    """Returns the recipe for pre-training without labels, images varied as with labels.
+    """Returns the recipe for pre-training without labels, with the augmentation of `train`.
 
     Example:
         >>> from keras_vit.data import load_digits
         >>> default_pretrain_recipe(load_digits()).augmentation.rotation
         15
     """
-    varied = default_recipe(data).augmentation
-    return dataclasses.replace(RECIPES["masked-patches"], augmentation=varied)
+    augmentation = default_recipe(data).augmentation
+    return dataclasses.replace(RECIPES["masked-patches"], augmentation=augmentation)
 
 
 def _check_backend() -> None:

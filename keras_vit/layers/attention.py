@@ -168,9 +168,9 @@ class MultiHeadSelfAttention(CompositeLayer, RandomLayer):
         if self.rotary is None:
             return qkv
         _, tokens, width = keras.ops.shape(qkv)
-        shape = (-1, tokens, 2, self.num_heads, width // 3 // self.num_heads)
+        shape = (-1, tokens, 2 * self.num_heads, width // 3 // self.num_heads)
         rotated, value = keras.ops.split(qkv, [width // 3 * 2], axis=-1)
-        cosines, sines = (x[:, None, None] for x in self._turns)  # (N, 1, 1, K)
+        cosines, sines = (x[:, None] for x in self._turns)  # (N, 1, K)
         rotated = rotate(keras.ops.reshape(rotated, shape), cosines, sines)
         rotated = keras.ops.reshape(rotated, (-1, tokens, width // 3 * 2))
         return keras.ops.concatenate([rotated, value], axis=-1)

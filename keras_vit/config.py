@@ -86,8 +86,8 @@ class ViTConfig:
         resnet_layers: units in each stage of the hybrids' ResNet stem; () for the root alone, None
             for no stem.
         activation: the GELU of the MLPs: "gelu_tanh" is the original's, "gelu" the exact form that
-            other libraries use, "quick_gelu" x * sigmoid(1.702 x), OpenAI's; or "swiglu", whose
-            gate doubles the first kernel (arXiv 2002.05202).
+            other libraries use, "quick_gelu" x * sigmoid(1.702 x), OpenAI's (arXiv 1606.08415); or
+            "swiglu", whose gate doubles the first kernel (arXiv 2002.05202).
         layer_norm_epsilon: epsilon of every layer normalisation; 1e-6 in the original.
         dropout_rate: dropout after the position embeddings and after each dense layer except query,
             key and value.
@@ -119,12 +119,13 @@ class ViTConfig:
         embedding_norm: whether tokens are normalised before the first block, as CLIP does (arXiv
             2103.00020).
         norm_after_pooling: whether the last normalisation follows the pooling instead of the last
-            block; without pooling there is none then.
+            block, as in BEiT (arXiv 2106.08254); without pooling there is none then.
         pooling_heads: attention heads of pooling "map"; None for `num_heads`.
         rotary_period: the longest period of rotary position embeddings, which turn queries and keys
             by the place of their patch (arXiv 2104.09864), in each block; None for none.
         rotary_grid: (rows, columns) that places are counted in: each side of an image of any size
-            has so many. None for places from -1 to 1, times 2 pi (DINOv3, arXiv 2508.10104).
+            has so many (arXiv 2303.11331). None for places from -1 to 1, times 2 pi (arXiv
+            2508.10104).
         rotary_offset: the place of the first row and column; of `rotary_grid` alone.
 
     Raises:
@@ -389,6 +390,11 @@ class ViTConfig:
                 f"hidden_dim={self.hidden_dim}."
             )
         is_classifier = self.pooling == "token" and self.classes is not None
+        if self.distillation_token and self.norm_after_pooling:
+            raise ValueError(
+                "distillation_token=True needs norm_after_pooling=False: the last normalisation "
+                "would follow the class token alone."
+            )
         if self.distillation_token and (not is_classifier or self.representation_dim is not None):
             raise ValueError(
                 "distillation_token=True needs class_token=True, classes, "

@@ -89,19 +89,37 @@ class VisionTransformer(ExactModel):
         input_layers = ("images", "rescaling", "patches", "positions")
         return tuple(layer.name for layer in self.layers if layer.name not in input_layers)
 
-    def features(self, images: Any, names: Iterable[str] | None = None) -> dict[str, Any]:
+    def features(
+        self, images: Any, names: Iterable[str] | None = None, *, grid: bool = False
+    ) -> dict[str, Any]:
         """Computes named intermediate results with this model's own weights.
+
+        Example:
+            >>> config = ViTConfig(input_shape=(32, 48, 3), patch_size=8, hidden_dim=32, mlp_dim=64,
+            ...                    num_heads=2, num_layers=2, classes=5)
+            >>> features = VisionTransformer(config).features(
+            ...     keras.ops.zeros((1, 32, 48, 3)), ["block_1", "pooling"], grid=True)
+            >>> features["block_1"].shape, features["pooling"].shape
+            (TensorShape([1, 4, 6, 32]), TensorShape([1, 32]))
 
         Args:
             images: (B, H, W, channels), as the model takes them.
             names: which of `feature_names` to return: tokens (B, N, D) after "patch_encoder", each
                 "block_0", "block_1", ... and "encoder_norm"; the vector (B, D) after "pooling" and
                 "representation"; (B, C) after "head". None for all.
+            grid: whether tokens come as (B, h, w, D), row by row, without those before the
+                patches'.
 
         Raises:
             ValueError: a name is not one of `feature_names`.
         """
-        return dict(self.feature_extractor(names)(images))
+        features = dict(self.feature_extractor(names)(images))
+        if not grid:
+            return features
+        return {
+            name: _on_grid(self.config, value) if len(value.shape) == 3 else value
+            for name, value in features.items()
+        }
 
     def feature_extractor(self, names: Iterable[str] | None = None) -> ExactModel:
         """Returns a model from images to a dictionary of `features`, sharing this one's weights."""
@@ -190,6 +208,12 @@ class VisionTransformer(ExactModel):
         model = cls(**arguments)
         change_dense(model, changes)
         return model
+
+
+def _on_grid(config: ViTConfig, tokens: Any) -> Any:
+    """Lays the patches of tokens (B, N, D) out as (B, h, w, D)."""
+    patches = tokens[:, config.num_prefix_tokens :]
+    return keras.ops.reshape(patches, (-1, *config.grid, tokens.shape[-1]))
 
 
 def position_layer(config: ViTConfig, block: int) -> str | None:

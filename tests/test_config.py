@@ -27,7 +27,10 @@ BAD_FIELDS = [
     ({"layer_norm_epsilon": 0.0}, "layer_norm_epsilon must be above 0"),
     ({"pooling": "sum"}, "pooling must be one of .*'token', 'avg', 'max', 'map', None.*'sum'"),
     ({"pooling": "token", "class_token": False}, 'use pooling="avg", "max" or "map"'),
-    ({"activation": "relu"}, "activation must be one of .*'gelu_tanh', 'gelu', 'swiglu'.*'relu'"),
+    (
+        {"activation": "relu"},
+        "activation must be one of .*'gelu_tanh', 'gelu', 'quick_gelu', 'swiglu'.*'relu'",
+    ),
     ({"resnet_layers": (2, 0)}, "resnet_layers must be a tuple of positive integers"),
     ({"input_shape": (32, 48)}, "input_shape must be three positive integers"),
     ({"input_shape": (30, 48, 3)}, r"multiples of 8.*\(30, 48, 3\).*nearest.*\(32, 48, 3\)"),
@@ -65,6 +68,7 @@ BAD_FIELDS = [
         "distillation_token=True needs class_token=True.*class_token=False.*pooling='avg'",
     ),
     ({"distillation_token": True, "representation_dim": 8}, "representation_dim=8"),
+    ({"distillation_token": True, "norm_after_pooling": True}, "needs norm_after_pooling=False"),
     ({"input_shape": (48, 48, 3), "resnet_layers": (1,)}, "multiples of 32"),
 ]
 
@@ -108,6 +112,7 @@ def test_a_published_network_departs_in_nothing() -> None:
         "query_key_norm": True,
         "distillation_token": True,
         "activation": "swiglu",
+        "embedding_norm": True,
     }
     for name, value in changed.items():
         assert dataclasses.replace(TINY, **{name: value}).departures == (name,)

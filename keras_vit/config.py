@@ -26,7 +26,8 @@ WIDTH_MULTIPLES = {"learned_2d": 2, "sincos_2d": 4}
 WRITTEN = {
     *("input_shape", "patch_size", "hidden_dim", "mlp_dim", "num_heads", "num_layers", "classes"),
     *("class_token", "representation_dim", "resnet_layers", "layer_norm_epsilon"),
-    *("dropout_rate", "attention_dropout_rate", "drop_path_rate", "remat", "antialias"),
+    *("dropout_rate", "attention_dropout_rate", "drop_path_rate", "patch_dropout_rate"),
+    *("remat", "antialias"),
     *("classifier_activation", "include_preprocessing", "image_mean", "image_std"),
 }
 WRITTEN_VALUES: dict[str, tuple[Any, ...]] = {
@@ -51,6 +52,7 @@ _MAX_SIDE = 2**20  # pixels, or channels
 _MAX_STAGES = 8
 _MAX_NUMBER = 1e9  # of what pixels and rates are
 _MIN_STD = 1e-9  # in units of 1; the smallest in use is 1 / 255
+_RATES = ("dropout_rate", "attention_dropout_rate", "drop_path_rate", "patch_dropout_rate")
 _SWITCHES = (
     *("class_token", "remat", "antialias", "include_preprocessing", "query_key_norm"),
     *("distillation_token", "embedding_norm", "norm_after_pooling"),
@@ -93,6 +95,8 @@ class ViTConfig:
             key and value.
         attention_dropout_rate: dropout on the attention weights.
         drop_path_rate: stochastic depth of the last block; the blocks before rise to it from 0.
+        patch_dropout_rate: fraction of the patch tokens of each image that training leaves out,
+            after positions are added at the input (arXiv 2212.00794).
         remat: whether training keeps only the input of each block and recomputes the rest for
             the gradient: less memory, more time, the same numbers.
         antialias: whether images are downscaled with anti-aliasing before they reach the model, in
@@ -148,6 +152,7 @@ class ViTConfig:
     dropout_rate: float = 0.0
     attention_dropout_rate: float = 0.0
     drop_path_rate: float = 0.0
+    patch_dropout_rate: float = 0.0
     remat: bool = False
     antialias: bool = True
     classifier_activation: str | None = None
@@ -279,7 +284,7 @@ class ViTConfig:
             fits = _is_whole(value, least, most) or (is_optional and value is None)
             allowed = "a positive integer" if least else "a whole number from 0"
             self._require(fits, name, allowed + " or None" * is_optional + f", at most {most}")
-        for name in ("dropout_rate", "attention_dropout_rate", "drop_path_rate"):
+        for name in _RATES:
             rate = getattr(self, name)
             self._require(is_number(rate) and 0 <= rate < 1, name, "in [0, 1)")
         for name in _SWITCHES:
@@ -350,6 +355,7 @@ class ViTConfig:
                 f"Received: hidden_dim={self.hidden_dim}."
             )
         self._check_rotary()
+        self._check_patch_dropout()
         if not self.adds_positions and self.position_placement != "input":
             raise ValueError(
                 f"position_embedding={kind!r} adds nothing to tokens that could stand elsewhere; "
@@ -378,6 +384,18 @@ class ViTConfig:
             raise ValueError(
                 "Rotary positions need heads whose width is a multiple of 4. Received: "
                 f"hidden_dim={self.hidden_dim}, num_heads={self.num_heads}, heads of {size}."
+            )
+
+    def _check_patch_dropout(self) -> None:
+        is_placed_later = self.position_embedding == "relative" or self.rotary_period is not None
+        if self.patch_dropout_rate and (is_placed_later or self.position_placement != "input"):
+            raise ValueError(
+                "patch_dropout_rate needs positions that are added at the input, since blocks do "
+                "not know which patches are left. Received: "
+                f"patch_dropout_rate={self.patch_dropout_rate}, "
+                f"position_embedding={self.position_embedding!r}, "
+                f"position_placement={self.position_placement!r}, "
+                f"rotary_period={self.rotary_period}."
             )
 
     def _check_tokens(self) -> None:

@@ -285,9 +285,10 @@ def _tokens(config: ViTConfig, dtype: str, images: Any) -> Any:
         position_embedding=config.position_embedding if is_added_here else None,
         num_registers=config.num_registers,
         distillation_token=config.distillation_token,
+        patch_dropout_rate=config.patch_dropout_rate,
         dtype=dtype,
         name="patch_encoder",
-    )(x)  # (B, N, D)
+    )(x)  # (B, N, D); in training with patch dropout, N is smaller from here on
 
 
 def _per_channel(value: float | tuple[float, ...]) -> Any:

@@ -37,6 +37,14 @@ CONTRACTS: list[tuple[type, dict[str, Any], tuple[int, ...], tuple[int, ...], in
         3,
         0,
     ),
+    (
+        layers.PatchEncoder,
+        {"hidden_dim": 8, "patch_dropout_rate": 0.5},
+        (2, 2, 3, 48),
+        (2, 7, 8),
+        4,
+        1,
+    ),
     (layers.PositionEmbedding, {"kind": "learned", "grid": (2, 3)}, (2, 7, 8), (2, 7, 8), 1, 0),
     (
         layers.PositionEmbedding,

@@ -187,6 +187,8 @@ def test_nothing_of_a_variant_is_in_a_plain_model(monkeypatch: pytest.MonkeyPatc
     assert len(model.weights) == 4 + 12 * TINY.num_layers + 2 + 2
     monkeypatch.delattr(MultiHeadSelfAttention, "_weigh")
     monkeypatch.delattr(PositionedLayer, "_parts")
+    monkeypatch.delattr("keras_vit.layers.attention.rotate")
+    monkeypatch.delattr("keras_vit.layers.patches.draw_places")
     model(images_for(TINY))
 
 

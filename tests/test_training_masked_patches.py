@@ -207,6 +207,7 @@ def test_mixed_precision_predicts_in_float32() -> None:
         ({}, {"corruption": 0.0}, "corruption must be above 0.*0.0"),
         ({"input_shape": (24, 24, 3), "patch_size": 6}, {"target": "small_patch"}, "of 4.*6"),
         ({"input_shape": (32, 48, 5)}, {}, "5 channels"),
+        ({"patch_dropout_rate": 0.5}, {}, "set patch_dropout_rate to 0.*patch_dropout_rate=0.5"),
     ],
 )
 def test_bad_arguments_are_refused(

@@ -126,9 +126,16 @@ def test_every_pooling_takes_fewer_tokens(pooling: Any, remat: bool) -> None:
     assert model(images_for(config), training=True).shape == shape
 
 
-@pytest.mark.parametrize("jit_compile", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "mixed_bfloat16"])
-def test_models_train_in_a_graph(jit_compile: bool, dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "jit_compile"),
+    [
+        ("float32", False),
+        ("float32", True),
+        ("mixed_bfloat16", False),
+        pytest.param("mixed_bfloat16", True, marks=pytest.mark.slow),
+    ],
+)
+def test_models_train_in_a_graph(dtype: str, jit_compile: bool, tmp_path: Path) -> None:
     """XLA off and on, the loss falls, and a saved model answers as the trained one."""
     keras.utils.set_random_seed(0)
     config = dataclasses.replace(HALF, remat=True, dropout_rate=0.1, drop_path_rate=0.1)

@@ -36,7 +36,7 @@ MODERN: dict[str, Any] = {
     "position_embedding": None,
     "rotary_period": 100.0,
 }
-COUNTED = {"rotary_period": 10_000.0, "rotary_grid": (5, 3), "rotary_offset": 0.25}
+COUNTED: dict[str, Any] = {"rotary_period": 10_000.0, "rotary_grid": (5, 3), "rotary_offset": 0.25}
 
 
 def arrays(model: keras.Model) -> Arrays:

@@ -271,8 +271,9 @@ def freeze(model: VisionTransformer, *, blocks: int) -> None:
             f"Received: blocks={blocks!r}."
         )
     names = [layer.name for layer in model.layers]
-    starts = (f"positions_{blocks}", f"block_{blocks}", "encoder_norm")
-    first = min(names.index(name) for name in starts if name in names)
+    starts = [f"positions_{blocks}", f"block_{blocks}", "encoder_norm", "pooling"]
+    starts += ["representation", "head"]
+    first = min((names.index(name) for name in starts if name in names), default=len(names))
     for place, layer in enumerate(model.layers):
         layer.trainable = place >= first
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 Pooling = Literal["token", "avg", "max", "map"]
-Activation = Literal["gelu_tanh", "gelu", "swiglu"]
+Activation = Literal["gelu_tanh", "gelu", "quick_gelu", "swiglu"]
 PositionEmbedding = Literal["learned", "learned_2d", "sincos_2d", "relative"]
 PositionPlacement = Literal["input", "every_block", "every_block_shared"]
 
@@ -26,7 +26,8 @@ WIDTH_MULTIPLES = {"learned_2d": 2, "sincos_2d": 4}
 WRITTEN = {
     *("input_shape", "patch_size", "hidden_dim", "mlp_dim", "num_heads", "num_layers", "classes"),
     *("class_token", "representation_dim", "resnet_layers", "layer_norm_epsilon"),
-    *("dropout_rate", "attention_dropout_rate", "drop_path_rate", "remat", "antialias"),
+    *("dropout_rate", "attention_dropout_rate", "drop_path_rate", "patch_dropout_rate"),
+    *("remat", "antialias"),
     *("classifier_activation", "include_preprocessing", "image_mean", "image_std"),
 }
 WRITTEN_VALUES: dict[str, tuple[Any, ...]] = {
@@ -45,14 +46,16 @@ LIMITS = {
     "classes": 10**8,
     "representation_dim": 2**17,
     "num_registers": 2**12,
+    "pooling_heads": 2**12,
 }
 _MAX_SIDE = 2**20  # pixels, or channels
 _MAX_STAGES = 8
 _MAX_NUMBER = 1e9  # of what pixels and rates are
 _MIN_STD = 1e-9  # in units of 1; the smallest in use is 1 / 255
+_RATES = ("dropout_rate", "attention_dropout_rate", "drop_path_rate", "patch_dropout_rate")
 _SWITCHES = (
     *("class_token", "remat", "antialias", "include_preprocessing", "query_key_norm"),
-    "distillation_token",
+    *("distillation_token", "embedding_norm", "norm_after_pooling"),
 )
 
 
@@ -85,13 +88,15 @@ class ViTConfig:
         resnet_layers: units in each stage of the hybrids' ResNet stem; () for the root alone, None
             for no stem.
         activation: the GELU of the MLPs: "gelu_tanh" is the original's, "gelu" the exact form that
-            other libraries use; or "swiglu", whose gate doubles the first kernel (arXiv
-            2002.05202).
+            other libraries use, "quick_gelu" x * sigmoid(1.702 x), OpenAI's (arXiv 1606.08415); or
+            "swiglu", whose gate doubles the first kernel (arXiv 2002.05202).
         layer_norm_epsilon: epsilon of every layer normalisation; 1e-6 in the original.
         dropout_rate: dropout after the position embeddings and after each dense layer except query,
             key and value.
         attention_dropout_rate: dropout on the attention weights.
         drop_path_rate: stochastic depth of the last block; the blocks before rise to it from 0.
+        patch_dropout_rate: fraction of the patch tokens of each image that training leaves out,
+            after positions are added at the input (arXiv 2212.00794).
         remat: whether training keeps only the input of each block and recomputes the rest for
             the gradient: less memory, more time, the same numbers.
         antialias: whether images are downscaled with anti-aliasing before they reach the model, in
@@ -115,6 +120,17 @@ class ViTConfig:
         query_key_norm: whether queries and keys are normalised in each head (arXiv 2302.05442).
         distillation_token: whether a second learned token, after the class token, has a second
             classifier, `distillation_head`; the model answers the mean of both (arXiv 2012.12877).
+        embedding_norm: whether tokens are normalised before the first block, as CLIP does (arXiv
+            2103.00020).
+        norm_after_pooling: whether the last normalisation follows the pooling instead of the last
+            block, as in BEiT (arXiv 2106.08254); without pooling there is none then.
+        pooling_heads: attention heads of pooling "map"; None for `num_heads`.
+        rotary_period: the longest period of rotary position embeddings, which turn queries and keys
+            by the place of their patch (arXiv 2104.09864), in each block; None for none.
+        rotary_grid: (rows, columns) that places are counted in: each side of an image of any size
+            has so many (arXiv 2303.11331). None for places from -1 to 1, times 2 pi (arXiv
+            2508.10104).
+        rotary_offset: the place of the first row and column; of `rotary_grid` alone.
 
     Raises:
         ValueError: a number is out of range, or the parts do not fit each other.
@@ -136,6 +152,7 @@ class ViTConfig:
     dropout_rate: float = 0.0
     attention_dropout_rate: float = 0.0
     drop_path_rate: float = 0.0
+    patch_dropout_rate: float = 0.0
     remat: bool = False
     antialias: bool = True
     classifier_activation: str | None = None
@@ -148,6 +165,12 @@ class ViTConfig:
     layer_scale: float | None = None
     query_key_norm: bool = False
     distillation_token: bool = False
+    embedding_norm: bool = False
+    norm_after_pooling: bool = False
+    pooling_heads: int | None = None
+    rotary_period: float | None = None
+    rotary_grid: tuple[int, int] | None = None
+    rotary_offset: float = 0.0
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -257,11 +280,11 @@ class ViTConfig:
     def _check_numbers(self) -> None:
         for name, most in LIMITS.items():
             value, least = getattr(self, name), int(name != "num_registers")
-            is_optional = name in ("classes", "representation_dim")
+            is_optional = name in ("classes", "representation_dim", "pooling_heads")
             fits = _is_whole(value, least, most) or (is_optional and value is None)
             allowed = "a positive integer" if least else "a whole number from 0"
             self._require(fits, name, allowed + " or None" * is_optional + f", at most {most}")
-        for name in ("dropout_rate", "attention_dropout_rate", "drop_path_rate"):
+        for name in _RATES:
             rate = getattr(self, name)
             self._require(is_number(rate) and 0 <= rate < 1, name, "in [0, 1)")
         for name in _SWITCHES:
@@ -331,6 +354,8 @@ class ViTConfig:
                 f'position_embedding="{kind}" needs a hidden_dim that is a multiple of {multiple}. '
                 f"Received: hidden_dim={self.hidden_dim}."
             )
+        self._check_rotary()
+        self._check_patch_dropout()
         if not self.adds_positions and self.position_placement != "input":
             raise ValueError(
                 f"position_embedding={kind!r} adds nothing to tokens that could stand elsewhere; "
@@ -338,8 +363,56 @@ class ViTConfig:
                 f"Received: position_placement={self.position_placement!r}."
             )
 
+    def _check_rotary(self) -> None:
+        period, grid, offset = self.rotary_period, self.rotary_grid, self.rotary_offset
+        fits = period is None or (is_number(period) and period > 1)
+        self._require(fits, "rotary_period", "above 1, or None")
+        fits = grid is None or (
+            isinstance(grid, tuple)
+            and len(grid) == 2
+            and all(_is_whole(side, 1, _MAX_SIDE) for side in grid)
+        )
+        self._require(fits, "rotary_grid", "two positive integers (rows, columns), or None")
+        self._require(is_number(offset), "rotary_offset", "a finite number")
+        if (grid is not None and period is None) or (offset and grid is None):
+            raise ValueError(
+                "rotary_grid needs rotary_period, and rotary_offset needs rotary_grid. Received: "
+                f"rotary_period={period}, rotary_grid={grid}, rotary_offset={offset}."
+            )
+        size = self.hidden_dim // self.num_heads
+        if period is not None and size % 4:
+            raise ValueError(
+                "Rotary positions need heads whose width is a multiple of 4. Received: "
+                f"hidden_dim={self.hidden_dim}, num_heads={self.num_heads}, heads of {size}."
+            )
+
+    def _check_patch_dropout(self) -> None:
+        is_placed_later = self.position_embedding == "relative" or self.rotary_period is not None
+        if self.patch_dropout_rate and (is_placed_later or self.position_placement != "input"):
+            raise ValueError(
+                "patch_dropout_rate needs positions that are added at the input, since blocks do "
+                "not know which patches are left. Received: "
+                f"patch_dropout_rate={self.patch_dropout_rate}, "
+                f"position_embedding={self.position_embedding!r}, "
+                f"position_placement={self.position_placement!r}, "
+                f"rotary_period={self.rotary_period}."
+            )
+
     def _check_tokens(self) -> None:
+        if self.pooling_heads is not None and (
+            self.pooling != "map" or self.hidden_dim % self.pooling_heads
+        ):
+            raise ValueError(
+                'pooling_heads needs pooling="map" and divides hidden_dim. Received: '
+                f"pooling_heads={self.pooling_heads}, pooling={self.pooling!r}, "
+                f"hidden_dim={self.hidden_dim}."
+            )
         is_classifier = self.pooling == "token" and self.classes is not None
+        if self.distillation_token and self.norm_after_pooling:
+            raise ValueError(
+                "distillation_token=True needs norm_after_pooling=False: the last normalisation "
+                "would follow the class token alone."
+            )
         if self.distillation_token and (not is_classifier or self.representation_dim is not None):
             raise ValueError(
                 "distillation_token=True needs class_token=True, classes, "

@@ -89,19 +89,37 @@ class VisionTransformer(ExactModel):
         input_layers = ("images", "rescaling", "patches", "positions")
         return tuple(layer.name for layer in self.layers if layer.name not in input_layers)
 
-    def features(self, images: Any, names: Iterable[str] | None = None) -> dict[str, Any]:
+    def features(
+        self, images: Any, names: Iterable[str] | None = None, *, grid: bool = False
+    ) -> dict[str, Any]:
         """Computes named intermediate results with this model's own weights.
+
+        Example:
+            >>> config = ViTConfig(input_shape=(32, 48, 3), patch_size=8, hidden_dim=32, mlp_dim=64,
+            ...                    num_heads=2, num_layers=2, classes=5)
+            >>> features = VisionTransformer(config).features(
+            ...     keras.ops.zeros((1, 32, 48, 3)), ["block_1", "pooling"], grid=True)
+            >>> features["block_1"].shape, features["pooling"].shape
+            (TensorShape([1, 4, 6, 32]), TensorShape([1, 32]))
 
         Args:
             images: (B, H, W, channels), as the model takes them.
             names: which of `feature_names` to return: tokens (B, N, D) after "patch_encoder", each
                 "block_0", "block_1", ... and "encoder_norm"; the vector (B, D) after "pooling" and
                 "representation"; (B, C) after "head". None for all.
+            grid: whether tokens come as (B, h, w, D), row by row, without those before the
+                patches'.
 
         Raises:
             ValueError: a name is not one of `feature_names`.
         """
-        return dict(self.feature_extractor(names)(images))
+        features = dict(self.feature_extractor(names)(images))
+        if not grid:
+            return features
+        return {
+            name: _on_grid(self.config, value) if len(value.shape) == 3 else value
+            for name, value in features.items()
+        }
 
     def feature_extractor(self, names: Iterable[str] | None = None) -> ExactModel:
         """Returns a model from images to a dictionary of `features`, sharing this one's weights."""
@@ -115,12 +133,14 @@ class VisionTransformer(ExactModel):
 
     def encode(self, tokens: Any, *, training: bool | None = None) -> Any:
         """Continues from the patch encoder's tokens (B, N, D) to the encoder's, (B, N, D)."""
+        if self.config.embedding_norm:
+            tokens = self.get_layer("embedding_norm")(tokens)
         for index in range(self.config.num_layers):
             positions = position_layer(self.config, index)
             if positions is not None:
                 tokens = self.get_layer(positions)(tokens)
             tokens = self.get_layer(f"block_{index}")(tokens, training=training)
-        return self.get_layer("encoder_norm")(tokens)
+        return tokens if self.config.norm_after_pooling else self.get_layer("encoder_norm")(tokens)
 
     def copy(
         self,
@@ -188,6 +208,12 @@ class VisionTransformer(ExactModel):
         model = cls(**arguments)
         change_dense(model, changes)
         return model
+
+
+def _on_grid(config: ViTConfig, tokens: Any) -> Any:
+    """Lays the patches of tokens (B, N, D) out as (B, h, w, D)."""
+    patches = tokens[:, config.num_prefix_tokens :]
+    return keras.ops.reshape(patches, (-1, *config.grid, tokens.shape[-1]))
 
 
 def position_layer(config: ViTConfig, block: int) -> str | None:
@@ -259,9 +285,10 @@ def _tokens(config: ViTConfig, dtype: str, images: Any) -> Any:
         position_embedding=config.position_embedding if is_added_here else None,
         num_registers=config.num_registers,
         distillation_token=config.distillation_token,
+        patch_dropout_rate=config.patch_dropout_rate,
         dtype=dtype,
         name="patch_encoder",
-    )(x)  # (B, N, D)
+    )(x)  # (B, N, D); in training with patch dropout, N is smaller from here on
 
 
 def _per_channel(value: float | tuple[float, ...]) -> Any:
@@ -271,7 +298,7 @@ def _per_channel(value: float | tuple[float, ...]) -> Any:
 
 def _encoder(config: ViTConfig, dtype: str, tokens: Any) -> Any:
     """Applies the blocks, and positions before them, to tokens (B, N, D)."""
-    x = tokens
+    x = _norm(config, dtype, "embedding_norm")(tokens) if config.embedding_norm else tokens
     position_layers = {}
     for index, drop_path_rate in enumerate(config.drop_path_rates()):
         positions = position_layer(config, index)
@@ -291,12 +318,26 @@ def _encoder(config: ViTConfig, dtype: str, tokens: Any) -> Any:
             layer_scale=config.layer_scale,
             query_key_norm=config.query_key_norm,
             relative_grid=config.grid if config.position_embedding == "relative" else None,
+            rotary=_rotary(config),
             dtype=dtype,
             name=f"block_{index}",
         )(x)  # (B, N, D)
-    return layers.LayerNormalization(
-        epsilon=config.layer_norm_epsilon, dtype=dtype, name="encoder_norm"
-    )(x)  # (B, N, D)
+    return x if config.norm_after_pooling else _norm(config, dtype, "encoder_norm")(x)  # (B, N, D)
+
+
+def _norm(config: ViTConfig, dtype: str, name: str) -> keras.layers.Layer:
+    return layers.LayerNormalization(epsilon=config.layer_norm_epsilon, dtype=dtype, name=name)
+
+
+def _rotary(config: ViTConfig) -> dict[str, Any] | None:
+    if config.rotary_period is None:
+        return None
+    return {
+        "grid": config.grid,
+        "period": config.rotary_period,
+        "reference_grid": config.rotary_grid,
+        "offset": config.rotary_offset,
+    }
 
 
 def _positions(config: ViTConfig, dtype: str, name: str) -> keras.layers.Layer:
@@ -339,17 +380,19 @@ def _pool(config: ViTConfig, dtype: str, tokens: Any) -> Any:
     if config.pooling is None:
         return tokens
     if config.pooling == "map":
-        return layers.AttentionPooling(
-            config.num_heads,
+        x = layers.AttentionPooling(
+            config.pooling_heads or config.num_heads,
             config.mlp_dim,
             activation=config.activation,
             layer_norm_epsilon=config.layer_norm_epsilon,
             dtype=dtype,
             name="pooling",
         )(tokens)
-    return layers.TokenPooling(
-        config.pooling, num_prefix_tokens=config.num_prefix_tokens, dtype=dtype, name="pooling"
-    )(tokens)
+    else:
+        x = layers.TokenPooling(
+            config.pooling, num_prefix_tokens=config.num_prefix_tokens, dtype=dtype, name="pooling"
+        )(tokens)
+    return _norm(config, dtype, "pooling_norm")(x) if config.norm_after_pooling else x
 
 
 def _classifier(classes: int, name: str) -> keras.layers.Layer:

@@ -249,7 +249,7 @@ def decayed_rates(model: keras.Model, config: ViTConfig, decay: float) -> dict[s
         kind, _, index = name.rpartition("_")
         if kind in ("block", "positions"):
             return int(index) + 1
-        return 0 if name in ("stem", "patch_encoder", "positions") else top
+        return 0 if name in ("stem", "patch_encoder", "positions", "embedding_norm") else top
 
     return {
         variable.path: decay ** (top - depth(variable.path))

@@ -96,7 +96,8 @@ def parameter_count(config: ViTConfig) -> int:
     block = norm + attention + norm + mlp
     block += 4 * d // config.num_heads * config.query_key_norm
     block += 2 * d * (config.layer_scale is not None)
-    count += config.num_layers * block + norm
+    has_last_norm = not config.norm_after_pooling or config.pooling is not None
+    count += config.num_layers * block + norm * (config.embedding_norm + has_last_norm)
     if config.pooling == "map":
         count += d + attention + norm + mlp
     if config.representation_dim is not None:

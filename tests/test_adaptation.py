@@ -310,6 +310,25 @@ def test_positions_freeze_with_their_block(placement: PositionPlacement) -> None
     assert first == ("positions_0" if placement == "every_block" else "block_0")
 
 
+@pytest.mark.parametrize(
+    ("fields", "rest"),
+    [
+        ({"pooling": "avg", "embedding_norm": True}, {"pooling_norm", "head"}),
+        ({"pooling": "map"}, {"pooling", "pooling_norm", "head"}),
+        ({"pooling": None}, {"head"}),
+        ({"pooling": None, "representation_dim": 5}, {"representation", "head"}),
+        ({"pooling": None, "classes": None}, set()),
+    ],
+)
+def test_what_follows_the_blocks_is_not_frozen(fields: dict[str, Any], rest: set[str]) -> None:
+    """Without a norm after the blocks, pooling and classifier still train; the first norm not."""
+    model = VisionTransformer(dataclasses.replace(TINY, norm_after_pooling=True, **fields))
+    keras_vit.freeze(model, blocks=3)
+    assert {v.path.split("/")[0] for v in model.trainable_variables} == rest
+    keras_vit.freeze(model, blocks=0)
+    assert model.trainable_variables[0].path.startswith("block_0/")
+
+
 @pytest.mark.parametrize("blocks", [-1, 4])
 def test_blocks_that_do_not_exist_are_refused(blocks: int, plain: VisionTransformer) -> None:
     """The error says how many there are."""

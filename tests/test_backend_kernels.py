@@ -40,6 +40,7 @@ TOLERANCES = {"float32": 1e-5, "bfloat16": 2e-2}
 FORMS: dict[str, tuple[str, list[tuple[int, ...]], dict[str, Any]]] = {
     "gelu": ("dense", [(2, 3, 8), (8, 5), (5,)], {"activation": "gelu"}),
     "gelu_tanh": ("dense", [(2, 3, 8), (8, 5), (5,)], {"activation": "gelu_tanh"}),
+    "quick_gelu": ("dense", [(2, 3, 8), (8, 5), (5,)], {"activation": "quick_gelu"}),
     "layer_norm": ("layer_norm", [(2, 3, 8), (8,), (8,)], {"epsilon": 1e-6}),
     "softmax": ("softmax", [(2, 2, 3, 7)], {}),
     "self_attention": ("self_attention", [(2, 5, 24)], {"num_heads": 2}),

@@ -11,6 +11,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import variants_oracle
 from conftest import TINY, randomize
 
 from keras_vit import layers
@@ -22,7 +23,12 @@ if keras.backend.backend() == "tensorflow":
     pytest.skip("JAX's and PyTorch's part", allow_module_level=True)
 
 RANDOM = dataclasses.replace(
-    TINY, num_layers=2, dropout_rate=0.3, attention_dropout_rate=0.3, drop_path_rate=0.3
+    TINY,
+    num_layers=2,
+    dropout_rate=0.3,
+    attention_dropout_rate=0.3,
+    drop_path_rate=0.3,
+    patch_dropout_rate=0.3,
 )
 CROSS_ENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
@@ -48,6 +54,15 @@ def test_a_model_with_every_dropout_learns(remat: bool, tmp_path: Path) -> None:
     assert loaded.evaluate(images, labels, verbose=0) == pytest.approx(
         model.evaluate(images, labels, verbose=0), abs=1e-5
     )
+
+
+@pytest.mark.parametrize("fields", [variants_oracle.MODERN, variants_oracle.COUNTED])
+def test_later_variants_have_the_numbers_of_numpy(fields: dict[str, Any]) -> None:
+    """Rotary positions, norms elsewhere and quick_gelu, against a float64 walk."""
+    config = dataclasses.replace(TINY, num_layers=2, **fields)
+    model, images = randomize(VisionTransformer(config)), images_for(2)
+    expected = variants_oracle.run(variants_oracle.arrays(model), images, config).logits
+    np.testing.assert_allclose(model.predict(images, verbose=0), expected, atol=1e-5)
 
 
 def test_masks_are_right_and_their_seed_decides_them() -> None:

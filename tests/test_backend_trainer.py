@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 from conftest import TINY, randomize
 
-from keras_vit import VisionTransformer
+from keras_vit import VisionTransformer, layers
 from keras_vit.training import Execution, MomentumSGD
 
 GOLDEN = np.load(published.GOLDEN / "finetune.npz")
@@ -279,6 +279,19 @@ def test_masks_differ_between_replicas(strategy: tf.distribute.Strategy) -> None
     np.testing.assert_allclose(plain[0].numpy(), plain[1].numpy(), atol=1e-5)
 
 
+def test_replicas_leave_out_other_patches(strategy: tf.distribute.Strategy) -> None:
+    """Patches of one value each with numbers as positions: what is left can be read off."""
+    with strategy.scope():
+        encoder = layers.PatchEncoder(1, class_token=False, patch_dropout_rate=0.5)
+        encoder.build((None, 4, 6, 1))
+    encoder.position_embedding.assign(np.arange(24.0)[None, :, None])
+    zeros = tf.zeros((8, 4, 6, 1))
+    outputs = strategy.run(lambda: encoder(zeros, training=True))
+    first, second = (each.numpy() for each in strategy.experimental_local_results(outputs))
+    assert first.shape == second.shape == (8, 12, 1)
+    assert (first != second).any(axis=(1, 2)).all()
+
+
 @pytest.mark.parametrize(
     "jit_compile",
     [None, False, pytest.param(True, marks=pytest.mark.slow)],
@@ -289,7 +302,7 @@ def test_recomputed_blocks_drop_the_same_again(jit_compile: bool | None) -> None
     rates: dict[str, Any] = dict.fromkeys(
         ("dropout_rate", "attention_dropout_rate", "drop_path_rate"), 0.3
     )
-    config = dataclasses.replace(CONFIG, num_layers=2, **rates)
+    config = dataclasses.replace(CONFIG, num_layers=2, patch_dropout_rate=0.5, **rates)
     kept = randomize(VisionTransformer(config))
     recomputed = VisionTransformer(dataclasses.replace(config, remat=True))
     for ours, theirs in zip(recomputed.variables, kept.variables, strict=True):

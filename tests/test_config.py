@@ -27,7 +27,10 @@ BAD_FIELDS = [
     ({"layer_norm_epsilon": 0.0}, "layer_norm_epsilon must be above 0"),
     ({"pooling": "sum"}, "pooling must be one of .*'token', 'avg', 'max', 'map', None.*'sum'"),
     ({"pooling": "token", "class_token": False}, 'use pooling="avg", "max" or "map"'),
-    ({"activation": "relu"}, "activation must be one of .*'gelu_tanh', 'gelu', 'swiglu'.*'relu'"),
+    (
+        {"activation": "relu"},
+        "activation must be one of .*'gelu_tanh', 'gelu', 'quick_gelu', 'swiglu'.*'relu'",
+    ),
     ({"resnet_layers": (2, 0)}, "resnet_layers must be a tuple of positive integers"),
     ({"input_shape": (32, 48)}, "input_shape must be three positive integers"),
     ({"input_shape": (30, 48, 3)}, r"multiples of 8.*\(30, 48, 3\).*nearest.*\(32, 48, 3\)"),
@@ -65,7 +68,43 @@ BAD_FIELDS = [
         "distillation_token=True needs class_token=True.*class_token=False.*pooling='avg'",
     ),
     ({"distillation_token": True, "representation_dim": 8}, "representation_dim=8"),
+    ({"distillation_token": True, "norm_after_pooling": True}, "needs norm_after_pooling=False"),
     ({"input_shape": (48, 48, 3), "resnet_layers": (1,)}, "multiples of 32"),
+    ({"embedding_norm": 1}, "embedding_norm must be True or False.*1"),
+    ({"norm_after_pooling": "yes"}, "norm_after_pooling must be True or False.*'yes'"),
+    ({"pooling_heads": 0}, "pooling_heads must be a positive integer or None"),
+    ({"pooling_heads": 2}, "pooling_heads needs pooling=\"map\".*pooling_heads=2, pooling='token'"),
+    (
+        {"pooling": "map", "class_token": False, "pooling_heads": 5},
+        "divides hidden_dim.*pooling_heads=5.*hidden_dim=24",
+    ),
+    ({"rotary_period": 1.0}, "rotary_period must be above 1, or None.*1.0"),
+    ({"rotary_period": True}, "rotary_period must be above 1, or None.*True"),
+    ({"rotary_grid": (2,), "rotary_period": 9.0}, r"rotary_grid must be two positive .*\(2,\)"),
+    ({"rotary_grid": 16, "rotary_period": 9.0}, "rotary_grid must be two positive .*16"),
+    ({"rotary_grid": (2, 2)}, "rotary_grid needs rotary_period.*rotary_period=None"),
+    (
+        {"rotary_offset": 0.5, "rotary_period": 9.0},
+        "rotary_offset needs rotary_grid.*rotary_grid=None, rotary_offset=0.5",
+    ),
+    ({"rotary_offset": float("nan")}, "rotary_offset must be a finite number.*nan"),
+    (
+        {"rotary_period": 9.0, "hidden_dim": 18},
+        "width is a multiple of 4.*hidden_dim=18, num_heads=3, heads of 6",
+    ),
+    ({"patch_dropout_rate": 1.0}, r"patch_dropout_rate must be in \[0, 1\)"),
+    (
+        {"patch_dropout_rate": 0.5, "rotary_period": 9.0},
+        "positions that are added at the input.*rotary_period=9.0",
+    ),
+    (
+        {"patch_dropout_rate": 0.5, "position_embedding": "relative"},
+        "positions that are added at the input.*position_embedding='relative'",
+    ),
+    (
+        {"patch_dropout_rate": 0.5, "position_placement": "every_block"},
+        "positions that are added at the input.*position_placement='every_block'",
+    ),
 ]
 
 
@@ -108,10 +147,22 @@ def test_a_published_network_departs_in_nothing() -> None:
         "query_key_norm": True,
         "distillation_token": True,
         "activation": "swiglu",
+        "embedding_norm": True,
     }
     for name, value in changed.items():
         assert dataclasses.replace(TINY, **{name: value}).departures == (name,)
     assert set(dataclasses.replace(TINY, **changed).departures) == set(changed)
+    assert dataclasses.replace(TINY, patch_dropout_rate=0.5).departures == ()
+    modern: dict[str, Any] = {
+        "activation": "quick_gelu",
+        "norm_after_pooling": True,
+        "pooling_heads": 4,
+        "rotary_period": 100.0,
+        "rotary_grid": (16, 16),
+        "rotary_offset": 0.5,
+    }
+    config = dataclasses.replace(TINY, pooling="map", class_token=False, **modern)
+    assert set(config.departures) == set(modern)
 
 
 def test_a_field_that_the_writers_do_not_know_departs() -> None:

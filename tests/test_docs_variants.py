@@ -20,7 +20,7 @@ def test_the_python_runs_and_gives_what_it_says() -> None:
     (block,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
     exec(compile(block, DOCUMENT.name, "exec"), names)
     said = re.findall(r"^(\S.*?)\s+# (\(.*\))$", block, re.MULTILINE)
-    assert len(said) == 2
+    assert len(said) == 3
     for code, value in said:
         assert eval(code, names) == ast.literal_eval(value), code
 

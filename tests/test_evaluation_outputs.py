@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import variants_oracle
 from conftest import TINY, randomize
 
 from keras_vit.data import Split, load_digits
@@ -26,6 +27,9 @@ SMALL = dataclasses.replace(
         ({"pooling": "avg", "class_token": False}, "pooling"),
         ({"pooling": "map", "class_token": False}, "pooling"),
         ({"classes": None}, "pooling"),
+        ({"norm_after_pooling": True, "pooling": "avg"}, "pooling_norm"),
+        ({"norm_after_pooling": True, "pooling": "avg", "classes": None}, "pooling_norm"),
+        (variants_oracle.MODERN, "pooling_norm"),
     ],
 )
 def test_features_are_what_the_classifier_would_see(fields: dict[str, Any], name: str) -> None:

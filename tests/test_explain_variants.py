@@ -27,6 +27,8 @@ VARIANTS = {
         "num_registers": 3, "pooling": "avg", "position_embedding": "sincos_2d",
         "position_placement": "every_block_shared",
     },
+    "modern": variants_oracle.MODERN,
+    "rotary after registers": {"num_registers": 2, **variants_oracle.COUNTED},
 }  # fmt: skip
 CONFIGS = {
     name: dataclasses.replace(TINY, num_layers=2, **fields) for name, fields in VARIANTS.items()
@@ -65,10 +67,12 @@ def test_tokens_and_positions_are_those_of_numpy(name: str) -> None:
     actual = explain.token_similarity(model, images, token=(2, 4))
     np.testing.assert_allclose(actual, expected, atol=TOLERANCE)
     if not config.adds_positions:
-        with pytest.raises(ValueError, match=r"adds no position .*position_embedding='relative'"):
+        kind = config.position_embedding
+        with pytest.raises(ValueError, match=f"adds no position .*position_embedding={kind!r}"):
             explain.position_similarity(model)
         return
-    layer = "positions_0" if config.position_placement == "every_block" else "positions"
+    places = {"input": "patch_encoder", "every_block": "positions_0"}
+    layer = places.get(config.position_placement, "positions")
     table = variants_oracle.table(arrays, layer, config)[variants_oracle.prefix_of(config) :]
     similarity = explain.position_similarity(model).reshape(24, 24)
     np.testing.assert_allclose(similarity, unit(table) @ unit(table).T, atol=TOLERANCE)
@@ -101,15 +105,16 @@ def test_relevance_is_that_of_finite_differences(name: str) -> None:
 
 @pytest.mark.slow
 def test_the_page_leaves_out_what_there_is_not(tmp_path: Path) -> None:
-    """A model with relative positions has no picture of position embeddings."""
+    """A model with relative or rotary positions has no picture of position embeddings."""
     pytest.importorskip("matplotlib")
     names = {}
-    for name in ("relative", "every block"):
+    for name in ("relative", "every block", "modern"):
         model = sharp(CONFIGS[name])
         images = ((images_for(CONFIGS[name])[0] + 1) * 127.5).astype(np.uint8)
         subject = page._Subject(model, images, images_for(CONFIGS[name])[:1])
         names[name] = [made.name for made in page._pictures(subject, None, [])]
     assert set(names["every block"]) - set(names["relative"]) == {"positions"}
+    assert "positions" not in names["modern"]
 
 
 def forward_of(

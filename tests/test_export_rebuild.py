@@ -153,6 +153,19 @@ def test_other_things_are_refused(model: VisionTransformer) -> None:
         rebuild(model())
 
 
+@pytest.mark.parametrize("norm_after_pooling", [False, True])
+@pytest.mark.parametrize("pooling", ["avg", "map"])
+def test_features_are_what_the_classifier_sees(pooling: str, norm_after_pooling: bool) -> None:
+    """Beside the logits stands the vector they are made of, its normalisation included."""
+    model = served_model(pooling=pooling, norm_after_pooling=norm_after_pooling)
+    exportable = rebuild(model)
+    answers = exportable.outputs()(exportable.from_pixels(PIXELS))
+    head = model.get_layer("head")
+    np.testing.assert_allclose(
+        answers["features"] @ head.kernel + head.bias, answers["logits"], atol=1e-5
+    )
+
+
 def test_a_copy_that_differs_is_noticed() -> None:
     """The comparison of a model and its copy fails when one weight is off."""
     model = served_model()

@@ -18,6 +18,8 @@ VARIANTS = {
     "every block": {
         **ALL, "position_embedding": "learned_2d", "position_placement": "every_block"
     },
+    "modern": {"num_layers": 2, **variants_oracle.MODERN},
+    "counted": {"num_layers": 1, "norm_after_pooling": True, **variants_oracle.COUNTED},
     "sines": {"num_layers": 1, "position_embedding": "sincos_2d", "pooling": "avg"},
 }  # fmt: skip
 

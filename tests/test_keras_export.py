@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import variants_oracle
 from conftest import TINY, VARIED, randomize
 
 from keras_vit.model import VisionTransformer
@@ -22,6 +23,8 @@ CONFIGS = {
     "gelu_tanh": dataclasses.replace(TINY, num_layers=1),
     "gelu": dataclasses.replace(TINY, num_layers=1, activation="gelu"),
     "varied": VARIED,
+    "modern": dataclasses.replace(TINY, num_layers=1, **variants_oracle.MODERN),
+    "counted": dataclasses.replace(TINY, num_layers=1, **variants_oracle.COUNTED),
     "max": dataclasses.replace(TINY, num_layers=1, pooling="max"),
     "map, pixels": dataclasses.replace(
         TINY, num_layers=1, pooling="map", class_token=False, include_preprocessing=True

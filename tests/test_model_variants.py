@@ -44,17 +44,33 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "query and key norm": {"query_key_norm": True},
     "SwiGLU": {"activation": "swiglu"},
     "distillation token": {"distillation_token": True},
+    "embedding norm": {"embedding_norm": True},
+    "embedding norm, every block": {"embedding_norm": True, "position_placement": "every_block"},
+    "norm after pooling": {"norm_after_pooling": True},
+    "norm after pooling, average": {**AVERAGE, "norm_after_pooling": True},
+    "norm after pooling, every token": {"norm_after_pooling": True, "pooling": None},
+    "norm after attention pooling": {
+        **AVERAGE, "norm_after_pooling": True, "pooling": "map", "pooling_heads": 4
+    },
+    "quick GELU": {"activation": "quick_gelu"},
+    "rotary": {"rotary_period": 100.0, "position_embedding": None},
+    "rotary, square, average": {**SQUARE, **AVERAGE, "rotary_period": 100.0},
+    "rotary, counted": {**variants_oracle.COUNTED, "num_registers": 2},
+    "rotary, relative": {
+        "rotary_period": 100.0, "position_embedding": "relative", "query_key_norm": True
+    },
     "all": variants_oracle.ALL,
     "all, relative": {**variants_oracle.ALL, "position_embedding": "relative"},
     "all, every block": {
         **variants_oracle.ALL, "position_embedding": "learned_2d",
         "position_placement": "every_block",
     },
+    "modern": variants_oracle.MODERN,
 }  # fmt: skip
 CONFIGS = {
     name: dataclasses.replace(TINY, num_layers=2, **fields) for name, fields in VARIANTS.items()
 }
-EVERYTHING = ("all, relative", "all, every block")
+EVERYTHING = ("all, relative", "all, every block", "modern")
 
 
 def images_for(config: ViTConfig) -> np.ndarray:
@@ -66,9 +82,9 @@ def model_of(name: str, **options: Any) -> VisionTransformer:
     return randomize(VisionTransformer(CONFIGS[name], **options))
 
 
-def expected_logits(model: VisionTransformer, config: ViTConfig | None = None) -> np.ndarray:
-    arrays, config = variants_oracle.arrays(model), config or model.config
-    return variants_oracle.run(arrays, images_for(model.config), config).logits
+def expected_logits(model: VisionTransformer) -> np.ndarray:
+    arrays = variants_oracle.arrays(model)
+    return variants_oracle.run(arrays, images_for(model.config), model.config).logits
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -88,16 +104,31 @@ def test_variant_equals_the_same_network_in_numpy(name: str) -> None:
         ("relative", {"position_embedding": None}),
         ("every block, shared", {"position_placement": "input", "position_embedding": None}),
         ("query and key norm", {"query_key_norm": False}),
+        ("embedding norm", {"embedding_norm": False}),
+        ("norm after pooling, average", {"norm_after_pooling": False}),
+        ("norm after attention pooling", {"norm_after_pooling": False}),
+        ("norm after attention pooling", {"pooling_heads": None}),
+        ("quick GELU", {"activation": "gelu"}),
+        ("quick GELU", {"activation": "gelu_tanh"}),
+        ("rotary", {"rotary_period": None}),
+        ("rotary", {"rotary_period": 10.0}),
+        ("rotary, counted", {"rotary_grid": (3, 5)}),
+        ("rotary, counted", {"rotary_offset": 0.0}),
+        ("rotary, relative", {"rotary_period": None}),
     ],
 )
 def test_the_comparison_sees_a_part_left_out(name: str, wrong: dict[str, Any]) -> None:
     """Without what the variant adds, the logits are far away."""
     model = model_of(name)
-    expected = expected_logits(model, dataclasses.replace(model.config, **wrong))
+    arrays = variants_oracle.arrays(model)
+    for path in [path for path in arrays if path.startswith("pooling_norm/")]:
+        arrays[path.replace("pooling", "encoder")] = arrays[path]
+    config = dataclasses.replace(model.config, **wrong)
+    expected = variants_oracle.run(arrays, images_for(config), config).logits
     assert np.abs(model(images_for(model.config)) - expected).max() > 1e-3
 
 
-@pytest.mark.parametrize("name", ["learned in 2-D", "sines", "relative"])
+@pytest.mark.parametrize("name", ["learned in 2-D", "sines", "relative", "rotary"])
 def test_the_comparison_sees_rows_and_columns_exchanged(name: str) -> None:
     """Where the grid is read the wrong way round, the logits are far away."""
     model = model_of(name)
@@ -156,7 +187,68 @@ def test_nothing_of_a_variant_is_in_a_plain_model(monkeypatch: pytest.MonkeyPatc
     assert len(model.weights) == 4 + 12 * TINY.num_layers + 2 + 2
     monkeypatch.delattr(MultiHeadSelfAttention, "_weigh")
     monkeypatch.delattr(PositionedLayer, "_parts")
+    monkeypatch.delattr("keras_vit.layers.attention.rotate")
+    monkeypatch.delattr("keras_vit.layers.patches.draw_places")
     model(images_for(TINY))
+
+
+def test_the_last_norm_of_one_token_may_stand_anywhere() -> None:
+    """After pooling by the class token it computes what it does before, from the same weights."""
+    before = randomize(VisionTransformer(dataclasses.replace(TINY, norm_after_pooling=False)))
+    after = VisionTransformer(dataclasses.replace(TINY, norm_after_pooling=True))
+    after.set_weights(before.get_weights())
+    names = [v.path.replace("encoder_norm", "pooling_norm") for v in before.weights]
+    assert [v.path for v in after.weights] == names
+    np.testing.assert_allclose(after(images_for(TINY)), before(images_for(TINY)), atol=1e-6)
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_a_copy_computes_the_same(name: str) -> None:
+    """In its own dtype with the same bits, in bfloat16 nearly so."""
+    model = model_of(name)
+    images = images_for(model.config)
+    np.testing.assert_array_equal(model.copy()(images), model(images))
+    np.testing.assert_allclose(model.copy(dtype="mixed_bfloat16")(images), model(images), atol=0.05)
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_lora_adapts_every_variant(name: str) -> None:
+    """At first it changes nothing; merged, a changed adapter computes the same."""
+    model = model_of(name)
+    images = images_for(model.config)
+    adapted = keras_vit.lora(model, rank=2)
+    np.testing.assert_allclose(adapted(images), model(images), atol=1e-6)
+    randomize(adapted)
+    assert np.abs(adapted(images) - model(images)).max() > 1e-3
+    np.testing.assert_allclose(keras_vit.merge_lora(adapted)(images), adapted(images), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_features_come_on_the_grid(name: str) -> None:
+    """Tokens as rows and columns of patches, without those before them; vectors as they are."""
+    model = model_of(name)
+    images, names = images_for(model.config), ("patch_encoder", "block_1", "pooling", "head")
+    plain, grid = model.features(images, names), model.features(images, names, grid=True)
+    (rows, columns), prefix = model.config.grid, model.config.num_prefix_tokens
+    for token in names[:2]:
+        assert grid[token].shape == (2, rows, columns, 24)
+        for row, column in np.ndindex(rows, columns):
+            expected = plain[token][:, prefix + row * columns + column]
+            np.testing.assert_array_equal(grid[token][:, row, column], expected)
+    for vector in names[2:]:
+        np.testing.assert_array_equal(grid[vector], plain[vector])
+
+
+def test_the_grid_of_a_model_without_pooling_has_its_logits() -> None:
+    """Every token has logits there: they too come on the grid, and a stem's output stays."""
+    config = dataclasses.replace(
+        TINY, patch_size=2, resnet_layers=(), pooling=None, num_registers=1
+    )
+    model = randomize(VisionTransformer(config))
+    features = model.features(images_for(config), ("stem", "head"), grid=True)
+    assert features["stem"].shape == (2, 8, 12, 64)
+    expected = keras.ops.reshape(model(images_for(config))[:, 2:], (2, 4, 6, 7))
+    np.testing.assert_allclose(features["head"], expected, atol=1e-6)
 
 
 def test_registers_have_no_place() -> None:

@@ -108,6 +108,15 @@ def test_rates_fall_from_the_head_to_the_patches() -> None:
         assert rates[f"{name}/position_embedding"] == expected
 
 
+def test_norms_fall_with_what_they_follow() -> None:
+    """That of the embedding counts with the patches, that after pooling with the head."""
+    config = dataclasses.replace(TINY, embedding_norm=True, norm_after_pooling=True)
+    rates = decayed_rates(VisionTransformer(config), config, 0.5)
+
+    assert rates["embedding_norm/gamma"] == rates["patch_encoder/class_token"] == 0.0625
+    assert rates["pooling_norm/gamma"] == 1
+
+
 @pytest.mark.parametrize("decay", ["cosine", "linear"])
 def test_learning_rates_are_the_originals(decay: Decay) -> None:
     """All forty of the original's run, to 1e-7."""

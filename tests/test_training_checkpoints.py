@@ -65,8 +65,9 @@ def test_damage_is_told(tmp_path: Path) -> None:
             checkpoints.load(1)
 
 
-def compiled(dropout_rate: float = 0.2) -> VisionTransformer:
-    model = VisionTransformer(dataclasses.replace(TINY, num_layers=1, dropout_rate=dropout_rate))
+def compiled(rate: float = 0.2) -> VisionTransformer:
+    config = dataclasses.replace(TINY, num_layers=1, dropout_rate=rate, patch_dropout_rate=rate)
+    model = VisionTransformer(config)
     model.compile(MomentumSGD(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     model.optimizer.build(model.trainable_variables)
     return model
@@ -92,4 +93,4 @@ def test_a_state_is_all_that_training_changes() -> None:
 def test_a_state_of_another_model_is_an_error() -> None:
     """The first difference is named."""
     with pytest.raises(ValueError, match=r"of another model or optimizer: it has \d+ arrays"):
-        set_state(compiled(), get_state(compiled(dropout_rate=0.0)))
+        set_state(compiled(), get_state(compiled(rate=0.0)))

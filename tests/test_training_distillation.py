@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import variants_oracle
 from conftest import TINY, randomize
 from scipy.special import log_softmax, softmax
 
@@ -91,6 +92,20 @@ def test_labels_and_teacher_are_weighed(kind: Any, batch: tuple[np.ndarray, np.n
     assert float(model.accuracy.result()) == pytest.approx(
         (said.argmax(axis=1) == np.arange(6))[:5].mean(), abs=1e-6
     )
+
+
+def test_a_student_may_depart_from_its_teacher(batch: tuple[np.ndarray, np.ndarray]) -> None:
+    """One with rotary positions and norms elsewhere learns too, every weight of it."""
+    config = dataclasses.replace(SMALL, **variants_oracle.MODERN)
+    student = randomize(VisionTransformer(config), seed=1)
+    model = DistillationModel(student, randomize(VisionTransformer(TINY), seed=2))
+    model.compile(keras.optimizers.SGD(0.1), LOSS)
+    before = student.get_weights()
+    losses = model.fit(*batch, epochs=6, verbose=0).history["loss"]
+    assert losses[-1] < losses[0]
+    for old, variable in zip(before, student.weights, strict=True):
+        is_unseen = variable.path.endswith("key_norm/beta")
+        assert is_unseen or not np.array_equal(old, variable), variable.path
 
 
 def test_the_distillation_token_learns_from_the_teacher(

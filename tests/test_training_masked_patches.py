@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import variants_oracle
 from conftest import TINY, randomize
 
 from keras_vit import ViTConfig
@@ -27,6 +28,7 @@ CONFIGS = {
     "positions in every block": dataclasses.replace(
         TINY, position_embedding="learned_2d", position_placement="every_block", layer_scale=0.5
     ),
+    "rotary, norms": dataclasses.replace(TINY, **variants_oracle.MODERN),
     "shared positions": dataclasses.replace(TINY, position_placement="every_block_shared"),
 }
 
@@ -149,7 +151,8 @@ def test_without_corruption_the_network_is_the_vits(
     config = CONFIGS[name]
     model = randomize(MaskedPatchModel(config, seed=0))
     images = images_for(config)
-    tokens = model.vit.features(images, ["encoder_norm"])["encoder_norm"]
+    last = "block_2" if config.norm_after_pooling else "encoder_norm"
+    tokens = model.vit.features(images, [last])[last]
     expected = model.predictor(tokens[:, -24:])
     np.testing.assert_allclose(model(images)["predictions"], expected, atol=1e-5)
 
@@ -204,6 +207,7 @@ def test_mixed_precision_predicts_in_float32() -> None:
         ({}, {"corruption": 0.0}, "corruption must be above 0.*0.0"),
         ({"input_shape": (24, 24, 3), "patch_size": 6}, {"target": "small_patch"}, "of 4.*6"),
         ({"input_shape": (32, 48, 5)}, {}, "5 channels"),
+        ({"patch_dropout_rate": 0.5}, {}, "set patch_dropout_rate to 0.*patch_dropout_rate=0.5"),
     ],
 )
 def test_bad_arguments_are_refused(

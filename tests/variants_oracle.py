@@ -23,6 +23,22 @@ ALL: dict[str, Any] = {
 }
 
 
+# Those of later networks, which go without a distillation token and added positions.
+MODERN: dict[str, Any] = {
+    **ALL,
+    "activation": "quick_gelu",
+    "distillation_token": False,
+    "class_token": False,
+    "pooling": "map",
+    "pooling_heads": 4,
+    "embedding_norm": True,
+    "norm_after_pooling": True,
+    "position_embedding": None,
+    "rotary_period": 100.0,
+}
+COUNTED: dict[str, Any] = {"rotary_period": 10_000.0, "rotary_grid": (5, 3), "rotary_offset": 0.25}
+
+
 def arrays(model: keras.Model) -> Arrays:
     """Returns every weight by its path, in float64."""
     return {
@@ -34,7 +50,9 @@ def arrays(model: keras.Model) -> Arrays:
 def run(p: Arrays, images: np.ndarray, config: ViTConfig, deltas: Any = None) -> Pass:
     """Runs the network; deltas[block] (H, N, N) is added to a block's attention weights."""
     x = tokens_of(p, images, config)
-    deltas = [0.0] * config.num_layers if deltas is None else deltas
+    if config.embedding_norm:
+        x = norm(p, "embedding_norm", x)
+    deltas = [0.0] * (config.num_layers + 1) if deltas is None else deltas
     weights, tokens = [], []
     for index in range(config.num_layers):
         block = f"block_{index}"
@@ -50,7 +68,12 @@ def run(p: Arrays, images: np.ndarray, config: ViTConfig, deltas: Any = None) ->
         y = mlp(p, f"{block}/mlp", norm(p, f"{block}/mlp_norm", x), config)
         x = x + p.get(f"{block}/mlp_scale", 1) * y
         tokens.append(x)
-    return Pass(weights, tokens, None, logits(p, norm(p, "encoder_norm", x), config))
+    if not config.norm_after_pooling:
+        x = norm(p, "encoder_norm", x)
+    pooled, pooling_weights = pool(p, x, config, deltas[-1])
+    if config.norm_after_pooling and config.pooling is not None:
+        pooled = norm(p, "pooling_norm", pooled)
+    return Pass(weights, tokens, pooling_weights, logits(p, pooled, x, config))
 
 
 def tokens_of(p: Arrays, images: np.ndarray, config: ViTConfig) -> np.ndarray:
@@ -127,10 +150,34 @@ def attention(p: Arrays, path: str, x: np.ndarray, config: ViTConfig) -> Any:
     )
     if config.query_key_norm:
         query, key = norm(p, f"{path}/query_norm", query), norm(p, f"{path}/key_norm", key)
+    if config.rotary_period is not None:
+        query, key = rotated(query, config), rotated(key, config)
     scores = np.einsum("bhnk,bhmk->bhnm", query, key) / np.sqrt(size)
     scores = scores + bias(p, f"{path}/relative_bias", config)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     return weights / weights.sum(-1, keepdims=True), value
+
+
+def rotated(x: np.ndarray, config: ViTConfig) -> np.ndarray:
+    """Turns each pair of (B, H, N, K) in the complex plane, patch by patch and pair by pair."""
+    result, prefix, half = x.copy(), prefix_of(config), x.shape[-1] // 2
+    assert config.rotary_period is not None
+    for patch in range(config.grid[0] * config.grid[1]):
+        places = divmod(patch, config.grid[1])
+        for pair in range(half):
+            axis, step = divmod(pair, half // 2)
+            place, side = places[axis], config.grid[axis]
+            if config.rotary_grid is None:
+                turns = (2 * place + 1) / side - 1  # of a whole circle, at the highest frequency
+                angle = 2 * np.pi * turns
+            else:
+                angle = (place + config.rotary_offset) * config.rotary_grid[axis] / side
+            angle /= config.rotary_period ** (step / (half // 2))
+            token = x[:, :, prefix + patch]
+            turned = (token[..., pair] + 1j * token[..., pair + half]) * np.exp(1j * angle)
+            result[:, :, prefix + patch, pair] = turned.real
+            result[:, :, prefix + patch, pair + half] = turned.imag
+    return result
 
 
 def mlp(p: Arrays, path: str, x: np.ndarray, config: ViTConfig) -> np.ndarray:
@@ -138,11 +185,37 @@ def mlp(p: Arrays, path: str, x: np.ndarray, config: ViTConfig) -> np.ndarray:
     if config.activation == "swiglu":
         gate, value = y[..., : config.mlp_dim], y[..., config.mlp_dim :]
         return dense(p, f"{path}/fc2", gate / (1 + np.exp(-gate)) * value)
+    if config.activation == "quick_gelu":
+        return dense(p, f"{path}/fc2", y / (1 + np.exp(-1.702 * y)))
     return dense(p, f"{path}/fc2", oracle.gelu(y, exact=config.activation == "gelu"))
 
 
-def logits(p: Arrays, x: np.ndarray, config: ViTConfig) -> np.ndarray:
-    pooled = x[:, 0] if config.pooling == "token" else x[:, prefix_of(config) :].mean(axis=1)
+def pool(p: Arrays, x: np.ndarray, config: ViTConfig, delta: Any) -> Any:
+    """What the classifier sees, and the weights (B, H, 1, N) of attention pooling."""
+    if config.pooling is None:
+        return x, None
+    if config.pooling == "token":
+        return x[:, 0], None
+    if config.pooling == "avg":
+        return x[:, prefix_of(config) :].mean(axis=1), None
+    heads, d = config.pooling_heads or config.num_heads, config.hidden_dim
+    query = np.repeat(dense(p, "pooling/query", p["pooling/probe"]), len(x), axis=0)
+    key, value = np.split(dense(p, "pooling/key_value", x), 2, axis=-1)
+    size = d // heads
+    weights, taken = [], []
+    for head in range(heads):
+        part = slice(head * size, (head + 1) * size)
+        scores = np.einsum("bqk,bnk->bqn", query[..., part], key[..., part]) / np.sqrt(size)
+        row = np.exp(scores - scores.max(-1, keepdims=True))
+        weights.append(row / row.sum(-1, keepdims=True))
+        change = delta[head] if np.ndim(delta) else delta
+        taken.append(np.einsum("bqn,bnk->bqk", weights[-1] + change, value[..., part]))
+    y = dense(p, "pooling/out", np.concatenate(taken, axis=-1))
+    y = y + mlp(p, "pooling/mlp", norm(p, "pooling/norm", y), config)
+    return y[:, 0], np.stack(weights, axis=1)
+
+
+def logits(p: Arrays, pooled: np.ndarray, x: np.ndarray, config: ViTConfig) -> np.ndarray:
     answer = dense(p, "head", pooled)
     if config.distillation_token:
         answer = (answer + dense(p, "distillation_head", x[:, 1])) / 2

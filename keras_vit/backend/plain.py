@@ -21,6 +21,7 @@ ACTIVATIONS = {
     None: lambda x: x,
     "gelu_tanh": lambda x: keras.ops.gelu(x, approximate=True),
     "gelu": lambda x: keras.ops.gelu(x, approximate=False),
+    "quick_gelu": lambda x: x * keras.ops.sigmoid(1.702 * x),
     "tanh": keras.ops.tanh,
 }
 

@@ -75,6 +75,7 @@ Form = Callable[[Any, Any, Any], Any]
 _SQRT_HALF = math.sqrt(0.5)
 _SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
 _GELU_CUBIC = 0.044715  # arXiv 1606.08415, Section 2
+_QUICK = 1.702  # likewise
 
 
 def gelu(x: Any) -> Any:
@@ -87,7 +88,12 @@ def gelu_tanh(x: Any) -> Any:
     return tf.nn.gelu(x, approximate=True)
 
 
-GELUS = {"gelu": gelu, "gelu_tanh": gelu_tanh}
+def quick_gelu(x: Any) -> Any:
+    """Returns x * sigmoid(1.702 x), OpenAI's approximation of GELU."""
+    return x * tf.sigmoid(_QUICK * x)
+
+
+GELUS = {"gelu": gelu, "gelu_tanh": gelu_tanh, "quick_gelu": quick_gelu}
 
 
 def _gelu_derivative(x: Any) -> Any:
@@ -101,7 +107,16 @@ def _gelu_tanh_derivative(x: Any) -> Any:
     return 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh * tanh) * inner
 
 
-_GELU_DERIVATIVES = {"gelu": _gelu_derivative, "gelu_tanh": _gelu_tanh_derivative}
+def _quick_gelu_derivative(x: Any) -> Any:
+    sigmoid = tf.sigmoid(_QUICK * x)
+    return sigmoid * (1 + _QUICK * x * (1 - sigmoid))
+
+
+_GELU_DERIVATIVES = {
+    "gelu": _gelu_derivative,
+    "gelu_tanh": _gelu_tanh_derivative,
+    "quick_gelu": _quick_gelu_derivative,
+}
 
 
 @functools.cache
@@ -196,6 +211,7 @@ ACTIVATIONS: dict[str | None, Callable[[Any], Any]] = {
     None: lambda x: x,
     "gelu_tanh": gelu_tanh,
     "gelu": gelu,
+    "quick_gelu": quick_gelu,
     "tanh": tf.math.tanh,
 }
 

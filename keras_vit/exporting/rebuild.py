@@ -114,7 +114,8 @@ class Exportable:
         elif self.config is None:
             outputs = {"logits": self.network.output}
         else:
-            pooled = self.network.get_layer("pooling").output
+            name = "pooling_norm" if self.config.norm_after_pooling else "pooling"
+            pooled = self.network.get_layer(name).output
             outputs = {"logits": self.network.output, "features": pooled}
         return keras.Model(self.network.input, outputs)
 

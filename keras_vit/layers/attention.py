@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
+import numpy as np
 
 from keras_vit import backend
 from keras_vit.layers.dense import CompositeLayer, LayerNormalization, TokenDense, add_dropped
-from keras_vit.layers.patches import POSITION_STDDEV, bias_index, bias_rows
+from keras_vit.layers.patches import POSITION_STDDEV, bias_index, bias_rows, rotary_angles
 from keras_vit.layers.random import RandomLayer, dropout, initializer, split_seed
 
 Records = dict[keras.layers.Layer, list[Any]]
@@ -72,10 +73,12 @@ class MultiHeadSelfAttention(CompositeLayer, RandomLayer):
             between two patches to its logits. None for no bias. The paper's relative embeddings
             (arXiv 2010.11929, Appendix D.4) multiply the query; this simpler form, which looks at
             places alone, has become the common one (arXiv 2103.14030; 2106.08254).
+        rotary: arguments of `rotary_angles`: queries and keys of the patches, the last tokens, are
+            turned by these angles (arXiv 2104.09864); those of other tokens are not. None for none.
 
     Raises:
         ValueError: `num_heads` does not divide the width of the tokens, or there are fewer tokens
-            than the grid has patches.
+            than a grid has patches.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class MultiHeadSelfAttention(CompositeLayer, RandomLayer):
         query_key_norm: bool = False,
         layer_norm_epsilon: float = 1e-6,
         relative_grid: tuple[int, int] | None = None,
+        rotary: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(is_random=attention_dropout_rate > 0 or dropout_rate > 0, **kwargs)
@@ -96,6 +100,7 @@ class MultiHeadSelfAttention(CompositeLayer, RandomLayer):
         self.query_key_norm = query_key_norm
         self.layer_norm_epsilon = layer_norm_epsilon
         self.relative_grid = relative_grid
+        self.rotary = None if rotary is None else dict(rotary)
 
     def build(self, input_shape: tuple[Any, ...]) -> None:
         hidden_dim, dtype = input_shape[-1], self.dtype_policy.name
@@ -116,6 +121,8 @@ class MultiHeadSelfAttention(CompositeLayer, RandomLayer):
                 norm.build((None, self.num_heads, None, hidden_dim // self.num_heads))
         if self.relative_grid is not None:
             self._build_bias(input_shape[1], self.relative_grid)
+        if self.rotary is not None:
+            self._build_rotation(input_shape[1], hidden_dim // self.num_heads, self.rotary)
         self.change_dense()
 
     def call(
@@ -133,7 +140,7 @@ class MultiHeadSelfAttention(CompositeLayer, RandomLayer):
         qkv = self.qkv(inputs)  # (B, N, 3D)
         is_dropping = seeds[0] is not None and self.attention_dropout_rate
         if not (is_dropping or self.query_key_norm or self.relative_grid or is_recorded(self, qkv)):
-            x = backend.self_attention(qkv, self.num_heads)  # (B, N, D)
+            x = backend.self_attention(self._rotate_qkv(qkv), self.num_heads)  # (B, N, D)
         else:
             weights, value = self._weigh(qkv)  # (B, H, N, N), (B, H, N, K)
             record(self, weights)
@@ -151,16 +158,35 @@ class MultiHeadSelfAttention(CompositeLayer, RandomLayer):
         )
         if self.query_key_norm:
             query, key = self.query_norm(query), self.key_norm(key)
+        if self.rotary is not None:
+            query, key = (rotate(x, *self._turns) for x in (query, key))
         bias = None if self.relative_grid is None else self._bias(query.dtype)
         return attention_weights(query, key, bias=bias), value
 
+    def _rotate_qkv(self, qkv: Any) -> Any:
+        """Turns the queries and keys in (B, N, 3D)."""
+        if self.rotary is None:
+            return qkv
+        _, tokens, width = keras.ops.shape(qkv)
+        shape = (-1, tokens, 2 * self.num_heads, width // 3 // self.num_heads)
+        rotated, value = keras.ops.split(qkv, [width // 3 * 2], axis=-1)
+        cosines, sines = (x[:, None] for x in self._turns)  # (N, 1, K)
+        rotated = rotate(keras.ops.reshape(rotated, shape), cosines, sines)
+        rotated = keras.ops.reshape(rotated, (-1, tokens, width // 3 * 2))
+        return keras.ops.concatenate([rotated, value], axis=-1)
+
+    def _build_rotation(self, tokens: int, size: int, rotary: Mapping[str, Any]) -> None:
+        angles = rotary_angles(size=size, **rotary)  # (patches, K / 2)
+        prefix = check_grid(rotary["grid"], tokens)
+        angles = np.concatenate([np.zeros((prefix, size // 2)), angles])  # (N, K / 2)
+        cosines, sines = np.cos(angles), np.sin(angles)
+        self._turns = (
+            np.concatenate([cosines, cosines], axis=1).astype(np.float32),  # (N, K)
+            np.concatenate([-sines, sines], axis=1).astype(np.float32),
+        )
+
     def _build_bias(self, tokens: int, grid: tuple[int, int]) -> None:
-        prefix = tokens - grid[0] * grid[1]
-        if prefix < 0:
-            raise ValueError(
-                f"A grid of {grid[0]}x{grid[1]} patches has {grid[0] * grid[1]} tokens or more. "
-                f"Received: {tokens} tokens."
-            )
+        prefix = check_grid(grid, tokens)
         self._bias_index = bias_index(grid, prefix)
         self.relative_bias = self.add_weight(
             name="relative_bias",
@@ -171,6 +197,30 @@ class MultiHeadSelfAttention(CompositeLayer, RandomLayer):
     def _bias(self, dtype: Any) -> Any:
         bias = keras.ops.take(self.relative_bias[0], self._bias_index, axis=0)  # (N, N, H)
         return keras.ops.cast(keras.ops.transpose(bias, (2, 0, 1)), dtype)
+
+
+def rotate(x: Any, cosines: Any, sines: Any) -> Any:
+    """Turns each pair (i, i + K / 2) of x (..., K) by its angle.
+
+    Args:
+        x: (..., K).
+        cosines: of the angles, twice, with a shape that broadcasts to that of x.
+        sines: likewise, the first half negative.
+    """
+    first, second = keras.ops.split(x, 2, axis=-1)
+    swapped = keras.ops.concatenate([second, first], axis=-1)
+    return x * keras.ops.cast(cosines, x.dtype) + swapped * keras.ops.cast(sines, x.dtype)
+
+
+def check_grid(grid: tuple[int, int], tokens: int) -> int:
+    """Returns how many tokens stand before those of a grid of patches; a ValueError if none can."""
+    prefix = tokens - grid[0] * grid[1]
+    if prefix < 0:
+        raise ValueError(
+            f"A grid of {grid[0]}x{grid[1]} patches has {grid[0] * grid[1]} tokens or more. "
+            f"Received: {tokens} tokens."
+        )
+    return prefix
 
 
 def check_heads(hidden_dim: int, num_heads: int) -> None:

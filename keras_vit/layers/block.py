@@ -1,5 +1,6 @@
 """The Transformer encoder block, with stochastic depth."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -57,7 +58,7 @@ class TransformerBlock(CompositeLayer):
     Args:
         num_heads: attention heads; divides the width D of the tokens.
         mlp_dim: width M of the MLP's hidden layer.
-        activation: of the MLP: "gelu_tanh" (the original's), "gelu" (exact) or "swiglu".
+        activation: of the MLP, as there.
         layer_norm_epsilon: epsilon of the layer normalisations.
         dropout_rate: dropout after each dense layer except query, key and value.
         attention_dropout_rate: dropout on the attention weights.
@@ -69,6 +70,7 @@ class TransformerBlock(CompositeLayer):
         query_key_norm: whether queries and keys are normalised in each head.
         relative_grid: (height, width) in patches of a relative bias of attention, see
             `MultiHeadSelfAttention`; None for none.
+        rotary: arguments of rotary positions, see there; None for none.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class TransformerBlock(CompositeLayer):
         layer_scale: float | None = None,
         query_key_norm: bool = False,
         relative_grid: tuple[int, int] | None = None,
+        rotary: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -101,6 +104,7 @@ class TransformerBlock(CompositeLayer):
             query_key_norm=query_key_norm,
             layer_norm_epsilon=layer_norm_epsilon,
             relative_grid=relative_grid,
+            rotary=rotary,
             dtype=dtype,
             name="attention",
         )

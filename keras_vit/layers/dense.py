@@ -140,7 +140,8 @@ class TokenDense(keras.layers.Dense):
 
     Args:
         units: width of the output.
-        activation: None, "gelu_tanh" (the original's), "gelu" (exact) or "tanh".
+        activation: None, "gelu_tanh" (the original's), "gelu" (exact), "quick_gelu" (OpenAI's) or
+            "tanh".
         kernel_initializer: name of a Keras initializer.
         random_bias: draw the bias from N(0, 1e-6) as the original's MLPs do, not zeros.
     """
@@ -311,9 +312,9 @@ class MLP(CompositeLayer, RandomLayer):
 
     Args:
         mlp_dim: width M of the hidden layer; the output has the input's width D.
-        activation: "gelu_tanh" (the original's), "gelu" (exact), or "swiglu" (arXiv 2002.05202):
-            the first layer makes a gate and a value of width M each, and silu(gate) * value goes
-            on.
+        activation: "gelu_tanh" (the original's), "gelu" (exact), "quick_gelu" (OpenAI's), or
+            "swiglu" (arXiv 2002.05202): the first layer makes a gate and a value of width M each,
+            and silu(gate) * value goes on.
         dropout_rate: fraction of activations dropped in training.
     """
 

@@ -8,7 +8,7 @@ import numpy as np
 from keras_vit import backend
 from keras_vit.config import WIDTH_MULTIPLES
 from keras_vit.layers.dense import CompositeLayer, TokenDense
-from keras_vit.layers.random import RandomLayer, dropout, initializer
+from keras_vit.layers.random import RandomLayer, draw_places, dropout, initializer, split_seed
 
 # From BERT, as the original says (vit_jax/models_vit.py, Encoder).
 POSITION_STDDEV = 0.02
@@ -208,6 +208,42 @@ def bias_index(grid: tuple[int, int], num_prefix_tokens: int) -> np.ndarray:
     return index
 
 
+def rotary_angles(
+    *,
+    grid: tuple[int, int],
+    size: int,
+    period: float,
+    reference_grid: tuple[int, int] | None = None,
+    offset: float = 0.0,
+) -> np.ndarray:
+    """Returns the angles of rotary positions in radians, (patches, size / 2), in float64.
+
+    The first half turns by the row, the second by the column, each at frequencies that fall
+    geometrically from 1 to almost 1 / period (arXiv 2104.09864, in two dimensions).
+
+    Example:
+        >>> rotary_angles(grid=(1, 2), size=4, period=100.0, reference_grid=(1, 2)).tolist()
+        [[0.0, 0.0], [0.0, 1.0]]
+
+    Args:
+        grid: (height, width) in patches.
+        size: width K of a head, a multiple of 4.
+        period: the longest period, in units of the shortest.
+        reference_grid: (rows, columns) that places are counted in: a grid of any size has so many.
+            None for places from -1 to 1, times 2 pi (facebookresearch/dinov3).
+        offset: place of the first row and column of the `reference_grid`.
+    """
+    frequencies = float(period) ** (-np.arange(size // 4) / (size // 4))
+    if reference_grid is None:
+        sides = [2 * np.pi * (2 * (np.arange(n) + 0.5) / n - 1) for n in grid]
+    else:
+        sides = [
+            (np.arange(n) + offset) / n * of for n, of in zip(grid, reference_grid, strict=True)
+        ]
+    places = np.meshgrid(*sides, indexing="ij")
+    return np.concatenate([np.multiply.outer(p.ravel(), frequencies) for p in places], axis=1)
+
+
 # Learned tokens that may stand before the patches, in their order.
 PREFIX = ("class_token", "distillation_token", "registers")
 
@@ -277,9 +313,14 @@ class PatchEncoder(CompositeLayer, RandomLayer, PositionedLayer):
         num_registers: learned tokens without place after the class token (arXiv 2309.16588).
         distillation_token: whether a learned token stands after the class token, with a place of
             its own (arXiv 2012.12877).
+        patch_dropout_rate: fraction of the patches of each image that training leaves out after the
+            positions are added; one stays at least (arXiv 2212.00794).
 
     Input shape: (B, H/P, W/P, P*P*C), as `Patches` makes them.
     Output shape: (B, N, D), N = patches + the tokens before them; patches in row order.
+
+    Raises:
+        ValueError: there is no such kind of positions, or the rate is outside [0, 1).
     """
 
     def __init__(
@@ -291,11 +332,17 @@ class PatchEncoder(CompositeLayer, RandomLayer, PositionedLayer):
         position_embedding: str | None = "learned",
         num_registers: int = 0,
         distillation_token: bool = False,
+        patch_dropout_rate: float = 0.0,
         **kwargs: Any,
     ) -> None:
-        super().__init__(is_random=dropout_rate > 0, **kwargs)
+        if not 0 <= patch_dropout_rate < 1:
+            raise ValueError(
+                f"patch_dropout_rate must lie in [0, 1). Received: {patch_dropout_rate!r}."
+            )
+        super().__init__(is_random=dropout_rate > 0 or patch_dropout_rate > 0, **kwargs)
         if position_embedding is not None:
             check_kind(position_embedding)
+        self.patch_dropout_rate = patch_dropout_rate
         self.hidden_dim = hidden_dim
         self.dropout_rate = dropout_rate
         self.position_kind = position_embedding
@@ -336,7 +383,10 @@ class PatchEncoder(CompositeLayer, RandomLayer, PositionedLayer):
         return keras.ops.reshape(tokens, (-1, height * width, hidden_dim))
 
     def assemble(self, tokens: Any, *, training: bool | None) -> Any:
-        """Makes of the patches' tokens all of them (B, N, D): with learned ones and positions."""
+        """Makes of the patches' tokens all of them (B, N, D): with learned ones and positions.
+
+        In training with `patch_dropout_rate`, N is smaller.
+        """
         first = [getattr(self, name) for name, count in self.prefix if count]
         if first:
             batch = keras.ops.shape(tokens)[0]
@@ -347,7 +397,20 @@ class PatchEncoder(CompositeLayer, RandomLayer, PositionedLayer):
             tokens = keras.ops.concatenate([*first, tokens], axis=1)  # (B, N, D)
         if self.position_kind is not None:
             tokens = tokens + keras.ops.cast(self.position_table(), tokens.dtype)
-        return dropout(tokens, self.dropout_rate, seed=self.next_seed(training))
+        seed = self.next_seed(training)
+        if seed is not None and self.patch_dropout_rate:
+            seed, places_seed = split_seed(seed, 2)
+            tokens = self._drop_patches(tokens, places_seed)
+        return dropout(tokens, self.dropout_rate, seed=seed)
+
+    def _drop_patches(self, tokens: Any, seed: Any) -> Any:
+        """Leaves a random part of each image's patches, and the tokens before them all."""
+        patches = self.grid[0] * self.grid[1]
+        first, rest = keras.ops.split(tokens, [tokens.shape[1] - patches], axis=1)
+        count = max(round((1 - self.patch_dropout_rate) * patches), 1)
+        places = draw_places(keras.ops.shape(tokens)[0], count, of=patches, seed=seed)
+        rest = keras.ops.take_along_axis(rest, places[..., None], axis=1)  # (B, count, D)
+        return keras.ops.concatenate([first, rest], axis=1)
 
     def compute_output_shape(self, input_shape: tuple[Any, ...]) -> tuple[Any, ...]:
         if len(input_shape) != 4 or any(side is None for side in input_shape[1:]):

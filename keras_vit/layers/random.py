@@ -110,6 +110,19 @@ def drop_samples(x: Any, rate: float, *, seed: Any) -> Any:
     return x * keras.ops.cast(mask, x.dtype) / (1 - rate)
 
 
+def draw_places(batch: Any, count: int, *, of: int, seed: Any) -> Any:
+    """Draws `count` of the places 0 to `of` - 1 for each sample, (batch, count), in rising order.
+
+    Args:
+        batch: the number of samples.
+        count: how many places, all different.
+        of: the number of places to draw from.
+        seed: two integers.
+    """
+    scores = keras.random.uniform((batch, of), seed=_GivenSeed(seed), dtype="float32")
+    return keras.ops.sort(keras.ops.argsort(scores, axis=1)[:, :count], axis=1)
+
+
 def _shift_seed(seed: Any, by: Any) -> Any:
     if isinstance(by, int):
         by = by * _STRIDE % 2**32

@@ -56,8 +56,8 @@ class MaskedPatchModel(backend.ExactTrainer, keras.Model):
         dtype: dtype policy of its layers; predictions are float32.
 
     Raises:
-        ValueError: the target is unknown or does not fit the patches, or `corruption` is not above
-            0 and at most 1.
+        ValueError: the target is unknown or does not fit the patches, `corruption` is not above 0
+            and at most 1, or the network drops patches.
     """
 
     def __init__(
@@ -310,6 +310,11 @@ def _side(config: ViTConfig, target: Target) -> int:
 def _check(config: ViTConfig, *, target: str, corruption: float) -> None:
     if target not in get_args(Target):
         raise ValueError(f"target must be one of {list(get_args(Target))}. Received: {target!r}.")
+    if config.patch_dropout_rate:
+        raise ValueError(
+            "Masked patches are predicted at every place: set patch_dropout_rate to 0. Received: "
+            f"patch_dropout_rate={config.patch_dropout_rate}."
+        )
     if not 0 < corruption <= 1:
         raise ValueError(f"corruption must be above 0, at most 1. Received: {corruption!r}.")
     if target == "small_patch" and config.stride % SMALL_SIDE:

@@ -47,7 +47,9 @@ _UNREADABLE = (
     zlib.error,
 )
 # These may differ between the training and the saved model: its outputs do not depend on them.
-_TRAINING_ONLY = ("dropout_rate", "attention_dropout_rate", "drop_path_rate", "remat")
+_TRAINING_ONLY = (
+    *("dropout_rate", "attention_dropout_rate", "drop_path_rate", "patch_dropout_rate", "remat"),
+)
 
 # What to do if there is already a run or an unfinished training.
 Existing = Literal["refuse", "overwrite", "resume"]

@@ -142,7 +142,9 @@ def mlp(p: Arrays, path: str, x: np.ndarray, config: ViTConfig) -> np.ndarray:
 
 
 def logits(p: Arrays, x: np.ndarray, config: ViTConfig) -> np.ndarray:
-    pooled = x[:, 0] if config.pooling == "token" else x[:, prefix_of(config) :].mean(axis=1)
+    token, average = x[:, 0], x[:, prefix_of(config) :].mean(axis=1)
+    both = np.concatenate([token, average], axis=1)
+    pooled = {"token": token, "avg": average, "token_avg": both}[str(config.pooling)]
     answer = dense(p, "head", pooled)
     if config.distillation_token:
         answer = (answer + dense(p, "distillation_head", x[:, 1])) / 2

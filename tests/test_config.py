@@ -25,9 +25,17 @@ BAD_FIELDS = [
     ({"dropout_rate": 1.0}, r"dropout_rate must be in \[0, 1\)"),
     ({"drop_path_rate": -0.1}, r"drop_path_rate must be in \[0, 1\)"),
     ({"layer_norm_epsilon": 0.0}, "layer_norm_epsilon must be above 0"),
-    ({"pooling": "sum"}, "pooling must be one of .*'token', 'avg', 'max', 'map', None.*'sum'"),
+    (
+        {"pooling": "sum"},
+        "pooling must be .*'token', 'avg', 'token_avg', 'max', 'map', None.*'sum'",
+    ),
     ({"pooling": "token", "class_token": False}, 'use pooling="avg", "max" or "map"'),
-    ({"activation": "relu"}, "activation must be one of .*'gelu_tanh', 'gelu', 'swiglu'.*'relu'"),
+    ({"pooling": "token_avg", "class_token": False}, 'pooling="token_avg" needs class_token=True'),
+    (
+        {"representation_activation": "gelu"},
+        r"representation_activation must be one of \['tanh', None",
+    ),
+    ({"activation": "relu"}, "activation must be one of .*'quick_gelu', 'swiglu'.*'relu'"),
     ({"resnet_layers": (2, 0)}, "resnet_layers must be a tuple of positive integers"),
     ({"input_shape": (32, 48)}, "input_shape must be three positive integers"),
     ({"input_shape": (30, 48, 3)}, r"multiples of 8.*\(30, 48, 3\).*nearest.*\(32, 48, 3\)"),
@@ -108,10 +116,15 @@ def test_a_published_network_departs_in_nothing() -> None:
         "query_key_norm": True,
         "distillation_token": True,
         "activation": "swiglu",
+        "representation_activation": None,
     }
     for name, value in changed.items():
         assert dataclasses.replace(TINY, **{name: value}).departures == (name,)
     assert set(dataclasses.replace(TINY, **changed).departures) == set(changed)
+    double = dataclasses.replace(TINY, pooling="token_avg")
+    assert double.departures == ("pooling",)
+    with pytest.raises(ValueError, match="pooling='token_avg'"):
+        check_published(double)
 
 
 def test_a_field_that_the_writers_do_not_know_departs() -> None:

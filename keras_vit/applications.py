@@ -66,8 +66,9 @@ Args:
         the Vision Transformer inside.
     input_shape: (height, width, channels); height and width are multiples of {stride}. Left open:
         the checkpoint's, or {default}. Position embeddings are resampled to it.
-    pooling: "token", "avg" or "max" (over the patch tokens), or "map" (attention pooling). Left
-        open: with the classifier the checkpoint's, or "{pooling}"; without, every token (B, N, D).
+    pooling: "token", "avg" or "max" (over the patch tokens), "token_avg" (token and average side
+        by side), or "map" (attention pooling). Left open: with the classifier the checkpoint's, or
+        "{pooling}"; without, every token (B, N, D).
     classes: size of the classifier. Left open: the checkpoint's, or 1,000. Another number than the
         checkpoint's makes a fresh classifier of zeros, as the paper's fine-tuning does.
     classifier_activation: activation after the classifier; None for logits.
@@ -164,7 +165,7 @@ def _fresh_config(variant: ViTConfig, request: Request) -> ViTConfig:
         input_shape=request.input_shape or variant.input_shape,
         pooling=pooling,
         # Average and attention pooling go without a class token in the original.
-        class_token=variant.class_token if pooling in ("token", None) else False,
+        class_token=variant.class_token if pooling in ("token", "token_avg", None) else False,
         classes=request.classes_or(DEFAULT_CLASSES),
     )
 

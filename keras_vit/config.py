@@ -8,7 +8,7 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-Pooling = Literal["token", "avg", "max", "map"]
+Pooling = Literal["token", "avg", "token_avg", "max", "map"]
 Activation = Literal["gelu_tanh", "gelu", "quick_gelu", "swiglu"]
 PositionEmbedding = Literal["learned", "learned_2d", "sincos_2d", "relative"]
 PositionPlacement = Literal["input", "every_block", "every_block_shared"]
@@ -80,11 +80,13 @@ class ViTConfig:
         num_layers: number of Transformer blocks.
         classes: size of the classifier; None for no classifier.
         pooling: how tokens become one vector: the class "token", the average ("avg") or the largest
-            values ("max") of the patch tokens, multi-head attention pooling ("map"), or None to
-            keep every token.
+            values ("max") of the patch tokens, class token and average side by side ("token_avg",
+            2 D wide), multi-head attention pooling ("map"), or None to keep every token.
         class_token: whether a learned token stands before the patch tokens.
-        representation_dim: width of a dense layer with tanh before the classifier (pre-logits);
-            None for none.
+        representation_dim: width of a dense layer before the classifier (pre-logits); None for
+            none.
+        representation_activation: activation of that layer: "tanh", the original's, or None for a
+            linear projection, CLIP's.
         resnet_layers: units in each stage of the hybrids' ResNet stem; () for the root alone, None
             for no stem.
         activation: the GELU of the MLPs: "gelu_tanh" is the original's, "gelu" the exact form that
@@ -146,6 +148,7 @@ class ViTConfig:
     pooling: Pooling | None = "token"
     class_token: bool = True
     representation_dim: int | None = None
+    representation_activation: Literal["tanh"] | None = "tanh"
     resnet_layers: tuple[int, ...] | None = None
     activation: Activation = "gelu_tanh"
     layer_norm_epsilon: float = 1e-6
@@ -200,6 +203,16 @@ class ViTConfig:
     def num_tokens(self) -> int:
         """Tokens N that the blocks see: those before the patches', and the patches'."""
         return self.num_prefix_tokens + self.grid[0] * self.grid[1]
+
+    @property
+    def num_placed_tokens(self) -> int:
+        """Tokens before the patches' that have a place: all of these but registers."""
+        return self.num_prefix_tokens - self.num_registers
+
+    @property
+    def pooled_dim(self) -> int:
+        """Width of what pooling makes of the tokens, or of each token without pooling."""
+        return self.hidden_dim * (2 if self.pooling == "token_avg" else 1)
 
     @property
     def adds_positions(self) -> bool:
@@ -300,6 +313,7 @@ class ViTConfig:
     def _check_choices(self) -> None:
         choices = {
             "pooling": [*get_args(Pooling), None],
+            "representation_activation": ["tanh", None],
             "activation": list(get_args(Activation)),
             "position_embedding": [*get_args(PositionEmbedding), None],
             "position_placement": list(get_args(PositionPlacement)),
@@ -308,10 +322,10 @@ class ViTConfig:
             self._require(getattr(self, name) in values, name, f"one of {values}")
         fits = isinstance(self.classifier_activation, str | None)
         self._require(fits, "classifier_activation", "a name or None")
-        if self.pooling == "token" and not self.class_token:
+        if self.pooling in ("token", "token_avg") and not self.class_token:
             raise ValueError(
-                'pooling="token" needs class_token=True; without one use pooling="avg", "max" or '
-                '"map".'
+                f'pooling="{self.pooling}" needs class_token=True; without one use pooling="avg", '
+                '"max" or "map".'
             )
         stages = () if self.resnet_layers is None else self.resnet_layers
         most = LIMITS["num_layers"]

@@ -357,7 +357,7 @@ def _head(config: ViTConfig, dtype: str, tokens: Any) -> Any:
     if config.representation_dim is not None:
         x = layers.TokenDense(
             config.representation_dim,
-            activation="tanh",
+            activation=config.representation_activation,
             kernel_initializer="lecun_normal",
             dtype=dtype,
             name="representation",

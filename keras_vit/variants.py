@@ -97,14 +97,16 @@ def parameter_count(config: ViTConfig) -> int:
     block += 4 * d // config.num_heads * config.query_key_norm
     block += 2 * d * (config.layer_scale is not None)
     has_last_norm = not config.norm_after_pooling or config.pooling is not None
-    count += config.num_layers * block + norm * (config.embedding_norm + has_last_norm)
+    width = config.pooled_dim
+    last_norm = 2 * (width if config.norm_after_pooling else d) * has_last_norm
+    count += config.num_layers * block + norm * config.embedding_norm + last_norm
     if config.pooling == "map":
         count += d + attention + norm + mlp
     if config.representation_dim is not None:
-        count += d * config.representation_dim + config.representation_dim
-        d = config.representation_dim
+        count += width * config.representation_dim + config.representation_dim
+        width = config.representation_dim
     if config.classes is not None:
-        count += (d * config.classes + config.classes) * (1 + config.distillation_token)
+        count += (width * config.classes + config.classes) * (1 + config.distillation_token)
     return count
 
 

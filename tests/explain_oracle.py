@@ -123,6 +123,9 @@ def first_share(values: Pass, config: keras_vit.ViTConfig, image: int) -> np.nda
         share[0] = 1
     else:
         share[first_patch(config) :] = 1 / (config.grid[0] * config.grid[1])
+    if config.pooling == "token_avg":  # the classifier sees both
+        share /= 2
+        share[0] = 0.5
     return share
 
 

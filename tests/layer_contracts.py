@@ -151,6 +151,7 @@ CONTRACTS: list[tuple[type, dict[str, Any], tuple[int, ...], tuple[int, ...], in
     (layers.TokenPooling, {"pooling": "token", "token": 1}, (2, 5, 8), (2, 8), 0, 0),
     (layers.TokenPooling, {"pooling": "token"}, (2, 5, 8), (2, 8), 0, 0),
     (layers.TokenPooling, {"pooling": "avg", "num_prefix_tokens": 0}, (2, 5, 8), (2, 8), 0, 0),
+    (layers.TokenPooling, {"pooling": "token_avg"}, (2, 5, 8), (2, 16), 0, 0),
     (layers.AttentionPooling, {"num_heads": 2, "mlp_dim": 16}, (2, 5, 8), (2, 8), 13, 0),
     (
         layers.StdConv2D,

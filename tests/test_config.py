@@ -25,11 +25,19 @@ BAD_FIELDS = [
     ({"dropout_rate": 1.0}, r"dropout_rate must be in \[0, 1\)"),
     ({"drop_path_rate": -0.1}, r"drop_path_rate must be in \[0, 1\)"),
     ({"layer_norm_epsilon": 0.0}, "layer_norm_epsilon must be above 0"),
-    ({"pooling": "sum"}, "pooling must be one of .*'token', 'avg', 'max', 'map', None.*'sum'"),
+    (
+        {"pooling": "sum"},
+        "pooling must be .*'token', 'avg', 'token_avg', 'max', 'map', None.*'sum'",
+    ),
     ({"pooling": "token", "class_token": False}, 'use pooling="avg", "max" or "map"'),
     (
         {"activation": "relu"},
         "activation must be one of .*'gelu_tanh', 'gelu', 'quick_gelu', 'swiglu'.*'relu'",
+    ),
+    ({"pooling": "token_avg", "class_token": False}, 'pooling="token_avg" needs class_token=True'),
+    (
+        {"representation_activation": "gelu"},
+        r"representation_activation must be one of \['tanh', None",
     ),
     ({"resnet_layers": (2, 0)}, "resnet_layers must be a tuple of positive integers"),
     ({"input_shape": (32, 48)}, "input_shape must be three positive integers"),
@@ -148,6 +156,7 @@ def test_a_published_network_departs_in_nothing() -> None:
         "distillation_token": True,
         "activation": "swiglu",
         "embedding_norm": True,
+        "representation_activation": None,
     }
     for name, value in changed.items():
         assert dataclasses.replace(TINY, **{name: value}).departures == (name,)
@@ -163,6 +172,10 @@ def test_a_published_network_departs_in_nothing() -> None:
     }
     config = dataclasses.replace(TINY, pooling="map", class_token=False, **modern)
     assert set(config.departures) == set(modern)
+    double = dataclasses.replace(TINY, pooling="token_avg")
+    assert double.departures == ("pooling",)
+    with pytest.raises(ValueError, match="pooling='token_avg'"):
+        check_published(double)
 
 
 def test_a_field_that_the_writers_do_not_know_departs() -> None:

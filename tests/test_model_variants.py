@@ -39,6 +39,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "registers": {"num_registers": 3},
     "registers, average": {"num_registers": 3, "pooling": "avg"},
+    "token beside average": {"num_registers": 1, "pooling": "token_avg"},
     "registers alone": {**AVERAGE, "num_registers": 1, "position_embedding": "relative"},
     "layer scale": {"layer_scale": 0.1},
     "query and key norm": {"query_key_norm": True},

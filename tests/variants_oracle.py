@@ -196,8 +196,10 @@ def pool(p: Arrays, x: np.ndarray, config: ViTConfig, delta: Any) -> Any:
         return x, None
     if config.pooling == "token":
         return x[:, 0], None
-    if config.pooling == "avg":
-        return x[:, prefix_of(config) :].mean(axis=1), None
+    average = x[:, prefix_of(config) :].mean(axis=1)
+    if config.pooling in ("avg", "token_avg"):
+        parts = [average] if config.pooling == "avg" else [x[:, 0], average]
+        return np.concatenate(parts, axis=1), None
     heads, d = config.pooling_heads or config.num_heads, config.hidden_dim
     query = np.repeat(dense(p, "pooling/query", p["pooling/probe"]), len(x), axis=0)
     key, value = np.split(dense(p, "pooling/key_value", x), 2, axis=-1)

@@ -351,7 +351,7 @@ def roll(blocks: Sequence[np.ndarray]) -> np.ndarray:
 def answer_row(config: ViTConfig, pooling: np.ndarray | None, tokens: np.ndarray) -> np.ndarray:
     """Follows the pooling from tokens (B, N, N) to the answer: (B, N).
 
-    A distillation token and the class token answer in halves.
+    A distillation token and the class token answer in halves, as do class token and average.
 
     Raises:
         ValueError: each channel comes from a patch of its own.
@@ -365,7 +365,8 @@ def answer_row(config: ViTConfig, pooling: np.ndarray | None, tokens: np.ndarray
         return np.asarray((pooling @ tokens)[:, 0])
     if config.pooling == "token" or (config.pooling is None and config.class_token):
         return np.asarray(tokens[:, : 1 + config.distillation_token].mean(axis=1))
-    return np.asarray(tokens[:, config.num_prefix_tokens :].mean(axis=1))
+    average = np.asarray(tokens[:, config.num_prefix_tokens :].mean(axis=1))
+    return (tokens[:, 0] + average) / 2 if config.pooling == "token_avg" else average
 
 
 def on_grid(config: ViTConfig, row: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""From tokens to one vector: the class token, average, maximum, or attention pooling."""
+"""From tokens to one vector: the class token, average, both, maximum, or attention pooling."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from keras_vit.layers.random import initializer
 
 @keras.saving.register_keras_serializable(package="keras_vit")
 class TokenPooling(keras.layers.Layer):
-    """Takes one token, or the average or the largest values of the patch tokens.
+    """Takes one token, the average or the largest values of the patch tokens, or two of these.
 
     Example:
         >>> TokenPooling("avg", num_prefix_tokens=1)(keras.ops.ones((2, 5, 8))).shape
@@ -25,20 +25,21 @@ class TokenPooling(keras.layers.Layer):
 
     Args:
         pooling: "token" for one of the first tokens, "avg" and "max" for the mean and the maximum
-            over the patch tokens.
+            over the patch tokens, "token_avg" for that token and the mean side by side.
         num_prefix_tokens: tokens before the patches', which "avg" and "max" leave out.
         token: which token "token" takes; 0 is the class token.
 
-    Input shape: (B, N, D). Output shape: (B, D).
+    Input shape: (B, N, D). Output shape: (B, D), with "token_avg" (B, 2 D).
     """
 
     def __init__(
         self, pooling: str, *, num_prefix_tokens: int = 1, token: int = 0, **kwargs: Any
     ) -> None:
         super().__init__(**kwargs)
-        if pooling not in ("token", "avg", "max"):
+        if pooling not in ("token", "avg", "token_avg", "max"):
             raise ValueError(
-                f'pooling must be "token", "avg" or "max". Received: pooling={pooling!r}.'
+                'pooling must be "token", "avg", "token_avg" or "max". '
+                f"Received: pooling={pooling!r}."
             )
         self.pooling = pooling
         self.num_prefix_tokens = num_prefix_tokens
@@ -50,11 +51,15 @@ class TokenPooling(keras.layers.Layer):
     def call(self, inputs: Any) -> Any:
         if self.pooling == "token":
             return inputs[:, self.token]  # (B, D)
-        pool = keras.ops.mean if self.pooling == "avg" else keras.ops.max
-        return pool(inputs[:, self.num_prefix_tokens :], axis=1)  # (B, D)
+        pool = keras.ops.max if self.pooling == "max" else keras.ops.mean
+        pooled = pool(inputs[:, self.num_prefix_tokens :], axis=1)  # (B, D)
+        if self.pooling == "token_avg":
+            return keras.ops.concatenate([inputs[:, self.token], pooled], axis=-1)  # (B, 2 D)
+        return pooled
 
     def compute_output_shape(self, input_shape: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (input_shape[0], input_shape[-1])
+        width = input_shape[-1]
+        return (input_shape[0], 2 * width if self.pooling == "token_avg" else width)
 
 
 @keras.saving.register_keras_serializable(package="keras_vit")

@@ -20,6 +20,7 @@ from keras_vit.weights import loading
 from keras_vit.weights.catalog import resolve
 from keras_vit.weights.checkpoint import (
     ARCHITECTURE,
+    BEYOND,
     NUMBERS,
     SUFFIXES,
     Checkpoint,
@@ -29,7 +30,8 @@ from keras_vit.weights.checksums import check_sha256, checked_sha256
 from keras_vit.weights.connection import plain, shown
 from keras_vit.weights.download import cached_path, fetch, verify
 from keras_vit.weights.positions import Method
-from keras_vit.weights.torch_layouts import SETTINGS_FILES
+from keras_vit.weights.torch_layouts import without_distillation
+from keras_vit.weights.torch_settings import SETTINGS_FILES
 
 HUB_WEIGHTS = "model.safetensors"
 
@@ -110,7 +112,7 @@ def locate(
 AUTO = "auto"
 
 # What no argument decides: the file does.
-_KEPT = ("class_token", *NUMBERS, "antialias")
+_KEPT = ("class_token", *NUMBERS, "antialias", *BEYOND)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -191,7 +193,8 @@ def load(
         classes: size of the classifier. Left open: the source's, or none. Another number than the
             source's makes a fresh classifier of zeros.
         include_top: whether to keep the classifier and the representation layer.
-        pooling: "token", "avg" or "map". Left open: the source's; every token without the top.
+        pooling: "token", "avg", "token_avg" or "map". Left open: the source's; every token without
+            the top.
         classifier_activation: activation after the classifier, None for logits. Left "auto": the
             source's, or "softmax" where it holds weights alone.
         include_preprocessing: whether the model takes pixels 0..255 and scales them itself,
@@ -243,6 +246,7 @@ def build(checkpoint: Checkpoint, request: Request, *, base: ViTConfig) -> Visio
     loading.check_architecture(checkpoint, base)
     if checkpoint.unknown is not None:
         raise ValueError(_refusal(checkpoint, checkpoint.unknown))
+    checkpoint = _with_heads_asked_for(checkpoint, request)
     config = _config(base, checkpoint, request)
     keeps_head = config.classes == checkpoint.fields["classes"]
     rows = loading.match(checkpoint, config, head="file" if keeps_head else "fresh")
@@ -420,6 +424,20 @@ def _shape(checkpoint: Checkpoint) -> tuple[int, int, int]:
     return rows * stride, columns * stride, checkpoint.channels
 
 
+def _with_heads_asked_for(checkpoint: Checkpoint, request: Request) -> Checkpoint:
+    """Leaves the distillation token's classifier aside where the class token's is not asked for."""
+    fields = checkpoint.fields
+    is_asked = request.include_top and request.pooling in (None, "token")
+    if is_asked or "dist_token" not in checkpoint.arrays:
+        return checkpoint
+    registers = {"distillation_token": False, "num_registers": fields["num_registers"] + 1}
+    return dataclasses.replace(
+        checkpoint,
+        arrays=without_distillation(checkpoint.arrays),
+        fields={**fields, **registers},
+    )
+
+
 def _config(base: ViTConfig, checkpoint: Checkpoint, request: Request) -> ViTConfig:
     fields = {**checkpoint.assumed, **checkpoint.fields}
     classes = request.classes_or(fields["classes"])
@@ -429,13 +447,17 @@ def _config(base: ViTConfig, checkpoint: Checkpoint, request: Request) -> ViTCon
         rows, columns = checkpoint.grid
         shape = (rows * base.stride, columns * base.stride, checkpoint.channels or shape[2])
     _check_channels(checkpoint, request.input_shape or shape)
+    pooling = request.pooling or (fields["pooling"] if request.include_top else None)
+    kept = {name: fields[name] for name in _KEPT if name in fields}
+    if pooling != "map":
+        kept["pooling_heads"] = None
     return request.applied(
         base,
         input_shape=request.input_shape or shape,
-        pooling=request.pooling or (fields["pooling"] if request.include_top else None),
+        pooling=pooling,
         classes=classes,
         representation_dim=fields["representation_dim"] if keeps_top else None,
-        **{name: fields[name] for name in _KEPT if name in fields},
+        **kept,
     )
 
 

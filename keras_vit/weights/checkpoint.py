@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import io
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ from keras_vit.weights.arrays import (
 from keras_vit.weights.companion import companion_path, read_companion
 from keras_vit.weights.layouts import (
     Row,
-    check_features,
     check_published,
     listed,
     numbered,
@@ -39,15 +38,19 @@ from keras_vit.weights.layouts import (
 )
 from keras_vit.weights.positions import square_grid
 from keras_vit.weights.torch_layouts import (
-    CONFIG,
-    HUGGING_FACE,
-    SETTINGS_FILES,
-    hugging_face_settings,
-    names_of,
-    timm_settings,
+    check_torch,
+    on_one_grid,
     torch_channels,
     torch_fields,
     torch_rows,
+)
+from keras_vit.weights.torch_names import renamed_arrays
+from keras_vit.weights.torch_settings import (
+    CONFIG,
+    SETTINGS_FILES,
+    hugging_face_settings,
+    timm_settings,
+    with_settings,
 )
 
 Arrays = Mapping[str, StoredArray]
@@ -197,8 +200,17 @@ ARCHITECTURE = (
 # ViTConfig fields that arrays alone decide, with those above.
 PARTS = ("classes", "pooling", "class_token", "representation_dim")
 
-# ViTConfig fields that no array shows, and every number depends on.
+# ViTConfig fields beyond the published network; a layout without room for them says nothing.
+BEYOND = (
+    *("representation_activation", "position_embedding", "num_registers", "distillation_token"),
+    *("layer_scale", "embedding_norm", "norm_after_pooling", "pooling_heads"),
+    *("rotary_period", "rotary_grid", "rotary_offset"),
+)
+
+# ViTConfig fields that no array shows, and every number depends on; the first are assumed where
+# nobody says them.
 NUMBERS = ("activation", "layer_norm_epsilon", "image_mean", "image_std")
+PLACES = ("rotary_period", "rotary_grid", "rotary_offset")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -211,22 +223,26 @@ class Checkpoint:
         fields: the ViTConfig fields that it, or what lies beside it, decides: `PARTS` and most of
             `ARCHITECTURE` at least, all of them where a whole config was kept.
         rows: makes the rename table for a config.
+        check: raises a ValueError for a config that the layout has no room for.
         grid: (height, width) of its position embeddings in patches, None where the file is silent.
         channels: of its images, None where the file is silent.
         assumed: what its layout usually means by those of `NUMBERS` that it does not say.
         unknown: why it is not known what the file's network computes, None where it is.
         hint: how the file would say what is assumed.
+        naming: what messages say of the arrays' names, where these are not the file's own.
     """
 
     path: Path
     arrays: dict[str, StoredArray]
     fields: Mapping[str, Any]
     rows: Callable[[ViTConfig], list[Row]]
+    check: Callable[[ViTConfig], None] = check_published
     grid: tuple[int, int] | None = None
     channels: int | None = None
     assumed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     unknown: str | None = None
     hint: str = 'save models with model.save("name.keras"), which says them'
+    naming: str = ""
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -279,30 +295,30 @@ def _open_npz(path: Path) -> Checkpoint:
 
 def _open_safetensors(path: Path) -> Checkpoint:
     """Takes what no array shows from the JSON files beside, and from the architecture's name."""
-    file_arrays = read_safetensors(path)
-    check_features(file_arrays)
-    names, arrays = names_of(file_arrays)
-    fields = torch_fields(names, arrays)
-    reads = hugging_face_settings if names is HUGGING_FACE else timm_settings
+    family, arrays = renamed_arrays(read_safetensors(path))
+    reads = hugging_face_settings if family.library == "transformers" else timm_settings
     settings = reads(path.parent)
+    arrays, grid = on_one_grid(arrays, settings.sizes)
+    fields = torch_fields(arrays)
     heads = settings.fields.get("num_heads", 1)
     if fields["hidden_dim"] % heads:
         raise ValueError(
             f"{path.parent / CONFIG} says {heads} heads, which do not divide the width of "
             f"{path.name}, {fields['hidden_dim']}; one of the two is of another model."
         )
-    fields["pooling"] = _torch_pooling(fields, settings.fields.get("pooling", fields["pooling"]))
-    fields |= {name: value for name, value in settings.fields.items() if name != "pooling"}
+    is_renamed = family.library != "timm"
     return Checkpoint(
         path=path,
         arrays=arrays,
-        fields=fields,
-        rows=functools.partial(torch_rows, names),
-        grid=_torch_grid(arrays.get(names.positions), fields, settings.sizes),
-        channels=torch_channels(names, arrays),
+        fields=with_settings(fields, settings),
+        rows=functools.partial(torch_rows, rotary_layout=settings.rotary_layout),
+        check=functools.partial(check_torch, rotary_layout=settings.rotary_layout),
+        grid=grid,
+        channels=torch_channels(arrays),
         assumed=settings.assumed,
         unknown=settings.unknown,
         hint=settings.hint,
+        naming=", by timm's names," if is_renamed else "",
     )
 
 
@@ -409,50 +425,6 @@ def _h5_dtype(kind: Any) -> np.dtype | None:
         return None
     dtype = np.dtype(str(kind.dtype.str))
     return dtype if h5py.h5t.py_create(dtype).equal(kind) else None
-
-
-def _torch_pooling(fields: Mapping[str, Any], pooling: Any) -> Any:
-    """Holds the pooling that the settings say against the arrays."""
-    has_map, has_token = fields["pooling"] == "map", fields["class_token"]
-    if has_map and has_token:
-        raise ValueError(
-            "The file needs attention pooling that leaves the class token out, which keras_vit "
-            "does not have."
-        )
-    if fields["representation_dim"] is not None and not has_token:
-        raise ValueError(
-            "The file needs a pooler on the first patch, without class token, which keras_vit does "
-            "not have."
-        )
-    if (pooling == "map") != has_map or (pooling == "token" and not has_token):
-        raise ValueError(
-            f"The file's settings say pooling={pooling!r}, and its arrays have "
-            f"{'' if has_map else 'no '}attention pooling and {'a' if has_token else 'no'} class "
-            "token."
-        )
-    return pooling
-
-
-def _torch_grid(
-    table: StoredArray | None, fields: Mapping[str, Any], sizes: Iterable[tuple[int, int]]
-) -> tuple[int, int] | None:
-    """Returns the first grid among the sizes that has as many positions as there are, or a square.
-
-    Raises:
-        ValueError: there are positions of the patches alone, beside a class token.
-    """
-    if table is None or len(table.shape) != 3:
-        return None
-    count, patch = table.shape[1], fields["patch_size"]
-    grids = [(height // patch, width // patch) for height, width in sizes]
-    counts = {rows * columns: (rows, columns) for rows, columns in reversed(grids)}
-    grid = counts.get(count - fields["class_token"]) or square_grid(count - fields["class_token"])
-    if grid is None and fields["class_token"] and count in counts:
-        raise ValueError(
-            "The file needs a class token without a position of its own (as in DeiT III and "
-            "FlexiViT), which keras_vit does not read yet."
-        )
-    return grid
 
 
 def _keras_members(path: Path) -> tuple[dict[str, Any], bytes]:

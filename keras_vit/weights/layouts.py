@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -38,14 +38,26 @@ class Row:
 
 
 def check_published(config: ViTConfig) -> None:
-    """Raises a ValueError for a network that the layouts of checkpoints have no room for."""
-    departures = [name for name in config.departures if name != "pooling"]  # it has no weights
+    """Raises a ValueError for a network that the published layouts have no room for."""
+    # A pooling has no weights, but "token_avg" makes those that follow twice as wide.
+    held = () if config.pooling == "token_avg" else ("pooling",)
+    check_held(config, held, "Layouts of checkpoints hold the published network alone")
+
+
+def check_held(config: ViTConfig, held: Collection[str], layout: str) -> None:
+    """Raises a ValueError if the network departs from the published one in a field not held.
+
+    Args:
+        config: the network's.
+        held: names of fields that may depart.
+        layout: what the message says of the layout.
+    """
+    departures = [name for name in config.departures if name not in held]
     if departures:
         received = ", ".join(f"{name}={getattr(config, name)!r}" for name in departures)
         raise ValueError(
-            "Layouts of checkpoints hold the published network alone; save another with "
-            "model.save and load it with keras.saving.load_model, or use model.save_weights and "
-            f"model.load_weights. Received: {received}."
+            f"{layout}; save another with model.save and load it with keras.saving.load_model, or "
+            f"use model.save_weights and model.load_weights. Received: {received}."
         )
 
 
@@ -192,53 +204,6 @@ def numbered(names: Iterable[str], pattern: str, *, first: int = 0) -> int:
             f"The file lacks the block or unit {missing}, and has {listed(units - {str(missing)})}."
         )
     return len(units)
-
-
-# What an array's name stands for: the first matching name is the example.
-FEATURES = (
-    (r"(^|\.)(norm_pre|pre_layrnorm)\.", "a normalisation of the embeddings (as in CLIP)"),
-    (r"(^|\.)reg(ister)?_tokens?$", "register tokens in its library's names"),
-    (r"(^|\.)dist(illation)?_token$", "a distillation token in its library's names"),
-    (
-        r"(ls1\.gamma|layer_scale1\.lambda1|\.gamma_1|\.lambda_1)$",
-        "a scale for each channel of the residual branches (layer scale)",
-    ),
-    (r"relative_position_bias_table$", "BEiT's relative position bias"),
-    (r"(^|\.)(fc_norm|pooler\.layernorm)\.", "a normalisation after pooling"),
-    (r"attn\.(q|k)_norm\.", "the normalisation of queries and keys in its library's names"),
-    (r"attn\.(q|v)_bias$", "attention whose keys have no bias"),
-    (r"attention\.q_proj\.weight$", "DINOv3's attention and its rotary positions"),
-    (r"self_attn\.q_proj\.weight$", "the layout of CLIP and SigLIP in transformers"),
-    (r"(^|\.)visual_projection\.", "a projection of the pooled token (as in CLIP)"),
-    (r"mlp\.weights_in\.|mlp\.w12\.|mlp\.fc1_g\.", "a gated MLP in its library's names"),
-    (r"mlp\.c_fc\.", "the layout of TIPS"),
-    (r"patch_embed\.backbone\.|embedder\.convolution\.", "a convolutional stem of another library"),
-    (r"(^|\.)(self_attn|attn)\.(sub_?norm|norm)\.|mlp\.norm\.", "a normalisation inside blocks"),
-    (r"attns?\.\d+\.|attn\.lambda_q1$", "several attentions in a block"),
-)
-
-
-def check_features(names: Iterable[str]) -> None:
-    """Raises a ValueError that says what arrays of these names need beyond the network.
-
-    Example:
-        >>> check_features(["patch_embed.proj.weight", "blocks.0.attn.qkv.weight"])
-    """
-    names = sorted(names)
-    examples = {}
-    for pattern, feature in FEATURES:
-        example = next(filter(re.compile(pattern).search, names), None)
-        if example is not None:
-            examples[feature] = example
-    if not examples:
-        return
-    needs = [f"{feature} ({example})" for feature, example in examples.items()]
-    *most, last = needs
-    listed = f"{', '.join(most)} and {last}" if most else last
-    raise ValueError(
-        f"The file needs {listed}, which keras_vit does not read yet; it reads plain Vision "
-        "Transformers of timm and Hugging Face transformers."
-    )
 
 
 def _plain(path: str, name: str, shape: tuple[int, ...]) -> Row:

@@ -4,8 +4,9 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import logging
+import math
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,13 +22,14 @@ from keras_vit.weights.checkpoint import (
     ARCHITECTURE,
     NUMBERS,
     PARTS,
+    PLACES,
     Checkpoint,
     open_checkpoint,
 )
 from keras_vit.weights.checksums import check_sha256
 from keras_vit.weights.companion import MARK, check_free, needs_companion, write_companion
 from keras_vit.weights.layouts import Row, check_published, listed, original_rows
-from keras_vit.weights.positions import CELLS, Method, resample_positions, resample_variable
+from keras_vit.weights.positions import CELLS, Method, resample_variable
 
 
 def save_npz(model: VisionTransformer, path: str | Path) -> Path:
@@ -75,8 +77,7 @@ def save_npz(model: VisionTransformer, path: str | Path) -> Path:
     return path
 
 
-POSITIONS = "patch_encoder/position_embedding"
-HEAD = ("head/", "representation/")
+HEAD = ("head/", "representation/", "distillation_head/")
 READERS = 2  # threads; reading and checking an array needs no lock of Python's
 Values = dict[str, concurrent.futures.Future[np.ndarray]]  # by the variable's path
 logger = logging.getLogger(__name__)
@@ -238,14 +239,20 @@ def match(
     differences = (("missing", missing), ("unexpected", extra), ("of another shape", mismatched))
     problems = [f"{kind}: {listed(names)}" for kind, names in differences if names]
     if problems:
-        raise ValueError(f"{checkpoint.path} does not fit the model. Arrays {'; '.join(problems)}.")
+        raise ValueError(
+            f"{checkpoint.path} does not fit the model. Arrays{checkpoint.naming} "
+            f"{'; '.join(problems)}."
+        )
     _check_positions(checkpoint, rows, config)
     return rows
 
 
 def check_architecture(checkpoint: Checkpoint, config: ViTConfig) -> None:
-    """Raises a ValueError unless the file's sizes are the config's, of a published network."""
-    check_published(config)
+    """Raises a ValueError unless the file's sizes are the config's, of a network that it holds."""
+    try:
+        checkpoint.check(config)
+    except ValueError as error:
+        raise ValueError(f"{checkpoint.path}: {error}") from error
     for name in ARCHITECTURE:
         expected, stored = getattr(config, name), checkpoint.fields.get(name)
         if name in checkpoint.fields and expected != stored:
@@ -260,7 +267,8 @@ def check_numbers(checkpoint: Checkpoint, config: ViTConfig) -> None:
 
     What the file does not say is not compared: then the config's word stands.
     """
-    numbers = {name: checkpoint.fields[name] for name in NUMBERS if name in checkpoint.fields}
+    names = [*NUMBERS, *PLACES, *(["pooling_heads"] if config.pooling == "map" else [])]
+    numbers = {name: checkpoint.fields[name] for name in names if name in checkpoint.fields}
     other = {name: v for name, v in numbers.items() if not _same(v, getattr(config, name))}
     if other:
         theirs = ", ".join(f"{name}={value!r}" for name, value in other.items())
@@ -276,31 +284,33 @@ def _check_values(checkpoint: Checkpoint, names: list[str]) -> None:
     others = [name for name in sorted(names) if checkpoint.arrays[name].dtype not in FLOATS]
     if others:
         raise ValueError(
-            f"{checkpoint.path}: array {shown(others[0])} is of "
+            f"{checkpoint.path}: array {shown(others[0])}{checkpoint.naming} is of "
             f"{checkpoint.arrays[others[0]].dtype}; weights are of {', '.join(map(str, FLOATS))}."
         )
 
 
 def _check_positions(checkpoint: Checkpoint, rows: list[Row], config: ViTConfig) -> None:
-    """Holds the length of the position table against the grid, before anything is built or read."""
-    name = next((row.names[0] for row in rows if row.path == POSITIONS), None)
-    if name is None:
-        return
-    count = checkpoint.arrays[name].shape[1]
-    if checkpoint.grid is None and count != config.num_tokens:
-        raise ValueError(
-            f"{checkpoint.path} holds {count} positions, not a square grid, and does not say its "
-            f"height and width; the model's grid is {config.grid}. Build the model at the size "
-            "that the file was trained at."
-        )
-    if checkpoint.grid is None:
-        return
-    height, width = checkpoint.grid
-    if count != height * width + config.class_token:
-        raise ValueError(
-            f"{checkpoint.path} holds {count} positions, and says that its grid is "
-            f"{height}x{width}; one of the two is damaged."
-        )
+    """Holds the tables of positions against the grid, before anything is built or read."""
+    for row in rows:
+        cells = _cells(row.path)
+        if cells is None:
+            continue
+        count = checkpoint.arrays[row.names[0]].shape[1]
+        if checkpoint.grid is None and count != row.shape[1]:
+            raise ValueError(
+                f"{checkpoint.path} holds {count} positions, not a square grid, and does not say "
+                f"its height and width; the model's grid is {config.grid}. Build the model at the "
+                "size that the file was trained at."
+            )
+        if checkpoint.grid is None:
+            continue
+        first = row.shape[1] - math.prod(cells(*config.grid))  # before the cells'
+        if count != math.prod(cells(*checkpoint.grid)) + first:
+            height, width = checkpoint.grid
+            raise ValueError(
+                f"{checkpoint.path} holds {count} positions, and says that its grid is "
+                f"{height}x{width}; one of the two is damaged."
+            )
 
 
 def _check_variables(model: VisionTransformer, rows: list[Row]) -> None:
@@ -336,7 +346,7 @@ def _restoring_after_error(model: VisionTransformer) -> Iterator[None]:
 
 def _same(left: Any, right: Any) -> bool:
     """Whether two values of a field mean the same: up to rounding, for any number of channels."""
-    if isinstance(left, str):
+    if isinstance(left, str) or left is None or right is None:
         return bool(left == right)
     left, right = (
         values[:1] if (values == values[0]).all() else values
@@ -357,12 +367,19 @@ def _ignored_prefixes(
     paths = HEAD if head == "fresh" or config.classes is None else ()
     if config.pooling != "map":
         paths = (*paths, "pooling/")
+    if config.pooling is None:
+        paths = (*paths, "pooling_norm/")
     rows = (row for row in checkpoint.rows(stored_config) if paths and row.path.startswith(paths))
     return tuple(name for row in rows for name in row.names)
 
 
+def _cells(path: str) -> Callable[[int, int], tuple[int, int]] | None:
+    """Returns how many cells a table of positions has for a grid; None for other variables."""
+    return CELLS.get(path.rsplit("/", 1)[-1])
+
+
 def _fits(shape: tuple[int, ...], expected: tuple[int, ...], path: str) -> bool:
-    if path == POSITIONS and len(shape) == 3:
+    if _cells(path) is not None and len(shape) == 3:
         return shape[::2] == expected[::2]  # the number of positions may differ: they are resampled
     return shape == expected
 
@@ -370,9 +387,11 @@ def _fits(shape: tuple[int, ...], expected: tuple[int, ...], path: str) -> bool:
 def _value(checkpoint: Checkpoint, row: Row, config: ViTConfig, positions: Method) -> np.ndarray:
     """Reads one variable's value."""
     value = row.join(*(_finite(checkpoint, name) for name in row.names))
-    if row.path == POSITIONS:
-        return _resample(checkpoint, value, config, positions)
-    return value
+    # A table that is not square, of a file without grid, has as many places as the model's own.
+    if _cells(row.path) is None or checkpoint.grid in (None, config.grid):
+        return value
+    kind = row.path.rsplit("/", 1)[-1]
+    return resample_variable(kind, value, checkpoint.grid, config.grid, method=positions)
 
 
 def _finite(checkpoint: Checkpoint, name: str) -> np.ndarray:
@@ -383,17 +402,9 @@ def _finite(checkpoint: Checkpoint, name: str) -> np.ndarray:
         if np.isfinite(value.sum()) or np.isfinite(value).all():
             return value
     raise ValueError(
-        f"{checkpoint.path}: array {shown(name)} holds a value that is not a finite number in "
-        "float32; the file is damaged, or its training went wrong."
+        f"{checkpoint.path}: array {shown(name)}{checkpoint.naming} holds a value that is not a "
+        "finite number in float32; the file is damaged, or its training went wrong."
     )
-
-
-def _resample(
-    checkpoint: Checkpoint, table: np.ndarray, config: ViTConfig, positions: Method
-) -> np.ndarray:
-    if checkpoint.grid in (None, config.grid):
-        return table  # not square, and the file has no grid: as many as the model's own
-    return resample_positions(table, checkpoint.grid, config.grid, method=positions)
 
 
 def _log_grids(old: tuple[int, int] | None, new: tuple[int, int], positions: Method) -> None:

@@ -1,0 +1,356 @@
+"""What lies beside the arrays of timm and Hugging Face transformers: what no array shows."""
+
+import contextlib
+import dataclasses
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from keras_vit.config import LIMITS, is_number, shown
+from keras_vit.weights.architectures import (
+    ACTIVATIONS,
+    HUGGING_FACE_TYPES,
+    POOLINGS,
+    TIMM_ARGUMENTS,
+    TWO_TOWERS,
+    Architecture,
+    RotaryLayout,
+    find_architecture,
+)
+from keras_vit.weights.arrays import read_json
+
+CONFIG, PREPROCESSOR = "config.json", "preprocessor_config.json"
+SETTINGS_FILES = (CONFIG, PREPROCESSOR)
+
+# What an image processor of transformers multiplies pixels by unless its file says otherwise
+# (image_processing_vit.py), and the original's mean and deviation, which are its defaults too.
+_RESCALE_FACTOR = 1 / 255
+_MAX_SIDE = 2**20  # pixels
+_PIXELS = {"image_mean": (0.5, 0.5, 0.5), "image_std": (0.5, 0.5, 0.5)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TorchSettings:
+    """What is known of a model beside its arrays.
+
+    Attributes:
+        fields: ViTConfig fields in the files, among them "pooling" if it is there.
+        assumed: the library's defaults of the fields that may be missing.
+        sizes: (height, width) of images that they mention, the most likely first.
+        unknown: why the files do not say what the network computes, None where they do.
+        hint: how the files would say what is assumed.
+        rotary_layout: which channels rotary positions turn together, None where nobody says.
+        pools_prefix: whether attention pooling looks at the tokens before the patches' too.
+    """
+
+    fields: Mapping[str, Any]
+    assumed: Mapping[str, Any]
+    sizes: tuple[tuple[int, int], ...] = ()
+    unknown: str | None = None
+    hint: str = f"put the model's {CONFIG} beside it"
+    rotary_layout: RotaryLayout | None = None
+    pools_prefix: bool = False
+
+
+def timm_settings(folder: Path) -> TorchSettings:
+    """Reads the config.json that timm writes.
+
+    Raises:
+        ValueError: the file is damaged, or says that the network is another one.
+    """
+    assumed = {"activation": "gelu", "layer_norm_epsilon": 1e-6, **_PIXELS}
+    settings = _read_config(folder / CONFIG)
+    if settings is None:
+        return TorchSettings(fields={}, assumed=assumed)
+    with _blaming(folder / CONFIG):
+        return _timm_settings(settings, assumed)
+
+
+def hugging_face_settings(folder: Path) -> TorchSettings:
+    """Reads the config.json and preprocessor_config.json that transformers writes.
+
+    Raises:
+        ValueError: a file is damaged, or says that the network is another one.
+    """
+    settings = _read_config(folder / CONFIG)
+    assumed = {"activation": "gelu", "layer_norm_epsilon": 1e-12, **_PIXELS}
+    processor = _read_config(folder / PREPROCESSOR)
+    with _blaming(folder / PREPROCESSOR):
+        pixels = _processor_pixels(processor)
+    if settings is None:
+        return TorchSettings(fields=pixels, assumed=assumed, hint=f"put {CONFIG} beside it")
+    with _blaming(folder / CONFIG):
+        return _hugging_face_settings(settings, assumed, pixels)
+
+
+def with_settings(fields: Mapping[str, Any], settings: TorchSettings) -> dict[str, Any]:
+    """Returns the fields of arrays and settings together, having held the ones against the others.
+
+    Raises:
+        ValueError: they contradict each other, or need a network that is not there.
+    """
+    said = dict(settings.fields)
+    said["pooling"] = _checked_pooling(fields, said.get("pooling", fields["pooling"]), settings)
+    if said.get("pooling_heads") is not None and said["pooling"] != "map":
+        said["pooling_heads"] = None
+    is_gated = fields.get("activation") == "swiglu"
+    if "activation" in said and (said["activation"] == "swiglu") != is_gated:
+        raise ValueError(
+            f"The file's settings say activation={said['activation']!r}, and its arrays have "
+            f"{'a' if is_gated else 'no'} gate in the MLP."
+        )
+    if fields["position_embedding"] is None and said.get("rotary_period", 1) is None:
+        raise ValueError(
+            "The file lacks the positions (pos_embed), and its settings name no network without."
+        )
+    return {**fields, **said}
+
+
+def _timm_settings(settings: Mapping[str, Any], assumed: Mapping[str, Any]) -> TorchSettings:
+    name = settings.get("architecture")
+    arguments = _mapping(settings, "model_args")
+    # Before timm 0.9, what is now `pretrained_cfg` stood at the top.
+    in_parts = "pretrained_cfg" in settings
+    pretrained = _mapping(settings, "pretrained_cfg") if in_parts else settings
+    _check_arguments(arguments)
+    architecture = find_architecture(name) if isinstance(name, str) else None
+    fields = {} if architecture is None else _architecture_fields(architecture)
+    if arguments.get("num_heads") is not None:
+        fields["num_heads"] = _heads(arguments["num_heads"])
+    if arguments.get("act_layer") is not None:
+        fields["activation"] = _activation(arguments["act_layer"])
+    pooling = arguments.get("global_pool", settings.get("global_pool"))
+    if pooling is not None:
+        fields["pooling"] = _pooling(pooling)
+    fields |= _pixels(pretrained.get("mean"), pretrained.get("std"))
+    shape = pretrained.get("input_size")  # channels first
+    sizes = [arguments.get("img_size"), shape[-2:] if isinstance(shape, list) else None]
+    return TorchSettings(
+        fields=fields,
+        assumed=assumed,
+        sizes=_sizes(sizes),
+        unknown=None if architecture is not None else _unknown_name(name),
+        hint=f'write "mean" and "std" into the "pretrained_cfg" of its {CONFIG}',
+        rotary_layout=None if architecture is None else architecture.rotary_layout,
+        pools_prefix=architecture is not None and architecture.pools_prefix,
+    )
+
+
+def _architecture_fields(architecture: Architecture) -> dict[str, Any]:
+    return {
+        "num_heads": architecture.num_heads,
+        "activation": _activation(architecture.activation),
+        "layer_norm_epsilon": architecture.layer_norm_epsilon,
+        "pooling_heads": architecture.pooling_heads,
+        "rotary_period": architecture.rotary_period,
+        "rotary_grid": architecture.rotary_grid,
+        "rotary_offset": architecture.rotary_offset,
+    }
+
+
+def _hugging_face_settings(
+    settings: Mapping[str, Any], assumed: Mapping[str, Any], pixels: Mapping[str, Any]
+) -> TorchSettings:
+    settings, kind = _image_tower(settings)
+    if settings.get("pooler_act", "tanh") != "tanh":
+        raise ValueError(
+            f"The file's pooler_act is {shown(settings['pooler_act'])}; keras_vit has 'tanh'."
+        )
+    fields = {**_hugging_face_fields(settings, kind), **pixels}
+    unknown = None if kind is not None else f"its {CONFIG} names no model_type"
+    return TorchSettings(
+        fields=fields,
+        assumed=assumed,
+        sizes=_sizes([settings.get("image_size")]),
+        unknown=unknown,
+        hint=f"put the model's {PREPROCESSOR} beside it",
+        rotary_layout="halves",
+    )
+
+
+def _image_tower(settings: Mapping[str, Any]) -> tuple[Mapping[str, Any], str | None]:
+    """Returns the settings of the network that sees images, and its model type."""
+    kind = settings.get("model_type")
+    if isinstance(kind, str) and kind in TWO_TOWERS:
+        kind = TWO_TOWERS[kind]
+        heads = HUGGING_FACE_TYPES[kind].num_heads
+        tower = _mapping(settings, "vision_config")
+        settings = {"model_type": kind, "num_attention_heads": heads, **tower}
+        kind = settings["model_type"]
+    if kind is not None and (not isinstance(kind, str) or kind not in HUGGING_FACE_TYPES):
+        raise ValueError(
+            f"The file holds a model of type {shown(kind)} of transformers, which keras_vit does "
+            f"not read yet; it reads {', '.join([*HUGGING_FACE_TYPES, *TWO_TOWERS])}."
+        )
+    return settings, kind
+
+
+def _hugging_face_fields(settings: Mapping[str, Any], kind: str | None) -> dict[str, Any]:
+    known = HUGGING_FACE_TYPES.get(str(kind))
+    # The gated MLP of DINOv2 has its own activation, whatever hidden_act says.
+    has_own = kind in ("dinov2", "dinov2_with_registers") and settings.get("use_swiglu_ffn", False)
+    default = "gelu" if known is None else known.activation
+    fields: dict[str, Any] = {
+        "activation": _activation("silu" if has_own else settings.get("hidden_act", default)),
+    }
+    epsilon = settings.get("layer_norm_eps", None if known is None else known.epsilon)
+    if epsilon is not None:
+        fields["layer_norm_epsilon"] = _number(epsilon, "layer_norm_eps", most=1.0)
+    if "num_attention_heads" in settings:
+        fields["num_heads"] = _heads(settings["num_attention_heads"])
+    if kind is None:
+        return fields
+    if kind in ("beit", "data2vec-vision"):
+        fields["pooling"] = "avg" if settings.get("use_mean_pooling", True) else "token"
+    period = None
+    if kind == "dinov3_vit":
+        period = _number(settings.get("rope_theta", 100.0), "rope_theta", least=1.0)
+    rotary = {"rotary_period": period, "rotary_grid": None, "rotary_offset": 0.0}
+    return {**fields, **rotary, "pooling_heads": None}
+
+
+def _check_arguments(arguments: Mapping[str, Any]) -> None:
+    others = [name for name in arguments if name not in TIMM_ARGUMENTS]
+    extras = [
+        f"{name[:40]}={shown(arguments[name])}" for name in others if arguments[name] is not None
+    ]
+    if extras:
+        raise ValueError(
+            f"It makes the network with {', '.join(extras[:5])}, which keras_vit does not read yet."
+        )
+
+
+def _activation(name: object) -> str:
+    if not isinstance(name, str) or name not in ACTIVATIONS:
+        raise ValueError(
+            f"The file's activation is {shown(name)}; keras_vit has {sorted(ACTIVATIONS)}."
+        )
+    return ACTIVATIONS[name]
+
+
+def _pooling(name: object) -> str | None:
+    if not isinstance(name, str) or name not in POOLINGS:
+        raise ValueError(f"The file's pooling is {shown(name)}; keras_vit has {sorted(POOLINGS)}.")
+    return POOLINGS[name]
+
+
+def _number(value: Any, name: str, *, least: float = 0.0, most: float = math.inf) -> float:
+    if not is_number(value) or not least < value < most:
+        raise ValueError(
+            f"The file's {name} is {shown(value)}; it must be a number in ({least:g}, {most:g})."
+        )
+    return float(value)
+
+
+def _heads(value: object) -> int:
+    if not isinstance(value, int) or not 0 < value <= LIMITS["num_heads"]:
+        raise ValueError(
+            f"The file's number of heads is {shown(value)}; it must be from 1 to "
+            f"{LIMITS['num_heads']}."
+        )
+    return value
+
+
+def _unknown_name(name: object) -> str:
+    if name is None:
+        return f"its {CONFIG} names no timm architecture"
+    return (
+        f"activation, epsilon and heads of timm's {shown(name)} are not known to this version "
+        "(keras_vit.weights.architectures has the names that are)"
+    )
+
+
+def _processor_pixels(settings: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Mean and deviation in units of 1, with the factor that pixels are multiplied by before."""
+    if settings is None:
+        return {}
+    if settings.get("rescale_offset") or settings.get("offset"):
+        raise ValueError("It subtracts an offset, which keras_vit does not read yet.")
+    factor = settings.get("rescale_factor", _RESCALE_FACTOR)
+    mean, std = settings.get("image_mean"), settings.get("image_std")
+    if not settings.get("do_normalize", True):
+        mean, std = [0.0], [1.0]
+    if not settings.get("do_rescale", True):
+        factor = 1.0
+    if not is_number(factor) or not 1e-9 < factor < 1e9:
+        raise ValueError(f"The file has rescale_factor={shown(factor)}, not above 0.")
+    unit = 1.0 if math.isclose(255 * factor, 1.0, rel_tol=1e-9) else 255 * factor
+    return _pixels(mean, std, unit=unit)
+
+
+def _pixels(mean: Any, std: Any, *, unit: float = 1.0) -> dict[str, Any]:
+    if mean is None or std is None:
+        return {}
+    statistics = {}
+    for name, value in (("image_mean", mean), ("image_std", std)):
+        numbers = value if isinstance(value, list) else [value]
+        least = 0.0 if name == "image_std" else -math.inf
+        if not numbers or not all(is_number(n) and n > least for n in numbers):
+            raise ValueError(
+                f"The file's {name} is {shown(value)}; it must be numbers, for image_std above 0."
+            )
+        statistics[name] = tuple(float(number) / unit for number in numbers)
+    longest, *others = sorted({len(values) for values in statistics.values()}, reverse=True)
+    if others not in ([], [1]):
+        raise ValueError(
+            f"The file has means and deviations of {longest} and {others[0]} channels."
+        )
+    return {name: v * longest if len(v) == 1 else v for name, v in statistics.items()}
+
+
+def _sizes(values: list[Any]) -> tuple[tuple[int, int], ...]:
+    """The sizes among the values: a number stands for a square."""
+    pairs = [(value, value) if isinstance(value, int) else value for value in values]
+    return tuple(
+        (pair[0], pair[1])
+        for pair in pairs
+        if isinstance(pair, list | tuple)
+        and len(pair) == 2
+        and all(isinstance(side, int) and 0 < side < _MAX_SIDE for side in pair)
+    )
+
+
+def _mapping(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = settings.get(name) or {}
+    if not isinstance(value, dict):
+        raise ValueError(f"The file has {name}={shown(value)}, not a dictionary.")
+    return value
+
+
+@contextlib.contextmanager
+def _blaming(path: Path) -> Iterator[None]:
+    """Names the file that an error is about."""
+    try:
+        yield
+    except ValueError as error:
+        if str(path) in str(error):
+            raise
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _read_config(path: Path) -> dict[str, Any] | None:
+    return read_json(path) if os.path.lexists(path) else None
+
+
+def _checked_pooling(fields: Mapping[str, Any], pooling: Any, settings: TorchSettings) -> Any:
+    """Holds the pooling that the settings say against the arrays."""
+    has_map, has_token = fields["pooling"] == "map", fields["class_token"]
+    if has_map and (has_token or fields["num_registers"]) and not settings.pools_prefix:
+        raise ValueError(
+            "The file needs attention pooling that leaves the class token out, or registers, which "
+            "keras_vit does not have."
+        )
+    if fields["representation_dim"] is not None and not has_token:
+        raise ValueError(
+            "The file needs a pooler on the first patch, without class token, which keras_vit does "
+            "not have."
+        )
+    if (pooling == "map") != has_map or (pooling == "token" and not has_token):
+        raise ValueError(
+            f"The file's settings say pooling={pooling!r}, and its arrays have "
+            f"{'' if has_map else 'no '}attention pooling and {'a' if has_token else 'no'} class "
+            "token."
+        )
+    return pooling

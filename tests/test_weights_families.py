@@ -1,0 +1,393 @@
+"""Tests of the families of checkpoints of timm and transformers, each against its library."""
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import published
+import pytest
+import safetensors.numpy
+
+import keras_vit
+from keras_vit.model import VisionTransformer
+from keras_vit.weights.checkpoint import open_checkpoint
+from keras_vit.weights.torch_layouts import torch_rows
+
+MODERN = published.GOLDEN / "modern"
+FAMILIES = sorted(folder.name for folder in MODERN.iterdir() if folder.is_dir())
+TOLERANCE = 2e-5  # of the largest value; float noise stays below 3e-6
+
+# transformers' CLIP gives its tokens before the last normalisation.
+NOT_NORMALISED = ("hf_clip", "hf_clip_proj")
+Arrays = dict[str, np.ndarray]
+
+
+def reference(family: str) -> Arrays:
+    with np.load(MODERN / family / "reference.npz") as arrays:
+        return {name: arrays[name] for name in arrays}
+
+
+def loaded(folder: Path, **arguments: Any) -> VisionTransformer:
+    return keras_vit.load(folder, classifier_activation=None, **arguments)
+
+
+def answers(model: keras.Model, images: np.ndarray) -> np.ndarray:
+    return np.asarray(keras.ops.convert_to_numpy(model(images)))
+
+
+def feature(model: VisionTransformer, images: np.ndarray, name: str) -> np.ndarray:
+    return np.asarray(keras.ops.convert_to_numpy(model.features(images, [name])[name]))
+
+
+def difference(found: np.ndarray, expected: np.ndarray) -> float:
+    assert found.shape == expected.shape
+    return float(np.abs(found - expected).max() / np.abs(expected).max())
+
+
+def expected_answer(family: str) -> np.ndarray:
+    numbers = reference(family)
+    return numbers["logits" if "logits" in numbers else "pooled"]
+
+
+def test_every_family_is_here() -> None:
+    assert len(FAMILIES) == 42
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder_gives_its_librarys_numbers(family: str) -> None:
+    """From uint8 pixels: sizes, parts, pixels, activation and epsilon all come from the folder."""
+    numbers = reference(family)
+    images, model = numbers["images"], loaded(MODERN / family)
+    for name in {"logits", "pooled"} & set(numbers):
+        assert difference(answers(model, images), numbers[name]) < TOLERANCE
+    if "tokens" in numbers:
+        is_last = model.config.norm_after_pooling or family in NOT_NORMALISED
+        tokens = feature(model, images, "block_1" if is_last else "encoder_norm")
+        assert difference(tokens, numbers["tokens"]) < TOLERANCE
+    for name, head in (("cls_logits", "head"), ("distillation_logits", "distillation_head")):
+        if name in numbers:
+            assert difference(feature(model, images, head), numbers[name]) < TOLERANCE
+    assert model.count_params() == keras_vit.parameter_count(model.config)
+
+
+WRONG: dict[str, tuple[str, dict[str, Any]]] = {
+    "pixels": ("timm_deit", {"image_mean": (0.5,) * 3, "image_std": (0.5,) * 3}),
+    "tanh": ("timm_siglip_tanh", {"activation": "gelu"}),
+    "quick_gelu": ("timm_clip_quickgelu", {"activation": "gelu"}),
+    "heads": ("timm_vit", {"num_heads": 4}),
+    "pooling heads": ("timm_pe_core", {"pooling_heads": None}),
+    "rotary period": ("hf_dinov3", {"rotary_period": 10.0}),
+    "rotary grid": ("timm_sbb_rope", {"rotary_grid": (14, 14)}),
+    "rotary offset": ("timm_pe_core", {"rotary_offset": 0.0}),
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_the_comparison_can_fail(mistake: str) -> None:
+    """Each of what comes from beside the arrays moves the numbers by more than the tolerance."""
+    family, fields = WRONG[mistake]
+    right = loaded(MODERN / family)
+    wrong = VisionTransformer(dataclasses.replace(right.config, **fields))
+    wrong.set_weights(right.get_weights())
+    found = answers(wrong, reference(family)["images"])
+    assert difference(found, expected_answer(family)) > 5 * TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["timm_pe_core", "timm_sbb_rope"])
+def test_the_comparison_sees_the_order_of_rotary_channels(family: str) -> None:
+    """Query and key as they stand in the file turn otherwise."""
+    right = loaded(MODERN / family)
+    checkpoint = open_checkpoint(MODERN / family / "model.safetensors")
+    rows = torch_rows(right.config, rotary_layout="halves")
+    variables = {variable.path: variable for variable in right.weights}
+    for row in rows:
+        variables[row.path].assign(row.join(*(checkpoint.arrays[n].read() for n in row.names)))
+    found = answers(right, reference(family)["images"])
+    assert difference(found, expected_answer(family)) > 5 * TOLERANCE
+
+
+KEPT = ["hf_beit", "hf_clip_proj", "hf_deit_cls", "hf_dinov2_cls", "timm_pe_core", "timm_deit3"]
+
+
+@pytest.mark.parametrize("family", KEPT)
+def test_keras_files_come_back_bit_for_bit(family: str, tmp_path: Path) -> None:
+    """Every field is in the config of a .keras file."""
+    model, images = loaded(MODERN / family), reference(family)["images"]
+    model.save(tmp_path / "vit.keras")
+    again = keras.saving.load_model(tmp_path / "vit.keras")
+    assert again.config == model.config
+    np.testing.assert_array_equal(answers(again, images), answers(model, images))
+
+
+@pytest.mark.parametrize("family", [*KEPT, "hf_dinov2_reg", "timm_sbb_rope", "timm_deit_distilled"])
+def test_another_size_is_the_same_as_resizing(family: str) -> None:
+    """Tables of positions and offsets are resampled, rotary positions computed anew."""
+    model = loaded(MODERN / family)
+    stride = model.config.stride
+    shape = (6 * stride, 5 * stride, 3)
+    larger, resized = loaded(MODERN / family, input_shape=shape), keras_vit.resize(model, shape)
+    assert larger.config == resized.config
+    for variable, other in zip(larger.weights, resized.weights, strict=True):
+        np.testing.assert_array_equal(variable, other, err_msg=variable.path)
+
+
+BACKBONES = [
+    "timm_deit_distilled",
+    "timm_sbb_rope",
+    "timm_pe_core",
+    "timm_dinov2_reg4",
+    "timm_clip",
+]
+
+
+@pytest.mark.parametrize("family", BACKBONES)
+def test_without_top_every_token_is_the_librarys(family: str) -> None:
+    """Heads, their poolings and what they normalise are left aside by name."""
+    model = keras_vit.load(MODERN / family, include_top=False)
+    numbers = reference(family)
+    assert difference(answers(model, numbers["images"]), numbers["tokens"]) < TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["timm_deit_distilled", "hf_dinov2_cls", "timm_beit"])
+def test_a_fresh_head_is_as_wide_as_the_pooling(family: str) -> None:
+    """Another number of classes leaves all of the file's classifiers aside."""
+    model = loaded(MODERN / family, classes=3)
+    assert model.output_shape == (None, 3)
+    heads = [w for w in model.weights if w.path.startswith(("head/", "distillation_head/"))]
+    assert all(not np.any(keras.ops.convert_to_numpy(weight)) for weight in heads)
+
+
+@pytest.mark.parametrize("family", ["timm_deit_distilled", "timm_pe_core"])
+def test_the_average_is_asked_for(family: str) -> None:
+    """The mean of the library's patch tokens, whatever the file's own pooling."""
+    model = keras_vit.load(MODERN / family, include_top=False, pooling="avg")
+    numbers = reference(family)
+    first = numbers["tokens"].shape[1] - 16
+    mean = numbers["tokens"][:, first:].mean(axis=1)
+    assert difference(answers(model, numbers["images"]), mean) < TOLERANCE
+
+
+def test_a_model_of_another_rotation_is_refused() -> None:
+    """No array shows the period, and every number depends on it."""
+    path = MODERN / "hf_dinov3" / "model.safetensors"
+    config = keras_vit.load(MODERN / "hf_dinov3").config
+    keras_vit.weights.load(VisionTransformer(config), path)
+    for fields in ({"rotary_period": 50.0}, {"rotary_period": None}):
+        model = VisionTransformer(dataclasses.replace(config, **fields))
+        with pytest.raises(ValueError, match=r"belongs to a model with rotary_period=100\.0"):
+            keras_vit.weights.load(model, path)
+
+
+def test_what_these_files_cannot_hold_is_refused() -> None:
+    """A network of another kind of positions, or with normalised queries, has no such file."""
+    config = keras_vit.load(MODERN / "timm_vit").config
+    path = MODERN / "timm_vit" / "model.safetensors"
+    for fields in ({"position_embedding": "sincos_2d"}, {"query_key_norm": True}):
+        model = VisionTransformer(dataclasses.replace(config, **fields))
+        with pytest.raises(ValueError, match="layouts of timm and transformers hold other network"):
+            keras_vit.weights.load(model, path)
+
+
+def rewritten(family: str, folder: Path, change: Callable[[Arrays, dict[str, Any]], Any]) -> Path:
+    """A copy of a family's folder whose arrays and settings are changed."""
+    copy = Path(shutil.copytree(MODERN / family, folder / family))
+    arrays = safetensors.numpy.load_file(copy / "model.safetensors")
+    settings = json.loads((copy / "config.json").read_text())
+    change(arrays, settings)
+    whole = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    safetensors.numpy.save_file(whole, copy / "model.safetensors")
+    (copy / "config.json").write_text(json.dumps(settings))
+    return copy
+
+
+def two_towers(arrays: Arrays, settings: dict[str, Any]) -> None:
+    """As transformers' CLIPModel and SiglipModel write it; heads that are the default go unsaid."""
+    kind = settings.pop("model_type")
+    tower = {**settings, "model_type": kind}
+    settings.clear()
+    settings |= {"model_type": kind.removesuffix("_vision_model"), "vision_config": tower}
+    for name in [name for name in arrays if not name.startswith(("vision_model.", "visual_p"))]:
+        arrays[f"vision_model.{name}"] = arrays.pop(name)
+    arrays |= {
+        "text_model.embeddings.token_embedding.weight": np.ones((3, 3), np.float32),
+        "text_projection.weight": np.ones((3, 3), np.float32),
+        "logit_scale": np.ones((), np.float32),
+        "vision_model.embeddings.position_ids": np.arange(17)[None],
+    }
+
+
+@pytest.mark.parametrize("family", ["hf_clip_proj", "hf_siglip"])
+def test_a_text_tower_is_left_aside(family: str, tmp_path: Path) -> None:
+    """The image tower of a model of two gives the same numbers."""
+    model = loaded(rewritten(family, tmp_path, two_towers))
+    found = answers(model, reference(family)["images"])
+    assert difference(found, expected_answer(family)) < TOLERANCE
+
+
+def shared_bias(arrays: Arrays, settings: dict[str, Any]) -> None:
+    """One table of offsets for all blocks, as BEiT's pre-training has it."""
+    start = "beit.encoder.layer.{}.attention.attention."
+    name = "relative_position_bias.relative_position_bias_table"
+    arrays[f"beit.encoder.{name}"] = arrays.pop(start.format(0) + name)
+    del arrays[start.format(1) + name]
+    arrays["beit.encoder.relative_position_bias.relative_position_index"] = np.zeros((17, 17))
+
+
+def equal_bias(arrays: Arrays, settings: dict[str, Any]) -> None:
+    names = sorted(name for name in arrays if name.endswith("relative_position_bias_table"))
+    arrays[names[1]] = arrays[names[0]]
+
+
+def test_a_shared_bias_is_every_blocks(tmp_path: Path) -> None:
+    """As if each block had the same table."""
+    images = reference("hf_beit")["images"]
+    shared = loaded(rewritten("hf_beit", tmp_path / "shared", shared_bias))
+    equal = loaded(rewritten("hf_beit", tmp_path / "equal", equal_bias))
+    np.testing.assert_array_equal(answers(shared, images), answers(equal, images))
+
+
+def gated_in_parts(arrays: Arrays, settings: dict[str, Any]) -> None:
+    """As timm's SwiGLU keeps gate and value; transformers' DINOv3 likewise."""
+    for name in [name for name in arrays if ".mlp.fc1." in name]:
+        gate, value = np.split(arrays.pop(name), 2)
+        arrays[name.replace("fc1", "fc1_g")], arrays[name.replace("fc1", "fc1_x")] = gate, value
+
+
+def test_a_gate_in_parts_is_the_same_network(tmp_path: Path) -> None:
+    """Gate and value stand side by side in our kernel."""
+    model = loaded(rewritten("timm_dinov2_giant", tmp_path, gated_in_parts))
+    found = answers(model, reference("timm_dinov2_giant")["images"])
+    assert difference(found, expected_answer("timm_dinov2_giant")) < TOLERANCE
+
+
+ONE = np.ones(16, np.float32)
+Change = Callable[[Arrays, dict[str, Any]], Any]
+REFUSED: dict[str, tuple[str, Change, str]] = {
+    "EVA-02": (
+        "timm_sbb_rope",
+        lambda a, c: a.update({f"blocks.{i}.mlp.norm.weight": ONE for i in (0, 1)}),
+        r"needs a normalisation inside attention or MLP \(as in EVA-02\) \(blocks\.0\.mlp\.norm",
+    ),
+    "EVA-02 CLIP": ("timm_pe_core", lambda a, c: a.update({"blocks.0.attn.norm.weight": ONE}),
+                    "inside attention or MLP"),
+    "RADIO": (
+        "timm_vit",
+        lambda a, c: a.update({"model.patch_generator.embedder.weight": ONE}),
+        r"needs RADIO's patches",
+    ),
+    "AIMv2 in timm": (
+        "timm_vit",
+        lambda a, c: a.update({"patch_embed.norm.weight": ONE}),
+        "needs AIMv2's normalisation by the root mean square",
+    ),
+    "AIMv2 in transformers": (
+        "hf_clip",
+        lambda a, c: a.update({"encoder.layers.0.rms_norm1.weight": ONE}),
+        "needs AIMv2's normalisation",
+    ),
+    "NaFlex in timm": ("timm_vit", lambda a, c: a.update({"embeds.proj.weight": ONE}),
+                       "needs NaFlex's patches"),
+    "NaFlex in transformers": (
+        "hf_siglip",
+        lambda a, c: a.update({"embeddings.patch_embedding.weight": np.ones((16, 768), "f4")}),
+        r"patches are a linear layer of shape \(16, 768\).*NaFlex",
+    ),
+    "queries and keys": ("timm_vit", lambda a, c: a.update({"blocks.0.attn.q_norm.weight": ONE}),
+                         "normalisation of queries and keys"),
+    "a gate of attention": ("timm_vit", lambda a, c: a.update({"blocks.0.attn.gate.weight": ONE}),
+                            "gate of the attention's output"),
+    "a gate that the settings do not know": (
+        "timm_dinov2_giant",
+        lambda a, c: c.update(architecture="vit_base_patch14_dinov2"),
+        "say activation='gelu', and its arrays have a gate",
+    ),
+    "settings with a gate": (
+        "timm_dinov2",
+        lambda a, c: c.update(architecture="vit_giant_patch14_dinov2"),
+        "say activation='swiglu', and its arrays have no gate",
+    ),
+    "GEGLU": (
+        "hf_dinov3",
+        lambda a, c: a.update({
+            f"layer.{i}.mlp.gate_proj.{leaf}": a[f"layer.{i}.mlp.up_proj.{leaf}"]
+            for i in (0, 1) for leaf in ("weight", "bias")
+        }),
+        "say activation='gelu', and its arrays have a gate",
+    ),
+    "no positions": ("timm_deit3", lambda a, c: a.pop("pos_embed"), r"lacks the positions"),
+    "positions and offsets": (
+        "timm_beit",
+        lambda a, c: a.update(pos_embed=np.ones((1, 17, 16), np.float32)),
+        "learned positions and a relative position bias together",
+    ),
+    "a bias in one block alone": (
+        "timm_dinov3_qkvb", lambda a, c: a.pop("blocks.1.attn.q_bias"),
+        r"missing: blocks\.1\.attn\.qkv\.bias",
+    ),
+    "queries of another width": (
+        "hf_dinov2",
+        lambda a, c: a.update({
+            "encoder.layer.0.attention.attention.query.weight": np.ones((16, 8), np.float32)
+        }),
+        r"arrays of one layer do not fit each other.*\(16, 8\), \(16, 16\)",
+    ),
+    "whole and in parts": (
+        "timm_vit",
+        lambda a, c: a.update({f"blocks.0.attn.{p}_proj.weight": a["cls_token"][0] for p in "qkv"}),
+        "whole and in parts",
+    ),
+    "a classifier on tokens that are not normalised": (
+        "hf_clip",
+        lambda a, c: a.update({"classifier.weight": np.ones((7, 16), np.float32)}),
+        r"Arrays, by timm's names, unexpected: classifier\.weight",
+    ),
+    "attention pooling without the class token": (
+        "timm_pe_core",
+        lambda a, c: c.update(architecture="vit_base_patch16_siglip_224"),
+        "leaves the class token out",
+    ),
+    "a table of another size": (
+        "timm_beit",
+        lambda a, c: a.update({
+            f"blocks.{i}.attn.relative_position_bias_table": np.ones((51, 2), np.float32)
+            for i in (0, 1)
+        }),
+        r"51 positions, not a square grid|does not say the height",
+    ),
+    "a rotary period of zero": (
+        "hf_dinov3", lambda a, c: c.update(rope_theta=0), r"rope_theta is 0; .*\(1, inf\)"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_another_network_is_refused_in_a_sentence(case: str, tmp_path: Path) -> None:
+    """By load, by a builder and into a model: the file, what it needs, an array that shows it."""
+    family, change, message = REFUSED[case]
+    config = keras_vit.load(MODERN / family).config
+    folder = rewritten(family, tmp_path, change)
+    for attempt in (
+        lambda: keras_vit.load(folder),
+        lambda: keras_vit.weights.load(VisionTransformer(config), folder / "model.safetensors"),
+    ):
+        with pytest.raises(ValueError, match=message) as caught:
+            attempt()
+        assert str(folder) in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_nobody_knows_the_rotation_of_an_unknown_name(tmp_path: Path) -> None:
+    """A model of a known config is not filled where the order of channels is not known."""
+    config = keras_vit.load(MODERN / "timm_sbb_rope").config
+    folder = rewritten(
+        "timm_sbb_rope", tmp_path, lambda a, c: c.update(architecture="vit_of_tomorrow")
+    )
+    with pytest.raises(ValueError, match="which channels its rotary positions turn together"):
+        keras_vit.weights.load(VisionTransformer(config), folder / "model.safetensors")
+    with pytest.raises(ValueError, match="'vit_of_tomorrow' are not known to this version"):
+        keras_vit.load(folder)

@@ -24,7 +24,9 @@ from keras_vit.weights.arrays import (
     parse_json,
     read_npz,
     read_safetensors,
+    read_shards,
 )
+from keras_vit.weights.checksums import SHARD_INDEX
 from keras_vit.weights.companion import companion_path, read_companion
 from keras_vit.weights.layouts import (
     Row,
@@ -295,7 +297,8 @@ def _open_npz(path: Path) -> Checkpoint:
 
 def _open_safetensors(path: Path) -> Checkpoint:
     """Takes what no array shows from the JSON files beside, and from the architecture's name."""
-    family, arrays = renamed_arrays(read_safetensors(path))
+    is_index = path.name.endswith(SHARD_INDEX)
+    family, arrays = renamed_arrays(read_shards(path) if is_index else read_safetensors(path))
     reads = hugging_face_settings if family.library == "transformers" else timm_settings
     settings = reads(path.parent)
     arrays, grid = on_one_grid(arrays, settings.sizes)
@@ -352,6 +355,7 @@ def _open_keras(path: Path) -> Checkpoint:
 _OPENERS: dict[str, Callable[[Path], Checkpoint]] = {
     ".npz": _open_npz,
     ".safetensors": _open_safetensors,
+    SHARD_INDEX: _open_safetensors,
     ".weights.h5": _open_h5,
     ".keras": _open_keras,
 }

@@ -252,6 +252,26 @@ def load(
     return build(checkpoint, request, base=_config_of(checkpoint, input_shape))
 
 
+def labels(
+    source: str | os.PathLike[str], *, sha256: str | None = None
+) -> tuple[tuple[str, str], ...] | None:
+    """Returns (identifier, name) of each class of a source's classifier, None where nobody says.
+
+    They are those of the config.json beside the weights: `id2label` of transformers, `label_names`
+    and `label_descriptions` of timm. A classifier of 1,000 or 21,843 classes without such names is
+    taken for one of ImageNet, as `decode_predictions` takes it.
+
+    Example:
+        >>> labels("hf://google/vit-base-patch16-224")[281]  # doctest: +SKIP
+        ('n02123045', 'tabby, tabby cat')
+
+    Args:
+        source: what `keras_vit.load` takes.
+        sha256: as in `keras_vit.load`, which raises the same errors.
+    """
+    return open_checkpoint(find(source, sha256=sha256)).class_names
+
+
 def build(checkpoint: Checkpoint, request: Request, *, base: ViTConfig) -> VisionTransformer:
     """Builds and fills the model of a request; `base` has what neither it nor the file decides.
 

@@ -6,7 +6,8 @@ import types
 from collections.abc import Callable
 from pathlib import Path
 
-import huggingface_hub
+import huggingface_hub.constants
+import huggingface_hub.errors
 import image_files
 import keras
 import numpy as np

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 # Rows of labels/, by the size of the classifier: ImageNet-1k, and ImageNet-21k in Google's order.
 _LABEL_FILES = {1000: "imagenet2012.txt", 21843: "imagenet21k.txt.gz"}
+LABELLED = tuple(_LABEL_FILES)
 _DATA_FORMATS = (None, "channels_last", "channels_first")
 
 

@@ -4,11 +4,13 @@ The arrays in `tests/golden/` come from the original JAX code (google-research/v
 commit c6de1e53, float32, CPU) run on exactly these weights and images.
 """
 
+import json
 import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors.numpy
 
 from keras_vit.config import ViTConfig
 from keras_vit.weights.layouts import original_rows
@@ -49,6 +51,23 @@ def write(path: Path, config: ViTConfig) -> Path:
     """Writes the checkpoint for this config and returns its path."""
     np.savez(path, **arrays(config))
     return path
+
+
+def write_shards(folder: Path, *, count: int) -> Path:
+    """Puts a folder's model.safetensors into shards, as its libraries do; returns their index."""
+    whole = folder / "model.safetensors"
+    arrays = safetensors.numpy.load_file(whole)
+    whole.unlink()
+    places: dict[str, str] = {}
+    for shard in range(count):
+        names = sorted(arrays)[shard::count]
+        file = f"model-{shard + 1:05}-of-{count:05}.safetensors"
+        safetensors.numpy.save_file({name: arrays[name] for name in names}, folder / file)
+        places |= dict.fromkeys(names, file)
+    size = sum(array.nbytes for array in arrays.values())
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": places}))
+    return index
 
 
 def images(config: ViTConfig) -> np.ndarray:

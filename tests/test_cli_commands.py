@@ -204,7 +204,7 @@ WRONG: dict[str, tuple[str, str]] = {
     "unknown model": ("train --data images --out new --model vgg", "no model 'vgg'"),
     "run there": ("train --data images --out run", "already holds a run"),
     "other things there": ("train --data images --out images", "holds other things"),
-    "predict no run": ("predict images a.png", "is not a run directory"),
+    "predict no run": ("predict images a.png", "holds no checkpoint"),
     "evaluate no run": ("evaluate gone", "no run directory 'gone'"),
     "no scikit-learn": ("train --data digits --out new", "pip install scikit-learn"),
 }

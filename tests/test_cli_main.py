@@ -127,7 +127,8 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[list
 
 
 WEIGHTS = [
-    (["--weights", "x.npz"], "--weights needs --model"),
+    (["--weights", "x.npz"], "no model file 'x.npz'"),
+    (["--weights", "imagenet21k"], "as a published name it needs --model"),
     (["--model", "Ti/16", "--weights", "x.npz", "--patch-size", "8"], "is the checkpoint's"),
     (["--model", "tiny", "--weights", "x.npz"], "no model 'tiny'; choose one of Ti/16"),
     (["--model", "Ti/16", "--weights", "gone.npz"], "gone.npz"),

@@ -151,9 +151,9 @@ WRONG = {
     "--weights x --model Ti/16 --lora 2 --freeze 1": "leave out --freeze",
     "--temperature 2": "--temperature needs --teacher",
     "--distillation-weight 0.5": "--distillation-weight needs --teacher",
-    "--weights x": "--weights needs --model",
-    "--weights . --model Ti/16": "--model is the run's",
-    "--weights .": "is not a run directory",
+    "--weights x": "as a published name it needs --model",
+    "--weights . --model Ti/16": "holds no checkpoint",
+    "--weights .": "holds no checkpoint",
     "--teacher gone.keras": "no model file 'gone.keras'",
     "--teacher gone": "no run directory 'gone'",
 }

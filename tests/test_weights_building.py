@@ -326,8 +326,8 @@ def test_folders_hold_one_checkpoint(tmp_path: Path) -> None:
     """model.safetensors or model.keras, or the only file that can be read; otherwise a sentence."""
     with pytest.raises(FileNotFoundError, match=r"holds no checkpoint: put one there.*safetensors"):
         keras_vit.load(tmp_path)
-    (tmp_path / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(FileNotFoundError, match="in parts"):
+    (tmp_path / "pytorch_model.bin.index.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match=r"in parts \(pytorch_model\.bin\.index"):
         keras_vit.load(tmp_path)
     model = randomize(VisionTransformer(TINY))
     keras_vit.weights.save_npz(model, tmp_path / "a.npz")

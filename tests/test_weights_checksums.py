@@ -121,3 +121,15 @@ def test_names_of_no_known_format_pass_unless_they_are_junk(tmp_path: Path) -> N
         file.write_bytes(body)
         with pytest.raises(ValueError, match="it is a"):
             checksums.check_structure(file, name="index.csv")
+
+
+@pytest.mark.parametrize("length", [0x0280, 0x0480, 0x8B1F])
+def test_the_length_of_a_header_is_no_mark(length: int, tmp_path: Path) -> None:
+    """A .safetensors file begins with a number, which may look like a pickle or like gzip data."""
+    path = tmp_path / "vit.safetensors"
+    header = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'.ljust(length)
+    path.write_bytes(length.to_bytes(8, "little") + header + bytes(4))
+    assert checksums.junk(path, name=path.name) is None
+    checksums.check_structure(path, name=path.name)
+    path.write_bytes(b"\x80\x04\x95" + bytes(9))
+    assert checksums.junk(path, name=path.name) == "a pickle"

@@ -7,6 +7,7 @@ import hashlib
 import http.server
 import json
 import logging
+import shutil
 import subprocess
 import sys
 import threading
@@ -24,7 +25,7 @@ import published
 import pytest
 
 import keras_vit
-from keras_vit.weights import building, loading
+from keras_vit.weights import building, download, loading
 from keras_vit.weights.catalog import CatalogRow, catalog
 from keras_vit.weights.layouts import original_rows
 
@@ -291,6 +292,8 @@ class MovingHub(Hub):
         self.send_response(200 if content else 404)
         self.send_header("ETag", f'"{digest}"')
         self.send_header("X-Repo-Commit", commit)
+        if not content:
+            self.send_header("X-Error-Code", "EntryNotFound")
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         if body:
@@ -320,7 +323,7 @@ def moving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MovingSe
             errors=huggingface_hub.errors,
             constants=huggingface_hub.constants,
         )
-        monkeypatch.setattr(building, "_hub_library", lambda address: client)
+        monkeypatch.setattr(download, "_hub_library", lambda address: client)
         yield server
         server.shutdown()
         thread.join()
@@ -351,6 +354,50 @@ def test_all_files_come_from_one_commit(
     assert f"is commit {commit}" in caplog.text
     records = {file.name for file in (tmp_path / "keras").rglob(f"{commit}/*")}
     assert records == {f"{name}.sha256" for name in HUB_FILES}
+
+
+@pytest.fixture
+def sharded_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The Hub's repository keeps its weights in shards; the names of its files."""
+    folder = tmp_path / "sharded"
+    folder.mkdir()
+    shutil.copy(HUB_FILES["model.safetensors"], folder / "model.safetensors")
+    published.write_shards(folder, count=3)
+    monkeypatch.delitem(HUB_FILES, "model.safetensors")
+    for path in folder.iterdir():
+        monkeypatch.setitem(HUB_FILES, path.name, path)
+    return sorted(HUB_FILES)
+
+
+@pytest.mark.parametrize("file", ["", "/model.safetensors.index.json"])
+def test_shards_come_from_the_commit_of_their_index(
+    file: str, moving: MovingServer, sharded_files: list[str], tmp_path: Path
+) -> None:
+    """Each is downloaded at that commit, recorded, and compared when it is used again."""
+    address = f"hf://someone/tiny-vit{file}"
+    index = building.find(address)
+    commit = index.parent.name
+
+    assert sorted(path.name for path in index.parent.iterdir()) == sharded_files
+    assert set(moving.revisions) == {"main", commit}
+    records = {path.name for path in (tmp_path / "keras").rglob(f"{commit}/*")}
+    assert records == {f"{name}.sha256" for name in sharded_files}
+    assert keras_vit.load(address).config.hidden_dim == 32
+    with pytest.raises(ValueError, match="sha256 is of one file"):
+        building.find(address, sha256="0" * 64)
+    shard = (index.parent / "model-00002-of-00003.safetensors").resolve()
+    shard.write_bytes(rig.flipped(shard.read_bytes(), 2000))
+    with pytest.raises(ValueError, match="its publisher states"):
+        building.find(address)
+
+
+def test_a_repository_without_weights(
+    moving: MovingServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sentence names both files that were looked for, and what else can be given."""
+    monkeypatch.delitem(HUB_FILES, "model.safetensors")
+    with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors nor .*named as hf://"):
+        building.find("hf://someone/tiny-vit")
 
 
 def test_hub_file_that_changed(moving: MovingServer, tmp_path: Path) -> None:

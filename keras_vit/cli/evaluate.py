@@ -1,4 +1,4 @@
-"""`keras-vit predict` and `keras-vit evaluate`: what a run's model says of images, and how well."""
+"""`keras-vit predict` and `keras-vit evaluate`: what a model says of images, and how well."""
 
 import argparse
 import dataclasses
@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Any
 from keras_vit.cli import flags, output
 
 if TYPE_CHECKING:
+    import keras
+
     from keras_vit.data import ImageData
     from keras_vit.evaluation import Evaluation
-    from keras_vit.training import Run
+    from keras_vit.training import OpenedModel
 
 
 _MISTAKES = "mistakes.png"
 _PREDICT_DESCRIPTION = """\
-Classifies images with the model of a run.
+Classifies images with the model of a run or of another source, such as a file or hf://owner/name.
 
 Prints the most probable classes of each image and their probabilities. An image that cannot be read
 gives an error; the others are predicted, and the exit code is 1.
@@ -25,16 +27,19 @@ examples:
   keras-vit predict digits-run digits-run/sample.png
   keras-vit predict photos-run *.jpg --top 1
   keras-vit predict photos-run holiday.jpg --json
+  keras-vit predict hf://google/vit-base-patch16-224 holiday.jpg
 """
 _EVALUATE_DESCRIPTION = """\
-Measures the model of a run: accuracy, loss, and the recall and precision of each class.
+Measures a model: accuracy, loss, and the recall and precision of each class.
 
 Without --data it evaluates on the validation and test images that training set aside; the numbers
 equal those in the run's metrics.json. With --data it evaluates on another folder with the same
-classes: on its test/ if it has splits, otherwise on all of its images.
+classes: on its test/ if it has splits, otherwise on all of its images. A model that is no run's
+needs --data. Folders have the names of its classes, or their identifiers such as n02123045.
 
-For a run of keras-vit pretrain it measures the features: accuracy with few labelled images of each
-class, and of nearest neighbours. If the run has no labels, give --data with class folders.
+Of a model without classifier, as keras-vit pretrain makes it, it measures the features: accuracy
+with few labelled images of each class, and of nearest neighbours. If it has no labels, give --data
+with class folders.
 
 examples:
   keras-vit evaluate digits-run
@@ -43,6 +48,7 @@ examples:
   keras-vit evaluate pretrained-run
   keras-vit evaluate imagenet-run --data imagenet/val --real real.json
   keras-vit evaluate photos-run --json
+  keras-vit evaluate hf://timm/deit_base_patch16_224.fb_in1k --data imagenet/val
 """
 
 
@@ -51,7 +57,7 @@ def add_predict_parser(commands: "argparse._SubParsersAction[argparse.ArgumentPa
     parser = flags.add_command(
         commands, "predict", predict, summary="classify images", description=_PREDICT_DESCRIPTION
     )
-    _add_run(parser)
+    flags.add_source(parser)
     parser.add_argument(
         "images", metavar="IMAGE", nargs="+", help="JPEG, PNG, WebP, BMP or GIF files"
     )
@@ -72,18 +78,18 @@ def add_evaluate_parser(commands: "argparse._SubParsersAction[argparse.ArgumentP
         commands,
         "evaluate",
         evaluate,
-        summary="measure the model of a run",
+        summary="measure a model",
         description=_EVALUATE_DESCRIPTION,
     )
-    _add_run(parser)
+    flags.add_source(parser)
     parser.add_argument(
         "--data", metavar="PATH", help="a folder of other images (default: the run's own)"
     )
     parser.add_argument(
         "--out",
         metavar="DIR",
-        help="write metrics.json and confusion.png to this folder (default: none; RUN if it lacks "
-        "them after an interruption)",
+        help="write metrics.json and confusion.png to this folder (default: none; the run's if it "
+        "lacks them after an interruption)",
     )
     parser.add_argument(
         "--strict",
@@ -111,7 +117,12 @@ def predict(arguments: argparse.Namespace) -> int:
     """Reads the images, predicts, prints."""
     from keras_vit import data, evaluation
 
-    run = _open_run(arguments)
+    opened = _open_model(arguments)
+    if not opened.has_classifier:
+        raise ValueError(
+            f"{opened.source} has no classifier, so that it names no class; train one on images of "
+            f"yours with keras-vit train --data FOLDER --out RUN --weights {opened.source}."
+        )
     images, messages = {}, []
     for path in arguments.images:
         try:
@@ -119,7 +130,7 @@ def predict(arguments: argparse.Namespace) -> int:
         except (ValueError, OSError) as error:
             messages.append(f"keras-vit: error: {error}")
     predictions = evaluation.predict(
-        run.model, list(images.values()), labels=run.labels, top=arguments.top
+        opened.model, list(images.values()), labels=opened.labels, top=arguments.top
     )
     output.show_predictions(dict(zip(images, predictions, strict=True)), json=arguments.json)
     for message in messages:
@@ -129,40 +140,45 @@ def predict(arguments: argparse.Namespace) -> int:
 
 def evaluate(arguments: argparse.Namespace) -> int:
     """Evaluates, prints, and writes the report to `--out`."""
-    from keras_vit import evaluation, training
+    from keras_vit import evaluation
 
-    run = _open_run(arguments)
-    if run.model.config.classes is None:
-        _evaluate_features(run, arguments)
+    opened = _open_model(arguments)
+    if not opened.has_classifier:
+        _evaluate_features(opened, arguments)
         return 0
-    is_own = arguments.data is None and arguments.precision == "float32"
-    file = run.path / evaluation.METRICS
-    recorded = training.read_fields(file) if is_own and file.is_file() else None
-    data = run.data() if arguments.data is None else _load_data(arguments, labels=run.labels)
+    recorded, unmeasured = _recorded(opened, arguments)
+    model, data = opened.model, _labelled_data(opened, arguments)
     evaluations = {
-        name: evaluation.evaluate(run.model, data.split(name), labels=run.labels)
+        name: evaluation.evaluate(model, data.split(name), labels=data.labels)
         for name in ("validation", "test")
         if len(data.split(name))
     }
     if not evaluations:
         raise ValueError(f"{data.source!r} holds no validation or test images to evaluate on.")
-    is_first = is_own and recorded is None
-    out = Path(arguments.out) if arguments.out else run.path if is_first else None
+    out = Path(arguments.out) if arguments.out else unmeasured
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         evaluation.write_report(out, evaluations)
     output.show_evaluations(evaluations, json=arguments.json)
     if arguments.more:
-        _show_more(run, data, out=arguments.out, json=arguments.json)
+        _show_more(model, data, out=arguments.out, json=arguments.json)
     if arguments.real is not None:
-        _show_real(run, data, file=arguments.real, json=arguments.json)
+        _show_real(model, data, file=arguments.real, json=arguments.json)
     if not arguments.json:
         _show_files(evaluations, recorded=recorded, out=out)
     return 0
 
 
-def _add_run(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", metavar="RUN", help="a run directory, the --out of a training")
+def _recorded(
+    opened: "OpenedModel", arguments: argparse.Namespace
+) -> tuple[dict[str, Any] | None, Path | None]:
+    """Returns the numbers in a run's metrics.json, or the folder of a run that lacks it."""
+    from keras_vit import evaluation, training
+
+    if opened.run is None or arguments.data is not None or arguments.precision != "float32":
+        return None, None
+    file = opened.run.path / evaluation.METRICS
+    return (training.read_fields(file), None) if file.is_file() else (None, opened.run.path)
 
 
 def _add_precision(parser: argparse.ArgumentParser) -> None:
@@ -175,48 +191,64 @@ def _add_precision(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _open_run(arguments: argparse.Namespace) -> "Run":
-    """Opens the run of the arguments, with its model in their precision."""
-    from keras_vit import evaluation, training
+def _open_model(arguments: argparse.Namespace) -> "OpenedModel":
+    """Opens the model of the arguments in their precision."""
+    from keras_vit import evaluation
 
-    run = training.Run.load(arguments.directory)
+    opened = flags.open_model(arguments.source)
     if arguments.precision == "bfloat16" and not evaluation.has_bfloat16_units():
         print(
             "keras-vit: this processor has no units for bfloat16; float32 is faster on it.",
             file=sys.stderr,
         )
-    return dataclasses.replace(run, model=evaluation.in_precision(run.model, arguments.precision))
+    model = evaluation.in_precision(opened.model, arguments.precision)
+    return dataclasses.replace(opened, model=model)
 
 
-def _load_data(
-    arguments: argparse.Namespace, *, labels: tuple[str, ...] | None = None
-) -> "ImageData":
-    return flags.load_data(
-        arguments.data, strict=arguments.strict, json=arguments.json, labels=labels
-    )
+def _labelled_data(opened: "OpenedModel", arguments: argparse.Namespace) -> "ImageData":
+    """Returns the images of the run, or those of `--data` with the model's classes."""
+    if arguments.data is not None:
+        return flags.load_data(
+            arguments.data,
+            strict=arguments.strict,
+            json=arguments.json,
+            labels=opened.folder_labels(_folder_names(arguments.data)),
+        )
+    if opened.run is None:
+        raise ValueError(
+            f"{opened.source} has no images of its own; give --data with a folder that has one "
+            "sub-folder of images for each class."
+        )
+    return opened.run.data()
 
 
-def _evaluate_features(run: "Run", arguments: argparse.Namespace) -> None:
+def _folder_names(path: str) -> list[str]:
+    """Returns the names of the sub-folders of a folder and of its test/."""
+    folders = [folder for folder in (Path(path), Path(path, "test")) if folder.is_dir()]
+    return sorted({entry.name for folder in folders for entry in folder.iterdir()})
+
+
+def _evaluate_features(opened: "OpenedModel", arguments: argparse.Namespace) -> None:
     """Measures the features of a model without classifier, and prints."""
     if arguments.real is not None:
-        raise ValueError(f"The run {arguments.directory!r} has no classifier; --real measures one.")
+        raise ValueError(f"{opened.source!r} has no classifier; --real measures one.")
     if arguments.data is not None:
-        data = _load_data(arguments)
-    elif run.labels:
-        data = run.data()
+        data = flags.load_data(arguments.data, strict=arguments.strict, json=arguments.json)
+    elif opened.run is not None and opened.labels:
+        data = opened.run.data()
     else:
         raise ValueError(
-            f"The run {arguments.directory!r} was made without labels; give --data with one "
-            "sub-folder per class to measure its features on."
+            f"{opened.source!r} has no labelled images of its own; give --data with one sub-folder "
+            "per class to measure its features on."
         )
-    measures = _measure_features(run, data)
+    measures = _measure_features(opened.model, data)
     if arguments.json:
         output.print_json("features", **measures)
     else:
         _print_features(measures)
 
 
-def _measure_features(run: "Run", data: "ImageData") -> dict[str, Any]:
+def _measure_features(model: "keras.Model", data: "ImageData") -> dict[str, Any]:
     """Returns few-shot and nearest-neighbour accuracy, as far as there are train images."""
     import numpy as np
 
@@ -228,14 +260,14 @@ def _measure_features(run: "Run", data: "ImageData") -> dict[str, Any]:
     smallest = int(np.bincount(data.train.targets, minlength=len(data.labels)).min())
     shots = [count for count in evaluation.SHOTS if count <= smallest]
     if shots:
-        results = evaluation.few_shot(run.model, train=data.train, test=data.test, shots=shots)
+        results = evaluation.few_shot(model, train=data.train, test=data.test, shots=shots)
         measures["few_shot"] = [
             {**dataclasses.asdict(result), "mean": result.mean, "spread": result.spread}
             for result in results
         ]
     neighbors = min(evaluation.NEIGHBORS, len(data.train))
     measures["nearest_neighbors"] = evaluation.nearest_neighbors(
-        run.model, train=data.train, test=data.test, neighbors=neighbors
+        model, train=data.train, test=data.test, neighbors=neighbors
     )
     return measures
 
@@ -251,16 +283,16 @@ def _print_features(measures: dict[str, Any]) -> None:
         print(f"Nearest neighbours of the train images: accuracy {accuracy:.2%}")
 
 
-def _show_more(run: "Run", data: "ImageData", *, out: str | None, json: bool) -> None:
+def _show_more(model: "keras.Model", data: "ImageData", *, out: str | None, json: bool) -> None:
     """Prints calibration error, features and mistakes on the test images."""
     import numpy as np
 
     from keras_vit import evaluation
 
-    mistakes = evaluation.confident_mistakes(run.model, data.test, labels=run.labels)
-    probabilities = np.exp(evaluation.log_probabilities(run.model, data.test))
+    mistakes = evaluation.confident_mistakes(model, data.test, labels=data.labels)
+    probabilities = np.exp(evaluation.log_probabilities(model, data.test))
     error = evaluation.calibration(probabilities, data.test.targets).error
-    features = _measure_features(run, data)
+    features = _measure_features(model, data)
     if out is not None and mistakes:
         evaluation.plot_mistakes(mistakes, data.test, Path(out) / _MISTAKES)
     if json:
@@ -276,14 +308,14 @@ def _show_more(run: "Run", data: "ImageData", *, out: str | None, json: bool) ->
         )
 
 
-def _show_real(run: "Run", data: "ImageData", *, file: str, json: bool) -> None:
+def _show_real(model: "keras.Model", data: "ImageData", *, file: str, json: bool) -> None:
     """Prints the accuracy on the labels of ImageNet ReaL, which are in order of the file names."""
     from keras_vit import evaluation
 
     labels = evaluation.read_real_labels(file)
     names = [Path(data.test.name(place)).name for place in range(len(data.test))]
     order = sorted(range(len(names)), key=names.__getitem__)
-    scores = evaluation.log_probabilities(run.model, data.test)[order]
+    scores = evaluation.log_probabilities(model, data.test)[order]
     accuracy = evaluation.real_accuracy(scores, labels)
     if json:
         output.print_json("real", accuracy=accuracy)

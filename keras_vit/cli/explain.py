@@ -3,12 +3,8 @@
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from keras_vit.cli import flags, output
-
-if TYPE_CHECKING:
-    import keras
 
 _DESCRIPTION = """\
 Draws what a model attends to in an image: attention rollout, relevance of a class, each head of the
@@ -20,6 +16,7 @@ examples:
   keras-vit explain digits-run digits-run/sample.png --out seen
   keras-vit explain photos-run holiday.jpg --out seen --class dog
   keras-vit explain my-model.keras holiday.jpg --out seen --class 207
+  keras-vit explain hf://timm/deit_base_patch16_224.fb_in1k holiday.jpg --out seen
 """
 
 
@@ -28,12 +25,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = flags.add_command(
         commands, "explain", run, summary="draw what a model attends to", description=_DESCRIPTION
     )
-    parser.add_argument(
-        "model",
-        metavar="RUN",
-        help="a run directory, the --out of a training, or a .keras file of a model that takes "
-        "pixels 0..255",
-    )
+    flags.add_source(parser)
     parser.add_argument("image", metavar="IMAGE", help="a JPEG, PNG, WebP, BMP or GIF file")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder to write to")
     parser.add_argument(
@@ -51,8 +43,8 @@ def run(arguments: argparse.Namespace) -> int:
     from keras_vit import data, explain
 
     image = data.read_image(arguments.image)
-    model, run = flags.open_model(arguments.model)
-    labels = _class_names(model) if run is None else run.labels
+    opened = flags.open_model(arguments.source)
+    model, labels = opened.model, opened.labels or None
     target = None if arguments.target is None else _target(arguments.target, labels)
     files = explain.write_explanation(
         model, image, arguments.out, labels=labels, target=target, title=Path(arguments.image).name
@@ -73,17 +65,6 @@ def _show(
         print(f"The image of {old} pixels was resampled to {new}.")
     output.say(f"Written: {', '.join(file.name for file in files[:-1])}")
     output.say(f"Open {files[-1]} in a browser.")
-
-
-def _class_names(model: "keras.Model") -> tuple[str, ...] | None:
-    """Returns the names of a published model's classes, where they are known."""
-    from keras_vit import preprocessing
-
-    try:
-        labels = preprocessing.class_labels(model.output_shape[-1])
-    except ValueError:
-        return None
-    return tuple(name for _, name in labels)
 
 
 def _target(text: str, labels: tuple[str, ...] | None) -> int:

@@ -25,6 +25,7 @@ examples:
   keras-vit export digits-run --out export/digits
   keras-vit export photos-run --out export/photos --formats savedmodel,tflite,tflite-int8,onnx
   keras-vit export model.keras --labels labels.txt --out export/mine --images photos/*.jpg
+  keras-vit export hf://google/vit-base-patch16-224 --out export/vit
 """
 
 
@@ -37,7 +38,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         summary="write a model for servers and devices",
         description=_DESCRIPTION,
     )
-    parser.add_argument("model", metavar="RUN_OR_MODEL", help="a run directory, or a .keras file")
+    flags.add_source(parser)
     parser.add_argument("--out", metavar="DIR", required=True, help="directory to export to")
     parser.add_argument(
         "--formats",
@@ -48,14 +49,15 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--labels",
         metavar="FILE",
-        help="text file with one label per line (default: the run's; for a .keras file 0, 1, ...)",
+        help="text file with one label per line (default: the source's; 0, 1, ... where it "
+        "names no classes)",
     )
     parser.add_argument(
         "--images",
         metavar="IMAGE",
         nargs="+",
         help="image files to compare on, and to calibrate tflite-int8-full with "
-        "(default: the run's test images; for a .keras file generated ones)",
+        "(default: the run's test images; for another source generated ones)",
     )
     _add_settings(parser)
     flags.add_json(parser)
@@ -85,13 +87,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Exports, and prints what was written."""
     from keras_vit.exporting import artefacts
 
-    model, run = flags.open_model(arguments.model)
-    labels, images = arguments.labels, arguments.images or ()
-    if run is not None:
-        labels = labels or run.labels
-        images = images or _test_images(run, is_json=arguments.json)
+    opened = flags.open_model(arguments.source)
+    labels, images = arguments.labels or opened.labels or None, arguments.images or ()
+    if opened.run is not None:
+        images = images or _test_images(opened.run, is_json=arguments.json)
     exported = artefacts.export(
-        model,
+        opened.model,
         arguments.out,
         formats=[name.strip() for name in arguments.formats.split(",")],
         labels=labels,

@@ -1,10 +1,12 @@
 """What several commands share: flags, the values they take, and the data and models they name."""
 
 import argparse
+import contextlib
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
-from pathlib import Path
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import rich.progress
@@ -12,11 +14,9 @@ import rich.progress
 from keras_vit.cli import output
 
 if TYPE_CHECKING:
-    import keras
-
     from keras_vit import ViTConfig
     from keras_vit.data import ImageData
-    from keras_vit.training import Execution, Recipe, Run
+    from keras_vit.training import Execution, OpenedModel, Recipe
 
 # Flags that set the field of the same name of the recipe; --drop-path sets `drop_path_rate`.
 _RECIPE_FLAGS = (
@@ -426,14 +426,34 @@ def load_data(
     return images
 
 
-def open_model(path: str) -> "tuple[keras.Model, Run | None]":
-    """Opens the model of a run directory, with its run, or of a .keras file, with None."""
+def add_source(parser: argparse.ArgumentParser) -> None:
+    """Adds the positional argument SOURCE."""
+    parser.add_argument(
+        "source",
+        metavar="SOURCE",
+        help="a run directory, the --out of a training; or any other source of a model: a .keras "
+        "file; a .safetensors file of timm or transformers with its config.json beside it, or "
+        "their folder; an .npz file; a URL of one of these; hf://owner/name[@revision]",
+    )
+
+
+def open_model(source: str) -> "OpenedModel":
+    """Opens the model of a SOURCE, and says on stderr what was assumed of it."""
     from keras_vit import training
 
-    if path.endswith(".keras") and not Path(path).is_dir():
-        return training.open_model(path), None
-    run = training.Run.load(path)
-    return run.model, run
+    with saying_warnings():
+        return training.open_source(source)
+
+
+@contextlib.contextmanager
+def saying_warnings() -> Iterator[None]:
+    """Prints each warning for the user on a line of stderr, without the place in the code."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        yield
+    for warning in caught:
+        if issubclass(warning.category, UserWarning):
+            output.say(f"keras-vit: {' '.join(str(warning.message).split())}", file=sys.stderr)
 
 
 def _number(text: str, is_allowed: Callable[[float], bool], allowed: str) -> float:

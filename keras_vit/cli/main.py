@@ -23,6 +23,7 @@ examples:
   keras-vit train --data photos --out photos-run --epochs 50
   keras-vit pretrain --data photos --out pretrained-run
   keras-vit predict photos-run holiday.jpg
+  keras-vit predict hf://google/vit-base-patch16-224 holiday.jpg
   keras-vit evaluate photos-run
   keras-vit explain photos-run holiday.jpg --out seen
   keras-vit export photos-run --out export/photos

@@ -45,6 +45,7 @@ examples:
   keras-vit train --data photos --out s16-run --model S/16 --recipe plain-s16 --batch-size 256
   keras-vit train --data photos --out gap-run --set pooling=avg --set class_token=false
   keras-vit train --data photos --out few-run --weights pretrained-run --layer-decay 0.75
+  keras-vit train --data photos --out dino-run --weights hf://facebook/dinov2-small --image-size 224
   keras-vit train --data photos --out lora-run --model B/16 --weights imagenet21k --lora 8
   keras-vit train --data photos --out small-run --teacher tuned-run --distillation hard
   keras-vit train --data photos --out photos-run --resume
@@ -61,10 +62,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     flags.add_model(group)
     group.add_argument(
         "--weights",
-        metavar="RUN or FILE or NAME",
-        help="weights to start from: a run of pretrain or train, which also decides --model; a "
-        "checkpoint file of the variant --model; or the name of published weights, such as "
-        "imagenet21k, which are downloaded (default: fresh weights)",
+        metavar="SOURCE or NAME",
+        help="weights to start from, which also decide --model: a run of pretrain or train; a "
+        ".keras, .safetensors or .npz file; a folder with config.json and model.safetensors; a "
+        "URL; hf://owner/name[@revision]; or, with --model, a checkpoint of that variant or the "
+        "name of published weights, such as imagenet21k, which are downloaded (default: fresh "
+        "weights)",
     )
     group.add_argument(
         "--weights-sha256",
@@ -175,10 +178,10 @@ def _add_fine_tuning(group: argparse._ArgumentGroup) -> None:
 def _add_distillation(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--teacher",
-        metavar="RUN",
+        metavar="SOURCE",
         help="also learn from the predictions of this model (distillation): a run with the same "
-        "classes, or a .keras file of any Keras classifier that takes pixels 0..255 (default: "
-        "learn from labels alone)",
+        "classes, a .keras file of any Keras classifier that takes pixels 0..255, or another "
+        "source as of --weights (default: learn from labels alone)",
     )
     group.add_argument(
         "--teacher-sha256",
@@ -260,9 +263,7 @@ def _check(arguments: argparse.Namespace) -> None:
         if arguments.model is not None:
             raise ValueError("--model is the run's; leave it out together with --weights RUN.")
     elif arguments.model is None:
-        raise ValueError(
-            "--weights needs --model with the variant that they belong to, unless they are a run."
-        )
+        _check_source(arguments.weights)
 
 
 def _check_fresh(arguments: argparse.Namespace) -> None:
@@ -271,8 +272,24 @@ def _check_fresh(arguments: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} needs --weights.")
 
 
+def _check_source(weights: str) -> None:
+    """Raises an error for what cannot say its own model: a published name, or nothing at all."""
+    from keras_vit.weights.checkpoint import SUFFIXES
+
+    if "://" in weights or Path(weights).exists():
+        return
+    if weights.endswith(SUFFIXES):
+        raise FileNotFoundError(f"There is no model file {weights!r}; check the path.")
+    raise ValueError(
+        f"--weights {weights} is no file or folder, and as a published name it needs --model with "
+        "the variant that it belongs to, such as --model B/16."
+    )
+
+
 def _is_run(weights: str) -> bool:
-    return Path(weights).is_dir()
+    from keras_vit import training
+
+    return training.has_run_files(Path(weights))
 
 
 def _model(
@@ -305,10 +322,11 @@ def _with_teacher(
         student = VisionTransformer(config)
     if arguments.teacher_sha256 is not None:
         find(arguments.teacher, sha256=arguments.teacher_sha256)
-    teacher, run = flags.open_model(arguments.teacher)
-    if run is not None and run.labels != tuple(data.labels):
+    teacher = flags.open_model(arguments.teacher)
+    names = (teacher.labels, teacher.identifiers)
+    if teacher.states_labels and tuple(data.labels) not in names:
         raise ValueError(
-            f"The teacher {arguments.teacher!r} has the classes {', '.join(run.labels[:5])}, the "
+            f"The teacher {arguments.teacher!r} has the classes {', '.join(names[0][:5])}, the "
             f"data has {', '.join(data.labels[:5])}; both must have the same, in the same order."
         )
     options = {
@@ -317,7 +335,7 @@ def _with_teacher(
         "weight": arguments.distillation_weight,
     }
     options = {name: value for name, value in options.items() if value is not None}
-    return training.DistillationModel(student, teacher, **options)
+    return training.DistillationModel(student, teacher.model, **options)
 
 
 def _pretrained(arguments: argparse.Namespace, data: "ImageData") -> "VisionTransformer":
@@ -329,13 +347,14 @@ def _pretrained(arguments: argparse.Namespace, data: "ImageData") -> "VisionTran
         if sha256 is not None:
             find(arguments.weights, sha256=sha256)
         return training.Run.load(arguments.weights).classifier(data.labels, image_size=size)
-    return training.pretrained_model(
-        arguments.model,
-        weights=arguments.weights,
-        classes=len(data.labels),
-        image_size=size,
-        sha256=sha256,
-    )
+    with flags.saying_warnings():
+        return training.pretrained_model(
+            arguments.model,
+            weights=arguments.weights,
+            classes=len(data.labels),
+            image_size=size,
+            sha256=sha256,
+        )
 
 
 def _recipe(arguments: argparse.Namespace) -> "Recipe":

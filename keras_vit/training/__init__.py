@@ -16,7 +16,14 @@ from keras_vit.training.models import (
 from keras_vit.training.progress import EpochDone, Event, StepDone, TrainingDone
 from keras_vit.training.recipe import Recipe
 from keras_vit.training.recipes import RECIPES
-from keras_vit.training.run import Run, open_model, read_fields
+from keras_vit.training.run import (
+    OpenedModel,
+    Run,
+    has_run_files,
+    open_model,
+    open_source,
+    read_fields,
+)
 from keras_vit.training.train import (
     check_free,
     default_config,
@@ -40,6 +47,7 @@ __all__ = [
     "Execution",
     "MaskedPatchModel",
     "MomentumSGD",
+    "OpenedModel",
     "Recipe",
     "Reconstructions",
     "Run",
@@ -55,9 +63,11 @@ __all__ = [
     "default_pretrain_config",
     "default_pretrain_recipe",
     "default_recipe",
+    "has_run_files",
     "is_first_worker",
     "model_config",
     "open_model",
+    "open_source",
     "pretrain",
     "pretrained_model",
     "read_fields",

@@ -8,6 +8,7 @@ from keras_vit.applications import BUILDERS
 from keras_vit.config import ViTConfig
 from keras_vit.model import VisionTransformer
 from keras_vit.variants import VARIANTS
+from keras_vit.weights import building
 
 # The images of 8 by 8 pixels are doubled, so that augmentation blurs them less. The sizes were
 # chosen on validation images.
@@ -70,18 +71,19 @@ def model_config(
 
 
 def pretrained_model(
-    name: str,
+    name: str | None,
     *,
     weights: str | os.PathLike[str],
     classes: int,
     image_size: tuple[int, int] | None = None,
     sha256: str | None = None,
 ) -> VisionTransformer:
-    """Returns a published variant with the weights of a checkpoint, to fine-tune.
+    """Returns a model with the weights of a checkpoint, to fine-tune.
 
     Args:
-        name: one of `keras_vit.VARIANTS`.
-        weights: a checkpoint file, or a name that the builders know, such as "imagenet21k".
+        name: one of `keras_vit.VARIANTS`; None where the checkpoint says its own architecture.
+        weights: a checkpoint file, or a name that the builders know, such as "imagenet21k"; without
+            a name, what `keras_vit.load` takes.
         classes: number of classes; the classifier is fresh if the checkpoint has another number.
         image_size: (height, width) in pixels; None for the checkpoint's.
         sha256: of the checkpoint's file; None if it is unknown.
@@ -90,11 +92,21 @@ def pretrained_model(
         FileNotFoundError: the checkpoint does not exist.
         ValueError: the name is unknown, or the checkpoint does not fit the variant.
     """
+    input_shape = None if image_size is None else (*image_size, 3)
+    if name is None:
+        return building.load(
+            weights,
+            classes=classes,
+            input_shape=input_shape,
+            classifier_activation=None,
+            include_preprocessing=True,
+            sha256=sha256,
+        )
     _check_name(name, tuple(VARIANTS))
     model: VisionTransformer = BUILDERS[name](
         weights=os.fspath(weights),
         classes=classes,
-        input_shape=None if image_size is None else (*image_size, 3),
+        input_shape=input_shape,
         classifier_activation=None,
         sha256=sha256,
     )

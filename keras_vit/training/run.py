@@ -17,8 +17,10 @@ from keras_vit.config import ViTConfig
 from keras_vit.data import ImageData, load_data, loading
 from keras_vit.layers.dense import CHANGES
 from keras_vit.model import VisionTransformer
+from keras_vit.preprocessing import LABELLED, class_labels
 from keras_vit.variants import parameter_count
-from keras_vit.weights.checkpoint import REGISTERED_NAME
+from keras_vit.weights import building
+from keras_vit.weights.checkpoint import REGISTERED_NAME, SUFFIXES, open_checkpoint
 
 # The files of a run directory; evaluation writes METRICS and CONFUSION.
 MODEL, CONFIG, LABELS, SPLITS = "model.keras", "config.json", "labels.txt", "splits.csv"
@@ -160,6 +162,86 @@ class Run:
         return model.copy(config=config, fresh=[] if has_same_head else heads)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class OpenedModel:
+    """A model from any source, with the names of its classes.
+
+    Attributes:
+        source: what it was opened from, as the caller wrote it.
+        model: the model; it takes pixels 0..255.
+        labels: the name of each class, "0", "1", ... where nobody says them; of a model without
+            classifier those of its run's images, if any.
+        identifiers: what folders of images may be called instead, such as "n02123045"; the same as
+            `labels` where there is nothing else.
+        states_labels: whether the source says the names itself, so that they are not assumed.
+        run: the run that it is of, None for another source.
+    """
+
+    source: str
+    model: keras.Model
+    labels: tuple[str, ...]
+    identifiers: tuple[str, ...]
+    states_labels: bool
+    run: Run | None = None
+
+    @property
+    def has_classifier(self) -> bool:
+        """Whether the model answers with scores of classes."""
+        is_vit = isinstance(self.model, VisionTransformer)
+        return not is_vit or self.model.config.classes is not None
+
+    def folder_labels(self, folders: Sequence[str]) -> tuple[str, ...]:
+        """Returns what folders of images call the classes: `identifiers` where one has such a name.
+
+        Raises:
+            ValueError: a folder has the name of two classes.
+        """
+        has_identifiers = not set(folders).isdisjoint(self.identifiers)
+        names = self.identifiers if has_identifiers else self.labels
+        double = [name for name in folders if names.count(name) > 1]
+        if double:
+            raise ValueError(
+                f"{self.source} has two classes {double[0]!r}; name the folders of images by their "
+                "identifiers, such as n02123045, or give other images."
+            )
+        return names
+
+
+def open_source(source: str | os.PathLike[str]) -> OpenedModel:
+    """Opens the model of a run, or of what `keras_vit.load` takes, without running code in it.
+
+    Example:
+        >>> open_source("no-such-run")
+        Traceback (most recent call last):
+        FileNotFoundError: There is no run directory 'no-such-run'; check the path.
+
+    Raises:
+        OSError: there is no such run or file, or it cannot be fetched.
+        ValueError: it is damaged, or holds another network.
+    """
+    address = os.fsdecode(source)
+    if "://" not in address:
+        path = Path(address)
+        is_file = address.endswith(SUFFIXES) and not path.is_dir()
+        if not path.exists() and is_file:
+            raise FileNotFoundError(f"There is no model file {address!r}; check the path.")
+        if not path.exists() or has_run_files(path):
+            return _opened_run(address, Run.load(path))
+    file = building.find(address)
+    if file.name.endswith(".keras"):
+        model = open_model(file)
+    else:
+        model = building.load(file, classifier_activation=None, include_preprocessing=True)
+    names, states_labels = _class_names(file, model)
+    return OpenedModel(
+        source=address,
+        model=model,
+        labels=tuple(name for _, name in names),
+        identifiers=tuple(identifier for identifier, _ in names),
+        states_labels=states_labels,
+    )
+
+
 def open_model(path: str | os.PathLike[str]) -> keras.Model:
     """Opens a .keras file from any source, without running code in it.
 
@@ -203,6 +285,11 @@ def read_fields(file: Path) -> dict[str, Any]:
 def is_run(path: Path) -> bool:
     """Whether a directory holds a run."""
     return (path / MODEL).is_file() and (path / CONFIG).is_file()
+
+
+def has_run_files(path: Path) -> bool:
+    """Whether a directory holds a run, or what is left of one."""
+    return is_run(path) or (path / HISTORY).is_file()
 
 
 def check_free(out: str | os.PathLike[str], *, existing: Existing) -> None:
@@ -263,6 +350,36 @@ def restore(out: Path) -> None:
 def _lock(out: Path, worker: int) -> Path:
     folder = unfinished_path(out, worker=worker)
     return folder.with_name(f"{folder.name}.lock")
+
+
+def _opened_run(source: str, run: Run) -> OpenedModel:
+    return OpenedModel(
+        source=source,
+        model=run.model,
+        labels=run.labels,
+        identifiers=run.labels,
+        states_labels=True,
+        run=run,
+    )
+
+
+def _class_names(file: Path, model: keras.Model) -> tuple[tuple[tuple[str, str], ...], bool]:
+    """Returns (identifier, name) of each class, and whether the file's settings say them.
+
+    Where nobody says them, they are those of ImageNet, or numbers.
+    """
+    classes = model.output_shape[-1]
+    is_backbone = isinstance(model, VisionTransformer) and model.config.classes is None
+    if is_backbone or not isinstance(classes, int):
+        return (), False
+    if file.name.endswith(".keras"):
+        names = class_labels(classes) if classes in LABELLED else None
+        states_labels = False
+    else:
+        checkpoint = open_checkpoint(file)
+        names = checkpoint.class_names
+        states_labels = bool(checkpoint.labels) and names is not None
+    return names or tuple((str(index), str(index)) for index in range(classes)), states_labels
 
 
 def _read_config(file: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import re
 import stat
 import struct
 import tokenize
@@ -42,6 +43,9 @@ _SAFETENSORS = {
     **{"BF16": ml_dtypes.bfloat16, "F8_E4M3": ml_dtypes.float8_e4m3fn},
     **{"F8_E5M2": ml_dtypes.float8_e5m2},
 }
+
+# What an index may call a shard: a file beside it, by the name that every system takes.
+_SHARD = re.compile(r"\w[\w.-]*\.safetensors", re.ASCII)
 
 # What zipfile raises for a damaged archive: encrypted or unknown members are RuntimeErrors.
 UNREADABLE = (
@@ -254,6 +258,47 @@ def read_safetensors(path: Path) -> dict[str, StoredArray]:
     return {region.name: region.array() for region in regions}
 
 
+def shard_places(index: Path) -> dict[str, str]:
+    """Returns in which file beside it an index has each array.
+
+    Raises:
+        ValueError: it is no index, or names other than .safetensors files beside it.
+    """
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not 0 < len(places) <= MAX_ARRAYS:
+        raise ValueError(f"{index} has no weight_map of 1 to {MAX_ARRAYS} arrays; fetch it again.")
+    for name, file in places.items():
+        if not isinstance(file, str) or not _SHARD.fullmatch(file):
+            raise ValueError(
+                f"{index} has array {shown(name)} in {shown(file)}, which is not the name of a "
+                ".safetensors file beside it."
+            )
+    return places
+
+
+def read_shards(index: Path) -> dict[str, StoredArray]:
+    """Lists the arrays of the .safetensors files that an index names, without reading their values.
+
+    Raises:
+        FileNotFoundError: files that it names are missing.
+        ValueError: a file is not whole, or lies elsewhere; index and files differ.
+    """
+    places, arrays = shard_places(index), {}
+    files = {name: index.parent / name for name in sorted(set(places.values()))}
+    if missing := [name for name, file in files.items() if not os.path.lexists(file)]:
+        text = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if missing[3:] else "")
+        raise FileNotFoundError(f"{index} names files that are not beside it: {text}.")
+    for place, file in files.items():
+        _check_beside(file)
+        for name, array in read_safetensors(file).items():
+            if places.get(name) != place:
+                raise ValueError(f"{file} holds {shown(name)}, which {index} does not have there.")
+            arrays[name] = array
+    for name in places.keys() - arrays.keys():
+        raise ValueError(f"{index} has {shown(name)} in {places[name]}, which does not hold it.")
+    return arrays
+
+
 def safetensors_metadata(path: Path) -> dict[str, Any]:
     """Returns what the writer of a .safetensors file says beside its arrays.
 
@@ -262,6 +307,15 @@ def safetensors_metadata(path: Path) -> dict[str, Any]:
     """
     metadata = _safetensors_header(path)[0].get("__metadata__", {})
     return metadata if isinstance(metadata, dict) else {}
+
+
+def _check_beside(file: Path) -> None:
+    """Raises an error for no file, or a link to another folder than those of the Hub's cache."""
+    check_file(file)
+    folder = file.parent.resolve()
+    blobs = [parent / "blobs" for parent in folder.parents]  # snapshots/<commit> link to them
+    if file.resolve().parent not in (folder, *blobs):
+        raise ValueError(f"{file} is a link to another folder; put the file itself there.")
 
 
 class _Directory(io.BufferedReader):

@@ -1,22 +1,23 @@
 """Builds the model that a source describes, and fills it."""
 
 import dataclasses
+import functools
 import logging
 import os
 import re
 import urllib.parse
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import keras
 
-from keras_vit import environment
 from keras_vit.config import Pooling, ViTConfig, stride_of
 from keras_vit.layers.random import overwritten_weights
 from keras_vit.model import VisionTransformer
 from keras_vit.weights import loading
+from keras_vit.weights.arrays import shard_places
 from keras_vit.weights.catalog import resolve
 from keras_vit.weights.checkpoint import (
     ARCHITECTURE,
@@ -26,17 +27,24 @@ from keras_vit.weights.checkpoint import (
     Checkpoint,
     open_checkpoint,
 )
-from keras_vit.weights.checksums import check_sha256, checked_sha256
-from keras_vit.weights.connection import plain, shown
-from keras_vit.weights.download import cached_path, fetch, verify
+from keras_vit.weights.checksums import (
+    SHARD_INDEX,
+    check_one_file,
+    check_sha256,
+    checked_sha256,
+)
+from keras_vit.weights.connection import shown
+from keras_vit.weights.download import cached_path, fetch, fetch_from_hub, hub_parts
 from keras_vit.weights.positions import Method
 from keras_vit.weights.torch_layouts import without_distillation
 from keras_vit.weights.torch_settings import SETTINGS_FILES
 
-HUB_WEIGHTS = "model.safetensors"
+HUB_WEIGHTS, HUB_INDEX = "model.safetensors", f"model{SHARD_INDEX}"
 
 # What a folder is looked through for, before any other file that can be read.
-FOLDER_FILES = ("model.safetensors", "model.keras")
+FOLDER_FILES = (HUB_WEIGHTS, HUB_INDEX, "model.keras")
+_OF_TORCH = (".safetensors", SHARD_INDEX)  # with settings beside them
+_SHARD = re.compile(r".*-\d{5}-of-\d{5}\.safetensors")
 _LOGGER = logging.getLogger("keras_vit.weights")
 
 
@@ -47,7 +55,11 @@ def find(source: str | os.PathLike[str], *, sha256: str | None = None) -> Path:
         source: a file, a folder that holds one, an http(s) URL, or on the Hugging Face Hub
             "hf://owner/name", "hf://owner/name@revision" or "hf://owner/name@revision/file", where
             a slash of the revision is written %2F. All files of a model come from one commit.
-        sha256: the SHA-256 of the file of weights, compared before anything is read from it.
+        sha256: the SHA-256 of the file of weights, compared before anything is read from it; None
+            for weights in shards, which are several files.
+
+    Returns:
+        The file of weights, or the index of its shards.
 
     Raises:
         FileNotFoundError: there is no such file, or the folder holds none.
@@ -184,7 +196,8 @@ def load(
         source: where the weights are:
             - a file: .npz in the published layout or of big_vision, .safetensors of timm or Hugging
               Face transformers with its config.json beside it, or a .keras file;
-            - a folder that holds one of these, such as a run directory or a downloaded repository;
+            - a folder that holds one of these, such as a run directory or a downloaded repository,
+              whose .safetensors file may be in shards beside their model.safetensors.index.json;
             - the http(s) URL of a file;
             - "hf://owner/name" on the Hugging Face Hub, "hf://owner/name@revision" for a branch,
               tag or commit of it, "hf://owner/name@revision/file" for one file.
@@ -205,6 +218,8 @@ def load(
         positions: how position embeddings are resampled, see `resample_positions`.
         sha256: the SHA-256 of the file of weights, in hexadecimal; compared before anything is read
             from it. Without it, a download is checked by the server's checksum and its first use.
+            Shards are several files, and their index says nothing of their bytes: with them it is
+            refused; of "hf://owner/name@commit" they are always those of that commit.
 
     Warns:
         UserWarning: something was assumed that the source does not say, or its classifier is zeros.
@@ -237,6 +252,26 @@ def load(
     return build(checkpoint, request, base=_config_of(checkpoint, input_shape))
 
 
+def labels(
+    source: str | os.PathLike[str], *, sha256: str | None = None
+) -> tuple[tuple[str, str], ...] | None:
+    """Returns (identifier, name) of each class of a source's classifier, None where nobody says.
+
+    They are those of the config.json beside the weights: `id2label` of transformers, `label_names`
+    and `label_descriptions` of timm. A classifier of 1,000 or 21,843 classes without such names is
+    taken for one of ImageNet, as `decode_predictions` takes it.
+
+    Example:
+        >>> labels("hf://google/vit-base-patch16-224")[281]  # doctest: +SKIP
+        ('n02123045', 'tabby, tabby cat')
+
+    Args:
+        source: what `keras_vit.load` takes.
+        sha256: as in `keras_vit.load`, which raises the same errors.
+    """
+    return open_checkpoint(find(source, sha256=sha256)).class_names
+
+
 def build(checkpoint: Checkpoint, request: Request, *, base: ViTConfig) -> VisionTransformer:
     """Builds and fills the model of a request; `base` has what neither it nor the file decides.
 
@@ -265,10 +300,11 @@ def _check_file(path: Path, sha256: str | None) -> Path:
 
 
 def _folder_file(folder: Path) -> Path:
-    """Returns the one checkpoint of a folder."""
+    """Returns the one checkpoint of a folder, or the index of its shards."""
     entries = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
     files = [name for name in FOLDER_FILES if name in entries]
-    files = files or [name for name in entries if name.endswith(SUFFIXES)]
+    whole = [name for name in entries if not _SHARD.fullmatch(name)]
+    files = files or [name for name in whole if name.endswith(SUFFIXES)]
     if len(files) == 1:
         return folder / files[0]
     if files:
@@ -276,119 +312,90 @@ def _folder_file(folder: Path) -> Path:
             f"The folder {str(folder)!r} holds several checkpoints ({', '.join(files)}); pass the "
             "path of one."
         )
-    shards = [name for name in entries if name.endswith(".index.json")]
+    parts = [name for name in entries if name not in whole or name.endswith(".index.json")]
     reason = (
-        f"its weights are in parts ({shards[0]}); save them as one file"
-        if shards
+        f"its weights are in parts ({parts[0]}) without {HUB_INDEX}; fetch it, or save one file"
+        if parts
         else (f"put one there whose name ends in {', '.join(SUFFIXES)}")
     )
     raise FileNotFoundError(f"The folder {str(folder)!r} holds no checkpoint: {reason}.")
 
 
 def _url_file(url: str, sha256: str | None) -> Path:
-    """Fetches a file; a PyTorch library's with the settings that stand beside it."""
+    """Fetches a file with its shards; a PyTorch library's with the settings beside it."""
+    check_one_file(cached_path(url).name, sha256)
     path = fetch(url, sha256=sha256)
-    if path.name.endswith(".safetensors"):
-        for name in SETTINGS_FILES:
-            beside = urllib.parse.urlsplit(url)
-            folder = beside.path.rsplit("/", 1)[0]
-            address = urllib.parse.urlunsplit(beside._replace(path=f"{folder}/{name}"))
-            try:
-                fetch(address, progress=False)
-            except FileNotFoundError:
-                _LOGGER.info("There is no %s.", shown(address))
-            except (OSError, ValueError) as error:
-                if cached_path(address).exists():  # it would be read, and is not what it was
-                    raise
-                _LOGGER.warning("%s was not fetched: %s", shown(address), error)
+    for name in _shards(path):
+        fetch(_beside(url, name))
+    for name in SETTINGS_FILES if path.name.endswith(_OF_TORCH) else ():
+        address = _beside(url, name)
+        try:
+            fetch(address, progress=False)
+        except FileNotFoundError:
+            _LOGGER.info("There is no %s.", shown(address))
+        except (OSError, ValueError) as error:
+            if cached_path(address).exists():  # it would be read, and is not what it was
+                raise
+            _LOGGER.warning("%s was not fetched: %s", shown(address), error)
     return path
+
+
+def _beside(url: str, name: str) -> str:
+    """Returns the URL of another file of the same folder."""
+    parts = urllib.parse.urlsplit(url)
+    return urllib.parse.urlunsplit(parts._replace(path=f"{parts.path.rpartition('/')[0]}/{name}"))
+
+
+def _shards(path: Path) -> list[str]:
+    """Returns the names of the files that an index names, none for another file."""
+    return sorted(set(shard_places(path).values())) if path.name.endswith(SHARD_INDEX) else []
 
 
 def _hub_file(address: str, sha256: str | None) -> Path:
     """Fetches a model from the Hugging Face Hub, all files of one commit; settings land beside."""
-    repository, revision, file = _hub_parts(address)
+    repository, revision, file = hub_parts(address, suffixes=SUFFIXES)
+    check_one_file(file or "", sha256)
     weights = file or HUB_WEIGHTS
     folder = weights.rpartition("/")[0]
+    get = functools.partial(fetch_from_hub, address, repository)
     beside = [f"{folder}/{name}".lstrip("/") for name in SETTINGS_FILES]
-    beside = beside if weights.endswith(".safetensors") else []
+    beside = beside if weights.endswith(_OF_TORCH) else []
     commit = revision
     if file is None:  # the small file first: it tells whether this is a model at all
-        _, commit = _hub_download(address, repository, beside.pop(0), revision=commit)
-    path, commit = _hub_download(address, repository, weights, revision=commit, sha256=sha256)
+        _, commit = get(beside.pop(0), revision=commit)
+        path, commit = _hub_weights(address, get, commit, sha256)
+    else:
+        path, commit = get(file, revision=commit, sha256=sha256)
     _LOGGER.info("%s is commit %s.", address, commit)
+    for name in _shards(path):
+        get(f"{folder}/{name}".lstrip("/"), revision=commit)
     for name in beside:
         try:
-            _hub_download(address, repository, name, revision=commit)
+            get(name, revision=commit)
         except OSError as error:
             _LOGGER.info("%s", error)
     return path
 
 
-def _hub_parts(address: str) -> tuple[str, str | None, str | None]:
-    """Returns the repository, and the revision and the file where the address says them."""
-    match = re.fullmatch(r"hf://([\w.-]+/[\w.-]+)(?:@([^@/\s?#]+))?(?:/([^@\s?#]+))?", address)
-    if match is None:
-        raise ValueError(
-            f"A Hub address is hf://owner/name. Received: {shown(address)!r}; after the name may "
-            "come @revision, and then /file."
-        )
-    repository, revision, file = match.groups()
-    if file is not None and (not file.endswith(SUFFIXES) or ".." in file.split("/")):
-        raise ValueError(
-            f"A file on the Hub that holds weights ends in {', '.join(SUFFIXES)}. "
-            f"Received: {shown(address)!r}."
-        )
-    return repository, revision and urllib.parse.unquote(revision), file
-
-
-def _hub_download(
-    address: str,
-    repository: str,
-    name: str,
-    *,
-    revision: str | None,
-    sha256: str | None = None,
+def _hub_weights(
+    address: str, get: Callable[..., tuple[Path, str]], commit: str | None, sha256: str | None
 ) -> tuple[Path, str]:
-    """Returns the local copy of one file of a repository, verified, and its commit.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        OSError: it could not be fetched.
-        ValueError: it is not what the Hub, an earlier use or the caller says.
-    """
-    hub = _hub_library(address)
+    """Returns a repository's file of weights, or the index of its shards, and the commit."""
     try:
-        path = Path(hub.hf_hub_download(repository, name, revision=revision))
-    except (hub.errors.HfHubHTTPError, OSError, ValueError, hub.errors.EntryNotFoundError) as error:
-        is_local = isinstance(error, hub.errors.LocalEntryNotFoundError)  # for lack of a network
-        if isinstance(error, hub.errors.EntryNotFoundError) and not is_local:
-            raise FileNotFoundError(
-                f"{address} has no {name}; weights are read from {', '.join(SUFFIXES)} files."
-            ) from None
-        reason = plain(str(error).partition("\n")[0])
-        raise OSError(
-            f"{address} could not be fetched ({reason}); download its {name} and what is beside it "
-            "into one folder, and pass the path of the file of weights."
+        return get(HUB_WEIGHTS, revision=commit, sha256=sha256)
+    except OSError as error:  # without a network nobody says that a file is not there
+        first = error
+    try:
+        path, commit = get(HUB_INDEX, revision=commit)
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"{address} has neither {HUB_WEIGHTS} nor {HUB_INDEX}; weights are read from "
+            f"{', '.join(SUFFIXES)} files, one of them named as hf://owner/name/FILE."
         ) from None
-    # The Hub's library keeps snapshots/<commit>/<name>, a link to blobs/<ETag>; a large file's ETag
-    # is its SHA-256 ("Understand caching" in its documentation).
-    commit = path.parents[name.count("/")].name
-    link = Path(path.readlink()) if path.is_symlink() else path
-    is_sha256 = link.parent.name == "blobs" and re.fullmatch("[0-9a-f]{64}", link.name)
-    host = urllib.parse.urlsplit(hub.constants.ENDPOINT).netloc.rpartition("@")[2]
-    verify(
-        path,
-        place=(f"hub+{host.replace(':', '_')}", *repository.split("/"), commit, *name.split("/")),
-        sha256=sha256,
-        stated=link.name if is_sha256 else "",
-    )
+    except OSError:
+        raise first from None
+    check_one_file(path.name, sha256)
     return path, commit
-
-
-def _hub_library(address: str) -> Any:
-    with environment.installed(f"{address} needs the library huggingface-hub", "huggingface-hub"):
-        import huggingface_hub
-    return huggingface_hub
 
 
 def _config_of(checkpoint: Checkpoint, input_shape: tuple[int, int, int] | None) -> ViTConfig:

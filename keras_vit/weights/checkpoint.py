@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from keras_vit.config import ViTConfig, shown
+from keras_vit.preprocessing import LABELLED, class_labels
 from keras_vit.weights.arrays import (
     MAX_ARRAYS,
     MAX_TEXT,
@@ -24,7 +25,9 @@ from keras_vit.weights.arrays import (
     parse_json,
     read_npz,
     read_safetensors,
+    read_shards,
 )
+from keras_vit.weights.checksums import SHARD_INDEX
 from keras_vit.weights.companion import companion_path, read_companion
 from keras_vit.weights.layouts import (
     Row,
@@ -229,6 +232,7 @@ class Checkpoint:
         assumed: what its layout usually means by those of `NUMBERS` that it does not say.
         unknown: why it is not known what the file's network computes, None where it is.
         hint: how the file would say what is assumed.
+        labels: (identifier, name) of each class, as the files beside it say; () where none does.
         naming: what messages say of the arrays' names, where these are not the file's own.
     """
 
@@ -242,7 +246,25 @@ class Checkpoint:
     assumed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     unknown: str | None = None
     hint: str = 'save models with model.save("name.keras"), which says them'
+    labels: tuple[tuple[str, str], ...] = ()
     naming: str = ""
+
+    @property
+    def class_names(self) -> tuple[tuple[str, str], ...] | None:
+        """`labels` where they are as many as the classes; without any, those of ImageNet.
+
+        transformers' files name ImageNet's classes without their identifiers: these are added.
+        """
+        classes = self.fields["classes"]
+        known = class_labels(classes) if classes in LABELLED else None
+        if known is None or not self.labels or len(self.labels) != classes:
+            names = self.labels or known
+            return names if names is not None and len(names) == classes else None
+        words = [label.split(", ")[0].replace(" ", "_") for _, label in self.labels]
+        same = sum(word == other for word, (_, other) in zip(words, known, strict=True))
+        if same < 0.9 * classes or any(identifier != label for identifier, label in self.labels):
+            return self.labels
+        return tuple((known[place][0], label) for place, (_, label) in enumerate(self.labels))
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -295,7 +317,8 @@ def _open_npz(path: Path) -> Checkpoint:
 
 def _open_safetensors(path: Path) -> Checkpoint:
     """Takes what no array shows from the JSON files beside, and from the architecture's name."""
-    family, arrays = renamed_arrays(read_safetensors(path))
+    is_index = path.name.endswith(SHARD_INDEX)
+    family, arrays = renamed_arrays(read_shards(path) if is_index else read_safetensors(path))
     reads = hugging_face_settings if family.library == "transformers" else timm_settings
     settings = reads(path.parent)
     arrays, grid = on_one_grid(arrays, settings.sizes)
@@ -318,6 +341,7 @@ def _open_safetensors(path: Path) -> Checkpoint:
         assumed=settings.assumed,
         unknown=settings.unknown,
         hint=settings.hint,
+        labels=settings.labels,
         naming=", by timm's names," if is_renamed else "",
     )
 
@@ -352,6 +376,7 @@ def _open_keras(path: Path) -> Checkpoint:
 _OPENERS: dict[str, Callable[[Path], Checkpoint]] = {
     ".npz": _open_npz,
     ".safetensors": _open_safetensors,
+    SHARD_INDEX: _open_safetensors,
     ".weights.h5": _open_h5,
     ".keras": _open_keras,
 }

@@ -15,6 +15,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+# How the name of a list of .safetensors files ends that hold one model's arrays between them.
+SHARD_INDEX = ".safetensors.index.json"
 LARGEST_JSON = 2**24  # bytes; a config.json with the names of 21,843 classes has 1.5 million
 
 # What an archive may unpack to: weights hardly deflate, but heads of zeros do, a thousandfold.
@@ -80,10 +82,25 @@ def check_sha256(path: Path, sha256: str | None) -> None:
     expected = checked_sha256(sha256)
     if expected is None or not path.is_file():
         return
+    check_one_file(path.name, expected)
     if (digest := digest_of(path)) != expected:
         raise ValueError(
             f"{path} has the SHA-256 {digest}, and {expected} was asked for: it is damaged or "
             "another file, get it from its publisher again."
+        )
+
+
+def check_one_file(name: str, sha256: str | None) -> None:
+    """Raises a ValueError for a SHA-256 of weights in shards: their index says none of their bytes.
+
+    Args:
+        name: of the file of weights, or of the index.
+        sha256: what the caller gave, None for nothing.
+    """
+    if sha256 is not None and name.endswith(SHARD_INDEX):
+        raise ValueError(
+            f"sha256 is of one file, and {name} names several: compare each with sha256sum and "
+            "leave sha256 out, or save the weights as one file."
         )
 
 
@@ -148,6 +165,10 @@ def junk(path: Path, *, name: str) -> str | None:
     if not start:
         return "an empty file"
     suffix = structured(name)
+    if suffix == ".safetensors" and re.match(rb".{6}\0\0\{", start, re.DOTALL):
+        return (
+            None  # the length of a header and its beginning, whatever else that length looks like
+        )
     marks = _MARKS if suffix is not None else _MARKS[:3]
     kind = next((words for mark, words in marks if re.match(mark, start, re.IGNORECASE)), None)
     return None if kind == _PROMISES.get(suffix or "") else kind

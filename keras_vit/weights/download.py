@@ -25,12 +25,13 @@ import time
 import urllib.parse
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import filelock
 
-from keras_vit import atomic
+from keras_vit import atomic, environment
 from keras_vit.weights import checksums, transfer
-from keras_vit.weights.connection import shown
+from keras_vit.weights.connection import plain, shown
 
 MIRROR_SETTING = "KERAS_VIT_MIRROR"
 
@@ -158,6 +159,77 @@ def verify(file: Path, *, place: tuple[str, ...], sha256: str | None, stated: st
     _use(file, path, digest, checksums.checked_sha256(sha256))
 
 
+def hub_parts(address: str, *, suffixes: tuple[str, ...]) -> tuple[str, str | None, str | None]:
+    """Returns the repository, and the revision and the file where an address says them.
+
+    Raises:
+        ValueError: it is no address on the Hub, or its file has none of the suffixes.
+    """
+    match = re.fullmatch(r"hf://([\w.-]+/[\w.-]+)(?:@([^@/\s?#]+))?(?:/([^@\s?#]+))?", address)
+    if match is None:
+        raise ValueError(
+            f"A Hub address is hf://owner/name. Received: {shown(address)!r}; after the name may "
+            "come @revision, and then /file."
+        )
+    repository, revision, file = match.groups()
+    if file is not None and (not file.endswith(suffixes) or ".." in file.split("/")):
+        raise ValueError(
+            f"A file on the Hub that holds weights ends in {', '.join(suffixes)}. "
+            f"Received: {shown(address)!r}."
+        )
+    return repository, revision and urllib.parse.unquote(revision), file
+
+
+def fetch_from_hub(
+    address: str,
+    repository: str,
+    name: str,
+    *,
+    revision: str | None,
+    sha256: str | None = None,
+) -> tuple[Path, str]:
+    """Returns the local copy of one file of a repository, verified, and its commit.
+
+    Args:
+        address: what the caller wrote, for errors.
+        repository: "owner/name".
+        name: the file's, with its folders.
+        revision: branch, tag or commit; None for the Hub's default.
+        sha256: the file's SHA-256, where the caller knows it.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        OSError: it could not be fetched.
+        ValueError: it is not what the Hub, an earlier use or the caller says.
+    """
+    hub = _hub_library(address)
+    try:
+        path = Path(hub.hf_hub_download(repository, name, revision=revision))
+    except (hub.errors.HfHubHTTPError, OSError, ValueError, hub.errors.EntryNotFoundError) as error:
+        is_local = isinstance(error, hub.errors.LocalEntryNotFoundError)  # for lack of a network
+        if isinstance(error, hub.errors.EntryNotFoundError) and not is_local:
+            message = f"{address} has no {name}; check the name and the revision."
+            raise FileNotFoundError(message) from None
+        reason = plain(str(error).partition("\n")[0])
+        raise OSError(
+            f"{address} could not be fetched ({reason}); download its {name} and what is beside it "
+            "into one folder, and pass the path of the file of weights."
+        ) from None
+    # The Hub's library keeps snapshots/<commit>/<name>, a link to blobs/<ETag>; a large file's ETag
+    # is its SHA-256 ("Understand caching" in its documentation).
+    commit = path.parents[name.count("/")].name
+    link = Path(path.readlink()) if path.is_symlink() else path
+    is_sha256 = link.parent.name == "blobs" and re.fullmatch("[0-9a-f]{64}", link.name)
+    host = urllib.parse.urlsplit(hub.constants.ENDPOINT).netloc.rpartition("@")[2]
+    verify(
+        path,
+        place=(f"hub+{host.replace(':', '_')}", *repository.split("/"), commit, *name.split("/")),
+        sha256=sha256,
+        stated=link.name if is_sha256 else "",
+    )
+    return path, commit
+
+
 def _is_usable(piece: str) -> bool:
     is_name = piece not in (".", "..") and not re.search(r'[\\:*?"<>|\x00-\x1f\x7f]', piece)
     return is_name and not piece.endswith(_SIDE_FILES) and len(piece.encode()) <= _LONGEST_NAME
@@ -191,6 +263,12 @@ def _source(url: str) -> str | Path:
             f"{MIRROR_SETTING} is an http or https URL, or a folder. Received: {shown(mirror)!r}."
         )
     return Path(mirror.removeprefix("file://")).expanduser().joinpath(*below_bucket)
+
+
+def _hub_library(address: str) -> Any:
+    with environment.installed(f"{address} needs the library huggingface-hub", "huggingface-hub"):
+        import huggingface_hub
+    return huggingface_hub
 
 
 def _partial_path(path: Path) -> Path:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ class TorchSettings:
         hint: how the files would say what is assumed.
         rotary_layout: which channels rotary positions turn together, None where nobody says.
         pools_prefix: whether attention pooling looks at the tokens before the patches' too.
+        labels: (identifier, name) of each class that they name.
     """
 
     fields: Mapping[str, Any]
@@ -52,6 +54,7 @@ class TorchSettings:
     hint: str = f"put the model's {CONFIG} beside it"
     rotary_layout: RotaryLayout | None = None
     pools_prefix: bool = False
+    labels: tuple[tuple[str, str], ...] = ()
 
 
 def timm_settings(folder: Path) -> TorchSettings:
@@ -135,6 +138,7 @@ def _timm_settings(settings: Mapping[str, Any], assumed: Mapping[str, Any]) -> T
         hint=f'write "mean" and "std" into the "pretrained_cfg" of its {CONFIG}',
         rotary_layout=None if architecture is None else architecture.rotary_layout,
         pools_prefix=architecture is not None and architecture.pools_prefix,
+        labels=_timm_labels(settings, pretrained),
     )
 
 
@@ -153,6 +157,7 @@ def _architecture_fields(architecture: Architecture) -> dict[str, Any]:
 def _hugging_face_settings(
     settings: Mapping[str, Any], assumed: Mapping[str, Any], pixels: Mapping[str, Any]
 ) -> TorchSettings:
+    labels = _labels(settings.get("id2label"))
     settings, kind = _image_tower(settings)
     if settings.get("pooler_act", "tanh") != "tanh":
         raise ValueError(
@@ -167,6 +172,7 @@ def _hugging_face_settings(
         unknown=unknown,
         hint=f"put the model's {PREPROCESSOR} beside it",
         rotary_layout="halves",
+        labels=labels,
     )
 
 
@@ -298,6 +304,35 @@ def _pixels(mean: Any, std: Any, *, unit: float = 1.0) -> dict[str, Any]:
             f"The file has means and deviations of {longest} and {others[0]} channels."
         )
     return {name: v * longest if len(v) == 1 else v for name, v in statistics.items()}
+
+
+def _timm_labels(*settings: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """The names in the first settings that have some: at the top, or of the pretrained weights."""
+    stated = next((part for part in settings if part.get("label_names")), {})
+    return _labels(stated.get("label_names"), described=stated.get("label_descriptions"))
+
+
+def _labels(names: Any, *, described: Any = None) -> tuple[tuple[str, str], ...]:
+    """Returns (identifier, name) of each class; () for what are no names, or LABEL_0, LABEL_1, ...
+
+    Args:
+        names: a list, or a dictionary from the class's number.
+        described: a dictionary from each of `names` to what it means, such as a WordNet identifier.
+    """
+    if isinstance(names, dict):
+        names = [names.get(str(place)) for place in range(len(names))]
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        return ()
+    if all(re.fullmatch(r"LABEL_\d+", name) for name in names):  # transformers', for want of names
+        return ()
+    meanings = described if isinstance(described, dict) else {}
+    pairs = [(_line(name), _line(meanings.get(name)) or _line(name)) for name in names]
+    return tuple(pairs) if all(identifier for identifier, _ in pairs) else ()
+
+
+def _line(text: object) -> str:
+    """Returns a text on one line, as lists of labels have it; "" for anything else."""
+    return " ".join(text.split()) if isinstance(text, str) else ""
 
 
 def _sizes(values: list[Any]) -> tuple[tuple[int, int], ...]:

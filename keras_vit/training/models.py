@@ -8,6 +8,7 @@ from keras_vit.applications import BUILDERS
 from keras_vit.config import ViTConfig
 from keras_vit.model import VisionTransformer
 from keras_vit.variants import VARIANTS
+from keras_vit.weights.positions import Method
 
 # The images of 8 by 8 pixels are doubled, so that augmentation blurs them less. The sizes were
 # chosen on validation images.
@@ -75,6 +76,7 @@ def pretrained_model(
     weights: str | os.PathLike[str],
     classes: int,
     image_size: tuple[int, int] | None = None,
+    positions: Method = "original",
     sha256: str | None = None,
 ) -> VisionTransformer:
     """Returns a published variant with the weights of a checkpoint, to fine-tune.
@@ -84,6 +86,8 @@ def pretrained_model(
         weights: a checkpoint file, or a name that the builders know, such as "imagenet21k".
         classes: number of classes; the classifier is fresh if the checkpoint has another number.
         image_size: (height, width) in pixels; None for the checkpoint's.
+        positions: how position embeddings are resampled to the image size, see
+            `keras_vit.weights.resample_positions`.
         sha256: of the checkpoint's file; None if it is unknown.
 
     Raises:
@@ -96,6 +100,7 @@ def pretrained_model(
         classes=classes,
         input_shape=None if image_size is None else (*image_size, 3),
         classifier_activation=None,
+        positions=positions,
         sha256=sha256,
     )
     return model

@@ -19,6 +19,7 @@ from keras_vit.layers.dense import CHANGES
 from keras_vit.model import VisionTransformer
 from keras_vit.variants import parameter_count
 from keras_vit.weights.checkpoint import REGISTERED_NAME
+from keras_vit.weights.positions import Method
 
 # The files of a run directory; evaluation writes METRICS and CONFUSION.
 MODEL, CONFIG, LABELS, SPLITS = "model.keras", "config.json", "labels.txt", "splits.csv"
@@ -130,7 +131,11 @@ class Run:
         return load_data(source)
 
     def classifier(
-        self, labels: Sequence[str], *, image_size: tuple[int, int] | None = None
+        self,
+        labels: Sequence[str],
+        *,
+        image_size: tuple[int, int] | None = None,
+        positions: Method = "original",
     ) -> VisionTransformer:
         """Returns a copy of the run's model with a classifier for these labels, to train.
 
@@ -140,6 +145,8 @@ class Run:
         Args:
             labels: the name of each class.
             image_size: (height, width) in pixels; None for that of the run.
+            positions: how position embeddings are resampled to the image size, see
+                `keras_vit.weights.resample_positions`.
 
         Raises:
             ValueError: the run's model is not a `VisionTransformer`, or the image size is not a
@@ -152,7 +159,7 @@ class Run:
                 f"{type(model).__name__}, give one that keras-vit made."
             )
         if image_size not in (None, self.image_size):
-            model = weights.resize(model, (*image_size, 3))
+            model = weights.resize(model, (*image_size, 3), positions=positions)
         config = dataclasses.replace(model.config, classes=len(labels), classifier_activation=None)
         heads = ["head", "distillation_head"] if config.distillation_token else ["head"]
         # A run of `pretrain` may have labels, but has no classifier.

@@ -29,7 +29,7 @@ from keras_vit.weights.checkpoint import (
 from keras_vit.weights.checksums import check_sha256, checked_sha256
 from keras_vit.weights.connection import plain, shown
 from keras_vit.weights.download import cached_path, fetch, verify
-from keras_vit.weights.positions import Method
+from keras_vit.weights.positions import Method, check_method
 from keras_vit.weights.torch_layouts import without_distillation
 from keras_vit.weights.torch_settings import SETTINGS_FILES
 
@@ -133,6 +133,9 @@ class Request:
     dtype: Any = None
     positions: Method = "original"
     training: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_method(self.positions)
 
     def applied(self, config: ViTConfig, **fields: Any) -> ViTConfig:
         """Returns the config with what the caller decides, and the given fields."""

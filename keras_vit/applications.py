@@ -12,6 +12,7 @@ from keras_vit.variants import VARIANTS, parameter_count
 from keras_vit.weights import building
 from keras_vit.weights.building import Request, locate
 from keras_vit.weights.checkpoint import Checkpoint, open_checkpoint
+from keras_vit.weights.positions import Method
 
 LARGE = 100e6  # parameters; the examples of larger models are not run by the tests
 DEFAULT_CLASSES = 1000  # ImageNet-1k, as in keras.applications
@@ -37,6 +38,7 @@ class Builder(Protocol):
         dropout_rate: float = 0.0,
         drop_path_rate: float = 0.0,
         remat: bool = False,
+        positions: Method = "original",
         sha256: str | None = None,
     ) -> keras.Model: ...
 
@@ -77,6 +79,9 @@ Args:
     name: name of the model.
     dropout_rate, drop_path_rate: dropout and stochastic depth in training, see `ViTConfig`.
     remat: whether training recomputes activations instead of storing them, to save memory.
+    positions: how a checkpoint's position embeddings are resampled to `input_shape`: "original", as
+        the original's fine-tuning does; "bilinear", "bicubic" or "bicubic_antialias", see
+        `keras_vit.weights.resample_positions`.
     sha256: the SHA-256 of the checkpoint's file, in hexadecimal; compared before anything is read
         from it.
 
@@ -112,6 +117,7 @@ def _builder(variant: str) -> Builder:
         dropout_rate: float = 0.0,
         drop_path_rate: float = 0.0,
         remat: bool = False,
+        positions: Method = "original",
         sha256: str | None = None,
     ) -> keras.Model:
         training = {"dropout_rate": dropout_rate, "drop_path_rate": drop_path_rate, "remat": remat}
@@ -123,12 +129,12 @@ def _builder(variant: str) -> Builder:
             classifier_activation=classifier_activation,
             include_preprocessing=include_preprocessing,
             name=name or build.__name__.lower(),
+            positions=positions,
             training=training,
         )
         if weights is None:
             _check_no_sha256(sha256)
-            config = _fresh_config(VARIANTS[variant], request)
-            model = VisionTransformer(config, name=request.name)
+            model = VisionTransformer(_fresh_config(VARIANTS[variant], request), name=request.name)
         else:
             checkpoint = _open_fitting(variant, weights, request, sha256=sha256)
             model = building.build(checkpoint, request, base=VARIANTS[variant])

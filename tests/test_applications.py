@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import keras
 import numpy as np
@@ -14,6 +14,7 @@ import keras_vit
 from keras_vit.applications import BUILDERS
 from keras_vit.config import ViTConfig
 from keras_vit.variants import VARIANTS
+from keras_vit.weights.positions import Method
 
 TI16 = VARIANTS["Ti/16"]
 SMALL = (32, 48, 3)
@@ -33,6 +34,7 @@ ARGUMENTS = [
     "dropout_rate",
     "drop_path_rate",
     "remat",
+    "positions",
     "sha256",
 ]
 
@@ -170,6 +172,23 @@ def test_every_weight_of_a_checkpoint_is_loaded(tmp_path: Path) -> None:
         assert value.any(), name
 
 
+@pytest.mark.parametrize("positions", get_args(Method))
+def test_positions_are_resampled_as_asked_for(positions: Method, tmp_path: Path) -> None:
+    """Builders and `keras_vit.load` resample by the method that they are given and no other."""
+    path, config = checkpoint(tmp_path, classes=7, input_shape=(64, 64, 3))
+    table = published.arrays(config)["Transformer/posembed_input/pos_embedding"]
+    tables = {
+        method: keras_vit.weights.resample_positions(table, (4, 4), (3, 6), method=method)
+        for method in get_args(Method)
+    }
+    for model in (
+        keras_vit.ViTTi16(weights=path, input_shape=(48, 96, 3), positions=positions),
+        keras_vit.load(path, input_shape=(48, 96, 3), positions=positions),
+    ):
+        found = values(model)["patch_encoder/position_embedding"]
+        assert [m for m in tables if np.array_equal(found, tables[m])] == [positions]
+
+
 def test_another_number_of_classes_makes_a_fresh_head(tmp_path: Path) -> None:
     """The new classifier is zeros; everything below it is the checkpoint's."""
     path, _ = checkpoint(tmp_path, classes=7)
@@ -199,6 +218,7 @@ def test_input_tensor_is_built_upon() -> None:
 
 ERRORS = [
     ({"input_shape": (30, 48, 3)}, ValueError, "multiples of 16.*nearest that fits is"),
+    ({"positions": "nearest"}, ValueError, "resampled by one of.*bicubic_antialias.*'nearest'"),
     ({"pooling": "mean"}, ValueError, "pooling must be one of"),
     ({"classes": 0}, ValueError, "classes must be a positive integer"),
     ({"classifier_activation": "sofmax"}, ValueError, "sofmax"),

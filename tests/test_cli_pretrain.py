@@ -148,6 +148,7 @@ def test_a_teacher_is_a_run_or_a_file(place: Path, tmp_path: Path) -> None:
 WRONG = {
     "--freeze 1": "--freeze needs --weights",
     "--lora 2": "--lora needs --weights",
+    "--positions bicubic": "--positions needs --weights",
     "--weights x --model Ti/16 --lora 2 --freeze 1": "leave out --freeze",
     "--temperature 2": "--temperature needs --teacher",
     "--distillation-weight 0.5": "--distillation-weight needs --teacher",

@@ -2,11 +2,12 @@
 
 import argparse
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from keras_vit.cli import flags
+from keras_vit.cli import flags, train
+from keras_vit.weights.positions import Method
 
 RIGHT: list[tuple[Callable[[str], Any], str, Any]] = [
     (flags.count, "12", 12),
@@ -54,6 +55,11 @@ WRONG: list[tuple[Callable[[str], Any], str]] = [
     (flags.size, "4x5x6"),
     (flags.size, "x"),
 ]
+
+
+def test_every_way_of_resampling_is_a_choice() -> None:
+    """The command line, which answers without NumPy, has a list of its own."""
+    assert get_args(Method) == train.POSITIONS
 
 
 @pytest.mark.parametrize(("read", "text", "expected"), RIGHT)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -54,6 +55,24 @@ def test_a_checkpoint_is_taken_over_with_a_fresh_head(tmp_path: Path) -> None:
     assert model.output_shape == (None, 3)
     assert not model.get_layer("head").kernel.numpy().any()
     assert model.input_shape == (None, 48, 32, 3)
+
+
+def test_a_starting_point_is_resampled_as_asked_for(tmp_path: Path) -> None:
+    """By the method for positions, from a checkpoint and from a run."""
+    model = randomize(keras_vit.VisionTransformer(model_config("Ti/16", image_size=(64, 64))))
+    path = keras_vit.weights.save_npz(model, tmp_path / "saved.npz")
+    run = Run(path=tmp_path, model=model, labels=(), config={})
+    tables = []
+    for method in ("original", "bicubic_antialias"):
+        size: dict[str, Any] = {"image_size": (48, 96), "positions": method}
+        for other in (
+            pretrained_model("Ti/16", weights=path, classes=2, **size),
+            run.classifier(("a", "b"), **size),
+        ):
+            tables.append(np.asarray(other.get_layer("patch_encoder").position_embedding))
+    assert np.array_equal(tables[0], tables[1])
+    assert np.array_equal(tables[2], tables[3])
+    assert np.abs(tables[0] - tables[2]).max() > 1e-3
 
 
 def test_weights_need_a_published_variant_and_a_file(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Tests of keras_vit.weights.positions."""
 
+from typing import get_args
+
 import hypothesis
 import numpy as np
 import published
@@ -7,11 +9,17 @@ import pytest
 import scipy.ndimage
 from hypothesis import strategies as st
 
-from keras_vit.weights.positions import Method, resample_positions, square_grid
+from keras_vit.weights.positions import Method, resample_positions, resample_variable, square_grid
 
 GOLDEN = np.load(published.GOLDEN / "positions.npz")
 GRIDS = ["14_to_24", "7_to_12", "16_to_37", "24_to_14", "14_to_14"]
-METHODS = ["original", "bilinear", "bicubic"]
+METHODS = get_args(Method)
+
+# torch 2.13, CPU, float64: interpolate(table, size=..., mode="bicubic", antialias=True) of tables
+# (1, 1, height, width) from numpy.random.default_rng(0).standard_normal, one after another. Made
+# once, by hand: "6x4" is a table and "6x4_to_3x9" what PyTorch makes of it.
+ANTIALIAS = np.load(published.GOLDEN / "positions_antialias.npz")
+ANTIALIAS_GRIDS = [name for name in ANTIALIAS if "_to_" in name]
 
 sides = st.integers(1, 6)
 fast = hypothesis.settings(deadline=None, derandomize=True, max_examples=25)
@@ -63,6 +71,56 @@ def test_half_pixel_methods_are_pytorchs(method: Method) -> None:
     np.testing.assert_allclose(made[0, :, 0], TORCH_ROWS[method], atol=1e-6)
 
 
+def antialias_error(name: str, method: Method) -> float:
+    """Returns how far a method's table is from PyTorch's antialiased one."""
+    old, expected = ANTIALIAS[name.split("_to_")[0]], ANTIALIAS[name]
+    (_, _, h, w), (_, _, new_h, new_w) = old.shape, expected.shape
+    made = resample_positions(old.reshape(1, -1, 1), (h, w), (new_h, new_w), method=method)
+    return float(np.abs(made.reshape(expected.shape) - expected).max())
+
+
+@pytest.mark.parametrize("name", ANTIALIAS_GRIDS)
+def test_antialiasing_is_pytorchs(name: str) -> None:
+    """Grids that grow, shrink, or do both: the table is that of `antialias=True`."""
+    assert antialias_error(name, "bicubic_antialias") < 1e-12
+
+
+@pytest.mark.parametrize("name", ANTIALIAS_GRIDS)
+def test_antialiasing_comparison_can_fail(name: str) -> None:
+    """Without antialiasing the numbers are others, also where a grid grows."""
+    assert antialias_error(name, "bicubic") > 1e-2
+
+
+def test_antialiasing_looks_at_every_cell() -> None:
+    """Of 32 cells that become 4, each counts; without antialiasing some do not."""
+    counts = {}
+    for method in ("bicubic", "bicubic_antialias"):
+        cells = np.eye(32)[None]
+        made = resample_positions(cells, (1, 32), (1, 4), method=method)
+        counts[method] = int((np.abs(made).sum(axis=1) > 0).sum())
+    assert counts == {"bicubic": 16, "bicubic_antialias": 32}
+
+
+KINDS = {  # cells of a table for a grid of 6x4, what stands before them, and its cells for 3x9
+    "position_embedding": ((6, 4), 1, (3, 9)),
+    "position_x": ((1, 4), 0, (1, 9)),
+    "position_y": ((6, 1), 0, (3, 1)),
+    "relative_bias": ((11, 7), 3, (5, 17)),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_table_is_resampled_alike(kind: str, method: Method) -> None:
+    """Its cells as `resample_positions` does it, and what stands before them as it was."""
+    cells, prefix, new_cells = KINDS[kind]
+    value = table(*cells, prefix)
+    made = resample_variable(kind, value, (6, 4), (3, 9), method=method)
+    wanted = resample_positions(value[:, prefix:], cells, new_cells, method=method)
+    np.testing.assert_array_equal(made[:, :prefix], value[:, :prefix])
+    np.testing.assert_array_equal(made[:, prefix:], wanted)
+
+
 @fast
 @hypothesis.given(sides, sides, sides, sides, st.sampled_from(METHODS), st.sampled_from([0, 1]))
 def test_resampling_properties(
@@ -99,5 +157,5 @@ def test_a_table_of_another_grid_is_refused() -> None:
     """The sentence names both."""
     with pytest.raises(ValueError, match="26 positions does not hold a grid of 4x4"):
         resample_positions(table(5, 5), (4, 4), (8, 8))
-    with pytest.raises(ValueError, match=r"method must be one of.*'nearest'"):
+    with pytest.raises(ValueError, match=r"resampled by one of.*'nearest'"):
         resample_positions(table(4, 4), (4, 4), (8, 8), method="nearest")  # type: ignore[arg-type]

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from keras_vit.data import ImageData
     from keras_vit.evaluation import Evaluation
     from keras_vit.training import DistillationModel, Recipe, Run
+    from keras_vit.weights.positions import Method
 
+# As in keras_vit.weights.positions, which imports NumPy.
+POSITIONS = ("original", "bilinear", "bicubic", "bicubic_antialias")
 _LORA_TARGETS = ("qkv", "out", "fc1", "fc2")
 _DESCRIPTION = """\
 Trains a Vision Transformer and writes a run directory.
@@ -75,6 +78,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="HEX",
         help="expected SHA-256 of the file of --weights, or of the run's model.keras; checked "
         "before the file is read (default: a download is compared with its first use)",
+    )
+    group.add_argument(
+        "--positions",
+        choices=POSITIONS,
+        help="how the position embeddings of --weights are resampled to --image-size: original, as "
+        "the original's fine-tuning does, or as PyTorch's interpolate does; bicubic_antialias is "
+        "timm's (default: original)",
     )
     _add_recipe_flags(parser.add_argument_group("recipe"))
     _add_fine_tuning(parser.add_argument_group("fine-tuning"))
@@ -267,7 +277,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _check_fresh(arguments: argparse.Namespace) -> None:
-    for name in ("freeze", "lora", "weights_sha256"):
+    for name in ("freeze", "lora", "weights_sha256", "positions"):
         if getattr(arguments, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} needs --weights.")
 
@@ -343,16 +353,19 @@ def _pretrained(arguments: argparse.Namespace, data: "ImageData") -> "VisionTran
     from keras_vit.weights.building import find
 
     size, sha256 = _image_size(arguments), arguments.weights_sha256
+    positions: Method = arguments.positions or "original"
     if _is_run(arguments.weights):
         if sha256 is not None:
             find(arguments.weights, sha256=sha256)
-        return training.Run.load(arguments.weights).classifier(data.labels, image_size=size)
+        trained = training.Run.load(arguments.weights)
+        return trained.classifier(data.labels, image_size=size, positions=positions)
     with flags.saying_warnings():
         return training.pretrained_model(
             arguments.model,
             weights=arguments.weights,
             classes=len(data.labels),
             image_size=size,
+            positions=positions,
             sha256=sha256,
         )
 

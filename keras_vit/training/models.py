@@ -9,6 +9,7 @@ from keras_vit.config import ViTConfig
 from keras_vit.model import VisionTransformer
 from keras_vit.variants import VARIANTS
 from keras_vit.weights import building
+from keras_vit.weights.positions import Method
 
 # The images of 8 by 8 pixels are doubled, so that augmentation blurs them less. The sizes were
 # chosen on validation images.
@@ -76,6 +77,7 @@ def pretrained_model(
     weights: str | os.PathLike[str],
     classes: int,
     image_size: tuple[int, int] | None = None,
+    positions: Method = "original",
     sha256: str | None = None,
 ) -> VisionTransformer:
     """Returns a model with the weights of a checkpoint, to fine-tune.
@@ -86,6 +88,8 @@ def pretrained_model(
             a name, what `keras_vit.load` takes.
         classes: number of classes; the classifier is fresh if the checkpoint has another number.
         image_size: (height, width) in pixels; None for the checkpoint's.
+        positions: how position embeddings are resampled to the image size, see
+            `keras_vit.weights.resample_positions`.
         sha256: of the checkpoint's file; None if it is unknown.
 
     Raises:
@@ -100,6 +104,7 @@ def pretrained_model(
             input_shape=input_shape,
             classifier_activation=None,
             include_preprocessing=True,
+            positions=positions,
             sha256=sha256,
         )
     _check_name(name, tuple(VARIANTS))
@@ -108,6 +113,7 @@ def pretrained_model(
         classes=classes,
         input_shape=input_shape,
         classifier_activation=None,
+        positions=positions,
         sha256=sha256,
     )
     return model

@@ -21,6 +21,7 @@ from keras_vit.preprocessing import LABELLED, class_labels
 from keras_vit.variants import parameter_count
 from keras_vit.weights import building
 from keras_vit.weights.checkpoint import REGISTERED_NAME, SUFFIXES, open_checkpoint
+from keras_vit.weights.positions import Method
 
 # The files of a run directory; evaluation writes METRICS and CONFUSION.
 MODEL, CONFIG, LABELS, SPLITS = "model.keras", "config.json", "labels.txt", "splits.csv"
@@ -37,16 +38,8 @@ _MAX_EXPANSION = 8
 _LONGEST_REASON = 300  # characters
 # The errors of Keras for a file that holds no model.
 _UNREADABLE = (
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    ArithmeticError,
-    OSError,
-    RuntimeError,
-    ImportError,
-    zipfile.BadZipFile,
-    zlib.error,
+    *(ValueError, TypeError, LookupError, AttributeError, ArithmeticError),
+    *(OSError, RuntimeError, ImportError, zipfile.BadZipFile, zlib.error),
 )
 # These may differ between the training and the saved model: its outputs do not depend on them.
 _TRAINING_ONLY = (
@@ -132,7 +125,11 @@ class Run:
         return load_data(source)
 
     def classifier(
-        self, labels: Sequence[str], *, image_size: tuple[int, int] | None = None
+        self,
+        labels: Sequence[str],
+        *,
+        image_size: tuple[int, int] | None = None,
+        positions: Method = "original",
     ) -> VisionTransformer:
         """Returns a copy of the run's model with a classifier for these labels, to train.
 
@@ -142,6 +139,8 @@ class Run:
         Args:
             labels: the name of each class.
             image_size: (height, width) in pixels; None for that of the run.
+            positions: how position embeddings are resampled to the image size, see
+                `keras_vit.weights.resample_positions`.
 
         Raises:
             ValueError: the run's model is not a `VisionTransformer`, or the image size is not a
@@ -154,7 +153,7 @@ class Run:
                 f"{type(model).__name__}, give one that keras-vit made."
             )
         if image_size not in (None, self.image_size):
-            model = weights.resize(model, (*image_size, 3))
+            model = weights.resize(model, (*image_size, 3), positions=positions)
         config = dataclasses.replace(model.config, classes=len(labels), classifier_activation=None)
         heads = ["head", "distillation_head"] if config.distillation_token else ["head"]
         # A run of `pretrain` may have labels, but has no classifier.

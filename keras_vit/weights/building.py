@@ -27,15 +27,10 @@ from keras_vit.weights.checkpoint import (
     Checkpoint,
     open_checkpoint,
 )
-from keras_vit.weights.checksums import (
-    SHARD_INDEX,
-    check_one_file,
-    check_sha256,
-    checked_sha256,
-)
+from keras_vit.weights.checksums import SHARD_INDEX, check_one_file, check_sha256, checked_sha256
 from keras_vit.weights.connection import shown
 from keras_vit.weights.download import cached_path, fetch, fetch_from_hub, hub_parts
-from keras_vit.weights.positions import Method
+from keras_vit.weights.positions import Method, check_method
 from keras_vit.weights.torch_layouts import without_distillation
 from keras_vit.weights.torch_settings import SETTINGS_FILES
 
@@ -145,6 +140,9 @@ class Request:
     dtype: Any = None
     positions: Method = "original"
     training: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_method(self.positions)
 
     def applied(self, config: ViTConfig, **fields: Any) -> ViTConfig:
         """Returns the config with what the caller decides, and the given fields."""

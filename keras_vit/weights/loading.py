@@ -29,7 +29,7 @@ from keras_vit.weights.checkpoint import (
 from keras_vit.weights.checksums import check_sha256
 from keras_vit.weights.companion import MARK, check_free, needs_companion, write_companion
 from keras_vit.weights.layouts import Row, check_published, listed, original_rows
-from keras_vit.weights.positions import CELLS, Method, resample_variable
+from keras_vit.weights.positions import CELLS, Method, check_method, resample_variable
 
 
 def save_npz(model: VisionTransformer, path: str | Path) -> Path:
@@ -108,7 +108,7 @@ def load(
         FileNotFoundError: there is no such file.
         ValueError: the file is damaged, has another SHA-256, or does not fit the model; all
             differences are listed. A file that says its activation, epsilon or pixels' mean and
-            deviation must say the model's.
+            deviation must say the model's. Or `positions` is no way of resampling.
         TypeError: the model is not a `VisionTransformer`.
     """
     if not isinstance(model, VisionTransformer):
@@ -116,6 +116,7 @@ def load(
             "weights.load fills a VisionTransformer; give it the one inside your model. "
             f"Received: {type(model).__name__}."
         )
+    check_method(positions)
     check_sha256(Path(path), sha256)
     checkpoint = open_checkpoint(path)
     rows = match(checkpoint, model.config)
@@ -148,8 +149,10 @@ def resize(
         positions: how positions are resampled, see `resample_positions`.
 
     Raises:
-        ValueError: the size is not a multiple of the patch, or the channels differ.
+        ValueError: the size is not a multiple of the patch, the channels differ, or `positions` is
+            no way of resampling.
     """
+    check_method(positions)
     old = model.config
     if input_shape[2] != old.input_shape[2]:
         raise ValueError(

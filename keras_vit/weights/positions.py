@@ -5,10 +5,11 @@ from typing import Literal, get_args
 
 import numpy as np
 
-Method = Literal["original", "bilinear", "bicubic"]
+Method = Literal["original", "bilinear", "bicubic", "bicubic_antialias"]
 
-# Catmull-Rom's is -0.5; -0.75 is the constant of torch.nn.functional.interpolate(mode="bicubic").
-CUBIC_SHARPNESS = -0.75
+# The constant of torch.nn.functional.interpolate(mode="bicubic"); with antialias=True it is
+# Pillow's, -0.5 (PyTorch, aten/src/ATen/native/cpu/UpSampleKernel.cpp, HelperInterpCubic).
+CUBIC_SHARPNESS = {"bicubic": -0.75, "bicubic_antialias": -0.5}
 
 # The variables whose shape depends on the grid of patches, by the last part of their path, and
 # how many cells, (height, width), each has for a grid.
@@ -39,8 +40,9 @@ def resample_positions(
         grid: (height, width) of the table, in patches.
         new_grid: (height, width) wanted, in patches.
         method: "original" maps corners to corners linearly, as the original's fine-tuning does
-            (`scipy.ndimage.zoom(order=1)`, vit_jax/checkpoint.py); "bilinear" and "bicubic" map
-            half-pixel centres, without antialiasing, as PyTorch's `interpolate` does.
+            (`scipy.ndimage.zoom(order=1)`, vit_jax/checkpoint.py); the others map half-pixel
+            centres, as PyTorch's `interpolate` does: "bilinear" and "bicubic" without
+            antialiasing, "bicubic_antialias" with it, as timm and DINOv2 with registers resample.
 
     Returns:
         (1, prefix + new height * new width, D), in the table's dtype.
@@ -48,8 +50,7 @@ def resample_positions(
     Raises:
         ValueError: the table does not hold the grid, or the method is unknown.
     """
-    if method not in get_args(Method):
-        raise ValueError(f"method must be one of {get_args(Method)}. Received: {method!r}.")
+    check_method(method)
     prefix = table.shape[1] - grid[0] * grid[1]
     if prefix not in (0, 1):
         raise ValueError(
@@ -89,6 +90,14 @@ def resample_variable(
     return np.concatenate([value[:, :prefix], table], axis=1)
 
 
+def check_method(method: object) -> None:
+    """Raises a ValueError unless `method` is one of `Method`."""
+    if method not in get_args(Method):
+        raise ValueError(
+            f"Positions are resampled by one of {get_args(Method)}. Received: {method!r}."
+        )
+
+
 def square_grid(positions: int) -> tuple[int, int] | None:
     """Returns the (height, width) of a square grid of that many patches, or None."""
     side = round(positions**0.5)
@@ -97,6 +106,8 @@ def square_grid(positions: int) -> tuple[int, int] | None:
 
 def _weights(old: int, new: int, method: Method) -> np.ndarray:
     """Returns the (new, old) matrix that interpolates one axis."""
+    if method == "bicubic_antialias":
+        return _antialiased_weights(old, new)
     if method == "original":
         centers = np.linspace(0, old - 1, new)
     else:
@@ -113,10 +124,23 @@ def _weights(old: int, new: int, method: Method) -> np.ndarray:
     return matrix
 
 
+def _antialiased_weights(old: int, new: int) -> np.ndarray:
+    """Returns the (new, old) matrix of the cubic kernel, as wide as a new cell where it shrinks.
+
+    What the kernel would take from beyond an edge is left out, and each row sums to one.
+    """
+    scale = old / new
+    centers = (np.arange(new) + 0.5) * scale - 0.5
+    distance = (centers[:, None] - np.arange(old)) / max(scale, 1)
+    matrix = _kernel(distance, "bicubic_antialias")
+    return np.asarray(matrix / matrix.sum(axis=1, keepdims=True))
+
+
 def _kernel(distance: np.ndarray, method: Method) -> np.ndarray:
-    x, a = np.abs(distance), CUBIC_SHARPNESS
-    if method != "bicubic":
+    x = np.abs(distance)
+    if method not in CUBIC_SHARPNESS:
         return np.asarray(np.maximum(1 - x, 0))
+    a = CUBIC_SHARPNESS[method]
     near = (a + 2) * x**3 - (a + 3) * x**2 + 1
     far = a * x**3 - 5 * a * x**2 + 8 * a * x - 4 * a
     return np.asarray(np.where(x <= 1, near, np.where(x < 2, far, 0)))

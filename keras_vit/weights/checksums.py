@@ -165,10 +165,9 @@ def junk(path: Path, *, name: str) -> str | None:
     if not start:
         return "an empty file"
     suffix = structured(name)
+    # The length of a header and its beginning, whatever else that length looks like.
     if suffix == ".safetensors" and re.match(rb".{6}\0\0\{", start, re.DOTALL):
-        return (
-            None  # the length of a header and its beginning, whatever else that length looks like
-        )
+        return None
     marks = _MARKS if suffix is not None else _MARKS[:3]
     kind = next((words for mark, words in marks if re.match(mark, start, re.IGNORECASE)), None)
     return None if kind == _PROMISES.get(suffix or "") else kind

@@ -58,6 +58,7 @@ def test_steps_are_those_of_the_source(start: float) -> None:
     assert np.abs(bias.numpy() - other).max() > 1e-3  # the comparison can fail
 
 
+@pytest.mark.slow
 def test_two_replicas_take_the_steps_of_one() -> None:
     """The ratio is that of whole variables and of the summed gradient."""
     drawn = np.random.default_rng(1)

@@ -172,7 +172,7 @@ def by_hand(**changes: Any) -> keras.Model:
     return keras.Model(images, keras.layers.Dense(2, activation="softmax")(base(images)))
 
 
-@pytest.mark.parametrize("strategy", ["none", "mirrored"])
+@pytest.mark.parametrize("strategy", ["none", pytest.param("mirrored", marks=pytest.mark.slow)])
 def test_a_model_built_by_hand_trains(strategy: Any, data: ImageData, tmp_path: Path) -> None:
     """Exactly, on one device and on two; the run holds it, and the given one stays where it is."""
     model = by_hand()

@@ -83,7 +83,7 @@ def test_evaluating_measures_the_features(place: Path, capsys: pytest.CaptureFix
     assert main([*other, "--data", str(place / "images")]) == 0
     assert "1 labelled images of each class" in capsys.readouterr().out
     assert main(other) == 1
-    assert "was made without labels; give --data" in capsys.readouterr().err
+    assert "has no labelled images of its own; give --data" in capsys.readouterr().err
     assert main([*other, "--data", str(place / "images"), "--real", "real.json"]) == 1
     assert "has no classifier; --real measures one" in capsys.readouterr().err
 

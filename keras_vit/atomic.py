@@ -186,16 +186,15 @@ wait until it ends, or choose another place.
         FileExistsError: another process holds it; the message says which, where and since when.
         OSError: the file cannot be written.
     """
-    with explain_errors(path, kept="nothing was begun"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = _lock_file(path, what)
+    descriptor = None
     try:
+        with explain_errors(path, kept="nothing was begun"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = _lock_file(path, what)
         yield
     finally:
-        # Before it is released: a process that opened it meanwhile sees that its name is gone.
-        with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)
-        os.close(descriptor)
+        if descriptor is not None:
+            _release(descriptor, path)
 
 
 def check_unheld(path: Path, *, what: str) -> None:
@@ -272,18 +271,30 @@ def _lock_file(path: Path, what: str) -> int:
     while True:
         flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
         descriptor = os.open(path, flags, 0o644)
+        is_held = False
         try:
             _lock(descriptor, path, what)
-            if _is_at(descriptor, path):  # else its holder removed it after it was opened
+            is_held = _is_at(descriptor, path)  # else its holder removed it after it was opened
+            if is_held:
                 now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
                 holder = f"process {os.getpid()} on {socket.gethostname()}, since {now}"
                 os.truncate(descriptor, 0)
                 os.write(descriptor, holder.encode())
                 return descriptor
-        except BaseException:
-            os.close(descriptor)
+        except BaseException:  # an interruption, too
+            if is_held:
+                _release(descriptor, path)
+            else:
+                os.close(descriptor)
             raise
         os.close(descriptor)
+
+
+def _release(descriptor: int, path: Path) -> None:
+    # Removed first: a process that opened the file meanwhile sees that its name is gone.
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
+    os.close(descriptor)
 
 
 def _is_at(descriptor: int, path: Path) -> bool:

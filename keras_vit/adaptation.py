@@ -13,9 +13,10 @@ import numpy as np
 import safetensors.numpy
 
 from keras_vit.atomic import whole_file
-from keras_vit.config import ViTConfig, is_number, shown
+from keras_vit.config import ViTConfig
 from keras_vit.layers import TokenDense
 from keras_vit.layers.dense import CHANGES, without_lora
+from keras_vit.limits import is_number, shown
 from keras_vit.model import VisionTransformer, path_inside, weights_by_path
 from keras_vit.weights.arrays import FLOATS, check_file, read_safetensors, safetensors_metadata
 

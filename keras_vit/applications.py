@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 import keras
 
-from keras_vit.config import Pooling, ViTConfig
+from keras_vit.config import InputShape, Pooling, ViTConfig
 from keras_vit.exact import ExactModel
 from keras_vit.model import VisionTransformer
 from keras_vit.variants import VARIANTS, parameter_count
@@ -28,7 +28,7 @@ class Builder(Protocol):
         include_top: bool = True,
         weights: str | Path | None = None,
         input_tensor: Any = None,
-        input_shape: tuple[int, int, int] | None = None,
+        input_shape: InputShape | None = None,
         pooling: Pooling | None = None,
         classes: int | None = None,
         classifier_activation: str | None = "softmax",
@@ -67,7 +67,8 @@ Args:
     input_tensor: a Keras tensor of images to build upon; the result is then an `ExactModel` with
         the Vision Transformer inside.
     input_shape: (height, width, channels); height and width are multiples of {stride}. Left open:
-        the checkpoint's, or {default}. Position embeddings are resampled to it.
+        the checkpoint's, or {default}. Position embeddings are resampled to it. With (None, None,
+        channels) one graph takes images of any such size; hybrids do not.
     pooling: "token", "avg" or "max" (over the patch tokens), "token_avg" (token and average side
         by side), or "map" (attention pooling). Left open: with the classifier the checkpoint's, or
         "{pooling}"; without, every token (B, N, D).
@@ -107,7 +108,7 @@ def _builder(variant: str) -> Builder:
         include_top: bool = True,
         weights: str | Path | None = None,
         input_tensor: Any = None,
-        input_shape: tuple[int, int, int] | None = None,
+        input_shape: InputShape | None = None,
         pooling: Pooling | None = None,
         classes: int | None = None,
         classifier_activation: str | None = "softmax",
@@ -153,7 +154,8 @@ def _check_no_sha256(sha256: str | None) -> None:
 def _open_fitting(
     variant: str, weights: str | Path, request: Request, *, sha256: str | None
 ) -> Checkpoint:
-    image_size = max(request.input_shape[:2]) if request.input_shape else None
+    height, width = request.input_shape[:2] if request.input_shape else (None, None)
+    image_size = max(height, width) if height and width else None
     path = locate(weights, variant, image_size=image_size, sha256=sha256)
     checkpoint = open_checkpoint(path)
     if request.include_top and request.classes_or(checkpoint.fields["classes"]) is None:
@@ -176,9 +178,7 @@ def _fresh_config(variant: ViTConfig, request: Request) -> ViTConfig:
     )
 
 
-def _input_shape(
-    input_shape: tuple[int, int, int] | None, input_tensor: Any
-) -> tuple[int, int, int] | None:
+def _input_shape(input_shape: InputShape | None, input_tensor: Any) -> InputShape | None:
     if input_tensor is None:
         return input_shape
     if not keras.backend.is_keras_tensor(input_tensor):

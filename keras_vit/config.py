@@ -4,14 +4,17 @@ Knows no framework: importing this module costs nothing.
 """
 
 import dataclasses
-import reprlib
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
+
+from keras_vit.limits import LIMITS, MAX_SIDE, is_grid, is_number, is_whole, shown
 
 Pooling = Literal["token", "avg", "token_avg", "max", "map"]
 Activation = Literal["gelu_tanh", "gelu", "quick_gelu", "swiglu"]
 PositionEmbedding = Literal["learned", "learned_2d", "sincos_2d", "relative"]
 PositionPlacement = Literal["input", "every_block", "every_block_shared"]
+# (height, width, channels) of images, integers; height and width are None for images of any size.
+InputShape = tuple[Any, Any, int]
 
 # A ResNet root halves twice (7x7/2 convolution, 3x3/2 max-pool) before any stage
 # (google-research/vision_transformer, vit_jax/models_vit.py).
@@ -24,7 +27,8 @@ WIDTH_MULTIPLES = {"learned_2d": 2, "sincos_2d": 4}
 # What the hand-written writers of checkpoints, ONNX and TFLite know: fields at any value, and some
 # values of two more. A network with any other field changed is none of theirs, docs/variants.md.
 WRITTEN = {
-    *("input_shape", "patch_size", "hidden_dim", "mlp_dim", "num_heads", "num_layers", "classes"),
+    *("input_shape", "position_grid", "patch_size", "hidden_dim", "mlp_dim", "num_heads"),
+    *("num_layers", "classes"),
     *("class_token", "representation_dim", "resnet_layers", "layer_norm_epsilon"),
     *("dropout_rate", "attention_dropout_rate", "drop_path_rate", "patch_dropout_rate"),
     *("remat", "antialias"),
@@ -35,22 +39,7 @@ WRITTEN_VALUES: dict[str, tuple[Any, ...]] = {
     "pooling": ("token", "avg", "map", None),
 }
 
-# What a number may be at most: ten times that of any network we know of, so that a damaged file
-# ends in a sentence and not in a network that no machine can hold.
-LIMITS = {
-    "patch_size": 4096,
-    "hidden_dim": 2**17,
-    "mlp_dim": 2**20,
-    "num_heads": 2**12,
-    "num_layers": 1000,
-    "classes": 10**8,
-    "representation_dim": 2**17,
-    "num_registers": 2**12,
-    "pooling_heads": 2**12,
-}
-_MAX_SIDE = 2**20  # pixels, or channels
 _MAX_STAGES = 8
-_MAX_NUMBER = 1e9  # of what pixels and rates are
 _MIN_STD = 1e-9  # in units of 1; the smallest in use is 1 / 255
 _RATES = ("dropout_rate", "attention_dropout_rate", "drop_path_rate", "patch_dropout_rate")
 _SWITCHES = (
@@ -72,7 +61,9 @@ class ViTConfig:
         True
 
     Attributes:
-        input_shape: (height, width, channels) of the images, in pixels.
+        input_shape: (height, width, channels) of the images, in pixels; (None, None, channels) for
+            images of any size that the patch divides, whose positions are resampled in the graph as
+            `keras_vit.resize` does it.
         patch_size: side of a square patch, in pixels, or in cells of the ResNet stem's output.
         hidden_dim: width D of a token.
         mlp_dim: width M of the hidden layer in each MLP.
@@ -113,6 +104,8 @@ class ViTConfig:
         position_embedding: how tokens know their place (arXiv 2010.11929, Appendix D.4): "learned"
             for each (1-D, the original's), "learned_2d" for each row and column, "sincos_2d" fixed,
             "relative" as a learned bias of attention, or None.
+        position_grid: (height, width) in patches that tables of positions are made for, if the size
+            of the images is open; None if it is not: then `grid` follows from it.
         position_placement: where they are added: once at the "input", at the input of "every_block"
             with a table for each, or "every_block_shared" with one for all.
         num_registers: learned tokens without place that stand before the patch tokens and after
@@ -138,7 +131,7 @@ class ViTConfig:
         ValueError: a number is out of range, or the parts do not fit each other.
     """
 
-    input_shape: tuple[int, int, int] = (224, 224, 3)
+    input_shape: InputShape = (224, 224, 3)
     patch_size: int = 16
     hidden_dim: int = 768
     mlp_dim: int = 3072
@@ -163,6 +156,7 @@ class ViTConfig:
     image_mean: tuple[float, ...] = (0.5, 0.5, 0.5)
     image_std: tuple[float, ...] = (0.5, 0.5, 0.5)
     position_embedding: PositionEmbedding | None = "learned"
+    position_grid: tuple[int, int] | None = None
     position_placement: PositionPlacement = "input"
     num_registers: int = 0
     layer_scale: float | None = None
@@ -181,6 +175,7 @@ class ViTConfig:
         self._check_image()
         self._check_pixels()
         self._check_positions()
+        self._check_any_size()
         self._check_tokens()
 
     @property
@@ -189,9 +184,31 @@ class ViTConfig:
         return stride_of(self.patch_size, self.resnet_layers)
 
     @property
+    def any_size(self) -> bool:
+        """Whether images may be of any size that the patch divides."""
+        return self.input_shape[0] is None
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        """(height, width) of the images, in pixels.
+
+        Raises:
+            ValueError: the model is for images of any size.
+        """
+        height, width, channels = self.input_shape
+        if height is None or width is None:
+            raise ValueError(
+                "This needs a model for images of one size, and this model takes any; make one by "
+                f"keras_vit.resize(model, (height, width, {channels})), which computes the same."
+            )
+        return height, width
+
+    @property
     def grid(self) -> tuple[int, int]:
-        """(height, width) of the image in patches."""
-        height, width, _ = self.input_shape
+        """(height, width) in patches: of the image, or of the tables if its size is open."""
+        if self.position_grid is not None:
+            return self.position_grid
+        height, width = self.image_size
         return height // self.stride, width // self.stride
 
     @property
@@ -259,6 +276,17 @@ class ViTConfig:
         last = max(self.num_layers - 1, 1)
         return tuple(self.drop_path_rate * index / last for index in range(self.num_layers))
 
+    def resized(self, input_shape: InputShape) -> "ViTConfig":
+        """Returns the config for images of another size, or of any; its tables may need resampling.
+
+        Example:
+            >>> ViTConfig().resized((None, None, 3)).position_grid
+            (14, 14)
+        """
+        is_open = isinstance(input_shape, tuple) and None in input_shape[:2]
+        grid = self.grid if is_open else None
+        return dataclasses.replace(self, input_shape=input_shape, position_grid=grid)
+
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields as plain values that JSON can carry."""
         fields = dataclasses.asdict(self)
@@ -294,7 +322,7 @@ class ViTConfig:
         for name, most in LIMITS.items():
             value, least = getattr(self, name), int(name != "num_registers")
             is_optional = name in ("classes", "representation_dim", "pooling_heads")
-            fits = _is_whole(value, least, most) or (is_optional and value is None)
+            fits = is_whole(value, least, most) or (is_optional and value is None)
             allowed = "a positive integer" if least else "a whole number from 0"
             self._require(fits, name, allowed + " or None" * is_optional + f", at most {most}")
         for name in _RATES:
@@ -329,7 +357,7 @@ class ViTConfig:
             )
         stages = () if self.resnet_layers is None else self.resnet_layers
         most = LIMITS["num_layers"]
-        is_stages = isinstance(stages, tuple) and all(_is_whole(n, 1, most) for n in stages)
+        is_stages = isinstance(stages, tuple) and all(is_whole(n, 1, most) for n in stages)
         is_stages = is_stages and len(stages) <= _MAX_STAGES
         allowed = f"a tuple of positive integers or None, at most {_MAX_STAGES} up to {most}"
         self._require(is_stages, "resnet_layers", allowed)
@@ -337,11 +365,14 @@ class ViTConfig:
     def _check_image(self) -> None:
         shape, stride = self.input_shape, self.stride
         is_shape = isinstance(shape, tuple) and len(shape) == 3
-        is_shape = is_shape and all(_is_whole(side, 1, _MAX_SIDE) for side in shape)
-        allowed = f"three positive integers (height, width, channels), at most {_MAX_SIDE}"
-        self._require(is_shape, "input_shape", allowed)
-        if shape[0] % stride or shape[1] % stride:
-            near = tuple(max(round(side / stride), 1) * stride for side in shape[:2])
+        sides = shape[2:] if is_shape and shape[:2] == (None, None) else shape
+        is_shape = is_shape and all(is_whole(side, 1, MAX_SIDE) for side in sides)
+        allowed = f"three positive integers (height, width, channels), at most {MAX_SIDE}, or "
+        self._require(is_shape, "input_shape", allowed + "(None, None, channels)")
+        if self.any_size:
+            return
+        if any(side % stride for side in self.image_size):
+            near = tuple(max(round(side / stride), 1) * stride for side in self.image_size)
             raise ValueError(
                 f"The image's height and width must be multiples of {stride}, the pixels between "
                 f"two tokens. Received: input_shape={shape}; the nearest that fits is "
@@ -381,11 +412,7 @@ class ViTConfig:
         period, grid, offset = self.rotary_period, self.rotary_grid, self.rotary_offset
         fits = period is None or (is_number(period) and period > 1)
         self._require(fits, "rotary_period", "above 1, or None")
-        fits = grid is None or (
-            isinstance(grid, tuple)
-            and len(grid) == 2
-            and all(_is_whole(side, 1, _MAX_SIDE) for side in grid)
-        )
+        fits = grid is None or is_grid(grid)
         self._require(fits, "rotary_grid", "two positive integers (rows, columns), or None")
         self._require(is_number(offset), "rotary_offset", "a finite number")
         if (grid is not None and period is None) or (offset and grid is None):
@@ -399,6 +426,29 @@ class ViTConfig:
                 "Rotary positions need heads whose width is a multiple of 4. Received: "
                 f"hidden_dim={self.hidden_dim}, num_heads={self.num_heads}, heads of {size}."
             )
+
+    def _check_any_size(self) -> None:
+        if not self.any_size:
+            if self.position_grid is not None:
+                raise ValueError(
+                    "position_grid is for input_shape=(None, None, channels); change both by "
+                    f"config.resized(input_shape). Received: input_shape={self.input_shape}, "
+                    f"position_grid={shown(self.position_grid)}."
+                )
+            return
+        allowed = "two positive integers (rows, columns) if the size of the images is open"
+        self._require(is_grid(self.position_grid), "position_grid", allowed)
+        parts = {
+            'position_embedding="relative"': self.position_embedding == "relative",
+            "a ResNet stem": self.resnet_layers is not None,
+            "patch dropout": self.patch_dropout_rate > 0,
+        }
+        for part, is_there in parts.items():
+            if is_there:
+                raise ValueError(
+                    f"A model with {part} takes images of one size. "
+                    f"Received: input_shape={self.input_shape}; give their height and width."
+                )
 
     def _check_patch_dropout(self) -> None:
         is_placed_later = self.position_embedding == "relative" or self.rotary_period is not None
@@ -447,31 +497,3 @@ def stride_of(patch_size: int, resnet_layers: tuple[int, ...] | None) -> int:
     if resnet_layers is None:
         return patch_size
     return int(patch_size * ROOT_STRIDE * 2 ** max(len(resnet_layers) - 1, 0))
-
-
-def shown(value: object) -> str:
-    """Returns a value as Python writes it, cut to what a message has room for.
-
-    Example:
-        >>> len(shown("x" * 10_000)) < 100
-        True
-    """
-    try:
-        text = _REPR.repr(value)
-    except ValueError:  # an int of more digits than Python writes
-        text = f"a number of type {type(value).__name__}"
-    return text if len(text) <= 200 else f"{text[:197]}..."
-
-
-def is_number(value: object) -> bool:
-    """Whether a value is a number that pixels and rates can be, no NaN."""
-    is_real = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_real and -_MAX_NUMBER < value < _MAX_NUMBER  # type: ignore[operator]
-
-
-_REPR = reprlib.Repr()
-_REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlong = 3, 90, 90, 40
-
-
-def _is_whole(value: object, least: int, most: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most

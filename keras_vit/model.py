@@ -30,7 +30,8 @@ class VisionTransformer(ExactModel):
         TensorShape([1, 25, 32])
 
     Args:
-        config: the sizes and parts of the network.
+        config: the sizes and parts of the network. With an `input_shape` of (None, None, channels)
+            one graph takes images of any size that the patch divides.
         name: name of the model.
         dtype: dtype policy of its layers, e.g. "mixed_bfloat16"; None for the global policy.
             The classifier always computes in float32.
@@ -86,7 +87,7 @@ class VisionTransformer(ExactModel):
     @property
     def feature_names(self) -> tuple[str, ...]:
         """Names of the intermediate results that `features` returns, in order."""
-        input_layers = ("images", "rescaling", "patches", "positions")
+        input_layers = ("images", "rescaling", "patches", "positions", "rotary_turns")
         return tuple(layer.name for layer in self.layers if layer.name not in input_layers)
 
     def features(
@@ -116,8 +117,10 @@ class VisionTransformer(ExactModel):
         features = dict(self.feature_extractor(names)(images))
         if not grid:
             return features
+        sides = keras.ops.shape(images)[1:3] if self.config.any_size else self.config.image_size
+        rows, columns = (side // self.config.stride for side in sides)
         return {
-            name: _on_grid(self.config, value) if len(value.shape) == 3 else value
+            name: _on_grid(self.config, value, (rows, columns)) if len(value.shape) == 3 else value
             for name, value in features.items()
         }
 
@@ -132,7 +135,12 @@ class VisionTransformer(ExactModel):
         return ExactModel(self.input, {name: self.get_layer(name).output for name in selected})
 
     def encode(self, tokens: Any, *, training: bool | None = None) -> Any:
-        """Continues from the patch encoder's tokens (B, N, D) to the encoder's, (B, N, D)."""
+        """Continues from the patch encoder's tokens (B, N, D) to the encoder's, (B, N, D).
+
+        Raises:
+            ValueError: the model is for images of any size: tokens alone do not say their grid.
+        """
+        _ = self.config.image_size
         if self.config.embedding_norm:
             tokens = self.get_layer("embedding_norm")(tokens)
         for index in range(self.config.num_layers):
@@ -210,10 +218,10 @@ class VisionTransformer(ExactModel):
         return model
 
 
-def _on_grid(config: ViTConfig, tokens: Any) -> Any:
+def _on_grid(config: ViTConfig, tokens: Any, grid: tuple[Any, Any]) -> Any:
     """Lays the patches of tokens (B, N, D) out as (B, h, w, D)."""
     patches = tokens[:, config.num_prefix_tokens :]
-    return keras.ops.reshape(patches, (-1, *config.grid, tokens.shape[-1]))
+    return keras.ops.reshape(patches, (-1, *grid, tokens.shape[-1]))
 
 
 def position_layer(config: ViTConfig, block: int) -> str | None:
@@ -263,11 +271,13 @@ def _pairs(
 
 def _forward(config: ViTConfig, dtype: str, images: Any) -> Any:
     """Applies the network to images (B, H, W, channels)."""
-    return _head(config, dtype, _encoder(config, dtype, _tokens(config, dtype, images)))
+    patches = _patches(config, dtype, images)  # (B, h, w, P*P*channels)
+    tokens = _tokens(config, dtype, patches)  # (B, N, D)
+    return _head(config, dtype, _encoder(config, dtype, tokens, patches))
 
 
-def _tokens(config: ViTConfig, dtype: str, images: Any) -> Any:
-    """Returns the tokens of the patches and those before them, (B, N, D)."""
+def _patches(config: ViTConfig, dtype: str, images: Any) -> Any:
+    """Cuts images, or what the stem makes of them, into patches (B, h, w, P*P*channels)."""
     x = images
     if config.include_preprocessing:
         scale, offset = map(_per_channel, config.rescaling)
@@ -276,7 +286,11 @@ def _tokens(config: ViTConfig, dtype: str, images: Any) -> Any:
         x = layers.ResNetStem(config.resnet_layers, dtype=dtype, name="stem")(
             x
         )  # (B, H/S, W/S, 64..)
-    x = layers.Patches(config.patch_size, dtype=dtype, name="patches")(x)  # (B, h, w, P*P*channels)
+    return layers.Patches(config.patch_size, dtype=dtype, name="patches")(x)
+
+
+def _tokens(config: ViTConfig, dtype: str, patches: Any) -> Any:
+    """Returns the tokens of the patches and those before them, (B, N, D)."""
     is_added_here = config.adds_positions and config.position_placement == "input"
     return layers.PatchEncoder(
         config.hidden_dim,
@@ -286,9 +300,10 @@ def _tokens(config: ViTConfig, dtype: str, images: Any) -> Any:
         num_registers=config.num_registers,
         distillation_token=config.distillation_token,
         patch_dropout_rate=config.patch_dropout_rate,
+        position_grid=config.position_grid,
         dtype=dtype,
         name="patch_encoder",
-    )(x)  # (B, N, D); in training with patch dropout, N is smaller from here on
+    )(patches)  # (B, N, D); in training with patch dropout, N is smaller from here on
 
 
 def _per_channel(value: float | tuple[float, ...]) -> Any:
@@ -296,16 +311,21 @@ def _per_channel(value: float | tuple[float, ...]) -> Any:
     return [[list(value)]] if isinstance(value, tuple) else value
 
 
-def _encoder(config: ViTConfig, dtype: str, tokens: Any) -> Any:
-    """Applies the blocks, and positions before them, to tokens (B, N, D)."""
+def _encoder(config: ViTConfig, dtype: str, tokens: Any, patches: Any) -> Any:
+    """Applies the blocks, and positions before them, to tokens (B, N, D).
+
+    Blocks learn the grid of images of any size from the patches (B, h, w, P*P*channels).
+    """
     x = _norm(config, dtype, "embedding_norm")(tokens) if config.embedding_norm else tokens
+    shape_of = {"patches": patches} if config.any_size else {}
+    turns = _turns(config, patches)
     position_layers = {}
     for index, drop_path_rate in enumerate(config.drop_path_rates()):
         positions = position_layer(config, index)
         if positions is not None:
             if positions not in position_layers:
                 position_layers[positions] = _positions(config, dtype, positions)
-            x = position_layers[positions](x)  # (B, N, D)
+            x = position_layers[positions](x, **shape_of)  # (B, N, D)
         x = layers.TransformerBlock(
             config.num_heads,
             config.mlp_dim,
@@ -321,7 +341,7 @@ def _encoder(config: ViTConfig, dtype: str, tokens: Any) -> Any:
             rotary=_rotary(config),
             dtype=dtype,
             name=f"block_{index}",
-        )(x)  # (B, N, D)
+        )(x, **turns)  # (B, N, D)
     return x if config.norm_after_pooling else _norm(config, dtype, "encoder_norm")(x)  # (B, N, D)
 
 
@@ -330,14 +350,32 @@ def _norm(config: ViTConfig, dtype: str, name: str) -> keras.layers.Layer:
 
 
 def _rotary(config: ViTConfig) -> dict[str, Any] | None:
-    if config.rotary_period is None:
+    """Returns what blocks compute rotary positions from, None where they have none of their own."""
+    if config.rotary_period is None or config.any_size:
         return None
+    return {"grid": config.grid, **_rotary_places(config)}
+
+
+def _rotary_places(config: ViTConfig) -> dict[str, Any]:
     return {
-        "grid": config.grid,
         "period": config.rotary_period,
         "reference_grid": config.rotary_grid,
         "offset": config.rotary_offset,
     }
+
+
+def _turns(config: ViTConfig, patches: Any) -> dict[str, Any]:
+    """Returns the argument by which blocks get rotary positions for patches of any grid."""
+    if config.rotary_period is None or not config.any_size:
+        return {}
+    layer = layers.RotaryTurns(
+        config.hidden_dim // config.num_heads,
+        num_prefix_tokens=config.num_prefix_tokens,
+        dtype="float32",
+        name="rotary_turns",
+        **_rotary_places(config),
+    )
+    return {"turns": layer(patches)}  # (2, N, K)
 
 
 def _positions(config: ViTConfig, dtype: str, name: str) -> keras.layers.Layer:

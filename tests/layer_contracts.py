@@ -45,6 +45,22 @@ CONTRACTS: list[tuple[type, dict[str, Any], tuple[int, ...], tuple[int, ...], in
         4,
         1,
     ),
+    (
+        layers.PatchEncoder,
+        {"hidden_dim": 8, "position_grid": (3, 2)},
+        (2, 2, 3, 48),
+        (2, 7, 8),
+        4,
+        0,
+    ),
+    (
+        layers.RotaryTurns,
+        {"size": 8, "period": 100.0, "reference_grid": (2, 2), "offset": 0.5},
+        (2, 2, 3, 48),
+        (2, 7, 8),
+        0,
+        0,
+    ),
     (layers.PositionEmbedding, {"kind": "learned", "grid": (2, 3)}, (2, 7, 8), (2, 7, 8), 1, 0),
     (
         layers.PositionEmbedding,

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -14,6 +15,8 @@ from conftest import TINY
 from keras_vit.config import ViTConfig
 from keras_vit.variants import VARIANTS
 from keras_vit.weights.layouts import check_published
+
+ANY_SIZE = {"input_shape": (None, None, 3), "position_grid": (4, 6)}
 
 BAD_FIELDS = [
     ({"patch_size": 0}, "patch_size must be a positive integer"),
@@ -100,6 +103,14 @@ BAD_FIELDS = [
         {"rotary_period": 9.0, "hidden_dim": 18},
         "width is a multiple of 4.*hidden_dim=18, num_heads=3, heads of 6",
     ),
+    ({"input_shape": (None, 48, 3)}, r"input_shape must be three .*or \(None, None, channels\)"),
+    ({"input_shape": (None, None, None)}, "input_shape must be three"),
+    ({"input_shape": (None, None, 3)}, "position_grid must be two positive integers .*None"),
+    ({"position_grid": (4, 6)}, r"position_grid is for input_shape=\(None, None, channels\)"),
+    ({**ANY_SIZE, "position_grid": (4, 0)}, r"position_grid must be two .*\(4, 0\)"),
+    ({**ANY_SIZE, "position_embedding": "relative"}, 'position_embedding="relative" takes images'),
+    ({**ANY_SIZE, "resnet_layers": ()}, "a ResNet stem takes images of one size"),
+    ({**ANY_SIZE, "patch_dropout_rate": 0.5}, "patch dropout takes images of one size"),
     ({"patch_dropout_rate": 1.0}, r"patch_dropout_rate must be in \[0, 1\)"),
     (
         {"patch_dropout_rate": 0.5, "rotary_period": 9.0},
@@ -218,11 +229,11 @@ def test_drop_path_rises_linearly() -> None:
 
 
 def test_config_module_loads_no_framework() -> None:
-    """The module can be read alone, without Keras, NumPy or TensorFlow."""
-    source = sys.modules["keras_vit.config"].__file__
+    """The module and what it imports need neither Keras, nor NumPy, nor TensorFlow."""
+    package = str(Path(sys.modules["keras_vit.config"].__file__ or "").parent)
     check = (
-        f"import importlib.util as u, sys; s = u.spec_from_file_location('c', {source!r}); "
-        "m = u.module_from_spec(s); sys.modules['c'] = m; s.loader.exec_module(m); "
+        "import sys, types; p = sys.modules['keras_vit'] = types.ModuleType('keras_vit'); "
+        f"p.__path__ = [{package!r}]; import keras_vit.config; "
         "print(sorted({'keras', 'numpy', 'tensorflow'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
@@ -251,3 +262,16 @@ def test_a_config_from_before_antialiasing_had_none() -> None:
     assert fields["antialias"] is True
     del fields["antialias"]
     assert ViTConfig.from_dict(fields).antialias is False
+
+
+def test_a_config_for_any_size_keeps_the_grid_of_its_tables() -> None:
+    """There and back; it has no image size, and says how to get one."""
+    config = TINY.resized((None, None, 3))
+    assert (config.any_size, config.position_grid, config.grid) == (True, (4, 6), (4, 6))
+    assert config.num_tokens == TINY.num_tokens
+    assert config.resized(TINY.input_shape) == TINY
+    assert config.resized((48, 40, 3)).grid == (6, 5)
+    assert ViTConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert (TINY.any_size, TINY.image_size) == (False, (32, 48))
+    with pytest.raises(ValueError, match=r"keras_vit\.resize\(model, \(height, width, 3\)\)"):
+        _ = config.image_size

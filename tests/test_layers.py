@@ -26,12 +26,16 @@ BAD_ARGUMENTS = [
         "multiples of patch_size=16. Received: height=30, width=32; resize.*16x32",
     ),
     (
-        lambda: layers.Patches(16)(keras.Input((None, 32, 3))),
-        r"known height, width and channels. Received: shape=\(None, None, 32, 3\)",
+        lambda: layers.Patches(16)(keras.Input((None, 32, None))),
+        r"with known channels. Received: shape=\(None, None, 32, None\)",
     ),
     (
         lambda: layers.PatchEncoder(8)(np.zeros((1, 6, 48), np.float32)),
-        r"as Patches makes it. Received: shape=\(1, 6, 48\)",
+        r"as Patches makes it.* Received: shape=\(1, 6, 48\)",
+    ),
+    (
+        lambda: layers.PatchEncoder(8)(keras.Input((None, None, 48))),
+        r"and position_grid, .*if rows and columns are unknown. Received: .*None, None, 48\)",
     ),
     (lambda: layers.PatchEncoder(8, position_embedding="relative"), "learned, .*'relative'"),
     (lambda: layers.PositionEmbedding("2d", grid=(2, 3)), "learned, learned_2d.*'2d'"),

@@ -12,8 +12,7 @@ from test_model_variants import CONFIGS, images_for, model_of
 
 import keras_vit
 from keras_vit.config import ViTConfig
-from keras_vit.layers.attention import recording
-from keras_vit.layers.patches import rotary_angles
+from keras_vit.layers.attention import recording, rotary_angles
 from keras_vit.model import VisionTransformer
 
 ROTARY = ("rotary", "rotary, square, average", "rotary, counted")

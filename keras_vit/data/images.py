@@ -92,6 +92,27 @@ def antialias_of(model: Any) -> bool:
     return choices.pop() if choices else True
 
 
+def image_size_of(model: Any) -> tuple[int, int]:
+    """Returns the (height, width) that images are resized to for a model.
+
+    Example:
+        >>> import keras
+        >>> image_size_of(keras.Sequential([keras.Input((32, 48, 3)), keras.layers.Flatten()]))
+        (32, 48)
+
+    Raises:
+        ValueError: the model takes images of any size.
+    """
+    height, width = model.input_shape[1:3]
+    if height is None or width is None:
+        raise ValueError(
+            "Images are resized to the size that the model takes, and this model takes any; give "
+            "one for images of one size, as keras_vit.resize(model, (height, width, 3)) makes it. "
+            f"Received: a model for inputs of shape {model.input_shape}."
+        )
+    return height, width
+
+
 def read_image(path: str | os.PathLike[str] | bytes) -> np.ndarray:
     """Reads one image.
 

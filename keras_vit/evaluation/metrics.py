@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_vit.data import Split, antialias_of, evaluation_batches, naming_damaged
+from keras_vit.data import Split, antialias_of, evaluation_batches, image_size_of, naming_damaged
 from keras_vit.evaluation.outputs import log_softmax, sensible_batch_size
 
 # Guo et al., "On Calibration of Modern Neural Networks" (arXiv 1706.04599, Section 5).
@@ -246,7 +246,7 @@ def evaluate(
             f"The model has {model.output_shape[-1]} classes, the data {len(labels)}; "
             "evaluate on the classes that it was trained for."
         )
-    image_size = tuple(model.input_shape[1:3])
+    image_size = image_size_of(model)
     batch_size = batch_size or sensible_batch_size(model)
     batches = evaluation_batches(
         split, image_size=image_size, batch_size=batch_size, antialias=antialias_of(model)

@@ -7,7 +7,14 @@ from pathlib import Path
 import keras
 import numpy as np
 
-from keras_vit.data import Split, antialias_of, evaluation_batches, naming_damaged, resize_image
+from keras_vit.data import (
+    Split,
+    antialias_of,
+    evaluation_batches,
+    image_size_of,
+    naming_damaged,
+    resize_image,
+)
 from keras_vit.layers.dense import dense_changes
 from keras_vit.model import VisionTransformer
 
@@ -198,7 +205,7 @@ def predict(
                 "An image has the shape (height, width, 3). "
                 f"Received: an array of shape {np.shape(image)}."
             )
-    size, antialias = tuple(model.input_shape[1:3]), antialias_of(model)
+    size, antialias = image_size_of(model), antialias_of(model)
     predictions = []
     for image in images:  # one by one, so that an image's numbers do not depend on the others
         resized = resize_image(image, size=size, antialias=antialias)
@@ -219,7 +226,7 @@ def _check_not_empty(split: Split) -> None:
 def _predict(
     model: keras.Model, split: Split, batch_size: int | None, *, antialias: bool
 ) -> np.ndarray:
-    size = tuple(model.input_shape[1:3])
+    size = image_size_of(model)
     batch_size = batch_size or sensible_batch_size(model)
     batches = evaluation_batches(split, image_size=size, batch_size=batch_size, antialias=antialias)
     with naming_damaged(split):

@@ -27,7 +27,7 @@ def find_vit(model: keras.Model) -> VisionTransformer:
         True
 
     Raises:
-        ValueError: the model contains none, or more than one.
+        ValueError: the model contains none, or more than one, or one for images of any size.
     """
     vits = {id(vit): vit for vit in _vits(model)}
     if len(vits) != 1:
@@ -35,7 +35,9 @@ def find_vit(model: keras.Model) -> VisionTransformer:
             f"The model {model.name!r} contains {len(vits)} Vision Transformers of keras_vit, not "
             "one; give a model with exactly one, or the VisionTransformer itself."
         )
-    return next(iter(vits.values()))
+    vit = next(iter(vits.values()))
+    _ = vit.config.image_size  # patches are laid out on its grid
+    return vit
 
 
 def image_batches(model: keras.Model, images: Any) -> Iterator[np.ndarray]:

@@ -138,10 +138,16 @@ def rebuild(model: keras.Model) -> Exportable:
 
     Raises:
         TypeError: it is not such a model.
-        ValueError: its weights cannot be copied.
+        ValueError: it takes images of any size, or its weights cannot be copied.
     """
     if not isinstance(model, keras.Model):
         raise TypeError(f"export takes a keras.Model. Received: {type(model).__name__}.")
+    if isinstance(model, VisionTransformer) and model.config.any_size:
+        raise ValueError(
+            "keras_vit.export writes models for images of one size, since a server resizes images "
+            "to it: give it keras_vit.resize(model, (height, width, 3)). Keras' own "
+            "model.export(path) writes a SavedModel for images of any size."
+        )
     if isinstance(model, VisionTransformer):
         return _rebuild_alone(model)
     return _rebuild_around(model)

@@ -4,7 +4,7 @@ Letters in the shape comments: B batch, H and W height and width, C channels, P 
 D hidden width, K width of one attention head, M width of the MLP's hidden layer.
 """
 
-from keras_vit.layers.attention import MultiHeadSelfAttention
+from keras_vit.layers.attention import MultiHeadSelfAttention, RotaryTurns
 from keras_vit.layers.block import DropPath, TransformerBlock
 from keras_vit.layers.dense import MLP, LayerNormalization, TokenDense
 from keras_vit.layers.patches import PatchEncoder, Patches, PositionEmbedding
@@ -22,6 +22,7 @@ __all__ = [
     "Patches",
     "PositionEmbedding",
     "ResNetStem",
+    "RotaryTurns",
     "StdConv2D",
     "TokenDense",
     "TokenPooling",

@@ -10,7 +10,7 @@ import numpy as np
 
 from keras_vit import backend
 from keras_vit.layers.dense import CompositeLayer, LayerNormalization, TokenDense, add_dropped
-from keras_vit.layers.patches import POSITION_STDDEV, bias_index, bias_rows, rotary_angles
+from keras_vit.layers.patches import POSITION_STDDEV, bias_index, bias_rows, float64_operations
 from keras_vit.layers.random import RandomLayer, dropout, initializer, split_seed
 
 Records = dict[keras.layers.Layer, list[Any]]
@@ -74,7 +74,8 @@ class MultiHeadSelfAttention(CompositeLayer, RandomLayer):
             (arXiv 2010.11929, Appendix D.4) multiply the query; this simpler form, which looks at
             places alone, has become the common one (arXiv 2103.14030; 2106.08254).
         rotary: arguments of `rotary_angles`: queries and keys of the patches, the last tokens, are
-            turned by these angles (arXiv 2104.09864); those of other tokens are not. None for none.
+            turned by these angles (arXiv 2104.09864); those of other tokens are not. None for none,
+            or for those that `call` is given.
 
     Raises:
         ValueError: `num_heads` does not divide the width of the tokens, or there are fewer tokens
@@ -101,6 +102,7 @@ class MultiHeadSelfAttention(CompositeLayer, RandomLayer):
         self.layer_norm_epsilon = layer_norm_epsilon
         self.relative_grid = relative_grid
         self.rotary = None if rotary is None else dict(rotary)
+        self._turns: Any = None
 
     def build(self, input_shape: tuple[Any, ...]) -> None:
         hidden_dim, dtype = input_shape[-1], self.dtype_policy.name
@@ -131,18 +133,20 @@ class MultiHeadSelfAttention(CompositeLayer, RandomLayer):
         training: bool | None = None,
         seed: Any = None,
         residual: Any = None,
+        turns: Any = None,
     ) -> Any:
         """Drops with `seed`, drawn by `next_seed`; with a fresh one if it is None.
 
-        Adds `residual` (B, N, D) last.
+        Adds `residual` (B, N, D) last. `turns` (2, N, K) are those of `RotaryTurns`.
         """
+        turns = self._turns if turns is None else keras.ops.unstack(turns)  # (N, K) each
         seeds = split_seed(self.seed_of_call(seed, training), 2)
         qkv = self.qkv(inputs)  # (B, N, 3D)
         is_dropping = seeds[0] is not None and self.attention_dropout_rate
         if not (is_dropping or self.query_key_norm or self.relative_grid or is_recorded(self, qkv)):
-            x = backend.self_attention(self._rotate_qkv(qkv), self.num_heads)  # (B, N, D)
+            x = backend.self_attention(self._rotate_qkv(qkv, turns), self.num_heads)  # (B, N, D)
         else:
-            weights, value = self._weigh(qkv)  # (B, H, N, N), (B, H, N, K)
+            weights, value = self._weigh(qkv, turns)  # (B, H, N, N), (B, H, N, K)
             record(self, weights)
             weights = dropout(weights, self.attention_dropout_rate, seed=seeds[0])
             x = merge_heads(keras.ops.matmul(weights, value))  # (B, N, D)
@@ -151,39 +155,34 @@ class MultiHeadSelfAttention(CompositeLayer, RandomLayer):
     def compute_output_shape(self, input_shape: tuple[Any, ...]) -> tuple[Any, ...]:
         return input_shape
 
-    def _weigh(self, qkv: Any) -> tuple[Any, Any]:
+    def _weigh(self, qkv: Any, turns: Any) -> tuple[Any, Any]:
         """Returns attention weights (B, H, N, N) and values (B, H, N, K) for (B, N, 3D)."""
         query, key, value = (
             split_heads(x, self.num_heads) for x in keras.ops.split(qkv, 3, axis=-1)
         )
         if self.query_key_norm:
             query, key = self.query_norm(query), self.key_norm(key)
-        if self.rotary is not None:
-            query, key = (rotate(x, *self._turns) for x in (query, key))
+        if turns is not None:
+            query, key = (rotate(x, *turns) for x in (query, key))
         bias = None if self.relative_grid is None else self._bias(query.dtype)
         return attention_weights(query, key, bias=bias), value
 
-    def _rotate_qkv(self, qkv: Any) -> Any:
+    def _rotate_qkv(self, qkv: Any, turns: Any) -> Any:
         """Turns the queries and keys in (B, N, 3D)."""
-        if self.rotary is None:
+        if turns is None:
             return qkv
         _, tokens, width = keras.ops.shape(qkv)
         shape = (-1, tokens, 2 * self.num_heads, width // 3 // self.num_heads)
         rotated, value = keras.ops.split(qkv, [width // 3 * 2], axis=-1)
-        cosines, sines = (x[:, None] for x in self._turns)  # (N, 1, K)
+        cosines, sines = (x[:, None] for x in turns)  # (N, 1, K)
         rotated = rotate(keras.ops.reshape(rotated, shape), cosines, sines)
         rotated = keras.ops.reshape(rotated, (-1, tokens, width // 3 * 2))
         return keras.ops.concatenate([rotated, value], axis=-1)
 
     def _build_rotation(self, tokens: int, size: int, rotary: Mapping[str, Any]) -> None:
-        angles = rotary_angles(size=size, **rotary)  # (patches, K / 2)
         prefix = check_grid(rotary["grid"], tokens)
-        angles = np.concatenate([np.zeros((prefix, size // 2)), angles])  # (N, K / 2)
-        cosines, sines = np.cos(angles), np.sin(angles)
-        self._turns = (
-            np.concatenate([cosines, cosines], axis=1).astype(np.float32),  # (N, K)
-            np.concatenate([-sines, sines], axis=1).astype(np.float32),
-        )
+        angles = rotary_angles(size=size, **rotary)  # (patches, K / 2)
+        self._turns = tuple(turn.astype(np.float32) for turn in _turns(angles, prefix, np))
 
     def _build_bias(self, tokens: int, grid: tuple[int, int]) -> None:
         prefix = check_grid(grid, tokens)
@@ -197,6 +196,113 @@ class MultiHeadSelfAttention(CompositeLayer, RandomLayer):
     def _bias(self, dtype: Any) -> Any:
         bias = keras.ops.take(self.relative_bias[0], self._bias_index, axis=0)  # (N, N, H)
         return keras.ops.cast(keras.ops.transpose(bias, (2, 0, 1)), dtype)
+
+
+def rotary_angles(
+    *,
+    grid: tuple[Any, Any],
+    size: int,
+    period: float,
+    reference_grid: tuple[int, int] | None = None,
+    offset: float = 0.0,
+) -> Any:
+    """Returns the angles of rotary positions in radians, (patches, size / 2), in float64.
+
+    The first half turns by the row, the second by the column, each at frequencies that fall
+    geometrically from 1 to almost 1 / period (arXiv 2104.09864, in two dimensions).
+
+    Example:
+        >>> rotary_angles(grid=(1, 2), size=4, period=100.0, reference_grid=(1, 2)).tolist()
+        [[0.0, 0.0], [0.0, 1.0]]
+
+    Args:
+        grid: (height, width) in patches, whole numbers, or scalar tensors on TensorFlow: then the
+            angles are a tensor.
+        size: width K of a head, a multiple of 4.
+        period: the longest period, in units of the shortest.
+        reference_grid: (rows, columns) that places are counted in: a grid of any size has so many.
+            None for places from -1 to 1, times 2 pi (facebookresearch/dinov3).
+        offset: place of the first row and column of the `reference_grid`.
+    """
+    ops = float64_operations(grid)
+    frequencies = float(period) ** (-np.arange(size // 4) / (size // 4))
+    sides = [ops.arange(n, dtype="float64") for n in grid]
+    if reference_grid is None:
+        sides = [
+            2 * np.pi * (ops.divide(2 * (side + 0.5), n) - 1)
+            for side, n in zip(sides, grid, strict=True)
+        ]
+    else:
+        sides = [
+            ops.divide(side + offset, n) * of
+            for side, n, of in zip(sides, grid, reference_grid, strict=True)
+        ]
+    places = ops.meshgrid(*sides, indexing="ij")
+    return ops.concatenate([ops.reshape(p, (-1, 1)) * frequencies for p in places], axis=1)
+
+
+@keras.saving.register_keras_serializable(package="keras_vit")
+class RotaryTurns(keras.layers.Layer):
+    """Computes by what rotary positions turn queries and keys, for patches of any grid.
+
+    Example:
+        >>> RotaryTurns(4, period=100.0)(keras.ops.ones((1, 3, 2, 48))).shape
+        TensorShape([2, 7, 4])
+
+    Args:
+        size: width K of a head, a multiple of 4.
+        period: see `rotary_angles`.
+        reference_grid: see there.
+        offset: see there.
+        num_prefix_tokens: tokens before the patches', which are not turned.
+
+    Input shape: (B, h, w, ...). Output shape: (2, N, K), cosines and sines for `rotate`.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        period: float,
+        reference_grid: tuple[int, int] | None = None,
+        offset: float = 0.0,
+        num_prefix_tokens: int = 1,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**{"autocast": False, **kwargs})
+        self.size = size
+        self.num_prefix_tokens = num_prefix_tokens
+        self.places: dict[str, Any] = {
+            "period": period,
+            "reference_grid": reference_grid,
+            "offset": offset,
+        }
+
+    def call(self, inputs: Any) -> Any:
+        grid = keras.ops.shape(inputs)[1:3]
+        angles = rotary_angles(grid=grid, size=self.size, **self.places)
+        ops = np if isinstance(angles, np.ndarray) else keras.ops
+        turns = _turns(angles, self.num_prefix_tokens, ops)
+        return keras.ops.cast(keras.ops.stack(turns), self.compute_dtype)
+
+    def compute_output_shape(self, input_shape: tuple[Any, ...]) -> tuple[Any, ...]:
+        _, rows, columns = input_shape[:3]
+        if None in (rows, columns):
+            return (2, None, self.size)
+        return (2, self.num_prefix_tokens + rows * columns, self.size)
+
+
+def _turns(angles: Any, prefix: int, ops: Any) -> tuple[Any, Any]:
+    """Returns cosines and sines (N, K) for `rotate`, of angles (patches, K / 2).
+
+    Args:
+        angles: in radians.
+        prefix: tokens before the patches', which are not turned.
+        ops: `numpy` for an array, `keras.ops` for a tensor.
+    """
+    angles = ops.concatenate([np.zeros((prefix, angles.shape[1])), angles])  # (N, K / 2)
+    cosines, sines = ops.cos(angles), ops.sin(angles)
+    return ops.concatenate([cosines, cosines], axis=1), ops.concatenate([-sines, sines], axis=1)
 
 
 def rotate(x: Any, cosines: Any, sines: Any) -> Any:

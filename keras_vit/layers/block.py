@@ -129,36 +129,45 @@ class TransformerBlock(CompositeLayer):
             )
         self.change_dense()
 
-    def call(self, inputs: Any, training: bool | None = None) -> Any:
+    def call(self, inputs: Any, training: bool | None = None, turns: Any = None) -> Any:
+        """Turns queries and keys by `turns` (2, N, K), those of `RotaryTurns`; None for none."""
         backend.warn_of_keras_step(training)
         parts = (self.attention, self.drop_path, self.mlp, self.drop_path)
         # Drawn here, so that a recomputed block drops the same units.
         seeds = [part.next_seed(training) for part in parts]
         if not (self.remat and training):
-            return self._forward(inputs, seeds)
-        used_seeds = [seed for seed in seeds if seed is not None]
+            return self._forward(inputs, seeds, turns)
+        options = [*seeds, turns]
+        tensors = [option for option in options if option is not None]
 
-        def forward(inputs: Any, *used_seeds: Any) -> Any:
-            seed_iterator = iter(used_seeds)
-            return self._forward(
-                inputs, [None if seed is None else next(seed_iterator) for seed in seeds]
-            )
+        def forward(inputs: Any, *tensors: Any) -> Any:
+            iterator = iter(tensors)
+            *seeds, turns = [None if option is None else next(iterator) for option in options]
+            return self._forward(inputs, seeds, turns)
 
-        return keras.remat(forward)(inputs, *used_seeds)  # which takes tensors alone
+        return keras.remat(forward)(inputs, *tensors)  # which takes tensors alone
 
-    def _forward(self, inputs: Any, seeds: list[Any]) -> Any:
+    def _forward(self, inputs: Any, seeds: list[Any], turns: Any) -> Any:
         # A part without a seed is not random, or it is not training.
-        tokens = self._add(self.attention, self.attention_norm, inputs, seeds[:2])  # (B, N, D)
+        turned = {} if turns is None else {"turns": turns}
+        tokens = self._add(
+            self.attention, self.attention_norm, inputs, seeds[:2], **turned
+        )  # (B, N, D)
         tokens = self._add(self.mlp, self.mlp_norm, tokens, seeds[2:])  # (B, N, D)
         record(self, tokens)
         return tokens
 
     def _add(
-        self, part: RandomLayer, norm: LayerNormalization, tokens: Any, seeds: list[Any]
+        self,
+        part: RandomLayer,
+        norm: LayerNormalization,
+        tokens: Any,
+        seeds: list[Any],
+        **turned: Any,
     ) -> Any:
         if self.layer_scale is None and seeds[1] is None:  # the part's last product can add them
-            return part(norm(tokens), seed=seeds[0], residual=tokens)
-        branch = part(norm(tokens), seed=seeds[0])
+            return part(norm(tokens), seed=seeds[0], residual=tokens, **turned)
+        branch = part(norm(tokens), seed=seeds[0], **turned)
         if self.layer_scale is not None:
             # Cast by hand: Keras does not cast in a recomputed block.
             scale = getattr(self, f"{part.name}_scale")

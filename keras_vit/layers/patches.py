@@ -33,6 +33,7 @@ class PositionedLayer(keras.layers.Layer):
         hidden_dim: int,
         num_prefix_tokens: int,
         num_registers: int,
+        any_size: bool = False,
     ) -> None:
         """Adds the variables of the table.
 
@@ -42,6 +43,7 @@ class PositionedLayer(keras.layers.Layer):
             hidden_dim: width D of a token.
             num_prefix_tokens: tokens before the patches'.
             num_registers: how many of them, the last ones, are registers, which have no place.
+            any_size: whether the table is resampled to the grids of the images, in float32.
 
         Raises:
             ValueError: the width cannot be cut into the parts that the table is made of.
@@ -53,7 +55,7 @@ class PositionedLayer(keras.layers.Layer):
                 f"Received: {hidden_dim}."
             )
         self._kind, self._grid, self._width = kind, grid, hidden_dim
-        self._registers = num_registers
+        self._registers, self._any_size = num_registers, any_size
         self._placed_count = count = num_prefix_tokens - num_registers
         rows, columns = grid
         if kind == "learned":
@@ -68,32 +70,43 @@ class PositionedLayer(keras.layers.Layer):
         if kind == "sincos_2d":
             self._sines = sincos_table(grid, hidden_dim)
 
-    def position_table(self) -> Any:
+    def position_table(self, grid: tuple[Any, Any] | None = None) -> Any:
         """Returns the table (1, N, D); its rows of registers are zeros.
+
+        Args:
+            grid: (height, width) in patches, whole numbers or scalar tensors, that the table is
+                resampled to; None for its own.
 
         Raises:
             ValueError: the layer has no table.
         """
         if self._kind is None:
             raise ValueError(f"The layer {self.name!r} has no position embeddings.")
-        if self._kind == "learned" and not self._registers:
+        if self._kind == "learned" and not self._registers and grid is None:
             return self.position_embedding
-        first, patches = self._parts()
+        first, patches = self._parts(grid or self._grid)
         dtype = keras.backend.standardize_dtype(patches.dtype)
         zeros = keras.ops.zeros((1, self._registers, self._width), dtype)
         return keras.ops.concatenate([keras.ops.cast(first, dtype), zeros, patches], axis=1)
 
-    def _parts(self) -> tuple[Any, Any]:
+    def _parts(self, grid: tuple[Any, Any]) -> tuple[Any, Any]:
         """Returns the rows of the tokens before the patches, but registers, and the patches'."""
-        (rows, columns), width = self._grid, self._width
+        (rows, columns), width = grid, self._width
         nothing = np.zeros((1, self._placed_count, width), np.float32)
         if self._kind == "learned":
             table = keras.ops.convert_to_tensor(self.position_embedding)
-            return table[:, : self._placed_count], table[:, self._placed_count :]
+            patches = table[:, self._placed_count :]
+            if grid is not self._grid:
+                patches = keras.ops.reshape(patches, (1, *self._grid, width))
+                patches = resample_axis(resample_axis(patches, 1, rows), 2, columns)
+                patches = keras.ops.reshape(patches, (1, -1, width))
+            return table[:, : self._placed_count], patches
         if self._kind == "sincos_2d":
-            return nothing, keras.ops.convert_to_tensor(self._sines)
-        x = keras.ops.expand_dims(keras.ops.convert_to_tensor(self.position_x), 1)
-        y = keras.ops.expand_dims(keras.ops.convert_to_tensor(self.position_y), 2)
+            table = self._sines if grid is self._grid else sincos_table(grid, width)
+            return nothing, keras.ops.convert_to_tensor(table)
+        x, y = map(keras.ops.convert_to_tensor, (self.position_x, self.position_y))
+        x = keras.ops.expand_dims(resample_axis(x, 1, columns), 1)
+        y = keras.ops.expand_dims(resample_axis(y, 1, rows), 2)
         halves = [keras.ops.broadcast_to(each, (1, rows, columns, width // 2)) for each in (x, y)]
         patches = keras.ops.reshape(keras.ops.concatenate(halves, -1), (1, rows * columns, width))
         return self.position_prefix if self._placed_count else nothing, patches
@@ -103,12 +116,16 @@ class PositionedLayer(keras.layers.Layer):
             name=name,
             shape=(1, rows, width or self._width),
             initializer=initializer(keras.initializers.RandomNormal(stddev=POSITION_STDDEV)),
+            autocast=not self._any_size,
         )
 
 
 @keras.saving.register_keras_serializable(package="keras_vit")
 class PositionEmbedding(PositionedLayer):
     """Adds position embeddings to tokens; between blocks, `PatchEncoder` adds those of the input.
+
+    Called with patches too (B, h, w, ...), it takes any number of them, and resamples its table to
+    their grid.
 
     Example:
         >>> PositionEmbedding("learned_2d", grid=(2, 3))(keras.ops.zeros((1, 7, 8))).shape
@@ -145,7 +162,7 @@ class PositionEmbedding(PositionedLayer):
 
     def build(self, input_shape: tuple[Any, ...]) -> None:
         (rows, columns), prefix = self.grid, self.num_prefix_tokens
-        if input_shape[1] != prefix + rows * columns:
+        if input_shape[1] not in (None, prefix + rows * columns):
             raise ValueError(
                 f"A grid of {rows}x{columns} patches after {prefix} other tokens makes "
                 f"{prefix + rows * columns}. Received: {input_shape[1]} tokens."
@@ -156,10 +173,12 @@ class PositionEmbedding(PositionedLayer):
             hidden_dim=input_shape[-1],
             num_prefix_tokens=prefix,
             num_registers=self.num_registers,
+            any_size=input_shape[1] is None,
         )
 
-    def call(self, inputs: Any) -> Any:
-        return inputs + keras.ops.cast(self.position_table(), inputs.dtype)
+    def call(self, inputs: Any, patches: Any = None) -> Any:
+        grid = None if patches is None else keras.ops.shape(patches)[1:3]
+        return inputs + keras.ops.cast(self.position_table(grid), inputs.dtype)
 
     def compute_output_shape(self, input_shape: tuple[Any, ...]) -> tuple[Any, ...]:
         return input_shape
@@ -171,17 +190,56 @@ def check_kind(kind: str | None) -> None:
         raise ValueError(f"Position tables are {', '.join(TABLES)}. Received: {kind!r}.")
 
 
-def sincos_table(grid: tuple[int, int], width: int) -> np.ndarray:
+def resample_axis(table: Any, axis: int, size: Any) -> Any:
+    """Resamples an axis linearly, corners to corners, as "original" of `resample_positions`.
+
+    Places are fractions of whole numbers: float32 is exact enough for a table of any size.
+
+    Args:
+        table: of any dtype; the result is in float32 unless nothing changes.
+        axis: of the table; the size that it has is known.
+        size: wanted, a whole number or a scalar tensor.
+    """
+    old = table.shape[axis]
+    if isinstance(size, int) and size == old:
+        return table
+    table = keras.ops.cast(table, "float32")
+    steps = keras.ops.maximum(keras.ops.convert_to_tensor(size, "int32") - 1, 1)
+    places = keras.ops.arange(size, dtype="int32") * (old - 1)  # in units of 1 / steps
+    lower, rest = places // steps, places % steps
+    fraction = keras.ops.cast(rest, "float32") / keras.ops.cast(steps, "float32")
+    shape = tuple(-1 if each == axis else 1 for each in range(len(table.shape)))
+    fraction = keras.ops.reshape(fraction, shape)
+    low = keras.ops.take(table, lower, axis=axis)
+    high = keras.ops.take(table, keras.ops.minimum(lower + 1, old - 1), axis=axis)
+    return low * (1 - fraction) + high * fraction
+
+
+def sincos_table(grid: tuple[Any, Any], width: int) -> Any:
     """Returns the fixed table of a grid, (1, patches, width), as big_vision's models have it.
 
     Quarters of the width are sin(x), cos(x), sin(y), cos(y), each at frequencies that fall
     geometrically from 1 to 1 / 10000.
+
+    Args:
+        grid: (height, width) in patches, whole numbers, or scalar tensors on TensorFlow.
+        width: of a token.
+
+    Returns:
+        float32, an array for whole numbers, otherwise a tensor.
     """
+    ops = float64_operations(grid)
     quarter = width // 4
     falling = TEMPERATURE ** (-np.arange(quarter) / max(quarter - 1, 1))
-    y, x = (np.multiply.outer(place.ravel(), falling) for place in np.indices(grid))
-    table = np.concatenate([np.sin(x), np.cos(x), np.sin(y), np.cos(y)], axis=1)
-    return table[None].astype(np.float32)
+    places = ops.meshgrid(*(ops.arange(side, dtype="float64") for side in grid), indexing="ij")
+    y, x = (ops.reshape(place, (-1, 1)) * falling for place in places)
+    table = ops.concatenate([ops.sin(x), ops.cos(x), ops.sin(y), ops.cos(y)], axis=1)[None]
+    return table.astype(np.float32) if ops is np else ops.cast(table, "float32")
+
+
+def float64_operations(grid: tuple[Any, Any]) -> Any:
+    """Returns what computes in float64: NumPy where the grid is known, otherwise `keras.ops`."""
+    return np if all(isinstance(side, int) for side in grid) else keras.ops
 
 
 def bias_rows(grid: tuple[int, int], num_prefix_tokens: int) -> int:
@@ -208,42 +266,6 @@ def bias_index(grid: tuple[int, int], num_prefix_tokens: int) -> np.ndarray:
     return index
 
 
-def rotary_angles(
-    *,
-    grid: tuple[int, int],
-    size: int,
-    period: float,
-    reference_grid: tuple[int, int] | None = None,
-    offset: float = 0.0,
-) -> np.ndarray:
-    """Returns the angles of rotary positions in radians, (patches, size / 2), in float64.
-
-    The first half turns by the row, the second by the column, each at frequencies that fall
-    geometrically from 1 to almost 1 / period (arXiv 2104.09864, in two dimensions).
-
-    Example:
-        >>> rotary_angles(grid=(1, 2), size=4, period=100.0, reference_grid=(1, 2)).tolist()
-        [[0.0, 0.0], [0.0, 1.0]]
-
-    Args:
-        grid: (height, width) in patches.
-        size: width K of a head, a multiple of 4.
-        period: the longest period, in units of the shortest.
-        reference_grid: (rows, columns) that places are counted in: a grid of any size has so many.
-            None for places from -1 to 1, times 2 pi (facebookresearch/dinov3).
-        offset: place of the first row and column of the `reference_grid`.
-    """
-    frequencies = float(period) ** (-np.arange(size // 4) / (size // 4))
-    if reference_grid is None:
-        sides = [2 * np.pi * (2 * (np.arange(n) + 0.5) / n - 1) for n in grid]
-    else:
-        sides = [
-            (np.arange(n) + offset) / n * of for n, of in zip(grid, reference_grid, strict=True)
-        ]
-    places = np.meshgrid(*sides, indexing="ij")
-    return np.concatenate([np.multiply.outer(p.ravel(), frequencies) for p in places], axis=1)
-
-
 # Learned tokens that may stand before the patches, in their order.
 PREFIX = ("class_token", "distillation_token", "registers")
 
@@ -259,11 +281,11 @@ class Patches(keras.layers.Layer):
     Args:
         patch_size: side P of a patch in pixels.
 
-    Input shape: (B, H, W, C), H and W multiples of P.
+    Input shape: (B, H, W, C), H and W multiples of P, or unknown.
     Output shape: (B, H/P, W/P, P*P*C), pixels of a patch in row order, channels last.
 
     Raises:
-        ValueError: the height or width is unknown or not a multiple of the patch.
+        ValueError: the height or width is not a multiple of the patch.
     """
 
     def __init__(self, patch_size: int, **kwargs: Any) -> None:
@@ -280,20 +302,22 @@ class Patches(keras.layers.Layer):
         return backend.space_to_depth(inputs, self.patch_size)  # (B, H/P, W/P, P*P*C)
 
     def compute_output_shape(self, input_shape: tuple[Any, ...]) -> tuple[Any, ...]:
-        if len(input_shape) != 4 or any(side is None for side in input_shape[1:]):
+        if len(input_shape) != 4 or input_shape[3] is None:
             raise ValueError(
-                "Patches needs images of shape (batch, height, width, channels) with known height, "
-                f"width and channels. Received: shape={tuple(input_shape)}."
+                "Patches needs images of shape (batch, height, width, channels) with known "
+                f"channels. Received: shape={tuple(input_shape)}."
             )
-        batch, height, width, channels = input_shape
+        batch, *sides, channels = input_shape
         size = self.patch_size
-        if height % size or width % size:
+        if any(side is not None and side % size for side in sides):
+            near = [None if side is None else max(side // size, 1) * size for side in sides]
             raise ValueError(
                 f"The image's height and width must be multiples of patch_size={size}. "
-                f"Received: height={height}, width={width}; resize the image, for instance to "
-                f"{max(height // size, 1) * size}x{max(width // size, 1) * size}."
+                f"Received: height={sides[0]}, width={sides[1]}; resize the image, for instance to "
+                f"{near[0]}x{near[1]}."
             )
-        return (batch, height // size, width // size, size * size * channels)
+        rows, columns = (None if side is None else side // size for side in sides)
+        return (batch, rows, columns, size * size * channels)
 
 
 @keras.saving.register_keras_serializable(package="keras_vit")
@@ -315,12 +339,15 @@ class PatchEncoder(CompositeLayer, RandomLayer, PositionedLayer):
             its own (arXiv 2012.12877).
         patch_dropout_rate: fraction of the patches of each image that training leaves out after the
             positions are added; one stays at least (arXiv 2212.00794).
+        position_grid: (height, width) in patches that the table of positions is made for; each call
+            resamples it to the input's grid, which may be unknown. None for the input's grid.
 
     Input shape: (B, H/P, W/P, P*P*C), as `Patches` makes them.
     Output shape: (B, N, D), N = patches + the tokens before them; patches in row order.
 
     Raises:
-        ValueError: there is no such kind of positions, or the rate is outside [0, 1).
+        ValueError: there is no such kind of positions, the rate is outside [0, 1), or neither the
+            input's grid nor `position_grid` is known.
     """
 
     def __init__(
@@ -333,6 +360,7 @@ class PatchEncoder(CompositeLayer, RandomLayer, PositionedLayer):
         num_registers: int = 0,
         distillation_token: bool = False,
         patch_dropout_rate: float = 0.0,
+        position_grid: tuple[int, int] | None = None,
         **kwargs: Any,
     ) -> None:
         if not 0 <= patch_dropout_rate < 1:
@@ -346,6 +374,7 @@ class PatchEncoder(CompositeLayer, RandomLayer, PositionedLayer):
         self.hidden_dim = hidden_dim
         self.dropout_rate = dropout_rate
         self.position_kind = position_embedding
+        self.position_grid = position_grid
         self.num_registers = num_registers
         # The learned tokens before the patches, in their order, and how many each is.
         counts = (class_token, distillation_token, num_registers)
@@ -359,33 +388,40 @@ class PatchEncoder(CompositeLayer, RandomLayer, PositionedLayer):
 
     def build(self, input_shape: tuple[Any, ...]) -> None:
         self.compute_output_shape(input_shape)
-        self.grid = tuple(input_shape[1:3])  # (height, width) in patches
+        self.grid = tuple(input_shape[1:3])  # (height, width) in patches, None where unknown
         self.projection.build(input_shape)
         for name, count in self.prefix:
             if count:
                 self._build_prefix(name, count)
         self.build_positions(
             self.position_kind,
-            grid=self.grid,
+            grid=self.position_grid or self.grid,
             hidden_dim=self.hidden_dim,
             num_prefix_tokens=sum(count for _, count in self.prefix),
             num_registers=self.num_registers,
+            any_size=self.position_grid is not None,
         )
         self.change_dense()
 
     def call(self, inputs: Any, training: bool | None = None) -> Any:
-        return self.assemble(self.embed(inputs), training=training)
+        grid = None if self.position_grid is None else keras.ops.shape(inputs)[1:3]
+        return self.assemble(self.embed(inputs), training=training, grid=grid)
 
     def embed(self, patches: Any) -> Any:
         """Projects patches (B, H/P, W/P, P*P*C) to their tokens (B, H/P * W/P, D), in row order."""
         tokens = self.projection(patches)  # (B, H/P, W/P, D)
         _, height, width, hidden_dim = tokens.shape
+        if None in (height, width):
+            return keras.ops.reshape(tokens, (keras.ops.shape(tokens)[0], -1, hidden_dim))
         return keras.ops.reshape(tokens, (-1, height * width, hidden_dim))
 
-    def assemble(self, tokens: Any, *, training: bool | None) -> Any:
+    def assemble(
+        self, tokens: Any, *, training: bool | None, grid: tuple[Any, Any] | None = None
+    ) -> Any:
         """Makes of the patches' tokens all of them (B, N, D): with learned ones and positions.
 
-        In training with `patch_dropout_rate`, N is smaller.
+        In training with `patch_dropout_rate`, N is smaller. `grid` is the patches', where the table
+        of positions is resampled to it.
         """
         first = [getattr(self, name) for name, count in self.prefix if count]
         if first:
@@ -396,7 +432,7 @@ class PatchEncoder(CompositeLayer, RandomLayer, PositionedLayer):
             ]
             tokens = keras.ops.concatenate([*first, tokens], axis=1)  # (B, N, D)
         if self.position_kind is not None:
-            tokens = tokens + keras.ops.cast(self.position_table(), tokens.dtype)
+            tokens = tokens + keras.ops.cast(self.position_table(grid), tokens.dtype)
         seed = self.next_seed(training)
         if seed is not None and self.patch_dropout_rate:
             seed, places_seed = split_seed(seed, 2)
@@ -413,12 +449,17 @@ class PatchEncoder(CompositeLayer, RandomLayer, PositionedLayer):
         return keras.ops.concatenate([first, rest], axis=1)
 
     def compute_output_shape(self, input_shape: tuple[Any, ...]) -> tuple[Any, ...]:
-        if len(input_shape) != 4 or any(side is None for side in input_shape[1:]):
+        is_placed = self.position_grid is not None and not self.patch_dropout_rate
+        is_grid = len(input_shape) == 4 and input_shape[3] is not None
+        if not is_grid or (None in input_shape[1:3] and not is_placed):
             raise ValueError(
                 "PatchEncoder needs a grid of patches (batch, rows, columns, values), as Patches "
-                f"makes it. Received: shape={tuple(input_shape)}."
+                "makes it, and position_grid, without patch dropout, if rows and columns are "
+                f"unknown. Received: shape={tuple(input_shape)}."
             )
         batch, rows, columns, _ = input_shape
+        if None in (rows, columns):
+            return (batch, None, self.hidden_dim)
         return (batch, sum(count for _, count in self.prefix) + rows * columns, self.hidden_dim)
 
     def _build_prefix(self, name: str, count: int) -> None:

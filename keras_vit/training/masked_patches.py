@@ -280,7 +280,7 @@ def plot_reconstructions(model: MaskedPatchModel, split: Split, file: Path, *, c
     import matplotlib.figure
 
     count = min(count, len(split))
-    size = model.config.input_shape[:2]
+    size = model.config.image_size
     batches = evaluation_batches(
         split, image_size=size, batch_size=count, antialias=model.config.antialias
     )
@@ -308,6 +308,7 @@ def _side(config: ViTConfig, target: Target) -> int:
 
 
 def _check(config: ViTConfig, *, target: str, corruption: float) -> None:
+    _ = config.image_size  # patches have their places in a known grid
     if target not in get_args(Target):
         raise ValueError(f"target must be one of {list(get_args(Target))}. Received: {target!r}.")
     if config.patch_dropout_rate:
@@ -351,4 +352,4 @@ def _image(patches: np.ndarray, model: MaskedPatchModel) -> np.ndarray:
     (rows, columns), stride = model.config.grid, model.config.stride
     x: Any = patches.reshape(-1, rows, columns, stride, stride, patches.shape[-1])
     x = x.transpose(0, 1, 3, 2, 4, 5)
-    return np.asarray(x.reshape(-1, *model.config.input_shape))
+    return np.asarray(x.reshape(-1, *model.config.image_size, model.config.input_shape[2]))

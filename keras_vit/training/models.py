@@ -66,7 +66,7 @@ def model_config(
     config = MODELS.get(name) or VARIANTS[name]
     return dataclasses.replace(
         config,
-        input_shape=(*(image_size or config.input_shape[:2]), 3),
+        input_shape=(*(image_size or config.image_size), 3),
         patch_size=patch_size or config.patch_size,
     )
 

@@ -16,7 +16,7 @@ from keras_vit.adaptation import LoRAVisionTransformer, merge_lora, save_adapter
 from keras_vit.backend import ExactTrainer
 from keras_vit.backend.private import Functional, layers_of, strategy_of
 from keras_vit.config import ViTConfig
-from keras_vit.data import antialias_of
+from keras_vit.data import antialias_of, image_size_of
 from keras_vit.exact import ExactModel
 from keras_vit.losses import make_loss
 from keras_vit.model import VisionTransformer
@@ -106,7 +106,7 @@ class Objective(abc.ABC):
     @property
     def resizing(self) -> Resizing:
         """How images are resized for the model."""
-        return Resizing(self.saved.input_shape[1:3], antialias_of(self.saved))
+        return Resizing(image_size_of(self.saved), antialias_of(self.saved))
 
     @abc.abstractmethod
     def plain_copy(self) -> keras.Model:
@@ -321,7 +321,7 @@ class MaskedPatchObjective(Objective):
 
     @property
     def resizing(self) -> Resizing:
-        return Resizing(self.model.config.input_shape[:2], antialias_of(self.model))
+        return Resizing(self.model.config.image_size, antialias_of(self.model))
 
     def plain_copy(self) -> MaskedPatchModel:
         return _rebuilt(self.model, {"dtype": "float32"})
@@ -406,6 +406,7 @@ def _check_hand_built(model: keras.Model, job: Job) -> None:
 
 
 def _check_pixels(config: ViTConfig) -> None:
+    _ = config.image_size  # batches hold images of one size
     if not config.include_preprocessing or config.input_shape[2] != 3:
         raise ValueError(
             "The model must take RGB pixels 0..255: make it with include_preprocessing=True and "

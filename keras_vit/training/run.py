@@ -14,7 +14,7 @@ import keras
 
 from keras_vit import atomic, weights
 from keras_vit.config import ViTConfig
-from keras_vit.data import ImageData, load_data, loading
+from keras_vit.data import ImageData, image_size_of, load_data, loading
 from keras_vit.layers.dense import CHANGES
 from keras_vit.model import VisionTransformer
 from keras_vit.preprocessing import LABELLED, class_labels
@@ -70,7 +70,7 @@ class Run:
     @property
     def image_size(self) -> tuple[int, int]:
         """(height, width) in pixels of the images that the model takes."""
-        return tuple(self.model.input_shape[1:3])
+        return image_size_of(self.model)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:

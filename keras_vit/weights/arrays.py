@@ -20,7 +20,7 @@ import ml_dtypes
 import numpy as np
 
 from keras_vit import backend
-from keras_vit.config import shown
+from keras_vit.limits import shown
 
 # What a file may ask for. A settings file with the 21,843 labels of ImageNet-21k has 2 MB; the
 # largest published network with its optimizer's state has 2,000 arrays. Trained weights deflate to

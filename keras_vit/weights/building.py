@@ -13,7 +13,7 @@ from typing import Any
 
 import keras
 
-from keras_vit.config import Pooling, ViTConfig, stride_of
+from keras_vit.config import InputShape, Pooling, ViTConfig, stride_of
 from keras_vit.layers.random import overwritten_weights
 from keras_vit.model import VisionTransformer
 from keras_vit.weights import loading
@@ -131,7 +131,7 @@ class Request:
     """
 
     include_top: bool
-    input_shape: tuple[int, int, int] | None
+    input_shape: InputShape | None
     pooling: Pooling | None
     classes: int | None
     classifier_activation: str | None
@@ -141,19 +141,18 @@ class Request:
     positions: Method = "original"
     training: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        check_method(self.positions)
-
-    def applied(self, config: ViTConfig, **fields: Any) -> ViTConfig:
-        """Returns the config with what the caller decides, and the given fields."""
+    def applied(self, config: ViTConfig, *, input_shape: InputShape, **fields: Any) -> ViTConfig:
+        """Returns the config with what the caller decides, this shape and the given fields."""
         activation = self.classifier_activation if self.include_top else None
-        return dataclasses.replace(
+        applied = dataclasses.replace(
             config,
             classifier_activation=activation,
             include_preprocessing=self.include_preprocessing,
             **self.training,
             **fields,
-        )
+        ).resized(input_shape)
+        check_method(self.positions, any_size=applied.any_size)
+        return applied
 
     def classes_or(self, default: int | None) -> int | None:
         """Returns the size of the classifier, None for no classifier."""
@@ -165,7 +164,7 @@ class Request:
 def load(
     source: str | os.PathLike[str],
     *,
-    input_shape: tuple[int, int, int] | None = None,
+    input_shape: InputShape | None = None,
     classes: int | None = None,
     include_top: bool = True,
     pooling: Pooling | None = None,
@@ -200,7 +199,7 @@ def load(
             - "hf://owner/name" on the Hugging Face Hub, "hf://owner/name@revision" for a branch,
               tag or commit of it, "hf://owner/name@revision/file" for one file.
         input_shape: (height, width, channels). Left open: the source's. Position embeddings are
-            resampled to it.
+            resampled to it; (None, None, channels) takes images of any size, see `ViTConfig`.
         classes: size of the classifier. Left open: the source's, or none. Another number than the
             source's makes a fresh classifier of zeros.
         include_top: whether to keep the classifier and the representation layer.
@@ -396,21 +395,23 @@ def _hub_weights(
     return path, commit
 
 
-def _config_of(checkpoint: Checkpoint, input_shape: tuple[int, int, int] | None) -> ViTConfig:
+def _config_of(checkpoint: Checkpoint, input_shape: InputShape | None) -> ViTConfig:
     """Returns the config of the model that the file describes."""
     fields = dict(checkpoint.fields)
     missing = [name for name in ARCHITECTURE if name not in fields]
     if missing:
         raise ValueError(_refusal(checkpoint, f"it does not say its {' and '.join(missing)}"))
-    shape = input_shape or fields.get("input_shape") or _shape(checkpoint)
-    _check_channels(checkpoint, shape)
+    shape = None if input_shape is None or None in input_shape else input_shape
+    shape = shape or fields.get("input_shape") or _shape(checkpoint)
+    _check_channels(checkpoint, input_shape or shape)
+    places = {} if None in shape else {"input_shape": shape, "position_grid": None}
     try:
-        return ViTConfig(**{**checkpoint.assumed, **fields, "input_shape": shape})
+        return ViTConfig(**{**checkpoint.assumed, **fields, **places}).resized(input_shape or shape)
     except ValueError as error:
         raise ValueError(f"{checkpoint.path}: {error}") from error
 
 
-def _check_channels(checkpoint: Checkpoint, input_shape: tuple[int, ...]) -> None:
+def _check_channels(checkpoint: Checkpoint, input_shape: InputShape) -> None:
     if checkpoint.channels not in (None, *input_shape[2:]):
         raise ValueError(
             f"{checkpoint.path} is of a model for images of {checkpoint.channels} channels. "
@@ -451,14 +452,17 @@ def _config(base: ViTConfig, checkpoint: Checkpoint, request: Request) -> ViTCon
     if checkpoint.grid is not None:
         rows, columns = checkpoint.grid
         shape = (rows * base.stride, columns * base.stride, checkpoint.channels or shape[2])
-    _check_channels(checkpoint, request.input_shape or shape)
+        base = base.resized(shape)
+    stored = fields.get("input_shape", shape)
+    shape = request.input_shape or (stored if None in stored else shape)
+    _check_channels(checkpoint, shape)
     pooling = request.pooling or (fields["pooling"] if request.include_top else None)
     kept = {name: fields[name] for name in _KEPT if name in fields}
     if pooling != "map":
         kept["pooling_heads"] = None
     return request.applied(
         base,
-        input_shape=request.input_shape or shape,
+        input_shape=shape,
         pooling=pooling,
         classes=classes,
         representation_dim=fields["representation_dim"] if keeps_top else None,

@@ -13,7 +13,8 @@ import keras
 import ml_dtypes
 import numpy as np
 
-from keras_vit.config import ViTConfig, shown
+from keras_vit.config import ViTConfig
+from keras_vit.limits import shown
 from keras_vit.preprocessing import LABELLED, class_labels
 from keras_vit.weights.arrays import (
     MAX_ARRAYS,

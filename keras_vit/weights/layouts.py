@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from keras_vit.config import ViTConfig, shown
+from keras_vit.config import ViTConfig
+from keras_vit.limits import shown
 from keras_vit.weights.arrays import MAX_ARRAYS, StoredArray, aligned_empty
 from keras_vit.weights.companion import PUBLISHED
 

@@ -15,7 +15,8 @@ import numpy as np
 
 from keras_vit import backend
 from keras_vit.atomic import whole_file
-from keras_vit.config import ViTConfig, shown
+from keras_vit.config import InputShape, ViTConfig
+from keras_vit.limits import shown
 from keras_vit.model import VisionTransformer
 from keras_vit.weights.arrays import FLOATS
 from keras_vit.weights.checkpoint import (
@@ -130,14 +131,14 @@ def load(
 
 
 def resize(
-    model: VisionTransformer, input_shape: tuple[int, int, int], *, positions: Method = "original"
+    model: VisionTransformer, input_shape: InputShape, *, positions: Method = "original"
 ) -> VisionTransformer:
     """Returns the same model for images of another size; the given one stays as it is.
 
     Position embeddings are resampled, of any kind; every other weight is copied.
 
     Example:
-        >>> from keras_vit.config import ViTConfig, shown
+        >>> from keras_vit.config import ViTConfig
         >>> config = ViTConfig(input_shape=(32, 32, 3), patch_size=8, hidden_dim=8, mlp_dim=16,
         ...                    num_heads=2, num_layers=1, classes=3)
         >>> resize(VisionTransformer(config), (48, 64, 3)).config.grid
@@ -145,21 +146,22 @@ def resize(
 
     Args:
         model: the model to start from.
-        input_shape: (height, width, channels) wanted, in pixels.
-        positions: how positions are resampled, see `resample_positions`.
+        input_shape: (height, width, channels) wanted, in pixels; (None, None, channels) for images
+            of any size that the patch divides: their positions are resampled in the graph.
+        positions: how positions are resampled, see `resample_positions`; "original" for any size.
 
     Raises:
         ValueError: the size is not a multiple of the patch, the channels differ, or `positions` is
             no way of resampling.
     """
-    check_method(positions)
     old = model.config
     if input_shape[2] != old.input_shape[2]:
         raise ValueError(
             f"A model for {old.input_shape[2]} channels cannot be resized to "
             f"input_shape={input_shape}; keep the number of channels."
         )
-    config = dataclasses.replace(old, input_shape=input_shape)
+    config = old.resized(input_shape)
+    check_method(positions, any_size=config.any_size)
 
     def resampled(path: str, variable: keras.Variable) -> Any:
         kind = path.rsplit("/", 1)[-1]

@@ -90,11 +90,21 @@ def resample_variable(
     return np.concatenate([value[:, :prefix], table], axis=1)
 
 
-def check_method(method: object) -> None:
-    """Raises a ValueError unless `method` is one of `Method`."""
+def check_method(method: object, *, any_size: bool = False) -> None:
+    """Raises a ValueError unless `method` is one of `Method`, and one that a graph computes.
+
+    Args:
+        method: the way of resampling.
+        any_size: whether a graph resamples, to the size of the images.
+    """
     if method not in get_args(Method):
         raise ValueError(
             f"Positions are resampled by one of {get_args(Method)}. Received: {method!r}."
+        )
+    if any_size and method != "original":
+        raise ValueError(
+            'A model for images of any size resamples positions as "original" in its graph. '
+            f"Received: positions={method!r}; give a height and width, or leave positions out."
         )
 
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from keras_vit.config import ViTConfig, shown
+from keras_vit.config import ViTConfig
 from keras_vit.layers.patches import BIAS_PREFIX
+from keras_vit.limits import shown
 from keras_vit.weights.architectures import RotaryLayout
 from keras_vit.weights.arrays import StoredArray
 from keras_vit.weights.layouts import Row, check_held, listed, numbered

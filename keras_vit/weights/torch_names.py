@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from keras_vit.config import shown
+from keras_vit.limits import shown
 from keras_vit.weights.arrays import FLOATS, StoredArray
 from keras_vit.weights.layouts import listed, renamed
 

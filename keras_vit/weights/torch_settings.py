@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from keras_vit.config import LIMITS, is_number, shown
+from keras_vit.limits import LIMITS, is_number, shown
 from keras_vit.weights.architectures import (
     ACTIVATIONS,
     HUGGING_FACE_TYPES,

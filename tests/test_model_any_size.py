@@ -1,0 +1,254 @@
+"""Tests of models for images of any size: one graph that answers as `resize` does."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import published
+import pytest
+import tensorflow as tf
+from conftest import TINY, randomize
+from test_model_variants import CONFIGS
+
+import keras_vit
+from keras_vit import evaluation, explain, training
+from keras_vit.config import ViTConfig
+from keras_vit.model import VisionTransformer
+from keras_vit.weights.positions import resample_positions
+
+OPEN = (None, None, 3)
+SIZES = [(32, 48), (48, 40), (16, 72)]
+ATOL = 1e-6
+# Every variant but those that are refused.
+NAMES = [name for name, config in CONFIGS.items() if config.position_embedding != "relative"]
+
+
+def images_of(height: int, width: int, count: int = 2) -> np.ndarray:
+    generator = np.random.default_rng(height * width)
+    return generator.uniform(-1, 1, (count, height, width, 3)).astype(np.float32)
+
+
+def open_and_fixed(config: ViTConfig) -> tuple[VisionTransformer, VisionTransformer]:
+    """Returns a model for images of any size, and the one for its grid with the same weights."""
+    fixed = randomize(VisionTransformer(config))
+    return keras_vit.resize(fixed, OPEN), fixed
+
+
+def one_graph(model: keras.Model) -> tuple[Any, list[int]]:
+    """Returns the model as one graph, and a list that grows with each time that it is traced."""
+    traces: list[int] = []
+
+    @tf.function(input_signature=[tf.TensorSpec((None, *OPEN))])
+    def graph(images: Any) -> Any:
+        traces.append(1)
+        return model(images, training=False)
+
+    return graph, traces
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_graph_answers_as_the_resized_model(name: str) -> None:
+    """At three sizes, from one trace, and eagerly; the weights are those of the fixed model."""
+    model, fixed = open_and_fixed(CONFIGS[name])
+    graph, traces = one_graph(model)
+    for size in SIZES:
+        resized, images = keras_vit.resize(fixed, (*size, 3)), images_of(*size)
+        expected = resized(images)
+        scale = max(1.0, float(np.abs(expected).max()))
+        np.testing.assert_allclose(graph(images), expected, rtol=0, atol=ATOL * scale)
+        np.testing.assert_allclose(model(images), expected, rtol=0, atol=ATOL * scale)
+    assert len(traces) == 1
+    assert [v.path for v in model.weights] == [v.path for v in fixed.weights]
+    assert model.count_params() == keras_vit.parameter_count(model.config)
+
+
+def test_the_comparison_can_fail() -> None:
+    """Positions that are resampled otherwise give other answers."""
+    model, fixed = open_and_fixed(TINY)
+    images = images_of(48, 40)
+    other = keras_vit.resize(fixed, (48, 40, 3), positions="bilinear")
+    assert np.abs(model(images) - other(images)).max() > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["learned", "learned_2d", "sincos_2d"])
+def test_the_graphs_table_is_the_resampled_one(kind: Any) -> None:
+    """For grids that grow and shrink, down to one patch, as numbers and as tensors."""
+    config = dataclasses.replace(TINY, position_embedding=kind, num_layers=1)
+    model, fixed = open_and_fixed(config)
+    encoder = model.get_layer("patch_encoder")
+    table = tf.function(lambda rows, columns: encoder.position_table((rows, columns)))
+    for rows, columns in [(4, 6), (1, 1), (3, 11), (37, 5)]:
+        resized = keras_vit.resize(fixed, (8 * rows, 8 * columns, 3))
+        expected = resized.get_layer("patch_encoder").position_table()
+        for made in (
+            table(tf.constant(rows), tf.constant(columns)),
+            encoder.position_table((rows, columns)),
+        ):
+            np.testing.assert_allclose(made, expected, rtol=0, atol=ATOL)
+    if kind == "learned":
+        table = np.asarray(fixed.get_layer("patch_encoder").position_embedding)
+        again = resample_positions(table, (4, 6), (37, 5))
+        np.testing.assert_allclose(expected, again, rtol=0, atol=ATOL)
+
+
+def kinds_of(model: keras.Model) -> set[str]:
+    """Returns the types of the operations of a model's graph."""
+    function = tf.function(lambda images: model(images, training=False))
+    graph = function.get_concrete_function(tf.TensorSpec((None, *model.input_shape[1:]))).graph
+    return {operation.type for operation in graph.get_operations()}
+
+
+@pytest.mark.parametrize("name", ["every block", "sines", "rotary"])
+def test_a_known_size_costs_nothing(name: str) -> None:
+    """Only a model for images of any size resamples or computes places in its graph."""
+    model, fixed = open_and_fixed(CONFIGS[name])
+    assert "Range" not in kinds_of(fixed)
+    assert "Range" in kinds_of(model)
+
+
+def test_training_moves_every_weight_as_at_a_fixed_size() -> None:
+    """One step of `fit` at the tables' own grid is that of the fixed model."""
+    config = dataclasses.replace(CONFIGS["learned in 2-D"], rotary_period=100.0)
+    models = open_and_fixed(config)
+    images, labels = images_of(32, 48, 4), np.array([0, 1, 2, 3])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    for model in models:
+        model.compile(keras.optimizers.SGD(0.1), loss)
+        model.fit(images, labels, batch_size=4, verbose=0)
+    for opened, fixed in zip(*(model.weights for model in models), strict=True):
+        np.testing.assert_allclose(opened, fixed, rtol=0, atol=5e-6, err_msg=opened.path)
+
+
+@pytest.mark.parametrize("fields", [{}, {"remat": True, "rotary_period": 100.0}])
+def test_fit_and_predict_take_batches_of_several_sizes(fields: dict[str, Any]) -> None:
+    """Of two grids, neither the tables' own: positions learn too, without a trace for each size."""
+    model, _ = open_and_fixed(dataclasses.replace(CONFIGS["every block"], **fields))
+    batches = [(images_of(*size), np.array([1, 2])) for size in SIZES[1:]]
+    spec = (tf.TensorSpec((None, *OPEN)), tf.TensorSpec((None,), tf.int64))
+    data = tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=spec)
+    data = data.apply(tf.data.experimental.assert_cardinality(len(batches)))
+    before = {variable.path: np.array(variable) for variable in model.trainable_variables}
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model.fit(data, epochs=2, shuffle=False, verbose=0)
+    unmoved = [v.path for v in model.trainable_variables if np.array_equal(v, before[v.path])]
+    assert not unmoved
+    answers = model.predict(data, verbose=0)
+    # Keras' own traces for the first size, and for any size from the second on.
+    traces = []
+    for size in [(8, 8), (56, 16), (24, 88), (40, 40)]:
+        model.predict(images_of(*size), verbose=0)
+        traces.append(model.predict_function.experimental_get_tracing_count())
+    assert traces[1] == traces[2] == traces[3]
+    expected = np.concatenate([model(images) for images, _ in batches])
+    np.testing.assert_allclose(answers, expected, rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("name", ["every block", "rotary, counted"])
+def test_it_is_saved_and_loaded(name: str, tmp_path: Path) -> None:
+    """As .keras, as weights, and as a SavedModel that needs no Keras, still for any size."""
+    model, _ = open_and_fixed(CONFIGS[name])
+    model.save(tmp_path / "vit.keras")
+    model.save_weights(tmp_path / "vit.weights.h5")
+    model.export(tmp_path / "saved", verbose=False)
+    again = keras.saving.load_model(tmp_path / "vit.keras")
+    filled = VisionTransformer(model.config)
+    filled.load_weights(tmp_path / "vit.weights.h5")
+    served = tf.saved_model.load(tmp_path / "saved")
+    assert again.config == model.config
+    for size in SIZES:
+        images = images_of(*size)
+        for answer in (again(images), filled(images), served.serve(images)):
+            np.testing.assert_allclose(answer, model(images), rtol=0, atol=5e-6)
+
+
+def test_a_checkpoint_becomes_a_model_for_any_size(tmp_path: Path) -> None:
+    """By the builders, `keras_vit.load` and `weights.load`; the table keeps the file's grid."""
+    config = dataclasses.replace(keras_vit.VARIANTS["Ti/16"], input_shape=(64, 64, 3), classes=7)
+    path = published.write(tmp_path / "vit.npz", config)
+    fixed = keras_vit.load(path, input_shape=(48, 80, 3))
+    given = VisionTransformer(fixed.config.resized((64, 64, 3)).resized(OPEN))
+    keras_vit.weights.load(given, path)
+    images = np.random.default_rng(0).integers(0, 256, (1, 48, 80, 3), np.uint8)
+    for model in (
+        keras_vit.ViTTi16(weights=path, input_shape=OPEN),
+        keras_vit.load(path, input_shape=OPEN),
+        given,
+    ):
+        assert model.config.position_grid == (4, 4)
+        np.testing.assert_allclose(model(images), fixed(images), rtol=0, atol=1e-5)
+    model.save(tmp_path / "vit.keras")
+    assert keras_vit.load(tmp_path / "vit.keras").config.input_shape == OPEN
+    back = keras_vit.load(tmp_path / "vit.keras", input_shape=(48, 80, 3))
+    np.testing.assert_allclose(back(images), fixed(images), rtol=0, atol=1e-5)
+    assert keras_vit.ViTTi16(input_shape=OPEN, classes=3).config.position_grid == (14, 14)
+
+
+def test_features_lie_on_the_images_grid() -> None:
+    """As (B, h, w, D), for images of another size than the tables'."""
+    model, _ = open_and_fixed(CONFIGS["registers"])
+    features = model.features(images_of(48, 40), ["block_1", "pooling"], grid=True)
+    assert features["block_1"].shape == (2, 6, 5, 24)
+    assert features["pooling"].shape == (2, 24)
+    assert "rotary_turns" not in open_and_fixed(CONFIGS["rotary"])[0].feature_names
+
+
+def test_half_precision_resamples_in_float32() -> None:
+    """The table is cast after it is resampled, as that of a resized model."""
+    model, fixed = open_and_fixed(TINY)
+    model, fixed = (each.copy(dtype="mixed_bfloat16") for each in (model, fixed))
+    images = images_of(48, 40)
+    expected = keras_vit.resize(fixed, (48, 40, 3))(images)
+    np.testing.assert_allclose(model(images), expected, rtol=0, atol=0.03)
+    assert model.get_layer("patch_encoder").position_table((6, 5)).dtype == tf.float32
+
+
+def digits() -> Any:
+    from keras_vit.data import load_digits
+
+    return load_digits()
+
+
+PIXELS: dict[str, Any] = {"include_preprocessing": True, "classes": 10}
+ONE_SIZE = "images of one size|resized to the size that the model takes"
+REFUSED: dict[str, Callable[[VisionTransformer, Path], Any]] = {
+    "export": lambda model, path: keras_vit.export(model, path / "out"),
+    "evaluate": lambda model, path: evaluation.evaluate(
+        model, digits().test, labels=tuple("0123456789")
+    ),
+    "train": lambda model, path: training.train(digits(), out=path / "out", model=model),
+    "pretrain": lambda model, path: training.pretrain(digits(), out=path / "o", model=model.config),
+    "explain": lambda model, path: explain.attention_rollout(model, images_of(32, 48)),
+    "encode": lambda model, path: model.encode(np.zeros((1, 25, 24), np.float32)),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_needs_one_size_says_so(name: str, tmp_path: Path) -> None:
+    """In a sentence that says how to get a model for one."""
+    model, _ = open_and_fixed(dataclasses.replace(TINY, num_layers=1, **PIXELS))
+    with pytest.raises(ValueError, match=ONE_SIZE) as caught:
+        REFUSED[name](model, tmp_path)
+    assert "keras_vit.resize(model, (height, width, 3))" in str(caught.value)
+    assert not any(tmp_path.iterdir())
+
+
+def test_positions_are_resampled_in_one_way_alone() -> None:
+    """Another way than the graph's is refused, where a model for any size is asked for."""
+    _, fixed = open_and_fixed(TINY)
+    with pytest.raises(ValueError, match=r"as .original. in its graph.*'bicubic'"):
+        keras_vit.resize(fixed, OPEN, positions="bicubic")
+    with pytest.raises(ValueError, match=r"as .original. in its graph.*'bilinear'"):
+        keras_vit.ViTTi16(input_shape=OPEN, positions="bilinear")
+
+
+def test_an_image_that_the_patch_does_not_divide_is_refused() -> None:
+    """Eagerly in a sentence, in a graph by TensorFlow."""
+    model, _ = open_and_fixed(dataclasses.replace(TINY, num_layers=1))
+    with pytest.raises(ValueError, match=r"multiples of patch_size=8.*height=33, width=48"):
+        model(images_of(33, 48))
+    graph, _ = one_graph(model)
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        graph(images_of(33, 48))

@@ -10,9 +10,10 @@ from keras_vit.exact import ExactModel
 from keras_vit.model import VisionTransformer
 from keras_vit.variants import VARIANTS, parameter_count
 from keras_vit.weights import building
-from keras_vit.weights.building import Request, locate
+from keras_vit.weights.building import Request
 from keras_vit.weights.checkpoint import Checkpoint, open_checkpoint
 from keras_vit.weights.positions import Method
+from keras_vit.weights.sources import locate
 
 LARGE = 100e6  # parameters; the examples of larger models are not run by the tests
 DEFAULT_CLASSES = 1000  # ImageNet-1k, as in keras.applications

@@ -15,7 +15,7 @@ import safetensors.numpy
 
 import keras_vit
 from keras_vit.model import VisionTransformer
-from keras_vit.weights import building
+from keras_vit.weights import sources
 
 MODERN = published.GOLDEN / "modern"
 INDEX = "model.safetensors.index.json"
@@ -61,8 +61,8 @@ def test_sha256_is_refused(index: Path) -> None:
         lambda: keras_vit.load(index.parent, sha256="0" * 64),
         lambda: keras_vit.load(index, sha256="0" * 64),
         lambda: keras_vit.weights.load(model, index, sha256="0" * 64),
-        lambda: building.find(f"http://127.0.0.1:9/{INDEX}", sha256="0" * 64),
-        lambda: building.find(f"hf://owner/name/{INDEX}", sha256="0" * 64),
+        lambda: sources.find(f"http://127.0.0.1:9/{INDEX}", sha256="0" * 64),
+        lambda: sources.find(f"hf://owner/name/{INDEX}", sha256="0" * 64),
     ):
         with pytest.raises(ValueError, match=r"sha256 is of one file, and .* names several"):
             attempt()
@@ -197,11 +197,11 @@ def test_shards_behind_a_url(index: Path, tmp_path: Path, monkeypatch: pytest.Mo
             server.files[f"/a/{file.name}"] = file.read_bytes()
         url = f"{server.url}/a/{INDEX}"
         assert_same(keras_vit.load(url), keras_vit.load(MODERN / "hf_vit_cls"))
-        shard = building.find(url).parent / SHARDS[1]
+        shard = sources.find(url).parent / SHARDS[1]
         shard.write_bytes(rig.flipped(shard.read_bytes(), 3000))
         with pytest.raises(ValueError, match=r"model-00002.*\.sha256 holds another"):
-            building.find(url)
+            sources.find(url)
         shutil.rmtree(shard.parent)
         del server.files[f"/a/{SHARDS[2]}"]
         with pytest.raises(FileNotFoundError, match="model-00003"):
-            building.find(url)
+            sources.find(url)

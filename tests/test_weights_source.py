@@ -1,4 +1,4 @@
-"""Tests of keras_vit.weights.building and of the builders on every published layout."""
+"""Tests of weights.sources, weights.building and of the builders on every published layout."""
 
 import contextlib
 import dataclasses
@@ -25,7 +25,7 @@ import published
 import pytest
 
 import keras_vit
-from keras_vit.weights import building, download, loading
+from keras_vit.weights import building, download, loading, sources
 from keras_vit.weights.catalog import CatalogRow, catalog
 from keras_vit.weights.layouts import original_rows
 
@@ -345,7 +345,7 @@ def test_all_files_come_from_one_commit(
 ) -> None:
     """The commit of the first file is asked for by all others, said, and part of the record."""
     caplog.set_level(logging.INFO)
-    path = building.find(address)
+    path = sources.find(address)
 
     commit = path.parent.name
     first, *others = dict.fromkeys(moving.revisions)
@@ -375,7 +375,7 @@ def test_shards_come_from_the_commit_of_their_index(
 ) -> None:
     """Each is downloaded at that commit, recorded, and compared when it is used again."""
     address = f"hf://someone/tiny-vit{file}"
-    index = building.find(address)
+    index = sources.find(address)
     commit = index.parent.name
 
     assert sorted(path.name for path in index.parent.iterdir()) == sharded_files
@@ -384,11 +384,11 @@ def test_shards_come_from_the_commit_of_their_index(
     assert records == {f"{name}.sha256" for name in sharded_files}
     assert keras_vit.load(address).config.hidden_dim == 32
     with pytest.raises(ValueError, match="sha256 is of one file"):
-        building.find(address, sha256="0" * 64)
+        sources.find(address, sha256="0" * 64)
     shard = (index.parent / "model-00002-of-00003.safetensors").resolve()
     shard.write_bytes(rig.flipped(shard.read_bytes(), 2000))
     with pytest.raises(ValueError, match="its publisher states"):
-        building.find(address)
+        sources.find(address)
 
 
 def test_a_repository_without_weights(
@@ -397,31 +397,31 @@ def test_a_repository_without_weights(
     """The sentence names both files that were looked for, and what else can be given."""
     monkeypatch.delitem(HUB_FILES, "model.safetensors")
     with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors nor .*named as hf://"):
-        building.find("hf://someone/tiny-vit")
+        sources.find("hf://someone/tiny-vit")
 
 
 def test_hub_file_that_changed(moving: MovingServer, tmp_path: Path) -> None:
     """Damage of a kept file is seen by the Hub's SHA-256, and by the record of its first use."""
     address = f"hf://someone/tiny-vit@{'b' * 40}"
-    path = building.find(address)
+    path = sources.find(address)
     blob, content = path.resolve(), path.read_bytes()
     blob.write_bytes(rig.flipped(content, len(content) - 1))
     with pytest.raises(ValueError, match="its publisher states"):
-        building.find(address)
+        sources.find(address)
     path.unlink()
     path.write_bytes(blob.read_bytes())  # as where links are not to be had
     with pytest.raises(ValueError, match=r"\.sha256 holds another"):
-        building.find(address)
+        sources.find(address)
 
 
 def test_hub_settings_that_changed(moving: MovingServer) -> None:
     """A changed file that is only useful stops the model too: it would be read."""
     address = f"hf://someone/tiny-vit@{'c' * 40}"
-    path = building.find(address)
+    path = sources.find(address)
     (path.parent / "preprocessor_config.json").resolve().write_text("{}")
 
     with pytest.raises(ValueError, match="its publisher states"):
-        building.find(address)
+        sources.find(address)
 
 
 BAD_ADDRESSES = [
@@ -440,7 +440,7 @@ BAD_ADDRESSES = [
 def test_addresses_that_are_none_of_the_hub(address: str, moving: MovingServer) -> None:
     """What is no address is refused before anyone is asked."""
     with pytest.raises(ValueError, match=r"on the Hub|A Hub address is") as raised:
-        building.find(address)
+        sources.find(address)
 
     assert moving.revisions == []
     assert "hunter2" not in str(raised.value)
@@ -472,7 +472,7 @@ def test_sha256_is_compared_before_anything_is_read(
             "path": lambda sha256: keras_vit.ViTTi16(weights=file, sha256=sha256),
             "folder": lambda sha256: keras_vit.load(file.parent, sha256=sha256),
             "url": lambda sha256: keras_vit.ViTTi16(weights=f"{server.url}/vit.npz", sha256=sha256),
-            "hub": lambda sha256: building.find("hf://someone/tiny-vit", sha256=sha256),
+            "hub": lambda sha256: sources.find("hf://someone/tiny-vit", sha256=sha256),
             "name": lambda sha256: keras_vit.ViTTi16(weights="imagenet21k", sha256=sha256),
         }
         road = roads[entrance]
@@ -505,8 +505,8 @@ def test_changed_settings_beside_a_url_are_not_read(
     with rig.serving() as server:
         server.files["/a/vit.safetensors"] = rig.safetensors()
         server.files["/a/config.json"] = b"{}"
-        path = building.find(f"{server.url}/a/vit.safetensors")
+        path = sources.find(f"{server.url}/a/vit.safetensors")
         assert {file.name for file in path.parent.iterdir()} >= {"vit.safetensors", "config.json"}
         (path.parent / "config.json").write_bytes(b'{"a": 1}')
         with pytest.raises(ValueError, match=r"config\.json\.sha256 holds another"):
-            building.find(f"{server.url}/a/vit.safetensors")
+            sources.find(f"{server.url}/a/vit.safetensors")

@@ -325,7 +325,7 @@ def _with_teacher(
 ) -> "DistillationModel":
     """Returns the student with the teacher of the flags."""
     from keras_vit import VisionTransformer, ViTConfig, training
-    from keras_vit.weights.building import find
+    from keras_vit.weights.sources import find
 
     if isinstance(student, ViTConfig):
         config = dataclasses.replace(student, classes=len(data.labels), include_preprocessing=True)
@@ -350,7 +350,7 @@ def _with_teacher(
 
 def _pretrained(arguments: argparse.Namespace, data: "ImageData") -> "VisionTransformer":
     from keras_vit import training
-    from keras_vit.weights.building import find
+    from keras_vit.weights.sources import find
 
     size, sha256 = _image_size(arguments), arguments.weights_sha256
     positions: Method = arguments.positions or "original"

@@ -19,8 +19,8 @@ from keras_vit.layers.dense import CHANGES
 from keras_vit.model import VisionTransformer
 from keras_vit.preprocessing import LABELLED, class_labels
 from keras_vit.variants import parameter_count
-from keras_vit.weights import building
-from keras_vit.weights.checkpoint import REGISTERED_NAME, SUFFIXES, open_checkpoint
+from keras_vit.weights import building, sources
+from keras_vit.weights.checkpoint import REGISTERED_NAME, SUFFIXES, Checkpoint, open_checkpoint
 from keras_vit.weights.positions import Method
 
 # The files of a run directory; evaluation writes METRICS and CONFUSION.
@@ -226,12 +226,14 @@ def open_source(source: str | os.PathLike[str]) -> OpenedModel:
             raise FileNotFoundError(f"There is no model file {address!r}; check the path.")
         if not path.exists() or has_run_files(path):
             return _opened_run(address, Run.load(path))
-    file = building.find(address)
-    if file.name.endswith(".keras"):
+    file = sources.find(address)
+    checkpoint = None if file.name.endswith(".keras") else open_checkpoint(file)
+    if checkpoint is None:
         model = open_model(file)
     else:
-        model = building.load(file, classifier_activation=None, include_preprocessing=True)
-    names, states_labels = _class_names(file, model)
+        asked = building.Request(classifier_activation=None, include_preprocessing=True)
+        model = building.build(checkpoint, asked)
+    names, states_labels = _class_names(checkpoint, model)
     return OpenedModel(
         source=address,
         model=model,
@@ -362,20 +364,22 @@ def _opened_run(source: str, run: Run) -> OpenedModel:
     )
 
 
-def _class_names(file: Path, model: keras.Model) -> tuple[tuple[tuple[str, str], ...], bool]:
+def _class_names(
+    checkpoint: Checkpoint | None, model: keras.Model
+) -> tuple[tuple[tuple[str, str], ...], bool]:
     """Returns (identifier, name) of each class, and whether the file's settings say them.
 
-    Where nobody says them, they are those of ImageNet, or numbers.
+    Where nobody says them, they are those of ImageNet, or numbers. A .keras file says none, and has
+    no checkpoint here.
     """
     classes = model.output_shape[-1]
     is_backbone = isinstance(model, VisionTransformer) and model.config.classes is None
     if is_backbone or not isinstance(classes, int):
         return (), False
-    if file.name.endswith(".keras"):
+    if checkpoint is None:
         names = class_labels(classes) if classes in LABELLED else None
         states_labels = False
     else:
-        checkpoint = open_checkpoint(file)
         names = checkpoint.class_names
         states_labels = bool(checkpoint.labels) and names is not None
     return names or tuple((str(index), str(index)) for index in range(classes)), states_labels

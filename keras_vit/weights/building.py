@@ -1,14 +1,9 @@
 """Builds the model that a source describes, and fills it."""
 
 import dataclasses
-import functools
-import logging
 import os
-import re
-import urllib.parse
 import warnings
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -17,107 +12,21 @@ from keras_vit.config import InputShape, Pooling, ViTConfig, stride_of
 from keras_vit.layers.random import overwritten_weights
 from keras_vit.model import VisionTransformer
 from keras_vit.weights import loading
-from keras_vit.weights.arrays import shard_places
-from keras_vit.weights.catalog import resolve
 from keras_vit.weights.checkpoint import (
     ARCHITECTURE,
     BEYOND,
     NUMBERS,
-    SUFFIXES,
     Checkpoint,
     open_checkpoint,
 )
-from keras_vit.weights.checksums import SHARD_INDEX, check_one_file, check_sha256, checked_sha256
-from keras_vit.weights.connection import shown
-from keras_vit.weights.download import cached_path, fetch, fetch_from_hub, hub_parts
 from keras_vit.weights.positions import Method, check_method
+from keras_vit.weights.sources import find
 from keras_vit.weights.torch_layouts import without_distillation
-from keras_vit.weights.torch_settings import SETTINGS_FILES
-
-HUB_WEIGHTS, HUB_INDEX = "model.safetensors", f"model{SHARD_INDEX}"
-
-# What a folder is looked through for, before any other file that can be read.
-FOLDER_FILES = (HUB_WEIGHTS, HUB_INDEX, "model.keras")
-_OF_TORCH = (".safetensors", SHARD_INDEX)  # with settings beside them
-_SHARD = re.compile(r".*-\d{5}-of-\d{5}\.safetensors")
-_LOGGER = logging.getLogger("keras_vit.weights")
-
-
-def find(source: str | os.PathLike[str], *, sha256: str | None = None) -> Path:
-    """Returns the local file that a source means, downloading it if need be.
-
-    Args:
-        source: a file, a folder that holds one, an http(s) URL, or on the Hugging Face Hub
-            "hf://owner/name", "hf://owner/name@revision" or "hf://owner/name@revision/file", where
-            a slash of the revision is written %2F. All files of a model come from one commit.
-        sha256: the SHA-256 of the file of weights, compared before anything is read from it; None
-            for weights in shards, which are several files.
-
-    Returns:
-        The file of weights, or the index of its shards.
-
-    Raises:
-        FileNotFoundError: there is no such file, or the folder holds none.
-        ValueError: the folder holds several, or the file has another SHA-256.
-        OSError: the file cannot be fetched, or is not what was published.
-        ImportError: the Hub's library is not installed.
-    """
-    address, sha256 = os.fsdecode(source), checked_sha256(sha256)
-    if re.match(r"https?://", address, re.IGNORECASE):
-        return _url_file(address, sha256)
-    if address.startswith("hf://"):
-        return _hub_file(address, sha256)
-    path = Path(address)
-    if path.is_dir():
-        path = _folder_file(path)
-    if not path.exists():
-        text = shown(address) if "://" in address else address
-        raise FileNotFoundError(
-            f"There is no file or folder {text!r}; a source is one of these, a URL or "
-            "hf://owner/name. Published names belong to builders, as in keras_vit.ViTB16(weights="
-            '"imagenet21k").'
-        )
-    return _check_file(path, sha256)
-
-
-def locate(
-    weights: str | os.PathLike[str],
-    variant: str,
-    *,
-    image_size: int | None = None,
-    sha256: str | None = None,
-) -> Path:
-    """Returns the local file for a builder's `weights`, downloading it if need be.
-
-    Args:
-        weights: what `find` takes, or a name that `keras_vit.weights.resolve` knows.
-        variant: a key of `keras_vit.VARIANTS`, to which a name belongs.
-        image_size: side of the images in pixels, which a name's file is chosen by.
-        sha256: as in `find`.
-
-    Raises:
-        ValueError: no published checkpoint has that name, or the file has another SHA-256.
-        OSError: the file cannot be fetched, or is not what was published.
-        ImportError: the Hub's library is not installed.
-    """
-    sha256 = checked_sha256(sha256)
-    if not isinstance(weights, str) and not Path(weights).is_dir():
-        return _check_file(Path(weights), sha256)
-    if not isinstance(weights, str) or "://" in weights:
-        return find(weights, sha256=sha256)
-    if weights.endswith(SUFFIXES):
-        return _check_file(Path(weights), sha256)
-    try:
-        row = resolve(variant, weights, image_size=image_size)
-    except ValueError:
-        if Path(weights).exists():
-            return find(weights, sha256=sha256)
-        raise
-    return fetch(row.url, sha256=sha256 or row.sha256)
-
 
 AUTO = "auto"
 
+# What a model does where its source holds weights alone.
+_OPEN = {"classifier_activation": "softmax", "include_preprocessing": True}
 # What no argument decides: the file does.
 _KEPT = ("class_token", *NUMBERS, "antialias", *BEYOND)
 
@@ -130,27 +39,26 @@ class Request:
         training: fields of the config that matter in training alone.
     """
 
-    include_top: bool
-    input_shape: InputShape | None
-    pooling: Pooling | None
-    classes: int | None
-    classifier_activation: str | None
-    include_preprocessing: bool
-    name: str
+    include_top: bool = True
+    input_shape: InputShape | None = None
+    pooling: Pooling | None = None
+    classes: int | None = None
+    classifier_activation: str | None = AUTO
+    include_preprocessing: bool | None = None
+    name: str = "vit"
     dtype: Any = None
     positions: Method = "original"
     training: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def applied(self, config: ViTConfig, *, input_shape: InputShape, **fields: Any) -> ViTConfig:
         """Returns the config with what the caller decides, this shape and the given fields."""
-        activation = self.classifier_activation if self.include_top else None
-        applied = dataclasses.replace(
-            config,
-            classifier_activation=activation,
-            include_preprocessing=self.include_preprocessing,
-            **self.training,
-            **fields,
-        ).resized(input_shape)
+        asked = {} if self.include_top else {"classifier_activation": None}
+        if self.include_top and self.classifier_activation != AUTO:
+            asked["classifier_activation"] = self.classifier_activation
+        if self.include_preprocessing is not None:
+            asked["include_preprocessing"] = self.include_preprocessing
+        changes = {**asked, **self.training, **fields}
+        applied = dataclasses.replace(config, **changes).resized(input_shape)
         check_method(self.positions, any_size=applied.any_size)
         return applied
 
@@ -227,14 +135,6 @@ def load(
         ValueError: the source does not say enough, holds another network, or has another SHA-256;
             the message says what is missing.
     """
-    checkpoint = open_checkpoint(find(source, sha256=sha256))
-    if checkpoint.unknown is not None:
-        raise ValueError(_refusal(checkpoint, checkpoint.unknown))
-    stored = checkpoint.fields
-    if classifier_activation == AUTO:
-        classifier_activation = stored.get("classifier_activation", "softmax")
-    if include_preprocessing is None:
-        include_preprocessing = stored.get("include_preprocessing", True)
     request = Request(
         include_top=include_top,
         input_shape=input_shape,
@@ -246,7 +146,7 @@ def load(
         dtype=dtype,
         positions=positions,
     )
-    return build(checkpoint, request, base=_config_of(checkpoint, input_shape))
+    return build(open_checkpoint(find(source, sha256=sha256)), request)
 
 
 def labels(
@@ -269,15 +169,25 @@ def labels(
     return open_checkpoint(find(source, sha256=sha256)).class_names
 
 
-def build(checkpoint: Checkpoint, request: Request, *, base: ViTConfig) -> VisionTransformer:
-    """Builds and fills the model of a request; `base` has what neither it nor the file decides.
+def build(
+    checkpoint: Checkpoint, request: Request, *, base: ViTConfig | None = None
+) -> VisionTransformer:
+    """Builds and fills the model of a request.
+
+    Args:
+        checkpoint: the opened file.
+        request: what the caller decides.
+        base: the config of what neither of them decides; None for the one that the file describes.
 
     Raises:
-        ValueError: the file does not fit the base, or its weights' numbers are not known.
+        ValueError: the file does not fit the base, does not say enough without one, or its weights'
+            numbers are not known.
     """
-    loading.check_architecture(checkpoint, base)
+    if base is not None:
+        loading.check_architecture(checkpoint, base)
     if checkpoint.unknown is not None:
         raise ValueError(_refusal(checkpoint, checkpoint.unknown))
+    base = base or _config_of(checkpoint, request.input_shape)
     checkpoint = _with_heads_asked_for(checkpoint, request)
     config = _config(base, checkpoint, request)
     keeps_head = config.classes == checkpoint.fields["classes"]
@@ -291,110 +201,6 @@ def build(checkpoint: Checkpoint, request: Request, *, base: ViTConfig) -> Visio
     return model
 
 
-def _check_file(path: Path, sha256: str | None) -> Path:
-    check_sha256(path, sha256)
-    return path
-
-
-def _folder_file(folder: Path) -> Path:
-    """Returns the one checkpoint of a folder, or the index of its shards."""
-    entries = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
-    files = [name for name in FOLDER_FILES if name in entries]
-    whole = [name for name in entries if not _SHARD.fullmatch(name)]
-    files = files or [name for name in whole if name.endswith(SUFFIXES)]
-    if len(files) == 1:
-        return folder / files[0]
-    if files:
-        raise ValueError(
-            f"The folder {str(folder)!r} holds several checkpoints ({', '.join(files)}); pass the "
-            "path of one."
-        )
-    parts = [name for name in entries if name not in whole or name.endswith(".index.json")]
-    reason = (
-        f"its weights are in parts ({parts[0]}) without {HUB_INDEX}; fetch it, or save one file"
-        if parts
-        else (f"put one there whose name ends in {', '.join(SUFFIXES)}")
-    )
-    raise FileNotFoundError(f"The folder {str(folder)!r} holds no checkpoint: {reason}.")
-
-
-def _url_file(url: str, sha256: str | None) -> Path:
-    """Fetches a file with its shards; a PyTorch library's with the settings beside it."""
-    check_one_file(cached_path(url).name, sha256)
-    path = fetch(url, sha256=sha256)
-    for name in _shards(path):
-        fetch(_beside(url, name))
-    for name in SETTINGS_FILES if path.name.endswith(_OF_TORCH) else ():
-        address = _beside(url, name)
-        try:
-            fetch(address, progress=False)
-        except FileNotFoundError:
-            _LOGGER.info("There is no %s.", shown(address))
-        except (OSError, ValueError) as error:
-            if cached_path(address).exists():  # it would be read, and is not what it was
-                raise
-            _LOGGER.warning("%s was not fetched: %s", shown(address), error)
-    return path
-
-
-def _beside(url: str, name: str) -> str:
-    """Returns the URL of another file of the same folder."""
-    parts = urllib.parse.urlsplit(url)
-    return urllib.parse.urlunsplit(parts._replace(path=f"{parts.path.rpartition('/')[0]}/{name}"))
-
-
-def _shards(path: Path) -> list[str]:
-    """Returns the names of the files that an index names, none for another file."""
-    return sorted(set(shard_places(path).values())) if path.name.endswith(SHARD_INDEX) else []
-
-
-def _hub_file(address: str, sha256: str | None) -> Path:
-    """Fetches a model from the Hugging Face Hub, all files of one commit; settings land beside."""
-    repository, revision, file = hub_parts(address, suffixes=SUFFIXES)
-    check_one_file(file or "", sha256)
-    weights = file or HUB_WEIGHTS
-    folder = weights.rpartition("/")[0]
-    get = functools.partial(fetch_from_hub, address, repository)
-    beside = [f"{folder}/{name}".lstrip("/") for name in SETTINGS_FILES]
-    beside = beside if weights.endswith(_OF_TORCH) else []
-    commit = revision
-    if file is None:  # the small file first: it tells whether this is a model at all
-        _, commit = get(beside.pop(0), revision=commit)
-        path, commit = _hub_weights(address, get, commit, sha256)
-    else:
-        path, commit = get(file, revision=commit, sha256=sha256)
-    _LOGGER.info("%s is commit %s.", address, commit)
-    for name in _shards(path):
-        get(f"{folder}/{name}".lstrip("/"), revision=commit)
-    for name in beside:
-        try:
-            get(name, revision=commit)
-        except OSError as error:
-            _LOGGER.info("%s", error)
-    return path
-
-
-def _hub_weights(
-    address: str, get: Callable[..., tuple[Path, str]], commit: str | None, sha256: str | None
-) -> tuple[Path, str]:
-    """Returns a repository's file of weights, or the index of its shards, and the commit."""
-    try:
-        return get(HUB_WEIGHTS, revision=commit, sha256=sha256)
-    except OSError as error:  # without a network nobody says that a file is not there
-        first = error
-    try:
-        path, commit = get(HUB_INDEX, revision=commit)
-    except FileNotFoundError:
-        raise FileNotFoundError(
-            f"{address} has neither {HUB_WEIGHTS} nor {HUB_INDEX}; weights are read from "
-            f"{', '.join(SUFFIXES)} files, one of them named as hf://owner/name/FILE."
-        ) from None
-    except OSError:
-        raise first from None
-    check_one_file(path.name, sha256)
-    return path, commit
-
-
 def _config_of(checkpoint: Checkpoint, input_shape: InputShape | None) -> ViTConfig:
     """Returns the config of the model that the file describes."""
     fields = dict(checkpoint.fields)
@@ -406,7 +212,8 @@ def _config_of(checkpoint: Checkpoint, input_shape: InputShape | None) -> ViTCon
     _check_channels(checkpoint, input_shape or shape)
     places = {} if None in shape else {"input_shape": shape, "position_grid": None}
     try:
-        return ViTConfig(**{**checkpoint.assumed, **fields, **places}).resized(input_shape or shape)
+        config = ViTConfig(**{**_OPEN, **checkpoint.assumed, **fields, **places})
+        return config.resized(input_shape or shape)
     except ValueError as error:
         raise ValueError(f"{checkpoint.path}: {error}") from error
 

@@ -162,6 +162,10 @@ CONTENDERS = {
     "keras_vit": Contender(_KERAS, ("tensorflow", "keras"), is_ours=True),
     "keras_vit tf.function": Contender(_KERAS, ("tensorflow", "keras"), _INFERENCE, is_ours=True),
     "keras_vit remat": Contender(_KERAS, ("tensorflow", "keras"), ("training",), is_ours=True),
+    # DINOv2's network beside the original's, with as many tokens.
+    "keras_vit DINOv2": Contender(
+        _KERAS, ("tensorflow", "keras"), ("inference", "training"), is_ours=True
+    ),
     "keras_vit SavedModel": Contender(
         _FILES, ("tensorflow", "keras"), _INFERENCE, ("float32",), is_ours=True
     ),

@@ -38,7 +38,8 @@ def make_run(name: str, case: Case, folder: Path) -> Run:
     """Returns a function that runs the case once."""
     if case.replicas > 1:
         return _training_of_replicas(name, case)
-    model, images = make_model(name, case), images_of(case)
+    model = make_model(name, case)
+    images = images_of(case, model.input_shape[1])
     if case.task == "training":
         labels = compile_model(name, model, case)
         return lambda: model.train_on_batch(images, labels)
@@ -63,12 +64,23 @@ def make_model(name: str, case: Case) -> Any:
     import keras_vit
 
     config = dataclasses.replace(_config(case), remat=name == "keras_vit remat")
+    if name == "keras_vit DINOv2":
+        config = _dinov2(config)
     return keras_vit.VisionTransformer(config, dtype=dtype)
 
 
-def images_of(case: Case) -> np.ndarray:
-    """Returns a batch of random images in [-1, 1]."""
-    shape = (case.batch, case.image_size, case.image_size, 3)
+def _dinov2(config: Any) -> Any:
+    """Returns DINOv2's network of that size, with patches of 14 pixels and as many tokens."""
+    rows, columns = config.grid
+    return dataclasses.replace(
+        config, input_shape=(14 * rows, 14 * columns, 3), patch_size=14, layer_scale=1.0
+    )
+
+
+def images_of(case: Case, side: int = 0) -> np.ndarray:
+    """Returns a batch of random images in [-1, 1], of the case's size unless another is given."""
+    side = side or case.image_size
+    shape = (case.batch, side, side, 3)
     return np.random.default_rng(0).uniform(-1, 1, shape).astype(np.float32)
 
 

@@ -140,7 +140,7 @@ def _import(library: str) -> str:
 def _open(library: str, model: Model, folder: Path) -> Run:
     """Loads a folder and reads every weight once, since a mapped file is not loaded before."""
     if library == "keras_vit":
-        import keras  # noqa: F401
+        import keras
 
         import keras_vit
 

@@ -1,6 +1,7 @@
 """Tests of `keras-vit train`, `predict` and `evaluate` as a user runs them: processes and files."""
 
 import contextlib
+import csv
 import dataclasses
 import io
 import json
@@ -367,7 +368,7 @@ def test_the_digits_reach_what_the_readme_says_and_evaluate_agrees(
 
 
 def test_two_workers_train_on_a_folder(place: Path) -> None:
-    """The same command under each TF_CONFIG: one run, written by the first."""
+    """The same command under each TF_CONFIG: one run, written by the first, as one process's."""
     command = ("train", "--data", "images", "--out", "together", *SMALL)
     workers = [start(*command, folder=place, **each) for each in processes.cluster(2)]
     first, second = map(finish, workers)
@@ -375,5 +376,11 @@ def test_two_workers_train_on_a_folder(place: Path) -> None:
     assert (first.code, first.errors, second.code, second.errors) == (0, [], 0, [])
     assert "Saved in together" in first.out
     assert "Saved in together" not in second.out
+    alone, together = (
+        list(csv.DictReader((place / name / "history.csv").open())) for name in ("run", "together")
+    )
+    for expected, found in zip(alone, together, strict=True):
+        for name in ("loss", "val_loss", "val_accuracy"):
+            assert float(found[name]) == pytest.approx(float(expected[name]), rel=1e-3), name
     assert Run.load(place / "together").config["result"]["finished"]
     assert not list(place.glob("together.unfinished*"))

@@ -163,6 +163,27 @@ def test_evaluation_keeps_order_and_every_image(files: Split) -> None:
     assert np.array_equal(np.concatenate(images), read_images(list(files.images), size=(9, 7)))
 
 
+@pytest.mark.parametrize("where", ["files", "memory"])
+def test_workers_evaluate_each_image_once(files: Split, where: str) -> None:
+    """Three workers and twenty images: every third one each, all of them together."""
+    split = files if where == "files" else numbered(20)
+    parts = [
+        np.concatenate(
+            [
+                targets
+                for _, targets in evaluation_batches(
+                    split, image_size=(8, 8), batch_size=4, shard=(worker, 3)
+                )
+            ]
+        )
+        for worker in range(3)
+    ]
+
+    assert [len(part) for part in parts] == [7, 7, 6]
+    for worker, part in enumerate(parts):
+        np.testing.assert_array_equal(part, split.targets[worker::3])
+
+
 def test_training_without_variation_sees_what_evaluation_sees(files: Split) -> None:
     """Training and evaluation share one path from bytes to pixels."""
     expected = read_images(list(files.images), size=(9, 7))

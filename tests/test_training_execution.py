@@ -58,7 +58,8 @@ def test_replicas_of_one_machine_divide_nothing_among_workers() -> None:
     batches = tf.data.Dataset.range(4).batch(2)
     strategies = Execution(strategy="mirrored"), Execution(strategy="none")
     machine, device = (
-        Workers(execution.make_strategy()).divided(batches).options() for execution in strategies
+        Workers(execution.make_strategy()).one_pass(lambda _: batches).options()
+        for execution in strategies
     )
 
     policies = tf.data.experimental.AutoShardPolicy

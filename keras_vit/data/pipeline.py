@@ -138,6 +138,7 @@ def evaluation_batches(
     batch_size: int,
     resize_small: float = 0.0,
     antialias: bool = True,
+    shard: tuple[int, int] = augment.WHOLE,
 ) -> tf.data.Dataset:
     """Makes the batches of one pass over a split, in order, the last one as short as it comes.
 
@@ -155,15 +156,17 @@ def evaluation_batches(
         resize_small: 0 resizes the whole image, to another aspect if need be. From 1 on, the short
             side is resized to this many times `image_size`, and the middle is cut out.
         antialias: whether shrinking smooths; for a model, `antialias_of(model)`.
+        shard: (index of this worker, number of workers): of so many images in a row it reads one.
 
     Returns:
         Pairs of images, float32 0..255 of shape (batch, height, width, 3), and targets, int32 of
         shape (batch,).
     """
     resize = functools.partial(images.resize_image, size=image_size, antialias=antialias)
+    index, count = shard
     if split.in_memory and not resize_small:
         pairs = tf.data.Dataset.from_tensor_slices((tf.constant(split.images), split.targets))
-        batches = pairs.batch(batch_size).map(lambda x, y: (resize(x), y))
+        batches = pairs.shard(count, index).batch(batch_size).map(lambda x, y: (resize(x), y))
         return batches.prefetch(tf.data.AUTOTUNE)
 
     def choose(shape: tf.Tensor) -> tf.Tensor:
@@ -174,7 +177,7 @@ def evaluation_batches(
         return resize(loader.pixels(item, choose if resize_small else None)), loader.target(item)
 
     loader = split.loader()
-    examples = split.items().map(load, num_parallel_calls=_PARALLEL)
+    examples = split.items().shard(count, index).map(load, num_parallel_calls=_PARALLEL)
     return examples.batch(batch_size).prefetch(tf.data.AUTOTUNE)
 
 

@@ -85,12 +85,15 @@ class Job:
         )
         return batches.enumerate(start_step).map(smooth_and_mix)
 
-    def validation_batches(self, resizing: Resizing) -> tf.data.Dataset:
+    def validation_batches(
+        self, resizing: Resizing, *, shard: tuple[int, int] = (0, 1)
+    ) -> tf.data.Dataset:
         """Returns the batches of (images, probabilities) that evaluate an epoch."""
         batches = evaluation_batches(
             self.data.validation,
             image_size=resizing.size,
             batch_size=EVALUATION_BATCH,
             antialias=resizing.antialias,
+            shard=shard,
         )
         return batches.map(lambda images, targets: (images, tf.one_hot(targets, self.width)))

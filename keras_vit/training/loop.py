@@ -119,7 +119,9 @@ class Loop:
         self.plan = self.job.plan
         self._best_model = objective.plain_copy()
         self._resizing = objective.resizing
-        self._validation = workers.divided(self.job.validation_batches(self._resizing))
+        self._validation = workers.one_pass(
+            lambda shard: self.job.validation_batches(self._resizing, shard=shard)
+        )
         self.settings = objective.settings()
 
     def resume(self) -> None:

@@ -162,6 +162,10 @@ CONTENDERS = {
     "keras_vit": Contender(_KERAS, ("tensorflow", "keras"), is_ours=True),
     "keras_vit tf.function": Contender(_KERAS, ("tensorflow", "keras"), _INFERENCE, is_ours=True),
     "keras_vit remat": Contender(_KERAS, ("tensorflow", "keras"), ("training",), is_ours=True),
+    # Half of the patches in training, arXiv 2212.00794.
+    "keras_vit patch dropout": Contender(
+        _KERAS, ("tensorflow", "keras"), ("training",), is_ours=True
+    ),
     # DINOv2's network beside the original's, with as many tokens.
     "keras_vit DINOv2": Contender(
         _KERAS, ("tensorflow", "keras"), ("inference", "training"), is_ours=True

@@ -64,6 +64,8 @@ def make_model(name: str, case: Case) -> Any:
     import keras_vit
 
     config = dataclasses.replace(_config(case), remat=name == "keras_vit remat")
+    if name == "keras_vit patch dropout":
+        config = dataclasses.replace(config, patch_dropout_rate=0.5)
     if name == "keras_vit DINOv2":
         config = _dinov2(config)
     return keras_vit.VisionTransformer(config, dtype=dtype)

@@ -441,7 +441,6 @@ class ViTConfig:
         parts = {
             'position_embedding="relative"': self.position_embedding == "relative",
             "a ResNet stem": self.resnet_layers is not None,
-            "patch dropout": self.patch_dropout_rate > 0,
         }
         for part, is_there in parts.items():
             if is_there:
@@ -451,15 +450,14 @@ class ViTConfig:
                 )
 
     def _check_patch_dropout(self) -> None:
-        is_placed_later = self.position_embedding == "relative" or self.rotary_period is not None
-        if self.patch_dropout_rate and (is_placed_later or self.position_placement != "input"):
+        is_relative = self.position_embedding == "relative"
+        if self.patch_dropout_rate and (is_relative or self.position_placement != "input"):
             raise ValueError(
-                "patch_dropout_rate needs positions that are added at the input, since blocks do "
-                "not know which patches are left. Received: "
+                "patch_dropout_rate needs rotary positions or those that are added at the input, "
+                "since blocks do not know which patches are left. Received: "
                 f"patch_dropout_rate={self.patch_dropout_rate}, "
                 f"position_embedding={self.position_embedding!r}, "
-                f"position_placement={self.position_placement!r}, "
-                f"rotary_period={self.rotary_period}."
+                f"position_placement={self.position_placement!r}."
             )
 
     def _check_tokens(self) -> None:

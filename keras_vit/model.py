@@ -87,8 +87,8 @@ class VisionTransformer(ExactModel):
     @property
     def feature_names(self) -> tuple[str, ...]:
         """Names of the intermediate results that `features` returns, in order."""
-        input_layers = ("images", "rescaling", "patches", "positions", "rotary_turns")
-        return tuple(layer.name for layer in self.layers if layer.name not in input_layers)
+        others = ("images", "rescaling", "patches", "positions", "rotary_turns", "patch_dropout")
+        return tuple(layer.name for layer in self.layers if layer.name not in others)
 
     def features(
         self, images: Any, names: Iterable[str] | None = None, *, grid: bool = False
@@ -299,11 +299,10 @@ def _tokens(config: ViTConfig, dtype: str, patches: Any) -> Any:
         position_embedding=config.position_embedding if is_added_here else None,
         num_registers=config.num_registers,
         distillation_token=config.distillation_token,
-        patch_dropout_rate=config.patch_dropout_rate,
         position_grid=config.position_grid,
         dtype=dtype,
         name="patch_encoder",
-    )(patches)  # (B, N, D); in training with patch dropout, N is smaller from here on
+    )(patches)  # (B, N, D)
 
 
 def _per_channel(value: float | tuple[float, ...]) -> Any:
@@ -316,9 +315,10 @@ def _encoder(config: ViTConfig, dtype: str, tokens: Any, patches: Any) -> Any:
 
     Blocks learn the grid of images of any size from the patches (B, h, w, P*P*channels).
     """
-    x = _norm(config, dtype, "embedding_norm")(tokens) if config.embedding_norm else tokens
+    x, turns = _dropped(config, dtype, tokens, _turns(config, patches))
+    if config.embedding_norm:
+        x = _norm(config, dtype, "embedding_norm")(x)
     shape_of = {"patches": patches} if config.any_size else {}
-    turns = _turns(config, patches)
     position_layers = {}
     for index, drop_path_rate in enumerate(config.drop_path_rates()):
         positions = position_layer(config, index)
@@ -365,8 +365,11 @@ def _rotary_places(config: ViTConfig) -> dict[str, Any]:
 
 
 def _turns(config: ViTConfig, patches: Any) -> dict[str, Any]:
-    """Returns the argument by which blocks get rotary positions for patches of any grid."""
-    if config.rotary_period is None or not config.any_size:
+    """Returns the argument by which blocks get rotary positions that they cannot know.
+
+    These are those of patches of any grid, and of the part that patch dropout leaves.
+    """
+    if config.rotary_period is None or not (config.any_size or config.patch_dropout_rate):
         return {}
     layer = layers.RotaryTurns(
         config.hidden_dim // config.num_heads,
@@ -376,6 +379,24 @@ def _turns(config: ViTConfig, patches: Any) -> dict[str, Any]:
         **_rotary_places(config),
     )
     return {"turns": layer(patches)}  # (2, N, K)
+
+
+def _dropped(
+    config: ViTConfig, dtype: str, tokens: Any, turns: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Returns tokens (B, N, D) and the blocks' rotary positions, in training of a part of them."""
+    if not config.patch_dropout_rate:
+        return tokens, turns
+    layer = layers.PatchDropout(
+        config.patch_dropout_rate,
+        num_prefix_tokens=config.num_prefix_tokens,
+        dtype=dtype,
+        name="patch_dropout",
+    )
+    if not turns:
+        return layer(tokens), turns
+    left, turns_left = layer(tokens, **turns)
+    return left, {"turns": turns_left}
 
 
 def _positions(config: ViTConfig, dtype: str, name: str) -> keras.layers.Layer:

@@ -16,8 +16,8 @@ def _config(grid: tuple[int, int], *, heads: int, width: int, channels: int, **f
         fields["rotary_grid"] = None
     if fields["rotary_grid"] is None:
         fields["rotary_offset"] = 0.0
-    is_placed_later = fields["rotary_period"] or fields["position_embedding"] == "relative"
-    if is_placed_later or fields["position_placement"] != "input":
+    is_relative = fields["position_embedding"] == "relative"
+    if is_relative or fields["position_placement"] != "input":
         fields["patch_dropout_rate"] = 0.0
     if fields["norm_after_pooling"]:
         distilled = False

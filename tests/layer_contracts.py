@@ -38,11 +38,11 @@ CONTRACTS: list[tuple[type, dict[str, Any], tuple[int, ...], tuple[int, ...], in
         0,
     ),
     (
-        layers.PatchEncoder,
-        {"hidden_dim": 8, "patch_dropout_rate": 0.5},
-        (2, 2, 3, 48),
+        layers.PatchDropout,
+        {"rate": 0.5, "num_prefix_tokens": 2},
         (2, 7, 8),
-        4,
+        (2, 7, 8),
+        0,
         1,
     ),
     (

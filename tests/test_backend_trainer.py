@@ -280,13 +280,11 @@ def test_masks_differ_between_replicas(strategy: tf.distribute.Strategy) -> None
 
 
 def test_replicas_leave_out_other_patches(strategy: tf.distribute.Strategy) -> None:
-    """Patches of one value each with numbers as positions: what is left can be read off."""
+    """Tokens with their numbers as values: what is left can be read off."""
     with strategy.scope():
-        encoder = layers.PatchEncoder(1, class_token=False, patch_dropout_rate=0.5)
-        encoder.build((None, 4, 6, 1))
-    encoder.position_embedding.assign(np.arange(24.0)[None, :, None])
-    zeros = tf.zeros((8, 4, 6, 1))
-    outputs = strategy.run(lambda: encoder(zeros, training=True))
+        layer = layers.PatchDropout(0.5, num_prefix_tokens=0)
+    tokens = tf.tile(tf.range(24.0)[None, :, None], (8, 1, 1))
+    outputs = strategy.run(lambda: layer(tokens, training=True))
     first, second = (each.numpy() for each in strategy.experimental_local_results(outputs))
     assert first.shape == second.shape == (8, 12, 1)
     assert (first != second).any(axis=(1, 2)).all()

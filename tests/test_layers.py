@@ -35,7 +35,7 @@ BAD_ARGUMENTS = [
     ),
     (
         lambda: layers.PatchEncoder(8)(keras.Input((None, None, 48))),
-        r"and position_grid, .*if rows and columns are unknown. Received: .*None, None, 48\)",
+        r"and position_grid if rows and columns are unknown. Received: .*None, None, 48\)",
     ),
     (lambda: layers.PatchEncoder(8, position_embedding="relative"), "learned, .*'relative'"),
     (lambda: layers.PositionEmbedding("2d", grid=(2, 3)), "learned, learned_2d.*'2d'"),

@@ -25,23 +25,15 @@ def images_for(config: ViTConfig, count: int = 4) -> np.ndarray:
     return np.random.default_rng(2).uniform(-1, 1, shape).astype(np.float32)
 
 
-def numbered_encoder(rate: float, **options: Any) -> layers.PatchEncoder:
-    """An encoder whose patch tokens are their number, and those before them negative."""
-    encoder = layers.PatchEncoder(
-        1, position_embedding="learned", patch_dropout_rate=rate, **options
-    )
-    encoder.build((None, 4, 6, 1))
-    for variable in encoder.trainable_variables:
-        variable.assign(keras.ops.zeros(variable.shape))
-    prefix = encoder.position_embedding.shape[1] - 24
-    table = np.concatenate([-1.0 - np.arange(prefix), np.arange(24)])
-    encoder.position_embedding.assign(table[None, :, None])
-    return encoder
+def numbered(batch: int, *, prefix: int = 1) -> np.ndarray:
+    """Tokens of one value: patches have their number, those before them negative ones."""
+    values = np.concatenate([-1.0 - np.arange(prefix), np.arange(24)])
+    return np.tile(values[None, :, None].astype(np.float32), (batch, 1, 1))
 
 
-def places_left(encoder: layers.PatchEncoder, batch: int) -> np.ndarray:
+def places_left(layer: layers.PatchDropout, batch: int) -> np.ndarray:
     """The numbers of the tokens that a training call leaves, (batch, N)."""
-    tokens = encoder(np.zeros((batch, 4, 6, 1), np.float32), training=True)
+    tokens = layer(numbered(batch, prefix=layer.num_prefix_tokens), training=True)
     return np.asarray(keras.ops.convert_to_numpy(tokens))[..., 0]
 
 
@@ -49,8 +41,8 @@ def places_left(encoder: layers.PatchEncoder, batch: int) -> np.ndarray:
     ("rate", "count"), [(0.01, 24), (0.1, 22), (0.5, 12), (0.75, 6), (0.9, 2), (0.99, 1)]
 )
 def test_a_rounded_part_of_the_patches_goes_on(rate: float, count: int) -> None:
-    """Different ones, in row order, with their own positions; one at least."""
-    left = places_left(numbered_encoder(rate), 50)
+    """Different ones, in row order; one at least."""
+    left = places_left(layers.PatchDropout(rate), 50)
     assert left.shape == (50, 1 + count)
     assert (left[:, 0] == -1).all()
     assert (np.diff(left[:, 1:], axis=1) > 0).all()
@@ -58,19 +50,18 @@ def test_a_rounded_part_of_the_patches_goes_on(rate: float, count: int) -> None:
 
 
 def test_tokens_before_the_patches_always_go_on() -> None:
-    """Class token, distillation token and registers, in every image; without them, none."""
-    encoder = numbered_encoder(0.5, distillation_token=True, num_registers=2)
-    left = places_left(encoder, 20)
-    np.testing.assert_array_equal(left[:, :4], np.tile([-1, -2, 0, 0], (20, 1)))
+    """In every image; without them, none."""
+    left = places_left(layers.PatchDropout(0.5, num_prefix_tokens=4), 20)
+    np.testing.assert_array_equal(left[:, :4], np.tile([-1, -2, -3, -4], (20, 1)))
     assert left.shape == (20, 16)
-    assert places_left(numbered_encoder(0.5, class_token=False), 20).shape == (20, 12)
+    assert places_left(layers.PatchDropout(0.5, num_prefix_tokens=0), 20).shape == (20, 12)
 
 
 def test_every_patch_is_as_likely_as_every_other() -> None:
     """Over calls and images each stays at its rate; images of one call differ."""
     keras.utils.set_random_seed(0)
-    encoder = numbered_encoder(0.75)
-    left = np.concatenate([places_left(encoder, 500)[:, 1:] for _ in range(4)])
+    layer = layers.PatchDropout(0.75)
+    left = np.concatenate([places_left(layer, 500)[:, 1:] for _ in range(4)])
     shares = np.array([(left == place).any(axis=1).mean() for place in range(24)])
     np.testing.assert_allclose(shares, 0.25, atol=0.04)
     assert len(np.unique(left, axis=0)) > 1900
@@ -79,7 +70,7 @@ def test_every_patch_is_as_likely_as_every_other() -> None:
 def test_the_mean_of_what_is_left_is_the_mean_of_all() -> None:
     """Nothing is rescaled: averaged over draws, the average over patches is that of all."""
     keras.utils.set_random_seed(0)
-    left = places_left(numbered_encoder(0.5), 4000)[:, 1:]
+    left = places_left(layers.PatchDropout(0.5), 4000)[:, 1:]
     assert left.mean() == pytest.approx(np.arange(24).mean(), abs=0.1)
 
 
@@ -101,19 +92,67 @@ def test_off_it_has_no_state() -> None:
     dropping = VisionTransformer(HALF)
     assert len(dropping.variables) == len(plain.variables) + 1
     assert [v.path for v in dropping.weights] == [v.path for v in plain.weights]
-    assert not hasattr(plain.get_layer("patch_encoder"), "seed_generator")
+    assert "patch_dropout" not in [layer.name for layer in plain.layers]
+    assert "patch_dropout" not in dropping.feature_names
 
 
-def test_dropout_goes_on_with_what_is_left() -> None:
-    """Both at once: the patches that are left have zeros among their values."""
-    encoder = layers.PatchEncoder(
-        64, position_embedding=None, dropout_rate=0.5, patch_dropout_rate=0.5
-    )
-    patches = np.ones((8, 4, 6, 3), np.float32)
-    encoder(patches)
-    tokens = keras.ops.convert_to_numpy(encoder(patches, training=True))[:, 1:]
-    assert tokens.shape == (8, 12, 64)
-    assert (tokens == 0).mean() == pytest.approx(0.5, abs=0.05)
+ROTARY = {"rotary_period": 100.0, "position_embedding": None, "hidden_dim": 24, "num_heads": 2}
+
+
+def test_rotary_positions_go_on_with_their_patches() -> None:
+    """Each image gets the turns of the tokens that it keeps; without training, all do."""
+    tokens = numbered(5)
+    turns = np.random.default_rng(0).normal(size=(2, 25, 4)).astype(np.float32)
+    layer = layers.PatchDropout(0.5)
+    left, turns_left = map(keras.ops.convert_to_numpy, layer(tokens, turns=turns, training=True))
+    assert turns_left.shape == (2, 5, 13, 4)
+    for image, numbers in enumerate(left[..., 0]):
+        places = np.where(numbers < 0, 0, numbers + 1).astype(int)
+        np.testing.assert_array_equal(turns_left[:, image], turns[:, places])
+    for given, passed in zip((tokens, turns), layer(tokens, turns=turns), strict=True):
+        np.testing.assert_array_equal(keras.ops.convert_to_numpy(passed), given)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("extra", [{}, {"query_key_norm": True}])
+def test_blocks_turn_what_is_left_as_they_turn_all(remat: bool, extra: dict[str, Any]) -> None:
+    """Turned one after the other, images answer as each does where attention is told its places."""
+    block = layers.TransformerBlock(2, 16, remat=remat, **extra)
+    rng = np.random.default_rng(0)
+    tokens = rng.normal(size=(3, 6, 8)).astype(np.float32)
+    turns = rng.normal(size=(2, 3, 6, 4)).astype(np.float32)
+    together = block(tokens, turns=turns, training=True)
+    for image in range(3):
+        alone = block(tokens[image : image + 1], turns=turns[:, image], training=True)
+        np.testing.assert_allclose(
+            keras.ops.convert_to_numpy(together)[image],
+            keras.ops.convert_to_numpy(alone)[0],
+            rtol=0,
+            atol=1e-5,
+        )
+    others = block(tokens, turns=np.roll(turns, 1, axis=1), training=True)
+    assert np.abs(keras.ops.convert_to_numpy(keras.ops.subtract(together, others))).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [ROTARY, {**ROTARY, "input_shape": (None, None, 3), "position_grid": (4, 6)}],
+    ids=["one size", "any size"],
+)
+def test_models_with_rotary_positions_drop_and_learn(fields: dict[str, Any]) -> None:
+    """Evaluation has the numbers of a model without it; training moves every weight."""
+    config = dataclasses.replace(HALF, **fields)
+    dropping = randomize(VisionTransformer(config))
+    plain = VisionTransformer(dataclasses.replace(config, patch_dropout_rate=0.0))
+    plain.set_weights(dropping.get_weights()[: len(plain.weights)])
+    images, labels = images_for(HALF, 8), np.arange(8) % 7
+    np.testing.assert_allclose(dropping(images), plain(images), rtol=0, atol=1e-6)
+    assert np.abs(keras.ops.subtract(dropping(images, training=True), plain(images))).max() > 1e-3
+    before = [np.array(keras.ops.convert_to_numpy(v)) for v in dropping.trainable_variables]
+    dropping.compile(keras.optimizers.SGD(0.1), LOSS)
+    dropping.fit(images, labels, batch_size=8, verbose=0)
+    for old, variable in zip(before, dropping.trainable_variables, strict=True):
+        assert not np.array_equal(old, variable), variable.path
 
 
 @pytest.mark.parametrize("pooling", ["token", "avg", "max", "map", None])
@@ -165,5 +204,5 @@ def test_only_what_is_left_has_gradients() -> None:
 
 def test_a_rate_out_of_range_is_refused() -> None:
     """One sentence with what was received."""
-    with pytest.raises(ValueError, match=r"patch_dropout_rate must lie in \[0, 1\).*1.5"):
-        layers.PatchEncoder(8, patch_dropout_rate=1.5)
+    with pytest.raises(ValueError, match=r"rate must lie in \[0, 1\).*1.5"):
+        layers.PatchDropout(1.5)

@@ -189,7 +189,7 @@ def test_nothing_of_a_variant_is_in_a_plain_model(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delattr(MultiHeadSelfAttention, "_weigh")
     monkeypatch.delattr(PositionedLayer, "_parts")
     monkeypatch.delattr("keras_vit.layers.attention.rotate")
-    monkeypatch.delattr("keras_vit.layers.patches.draw_places")
+    monkeypatch.delattr("keras_vit.layers.block.draw_places")
     model(images_for(TINY))
 
 

@@ -5,7 +5,7 @@ D hidden width, K width of one attention head, M width of the MLP's hidden layer
 """
 
 from keras_vit.layers.attention import MultiHeadSelfAttention, RotaryTurns
-from keras_vit.layers.block import DropPath, TransformerBlock
+from keras_vit.layers.block import DropPath, PatchDropout, TransformerBlock
 from keras_vit.layers.dense import MLP, LayerNormalization, TokenDense
 from keras_vit.layers.patches import PatchEncoder, Patches, PositionEmbedding
 from keras_vit.layers.pooling import AttentionPooling, TokenPooling
@@ -18,6 +18,7 @@ __all__ = [
     "DropPath",
     "LayerNormalization",
     "MultiHeadSelfAttention",
+    "PatchDropout",
     "PatchEncoder",
     "Patches",
     "PositionEmbedding",

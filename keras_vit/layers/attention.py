@@ -137,7 +137,8 @@ class MultiHeadSelfAttention(CompositeLayer, RandomLayer):
     ) -> Any:
         """Drops with `seed`, drawn by `next_seed`; with a fresh one if it is None.
 
-        Adds `residual` (B, N, D) last. `turns` (2, N, K) are those of `RotaryTurns`.
+        Adds `residual` (B, N, D) last. `turns` are those of `RotaryTurns`, (2, N, K), or of each
+        image, (2, B, N, K).
         """
         turns = self._turns if turns is None else keras.ops.unstack(turns)  # (N, K) each
         seeds = split_seed(self.seed_of_call(seed, training), 2)
@@ -163,7 +164,8 @@ class MultiHeadSelfAttention(CompositeLayer, RandomLayer):
         if self.query_key_norm:
             query, key = self.query_norm(query), self.key_norm(key)
         if turns is not None:
-            query, key = (rotate(x, *turns) for x in (query, key))
+            cosines, sines = (x[..., None, :, :] for x in turns)  # (1, N, K)
+            query, key = (rotate(x, cosines, sines) for x in (query, key))
         bias = None if self.relative_grid is None else self._bias(query.dtype)
         return attention_weights(query, key, bias=bias), value
 
@@ -174,7 +176,7 @@ class MultiHeadSelfAttention(CompositeLayer, RandomLayer):
         _, tokens, width = keras.ops.shape(qkv)
         shape = (-1, tokens, 2 * self.num_heads, width // 3 // self.num_heads)
         rotated, value = keras.ops.split(qkv, [width // 3 * 2], axis=-1)
-        cosines, sines = (x[:, None] for x in turns)  # (N, 1, K)
+        cosines, sines = (x[..., None, :] for x in turns)  # (N, 1, K)
         rotated = rotate(keras.ops.reshape(rotated, shape), cosines, sines)
         rotated = keras.ops.reshape(rotated, (-1, tokens, width // 3 * 2))
         return keras.ops.concatenate([rotated, value], axis=-1)

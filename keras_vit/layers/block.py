@@ -1,4 +1,4 @@
-"""The Transformer encoder block, with stochastic depth."""
+"""The Transformer encoder block, with stochastic depth, and patch dropout before the first."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +8,7 @@ import keras
 from keras_vit import backend
 from keras_vit.layers.attention import MultiHeadSelfAttention, record
 from keras_vit.layers.dense import MLP, CompositeLayer, LayerNormalization
-from keras_vit.layers.random import RandomLayer, drop_samples, initializer
+from keras_vit.layers.random import RandomLayer, draw_places, drop_samples, initializer
 
 
 @keras.saving.register_keras_serializable(package="keras_vit")
@@ -45,6 +45,67 @@ class DropPath(RandomLayer):
 
     def compute_output_shape(self, input_shape: tuple[Any, ...]) -> tuple[Any, ...]:
         return input_shape
+
+
+@keras.saving.register_keras_serializable(package="keras_vit")
+class PatchDropout(RandomLayer):
+    """Leaves out a random part of each image's patch tokens in training (arXiv 2212.00794).
+
+    Those that are left keep their order. Nothing is scaled.
+
+    Example:
+        >>> PatchDropout(0.5)(keras.ops.ones((2, 9, 4)), training=True).shape
+        TensorShape([2, 5, 4])
+
+    Args:
+        rate: fraction of the patches that is left out, in [0, 1); one stays at least.
+        num_prefix_tokens: tokens before the patches', which all stay.
+        seed: integer seed of the draws; None for a random one.
+
+    Input shape: (B, N, D). Output shape: the same, in training with fewer N. With `turns` (2, N, K)
+    of `RotaryTurns`, a pair: the tokens, and the turns of those left, in training (2, B, N, K).
+
+    Raises:
+        ValueError: the rate is outside [0, 1).
+    """
+
+    def __init__(
+        self, rate: float, *, num_prefix_tokens: int = 1, seed: int | None = None, **kwargs: Any
+    ) -> None:
+        if not 0 <= rate < 1:
+            raise ValueError(f"rate must lie in [0, 1). Received: rate={rate!r}.")
+        super().__init__(is_random=rate > 0, seed=seed, **kwargs)
+        self.rate = rate
+        self.num_prefix_tokens = num_prefix_tokens
+        self.seed = seed
+
+    def build(self, input_shape: tuple[Any, ...]) -> None:
+        self.built = True
+
+    def call(self, inputs: Any, turns: Any = None, training: bool | None = None) -> Any:
+        seed = self.next_seed(training)
+        places = None if seed is None else self._places(inputs, seed)
+        if places is not None:
+            inputs = keras.ops.take_along_axis(inputs, places[..., None], axis=1)
+        if turns is None:
+            return inputs
+        return inputs, turns if places is None else keras.ops.take(turns, places, axis=1)
+
+    def _places(self, tokens: Any, seed: Any) -> Any:
+        """Draws which tokens (B, N, D) are left: their places (B, N), in rising order."""
+        batch, count, _ = keras.ops.shape(tokens)
+        prefix = self.num_prefix_tokens
+        patches = count - prefix
+        if isinstance(patches, int):
+            left = max(round((1 - self.rate) * patches), 1)
+        else:
+            share = keras.ops.round((1 - self.rate) * keras.ops.cast(patches, "float32"))
+            left = keras.ops.maximum(keras.ops.cast(share, "int32"), 1)
+        places = prefix + draw_places(batch, left, of=patches, seed=seed)
+        first = keras.ops.broadcast_to(
+            keras.ops.arange(prefix, dtype=places.dtype), (batch, prefix)
+        )
+        return keras.ops.concatenate([first, places], axis=1)
 
 
 @keras.saving.register_keras_serializable(package="keras_vit")
@@ -130,7 +191,10 @@ class TransformerBlock(CompositeLayer):
         self.change_dense()
 
     def call(self, inputs: Any, training: bool | None = None, turns: Any = None) -> Any:
-        """Turns queries and keys by `turns` (2, N, K), those of `RotaryTurns`; None for none."""
+        """Turns queries and keys by `turns` (2, N, K), those of `RotaryTurns`; None for none.
+
+        Where each image has its own, they are (2, B, N, K).
+        """
         backend.warn_of_keras_step(training)
         parts = (self.attention, self.drop_path, self.mlp, self.drop_path)
         # Drawn here, so that a recomputed block drops the same units.

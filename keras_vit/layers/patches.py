@@ -8,7 +8,7 @@ import numpy as np
 from keras_vit import backend
 from keras_vit.config import WIDTH_MULTIPLES
 from keras_vit.layers.dense import CompositeLayer, TokenDense
-from keras_vit.layers.random import RandomLayer, draw_places, dropout, initializer, split_seed
+from keras_vit.layers.random import RandomLayer, dropout, initializer
 
 # From BERT, as the original says (vit_jax/models_vit.py, Encoder).
 POSITION_STDDEV = 0.02
@@ -337,8 +337,6 @@ class PatchEncoder(CompositeLayer, RandomLayer, PositionedLayer):
         num_registers: learned tokens without place after the class token (arXiv 2309.16588).
         distillation_token: whether a learned token stands after the class token, with a place of
             its own (arXiv 2012.12877).
-        patch_dropout_rate: fraction of the patches of each image that training leaves out after the
-            positions are added; one stays at least (arXiv 2212.00794).
         position_grid: (height, width) in patches that the table of positions is made for; each call
             resamples it to the input's grid, which may be unknown. None for the input's grid.
 
@@ -346,8 +344,8 @@ class PatchEncoder(CompositeLayer, RandomLayer, PositionedLayer):
     Output shape: (B, N, D), N = patches + the tokens before them; patches in row order.
 
     Raises:
-        ValueError: there is no such kind of positions, the rate is outside [0, 1), or neither the
-            input's grid nor `position_grid` is known.
+        ValueError: there is no such kind of positions, or neither the input's grid nor
+            `position_grid` is known.
     """
 
     def __init__(
@@ -359,18 +357,12 @@ class PatchEncoder(CompositeLayer, RandomLayer, PositionedLayer):
         position_embedding: str | None = "learned",
         num_registers: int = 0,
         distillation_token: bool = False,
-        patch_dropout_rate: float = 0.0,
         position_grid: tuple[int, int] | None = None,
         **kwargs: Any,
     ) -> None:
-        if not 0 <= patch_dropout_rate < 1:
-            raise ValueError(
-                f"patch_dropout_rate must lie in [0, 1). Received: {patch_dropout_rate!r}."
-            )
-        super().__init__(is_random=dropout_rate > 0 or patch_dropout_rate > 0, **kwargs)
+        super().__init__(is_random=dropout_rate > 0, **kwargs)
         if position_embedding is not None:
             check_kind(position_embedding)
-        self.patch_dropout_rate = patch_dropout_rate
         self.hidden_dim = hidden_dim
         self.dropout_rate = dropout_rate
         self.position_kind = position_embedding
@@ -420,8 +412,7 @@ class PatchEncoder(CompositeLayer, RandomLayer, PositionedLayer):
     ) -> Any:
         """Makes of the patches' tokens all of them (B, N, D): with learned ones and positions.
 
-        In training with `patch_dropout_rate`, N is smaller. `grid` is the patches', where the table
-        of positions is resampled to it.
+        `grid` is the patches', where the table of positions is resampled to it.
         """
         first = [getattr(self, name) for name, count in self.prefix if count]
         if first:
@@ -433,29 +424,15 @@ class PatchEncoder(CompositeLayer, RandomLayer, PositionedLayer):
             tokens = keras.ops.concatenate([*first, tokens], axis=1)  # (B, N, D)
         if self.position_kind is not None:
             tokens = tokens + keras.ops.cast(self.position_table(grid), tokens.dtype)
-        seed = self.next_seed(training)
-        if seed is not None and self.patch_dropout_rate:
-            seed, places_seed = split_seed(seed, 2)
-            tokens = self._drop_patches(tokens, places_seed)
-        return dropout(tokens, self.dropout_rate, seed=seed)
-
-    def _drop_patches(self, tokens: Any, seed: Any) -> Any:
-        """Leaves a random part of each image's patches, and the tokens before them all."""
-        patches = self.grid[0] * self.grid[1]
-        first, rest = keras.ops.split(tokens, [tokens.shape[1] - patches], axis=1)
-        count = max(round((1 - self.patch_dropout_rate) * patches), 1)
-        places = draw_places(keras.ops.shape(tokens)[0], count, of=patches, seed=seed)
-        rest = keras.ops.take_along_axis(rest, places[..., None], axis=1)  # (B, count, D)
-        return keras.ops.concatenate([first, rest], axis=1)
+        return dropout(tokens, self.dropout_rate, seed=self.next_seed(training))
 
     def compute_output_shape(self, input_shape: tuple[Any, ...]) -> tuple[Any, ...]:
-        is_placed = self.position_grid is not None and not self.patch_dropout_rate
         is_grid = len(input_shape) == 4 and input_shape[3] is not None
-        if not is_grid or (None in input_shape[1:3] and not is_placed):
+        if not is_grid or (None in input_shape[1:3] and self.position_grid is None):
             raise ValueError(
                 "PatchEncoder needs a grid of patches (batch, rows, columns, values), as Patches "
-                "makes it, and position_grid, without patch dropout, if rows and columns are "
-                f"unknown. Received: shape={tuple(input_shape)}."
+                "makes it, and position_grid if rows and columns are unknown. "
+                f"Received: shape={tuple(input_shape)}."
             )
         batch, rows, columns, _ = input_shape
         if None in (rows, columns):

@@ -10,6 +10,7 @@ too. `run` reads a folder by one of them.
 """
 
 import dataclasses
+import importlib
 import json
 import statistics
 import sys
@@ -127,14 +128,8 @@ def main() -> None:
 def _import(library: str) -> str:
     """Imports the library and returns its version."""
     if library == "keras_vit":
-        import keras  # noqa: F401
-
-        import keras_vit as package
-    elif library == "timm":
-        import timm as package
-    else:
-        import transformers as package
-    return str(package.__version__)
+        importlib.import_module("keras")
+    return str(importlib.import_module(library).__version__)
 
 
 def _open(library: str, model: Model, folder: Path) -> Run:

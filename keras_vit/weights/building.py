@@ -52,7 +52,7 @@ class Request:
 
     def applied(self, config: ViTConfig, *, input_shape: InputShape, **fields: Any) -> ViTConfig:
         """Returns the config with what the caller decides, this shape and the given fields."""
-        asked = {} if self.include_top else {"classifier_activation": None}
+        asked: dict[str, Any] = {} if self.include_top else {"classifier_activation": None}
         if self.include_top and self.classifier_activation != AUTO:
             asked["classifier_activation"] = self.classifier_activation
         if self.include_preprocessing is not None:

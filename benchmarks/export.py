@@ -1,6 +1,7 @@
 """Times every exported artefact and the live model: latency of one image, throughput of eight.
 
     python -m benchmarks.export --variant B/16 --threads 1 --rounds 5
+    python -m benchmarks.export --weights hf://facebook/dinov2-with-registers-base --threads 2
 
 The contenders take turns, so a busy machine slows down all of them; figures are medians. TFLite
 files take one image at a time, so their throughput is that of eight calls. "onnx by tf2onnx" and
@@ -47,8 +48,9 @@ Runner = Callable[[np.ndarray], Any]
 def main() -> None:
     """Exports the artefacts, times them, and prints a table or JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--variant", default="B/16")
+    parser.add_argument("--variant", default="B/16", help="with random weights (%(default)s)")
     parser.add_argument("--image-size", type=int, default=224)
+    parser.add_argument("--weights", help="a model that keras_vit.load takes, instead")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
@@ -59,7 +61,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         runners = make_runners(Path(folder), options)
         generator = np.random.default_rng(0)
-        shape = (BATCH, options.image_size, options.image_size, 3)
+        shape = (BATCH, *options.input_shape)
         images = generator.integers(0, 256, shape).astype(np.float32)
         figures = measure(runners, images, rounds=options.rounds)
     report(figures, options)
@@ -69,9 +71,14 @@ def make_runners(folder: Path, options: argparse.Namespace) -> dict[str, Runner]
     """Exports a model with random weights and opens the artefacts of `options.only`."""
     import keras
 
+    import keras_vit
     from keras_vit.exporting import export, rebuild
 
-    model = make_model(options.variant, options.image_size)
+    if options.weights is None:
+        model = make_model(options.variant, options.image_size)
+    else:
+        model = keras_vit.load(options.weights, classifier_activation=None)
+    options.input_shape = model.input_shape[1:]
     contenders, threads = options.only, options.threads
     formats = [name for name in FORMATS if f"{name}{RUNTIMES[name]}" in contenders]
     if "onnx, OpenVINO" in contenders and "onnx" not in formats:
@@ -145,8 +152,8 @@ def report(figures: dict[str, dict[str, float]], options: argparse.Namespace) ->
         if importlib.util.find_spec(package.replace("-", "_")):
             versions[package] = importlib.metadata.version(package)
     about = {
-        "variant": options.variant,
-        "image_size": options.image_size,
+        "model": options.weights or options.variant,
+        "image_size": options.input_shape[0],
         "threads": options.threads,
         "rounds": options.rounds,
         "machine": f"{platform.machine()}, {_processor()}",

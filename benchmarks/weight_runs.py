@@ -100,7 +100,7 @@ def main() -> None:
         _write(library, MODELS[name], Path(folder))
         return
     start = time.perf_counter()
-    version = _import(library)
+    version = _import(library, MODELS[name])
     imported, before = time.perf_counter(), memory("VmRSS")
     run = _open(library, MODELS[name], Path(folder))
     loaded, peak = time.perf_counter(), memory("VmHWM")
@@ -125,11 +125,13 @@ def main() -> None:
     )
 
 
-def _import(library: str) -> str:
-    """Imports the library and returns its version."""
-    if library == "keras_vit":
-        importlib.import_module("keras")
-    return str(importlib.import_module(library).__version__)
+def _import(library: str, model: Model) -> str:
+    """Imports the library with all that it needs, and returns its version."""
+    importlib.import_module("keras" if library == "keras_vit" else "torch")
+    package = importlib.import_module(library)
+    if library == "transformers":
+        getattr(package, model.transformers)  # it imports a class where it is named
+    return str(package.__version__)
 
 
 def _open(library: str, model: Model, folder: Path) -> Run:

@@ -17,7 +17,7 @@ from keras_vit.config import ViTConfig
 from keras_vit.layers import TokenDense
 from keras_vit.layers.dense import CHANGES, without_lora
 from keras_vit.limits import is_number, shown
-from keras_vit.model import VisionTransformer, path_inside, weights_by_path
+from keras_vit.model import VisionTransformer, assign_copy, path_inside, weights_by_path
 from keras_vit.weights.arrays import FLOATS, check_file, read_safetensors, safetensors_metadata
 
 # The dense products of a block; the paper adapts query and value (arXiv 2106.09685, Section 4.2).
@@ -327,7 +327,7 @@ def _copy_weights(source: VisionTransformer, target: VisionTransformer) -> None:
     values = weights_by_path(source)
     for path, variable in weights_by_path(target).items():
         if path in values:
-            variable.assign(values[path])
+            assign_copy(variable, values[path])
 
 
 def _check_adapted(model: keras.Model) -> None:

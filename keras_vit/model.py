@@ -193,7 +193,7 @@ class VisionTransformer(ExactModel):
         with contextlib.nullcontext() if fresh else overwritten_weights():
             copy = type(self).from_config(settings)
         for path, source, target in _pairs(self, copy, fresh=fresh, same_shapes=convert is None):
-            target.assign(source if convert is None else convert(path, source))
+            assign_copy(target, source if convert is None else convert(path, source))
             target.trainable = source.trainable
         return copy
 
@@ -239,6 +239,14 @@ def path_inside(model: VisionTransformer, path: str) -> str:
 def weights_by_path(model: VisionTransformer) -> dict[str, keras.Variable]:
     """Returns a model's weights by their paths in it, whatever scope it was made in."""
     return {path_inside(model, variable.path): variable for variable in model.weights}
+
+
+def assign_copy(target: keras.Variable, value: Any) -> None:
+    """Gives a variable the values of another, in memory of its own.
+
+    JAX would share the other's array, and delete it for both when one of the models is trained.
+    """
+    target.assign(keras.ops.copy(value))
 
 
 def _pairs(

@@ -5,6 +5,7 @@ module is skipped, where tests/test_backend_trainer holds the same.
 """
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import variants_oracle
 from conftest import TINY, randomize
 
+import keras_vit
 from keras_vit import layers
 from keras_vit.backend import plain
 from keras_vit.layers.random import ReplicaSeedGenerator, drop_samples, dropout, split_seed
@@ -119,3 +121,25 @@ def test_the_plain_forms_are_used() -> None:
     """Both backends train with Keras' own step."""
     assert issubclass(VisionTransformer, plain.ExactTrainer)
     assert VisionTransformer.train_step is keras.Model.train_step
+
+
+COPIES: dict[str, Callable[[VisionTransformer], VisionTransformer]] = {
+    "copy": lambda model: model.copy(),
+    "resize": lambda model: keras_vit.resize(model, (48, 48, 3)),
+    "lora": lambda model: keras_vit.lora(model, rank=2),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_a_copy_has_arrays_of_its_own(name: str) -> None:
+    """The model answers as before when its copy has predicted and trained, and the copy too."""
+    model = VisionTransformer(TINY)
+    expected = keras.ops.convert_to_numpy(model(images_for()))
+    copy = COPIES[name](model)
+    images = np.zeros((4, *copy.input_shape[1:]), np.float32)
+    copy.predict(images, verbose=0)
+    copy.compile(keras.optimizers.SGD(0.1), CROSS_ENTROPY)
+    copy.fit(images, np.arange(4), verbose=0)
+    np.testing.assert_array_equal(keras.ops.convert_to_numpy(model(images_for())), expected)
+    model.predict(images_for(), verbose=0)
+    assert np.isfinite(keras.ops.convert_to_numpy(copy(images))).all()

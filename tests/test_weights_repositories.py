@@ -37,8 +37,8 @@ PARTS: dict[str, dict[str, Any]] = {
 }
 
 # Millions of parameters as others count them, without biases that are zero: timm
-# (results/results-imagenet.csv), facebookresearch/dinov2 and dinov3, google-deepmind/tips, and
-# facebookresearch/perception_models (the README of each).
+# (results/results-imagenet.csv), and the READMEs of facebookresearch/dinov3 and
+# facebookresearch/perception_models.
 PUBLISHED = {
     "hf://timm/deit_base_distilled_patch16_384.fb_in1k": 87.63,
     "hf://timm/deit3_huge_patch14_224.fb_in22k_ft_in1k": 632.13,
@@ -51,7 +51,6 @@ PUBLISHED = {
     "hf://facebook/dinov3-vits16plus-pretrain-lvd1689m": 29,
     "hf://facebook/dinov3-vith16plus-pretrain-lvd1689m": 840,
     "hf://facebook/dinov3-vit7b16-pretrain-lvd1689m": 6716,
-    "hf://timm/vit_so400m_patch14_reg1_tipsv2.webli": 412.4,
     "hf://timm/vit_pe_core_large_patch14_336.fb": 320,
 }
 

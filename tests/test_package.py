@@ -69,7 +69,8 @@ def test_what_is_public_can_be_found() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", ["--help", "--version", "list", "list --variant B/16", "train --help"]
+    "arguments",
+    ["--help", "--version", "list", "list --variant B/16", "list --family pe", "train --help"],
 )
 def test_the_command_line_answers_without_a_framework(arguments: str) -> None:
     """Help, version and catalogue import neither Keras nor NumPy: they answer at once."""
@@ -181,6 +182,6 @@ def test_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
         "keras_vit",
         f"keras_vision_transformer-{keras_vit.__version__}.dist-info",
     }
-    for name in ("keras_vit/py.typed", "keras_vit/labels/imagenet2012.txt"):
-        assert name in names
+    data = ("py.typed", "labels/imagenet2012.txt", "weights/repositories.csv")
+    assert {f"keras_vit/{name}" for name in data} <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)

@@ -1,18 +1,21 @@
-"""`keras-vit list`: the published checkpoints."""
+"""`keras-vit list`: the published checkpoints, and public repositories that load by address."""
 
 import argparse
 import dataclasses
 import json
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from keras_vit.cli import flags
 
 if TYPE_CHECKING:
     from keras_vit.weights.catalog import CatalogRow
+    from keras_vit.weights.repositories import Repository
 
 _DESCRIPTION = """\
-Lists the published checkpoints. Each name in the column "weights" is a value of `weights`:
+Lists the published checkpoints. Each name in the column "weights" of the first table, of Google's
+own files, is a value of `weights`:
 
   keras_vit.ViTB16(weights="augreg/imagenet21k+imagenet2012")
 
@@ -20,11 +23,22 @@ A short name such as "imagenet21k" means the first row of that variant and data 
 image size. With --variant each row also has the URL of its file. The table leaves out most of the
 52 thousand files of the AugReg study; "augreg/<file name>" loads any of them.
 
+Each address in the second table is a repository on the Hugging Face Hub of timm or transformers:
+
+  keras_vit.load("hf://facebook/dinov2-base")
+
+`keras_vit.load`, and the commands that take a SOURCE, read many more of these families than the
+table has. With --family each row also has its data, what its licence forbids, and its sources.
+
 examples:
   keras-vit list
   keras-vit list --variant B/16
   keras-vit list --variant Ti/16 --json
+  keras-vit list --family dinov3
 """
+
+_WIDTH = 100  # characters of a line
+_MARKS = {"classifier": "", "fine-tuned": "f", "linear": "l", "k-NN": "k", "zero-shot": "z"}
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -32,8 +46,16 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = flags.add_command(
         commands, "list", run, summary="list the published weights", description=_DESCRIPTION
     )
-    parser.add_argument(
-        "--variant", metavar="NAME", help="list only this variant, such as B/16 (default: all)"
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument(
+        "--variant",
+        metavar="NAME",
+        help="list only Google's files of this variant, such as B/16 (default: all)",
+    )
+    group.add_argument(
+        "--family",
+        metavar="NAME",
+        help="list only the repositories of this family, such as dinov2 (default: all)",
     )
     flags.add_json(parser)
 
@@ -41,20 +63,33 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the rows."""
     from keras_vit import variants
-    from keras_vit.weights import catalog
+    from keras_vit.weights import catalog, repositories
 
-    if arguments.variant is not None:
-        variants.variant(arguments.variant)
-    rows = [row for row in catalog() if arguments.variant in (None, row.variant)]
-    if not rows and not arguments.json:
-        print(f"No weights of {arguments.variant} are published; it trains from scratch.")
-    elif arguments.json:
-        for row in rows:
-            derived = {"url": row.url, "parameters": row.parameters, "paper": row.paper}
-            print(json.dumps({**dataclasses.asdict(row), **derived}))
+    variant, family = arguments.variant, arguments.family
+    if variant is not None:
+        variants.variant(variant)
+    files = [row for row in catalog() if family is None and variant in (None, row.variant)]
+    listed = repositories(family) if variant is None else ()
+    if arguments.json:
+        _print_json(files, listed)
+    elif variant is not None and not files:
+        print(f"No weights of {variant} are published; it trains from scratch.")
     else:
-        _print_table(rows, with_files=arguments.variant is not None)
+        if files:
+            _print_table(files, with_files=variant is not None)
+        if files and listed:
+            print()
+        if listed:
+            _print_repositories(listed, with_sources=family is not None)
     return 0
+
+
+def _print_json(files: "Sequence[CatalogRow]", listed: "Sequence[Repository]") -> None:
+    for file in files:
+        derived = {"url": file.url, "parameters": file.parameters, "paper": file.paper}
+        print(json.dumps({**dataclasses.asdict(file), **derived}))
+    for row in listed:
+        print(json.dumps({**dataclasses.asdict(row), "card": row.card}))
 
 
 def _print_table(rows: "Sequence[CatalogRow]", *, with_files: bool) -> None:
@@ -73,3 +108,65 @@ def _print_table(rows: "Sequence[CatalogRow]", *, with_files: bool) -> None:
     if any(row.head == "zeros" for row in rows):
         print("* published without a trained classifier: all zeros")
     print("Licence Apache-2.0; source https://github.com/google-research/vision_transformer")
+
+
+def _print_repositories(rows: "Sequence[Repository]", *, with_sources: bool) -> None:
+    from keras_vit.weights.repositories import FAMILIES
+
+    width = max(len(row.address) for row in rows)
+    restrictions = list(dict.fromkeys(row.forbids for row in rows if row.forbids))
+    print(f"{'address':<{width}}{'px':>5}{'params':>7} {'licence':<14} top-1")
+    family = None
+    for row in rows:
+        if row.family != family:
+            family = row.family
+            print(f"{family}: {FAMILIES[family]}")
+        mark = str(restrictions.index(row.forbids) + 1) if row.forbids else ""
+        accuracy = "" if row.accuracy is None else str(round(row.accuracy, 2))
+        kind = _MARKS[row.accuracy_kind] if row.accuracy_kind else ""
+        print(
+            f"{row.address:<{width}}{row.image_size:>5}{_millions(row.parameters):>7} "
+            f"{row.licence:<12} {mark:<1} {accuracy:<5}{kind}".rstrip()
+        )
+        if with_sources:
+            print("\n".join(_sources(row)))
+    _print_footnotes(rows, restrictions)
+    if not with_sources:
+        print("--family NAME shows the data, notes and sources of its rows")
+
+
+def _sources(row: "Repository") -> Iterator[str]:
+    """Yields the lines below a row: data and classifier, notes, then the addresses."""
+    from keras_vit.weights.repositories import ACCURACY_KINDS
+
+    ends = f"{row.classes:,} classes" if row.classes else "no classifier"
+    ends += f", a layer of {row.representation_dim:,}" if row.representation_dim else ""
+    yield f"  trained on {row.data}; {ends}" if row.data else f"  {ends}"
+    if row.note:
+        yield from _wrapped(row.note, indent="  ")
+    yield from (f"  {url}" for url in dict.fromkeys((row.card, row.source)))
+    if row.accuracy_kind is not None:
+        yield f"  top-1 {ACCURACY_KINDS[row.accuracy_kind]}, by"
+        yield f"  {row.accuracy_source}"
+
+
+def _print_footnotes(rows: "Sequence[Repository]", restrictions: Sequence[str]) -> None:
+    from keras_vit.weights.repositories import ACCURACY_KINDS
+
+    notes = [f"{place}: {text}" for place, text in enumerate(restrictions, start=1)]
+    kinds = {row.accuracy_kind for row in rows}
+    notes += [f"{_MARKS[k] or 'top-1'}: {text}" for k, text in ACCURACY_KINDS.items() if k in kinds]
+    if any("@" in row.address for row in rows):
+        notes.append("@: a pull request of the Hub's converter, which the owner had not merged")
+    for note in notes:
+        print("\n".join(_wrapped(note)))
+
+
+def _wrapped(text: str, *, indent: str = "") -> list[str]:
+    return textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=indent or "   ")
+
+
+def _millions(count: int) -> str:
+    """Returns a number of parameters with three digits or more."""
+    millions = count / 1e6
+    return f"{millions:.1f} M" if millions < 100 else f"{millions:.0f} M"

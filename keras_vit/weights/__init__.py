@@ -4,15 +4,25 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from keras_vit.weights.catalog import catalog, resolve
+from keras_vit.weights.repositories import repositories
 
 if TYPE_CHECKING:
     from keras_vit.weights.building import labels
     from keras_vit.weights.loading import load, resize, save_npz
     from keras_vit.weights.positions import resample_positions
 
-__all__ = ["catalog", "labels", "load", "resample_positions", "resize", "resolve", "save_npz"]
+__all__ = [
+    "catalog",
+    "labels",
+    "load",
+    "repositories",
+    "resample_positions",
+    "resize",
+    "resolve",
+    "save_npz",
+]
 
-# The catalogue answers without Keras; these come when they are asked for.
+# The catalogues answer without Keras; these come when they are asked for.
 _LATER = {
     "labels": "building",
     "load": "loading",

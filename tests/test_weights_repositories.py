@@ -1,0 +1,173 @@
+"""The public repositories: every row complete, of the right size, and one that `load` reads."""
+
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+
+from keras_vit.config import ViTConfig
+from keras_vit.variants import parameter_count
+from keras_vit.weights.architectures import HUGGING_FACE_TYPES, TWO_TOWERS, find_architecture
+from keras_vit.weights.download import hub_parts
+from keras_vit.weights.repositories import ACCURACY_KINDS, FAMILIES, Repository, repositories
+
+ROWS = repositories()
+ADDRESSES = [row.address for row in ROWS]
+OPEN = {"Apache-2.0", "MIT"}  # licences that ask for attribution alone
+
+# What the networks of a family have beyond the published one.
+_AVERAGED: dict[str, Any] = {"pooling": "avg", "norm_after_pooling": True, "layer_scale": 1e-5}
+_BEIT = {**_AVERAGED, "position_embedding": "relative"}
+_GAP: dict[str, Any] = {"class_token": False, "pooling": "avg"}
+_MAP: dict[str, Any] = {"class_token": False, "pooling": "map"}
+_TOWER: dict[str, Any] = {"embedding_norm": True, "representation_activation": None}
+_ROTARY: dict[str, Any] = {"position_embedding": None, "rotary_period": 100.0}
+PARTS: dict[str, dict[str, Any]] = {
+    "deit3": {"layer_scale": 1e-6},
+    "ijepa": _GAP,
+    "dinov2": {"layer_scale": 1e-5},
+    "dinov3": {"layer_scale": 1e-5, "num_registers": 4, **_ROTARY},
+    **dict.fromkeys(("siglip", "siglip2"), _MAP),
+    **dict.fromkeys(("clip", "openclip", "metaclip"), _TOWER),
+    **dict.fromkeys(("beit", "data2vec"), _BEIT),
+    "sbb": {**_AVERAGED, **_GAP},
+    "tipsv2": {"layer_scale": 1e-5},
+    "pe": {**_TOWER, "pooling": "map", "rotary_period": 100.0},
+}
+
+# Millions of parameters as others count them, without biases that are zero: timm
+# (results/results-imagenet.csv), and the READMEs of facebookresearch/dinov3 and
+# facebookresearch/perception_models.
+PUBLISHED = {
+    "hf://timm/deit_base_distilled_patch16_384.fb_in1k": 87.63,
+    "hf://timm/deit3_huge_patch14_224.fb_in22k_ft_in1k": 632.13,
+    "hf://timm/vit_so400m_patch14_siglip_378.webli_ft_in1k": 429.38,
+    "hf://timm/vit_huge_patch14_clip_336.laion2b_ft_in12k_in1k": 632.46,
+    "hf://timm/beit_large_patch16_512.in22k_ft_in22k_in1k": 305.67,
+    "hf://timm/flexivit_large.1200ep_in1k": 304.36,
+    "hf://timm/vit_wee_patch16_reg1_gap_256.sbb_in1k": 13.42,
+    "hf://timm/vit_betwixt_patch16_rope_reg4_gap_256.sbb_in1k": 60.23,
+    "hf://facebook/dinov3-vits16plus-pretrain-lvd1689m": 29,
+    "hf://facebook/dinov3-vith16plus-pretrain-lvd1689m": 840,
+    "hf://facebook/dinov3-vit7b16-pretrain-lvd1689m": 6716,
+    "hf://timm/vit_pe_core_large_patch14_336.fb": 320,
+}
+
+
+def config_of(row: Repository) -> ViTConfig:
+    """Returns the config of the model that `load` builds, as far as its size hangs on it."""
+    name = f"{row.architecture} {row.address}"
+    parts = dict(PARTS.get(row.family, {}))
+    registers = re.search(r"_reg(\d)", row.architecture)
+    if registers or "with_registers" in row.architecture:
+        parts["num_registers"] = int(registers[1]) if registers else 4
+    if row.family == "sbb" and "rope" in name:
+        parts |= _ROTARY
+    if row.family == "deit" and (row.architecture == "deit" or "distilled" in name):
+        parts["distillation_token"] = True
+    if re.search("dinov2-.*giant|giant.*(dinov2|tipsv2)|dinov3.*(plus|7b)|(plus|7b).*dinov3", name):
+        parts["activation"] = "swiglu"
+    if row.family == "dinov2" and row.classes:
+        parts["pooling"] = "token_avg"
+    return ViTConfig(
+        input_shape=(row.image_size, row.image_size, 3),
+        patch_size=row.patch_size,
+        hidden_dim=row.hidden_dim,
+        mlp_dim=row.mlp_dim,
+        num_heads=row.hidden_dim // 64,  # any divisor, but for BEiT, whose heads are so wide
+        num_layers=row.num_layers,
+        classes=row.classes,
+        representation_dim=row.representation_dim,
+        **parts,
+    )
+
+
+@pytest.mark.parametrize("row", ROWS, ids=ADDRESSES)
+def test_parameters_are_those_of_the_model(row: Repository) -> None:
+    """The count is that of the config, and another depth, width or size gives another."""
+    assert parameter_count(config_of(row)) == row.parameters
+    for name in ("hidden_dim", "mlp_dim", "num_layers", "image_size"):
+        other = dataclasses.replace(row, **{name: 2 * getattr(row, name)})
+        has_table = row.family != "dinov3" and "rope" not in row.architecture
+        if name != "image_size" or has_table:
+            assert parameter_count(config_of(other)) != row.parameters, name
+
+
+@pytest.mark.parametrize("address", PUBLISHED)
+def test_parameters_are_those_that_others_count(address: str) -> None:
+    """Biases of zeros make less than 0.1 percent; figures are rounded by their authors."""
+    (row,) = (row for row in ROWS if row.address == address)
+    published = PUBLISHED[address]
+    rounding = 0.5 if published == int(published) else 0.05
+    is_rough = row.family == "pe"  # "0.32B"
+    tolerance = 5 if is_rough else rounding + 1e-3 * published
+    assert row.parameters / 1e6 == pytest.approx(published, abs=tolerance)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=ADDRESSES)
+def test_rows_are_readable(row: Repository) -> None:
+    """Each address parses, and names an architecture whose settings are known."""
+    repository, _, file = hub_parts(row.address, suffixes=(".safetensors",))
+    assert file is None
+    assert row.card == f"https://huggingface.co/{repository}"
+    assert row.image_size % row.patch_size == 0
+    if row.library == "transformers":
+        assert row.architecture in {*HUGGING_FACE_TYPES, *TWO_TOWERS}
+        return
+    owner, _, name = repository.partition("/")
+    assert (owner, name.partition(".")[0]) == ("timm", row.architecture)
+    known = find_architecture(row.architecture)
+    assert known is not None
+    assert row.hidden_dim % known.num_heads == 0
+    patch, size = re.search(r"patch(\d+)", name), re.search(r"_(\d{3})\.", name)
+    assert patch is None or int(patch[1]) == row.patch_size
+    assert size is None or int(size[1]) == row.image_size
+
+
+@pytest.mark.parametrize("row", ROWS, ids=ADDRESSES)
+def test_rows_have_their_sources(row: Repository) -> None:
+    """What is said has a URL; a licence that restricts says what it forbids."""
+    assert row.source.startswith("https://")
+    assert row.licence
+    assert bool(row.forbids) >= (row.licence not in OPEN)
+    assert all(text == "" or text.endswith(".") for text in (row.forbids, row.note))
+    has_accuracy = row.accuracy is not None
+    assert (row.accuracy_kind in ACCURACY_KINDS) == has_accuracy
+    assert (row.accuracy_source or "").startswith("https://") == has_accuracy
+    assert row.accuracy is None or 50 < row.accuracy < 100
+    assert row.accuracy_kind != "classifier" or row.classes == 1000
+    assert row.accuracy_kind in (None, "classifier") or row.classes is None
+    assert (row.data != "") == (row.family != "pe")
+    assert ("@" in row.address) == ("pull request" in row.note)
+
+
+def test_no_restriction_is_forgotten() -> None:
+    """Licences that are known to restrict stand with their sentence, whoever holds the copy."""
+    non_commercial = {row.family for row in ROWS if "commercial" in row.forbids}
+    assert non_commercial == {"mae", "ijepa", "msn", "openclip", "metaclip"}
+    for family in ("mae", "ijepa", "msn", "metaclip"):
+        assert all("commercial" in row.forbids for row in repositories(family))
+    for row in repositories("dinov3"):
+        assert "military" in row.forbids
+        assert row.forbids.startswith("Gated") == row.address.startswith("hf://facebook/")
+
+
+def test_rows_are_in_order_and_once() -> None:
+    """Families follow each other as listed, none is empty, and no address comes twice."""
+    assert list(dict.fromkeys(row.family for row in ROWS)) == list(FAMILIES)
+    assert [row for family in FAMILIES for row in repositories(family)] == list(ROWS)
+    assert len(set(ADDRESSES)) == len(ADDRESSES) > 100
+
+
+@pytest.mark.parametrize(
+    ("family", "likely"), [("dino2", "dinov2"), ("SigLIP2", "siglip2"), ("clipp", "clip")]
+)
+def test_a_wrong_family_is_refused(family: str, likely: str) -> None:
+    """One sentence names the right ones and the likeliest."""
+    with pytest.raises(ValueError, match=r"There is no family .*vit, deit, .*") as caught:
+        repositories(family)
+    assert str(caught.value).endswith(f"Did you mean {likely!r}?")
+    assert all(name in str(caught.value) for name in FAMILIES)
+    with pytest.raises(ValueError, match=r"tipsv2, pe\.$"):
+        repositories("0")

@@ -391,3 +391,63 @@ def test_nobody_knows_the_rotation_of_an_unknown_name(tmp_path: Path) -> None:
         keras_vit.weights.load(VisionTransformer(config), folder / "model.safetensors")
     with pytest.raises(ValueError, match="'vit_of_tomorrow' are not known to this version"):
         keras_vit.load(folder)
+
+
+def changed_folder(family: str, folder: Path, change: Callable[[Arrays, Any], None]) -> Path:
+    """Copies a family's folder with other arrays or settings."""
+    shutil.copytree(MODERN / family, folder)
+    arrays = safetensors.numpy.load_file(folder / "model.safetensors")
+    settings = json.loads((folder / "config.json").read_text())
+    change(arrays, settings)
+    safetensors.numpy.save_file(arrays, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def test_a_towers_projection_is_no_classifier(tmp_path: Path) -> None:
+    """timm's CLIP before it was fine-tuned: no softmax, and other classes replace it."""
+    generator = np.random.default_rng(0)
+    kernel, bias = (generator.normal(size=shape).astype(np.float32) for shape in ((512, 16), 512))
+
+    def project(arrays: Arrays, settings: Any) -> None:
+        arrays["head.weight"], arrays["head.bias"] = kernel, bias
+        settings["num_classes"] = 512
+        settings["pretrained_cfg"]["tag"] = "laion2b"
+
+    folder = changed_folder("timm_clip", tmp_path / "clip", project)
+    images, model = reference("timm_clip")["images"], keras_vit.load(folder)
+    vector = feature(loaded(MODERN / "timm_clip"), images, "pooling")
+    assert difference(answers(model, images), vector @ kernel.T + bias) < TOLERANCE
+    assert (model.config.classes, model.config.representation_dim) == (None, 512)
+    classifier = keras_vit.load(folder, classes=3)
+    np.testing.assert_allclose(answers(classifier, images).sum(axis=1), 1, rtol=1e-6)
+
+
+def test_weights_of_another_gelu_are_told(tmp_path: Path) -> None:
+    """OpenAI's towers in timm: as timm computes them, with a warning that says what to change."""
+
+    def tag(arrays: Arrays, settings: Any) -> None:
+        settings["pretrained_cfg"]["tag"] = "openai"
+
+    folder = changed_folder("timm_clip", tmp_path / "clip", tag)
+    with pytest.warns(
+        UserWarning, match="with quick_gelu.*_clip_quickgelu_224"
+    ):
+        model = keras_vit.load(folder)
+    assert model.config.activation == "gelu"
+
+
+def test_registers_may_have_positions(tmp_path: Path) -> None:
+    """As SO150M's have: added to the registers, the network computes the same."""
+    family, generator = "timm_sbb_reg4_gap", np.random.default_rng(0)
+
+    def place(arrays: Arrays, settings: Any) -> None:
+        own = generator.normal(size=arrays["reg_token"].shape).astype(np.float32)
+        arrays["reg_token"] = arrays["reg_token"] - own
+        arrays["pos_embed"] = np.concatenate([own, arrays["pos_embed"]], axis=1)
+
+    folder = changed_folder(family, tmp_path / "registers", place)
+    images, plain = reference(family)["images"], loaded(MODERN / family)
+    model = loaded(folder)
+    assert model.config == plain.config
+    assert difference(answers(model, images), answers(plain, images)) < TOLERANCE

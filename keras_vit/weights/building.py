@@ -296,6 +296,8 @@ def _warn(checkpoint: Checkpoint, model: VisionTransformer, *, is_head_kept: boo
             f"that is wrong, so is every number: {checkpoint.hint}.",
             stacklevel=level,
         )
+    if checkpoint.remark:
+        warnings.warn(f"{checkpoint.path}: {checkpoint.remark}", stacklevel=level)
     if is_head_kept and model.config.classes and not _has_trained_head(model):
         warnings.warn(
             f"The classifier in {checkpoint.path} is all zeros, as the original's ImageNet-21k "

@@ -42,6 +42,7 @@ from keras_vit.weights.layouts import (
 )
 from keras_vit.weights.positions import square_grid
 from keras_vit.weights.torch_layouts import (
+    as_projection,
     check_torch,
     on_one_grid,
     torch_channels,
@@ -235,6 +236,7 @@ class Checkpoint:
         hint: how the file would say what is assumed.
         labels: (identifier, name) of each class, as the files beside it say; () where none does.
         naming: what messages say of the arrays' names, where these are not the file's own.
+        remark: what a user should know of its numbers, "" for nothing.
     """
 
     path: Path
@@ -249,6 +251,7 @@ class Checkpoint:
     hint: str = 'save models with model.save("name.keras"), which says them'
     labels: tuple[tuple[str, str], ...] = ()
     naming: str = ""
+    remark: str = ""
 
     @property
     def class_names(self) -> tuple[tuple[str, str], ...] | None:
@@ -322,6 +325,7 @@ def _open_safetensors(path: Path) -> Checkpoint:
     family, arrays = renamed_arrays(read_shards(path) if is_index else read_safetensors(path))
     reads = hugging_face_settings if family.library == "transformers" else timm_settings
     settings = reads(path.parent)
+    arrays = as_projection(arrays) if settings.projects else arrays
     arrays, grid = on_one_grid(arrays, settings.sizes)
     fields = torch_fields(arrays)
     heads = settings.fields.get("num_heads", 1)
@@ -343,6 +347,7 @@ def _open_safetensors(path: Path) -> Checkpoint:
         unknown=settings.unknown,
         hint=settings.hint,
         labels=settings.labels,
+        remark=settings.remark,
         naming=", by timm's names," if is_renamed else "",
     )
 

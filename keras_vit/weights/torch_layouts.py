@@ -6,6 +6,7 @@ The arrays have the names of `torch_names`; what is said of them beside the file
 
 import dataclasses
 import functools
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -104,7 +105,7 @@ def on_one_grid(
 
     A class token whose position the file leaves out has zeros. A distillation token without
     classifier of its own becomes the first register, with its position added to it once and for
-    all.
+    all; so are the positions of registers that have some.
 
     Args:
         arrays: by the names of `torch_names`.
@@ -125,6 +126,11 @@ def on_one_grid(
         if grid is None and count in {rows * columns for rows, columns in grids}:
             grid = _grid_of(count, grids)
             arrays["pos_embed"] = joined([zeros((1, placed, width)), table], axis=1)
+        elif grid is None and "reg_token" in arrays:
+            registers = arrays["reg_token"].shape[1]
+            grid = _grid_of(count - placed - registers, grids)
+            if grid is not None:
+                _place_registers(arrays, table, first=placed, count=registers)
     tables = [name for name in blocks_with(arrays, _TABLE) if len(arrays[name].shape) == 2]
     for name in tables:
         rows, heads = arrays[name].shape
@@ -133,6 +139,24 @@ def on_one_grid(
     if "dist_token" in arrays and "head_dist.weight" not in arrays:
         arrays = without_distillation(arrays)
     return arrays, grid
+
+
+def _place_registers(
+    arrays: dict[str, StoredArray], table: StoredArray, *, first: int, count: int
+) -> None:
+    """Adds the positions of registers, which stand after the first ones, to the registers."""
+    _, places, width = table.shape
+    own = slice(first, first + count)
+    part = table.map(lambda value: value[:, own], (1, count, width))
+    rest = (1, places - count, width)
+    arrays["pos_embed"] = table.map(lambda value: np.delete(value, own, axis=1), rest)
+    token = arrays["reg_token"]
+    arrays["reg_token"] = dataclasses.replace(token, read=functools.partial(_sum, token, part))
+
+
+def as_projection(arrays: Arrays) -> dict[str, StoredArray]:
+    """Returns the arrays with the classifier under the name of a projection after the pooling."""
+    return {re.sub(r"^head\.", "projection.", name): array for name, array in arrays.items()}
 
 
 def without_distillation(arrays: Arrays) -> dict[str, StoredArray]:

@@ -29,6 +29,10 @@ SETTINGS_FILES = (CONFIG, PREPROCESSOR)
 # (image_processing_vit.py), and the original's mean and deviation, which are its defaults too.
 _RESCALE_FACTOR = 1 / 255
 _MAX_SIDE = 2**20  # pixels
+# Widths of the space that CLIP's towers share, and the weights of timm whose publishers trained
+# with quick_gelu, under whichever name of an architecture (timm/models/vision_transformer.py).
+_PROJECTIONS = (512, 640, 768, 896, 1024, 1280)
+_QUICK_GELU = r"openai|metaclip_(400m|2pt5b)|dfn"
 _PIXELS = {"image_mean": (0.5, 0.5, 0.5), "image_std": (0.5, 0.5, 0.5)}
 
 
@@ -45,6 +49,8 @@ class TorchSettings:
         rotary_layout: which channels rotary positions turn together, None where nobody says.
         pools_prefix: whether attention pooling looks at the tokens before the patches' too.
         labels: (identifier, name) of each class that they name.
+        projects: whether what has a classifier's name projects to the space of a text tower.
+        remark: what a user should know of the numbers, "" for nothing.
     """
 
     fields: Mapping[str, Any]
@@ -55,6 +61,8 @@ class TorchSettings:
     rotary_layout: RotaryLayout | None = None
     pools_prefix: bool = False
     labels: tuple[tuple[str, str], ...] = ()
+    projects: bool = False
+    remark: str = ""
 
 
 def timm_settings(folder: Path) -> TorchSettings:
@@ -139,6 +147,28 @@ def _timm_settings(settings: Mapping[str, Any], assumed: Mapping[str, Any]) -> T
         rotary_layout=None if architecture is None else architecture.rotary_layout,
         pools_prefix=architecture is not None and architecture.pools_prefix,
         labels=_timm_labels(settings, pretrained),
+        projects=_projects(settings, pretrained),
+        remark=_remark(str(name), pretrained),
+    )
+
+
+def _projects(settings: Mapping[str, Any], pretrained: Mapping[str, Any]) -> bool:
+    """Whether the head of a timm model is the projection of a tower that saw images and texts."""
+    is_tower = re.search(r"_(clip|pe_core)_", str(settings.get("architecture"))) is not None
+    was_tuned = "_ft_" in str(pretrained.get("tag")) or bool(_timm_labels(settings, pretrained))
+    width = settings.get("num_classes", pretrained.get("num_classes"))
+    return is_tower and not was_tuned and width in _PROJECTIONS
+
+
+def _remark(name: str, pretrained: Mapping[str, Any]) -> str:
+    tag = str(pretrained.get("tag"))
+    is_other = "_clip_" in name and "quickgelu" not in name
+    if not (is_other and re.match(_QUICK_GELU, tag)) or "_ft_" in tag:
+        return ""
+    return (
+        f"timm's {name} computes the exact GELU, and so does this model, but its weights ({tag}) "
+        f"were trained with quick_gelu. Write {name.replace('_clip_', '_clip_quickgelu_')!r} as "
+        f'"architecture" into {CONFIG} for that.'
     )
 
 

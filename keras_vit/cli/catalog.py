@@ -122,7 +122,7 @@ def _print_repositories(rows: "Sequence[Repository]", *, with_sources: bool) -> 
             family = row.family
             print(f"{family}: {FAMILIES[family]}")
         mark = str(restrictions.index(row.forbids) + 1) if row.forbids else ""
-        accuracy = "" if row.accuracy is None else str(round(row.accuracy, 2))
+        accuracy = "" if row.accuracy is None else f"{row.accuracy:.2f}"
         kind = _MARKS[row.accuracy_kind] if row.accuracy_kind else ""
         print(
             f"{row.address:<{width}}{row.image_size:>5}{_millions(row.parameters):>7} "

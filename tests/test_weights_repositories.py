@@ -47,7 +47,6 @@ PUBLISHED = {
     "hf://timm/beit_large_patch16_512.in22k_ft_in22k_in1k": 305.67,
     "hf://timm/flexivit_large.1200ep_in1k": 304.36,
     "hf://timm/vit_wee_patch16_reg1_gap_256.sbb_in1k": 13.42,
-    "hf://timm/vit_so150m2_patch16_reg1_gap_448.sbb_e200_in12k_ft_in1k": 136.50,
     "hf://timm/vit_betwixt_patch16_rope_reg4_gap_256.sbb_in1k": 60.23,
     "hf://facebook/dinov3-vits16plus-pretrain-lvd1689m": 29,
     "hf://facebook/dinov3-vith16plus-pretrain-lvd1689m": 840,

@@ -1,6 +1,7 @@
 """Tests of keras_vit.training.checkpoints."""
 
 import dataclasses
+import threading
 from pathlib import Path
 
 import keras
@@ -13,10 +14,13 @@ from keras_vit import VisionTransformer
 from keras_vit.training import MomentumSGD
 from keras_vit.training.checkpoints import (
     Checkpoints,
+    Copies,
     DamagedError,
+    Writer,
     get_state,
     set_state,
     state_hash,
+    state_variables,
 )
 
 ARRAYS = {
@@ -65,10 +69,11 @@ def test_damage_is_told(tmp_path: Path) -> None:
             checkpoints.load(1)
 
 
-def compiled(rate: float = 0.2) -> VisionTransformer:
+def compiled(rate: float = 0.2, *, jit_compile: bool = False) -> VisionTransformer:
     config = dataclasses.replace(TINY, num_layers=1, dropout_rate=rate, patch_dropout_rate=rate)
     model = VisionTransformer(config)
-    model.compile(MomentumSGD(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(MomentumSGD(0.1), loss, jit_compile=jit_compile)
     model.optimizer.build(model.trainable_variables)
     return model
 
@@ -94,3 +99,47 @@ def test_a_state_of_another_model_is_an_error() -> None:
     """The first difference is named."""
     with pytest.raises(ValueError, match=r"of another model or optimizer: it has \d+ arrays"):
         set_state(compiled(), get_state(compiled(rate=0.0)))
+
+
+@pytest.mark.parametrize("jit_compile", [False, True], ids=["graph", "xla"])
+def test_a_copy_does_not_change_with_the_model(jit_compile: bool) -> None:
+    """Every variable, the optimizer's and random states too, in the same memory each time."""
+    model = compiled(jit_compile=jit_compile)
+    images = np.zeros((2, *TINY.input_shape), np.float32)
+    copies = Copies(state_variables(model))
+    places: set[tuple[int, ...]] = set()
+    for _ in range(3):
+        expected = [np.array(value) for value in get_state(model).values()]
+        taken = copies.take()
+        model.fit(images, np.array([0, 1]), verbose=0)
+        for before, copy in zip(expected, taken, strict=True):
+            assert copy.dtype == before.dtype
+            np.testing.assert_array_equal(copy, before)
+        places.add(tuple(copy.ctypes.data for copy in taken))
+    assert len(places) == 1
+    after = get_state(model).values()
+    assert sum(not np.array_equal(a, b) for a, b in zip(after, taken, strict=True)) > 10
+
+
+def test_a_writer_does_one_thing_at_a_time() -> None:
+    """In its own thread; waiting ends in time, and an error comes out once."""
+    writer, gate, done = Writer(), threading.Event(), []
+
+    def work(name: str) -> None:
+        gate.wait()
+        done.append((name, threading.current_thread() is threading.main_thread()))
+
+    assert writer.is_free(within=0)
+    writer.begin(lambda: work("first"))
+    assert not writer.is_free(within=0.01)
+    gate.set()
+    writer.begin(lambda: work("second"))
+    writer.wait()
+    assert done == [("first", False), ("second", False)]
+    writer.begin(lambda: np.load("no such file"))
+    with pytest.raises(FileNotFoundError):
+        writer.wait()
+    assert writer.is_free(within=0)
+    writer.begin(lambda: work("third"))
+    writer.close()
+    assert len(done) == 3

@@ -430,9 +430,7 @@ def test_weights_of_another_gelu_are_told(tmp_path: Path) -> None:
         settings["pretrained_cfg"]["tag"] = "openai"
 
     folder = changed_folder("timm_clip", tmp_path / "clip", tag)
-    with pytest.warns(
-        UserWarning, match="with quick_gelu.*_clip_quickgelu_224"
-    ):
+    with pytest.warns(UserWarning, match="with quick_gelu.*_clip_quickgelu_224"):
         model = keras_vit.load(folder)
     assert model.config.activation == "gelu"
 

@@ -316,6 +316,13 @@ def add_execution(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="steps between checkpoints; one more is saved after each epoch (default: 1000)",
     )
+    group.add_argument(
+        "--checkpoint-minutes",
+        type=positive,
+        default=10.0,
+        metavar="N",
+        help="minutes without a checkpoint after which there is one (default: 10)",
+    )
 
 
 def add_existing(parser: argparse.ArgumentParser) -> None:
@@ -353,6 +360,7 @@ def execution(arguments: argparse.Namespace) -> "Execution":
         remat=arguments.remat,
         xla="auto" if arguments.xla is None else arguments.xla,
         checkpoint_steps=arguments.checkpoint_steps,
+        checkpoint_minutes=arguments.checkpoint_minutes,
     )
 
 

@@ -1,5 +1,6 @@
 """The files of an unfinished training: checkpoints, the best model, curves, event files."""
 
+import concurrent.futures
 import contextlib
 import errno
 import functools
@@ -11,7 +12,7 @@ import re
 import shutil
 import time
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -114,12 +115,20 @@ class Checkpoints:
         return self._folder / _NAME.format(step=step)
 
 
+def state_variables(model: keras.Model) -> list[Any]:
+    """Returns the weights, random states and optimizer's variables of a compiled model."""
+    return [*model.variables, *model.optimizer.variables]
+
+
 def get_state(model: keras.Model) -> dict[str, np.ndarray]:
     """Returns the weights, random states and optimizer of a compiled model, numbered."""
-    return {
-        f"{place:05d}": np.asarray(keras.ops.convert_to_numpy(variable))
-        for place, variable in enumerate(_variables(model))
-    }
+    variables = state_variables(model)
+    return numbered([np.asarray(keras.ops.convert_to_numpy(variable)) for variable in variables])
+
+
+def numbered(arrays: Iterable[np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns arrays under the names that a checkpoint has for them."""
+    return {f"{place:05d}": array for place, array in enumerate(arrays)}
 
 
 def set_state(model: keras.Model, state: dict[str, np.ndarray]) -> None:
@@ -128,7 +137,7 @@ def set_state(model: keras.Model, state: dict[str, np.ndarray]) -> None:
     Raises:
         ValueError: it is the state of another model or optimizer.
     """
-    variables = _variables(model)
+    variables = state_variables(model)
     arrays = [value for _, value in sorted(state.items())]
     stored = [(tuple(value.shape), str(value.dtype)) for value in arrays]
     expected = [(tuple(v.shape), keras.backend.standardize_dtype(v.dtype)) for v in variables]
@@ -151,6 +160,99 @@ def state_hash(model: keras.Model) -> str:
 def weights_hash(model: keras.Model) -> str:
     """Returns the SHA-256 of a model's weights alone, compiled or not."""
     return _hash(model.get_weights())
+
+
+class Copies:
+    """Memory for one copy of a model's variables, taken again and again.
+
+    It is made once: to touch fresh memory takes longer than to copy into it. The variables go on
+    changing while the copy is read, so that a file of it can be written meanwhile.
+
+    Example:
+        >>> weight = keras.Variable([1.0, 2.0])
+        >>> copies = Copies([weight])
+        >>> (taken,) = copies.take()
+        >>> weight.assign([3.0, 4.0]).numpy(), taken
+        (array([3., 4.], dtype=float32), array([1., 2.], dtype=float32))
+
+    Args:
+        variables: of Keras, in this order.
+    """
+
+    def __init__(self, variables: Iterable[Any]) -> None:
+        self._variables = list(variables)
+        self._arrays: list[np.ndarray] = []
+
+    def take(self) -> list[np.ndarray]:
+        """Copies the present values over those of the last time, and returns them."""
+        if not self._arrays:
+            self._arrays = [np.array(_view(variable)) for variable in self._variables]
+        else:
+            for variable, array in zip(self._variables, self._arrays, strict=True):
+                np.copyto(array, _view(variable))
+        return self._arrays
+
+    @property
+    def taken(self) -> list[np.ndarray]:
+        """What was taken last."""
+        return self._arrays
+
+
+def _view(variable: Any) -> np.ndarray:
+    """Returns the present values; in the computer's memory they are not copied."""
+    value = tf.convert_to_tensor(variable.value)
+    try:
+        return np.asarray(memoryview(value)).view(value.dtype.as_numpy_dtype)
+    except (TypeError, ValueError, RuntimeError):  # on a GPU, or of a dtype without such a view
+        return np.asarray(value.numpy())
+
+
+class Writer:
+    """Writes files in a thread of its own, one piece of work at a time.
+
+    Example:
+        >>> writer = Writer()
+        >>> done = []
+        >>> writer.begin(lambda: done.append("written"))
+        >>> writer.wait()
+        >>> done
+        ['written']
+    """
+
+    def __init__(self) -> None:
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "keras_vit-writer")
+        self._work: concurrent.futures.Future[None] | None = None
+
+    def begin(self, work: Callable[[], None]) -> None:
+        """Begins a piece of work, after the one before."""
+        self.wait()
+        self._work = self._thread.submit(work)
+
+    def is_free(self, *, within: float) -> bool:
+        """Whether the work is done, or will be within so many seconds; raises its error."""
+        if self._work is None:
+            return True
+        try:
+            self._work.result(within)
+        except concurrent.futures.TimeoutError:
+            if not self._work.done():
+                return False
+            self._work = None
+            raise
+        except BaseException:
+            self._work = None
+            raise
+        self._work = None
+        return True
+
+    def wait(self) -> None:
+        """Waits until the work is done; raises its error."""
+        while not self.is_free(within=60):
+            pass
+
+    def close(self) -> None:
+        """Waits until the work is done, without its error."""
+        self._thread.shutdown()
 
 
 SETTINGS = "settings.json"
@@ -375,10 +477,6 @@ def _hash(arrays: Iterable[np.ndarray]) -> str:
     for place, value in enumerate(arrays):
         digest.update(f"{place:05d}".encode() + np.ascontiguousarray(value).tobytes())
     return digest.hexdigest()
-
-
-def _variables(model: keras.Model) -> list[Any]:
-    return [*model.variables, *model.optimizer.variables]
 
 
 def _flat(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:

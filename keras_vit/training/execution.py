@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 import tensorflow as tf
 
 from keras_vit.config import ViTConfig
+from keras_vit.limits import is_number
 
 StrategyName = Literal["auto", "none", "mirrored", "multi_worker", "tpu"]
 Precision = Literal["float32", "mixed_bfloat16", "mixed_float16"]
@@ -32,7 +33,9 @@ class Execution:
         remat: whether blocks are recomputed for the gradient, to save memory; None for the model's
             `ViTConfig.remat`.
         xla: whether XLA compiles the forward and backward pass; "auto" on GPUs.
-        checkpoint_steps: steps between checkpoints; each epoch ends with one too.
+        checkpoint_steps: steps between checkpoints; each epoch ends with one too. They are written
+            while the training goes on: none is begun before the last one is written.
+        checkpoint_minutes: after so many minutes without a checkpoint there is one.
         keep_checkpoints: number of checkpoints that are kept.
     """
 
@@ -42,6 +45,7 @@ class Execution:
     remat: bool | None = None
     xla: bool | Literal["auto"] = "auto"
     checkpoint_steps: int = 1000  # as the original's (vit_jax/configs/common.py)
+    checkpoint_minutes: float = 10.0
     keep_checkpoints: int = 3
 
     def __post_init__(self) -> None:
@@ -57,6 +61,12 @@ class Execution:
                 raise ValueError(
                     f"{name} must be a positive integer. Received: {name}={getattr(self, name)!r}."
                 )
+
+        if not is_number(self.checkpoint_minutes) or self.checkpoint_minutes <= 0:
+            raise ValueError(
+                "checkpoint_minutes must be a number above 0. "
+                f"Received: checkpoint_minutes={self.checkpoint_minutes!r}."
+            )
 
     def config(self, config: ViTConfig) -> ViTConfig:
         """Returns the config of the model to train, with `remat` set."""

@@ -1,7 +1,10 @@
 """Runs the steps of a training, until the last one or until a signal asks it to stop."""
 
 import contextlib
+import functools
 import signal
+import threading
+import time
 import warnings
 from collections.abc import Iterator
 from types import FrameType
@@ -11,15 +14,18 @@ import numpy as np
 import tensorflow as tf
 
 from keras_vit.training.checkpoints import (
+    Copies,
     DamagedError,
     EventFiles,
     Unfinished,
-    get_state,
+    Writer,
+    numbered,
     set_state,
+    state_variables,
 )
 from keras_vit.training.execution import Workers
 from keras_vit.training.objectives import Objective
-from keras_vit.training.progress import Watcher
+from keras_vit.training.progress import EpochDone, Watcher
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # What the other workers raise when one of them is lost: their collective operations fail.
@@ -31,6 +37,11 @@ _LOST_WORKER_ERRORS = (
     tf.errors.DeadlineExceededError,
 )
 _NO_STEP = -1  # stands for "no checkpoint"
+# Seconds that a step waits for the checkpoint before to be written; after that it goes on without.
+_PATIENCE = 1.0
+_SAVE = (
+    1  # stands for "it is time for a checkpoint"; any signal that is handled has a higher number
+)
 
 
 class StopRequests:
@@ -119,6 +130,13 @@ class Loop:
         self.plan = self.job.plan
         self._best_model = objective.plain_copy()
         self._resizing = objective.resizing
+        self._writer = Writer()
+        self._state = Copies(state_variables(self.model))
+        self._best = Copies(objective.saved.weights)
+        self._best_epoch: int | None = None  # whose weights are in `_best` and on no disk
+        self._best_is_taken = threading.Event()  # by the writer; until then `_best` stays
+        self._best_is_taken.set()
+        self._last_save = time.monotonic()
         self._validation = workers.one_pass(
             lambda shard: self.job.validation_batches(self._resizing, shard=shard)
         )
@@ -151,7 +169,8 @@ class Loop:
         best = self.watcher.best
         if best is not None and not self.folder.has_best(best.epoch):
             with self._averaged_weights():
-                self._save_best(best.epoch)
+                copies = self._best.take()
+            self._write_best(best.epoch, copies)
 
     def _load_newest(
         self, *, at_most: int | None = None
@@ -213,6 +232,7 @@ class Loop:
                     "with smaller batches or accumulate."
                 ) from error
             except FloatingPointError as error:
+                self._writer.close()
                 step = self.folder.checkpoints.steps()[-1]
                 raise FloatingPointError(
                     f"{error}; the checkpoint of step {step} is kept in {str(self.folder.path)!r}. "
@@ -222,6 +242,8 @@ class Loop:
                 if self.workers.count == 1:
                     raise
                 raise self._worker_lost(error) from error
+            finally:
+                self._writer.close()
 
     def wait_for_workers(self) -> None:
         """Waits until every worker calls this, or raises a WorkerLostError."""
@@ -247,10 +269,13 @@ class Loop:
         batches = iter(dataset)
         while self.watcher.step < self.plan.steps:
             own_signal = signal.SIGINT if self.watcher.stop_requested else stop.signal_number
-            signal_number = max(self.workers.gather(int(own_signal)))
-            if signal_number:
+            own_request = int(own_signal) or (_SAVE if self._is_save_due() else 0)
+            request = max(self.workers.gather(own_request))
+            if request > _SAVE:
                 self.save()
-                return signal_number
+                return request
+            if request:
+                self._save_if_free(within=0.0)
             self.model.reset_metrics()  # so that the logs are those of one step
             logs = self.model.train_function(batches)
             self._end_step(logs, events)
@@ -263,7 +288,7 @@ class Loop:
         if self._ends_epoch(step):
             self._end_epoch(events)
         elif step % self.job.execution.checkpoint_steps == 0:
-            self.save()
+            self._save_if_free()
 
     def _end_epoch(self, events: EventFiles) -> None:
         with self._averaged_weights():
@@ -271,30 +296,70 @@ class Loop:
                 self._evaluate(), learning_rate=float(self.model.optimizer.learning_rate)
             )
             if record.is_best:
-                self._save_best(record.epoch)
-        self.save()
-        best_epoch = self.watcher.best.epoch if self.watcher.best else record.epoch
-        self.folder.remove_old(best_epochs={best_epoch, *self._best_epochs()})
+                self._best_is_taken.wait()
+                self._best.take()
+                self._best_epoch = record.epoch
         is_last = self.watcher.step == self.plan.steps
+        if is_last:
+            self.save()
+        else:
+            self._save_if_free()
+        best_epoch = self.watcher.best.epoch if self.watcher.best else record.epoch
         self.folder.write_progress(self.watcher.history, best_epoch=best_epoch, is_last=is_last)
         events.write_epoch(self.watcher.step, record)
         self.watcher.report(record)
 
-    def _save_best(self, epoch: int) -> None:
-        self._best_model.set_weights(self.objective.saved.get_weights())
-        self.folder.save_best(self._best_model, epoch=epoch)
-
-    def _best_epochs(self) -> Iterator[int]:
-        """Yields the best epoch as of each checkpoint: any of them may be resumed."""
-        for step in self.folder.checkpoints.steps():
-            records = self.watcher.history[: self._epochs_at(step)]
-            yield from [record.epoch for record in records if record.is_best][-1:]
-
     def save(self) -> None:
-        """Saves a checkpoint."""
-        self.folder.checkpoints.save(
-            self.watcher.step, get_state(self.model), progress=self.watcher.to_dict()
+        """Saves a checkpoint, and returns when it is on the disk."""
+        self._writer.wait()
+        self._begin_save()
+        self._writer.wait()
+
+    def _is_save_due(self) -> bool:
+        seconds = time.monotonic() - self._last_save
+        return seconds > 60 * self.job.execution.checkpoint_minutes
+
+    def _save_if_free(self, *, within: float = _PATIENCE) -> None:
+        """Begins a checkpoint, unless one is being written on any worker: then there is none."""
+        is_busy = not self._writer.is_free(within=within)
+        if not max(self.workers.gather(int(is_busy))):
+            self._begin_save()
+
+    def _begin_save(self) -> None:
+        self._last_save = time.monotonic()
+        best_epoch, self._best_epoch = self._best_epoch, None
+        if best_epoch is not None:
+            self._best_is_taken.clear()
+        step, progress = self.watcher.step, self.watcher.to_dict()
+        work = functools.partial(
+            self._write, step, self._state.take(), progress, list(self.watcher.history), best_epoch
         )
+        self._writer.begin(work)
+
+    def _write(
+        self,
+        step: int,
+        state: list[np.ndarray],
+        progress: dict[str, Any],
+        history: list[EpochDone],
+        new_best: int | None,
+    ) -> None:
+        """Writes a checkpoint, after the best model that it needs, and removes what is old."""
+        if new_best is not None:
+            self._write_best(new_best, self._best.taken)
+        self.folder.checkpoints.save(step, numbered(state), progress=progress)
+        best_epochs = {progress["best_epoch"]} - {None}
+        for kept in self.folder.checkpoints.steps():  # any of them may be resumed
+            records = history[: self._epochs_at(kept)]
+            best_epochs.update([record.epoch for record in records if record.is_best][-1:])
+        self.folder.remove_old(best_epochs=best_epochs)
+
+    def _write_best(self, epoch: int, weights: list[np.ndarray]) -> None:
+        try:
+            self._best_model.set_weights(weights)
+        finally:
+            self._best_is_taken.set()
+        self.folder.save_best(self._best_model, epoch=epoch)
 
     def _evaluate(self) -> dict[str, float]:
         logs = self.model.evaluate(self._validation, verbose=0, return_dict=True)

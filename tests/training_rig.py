@@ -45,7 +45,9 @@ def run(**case: Any) -> dict[str, list[str]]:
 
 
 def _say(*words: object) -> None:
-    print(*words, flush=True)
+    # In one piece: checkpoints are written in a thread of their own.
+    sys.stdout.write(" ".join(map(str, words)) + "\n")
+    sys.stdout.flush()
 
 
 def _main(case: dict[str, Any]) -> int:

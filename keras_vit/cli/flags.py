@@ -309,12 +309,17 @@ def add_execution(group: argparse._ArgumentGroup) -> None:
         action=argparse.BooleanOptionalAction,
         help="compile forward and backward pass with XLA (default: on GPUs)",
     )
+    _add_checkpoints(group)
+
+
+def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--checkpoint-steps",
         type=count,
         default=1000,
         metavar="N",
-        help="steps between checkpoints; one more is saved after each epoch (default: 1000)",
+        help="steps between checkpoints; one more is saved after each epoch. They are written "
+        "while the training goes on, one at a time (default: 1000)",
     )
     group.add_argument(
         "--checkpoint-minutes",

@@ -6,7 +6,7 @@ import pytest
 
 from keras_vit.cli import main
 from keras_vit.weights import catalog, repositories
-from keras_vit.weights.repositories import FAMILIES
+from keras_vit.weights.catalog import FAMILIES
 
 
 def json_rows(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> list[dict[str, object]]:

@@ -1,10 +1,11 @@
-"""Tests of keras_vit.data.damage."""
+"""Tests of what happens to damaged images in training, in keras_vit.data.images."""
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_vit.data import Damage, damage
+from keras_vit.data import Damage
+from keras_vit.data.images import replace_damaged
 
 SHAPE = (2, 2, 3)
 
@@ -16,7 +17,7 @@ def replaced(sound: list[bool], record: Damage) -> tuple[list[float], list[int]]
         np.arange(count, dtype=np.float32)[:, None, None, None], (count, *SHAPE)
     )
     places = np.flatnonzero(sound)
-    mended = damage.replace_damaged(
+    mended = replace_damaged(
         tf.constant(images[places]),
         tf.constant(places, tf.int32),
         places=tf.constant(places, tf.int64),

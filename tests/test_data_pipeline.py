@@ -23,7 +23,7 @@ from keras_vit.data import (
     read_images,
     train_batches,
 )
-from keras_vit.data.damage import Damage
+from keras_vit.data.images import Damage
 from keras_vit.data.pipeline import steps_per_epoch
 
 EVERYTHING = Augmentation(

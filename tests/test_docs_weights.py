@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import keras_vit
-from keras_vit.weights.repositories import ACCURACY_KINDS, FAMILIES, repositories
+from keras_vit.weights.catalog import ACCURACY_KINDS, FAMILIES, repositories
 
 DOCUMENT = Path(keras_vit.__file__).parents[1] / "docs" / "weights.md"
 

@@ -1,4 +1,4 @@
-"""Tests of keras_vit.explain.embeddings."""
+"""Tests of what a model has learned about places and patches, in keras_vit.explain.pictures."""
 
 import dataclasses
 from pathlib import Path

@@ -21,7 +21,7 @@ from keras_vit.training import (
     objectives,
     train,
 )
-from keras_vit.training.job import Job
+from keras_vit.training.execution import Job
 from keras_vit.training.objectives import objective_of
 
 CONFIG = dataclasses.replace(TINY, num_layers=2, include_preprocessing=True, dropout_rate=0.1)

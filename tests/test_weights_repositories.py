@@ -9,8 +9,8 @@ import pytest
 from keras_vit.config import ViTConfig
 from keras_vit.variants import parameter_count
 from keras_vit.weights.architectures import HUGGING_FACE_TYPES, TWO_TOWERS, find_architecture
+from keras_vit.weights.catalog import ACCURACY_KINDS, FAMILIES, Repository, repositories
 from keras_vit.weights.download import hub_parts
-from keras_vit.weights.repositories import ACCURACY_KINDS, FAMILIES, Repository, repositories
 
 ROWS = repositories()
 ADDRESSES = [row.address for row in ROWS]

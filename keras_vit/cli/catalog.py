@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from keras_vit.cli import flags
 
 if TYPE_CHECKING:
-    from keras_vit.weights.catalog import CatalogRow
-    from keras_vit.weights.repositories import Repository
+    from keras_vit.weights.catalog import CatalogRow, Repository
 
 _DESCRIPTION = """\
 Lists the published checkpoints. Each name in the column "weights" of the first table, of Google's
@@ -111,7 +110,7 @@ def _print_table(rows: "Sequence[CatalogRow]", *, with_files: bool) -> None:
 
 
 def _print_repositories(rows: "Sequence[Repository]", *, with_sources: bool) -> None:
-    from keras_vit.weights.repositories import FAMILIES
+    from keras_vit.weights.catalog import FAMILIES
 
     width = max(len(row.address) for row in rows)
     restrictions = list(dict.fromkeys(row.forbids for row in rows if row.forbids))
@@ -137,7 +136,7 @@ def _print_repositories(rows: "Sequence[Repository]", *, with_sources: bool) -> 
 
 def _sources(row: "Repository") -> Iterator[str]:
     """Yields the lines below a row: data and classifier, notes, then the addresses."""
-    from keras_vit.weights.repositories import ACCURACY_KINDS
+    from keras_vit.weights.catalog import ACCURACY_KINDS
 
     ends = f"{row.classes:,} classes" if row.classes else "no classifier"
     ends += f", a layer of {row.representation_dim:,}" if row.representation_dim else ""
@@ -151,7 +150,7 @@ def _sources(row: "Repository") -> Iterator[str]:
 
 
 def _print_footnotes(rows: "Sequence[Repository]", restrictions: Sequence[str]) -> None:
-    from keras_vit.weights.repositories import ACCURACY_KINDS
+    from keras_vit.weights.catalog import ACCURACY_KINDS
 
     notes = [f"{place}: {text}" for place, text in enumerate(restrictions, start=1)]
     kinds = {row.accuracy_kind for row in rows}

@@ -1,11 +1,17 @@
 """Where images come from: sources, splits, decoding, augmentation, batches. TensorFlow only."""
 
 from keras_vit.data.augment import Augmentation, mix_batch
-from keras_vit.data.damage import Damage
 from keras_vit.data.datasets import from_dataset, from_keras_cv, load_tfds
 from keras_vit.data.decoding import decode_image
 from keras_vit.data.folder import load_folder, load_test_folder, load_unlabelled_folder
-from keras_vit.data.images import antialias_of, image_size_of, read_image, read_images, resize_image
+from keras_vit.data.images import (
+    Damage,
+    antialias_of,
+    image_size_of,
+    read_image,
+    read_images,
+    resize_image,
+)
 from keras_vit.data.loading import load_data, load_digits
 from keras_vit.data.pipeline import evaluation_batches, naming_damaged, train_batches
 from keras_vit.data.source import ImageData, LeftOut, Split, Stream

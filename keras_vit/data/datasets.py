@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from keras_vit import environment
 from keras_vit.data import images, source
-from keras_vit.data.damage import Damage
+from keras_vit.data.images import Damage
 from keras_vit.data.source import Split, Stream
 
 

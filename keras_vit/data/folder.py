@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from keras_vit.data import images, source
-from keras_vit.data.damage import Damage
+from keras_vit.data.images import Damage
 from keras_vit.data.source import FileSplit
 
 _SHOWN = 10

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_vit.data import augment, decoding, images, randaugment
-from keras_vit.data.damage import replace_damaged
+from keras_vit.data.images import replace_damaged
 from keras_vit.data.source import Choice, Item, Loader, Split
 
 # What a draw is for; folded into the seed, so that no two uses share one stream.

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_vit.data import decoding
-from keras_vit.data.damage import Damage
+from keras_vit.data.images import Damage
 
 # Encoded images of a stream that are shuffled at a time: 0.9 GB of ImageNet.
 BUFFER = 8192

@@ -7,19 +7,17 @@ from keras_vit.explain.attention import (
     mean_attention_distance,
     pooling_attention,
 )
-from keras_vit.explain.embeddings import (
-    Filters,
-    embedding_filters,
-    position_similarity,
-    token_similarity,
-)
 from keras_vit.explain.page import write_explanation
 from keras_vit.explain.pictures import (
+    Filters,
+    embedding_filters,
     plot_attention_distance,
     plot_filters,
     plot_heads,
     plot_heatmap,
     plot_position_similarity,
+    position_similarity,
+    token_similarity,
 )
 
 __all__ = [

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 
 from keras_vit.atomic import whole_file
-from keras_vit.explain import attention, embeddings, pictures
+from keras_vit.explain import attention, pictures
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -163,10 +163,10 @@ def _pictures(subject: _Subject, target: int | None, names: list[str]) -> Iterat
     if attention.find_vit(model).config.adds_positions:
         yield _Picture(
             "positions",
-            pictures.plot_position_similarity(embeddings.position_similarity(model)),
+            pictures.plot_position_similarity(pictures.position_similarity(model)),
             "Which places are alike in the model's position embeddings, whatever the image.",
         )
-    filters = embeddings.embedding_filters(model)
+    filters = pictures.embedding_filters(model)
     if filters.components.shape[-1] in (1, 3):
         yield _Picture(
             "filters",
@@ -196,7 +196,7 @@ def _heads(model: keras.Model, inputs: np.ndarray) -> _Picture:
 
 def _similarity(subject: _Subject, rollout: np.ndarray) -> _Picture:
     row, column = (int(place) for place in np.unravel_index(rollout.argmax(), rollout.shape))
-    alike = embeddings.token_similarity(subject.model, subject.inputs, token=(row, column))[0]
+    alike = pictures.token_similarity(subject.model, subject.inputs, token=(row, column))[0]
     figure = pictures.plot_heatmap(
         subject.image, alike, title=f"like patch ({row}, {column})", unit="cosine similarity"
     )

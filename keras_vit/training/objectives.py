@@ -23,7 +23,7 @@ from keras_vit.model import VisionTransformer
 from keras_vit.training import run
 from keras_vit.training.checkpoints import weights_hash
 from keras_vit.training.distillation import DistillationModel, gives_probabilities
-from keras_vit.training.job import Job, Resizing
+from keras_vit.training.execution import Job, Resizing
 from keras_vit.training.masked_patches import MaskedPatchModel, plot_reconstructions
 from keras_vit.training.recipe import make_optimizer
 

@@ -12,8 +12,7 @@ from keras_vit.config import ViTConfig
 from keras_vit.data import ImageData, naming_damaged
 from keras_vit.training import finish, models, progress, run
 from keras_vit.training.checkpoints import Unfinished
-from keras_vit.training.execution import Execution, Workers, worker_index
-from keras_vit.training.job import Job
+from keras_vit.training.execution import Execution, Job, Workers, worker_index
 from keras_vit.training.loop import Loop, StopRequests
 from keras_vit.training.masked_patches import MaskedPatchModel
 from keras_vit.training.objectives import Model, objective_of

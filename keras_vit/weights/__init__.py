@@ -3,8 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from keras_vit.weights.catalog import catalog, resolve
-from keras_vit.weights.repositories import repositories
+from keras_vit.weights.catalog import catalog, repositories, resolve
 
 if TYPE_CHECKING:
     from keras_vit.weights.building import labels

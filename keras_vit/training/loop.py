@@ -119,7 +119,7 @@ class Loop:
         self.plan = self.job.plan
         self._best_model = objective.plain_copy()
         self._resizing = objective.resizing
-        self._validation = workers.one_pass(
+        self._validation = workers.distribute_pass(
             lambda shard: self.job.validation_batches(self._resizing, shard=shard)
         )
         self.settings = objective.settings()
@@ -297,7 +297,14 @@ class Loop:
         )
 
     def _evaluate(self) -> dict[str, float]:
-        logs = self.model.evaluate(self._validation, verbose=0, return_dict=True)
+        # Keras' `evaluate` begins a second pass over the images where the first one ends, and warns
+        # if it does not know where that is.
+        self.model.make_test_function()
+        self.model.reset_metrics()
+        batches, logs = iter(self._validation), {}
+        with contextlib.suppress(StopIteration, tf.errors.OutOfRangeError):
+            while True:
+                logs = self.model.test_function(batches)
         names = [name for name in ("loss", "accuracy") if name in logs]
         return {name: float(np.asarray(logs[name]).ravel()[0]) for name in names}
 

@@ -44,6 +44,8 @@ RECIPE = dataclasses.replace(
     learning_rate=0.01,
     augmentation=Augmentation(crop=0.7, flip=True, rotation=5),
 )
+# For what augmentation has no part in.
+BRIEF = dataclasses.replace(RECIPE, epochs=1, augmentation=Augmentation())
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +144,7 @@ def test_a_given_model_is_trained_on(data: ImageData, tmp_path: Path) -> None:
     """Training starts from a model's weights and leaves the file with its config."""
     config = dataclasses.replace(CONFIG, classes=2, include_preprocessing=True)
     model = keras_vit.VisionTransformer(config)
-    recipe = dataclasses.replace(RECIPE, epochs=1, learning_rate=1e-12, weight_decay=0.0)
+    recipe = dataclasses.replace(BRIEF, learning_rate=1e-12, weight_decay=0.0)
     before = [weight.copy() for weight in model.get_weights()]
 
     run = train(data, out=tmp_path / "run", model=model, recipe=recipe)
@@ -180,7 +182,7 @@ def test_a_model_built_by_hand_trains(strategy: Any, data: ImageData, tmp_path: 
         data,
         out=tmp_path / "run",
         model=model,
-        recipe=dataclasses.replace(RECIPE, epochs=1),
+        recipe=BRIEF,
         execution=Execution(strategy=strategy),
     )
     loaded = Run.load(run.path).model
@@ -342,7 +344,7 @@ class KilledError(Exception):
 def test_what_measures_a_run_belongs_to_it(data: ImageData, tmp_path: Path) -> None:
     """A run that is not measured is not there; resuming measures it, and trains no step."""
     arguments: dict[str, Any] = {"out": tmp_path / "run", "model": CONFIG, "existing": "resume"}
-    arguments["recipe"] = dataclasses.replace(RECIPE, epochs=1)
+    arguments["recipe"] = BRIEF
     seen: list[Any] = []
     again: list[BaseException] = []
 
@@ -442,7 +444,7 @@ def test_a_second_training_is_told_of_the_first(data: ImageData, tmp_path: Path)
             with pytest.raises(FileExistsError, match=f"process {os.getpid()} on "):
                 check_free(tmp_path / "run", existing=existing)
 
-    recipe = dataclasses.replace(RECIPE, epochs=None, steps=1)
+    recipe = dataclasses.replace(BRIEF, epochs=None, steps=1)
     train(data, out=tmp_path / "run", model=CONFIG, recipe=recipe, on_event=on_event)
     assert len(refused) == 9
     assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
@@ -483,7 +485,6 @@ def test_an_interruption_does_not_replace_a_whole_run(
 ) -> None:
     """With "overwrite" the old run stays until the new one is complete."""
     out = shutil.copytree(trained.path, tmp_path / "run")
-    recipe = dataclasses.replace(RECIPE, epochs=1)
     before = (out / "model.keras").read_bytes()
 
     with pytest.raises(TrainingInterrupted):
@@ -491,12 +492,12 @@ def test_an_interruption_does_not_replace_a_whole_run(
             data,
             out=out,
             model=CONFIG,
-            recipe=recipe,
+            recipe=BRIEF,
             existing="overwrite",
             on_event=interrupt_in_epoch(1),
         )
     assert (out / "model.keras").read_bytes() == before
-    train(data, out=out, model=CONFIG, recipe=recipe, existing="resume")
+    train(data, out=out, model=CONFIG, recipe=BRIEF, existing="resume")
 
     assert Run.load(out).config["result"]["epochs"] == 1
     assert len(list(tmp_path.iterdir())) == 1
@@ -537,5 +538,5 @@ def test_an_image_damaged_after_listing_ends_a_training_by_its_name(
     data = load_folder(image_files.write_classes(tmp_path / "images"), strict=strict)
     file = image_files.damage(Path(data.split(split).images[0]))
     with pytest.raises(ValueError, match=rf"'{file}'.*repair or remove"):
-        train(data, out=tmp_path / "run", model=CONFIG, recipe=RECIPE)
+        train(data, out=tmp_path / "run", model=CONFIG, recipe=BRIEF)
     assert not (tmp_path / "run").exists()

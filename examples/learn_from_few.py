@@ -252,7 +252,7 @@ def main() -> None:
         parser.error(f"there is no part {min(unknown)!r}; choose of {names}")
     scale = Scale(arguments.seeds, arguments.steps, choose=True)
     if arguments.quick:
-        scale = Scale(seeds=1, steps=60, choose=False)
+        scale = Scale(seeds=1, steps=30, choose=False)
     rows: list[Row] = []
     for part in arguments.parts or PARTS:
         for row in PARTS[part](scale):

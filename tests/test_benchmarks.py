@@ -162,14 +162,19 @@ def run(module: str, *options: str) -> str:
 @pytest.mark.slow
 def test_the_command_measures_a_tiny_model(tmp_path: Path) -> None:
     """Inference, training, replicas and cold starts run, and leave their figures and a chart."""
-    for task, replicas in (("inference", 1), ("training", 1), ("training", 2), ("cold", 1)):
+    for task, replicas, rounds in (
+        ("inference", [1], 2),
+        ("training", [1, 2], 2),
+        ("cold", [1], 1),
+    ):
         options = ["--variants", "tiny/16", "--image-sizes", "32", "--batches", "2"]
-        options += ["--replicas", str(replicas), "--task", task, "--only", "keras_vit"]
-        out = tmp_path / f"{task}{replicas}"
-        assert "keras_vit" in run("benchmarks", *options, "--rounds", "2", "--out", str(out))
-        (case,) = json.loads((out / "figures.json").read_text(encoding="utf-8"))["cases"]
-        assert case["case"]["replicas"] == replicas
-        assert len(case["contenders"]["keras_vit"]["seconds"]) == 2
+        options += ["--replicas", *map(str, replicas), "--task", task, "--only", "keras_vit"]
+        out = tmp_path / task
+        assert "keras_vit" in run("benchmarks", *options, f"--rounds={rounds}", "--out", str(out))
+        cases = json.loads((out / "figures.json").read_text(encoding="utf-8"))["cases"]
+        assert [case["case"]["replicas"] for case in cases] == replicas
+        for case in cases:
+            assert len(case["contenders"]["keras_vit"]["seconds"]) == rounds
         assert (out / "chart.png").stat().st_size > 1000
 
 

@@ -377,10 +377,11 @@ def test_two_workers_train_on_a_folder(place: Path) -> None:
     assert "Saved in together" in first.out
     assert "Saved in together" not in second.out
     alone, together = (
-        list(csv.DictReader((place / name / "history.csv").open())) for name in ("run", "together")
+        list(csv.DictReader((place / name / "history.csv").read_text().splitlines()))
+        for name in ("run", "together")
     )
     for expected, found in zip(alone, together, strict=True):
-        for name in ("loss", "val_loss", "val_accuracy"):
+        for name in ("loss", "validation_loss", "validation_accuracy"):
             assert float(found[name]) == pytest.approx(float(expected[name]), rel=1e-3), name
     assert Run.load(place / "together").config["result"]["finished"]
     assert not list(place.glob("together.unfinished*"))

@@ -169,7 +169,7 @@ def test_every_pooling_takes_fewer_tokens(pooling: Any, remat: bool) -> None:
     ("dtype", "jit_compile"),
     [
         ("float32", False),
-        ("float32", True),
+        pytest.param("float32", True, marks=pytest.mark.slow),
         ("mixed_bfloat16", False),
         pytest.param("mixed_bfloat16", True, marks=pytest.mark.slow),
     ],

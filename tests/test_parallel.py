@@ -56,11 +56,17 @@ def train(kind: str) -> dict[str, Any]:
     return actual
 
 
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    """The same training on one device."""
+    return train("none")
+
+
 @needs_jax
 @pytest.mark.parametrize(("kind", "is_split"), [("data", False), ("model", True)])
-def test_two_devices_train_as_one(kind: str, is_split: bool) -> None:
+def test_two_devices_train_as_one(kind: str, is_split: bool, alone: dict[str, Any]) -> None:
     """Images shared, or kernels shared: the losses of one device."""
-    actual, alone = train(kind), train("none")
+    actual = train(kind)
 
     np.testing.assert_allclose(actual["losses"], alone["losses"], rtol=1e-4)
     assert alone["losses"][-1] < alone["losses"][0]

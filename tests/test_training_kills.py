@@ -1,5 +1,6 @@
 """Trainings in processes of their own that are stopped, killed and resumed: the same bits."""
 
+import dataclasses
 import os
 import random
 import signal
@@ -15,6 +16,7 @@ import training_rig
 pytestmark = pytest.mark.slow
 
 KILLS = int(os.environ.get("KERAS_VIT_TEST_KILLS", "6"))
+STEPS = 8 * max(KILLS, 5)
 
 
 def start_together(count: int, **case: Any) -> list["subprocess.Popen[str]"]:
@@ -26,9 +28,27 @@ def train_together(count: int, **case: Any) -> list[dict[str, list[str]]]:
     return [training_rig.told(worker) for worker in start_together(count, **case)]
 
 
-@pytest.mark.parametrize(("workers", "replicas"), [(1, 1), (1, 2), (2, 1)])
-def test_a_stopped_run_ends_with_the_same_bits(workers: int, replicas: int, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The hash of a training on one device that nothing disturbs."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    return training_rig.run(out=str(out), steps=STEPS)["done"][0]
+
+
+def test_a_stopped_run_ends_with_the_same_bits(whole: str, tmp_path: Path) -> None:
     """Dropout, augmentation, AdamW, averaging, cosine; stopped between checkpoints as well."""
+    case: dict[str, Any] = {"out": str(tmp_path / "run"), "steps": STEPS}
+    for stop in (3, 30):
+        assert training_rig.run(**case, stop_at=stop)["code"] == ["130"]
+    resumed = training_rig.run(**case)
+
+    assert (resumed["resumed"], resumed["done"]) == (["30"], [whole])
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize(("workers", "replicas"), [(1, 2), (2, 1)])
+def test_so_do_stopped_replicas_and_workers(workers: int, replicas: int, tmp_path: Path) -> None:
+    """Compared with as many that nothing stopped."""
     case = {"replicas": replicas}
     undisturbed = start_together(workers, out=str(tmp_path / "whole"), **case)
     for stop in (3, 30):
@@ -59,11 +79,10 @@ def wait_for(
     return -1
 
 
-def test_kill_9_at_any_moment_loses_nothing(tmp_path: Path) -> None:
+def test_kill_9_at_any_moment_loses_nothing(whole: str, tmp_path: Path) -> None:
     """Half of the kills fall into a save; each time it goes on from the last whole checkpoint."""
     draws = random.Random(0)
-    case: dict[str, Any] = {"out": str(tmp_path / "run"), "steps": 8 * KILLS, "checkpoint_steps": 2}
-    undisturbed = training_rig.start(**{**case, "out": str(tmp_path / "whole")})
+    case: dict[str, Any] = {"out": str(tmp_path / "run"), "steps": STEPS, "checkpoint_steps": 2}
     saved = 0
     for number in range(KILLS):
         process = training_rig.start(**case)
@@ -80,39 +99,49 @@ def test_kill_9_at_any_moment_loses_nothing(tmp_path: Path) -> None:
         saved = max(map(int, [*before, *rest]), default=saved)
     remains = list((tmp_path / "run.unfinished").glob(".*"))
     ended = training_rig.run(**case)
-    whole = training_rig.told(undisturbed)
 
     assert int(ended["resumed"][0]) >= saved
-    assert ended["done"] == whole["done"]
+    assert ended["done"] == [whole]
     assert len(remains) <= 1  # of the last kill alone
 
 
-def test_sigterm_to_one_worker_stops_both_at_one_step(tmp_path: Path) -> None:
-    """Both save the same step, exit with 75, and go on from there."""
-    case: dict[str, Any] = {"out": str(tmp_path / "run"), "steps": 100_000}
-    workers = start_together(2, **case)
-    assert wait_for(workers[1], "step", 10) >= 0
-    workers[1].send_signal(signal.SIGTERM)
-    said = [training_rig.told(worker) for worker in workers]
-    resumed = train_together(2, **case, stop_at=int(said[0]["saved"][-1]) + 2)
+@dataclasses.dataclass(frozen=True)
+class Disturbed:
+    """A worker that met a signal and the other one: where they began, and what they said then."""
 
-    assert [words["code"] for words in said] == [["75"], ["75"]]
-    assert said[0]["saved"][-1] == said[1]["saved"][-1]
-    assert [words["resumed"] for words in resumed] == [[said[0]["saved"][-1]]] * 2
+    began: int
+    met: dict[str, list[str]]
+    other: dict[str, list[str]]
 
 
-@pytest.mark.parametrize("killed", [0, 1])
-def test_the_loss_of_a_worker_is_told(killed: int, tmp_path: Path) -> None:
-    """The other one names the fault and ends; both together go on from a common checkpoint."""
-    case: dict[str, Any] = {"out": str(tmp_path / "run"), "steps": 100_000}
-    workers = start_together(2, **case)
-    assert wait_for(workers[killed], "step", 10) >= 0
-    workers[killed].send_signal(signal.SIGKILL)
-    left = training_rig.told(workers[1 - killed], seconds=60)
-    training_rig.told(workers[killed])
-    resumed = train_together(2, **case, stop_at=20)
+def disturb(index: int, sent: signal.Signals, *, out: Path) -> Disturbed:
+    """Lets two workers begin or go on, and sends one of them a signal after ten steps."""
+    is_resumed = out.with_name(f"{out.name}.unfinished").exists()
+    workers = start_together(2, out=str(out), steps=100_000)
+    began = wait_for(workers[index], "resumed", 0) if is_resumed else 0
+    assert wait_for(workers[index], "step", began + 10) >= 0
+    workers[index].send_signal(sent)
+    other = training_rig.told(workers[1 - index], seconds=60)
+    assert other.get("resumed", ["0"]) == [str(began)]
+    return Disturbed(began, training_rig.told(workers[index]), other)
 
-    assert left["code"] == ["75"]
-    assert "Another worker was lost at step" in left["failed"][0]
-    assert {words["resumed"][0] for words in resumed} <= {str(step) for step in range(7, 20)}
-    assert resumed[0]["resumed"] == resumed[1]["resumed"]
+
+def test_workers_are_stopped_lost_and_started_again(tmp_path: Path) -> None:
+    """One training in which signals meet either worker: each time both go on from one step.
+
+    SIGTERM to one stops both at one step, with exit code 75. Where one is lost, the other names the
+    fault and ends, and they go on from a checkpoint that both have.
+    """
+    out = tmp_path / "run"
+    stopped = disturb(1, signal.SIGTERM, out=out)
+    assert stopped.met["code"] == stopped.other["code"] == ["75"]
+    assert stopped.met["saved"][-1] == stopped.other["saved"][-1]
+
+    lost = [disturb(killed, signal.SIGKILL, out=out) for killed in (0, 1)]
+    for each in lost:
+        assert each.other["code"] == ["75"]
+        assert "Another worker was lost at step" in each.other["failed"][0]
+
+    again = disturb(0, signal.SIGTERM, out=out)
+    assert again.met["code"] == again.other["code"] == ["75"]
+    assert int(stopped.met["saved"][-1]) == lost[0].began < lost[1].began < again.began

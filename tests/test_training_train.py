@@ -44,6 +44,8 @@ RECIPE = dataclasses.replace(
     learning_rate=0.01,
     augmentation=Augmentation(crop=0.7, flip=True, rotation=5),
 )
+# For what augmentation has no part in.
+BRIEF = dataclasses.replace(RECIPE, epochs=1, augmentation=Augmentation())
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +129,7 @@ def test_one_seed_gives_one_model(trained: Run, data: ImageData, tmp_path: Path)
 @pytest.mark.slow
 def test_training_learns(data: ImageData, tmp_path: Path) -> None:
     """Stripes are told from plain images after a few epochs."""
-    recipe = dataclasses.replace(RECIPE, epochs=20, augmentation=Augmentation())
+    recipe = dataclasses.replace(RECIPE, epochs=8, batch_size=4, augmentation=Augmentation())
     events: list[Any] = []
     train(data, out=tmp_path / "run", model=CONFIG, recipe=recipe, on_event=events.append)
     epochs = [event for event in events if isinstance(event, EpochDone)]
@@ -142,7 +144,7 @@ def test_a_given_model_is_trained_on(data: ImageData, tmp_path: Path) -> None:
     """Training starts from a model's weights and leaves the file with its config."""
     config = dataclasses.replace(CONFIG, classes=2, include_preprocessing=True)
     model = keras_vit.VisionTransformer(config)
-    recipe = dataclasses.replace(RECIPE, epochs=1, learning_rate=1e-12, weight_decay=0.0)
+    recipe = dataclasses.replace(BRIEF, learning_rate=1e-12, weight_decay=0.0)
     before = [weight.copy() for weight in model.get_weights()]
 
     run = train(data, out=tmp_path / "run", model=model, recipe=recipe)
@@ -180,7 +182,7 @@ def test_a_model_built_by_hand_trains(strategy: Any, data: ImageData, tmp_path: 
         data,
         out=tmp_path / "run",
         model=model,
-        recipe=dataclasses.replace(RECIPE, epochs=1),
+        recipe=BRIEF,
         execution=Execution(strategy=strategy),
     )
     loaded = Run.load(run.path).model
@@ -253,6 +255,27 @@ def interrupt_in_epoch(epoch: int) -> Any:
     return on_event
 
 
+@pytest.fixture(scope="module")
+def interrupted(data: ImageData, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a training that ended in its last epoch; tests copy it."""
+    folder = tmp_path_factory.mktemp("interrupted")
+    with pytest.raises(TrainingInterrupted, match=r"the model of epoch \d, the best so far"):
+        train(
+            data,
+            out=folder / "run",
+            model=CONFIG,
+            recipe=RECIPE,
+            on_event=interrupt_in_epoch(3),
+        )
+    return folder
+
+
+@pytest.fixture
+def unfinished(interrupted: Path, tmp_path: Path) -> Path:
+    """A copy of it; returns where its run is to be."""
+    return shutil.copytree(interrupted, tmp_path / "copy") / "run"
+
+
 @pytest.mark.slow
 def test_an_interruption_is_resumed_to_the_same_bits(
     data: ImageData, trained: Run, tmp_path: Path
@@ -278,17 +301,9 @@ def test_an_interruption_is_resumed_to_the_same_bits(
 
 
 @pytest.mark.slow
-def test_an_interruption_leaves_a_run_of_the_best_epoch(data: ImageData, tmp_path: Path) -> None:
+def test_an_interruption_leaves_a_run_of_the_best_epoch(data: ImageData, unfinished: Path) -> None:
     """What can be resumed can be used too, and says how far it came."""
-    with pytest.raises(TrainingInterrupted, match=r"the model of epoch \d, the best so far"):
-        train(
-            data,
-            out=tmp_path / "run",
-            model=CONFIG,
-            recipe=RECIPE,
-            on_event=interrupt_in_epoch(3),
-        )
-    opened = Run.load(tmp_path / "run.unfinished")
+    opened = Run.load(unfinished.with_name("run.unfinished"))
     actual = evaluate(opened.model, data.validation, labels=opened.labels)
     result = opened.config["result"]
 
@@ -297,11 +312,9 @@ def test_an_interruption_leaves_a_run_of_the_best_epoch(data: ImageData, tmp_pat
 
 
 @pytest.mark.slow
-def test_an_unfinished_training_is_safe(data: ImageData, tmp_path: Path) -> None:
+def test_an_unfinished_training_is_safe(data: ImageData, unfinished: Path) -> None:
     """It is neither replaced unasked nor resumed with other settings."""
-    arguments: dict[str, Any] = {"out": tmp_path / "run", "model": CONFIG}
-    with pytest.raises(TrainingInterrupted):
-        train(data, recipe=RECIPE, on_event=interrupt_in_epoch(1), **arguments)
+    arguments: dict[str, Any] = {"out": unfinished, "model": CONFIG}
     other = dataclasses.replace(RECIPE, learning_rate=0.5)
 
     with pytest.raises(FileExistsError, match="holds an unfinished training"):
@@ -331,7 +344,7 @@ class KilledError(Exception):
 def test_what_measures_a_run_belongs_to_it(data: ImageData, tmp_path: Path) -> None:
     """A run that is not measured is not there; resuming measures it, and trains no step."""
     arguments: dict[str, Any] = {"out": tmp_path / "run", "model": CONFIG, "existing": "resume"}
-    arguments["recipe"] = dataclasses.replace(RECIPE, epochs=1)
+    arguments["recipe"] = BRIEF
     seen: list[Any] = []
     again: list[BaseException] = []
 
@@ -370,18 +383,12 @@ DAMAGES = [("checkpoint", 1, "flipped", 4), ("checkpoint", 2, "cut", 2), ("best"
 
 
 @pytest.mark.slow
-def test_a_damaged_file_is_left_out_and_said(data: ImageData, trained: Run, tmp_path: Path) -> None:
+def test_a_damaged_file_is_left_out_and_said(
+    data: ImageData, trained: Run, interrupted: Path, tmp_path: Path
+) -> None:
     """An older checkpoint is used, or the best model is made anew; the run ends with its bits."""
-    with pytest.raises(TrainingInterrupted):
-        train(
-            data,
-            out=tmp_path / "stopped" / "run",
-            model=CONFIG,
-            recipe=RECIPE,
-            on_event=interrupt_in_epoch(3),
-        )
     for kind, count, how, step in DAMAGES:
-        folder = shutil.copytree(tmp_path / "stopped", tmp_path / how) / "run.unfinished"
+        folder = shutil.copytree(interrupted, tmp_path / how) / "run.unfinished"
         files = sorted(folder.glob(f"{kind}-*"))[-count:]
         for file in files:
             damage(file, how)
@@ -404,22 +411,23 @@ def test_a_damaged_file_is_left_out_and_said(data: ImageData, trained: Run, tmp_
 
 
 @pytest.mark.slow
-def test_damage_without_a_way_back_is_told_before_training(data: ImageData, tmp_path: Path) -> None:
+def test_damage_without_a_way_back_is_told_before_training(
+    data: ImageData, unfinished: Path
+) -> None:
     """Where nothing whole is left, the sentence comes when it is resumed, not at the end."""
-    arguments: dict[str, Any] = {"out": tmp_path / "run", "model": CONFIG, "recipe": RECIPE}
-    with pytest.raises(TrainingInterrupted):
-        train(data, on_event=interrupt_in_epoch(3), **arguments)
-    for file in (tmp_path / "run.unfinished").glob("checkpoint-*"):
+    arguments: dict[str, Any] = {"out": unfinished, "model": CONFIG, "recipe": RECIPE}
+    folder = unfinished.with_name("run.unfinished")
+    for file in folder.glob("checkpoint-*"):
         damage(file, "cut")
-    before = sorted(entry.name for entry in (tmp_path / "run.unfinished").iterdir())
+    before = sorted(entry.name for entry in folder.iterdir())
 
     with (
         pytest.warns(UserWarning, match="is damaged; an older one is used"),
         pytest.raises(ValueError, match=r"No checkpoint in .*run.unfinished' is whole, .* put the"),
     ):
         train(data, existing="resume", **arguments)
-    assert sorted(entry.name for entry in (tmp_path / "run.unfinished").iterdir()) == before
-    damage(tmp_path / "run.unfinished" / "settings.json", "cut")
+    assert sorted(entry.name for entry in folder.iterdir()) == before
+    damage(folder / "settings.json", "cut")
     with pytest.raises(ValueError, match=r"settings.json' is damaged"):
         train(data, existing="resume", **arguments)
 
@@ -436,7 +444,7 @@ def test_a_second_training_is_told_of_the_first(data: ImageData, tmp_path: Path)
             with pytest.raises(FileExistsError, match=f"process {os.getpid()} on "):
                 check_free(tmp_path / "run", existing=existing)
 
-    recipe = dataclasses.replace(RECIPE, epochs=None, steps=1)
+    recipe = dataclasses.replace(BRIEF, epochs=None, steps=1)
     train(data, out=tmp_path / "run", model=CONFIG, recipe=recipe, on_event=on_event)
     assert len(refused) == 9
     assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
@@ -472,25 +480,26 @@ def test_a_place_that_no_run_can_have_is_refused(out: str, data: ImageData) -> N
 
 
 @pytest.mark.slow
-def test_an_interruption_does_not_replace_a_whole_run(data: ImageData, tmp_path: Path) -> None:
+def test_an_interruption_does_not_replace_a_whole_run(
+    data: ImageData, trained: Run, tmp_path: Path
+) -> None:
     """With "overwrite" the old run stays until the new one is complete."""
-    recipe = dataclasses.replace(RECIPE, epochs=1)
-    train(data, out=tmp_path / "run", model=CONFIG, recipe=recipe)
-    before = (tmp_path / "run" / "model.keras").read_bytes()
+    out = shutil.copytree(trained.path, tmp_path / "run")
+    before = (out / "model.keras").read_bytes()
 
     with pytest.raises(TrainingInterrupted):
         train(
             data,
-            out=tmp_path / "run",
+            out=out,
             model=CONFIG,
-            recipe=RECIPE,
+            recipe=BRIEF,
             existing="overwrite",
             on_event=interrupt_in_epoch(1),
         )
-    assert (tmp_path / "run" / "model.keras").read_bytes() == before
-    train(data, out=tmp_path / "run", model=CONFIG, recipe=RECIPE, existing="resume")
+    assert (out / "model.keras").read_bytes() == before
+    train(data, out=out, model=CONFIG, recipe=BRIEF, existing="resume")
 
-    assert Run.load(tmp_path / "run").config["result"]["epochs"] == 3
+    assert Run.load(out).config["result"]["epochs"] == 1
     assert len(list(tmp_path.iterdir())) == 1
 
 
@@ -529,5 +538,5 @@ def test_an_image_damaged_after_listing_ends_a_training_by_its_name(
     data = load_folder(image_files.write_classes(tmp_path / "images"), strict=strict)
     file = image_files.damage(Path(data.split(split).images[0]))
     with pytest.raises(ValueError, match=rf"'{file}'.*repair or remove"):
-        train(data, out=tmp_path / "run", model=CONFIG, recipe=RECIPE)
+        train(data, out=tmp_path / "run", model=CONFIG, recipe=BRIEF)
     assert not (tmp_path / "run").exists()

@@ -143,14 +143,18 @@ class Workers:
         """
         replicas = self._strategy.num_replicas_in_sync
         if self.count == 1:
-            return self._strategy.experimental_distribute_dataset(self.one_pass(make))
+            return self.distribute_pass(make)
         part, local = make((self.index, self.count)), replicas // self.count
         return self._strategy.distribute_datasets_from_function(
             lambda _: part.rebatch(size // replicas) if local > 1 else part
         )
 
+    def distribute_pass(self, make: Callable[[tuple[int, int]], tf.data.Dataset]) -> Any:
+        """Distributes batches of which each replica of this worker gets a part; see `one_pass`."""
+        return self._strategy.experimental_distribute_dataset(self.one_pass(make))
+
     def one_pass(self, make: Callable[[tuple[int, int]], tf.data.Dataset]) -> tf.data.Dataset:
-        """Returns batches for Keras to distribute: each image comes once, on one worker.
+        """Returns batches to be distributed: each image comes once, on one worker.
 
         Args:
             make: returns the batches of this worker's images, for (index, count) of the workers.
@@ -166,10 +170,7 @@ class Workers:
         options.experimental_distribute.auto_shard_policy = (
             policies.OFF if is_divided else policies.DATA
         )
-        batches = make((self.index, self.count)).with_options(options)
-        # Each of these batches is divided among the replicas of all workers: they make more steps
-        # than Keras would count, so the count is hidden.
-        return batches.filter(lambda *_: True) if self.count > 1 else batches
+        return make((self.index, self.count)).with_options(options)
 
     def _sum(self, numbers: tf.Tensor) -> Any:
         def add(numbers: tf.Tensor) -> Any:

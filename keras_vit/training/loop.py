@@ -137,7 +137,7 @@ class Loop:
         self._best_is_taken = threading.Event()  # by the writer; until then `_best` stays
         self._best_is_taken.set()
         self._last_save = time.monotonic()
-        self._validation = workers.one_pass(
+        self._validation = workers.distribute_pass(
             lambda shard: self.job.validation_batches(self._resizing, shard=shard)
         )
         self.settings = objective.settings()
@@ -362,7 +362,14 @@ class Loop:
         self.folder.save_best(self._best_model, epoch=epoch)
 
     def _evaluate(self) -> dict[str, float]:
-        logs = self.model.evaluate(self._validation, verbose=0, return_dict=True)
+        # Keras' `evaluate` begins a second pass over the images where the first one ends, and warns
+        # if it does not know where that is.
+        self.model.make_test_function()
+        self.model.reset_metrics()
+        batches, logs = iter(self._validation), {}
+        with contextlib.suppress(StopIteration, tf.errors.OutOfRangeError):
+            while True:
+                logs = self.model.test_function(batches)
         names = [name for name in ("loss", "accuracy") if name in logs]
         return {name: float(np.asarray(logs[name]).ravel()[0]) for name in names}
 

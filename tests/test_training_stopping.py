@@ -5,6 +5,7 @@ import threading
 
 import pytest
 
+from keras_vit.cli.main import Interrupts
 from keras_vit.training.loop import StopRequests
 
 
@@ -54,3 +55,24 @@ def test_other_threads_train_without_signals() -> None:
     thread.start()
     thread.join()
     assert actual == [0]
+
+
+def test_an_interruption_that_was_swallowed_before_is_not_lost() -> None:
+    """The command line remembers it, and a training does not begin; handlers are put back."""
+    before = signal.getsignal(signal.SIGINT)
+
+    def begin() -> None:
+        with StopRequests():
+            pytest.fail("it has begun")
+
+    with Interrupts():
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        remembering = signal.getsignal(signal.SIGINT)
+        assert remembering is not before
+        with pytest.raises(KeyboardInterrupt):
+            begin()
+        assert signal.getsignal(signal.SIGINT) is remembering
+    assert signal.getsignal(signal.SIGINT) is before
+    with Interrupts(), StopRequests() as requests:
+        assert not requests.signal_number

@@ -7,7 +7,9 @@ the loss of another worker, to be started again with --resume.
 import argparse
 import importlib
 import os
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -38,6 +40,35 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
 
 
+class Interrupts:
+    """Interrupts as Python does, and remembers that it did, inside a `with` block.
+
+    An interruption may get lost where a library is imported or an object deleted. A training looks
+    here before it begins.
+
+    Attributes:
+        received: whether there was one.
+    """
+
+    def __init__(self) -> None:
+        self.received = False
+
+    def __call__(self, number: int, frame: object) -> None:
+        self.received = True
+        raise KeyboardInterrupt
+
+    def __enter__(self) -> None:
+        self._before = signal.getsignal(signal.SIGINT)
+        is_main = threading.current_thread() is threading.main_thread()
+        self._is_set = is_main and self._before is signal.default_int_handler
+        if self._is_set:
+            signal.signal(signal.SIGINT, self)
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_set:
+            signal.signal(signal.SIGINT, self._before)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line.
 
@@ -53,6 +84,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     environment.silence_tensorflow()  # its errors still arrive as exceptions
     arguments = make_parser().parse_args(argv)
+    with Interrupts():
+        return _run(arguments)
+
+
+def _run(arguments: argparse.Namespace) -> int:
     try:
         if arguments.run is not catalog.run:
             with environment.without_log_lines():

@@ -83,6 +83,10 @@ class StopRequests:
             self._previous_handlers = {
                 number: signal.signal(number, self._handle) for number in _SIGNALS
             }
+        # The command line remembers an interruption that was swallowed before.
+        if getattr(self._previous_handlers.get(signal.SIGINT), "received", False):
+            self.__exit__()
+            raise KeyboardInterrupt
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -6,7 +6,7 @@
 Each load is a process of its own; the contenders take turns. The libraries write the files that
 they and keras_vit read. "load" is the time from the call until every weight is read once, because a
 memory-mapped file is not loaded before; "process" is the time from the start of Python. Memory is
-the process's peak of loading above that of the imports. "images/s" is of a batch of four, float32,
+the process's peak of loading above that of the imports. "images/s" is of a batch of two, float32,
 at the size that the network is published for. "difference" is the largest one between the answers
 to the same images and those of the library that wrote the file, of the largest answer.
 """

@@ -34,6 +34,11 @@ def dense(
     return x if residual is None else residual + x
 
 
+def folds_scale(x: Any) -> bool:
+    """Returns False: what scales a product of x is fused with it, or is no slower after it."""
+    return False
+
+
 def layer_norm(x: Any, gamma: Any, beta: Any, *, epsilon: float) -> Any:
     """Normalises x (..., D) over the last axis, in float32, then applies gamma and beta (D,)."""
     x32, gamma, beta = (keras.ops.cast(each, "float32") for each in (x, gamma, beta))

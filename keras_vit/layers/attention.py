@@ -133,12 +133,13 @@ class MultiHeadSelfAttention(CompositeLayer, RandomLayer):
         training: bool | None = None,
         seed: Any = None,
         residual: Any = None,
+        scale: Any = None,
         turns: Any = None,
     ) -> Any:
         """Drops with `seed`, drawn by `next_seed`; with a fresh one if it is None.
 
-        Adds `residual` (B, N, D) last. `turns` are those of `RotaryTurns`, (2, N, K), or of each
-        image, (2, B, N, K).
+        Multiplies by `scale` (D,) and adds `residual` (B, N, D) last. `turns` are those of
+        `RotaryTurns`, (2, N, K), or of each image, (2, B, N, K).
         """
         turns = self._turns if turns is None else keras.ops.unstack(turns)  # (N, K) each
         seeds = split_seed(self.seed_of_call(seed, training), 2)
@@ -151,7 +152,9 @@ class MultiHeadSelfAttention(CompositeLayer, RandomLayer):
             record(self, weights)
             weights = dropout(weights, self.attention_dropout_rate, seed=seeds[0])
             x = merge_heads(keras.ops.matmul(weights, value))  # (B, N, D)
-        return add_dropped(self.out, x, self.dropout_rate, seed=seeds[1], residual=residual)
+        return add_dropped(
+            self.out, x, self.dropout_rate, seed=seeds[1], residual=residual, scale=scale
+        )
 
     def compute_output_shape(self, input_shape: tuple[Any, ...]) -> tuple[Any, ...]:
         return input_shape

@@ -229,14 +229,14 @@ class TransformerBlock(CompositeLayer):
         seeds: list[Any],
         **turned: Any,
     ) -> Any:
-        if self.layer_scale is None and seeds[1] is None:  # the part's last product can add them
-            return part(norm(tokens), seed=seeds[0], residual=tokens, **turned)
-        branch = part(norm(tokens), seed=seeds[0], **turned)
         if self.layer_scale is not None:
             # Cast by hand: Keras does not cast in a recomputed block.
             scale = getattr(self, f"{part.name}_scale")
-            branch = branch * keras.ops.cast(scale, branch.dtype)
-        return tokens + (branch if seeds[1] is None else self.drop_path(branch, seed=seeds[1]))
+            turned["scale"] = keras.ops.cast(scale, tokens.dtype)
+        if seeds[1] is None:  # the part's last product can add them
+            return part(norm(tokens), seed=seeds[0], residual=tokens, **turned)
+        branch = part(norm(tokens), seed=seeds[0], **turned)
+        return tokens + self.drop_path(branch, seed=seeds[1])
 
     def compute_output_shape(self, input_shape: tuple[Any, ...]) -> tuple[Any, ...]:
         return input_shape

@@ -181,12 +181,20 @@ class TokenDense(keras.layers.Dense):
         super().build(input_shape)
         self.kernel_initializer, self.bias_initializer = initializers
 
-    def call(self, inputs: Any, residual: Any = None, training: bool | None = None) -> Any:
-        """Adds `residual` (B, N, M) to the result, in the same kernel where that is possible."""
+    def call(
+        self, inputs: Any, residual: Any = None, scale: Any = None, training: bool | None = None
+    ) -> Any:
+        """Adds `residual` (B, N, M) to the result, in the same kernel where that is possible.
+
+        With `scale` (M,), for a layer without activation and LoRA, the kernel is multiplied by it.
+        """
         if self.lora_enabled:
             return _add(residual, self._dense_with_lora(inputs))  # (B, N, M)
+        kernel, bias = private.stored_kernel(self), self.bias
+        if scale is not None:
+            kernel, bias = keras.ops.multiply(kernel, scale), keras.ops.multiply(bias, scale)
         return backend.dense(  # (B, N, M)
-            inputs, private.stored_kernel(self), self.bias, self.activation_name, residual=residual
+            inputs, kernel, bias, self.activation_name, residual=residual
         )
 
     def quantized_call(
@@ -352,10 +360,11 @@ class MLP(CompositeLayer, RandomLayer):
         training: bool | None = None,
         seed: Any = None,
         residual: Any = None,
+        scale: Any = None,
     ) -> Any:
         """Drops with `seed`, drawn by `next_seed`; with a fresh one if it is None.
 
-        Adds `residual` (B, N, D) last.
+        Multiplies by `scale` (D,) and adds `residual` (B, N, D) last.
         """
         hidden, out = split_seed(self.seed_of_call(seed, training), 2)
         x = self.fc1(inputs)  # (B, N, M)
@@ -363,14 +372,16 @@ class MLP(CompositeLayer, RandomLayer):
             gate, value = keras.ops.split(x, 2, axis=-1)
             x = keras.ops.silu(gate) * value  # (B, N, M)
         x = dropout(x, self.dropout_rate, seed=hidden)
-        return add_dropped(self.fc2, x, self.dropout_rate, seed=out, residual=residual)
+        return add_dropped(self.fc2, x, self.dropout_rate, seed=out, residual=residual, scale=scale)
 
     def compute_output_shape(self, input_shape: tuple[Any, ...]) -> tuple[Any, ...]:
         return input_shape
 
 
-def add_dropped(layer: TokenDense, x: Any, rate: float, *, seed: Any, residual: Any) -> Any:
-    """Applies a layer, then dropout; then adds the residual, in the layer itself if nothing drops.
+def add_dropped(
+    layer: TokenDense, x: Any, rate: float, *, seed: Any, residual: Any, scale: Any = None
+) -> Any:
+    """Applies a layer, dropout and a scale, and adds the residual; in the layer where it can be.
 
     Args:
         layer: from (B, N, D) to (B, N, M).
@@ -378,10 +389,16 @@ def add_dropped(layer: TokenDense, x: Any, rate: float, *, seed: Any, residual: 
         rate: fraction of the layer's output that is dropped.
         seed: two integers, or None, which drops nothing.
         residual: (B, N, M), or None.
+        scale: factors (M,) of the output's channels, or None.
     """
-    if seed is None or not rate:
+    is_dropping = seed is not None and rate
+    is_plain = not layer.lora_enabled and layer.quantization_mode is None
+    if not is_dropping and scale is None:
         return layer(x, residual=residual)
-    return _add(residual, dropout(layer(x), rate, seed=seed))
+    if not is_dropping and is_plain and backend.folds_scale(x):
+        return layer(x, residual=residual, scale=scale)
+    x = dropout(layer(x), rate, seed=seed)
+    return _add(residual, x if scale is None else x * keras.ops.cast(scale, x.dtype))
 
 
 def _dense(layer: keras.layers.Layer) -> list[keras.layers.Dense]:

@@ -228,27 +228,19 @@ class Writer:
         self.wait()
         self._work = self._thread.submit(work)
 
-    def is_free(self, *, within: float) -> bool:
-        """Whether the work is done, or will be within so many seconds; raises its error."""
+    def is_free(self, *, within: float | None) -> bool:
+        """Whether the work is done, or will be within so many seconds, if any; raises its error."""
         if self._work is None:
             return True
-        try:
-            self._work.result(within)
-        except concurrent.futures.TimeoutError:
-            if not self._work.done():
-                return False
-            self._work = None
-            raise
-        except BaseException:
-            self._work = None
-            raise
-        self._work = None
+        if not concurrent.futures.wait([self._work], within).done:
+            return False
+        work, self._work = self._work, None
+        work.result()
         return True
 
     def wait(self) -> None:
         """Waits until the work is done; raises its error."""
-        while not self.is_free(within=60):
-            pass
+        self.is_free(within=None)
 
     def close(self) -> None:
         """Waits until the work is done, without its error."""

@@ -138,6 +138,7 @@ def _timm_settings(settings: Mapping[str, Any], assumed: Mapping[str, Any]) -> T
     fields |= _pixels(pretrained.get("mean"), pretrained.get("std"))
     shape = pretrained.get("input_size")  # channels first
     sizes = [arguments.get("img_size"), shape[-2:] if isinstance(shape, list) else None]
+    labels = _timm_labels(settings, pretrained)
     return TorchSettings(
         fields=fields,
         assumed=assumed,
@@ -146,16 +147,16 @@ def _timm_settings(settings: Mapping[str, Any], assumed: Mapping[str, Any]) -> T
         hint=f'write "mean" and "std" into the "pretrained_cfg" of its {CONFIG}',
         rotary_layout=None if architecture is None else architecture.rotary_layout,
         pools_prefix=architecture is not None and architecture.pools_prefix,
-        labels=_timm_labels(settings, pretrained),
-        projects=_projects(settings, pretrained),
+        labels=labels,
+        projects=not labels and _projects(settings, pretrained),
         remark=_remark(str(name), pretrained),
     )
 
 
 def _projects(settings: Mapping[str, Any], pretrained: Mapping[str, Any]) -> bool:
-    """Whether the head of a timm model is the projection of a tower that saw images and texts."""
+    """Whether a head without labels is the projection of a tower that saw images and texts."""
     is_tower = re.search(r"_(clip|pe_core)_", str(settings.get("architecture"))) is not None
-    was_tuned = "_ft_" in str(pretrained.get("tag")) or bool(_timm_labels(settings, pretrained))
+    was_tuned = "_ft_" in str(pretrained.get("tag"))
     width = settings.get("num_classes", pretrained.get("num_classes"))
     return is_tower and not was_tuned and width in _PROJECTIONS
 

@@ -54,6 +54,26 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "one channel": {"input_shape": (32, 48, 1)},
     "epsilon": {"layer_norm_epsilon": 1e-2},
     "one block": {"num_layers": 1},
+    "CLIP": {
+        "embedding_norm": True, "activation": "quick_gelu", "classes": None, "num_heads": 4,
+        "representation_dim": 10, "representation_activation": None, "classifier_activation": None
+    },
+    "DINOv2": {"num_registers": 3, "layer_scale": 0.5, "activation": "gelu"},
+    "registers, average, norm after it": {
+        "num_registers": 2, "class_token": False, "pooling": "avg", "norm_after_pooling": True,
+        "position_embedding": "learned_2d"
+    },
+    "norm after the token, no positions": {
+        "norm_after_pooling": True, "position_embedding": None, "layer_scale": 0.5
+    },
+    "tokens without norm, sines": {
+        "classes": None, "classifier_activation": None, "pooling": None, "norm_after_pooling": True,
+        "class_token": False, "position_embedding": "sincos_2d"
+    },
+    "norm after map, sines": {
+        "pooling": "map", "norm_after_pooling": True, "position_embedding": "sincos_2d"
+    },
+    "a hybrid with registers": {"resnet_layers": (), "patch_size": 2, "num_registers": 1},
     "ResNet root": {"resnet_layers": (), "patch_size": 2},
     "ResNet stages": {"resnet_layers": (2, 1), "patch_size": 1},
 }  # fmt: skip
@@ -93,11 +113,12 @@ def test_every_part_of_the_family_is_written(name: str) -> None:
     (images_in,) = made.graph.input
     assert images_in.type.tensor_type.shape.dim[0].dim_param == "batch"
     kinds = [node.op_type for node in made.graph.node]
-    blocks = model.config.num_layers + (model.config.pooling == "map")
-    assert kinds.count("Gelu") == blocks
-    assert kinds.count("LayerNormalization") == 2 * model.config.num_layers + 1 + (
-        model.config.pooling == "map"
-    )
+    config = model.config
+    blocks = config.num_layers + (config.pooling == "map")
+    assert kinds.count("Gelu") == (0 if config.activation == "quick_gelu" else blocks)
+    lacks_last = config.norm_after_pooling and config.pooling is None
+    norms = config.num_layers + blocks + config.embedding_norm + (not lacks_last)
+    assert kinds.count("LayerNormalization") == norms
 
 
 @pytest.mark.slow

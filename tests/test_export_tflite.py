@@ -38,7 +38,9 @@ def test_the_edge_form_is_the_same_function(name: str) -> None:
     [
         pytest.param({}, id="plain"),
         pytest.param(
-            {"resnet_layers": (1, 1), "patch_size": 1}, id="hybrid", marks=pytest.mark.slow
+            {"resnet_layers": (1, 1), "patch_size": 1, "num_registers": 1},
+            id="hybrid",
+            marks=pytest.mark.slow,
         ),
     ],
 )

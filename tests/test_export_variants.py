@@ -20,7 +20,6 @@ VARIANTS = {
     },
     "modern": {"num_layers": 2, **variants_oracle.MODERN},
     "counted": {"num_layers": 1, "norm_after_pooling": True, **variants_oracle.COUNTED},
-    "sines": {"num_layers": 1, "position_embedding": "sincos_2d", "pooling": "avg"},
 }  # fmt: skip
 
 
@@ -45,8 +44,8 @@ def test_every_format_is_written_and_verified(name: str, tmp_path: Path) -> None
 
 def test_a_hybrid_that_tflite_cannot_hold_is_refused_at_once(tmp_path: Path) -> None:
     """The sentence names the fields and the formats that are left; nothing is written."""
-    model = served_model(resnet_layers=(), patch_size=2, num_layers=1, num_registers=1)
-    message = "savedmodel or onnx. Received: a hybrid with num_registers set"
+    model = served_model(resnet_layers=(), patch_size=2, num_layers=1, query_key_norm=True)
+    message = "savedmodel or onnx. Received: a hybrid with query_key_norm set"
     with pytest.raises(ValueError, match=message):
         export(model, tmp_path / "v", formats=["onnx", "tflite-int8"])
     assert not list(tmp_path.iterdir())
@@ -54,10 +53,10 @@ def test_a_hybrid_that_tflite_cannot_hold_is_refused_at_once(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_the_writers_by_hand_leave_variants_alone(name: str) -> None:
-    """No variant reaches a forward pass that was written for the published networks."""
+    """No variant reaches a forward pass that was written for networks without its fields."""
     exportable = rebuild(served_model(**VARIANTS[name]))
     assert exportable.written_config is None
     assert type(tflite._module(exportable, batch_size=1)).__name__ == "Module"
-    with pytest.raises(ValueError, match="Only a published network"):
+    with pytest.raises(ValueError, match="Only a network like the published"):
         onnx_files.make_onnx(exportable)
     assert rebuild(served_model()).written_config is not None

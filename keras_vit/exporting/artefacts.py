@@ -338,13 +338,13 @@ def _parse_formats(
 def _check_network(formats: Sequence[str], exportable: Exportable) -> None:
     """Raises a ValueError for a network that one of the formats cannot hold."""
     config = exportable.config
-    if config is None or config.resnet_layers is None or not config.departures:
+    if config is None or config.resnet_layers is None or not rebuild.unwritten(config):
         return
     if not set(formats).isdisjoint(tflite.FORMATS):
         # The conversion gives a group normalisation rank 5.
         raise ValueError(
             "TFLite files hold only hybrids as published; export this one as savedmodel or "
-            f"onnx. Received: a hybrid with {', '.join(config.departures)} set."
+            f"onnx. Received: a hybrid with {', '.join(rebuild.unwritten(config))} set."
         )
 
 

@@ -33,7 +33,7 @@ def make_onnx(exportable: Exportable) -> "onnx.ModelProto":
     """
     config = exportable.written_config
     if config is None:
-        raise ValueError("Only a published network with nothing around it is written directly.")
+        raise ValueError("Only a network like the published ones, alone, is written directly.")
     graph = _Graph(config, folded_arrays(exportable.network, config))
     x = "images"
     if exportable.takes == "pixels":
@@ -93,8 +93,13 @@ class _Graph:
         return self.node("LayerNormalization", x, gamma, beta, axis=-1, epsilon=epsilon)
 
     def mlp(self, x: str, path: str) -> str:
-        kind = "tanh" if self.config.activation == "gelu_tanh" else "none"
-        x = self.node("Gelu", self.dense(x, f"{path}/fc1"), approximate=kind)
+        x = self.dense(x, f"{path}/fc1")
+        if self.config.activation == "quick_gelu":
+            factor = self.weight("quick_gelu_factor", np.array(1.702, np.float32))
+            x = self.node("Mul", x, self.node("Sigmoid", self.node("Mul", x, factor)))
+        else:
+            kind = "tanh" if self.config.activation == "gelu_tanh" else "none"
+            x = self.node("Gelu", x, approximate=kind)
         return self.dense(x, f"{path}/fc2")
 
     def kernel(self, path: str) -> str:
@@ -103,9 +108,9 @@ class _Graph:
         return self.weight(name, self.arrays[name].transpose(3, 2, 0, 1))
 
     def repeat(self, path: str, *, like: str) -> str:
-        """Repeats a weight (1, 1, D) for each image of the batch of `like`."""
+        """Repeats a weight (1, N, D) for each image of the batch of `like`."""
         batch = self.node("Shape", like, start=0, end=1)
-        shape = self.node("Concat", batch, self.constant([1, self.config.hidden_dim]), axis=0)
+        shape = self.node("Concat", batch, self.constant(self.arrays[path].shape[1:]), axis=0)
         return self.node("Expand", self.weight(path), shape)
 
     def first_token(self, x: str) -> str:
@@ -179,10 +184,15 @@ def _forward(graph: _Graph, images: str) -> str:
     for index in range(config.num_layers):
         is_last = index == config.num_layers - 1
         x = _block(graph, x, f"block_{index}", only_first=is_last and config.pooling == "token")
-    x = graph.layer_norm(x, "encoder_norm")
+    if not config.norm_after_pooling:
+        x = graph.layer_norm(x, "encoder_norm")
     x = _pool(graph, x)  # (B, D), or (B, N, D) without pooling
+    if config.norm_after_pooling and config.pooling is not None:
+        x = graph.layer_norm(x, "pooling_norm")
     if config.representation_dim is not None:
-        x = graph.node("Tanh", graph.dense(x, "representation"))
+        x = graph.dense(x, "representation")
+        if config.representation_activation is not None:
+            x = graph.node("Tanh", x)
     if config.classes is None:
         return graph.node("Identity", x, name="features")
     return graph.dense(x, "head", name="logits")
@@ -195,11 +205,11 @@ def _tokens(graph: _Graph, x: str) -> str:
     x = graph.node("Conv", x, kernel, bias, kernel_shape=(size, size), strides=(size, size))
     x = graph.node("Reshape", x, graph.constant([0, config.hidden_dim, -1]))
     x = graph.node("Transpose", x, perm=(0, 2, 1))  # (B, patches, D)
-    x = graph.node("Add", x, graph.weight("patch_encoder/position_embedding"))
-    if not config.class_token:
-        return x
-    token = graph.repeat("patch_encoder/class_token", like=x)
-    return graph.node("Concat", token, x, axis=1)  # (B, N, D)
+    if "patch_encoder/position_embedding" in graph.arrays:
+        x = graph.node("Add", x, graph.weight("patch_encoder/position_embedding"))
+    if "patch_encoder/prefix" in graph.arrays:
+        x = graph.node("Concat", graph.repeat("patch_encoder/prefix", like=x), x, axis=1)
+    return graph.layer_norm(x, "embedding_norm") if config.embedding_norm else x  # (B, N, D)
 
 
 def _block(graph: _Graph, x: str, path: str, *, only_first: bool) -> str:
@@ -237,7 +247,7 @@ def _pool(graph: _Graph, x: str) -> str:
     if config.pooling == "map":
         x = _attention_pooling(graph, x)
     elif config.pooling == "avg":
-        if config.class_token:
+        if config.num_prefix_tokens:
             ends = ([config.num_prefix_tokens], [config.num_tokens], [1])
             x = graph.node("Slice", x, *map(graph.constant, ends))
         return graph.node("ReduceMean", x, graph.constant([1]), keepdims=0)

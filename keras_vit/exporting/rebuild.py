@@ -9,7 +9,7 @@ import numpy as np
 
 from keras_vit.backend.private import layers_of
 from keras_vit.config import ViTConfig
-from keras_vit.layers import TokenDense
+from keras_vit.layers import PatchEncoder, TokenDense
 from keras_vit.layers.dense import CHANGES
 from keras_vit.layers.random import overwritten_weights
 from keras_vit.layers.resnet import STANDARDIZATION_EPSILON
@@ -20,6 +20,15 @@ Range = Literal["pixels", "normalized"]
 # What Keras adds to a layer for LoRA and quantisation; `_dequantized` adds it to the kernel.
 _LORA_AND_SCALES = ("lora_", "kernel_scale")
 _UNCHANGED_DTYPES = ("bool", "string", "uint8", "int8", "int16", "int32", "int64")
+
+# How a network may depart from the published ones, and TFLite and ONNX still write it by hand:
+# fields at any value, and some values of others. CLIP and DINOv2 need no more.
+_WRITTEN = {"embedding_norm", "layer_scale", "norm_after_pooling", "num_registers"}
+_WRITTEN_VALUES: dict[str, tuple[Any, ...]] = {
+    "activation": ("quick_gelu",),
+    "representation_activation": (None,),
+    "position_embedding": ("learned_2d", "sincos_2d", None),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -48,11 +57,11 @@ class Exportable:
 
     @property
     def written_config(self) -> ViTConfig | None:
-        """The config of a network like the published ones, which TFLite and ONNX write by hand.
+        """The config of a network that TFLite and ONNX write by hand: a published one, or CLIP's.
 
         None for other networks: these are converted operation by operation.
         """
-        return None if self.config is None or self.config.departures else self.config
+        return None if self.config is None or unwritten(self.config) else self.config
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -153,12 +162,28 @@ def rebuild(model: keras.Model) -> Exportable:
     return _rebuild_around(model)
 
 
+def unwritten(config: ViTConfig) -> tuple[str, ...]:
+    """Returns the fields for which a network cannot be written by hand.
+
+    Example:
+        >>> unwritten(ViTConfig(num_registers=4, activation="swiglu"))
+        ('activation',)
+    """
+    return tuple(
+        name
+        for name in config.departures
+        if name not in _WRITTEN and getattr(config, name) not in _WRITTEN_VALUES.get(name, ())
+    )
+
+
 def folded_arrays(network: keras.Model, config: ViTConfig) -> dict[str, np.ndarray]:
     """Returns the float32 weights by path, with constant computations folded into them.
 
-    The attention scale 1/sqrt(K) is in the query's kernel and bias, the stem's kernels are
-    standardised, and the class token contains its position. `pooling/query` (1, 1, D) replaces the
-    probe and its projection. The patch kernel is that of a convolution, (P, P, C, D).
+    The attention scale 1/sqrt(K) is in the query's kernel and bias, layer scale in the last kernel
+    and bias of its branch, and the stem's kernels are standardised. `patch_encoder/prefix` holds
+    the tokens before the patches with their positions, (1, count, D), and
+    `patch_encoder/position_embedding` the patches' positions (1, N, D). `pooling/query` (1, 1, D)
+    replaces the probe and its projection. The patch kernel is that of a convolution, (P, P, C, D).
     """
     arrays = {
         weight.path: np.asarray(keras.ops.convert_to_numpy(weight), np.float32)
@@ -176,17 +201,32 @@ def folded_arrays(network: keras.Model, config: ViTConfig) -> dict[str, np.ndarr
         elif layer.startswith("stem/") and name == "kernel":
             arrays[path] = _standardized(value)
     arrays[patch] = arrays[patch].reshape(config.patch_size, config.patch_size, -1, width)
-    if config.class_token:
-        token, positions = (
-            arrays[f"patch_encoder/{name}"] for name in ("class_token", "position_embedding")
-        )
-        arrays["patch_encoder/class_token"] = token + positions[:, :1]
-        arrays["patch_encoder/position_embedding"] = positions[:, 1:]
+    for index in range(config.num_layers if config.layer_scale is not None else 0):
+        for branch, last in (("attention", "out"), ("mlp", "fc2")):
+            factor = arrays.pop(f"block_{index}/{branch}_scale")
+            for name in ("kernel", "bias"):
+                arrays[f"block_{index}/{branch}/{last}/{name}"] *= factor
+    _fold_positions(arrays, network.get_layer("patch_encoder"))
     if config.pooling == "map":
         probe = arrays.pop("pooling/probe").astype(np.float64)
         query = probe @ arrays.pop("pooling/query/kernel") + arrays.pop("pooling/query/bias")
         arrays["pooling/query"] = query.astype(np.float32)
     return arrays
+
+
+def _fold_positions(arrays: dict[str, np.ndarray], encoder: PatchEncoder) -> None:
+    """Replaces what the patch encoder adds to its tokens by two arrays, as `folded_arrays` says."""
+    path = encoder.path
+    tokens = [arrays.pop(f"{path}/{name}") for name, count in encoder.prefix if count]
+    count = sum(each.shape[1] for each in tokens)
+    for name in [name for name in arrays if name.startswith(f"{path}/position_")]:
+        arrays.pop(name)
+    if encoder.position_kind is not None:
+        table = np.asarray(keras.ops.convert_to_numpy(encoder.position_table()), np.float32)
+        tokens = [np.concatenate(tokens, axis=1) + table[:, :count]] if tokens else []
+        arrays[f"{path}/position_embedding"] = table[:, count:]
+    if tokens:
+        arrays[f"{path}/prefix"] = np.concatenate(tokens, axis=1)
 
 
 def _standardized(kernel: np.ndarray) -> np.ndarray:

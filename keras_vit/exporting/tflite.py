@@ -78,7 +78,7 @@ class EdgeForward(tf.Module):
         self._config = config
         self._batch = batch_size
         arrays = folded_arrays(exportable.network, config)
-        for path in {"patch_encoder/class_token", "pooling/query"} & set(arrays):
+        for path in {"patch_encoder/prefix", "pooling/query"} & set(arrays):
             arrays[path] = np.repeat(arrays[path], batch_size, axis=0)
         self._weights = {path: tf.Variable(value) for path, value in arrays.items()}
         self.call = tf.function(
@@ -100,10 +100,14 @@ class EdgeForward(tf.Module):
         for index in range(config.num_layers):
             is_last = index == config.num_layers - 1
             x = self._block(x, f"block_{index}", only_first=is_last and config.pooling == "token")
-        x = self._layer_norm(x, "encoder_norm")
+        if not config.norm_after_pooling:
+            x = self._layer_norm(x, "encoder_norm")
         x = self._pool(x)
+        if config.norm_after_pooling and config.pooling is not None:
+            x = self._layer_norm(x, "pooling_norm")
         if config.representation_dim is not None:
-            x = tf.tanh(self._dense(x, "representation"))
+            x = self._dense(x, "representation")
+            x = x if config.representation_activation is None else tf.tanh(x)
         return x if config.classes is None else self._dense(x, "head")
 
     def _tokens(self, x: Any) -> Any:
@@ -111,10 +115,11 @@ class EdgeForward(tf.Module):
         x = tf.nn.conv2d(x, self._weights["patch_encoder/projection/kernel"], size, "VALID")
         x = x + self._weights["patch_encoder/projection/bias"]
         x = tf.reshape(x, (self._batch, -1, config.hidden_dim))
-        x = x + self._weights["patch_encoder/position_embedding"]
-        if not config.class_token:
-            return x
-        return tf.concat([self._weights["patch_encoder/class_token"], x], axis=1)
+        if "patch_encoder/position_embedding" in self._weights:
+            x = x + self._weights["patch_encoder/position_embedding"]
+        if "patch_encoder/prefix" in self._weights:
+            x = tf.concat([self._weights["patch_encoder/prefix"], x], axis=1)
+        return self._layer_norm(x, "embedding_norm") if config.embedding_norm else x
 
     def _block(self, x: Any, path: str, *, only_first: bool) -> Any:
         """One encoder block; with `only_first` it computes the class token's row alone."""
@@ -152,8 +157,12 @@ class EdgeForward(tf.Module):
         return x
 
     def _mlp(self, x: Any, path: str) -> Any:
-        is_tanh = self._config.activation == "gelu_tanh"
-        return self._dense(tf.nn.gelu(self._dense(x, f"{path}/fc1"), is_tanh), f"{path}/fc2")
+        x = self._dense(x, f"{path}/fc1")
+        if self._config.activation == "quick_gelu":
+            x = x * tf.sigmoid(1.702 * x)
+        else:
+            x = tf.nn.gelu(x, self._config.activation == "gelu_tanh")
+        return self._dense(x, f"{path}/fc2")
 
     def _dense(self, x: Any, path: str) -> Any:
         kernel, bias = self._weights[f"{path}/kernel"], self._weights[f"{path}/bias"]

@@ -78,7 +78,7 @@ def _train(case: dict[str, Any], strategy: Any) -> dict[str, Any]:
             **SIZES, remat=case["remat"], dropout_rate=case["dropout_rate"]
         )
         model = keras_vit.VisionTransformer(config, dtype=case["precision"])
-        _load_weights(model)
+        load_weights(model)
         model.compile(
             _optimizer(case),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -103,7 +103,8 @@ def _strategy(case: dict[str, Any]) -> Any:
     return tf.distribute.MirroredStrategy(devices)
 
 
-def _load_weights(model: Any) -> None:
+def load_weights(model: Any) -> None:
+    """Gives a model the weights that the original began with."""
     import published
 
     import keras_vit

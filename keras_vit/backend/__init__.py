@@ -44,7 +44,7 @@ else:
     )
 
     if keras.backend.backend() == "jax":
-        from keras_vit.backend.jax import is_concrete, layer_norm, self_attention
+        from keras_vit.backend.jax import ExactTrainer, is_concrete, layer_norm, self_attention
 
 __all__ = [
     "ACTIVATIONS",

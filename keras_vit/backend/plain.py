@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import keras
 import numpy as np
 
+from keras_vit.backend import private
+
 # `ExactTrainer` is a mixin; the type checker sees it as a model.
 if TYPE_CHECKING:
     from keras import Model as _Model
@@ -14,7 +16,8 @@ else:
     _Model = object
 
 ALIGNMENT = 1  # bytes
-# Options of `compile` that only TensorFlow has.
+SAM_EPSILON = 1e-12  # keeps the division of sharpness-aware minimisation finite
+# Options of `compile` that Keras' own step does not have.
 OPTION_DEFAULTS = {"accumulate": 1, "sam_rho": 0.0, "report_gradient_norm": False}
 
 ACTIVATIONS = {
@@ -108,6 +111,50 @@ def warn_of_keras_step(training: bool | None) -> None:
     """Does not warn: Keras' own training step is exact here."""
 
 
+class StepOptions(_Model):
+    """What the training steps of TensorFlow and JAX share: their options, and files of them."""
+
+    _accumulate = 1
+    _sam_rho = 0.0
+    _norm: Any = None
+
+    @staticmethod
+    def check_options(accumulate: int, sam_rho: float) -> None:
+        """Raises a ValueError for options out of range."""
+        if accumulate < 1 or sam_rho < 0:
+            raise ValueError(
+                "accumulate must be at least 1 and sam_rho at least 0. "
+                f"Received: accumulate={accumulate!r}, sam_rho={sam_rho!r}."
+            )
+
+    def scaled(self, optimizer: Any) -> Any:
+        """Returns the optimizer, with a loss scale if layers compute in float16."""
+        optimizer = keras.optimizers.get(optimizer)
+        layers = private.layers_of(self)
+        is_half = any(layer.compute_dtype == "float16" for layer in layers)
+        # Keras would look at the model's own policy alone, not at those of its layers.
+        has_scale = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+        if optimizer is None or not is_half or has_scale:
+            return optimizer
+        return keras.optimizers.LossScaleOptimizer(optimizer)
+
+    def get_compile_config(self) -> dict[str, Any] | None:
+        config = super().get_compile_config()
+        own = {
+            "accumulate": self._accumulate,
+            "sam_rho": self._sam_rho,
+            "report_gradient_norm": self._norm is not None,
+        }
+        # Without defaults, so that a `keras.Model` can be compiled from the config.
+        options = {name: value for name, value in own.items() if value != OPTION_DEFAULTS[name]}
+        return config and {**config, **options}
+
+    def compile_from_config(self, config: dict[str, Any]) -> None:
+        self.compile(**keras.saving.deserialize_keras_object(config))
+        if self.optimizer is not None and self.built:
+            self.optimizer.build(self.trainable_variables)
+
+
 class ExactTrainer(_Model):
     """Keeps Keras' own training step, which is exact where arrays are global, as on JAX."""
 
@@ -125,13 +172,13 @@ class ExactTrainer(_Model):
         Args:
             optimizer: any Keras optimizer.
             args: of `keras.Model.compile`.
-            accumulate: must be 1; only TensorFlow takes more.
-            sam_rho: must be 0; only TensorFlow takes more.
-            report_gradient_norm: must be False; only TensorFlow takes True.
+            accumulate: must be 1; only TensorFlow and JAX take more.
+            sam_rho: must be 0; only TensorFlow and JAX take more.
+            report_gradient_norm: must be False; only TensorFlow and JAX take True.
             kwargs: of `keras.Model.compile`.
 
         Raises:
-            ValueError: an option that only TensorFlow has is not at its default.
+            ValueError: an option that only TensorFlow and JAX have is not at its default.
         """
         options = {
             "accumulate": accumulate,
@@ -140,8 +187,9 @@ class ExactTrainer(_Model):
         }
         for name in _unsupported(options):
             raise ValueError(
-                f"compile({name}=...) works on TensorFlow alone; set KERAS_BACKEND=tensorflow, or "
-                f"leave {name} at {OPTION_DEFAULTS[name]}. Received: {name}={options[name]!r} on "
+                f"compile({name}=...) works on TensorFlow and JAX; set KERAS_BACKEND to one of "
+                f"them, or leave {name} at {OPTION_DEFAULTS[name]}. "
+                f"Received: {name}={options[name]!r} on "
                 f"the backend {keras.backend.backend()!r}."
             )
         super().compile(optimizer, *args, **kwargs)
@@ -152,7 +200,8 @@ class ExactTrainer(_Model):
         if unsupported:
             warnings.warn(
                 f"The model {self.name!r} was trained with {', '.join(unsupported)}, which works "
-                "on TensorFlow alone; it is loaded without optimizer. Compile it to train it here.",
+                "on TensorFlow and JAX; it is loaded without optimizer. Compile it to train it "
+                "here.",
                 stacklevel=2,
             )
             return
@@ -162,5 +211,5 @@ class ExactTrainer(_Model):
 
 
 def _unsupported(options: dict[str, Any]) -> list[str]:
-    """Returns the options of TensorFlow's training step that are not at their defaults."""
+    """Returns the options that only TensorFlow and JAX have, and that are not at their defaults."""
     return [name for name, value in OPTION_DEFAULTS.items() if options.get(name, value) != value]

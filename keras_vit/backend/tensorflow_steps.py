@@ -211,14 +211,6 @@ def raise_clearly(error: tf.errors.OpError, strategy: tf.distribute.Strategy) ->
         ) from error
 
 
-def with_loss_scale(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-    """Wraps an optimizer for gradients in float16, unless it is wrapped."""
-    # Keras would look at the model's own policy alone, not at those of its layers.
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        return optimizer
-    return keras.optimizers.LossScaleOptimizer(optimizer)
-
-
 def reducible(logs: dict[str, Any]) -> dict[str, Any]:
     """Adds to scalars the axis that Keras reduces over with several workers."""
     strategy = tf.distribute.get_strategy()

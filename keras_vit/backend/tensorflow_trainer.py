@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_vit.backend import private
-from keras_vit.backend.plain import OPTION_DEFAULTS
+from keras_vit.backend.plain import SAM_EPSILON, StepOptions
 from keras_vit.backend.tensorflow_steps import (
     Totals,
     batch_totals,
@@ -33,7 +33,6 @@ from keras_vit.backend.tensorflow_steps import (
     reducible,
     times_share,
     wants_xla,
-    with_loss_scale,
 )
 from keras_vit.backend.tensorflow_updates import (
     nested_optimizers,
@@ -43,12 +42,11 @@ from keras_vit.backend.tensorflow_updates import (
     without_sum,
 )
 
-_SAM_EPSILON = 1e-12  # keeps SAM's division finite
 _STEP_ERRORS = (tf.errors.InvalidArgumentError, tf.errors.InternalError, tf.errors.CancelledError)
 _BATCH_SIZE = 32  # Keras' default
 
 
-class ExactTrainer(private.StepHooks):
+class ExactTrainer(StepOptions, private.StepHooks):
     """Makes the `fit` of a model exact; a mixin, the base before `keras.Model`.
 
     One device, `MirroredStrategy` and `MultiWorkerMirroredStrategy` train the same model;
@@ -69,9 +67,6 @@ class ExactTrainer(private.StepHooks):
         ['loss']
     """
 
-    _accumulate = 1
-    _sam_rho = 0.0
-    _norm: types.SimpleNamespace | None = None
     train_function: Any
     _jit_request: bool | Literal["auto"] = "auto"
     _is_xla = False
@@ -107,23 +102,14 @@ class ExactTrainer(private.StepHooks):
         Raises:
             ValueError: an option is out of range, or cannot be exact under the strategy.
         """
-        if accumulate < 1 or sam_rho < 0:
-            raise ValueError(
-                "accumulate must be at least 1 and sam_rho at least 0. "
-                f"Received: accumulate={accumulate!r}, sam_rho={sam_rho!r}."
-            )
+        self.check_options(accumulate, sam_rho)
         if sam_rho and any(getattr(layer, "remat", False) for layer in private.layers_of(self)):
             # Remat takes gradients of the variables, in whose place SAM uses other tensors.
             raise ValueError(
                 f"sam_rho={sam_rho} and remat=True do not go together: recomputed blocks would not "
                 "be trained; choose one of them (--sam-rho 0, or --no-remat)."
             )
-        optimizer = keras.optimizers.get(optimizer)
-        if optimizer is not None and any(
-            layer.compute_dtype == "float16" for layer in private.layers_of(self)
-        ):
-            optimizer = with_loss_scale(optimizer)
-        super().compile(optimizer, *args, **kwargs, jit_compile=False)
+        super().compile(self.scaled(optimizer), *args, **kwargs, jit_compile=False)
         self._check_strategy()
         self._accumulate, self._sam_rho = accumulate, sam_rho
         self._norm = None
@@ -137,19 +123,7 @@ class ExactTrainer(private.StepHooks):
 
     def get_compile_config(self) -> dict[str, Any] | None:
         config = super().get_compile_config()
-        own = {
-            "accumulate": self._accumulate,
-            "sam_rho": self._sam_rho,
-            "report_gradient_norm": self._norm is not None,
-        }
-        # Without defaults, so that a `keras.Model` can be compiled from the config.
-        options = {name: value for name, value in own.items() if value != OPTION_DEFAULTS[name]}
-        return config and {**config, **options, "jit_compile": self._jit_request}
-
-    def compile_from_config(self, config: dict[str, Any]) -> None:
-        self.compile(**keras.saving.deserialize_keras_object(config))
-        if self.optimizer is not None and self.built:
-            self.optimizer.build(self.trainable_variables)
+        return config and {**config, "jit_compile": self._jit_request}
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         """Trains; see `keras.Model.fit`."""
@@ -318,7 +292,7 @@ class ExactTrainer(private.StepHooks):
             loss, y_pred, gradients = self._compiled(self._pass)(data, scale, totals)
         else:
             gradients = sum_over_replicas(self._compiled(ascend)(data, scale, totals))
-            length = self._sam_rho / (global_norm(gradients) + _SAM_EPSILON * scale)
+            length = self._sam_rho / (global_norm(gradients) + SAM_EPSILON * scale)
             steps = [None if g is None else tf.cast(length, g.dtype) * g for g in gradients]
             loss, y_pred, gradients = self._compiled(descend)(data, scale, totals, steps)
         loss, *gradients = sum_over_replicas([loss, *gradients])

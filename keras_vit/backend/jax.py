@@ -48,6 +48,9 @@ def self_attention(qkv: Any, num_heads: int) -> Any:
     """
     size = qkv.shape[-1] // 3 // num_heads
     if not _has_kernels(qkv):
+        # Of float16 JAX's own makes a product that CPUs and TPUs do not compile.
+        if qkv.dtype == "float16":
+            return plain.self_attention(qkv, num_heads)
         return _attend(qkv, num_heads, implementation="xla")
     from keras_vit.backend import jax_kernels
 
@@ -153,6 +156,7 @@ class ExactTrainer(StepOptions, _Model):
 
     def train_step(self, state: Any, data: Any) -> tuple[dict[str, Any], Any]:
         """Runs one training step on a batch: returns the logs, and the state after it."""
+        self.check_trainable()
         trainable, others, optimizer, metrics = state
         data = keras.utils.unpack_x_y_sample_weight(data)
         scale = self._scale(optimizer)

@@ -127,6 +127,11 @@ class StepOptions(_Model):
                 f"Received: accumulate={accumulate!r}, sam_rho={sam_rho!r}."
             )
 
+    def check_trainable(self) -> None:
+        """Raises a ValueError if there is nothing to train."""
+        if not self.trainable_variables:
+            raise ValueError("There is nothing to train: every weight of the model is frozen.")
+
     def scaled(self, optimizer: Any) -> Any:
         """Returns the optimizer, with a loss scale if layers compute in float16."""
         optimizer = keras.optimizers.get(optimizer)

@@ -195,8 +195,7 @@ class ExactTrainer(StepOptions, private.StepHooks):
     def train_step(self, data: Any) -> dict[str, Any]:
         """Runs one training step on the batch of one replica."""
         x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
-        if not self.trainable_variables:
-            raise ValueError("There is nothing to train: every weight of the model is frozen.")
+        self.check_trainable()
         totals = self._totals(x, y, weight, parts=self._accumulate)
         scale = tf.convert_to_tensor(self.optimizer.scale_loss(1.0))
         loss, y_pred, gradients = self._gradients((x, y, weight), scale, totals)

@@ -108,6 +108,7 @@ class _Trace(keras.optimizers.Optimizer):
                 shape=variable.shape,
                 dtype=self.accumulator_dtype,
                 initializer="zeros",
+                layout=_layout_of(variable),
                 name="momentum",
             )
             for variable in variables
@@ -305,6 +306,15 @@ class WarmupDecay(keras.optimizers.schedules.LearningRateSchedule):
             "warmup_steps": self.warmup_steps,
             "decay": self.decay,
         }
+
+
+def _layout_of(variable: keras.Variable) -> Any:
+    """Returns how a variable lies on the devices of the current distribution; None without one.
+
+    Keras gives it to copies of a variable in the variable's own dtype alone.
+    """
+    distribution = keras.distribution.distribution()
+    return None if distribution is None else distribution.get_variable_layout(variable)
 
 
 def _norm(values: Any) -> Any:

@@ -27,7 +27,7 @@ from keras_vit.backend import ExactTrainer
 from keras_vit.config import ViTConfig
 from keras_vit.exact import ExactModel
 from keras_vit.model import VisionTransformer
-from keras_vit.parallel import layout_map
+from keras_vit.parallel import FullySharded, layout_map
 from keras_vit.preprocessing import decode_predictions, preprocess_input
 from keras_vit.variants import VARIANTS, parameter_count, variant
 from keras_vit.weights import resize
@@ -37,6 +37,7 @@ __all__ = [
     "VARIANTS",
     "ExactModel",
     "ExactTrainer",
+    "FullySharded",
     "R26ViTB32",
     "R26ViTS32",
     "R50ViTB16",

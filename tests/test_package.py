@@ -23,7 +23,16 @@ PUBLIC = [
     *("ViTB16", "ViTB32", "ViTB8", "ViTG14", "ViTH14", "ViTL16", "ViTL32", "ViTS16", "ViTS32"),
     *("ViTSo400m14", "ViTTi16", "ViTg14"),
     *("ViTConfig", "VisionTransformer", "decode_predictions", "export", "layers"),
-    *("freeze", "layout_map", "load", "load_adapter", "lora", "merge_lora", "save_adapter"),
+    *(
+        "FullySharded",
+        "freeze",
+        "layout_map",
+        "load",
+        "load_adapter",
+        "lora",
+        "merge_lora",
+        "save_adapter",
+    ),
     *("ExactModel", "ExactTrainer", "losses", "optimizers"),
     *("parameter_count", "preprocess_input", "resize", "variant", "weights"),
 ]

@@ -58,16 +58,22 @@ class Together:
 
 def cluster(count: int) -> list[dict[str, str]]:
     """Returns the environment of each of `count` workers on loopback."""
-    sockets = [socket.socket() for _ in range(count)]
-    for made in sockets:
-        made.bind(("127.0.0.1", 0))
-    workers = {"worker": [f"127.0.0.1:{made.getsockname()[1]}" for made in sockets]}
-    for made in sockets:
-        made.close()
+    workers = {"worker": free_addresses(count)}
     return [
         {"TF_CONFIG": json.dumps({"cluster": workers, "task": {"type": "worker", "index": index}})}
         for index in range(count)
     ]
+
+
+def free_addresses(count: int) -> list[str]:
+    """Returns so many addresses on loopback that nothing listens at."""
+    sockets = [socket.socket() for _ in range(count)]
+    for made in sockets:
+        made.bind(("127.0.0.1", 0))
+    addresses = [f"127.0.0.1:{made.getsockname()[1]}" for made in sockets]
+    for made in sockets:
+        made.close()
+    return addresses
 
 
 def make_devices(count: int) -> None:

@@ -1,0 +1,167 @@
+"""Tests of the training step against its mathematics in NumPy; TensorFlow and JAX run the same.
+
+The network is one layer of softmax regression, whose gradient is a line: so each of clipping,
+parts, two passes, averages and loss scales is a line too.
+"""
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from keras_vit.exact import ExactModel
+
+if keras.backend.backend() not in ("tensorflow", "jax"):
+    pytest.skip("the step of TensorFlow and of JAX", allow_module_level=True)
+
+IMAGES, FEATURES, CLASSES, STEPS, RATE = 7, 5, 4, 4, 0.5
+# In an option's place: what it is called in NumPy's form below.
+CASES: list[dict[str, Any]] = [
+    {},
+    {"clip": 0.3},
+    {"accumulate": 3},
+    {"rho": 0.2},
+    {"average": 0.9},
+    {"smoothing": 0.1},
+    {"clip": 0.3, "accumulate": 3, "rho": 0.2, "average": 0.9, "smoothing": 0.1},
+]
+
+
+def model_for(weights: np.ndarray, **options: Any) -> ExactModel:
+    """A layer with these weights, after dropout and in a dtype if the options say so."""
+    inputs = x = keras.Input((len(weights),))
+    if options.get("dropout"):
+        x = keras.layers.Dropout(options["dropout"], seed=3)(x)
+    dense = keras.layers.Dense(
+        weights.shape[1], use_bias=False, dtype=options.get("dtype", "float32")
+    )
+    model = ExactModel(inputs, dense(x))
+    dense.kernel.assign(weights)
+    average = options.get("average")
+    optimizer: Any = keras.optimizers.SGD(
+        RATE,
+        global_clipnorm=options.get("clip"),
+        use_ema=average is not None,
+        ema_momentum=average or 0.99,
+    )
+    if "scale" in options:
+        optimizer = keras.optimizers.LossScaleOptimizer(
+            optimizer, initial_scale=options["scale"], dynamic_growth_steps=2
+        )
+    smoothing = options.get("smoothing", 0.0)
+    model.compile(
+        optimizer,
+        keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=smoothing),
+        accumulate=options.get("accumulate", 1),
+        sam_rho=options.get("rho", 0.0),
+        report_gradient_norm=True,
+    )
+    return model
+
+
+def batch(images: int = IMAGES, features: int = FEATURES) -> tuple[np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(images, features)).astype("float32")
+    return x, np.eye(CLASSES, dtype="float32")[generator.integers(0, CLASSES, images)]
+
+
+def weights_for(features: int = FEATURES) -> np.ndarray:
+    return np.random.default_rng(1).normal(size=(features, CLASSES)).astype("float32")
+
+
+def loss_and_gradient(w: np.ndarray, x: np.ndarray, y: np.ndarray) -> tuple[float, np.ndarray]:
+    logits = x @ w
+    logs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    return -float((y * logs).sum(axis=1).mean()), x.T @ (np.exp(logs) - y) / len(x)
+
+
+def train(w: np.ndarray, x: np.ndarray, y: np.ndarray, **case: Any) -> dict[str, Any]:
+    """The steps in float64. Parts are not in it: they change nothing."""
+    w, x, y = (array.astype("float64") for array in (w, x, y))
+    smoothing, average = case.get("smoothing", 0.0), case.get("average", 0.0)
+    y = y * (1 - smoothing) + smoothing / CLASSES
+    mean, losses, norms = w, [], []
+    for step in range(case.get("steps", STEPS)):
+        _, gradient = loss_and_gradient(w, x, y)
+        point = w + case.get("rho", 0.0) * gradient / np.linalg.norm(gradient)
+        loss, gradient = loss_and_gradient(point, x, y)
+        losses.append(loss)
+        norms.append(np.linalg.norm(gradient))
+        w = w - RATE * gradient * min(1.0, case.get("clip", np.inf) / norms[-1])
+        mean = average * mean + (1 - average) * w if step else w  # Keras' averages begin here
+    return {"loss": losses, "gradient_norm": norms, "weights": mean}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_steps_are_those_of_numpy(case: dict[str, Any]) -> None:
+    """Losses, norms before clipping, and the weights that `fit` ends with."""
+    x, y = batch()
+    model = model_for(weights_for(), **case)
+    history = model.fit(x, y, batch_size=IMAGES, epochs=STEPS, shuffle=False, verbose=0).history
+    expected = train(weights_for(), x, y, **case)
+    plain = train(weights_for(), x, y)
+    for name in ("loss", "gradient_norm"):
+        np.testing.assert_allclose(history[name], expected[name], rtol=1e-5, err_msg=name)
+    np.testing.assert_allclose(model.get_weights()[0], expected["weights"], rtol=1e-5, atol=1e-6)
+    # What the case adds shows, except parts.
+    changed = not np.allclose(plain["weights"], expected["weights"], rtol=1e-3)
+    assert changed == bool(case.keys() - {"accumulate"})
+
+
+def test_a_loss_scale_grows_and_steps_stay_the_same() -> None:
+    """Twice in four steps; parts and two passes see the scale, weights and norms do not."""
+    x, y = batch()
+    case = {"accumulate": 2, "rho": 0.2, "clip": 0.3}
+    model = model_for(weights_for(), dtype="mixed_float16", scale=4.0, **case)
+    history = model.fit(x, y, batch_size=IMAGES, epochs=STEPS, shuffle=False, verbose=0).history
+    expected = train(weights_for(), x, y, **case)
+    assert float(keras.ops.convert_to_numpy(model.optimizer.dynamic_scale)) == 16.0
+    for name in ("loss", "gradient_norm"):
+        np.testing.assert_allclose(history[name], expected[name], rtol=1e-2, err_msg=name)
+    np.testing.assert_allclose(model.get_weights()[0], expected["weights"], atol=5e-3)
+
+
+def test_a_step_that_overflows_is_left_out() -> None:
+    """The scale is halved each time, and no weight changes."""
+    x, y = batch()
+    model = model_for(weights_for(), dtype="mixed_float16", scale=2.0**60, rho=0.2)
+    model.fit(x, y, batch_size=IMAGES, epochs=3, shuffle=False, verbose=0)
+    assert float(keras.ops.convert_to_numpy(model.optimizer.dynamic_scale)) == 2.0**57
+    np.testing.assert_array_equal(model.get_weights()[0], weights_for())
+
+
+def test_both_passes_of_a_step_have_one_mask() -> None:
+    """A weight of a dropped feature has no gradient: the step tells the mask."""
+    x, y = np.full((1, 64), 1 / 8, "float32"), batch(images=1)[1]
+    model = model_for(weights_for(64), dropout=0.5, rho=0.5)
+    model.train_on_batch(x, y)
+    after = model.get_weights()[0]
+    mask = (after != weights_for(64)).any(axis=1)
+    assert 16 < mask.sum() < 48
+    expected = train(weights_for(64), 2 * x * mask, y, rho=0.5, steps=1)["weights"]
+    np.testing.assert_allclose(after, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_each_part_has_its_own_mask(accumulate: int) -> None:
+    """Of features half of which one image has, two images have three quarters."""
+    # Small, so that no image is learned at once and has no gradient left.
+    x, y = np.full((2, 1024), 1 / 32, "float32"), batch(images=2)[1]
+    weights = weights_for(1024) / 32
+    model = model_for(weights, dropout=0.5, accumulate=accumulate)
+    model.train_on_batch(x, y)
+    changed = (model.get_weights()[0] != weights).any(axis=1)
+    assert changed.mean() == pytest.approx(0.75, abs=0.07)
+    model.train_on_batch(x, y)
+    twice = (model.get_weights()[0] != weights).any(axis=1)
+    assert twice.mean() == pytest.approx(0.94, abs=0.05)
+
+
+def test_a_frozen_model_is_told() -> None:
+    """Keras counts epochs in which nothing happens."""
+    model = model_for(weights_for())
+    model.trainable = False
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="nothing to train"):
+        model.fit(*batch(), verbose=0)

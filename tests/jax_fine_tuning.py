@@ -25,7 +25,6 @@ DEFAULTS: dict[str, Any] = {
     "precision": "float32",
     "remat": False,
     "sam_rho": 0.0,
-    "is_evaluated": False,
 }
 
 
@@ -85,18 +84,12 @@ def _train(case: dict[str, Any]) -> dict[str, Any]:
         images, labels = fine_tuning.batch(number)
         own = np.array_split(np.arange(len(images)), jax.process_count())[jax.process_index()]
         logs.append(model.train_on_batch(images[own], labels[own], return_dict=True))
-    evaluated: dict[str, float] = {}
-    if case["is_evaluated"]:
-        evaluated = model.evaluate(
-            *fine_tuning.batch(0), batch_size=16, verbose=0, return_dict=True
-        )
     return {
         "losses": [float(each["loss"]) for each in logs],
         "gradient_norms": [float(each["gradient_norm"]) for each in logs],
         "accuracies": [float(each["accuracy"]) for each in logs],
         "head_bias": _whole(model.get_layer("head").bias.value).tolist(),
         "cls": _whole(model.get_layer("patch_encoder").class_token.value).ravel().tolist(),
-        "evaluated": sorted(evaluated),
         **_splits(model),
     }
 

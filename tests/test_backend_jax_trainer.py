@@ -25,18 +25,16 @@ import jax
 
 GOLDEN = np.load(published.GOLDEN / "finetune.npz")
 PLAIN: dict[str, Any] = {}
-BFLOAT16 = {"accumulator_dtype": "bfloat16", "is_evaluated": True}
-PARTS: dict[str, Any] = {"accumulate": 3}  # 6, 5 and 5 images
-SAM: dict[str, Any] = {"sam_rho": 0.05}
-RANDOM: dict[str, Any] = {"sam_rho": 0.05, "dropout_rate": 0.1}  # dropout and drop path
-ONE: list[dict[str, Any]] = [PLAIN, BFLOAT16, PARTS, SAM, RANDOM]
+BFLOAT16 = {"accumulator_dtype": "bfloat16"}
+# Two passes, with dropout and drop path; the same with blocks recomputed on eight devices.
+RANDOM: dict[str, Any] = {"sam_rho": 0.05, "dropout_rate": 0.1}
+RANDOM_TWICE = {**RANDOM, "layout": "fully", "remat": True}
+PARTS: dict[str, Any] = {"accumulate": 2, "layout": "both"}
 LAYOUTS = ["data", "both", "fully"]
 SHARED: list[dict[str, Any]] = [
     {**case, "layout": layout} for layout in LAYOUTS for case in (PLAIN, BFLOAT16)
 ]
-SAM_IN_PARTS = {**SAM, "layout": "both", "accumulate": 2}
-RANDOM_TWICE = {**RANDOM, "layout": "fully", "remat": True}
-EACH = [*ONE, *SHARED, SAM_IN_PARTS, RANDOM_TWICE]
+EACH: list[dict[str, Any]] = [PLAIN, BFLOAT16, *SHARED, PARTS, RANDOM, RANDOM_TWICE]
 # The part of the weights that a device has; biases and small arrays are whole.
 LEAST_PART = {"data": 1.0, "both": 0.5, "fully": 0.125}
 CROSS_ENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -89,12 +87,11 @@ def test_twelve_steps_are_the_originals(
     np.testing.assert_allclose(actual["losses"], GOLDEN[losses], rtol=0, atol=tolerance)
     if case is BFLOAT16:
         np.testing.assert_allclose(actual["gradient_norms"], GOLDEN["gradient_norms"], rtol=5e-3)
-        assert actual["evaluated"] == ["accuracy", "loss"]
 
 
 @slow
 def test_parts_train_as_the_whole_batch(trainings: processes.Together) -> None:
-    """Losses, norms before clipping, weights, accuracies."""
+    """On eight devices: losses, norms before clipping, weights, accuracies."""
     assert_same(trained(trainings, PARTS), trained(trainings, PLAIN))
 
 
@@ -111,17 +108,9 @@ def test_eight_devices_train_as_one(case: dict[str, Any], trainings: processes.T
 
 
 @slow
-def test_two_passes_go_with_parts_and_devices(trainings: processes.Together) -> None:
-    """Sharpness-aware minimisation trains something else, and the same in parts on eight."""
-    first, plain = trained(trainings, SAM), trained(trainings, PLAIN)
-    assert_same(trained(trainings, SAM_IN_PARTS), first)
-    assert np.abs(np.subtract(first["losses"], plain["losses"])).max() > 1e-2
-
-
-@slow
-def test_recomputed_blocks_drop_the_same_again(trainings: processes.Together) -> None:
+def test_two_passes_and_recomputed_blocks_drop_the_same(trainings: processes.Together) -> None:
     """One device that keeps everything, eight that recompute: one mask for the whole batch."""
-    first, plain = trained(trainings, RANDOM), trained(trainings, SAM)
+    first, plain = trained(trainings, RANDOM), trained(trainings, PLAIN)
     assert_same(trained(trainings, RANDOM_TWICE), first)
     assert np.abs(np.subtract(first["losses"], plain["losses"])).max() > 1e-2
 

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import importlib
 import os
 import subprocess
 import sys
@@ -227,17 +228,38 @@ def test_memory_and_xla_are_flags(argv: list[str], remat: object, xla: object) -
 
 
 def test_only_its_own_lines_reach_the_terminal(tmp_path: Path) -> None:
-    """TensorFlow's remarks at its import do not, whatever the environment says of its log level."""
+    """TensorFlow's remarks at its import do not, whatever the environment says of its log level.
+
+    Nor does Keras import what it can do without.
+    """
     environment = {key: value for key, value in os.environ.items() if not key.startswith("TF_")}
     done = subprocess.run(
-        [sys.executable, "-m", "keras_vit", "predict", str(tmp_path / "gone"), "image.png"],
+        [
+            *(sys.executable, "-X", "importtime"),
+            *("-m", "keras_vit", "predict", str(tmp_path / "gone"), "image.png"),
+        ],
         capture_output=True,
         text=True,
         env=environment,
     )
+    lines = done.stderr.splitlines()
+    (line,) = (line for line in lines if not line.startswith("import time:"))
+    imported = {line.rpartition("|")[2].strip() for line in lines}
     assert done.returncode == 1
-    assert done.stderr.startswith("keras-vit: error: ")
-    assert done.stderr.count("\n") == 1
+    assert line.startswith("keras-vit: error: ")
+    assert "keras.models" in imported
+    assert not imported & {"matplotlib.colors", "sklearn.base"}
+
+
+def test_what_keras_can_do_without_is_there_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was imported before stays too; a small module stands for matplotlib."""
+    monkeypatch.delitem(sys.modules, "wave", raising=False)
+    monkeypatch.setattr(environment, "_KERAS_EXTRAS", ("wave", "json"))
+    with environment.without_keras_extras():
+        with pytest.raises(ImportError):
+            importlib.import_module("wave")
+        assert importlib.import_module("json") is sys.modules["json"]
+    assert importlib.import_module("wave")
 
 
 def test_what_is_no_remark_is_said_later(capfd: pytest.CaptureFixture[str]) -> None:

@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     try:
         if arguments.run is not catalog.run:
-            with environment.without_log_lines():
+            with environment.without_log_lines(), environment.without_keras_extras():
                 importlib.import_module("keras_vit.names")  # registers the classes with Keras
         exit_code: int = arguments.run(arguments)
     except KeyboardInterrupt as interruption:

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageOps
 
+from keras_vit.data import ImageData, Split
+
 # File ending and Pillow's mode of the images of a class, in turn.
 KINDS = (("jpg", "RGB"), ("png", "RGBA"), ("bmp", "L"), ("gif", "P"), ("jpeg", "L"), ("png", "LA"))
 # How a format with EXIF is saved.
@@ -35,6 +37,23 @@ def write_classes(
             file = root / name / f"{index:03}.{ending}"
             write_image(file, mode=mode, seed=1000 * place + index, stripes=place == 1)
     return root
+
+
+def in_memory(data: ImageData, *, side: int) -> ImageData:
+    """The same images as pixels, square."""
+
+    def load(split: Split) -> Split:
+        read = (Image.open(io.BytesIO(Path(file).read_bytes())) for file in split.images)
+        images = [np.asarray(image.convert("RGB").resize((side, side))) for image in read]
+        return Split(images=np.stack(images), targets=split.targets)
+
+    return ImageData(
+        source="memory",
+        labels=data.labels,
+        train=load(data.train),
+        validation=load(data.validation),
+        test=load(data.test),
+    )
 
 
 def damage(file: Path) -> Path:

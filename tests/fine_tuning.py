@@ -92,9 +92,9 @@ def _train(case: dict[str, Any], strategy: Any) -> dict[str, Any]:
 
 
 def _strategy(case: dict[str, Any]) -> Any:
+    processes.make_devices(case["replicas"])
     import tensorflow as tf
 
-    processes.make_devices(case["replicas"])
     if case["multi_worker"]:
         return tf.distribute.MultiWorkerMirroredStrategy()
     if case["replicas"] == 1:

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 
 from keras_vit.config import ViTConfig
-from keras_vit.layers.attention import Records, recording
+from keras_vit.layers.attention import Records, changing, recording
 from keras_vit.model import VisionTransformer
 
 BATCH_SIZE = 8
@@ -413,7 +413,7 @@ def _targets(
 def _score(outputs: Any, targets: np.ndarray | None) -> Any:
     """Sums the scores of the images' classes; no image sees another, so gradients stay apart."""
     if targets is None:
-        targets = np.asarray(keras.ops.convert_to_numpy(keras.ops.argmax(outputs, axis=-1)))
+        targets = keras.ops.argmax(outputs, axis=-1)
     one_hot = keras.ops.one_hot(targets, outputs.shape[-1], dtype="float32")
     return keras.ops.sum(keras.ops.cast(outputs, "float32") * one_hot)
 
@@ -422,20 +422,41 @@ def _with_gradients(
     run: Callable[[], tuple[Any, list[Any]]],
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Returns each attention weight and the gradient of the score with respect to it."""
-    if keras.backend.backend() != "tensorflow":
+    backend = keras.backend.backend()
+    if backend not in _DERIVATIVES:
         raise ValueError(
-            "Class relevance differentiates with TensorFlow; set KERAS_BACKEND=tensorflow. "
-            f"Received: the backend {keras.backend.backend()!r}."
+            f"Class relevance differentiates with TensorFlow or JAX. Received: {backend!r}; set "
+            "KERAS_BACKEND=tensorflow or KERAS_BACKEND=jax."
         )
-    import tensorflow as tf
-
-    with tf.GradientTape() as tape:
-        score, weights = run()
-    gradients = tape.gradient(score, weights, unconnected_gradients="zero")
+    weights, gradients = _DERIVATIVES[backend](run)
     return [
         (to_numpy(weight), to_numpy(gradient))
         for weight, gradient in zip(weights, gradients, strict=True)
     ]
+
+
+def _derive_with_tensorflow(run: Callable[[], tuple[Any, list[Any]]]) -> tuple[Any, Any]:
+    import tensorflow as tf
+
+    with tf.GradientTape() as tape:
+        score, weights = run()
+    return weights, tape.gradient(score, weights, unconnected_gradients="zero")
+
+
+def _derive_with_jax(run: Callable[[], tuple[Any, list[Any]]]) -> tuple[Any, Any]:
+    import jax
+
+    def changed(changes: list[Any]) -> tuple[Any, list[Any]]:
+        with changing(changes):
+            return run()
+
+    _, weights = run()
+    nothing = [keras.ops.zeros_like(weight) for weight in weights]
+    gradients, _ = jax.grad(changed, has_aux=True)(nothing)
+    return weights, gradients
+
+
+_DERIVATIVES = {"tensorflow": _derive_with_tensorflow, "jax": _derive_with_jax}
 
 
 def _positive_part(weights: np.ndarray, gradients: np.ndarray) -> np.ndarray:

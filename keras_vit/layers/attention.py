@@ -2,7 +2,7 @@
 
 import contextlib
 import contextvars
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -16,6 +16,8 @@ from keras_vit.layers.random import RandomLayer, dropout, initializer, split_see
 Records = dict[keras.layers.Layer, list[Any]]
 _records: contextvars.ContextVar[Mapping[keras.layers.Layer, list[Any]] | None]
 _records = contextvars.ContextVar("records", default=None)
+_changes: contextvars.ContextVar[Iterator[Any] | None]
+_changes = contextvars.ContextVar("changes", default=None)
 
 
 @contextlib.contextmanager
@@ -42,17 +44,35 @@ def recording(*layers: keras.layers.Layer) -> Iterator[Records]:
         _records.reset(token)
 
 
+@contextlib.contextmanager
+def changing(changes: Iterable[Any]) -> Iterator[None]:
+    """Adds a change to each value that is recorded in this scope, in the order of the calls.
+
+    The gradient with respect to a change is that with respect to what a layer computed.
+    """
+    token = _changes.set(iter(changes))
+    try:
+        yield
+    finally:
+        _changes.reset(token)
+
+
 def is_recorded(layer: keras.layers.Layer, x: Any) -> bool:
     """Whether a layer that now computes with x is recorded."""
     records = _records.get()
-    return records is not None and layer in records and backend.is_concrete(x)
+    has_values = _changes.get() is not None or backend.is_concrete(x)
+    return records is not None and layer in records and has_values
 
 
-def record(layer: keras.layers.Layer, value: Any) -> None:
-    """Adds what a layer has computed to its records, if it is recorded."""
-    records = _records.get()
-    if records is not None and is_recorded(layer, value):
-        records[layer].append(value)
+def record(layer: keras.layers.Layer, value: Any) -> Any:
+    """Adds what a layer has computed to its records, if it is recorded, and returns it."""
+    records, changes = _records.get(), _changes.get()
+    if records is None or not is_recorded(layer, value):
+        return value
+    if changes is not None:
+        value = value + next(changes)
+    records[layer].append(value)
+    return value
 
 
 @keras.saving.register_keras_serializable(package="keras_vit")
@@ -149,7 +169,7 @@ class MultiHeadSelfAttention(CompositeLayer, RandomLayer):
             x = backend.self_attention(self._rotate_qkv(qkv, turns), self.num_heads)  # (B, N, D)
         else:
             weights, value = self._weigh(qkv, turns)  # (B, H, N, N), (B, H, N, K)
-            record(self, weights)
+            weights = record(self, weights)
             weights = dropout(weights, self.attention_dropout_rate, seed=seeds[0])
             x = merge_heads(keras.ops.matmul(weights, value))  # (B, N, D)
         return add_dropped(

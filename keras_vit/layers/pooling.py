@@ -116,8 +116,7 @@ class AttentionPooling(CompositeLayer):
         query = keras.ops.broadcast_to(self.query(probe), (batch, 1, hidden_dim))
         key, value = keras.ops.split(self.key_value(inputs), 2, axis=-1)  # (B, N, D) each
         query, key, value = (split_heads(x, self.num_heads) for x in (query, key, value))
-        weights = attention_weights(query, key)  # (B, H, 1, N)
-        record(self, weights)
+        weights = record(self, attention_weights(query, key))  # (B, H, 1, N)
         x = self.out(merge_heads(keras.ops.matmul(weights, value)))  # (B, 1, D)
         x = self.mlp(self.norm(x), training=training, residual=x)
         return x[:, 0]  # (B, D)

@@ -56,7 +56,7 @@ SLOW_EXAMPLES = {
     "keras_vit.training.train",
 }
 # They need JAX: tests/test_backend_jax.py runs their examples.
-ON_JAX = ("keras_vit.backend.jax", "keras_vit.backend.jax_kernels")
+ON_JAX = ("keras_vit.backend.jax", "keras_vit.backend.jax_kernels", "keras_vit.training.jax_engine")
 FILES = sorted(Path(keras_vit.__path__[0]).rglob("*.py"))
 MODULES = [
     module.name

@@ -3,11 +3,12 @@
 import json
 from typing import Any
 
+import keras
 import pytest
 import tensorflow as tf
 
 from keras_vit.training import Execution, is_first_worker
-from keras_vit.training.execution import Workers
+from keras_vit.training.tensorflow_engine import TensorFlowEngine
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"strategy": "parameter_server"}, "strategy must be one of .*='parameter_server'"),
@@ -22,6 +23,24 @@ def test_impossible_requests_are_errors(fields: dict[str, Any], message: str) ->
     """What was asked and what is allowed are in the sentence."""
     with pytest.raises(ValueError, match=message):
         Execution(**fields)
+
+
+@pytest.mark.parametrize(
+    ("backend", "fields", "message"),
+    [
+        ("tensorflow", {"mesh": "data=2"}, "Meshes are for JAX: set KERAS_BACKEND=jax"),
+        ("jax", {"strategy": "mirrored"}, "on JAX give a mesh, such as data=8, in place of"),
+        ("jax", {"xla": False}, "XLA compiles every step on JAX"),
+        ("torch", {}, "TensorFlow or JAX backend. Received: 'torch'"),
+    ],
+)
+def test_what_a_backend_cannot_do_is_refused(
+    backend: str, fields: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is made; the sentence says what to do on which backend."""
+    monkeypatch.setattr(keras.backend, "backend", lambda: backend)
+    with pytest.raises(ValueError, match=message):
+        Execution(**fields).make_engine()
 
 
 def test_several_workers_need_their_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,10 +66,10 @@ def test_the_first_worker_writes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_all_devices_of_the_machine_are_used() -> None:
     """Here two logical CPUs."""
     strategy = Execution(strategy="mirrored").make_strategy()
-    workers = Workers(strategy)
+    engine = TensorFlowEngine(strategy)
 
     assert strategy.num_replicas_in_sync == 2
-    assert (workers.index, workers.count, workers.gather(5)) == (0, 1, [5])
+    assert (engine.index, engine.count, engine.gather(5)) == (0, 1, [5])
 
 
 def test_replicas_of_one_machine_divide_nothing_among_workers() -> None:
@@ -58,7 +77,7 @@ def test_replicas_of_one_machine_divide_nothing_among_workers() -> None:
     batches = tf.data.Dataset.range(4).batch(2)
     strategies = Execution(strategy="mirrored"), Execution(strategy="none")
     machine, device = (
-        Workers(execution.make_strategy()).one_pass(lambda _: batches).options()
+        TensorFlowEngine(execution.make_strategy()).one_pass(lambda _: batches).options()
         for execution in strategies
     )
 

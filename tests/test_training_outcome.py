@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ def test_the_kind_of_training_is_described(data: ImageData) -> None:
     thin = objective_of(adapted(), job).settings()
     assert thin["lora"] == {"rank": 2, "targets": ["qkv", "fc2"], "alpha": None}
     assert thin["trained_parameters"] == sum(
-        v.shape.num_elements() for v in adapted().trainable_variables
+        math.prod(v.shape) for v in adapted().trainable_variables
     )
 
 

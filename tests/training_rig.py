@@ -1,7 +1,8 @@
 """A training in a process of its own, that tells what it does and can be stopped or killed.
 
 Run as `python training_rig.py '{"out": "run", "steps": 60}'`; under TF_CONFIG it is one of the
-workers. It prints `resumed N`, `step N`, `saving N`, `saved N`, `done HASH`, `stopped CODE`.
+workers. It prints `resumed N`, `loss X`, `step N`, `saving N`, `saved N`, `done HASH`, `stopped
+CODE`.
 """
 
 import json
@@ -22,6 +23,7 @@ DEFAULTS: dict[str, Any] = {
     "learning_rate": 1e-3,
     "accumulate": 1,
     "precision": "float32",
+    "mesh": None,
 }
 
 
@@ -60,6 +62,7 @@ def _main(case: dict[str, Any]) -> int:
 
     def on_event(event: training.Event) -> None:
         if isinstance(event, training.StepDone):
+            _say("loss", event.loss)
             _say("step", event.step)
             if event.step == case["stop_at"]:
                 raise KeyboardInterrupt
@@ -133,6 +136,7 @@ def _settings(case: dict[str, Any]) -> dict[str, Any]:
             checkpoint_steps=case["checkpoint_steps"],
             accumulate=case["accumulate"],
             precision=case["precision"],
+            mesh=case["mesh"],
         ),
     }
 

@@ -19,8 +19,14 @@ if keras.backend.backend() == "tensorflow":
         softmax,
         space_to_depth,
         uninitialized,
+        values_of,
     )
-    from keras_vit.backend.tensorflow_trainer import ExactTrainer, scope_of, warn_of_keras_step
+    from keras_vit.backend.tensorflow_trainer import (
+        ExactTrainer,
+        is_in_scope,
+        scope_of,
+        warn_of_keras_step,
+    )
     from keras_vit.backend.tensorflow_updates import adam_step, momentum_step
 else:
     from keras_vit.backend.plain import (
@@ -32,6 +38,7 @@ else:
         dense,
         folds_scale,
         is_concrete,
+        is_in_scope,
         layer_norm,
         momentum_step,
         replica_id,
@@ -40,6 +47,7 @@ else:
         softmax,
         space_to_depth,
         uninitialized,
+        values_of,
         warn_of_keras_step,
     )
 
@@ -55,6 +63,7 @@ __all__ = [
     "dense",
     "folds_scale",
     "is_concrete",
+    "is_in_scope",
     "layer_norm",
     "momentum_step",
     "replica_id",
@@ -63,5 +72,6 @@ __all__ = [
     "softmax",
     "space_to_depth",
     "uninitialized",
+    "values_of",
     "warn_of_keras_step",
 ]

@@ -79,6 +79,11 @@ def adopt(array: np.ndarray) -> Any:
     return array
 
 
+def values_of(variable: Any) -> np.ndarray:
+    """Returns the present values; in the computer's memory they need not be copied."""
+    return np.asarray(keras.ops.convert_to_numpy(variable.value))
+
+
 def uninitialized(shape: Any, dtype: Any = None) -> Any:
     """Returns an array with any values; a Keras initializer for what is overwritten."""
     return keras.ops.zeros(shape, dtype)
@@ -105,6 +110,18 @@ def replica_id() -> Any:
 def scope_of(model: keras.Model) -> contextlib.AbstractContextManager[None]:
     """Returns the scope in which the model's variables were made: there is only one."""
     return contextlib.nullcontext()
+
+
+def is_in_scope(model: keras.Model) -> bool:
+    """Whether a model's variables lie where those made in this scope do."""
+    distribution = keras.distribution.distribution()
+    if distribution is None:
+        return True
+    layouts = [distribution.get_variable_layout(variable) for variable in model.variables]
+    return all(
+        getattr(variable.value, "sharding", None) == layout.backend_layout
+        for variable, layout in zip(model.variables, layouts, strict=True)
+    )
 
 
 def warn_of_keras_step(training: bool | None) -> None:

@@ -303,6 +303,15 @@ def adopt(array: np.ndarray) -> Any:
     return tf.convert_to_tensor(array)
 
 
+def values_of(variable: Any) -> np.ndarray:
+    """Returns the present values; in the computer's memory they are not copied."""
+    value = tf.convert_to_tensor(variable.value)
+    try:
+        return np.asarray(memoryview(value)).view(value.dtype.as_numpy_dtype)
+    except (TypeError, ValueError, RuntimeError):  # on a GPU, or of a dtype without such a view
+        return np.asarray(value.numpy())
+
+
 def uninitialized(shape: Any, dtype: Any = None) -> Any:
     """Returns an array with any values; a Keras initializer for what is overwritten.
 

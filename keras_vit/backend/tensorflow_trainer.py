@@ -374,6 +374,13 @@ def scope_of(model: keras.Model) -> Any:
     return model.distribute_strategy.scope()
 
 
+def is_in_scope(model: keras.Model) -> bool:
+    """Whether a model was created under the strategy of this scope."""
+    # Not `distribute_strategy`: without a strategy of its own, a model takes that of any scope.
+    strategy = tf.distribute.get_strategy() if tf.distribute.has_strategy() else None
+    return private.strategy_of(model) is strategy
+
+
 def warn_of_keras_step(training: bool | None) -> None:
     """Warns if a layer is trained on several replicas by Keras' own training step."""
     if not training or replicas() == 1:

@@ -286,6 +286,13 @@ def add_execution(group: argparse._ArgumentGroup) -> None:
         "auto, whichever is there)",
     )
     group.add_argument(
+        "--mesh",
+        metavar="AXES",
+        help="with KERAS_BACKEND=jax, devices to train on, and what they share: data=8 the batch, "
+        "fsdp=8 the batch and the weights, data=4,model=2 also the products of each block "
+        "(default: one device)",
+    )
+    group.add_argument(
         "--precision",
         choices=("float32", "mixed_bfloat16", "mixed_float16"),
         default="float32",
@@ -360,6 +367,7 @@ def execution(arguments: argparse.Namespace) -> "Execution":
 
     return training.Execution(
         strategy=arguments.strategy,
+        mesh=arguments.mesh,
         precision=arguments.precision,
         accumulate=arguments.accumulate,
         remat=arguments.remat,

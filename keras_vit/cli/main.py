@@ -84,6 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     environment.silence_tensorflow()  # its errors still arrive as exceptions
     arguments = make_parser().parse_args(argv)
+    if arguments.run is export.run and "keras" not in sys.modules:
+        os.environ["KERAS_BACKEND"] = "tensorflow"  # its graphs are written, whatever trained
     with Interrupts():
         return _run(arguments)
 

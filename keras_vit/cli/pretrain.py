@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     execution = flags.execution(arguments)
     training.check_free(arguments.out, existing=arguments.existing)
     _check(arguments)
-    execution.make_strategy()  # before any TensorFlow operation: workers join a cluster first
+    execution.make_engine()  # before any TensorFlow operation: workers join a cluster first
     data = flags.load_data(
         arguments.data, labelled=False, strict=arguments.strict, json=arguments.json
     )

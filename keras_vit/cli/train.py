@@ -108,7 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
             arguments, image_size=_image_size(arguments), default="digits-hybrid"
         )
         config = recipe.config(execution.config(config))  # raises before images are read
-    execution.make_strategy()  # before any TensorFlow operation: workers join a cluster first
+    execution.make_engine()  # before any TensorFlow operation: workers join a cluster first
     data = flags.load_data(arguments.data, strict=arguments.strict, json=arguments.json)
     display = output.TrainDisplay(json=arguments.json)
     evaluations: dict[str, evaluation.Evaluation] = {}

@@ -1,4 +1,13 @@
-"""Where images come from: sources, splits, decoding, augmentation, batches. TensorFlow only."""
+"""Where images come from: sources, splits, decoding, augmentation, batches.
+
+TensorFlow reads and varies the images. On another backend it does so on the host alone, and leaves
+the accelerators to that backend.
+"""
+
+import contextlib
+
+import keras
+import tensorflow as tf
 
 from keras_vit.data.augment import Augmentation, mix_batch
 from keras_vit.data.datasets import from_dataset, from_keras_cv, load_tfds
@@ -15,6 +24,11 @@ from keras_vit.data.images import (
 from keras_vit.data.loading import load_data, load_digits
 from keras_vit.data.pipeline import evaluation_batches, naming_damaged, train_batches
 from keras_vit.data.source import ImageData, LeftOut, Split, Stream
+
+if keras.backend.backend() != "tensorflow":
+    for _kind in ("GPU", "TPU"):
+        with contextlib.suppress(RuntimeError):  # where TensorFlow computed already, it has them
+            tf.config.set_visible_devices([], _kind)
 
 __all__ = [
     "Augmentation",

@@ -1,4 +1,4 @@
-"""Trains models and keeps what comes of it in run directories. TensorFlow only."""
+"""Trains models and keeps what comes of it in run directories, on TensorFlow or JAX."""
 
 from keras_vit.losses import SigmoidCrossEntropy
 from keras_vit.optimizers import LAMB, AdamW, MomentumSGD, WarmupDecay, decayed_rates

@@ -21,9 +21,8 @@ import ml_dtypes
 import numpy as np
 import tensorflow as tf
 
-from keras_vit import atomic
+from keras_vit import atomic, backend
 from keras_vit.training import progress, run
-from keras_vit.training.execution import Workers
 from keras_vit.training.progress import EpochDone
 from keras_vit.training.run import EVENTS
 
@@ -139,6 +138,8 @@ def set_state(model: keras.Model, state: dict[str, np.ndarray]) -> None:
     """
     variables = state_variables(model)
     arrays = [value for _, value in sorted(state.items())]
+    if len(arrays) == len(variables):
+        arrays = list(map(_as_integers, arrays, variables))
     stored = [(tuple(value.shape), str(value.dtype)) for value in arrays]
     expected = [(tuple(v.shape), keras.backend.standardize_dtype(v.dtype)) for v in variables]
     if stored != expected:
@@ -150,6 +151,14 @@ def set_state(model: keras.Model, state: dict[str, np.ndarray]) -> None:
         )
     for variable, value in zip(variables, arrays, strict=True):
         variable.assign(value)
+
+
+def _as_integers(value: np.ndarray, variable: Any) -> np.ndarray:
+    """Returns random states in the backend's dtype, where they are of another backend."""
+    dtype = keras.backend.standardize_dtype(variable.dtype)
+    is_integer = value.dtype.kind in "iu" and "int" in dtype
+    converted = value.astype(dtype) if is_integer else value
+    return converted if np.array_equal(converted, value) else value
 
 
 def state_hash(model: keras.Model) -> str:
@@ -186,25 +195,16 @@ class Copies:
     def take(self) -> list[np.ndarray]:
         """Copies the present values over those of the last time, and returns them."""
         if not self._arrays:
-            self._arrays = [np.array(_view(variable)) for variable in self._variables]
+            self._arrays = [np.array(backend.values_of(variable)) for variable in self._variables]
         else:
             for variable, array in zip(self._variables, self._arrays, strict=True):
-                np.copyto(array, _view(variable))
+                np.copyto(array, backend.values_of(variable))
         return self._arrays
 
     @property
     def taken(self) -> list[np.ndarray]:
         """What was taken last."""
         return self._arrays
-
-
-def _view(variable: Any) -> np.ndarray:
-    """Returns the present values; in the computer's memory they are not copied."""
-    value = tf.convert_to_tensor(variable.value)
-    try:
-        return np.asarray(memoryview(value)).view(value.dtype.as_numpy_dtype)
-    except (TypeError, ValueError, RuntimeError):  # on a GPU, or of a dtype without such a view
-        return np.asarray(value.numpy())
 
 
 class Writer:
@@ -396,20 +396,20 @@ _SCALAR = tf.compat.v1.SummaryMetadata(
 
 
 class EventFiles:
-    """The event files for TensorBoard, which the first worker writes.
+    """The event files for TensorBoard, which TensorFlow writes on every backend.
 
     Args:
         folder: the folder of the training.
-        workers: the processes that train together.
+        is_written: whether this process writes them.
     """
 
-    def __init__(self, folder: Unfinished, workers: Workers) -> None:
+    def __init__(self, folder: Unfinished, *, is_written: bool) -> None:
         self._path = str(folder.path / EVENTS)
         with self._number_errors():
             self._writer = (
-                tf.summary.create_noop_writer()
-                if workers.index
-                else tf.summary.create_file_writer(self._path)
+                tf.summary.create_file_writer(self._path)
+                if is_written
+                else tf.summary.create_noop_writer()
             )
 
     def close(self) -> None:

@@ -1,12 +1,14 @@
 """Where a training runs, on which devices and workers, and what it does there besides its model."""
 
+import abc
+import contextlib
 import dataclasses
-import functools
 import json
 import os
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
+import keras
 import tensorflow as tf
 
 from keras_vit.config import ViTConfig
@@ -16,6 +18,8 @@ from keras_vit.training.recipe import Plan, Recipe
 
 StrategyName = Literal["auto", "none", "mirrored", "multi_worker", "tpu"]
 Precision = Literal["float32", "mixed_bfloat16", "mixed_float16"]
+# Makes the batches of one of several processes, for (its index, their number).
+Batches: TypeAlias = Callable[[tuple[int, int]], tf.data.Dataset]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,7 +33,10 @@ class Execution:
     Attributes:
         strategy: "none" for one device; "mirrored" for all GPUs of this machine (or its logical
             CPUs); "multi_worker" for the machines of TF_CONFIG; "tpu"; "auto" for the one that is
-            available.
+            available. On TensorFlow.
+        mesh: on JAX, the devices and what they share: "data=8" for a batch, "fsdp=8" for a batch
+            and the weights, "data=4,model=2" also for the products of each block; None for one
+            device.
         precision: dtype policy of the layers.
         accumulate: number of parts of a replica's batch, to save memory.
         remat: whether blocks are recomputed for the gradient, to save memory; None for the model's
@@ -42,6 +49,7 @@ class Execution:
     """
 
     strategy: StrategyName = "auto"
+    mesh: str | None = None
     precision: Precision = "float32"
     accumulate: int = 1
     remat: bool | None = None
@@ -83,102 +91,119 @@ class Execution:
             )
 
     def make_strategy(self) -> tf.distribute.Strategy:
-        """Returns the strategy, which all trainings in a process share.
+        """Returns the strategy, which all trainings in a process share; on TensorFlow alone.
 
         With several workers, call this before TensorFlow computes anything, such as decoding an
         image: after that it cannot join a cluster.
 
         Raises:
-            ValueError: TF_CONFIG names no other worker, or it is too late to join a cluster.
+            ValueError: TF_CONFIG names no other worker, it is too late to join a cluster, or the
+                backend is another.
         """
-        name = _available() if self.strategy == "auto" else self.strategy
-        if name == "none":
-            return tf.distribute.get_strategy()
-        if name == "mirrored":
-            kind = "GPU" if tf.config.list_physical_devices("GPU") else "CPU"
-            return _mirrored(tuple(device.name for device in tf.config.list_logical_devices(kind)))
-        if name == "tpu":
-            return _tpu(os.environ.get("TPU_NAME"))
-        if len(_workers()) < 2:
+        self._check_backend()
+        if keras.backend.backend() != "tensorflow":
             raise ValueError(
-                'strategy="multi_worker" needs TF_CONFIG in the environment of each worker, with '
-                "cluster.worker listing two or more host:port and task.index saying which of them "
-                f"this is. Received: TF_CONFIG={os.environ.get('TF_CONFIG')!r}."
+                "Strategies are TensorFlow's. Received: the backend "
+                f"{keras.backend.backend()!r}; name devices by mesh there."
             )
-        return _multi_worker(os.environ["TF_CONFIG"])
+        from keras_vit.training import tensorflow_engine
+
+        return tensorflow_engine.make_strategy(self.strategy)
+
+    def make_engine(self) -> "Engine":
+        """Returns what the steps of a training run on; with several workers, as `make_strategy`.
+
+        Raises:
+            ValueError: this machine or backend cannot run it.
+        """
+        self._check_backend()
+        if keras.backend.backend() == "tensorflow":
+            from keras_vit.training import tensorflow_engine
+
+            return tensorflow_engine.TensorFlowEngine(self.make_strategy())
+        from keras_vit.training import jax_engine
+
+        return jax_engine.JAXEngine(self.mesh)
+
+    def _check_backend(self) -> None:
+        """Raises a ValueError for what Keras' backend cannot do."""
+        name = keras.backend.backend()
+        if name not in ("tensorflow", "jax"):
+            raise ValueError(
+                f"Training needs Keras' TensorFlow or JAX backend. Received: {name!r}; set "
+                "KERAS_BACKEND=tensorflow or KERAS_BACKEND=jax."
+            )
+        if name == "tensorflow" and self.mesh is not None:
+            raise ValueError(
+                f"Meshes are for JAX: set KERAS_BACKEND=jax, or give a strategy in place of "
+                f"mesh={self.mesh!r}."
+            )
+        if name == "jax" and self.strategy not in ("auto", "none"):
+            raise ValueError(
+                f"Strategies are TensorFlow's: on JAX give a mesh, such as data=8, in place of "
+                f"strategy={self.strategy!r}, or set KERAS_BACKEND=tensorflow."
+            )
+        if name == "jax" and not self.xla:
+            raise ValueError(
+                "XLA compiles every step on JAX: leave xla at its default, or set "
+                "KERAS_BACKEND=tensorflow."
+            )
 
 
-class Workers:
-    """The processes that train together, each with its own strategy; usually one.
+class Engine(abc.ABC):
+    """What the steps of one training run on: devices, processes and the framework that computes.
 
     Attributes:
         index: the index of this process; 0 writes the run directory.
-        count: the number of processes.
+        count: the number of processes that train together; usually one.
+        replicas: the number of devices that share a batch.
+        model: the model that is trained, from `begin` on.
     """
 
-    def __init__(self, strategy: tf.distribute.Strategy) -> None:
-        self._strategy = strategy
-        resolver = strategy.cluster_resolver
-        is_several = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
-        self.count = len(resolver.cluster_spec().as_dict().get("worker", [])) if is_several else 1
-        self.count = max(self.count, 1)
-        self.index = int(resolver.task_id or 0) if self.count > 1 else 0
-        self._sum_function = tf.function(self._sum, autograph=False)
+    index = 0
+    count = 1
+    replicas = 1
+    model: keras.Model
 
+    @abc.abstractmethod
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
+        """Returns the scope in which the model to train is made and compiled."""
+
+    @abc.abstractmethod
     def gather(self, number: int) -> list[int]:
-        """Returns the number of each worker; every worker must call this."""
-        if self.count == 1:
-            return [number]
-        own = tf.one_hot(self.index, self.count, dtype=tf.int64) * number
-        sums = self._strategy.experimental_local_results(self._sum_function(own))[0]
-        replicas = self._strategy.num_replicas_in_sync // self.count
-        return [int(value) // replicas for value in sums.numpy()]
+        """Returns the number of each process; every process must call this."""
 
-    def distribute(self, make: Callable[[tuple[int, int]], tf.data.Dataset], size: int) -> Any:
-        """Distributes batches over all replicas.
+    @abc.abstractmethod
+    def begin(
+        self, model: keras.Model, *, training: Batches, validation: Batches, size: int
+    ) -> None:
+        """Prepares the steps of a compiled model.
 
         Args:
-            make: returns this worker's part of each batch, for (index, count) of the workers.
-            size: images in a whole batch, see `Execution.check_batch`.
+            model: made in `scope`.
+            training: makes this process's part of each training batch.
+            validation: makes the batches of this process's validation images.
+            size: images in a whole training batch.
         """
-        replicas = self._strategy.num_replicas_in_sync
-        if self.count == 1:
-            return self.distribute_pass(make)
-        part, local = make((self.index, self.count)), replicas // self.count
-        return self._strategy.distribute_datasets_from_function(
-            lambda _: part.rebatch(size // replicas) if local > 1 else part
-        )
 
-    def distribute_pass(self, make: Callable[[tuple[int, int]], tf.data.Dataset]) -> Any:
-        """Distributes batches of which each replica of this worker gets a part; see `one_pass`."""
-        return self._strategy.experimental_distribute_dataset(self.one_pass(make))
+    @abc.abstractmethod
+    def step(self) -> dict[str, Any]:
+        """Takes one step: returns its logs, numbers of that step alone."""
 
-    def one_pass(self, make: Callable[[tuple[int, int]], tf.data.Dataset]) -> tf.data.Dataset:
-        """Returns batches to be distributed: each image comes once, on one worker.
+    @abc.abstractmethod
+    def evaluate(self) -> dict[str, Any]:
+        """Returns the logs over all validation images."""
 
-        Args:
-            make: returns the batches of this worker's images, for (index, count) of the workers.
-        """
-        # TensorFlow's own dividing among workers is not free: with it an iterator over image files
-        # takes 43 s to make, without it 0.7.
-        is_divided = isinstance(
-            self._strategy,
-            tf.distribute.MirroredStrategy | tf.distribute.MultiWorkerMirroredStrategy,
-        )
-        policies = tf.data.experimental.AutoShardPolicy
-        options = tf.data.Options()
-        options.experimental_distribute.auto_shard_policy = (
-            policies.OFF if is_divided else policies.DATA
-        )
-        return make((self.index, self.count)).with_options(options)
+    def settle(self) -> None:  # noqa: B027 - there may be nothing to do
+        """Gives the variables the values after the last step; until then they may have none."""
 
-    def _sum(self, numbers: tf.Tensor) -> Any:
-        def add(numbers: tf.Tensor) -> Any:
-            context = tf.distribute.get_replica_context()
-            # The copy is on the replica's device; the argument itself is on no known device.
-            return context.all_reduce(tf.distribute.ReduceOp.SUM, tf.identity(numbers))
+    def is_out_of_memory(self, error: Exception) -> bool:
+        """Whether the framework raised an error because memory is exhausted."""
+        return isinstance(error, MemoryError)
 
-        return self._strategy.run(add, args=(numbers,))
+    def is_loss_of_process(self, error: Exception) -> bool:
+        """Whether the framework raised an error because another process is lost."""
+        return False
 
 
 def is_first_worker() -> bool:
@@ -189,45 +214,11 @@ def is_first_worker() -> bool:
 def worker_index() -> int:
     """Returns the index of this process in its cluster; 0 without a cluster."""
     task = json.loads(os.environ.get("TF_CONFIG") or "{}").get("task", {})
-    return 0 if len(_workers()) < 2 else int(task.get("index", 0))
+    return 0 if len(cluster_workers()) < 2 else int(task.get("index", 0))
 
 
-@functools.cache
-def _mirrored(devices: tuple[str, ...]) -> tf.distribute.Strategy:
-    # One for all trainings of a process: a second strategy numbers its sums from the start again,
-    # and TensorFlow takes the gradients of two models for one tensor of two shapes.
-    return tf.distribute.MirroredStrategy(devices)
-
-
-@functools.cache
-def _tpu(name: str | None) -> tf.distribute.Strategy:
-    resolver = tf.distribute.cluster_resolver.TPUClusterResolver(name)
-    tf.config.experimental_connect_to_cluster(resolver)
-    tf.tpu.experimental.initialize_tpu_system(resolver)
-    return tf.distribute.TPUStrategy(resolver)
-
-
-@functools.cache
-def _multi_worker(tf_config: str) -> tf.distribute.Strategy:
-    try:
-        return tf.distribute.MultiWorkerMirroredStrategy()
-    except RuntimeError as error:
-        raise ValueError(
-            "TensorFlow has already computed something, and cannot join other workers after that; "
-            'call Execution(strategy="multi_worker").make_strategy() first, before images are '
-            f"loaded. Received: TF_CONFIG={tf_config!r} ({error})."
-        ) from error
-
-
-def _available() -> str:
-    if len(_workers()) > 1:
-        return "multi_worker"
-    if os.environ.get("TPU_NAME"):
-        return "tpu"
-    return "mirrored" if len(tf.config.list_physical_devices("GPU")) > 1 else "none"
-
-
-def _workers() -> list[str]:
+def cluster_workers() -> list[str]:
+    """Returns the addresses of the workers in TF_CONFIG."""
     try:
         workers: list[str] = json.loads(os.environ.get("TF_CONFIG") or "{}")["cluster"]["worker"]
     except (KeyError, TypeError, json.JSONDecodeError):

@@ -50,7 +50,7 @@ def finish(loop: Loop, *, out: Path, signal_number: int) -> run.Run:
         raise _interruption(loop, signal_number=signal_number)
     config = _config(loop)
     # From its file: after resuming, the best epoch may have been another process's.
-    if loop.workers.index:
+    if loop.engine.index:
         model = loop.objective.read(_best_file(loop))
     else:
         model = _publish(loop, config, out)
@@ -69,7 +69,7 @@ def finished(loop: Loop, *, out: Path) -> run.Run | None:
         ValueError: the run was started with other settings.
     """
     is_visible = run.is_run(out)
-    if not loop.workers.gather(int(is_visible and not loop.folder.exists()))[0]:
+    if not loop.engine.gather(int(is_visible and not loop.folder.exists()))[0]:
         return None
     if not is_visible:
         raise FileExistsError(
@@ -149,6 +149,7 @@ def _config(loop: Loop) -> dict[str, Any]:
         },
         "versions": {
             "keras_vit": version.__version__,
+            "backend": keras.backend.backend(),
             "keras": keras.__version__,
             "tensorflow": tf.__version__,
             "numpy": np.__version__,

@@ -11,7 +11,6 @@ from types import FrameType
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
 from keras_vit.training.checkpoints import (
     Copies,
@@ -23,19 +22,11 @@ from keras_vit.training.checkpoints import (
     set_state,
     state_variables,
 )
-from keras_vit.training.execution import Workers
+from keras_vit.training.execution import Engine
 from keras_vit.training.objectives import Objective
 from keras_vit.training.progress import EpochDone, Watcher
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# What the other workers raise when one of them is lost: their collective operations fail.
-_LOST_WORKER_ERRORS = (
-    tf.errors.UnavailableError,
-    tf.errors.InternalError,
-    tf.errors.AbortedError,
-    tf.errors.CancelledError,
-    tf.errors.DeadlineExceededError,
-)
 _NO_STEP = -1  # stands for "no checkpoint"
 # Seconds that a step waits for the checkpoint before to be written; after that it goes on without.
 _PATIENCE = 1.0
@@ -115,7 +106,7 @@ class Loop:
 
     Args:
         objective: the compiled objective.
-        workers: the processes that train together.
+        engine: what the steps run on.
         watcher: receives the logs of each step.
         folder: holds the checkpoints and the best model.
 
@@ -127,10 +118,10 @@ class Loop:
     """
 
     def __init__(
-        self, objective: Objective, *, workers: Workers, watcher: Watcher, folder: Unfinished
+        self, objective: Objective, *, engine: Engine, watcher: Watcher, folder: Unfinished
     ) -> None:
         self.objective, self.job, self.model = objective, objective.job, objective.model
-        self.workers, self.watcher, self.folder = workers, watcher, folder
+        self.engine, self.watcher, self.folder = engine, watcher, folder
         self.plan = self.job.plan
         self._best_model = objective.plain_copy()
         self._resizing = objective.resizing
@@ -141,9 +132,6 @@ class Loop:
         self._best_is_taken = threading.Event()  # by the writer; until then `_best` stays
         self._best_is_taken.set()
         self._last_save = time.monotonic()
-        self._validation = workers.distribute_pass(
-            lambda shard: self.job.validation_batches(self._resizing, shard=shard)
-        )
         self.settings = objective.settings()
 
     def resume(self) -> None:
@@ -157,14 +145,14 @@ class Loop:
         self.folder.remove_leftovers()
         step, state, progress = self._load_newest()
         # One worker may be a save ahead of another, or have a damaged file.
-        common_step = min(self.workers.gather(step))
+        common_step = min(self.engine.gather(step))
         if step > common_step:
             step, state, progress = self._load_newest(at_most=common_step)
         own_step = step if step == common_step else _NO_STEP
-        if min(self.workers.gather(own_step)) == _NO_STEP:
+        if min(self.engine.gather(own_step)) == _NO_STEP:
             raise ValueError(
                 f"No checkpoint in {str(self.folder.path)!r} is whole"
-                + (" and in the folders of all workers" if self.workers.count > 1 else "")
+                + (" and in the folders of all workers" if self.engine.count > 1 else "")
                 + ", together with its best model; put the files back, or overwrite the training."
             )
         set_state(self.model, state)
@@ -224,17 +212,11 @@ class Loop:
             OSError: the disk is full or gone.
             WorkerLostError: another worker is lost.
         """
-        events = EventFiles(self.folder, self.workers)
+        events = EventFiles(self.folder, is_written=not self.engine.index)
         stop.begin_steps()
         with contextlib.closing(events):
             try:
                 return self._run_steps(stop, events)
-            except (MemoryError, tf.errors.ResourceExhaustedError) as error:
-                raise MemoryError(
-                    f"Out of memory at step {self.watcher.step + 1}; the checkpoints in "
-                    f"{str(self.folder.path)!r} are kept: free some memory and resume, or train "
-                    "with smaller batches or accumulate."
-                ) from error
             except FloatingPointError as error:
                 self._writer.close()
                 step = self.folder.checkpoints.steps()[-1]
@@ -242,18 +224,27 @@ class Loop:
                     f"{error}; the checkpoint of step {step} is kept in {str(self.folder.path)!r}. "
                     "Try a smaller learning rate."
                 ) from None
-            except _LOST_WORKER_ERRORS as error:
-                if self.workers.count == 1:
-                    raise
-                raise self._worker_lost(error) from error
+            except Exception as error:
+                if self.engine.is_out_of_memory(error):
+                    raise MemoryError(
+                        f"Out of memory at step {self.watcher.step + 1}; the checkpoints in "
+                        f"{str(self.folder.path)!r} are kept: free some memory and resume, or "
+                        "train with smaller batches or accumulate."
+                    ) from error
+                if self.engine.is_loss_of_process(error):
+                    raise self._worker_lost(error) from error
+                raise
             finally:
+                self.engine.settle()
                 self._writer.close()
 
     def wait_for_workers(self) -> None:
         """Waits until every worker calls this, or raises a WorkerLostError."""
         try:
-            self.workers.gather(1)
-        except _LOST_WORKER_ERRORS as error:
+            self.engine.gather(1)
+        except Exception as error:
+            if not self.engine.is_loss_of_process(error):
+                raise
             raise self._worker_lost(error) from error
 
     def _worker_lost(self, error: Exception) -> WorkerLostError:
@@ -263,26 +254,25 @@ class Loop:
         )
 
     def _run_steps(self, stop: StopRequests, events: EventFiles) -> int:
-        dataset = self.workers.distribute(
-            lambda shard: self.job.training_batches(
-                self._resizing, start_step=self.watcher.step, shard=shard
+        start_step = self.watcher.step
+        self.engine.begin(
+            self.model,
+            training=lambda shard: self.job.training_batches(
+                self._resizing, start_step=start_step, shard=shard
             ),
-            self.plan.batch_size,
+            validation=lambda shard: self.job.validation_batches(self._resizing, shard=shard),
+            size=self.plan.batch_size,
         )
-        self.model.prepare(dataset)
-        batches = iter(dataset)
         while self.watcher.step < self.plan.steps:
             own_signal = signal.SIGINT if self.watcher.stop_requested else stop.signal_number
             own_request = int(own_signal) or (_SAVE if self._is_save_due() else 0)
-            request = max(self.workers.gather(own_request))
+            request = max(self.engine.gather(own_request))
             if request > _SAVE:
                 self.save()
                 return request
             if request:
                 self._save_if_free(within=0.0)
-            self.model.reset_metrics()  # so that the logs are those of one step
-            logs = self.model.train_function(batches)
-            self._end_step(logs, events)
+            self._end_step(self.engine.step(), events)
         return 0
 
     def _end_step(self, logs: dict[str, Any], events: EventFiles) -> None:
@@ -295,9 +285,11 @@ class Loop:
             self._save_if_free()
 
     def _end_epoch(self, events: EventFiles) -> None:
+        self.engine.settle()
         with self._averaged_weights():
+            validation = self._evaluate()
             record = self.watcher.end_epoch(
-                self._evaluate(), learning_rate=float(self.model.optimizer.learning_rate)
+                validation, learning_rate=float(self.model.optimizer.learning_rate)
             )
             if record.is_best:
                 self._best_is_taken.wait()
@@ -326,10 +318,11 @@ class Loop:
     def _save_if_free(self, *, within: float = _PATIENCE) -> None:
         """Begins a checkpoint, unless one is being written on any worker: then there is none."""
         is_busy = not self._writer.is_free(within=within)
-        if not max(self.workers.gather(int(is_busy))):
+        if not max(self.engine.gather(int(is_busy))):
             self._begin_save()
 
     def _begin_save(self) -> None:
+        self.engine.settle()
         self._last_save = time.monotonic()
         best_epoch, self._best_epoch = self._best_epoch, None
         if best_epoch is not None:
@@ -366,14 +359,7 @@ class Loop:
         self.folder.save_best(self._best_model, epoch=epoch)
 
     def _evaluate(self) -> dict[str, float]:
-        # Keras' `evaluate` begins a second pass over the images where the first one ends, and warns
-        # if it does not know where that is.
-        self.model.make_test_function()
-        self.model.reset_metrics()
-        batches, logs = iter(self._validation), {}
-        with contextlib.suppress(StopIteration, tf.errors.OutOfRangeError):
-            while True:
-                logs = self.model.test_function(batches)
+        logs = self.engine.evaluate()
         names = [name for name in ("loss", "accuracy") if name in logs]
         return {name: float(np.asarray(logs[name]).ravel()[0]) for name in names}
 

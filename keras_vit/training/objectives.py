@@ -4,17 +4,17 @@ import abc
 import dataclasses
 import hashlib
 import json
+import math
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import keras
-import tensorflow as tf
 
 from keras_vit.adaptation import LoRAVisionTransformer, merge_lora, save_adapter
-from keras_vit.backend import ExactTrainer
-from keras_vit.backend.private import Functional, layers_of, strategy_of
+from keras_vit.backend import ExactTrainer, is_in_scope
+from keras_vit.backend.private import Functional, layers_of
 from keras_vit.config import ViTConfig
 from keras_vit.data import antialias_of, image_size_of
 from keras_vit.exact import ExactModel
@@ -140,7 +140,7 @@ class Objective(abc.ABC):
         return {
             "model": self.architecture(),
             "objective": self.kind,
-            "trained_parameters": sum(int(v.shape.num_elements()) for v in variables),
+            "trained_parameters": sum(math.prod(v.shape) for v in variables),
             **self.details(),
             "recipe": self.job.recipe.to_dict(),
             "seed": self.job.seed,
@@ -248,7 +248,7 @@ class DistillationObjective(ClassificationObjective):
 
     def build(self, model: DistillationModel) -> DistillationModel:
         student, teacher = self.build_classifier(model.student), model.teacher
-        if not _is_in_scope(teacher):
+        if not is_in_scope(teacher):
             is_vit = isinstance(teacher, VisionTransformer)
             teacher = teacher.copy() if is_vit else _rebuilt(teacher)
         return DistillationModel(
@@ -278,7 +278,7 @@ class HandBuiltObjective(Objective):
 
     def build(self, model: keras.Model) -> ExactModel:
         _check_hand_built(model, self.job)
-        if not _is_in_scope(model):
+        if not is_in_scope(model):
             return _with_weights(ExactModel.from_model(keras.models.clone_model(model)), model)
         return model if isinstance(model, ExactModel) else ExactModel.from_model(model)
 
@@ -344,7 +344,7 @@ def _config_of_copy(model: VisionTransformer | MaskedPatchModel, job: Job) -> Vi
     """
     config = job.recipe.regularized(job.execution.config(model.config))
     fields = {"config": config.to_dict(), "dtype": job.execution.precision}
-    fits = _is_in_scope(model) and fields.items() <= model.get_config().items()
+    fits = is_in_scope(model) and fields.items() <= model.get_config().items()
     return None if fits else config
 
 
@@ -360,13 +360,6 @@ def _with_weights(copy: M, model: keras.Model) -> M:
     for variable, original in zip(copy.weights, model.weights, strict=True):
         variable.trainable = original.trainable
     return copy
-
-
-def _is_in_scope(model: keras.Model) -> bool:
-    """Whether a model was created under the strategy of this scope."""
-    # Not `distribute_strategy`: without a strategy of its own, a model takes that of any scope.
-    strategy = tf.distribute.get_strategy() if tf.distribute.has_strategy() else None
-    return strategy_of(model) is strategy
 
 
 def _check_hand_built(model: keras.Model, job: Job) -> None:

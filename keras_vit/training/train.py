@@ -12,7 +12,7 @@ from keras_vit.config import ViTConfig
 from keras_vit.data import ImageData, naming_damaged
 from keras_vit.training import finish, models, progress, run
 from keras_vit.training.checkpoints import Unfinished
-from keras_vit.training.execution import Execution, Job, Workers, worker_index
+from keras_vit.training.execution import Execution, Job, worker_index
 from keras_vit.training.loop import Loop, StopRequests
 from keras_vit.training.masked_patches import MaskedPatchModel
 from keras_vit.training.objectives import Model, objective_of
@@ -154,21 +154,19 @@ def _run(
     on_event: Callable[[Event], None] | None,
 ) -> run.Run:
     """Trains a model, from its first step or from a checkpoint."""
-    _check_backend()
     _check_data(job.data)
     progress.check_matplotlib()
-    strategy = job.execution.make_strategy()
-    workers, plan = Workers(strategy), job.plan
-    job.execution.check_batch(plan.batch_size, replicas=strategy.num_replicas_in_sync)
+    engine, plan = job.execution.make_engine(), job.plan
+    job.execution.check_batch(plan.batch_size, replicas=engine.replicas)
     _check_name(out)
-    with run.hold(out, worker=workers.index), StopRequests() as stop:
-        if not workers.index:
+    with run.hold(out, worker=engine.index), StopRequests() as stop:
+        if not engine.index:
             run.restore(out)
         keep = job.execution.keep_checkpoints
-        folder = Unfinished(out, worker=workers.index, keep=keep)
+        folder = Unfinished(out, worker=engine.index, keep=keep)
         _check_places(out, folder, existing=existing)
         keras.utils.set_random_seed(job.seed)
-        with strategy.scope():
+        with engine.scope():
             objective = objective_of(model, job)
             objective.compile()
         watcher = Watcher(
@@ -178,7 +176,7 @@ def _run(
             keep=job.recipe.keep,
             on_event=on_event,
         )
-        loop = Loop(objective, workers=workers, watcher=watcher, folder=folder)
+        loop = Loop(objective, engine=engine, watcher=watcher, folder=folder)
         finished = finish.finished(loop, out=out) if existing == "resume" else None
         if finished is not None:
             return finished
@@ -209,7 +207,7 @@ def _begin(loop: Loop, *, existing: run.Existing) -> None:
     """Restores the last checkpoint, or makes the folder and the first checkpoint."""
     is_resumed = existing == "resume" and loop.folder.exists()
     # One more than the last step of each worker, or 0.
-    last_steps = loop.workers.gather(1 + loop.folder.checkpoints.steps()[-1] if is_resumed else 0)
+    last_steps = loop.engine.gather(1 + loop.folder.checkpoints.steps()[-1] if is_resumed else 0)
     if all(last_steps):
         loop.folder.check(loop.settings)
         loop.resume()
@@ -302,14 +300,6 @@ def default_pretrain_recipe(data: ImageData) -> Recipe:
     """
     augmentation = default_recipe(data).augmentation
     return dataclasses.replace(RECIPES["masked-patches"], augmentation=augmentation)
-
-
-def _check_backend() -> None:
-    if keras.backend.backend() != "tensorflow":
-        raise ValueError(
-            f"Training needs Keras' TensorFlow backend. Received: {keras.backend.backend()!r}; "
-            "set KERAS_BACKEND=tensorflow."
-        )
 
 
 def _check_data(data: ImageData) -> None:

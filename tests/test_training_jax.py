@@ -1,0 +1,169 @@
+"""Trainings on JAX, with TensorFlow as the reader of images: meshes, checkpoints, the way there.
+
+The tests of training itself run on JAX too; these are of what JAX alone has.
+"""
+
+import dataclasses
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import training_rig
+
+from keras_vit import training
+from keras_vit.data import ImageData, load_digits
+
+if keras.backend.backend() != "jax":
+    pytest.skip("Meshes are JAX's", allow_module_level=True)
+
+jax = pytest.importorskip("jax")
+
+DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+STEPS = 24
+
+
+def losses(said: dict[str, list[str]]) -> np.ndarray:
+    """The losses of the steps that a training of the rig told."""
+    return np.array(said["loss"], float)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """A training on one device, never interrupted."""
+    return training_rig.run(out=str(tmp_path_factory.mktemp("alone") / "run"), steps=STEPS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "meshes",
+    [
+        pytest.param(("data=4", "fsdp=2,model=2"), id="data, then fsdp and model"),
+        pytest.param(("fsdp=4", None), id="fsdp, then one device"),
+    ],
+)
+def test_a_training_goes_on_on_another_mesh(
+    meshes: tuple[str | None, str | None], alone: dict[str, list[str]], tmp_path: Path
+) -> None:
+    """Its losses are those of one device, before and after it was stopped."""
+    out = str(tmp_path / "run")
+    first, second = (
+        training_rig.told(
+            training_rig.start(DEVICES, out=out, steps=STEPS, mesh=mesh, stop_at=stop_at)
+        )
+        for mesh, stop_at in zip(meshes, (10, 0), strict=True)
+    )
+    assert first["code"] == ["130"], first["errors"]
+    assert second["resumed"] == ["10"], second["errors"]
+    together = np.concatenate([losses(first), losses(second)])
+    np.testing.assert_allclose(together, losses(alone), rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_training_goes_on_on_another_backend(tmp_path: Path) -> None:
+    """Only its random masks are others: the loss goes on where it was."""
+    out = str(tmp_path / "run")
+    told = [
+        training_rig.told(
+            training_rig.start({"KERAS_BACKEND": name}, out=out, steps=STEPS, stop_at=stop_at)
+        )
+        for name, stop_at in (("jax", 8), ("tensorflow", 16), ("jax", 0))
+    ]
+    assert [said["code"] for said in told] == [["130"], ["130"], ["0"]], told[-1]["errors"]
+    assert [said.get("resumed") for said in told] == [None, ["8"], ["16"]]
+    before, after = losses(told[0])[-4:].mean(), losses(told[1])[:4].mean()
+    assert abs(after - before) < 0.1
+
+
+@pytest.mark.slow
+def test_a_killed_training_on_a_mesh_ends_with_the_same_bits(tmp_path: Path) -> None:
+    """Kill -9 at moments all over it, and resumed each time, as often as KERAS_VIT_TEST_KILLS."""
+    kills = int(os.environ.get("KERAS_VIT_TEST_KILLS", "2"))
+    case = {"steps": STEPS, "checkpoint_steps": 3, "mesh": "fsdp=2,model=2"}
+    whole = training_rig.told(training_rig.start(DEVICES, out=str(tmp_path / "whole"), **case))
+    assert whole["code"] == ["0"], whole["errors"]
+    out = str(tmp_path / "killed")
+    for number in range(kills):
+        process = training_rig.start(DEVICES, out=out, **case)
+        assert process.stdout is not None
+        wanted = 2 + number * (STEPS - 4) // kills
+        for line in iter(process.stdout.readline, ""):
+            if line == f"step {wanted}\n":
+                time.sleep(0.003 * (number % 7))
+                break
+        process.kill()
+        process.communicate()
+    ended = training_rig.told(training_rig.start(DEVICES, out=out, **case))
+    assert ended["done"] == whole["done"], ended["errors"]
+
+
+def test_meshes_that_are_none_are_refused() -> None:
+    """The sentence says what a mesh is, or which devices there are."""
+    for mesh in ("8", "data", "data=0", "batch=2", "data=2,fsdp=2", "data=2,data=2", "data=1.5"):
+        with pytest.raises(ValueError, match=r'"data=8" or "fsdp=8".*Received: mesh='):
+            training.Execution(mesh=mesh).make_engine()
+    with pytest.raises(ValueError, match=r"mesh='data=64' needs 64 devices. Received: \d+ of JAX"):
+        training.Execution(mesh="data=64").make_engine()
+
+
+@pytest.mark.slow
+def test_the_command_line_trains_on_jax_and_exports(tmp_path: Path) -> None:
+    """One command each: train on a mesh, evaluate and predict on JAX, export by TensorFlow."""
+
+    def command(*words: object) -> str:
+        process = subprocess.run(
+            [sys.executable, "-m", "keras_vit", *map(str, words)],
+            env={**os.environ, **DEVICES},
+            capture_output=True,
+            text=True,
+        )
+        assert process.returncode == 0, process.stderr
+        return process.stdout
+
+    out = tmp_path / "run"
+    command("train", "--data", "digits", "--out", out, "--epochs", 1, "--mesh", "data=2,model=2")
+    config = json.loads((out / "config.json").read_text())
+    assert config["execution"]["mesh"] == "data=2,model=2"
+    assert config["versions"]["backend"] == "jax"
+    answer = json.loads(command("evaluate", out, "--json").splitlines()[-1])
+    assert answer["images"] == len(load_digits().test)
+    command("predict", out, out / "sample.png")
+    command("export", out, "--out", tmp_path / "served", "--formats", "savedmodel")
+    assert (tmp_path / "served" / "1" / "saved_model.pb").is_file()
+
+
+def test_a_tensorflow_reader_leaves_the_accelerators(data: ImageData) -> None:
+    """TensorFlow reads images on the host; whatever it could compute on, it does not see."""
+    import tensorflow as tf
+
+    visible = {device.device_type for device in tf.config.get_visible_devices()}
+    assert visible == {"CPU"}
+    assert len(data.train)
+
+
+@pytest.fixture(scope="module")
+def data() -> ImageData:
+    """A few digits."""
+    digits = load_digits()
+    train, validation = (digits.split(name).take(range(24)) for name in ("train", "validation"))
+    return dataclasses.replace(digits, train=train, validation=validation)
+
+
+def test_each_step_is_compiled_once(
+    data: ImageData, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not again after a checkpoint, an evaluation or an epoch: each would cost minutes."""
+    recipe = training.Recipe(steps=9, batch_size=8, learning_rate=1e-3)
+    execution = training.Execution(checkpoint_steps=2)
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        training.train(data, out=tmp_path / "run", recipe=recipe, execution=execution)
+    texts = [record.getMessage() for record in caplog.records]
+    compiled = [text for text in texts if text.startswith("Compiling")]
+    assert sum("train_step" in text for text in compiled) == 1
+    assert sum("test_step" in text for text in compiled) == 1

@@ -24,6 +24,7 @@ DEFAULTS: dict[str, Any] = {
     "accumulate": 1,
     "precision": "float32",
     "mesh": None,
+    "mixup": 0.2,
 }
 
 
@@ -125,7 +126,7 @@ def _settings(case: dict[str, Any]) -> dict[str, Any]:
             batch_size=64,
             learning_rate=case["learning_rate"],
             label_smoothing=0.1,
-            mixup=0.2,
+            mixup=case["mixup"],
             average=0.9,
             dropout_rate=0.1,
             drop_path_rate=0.1,

@@ -52,7 +52,13 @@ else:
     )
 
     if keras.backend.backend() == "jax":
-        from keras_vit.backend.jax import ExactTrainer, is_concrete, layer_norm, self_attention
+        from keras_vit.backend.jax import (
+            ExactTrainer,
+            is_concrete,
+            layer_norm,
+            self_attention,
+            values_of,
+        )
 
 __all__ = [
     "ACTIVATIONS",

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import keras
+import numpy as np
+from jax.experimental import multihost_utils
 
 from keras_vit import environment
 from keras_vit.backend import plain, private
@@ -28,6 +30,14 @@ _CUDNN_STEP, _CUDNN_WIDEST = 8, 128
 def is_concrete(x: Any) -> bool:
     """Whether x has values now, and is not traced."""
     return not isinstance(x, keras.KerasTensor | jax.core.Tracer)
+
+
+def values_of(variable: Any) -> np.ndarray:
+    """Returns the present values, of which other processes may have parts; then all must ask."""
+    value = variable.value
+    if not (value.is_fully_addressable or value.is_fully_replicated):
+        value = multihost_utils.process_allgather(value, tiled=True)
+    return np.asarray(value)
 
 
 def layer_norm(x: Any, gamma: Any, beta: Any, *, epsilon: float) -> Any:

@@ -122,7 +122,7 @@ def state_variables(model: keras.Model) -> list[Any]:
 def get_state(model: keras.Model) -> dict[str, np.ndarray]:
     """Returns the weights, random states and optimizer of a compiled model, numbered."""
     variables = state_variables(model)
-    return numbered([np.asarray(keras.ops.convert_to_numpy(variable)) for variable in variables])
+    return numbered([backend.values_of(variable) for variable in variables])
 
 
 def numbered(arrays: Iterable[np.ndarray]) -> dict[str, np.ndarray]:

@@ -213,6 +213,8 @@ def is_first_worker() -> bool:
 
 def worker_index() -> int:
     """Returns the index of this process in its cluster; 0 without a cluster."""
+    if keras.backend.backend() == "jax":
+        return int(os.environ.get("KERAS_DISTRIBUTION_PROCESS_ID", "0"))
     task = json.loads(os.environ.get("TF_CONFIG") or "{}").get("task", {})
     return 0 if len(cluster_workers()) < 2 else int(task.get("index", 0))
 

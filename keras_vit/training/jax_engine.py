@@ -1,7 +1,9 @@
 """Runs the steps of a training on JAX, whose arrays may lie on a mesh of devices."""
 
 import contextlib
+import functools
 import math
+import os
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -10,12 +12,14 @@ import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
+from jax.experimental import multihost_utils
 
 from keras_vit import parallel
 from keras_vit.backend import private
 from keras_vit.training.execution import Batches, Engine
 
 _DATA, _FULLY_SHARDED, _MODEL = "data", "fsdp", "model"
+_ADDRESSES = "KERAS_DISTRIBUTION_JOB_ADDRESSES"
 _EXHAUSTED = "RESOURCE_EXHAUSTED"  # XLA's errors differ by their text alone
 
 
@@ -27,11 +31,19 @@ class JAXEngine(Engine):
     """
 
     def __init__(self, mesh: str | None) -> None:
+        _join()
+        self.index, self.count = jax.process_index(), jax.process_count()
         self._distribution = None if mesh is None else make_distribution(mesh)
         if self._distribution is not None:
             axes = self._distribution.device_mesh
             place = axes.axis_names.index(self._distribution.batch_dim_name)
             self.replicas = int(axes.shape[place])
+        if self.replicas % self.count:
+            raise ValueError(
+                f"{self.count} processes train together: a mesh must share the images among a "
+                f"multiple of {self.count} devices, as data={jax.device_count()} does. "
+                f"Received: mesh={mesh!r}."
+            )
         self._state: list[list[Any]] | None = None  # None while the variables have the values
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
@@ -41,13 +53,16 @@ class JAXEngine(Engine):
         return scope
 
     def gather(self, number: int) -> list[int]:
-        return [number]
+        if self.count == 1:
+            return [number]
+        numbers = multihost_utils.process_allgather(np.asarray(number, np.int32))
+        return [int(each) for each in numbers]
 
     def begin(
         self, model: keras.Model, *, training: Batches, validation: Batches, size: int
     ) -> None:
         self.model, self._validation = model, validation
-        self._batches = self._placed(training)
+        self._batches = self._placed(training, (self.index, self.count))
         with self.scope():
             private.build_for(model, next(iter(self._placed(validation))))
             model.make_train_function()
@@ -83,6 +98,9 @@ class JAXEngine(Engine):
         is_of_xla = isinstance(error, jax.errors.JaxRuntimeError)
         return isinstance(error, MemoryError) or (is_of_xla and _EXHAUSTED in str(error))
 
+    def is_loss_of_process(self, error: Exception) -> bool:
+        return self.count > 1 and isinstance(error, jax.errors.JaxRuntimeError)
+
     def _variables(self) -> list[list[keras.Variable]]:
         model = self.model
         return [
@@ -94,26 +112,41 @@ class JAXEngine(Engine):
     def _values(self) -> list[list[Any]]:
         return [[variable.value for variable in each] for each in self._variables()]
 
-    def _placed(self, make: Batches) -> Iterator[Any]:
-        """The batches on the devices, each placed while the one before is computed on."""
+    def _placed(self, make: Batches, shard: tuple[int, int] = (0, 1)) -> Iterator[Any]:
+        """The batches on the devices, each placed while the one before is computed on.
+
+        With a shard this process has that part of each batch alone, otherwise the whole.
+        """
         ahead = None
-        for batch in make((self.index, self.count)).as_numpy_iterator():
-            placed = tuple(map(self._place, batch))
+        for batch in make(shard).as_numpy_iterator():
+            placed = tuple(self._place(values, parts=shard[1]) for values in batch)
             if ahead is not None:
                 yield ahead
             ahead = placed
         if ahead is not None:
             yield ahead
 
-    def _place(self, values: np.ndarray) -> jax.Array:
+    def _place(self, values: np.ndarray, *, parts: int) -> jax.Array:
         if self._distribution is None:
             return jax.device_put(values)
         # What the devices cannot share equally, as the last images are, lies on each as a whole.
         layout = self._distribution.get_data_layout(values.shape)
-        if len(values) % self.replicas:
+        if len(values) * parts % self.replicas:
             whole = [None] * values.ndim
             layout = keras.distribution.TensorLayout(whole, self._distribution.device_mesh)
-        return jax.device_put(values, layout.backend_layout)
+        sharding, shape = layout.backend_layout, (len(values) * parts, *values.shape[1:])
+        if parts > 1:
+            return jax.make_array_from_process_local_data(sharding, values, shape)
+        return jax.make_array_from_callback(shape, sharding, lambda place: values[place])
+
+
+@functools.cache
+def _join() -> None:
+    """Joins the other processes, where the environment names them as Keras reads it."""
+    if _ADDRESSES in os.environ and not jax.distributed.is_initialized():
+        # JAX's own choice on CPUs; other devices have their own way to sum.
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        keras.distribution.initialize()
 
 
 def make_distribution(mesh: str) -> keras.distribution.ModelParallel:

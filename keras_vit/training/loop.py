@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from keras_vit import backend
 from keras_vit.training.checkpoints import (
     Copies,
     DamagedError,
@@ -370,7 +371,7 @@ class Loop:
             yield
             return
         variables = self.model.trainable_variables
-        values = [variable.numpy() for variable in variables]
+        values = [np.array(backend.values_of(variable)) for variable in variables]
         self.model.optimizer.finalize_variable_values(variables)
         try:
             yield

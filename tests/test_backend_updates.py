@@ -1,4 +1,4 @@
-"""Tests of keras_vit.backend.tensorflow_updates: one kernel for each variable, the same numbers."""
+"""Tests of keras_vit.backend.tensorflow_steps: one kernel for each variable, the same numbers."""
 
 import functools
 from typing import Any

@@ -21,13 +21,13 @@ if keras.backend.backend() == "tensorflow":
         uninitialized,
         values_of,
     )
+    from keras_vit.backend.tensorflow_steps import adam_step, momentum_step
     from keras_vit.backend.tensorflow_trainer import (
         ExactTrainer,
         is_in_scope,
         scope_of,
         warn_of_keras_step,
     )
-    from keras_vit.backend.tensorflow_updates import adam_step, momentum_step
 else:
     from keras_vit.backend.plain import (
         ACTIVATIONS,

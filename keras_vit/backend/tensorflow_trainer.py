@@ -27,18 +27,16 @@ from keras_vit.backend.tensorflow_steps import (
     current_part,
     global_norm,
     in_parts,
+    nested_optimizers,
     part_loss,
     part_of,
     raise_clearly,
     reducible,
-    times_share,
-    wants_xla,
-)
-from keras_vit.backend.tensorflow_updates import (
-    nested_optimizers,
     replicas,
     sum_in_apply,
     sum_over_replicas,
+    times_share,
+    wants_xla,
     without_sum,
 )
 

@@ -4,7 +4,6 @@ from keras_vit.losses import SigmoidCrossEntropy
 from keras_vit.optimizers import LAMB, AdamW, MomentumSGD, WarmupDecay, decayed_rates
 from keras_vit.training.distillation import DistillationLoss, DistillationModel
 from keras_vit.training.execution import Execution, is_first_worker
-from keras_vit.training.finish import TrainingInterrupted
 from keras_vit.training.loop import WorkerLostError
 from keras_vit.training.masked_patches import MaskedPatchModel, Reconstructions, reconstruct
 from keras_vit.training.models import (
@@ -25,6 +24,7 @@ from keras_vit.training.run import (
     read_fields,
 )
 from keras_vit.training.train import (
+    TrainingInterrupted,
     check_free,
     default_config,
     default_pretrain_config,

@@ -4,8 +4,9 @@ import dataclasses
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import filelock
 import keras
@@ -14,6 +15,7 @@ import pytest
 
 import keras_vit
 from keras_vit.config import ViTConfig
+from keras_vit.layers.random import overwritten_weights
 from keras_vit.model import VisionTransformer
 
 if keras.backend.backend() == "tensorflow":
@@ -59,6 +61,44 @@ def randomize(model: Model, seed: int = 0) -> Model:
     return model
 
 
+def made(config: ViTConfig, **options: Any) -> VisionTransformer:
+    """A model with every weight random, as `randomize` makes one, and drawn but once."""
+    with overwritten_weights():
+        model = VisionTransformer(config, **options)
+    assert model.trainable_weights == model.weights  # those are what `randomize` assigns
+    return randomize(model)
+
+
+def answers(model: keras.Model, images: np.ndarray) -> np.ndarray:
+    """What a model answers: on JAX compiled as a whole, where eager it compiles each operation."""
+    if keras.backend.backend() == "jax":
+        return np.asarray(model.predict_on_batch(images))
+    return np.asarray(keras.ops.convert_to_numpy(model(images)))
+
+
+def whole(model: keras.Model | keras.Layer, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Any other call of a model or layer, compiled as a whole on JAX; its random states move on."""
+    if keras.backend.backend() != "jax":
+        return call
+    import jax
+
+    variables = model.variables
+
+    @jax.jit
+    def compiled(values: list[Any], *arguments: Any) -> tuple[Any, list[Any]]:
+        with keras.StatelessScope(zip(variables, values, strict=True)) as scope:
+            results = call(*arguments)
+        return results, [scope.get_current_value(variable) for variable in variables]
+
+    def run(*arguments: Any) -> Any:
+        results, values = compiled([variable.value for variable in variables], *arguments)
+        for variable, value in zip(variables, values, strict=True):
+            variable.assign(value)
+        return results
+
+    return run
+
+
 def weights_differ(left: keras.Model, right: keras.Model) -> bool:
     """Whether any bit does."""
     pairs = zip(left.get_weights(), right.get_weights(), strict=True)
@@ -68,7 +108,7 @@ def weights_differ(left: keras.Model, right: keras.Model) -> bool:
 @pytest.fixture(scope="session")
 def tiny() -> VisionTransformer:
     """A small model with every weight random; tests must not change it."""
-    return randomize(VisionTransformer(TINY))
+    return made(TINY)
 
 
 @pytest.fixture

@@ -4,12 +4,13 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import keras
 import numpy as np
 import published
 import pytest
+from conftest import answers
 
 import keras_vit
+from keras_vit.layers.random import overwritten_weights
 
 # Float noise stays below 2e-5; the exact GELU moves these logits by 5e-4 to 9e-4.
 TOLERANCE = 5e-5
@@ -56,11 +57,17 @@ def config_of(name: str, **fields: Any) -> keras_vit.ViTConfig:
     return dataclasses.replace(keras_vit.variant(variant), **changes, **fields)
 
 
+def empty(config: keras_vit.ViTConfig) -> keras_vit.VisionTransformer:
+    """A model whose weights are not drawn, as all of them are loaded."""
+    with overwritten_weights():
+        return keras_vit.VisionTransformer(config)
+
+
 def logits(config: keras_vit.ViTConfig, folder: Path) -> np.ndarray:
     path = published.write(folder / "weights.npz", config)
-    model = keras_vit.VisionTransformer(config)
+    model = empty(config)
     keras_vit.weights.load(model, path)
-    return np.asarray(keras.ops.convert_to_numpy(model(published.images(config))))
+    return answers(model, published.images(config))
 
 
 def test_every_golden_array_is_tested() -> None:
@@ -87,13 +94,12 @@ def test_logits_are_the_originals(name: str, tmp_path: Path) -> None:
 def test_the_tolerance_tells_the_exact_gelu_apart(tmp_path: Path) -> None:
     """The comparison fails on the smallest mistake it is there to find."""
     right, wrong = (
-        keras_vit.VisionTransformer(config_of("ViT-Ti_16", activation=activation))
-        for activation in ("gelu_tanh", "gelu")
+        empty(config_of("ViT-Ti_16", activation=activation)) for activation in ("gelu_tanh", "gelu")
     )
     keras_vit.weights.load(right, published.write(tmp_path / "weights.npz", right.config))
     wrong.set_weights(right.get_weights())  # keras_vit.weights.load refuses this
-    wrong = keras.ops.convert_to_numpy(wrong(published.images(right.config)))
-    assert np.abs(wrong - LOGITS["ViT-Ti_16"]).max() > 5 * TOLERANCE
+    mistaken = answers(wrong, published.images(right.config))
+    assert np.abs(mistaken - LOGITS["ViT-Ti_16"]).max() > 5 * TOLERANCE
 
 
 def big_vision_arrays(config: keras_vit.ViTConfig) -> dict[str, Any]:
@@ -115,8 +121,8 @@ def test_logits_are_big_visions(name: str, tmp_path: Path) -> None:
     """Attention pooling, average pooling and a folded class position give big_vision's logits."""
     config = dataclasses.replace(BIG_VISION, **BIG_VISION_MODELS[name])
     np.savez(tmp_path / "weights.npz", **big_vision_arrays(config))
-    model = keras_vit.VisionTransformer(config)
+    model = empty(config)
     keras_vit.weights.load(model, tmp_path / "weights.npz")
-    actual = keras.ops.convert_to_numpy(model(published.images(config)))
+    actual = answers(model, published.images(config))
     np.testing.assert_allclose(actual, BIG_VISION_LOGITS[name], rtol=0, atol=TOLERANCE)
     assert set(BIG_VISION_LOGITS.files) == set(BIG_VISION_MODELS)

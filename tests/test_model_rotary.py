@@ -7,8 +7,8 @@ import keras
 import numpy as np
 import pytest
 import variants_oracle
-from conftest import TINY, randomize
-from test_model_variants import CONFIGS, images_for, model_of
+from conftest import TINY, answers, made
+from test_model_variants import CONFIGS, answer_of, images_for, model_of
 
 import keras_vit
 from keras_vit.config import ViTConfig
@@ -35,12 +35,12 @@ def test_only_distances_count() -> None:
     """Where every token has a place, the place of the first one changes nothing."""
     fields: dict[str, Any] = {**variants_oracle.COUNTED, "position_embedding": None}
     config = dataclasses.replace(TINY, pooling="avg", class_token=False, **fields)
-    model = randomize(VisionTransformer(config))
+    model = made(config)
     moved = model.copy(config=dataclasses.replace(config, rotary_offset=7.5))
-    images = images_for(config)
-    np.testing.assert_allclose(moved(images), model(images), atol=1e-5)
     other = model.copy(config=dataclasses.replace(config, rotary_grid=(9, 9)))
-    assert np.abs(other(images) - model(images)).max() > 1e-3
+    answer, same, different = (answers(each, images_for(config)) for each in (model, moved, other))
+    np.testing.assert_allclose(same, answer, atol=1e-5)
+    assert np.abs(different - answer).max() > 1e-3
 
 
 @pytest.mark.parametrize("name", [*ROTARY, "rotary, relative", "modern"])
@@ -51,7 +51,7 @@ def test_recorded_attention_is_the_attention_of_the_answer(name: str) -> None:
     layers = [model.get_layer(f"block_{index}").attention for index in range(2)]
     with recording(*layers) as records:
         answer = model(images)
-    np.testing.assert_allclose(answer, model(images), atol=2e-6)
+    np.testing.assert_allclose(answer, answer_of(name), atol=2e-6)
     expected = variants_oracle.run(variants_oracle.arrays(model), images, model.config)
     for layer, weights in zip(layers, expected.weights, strict=True):
         np.testing.assert_allclose(records[layer][0], weights, atol=1e-6)
@@ -66,7 +66,7 @@ def test_another_image_size_has_its_own_angles(name: str, side: tuple[int, int, 
     assert model.config.rotary_period == CONFIGS[name].rotary_period
     arrays, images = variants_oracle.arrays(model), images_for(model.config)
     expected = variants_oracle.run(arrays, images, model.config).logits
-    np.testing.assert_allclose(model(images), expected, atol=3e-6)
+    np.testing.assert_allclose(answers(model, images), expected, atol=3e-6)
 
 
 @pytest.mark.parametrize("reference", [None, (2, 3)])
@@ -81,7 +81,7 @@ def test_a_finer_grid_has_its_places_between(reference: tuple[int, int] | None) 
 
 def attention_of(config: ViTConfig) -> tuple[Any, Any]:
     """The first block's attention with rotary positions, and without, from the same weights."""
-    turned = randomize(VisionTransformer(config))
+    turned = made(config)
     fields: dict[str, Any] = {"rotary_period": None, "rotary_grid": None, "rotary_offset": 0.0}
     still = VisionTransformer(dataclasses.replace(config, **fields))
     still.set_weights(turned.get_weights())

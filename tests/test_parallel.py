@@ -45,9 +45,10 @@ needs_jax = pytest.mark.skipif(
 
 def train(kind: str) -> dict[str, Any]:
     """Trains on two CPU devices in a process of its own, whose devices are made first."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
     output = subprocess.run(
         [sys.executable, "-c", TRAINING, kind],
-        env={**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}"},
+        env={**os.environ, "XLA_FLAGS": flags.strip()},
         capture_output=True,
         text=True,
         check=True,

@@ -9,12 +9,17 @@ import time
 from pathlib import Path
 from typing import Any
 
+import keras
 import processes
 import pytest
 import training_rig
 
 pytestmark = pytest.mark.slow
 
+needs_strategies = pytest.mark.skipif(
+    keras.backend.backend() == "jax",
+    reason="Replicas and workers are those of TensorFlow's strategies",
+)
 KILLS = int(os.environ.get("KERAS_VIT_TEST_KILLS", "6"))
 STEPS = 8 * max(KILLS, 5)
 
@@ -46,6 +51,7 @@ def test_a_stopped_run_ends_with_the_same_bits(whole: str, tmp_path: Path) -> No
     assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
 
 
+@needs_strategies
 @pytest.mark.parametrize(("workers", "replicas"), [(1, 2), (2, 1)])
 def test_so_do_stopped_replicas_and_workers(workers: int, replicas: int, tmp_path: Path) -> None:
     """Compared with as many that nothing stopped."""
@@ -126,6 +132,7 @@ def disturb(index: int, sent: signal.Signals, *, out: Path) -> Disturbed:
     return Disturbed(began, training_rig.told(workers[index]), other)
 
 
+@needs_strategies
 def test_workers_are_stopped_lost_and_started_again(tmp_path: Path) -> None:
     """One training in which signals meet either worker: each time both go on from one step.
 

@@ -1,8 +1,8 @@
 """A training in a process of its own, that tells what it does and can be stopped or killed.
 
-Run as `python training_rig.py '{"out": "run", "steps": 60}'`; under TF_CONFIG it is one of the
-workers. It prints `resumed N`, `loss X`, `step N`, `saving N`, `saved N`, `done HASH`, `stopped
-CODE`.
+Run as `python training_rig.py '{"out": "run", "steps": 60}'`, or for several trainings with a list
+of such cases as "each"; under TF_CONFIG it is one of the workers. It prints `resumed N`, `loss X`,
+`step N`, `saving N`, `saved N`, `done HASH`, `stopped CODE`; of several, `begins` and `code N` too.
 """
 
 import json
@@ -36,7 +36,12 @@ def start(environment: dict[str, str] | None = None, **case: Any) -> subprocess.
 def told(process: "subprocess.Popen[str]", *, seconds: float = 300) -> dict[str, list[str]]:
     """Waits for the end and returns what was printed, by its first word, and the exit code."""
     output, errors = process.communicate(timeout=seconds)
-    said: dict[str, list[str]] = {"code": [str(process.returncode)], "errors": [errors[-3000:]]}
+    end = {"code": [str(process.returncode)], "errors": [errors[-3000:]]}
+    return end | _by_first_word(output)
+
+
+def _by_first_word(output: str) -> dict[str, list[str]]:
+    said: dict[str, list[str]] = {}
     for line in output.splitlines():
         word, _, rest = line.partition(" ")
         said.setdefault(word, []).append(rest)
@@ -48,6 +53,18 @@ def run(**case: Any) -> dict[str, list[str]]:
     return told(start(**case))
 
 
+def run_each(
+    cases: list[dict[str, Any]], environment: dict[str, str] | None = None
+) -> list[dict[str, list[str]]]:
+    """Runs trainings one after another in one process, which imports everything once."""
+    process = processes.start(__file__, {"each": cases}, environment)
+    output, errors = process.communicate(timeout=300 * len(cases))
+    said = [_by_first_word(part) for part in output.split("begins\n")[1:]]
+    if process.returncode or len(said) != len(cases):
+        raise RuntimeError(errors[-3000:])
+    return said
+
+
 def _say(*words: object) -> None:
     # In one piece: checkpoints are written in a thread of their own.
     sys.stdout.write(" ".join(map(str, words)) + "\n")
@@ -55,11 +72,21 @@ def _say(*words: object) -> None:
 
 
 def _main(case: dict[str, Any]) -> int:
-    processes.make_devices(case["replicas"])
-    from keras_vit import training
+    each = [{**DEFAULTS, **one} for one in case.get("each", [case])]
+    processes.make_devices(each[0]["replicas"])
     from keras_vit.training import checkpoints, loop
 
     _listen(checkpoints.Checkpoints, loop.Loop)
+    if "each" not in case:
+        return _train(each[0])
+    for one in each:
+        _say("begins")
+        _say("code", _train(one))
+    return 0
+
+
+def _train(case: dict[str, Any]) -> int:
+    from keras_vit import training
 
     def on_event(event: training.Event) -> None:
         if isinstance(event, training.StepDone):
@@ -159,4 +186,4 @@ def _listen(checkpoints: Any, loop: Any) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(_main({**DEFAULTS, **json.loads(sys.argv[1])}))
+    sys.exit(_main(json.loads(sys.argv[1])))

@@ -98,13 +98,15 @@ def _compiled(case: dict[str, Any]) -> Any:
     import keras
 
     import keras_vit
+    from keras_vit.layers.random import overwritten_weights
     from keras_vit.optimizers import MomentumSGD, WarmupDecay
 
     keras.utils.set_random_seed(0)
     config = keras_vit.ViTConfig(
         **fine_tuning.SIZES, remat=case["remat"], dropout_rate=case["dropout_rate"]
     )
-    model = keras_vit.VisionTransformer(config, dtype=case["precision"])
+    with overwritten_weights():
+        model = keras_vit.VisionTransformer(config, dtype=case["precision"])
     fine_tuning.load_weights(model)
     schedule = WarmupDecay(
         fine_tuning.BASE, steps=fine_tuning.TOTAL, warmup_steps=fine_tuning.WARMUP

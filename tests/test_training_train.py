@@ -527,14 +527,22 @@ def test_an_interruption_does_not_replace_a_whole_run(
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    keras.backend.backend() == "jax",
+    reason="Between the steps of an epoch JAX's loop does not read the variables poisoned here",
+)
 def test_a_loss_that_is_no_number_stops_the_training(pixels: ImageData, tmp_path: Path) -> None:
     """The step is named, and the checkpoint of before is kept."""
-    # The decay makes the weights so many times larger at each step: after two, squares overflow.
-    recipe = dataclasses.replace(
-        RECIPE, learning_rate=100.0, weight_decay=10.0, gradient_norm=None, warmup=0
-    )
+    recipe = dataclasses.replace(RECIPE, learning_rate=100.0, gradient_norm=None, warmup=0)
+
+    def poison(event: Any) -> None:
+        if not isinstance(event, EpochDone) and event.step == 2:
+            model.get_layer("head").kernel.assign(np.full((16, 2), np.nan))
+
+    config = dataclasses.replace(CONFIG, classes=2, include_preprocessing=True)
+    model = keras_vit.VisionTransformer(config)
     with pytest.raises(FloatingPointError, match=r"loss is nan at step 3 \(epoch 2\); .* step 2"):
-        train(pixels, out=tmp_path / "run", model=CONFIG, recipe=recipe)
+        train(pixels, out=tmp_path / "run", model=model, recipe=recipe, on_event=poison)
 
     assert (tmp_path / "run.unfinished" / "checkpoint-00000002.npz").is_file()
 

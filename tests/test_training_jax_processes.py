@@ -1,5 +1,6 @@
 """Two processes train together on JAX: as one device does, and again after one was killed."""
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -14,6 +15,7 @@ if keras.backend.backend() != "jax":
 
 pytestmark = pytest.mark.slow
 STEPS = 16
+TWO_DEVICES = "--xla_force_host_platform_device_count=2"
 
 
 def start_both(**case: object) -> list["subprocess.Popen[str]"]:
@@ -22,7 +24,7 @@ def start_both(**case: object) -> list["subprocess.Popen[str]"]:
     return [
         training_rig.start(
             {
-                "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+                "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {TWO_DEVICES}",
                 "KERAS_DISTRIBUTION_JOB_ADDRESSES": ",".join(addresses),
                 "KERAS_DISTRIBUTION_NUM_PROCESSES": "2",
                 "KERAS_DISTRIBUTION_PROCESS_ID": str(index),

@@ -39,6 +39,8 @@ DEFAULTS: dict[str, Any] = {
     "sam_rho": 0.0,
     "dropout_rate": 0.0,
     "clip": 1.0,
+    "evaluate": False,
+    "optimize_graphs": False,
 }
 
 
@@ -73,6 +75,7 @@ def _train(case: dict[str, Any], strategy: Any) -> dict[str, Any]:
     import keras_vit
 
     keras.utils.set_random_seed(0)
+    processes.optimize_graphs(case["optimize_graphs"])
     with strategy.scope():
         config = keras_vit.ViTConfig(
             **SIZES, remat=case["remat"], dropout_rate=case["dropout_rate"]
@@ -88,7 +91,8 @@ def _train(case: dict[str, Any], strategy: Any) -> dict[str, Any]:
             report_gradient_norm=True,
             jit_compile=case["xla"],
         )
-    return {**_fit(model), "replicas": _replica_hashes(strategy, model)}
+    numbers = _fit(model, is_evaluated=case["evaluate"])
+    return {**numbers, "replicas": _replica_hashes(strategy, model)}
 
 
 def _strategy(case: dict[str, Any]) -> Any:
@@ -135,8 +139,8 @@ def _optimizer(case: dict[str, Any]) -> Any:
     return optimizer
 
 
-def _fit(model: Any) -> dict[str, Any]:
-    """Trains, evaluates, and returns the numbers of both."""
+def _fit(model: Any, *, is_evaluated: bool) -> dict[str, Any]:
+    """Trains, evaluates if asked to, and returns the numbers of both."""
     import tensorflow as tf
 
     images, labels = zip(*map(batch, range(STEPS)), strict=True)
@@ -144,11 +148,14 @@ def _fit(model: Any) -> dict[str, Any]:
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
     data = data.batch(16, drop_remainder=True).with_options(options)
-    validation = data.unbatch().take(20).batch(8)
     history = model.fit(
         data.repeat(), epochs=STEPS, steps_per_epoch=1, shuffle=False, verbose=0
     ).history
-    evaluated = model.evaluate(validation.with_options(options), verbose=0, return_dict=True)
+    validation = []
+    if is_evaluated:
+        batches = data.unbatch().take(20).batch(8).with_options(options)
+        evaluated = model.evaluate(batches, verbose=0, return_dict=True)
+        validation = [float(np.ravel(evaluated[name])[0]) for name in ("loss", "accuracy")]
     weights = {variable.path: variable.numpy() for variable in model.weights}
     content = b"".join(value.tobytes() for value in weights.values())
     return {
@@ -156,7 +163,7 @@ def _fit(model: Any) -> dict[str, Any]:
         "gradient_norms": [float(np.ravel(value)[0]) for value in history["gradient_norm"]],
         "head_bias": weights["head/bias"].tolist(),
         "cls": weights["patch_encoder/class_token"].ravel().tolist(),
-        "validation": [float(np.ravel(evaluated[name])[0]) for name in ("loss", "accuracy")],
+        "validation": validation,
         "sha256": hashlib.sha256(content).hexdigest(),
     }
 

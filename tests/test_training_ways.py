@@ -40,9 +40,9 @@ def trainings() -> Iterator[processes.Together]:
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any], ways: list[str]) -> None:
-    """Losses of each epoch, and of the validation after it, to 2e-5; replicas to the bit."""
+    """Losses, those of validation, and weights, to 2e-5; replicas to the bit."""
     for way in ways:
-        for kind in ("losses", "validation"):
+        for kind in ("losses", "validation", "weights"):
             np.testing.assert_allclose(
                 found[way][kind], expected[way][kind], rtol=0, atol=2e-5, err_msg=f"{way}: {kind}"
             )
@@ -96,4 +96,5 @@ def test_the_ways_differ(trainings: processes.Together) -> None:
     different = [way for way in seen if way not in same]
     for place, way in enumerate(different):
         for other in different[:place]:
-            assert np.abs(np.subtract(seen[way], seen[other])).max() > 1e-3, (way, other)
+            both = list(zip(seen[way], seen[other], strict=False))
+            assert np.abs(np.subtract(*zip(*both, strict=True))).max() > 1e-3, (way, other)

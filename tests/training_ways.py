@@ -5,6 +5,7 @@ one of the workers.
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import sys
@@ -18,12 +19,26 @@ SIZE, IMAGES, BATCH, CLASSES = 16, 32, 8, 5
 # These train two epochs, all others one: each makes four iterators over all replicas, which take
 # as long as tracing.
 LONGER = ("fit", "own_loop", "uneven")
+# Ways whose names begin so have a last batch of one image.
+UNEVEN = ("uneven", "weighted", "ignored")
+OTHER_DATA = (*UNEVEN, "distilled")
+# What evaluates as another way does; its weights, which every way has, are compared all the same.
+UNEVALUATED = (
+    "train_step",
+    "cloned",
+    "uneven_accumulated",
+    "uneven_train_step",
+    "weighted_accumulated",
+    "weighted_train_step",
+    "ignored_accumulated",
+)
 
 
 def start(ways: list[str], *, replicas: int = 1, environment: dict[str, str] | None = None) -> Any:
     """Starts a process that trains in each of these ways.
 
-    Its result, by the name of each way: losses, validation losses, and a hash of each replica.
+    Its result, by the name of each way: losses, validation losses, the root mean square of each
+    weight at the end, and a hash of each replica.
     """
     case = {"replicas": replicas, "ways": ways, "multi_worker": environment is not None}
     return processes.start(__file__, case, environment)
@@ -31,6 +46,7 @@ def start(ways: list[str], *, replicas: int = 1, environment: dict[str, str] | N
 
 def _main(case: dict[str, Any]) -> None:
     processes.make_devices(case["replicas"])
+    processes.optimize_graphs(False)  # tests/fine_tuning.py does
     import tensorflow as tf
 
     strategy = tf.distribute.get_strategy()
@@ -51,24 +67,31 @@ def _train(name: str, strategy: Any) -> dict[str, Any]:
         _fill(model)
         if trained is not model:
             _fill(trained)
-    history = _loop(trained, strategy) if name == "own_loop" else _fit(name, trained)
+    history = _loop(trained, strategy) if name == "own_loop" else _fit(name, trained, strategy)
     copies = [strategy.experimental_local_results(v.value) for v in model.weights]
     hashes = [
         hashlib.sha256(b"".join(copy.numpy().tobytes() for copy in replica)).hexdigest()
         for replica in zip(*copies, strict=True)
     ]
-    return {**history, "replicas": hashes}
+    squares = [
+        float(np.sqrt(np.mean(v.numpy() ** 2))) for v in model.weights if v.dtype == "float32"
+    ]
+    return {**history, "weights": squares, "replicas": hashes}
 
 
-def _fit(name: str, model: Any) -> dict[str, Any]:
+def _fit(name: str, model: Any, strategy: Any) -> dict[str, Any]:
     """Trains by `fit`, and evaluates the images of the last, uneven batch too."""
-    uneven = name.startswith(("uneven", "weighted", "ignored"))
-    data = _dataset(name, images=IMAGES + (1 if uneven else 0))
+    kind = name.partition("_")[0]
+    data = _dataset(kind if kind in OTHER_DATA else "plain", strategy)
     history = model.fit(
-        data, epochs=_epochs(name), shuffle=False, verbose=0, validation_data=data
+        data,
+        epochs=_epochs(name),
+        shuffle=False,
+        verbose=0,
+        validation_data=None if name in UNEVALUATED else data,
     ).history
     flat = {key: [float(np.ravel(v)[0]) for v in values] for key, values in history.items()}
-    return {"losses": flat["loss"], "validation": flat["val_loss"]}
+    return {"losses": flat["loss"], "validation": flat.get("val_loss", [])}
 
 
 def _epochs(name: str) -> int:
@@ -94,27 +117,32 @@ def _loop(model: Any, strategy: Any) -> dict[str, Any]:
 
         return strategy.reduce("SUM", strategy.run(replica_step, args=(batch,)), axis=None)
 
-    batches = strategy.experimental_distribute_dataset(_dataset("own_loop", images=IMAGES))
+    batches = _dataset("plain", strategy)
     losses = [
         np.mean([float(step(batch)) for batch in batches]) for _ in range(_epochs("own_loop"))
     ]
     return {"losses": [float(loss) for loss in losses], "validation": []}
 
 
-def _dataset(name: str, *, images: int) -> Any:
+@functools.cache
+def _dataset(kind: str, strategy: Any) -> Any:
+    """Data of several ways, distributed as `fit` does it."""
     import tensorflow as tf
 
+    images = IMAGES + (kind in UNEVEN)
     generator = np.random.default_rng(3)
     x = generator.uniform(-1, 1, (images, SIZE, SIZE, 3)).astype(np.float32)
     y = generator.integers(0, CLASSES, images)
     arrays: tuple[Any, ...] = (x, y)
-    if name.startswith("distilled"):
+    if kind == "distilled":
         arrays = (x, np.eye(CLASSES, dtype=np.float32)[y])
-    if name.startswith("weighted"):
+    if kind == "weighted":
         arrays = (x, y, generator.uniform(0, 2, images).astype(np.float32) ** 3)
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
-    return tf.data.Dataset.from_tensor_slices(arrays).batch(BATCH).with_options(options)
+    data = tf.data.Dataset.from_tensor_slices(arrays).batch(BATCH).with_options(options)
+    is_alone = strategy.num_replicas_in_sync == 1
+    return data if is_alone else strategy.experimental_distribute_dataset(data)
 
 
 def _fill(model: Any) -> None:

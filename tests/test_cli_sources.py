@@ -135,6 +135,7 @@ def imagenet(folder: Path) -> Path:
     return named(folder, ["LABEL_0", "LABEL_1"])
 
 
+@pytest.mark.slow
 def test_evaluate_takes_names_and_identifiers_of_folders(
     folder: Path, image: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -155,6 +156,7 @@ def test_evaluate_takes_names_and_identifiers_of_folders(
     assert "two classes 'crane'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_evaluate_measures_the_features_of_a_backbone(
     image: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -167,6 +169,7 @@ def test_evaluate_measures_the_features_of_a_backbone(
     assert line["few_shot"]
 
 
+@pytest.mark.slow
 def test_explain_takes_any_source(
     folder: Path, image: Path, tmp_path: Path, hub: list[tuple[str, str]]
 ) -> None:

@@ -67,6 +67,7 @@ def test_a_part_is_chosen_in_the_upright_photo(turn: int, form: str) -> None:
     assert difference(actual[1:-1, 1:-1], expected[1:-1, 1:-1]) <= FORMS[form]
 
 
+@pytest.mark.slow
 def test_training_and_evaluation_see_photos_upright(files: Split) -> None:
     """Batches of evaluation, of training, and of training with crops as wide as the photo."""
     size = (36, 36)

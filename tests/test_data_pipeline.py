@@ -274,7 +274,7 @@ def test_a_batch_that_workers_cannot_share_is_an_error() -> None:
             batches(split, batch_size=size, shard=(0, 2))
 
 
-@pytest.mark.parametrize("kind", ["pixels", "files"])
+@pytest.mark.parametrize("kind", ["pixels", pytest.param("files", marks=pytest.mark.slow)])
 def test_a_crop_is_a_part_of_the_image_resized(kind: str, files: Split) -> None:
     """The part that the step's draws choose, resized as the whole would be."""
     split = numbered() if kind == "pixels" else files

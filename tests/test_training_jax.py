@@ -110,6 +110,11 @@ def test_meshes_that_are_none_are_refused() -> None:
     for mesh in ("8", "data", "data=0", "batch=2", "data=2,fsdp=2", "data=2,data=2", "data=1.5"):
         with pytest.raises(ValueError, match=r'"data=8" or "fsdp=8".*Received: mesh='):
             training.Execution(mesh=mesh).make_engine()
+    from keras_vit.training import jax_engine  # needs JAX
+
+    sizes = jax_engine._sizes("model=2, fsdp=4")
+    assert list(sizes.items()) == [("fsdp", 4), ("model", 2)]
+    assert jax_engine._sizes("model=2") == {"data": 1, "model": 2}
     with pytest.raises(ValueError, match=r"mesh='data=64' needs 64 devices. Received: \d+ of JAX"):
         training.Execution(mesh="data=64").make_engine()
 

@@ -558,6 +558,7 @@ def test_another_backend_is_refused(
 
 
 @pytest.mark.parametrize(("split", "strict"), [("validation", False), ("train", True)])
+@pytest.mark.slow
 def test_an_image_damaged_after_listing_ends_a_training_by_its_name(
     tmp_path: Path, split: str, strict: bool
 ) -> None:

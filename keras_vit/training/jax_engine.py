@@ -153,7 +153,7 @@ def make_distribution(mesh: str) -> keras.distribution.ModelParallel:
     """Returns how a batch and the weights lie on the devices, see `Execution.mesh`.
 
     Raises:
-        ValueError: the mesh is none, or there are fewer devices.
+        ValueError: the mesh is none, or of other devices than there are.
     """
     sizes, devices = _sizes(mesh), keras.distribution.list_devices()
     count = math.prod(sizes.values())
@@ -161,6 +161,11 @@ def make_distribution(mesh: str) -> keras.distribution.ModelParallel:
         raise ValueError(
             f"mesh={mesh!r} needs {count} devices. Received: {len(devices)} of JAX "
             f"({', '.join(devices[:8])}{', ...' if len(devices) > 8 else ''})."
+        )
+    if count < len(devices) and jax.process_count() > 1:
+        raise ValueError(
+            f"{jax.process_count()} processes train together on all of their {len(devices)} "
+            f"devices. Received: mesh={mesh!r}, of {count}."
         )
     axes = keras.distribution.DeviceMesh(
         tuple(sizes.values()), tuple(sizes), np.array(devices[:count])
@@ -174,7 +179,10 @@ def make_distribution(mesh: str) -> keras.distribution.ModelParallel:
 
 
 def _sizes(mesh: str) -> dict[str, int]:
-    """Returns the size of each axis of a mesh; the first one shares the batch."""
+    """Returns the size of each axis of a mesh, first of the one that shares the batch.
+
+    A process's devices are neighbours on the other axis: so it needs one part of each batch.
+    """
     pairs = [part.partition("=")[::2] for part in mesh.replace(" ", "").split(",")]
     names = [name for name, _ in pairs]
     is_known = set(names) <= {_DATA, _FULLY_SHARDED, _MODEL} and len(set(names)) == len(names)
@@ -185,4 +193,6 @@ def _sizes(mesh: str) -> dict[str, int]:
             f"after it. Received: mesh={mesh!r}."
         )
     sizes = {name: int(number) for name, number in pairs}
-    return sizes if len(sizes) > 1 or names[0] != _MODEL else {_DATA: 1, **sizes}
+    if set(sizes) == {_MODEL}:
+        sizes[_DATA] = 1
+    return dict(sorted(sizes.items(), key=lambda pair: pair[0] == _MODEL))

@@ -95,6 +95,7 @@ def _run(arguments: argparse.Namespace) -> int:
         if arguments.run is not catalog.run:
             with environment.without_log_lines(), environment.without_keras_extras():
                 importlib.import_module("keras_vit.names")  # registers the classes with Keras
+                importlib.import_module("keras_vit.data")  # TensorFlow, on every backend
         exit_code: int = arguments.run(arguments)
     except KeyboardInterrupt as interruption:
         message = str(interruption) or "Interrupted: nothing was saved."

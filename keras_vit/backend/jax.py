@@ -1,6 +1,5 @@
 """JAX: attention that does not store its weights, GPU kernels in half precision, the step."""
 
-import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -119,8 +118,6 @@ class ExactTrainer(StepOptions, _Model):
         ['loss']
     """
 
-    _norm: types.SimpleNamespace | None = None
-
     def compile(
         self,
         optimizer: Any = "rmsprop",
@@ -149,11 +146,7 @@ class ExactTrainer(StepOptions, _Model):
         """
         self.check_options(accumulate, sam_rho)
         super().compile(self.scaled(optimizer), *args, **kwargs)
-        self._accumulate, self._sam_rho = accumulate, sam_rho
-        self._norm = None
-        if report_gradient_norm:
-            # In a namespace Keras does not find the metric, and does not report it in evaluation.
-            self._norm = types.SimpleNamespace(value=keras.metrics.Mean(name=_NORM))
+        self.keep_options(accumulate, sam_rho, report_gradient_norm)
 
     @property
     def metrics(self) -> list[keras.metrics.Metric]:

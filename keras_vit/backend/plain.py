@@ -1,6 +1,7 @@
 """All operations in `keras.ops` alone, for any Keras backend."""
 
 import contextlib
+import types
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -143,6 +144,14 @@ class StepOptions(_Model):
                 "accumulate must be at least 1 and sam_rho at least 0. "
                 f"Received: accumulate={accumulate!r}, sam_rho={sam_rho!r}."
             )
+
+    def keep_options(self, accumulate: int, sam_rho: float, report_gradient_norm: bool) -> None:
+        """Keeps the options of `compile` for the step."""
+        self._accumulate, self._sam_rho = accumulate, sam_rho
+        self._norm = None
+        if report_gradient_norm:
+            # In a namespace Keras does not find the metric, and does not report it in evaluation.
+            self._norm = types.SimpleNamespace(value=keras.metrics.Mean(name="gradient_norm"))
 
     def check_trainable(self) -> None:
         """Raises a ValueError if there is nothing to train."""

@@ -9,7 +9,6 @@ Keras that this overrides (backend/private).
 
 import concurrent.futures
 import math
-import types
 import warnings
 from collections.abc import Callable
 from typing import Any, Literal
@@ -109,11 +108,7 @@ class ExactTrainer(StepOptions, private.StepHooks):
             )
         super().compile(self.scaled(optimizer), *args, **kwargs, jit_compile=False)
         self._check_strategy()
-        self._accumulate, self._sam_rho = accumulate, sam_rho
-        self._norm = None
-        if report_gradient_norm:
-            # In a namespace Keras does not find the metric, and does not report it in evaluation.
-            self._norm = types.SimpleNamespace(value=keras.metrics.Mean(name="gradient_norm"))
+        self.keep_options(accumulate, sam_rho, report_gradient_norm)
         self._jit_request = jit_compile
         self._is_xla = wants_xla(jit_compile) and not self.run_eagerly
         if self.optimizer is not None and self.distribute_strategy.num_replicas_in_sync > 1:

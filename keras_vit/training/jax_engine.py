@@ -1,7 +1,6 @@
 """Runs the steps of a training on JAX, whose arrays may lie on a mesh of devices."""
 
 import contextlib
-import functools
 import math
 import os
 import re
@@ -64,7 +63,7 @@ class JAXEngine(Engine):
         self.model, self._validation = model, validation
         self._batches = self._placed(training, (self.index, self.count))
         with self.scope():
-            private.build_for(model, next(iter(self._placed(validation))))
+            private.build_for(model, next(validation((0, 1)).as_numpy_iterator()))
             model.make_train_function()
             model.make_test_function()
         # The logs are those of one step: each begins with these.
@@ -140,7 +139,6 @@ class JAXEngine(Engine):
         return jax.make_array_from_callback(shape, sharding, lambda place: values[place])
 
 
-@functools.cache
 def _join() -> None:
     """Joins the other processes, where the environment names them as Keras reads it."""
     if _ADDRESSES in os.environ and not jax.distributed.is_initialized():

@@ -8,12 +8,19 @@
     python -m benchmarks --task training --replicas 1 2 4 --only keras_vit
     python -m benchmarks --task cold                       # process start to first prediction
     python -m benchmarks --suite issue --out issue         # every target
-    python -m benchmarks --only "keras_vit on JAX" "timm compiled" --batches 64 --steps 20 \
-        --precisions bfloat16 --variants L/16              # on an accelerator
+    python -m benchmarks --suite accelerator --out gpu     # on an accelerator: B/16, L/16, H/14
+    python -m benchmarks --suite trial --rounds 1          # the same on a tiny model, anywhere
 
 Each contender runs in a process of its own. They take turns, so a busy machine slows down all of
-them. Figures are medians, ratios are medians over the turns. GFLOP/s count the matrix products, and
-"of peak" compares them with a measured product. MiB is the peak memory of the process.
+them. Figures are medians, ratios are medians over the turns. GFLOP/s count the model's matrix
+products, two operations for each multiplication, a training step three times. MFU divides them by
+the GFLOP/s of a measured matrix product, in the same precision on the same device. MiB is the peak
+memory of the accelerator, or else of the process. "compile s" is what the first turn takes longer
+than the others.
+
+The suite "accelerator" compares keras_vit on JAX with timm under torch.compile, for inference and
+training in bfloat16. A contender that does not fit into the memory is named and left out; so is one
+that is not installed. The figures so far are written after each case.
 
 Peers are KerasHub (keras-hub), timm, Hugging Face (transformers), OpenVINO and ONNX Runtime; the
 first three run in --peers-python. Cold starts are comparable only there, as each library imports no
@@ -35,7 +42,7 @@ from pathlib import Path
 
 from benchmarks import report
 from benchmarks.cases import CONTENDERS, PRECISIONS, SIZES, TASKS, Case, installed, product
-from benchmarks.ceiling import ceiling
+from benchmarks.ceiling import accelerator, ceiling
 from benchmarks.measuring import measure
 from benchmarks.suites import SUITES
 
@@ -78,18 +85,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if case.precision not in ceilings:
             ceilings[case.precision] = ceiling(case.precision)
         report.print_case(case, figures[case], peak=ceilings[case.precision])
+        if options.out:  # after each case: a long run may be stopped
+            options.out.mkdir(parents=True, exist_ok=True)
+            about = {**about, "ceilings": ceilings}
+            report.write_json(options.out / "figures.json", about, figures)
     if targets:
         report.print_targets(figures, targets)
     if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        about = {**about, "ceilings": ceilings}
-        report.write_json(options.out / "figures.json", about, figures)
-        print(f"\nWritten: {options.out / 'figures.json'}")
-        try:
-            report.write_chart(options.out / "chart.png", figures)
-            print(f"Written: {options.out / 'chart.png'}")
-        except ImportError as error:
-            print(error)
+        _write_chart(options.out, figures)
+
+
+def _write_chart(folder: Path, figures: report.Figures) -> None:
+    print(f"\nWritten: {folder / 'figures.json'}")
+    try:
+        report.write_chart(folder / "chart.png", figures)
+        print(f"Written: {folder / 'chart.png'}")
+    except ImportError as error:
+        print(error)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -162,10 +174,10 @@ def _about(rounds: int) -> dict[str, object]:
 
 def _accelerator() -> dict[str, object]:
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    if shutil.which(command[0]) is None:
-        return {}
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
-    return {"accelerator": process.stdout.strip()}
+    if shutil.which(command[0]) is not None:
+        process = subprocess.run(command, capture_output=True, text=True, check=False)
+        return {"accelerator": process.stdout.strip()}
+    return {"accelerator": accelerator() or "none; every figure is the processor's"}
 
 
 if __name__ == "__main__":

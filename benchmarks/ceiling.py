@@ -1,5 +1,6 @@
 """The FLOP/s of a matrix product on the machine's cores or its accelerator."""
 
+import functools
 import importlib.util
 import statistics
 import subprocess
@@ -40,15 +41,17 @@ for _ in range(int(sys.argv[2])):
 """
 
 
-def has_accelerator() -> bool:
-    """Whether JAX is installed and has an accelerator."""
+@functools.cache
+def accelerator() -> str:
+    """Returns the name of JAX's accelerator; "" without one, or without JAX."""
     if importlib.util.find_spec("jax") is None:
-        return False
-    code = "import jax; print(jax.default_backend())"
+        return ""
+    code = "import jax; print(jax.default_backend(), jax.devices()[0].device_kind, sep='|')"
     process = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
-    return process.stdout.strip() != "cpu"
+    backend, _, kind = process.stdout.strip().splitlines()[-1].partition("|")
+    return "" if backend == "cpu" else kind
 
 
 def ceiling(precision: str) -> float:
@@ -57,7 +60,7 @@ def ceiling(precision: str) -> float:
     On an accelerator both matrices are 8192 by 8192.
     """
     has_tensorflow = importlib.util.find_spec("tensorflow") is not None
-    code = _MEASURE if has_tensorflow and not has_accelerator() else _MEASURE_ON_JAX
+    code = _MEASURE if has_tensorflow and not accelerator() else _MEASURE_ON_JAX
     command = [sys.executable, "-c", code, precision, str(_ROUNDS)]
     process = subprocess.run(command, capture_output=True, text=True, check=True)
     # The faster half, because other work slows down the rest.

@@ -1,15 +1,20 @@
 """Times for how long a checkpoint stops a training, written at once and written meanwhile.
 
     python -m benchmarks.checkpoints --variants B/16 L/16 --rounds 5
+    KERAS_BACKEND=jax python -m benchmarks.checkpoints --variants B/16 L/16 --rounds 5
 
-"at once" copies the state and writes the file before the next step; "meanwhile" is what trainings
-do: they copy the state into memory that was made with the first checkpoint, and a thread writes it.
-The two take turns, each after the other's file is whole. "written" is the time until the file of
-"meanwhile" is whole. Memory is the process's peak, with model, optimizer (AdamW) and one copy.
+"at once" copies the state and writes a file of NumPy's before the next step; "meanwhile" is what
+trainings do. On TensorFlow they copy the state into memory that a thread makes during the first
+steps (the checkpoint "before the first step" of a new training makes its own), and a thread writes
+that file. On JAX they hand the arrays to orbax-checkpoint; then every array is changed once, as a
+step does: what that takes longer than without a checkpoint counts, because on CPUs it needs other
+memory meanwhile. The two take turns, each after the other's file is whole. "written" is the time
+until the checkpoint of "meanwhile" is whole. "copy" is the memory that it takes at its peak, in
+sizes of the state (AdamW).
 """
 
 import argparse
-import functools
+import gc
 import json
 import statistics
 import tempfile
@@ -18,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.worker import memory
+
+_TOUCHING = 0.004  # seconds that steps go on while a MiB of fresh memory is made, at least
 
 
 def main() -> None:
@@ -33,53 +40,75 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one line of JSON instead")
     options = parser.parse_args()
     for variant in options.variants:
+        gc.collect()  # the model before
         figures = measure(variant, rounds=options.rounds)
         if options.json:
             print(json.dumps({"variant": variant, **figures}))
             continue
         print(
-            f"{variant}, state of {figures['state_mib']:.0f} MiB: at once "
+            f"{variant} on {figures['backend']}, state of {figures['state_mib']:.0f} MiB: at once "
             f"{figures['at_once']:.2f} s, meanwhile {figures['meanwhile']:.2f} s (the first "
-            f"{figures['first']:.2f}), written after {figures['written']:.2f} s; peak "
-            f"{figures['peak_mib']:.0f} MiB",
+            f"{figures['first']:.2f}, that before the first step {figures['cold']:.2f}; until the "
+            f"next step begins {figures['begin']:.2f}), "
+            f"written after {figures['written']:.2f} s; copy {figures['copy']:.2f}, "
+            f"peak {figures['peak_mib']:.0f} MiB",
             flush=True,
         )
 
 
 def measure(variant: str, *, rounds: int) -> dict[str, Any]:
-    """Returns seconds, as medians of the turns, and sizes."""
-    from keras_vit.training.checkpoints import (
-        Checkpoints,
-        Copies,
-        Writer,
-        get_state,
-        numbered,
-        state_variables,
-    )
+    """Returns seconds, as medians of the turns, and sizes; "copy" is a multiple of the state."""
+    import keras
+
+    from keras_vit.training import Execution
+    from keras_vit.training.checkpoints import Checkpoints
+    from keras_vit.training.state import get_state
 
     model = _compiled(variant)
-    copies, writer = Copies(state_variables(model)), Writer()
-    times: dict[str, list[float]] = {"at_once": [], "meanwhile": [], "written": []}
-    size = sum(array.nbytes for array in get_state(model).values())
+    change = _changing(model)
+    change()
+    names = ("at_once", "begin", "meanwhile", "written")
+    times: dict[str, list[float]] = {name: [] for name in names}
+    size = sum(array.nbytes for array in get_state(model).values()) / 2**20
     with tempfile.TemporaryDirectory() as folder:
         checkpoints = Checkpoints(Path(folder), keep=1)
-        for turn in range(rounds + 1):
+        engine = Execution(strategy="none").make_engine()
+        saver = engine.make_saver(model, checkpoints)
+        for turn in range(rounds + 2):
+            if turn == 1:
+                saver = engine.make_saver(model, checkpoints)
+                saver.prepare()
+                time.sleep(size * _TOUCHING)
+            _forget_peak()
             start = time.perf_counter()
-            state = numbered(copies.take())
-            writer.begin(functools.partial(checkpoints.save, 2 * turn, state, progress={}))
-            times["meanwhile"].append(time.perf_counter() - start)
-            writer.wait()
+            change()
+            usual = time.perf_counter() - start
+            before, start = memory("VmRSS"), time.perf_counter()
+            finish = saver.begin(2 * turn, progress={})
+            times["begin"].append(time.perf_counter() - start)
+            change()
+            times["meanwhile"].append(time.perf_counter() - start - usual)
+            finish()
             times["written"].append(time.perf_counter() - start)
             peak = memory("VmHWM")
             start = time.perf_counter()
             checkpoints.save(2 * turn + 1, get_state(model), progress={})
             times["at_once"].append(time.perf_counter() - start)
             if not turn:
-                first, first_peak = times["meanwhile"].pop(), peak
-                times["written"].clear()
-                times["at_once"].clear()
-    medians = {name: statistics.median(seconds) for name, seconds in times.items()}
-    return {**medians, "first": first, "state_mib": size / 2**20, "peak_mib": first_peak}
+                cold, first_peak, copy = times["meanwhile"][0], peak, (peak - before) / size
+            elif turn == 1:
+                first = times["meanwhile"][1]
+                for name in names:
+                    times[name].clear()
+    return {
+        "backend": keras.backend.backend(),
+        **{name: statistics.median(seconds) for name, seconds in times.items()},
+        "cold": cold,
+        "first": first,
+        "state_mib": size,
+        "copy": copy,
+        "peak_mib": first_peak,
+    }
 
 
 def _compiled(variant: str) -> Any:
@@ -91,6 +120,32 @@ def _compiled(variant: str) -> Any:
     model.compile(keras.optimizers.AdamW(1e-3), "sparse_categorical_crossentropy")
     model.optimizer.build(model.trainable_variables)
     return model
+
+
+def _changing(model: Any) -> Any:
+    """Returns what changes every array of JAX as a step does; on TensorFlow nothing."""
+    import keras
+
+    if keras.backend.backend() != "jax":
+        return lambda: None
+    import jax
+
+    from keras_vit.training.state import state_variables
+
+    changed = jax.jit(lambda values: [value + 1 for value in values], donate_argnums=0)
+
+    def change() -> None:
+        variables = state_variables(model)
+        values = changed([variable.value for variable in variables])
+        for variable, value in zip(variables, jax.block_until_ready(values), strict=True):
+            variable.assign(value)
+
+    return change
+
+
+def _forget_peak() -> None:
+    """Makes "VmHWM" begin at the present memory, where the system allows it."""
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 if __name__ == "__main__":

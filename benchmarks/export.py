@@ -202,9 +202,10 @@ def _converted_onnx(layers: Any, folder: Path, threads: int) -> Runner:
 
 
 def _converted_tflite(layers: Any, folder: Path, threads: int) -> Runner:
-    from keras_vit.exporting import tflite
+    from keras_vit.exporting import description, tflite
 
-    tflite.write_tflite(layers, {"tflite": folder / "converted.tflite"})
+    about = description.describe(layers, name="converted", labels=())
+    tflite.write_tflite(layers, {"tflite": folder / "converted.tflite"}, about=about)
     return _tflite(folder / "converted.tflite", threads)
 
 

@@ -1,12 +1,16 @@
 """Times the input pipeline: decoded, cropped and augmented images per second, against peers.
 
     python -m benchmarks.input --rounds 5
+    python -m benchmarks.input --processor --rounds 5
 
 Every contender reads the same random JPEGs (500 by 375 pixels), cuts an Inception crop, resizes it
 to 224 by 224 and applies RandAugment with two operations. The peers get the crop from our pipeline.
 The contenders take turns; figures are medians, ratios are medians over the turns. Then a Ti/16
 trains on a constant batch and on the pipeline: the difference is the time that a step waits.
 Contenders that are not installed are left out.
+
+With --processor it measures the processor's time of an image, of all threads together, in batches
+of 128: ours, and TensorFlow's operations for decoding, crop and resizing alone.
 """
 
 import argparse
@@ -25,8 +29,20 @@ from typing import Any
 import numpy as np
 
 SIZE, JPEG_SIZE, BATCH = (224, 224), (375, 500), 32
+LARGE_BATCH, COPIES = 128, 8  # with --processor: the batch, and how often an epoch has an image
 OURS = "keras_vit RandAugment"
 CONTENDERS = ("keras_vit crop alone", OURS, "keras RandAugment", "keras-cv RandAugment")
+BARE = "TensorFlow's operations, crop"
+AUGMENTATIONS: dict[str, dict[str, Any]] = {
+    "keras_vit crop": {},
+    "keras_vit crop, flip": {"flip": True},
+    "keras_vit crop, flip, erase": {"flip": True, "erase": 0.25},
+    "keras_vit crop, flip, RandAugment": {
+        "flip": True,
+        "randaugment_layers": 2,
+        "randaugment_magnitude": 15,
+    },
+}
 
 
 def main() -> None:
@@ -37,8 +53,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6, help="steps in a turn (default: 6)")
     parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument("--out", type=Path, help="write the figures as JSON (default: do not)")
+    parser.add_argument("--processor", action="store_true", help="measure the processor's time")
     options = parser.parse_args()
     jpegs = make_jpegs(64)
+    if options.processor:
+        measure_processor(jpegs, options)
+        return
     contenders = {name: make_batches(name, jpegs) for name in options.only if is_installed(name)}
     turns = [
         {name: images_per_second(batches, options.images) for name, batches in contenders.items()}
@@ -108,6 +128,69 @@ def peer_augmentation(name: str) -> Callable[[Any, Any], Any] | None:
         )
         return lambda images, targets: (layer(images, training=True), targets)
     return None
+
+
+def measure_processor(jpegs: list[bytes], options: argparse.Namespace) -> None:
+    """Prints the processor's milliseconds for an image, in turns."""
+    pairs = {name: [epochs(name, jpegs, count) for count in (1, 3)] for name in AUGMENTATIONS}
+    pairs[BARE] = [bare_epochs(jpegs, count) for count in (1, 3)]
+    turns = []
+    for _ in range(options.rounds):
+        # The difference of two lengths: what it takes to begin is in both.
+        seconds = {name: [processor_seconds(each) for each in pair] for name, pair in pairs.items()}
+        images = 2 * COPIES * len(jpegs)
+        turns.append({name: (long - short) / images for name, (short, long) in seconds.items()})
+    print(f"{machine()}; medians of {len(turns)} turns")
+    for name in pairs:
+        cost = statistics.median(turn[name] for turn in turns)
+        ratio = statistics.median(turn[name] / turn[BARE] for turn in turns)
+        print(f"{name:<34}{1000 * cost:>6.2f} ms of a core   {ratio:.2f} times {BARE!r}")
+    if options.out:
+        figures = {"machine": machine(), "processor_seconds_per_image": turns}
+        options.out.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def epochs(name: str, jpegs: list[bytes], count: int) -> Any:
+    """Makes the batches of so many epochs of ours."""
+    from keras_vit.data import Augmentation, Split, train_batches
+
+    images = np.array(jpegs * COPIES, object)
+    return train_batches(
+        Split(images=images, targets=np.zeros(len(images), np.int32)),
+        image_size=SIZE,
+        batch_size=LARGE_BATCH,
+        epochs=count,
+        seed=0,
+        augmentation=Augmentation(crop=0.05, **AUGMENTATIONS[name]),
+    )
+
+
+def bare_epochs(jpegs: list[bytes], count: int) -> Any:
+    """Makes batches with TensorFlow's operations for decoding, crop and resizing, and no more."""
+    import tensorflow as tf
+
+    from keras_vit.data import augment
+
+    def load(contents: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
+        shape = tf.image.extract_jpeg_shape(contents)[:2]
+        seed = tf.stack([step, 0])
+        part = augment.inception_part(shape, smallest_area=0.05, seed=seed)
+        pixels = tf.image.decode_and_crop_jpeg(contents, part, channels=3)
+        return tf.ensure_shape(tf.image.resize(pixels, SIZE, antialias=True), (*SIZE, 3))
+
+    images = tf.data.Dataset.from_tensor_slices(jpegs).repeat(COPIES * count)
+    loaded = tf.data.Dataset.zip(images, tf.data.Dataset.range(2**31)).map(
+        load, num_parallel_calls=-1, deterministic=True
+    )
+    return loaded.batch(LARGE_BATCH, drop_remainder=True).prefetch(-1)
+
+
+def processor_seconds(batches: Any) -> float:
+    """Measures the processor's time, of all threads, in which all batches are made."""
+    start = time.process_time()
+    for _ in batches:
+        pass
+    return time.process_time() - start
 
 
 def warm(batches: Any) -> Any:

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -28,6 +29,7 @@ class Measured:
         cpu: processor seconds of each turn, of all threads; empty for a cold start.
         peak: peak memory of the process in MiB, or of the accelerator if there is one.
         first: seconds from the imports to the end of the first turn: building and compiling.
+        built: seconds of it until the model is built.
         imported: memory in MiB after the imports.
         loading: seconds of each turn after the imports; only for a cold start.
     """
@@ -37,8 +39,13 @@ class Measured:
     cpu: list[float] = dataclasses.field(default_factory=list)
     peak: float = 0.0
     first: float = 0.0
+    built: float = 0.0
     imported: float = 0.0
     loading: list[float] = dataclasses.field(default_factory=list)
+
+    def compiling(self, steps: int) -> float:
+        """Seconds of the first turn beyond those of a later one: compiling, or warming up."""
+        return max(self.first - self.built - steps * statistics.median(self.seconds), 0.0)
 
 
 class _Worker:
@@ -115,7 +122,10 @@ def _turns(
             continue
         workers[name] = worker
         measured[name] = Measured(
-            version=ready["version"], imported=ready["memory"], first=ready["seconds"]
+            version=ready["version"],
+            imported=ready["memory"],
+            first=ready["seconds"],
+            built=ready["built"],
         )
     for turn in range(rounds + 1):
         for name, worker in workers.items():

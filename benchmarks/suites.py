@@ -1,6 +1,8 @@
 """The suites of targets, and their cases."""
 
-from benchmarks.cases import Case, Target
+from typing import Any
+
+from benchmarks.cases import CONTENDERS, Case, Target
 
 _ALL_FLOAT = ("timm", "Hugging Face", "KerasHub")
 _LIVE = ("keras_vit", "keras_vit tf.function")
@@ -46,7 +48,42 @@ def _memory() -> list[Target]:
     ]
 
 
+def _accelerator() -> list[Target]:
+    # The batches that fill an H100; a turn has enough steps to hide what the host does.
+    cases = [
+        Case(task=task, variant=variant, batch=batch, precision="bfloat16", steps=steps)
+        for task, steps, batches in (
+            ("inference", 20, (256, 128, 64)),
+            ("training", 10, (128, 64, 32)),
+        )
+        for variant, batch in zip(("B/16", "L/16", "H/14"), batches, strict=True)
+    ]
+    return [
+        Target(case=case, ours="keras_vit on JAX", peers=("timm compiled",), ratio=1.0)
+        for case in cases
+    ]
+
+
+def _trial() -> list[Target]:
+    tiny: dict[str, Any] = {"variant": "tiny/16", "image_size": 32, "batch": 2}
+    cases = {
+        Case(**tiny, precision="bfloat16", steps=2): "timm compiled",
+        Case(**tiny, task="training", precision="bfloat16", steps=2): "timm compiled",
+        Case(**tiny, task="training", precision="bfloat16", replicas=2): "keras_vit remat",
+        Case(**tiny, task="cold", precision="bfloat16"): "timm",
+    }
+    return [
+        # A tiny model says nothing of speed.
+        Target(case=case, ours=ours, peers=(peer,), ratio=0.0)
+        for case, peer in cases.items()
+        for ours in ("keras_vit", "keras_vit on JAX")
+        if CONTENDERS[ours].takes(case)
+    ]
+
+
 SUITES = {
+    "accelerator": _accelerator(),
+    "trial": _trial(),
     "inference": _inference(),
     "training": _training(),
     "cold": _cold(),

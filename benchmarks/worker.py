@@ -32,6 +32,7 @@ def main() -> None:
         answer({**imported, "seconds": time.perf_counter() - start, "peak": memory("VmHWM")})
         return
     run = module.make_run(name, case, folder)
+    built = time.perf_counter() - start
     finish, peak = getattr(module, "finish", _nothing), getattr(module, "peak", _nothing)
 
     def turn() -> None:
@@ -40,7 +41,8 @@ def main() -> None:
         finish(result)
 
     turn()
-    answer({**imported, "seconds": time.perf_counter() - start, "peak": peak() or memory("VmHWM")})
+    seconds = time.perf_counter() - start
+    answer({**imported, "seconds": seconds, "built": built, "peak": peak() or memory("VmHWM")})
     for _ in sys.stdin:
         start, start_cpu = time.perf_counter(), time.process_time()
         turn()

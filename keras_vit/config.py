@@ -31,7 +31,7 @@ WRITTEN = {
     *("num_layers", "classes"),
     *("class_token", "representation_dim", "resnet_layers", "layer_norm_epsilon"),
     *("dropout_rate", "attention_dropout_rate", "drop_path_rate", "patch_dropout_rate"),
-    *("remat", "antialias"),
+    *("remat", "scan_blocks", "antialias"),
     *("classifier_activation", "include_preprocessing", "image_mean", "image_std"),
 }
 WRITTEN_VALUES: dict[str, tuple[Any, ...]] = {
@@ -43,7 +43,7 @@ _MAX_STAGES = 8
 _MIN_STD = 1e-9  # in units of 1; the smallest in use is 1 / 255
 _RATES = ("dropout_rate", "attention_dropout_rate", "drop_path_rate", "patch_dropout_rate")
 _SWITCHES = (
-    *("class_token", "remat", "antialias", "include_preprocessing", "query_key_norm"),
+    *("class_token", "scan_blocks", "antialias", "include_preprocessing", "query_key_norm"),
     *("distillation_token", "embedding_norm", "norm_after_pooling"),
 )
 
@@ -74,8 +74,7 @@ class ViTConfig:
             values ("max") of the patch tokens, class token and average side by side ("token_avg",
             2 D wide), multi-head attention pooling ("map"), or None to keep every token.
         class_token: whether a learned token stands before the patch tokens.
-        representation_dim: width of a dense layer before the classifier (pre-logits); None for
-            none.
+        representation_dim: width of a dense layer before the classifier (pre-logits), or None.
         representation_activation: activation of that layer: "tanh", the original's, or None for a
             linear projection, CLIP's.
         resnet_layers: units in each stage of the hybrids' ResNet stem; () for the root alone, None
@@ -90,8 +89,10 @@ class ViTConfig:
         drop_path_rate: stochastic depth of the last block; the blocks before rise to it from 0.
         patch_dropout_rate: fraction of the patch tokens of each image that training leaves out,
             after positions are added at the input (arXiv 2212.00794).
-        remat: whether training keeps only the input of each block and recomputes the rest for
-            the gradient: less memory, more time, the same numbers.
+        remat: whether training keeps only the input of each block and recomputes the rest for the
+            gradient: less memory, more time, the same numbers. "dots" (JAX) keeps products too.
+        scan_blocks: whether JAX compiles one block, in a loop over the weights of all; the numbers
+            are the same. Other backends, and what records attention, run them one by one.
         antialias: whether images are downscaled with anti-aliasing before they reach the model, in
             training, evaluation, prediction and exports; Google's published weights were not.
         classifier_activation: activation after the classifier, e.g. "softmax"; None for logits.
@@ -110,13 +111,11 @@ class ViTConfig:
             with a table for each, or "every_block_shared" with one for all.
         num_registers: learned tokens without place that stand before the patch tokens and after
             the class token (arXiv 2309.16588).
-        layer_scale: initial value of a learned factor for each channel of each residual branch
-            (arXiv 2103.17239); None for none.
+        layer_scale: initial value of a factor for each channel of both branches (arXiv 2103.17239).
         query_key_norm: whether queries and keys are normalised in each head (arXiv 2302.05442).
         distillation_token: whether a second learned token, after the class token, has a second
             classifier, `distillation_head`; the model answers the mean of both (arXiv 2012.12877).
-        embedding_norm: whether tokens are normalised before the first block, as CLIP does (arXiv
-            2103.00020).
+        embedding_norm: whether the first block's input is normalised, as CLIP's (arXiv 2103.00020).
         norm_after_pooling: whether the last normalisation follows the pooling instead of the last
             block, as in BEiT (arXiv 2106.08254); without pooling there is none then.
         pooling_heads: attention heads of pooling "map"; None for `num_heads`.
@@ -149,7 +148,8 @@ class ViTConfig:
     attention_dropout_rate: float = 0.0
     drop_path_rate: float = 0.0
     patch_dropout_rate: float = 0.0
-    remat: bool = False
+    remat: bool | Literal["dots"] = False
+    scan_blocks: bool = False
     antialias: bool = True
     classifier_activation: str | None = None
     include_preprocessing: bool = False
@@ -343,6 +343,7 @@ class ViTConfig:
             "pooling": [*get_args(Pooling), None],
             "representation_activation": ["tanh", None],
             "activation": list(get_args(Activation)),
+            "remat": [True, False, "dots"],
             "position_embedding": [*get_args(PositionEmbedding), None],
             "position_placement": list(get_args(PositionPlacement)),
         }
@@ -401,6 +402,8 @@ class ViTConfig:
             )
         self._check_rotary()
         self._check_patch_dropout()
+        fits = not self.scan_blocks or self.position_placement == "input"
+        self._require(fits, "scan_blocks", 'False unless position_placement="input"')
         if not self.adds_positions and self.position_placement != "input":
             raise ValueError(
                 f"position_embedding={kind!r} adds nothing to tokens that could stand elsewhere; "

@@ -138,6 +138,20 @@ def pictures() -> contextlib.AbstractContextManager[None]:
     return installed("Pictures are drawn by matplotlib", "matplotlib")
 
 
+# What lets a processor multiply bfloat16, by its name in /proc/cpuinfo; the first, whole tiles.
+BFLOAT16_TILES = "amx_bf16"
+_BFLOAT16_UNITS = (BFLOAT16_TILES, "avx512_bf16", "bf16")
+
+
+def has_bfloat16_units(*, among: tuple[str, ...] = _BFLOAT16_UNITS) -> bool:
+    """Whether this machine's processor has units for bfloat16, as far as Linux tells."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    return not set(among).isdisjoint(text.split())
+
+
 def _processor_features() -> set[str]:
     """Returns the processor's features as Linux names them; elsewhere it assumes all."""
     try:

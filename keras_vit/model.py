@@ -4,6 +4,7 @@ Letters: B batch, H and W image height and width, N tokens, D hidden width, C cl
 """
 
 import contextlib
+import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,6 +13,7 @@ import keras
 from keras_vit import layers, preprocessing
 from keras_vit.config import ViTConfig
 from keras_vit.exact import ExactModel
+from keras_vit.layers.block import run_blocks
 from keras_vit.layers.dense import CHANGES, change_dense, dense_changes
 from keras_vit.layers.random import overwritten_weights
 
@@ -66,6 +68,19 @@ class VisionTransformer(ExactModel):
         super().__init__(images, _forward(config, policy, images), name=name, trainable=trainable)
         self.config = config
         self._policy = policy
+        # In a namespace Keras does not find them, and does not save their layers a second time.
+        self._ends = types.SimpleNamespace(models=_ends(self) if config.scan_blocks else None)
+
+    def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
+        """Computes the graph, with its blocks as one loop if `config.scan_blocks` says so."""
+        if self._ends.models is None:
+            return super().call(inputs, training=training, mask=mask)
+        before, after = self._ends.models
+        tokens, *turns = keras.tree.flatten(before.call(inputs, training=training))
+        turn = turns[0] if turns else None
+        tokens = run_blocks(self._blocks(), tokens, training=training, turns=turn)  # (B, N, D)
+        # Not as a layer, which would hold its input to the graph's number of tokens.
+        return after.call(tokens, training=training)
 
     def preprocess_input(self, x: Any) -> Any:
         """Makes of pixels 0..255 what this model takes, with the mean and deviation of its config.
@@ -143,12 +158,18 @@ class VisionTransformer(ExactModel):
         _ = self.config.image_size
         if self.config.embedding_norm:
             tokens = self.get_layer("embedding_norm")(tokens)
-        for index in range(self.config.num_layers):
-            positions = position_layer(self.config, index)
-            if positions is not None:
-                tokens = self.get_layer(positions)(tokens)
-            tokens = self.get_layer(f"block_{index}")(tokens, training=training)
+        if self.config.scan_blocks:
+            tokens = run_blocks(self._blocks(), tokens, training=training)
+        else:
+            for index, block in enumerate(self._blocks()):
+                positions = position_layer(self.config, index)
+                if positions is not None:
+                    tokens = self.get_layer(positions)(tokens)
+                tokens = block(tokens, training=training)
         return tokens if self.config.norm_after_pooling else self.get_layer("encoder_norm")(tokens)
+
+    def _blocks(self) -> list[Any]:
+        return [self.get_layer(f"block_{index}") for index in range(self.config.num_layers)]
 
     def copy(
         self,
@@ -190,7 +211,9 @@ class VisionTransformer(ExactModel):
         settings["config"] = settings["config"] if config is None else config.to_dict()
         settings["dtype"] = settings["dtype"] if dtype is None else dtype
         fresh = tuple(fresh)
-        with contextlib.nullcontext() if fresh else overwritten_weights():
+        is_quantized = any("mode" in change for change in settings.get(CHANGES, {}).values())
+        # A fresh kernel that is quantised must have values.
+        with contextlib.nullcontext() if fresh or is_quantized else overwritten_weights():
             copy = type(self).from_config(settings)
         for path, source, target in _pairs(self, copy, fresh=fresh, same_shapes=convert is None):
             assign_copy(target, source if convert is None else convert(path, source))
@@ -216,6 +239,12 @@ class VisionTransformer(ExactModel):
         model = cls(**arguments)
         change_dense(model, changes)
         return model
+
+
+def _ends(model: VisionTransformer) -> tuple[keras.Model, keras.Model]:
+    """Returns what a model computes before its blocks, and after them, sharing its weights."""
+    first, last = (model.get_layer(f"block_{i}") for i in (0, model.config.num_layers - 1))
+    return keras.Model(model.input, first.input), keras.Model(last.output, model.output)
 
 
 def _on_grid(config: ViTConfig, tokens: Any, grid: tuple[Any, Any]) -> Any:

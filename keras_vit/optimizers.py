@@ -18,6 +18,8 @@ Decay = Literal["cosine", "linear", "constant"]
 # Where the linear decay ends (google-research/vision_transformer, vit_jax/utils.py,
 # create_learning_rate_schedule).
 LINEAR_END = 1e-5
+# The name of the optimizer's variable that says when a `Cooldown` begins, and a step that never is.
+_COOLDOWN_START, _NEVER = "cooldown_start", 1e9
 
 
 class _LayerRates(private.OwnWeightDecay):
@@ -306,6 +308,72 @@ class WarmupDecay(keras.optimizers.schedules.LearningRateSchedule):
             "warmup_steps": self.warmup_steps,
             "decay": self.decay,
         }
+
+
+@keras.saving.register_keras_serializable(package="keras_vit")
+class Cooldown(keras.optimizers.schedules.LearningRateSchedule):
+    """Follows a schedule until `begin_cooldown`, and from then on falls linearly to zero.
+
+    The step at which it begins is a variable of the optimizer: a compiled step stays compiled, and
+    a checkpoint of the optimizer holds it. Until then the rates are those of the schedule, to the
+    bit.
+
+    Example:
+        >>> schedule = Cooldown(WarmupDecay(0.4, steps=100, decay="constant"), steps=4)
+        >>> optimizer = AdamW(schedule)
+        >>> weight = keras.Variable([1.0])
+        >>> optimizer.build([weight])
+        >>> schedule.attach(optimizer)
+        >>> optimizer.apply([keras.ops.ones(1)])
+        >>> begin_cooldown(optimizer)  # after one step
+        >>> [round(float(schedule(step)), 3) for step in (0, 1, 2, 4, 5, 9)]
+        [0.4, 0.4, 0.3, 0.1, 0.0, 0.0]
+
+    Args:
+        schedule: the schedule to follow.
+        steps: number of steps of the fall.
+
+    Source: Zhai et al., arXiv 2106.04560, Section 3.5: training at any length, ended by a linear
+        cooldown.
+    """
+
+    def __init__(
+        self, schedule: keras.optimizers.schedules.LearningRateSchedule, *, steps: int
+    ) -> None:
+        super().__init__()
+        self.schedule = schedule
+        self.steps = steps
+        self._start: Any = _NEVER
+
+    def attach(self, optimizer: keras.optimizers.Optimizer) -> None:
+        """Gives a built optimizer the variable that `begin_cooldown` sets."""
+        self._start = optimizer.add_variable(
+            shape=(),
+            initializer=keras.initializers.Constant(_NEVER),
+            dtype="float32",
+            aggregation="only_first_replica",
+            name=_COOLDOWN_START,
+        )
+
+    def __call__(self, step: Any) -> Any:
+        step, start = (keras.ops.cast(value, "float32") for value in (step, self._start))
+        rate = self.schedule(keras.ops.minimum(step, start))
+        return rate * (1 - keras.ops.clip((step - start) / self.steps, 0.0, 1.0))
+
+    def get_config(self) -> dict[str, Any]:
+        schedule = keras.saving.serialize_keras_object(self.schedule)
+        return {"schedule": schedule, "steps": self.steps}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "Cooldown":
+        schedule = keras.saving.deserialize_keras_object(config["schedule"])
+        return cls(schedule, steps=config["steps"])
+
+
+def begin_cooldown(optimizer: keras.optimizers.Optimizer) -> None:
+    """Makes the learning rate of an optimizer with a `Cooldown` fall from the next step on."""
+    (start,) = [each for each in optimizer.variables if each.name == _COOLDOWN_START]
+    start.assign(float(backend.values_of(optimizer.iterations)))
 
 
 def _layout_of(variable: keras.Variable) -> Any:

@@ -91,7 +91,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         wanted = self.headers.get("Range", "")
         current = self.headers.get("If-Range") in (None, self.server.tag(body))
         if wanted and self.server.ranges and (current or not self.server.if_range):
-            start = int(wanted.removeprefix("bytes=").removesuffix("-"))
+            start = int(wanted.removeprefix("bytes=").partition("-")[0])
             self.send_response(206)
             self.send_header("Content-Range", f"bytes {start}-{len(body) - 1}/{len(body)}")
         else:

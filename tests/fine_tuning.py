@@ -7,7 +7,6 @@ TF_CONFIG it is one of the workers.
 
 import hashlib
 import json
-import subprocess
 import sys
 import tempfile
 import zlib
@@ -46,7 +45,7 @@ DEFAULTS: dict[str, Any] = {
 
 def start(
     each: list[dict[str, Any]], environment: dict[str, str] | None = None, *, replicas: int = 1
-) -> "subprocess.Popen[str]":
+) -> processes.Started:
     """Starts a process that runs several cases; see `DEFAULTS` for what one may say.
 
     Its result is a list: of each, losses, gradient norms, arrays, a hash of the weights and of

@@ -24,6 +24,7 @@ DEFAULTS: dict[str, Any] = {
     "dropout_rate": 0.0,
     "precision": "float32",
     "remat": False,
+    "scan_blocks": False,
     "sam_rho": 0.0,
 }
 
@@ -103,7 +104,8 @@ def _compiled(case: dict[str, Any]) -> Any:
 
     keras.utils.set_random_seed(0)
     config = keras_vit.ViTConfig(
-        **fine_tuning.SIZES, remat=case["remat"], dropout_rate=case["dropout_rate"]
+        **fine_tuning.SIZES,
+        **{name: case[name] for name in ("remat", "scan_blocks", "dropout_rate")},
     )
     with overwritten_weights():
         model = keras_vit.VisionTransformer(config, dtype=case["precision"])

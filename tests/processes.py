@@ -1,28 +1,145 @@
 """Starts test scripts in processes of their own, alone or as workers that train together."""
 
+import atexit
+import concurrent.futures
+import functools
 import itertools
 import json
+import multiprocessing
 import os
+import runpy
 import socket
 import subprocess
 import sys
-from typing import Any, Self
+from multiprocessing import reduction
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any, Self, TextIO
+
+import keras
 
 
-def start(
-    script: str, case: Any, environment: dict[str, str] | None = None
-) -> subprocess.Popen[str]:
+class Process:
+    """A process that runs a script or module as its main one, as `subprocess.Popen` has it.
+
+    It is forked from a server that has imported TensorFlow, Keras and the package, and has done
+    nothing with them: to import them anew would take three to five seconds of a core.
+
+    Args:
+        arguments: as after `python`: a script or `-m` and a module, and its own arguments.
+        environment: added to this process's, or None; must not decide how the package is imported.
+        folder: the working directory, or None for this process's.
+
+    Attributes:
+        stdout: its output.
+        stderr: its errors.
+    """
+
+    def __init__(
+        self,
+        arguments: list[str],
+        environment: dict[str, str] | None = None,
+        folder: Path | None = None,
+    ) -> None:
+        ends = [os.pipe() for _ in range(2)]
+        self.stdout, self.stderr = (os.fdopen(end, "r") for end, _ in ends)
+        duplicates = [reduction.DupFd(end) for _, end in ends]
+        variables = {"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ, **(environment or {})}
+        place = str(folder or Path.cwd())
+        self._process = _server().Process(
+            target=_run, args=(arguments, variables, place, duplicates)
+        )
+        self._process.start()
+        for _, end in ends:
+            os.close(end)
+
+    @property
+    def returncode(self) -> int | Any:
+        """Its exit code; minus the number of the signal that ended it; None while it runs."""
+        return self._process.exitcode
+
+    @property
+    def pid(self) -> int:
+        """Its number."""
+        return self._process.pid or 0
+
+    def poll(self) -> int | None:
+        """Returns its exit code, or None while it runs."""
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Waits for its end and returns what is left of its output and of its errors."""
+        with concurrent.futures.ThreadPoolExecutor(2) as readers:
+            reads = [readers.submit(_read, stream) for stream in (self.stdout, self.stderr)]
+            if concurrent.futures.wait(reads, timeout).not_done:
+                self.kill()  # which ends the reading too
+                raise subprocess.TimeoutExpired("a forked process", timeout or 0)
+        self._process.join()
+        output, errors = (read.result() for read in reads)
+        return output, errors
+
+    def send_signal(self, number: int) -> None:
+        """Sends it a signal, if it still runs."""
+        if self.returncode is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Kills it."""
+        self._process.kill()
+
+
+Started = Process | subprocess.Popen[str]
+
+
+def _read(stream: TextIO) -> str:
+    if stream.closed:
+        return ""
+    with stream:
+        return stream.read()
+
+
+@functools.cache
+def _server() -> ForkServerContext:
+    """The server of this process, which begins with the first process that it forks."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tensorflow", "keras_vit.data", "keras_vit.training"])
+    return context
+
+
+def _run(arguments: list[str], variables: dict[str, str], folder: str, outputs: list[Any]) -> None:
+    """What a forked process does."""
+    for number, output in enumerate(outputs, start=1):
+        os.dup2(output.detach(), number)
+    os.environ.clear()
+    os.environ.update(variables)
+    os.chdir(folder)
+    try:
+        if arguments[0] == "-m":
+            sys.argv = arguments[1:]
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = arguments
+            runpy.run_path(arguments[0], run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()  # multiprocessing leaves them out
+
+
+def start(script: str, case: Any, environment: dict[str, str] | None = None) -> Started:
     """Starts a script with a case as its argument; both of its outputs are piped."""
-    return subprocess.Popen(
-        [sys.executable, script, json.dumps(case)],
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", **(environment or {})},
+    arguments, added = [script, json.dumps(case)], environment or {}
+    backend = keras.backend.backend()
+    if added.get("KERAS_BACKEND", backend) == backend:
+        return Process(arguments, added)
+    return subprocess.Popen(  # what is forked has this process's backend
+        [sys.executable, *arguments],
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", **added},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
 
 
-def result(process: "subprocess.Popen[str]", *, seconds: float = 1500) -> Any:
+def result(process: Started, *, seconds: float = 1500) -> Any:
     """Waits for the end and returns the last line that was printed, which is JSON."""
     output, errors = process.communicate(timeout=seconds)
     if process.returncode:
@@ -37,7 +154,7 @@ class Together:
         groups: the processes, started.
     """
 
-    def __init__(self, groups: dict[str, list["subprocess.Popen[str]"]]) -> None:
+    def __init__(self, groups: dict[str, list[Started]]) -> None:
         self._groups = groups
         self._results: dict[str, list[Any]] = {}
 
@@ -78,14 +195,8 @@ def free_addresses(count: int) -> list[str]:
 
 def make_devices(count: int) -> None:
     """Makes so many logical CPUs of this process's CPU, before TensorFlow does anything."""
-    # Keras imports both if it can, which takes a third of the time; after it they can be imported.
-    extras = {"matplotlib", "sklearn"} - sys.modules.keys()
-    blocked: dict[str, Any] = dict.fromkeys(extras)
-    sys.modules.update(blocked)
     import tensorflow as tf
 
-    for name in extras:
-        del sys.modules[name]
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(
         cpu, [tf.config.LogicalDeviceConfiguration()] * count

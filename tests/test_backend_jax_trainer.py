@@ -26,9 +26,9 @@ import jax
 GOLDEN = np.load(published.GOLDEN / "finetune.npz")
 PLAIN: dict[str, Any] = {}
 BFLOAT16 = {"accumulator_dtype": "bfloat16"}
-# Two passes, with dropout and drop path; the same with blocks recomputed on eight devices.
+# Two passes, with dropout; the same on eight devices, with blocks recomputed and in one loop.
 RANDOM: dict[str, Any] = {"sam_rho": 0.05, "dropout_rate": 0.1}
-RANDOM_TWICE = {**RANDOM, "layout": "fully", "remat": True}
+RANDOM_TWICE = {**RANDOM, "layout": "fully", "remat": "dots", "scan_blocks": True}
 PARTS: dict[str, Any] = {"accumulate": 2, "layout": "both"}
 LAYOUTS = ["data", "both", "fully"]
 SHARED: list[dict[str, Any]] = [
@@ -187,7 +187,14 @@ def test_fit_reports_and_options_are_saved(tmp_path: Path) -> None:
 BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"accumulate": 0}, {}, "accumulate must be at least 1.*accumulate=0"),
     ({"sam_rho": -1.0}, {}, "sam_rho at least 0.*sam_rho=-1.0"),
-    ({"accumulate": 2}, {"sample_weight": np.ones(4)}, "Received: sample weights; leave accum"),
+    (
+        {
+            "accumulate": 2,
+            "loss": keras.losses.SparseCategoricalCrossentropy(reduction="mean_with_sample_weight"),
+        },
+        {"sample_weight": np.ones(4)},
+        "Received: mean_with_sample_weight; leave accum",
+    ),
     ({"accumulate": 5}, {}, "A batch of 4 images cannot be split into accumulate=5 parts"),
     (
         {"accumulate": 2, "loss": keras.losses.SparseCategoricalCrossentropy(ignore_class=1)},

@@ -23,7 +23,7 @@ ROOM = PACKAGE / "backend" / "private.py"
 NAMES = {private.name for private in PRIVATE_NAMES}
 
 # Private by their look alone: of a named tuple, and of the standard library.
-PUBLIC = {"_replace", "_ArgumentGroup"}
+PUBLIC = {"_replace", "_ArgumentGroup", "_exit"}
 # What runs in a process of its own, where neither Keras nor the room may be imported.
 APART = {
     "exporting/clean/checker.py": {"_get_ops_details"},

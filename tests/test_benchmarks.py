@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import keras
 import pytest
 
 import benchmarks.__main__ as benchmarks_main
@@ -159,23 +160,51 @@ def run(module: str, *options: str) -> str:
     return done.stdout
 
 
+def test_compiling_is_what_the_first_turn_takes_longer() -> None:
+    """Building is not in it, nor are the turn's own steps."""
+    measured = Measured(seconds=[2.0, 1.0, 3.0], first=30.0, built=4.0)
+    assert measured.compiling(steps=10) == 30.0 - 4.0 - 10 * 2.0
+    assert measured.compiling(steps=100) == 0.0
+
+
+def test_an_accelerator_has_every_size_in_one_suite() -> None:
+    """Inference and training of each, in bfloat16, beside timm under torch.compile."""
+    targets = SUITES["accelerator"]
+    measured = {(target.case.task, target.case.variant) for target in targets}
+    variants = ("B/16", "L/16", "H/14")
+    assert measured == {(task, each) for task in ("inference", "training") for each in variants}
+    assert {target.case.precision for target in targets} == {"bfloat16"}
+    assert {(target.ours, target.peers) for target in targets} == {
+        ("keras_vit on JAX", ("timm compiled",))
+    }
+
+
 @pytest.mark.slow
 def test_the_command_measures_a_tiny_model(tmp_path: Path) -> None:
-    """Inference, training, replicas and cold starts run, and leave their figures and a chart."""
-    for task, replicas, rounds in (
-        ("inference", [1], 2),
-        ("training", [1, 2], 2),
-        ("cold", [1], 1),
-    ):
-        options = ["--variants", "tiny/16", "--image-sizes", "32", "--batches", "2"]
-        options += ["--replicas", *map(str, replicas), "--task", task, "--only", "keras_vit"]
-        out = tmp_path / task
-        assert "keras_vit" in run("benchmarks", *options, f"--rounds={rounds}", "--out", str(out))
-        cases = json.loads((out / "figures.json").read_text(encoding="utf-8"))["cases"]
-        assert [case["case"]["replicas"] for case in cases] == replicas
-        for case in cases:
-            assert len(case["contenders"]["keras_vit"]["seconds"]) == rounds
-        assert (out / "chart.png").stat().st_size > 1000
+    """Inference, training, replicas and a cold start leave their figures and a chart.
+
+    What is not installed is not measured, and said so.
+    """
+    ours = "keras_vit on JAX" if keras.backend.backend() == "jax" else "keras_vit"
+    printed = run(
+        "benchmarks", "--suite=trial", "--rounds=1", f"--only={ours}", f"--out={tmp_path}"
+    )
+    assert " MFU " in printed
+    assert re.search(r"not measured +keras_vit.* / timm compiled, speed: training", printed)
+    about = json.loads((tmp_path / "figures.json").read_text(encoding="utf-8"))
+    assert "none" in about["accelerator"]
+    assert about["ceilings"]["bfloat16"] > 0
+    for case in about["cases"]:
+        assert case["flops"] > 0
+        if not CONTENDERS[ours].takes(Case(**case["case"])):
+            assert case["contenders"] == {}
+            continue
+        measured = case["contenders"][ours]
+        assert len(measured["seconds"]) == 1
+        assert measured["peak"] > measured["imported"] > 0
+        assert case["case"]["task"] == "cold" or measured["first"] > measured["built"] > 0
+    assert [case["case"]["task"] for case in about["cases"]].count("training") == 2
+    assert (tmp_path / "chart.png").stat().st_size > 1000
 
 
 @pytest.mark.slow

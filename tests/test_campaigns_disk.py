@@ -39,6 +39,7 @@ def harmful(verdicts: list[list[str]]) -> list[list[str]]:
     return [verdict for verdict in verdicts if verdict[0] != "same"]
 
 
+@pytest.mark.slow
 def test_drawn_troubles_do_no_harm(tmp_path: Path) -> None:
     """Three dozen of the campaign's cases."""
     verdicts = judged(tmp_path, "drawn_cases")

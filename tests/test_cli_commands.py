@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -25,6 +26,7 @@ from keras_vit.training import Run
 # The smallest model there is: most of the time goes into starting TensorFlow.
 SMALL = ("--model", "digits", "--batch-size", "8", "--epochs", "2")
 FILES = {
+    "README.md",
     "config.json",
     "confusion.png",
     "curves.png",
@@ -32,6 +34,7 @@ FILES = {
     "labels.txt",
     "metrics.json",
     "model.keras",
+    "report.html",
     "splits.csv",
     "tensorboard",
 }
@@ -54,20 +57,26 @@ class Result:
         return [json.loads(line) for line in self.out.splitlines()]
 
 
-def start(*argv: object, folder: Path, **environment: str) -> subprocess.Popen[str]:
+def start(*argv: object, folder: Path, **environment: str) -> processes.Process:
+    """Starts a command, with its imports done."""
+    return processes.Process(["-m", "keras_vit", *map(str, argv)], environment, folder)
+
+
+def start_anew(*argv: object, folder: Path, first: str = "") -> subprocess.Popen[str]:
+    """Starts a command as a shell does; `first` is a folder to import from before all others."""
     source = str(Path(keras_vit.__file__).parents[1])
-    path = os.pathsep.join(filter(None, [environment.pop("first", ""), source]))
+    path = os.pathsep.join(filter(None, [first, source]))
     return subprocess.Popen(
         [sys.executable, "-m", "keras_vit", *map(str, argv)],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", **environment},
+        env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
 
 
-def finish(process: subprocess.Popen[str]) -> Result:
+def finish(process: processes.Started) -> Result:
     out, errors = process.communicate(timeout=600)
     # TensorFlow speaks before the command line can silence it.
     return Result(
@@ -77,8 +86,8 @@ def finish(process: subprocess.Popen[str]) -> Result:
     )
 
 
-def run(*argv: object, folder: Path, **environment: str) -> Result:
-    return finish(start(*argv, folder=folder, **environment))
+def run(*argv: object, folder: Path) -> Result:
+    return finish(start(*argv, folder=folder))
 
 
 def run_here(*argv: object, folder: Path) -> Result:
@@ -99,13 +108,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cli")
     image_files.write_classes(folder / "images")
     image_files.damage(folder / "images" / "plain" / "001.png")
-    (folder / "result.json").write_text(
-        json.dumps(
-            dataclasses.asdict(
-                run("train", "--data", "images", "--out", "run", *SMALL, folder=folder)
-            )
-        )
-    )
+    command = ("train", "--data", "images", "--out", "run", *SMALL)
+    result = finish(start_anew(*command, folder=folder))
+    (folder / "result.json").write_text(json.dumps(dataclasses.asdict(result)))
     return folder
 
 
@@ -118,11 +123,15 @@ def test_training_leaves_a_whole_run_and_says_what_happens(place: Path) -> None:
     assert {file.name for file in (place / "run").iterdir()} == FILES
     assert "2 classes; images: 15 train, 2 validation, 2 test" in result.out
     assert "Left out because they cannot be decoded: 1 (" in result.out
-    assert "001.png" in result.out
+    assert "1 (plain/001.png)" in result.out
     assert "   1/2 " in result.out
     assert "   2/2 " in result.out
     assert f"Test accuracy: {metrics['test']['accuracy']:.2%} of 2 images" in result.out
-    assert "keras-vit predict run IMAGE" in result.out
+    image = shlex.split(result.out.splitlines()[-1].removeprefix("Next: keras-vit predict run "))
+    assert Path(*image).is_file()
+    card = (place / "run" / "README.md").read_text(encoding="utf-8")
+    assert f"| test | 2 | {metrics['test']['accuracy']:.2%} |" in card
+    assert "\n# run\n" in card
 
 
 def test_predicting_prints_a_table_and_json(place: Path) -> None:
@@ -177,6 +186,7 @@ def test_evaluating_agrees_with_the_training(place: Path) -> None:
     assert {file.name for file in (place / "report").iterdir()} == {
         "confusion.png",
         "metrics.json",
+        "report.html",
     }
 
 
@@ -225,7 +235,7 @@ def wrong(place: Path) -> dict[str, Result]:
     (place / "blocked" / "sklearn.py").write_text("raise ModuleNotFoundError('No sklearn')")
     commands = {name: argv.split() for name, (argv, _) in WRONG.items()}
     blocked = str(place / "blocked")
-    started = {name: start(*commands[name], folder=place, first=blocked) for name in ALONE}
+    started = {name: start_anew(*commands[name], folder=place, first=blocked) for name in ALONE}
     here = {
         name: run_here(*argv, folder=place) for name, argv in commands.items() if name not in ALONE
     }
@@ -256,8 +266,8 @@ def test_ctrl_c_leaves_a_whole_model_or_nothing(place: Path, tmp_path: Path) -> 
     """What was learnt can be resumed, after an epoch used as well; exit code 130."""
     endless = ("--model", "digits", "--epochs", "100000", "--json")
     data = ("train", "--data", place / "images")
-    late = start(*data, "--out", "late", *endless, folder=tmp_path)
-    early = start(*data, "--out", "early", *endless, folder=tmp_path)
+    late = start_anew(*data, "--out", "late", *endless, folder=tmp_path)
+    early = start_anew(*data, "--out", "early", *endless, folder=tmp_path)
     wait_for(early, "data")
     early.send_signal(signal.SIGINT)
     wait_for(late, "epoch")

@@ -38,7 +38,7 @@ def test_a_run_is_explained(run: Path, tmp_path: Path, capsys: pytest.CaptureFix
     arguments = ["explain", str(run / "run"), str(run / "digit.png"), "--out", str(out)]
     assert main([*arguments, "--class", "7"]) == 0
     said = capsys.readouterr().out
-    assert "The image of 8x8 pixels was resampled to 16x24." in said
+    assert "8 pixels wide and 8 high; it was resampled to 24 pixels wide and 16 high" in said
     assert f"Open {out / 'index.html'} in a browser." in said
     page = (out / "index.html").read_text(encoding="utf-8")
     assert "speak for 7:" in page

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from keras_vit import environment
-from keras_vit.cli import flags, main, train
+from keras_vit.cli import flags, main, recipe_flags, train
 from keras_vit.cli.main import make_parser
 from keras_vit.training import MODELS, RECIPES
 
-COMMANDS = ("train", "pretrain", "predict", "evaluate")
+COMMANDS = ("train", "pretrain", "predict", "evaluate", "push")
 USAGE = [
     [],
     ["fly"],
@@ -184,6 +184,10 @@ FLAGS: list[tuple[list[str], dict[str, Any]]] = [
     (["--drop-path", "0.2"], {"drop_path_rate": 0.2}),
     (["--average", "0.99"], {"average": 0.99}),
     (["--average", "0"], {"average": None}),
+    (["--patience", "7"], {"patience": 7}),
+    (["--patience", "0"], {"patience": None}),
+    (["--balance"], {"balance": True}),
+    (["--learning-rate", "sweep"], {}),
     (["--sam-rho", "0.05"], {"sam_rho": 0.05}),
     (["--mixup", "0.8", "--cutmix", "1"], {"mixup": 0.8, "cutmix": 1.0}),
     (["--layer-decay", "0.7"], {"layer_decay": 0.7}),
@@ -203,14 +207,15 @@ def test_flags_change_single_numbers_of_the_recipe(
     arguments = make_parser().parse_args(["train", "--data", "x", "--out", "y", *argv])
     recipe = dataclasses.replace(RECIPES["scratch"], average=0.5)
 
-    assert flags.override_recipe(recipe, arguments) == dataclasses.replace(recipe, **changes)
+    actual = recipe_flags.override_recipe(recipe, arguments)
+    assert actual == dataclasses.replace(recipe, **changes)
 
 
 def test_settings_go_over_those_of_the_recipe() -> None:
     """What is set replaces one field of the recipe's model; the others stay."""
     argv = ["train", "--data", "x", "--out", "y", "--set", "position_embedding=learned"]
     arguments = make_parser().parse_args(argv)
-    model = flags.override_recipe(RECIPES["plain-s16"], arguments).model
+    model = recipe_flags.override_recipe(RECIPES["plain-s16"], arguments).model
 
     assert model == {**RECIPES["plain-s16"].model, "position_embedding": "learned"}
 

@@ -1,5 +1,7 @@
 """Tests of `keras-vit pretrain`, and of what `train` and `evaluate` make of its runs."""
 
+import contextlib
+import io
 import json
 from pathlib import Path
 
@@ -16,12 +18,14 @@ from keras_vit.training import Run
 
 SMALL = ("--model", "digits", "--batch-size", "8", "--epochs", "1")
 FILES = {
+    "README.md",
     "config.json",
     "curves.png",
     "history.csv",
     "labels.txt",
     "model.keras",
     "reconstructions.png",
+    "report.html",
     "splits.csv",
     "tensorboard",
 }
@@ -36,7 +40,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         image_files.write_image(folder / "flat" / f"{index}.png", seed=index)
     for name, target in (("images", "mean_color"), ("flat", "pixels")):
         data = ["--data", str(folder / name), "--out", str(folder / f"{name}-run")]
-        assert main(["pretrain", *data, *SMALL, "--target", target]) == 0
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            assert main(["pretrain", *data, *SMALL, "--target", target]) == 0
+        (folder / f"{name}.txt").write_text(output.getvalue())
     return folder
 
 
@@ -50,6 +56,9 @@ def test_a_run_is_whole(place: Path, name: str) -> None:
     assert config["objective"] == "masked-patches"
     assert (config["result"]["validation_accuracy"] is None) == (name == "flat")
     assert config["labels"] == (["plain", "striped"] if name == "images" else [])
+    report = (run / "report.html").read_text(encoding="utf-8")
+    assert "What the model makes of images of which it sees a part" in report
+    assert "keras-vit pretrain --data" in report
 
 
 @pytest.mark.slow
@@ -58,15 +67,19 @@ def test_it_prints_lines_for_people_and_json(
 ) -> None:
     """What comes next is said; each JSON line is an event."""
     flags = ["--data", str(place / "flat"), *SMALL, "--target", "pixels"]
-    assert main(["pretrain", *flags, "--out", str(tmp_path / "run")]) == 0
-    said = capsys.readouterr().out
+    said = (place / "flat.txt").read_text()
     assert "no classes; images: 9 train, 1 validation" in said
-    assert f"--weights {tmp_path / 'run'}" in said
+    assert f"Next: keras-vit explain {place / 'flat-run'} {place / 'flat'}" in said
+    with_labels = (place / "images.txt").read_text()
+    assert f"Next: keras-vit train --data {place / 'images'} " in with_labels
+    assert f"--weights {place / 'images-run'}" in with_labels
     assert main(["pretrain", *flags, "--out", str(tmp_path / "other"), "--json"]) == 0
     events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [event["event"] for event in events] == ["data", "epoch", "done"]
     assert events[1]["validation_accuracy"] is None
-    one, other = (Run.load(tmp_path / name).config["result"] for name in ("run", "other"))
+    one, other = (
+        Run.load(path).config["result"] for path in (place / "flat-run", tmp_path / "other")
+    )
     assert one["state_sha256"] == other["state_sha256"]
 
 

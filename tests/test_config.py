@@ -46,6 +46,11 @@ BAD_FIELDS = [
     ({"input_shape": (32, 48)}, "input_shape must be three positive integers"),
     ({"input_shape": (30, 48, 3)}, r"multiples of 8.*\(30, 48, 3\).*nearest.*\(32, 48, 3\)"),
     ({"position_embedding": "2d"}, "position_embedding must be one of .*'relative', None.*'2d'"),
+    ({"remat": "all"}, r"remat must be one of \[True, False, 'dots'\]"),
+    (
+        {"scan_blocks": True, "position_placement": "every_block"},
+        'scan_blocks must be False unless position_placement="input"',
+    ),
     ({"position_placement": "all"}, "position_placement must be one of .*'every_block'.*'all'"),
     (
         {"position_embedding": "learned_2d", "hidden_dim": 9},

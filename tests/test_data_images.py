@@ -166,6 +166,16 @@ def test_resizing_is_as_pillow_does_it(size: tuple[int, int]) -> None:
     assert (np.abs(plain - expected).max() > 15) == (size != (500, 600))
 
 
+@pytest.mark.parametrize("size", [(64, 64), (400, 30), (30, 600), (1, 1)])
+def test_anti_aliasing_has_the_bits_of_tensorflow(size: tuple[int, int]) -> None:
+    """Shrunk in both directions or in one, alone and as a batch."""
+    pixels = np.stack([photograph(), photograph()[::-1]])
+    expected = tf.image.resize(pixels, size, antialias=True).numpy()
+
+    assert np.array_equal(images.resize_image(pixels, size=size), expected)
+    assert np.array_equal(images.resize_image(pixels[1], size=size), expected[1])
+
+
 def test_without_antialiasing_few_pixels_are_seen() -> None:
     """Quartering an image averages nothing but the two middle pixels of each four."""
     image = np.arange(8, dtype=np.float32).reshape(1, 8, 1) * np.ones((8, 1, 3), np.float32)

@@ -163,6 +163,7 @@ def test_evaluation_keeps_order_and_every_image(files: Split) -> None:
     assert np.array_equal(np.concatenate(images), read_images(list(files.images), size=(9, 7)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["files", "memory"])
 def test_workers_evaluate_each_image_once(files: Split, where: str) -> None:
     """Three workers and twenty images: every third one each, all of them together."""
@@ -240,6 +241,7 @@ def test_the_workers_batches_together_are_the_batch_of_one(
     assert len(parts[0][0][1]) == 2
 
 
+@pytest.mark.slow
 def test_a_worker_decodes_no_more_than_its_own(files: Split) -> None:
     """What is another worker's may be gone: it is not read."""
     options = {"batch_size": 20, "epochs": 1}
@@ -329,6 +331,7 @@ def test_a_damaged_image_is_replaced_and_named(
     assert same(batches(files, **options), mended)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strict", [True, False])
 def test_damage_can_be_an_error(files: Split, strict: bool) -> None:
     """Strictness ends at the first damaged image, and a batch of nothing else always does."""

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_vit.data import Split, Stream, images, load_folder, source
+from keras_vit.data import Split, Stream, datasets, images, load_folder, source
 
 PIXELS = np.arange(5 * 48, dtype=np.uint8).reshape(5, 4, 4, 3)
 TARGETS = np.array([0, 1, 0, 1, 2], np.int32)
@@ -29,12 +29,14 @@ def stream() -> Stream:
     return Stream(records, count=len(PIXELS))
 
 
-@pytest.fixture(params=["PixelSplit", "EncodedSplit", "FileSplit", "Stream"])
+@pytest.fixture(params=["PixelSplit", "EncodedSplit", "FileSplit", "RecordSplit", "Stream"])
 def split(request: pytest.FixtureRequest, tmp_path: Path) -> Split:
     """The same five images in each kind of split."""
     if request.param == "Stream":
         return stream()
     held = encoded()
+    if request.param == "RecordSplit":
+        return source.RecordSplit(list(zip(held, TARGETS, strict=True)), prefix="image ")
     if request.param == "PixelSplit":
         held = PIXELS
     if request.param == "FileSplit":
@@ -71,6 +73,7 @@ def test_every_kind_shows_the_same_images(split: Split) -> None:
     part = split.loader().pixels(item, lambda shape: tf.constant([1, 2, 3, 2]))
     assert np.array_equal(part, PIXELS[0, 1:4, 2:4])
     assert split.name(item[-1].numpy()).endswith(("image 0", "0.png"))
+    assert split.name(3).endswith(("image 3", "3.png"))
 
 
 def test_every_kind_can_be_taken_from_replaced_copied_and_pickled(split: Split) -> None:
@@ -94,15 +97,95 @@ def test_every_kind_can_be_taken_from_replaced_copied_and_pickled(split: Split) 
         split.take([5])
 
 
+@pytest.mark.slow
 def test_a_shuffled_pass_is_a_permutation_that_the_seed_decides(split: Split) -> None:
     """Each image once; the same for the same seed."""
 
     def order(seed: tuple[int, int]) -> list[str]:
-        return [split.name(item[-1].numpy()) for item in split.shuffled_items(seed=seed)]
+        passes = source.Passes(
+            key=lambda epoch: seed, batch_size=1, first_step=0, epochs=1, rows=slice(0, 1)
+        )
+        return [split.name(item[-1].numpy()[0]) for item in split.shuffled_batches(passes)]
 
     assert sorted(order((1, 2))) == sorted(split.name(item[-1].numpy()) for item in split.items())
     assert order((1, 2)) == order((1, 2))
     assert len({tuple(order((1, n))) for n in range(8)}) > 1
+
+
+class Numbered:
+    """Records that are their own numbers, and which of them were read."""
+
+    places = 20
+
+    def __init__(self, count: int) -> None:
+        self.count, self.was_read = count, tf.Variable(tf.zeros(count, tf.bool))
+
+    def read(self, start: Any, stop: Any) -> tf.data.Dataset:
+        def note(number: tf.Tensor) -> tuple[tf.Tensor, ...]:
+            self.was_read.scatter_update(tf.IndexedSlices(True, number))
+            return b"", tf.cast(number, tf.int32), tf.as_string(number)
+
+        return tf.data.Dataset.range(start, stop).map(note)
+
+    def order(self) -> np.ndarray:
+        return np.arange(self.count)
+
+
+def rows(split: Split, *, first_step: int = 0, part: slice = slice(0, 16)) -> list[list[int]]:
+    """The classes in the batches of two epochs, which are the numbers of the records."""
+    passes = source.Passes(
+        key=lambda epoch: tf.stack([tf.constant(7, tf.int64), epoch]),
+        batch_size=16,
+        first_step=first_step,
+        epochs=2,
+        rows=part,
+    )
+    return [item[1].numpy().tolist() for item in split.shuffled_batches(passes)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_placed", [True, False])
+def test_workers_and_resumed_trainings_see_the_same_rows_of_a_stream(
+    monkeypatch: pytest.MonkeyPatch, is_placed: bool
+) -> None:
+    """For any number of workers, from any step of any epoch; each image once in an epoch."""
+    monkeypatch.setattr(datasets, "BUFFER", 64)
+    records = Numbered(403)
+    held = records if is_placed else None
+    split = Stream(records.read(0, 403), count=403, records=held)
+    whole = rows(split)
+
+    assert [split.lanes(size) for size in (7, 8, 16, 32)] == [
+        1,
+        *((8, 16, 16) if is_placed else (1, 1, 1)),
+    ]
+    assert len(whole) == 50
+    for epoch in (whole[:25], whole[25:]):
+        assert len({number for row in epoch for number in row}) == 400
+    assert whole[:25] != whole[25:]
+    for part in (slice(0, 8), slice(12, 16), slice(5, 6)):
+        assert rows(split, part=part) == [row[part] for row in whole]
+    for step in (1, 13, 24, 25, 49):
+        assert rows(split, first_step=step) == whole[step:]
+
+
+def test_a_worker_reads_its_part_of_a_stream_and_a_resumed_training_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The last of four workers reads the last quarter; the last step, the ends of the lanes."""
+    monkeypatch.setattr(datasets, "BUFFER", 64)
+    records = Numbered(1600)
+    split = Stream(records.read(0, 1600), count=1600, records=records)
+    records.was_read.assign(tf.zeros(1600, tf.bool))
+
+    rows(split, part=slice(12, 16))
+
+    assert np.flatnonzero(records.was_read).tolist() == list(range(1200, 1600))
+    records.was_read.assign(tf.zeros(1600, tf.bool))
+    rows(split, first_step=199)
+    read = np.flatnonzero(records.was_read)
+    assert set(read // 100) == set(range(16))
+    assert (read % 100).min() >= 96  # the last row of a lane is in its last block, of 4 at most
 
 
 def test_a_stream_says_what_it_is_without_being_read() -> None:

@@ -1,11 +1,23 @@
-"""Tests of keras_vit.evaluation.outputs."""
+"""Tests of keras_vit.evaluation.predictions."""
 
+import itertools
+import threading
+from pathlib import Path
+
+import image_files
 import numpy as np
 import pytest
 
 import keras_vit
-from keras_vit.data import resize_image
-from keras_vit.evaluation import predict
+from keras_vit.data import Split, Views, read_image, resize_image
+from keras_vit.evaluation import (
+    evaluate,
+    log_probabilities,
+    predict,
+    predict_files,
+    prediction_batch_size,
+    predictions,
+)
 
 LABELS = ["a", "b", "c"]
 
@@ -43,7 +55,7 @@ def test_probabilities_are_the_softmax_of_the_logits(model: keras_vit.VisionTran
         expected = np.exp(logits) / np.exp(logits).sum()
         order = np.argsort(-expected)
         assert [prediction.label for prediction in actual] == [LABELS[place] for place in order]
-        assert [p.probability for p in actual] == pytest.approx(expected[order])
+        assert [p.probability for p in actual] == pytest.approx(expected[order], rel=1e-5)
 
 
 def test_top_limits_the_classes(model: keras_vit.VisionTransformer) -> None:
@@ -59,3 +71,97 @@ def test_what_does_not_fit_is_an_error(model: keras_vit.VisionTransformer) -> No
         predict(model, pictures(), labels=LABELS[:2])
     with pytest.raises(ValueError, match=r"Received: an array of shape \(8, 12\)"):
         predict(model, [np.zeros((8, 12))], labels=LABELS)
+
+
+def noise(count: int) -> list[np.ndarray]:
+    generator = np.random.default_rng(7)
+    return [generator.integers(0, 256, (9, 9, 3), dtype=np.uint8) for _ in range(count)]
+
+
+def test_numbers_do_not_depend_on_the_other_images(model: keras_vit.VisionTransformer) -> None:
+    """To the bit: alone, among others, in another order, with more than a batch."""
+    images = noise(prediction_batch_size(model) + 3)
+    together = predict(model, images, labels=LABELS)
+    assert len({found[0].probability for found in together}) == len(images)
+    assert predict(model, images[::-1], labels=LABELS) == together[::-1]
+    for place in (0, 5, len(images) - 1):
+        assert predict(model, images[place : place + 1], labels=LABELS) == [together[place]]
+
+
+def test_the_batch_grows_as_the_model_shrinks(model: keras_vit.VisionTransformer) -> None:
+    """One image of B/16 keeps a processor busy; of a small model many do."""
+    config = keras_vit.ViTConfig(
+        input_shape=(224, 224, 3), hidden_dim=768, mlp_dim=3072, num_heads=12, num_layers=12
+    )
+    assert prediction_batch_size(model) == 32
+    assert prediction_batch_size(keras_vit.VisionTransformer(config)) == 1
+
+
+def test_views_are_averaged(model: keras_vit.VisionTransformer) -> None:
+    """Test-time augmentation is the mean of the probabilities of the views, in both functions."""
+    images, views = noise(4), Views(flip=True)
+    expected = []
+    for image in images:
+        stack = np.asarray(views.stack(image, size=(8, 12)))
+        logits = np.asarray(model.predict_on_batch(stack), np.float64)
+        chances = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+        expected.append(chances.mean(axis=0))
+    found = predict(model, images, labels=LABELS, tta=views)
+    split = Split(images=np.stack(images), targets=np.array([0, 1, 2, 0], np.int32))
+    scores = log_probabilities(model, split, tta=views)
+
+    for one, chances in zip(found, expected, strict=True):
+        assert {p.label: p.probability for p in one} == pytest.approx(
+            dict(zip(LABELS, chances, strict=True)), rel=1e-5
+        )
+    np.testing.assert_allclose(np.exp(scores), expected, rtol=1e-5)
+    assert predict(model, images, labels=LABELS) != found
+    measured = evaluate(model, split, labels=LABELS, tta=views).to_dict()
+    plain = evaluate(model, split, labels=LABELS).to_dict()
+    assert measured["test_time_augmentation"] == views.to_dict()
+    assert "test_time_augmentation" not in plain
+    assert measured["loss"] == pytest.approx(-scores[np.arange(4), split.targets].mean())
+    assert measured["loss"] != plain["loss"]
+
+
+def test_files_are_predicted_in_order(model: keras_vit.VisionTransformer, tmp_path: Path) -> None:
+    """As their pixels are; what cannot be read is an error in its place."""
+    files = [image_files.write_image(tmp_path / f"{n}.png", seed=n) for n in range(40)]
+    image_files.damage(files[3])
+    files[35].unlink()
+    found = dict(predict_files(model, files, labels=LABELS, top=2))
+    sound = [file for place, file in enumerate(files) if place not in (3, 35)]
+
+    assert list(found) == files
+    assert [found[file] for file in sound] == predict(
+        model, [read_image(file) for file in sound], labels=LABELS, top=2
+    )
+    assert isinstance(found[files[3]], ValueError)
+    assert isinstance(found[files[35]], FileNotFoundError)
+    with pytest.raises(ValueError, match="Received: 1 labels"):
+        next(predict_files(model, files, labels=["a"]))
+
+
+def test_few_files_are_held_however_many_there_are(
+    model: keras_vit.VisionTransformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading keeps a few batches ahead of what is taken, of sound and of damaged files alike."""
+    lock, read = threading.Lock(), []
+    (image,) = noise(1)
+
+    def read_one(path: str) -> np.ndarray:
+        with lock:
+            read.append(path)
+        if int(path) >= 200:
+            raise ValueError("damaged")
+        return image
+
+    monkeypatch.setattr(predictions, "read_image", read_one)
+    batch = prediction_batch_size(model)
+    found = predict_files(model, map(str, itertools.count()), labels=LABELS)
+    for taken, (path, _) in enumerate(found, start=1):
+        assert path == str(taken - 1)
+        assert len(read) <= taken + 8 * batch
+        if taken == 600:
+            break
+    found.close()

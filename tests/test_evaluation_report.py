@@ -33,6 +33,15 @@ def test_the_report_is_numbers_and_a_picture(tmp_path: Path) -> None:
     assert sorted(file.name for file in tmp_path.iterdir()) == ["confusion.png", "metrics.json"]
 
 
+def test_without_test_images_another_split_is_drawn(tmp_path: Path) -> None:
+    """Of no split at all there is no report."""
+    write_report(tmp_path, {"validation": evaluation(2)})
+    assert list(json.loads((tmp_path / "metrics.json").read_text())) == ["validation"]
+    assert (tmp_path / "confusion.png").is_file()
+    with pytest.raises(ValueError, match="needs the evaluation of a split"):
+        write_report(tmp_path, {})
+
+
 @pytest.mark.parametrize("classes", [2, 20, 100, 150])
 def test_a_confusion_of_any_size_is_drawn(tmp_path: Path, classes: int) -> None:
     """From two to very many classes the picture has ink and a size that can be opened."""

@@ -241,7 +241,10 @@ def test_another_image_size_is_resampled_and_said() -> None:
     """A warning names both sizes, and the result is that of the resampled images."""
     model, images = sharp(TINY), images_for(TINY)
     large = np.repeat(np.repeat(images, 2, axis=1), 2, axis=2)
-    with pytest.warns(UserWarning, match="64x96 pixels; they were resampled to 32x48"):
+    with pytest.warns(
+        UserWarning,
+        match="96 pixels wide and 64 high; they were resampled to 48 pixels wide and 32",
+    ):
         actual = explain.attention_rollout(model, large)
     resized = keras.ops.convert_to_numpy(keras.ops.image.resize(large, (32, 48), antialias=True))
     np.testing.assert_allclose(actual, explain.attention_rollout(model, resized), atol=1e-6)

@@ -90,7 +90,7 @@ def test_token_similarity_of_the_class_token() -> None:
         ({}, {"token": (0, -1)}, r"no patch \(0, -1\)"),
         ({}, {"token": "head"}, "no patch 'head'"),
         ({}, {"layer": 3}, "no layer 3"),
-        ({"pooling": "avg", "class_token": False}, {}, "no class token.*4x6 patches"),
+        ({"pooling": "avg", "class_token": False}, {}, "no class token.*4 rows and 6 columns"),
     ],
 )
 def test_a_token_that_does_not_exist_is_refused(

@@ -3,6 +3,7 @@
 import base64
 import dataclasses
 import html.parser
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,11 @@ from test_explain_attention import CONFIGS, sharp
 
 from keras_vit import explain
 from keras_vit.config import ViTConfig
+from keras_vit.explain import maps
 from keras_vit.model import VisionTransformer
 
-NAMES = {"rollout", "relevance", "heads", "similarity", "distance", "positions", "filters"}
+CHARTS = {"distance", "positions", "filters"}
+NAMES = {"rollout", "relevance", "heads", "similarity", *CHARTS}
 LABELS = ("ant", "bee", "cat", "dog", "elk", "fox", "<gnu>")
 
 
@@ -28,13 +31,18 @@ def pixels(config: ViTConfig) -> np.ndarray:
 
 
 class Page(html.parser.HTMLParser):
-    """Collects what a page refers to and says."""
+    """Collects what a page refers to, says, and gives to its script."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self.references: list[str] = []
         self.words: list[str] = []
-        self.feed(text)
+        visible = re.sub(r"(?s)<(script|style)[ >].*?</\1>", "", text)
+        self.feed(visible)
+        self.said = " ".join(" ".join(self.words).split())
+        match = re.search(r'(?s)id="view">(.*?)</script>', text)
+        assert match is not None
+        self.view: dict[str, Any] = json.loads(match[1])
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.references += [str(value) for name, value in attrs if name in ("src", "href")]
@@ -59,18 +67,22 @@ def test_every_kind_of_model_has_its_page(name: str, tmp_path: Path) -> None:
 
 
 def test_the_page_holds_everything_itself(tmp_path: Path) -> None:
-    """Its pictures are the PNG files, it refers to nothing outside, and labels are escaped."""
+    """Its charts are the PNG files, it refers to nothing outside, and labels are escaped."""
     *files, written = explain.write_explanation(
         sharp(TINY), pixels(TINY), tmp_path, labels=LABELS, target=6, title="a <b>.png"
     )
-    actual = Page(written.read_text(encoding="utf-8"))
+    text = written.read_text(encoding="utf-8")
+    actual = Page(text)
     assert all(reference.startswith("data:") for reference in actual.references)
     contents = [base64.b64decode(r.split(",")[1]) for r in actual.references if "png" in r]
-    assert contents == [file.read_bytes() for file in files]
-    said = " ".join(actual.words)
-    assert "What the model sees in a <b>.png" in said
-    assert "32x48 pixels, as the model takes it" in said
-    assert "speak for <gnu>" in said
+    charts = [file.read_bytes() for file in files if file.stem in CHARTS]
+    assert contents == charts
+    assert "What the model sees in a <b>.png" in actual.said
+    assert "48 pixels wide and 32 high, as the model takes it" in actual.said
+    shown = actual.view
+    assert shown["maps"][0]["caption"].startswith("Which patches speak for <gnu>:")
+    assert [layer["name"] for layer in shown["layers"]] == ["layer 0", "layer 1", "layer 2"]
+    assert len(text) < 3e6
 
 
 @pytest.mark.slow
@@ -84,8 +96,9 @@ def test_the_page_names_the_likeliest_classes(tmp_path: Path) -> None:
     best = int(scores.argmax())
     for index, model in enumerate((logits, softmax)):
         written = explain.write_explanation(model, image, tmp_path / str(index), labels=LABELS)[-1]
-        said = " ".join(Page(written.read_text(encoding="utf-8")).words)
-        assert f"{LABELS[best]} {scores[best]:.1%}" in said
+        page = Page(written.read_text(encoding="utf-8"))
+        assert f"{LABELS[best]} {scores[best]:.1%}" in page.said
+        assert page.view["maps"][0]["name"] == f"Relevance for {LABELS[best]}"
 
 
 @pytest.mark.slow
@@ -95,11 +108,11 @@ def test_pixels_are_scaled_for_a_model_that_does_not(tmp_path: Path) -> None:
     inside = VisionTransformer(dataclasses.replace(TINY, include_preprocessing=True))
     inside.set_weights(model.get_weights())
     pages = [
-        explain.write_explanation(each, image, tmp_path / str(index))[-1].read_text()
+        Page(explain.write_explanation(each, image, tmp_path / str(index))[-1].read_text())
         for index, each in enumerate((model, inside))
     ]
-    said = [re.sub(r"base64,[^\"]*", "", text) for text in pages]
-    assert said[0] == said[1]
+    assert pages[0].said == pages[1].said
+    assert pages[0].view["image"] == pages[1].view["image"]
 
 
 @pytest.mark.slow
@@ -107,7 +120,8 @@ def test_an_image_of_another_size_is_resampled_and_said(tmp_path: Path) -> None:
     """The page names both sizes."""
     image = np.zeros((50, 40, 3), np.uint8)
     written = explain.write_explanation(sharp(TINY), image, tmp_path)[-1]
-    assert "50x40 pixels was resampled to 32x48" in written.read_text(encoding="utf-8")
+    said = Page(written.read_text(encoding="utf-8")).said
+    assert "The image is 40 pixels wide and 50 high. It was resampled to 48 pixels wide" in said
 
 
 @pytest.mark.slow
@@ -128,7 +142,7 @@ def test_a_users_model_has_a_page(tmp_path: Path) -> None:
     written = explain.write_explanation(
         keras.Model(inputs, outputs), pixels(TINY), tmp_path, labels=["yes", "no"]
     )[-1]
-    assert re.search(r"(yes|no) [\d.]+%, (yes|no) [\d.]+%", written.read_text(encoding="utf-8"))
+    assert re.search(r"(yes|no) [\d.]+% (yes|no) [\d.]+%", Page(written.read_text()).said)
 
 
 @pytest.mark.parametrize(
@@ -149,20 +163,49 @@ def test_bad_input_writes_nothing(arguments: dict[str, Any], message: str, tmp_p
 
 @pytest.mark.slow
 def test_the_page_opens_in_a_browser(tmp_path: Path) -> None:
-    """Headless Chromium decodes every picture, and its console says nothing but our probe."""
+    """In both widths and schemes it is well made, and asks for no other file."""
     written = explain.write_explanation(sharp(TINY), pixels(TINY), tmp_path / "out")[-1]
-    said = browser.console(written, tmp_path)
-    assert said == ["loaded 7 of 7 title What the model sees in image"]
+    assert browser.check_page(written) == []
+
+
+# The row and column of the brightest patch of the map, as it is drawn.
+BRIGHTEST = """() => {
+    const map = document.querySelector(".map");
+    const { data } = map.getContext("2d").getImageData(0, 0, map.width, map.height);
+    const light = Array.from({ length: data.length / 4 }, (_, i) => data[4 * i] + data[4 * i + 1]);
+    const place = light.indexOf(Math.max(...light));
+    return [Math.floor(place / map.width), place % map.width];
+}"""
 
 
 @pytest.mark.slow
-def test_the_browser_would_see_an_error(tmp_path: Path) -> None:
-    """A broken picture and a script's error are both noticed."""
-    broken = tmp_path / "broken.html"
-    broken.write_text(
-        "<title>x</title><body><img src='data:image/png;base64,AAAA'>"
-        "<script>nothing()</script></body>"
-    )
-    said = browser.console(broken, tmp_path)
-    assert any("nothing is not defined" in line for line in said)
-    assert any("loaded 0 of 1" in line for line in said)
+def test_the_control_shows_the_chosen_head(tmp_path: Path) -> None:
+    """Of each layer and head: the brightest patch, its value under the pointer, and the tile."""
+    model, image = sharp(TINY), pixels(TINY)
+    written = explain.write_explanation(model, image, tmp_path)[-1]
+    layers = maps.head_attention(model, maps.make_subject(model, image).inputs)
+    with (
+        browser.opened_browser() as chromium,
+        browser.opened_page(chromium, written.as_uri(), width=390) as (opened, heard),
+    ):
+        opened.select_option(".what", "attention")
+        for layer, head in ((0, 1), (2, 0), (1, 2)):
+            values = layers[layer][head]
+            row, column = np.unravel_index(values.argmax(), values.shape)
+            opened.locator(".layer").fill(str(layer))
+            opened.locator(".tiles button").nth(head).click()
+            assert f"in layer {layer}, head {head}." in opened.inner_text(".caption")
+            assert opened.evaluate(BRIGHTEST) == [row, column]
+            box = opened.locator(".map").bounding_box()
+            assert box is not None
+            x, y = (
+                (at + 0.5) / count for at, count in zip((column, row), TINY.grid[::-1], strict=True)
+            )
+            opened.locator(".map").hover(position={"x": x * box["width"], "y": y * box["height"]})
+            said = opened.inner_text(".reading")
+            assert f"Row {row}, column {column} of the patches: {values.max():.3g}" in said
+        opened.select_option(".head", "mean")
+        assert "in layer 1, the mean of the heads." in opened.inner_text(".caption")
+        mean = layers[1].mean(axis=0)
+        assert opened.evaluate(BRIGHTEST) == list(np.unravel_index(mean.argmax(), mean.shape))
+        assert [each for each in heard if "getImageData" not in each] == []  # read by the test

@@ -14,7 +14,7 @@ from test_explain_attention import images_for, sharp
 
 from keras_vit import explain
 from keras_vit.config import ViTConfig
-from keras_vit.explain import page
+from keras_vit.explain import maps, page
 
 TOLERANCE = 1e-5
 VARIANTS = {
@@ -111,8 +111,8 @@ def test_the_page_leaves_out_what_there_is_not(tmp_path: Path) -> None:
     for name in ("relative", "every block", "modern"):
         model = sharp(CONFIGS[name])
         images = ((images_for(CONFIGS[name])[0] + 1) * 127.5).astype(np.uint8)
-        subject = page._Subject(model, images, images_for(CONFIGS[name])[:1])
-        names[name] = [made.name for made in page._pictures(subject, None, [])]
+        subject = maps.Subject(model, images, images_for(CONFIGS[name])[:1], ())
+        names[name] = [made.name for made in page._charts(subject)]
     assert set(names["every block"]) - set(names["relative"]) == {"positions"}
     assert "positions" not in names["modern"]
 

@@ -1,7 +1,11 @@
 """One call exports, checks on the disk, and puts in place what passed, and nothing else."""
 
+import concurrent.futures
 import hashlib
 import json
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from exported import LABELS, photo, served_model
-from serving_harness import messages
+from serving_harness import batching, messages
 
 from keras_vit.exporting import (
     VerificationError,
@@ -71,7 +75,7 @@ def test_the_record_tells_what_was_checked(exported: tuple[Path, tuple[Artefact,
     directory, made = exported
     record = json.loads((directory / "1/assets.extra/verification.json").read_text())
     assert record["verified"] is True
-    assert record["images"] == "1 given, 7 drawn"
+    assert record["images"] == "1 of 1 given, 31 drawn"
     assert {"keras-vit", "tensorflow", "keras", "loader"} <= set(record["versions"])
     for name, file in record["files"].items():
         content = (directory / "1" / name).read_bytes()
@@ -94,13 +98,14 @@ def test_the_settings_are_what_the_server_parses(
         (directory / "models.config").read_text(), config.ModelServerConfig()
     ).model_config_list.config[0]
     assert (parsed.name, parsed.base_path) == ("pets", "/models/pets")
-    batching = text_format.Parse(
+    settings = text_format.Parse(
         (directory / "batching_parameters.txt").read_text(), messages.message("BatchingParameters")
     )
-    sizes = list(batching.allowed_batch_sizes)
+    *sizes, largest = settings.allowed_batch_sizes
     assert sizes == sorted(sizes) == list(savedmodel.BATCH_SIZES)
-    assert batching.max_batch_size.value == sizes[-1]
-    assert min(batching.num_batch_threads.value, batching.max_enqueued_batches.value) >= 1
+    assert settings.max_execution_batch_size.value == sizes[-1]
+    assert settings.max_batch_size.value == largest == savedmodel.REQUEST_LIMIT
+    assert min(settings.num_batch_threads.value, settings.max_enqueued_batches.value) >= 1
     monitoring = text_format.Parse(
         (directory / "monitoring.config").read_text(), messages.message("MonitoringConfig")
     )
@@ -134,8 +139,84 @@ def test_warm_up_requests_are_those_of_the_server(
     assert sorted(requests) == sorted(
         (signature, name, size)
         for signature, name in inputs.items()
-        for size in savedmodel.BATCH_SIZES
+        for size in (savedmodel.BATCH_SIZES if signature == "serving_default" else (1,))
     )
+
+
+def make_session(
+    run: Callable[[str, batching.Arrays], batching.Arrays], text: str
+) -> batching.BatchingSession:
+    """A batching session with the settings in a text."""
+    text_format = pytest.importorskip("google.protobuf.text_format")
+    settings = text_format.Parse(text, messages.message("BatchingParameters"))
+    return batching.BatchingSession(run, settings)
+
+
+def test_a_large_request_is_split_as_the_settings_say(
+    exported: tuple[Path, tuple[Artefact, ...]],
+) -> None:
+    """The kit's settings take 128 images in batches of 16, and no image more."""
+    text = (exported[0] / "batching_parameters.txt").read_text()
+    session = make_session(lambda signature, inputs: {"y": 2 * inputs["x"]}, text)
+    x = np.arange(savedmodel.REQUEST_LIMIT)
+    np.testing.assert_array_equal(session.run("pixels", {"x": x})["y"], 2 * x)
+    assert session.sizes == {16: 8}
+    with pytest.raises(batching.BatchingError, match="Task size 129 is larger than"):
+        session.run("pixels", {"x": np.arange(savedmodel.REQUEST_LIMIT + 1)})
+    session.close()
+    with pytest.raises(batching.Closed):
+        session.run("pixels", {"x": x})
+
+
+def test_the_harness_refuses_settings_that_the_server_does_not_load() -> None:
+    """The last allowed size is max_batch_size even where batches are split to smaller ones."""
+    sizes = "max_batch_size {{ value: 32 }} allowed_batch_sizes: [1, {last}] "
+    splits = (
+        "enable_large_batch_splitting {{ value: true }} max_execution_batch_size {{ value: {n} }}"
+    )
+    make_session(lambda signature, inputs: inputs, (sizes + splits).format(last=32, n=8)).close()
+    for last, n, word in ((8, 8, "must match max_batch_size"), (32, 64, "less than or equal")):
+        with pytest.raises(batching.BatchingError, match=word):
+            make_session(lambda signature, inputs: inputs, (sizes + splits).format(last=last, n=n))
+
+
+@pytest.mark.parametrize("splits", ["true", "false"])
+def test_a_full_queue_refuses_and_other_shapes_fail_together(splits: str) -> None:
+    """Beyond the queue a request is UNAVAILABLE; tasks of other shapes fail the whole batch."""
+    started, goes_on = threading.Event(), threading.Event()
+
+    def run(signature: str, inputs: batching.Arrays) -> batching.Arrays:
+        started.set()
+        assert goes_on.wait(20)
+        return inputs
+
+    text = (
+        "max_batch_size { value: 2 } max_enqueued_batches { value: 2 } "
+        "num_batch_threads { value: 1 } batch_timeout_micros { value: 1000000 } "
+        f"enable_large_batch_splitting {{ value: {splits} }}"
+    )
+    session = make_session(run, text)
+    with concurrent.futures.ThreadPoolExecutor(5) as pool:
+
+        def ask(*shape: int) -> concurrent.futures.Future[batching.Arrays]:
+            return pool.submit(session.run, "pixels", {"x": np.zeros(shape)})
+
+        running = ask(2)
+        assert started.wait(20)  # it has left the queue, and the only thread is busy
+        waiting = []
+        for shape, rows in (((1, 3), 1), ((1, 4), 2), ((2, 3), 4)):
+            waiting.append(ask(*shape))
+            while sum(batch.rows for batch in session._queues["pixels"]) < rows:
+                time.sleep(0.001)
+        with pytest.raises(batching.BatchingError, match="queue to which this task") as refused:
+            session.run("pixels", {"x": np.zeros((1, 3))})
+        assert refused.value.code == "UNAVAILABLE"
+        goes_on.set()
+        assert running.result()["x"].shape == (2,)
+        failed = [future for future in waiting if future.exception() is not None]
+    codes = {getattr(each.exception(), "code", None) for each in failed}
+    assert (failed, codes) == (waiting[:2], {"FAILED_PRECONDITION"})
+    session.close()
 
 
 @pytest.mark.parametrize(
@@ -224,11 +305,11 @@ def test_a_name_that_no_address_can_carry_is_refused(tmp_path: Path) -> None:
         export(served_model(), tmp_path / "my pets; rm")
 
 
-def test_a_model_of_grey_images_has_no_savedmodel(tmp_path: Path) -> None:
-    """A model of one channel cannot take decoded files; the message names the way out."""
+def test_a_model_of_five_channels_has_no_savedmodel(tmp_path: Path) -> None:
+    """No image file has as many channels; the message names the way out."""
     with pytest.raises(ValueError, match="export it as tflite or onnx"):
-        export(served_model(input_shape=(32, 48, 1)), tmp_path / "grey")
-    assert not list((tmp_path / "grey").glob("[0-9]*"))
+        export(served_model(input_shape=(32, 48, 5)), tmp_path / "five")
+    assert not list((tmp_path / "five").glob("[0-9]*"))
 
 
 def test_pixels_of_the_model_reach_what_is_exported(
@@ -238,9 +319,9 @@ def test_pixels_of_the_model_reach_what_is_exported(
     directory, (made,) = exported
     mean, std = PIXELS["image_mean"], PIXELS["image_std"]
     record = json.loads((made.path / "assets.extra/verification.json").read_text())
-    assert record["pixels"] == {
-        "takes": "pixels", "image_mean": list(mean), "image_std": list(std)
-    }  # fmt: skip
+    about = record["description"]
+    assert (about["takes"], about["image_mean"]) == ("pixels", list(mean))
+    assert about["image_std"] == list(std)
     readme = (directory / "README.md").read_text()
     assert "(0..255 / 255 - (0.485, 0.456, 0.406)) / (0.229, 0.224, 0.225)" in readme
     model = served_model(**PIXELS)

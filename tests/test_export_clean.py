@@ -83,12 +83,9 @@ def test_requests_survive_the_disk(tmp_path: Path) -> None:
         assert getattr(read, name) == getattr(written, name)
 
 
-@pytest.mark.parametrize("measure", ["absolute", "relative", "cosine"])
-def test_every_comparison_passes_the_same_and_fails_another(measure: str) -> None:
+def test_a_comparison_passes_the_same_and_fails_another() -> None:
     """Equal passes; a moved value, NaN, a missing output and another shape fail."""
-    limit = 0.999 if measure == "cosine" else 1e-5
-    case = dataclasses.replace(CASE, measure=measure, limit=limit)
-    logits = CASE.expected["logits"]
+    case, logits = CASE, CASE.expected["logits"]
     wrong = logits.copy()
     wrong[2, 1] += 1.0
     nan = np.where(wrong == wrong[2, 1], np.nan, logits)
@@ -103,13 +100,9 @@ def test_every_comparison_passes_the_same_and_fails_another(measure: str) -> Non
     assert passed == {"same": True, "moved": False, "nan": False, "missing": False, "shape": False}
 
 
-def test_another_best_class_or_batch_is_noticed() -> None:
-    """Top-1 agreement and batch invariance fail when they should; the model's ties do not count."""
+def test_an_answer_that_depends_on_the_batch_is_noticed() -> None:
+    """Batch invariance fails where one batch size gives other answers."""
     logits = CASE.expected["logits"]
-    assert messages.compare_top1(CASE, {"logits": logits})[0].passed
-    assert not messages.compare_top1(CASE, {"logits": logits[:, ::-1]})[0].passed
-    tied = np.array([[1.0, 1.0 + 1e-6, 0.0]])
-    assert messages.top1_agreement(tied[:, [1, 0, 2]], tied) == 1.0
 
     def run(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         rows = len(inputs["images"])

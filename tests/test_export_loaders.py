@@ -64,9 +64,9 @@ def test_an_older_loader_reads_the_model(
     version: str, request_of: Callable[[Path | None], messages.Request], tmp_path: Path
 ) -> None:
     """Every signature, JPEG, PNG and BMP included, answers the same to 1e-5; warm-up replays."""
-    checks, runtime = verification.check_artefact(request_of(library(version, tmp_path)))
-    assert runtime == {"loader": f"TensorFlow C++ {version}"}
-    differences = [check.measured for check in checks if "difference" in check.name]
+    report = verification.check_artefact(request_of(library(version, tmp_path)))
+    assert report.runtime == {"loader": f"TensorFlow C++ {version}"}
+    differences = [check.measured for check in report.checks if "difference" in check.name]
     print(version, max(differences))
     assert np.max(differences) <= 1e-5
 

@@ -112,6 +112,7 @@ def test_a_known_size_costs_nothing(name: str) -> None:
     assert "Range" in kinds_of(model)
 
 
+@pytest.mark.slow
 def test_training_moves_every_weight_as_at_a_fixed_size() -> None:
     """One step of `fit` at the tables' own grid is that of the fixed model."""
     config = dataclasses.replace(CONFIGS["learned in 2-D"], rotary_period=100.0)
@@ -125,6 +126,7 @@ def test_training_moves_every_weight_as_at_a_fixed_size() -> None:
         np.testing.assert_allclose(opened, fixed, rtol=0, atol=5e-6, err_msg=opened.path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [{}, {"remat": True, "rotary_period": 100.0}])
 def test_fit_and_predict_take_batches_of_several_sizes(fields: dict[str, Any]) -> None:
     """Of two grids, neither the tables' own: positions learn too, without a trace for each size."""

@@ -203,7 +203,7 @@ def test_nothing_of_a_variant_is_in_a_plain_model(monkeypatch: pytest.MonkeyPatc
         *(model.get_layer(f"block_{index}").drop_path.name for index in range(TINY.num_layers)),
     }
     assert len(model.weights) == 4 + 12 * TINY.num_layers + 2 + 2
-    monkeypatch.delattr(MultiHeadSelfAttention, "_weigh")
+    monkeypatch.delattr(MultiHeadSelfAttention, "_heads")
     monkeypatch.delattr(PositionedLayer, "_parts")
     monkeypatch.delattr("keras_vit.layers.attention.rotate")
     monkeypatch.delattr("keras_vit.layers.block.draw_places")

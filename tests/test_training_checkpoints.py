@@ -1,6 +1,7 @@
 """Tests of keras_vit.training.checkpoints."""
 
 import dataclasses
+import sys
 import threading
 from pathlib import Path
 
@@ -12,16 +13,9 @@ from conftest import TINY
 
 from keras_vit import VisionTransformer
 from keras_vit.training import MomentumSGD
-from keras_vit.training.checkpoints import (
-    Checkpoints,
-    Copies,
-    DamagedError,
-    Writer,
-    get_state,
-    set_state,
-    state_hash,
-    state_variables,
-)
+from keras_vit.training.checkpoints import Checkpoints, DamagedError, Saver
+from keras_vit.training.loop import Writer
+from keras_vit.training.state import Copies, get_state, set_state, state_hash, state_variables
 
 ARRAYS = {
     "00000": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -69,6 +63,68 @@ def test_damage_is_told(tmp_path: Path) -> None:
             checkpoints.load(1)
 
 
+def published(checkpoints: Checkpoints, step: int) -> Path:
+    """A checkpoint that is a folder: two files, one of them in a folder of its own."""
+    stage = checkpoints.stage(step)
+    (stage / "state").mkdir(parents=True)
+    (stage / "manifest").write_bytes(b"what is where")
+    (stage / "state" / "part").write_bytes(bytes(range(99)))
+    checkpoints.publish(step, record={"progress": {"loss": 1 / 3}, "arrays": []})
+    checkpoints.remove_old()
+    return checkpoints.shared(step)
+
+
+def test_folders_are_checkpoints_beside_files(tmp_path: Path) -> None:
+    """Of all workers in one folder; the last are kept of both kinds, and one of each step."""
+    own = tmp_path / "own"
+    own.mkdir()
+    checkpoints = Checkpoints(own, keep=2, common=tmp_path)
+    checkpoints.save(1, ARRAYS, progress={})
+    for step in (2, 3, 3):
+        published(checkpoints, step)
+    assert checkpoints.steps() == [2, 3]
+    assert Checkpoints(tmp_path / "another's", keep=2, common=tmp_path).steps() == [2, 3]
+    assert checkpoints.load_record(3)["progress"] == {"loss": 1 / 3}
+    checkpoints.save(3, ARRAYS, progress={})  # another backend, at the same step
+    assert checkpoints.steps() == [2, 3]
+    assert not checkpoints.shared(3).exists()
+    published(checkpoints, 4)
+    checkpoints.remove_after(3)
+    assert checkpoints.steps() == [3]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["own"]
+
+
+def test_damage_of_a_folder_is_told(tmp_path: Path) -> None:
+    """Any byte of any file, a cut and a lost file; each process finds what is in its part."""
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    folder = published(checkpoints, 1)
+    for file in (path for path in folder.rglob("*") if path.is_file()):
+        content = file.read_bytes()
+        flipped = bytearray(content)
+        flipped[len(content) // 2] ^= 1
+        for damaged in (bytes(flipped), content[:-1], b"", None):
+            file.unlink() if damaged is None else file.write_bytes(damaged)
+            with pytest.raises(DamagedError, match=r"checkpoint-00000001' is damaged$"):
+                checkpoints.load_record(1)
+        file.write_bytes(content)
+        assert checkpoints.load_record(1)["arrays"] == []
+    (folder / "state" / "part").write_bytes(b"")
+    checkpoints.load_record(1, part=(0, 2))
+    with pytest.raises(DamagedError):
+        checkpoints.load_record(1, part=(1, 2))
+
+
+def test_what_jax_saved_needs_its_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sentence says what to install, and the checkpoint stays."""
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    folder = published(checkpoints, 1)
+    monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
+    text = r"checkpoint-00000001' is kept; .*not installed; run: pip install orbax-checkpoint"
+    with pytest.raises(ImportError, match=text):
+        Saver(compiled(), checkpoints).load(1)
+    assert folder.is_dir()
+
+
 def compiled(rate: float = 0.2, *, jit_compile: bool = False) -> VisionTransformer:
     config = dataclasses.replace(TINY, num_layers=1, dropout_rate=rate, patch_dropout_rate=rate)
     model = VisionTransformer(config)
@@ -101,12 +157,14 @@ def test_a_state_of_another_model_is_an_error() -> None:
         set_state(compiled(), get_state(compiled(rate=0.0)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit_compile", [False, True], ids=["graph", "xla"])
 def test_a_copy_does_not_change_with_the_model(jit_compile: bool) -> None:
     """Every variable, the optimizer's and random states too, in the same memory each time."""
     model = compiled(jit_compile=jit_compile)
     images = np.zeros((2, *TINY.input_shape), np.float32)
     copies = Copies(state_variables(model))
+    copies.prepare()  # in a thread, which `take` waits for
     places: set[tuple[int, ...]] = set()
     for _ in range(3):
         expected = [np.array(value) for value in get_state(model).values()]

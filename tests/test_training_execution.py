@@ -4,10 +4,13 @@ import json
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
+import keras_vit
 from keras_vit.training import Execution, is_first_worker
+from keras_vit.training.execution import StrategyName
 from keras_vit.training.tensorflow_engine import TensorFlowEngine
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -84,6 +87,25 @@ def test_replicas_of_one_machine_divide_nothing_among_workers() -> None:
     policies = tf.data.experimental.AutoShardPolicy
     assert machine.experimental_distribute.auto_shard_policy == policies.OFF
     assert device.experimental_distribute.auto_shard_policy == policies.DATA
+
+
+@pytest.mark.parametrize("strategy", ["none", "mirrored"])
+def test_each_evaluation_is_one_pass_over_all_images(strategy: StrategyName) -> None:
+    """However many there are of them; the last batch is short, and the second replica has none."""
+    values = np.array([[1.0], [2.0], [4.0], [8.0], [16.0], [32.0]], np.float32)
+    pairs = tf.data.Dataset.from_tensor_slices((values, values))
+    engine = Execution(strategy=strategy).make_engine()
+    with engine.scope():
+        inputs = keras.Input((1,))
+        outputs = keras.layers.Dense(1, kernel_initializer="zeros", use_bias=False)(inputs)
+        model = keras_vit.ExactModel(inputs, outputs)
+        model.compile("sgd", loss="mse")
+    batches = pairs.batch(4)
+    engine.begin(model, training=lambda _: batches, validation=lambda _: batches, size=4)
+
+    losses = [float(engine.evaluate()["loss"]) for _ in range(3)]
+
+    np.testing.assert_allclose(losses, [(values**2).mean()] * 3, rtol=1e-6)
 
 
 def test_a_batch_is_checked_before_anything_is_made() -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import logging
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -15,11 +16,15 @@ from typing import Any
 
 import keras
 import numpy as np
+import processes
 import pytest
 import training_rig
+from conftest import TINY, randomize
 
-from keras_vit import training
+from keras_vit import VisionTransformer, training
 from keras_vit.data import ImageData, load_digits
+from keras_vit.training.checkpoints import Checkpoints, DamagedError
+from keras_vit.training.state import state_hash
 
 if keras.backend.backend() != "jax":
     pytest.skip("Meshes are JAX's", allow_module_level=True)
@@ -124,24 +129,25 @@ def test_the_command_line_trains_on_jax_and_exports(tmp_path: Path) -> None:
     """One command each: train on a mesh, evaluate and predict on JAX, export by TensorFlow."""
 
     def command(*words: object) -> str:
-        process = subprocess.run(
-            [sys.executable, "-m", "keras_vit", *map(str, words)],
-            env={**os.environ, **DEVICES},
-            capture_output=True,
-            text=True,
-        )
-        assert process.returncode == 0, process.stderr
-        return process.stdout
+        process = processes.Process(["-m", "keras_vit", *map(str, words)], DEVICES, tmp_path)
+        output, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors
+        return output
 
     out = tmp_path / "run"
-    command("train", "--data", "digits", "--out", out, "--epochs", 1, "--mesh", "data=2,model=2")
+    way = ("--mesh", "data=2,model=2", "--remat", "dots", "--set", "scan_blocks=true")
+    command("train", "--data", "digits", "--out", "run", "--epochs", 1, *way)
     config = json.loads((out / "config.json").read_text())
     assert config["execution"]["mesh"] == "data=2,model=2"
     assert config["versions"]["backend"] == "jax"
     answer = json.loads(command("evaluate", out, "--json").splitlines()[-1])
     assert answer["images"] == len(load_digits().test)
     command("predict", out, out / "sample.png")
-    command("export", out, "--out", tmp_path / "served", "--formats", "savedmodel")
+    # It chooses the backend before Keras is imported: nothing may be imported before it.
+    export = ["export", str(out), "--out", str(tmp_path / "served"), "--formats", "savedmodel"]
+    subprocess.run(
+        [sys.executable, "-m", "keras_vit", *export], env={**os.environ, **DEVICES}, check=True
+    )
     assert (tmp_path / "served" / "1" / "saved_model.pb").is_file()
 
 
@@ -160,6 +166,54 @@ def data() -> ImageData:
     digits = load_digits()
     train, validation = (digits.split(name).take(range(24)) for name in ("train", "validation"))
     return dataclasses.replace(digits, train=train, validation=validation)
+
+
+# Of orbax's tasks that a full disk ends.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_save_is_of_its_moment_and_its_damage_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The steps after it, which reuse the memory of the state, do not reach the file."""
+    model = VisionTransformer(TINY)
+    model.compile("adam", "mse")
+    model.optimizer.build(model.trainable_variables)
+    randomize(model)
+    images, targets = np.ones((2, 32, 48, 3)), np.ones((2, 7))
+    model.fit(images, targets, verbose=0)
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    engine = training.Execution().make_engine()
+    saver = engine.make_saver(model, checkpoints)
+    before = state_hash(model)
+    finish = saver.begin(1, progress={"step": 1})
+    model.fit(images, targets, epochs=2, verbose=0)
+    finish()
+    assert state_hash(model) != before
+    restore, progress = saver.load(1)
+    restore()
+    assert (state_hash(model), progress) == (before, {"step": 1})
+    monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
+    assert not engine.make_saver(model, checkpoints).is_shared
+    monkeypatch.setattr(engine, "count", 2)
+    with pytest.raises(ImportError, match=r"2 processes on JAX .* pip install orbax-checkpoint"):
+        engine.make_saver(model, checkpoints)
+    monkeypatch.undo()
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # bytes of a file
+    try:
+        with pytest.raises(OSError, match=r"older checkpoints are kept; allow larger files"):
+            saver.begin(2, progress={})()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert checkpoints.steps() == [1]
+    saver.begin(2, progress={})()
+    assert checkpoints.steps() == [1, 2]
+    part = next(file for file in checkpoints.shared(2).rglob("d/*") if file.stat().st_size > 9999)
+    with part.open("r+b") as opened:
+        opened.seek(5000)
+        opened.write(b"x")
+    with pytest.raises(DamagedError):
+        saver.load(2)
 
 
 def test_each_step_is_compiled_once(

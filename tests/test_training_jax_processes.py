@@ -1,7 +1,6 @@
 """Two processes train together on JAX: as one device does, and again after one was killed."""
 
 import os
-import subprocess
 from pathlib import Path
 
 import keras
@@ -18,7 +17,7 @@ STEPS = 16
 TWO_DEVICES = "--xla_force_host_platform_device_count=2"
 
 
-def start_both(**case: object) -> list["subprocess.Popen[str]"]:
+def start_both(**case: object) -> list[processes.Started]:
     """Two processes with two devices each; they find each other by Keras' variables."""
     addresses = processes.free_addresses(2)
     return [
@@ -45,9 +44,10 @@ def test_two_processes_train_as_one_device_and_resume(tmp_path: Path) -> None:
         if line == "step 9\n":
             break
     second.kill()
-    first.kill()  # as a supervisor does; JAX alone takes two minutes to notice
-    for process in (first, second):
-        process.communicate()
+    second.communicate()
+    lost = training_rig.told(first, seconds=60)
+    assert lost["code"] == ["75"]
+    assert "Another worker was lost at step" in lost["failed"][0]
     told = [training_rig.told(process) for process in start_both(checkpoint_steps=4, **case)]
     assert [said["code"] for said in told] == [["0"], ["0"]], told[0]["errors"]
     assert told[0]["done"] == told[1]["done"]

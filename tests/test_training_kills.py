@@ -4,7 +4,6 @@ import dataclasses
 import os
 import random
 import signal
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ KILLS = int(os.environ.get("KERAS_VIT_TEST_KILLS", "6"))
 STEPS = 8 * max(KILLS, 5)
 
 
-def start_together(count: int, **case: Any) -> list["subprocess.Popen[str]"]:
+def start_together(count: int, **case: Any) -> list[processes.Started]:
     environments = processes.cluster(count) if count > 1 else [None]
     return [training_rig.start(environment, **case) for environment in environments]
 
@@ -69,7 +68,7 @@ def test_so_do_stopped_replicas_and_workers(workers: int, replicas: int, tmp_pat
 
 
 def wait_for(
-    process: "subprocess.Popen[str]", word: str, least: int, said: list[str] | None = None
+    process: processes.Started, word: str, least: int, said: list[str] | None = None
 ) -> int:
     """Waits until the training says `word` with that number or more; -1 if it ends before.
 
@@ -109,6 +108,25 @@ def test_kill_9_at_any_moment_loses_nothing(whole: str, tmp_path: Path) -> None:
     assert int(ended["resumed"][0]) >= saved
     assert ended["done"] == [whole]
     assert len(remains) <= 1  # of the last kill alone
+
+
+def test_kill_9_while_the_learning_rate_falls_loses_nothing(tmp_path: Path) -> None:
+    """Once the patience has run out: the end stays where it is, and so does every bit."""
+    planned = 10 * 19  # steps of ten epochs
+    case: dict[str, Any] = {"steps": planned, "patience": 1, "learning_rate": 0.01}
+    whole = training_rig.run(out=str(tmp_path / "whole"), **case)
+    last = int(whole["step"][-1])
+    assert whole["ends"][0] == str(planned)
+    assert whole["ends"][-1] == str(last) != str(planned)
+    out = str(tmp_path / "run")
+    for before in (18, 5):
+        process = training_rig.start(out=out, **case)
+        assert wait_for(process, "step", last - before) >= 0
+        process.send_signal(signal.SIGKILL)
+        training_rig.told(process)
+    ended = training_rig.run(out=out, **case)
+    assert ended["ends"][-1] == str(last)
+    assert ended["done"] == whole["done"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,12 +1,13 @@
-"""Tests of keras_vit.training.loop."""
+"""Tests of keras_vit.training.stopping."""
 
 import signal
 import threading
+from collections.abc import Iterator
 
 import pytest
 
 from keras_vit.cli.main import Interrupts
-from keras_vit.training.loop import StopRequests
+from keras_vit.training.stopping import StopRequests
 
 
 def test_before_the_steps_ctrl_c_interrupts_and_is_remembered() -> None:
@@ -57,6 +58,15 @@ def test_other_threads_train_without_signals() -> None:
     assert actual == [0]
 
 
+@pytest.fixture
+def default_interrupt() -> Iterator[None]:
+    """Python's own handler: a shell that starts the tests in the background has none set."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("default_interrupt")
 def test_an_interruption_that_was_swallowed_before_is_not_lost() -> None:
     """The command line remembers it, and a training does not begin; handlers are put back."""
     before = signal.getsignal(signal.SIGINT)

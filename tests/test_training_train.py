@@ -354,8 +354,8 @@ def test_a_finished_run_is_returned_by_resuming(trained: Run, data: ImageData) -
     assert events == []
     assert again.config == trained.config
     assert not weights_differ(again.model, trained.model)
-    with pytest.raises(ValueError, match=r"was started with recipe.epochs=3, not 4"):
-        train(data, recipe=dataclasses.replace(RECIPE, epochs=4), **arguments)
+    with pytest.raises(ValueError, match=r"was started with recipe.epochs=3, not 2"):
+        train(data, recipe=dataclasses.replace(RECIPE, epochs=2), **arguments)
 
 
 class KilledError(Exception):
@@ -568,3 +568,14 @@ def test_an_image_damaged_after_listing_ends_a_training_by_its_name(
     with pytest.raises(ValueError, match=rf"'{file}'.*repair or remove"):
         train(data, out=tmp_path / "run", model=CONFIG, recipe=BRIEF)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("label", ["two\nlines", "half\udcff", ""])
+def test_a_class_that_no_file_can_name_is_refused(
+    data: ImageData, tmp_path: Path, label: str
+) -> None:
+    """Before the training, and not where its labels are written, at the end."""
+    named = dataclasses.replace(data, labels=(label, data.labels[1]))
+    with pytest.raises(ValueError, match=r"cannot be a line of labels\.txt"):
+        train(named, out=tmp_path / "run", model=CONFIG, recipe=BRIEF)
+    assert not list(tmp_path.iterdir())

@@ -239,6 +239,7 @@ def test_killed_in_the_middle(server: rig.Server, url: str, home: Path) -> None:
     assert server.requests[-1]["range"] == f"bytes={there}-"
 
 
+@pytest.mark.slow
 def test_killed_again_and_again(server: rig.Server, home: Path) -> None:
     """Killed at any moment, a download leaves either no file under its name or the whole one."""
     body = rig.archive(3, floats=200_000)

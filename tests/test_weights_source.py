@@ -396,7 +396,7 @@ def test_a_repository_without_weights(
 ) -> None:
     """The sentence names both files that were looked for, and what else can be given."""
     monkeypatch.delitem(HUB_FILES, "model.safetensors")
-    with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors nor .*named as hf://"):
+    with pytest.raises(FileNotFoundError, match=r"none of model\.safetensors, .*named as hf://"):
         sources.find("hf://someone/tiny-vit")
 
 

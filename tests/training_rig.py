@@ -2,12 +2,12 @@
 
 Run as `python training_rig.py '{"out": "run", "steps": 60}'`, or for several trainings with a list
 of such cases as "each"; under TF_CONFIG it is one of the workers. It prints `resumed N`, `loss X`,
-`step N`, `saving N`, `saved N`, `done HASH`, `stopped CODE`; of several, `begins` and `code N` too.
+`step N`, `ends N`, `saving N`, `saved N`, `done HASH`, `stopped CODE`; of several, `begins` and
+`code N` too.
 """
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,15 +25,16 @@ DEFAULTS: dict[str, Any] = {
     "precision": "float32",
     "mesh": None,
     "mixup": 0.2,
+    "patience": None,
 }
 
 
-def start(environment: dict[str, str] | None = None, **case: Any) -> subprocess.Popen[str]:
+def start(environment: dict[str, str] | None = None, **case: Any) -> processes.Started:
     """Starts a training; see `DEFAULTS` for what a case may say besides `out`."""
     return processes.start(__file__, case, environment)
 
 
-def told(process: "subprocess.Popen[str]", *, seconds: float = 300) -> dict[str, list[str]]:
+def told(process: processes.Started, *, seconds: float = 300) -> dict[str, list[str]]:
     """Waits for the end and returns what was printed, by its first word, and the exit code."""
     output, errors = process.communicate(timeout=seconds)
     end = {"code": [str(process.returncode)], "errors": [errors[-3000:]]}
@@ -92,6 +93,7 @@ def _train(case: dict[str, Any]) -> int:
         if isinstance(event, training.StepDone):
             _say("loss", event.loss)
             _say("step", event.step)
+            _say("ends", event.steps)
             if event.step == case["stop_at"]:
                 raise KeyboardInterrupt
 
@@ -155,6 +157,7 @@ def _settings(case: dict[str, Any]) -> dict[str, Any]:
             label_smoothing=0.1,
             mixup=case["mixup"],
             average=0.9,
+            patience=case["patience"],
             dropout_rate=0.1,
             drop_path_rate=0.1,
             augmentation=Augmentation(rotation=15, shift=0.1),
@@ -171,18 +174,22 @@ def _settings(case: dict[str, Any]) -> dict[str, Any]:
 
 def _listen(checkpoints: Any, loop: Any) -> None:
     """Makes saving and resuming tell about themselves."""
-    save, resume = checkpoints.save, loop.resume
+    resume = loop.resume
 
-    def telling_save(self: Any, step: int, *args: Any, **kwargs: Any) -> None:
-        _say("saving", step)
-        save(self, step, *args, **kwargs)
-        _say("saved", step)
+    def telling(save: Any) -> Any:
+        def told(self: Any, step: int, *args: Any, **kwargs: Any) -> None:
+            _say("saving", step)
+            save(self, step, *args, **kwargs)
+            _say("saved", step)
+
+        return told
 
     def telling_resume(self: Any) -> None:
         resume(self)
         _say("resumed", self.watcher.step)
 
-    checkpoints.save, loop.resume = telling_save, telling_resume
+    checkpoints.save, checkpoints.publish = map(telling, (checkpoints.save, checkpoints.publish))
+    loop.resume = telling_resume
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ python grpc_client.py --model digits photo.jpg other.png
 """
 
 import argparse
+import random
 import sys
 import time
 from collections.abc import Sequence
@@ -16,13 +17,21 @@ import tensorflow as tf
 from tensorflow_serving.apis import predict_pb2, prediction_service_pb2_grpc
 
 SIGNATURE = "serving_default"
+# What the same request may succeed at a moment later: a full queue, or a server that starts. A
+# deadline that has passed is no such thing: the request would add to the load that made it late.
+RETRIABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
+LONGEST_PAUSE = 10  # seconds
 LARGEST_ANSWER = 64 * 2**20  # gRPC's own limit of 4 MB is below a batch of feature maps
 
 
 def predict(
     files: Sequence[Path], *, stub: Any, model: str, timeout: float, retries: int
-) -> list[list[tuple[str, float]]]:
-    """Sends one batch of image files and returns (label, score) for each, best first."""
+) -> list[tuple[str, list[tuple[str, float]]]]:
+    """Sends one batch of image files and returns a status and (label, score), best first, for each.
+
+    To ask again is safe: a prediction changes nothing on the server. The pauses grow and are drawn,
+    so that clients that failed together do not come back together.
+    """
     request = predict_pb2.PredictRequest()
     request.model_spec.name, request.model_spec.signature_name = model, SIGNATURE
     contents = [file.read_bytes() for file in files]
@@ -32,13 +41,17 @@ def predict(
             outputs = stub.Predict(request, timeout=timeout).outputs
             break
         except grpc.RpcError as error:
-            if error.code() != grpc.StatusCode.UNAVAILABLE or attempt == retries:
+            if error.code() not in RETRIABLE or attempt == retries:
                 raise
-            time.sleep(0.2 * 2**attempt)
-    labels, scores = (tf.make_ndarray(outputs[name]) for name in ("classes", "scores"))
+            time.sleep(random.uniform(0.5, 1) * min(0.4 * 2**attempt, LONGEST_PAUSE))  # noqa: S311
+    names = ("status", "classes", "scores")
+    rows = zip(*(tf.make_ndarray(outputs[name]) for name in names), strict=True)
     return [
-        [(label.decode(), float(score)) for label, score in zip(*row, strict=True)]
-        for row in zip(labels, scores, strict=True)
+        (
+            status.decode(),
+            [(label.decode(), float(score)) for label, score in zip(labels, scores, strict=True)],
+        )
+        for status, labels, scores in rows
     ]
 
 
@@ -71,7 +84,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"{', '.join(map(str, files))}: {reason}", file=sys.stderr)
                 failed = 1
                 continue
-            for file, pairs in zip(files, answers, strict=True):
+            for file, (status, pairs) in zip(files, answers, strict=True):
+                if status != "OK":
+                    print(f"{file}: {status}", file=sys.stderr)
+                    failed = 1
+                    continue
                 print(f"{file}: " + ", ".join(f"{label} {score:.1%}" for label, score in pairs))
     return failed
 

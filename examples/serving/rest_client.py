@@ -7,6 +7,7 @@ import argparse
 import base64
 import http.client
 import json
+import random
 import sys
 import time
 import urllib.error
@@ -15,11 +16,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+# What the same request may succeed at a moment later: a full queue, or a server that starts.
+RETRIABLE = (429, 503)
+LONGEST_PAUSE = 10  # seconds
+
 
 def predict(
     files: Sequence[Path], *, url: str, model: str, timeout: float, retries: int
 ) -> list[dict[str, Any]]:
-    """Sends one batch of image files and returns an answer for each, best class first."""
+    """Sends one batch of image files and returns an answer for each, best class first.
+
+    To ask again is safe: a prediction changes nothing on the server. The pauses grow and are drawn,
+    so that clients that failed together do not come back together.
+    """
     contents = [base64.b64encode(file.read_bytes()).decode() for file in files]
     body = json.dumps({"instances": [{"b64": content} for content in contents]}).encode()
     request = urllib.request.Request(f"{url}/v1/models/{model}:predict", body)
@@ -28,13 +37,23 @@ def predict(
             with urllib.request.urlopen(request, timeout=timeout) as response:
                 return list(json.load(response)["predictions"])
         except urllib.error.HTTPError as error:
-            if error.code != 503 or attempt == retries:  # what the request itself got wrong stays
-                raise RuntimeError(json.loads(error.read())["error"]) from None
-        except (urllib.error.URLError, http.client.HTTPException, TimeoutError) as error:
+            if error.code not in RETRIABLE or attempt == retries:
+                raise RuntimeError(reason(error.read())) from None
+        except TimeoutError:  # not again: the request would add to the load that made it late
+            raise RuntimeError(f"{url} did not answer in {timeout} seconds") from None
+        except (urllib.error.URLError, http.client.HTTPException) as error:
             if attempt == retries:
                 raise RuntimeError(f"{url} does not answer: {error}") from None
-        time.sleep(0.2 * 2**attempt)
+        time.sleep(random.uniform(0.5, 1) * min(0.4 * 2**attempt, LONGEST_PAUSE))  # noqa: S311
     return []
+
+
+def reason(body: bytes) -> str:
+    """Returns what a refusal says; a proxy in front of the server may not answer in JSON."""
+    try:
+        return str(json.loads(body)["error"])
+    except (ValueError, KeyError, TypeError):
+        return body[:200].decode(errors="replace")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,6 +82,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             failed = 1
             continue
         for file, answer in zip(files, answers, strict=True):
+            if answer["status"] != "OK":
+                print(f"{file}: {answer['status']}", file=sys.stderr)
+                failed = 1
+                continue
             found = zip(answer["classes"], answer["scores"], strict=True)
             print(f"{file}: " + ", ".join(f"{label} {score:.1%}" for label, score in found))
     return failed

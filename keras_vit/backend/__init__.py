@@ -6,6 +6,7 @@ A backend without its own file uses `plain`; the tests compare the others with i
 import keras
 
 if keras.backend.backend() == "tensorflow":
+    from keras_vit.backend.plain import by_images, remat, scan_layers
     from keras_vit.backend.tensorflow import (
         ACTIVATIONS,
         ALIGNMENT,
@@ -35,13 +36,16 @@ else:
         ExactTrainer,
         adam_step,
         adopt,
+        by_images,
         dense,
         folds_scale,
         is_concrete,
         is_in_scope,
         layer_norm,
         momentum_step,
+        remat,
         replica_id,
+        scan_layers,
         scope_of,
         self_attention,
         softmax,
@@ -54,8 +58,11 @@ else:
     if keras.backend.backend() == "jax":
         from keras_vit.backend.jax import (
             ExactTrainer,
+            by_images,
             is_concrete,
             layer_norm,
+            remat,
+            scan_layers,
             self_attention,
             values_of,
         )
@@ -66,13 +73,16 @@ __all__ = [
     "ExactTrainer",
     "adam_step",
     "adopt",
+    "by_images",
     "dense",
     "folds_scale",
     "is_concrete",
     "is_in_scope",
     "layer_norm",
     "momentum_step",
+    "remat",
     "replica_id",
+    "scan_layers",
     "scope_of",
     "self_attention",
     "softmax",

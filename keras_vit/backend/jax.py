@@ -1,5 +1,7 @@
 """JAX: attention that does not store its weights, GPU kernels in half precision, the step."""
 
+import functools
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,7 @@ from jax.experimental import multihost_utils
 from keras_vit import environment
 from keras_vit.backend import plain, private
 from keras_vit.backend.plain import SAM_EPSILON, StepOptions
+from keras_vit.parallel import FullySharded
 
 # `ExactTrainer` is a mixin; the type checker sees it as a model.
 if TYPE_CHECKING:
@@ -24,6 +27,8 @@ environment.prefer_cublas()
 _HALF = ("float16", "bfloat16")
 # cuDNN's flash attention takes heads of a width that is a multiple of 8, up to 128.
 _CUDNN_STEP, _CUDNN_WIDEST = 8, 128
+# What hides a key: JAX's own numbers for cuDNN (jax/_src/cudnn/fused_attention_stablehlo.py).
+_MASKS = {"float16": -(2.0**15), "bfloat16": -(2.0**41)}
 
 
 def is_concrete(x: Any) -> bool:
@@ -49,38 +54,148 @@ def layer_norm(x: Any, gamma: Any, beta: Any, *, epsilon: float) -> Any:
     return jax_kernels.layer_norm(x, gamma, beta, epsilon)
 
 
-def self_attention(qkv: Any, num_heads: int) -> Any:
+def self_attention(qkv: Any, num_heads: int, *, bias: Any = None) -> Any:
     """Returns multi-head attention (B, N, D) of queries, keys and values (B, N, 3D).
 
     On NVIDIA GPUs in half precision this package's kernel computes it, or cuDNN's flash attention
-    for heads of other widths.
+    for heads of other widths and for a bias: neither stores the weights (B, H, N, N).
+
+    Args:
+        qkv: queries, keys and values, each by heads.
+        num_heads: heads H.
+        bias: added to the logits, (H, N, N), or None.
     """
     size = qkv.shape[-1] // 3 // num_heads
     if not _has_kernels(qkv):
         # Of float16 JAX's own makes a product that CPUs and TPUs do not compile.
         if qkv.dtype == "float16":
-            return plain.self_attention(qkv, num_heads)
-        return _attend(qkv, num_heads, implementation="xla")
+            return plain.self_attention(qkv, num_heads, bias=bias)
+        return _attend(qkv, num_heads, bias)
     from keras_vit.backend import jax_kernels
 
-    if jax_kernels.head_parts(size):
+    if bias is None and jax_kernels.head_parts(size):
         return jax_kernels.attention(qkv, num_heads)
-    if size % _CUDNN_STEP or size > _CUDNN_WIDEST:
-        return _attend(qkv, num_heads, implementation="xla")
-    # JAX refuses to train cuDNN's with an odd number of tokens: one is added, and masked as a key.
-    tokens = qkv.shape[1]
-    even = jnp.pad(qkv, ((0, 0), (0, tokens % 2), (0, 0)))
-    lengths = jnp.full((qkv.shape[0],), tokens, "int32") if tokens % 2 else None
-    y = _attend(even, num_heads, implementation="cudnn", key_value_seq_lengths=lengths)
-    return y[:, :tokens]
+    if size > _CUDNN_WIDEST:
+        _warn_of_wide_heads(size)
+        return _attend(qkv, num_heads, bias)
+    return _attend_by_cudnn(qkv, num_heads, bias)
 
 
-def _attend(qkv: Any, num_heads: int, **options: Any) -> Any:
-    _, tokens, width = keras.ops.shape(qkv)
-    x = keras.ops.reshape(qkv, (-1, tokens, 3, num_heads, width // 3 // num_heads))
-    query, key, value = keras.ops.unstack(x, axis=2)  # (B, N, H, K) each
-    x = jax.nn.dot_product_attention(query, key, value, **options)
-    return keras.ops.reshape(x, (-1, tokens, width // 3))
+def _attend(qkv: Any, num_heads: int, bias: Any) -> Any:
+    """Computes attention by XLA alone, which stores the weights."""
+    query, key, value = _heads(qkv, num_heads)
+    bias = None if bias is None else bias[None]
+    x = jax.nn.dot_product_attention(query, key, value, bias, implementation="xla")
+    return x.reshape(*x.shape[:2], -1)
+
+
+def _attend_by_cudnn(qkv: Any, num_heads: int, bias: Any) -> Any:
+    """Computes attention by cuDNN, of an even number of tokens and of heads it takes.
+
+    Where there are not so many, zeros are added: columns of heads, which change no product, and
+    one token, masked as a key. They cost a copy of tokens (B, N, 3D); without them XLA writes and
+    reads the weights (B, H, N, N) instead, in float32, again for the gradient. These are larger
+    wherever there are more tokens than a head has columns, as in every Vision Transformer in use.
+    """
+    query, key, value = _heads(qkv, num_heads)
+    tokens, size = query.shape[1], query.shape[-1]
+    # JAX refuses to train an odd number of tokens with a bias, and older ones without one too.
+    odd, columns = tokens % 2, -size % _CUDNN_STEP
+    if odd or columns:
+        sides = ((0, 0), (0, odd), (0, 0), (0, columns))
+        query, key, value = (jnp.pad(x, sides) for x in (query, key, value))
+    lengths = None
+    if bias is not None:
+        # The bias itself masks: not every cuDNN derives it beside a mask of its own.
+        bias = jnp.pad(bias, ((0, 0), (0, odd), (0, 0)))
+        mask = _MASKS[str(qkv.dtype)]
+        bias = jnp.pad(bias, ((0, 0), (0, 0), (0, odd)), constant_values=mask)[None]
+    elif odd:
+        lengths = jnp.full((qkv.shape[0],), tokens, "int32")
+    x = jax.nn.dot_product_attention(
+        *(query, key, value, bias),
+        scale=size**-0.5,
+        key_value_seq_lengths=lengths,
+        implementation="cudnn",
+    )
+    return x[:, :tokens, :, :size].reshape(-1, tokens, num_heads * size)
+
+
+def _heads(qkv: Any, num_heads: int) -> list[Any]:
+    """Returns queries, keys and values (B, N, H, K) of their product (B, N, 3D)."""
+    _, tokens, width = qkv.shape
+    x = qkv.reshape(-1, tokens, 3, num_heads, width // 3 // num_heads)
+    return [x[:, :, third] for third in range(3)]
+
+
+@functools.cache
+def _warn_of_wide_heads(size: int) -> None:
+    """Warns once of each width of heads that no fused kernel takes."""
+    warnings.warn(
+        f"cuDNN's flash attention takes heads of up to {_CUDNN_WIDEST} columns; XLA computes those "
+        f"of this model, of {size}, and stores their attention weights. More heads (num_heads) "
+        "would be faster, and need less memory.",
+        stacklevel=2,
+    )
+
+
+def by_images(x: Any) -> Any:
+    """Returns x (B, ...) divided among devices by its images, under `FullySharded`.
+
+    Its weights are divided among the same devices. Left to itself XLA also divides tokens by their
+    width, as a product's kernel is, and then gathers them all to divide them by images again.
+    """
+    shards = keras.distribution.distribution()
+    if not isinstance(shards, FullySharded) or is_concrete(x):
+        return x
+    if x.shape[0] % shards.num_model_replicas:
+        return x
+    axes = (shards.batch_dim_name, *[None] * (len(x.shape) - 1))
+    layout = keras.distribution.TensorLayout(axes, shards.device_mesh)
+    return keras.distribution.distribute_tensor(x, layout)
+
+
+# What remat may keep, by the name of its choice. Attention's own product is in a kernel, or has the
+# batch among its dimensions.
+_KEPT = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
+
+
+def remat(function: Callable[..., Any], kept: str | None = None) -> Callable[..., Any]:
+    """Returns a function of tensors that is computed again for its gradient.
+
+    Args:
+        function: takes tensors alone.
+        kept: what is not computed again: "dots" for the products with weights; None for nothing.
+    """
+    recomputed: Callable[..., Any] = jax.checkpoint(function, policy=_KEPT.get(kept or ""))
+    return recomputed
+
+
+def scan_layers(
+    step: Callable[[Any, Any], Any], x: Any, *, layers: list[keras.layers.Layer], rows: list[Any]
+) -> Any:
+    """Runs alike layers one after another, of which one alone is traced and compiled.
+
+    Args:
+        step: computes the first layer on x, with one of the rows, in terms of its variables; the
+            result has the shape and dtype of x.
+        x: the input of the first layer.
+        layers: those with the weights, whose order and shapes are the same.
+        rows: what else differs between the layers, a structure of tensors for each.
+    """
+
+    def body(x: Any, row: Any) -> tuple[Any, None]:
+        values, others = row
+        mapping = list(zip(layers[0].weights, values, strict=True))
+        with keras.StatelessScope(state_mapping=mapping):
+            return step(x, others), None
+
+    # Cast before they are stacked, as each layer would do: the copy is smaller, the numbers equal.
+    with private.cast_scope(layers[0]):
+        columns = zip(*(layer.weights for layer in layers), strict=True)
+        values = [jnp.stack([variable.value for variable in column]) for column in columns]
+        others = jax.tree.map(lambda *parts: jnp.stack(parts), *rows)
+        return jax.lax.scan(body, x, (values, others))[0]
 
 
 def _has_kernels(x: Any) -> bool:
@@ -93,7 +208,8 @@ def _has_kernels(x: Any) -> bool:
     return getattr(device, "platform", device) == "gpu" and major.isdigit() and int(major) >= 8
 
 
-_MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
+_BY_WEIGHTS = "mean_with_sample_weight"
+_MEANS = ("sum_over_batch_size", "mean", _BY_WEIGHTS)
 _NORM = "gradient_norm"
 _Data = tuple[Any, Any, Any]  # inputs, targets, sample weights
 
@@ -211,11 +327,12 @@ class ExactTrainer(StepOptions, _Model):
             if getattr(loss, "reduction", None) not in _MEANS
             or (hasattr(loss, "ignore_class") and loss.ignore_class is not None)
         ]
-        if data[2] is not None or others:
+        divides = [loss for loss in losses if getattr(loss, "reduction", None) == _BY_WEIGHTS]
+        if (divides and data[2] is not None) or others:
             raise ValueError(
                 f"accumulate={self._accumulate} on JAX takes losses that are means over images, "
-                "without sample weights and ignore_class. Received: "
-                f"{others[0] if others else 'sample weights'}; leave accumulate at 1."
+                "not over sample weights or without ignore_class. Received: "
+                f"{others[0] if others else _BY_WEIGHTS}; leave accumulate at 1."
             )
 
     def _updated(

@@ -3,6 +3,7 @@
 import contextlib
 import types
 import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -56,14 +57,20 @@ def softmax(x: Any) -> Any:
     return keras.ops.cast(keras.ops.softmax(keras.ops.cast(x, "float32"), axis=-1), x.dtype)
 
 
-def self_attention(qkv: Any, num_heads: int) -> Any:
-    """Returns multi-head attention (B, N, D) of queries, keys and values (B, N, 3D)."""
+def self_attention(qkv: Any, num_heads: int, *, bias: Any = None) -> Any:
+    """Returns multi-head attention (B, N, D) of queries, keys and values (B, N, 3D).
+
+    Args:
+        qkv: queries, keys and values, each by heads.
+        num_heads: heads H.
+        bias: added to the logits, (H, N, N), or None.
+    """
     _, tokens, width = keras.ops.shape(qkv)
     size = width // 3 // num_heads
     x = keras.ops.reshape(qkv, (-1, tokens, 3, num_heads, size))
     query, key, value = keras.ops.unstack(keras.ops.transpose(x, (2, 0, 3, 1, 4)))
     logits = keras.ops.matmul(query * size**-0.5, keras.ops.transpose(key, (0, 1, 3, 2)))
-    x = keras.ops.matmul(softmax(logits), value)  # (B, H, N, K)
+    x = keras.ops.matmul(softmax(logits if bias is None else logits + bias), value)  # (B, H, N, K)
     return keras.ops.reshape(keras.ops.transpose(x, (0, 2, 1, 3)), (-1, tokens, width // 3))
 
 
@@ -93,6 +100,34 @@ def uninitialized(shape: Any, dtype: Any = None) -> Any:
 def is_concrete(x: Any) -> bool:
     """Whether x has values now, and is not traced."""
     return not isinstance(x, keras.KerasTensor)
+
+
+def remat(function: Callable[..., Any], kept: str | None = None) -> Callable[..., Any]:
+    """Returns a function of tensors that is computed again for its gradient.
+
+    Args:
+        function: takes tensors alone.
+        kept: what is not computed again, one of JAX's policies; None for nothing.
+
+    Raises:
+        ValueError: something is to be kept; only JAX can.
+    """
+    if kept is not None:
+        raise ValueError(
+            f"remat={kept!r} works on JAX: set KERAS_BACKEND=jax, or choose remat=True, which "
+            f"recomputes all of a block. Received: the backend {keras.backend.backend()!r}."
+        )
+    recomputed: Callable[..., Any] = keras.remat(function)
+    return recomputed
+
+
+def by_images(x: Any) -> Any:
+    """Returns x (B, ...), whose images lie on the devices they came to."""
+    return x
+
+
+# Runs alike layers as one; None where each is traced by itself.
+scan_layers: Any = None
 
 
 def adam_step(*arguments: Any, **options: Any) -> bool:

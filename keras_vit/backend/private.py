@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import keras
 from keras.src.backend.common import global_state
+from keras.src.backend.common.variables import AutocastScope
 from keras.src.models.functional import Functional
 from keras.src.utils.python_utils import default as config_of_arguments
 
@@ -58,6 +59,11 @@ PRIVATE_NAMES = (
         "keras.src.backend.common.global_state",
         "get_global_attribute",
         "reads the current call; no public name does",
+    ),
+    Private(
+        "keras.src.backend.common.variables",
+        "AutocastScope",
+        "variables of a layer as it casts them, before it is called",
     ),
     Private("the state of a call", _CALL, "holds the current call"),
     Private("the context of a call", "entry_layer", "the called model, to warn of Keras' own step"),
@@ -157,6 +163,11 @@ def layers_of(layer: keras.layers.Layer, *, with_itself: bool = True) -> list[ke
 def called_layer() -> keras.layers.Layer | None:
     """Returns the outermost layer or model of the current call."""
     return getattr(global_state.get_global_attribute(_CALL), "entry_layer", None)
+
+
+def cast_scope(layer: keras.layers.Layer) -> AutocastScope:
+    """The scope in which a layer's variables have the dtype that it computes in."""
+    return AutocastScope(layer.compute_dtype)
 
 
 def is_traced_for_onnx() -> bool:

@@ -270,19 +270,25 @@ def softmax(x: Any) -> Any:
     return tf.nn.softmax(x)
 
 
-def self_attention(qkv: Any, num_heads: int) -> Any:
-    """Returns multi-head attention (B, N, D) of queries, keys and values (B, N, 3D)."""
+def self_attention(qkv: Any, num_heads: int, *, bias: Any = None) -> Any:
+    """Returns multi-head attention (B, N, D) of queries, keys and values (B, N, 3D).
+
+    Args:
+        qkv: queries, keys and values, each by heads.
+        num_heads: heads H.
+        bias: added to the logits, (H, N, N), or None. With one the weights are stored.
+    """
     _, tokens, width = _shape(qkv)
     size = width // 3 // num_heads
     # One transposition for all three, of rank 4: not every TFLite delegate has higher ranks.
     x = swap_middle(reshape(as_rows(qkv), (-1, tokens, 3 * num_heads, size)))
     query, key, value = tf.split(x, 3, axis=1)  # (B, H, N, K) each
     query = query * constant(size**-0.5, query.dtype, beside=query)
-    if _may_fuse():
+    if bias is None and _may_fuse():
         x = attend(query, key, value)  # (B, N, H, K)
     else:
-        weights = plain.softmax(tf.matmul(query, key, transpose_b=True))  # (B, H, N, N)
-        x = swap_middle(tf.matmul(weights, value))
+        logits = tf.matmul(query, key, transpose_b=True)  # (B, H, N, N)
+        x = swap_middle(tf.matmul(softmax(logits if bias is None else logits + bias), value))
     return reshape(x, (-1, tokens, width // 3))
 
 

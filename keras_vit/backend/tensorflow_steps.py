@@ -183,9 +183,15 @@ def in_parts(
             for array, value in zip(arrays, keras.tree.flatten(part[1]), strict=True)
         ]
         sums = [a + b for a, b in zip(sums, _without_none(part[2]), strict=True)]
-        return index + 1, loss + part[0], arrays, sums
+        # TensorFlow would begin the next part meanwhile, in memory of its own.
+        with tf.control_dependencies(sums):
+            following = tf.identity(index + 1)
+        return following, loss + part[0], arrays, sums
 
-    start = (tf.constant(0), loss, arrays, _without_none(gradients))
+    sums = _without_none(gradients)
+    with tf.control_dependencies(sums):
+        begin = tf.identity(0)
+    start = (begin, loss, arrays, sums)
     _, loss, arrays, sums = tf.while_loop(lambda index, *_: index < count - 1, body, start)
     predictions = [
         tf.concat([value, *tf.unstack(array.stack(), count - 1)], axis=0)

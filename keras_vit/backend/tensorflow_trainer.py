@@ -130,9 +130,10 @@ class ExactTrainer(StepOptions, private.StepHooks):
         """Makes `train_function`, as `fit` does, for a loop of your own.
 
         Args:
-            batches: the (distributed) data; under a strategy the first batch builds the model.
+            batches: the (distributed) data; under a strategy, and where batches are computed in
+                parts, the first one builds the model and its loss, as `fit` does.
         """
-        if private.strategy_of(self) is not None:
+        if private.strategy_of(self) is not None or self._accumulate > 1:
             self._exact_build(None, _of_first_replica(self, next(iter(batches))))
         self.make_train_function()
 

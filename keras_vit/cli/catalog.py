@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from keras_vit.cli import flags
+from keras_vit.cli import flags, output
 
 if TYPE_CHECKING:
     from keras_vit.weights.catalog import CatalogRow, Repository
@@ -36,6 +36,7 @@ examples:
   keras-vit list --family dinov3
 """
 
+_TRAIN = ("train", "--data", "digits", "--out", "digits-tuned")
 _WIDTH = 100  # characters of a line
 _MARKS = {"classifier": "", "fine-tuned": "f", "linear": "l", "k-NN": "k", "zero-shot": "z"}
 
@@ -73,6 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
         _print_json(files, listed)
     elif variant is not None and not files:
         print(f"No weights of {variant} are published; it trains from scratch.")
+        output.say_next(*_TRAIN, "--model", variant)
     else:
         if files:
             _print_table(files, with_files=variant is not None)
@@ -80,7 +82,21 @@ def run(arguments: argparse.Namespace) -> int:
             print()
         if listed:
             _print_repositories(listed, with_sources=family is not None)
+        _say_next(arguments, files, listed)
     return 0
+
+
+def _say_next(
+    arguments: argparse.Namespace, files: "Sequence[CatalogRow]", listed: "Sequence[Repository]"
+) -> None:
+    if arguments.variant is not None:
+        file = min(files, key=lambda row: row.image_size)
+        output.say_next(*_TRAIN, "--model", file.variant, "--weights", file.words[1])
+    elif arguments.family is not None and listed:
+        row = min(listed, key=lambda row: row.parameters)
+        output.say_next("export", row.address, "--out", "export")
+    else:
+        output.say_next("list", "--variant", "Ti/16")
 
 
 def _print_json(files: "Sequence[CatalogRow]", listed: "Sequence[Repository]") -> None:

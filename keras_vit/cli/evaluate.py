@@ -1,41 +1,29 @@
-"""`keras-vit predict` and `keras-vit evaluate`: what a model says of images, and how well."""
+"""`keras-vit evaluate`: how well a model names images."""
 
 import argparse
 import dataclasses
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from keras_vit.cli import flags, output
+from keras_vit.cli import flags, inference, output
 
 if TYPE_CHECKING:
     import keras
 
-    from keras_vit.data import ImageData
+    from keras_vit.data import ImageData, Views
     from keras_vit.evaluation import Evaluation
     from keras_vit.training import OpenedModel
 
 
 _MISTAKES = "mistakes.png"
-_PREDICT_DESCRIPTION = """\
-Classifies images with the model of a run or of another source, such as a file or hf://owner/name.
-
-Prints the most probable classes of each image and their probabilities. An image that cannot be read
-gives an error; the others are predicted, and the exit code is 1.
-
-examples:
-  keras-vit predict digits-run digits-run/sample.png
-  keras-vit predict photos-run *.jpg --top 1
-  keras-vit predict photos-run holiday.jpg --json
-  keras-vit predict hf://google/vit-base-patch16-224 holiday.jpg
-"""
-_EVALUATE_DESCRIPTION = """\
+_DESCRIPTION = """\
 Measures a model: accuracy, loss, and the recall and precision of each class.
 
 Without --data it evaluates on the validation and test images that training set aside; the numbers
-equal those in the run's metrics.json. With --data it evaluates on another folder with the same
-classes: on its test/ if it has splits, otherwise on all of its images. A model that is no run's
-needs --data. Folders have the names of its classes, or their identifiers such as n02123045.
+equal those in the run's metrics.json, unless --tta or --precision changes them. With --data it
+evaluates on another folder with the same classes: on its test/ if it has splits, otherwise on all
+of its images. A model that is no run's needs --data. Folders have the names of its classes, or
+their identifiers such as n02123045.
 
 Of a model without classifier, as keras-vit pretrain makes it, it measures the features: accuracy
 with few labelled images of each class, and of nearest neighbours. If it has no labels, give --data
@@ -45,6 +33,7 @@ examples:
   keras-vit evaluate digits-run
   keras-vit evaluate photos-run --data more-photos --out more-photos-report
   keras-vit evaluate photos-run --more --out report
+  keras-vit evaluate photos-run --tta
   keras-vit evaluate pretrained-run
   keras-vit evaluate imagenet-run --data imagenet/val --real real.json
   keras-vit evaluate photos-run --json
@@ -52,34 +41,14 @@ examples:
 """
 
 
-def add_predict_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Adds the subcommand `predict`."""
-    parser = flags.add_command(
-        commands, "predict", predict, summary="classify images", description=_PREDICT_DESCRIPTION
-    )
-    flags.add_source(parser)
-    parser.add_argument(
-        "images", metavar="IMAGE", nargs="+", help="JPEG, PNG, WebP, BMP or GIF files"
-    )
-    parser.add_argument(
-        "--top",
-        type=flags.count,
-        default=5,
-        metavar="N",
-        help="number of classes to print for each image (default: 5)",
-    )
-    _add_precision(parser)
-    flags.add_json(parser)
-
-
-def add_evaluate_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Adds the subcommand `evaluate`."""
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds the subcommand."""
     parser = flags.add_command(
         commands,
         "evaluate",
-        evaluate,
+        run,
         summary="measure a model",
-        description=_EVALUATE_DESCRIPTION,
+        description=_DESCRIPTION,
     )
     flags.add_source(parser)
     parser.add_argument(
@@ -88,15 +57,15 @@ def add_evaluate_parser(commands: "argparse._SubParsersAction[argparse.ArgumentP
     parser.add_argument(
         "--out",
         metavar="DIR",
-        help="write metrics.json and confusion.png to this folder (default: none; the run's if it "
-        "lacks them after an interruption)",
+        help="write metrics.json, confusion.png and report.html to this folder (default: "
+        "none; the run's if it lacks them after an interruption)",
     )
     parser.add_argument(
         "--strict",
         action="store_true",
         help="with --data, stop at damaged images (default: leave them out)",
     )
-    _add_precision(parser)
+    inference.add_inference(parser)
     parser.add_argument(
         "--more",
         action="store_true",
@@ -113,60 +82,68 @@ def add_evaluate_parser(commands: "argparse._SubParsersAction[argparse.ArgumentP
     flags.add_json(parser)
 
 
-def predict(arguments: argparse.Namespace) -> int:
-    """Reads the images, predicts, prints."""
-    from keras_vit import data, evaluation
-
-    opened = _open_model(arguments)
-    if not opened.has_classifier:
-        raise ValueError(
-            f"{opened.source} has no classifier, so that it names no class; train one on images of "
-            f"yours with keras-vit train --data FOLDER --out RUN --weights {opened.source}."
-        )
-    images, messages = {}, []
-    for path in arguments.images:
-        try:
-            images[path] = data.read_image(path)
-        except (ValueError, OSError) as error:
-            messages.append(f"keras-vit: error: {error}")
-    predictions = evaluation.predict(
-        opened.model, list(images.values()), labels=opened.labels, top=arguments.top
-    )
-    output.show_predictions(dict(zip(images, predictions, strict=True)), json=arguments.json)
-    for message in messages:
-        output.say(message, file=sys.stderr)
-    return 1 if messages else 0
-
-
-def evaluate(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Evaluates, prints, and writes the report to `--out`."""
-    from keras_vit import evaluation
+    from keras_vit import evaluation, publishing
 
-    opened = _open_model(arguments)
+    opened = inference.open_model(arguments)
     if not opened.has_classifier:
         _evaluate_features(opened, arguments)
         return 0
     recorded, unmeasured = _recorded(opened, arguments)
     model, data = opened.model, _labelled_data(opened, arguments)
+    views = inference.views(opened, arguments)
     evaluations = {
-        name: evaluation.evaluate(model, data.split(name), labels=data.labels)
+        name: evaluation.evaluate(model, data.split(name), labels=data.labels, tta=views)
         for name in ("validation", "test")
         if len(data.split(name))
     }
     if not evaluations:
         raise ValueError(f"{data.source!r} holds no validation or test images to evaluate on.")
-    out = Path(arguments.out) if arguments.out else unmeasured
+    out, written = Path(arguments.out) if arguments.out else unmeasured, []
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        evaluation.write_report(out, evaluations)
+        written = _write(out, opened, data, evaluations, arguments)
+        if opened.run is not None and out == unmeasured:
+            publishing.write_card(opened.run)
     output.show_evaluations(evaluations, json=arguments.json)
     if arguments.more:
-        _show_more(model, data, out=arguments.out, json=arguments.json)
+        _show_more(model, data, out=arguments.out, views=views, json=arguments.json)
     if arguments.real is not None:
-        _show_real(model, data, file=arguments.real, json=arguments.json)
+        _show_real(model, data, file=arguments.real, views=views, json=arguments.json)
     if not arguments.json:
-        _show_files(evaluations, recorded=recorded, out=out)
+        if views is not None:
+            print(f"With test-time augmentation: the mean of {views.count} views of each image.")
+        _show_recorded(evaluations, recorded=recorded)
+        if out is not None:
+            output.say(f"Written to {out}: {', '.join(written)}")
+        output.say_next("export", arguments.source, "--out", "export")
     return 0
+
+
+def _write(
+    out: Path,
+    opened: "OpenedModel",
+    data: "ImageData",
+    evaluations: "dict[str, Evaluation]",
+    arguments: argparse.Namespace,
+) -> list[str]:
+    """Writes the files of an evaluation to a folder, and returns their names."""
+    from keras_vit import evaluation, reporting, training
+
+    out.mkdir(parents=True, exist_ok=True)
+    evaluation.write_report(out, evaluations)
+    subject = reporting.Subject(
+        name=arguments.source,
+        model=opened.model,
+        run=opened.run,
+        data=data,
+        evaluations=evaluations,
+        command=arguments.command,
+    )
+    warning = reporting.try_report(out / training.run.REPORT, subject)
+    output.warn(warning)
+    names = [evaluation.METRICS, training.run.CONFUSION]
+    return names if warning else [*names, training.run.REPORT]
 
 
 def _recorded(
@@ -175,34 +152,11 @@ def _recorded(
     """Returns the numbers in a run's metrics.json, or the folder of a run that lacks it."""
     from keras_vit import evaluation, training
 
-    if opened.run is None or arguments.data is not None or arguments.precision != "float32":
+    is_other = arguments.data is not None or arguments.precision != "float32" or arguments.tta
+    if opened.run is None or is_other:
         return None, None
     file = opened.run.path / evaluation.METRICS
     return (training.read_fields(file), None) if file.is_file() else (None, opened.run.path)
-
-
-def _add_precision(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--precision",
-        choices=("float32", "bfloat16"),
-        default="float32",
-        help="dtype that the model computes in; bfloat16 is faster on processors that have units "
-        "for it, slower on all others (default: float32)",
-    )
-
-
-def _open_model(arguments: argparse.Namespace) -> "OpenedModel":
-    """Opens the model of the arguments in their precision."""
-    from keras_vit import evaluation
-
-    opened = flags.open_model(arguments.source)
-    if arguments.precision == "bfloat16" and not evaluation.has_bfloat16_units():
-        print(
-            "keras-vit: this processor has no units for bfloat16; float32 is faster on it.",
-            file=sys.stderr,
-        )
-    model = evaluation.in_precision(opened.model, arguments.precision)
-    return dataclasses.replace(opened, model=model)
 
 
 def _labelled_data(opened: "OpenedModel", arguments: argparse.Namespace) -> "ImageData":
@@ -246,6 +200,9 @@ def _evaluate_features(opened: "OpenedModel", arguments: argparse.Namespace) -> 
         output.print_json("features", **measures)
     else:
         _print_features(measures)
+        name = opened.run.path.name if opened.run is not None else "features"
+        new = ("--out", f"{name}-classifier", "--weights", arguments.source)
+        output.say_next("train", "--data", data.source, *new)
 
 
 def _measure_features(model: "keras.Model", data: "ImageData") -> dict[str, Any]:
@@ -283,14 +240,21 @@ def _print_features(measures: dict[str, Any]) -> None:
         print(f"Nearest neighbours of the train images: accuracy {accuracy:.2%}")
 
 
-def _show_more(model: "keras.Model", data: "ImageData", *, out: str | None, json: bool) -> None:
+def _show_more(
+    model: "keras.Model",
+    data: "ImageData",
+    *,
+    out: str | None,
+    views: "Views | None",
+    json: bool,
+) -> None:
     """Prints calibration error, features and mistakes on the test images."""
     import numpy as np
 
     from keras_vit import evaluation
 
-    mistakes = evaluation.confident_mistakes(model, data.test, labels=data.labels)
-    probabilities = np.exp(evaluation.log_probabilities(model, data.test))
+    mistakes = evaluation.confident_mistakes(model, data.test, labels=data.labels, tta=views)
+    probabilities = np.exp(evaluation.log_probabilities(model, data.test, tta=views))
     error = evaluation.calibration(probabilities, data.test.targets).error
     features = _measure_features(model, data)
     if out is not None and mistakes:
@@ -308,14 +272,16 @@ def _show_more(model: "keras.Model", data: "ImageData", *, out: str | None, json
         )
 
 
-def _show_real(model: "keras.Model", data: "ImageData", *, file: str, json: bool) -> None:
+def _show_real(
+    model: "keras.Model", data: "ImageData", *, file: str, views: "Views | None", json: bool
+) -> None:
     """Prints the accuracy on the labels of ImageNet ReaL, which are in order of the file names."""
     from keras_vit import evaluation
 
     labels = evaluation.read_real_labels(file)
     names = [Path(data.test.name(place)).name for place in range(len(data.test))]
     order = sorted(range(len(names)), key=names.__getitem__)
-    scores = evaluation.log_probabilities(model, data.test)[order]
+    scores = evaluation.log_probabilities(model, data.test, tta=views)[order]
     accuracy = evaluation.real_accuracy(scores, labels)
     if json:
         output.print_json("real", accuracy=accuracy)
@@ -323,13 +289,11 @@ def _show_real(model: "keras.Model", data: "ImageData", *, file: str, json: bool
         print(f"Accuracy on the labels of ReaL: {accuracy:.2%}")
 
 
-def _show_files(
-    evaluations: "dict[str, Evaluation]", *, recorded: dict[str, Any] | None, out: Path | None
+def _show_recorded(
+    evaluations: "dict[str, Evaluation]", *, recorded: dict[str, Any] | None
 ) -> None:
-    """Compares with the run's metrics.json, and names the files that were written."""
+    """Compares with the run's metrics.json."""
     if recorded is not None:
         numbers = {name: evaluation.to_dict() for name, evaluation in evaluations.items()}
         verdict = "the same numbers" if numbers == recorded else "OTHER numbers"
         print(f"The run's metrics.json holds {verdict}.")
-    if out is not None:
-        output.say(f"Written: {out / 'metrics.json'} and {out / 'confusion.png'}")

@@ -50,6 +50,11 @@ def run(arguments: argparse.Namespace) -> int:
         model, image, arguments.out, labels=labels, target=target, title=Path(arguments.image).name
     )
     _show(files, image.shape[:2], tuple(model.input_shape[1:3]), json=arguments.json)
+    if not arguments.json:
+        if opened.run is not None and opened.has_classifier:
+            output.say_next("evaluate", arguments.source)
+        else:
+            output.say_next("export", arguments.source, "--out", "export")
     return 0
 
 
@@ -60,9 +65,11 @@ def _show(
         names = [str(file) for file in files]
         output.print_json("explanation", files=names, image=size, taken=input_size)
         return
+    from keras_vit.explain import attention
+
     if size != input_size:
-        old, new = ("x".join(map(str, sides)) for sides in (size, input_size))
-        print(f"The image of {old} pixels was resampled to {new}.")
+        old, new = attention.sides(size), attention.sides(input_size)
+        output.say(f"The image is {old}; it was resampled to {new}, the size that the model takes.")
     output.say(f"Written: {', '.join(file.name for file in files[:-1])}")
     output.say(f"Open {files[-1]} in a browser.")
 

@@ -1,7 +1,8 @@
-"""`keras-vit export`: a trained model for TensorFlow Serving, TFLite and ONNX."""
+"""`keras-vit export`: a trained model for TensorFlow Serving, TFLite, ONNX and browsers."""
 
 import argparse
 import dataclasses
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,20 +11,22 @@ from keras_vit.cli import flags, output
 
 if TYPE_CHECKING:
     from keras_vit.exporting import Artefact
-    from keras_vit.training import Run
+    from keras_vit.training import OpenedModel, Run
 
-_FORMATS = "savedmodel, tflite, tflite-fp16, tflite-int8, tflite-int8-full, onnx"
+_FORMATS = "savedmodel, tflite, tflite-fp16, tflite-int8, tflite-int8-full, onnx, web"
 _DESCRIPTION = f"""\
 Writes a trained model in the formats that servers and devices run. Each file is compared with the
 model before it is put in place, on the run's test images or on --images.
 
 The formats: {_FORMATS}.
 savedmodel is for TensorFlow Serving: DIR is its base path; DIR/1, DIR/2, ... are the versions.
-The other formats are written to DIR/tflite/N and DIR/onnx/N.
+The other formats are written to DIR/tflite/N, DIR/onnx/N and DIR/web/N.
+web is a folder with a page that classifies images in a browser alone, without a network.
 
 examples:
   keras-vit export digits-run --out export/digits
   keras-vit export photos-run --out export/photos --formats savedmodel,tflite,tflite-int8,onnx
+  keras-vit export photos-run --out export/photos --formats web
   keras-vit export model.keras --labels labels.txt --out export/mine --images photos/*.jpg
   keras-vit export hf://google/vit-base-patch16-224 --out export/vit
 """
@@ -56,8 +59,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--images",
         metavar="IMAGE",
         nargs="+",
-        help="image files to compare on, and to calibrate tflite-int8-full with "
-        "(default: the run's test images; for another source generated ones)",
+        help="image files to compare on and to calibrate with, with their classes if they lie in "
+        "folders named after them (default: the run's test images; for another source generated "
+        "ones)",
     )
     _add_settings(parser)
     flags.add_json(parser)
@@ -79,6 +83,19 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
         help="number of images in a batch of a TFLite file (default: 1)",
     )
     parser.add_argument(
+        "--opset",
+        type=flags.count,
+        metavar="N",
+        help="version of ONNX's operators, 17 to 22, for runtimes that know no later one; a model "
+        "that tf2onnx has to convert can be 17 or 18 (default: 20, or 18 if converted)",
+    )
+    parser.add_argument(
+        "--web-runtime",
+        metavar="PATH",
+        help="the file that npm pack onnxruntime-web wrote, or its folder, for the format web "
+        "(default: npm fetches it, once)",
+    )
+    parser.add_argument(
         "--no-verify", action="store_true", help="do not check the files (default: check them)"
     )
 
@@ -89,32 +106,64 @@ def run(arguments: argparse.Namespace) -> int:
 
     opened = flags.open_model(arguments.source)
     labels, images = arguments.labels or opened.labels or None, arguments.images or ()
-    if opened.run is not None:
-        images = images or _test_images(opened.run, is_json=arguments.json)
+    targets = _folder_targets(images, labels)
+    if opened.run is not None and not images:
+        images, targets = _test_images(opened.run, is_json=arguments.json)
     exported = artefacts.export(
         opened.model,
         arguments.out,
         formats=[name.strip() for name in arguments.formats.split(",")],
         labels=labels,
         images=images,
+        targets=targets,
         top_k=arguments.top,
         tflite_batch_size=arguments.tflite_batch,
+        opset=arguments.opset,
+        web_runtime=arguments.web_runtime,
         verify=not arguments.no_verify,
     )
     for artefact in exported:
         _show(artefact, is_json=arguments.json, is_verified=not arguments.no_verify)
-    if not arguments.json and exported[0].format == "savedmodel":
-        output.say(f"Next: {Path(arguments.out) / 'serve.sh'}")
+    if not arguments.json:
+        _say_next(exported, opened, arguments)
     return 0
 
 
-def _test_images(run: "Run", *, is_json: bool) -> Sequence[Any]:
+def _say_next(
+    exported: "Sequence[Artefact]", opened: "OpenedModel", arguments: argparse.Namespace
+) -> None:
+    paths = {artefact.format: artefact.path for artefact in exported}
+    if "savedmodel" in paths:
+        output.say(f"Next: {shlex.quote(str(Path(arguments.out) / 'serve.sh'))}")
+    elif "web" in paths:
+        folder = shlex.quote(str(paths["web"]))
+        output.say("Open http://127.0.0.1:8000 in a browser, after the next command.")
+        output.say(f"Next: python3 -m http.server --bind 127.0.0.1 --directory {folder} 8000")
+    elif opened.run is not None and opened.has_classifier:
+        output.say_next("evaluate", arguments.source)
+    else:
+        formats = ("--formats", "savedmodel")
+        output.say_next("export", arguments.source, "--out", arguments.out, *formats)
+
+
+def _test_images(run: "Run", *, is_json: bool) -> tuple[Sequence[Any], Sequence[int]]:
+    """Returns the run's test images and their classes, or nothing."""
     try:
-        return list(run.data().test.images)
+        test = run.data().test
+        return list(test.images), [int(target) for target in test.targets]
     except (ValueError, OSError, ImportError) as error:
         if not is_json:
             output.say(f"Checking on generated images, as the run's cannot be loaded: {error}")
-        return ()
+        return (), ()
+
+
+def _folder_targets(images: Sequence[str], labels: Sequence[str] | str | None) -> Sequence[int]:
+    """Returns the class of each image if all of them lie in folders named after classes."""
+    if isinstance(labels, str):
+        labels = Path(labels).read_text(encoding="utf-8").splitlines() if images else ()
+    folders = [Path(image).absolute().parent.name for image in images]
+    places = {label: place for place, label in enumerate(labels or ())}
+    return [places[name] for name in folders] if set(folders) <= set(places) else ()
 
 
 def _show(artefact: "Artefact", *, is_json: bool, is_verified: bool) -> None:

@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import dataclasses
 import re
 import sys
 import warnings
@@ -16,13 +15,7 @@ from keras_vit.cli import output
 if TYPE_CHECKING:
     from keras_vit import ViTConfig
     from keras_vit.data import ImageData
-    from keras_vit.training import Execution, OpenedModel, Recipe
-
-# Flags that set the field of the same name of the recipe; --drop-path sets `drop_path_rate`.
-_RECIPE_FLAGS = (
-    *("batch_size", "learning_rate", "layer_decay", "weight_decay", "average", "sam_rho"),
-    *("mixup", "cutmix"),
-)
+    from keras_vit.training import Execution, OpenedModel
 
 
 def count(text: str) -> int:
@@ -132,13 +125,16 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_paths(parser: argparse.ArgumentParser) -> None:
+def add_paths(parser: argparse.ArgumentParser, *, needs_out: bool = True) -> None:
     """Adds `--data` and `--out`."""
     group = parser.add_argument_group("required")
     group.add_argument(
         "--data", required=True, metavar="PATH", help='a folder, "tfds:NAME" or "digits"'
     )
-    group.add_argument("--out", required=True, metavar="RUN", help="run directory to write")
+    instead = "" if needs_out else " (default: none, with --plan)"
+    group.add_argument(
+        "--out", required=needs_out, metavar="RUN", help=f"run directory to write{instead}"
+    )
 
 
 def add_model(group: argparse._ArgumentGroup) -> None:
@@ -153,8 +149,8 @@ def add_model(group: argparse._ArgumentGroup) -> None:
         "--image-size",
         type=size,
         metavar="N or HxW",
-        help="size of the model's input in pixels (default: the recipe's; otherwise 16 for "
-        "digits, 64 for tiny, 224 for the variants)",
+        help="size of the model's input in pixels, height x width (default: the recipe's; "
+        "otherwise 16 for digits, 64 for tiny, 224 for the variants)",
     )
     group.add_argument(
         "--patch-size",
@@ -175,106 +171,6 @@ def add_model(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def add_schedule(
-    group: argparse._ArgumentGroup, *, epochs: str, batch_size: str, learning_rate: str
-) -> None:
-    """Adds `--steps`, `--epochs`, `--batch-size`, `--learning-rate`, `--flip` and `--seed`.
-
-    Args:
-        group: the group to add to.
-        epochs: the default of `--epochs`, in words.
-        batch_size: the default of `--batch-size`, in words.
-        learning_rate: the default of `--learning-rate`, in words.
-    """
-    length = group.add_mutually_exclusive_group()
-    length.add_argument(
-        "--steps",
-        type=count,
-        metavar="N",
-        help="training steps in all, one batch each, instead of --epochs (default: by epochs)",
-    )
-    length.add_argument(
-        "--epochs",
-        type=count,
-        metavar="N",
-        help=f"passes over the training images (default: {epochs})",
-    )
-    group.add_argument(
-        "--batch-size",
-        type=count,
-        metavar="N",
-        help=f"images per step, over all devices (default: {batch_size})",
-    )
-    group.add_argument(
-        "--learning-rate",
-        type=positive,
-        metavar="X",
-        help=f"peak learning rate, at the end of the warm-up (default: {learning_rate})",
-    )
-    group.add_argument(
-        "--flip",
-        action=argparse.BooleanOptionalAction,
-        help="mirror half of the images left to right (default: yes, but not the digits); "
-        "use --no-flip where left and right differ, as in writing",
-    )
-    group.add_argument(
-        "--seed",
-        type=seed,
-        default=0,
-        metavar="N",
-        help="random seed of fresh weights, and of the order and augmentation of images "
-        "(default: 0)",
-    )
-
-
-def add_regularization(group: argparse._ArgumentGroup, *, is_labelled: bool) -> None:
-    """Adds `--weight-decay`, `--drop-path`, `--average`, `--sam-rho`, `--mixup` and `--cutmix`.
-
-    Args:
-        group: the group to add to.
-        is_labelled: whether there are targets that MixUp and CutMix can mix.
-    """
-    mixing = (
-        ("mixup", not_negative, "alpha of MixUp, which blends two images, such as 0.2; 0 for none"),
-        (
-            "cutmix",
-            not_negative,
-            "alpha of CutMix, which pastes a part of another image, such as 1; with --mixup each "
-            "batch gets one of the two; 0 for none",
-        ),
-    )
-    rows = (
-        (
-            "weight-decay",
-            not_negative,
-            "weight decay of the kernels, multiplied by the learning rate",
-        ),
-        (
-            "drop-path",
-            share,
-            "probability of skipping a branch of the last block (stochastic depth); it falls "
-            "linearly to 0 at the first block",
-        ),
-        (
-            "average",
-            share,
-            "decay of a moving average of the weights, such as 0.9999; the average is evaluated "
-            "and saved; 0 for none",
-        ),
-        (
-            "sam-rho",
-            not_negative,
-            "radius of sharpness-aware minimisation, such as 0.1; a step takes twice the time; 0 "
-            "for none",
-        ),
-        *(mixing if is_labelled else ()),
-    )
-    for name, kind, text in rows:
-        group.add_argument(
-            f"--{name}", type=kind, metavar="X", help=f"{text} (default: the recipe's)"
-        )
-
-
 def add_execution(group: argparse._ArgumentGroup) -> None:
     """Adds the flags of `training.Execution`: devices, precision, memory, checkpoints."""
     group.add_argument(
@@ -282,44 +178,47 @@ def add_execution(group: argparse._ArgumentGroup) -> None:
         choices=("auto", "none", "mirrored", "multi_worker", "tpu"),
         default="auto",
         help="devices to train on: none is one device, mirrored all GPUs of this machine, "
-        "multi_worker the machines of TF_CONFIG; the result is the same on all of them (default: "
-        "auto, whichever is there)",
+        "multi_worker the machines of TF_CONFIG; the result is the same (default: auto)",
     )
     group.add_argument(
         "--mesh",
         metavar="AXES",
         help="with KERAS_BACKEND=jax, devices to train on, and what they share: data=8 the batch, "
-        "fsdp=8 the batch and the weights, data=4,model=2 also the products of each block "
-        "(default: one device)",
+        "fsdp=8 the batch and the weights, data=4,model=2 also products (default: one device)",
     )
     group.add_argument(
         "--precision",
         choices=("float32", "mixed_bfloat16", "mixed_float16"),
-        default="float32",
-        help="dtype that layers compute in; weights stay float32 (default: float32)",
+        help="dtype that layers compute in; weights stay float32 (default: float32; where train "
+        "chooses the model, mixed_bfloat16 if the machine is faster in it)",
     )
     group.add_argument(
         "--accumulate",
         type=count,
-        default=1,
         metavar="N",
-        help="split each batch into N parts and sum their gradients, to save memory (default: 1)",
+        help="split each batch into N parts and sum their gradients, to save memory (default: 1, "
+        "or in train as many as memory asks for)",
     )
+    _add_step(group)
+
+
+def _add_step(group: argparse._ArgumentGroup) -> None:
+    """Adds how a step is computed, and when its result is saved."""
     group.add_argument(
         "--remat",
-        action=argparse.BooleanOptionalAction,
-        help="recompute the blocks in the backward pass, to save memory; same numbers, a fifth "
-        "more time (default: as the model's config says; a fresh model: no)",
+        nargs="?",
+        const=True,
+        choices=("dots",),
+        help="recompute blocks for the gradient, to save memory, with the same numbers; dots, on "
+        "JAX: not their products (default: as the model's config says; a fresh model: no)",
     )
+    no = "keep all for the gradient (default: as the model's config says)"
+    group.add_argument("--no-remat", dest="remat", action="store_false", default=None, help=no)
     group.add_argument(
         "--xla",
         action=argparse.BooleanOptionalAction,
         help="compile forward and backward pass with XLA (default: on GPUs)",
     )
-    _add_checkpoints(group)
-
-
-def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--checkpoint-steps",
         type=count,
@@ -356,8 +255,7 @@ def add_existing(parser: argparse.ArgumentParser) -> None:
         dest="existing",
         action="store_const",
         const="resume",
-        help="continue the unfinished training to --out, or start it if there is none "
-        "(default: refuse)",
+        help="continue the unfinished training to --out, or start one (default: refuse)",
     )
 
 
@@ -368,8 +266,8 @@ def execution(arguments: argparse.Namespace) -> "Execution":
     return training.Execution(
         strategy=arguments.strategy,
         mesh=arguments.mesh,
-        precision=arguments.precision,
-        accumulate=arguments.accumulate,
+        precision=arguments.precision or training.Execution.precision,
+        accumulate=arguments.accumulate or training.Execution.accumulate,
         remat=arguments.remat,
         xla="auto" if arguments.xla is None else arguments.xla,
         checkpoint_steps=arguments.checkpoint_steps,
@@ -391,24 +289,6 @@ def model_config(
 
     name = arguments.model or (default if arguments.data == "digits" else "tiny")
     return training.model_config(name, image_size=image_size, patch_size=arguments.patch_size)
-
-
-def override_recipe(recipe: "Recipe", arguments: argparse.Namespace) -> "Recipe":
-    """Returns the recipe with the fields that the flags set."""
-    augmentation = recipe.augmentation
-    if arguments.flip is not None:
-        augmentation = dataclasses.replace(augmentation, flip=arguments.flip)
-    if arguments.epochs or arguments.steps:
-        recipe = dataclasses.replace(recipe, epochs=arguments.epochs, steps=arguments.steps)
-    values = {name: getattr(arguments, name, None) for name in _RECIPE_FLAGS}
-    values["drop_path_rate"] = arguments.drop_path
-    fields = {name: value for name, value in values.items() if value is not None}
-    if fields.get("average") == 0:
-        fields["average"] = None
-    model = {**recipe.model, **dict(arguments.set)}
-    if isinstance(model.get("dropout_rate"), int | float):
-        fields["dropout_rate"] = model.pop("dropout_rate")
-    return dataclasses.replace(recipe, augmentation=augmentation, model=model, **fields)
 
 
 def load_data(

@@ -7,6 +7,7 @@ the loss of another worker, to be started again with --resume.
 import argparse
 import importlib
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -14,21 +15,39 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from keras_vit import environment, version
-from keras_vit.cli import catalog, evaluate, explain, export, output, pretrain, train
+from keras_vit.cli import (
+    catalog,
+    check,
+    compare,
+    demo,
+    evaluate,
+    explain,
+    export,
+    output,
+    predict,
+    pretrain,
+    push,
+    train,
+)
 
 PROGRAM = "keras-vit"
 _DESCRIPTION = """\
-Vision Transformers: train them on your own images, predict, evaluate, explain, export.
+Vision Transformers: train them on your own images, predict, evaluate, explain, try, export.
 
 examples:
   keras-vit train --data digits --out digits-run
   keras-vit train --data photos --out photos-run --epochs 50
   keras-vit pretrain --data photos --out pretrained-run
   keras-vit predict photos-run holiday.jpg
+  keras-vit predict photos-run holiday-photos --csv holiday.csv
   keras-vit predict hf://google/vit-base-patch16-224 holiday.jpg
   keras-vit evaluate photos-run
+  keras-vit compare photos-run tuned-run
   keras-vit explain photos-run holiday.jpg --out seen
+  keras-vit demo photos-run
   keras-vit export photos-run --out export/photos
+  keras-vit check export/photos
+  keras-vit push photos-run hf://owner/photos
   keras-vit list --variant B/16
 """
 
@@ -84,10 +103,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     environment.silence_tensorflow()  # its errors still arrive as exceptions
     arguments = make_parser().parse_args(argv)
-    if arguments.run is export.run and "keras" not in sys.modules:
+    if arguments.run is train.run:
+        train.check_usage(arguments)
+    arguments.command = shlex.join([PROGRAM, *(sys.argv[1:] if argv is None else argv)])
+    if _is_about_exports(arguments) and "keras" not in sys.modules:
         os.environ["KERAS_BACKEND"] = "tensorflow"  # its graphs are written, whatever trained
     with Interrupts():
         return _run(arguments)
+
+
+def _is_about_exports(arguments: argparse.Namespace) -> bool:
+    return arguments.run in (export.run, check.run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -124,10 +150,14 @@ def make_parser() -> argparse.ArgumentParser:
     for add_parser in (
         train.add_parser,
         pretrain.add_parser,
-        evaluate.add_predict_parser,
-        evaluate.add_evaluate_parser,
+        predict.add_parser,
+        evaluate.add_parser,
+        compare.add_parser,
         explain.add_parser,
+        demo.add_parser,
         export.add_parser,
+        check.add_parser,
+        push.add_parser,
         catalog.add_parser,
     ):
         add_parser(commands)

@@ -1,8 +1,12 @@
 """What the subcommands print: lines and tables for people, JSON lines for machines."""
 
+import collections
 import dataclasses
 import json as json_format
+import shlex
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -11,13 +15,20 @@ import rich.console
 import rich.progress
 import rich.table
 
+from keras_vit.cli import next_command
+
 if TYPE_CHECKING:
-    from keras_vit.data import ImageData
-    from keras_vit.evaluation import Evaluation, Prediction
-    from keras_vit.training import Event, Run, StepDone
+    from keras_vit.data import ImageData, LeftOut
+    from keras_vit.evaluation import ClassFolders, Evaluation, Prediction
+    from keras_vit.exporting.checking import Verdict
+    from keras_vit.training import EpochDone, Event, Run, StepDone
 
 # With more classes than this the table has only the worst.
 _MAX_CLASSES = 30
+# A training of more epochs than this has about so many lines.
+_MANY_EPOCHS, _EPOCH_LINES = 40, 25
+# Up to so many images are a table, more a line each.
+_MAX_ROWS = 20
 
 
 def plain(text: object) -> str:
@@ -38,6 +49,12 @@ def say(text: object, *, file: TextIO | None = None) -> None:
     print(plain(text), file=file, flush=True)
 
 
+def warn(message: str | None) -> None:
+    """Prints a warning to standard error, if there is one."""
+    if message is not None:
+        say(f"keras-vit: warning: {message}", file=sys.stderr)
+
+
 def show_data(data: "ImageData", *, json: bool) -> None:
     """Prints the numbers of images and classes, and which images were left out."""
     if json:
@@ -53,8 +70,7 @@ def show_data(data: "ImageData", *, json: bool) -> None:
     counts = ", ".join(f"{count} {name}" for name, count in data.counts.items() if count)
     classes = f"{len(data.labels)} classes" if data.labels else "no classes"
     say(f"{data.source}: {classes}; images: {counts}")
-    for reason, names in data.reasons.items():
-        say(f"Left out because they {reason}: {_summary(names)}")
+    show_left_out(data.left_out, root=data.source)
 
 
 class TrainDisplay:
@@ -79,6 +95,7 @@ class TrainDisplay:
             disable=json or not is_terminal(),
         )
         self._task = self._bar.add_task("compiling", total=None, numbers="")
+        self._has_best = False  # among the epochs since the last line
 
     def __enter__(self) -> "TrainDisplay":
         if not self._json:
@@ -110,9 +127,22 @@ class TrainDisplay:
                 numbers=_numbers(event),
             )
         elif self._json:
-            print_json("epoch", **dataclasses.asdict(event))
+            is_epoch = isinstance(event, training.EpochDone)
+            print_json("epoch" if is_epoch else "plan", **dataclasses.asdict(event))
+        elif isinstance(event, training.PlanChanged):
+            self._print(event.text)
         else:
-            mark = "*" if event.is_best else " "
+            self._show_epoch(event)
+
+    def _show_epoch(self, event: "EpochDone") -> None:
+        """Prints a line, of a long training for one epoch in several."""
+        every = -(-event.epochs // _EPOCH_LINES) if event.epochs > _MANY_EPOCHS else 1
+        self._has_best = self._has_best or event.is_best
+        if every > 1 and event.epoch == 1:
+            self._print(f"(a line for one epoch in {every}; history.csv has all)")
+        if event.epoch % every == 0 or event.epoch in (1, event.epochs):
+            mark = "*" if self._has_best else " "
+            self._has_best = False
             self._print(
                 f"{event.epoch:>4}/{event.epochs:<4}{event.loss:>6.3f}"
                 f"{_per_cent(event.accuracy):>8}{event.validation_loss:>11.3f}"
@@ -141,16 +171,22 @@ class TrainDisplay:
         replaced = run.config["result"]["replaced"]
         if replaced:
             self._print(f"Replaced while training, because damaged: {_summary(replaced)}")
-        sample = run.path / "sample.png"
-        image = sample if sample.exists() else "IMAGE"
-        self._print(f"Saved in {run.path}. Next: keras-vit predict {run.path} {image}")
+        self._say_saved(run)
 
     def show_finished(self, run: "Run") -> None:
-        """Prints that the run was finished before."""
+        """Prints the result of a run that was finished before."""
+        result = run.config["result"]
         if self._json:
-            print_json("finished", run=str(run.path), **run.config["result"])
+            print_json("finished", run=str(run.path), **result)
             return
         self._print(f"{run.path} is a finished run of these settings: nothing was left to do.")
+        accuracy = result["validation_accuracy"]
+        shown = "" if accuracy is None else f", accuracy {accuracy:.2%}"
+        self._print(
+            f"Epoch kept (*): {result['best_epoch']}, validation loss "
+            f"{result['validation_loss']:.4f}{shown}."
+        )
+        say_next(*next_command.after_training(run))
 
     def finish_pretraining(self, run: "Run", *, seconds: float) -> None:
         """Prints the result of `pretrain` and the next command."""
@@ -163,27 +199,143 @@ class TrainDisplay:
             f"{result['validation_loss']:.4f}, after {seconds:.0f} s."
         )
         self._print(f"Look at {run.path / 'reconstructions.png'}.")
-        self._print(
-            f"Saved in {run.path}. Next: keras-vit train --data {run.config['data']['source']} "
-            f"--out NEW-RUN --weights {run.path}"
-        )
+        self._say_saved(run)
+
+    def _say_saved(self, run: "Run") -> None:
+        report = run.path / "report.html"
+        look = f"; open {report} in a browser" if report.is_file() else ""
+        self._print(f"Saved in {run.path}{look}.")
+        say_next(*next_command.after_training(run))
 
     def _print(self, line: str) -> None:
         self._bar.console.print(plain(line), highlight=False, markup=False, soft_wrap=True)
 
 
-def show_predictions(predictions: "Mapping[str, Sequence[Prediction]]", *, json: bool) -> None:
-    """Prints the most probable classes of each image."""
-    if json:
-        for image, classes in predictions.items():
+class PredictDisplay:
+    """Shows predictions as they come: JSON, a table of a few images, or a line for each of many.
+
+    A progress bar shows how many are done.
+
+    Args:
+        total: number of images; None if it is not known.
+        is_listed: whether each image is shown, or only how many each class has.
+        left_out: what folders hold beside images; more may be added until the end.
+        copies: the folders that images are copied to, or None.
+        json: whether to print JSON.
+
+    Attributes:
+        images: how many were predicted.
+        failures: how many could not be read.
+        first: the name of the first that was predicted.
+    """
+
+    def __init__(
+        self,
+        *,
+        total: int | None,
+        is_listed: bool,
+        left_out: "Sequence[LeftOut]",
+        copies: "ClassFolders | None",
+        json: bool,
+    ) -> None:
+        self.images = self.failures = 0
+        self.first: str | None = None
+        self._is_listed, self._json = is_listed, json
+        self._left_out, self._copies = left_out, copies
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._few: list[tuple[str, Sequence[Prediction]]] = []
+        self._messages: list[str] = []
+        self._has_bar = not json and is_terminal()
+        self._bar = rich.progress.Progress(
+            *rich.progress.Progress.get_default_columns(),
+            rich.progress.MofNCompleteColumn(),
+            transient=True,
+            disable=not self._has_bar,
+            redirect_stderr=False,
+        )
+        self._task = self._bar.add_task("predicting", total=total)
+
+    def __enter__(self) -> "PredictDisplay":
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+        for message in self._messages:
+            say(message, file=sys.stderr)
+
+    def fail(self, message: str) -> None:
+        """Says on stderr why an image has no prediction; after the end where a bar is shown."""
+        self.failures += 1
+        self._bar.advance(self._task)
+        if self._has_bar:
+            self._messages.append(message)
+        else:
+            say(message, file=sys.stderr)
+
+    def show(self, image: str, classes: "Sequence[Prediction]") -> None:
+        """Shows the most probable classes of an image."""
+        self.images += 1
+        self.first = self.first or image
+        self._counts[classes[0].label] += 1
+        self._bar.advance(self._task)
+        if self._json:
             rows = [dataclasses.asdict(prediction) for prediction in classes]
             print(json_format.dumps({"image": image, "predictions": rows}), flush=True)
-        return
-    if not predictions:
-        return
+        elif self._is_listed:
+            self._few.append((image, classes))
+            if self.images > _MAX_ROWS:
+                self._flush()
+
+    def finish(self) -> None:
+        """Prints the table of a few images, or how many images each class has, and the rest."""
+        if self._json:
+            return
+        if self._few and self.images <= _MAX_ROWS:
+            _print_table(_prediction_table(self._few))
+        elif self.images:
+            self._flush()
+            most = self._counts.most_common(_MAX_ROWS)
+            rest = len(self._counts) - len(most)
+            more = f", and {rest} more classes" if rest else ""
+            say(f"{self.images} images; {', '.join(f'{label}: {n}' for label, n in most)}{more}")
+        if self.failures:
+            print(f"Without prediction: {self.failures}, as told on stderr.")
+        show_left_out(self._left_out)
+        if self._copies is not None:
+            self._show_copies(self._copies)
+
+    def _flush(self) -> None:
+        for image, classes in self._few:
+            named = ", ".join(f"{one.label} {one.probability:.2%}" for one in classes)
+            line = plain(f"{image}: {named}")
+            if self._has_bar:
+                self._bar.console.print(line, highlight=False, markup=False, soft_wrap=True)
+            else:
+                print(line, flush=True)
+        self._few = []
+
+    def _show_copies(self, copies: "ClassFolders") -> None:
+        there = f"; {copies.present} were there already" if copies.present else ""
+        say(f"Copied to {copies.root}: {copies.copied} images{there}.")
+        renamed = [
+            f"{copies.names[label]} for {label!r}"
+            for label in self._counts
+            if copies.names[label] != label
+        ]
+        if renamed:
+            say(f"Folders that cannot have the name of their class: {', '.join(renamed)}.")
+
+
+def _prediction_table(rows: "Sequence[tuple[str, Sequence[Prediction]]]") -> rich.table.Table:
     table = _table("image", "label")
     table.add_column("probability", justify="right")
-    for image, classes in predictions.items():
+    for image, classes in rows:
         for rank, prediction in enumerate(classes):
             table.add_row(
                 "" if rank else plain(image),
@@ -191,7 +343,39 @@ def show_predictions(predictions: "Mapping[str, Sequence[Prediction]]", *, json:
                 f"{prediction.probability:.2%}",
                 end_section=rank == len(classes) - 1,
             )
-    _print_table(table)
+    return table
+
+
+def say_next(*words: object) -> None:
+    """Prints the next command, to be run as it is printed.
+
+    Example:
+        >>> say_next("predict", "my run", "cat.jpg")
+        Next: keras-vit predict 'my run' cat.jpg
+    """
+    typed = [_typed(str(word)) for word in words]
+    say(f"Next: {shlex.join(['keras-vit', *typed])}")
+
+
+def _typed(word: str) -> str:
+    """Returns a word that is no flag where it names a file like "-5.png"."""
+    return f"./{word}" if word.startswith("-") and Path(word).exists() else word
+
+
+def show_left_out(left_out: "Sequence[LeftOut]", *, root: str = "") -> None:
+    """Prints what was found beside images, by the reason why it is not among them.
+
+    Args:
+        left_out: what was found.
+        root: the folder of the data, from which paths inside it are shown.
+    """
+    reasons: dict[str, list[str]] = {}
+    for one in left_out:
+        inside = root and Path(one.name).is_relative_to(root)
+        name = str(Path(one.name).relative_to(root)) if inside else one.name
+        reasons.setdefault(one.reason, []).append(name)
+    for reason, names in reasons.items():
+        say(f"Left out because they {reason}: {_summary(names)}")
 
 
 def show_evaluations(evaluations: "Mapping[str, Evaluation]", *, json: bool) -> None:
@@ -208,6 +392,20 @@ def show_evaluations(evaluations: "Mapping[str, Evaluation]", *, json: bool) -> 
             + f"loss {evaluation.loss:.4f}"
         )
     _print_table(_class_table(evaluation))
+
+
+def show_verdicts(verdicts: "Sequence[Verdict]") -> None:
+    """Prints what `keras-vit check` found of each artefact."""
+    table = _table("format", "artefact")
+    table.add_column("size", justify="right")
+    table.add_column("files")
+    table.add_column("answers")
+    for each in verdicts:
+        answers = "not asked" if each.change is None else f"the same ({each.change:.0e})"
+        files = "as exported" if each.is_whole else "CHANGED"
+        name = plain(each.path.name)
+        table.add_row(each.format, name, f"{each.bytes / 1e6:.1f} MB", files, answers)
+    _print_table(table)
 
 
 def _class_table(evaluation: "Evaluation") -> rich.table.Table:

@@ -4,12 +4,13 @@ import argparse
 import dataclasses
 import functools
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from keras_vit.cli import flags, output
+from keras_vit.cli import flags, output, recipe_flags, tracking
 
 if TYPE_CHECKING:
-    from keras_vit.training import MaskedPatchModel, Recipe
+    from keras_vit.training import MaskedPatchModel, Recipe, Run
 
 OBJECTIVES = ("masked-patches",)
 TARGETS = ("mean_color", "small_patch", "pixels")
@@ -69,16 +70,18 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     flags.add_model(parser.add_argument_group("model"))
     group = parser.add_argument_group("recipe")
-    flags.add_schedule(group, epochs="100", batch_size="64", learning_rate="0.001")
-    flags.add_regularization(group, is_labelled=False)
-    flags.add_execution(parser.add_argument_group("execution"))
+    recipe_flags.add_schedule(group, epochs="100", batch_size="64", learning_rate="0.001")
+    recipe_flags.add_regularization(group, is_labelled=False)
+    group = parser.add_argument_group("execution")
+    flags.add_execution(group)
+    tracking.add_log(group)
     flags.add_existing(parser)
     flags.add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Trains and prints."""
-    from keras_vit import training
+    from keras_vit import publishing, training
 
     start = time.monotonic()
     execution = flags.execution(arguments)
@@ -89,8 +92,16 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.data, labelled=False, strict=arguments.strict, json=arguments.json
     )
     display = output.TrainDisplay(json=arguments.json)
-    recipe = flags.override_recipe(training.default_pretrain_recipe(data), arguments)
-    with display:
+    recipe = recipe_flags.override_recipe(training.default_pretrain_recipe(data), arguments)
+
+    def on_event(event: training.Event) -> None:
+        display.show(event)
+        if isinstance(event, training.TrainingDone):  # the run directory appears after this
+            _write_report(event.run, arguments)
+            publishing.write_card(event.run, name=Path(arguments.out).name)
+        track(event)
+
+    with display, tracking.trackers(arguments, recipe) as track:
         result = training.pretrain(
             data,
             out=arguments.out,
@@ -99,7 +110,8 @@ def run(arguments: argparse.Namespace) -> int:
             seed=arguments.seed,
             existing=arguments.existing,
             execution=execution,
-            on_event=display.show,
+            on_event=on_event,
+            provenance=training.Provenance.of(arguments.command),
         )
     if training.is_first_worker():
         if display.has_ended:
@@ -107,6 +119,16 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             display.show_finished(result)
     return 0
+
+
+def _write_report(result: "Run", arguments: argparse.Namespace) -> None:
+    from keras_vit import reporting
+    from keras_vit.training import run as training_run
+
+    subject = reporting.Subject(
+        name=arguments.out, model=result.model, run=result, command=arguments.command
+    )
+    output.warn(reporting.try_report(result.path / training_run.REPORT, subject))
 
 
 def _check(arguments: argparse.Namespace) -> None:

@@ -7,13 +7,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from keras_vit.cli import flags, output
+from keras_vit.cli import flags, output, plan, recipe_flags, sweep, tracking
 
 if TYPE_CHECKING:
     from keras_vit import VisionTransformer, ViTConfig
     from keras_vit.data import ImageData
     from keras_vit.evaluation import Evaluation
-    from keras_vit.training import DistillationModel, Recipe, Run
+    from keras_vit.training import DistillationModel, Execution, Recipe, Run
     from keras_vit.weights.positions import Method
 
 # As in keras_vit.weights.positions, which imports NumPy.
@@ -28,18 +28,25 @@ Missing splits are made: a tenth of each class for validation, a tenth for test.
 tfds:NAME, a dataset of TensorFlow Datasets (pip install tensorflow-datasets), or the word digits,
 the 1,797 handwritten digits of scikit-learn (a folder of that name is ./digits).
 
+Where no flag names a model, weights or a recipe, the folder is looked at first, and two lines say
+what is chosen and how long it will take. ImageNet-21k weights are fine-tuned where they can be
+reached (Keras' cache, KERAS_VIT_MIRROR, the network): Ti/16, or S/16 from 1,000 training images on
+a GPU. Elsewhere, and with --weights none, a small model trains from nothing. A batch that does not
+fit into memory is split into parts, with the same result. --plan shows this without training.
+
 The run directory holds model.keras, labels.txt, config.json, history.csv, curves.png, tensorboard/,
-metrics.json and confusion.png. The model is that of the epoch with the best validation result; for
-the digits and the recipes of the papers, that of the last epoch. The directory appears when it is
-complete; until then RUN.unfinished holds checkpoints, history and curves. Ctrl-C and SIGTERM save a
-checkpoint first. However a training ended, the same command with --resume continues it, to the same
-bits.
+metrics.json, confusion.png and report.html, a page of all this. The model is that of the epoch with
+the best validation result; for the digits and the recipes of the papers, that of the last epoch.
+The directory appears when it is complete; until then RUN.unfinished holds checkpoints, history and
+curves. Ctrl-C and SIGTERM save a checkpoint first. However a training ended, the same command with
+--resume continues it, to the same bits.
 
 All GPUs of the machine are used. For several machines, start the same command on each, with
 TF_CONFIG in its environment.
 
 examples:
   keras-vit train --data digits --out digits-run
+  keras-vit train --data photos --plan
   keras-vit train --data photos --out photos-run
   keras-vit train --data photos --out photos-run --image-size 96 --epochs 200 --no-flip
   keras-vit train --data photos --out tuned-run --model Ti/16 --weights imagenet21k
@@ -51,7 +58,8 @@ examples:
   keras-vit train --data photos --out dino-run --weights hf://facebook/dinov2-small --image-size 224
   keras-vit train --data photos --out lora-run --model B/16 --weights imagenet21k --lora 8
   keras-vit train --data photos --out small-run --teacher tuned-run --distillation hard
-  keras-vit train --data photos --out photos-run --resume
+  keras-vit train --data photos --out swept-run --learning-rate sweep --balance
+  keras-vit train --data photos --out photos-run --resume --epochs 150
 """
 
 
@@ -60,7 +68,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = flags.add_command(
         commands, "train", run, summary="train a model on images", description=_DESCRIPTION
     )
-    flags.add_paths(parser)
+    flags.add_paths(parser, needs_out=False)
     group = parser.add_argument_group("model")
     flags.add_model(group)
     group.add_argument(
@@ -69,8 +77,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="weights to start from, which also decide --model: a run of pretrain or train; a "
         ".keras, .safetensors or .npz file; a folder with config.json and model.safetensors; a "
         "URL; hf://owner/name[@revision]; or, with --model, a checkpoint of that variant or the "
-        "name of published weights, such as imagenet21k, which are downloaded (default: fresh "
-        "weights)",
+        "name of published weights, such as imagenet21k, which are downloaded; none for fresh "
+        "weights (default: for a folder, imagenet21k of Ti/16 or S/16 if no flag names a model "
+        "or recipe and they can be reached; otherwise none)",
     )
     group.add_argument(
         "--weights-sha256",
@@ -89,9 +98,19 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     _add_recipe_flags(parser.add_argument_group("recipe"))
     _add_fine_tuning(parser.add_argument_group("fine-tuning"))
     _add_distillation(parser.add_argument_group("distillation"))
-    flags.add_execution(parser.add_argument_group("execution"))
+    group = parser.add_argument_group("execution")
+    flags.add_execution(group)
+    tracking.add_log(group)
+    plan.add_flag(parser)
     flags.add_existing(parser)
     flags.add_json(parser)
+    parser.set_defaults(refuse=parser.error)
+
+
+def check_usage(arguments: argparse.Namespace) -> None:
+    """Ends the program with exit code 2 where `--out` is missing, which `--plan` does not need."""
+    if arguments.out is None and not arguments.plan:
+        arguments.refuse("the following arguments are required: --out")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -100,38 +119,70 @@ def run(arguments: argparse.Namespace) -> int:
 
     start = time.monotonic()
     execution = flags.execution(arguments)
-    training.check_free(arguments.out, existing=arguments.existing)
-    _check(arguments)
-    recipe, config = _recipe(arguments), None
-    if arguments.weights is None:
-        config = flags.model_config(
-            arguments, image_size=_image_size(arguments), default="digits-hybrid"
-        )
-        config = recipe.config(execution.config(config))  # raises before images are read
-    execution.make_engine()  # before any TensorFlow operation: workers join a cluster first
-    data = flags.load_data(arguments.data, strict=arguments.strict, json=arguments.json)
+    if not arguments.plan:
+        training.check_free(arguments.out, existing=arguments.existing)
+    data, decision = _decide(arguments, execution)
+    if arguments.plan:
+        return 0
+    recipe = sweep.sweep(
+        arguments,
+        data,
+        model=decision.start,
+        recipe=decision.recipe,
+        execution=decision.execution,
+    )
     display = output.TrainDisplay(json=arguments.json)
     evaluations: dict[str, evaluation.Evaluation] = {}
 
     def on_event(event: training.Event) -> None:
         display.show(event)
         if isinstance(event, training.TrainingDone):  # the run directory appears after this
-            evaluations.update(_evaluate(event.run, data))
+            evaluations.update(_evaluate(event.run, data, arguments))
+        track(event)
 
-    with display:
+    with display, tracking.trackers(arguments, recipe) as track:
         result = training.train(
             data,
             out=arguments.out,
-            model=functools.partial(_model, config, data, arguments),
+            model=decision.start,
             recipe=recipe,
             seed=arguments.seed,
             existing=arguments.existing,
-            execution=execution,
+            execution=decision.execution,
             on_event=on_event,
+            provenance=decision.provenance(arguments.command),
         )
     if training.is_first_worker():
-        _finish(result, display, evaluations, data, start=start)
+        _finish(result, display, evaluations, data, arguments, start=start)
     return 0
+
+
+def _decide(
+    arguments: argparse.Namespace, execution: "Execution"
+) -> "tuple[ImageData, plan.Decision]":
+    """Returns the images, and what is trained on them."""
+    recipe, config = _said(arguments, execution)
+    execution.make_engine()  # before any TensorFlow operation: workers join a cluster first
+    data = flags.load_data(arguments.data, strict=arguments.strict, json=arguments.json)
+    start = functools.partial(_model, config, data, arguments)
+    weights = None if arguments.weights == plan.NONE else arguments.weights
+    given = plan.Decision(recipe, execution, start, weights, arguments.model)
+    return data, plan.decide(arguments, data, config=config, given=given)
+
+
+def _said(
+    arguments: argparse.Namespace, execution: "Execution"
+) -> "tuple[Recipe, ViTConfig | None]":
+    """Returns the recipe of the flags, and the model with fresh weights; checks both."""
+    is_fresh = arguments.weights in (None, plan.NONE)
+    _check(arguments, is_fresh=is_fresh)
+    recipe = _recipe(arguments, is_fresh=is_fresh)
+    if not is_fresh:
+        return recipe, None
+    config = flags.model_config(
+        arguments, image_size=_image_size(arguments), default="digits-hybrid"
+    )
+    return recipe, recipe.config(execution.config(config))
 
 
 def _finish(
@@ -139,6 +190,7 @@ def _finish(
     display: output.TrainDisplay,
     evaluations: "dict[str, Evaluation]",
     data: "ImageData",
+    arguments: argparse.Namespace,
     *,
     start: float,
 ) -> None:
@@ -149,7 +201,7 @@ def _finish(
         display.show_finished(result)
         return
     if not evaluations:  # the training was finished without this command
-        evaluations.update(_evaluate(result, data))
+        evaluations.update(_evaluate(result, data, arguments))
     display.finish(result, evaluations, seconds=time.monotonic() - start)
 
 
@@ -220,15 +272,28 @@ def _add_distillation(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _evaluate(result: "Run", data: "ImageData") -> "dict[str, Evaluation]":
-    """Evaluates a run on its validation and test images, and writes the report into it."""
-    from keras_vit import evaluation
+def _evaluate(
+    result: "Run", data: "ImageData", arguments: argparse.Namespace
+) -> "dict[str, Evaluation]":
+    """Evaluates a run on its validation and test images; writes its report and card into it."""
+    from keras_vit import evaluation, publishing, reporting
+    from keras_vit.training import run as training_run
 
     evaluations = {
         name: evaluation.evaluate(result.model, data.split(name), labels=data.labels)
         for name in ("validation", "test")
     }
     evaluation.write_report(result.path, evaluations)
+    subject = reporting.Subject(
+        name=arguments.out,
+        model=result.model,
+        run=result,
+        data=data,
+        evaluations=evaluations,
+        command=arguments.command,
+    )
+    output.warn(reporting.try_report(result.path / training_run.REPORT, subject))
+    publishing.write_card(result, name=Path(arguments.out).name)
     return evaluations
 
 
@@ -243,23 +308,25 @@ def _add_recipe_flags(group: argparse._ArgumentGroup) -> None:
         "docs/training.md lists all of them (default: digits for the digits, fine-tune with "
         "--weights, otherwise scratch); the flags below change single numbers of it",
     )
-    flags.add_schedule(
+    recipe_flags.add_schedule(
         group,
         epochs="200 for the digits, 100 for a folder, 10 with --weights",
+        patience="30 for a folder, 5 with --weights; 0 for the digits and the papers' recipes",
         batch_size="64",
         learning_rate="0.002 for the digits, 0.001 for a folder, 0.0001 with --weights",
+        may_sweep=True,
     )
-    flags.add_regularization(group, is_labelled=True)
+    recipe_flags.add_regularization(group, is_labelled=True)
 
 
-def _check(arguments: argparse.Namespace) -> None:
+def _check(arguments: argparse.Namespace, *, is_fresh: bool) -> None:
     """Raises a ValueError for flags that contradict or need each other."""
     if arguments.freeze is not None and arguments.lora is not None:
         raise ValueError("--lora freezes every kernel already; leave out --freeze.")
     for name in ("distillation", "temperature", "distillation_weight", "teacher_sha256"):
         if arguments.teacher is None and getattr(arguments, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} needs --teacher.")
-    if arguments.weights is None:
+    if is_fresh:
         _check_fresh(arguments)
         return
     if arguments.set:
@@ -370,16 +437,18 @@ def _pretrained(arguments: argparse.Namespace, data: "ImageData") -> "VisionTran
         )
 
 
-def _recipe(arguments: argparse.Namespace) -> "Recipe":
+def _recipe(arguments: argparse.Namespace, *, is_fresh: bool) -> "Recipe":
     from keras_vit import training
 
     recipe = training.RECIPES["digits" if arguments.data == "digits" else "scratch"]
     if arguments.recipe is not None:
         recipe = _named_recipe(arguments.recipe)
-    elif arguments.weights is not None:
+    elif not is_fresh:
         augmentation = recipe.augmentation
         recipe = dataclasses.replace(training.RECIPES["fine-tune"], augmentation=augmentation)
-    return flags.override_recipe(recipe, arguments)
+        if arguments.data == "digits":
+            recipe = dataclasses.replace(recipe, patience=None)
+    return recipe_flags.override_recipe(recipe, arguments)
 
 
 def _named_recipe(name: str) -> "Recipe":

@@ -10,10 +10,11 @@ import keras
 import tensorflow as tf
 
 from keras_vit.data.augment import Augmentation, mix_batch
-from keras_vit.data.datasets import from_dataset, from_keras_cv, load_tfds
+from keras_vit.data.datasets import Stream, from_dataset, from_keras_cv
 from keras_vit.data.decoding import decode_image
 from keras_vit.data.folder import load_folder, load_test_folder, load_unlabelled_folder
 from keras_vit.data.images import (
+    FORMATS,
     Damage,
     antialias_of,
     image_size_of,
@@ -21,9 +22,11 @@ from keras_vit.data.images import (
     read_images,
     resize_image,
 )
-from keras_vit.data.loading import load_data, load_digits
+from keras_vit.data.inputs import PIPE, NamedImage, ending_of, named_images
+from keras_vit.data.loading import load_data, load_digits, load_tfds
 from keras_vit.data.pipeline import evaluation_batches, naming_damaged, train_batches
-from keras_vit.data.source import ImageData, LeftOut, Split, Stream
+from keras_vit.data.source import ImageData, LeftOut, Split
+from keras_vit.data.views import Views
 
 if keras.backend.backend() != "tensorflow":
     for _kind in ("GPU", "TPU"):
@@ -31,14 +34,19 @@ if keras.backend.backend() != "tensorflow":
             tf.config.set_visible_devices([], _kind)
 
 __all__ = [
+    "FORMATS",
+    "PIPE",
     "Augmentation",
     "Damage",
     "ImageData",
     "LeftOut",
+    "NamedImage",
     "Split",
     "Stream",
+    "Views",
     "antialias_of",
     "decode_image",
+    "ending_of",
     "evaluation_batches",
     "from_dataset",
     "from_keras_cv",
@@ -50,6 +58,7 @@ __all__ = [
     "load_tfds",
     "load_unlabelled_folder",
     "mix_batch",
+    "named_images",
     "naming_damaged",
     "read_image",
     "read_images",

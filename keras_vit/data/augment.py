@@ -53,22 +53,24 @@ def draw_keys(count: tf.Tensor, *, seed: tf.Tensor, shard: tuple[int, int] = WHO
     return keys[count * shard[0] : count * (shard[0] + 1)]
 
 
-def inside(starts: tf.Tensor, ends: tf.Tensor, *, shape: tf.Tensor) -> tf.Tensor:
-    """Returns whether each pixel lies in the rectangle of its image.
+def inside(starts: tf.Tensor, ends: tf.Tensor, *, shape: tf.Tensor, channels: int = 1) -> tf.Tensor:
+    """Returns whether each value of an image lies in the image's rectangle.
 
     Example:
         >>> import tensorflow as tf
         >>> marked = inside([[0], [1]], [[1], [3]], shape=(2, 3))
-        >>> tf.cast(marked[0, ..., 0], tf.int32).numpy().tolist()
+        >>> tf.cast(marked[0], tf.int32).numpy().tolist()
         [[0, 1, 1], [0, 0, 0]]
 
     Args:
         starts: first row and first column of each, int32 of shape (2, batch).
         ends: the row and column after the last, int32 of shape (2, batch).
         shape: (height, width) of the images.
+        channels: values of each pixel.
 
     Returns:
-        Shape (batch, height, width, 1).
+        Shape (batch, height, width * channels): over an axis of three channels, TensorFlow's
+        operations are slow.
     """
     starts, ends = tf.convert_to_tensor(starts), tf.convert_to_tensor(ends)
     rows, columns = (
@@ -76,7 +78,7 @@ def inside(starts: tf.Tensor, ends: tf.Tensor, *, shape: tf.Tensor) -> tf.Tensor
         & (tf.range(shape[axis]) < ends[axis, :, None])
         for axis in (0, 1)
     )
-    return (rows[:, :, None] & columns[:, None, :])[..., None]
+    return rows[:, :, None] & tf.repeat(columns, channels, axis=1)[:, None, :]
 
 
 # Width over height of a random crop: the default of `tf.image.sample_distorted_bounding_box`, for
@@ -190,9 +192,11 @@ def erase_rectangles(
     lengths = tf.maximum(tf.cast(tf.round(sides * size), tf.int32), 1)
     free = tf.cast(shape[1:3, None] - lengths + 1, tf.float32)
     starts = tf.cast(uniform[2:4] * free, tf.int32)
-    mask = inside(starts, starts + lengths, shape=shape[1:3])
-    mask &= (uniform[4] < probability)[:, None, None, None]
-    return tf.where(mask, _noise(images, seed=seed, shard=shard), images)
+    mask = inside(starts, starts + lengths, shape=shape[1:3], channels=images.shape[-1])
+    mask &= (uniform[4] < probability)[:, None, None]
+    noise = tf.reshape(_noise(images, seed=seed, shard=shard), tf.shape(mask))
+    erased = tf.where(mask, noise, tf.reshape(images, tf.shape(mask)))
+    return tf.ensure_shape(tf.reshape(erased, shape), images.shape)
 
 
 Mixing = Literal["image", "batch"]
@@ -326,6 +330,26 @@ class Augmentation:
         return bool(self.rotation or self.shift or self.zoom)
 
 
+def draw_transforms(
+    count: tf.Tensor, *, seed: tf.Tensor, shard: tuple[int, int] = WHOLE
+) -> tf.Tensor:
+    """Draws what `transform_batch` does to each image: five numbers from -1 to 1, (5, count)."""
+    return draw_uniform(5, count, seed=seed, shard=shard, low=-1.0)
+
+
+def mirror(image: tf.Tensor, *, uniform: tf.Tensor) -> tf.Tensor:
+    """Mirrors an image left to right where the last of its `draw_transforms` is negative.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> image = tf.constant([[[1, 1, 1], [2, 2, 2]]])
+        >>> mirror(image, uniform=-0.5)[0, :, 0].numpy().tolist()
+        [2, 1]
+    """
+    # One image at a time: a choice between a batch and its mirror costs ten times as much.
+    return tf.raw_ops.Reverse(tensor=image, dims=tf.stack([False, uniform < 0, False]))
+
+
 def transform_batch(
     images: tf.Tensor,
     *,
@@ -355,10 +379,13 @@ def transform_batch(
     if not (augmentation.is_affine or augmentation.flip):
         return images
     batch, height, width = tf.shape(images)[0], tf.shape(images)[1], tf.shape(images)[2]
-    uniform = draw_uniform(5, batch, seed=seed, shard=shard, low=-1.0)
+    uniform = draw_transforms(batch, seed=seed, shard=shard)
     if augmentation.flip:
-        is_mirrored = (uniform[4] < 0)[:, None, None, None]
-        images = tf.where(is_mirrored, tf.reverse(images, [2]), images)
+        images = tf.map_fn(
+            lambda each: mirror(each[0], uniform=each[1]),
+            (images, uniform[-1]),
+            fn_output_signature=tf.TensorSpec(images.shape[1:], images.dtype),
+        )
     if not augmentation.is_affine:
         return images
     transformed = tf.raw_ops.ImageProjectiveTransformV3(
@@ -433,7 +460,7 @@ def _rectangles(shape: tf.Tensor, *, share: tf.Tensor, center: tf.Tensor) -> tf.
     lengths = tf.cast(tf.sqrt(1 - share) * size, tf.int32)
     starts = tf.maximum(middle - lengths // 2, 0)
     ends = tf.minimum(middle - lengths // 2 + lengths, shape[:, None])
-    return inside(starts, ends, shape=shape)
+    return inside(starts, ends, shape=shape)[..., None]
 
 
 def _gammas(

@@ -1,18 +1,29 @@
 """Data sets of others: `tf.data`, TensorFlow Datasets, keras-cv's layers."""
 
 import concurrent.futures
+import dataclasses
+import functools
+import math
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from keras_vit import environment
 from keras_vit.data import images, source
 from keras_vit.data.images import Damage
-from keras_vit.data.source import Split, Stream
+from keras_vit.data.source import (
+    EncodedSplit,
+    Item,
+    Loader,
+    Part,
+    Passes,
+    Records,
+    RecordSplit,
+    Split,
+)
 
 
 def from_keras_cv(
@@ -69,69 +80,193 @@ def from_keras_cv(
     return vary
 
 
-PREFIX = "tfds:"
+# Encoded images of a stream that are shuffled at a time: 0.9 GB of ImageNet. The next ones are read
+# meanwhile, so that twice as many are held.
+BUFFER = 8192
+# Places that a stream is read at, of one that can be read from any place.
+_LANES = 64
 
 
-def load_tfds(
-    name: Any, *, data_dir: str | os.PathLike[str] | None = None, strict: bool = False
-) -> source.ImageData:
-    """Loads a dataset of TensorFlow Datasets, which is downloaded if it is not there.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stream(Split):
+    """Images that do not fit into memory: they are read again in each epoch.
 
-    The splits train, validation and test are the dataset's own. Where validation or test is
-    missing, or has no classes, it is carved out of the training images, see
-    `keras_vit.data.from_dataset`.
+    Blocks of the stream are shuffled; where they begin is drawn too, so that the blocks of two
+    epochs hold different images. While one is given, the next one is read.
+
+    With `records`, so many places are read at once that a batch has images of all parts of the
+    stream; a worker reads the parts that its images come from, and a resumed training what is left
+    of the epoch. Without, each worker reads all, and a resumed training what comes before, too.
 
     Example:
-        >>> load_tfds("no_such_dataset", data_dir="/nowhere")  # doctest: +SKIP
-        Traceback (most recent call last):
-        ValueError: TensorFlow Datasets has no dataset 'no_such_dataset'; ...
+        >>> import tensorflow as tf
+        >>> image = tf.io.encode_png(tf.zeros((4, 4, 3), tf.uint8))
+        >>> dataset = tf.data.Dataset.from_tensors((image, 1, "first")).repeat(3)
+        >>> stream = Stream(dataset, count=3)
+        >>> len(stream), stream.targets.tolist()
+        (3, [1, 1, 1])
 
-    Args:
-        name: as in https://www.tensorflow.org/datasets/catalog, such as "oxford_flowers102"; or a
-            builder of that package, whose data is there.
-        data_dir: where the package keeps its data; None for its own choice.
-        strict: whether a damaged image is an error, instead of being left out and counted.
-
-    Raises:
-        ImportError: tensorflow-datasets is not installed.
-        ValueError: there is no such dataset, or it does not hold labelled images.
+    Attributes:
+        dataset: gives the bytes, the class (int32) and the name of each image; always in the same
+            order.
+        count: how many.
+        records: reads the same from any place; None where that cannot be had.
+        damage: where training writes the names of images that it could not decode.
     """
-    # TensorFlow Datasets imports importlib-resources, and declares it for Python 3.8 alone.
-    with environment.installed(
-        f"{PREFIX}NAME needs TensorFlow Datasets", "tensorflow-datasets", "importlib-resources"
-    ):
-        import tensorflow_datasets as tfds
-    builder = name
-    if isinstance(name, str):
-        try:
-            builder = tfds.builder(name, data_dir=data_dir)
-        except tfds.core.DatasetNotFoundError:
-            raise ValueError(
-                f"TensorFlow Datasets has no dataset {name!r}; choose one of "
-                "https://www.tensorflow.org/datasets/catalog."
-            ) from None
-        builder.download_and_prepare()
-    image, label = _keys(builder)
-    config = tfds.ReadConfig(add_tfds_id=True, try_autocache=False)
-    datasets = {
-        split: _records(builder, split, image=image, label=label, config=config)
-        for split in source.SPLITS
-        if split in builder.info.splits
-    }
-    datasets = {split: records for split, records in datasets.items() if _is_labelled(records)}
-    if "train" not in datasets:
-        raise ValueError(
-            f"The dataset {builder.name!r} has no labelled split called train; it has "
-            f"{', '.join(builder.info.splits) or 'none'}."
+
+    dataset: tf.data.Dataset
+    _: dataclasses.KW_ONLY
+    count: int
+    records: Records | None = None
+    damage: Damage = dataclasses.field(default_factory=Damage)
+
+    def __len__(self) -> int:
+        return self.count
+
+    @functools.cached_property
+    def targets(self) -> np.ndarray:  # type: ignore[override]  # nobody assigns to it
+        """The class of each image, int32 of shape (count,); the first use reads all images."""
+        classes = self.dataset.map(lambda contents, target, name: target)
+        return np.fromiter(classes.as_numpy_iterator(), np.int32, len(self))
+
+    def items(self) -> tf.data.Dataset:
+        return self.dataset
+
+    def read(self, start: Any, stop: Any) -> tf.data.Dataset:
+        """Returns the records at the positions from `start` to `stop`."""
+        if self.records is not None:
+            return self.records.read(start, stop)
+        return self.dataset.skip(start).take(stop - start)
+
+    def lanes(self, batch_size: int) -> int:
+        """Returns how many parts of the stream are read at once, each of them shuffled by itself.
+
+        The stream and the batch decide it, not the workers: they see the same batches.
+        """
+        if self.records is None or len(self) < BUFFER:
+            return 1
+        lanes = math.gcd(batch_size, _LANES)
+        while lanes > max(self.records.places, 1):
+            lanes //= 2
+        return lanes
+
+    def shuffled_batches(self, passes: Passes) -> tf.data.Dataset:
+        lanes = self.lanes(passes.batch_size)
+        height = passes.batch_size // lanes  # rows of a batch that come from one lane
+        start, stop, _ = passes.rows.indices(passes.batch_size)
+        own = range(start // height, -(-stop // height))
+        rows = tf.data.Dataset.range(own.start, own.stop).interleave(
+            functools.partial(self._lane, lanes=lanes, passes=passes),
+            cycle_length=len(own),
+            block_length=height,
         )
-    return from_dataset(
-        datasets["train"],
-        datasets.get("validation"),
-        test=datasets.get("test"),
-        labels=builder.info.features[label].names,
-        name=f"{PREFIX}{name}" if isinstance(name, str) else PREFIX + builder.name,
-        strict=strict,
-    )
+        part = slice(start - own.start * height, stop - own.start * height)
+        batches = rows.batch(len(own) * height, drop_remainder=True)
+        return batches.map(lambda *item: tuple(values[part] for values in item))
+
+    def _lane(self, lane: tf.Tensor, *, lanes: int, passes: Passes) -> tf.data.Dataset:
+        """The shuffled records of one lane in all epochs."""
+        steps, height = passes.steps(len(self)), passes.batch_size // lanes
+        first_epoch, first_step = divmod(passes.first_step, steps)
+        start, stop = len(self) * lane // lanes, len(self) * (lane + 1) // lanes
+        size = tf.constant(max(BUFFER // lanes, 1), tf.int64)
+
+        def blocks(epoch: tf.Tensor) -> tf.data.Dataset:
+            # Not `Dataset.shuffle`: it also depends on TensorFlow's global seed.
+            seed = tf.random.experimental.stateless_fold_in(passes.key(epoch), lane)
+            drawn = tf.random.stateless_uniform((), seed, 1, size + 1, tf.int64)
+            first = tf.where(stop - start > size, drawn, stop - start)
+            given = tf.where(epoch == first_epoch, tf.cast(first_step * height, tf.int64), 0)
+            block = (given - first + size) // size  # of the first row that is wanted
+            # The first block of an epoch is short: blanks before it make it as long as the others.
+            begin = first + (block - 1) * size
+            nothing = tuple(tf.zeros((), spec.dtype) for spec in self.dataset.element_spec)
+            blanks = tf.data.Dataset.from_tensors(nothing).repeat(tf.maximum(-begin, 0))
+            records = blanks.concatenate(self.read(start + tf.maximum(begin, 0), stop))
+
+            def shuffled(number: tf.Tensor, item: Item) -> tuple[tf.Tensor, Item]:
+                at = first + (number - 1) * size
+                places = tf.range(tf.maximum(-at, 0), tf.size(item[1], tf.int64))
+                block_seed = tf.random.experimental.stateless_fold_in(seed, number)
+                order = tf.random.experimental.stateless_shuffle(places, seed=block_seed)
+                row = tf.maximum(at, 0)
+                skipped = tf.maximum(given - row, 0)
+                return order[skipped : tf.maximum(steps * height - row, 0)], item
+
+            return records.batch(size).enumerate(block).map(shuffled)
+
+        def give(order: tf.Tensor, item: Item) -> tf.data.Dataset:
+            # One by one: a block that is gathered as a whole would be in memory twice.
+            places = tf.data.Dataset.from_tensor_slices(order)
+            return places.map(lambda place: tuple(values[place] for values in item))
+
+        epochs = tf.data.Dataset.range(first_epoch, passes.epochs)
+        return epochs.flat_map(blocks).prefetch(1).flat_map(give)
+
+    def loader(self) -> Loader:
+        return Loader(
+            lambda item, choose: source.decode_contents(item[0], choose), lambda item: item[1]
+        )
+
+    def name(self, place: Any) -> str:
+        if not isinstance(place, bytes):
+            return self.take([place]).name(0)
+        return place.decode(errors="replace")
+
+    def take(self, indices: Iterable[int]) -> Split:
+        """Reads the images at these positions into memory, as they are encoded.
+
+        Raises:
+            IndexError: there is no such position.
+        """
+        places = [index + len(self) if index < 0 else index for index in indices]
+        outside = [place for place in places if not 0 <= place < len(self)]
+        if outside:
+            raise IndexError(
+                f"The stream has {len(self)} images, counted from 0. Received: {outside[0]}."
+            )
+        unique_places = tf.constant(sorted(set(places)), tf.int64)
+        first, last = min(places, default=0), max(places, default=-1)
+        records = (
+            self.read(first, last + 1)
+            .enumerate(first)
+            .filter(lambda place, record: tf.reduce_any(tf.equal(place, unique_places)))
+        )
+        records_at = dict(records.as_numpy_iterator())
+        selection = [records_at[place] for place in places]
+        return EncodedSplit(
+            images=source.objects(record[0] for record in selection),
+            targets=np.array([record[1] for record in selection], np.int32),
+            names=source.objects(self.name(record[2]) for record in selection),
+            damage=self.damage,
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles what makes the records; Python functions among it cannot be."""
+        if self.records is not None:
+            return stream_of, (self.records, self.count, self.damage)
+        try:
+            graph = tf.raw_ops.DatasetToGraphV2(
+                input_dataset=tf.data.experimental.to_variant(self.dataset),
+                external_state_policy=2,  # an error
+                strip_device_assignment=True,
+            )
+        except tf.errors.OpError as error:
+            raise TypeError(
+                "A stream whose dataset calls Python, or keeps state, cannot be pickled; make it "
+                f"again in the other process ({error.message})."
+            ) from None
+        return _stream_of_graph, (graph.numpy(), self.dataset.element_spec, self.count, self.damage)
+
+
+def stream_of(records: Records, count: int, damage: Damage) -> Stream:
+    """Returns the stream of so many records."""
+    return Stream(records.read(0, count), count=count, records=records, damage=damage)
+
+
+def _stream_of_graph(graph: bytes, spec: Any, count: int, damage: Damage) -> Stream:
+    variant = tf.raw_ops.DatasetFromGraph(graph_def=graph)
+    return Stream(tf.data.experimental.from_variant(variant, spec), count=count, damage=damage)
 
 
 # Bytes of a split that are held in memory; a larger split is read again in each epoch.
@@ -144,11 +279,11 @@ _STREAM_PART = 100
 
 
 def from_dataset(
-    train: tf.data.Dataset,
-    validation: tf.data.Dataset | None,
+    train: Any,
+    validation: Any,
     *,
     labels: Sequence[str],
-    test: tf.data.Dataset | None = None,
+    test: Any = None,
     name: str = "dataset",
     strict: bool = False,
     memory: int = MEMORY,
@@ -166,9 +301,12 @@ def from_dataset(
         {'train': 16, 'validation': 2, 'test': 2}
 
     Args:
-        train: pairs of an image and its class, and maybe its name. An image is the bytes of a file,
-            or pixels 0..255, uint8 of shape (height, width, 3 or 1). The order must be the same
-            each time, or training is not a function of its seed.
+        train: a tf.data.Dataset of pairs of an image and its class, and maybe its name. An image is
+            the bytes of a file, or pixels 0..255, uint8 of shape (height, width, 3 or 1). The order
+            must be the same each time, or training is not a function of its seed. Or anything with
+            `len` that gives such pairs, of bytes, by number, as the records of array_record: it is
+            shuffled as a whole, each worker reads its own images, and a resumed training no others.
+            Or a `Stream`.
         validation: such a dataset, or None.
         labels: the name of each class.
         test: such a dataset, or None.
@@ -201,40 +339,14 @@ def from_dataset(
     )
 
 
-def _keys(builder: Any) -> tuple[str, str]:
-    """The names of a dataset's image and class."""
-    features, keys = builder.info.features, builder.info.supervised_keys
-    kinds = [type(features[key]).__name__ for key in keys or () if key in features]
-    if kinds != ["Image", "ClassLabel"]:
-        raise ValueError(
-            f"The dataset {builder.name!r} must give an image and one class; it gives "
-            f"{', '.join(kinds) or 'no such pair'}. Choose an image classification dataset."
-        )
-    return keys[0], keys[1]
-
-
-def _records(builder: Any, split: str, *, image: str, label: str, config: Any) -> tf.data.Dataset:
-    """The bytes, the class and the name of each image, in the order of the files."""
-    from tensorflow_datasets import decode
-
-    examples = builder.as_dataset(
-        split=split,
-        decoders={image: decode.SkipDecoding()},
-        read_config=config,
-        shuffle_files=False,
-    )
-    names = [key for key in ("tfds_id", "image/filename") if key in examples.element_spec]
-    keys = (image, label, *names[:1])
-    return examples.map(lambda example: tuple(example[key] for key in keys))
-
-
-def _is_labelled(records: tf.data.Dataset) -> bool:
-    # The test images of ImageNet are all of class -1.
-    return all(record[1] >= 0 for record in records.take(1).as_numpy_iterator())
-
-
-def _take(dataset: tf.data.Dataset, *, split: str, damage: Damage, memory: int) -> Split:
-    """Holds a dataset in memory, or makes a stream of it."""
+def _take(given: Any, *, split: str, damage: Damage, memory: int) -> Split:
+    """Holds a dataset in memory, or reads it in each epoch."""
+    if isinstance(given, Stream):
+        return dataclasses.replace(given, damage=Damage(strict=damage.strict))
+    dataset, unheld = given, None
+    if not isinstance(given, tf.data.Dataset):
+        unheld = _record_split(given, split=split, strict=damage.strict)
+        dataset = unheld.items()
     _check_elements(dataset, split=split)
     if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
         raise ValueError(f"The {split} dataset has no end; give it without `repeat`.")
@@ -245,7 +357,7 @@ def _take(dataset: tf.data.Dataset, *, split: str, damage: Damage, memory: int) 
         records.append(record)
         size += record[0].nbytes if pixels else len(record[0])
         if size > memory:
-            return _stream(dataset, split=split, damage=damage)
+            return unheld if unheld is not None else _stream(dataset, split=split, damage=damage)
     if not records:
         raise ValueError(f"The {split} dataset holds no images; give it some.")
     contents, targets = [record[0] for record in records], [record[1] for record in records]
@@ -258,6 +370,15 @@ def _take(dataset: tf.data.Dataset, *, split: str, damage: Damage, memory: int) 
         damage=Damage(strict=damage.strict),
     )
     return in_memory if pixels else _drop_damaged(in_memory, damage=damage)
+
+
+def _record_split(given: Any, *, split: str, strict: bool) -> RecordSplit:
+    if not (hasattr(given, "__len__") and hasattr(given, "__getitem__")):
+        raise ValueError(
+            f"The {split} dataset must be a tf.data.Dataset, or have `len` and give pairs of an "
+            f"image and its class by number. Received: {type(given).__name__}."
+        )
+    return RecordSplit(given, prefix=f"{split} image ", damage=Damage(strict=strict))
 
 
 def _check_elements(dataset: tf.data.Dataset, *, split: str) -> None:
@@ -322,9 +443,18 @@ def _carve(splits: dict[str, Split]) -> dict[str, Split]:
     train = splits["train"]
     if isinstance(train, Stream):
         missing = [name for name in ("validation", "test") if name not in splits]
-        hundredths = {name: _every(train, [place]) for place, name in enumerate(missing)}
+        streams = {name: _every(train, [place]) for place, name in enumerate(missing)}
         training = _every(train, range(len(missing), _STREAM_PART))
-        return {**splits, **hundredths, "train": training}
+        return {**splits, **streams, "train": training}
+    if isinstance(train, RecordSplit):
+        missing = [name for name in ("validation", "test") if name not in splits]
+        hundredths = np.arange(len(train)) % _STREAM_PART
+        carved = {
+            name: train.take(np.flatnonzero(hundredths == place))
+            for place, name in enumerate(missing)
+        }
+        rest = train.take(np.flatnonzero(hundredths >= len(missing)))
+        return {**splits, **carved, "train": rest}
     names = [train.name(place) for place in range(len(train))]
     indices = source.assign_splits(
         names,
@@ -339,6 +469,13 @@ def _carve(splits: dict[str, Split]) -> dict[str, Split]:
 def _every(stream: Stream, places: Sequence[int]) -> Stream:
     """The images at some of each hundred places."""
     first, last = places[0], places[-1]
+    if stream.records is not None:
+        hundredths = np.arange(len(stream)) % _STREAM_PART
+        chosen = (first <= hundredths) & (hundredths <= last)
+        are_left_out = len(places) > _STREAM_PART // 2
+        positions = np.sort(stream.records.order()[chosen != are_left_out])
+        part = Part(stream.records, positions, are_left_out)
+        return stream_of(part, int(chosen.sum()), stream.damage)
 
     def is_among(place: tf.Tensor, record: tuple[tf.Tensor, ...]) -> tf.Tensor:
         return (place % _STREAM_PART >= first) & (place % _STREAM_PART <= last)
@@ -350,7 +487,7 @@ def _every(stream: Stream, places: Sequence[int]) -> Stream:
 
 
 def _check(images_of_split: Split, *, split: str, labels: Sequence[str]) -> None:
-    if isinstance(images_of_split, Stream) or not len(images_of_split):
+    if isinstance(images_of_split, Stream | RecordSplit) or not len(images_of_split):
         return  # a stream's classes would have to be read
     low, high = images_of_split.targets.min(), images_of_split.targets.max()
     if low < 0 or high >= len(labels):

@@ -63,12 +63,23 @@ def resize_image(image: tf.Tensor, *, size: tuple[int, int], antialias: bool = T
         return tf.cast(tf.image.resize(image, size), tf.float32)
 
     def smooth() -> tf.Tensor:
-        return tf.image.resize(image, size, antialias=True)
+        return _resize_smoothly(image, size=size)
 
     sides = image.shape[-3:-1]
     if not antialias or all(side and side <= to for side, to in zip(sides, size, strict=True)):
         return plain()  # smoothing would cost, and change nothing
     return tf.cond(tf.reduce_any(tf.shape(image)[-3:-1] > size), smooth, plain)
+
+
+def to_grey(images: Any) -> tf.Tensor:
+    """Returns the luma of pixels (..., 3) as (..., 1), weighted as in Pillow's mode "L".
+
+    Example:
+        >>> to_grey([[[100.0, 100.0, 100.0], [255.0, 0.0, 0.0]]]).numpy().round().tolist()
+        [[[100.0], [76.0]]]
+    """
+    red, green, blue = tf.split(images, 3, axis=-1)
+    return 0.299 * red + 0.587 * green + 0.114 * blue  # Rec. ITU-R BT.601
 
 
 def antialias_of(model: Any) -> bool:
@@ -166,6 +177,11 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
         raise OSError(f"The image file {name} cannot be read: {error.strerror}.") from error
 
 
+def largest_file() -> int:
+    """Returns how many bytes the file of an image may have: more would be too many pixels."""
+    return _BYTES_PER_PIXEL * max_pixels() + _OTHER_BYTES
+
+
 def read_images(
     paths: Sequence[str | os.PathLike[str]], *, size: tuple[int, int], antialias: bool = True
 ) -> np.ndarray:
@@ -189,6 +205,28 @@ def read_images(
     return np.stack([np.asarray(image) for image in resized])
 
 
+def _resize_smoothly(image: tf.Tensor, *, size: tuple[int, int]) -> tf.Tensor:
+    """Returns what `tf.image.resize(image, size, antialias=True)` does, to the bit, in less time.
+
+    TensorFlow's kernel resizes the rows, then the columns pixel by pixel. Here both are rows to it,
+    each a single pixel of many channels: it works through them as vectors.
+    """
+    shape = (*image.shape[:-3], *size, image.shape[-1])
+    images = image if image.shape.rank == 4 else image[None]
+    for side in size:
+        count, height, width, channels = tf.unstack(tf.shape(images))
+        resized = tf.raw_ops.ScaleAndTranslate(
+            images=tf.reshape(images, (count, height, 1, width * channels)),
+            size=(side, 1),
+            scale=tf.stack([tf.constant(side, tf.float32) / tf.cast(height, tf.float32), 1.0]),
+            translation=(0.0, 0.0),
+            kernel_type="triangle",
+            antialias=True,
+        )
+        images = tf.transpose(tf.reshape(resized, (count, side, width, channels)), (0, 2, 1, 3))
+    return tf.ensure_shape(images if image.shape.rank == 4 else images[0], shape)
+
+
 def _configs(layer: Any) -> Iterator[ViTConfig]:
     config = getattr(layer, "config", None)
     if isinstance(config, ViTConfig):
@@ -210,7 +248,7 @@ def _check_file(file: IO[bytes], *, name: str) -> None:
         raise ValueError(
             f"{name} is a pipe or a device, not a file; give the path of a {FORMATS} file."
         )
-    most = _BYTES_PER_PIXEL * max_pixels() + _OTHER_BYTES
+    most = largest_file()
     if about.st_size > most:
         raise ValueError(
             f"{name} has {about.st_size} bytes, more than the {most} of the largest image that "

@@ -1,14 +1,19 @@
 """Finds data by its name: the digits, a data set, a folder, or the splits that a run recorded."""
 
 import csv
+import dataclasses
+import functools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from keras_vit import environment
 from keras_vit.data import datasets, folder, source
+from keras_vit.data.images import Damage
 from keras_vit.data.source import FileSplit, PixelSplit
 
 # Fractions of the images. Testing has the larger one: an error is then 0.3 per cent, not 0.6.
@@ -120,6 +125,70 @@ def read_splits(
     )
 
 
+PREFIX = "tfds:"
+
+
+def load_tfds(
+    name: Any, *, data_dir: str | os.PathLike[str] | None = None, strict: bool = False
+) -> source.ImageData:
+    """Loads a dataset of TensorFlow Datasets, which is downloaded if it is not there.
+
+    The splits train, validation and test are the dataset's own. Where validation or test is
+    missing, or has no classes, it is carved out of the training images, see
+    `keras_vit.data.from_dataset`.
+
+    Example:
+        >>> load_tfds("no_such_dataset", data_dir="/nowhere")  # doctest: +SKIP
+        Traceback (most recent call last):
+        ValueError: TensorFlow Datasets has no dataset 'no_such_dataset'; ...
+
+    Args:
+        name: as in https://www.tensorflow.org/datasets/catalog, such as "oxford_flowers102"; or a
+            builder of that package, whose data is there.
+        data_dir: where the package keeps its data; None for its own choice.
+        strict: whether a damaged image is an error, instead of being left out and counted.
+
+    Raises:
+        ImportError: tensorflow-datasets is not installed.
+        ValueError: there is no such dataset, or it does not hold labelled images.
+    """
+    # TensorFlow Datasets imports importlib-resources, and declares it for Python 3.8 alone.
+    with environment.installed(
+        f"{PREFIX}NAME needs TensorFlow Datasets", "tensorflow-datasets", "importlib-resources"
+    ):
+        import tensorflow_datasets as tfds
+    builder = name
+    if isinstance(name, str):
+        try:
+            builder = tfds.builder(name, data_dir=data_dir)
+        except tfds.core.DatasetNotFoundError:
+            raise ValueError(
+                f"TensorFlow Datasets has no dataset {name!r}; choose one of "
+                "https://www.tensorflow.org/datasets/catalog."
+            ) from None
+        builder.download_and_prepare()
+    image, label = _keys(builder)
+    given = {
+        split: _given(builder, split, image=image, label=label)
+        for split in source.SPLITS
+        if split in builder.info.splits and _is_labelled(builder, split, image=image, label=label)
+    }
+    if "train" not in given:
+        raise ValueError(
+            f"The dataset {builder.name!r} has no labelled split called train; it has "
+            f"{', '.join(builder.info.splits) or 'none'}."
+        )
+    return datasets.from_dataset(
+        given["train"],
+        given.get("validation"),
+        test=given.get("test"),
+        labels=builder.info.features[label].names,
+        name=f"{PREFIX}{name}" if isinstance(name, str) else PREFIX + builder.name,
+        strict=strict,
+        memory=datasets.MEMORY,
+    )
+
+
 def load_data(
     spec: str | os.PathLike[str],
     *,
@@ -148,10 +217,186 @@ def load_data(
     if spec == "digits":
         return load_digits()
     text = os.fspath(spec)
-    if text.startswith(datasets.PREFIX):
-        return datasets.load_tfds(text.removeprefix(datasets.PREFIX), strict=strict)
+    if text.startswith(PREFIX):
+        return load_tfds(text.removeprefix(PREFIX), strict=strict)
     load = folder.load_folder if labelled else folder.load_unlabelled_folder
     return load(spec, strict=strict, on_progress=on_progress)
+
+
+def _keys(builder: Any) -> tuple[str, str]:
+    """The names of a dataset's image and class."""
+    features, keys = builder.info.features, builder.info.supervised_keys
+    kinds = [type(features[key]).__name__ for key in keys or () if key in features]
+    if kinds != ["Image", "ClassLabel"]:
+        raise ValueError(
+            f"The dataset {builder.name!r} must give an image and one class; it gives "
+            f"{', '.join(kinds) or 'no such pair'}. Choose an image classification dataset."
+        )
+    return keys[0], keys[1]
+
+
+def _given(builder: Any, split: str, *, image: str, label: str) -> Any:
+    """What `from_dataset` makes a split of."""
+    info, kind = builder.info.splits[split], _format(builder)
+    if kind == "array_record":
+        return _Source(builder, split, image, label)
+    files = info.file_instructions if info.num_bytes > datasets.MEMORY else ()
+    folders = {os.path.dirname(file.filename) for file in files}  # noqa: PTH120 - maybe gs://
+    if kind != "tfrecord" or len(folders) != 1:
+        return _records(builder, split, image=image, label=label)
+    records = RecordFiles(
+        paths=tuple(os.fspath(file.filename) for file in files),
+        counts=np.array([file.take for file in files], np.int64),
+        features=builder.info.features,
+        image=image,
+        label=label,
+        in_order=builder.info.disable_shuffling,
+    )
+    return datasets.stream_of(records, info.num_examples, Damage())
+
+
+def _format(builder: Any) -> str:
+    kind = builder.info.file_format
+    return "tfrecord" if kind is None else kind.value
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    """The bytes, the class and the name of each image of a split in array_record files."""
+
+    builder: Any
+    split: str
+    image: str
+    label: str
+
+    def __len__(self) -> int:
+        return len(self._examples)
+
+    def __getitem__(self, number: int) -> tuple[bytes, int, str]:
+        return self.__getitems__([number])[0]
+
+    def __getitems__(self, numbers: Sequence[int]) -> list[tuple[bytes, int, str]]:
+        return [
+            (example[self.image], example[self.label], f"{self.split} image {number}")
+            for number, example in zip(numbers, self._examples.__getitems__(numbers), strict=True)
+        ]
+
+    @functools.cached_property
+    def _examples(self) -> Any:
+        from tensorflow_datasets import decode
+
+        return self.builder.as_data_source(self.split, decoders={self.image: decode.SkipDecoding()})
+
+
+# How TensorFlow Datasets reads its files in turn; what is carved out of a stream depends on it.
+_CYCLE, _BLOCK = 16, 16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class RecordFiles:
+    """The TFRecord files of a split of TensorFlow Datasets, one after the other.
+
+    Attributes:
+        paths: the files.
+        counts: records of each.
+        features: what the package makes of a record.
+        image: the name of the image among them.
+        label: the name of its class.
+        in_order: whether the package, too, reads the files one after the other.
+    """
+
+    paths: tuple[str, ...]
+    counts: np.ndarray
+    features: Any
+    image: str
+    label: str
+    in_order: bool
+
+    @property
+    def places(self) -> int:
+        """Half of the files: what comes before a place in its file is read, too, and passed by."""
+        return len(self.paths) // 2
+
+    def read(self, start: Any, stop: Any) -> tf.data.Dataset:
+        """Returns the images at these positions; files that hold none of them are not opened."""
+        start, stop = tf.cast(start, tf.int64), tf.cast(stop, tf.int64)
+        ends, paths = tf.constant(np.cumsum(self.counts)), tf.constant(self.paths)
+        begins = ends - self.counts
+        first = tf.searchsorted(ends, start[None], "right", tf.int64)[0]
+        last = tf.searchsorted(begins, stop[None], "left", tf.int64)[0]
+
+        def read_file(number: tf.Tensor) -> tf.data.Dataset:
+            begin = tf.maximum(start - begins[number], 0)
+            end = tf.minimum(stop, ends[number]) - begins[number]
+            examples = tf.data.TFRecordDataset(paths[number]).skip(begin).take(end - begin)
+            examples = examples.apply(tf.data.experimental.assert_cardinality(end - begin))
+            name = tf.strings.split(paths[number], "/")[-1]
+            places = tf.data.Dataset.range(begin, end).map(
+                lambda place: tf.strings.join([name, tf.as_string(place)], "__")
+            )
+            return tf.data.Dataset.zip(examples, places)
+
+        files = tf.data.Dataset.range(first, last)
+        return files.flat_map(read_file).map(self._parse)
+
+    def order(self) -> np.ndarray:
+        """Returns the positions in the order in which the package reads the files, in turn."""
+        if self.in_order:
+            return np.arange(self.counts.sum())
+        ends = np.cumsum(self.counts)
+        files = iter(zip(ends - self.counts, ends, strict=True))
+        turns: list[tuple[int, int] | None] = [None] * _CYCLE
+        runs, place, idle = [], 0, 0
+        while idle < _CYCLE:
+            turn = turns[place] or next(files, None)
+            idle = idle + 1 if turn is None else 0
+            if turn is not None:
+                begin, end = turn
+                runs.append(np.arange(begin, min(begin + _BLOCK, end)))
+                # A file that ends with its turn is found to be empty at the next one.
+                is_full = len(runs[-1]) == _BLOCK
+                turns[place] = (begin + _BLOCK, end) if is_full else None
+            place = (place + 1) % _CYCLE
+        return np.concatenate(runs)
+
+    def _parse(self, example: tf.Tensor, name: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        from tensorflow_datasets import decode
+
+        parts = self.features.deserialize_example(
+            example, decoders={self.image: decode.SkipDecoding()}
+        )
+        return parts[self.image], tf.cast(parts[self.label], tf.int32), name
+
+
+def _records(builder: Any, split: str, *, image: str, label: str) -> tf.data.Dataset:
+    """The bytes, the class and the name of each image, as the package reads them."""
+    import tensorflow_datasets as tfds
+
+    turns = (
+        {}
+        if builder.info.disable_shuffling
+        else {
+            "interleave_cycle_length": _CYCLE,
+            "interleave_block_length": _BLOCK,
+        }
+    )
+    examples = builder.as_dataset(
+        split=split,
+        decoders={image: tfds.decode.SkipDecoding()},
+        read_config=tfds.ReadConfig(add_tfds_id=True, try_autocache=False, **turns),
+        shuffle_files=False,
+    )
+    names = [key for key in ("tfds_id", "image/filename") if key in examples.element_spec]
+    keys = (image, label, *names[:1])
+    return examples.map(lambda example: tuple(example[key] for key in keys))
+
+
+def _is_labelled(builder: Any, split: str, *, image: str, label: str) -> bool:
+    # The test images of ImageNet are all of class -1.
+    if _format(builder) == "array_record":
+        return bool(_Source(builder, split, image, label)[0][1] >= 0)
+    records = _records(builder, split, image=image, label=label).take(1)
+    return all(record[1] >= 0 for record in records.as_numpy_iterator())
 
 
 def _rows(file: Path) -> list[dict[str, str]]:

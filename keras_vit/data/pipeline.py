@@ -10,7 +10,8 @@ import tensorflow as tf
 
 from keras_vit.data import augment, decoding, images, randaugment
 from keras_vit.data.images import replace_damaged
-from keras_vit.data.source import Choice, Item, Loader, Split
+from keras_vit.data.source import Choice, Item, Loader, Passes, Split
+from keras_vit.data.views import Views
 
 # What a draw is for; folded into the seed, so that no two uses share one stream.
 _SHUFFLE, _CROP, _TRANSFORM, _ERASE, _RANDAUGMENT = range(5)
@@ -115,13 +116,14 @@ def train_batches(
     )
     alone = augmentation.is_cropped or augmentation.randaugment_layers or not split.in_memory
     batches = _load_singly(split, plan) if alone else _load_together(split, plan)
+    remaining = dataclasses.replace(augmentation, flip=augmentation.flip and not alone)
 
     @tf.autograph.experimental.do_not_convert
     def transform(
         step: tf.Tensor, batch: tf.Tensor, targets: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
         transformed = augment.transform_batch(
-            batch, augmentation=augmentation, seed=plan.key(_TRANSFORM, step), shard=shard
+            batch, augmentation=remaining, seed=plan.key(_TRANSFORM, step), shard=shard
         )
         augmented = augment.erase_rectangles(
             transformed, probability=augmentation.erase, seed=plan.key(_ERASE, step), shard=shard
@@ -138,6 +140,7 @@ def evaluation_batches(
     batch_size: int,
     resize_small: float = 0.0,
     antialias: bool = True,
+    views: Views | None = None,
     shard: tuple[int, int] = augment.WHOLE,
 ) -> tf.data.Dataset:
     """Makes the batches of one pass over a split, in order, the last one as short as it comes.
@@ -156,15 +159,19 @@ def evaluation_batches(
         resize_small: 0 resizes the whole image, to another aspect if need be. From 1 on, the short
             side is resized to this many times `image_size`, and the middle is cut out.
         antialias: whether shrinking smooths; for a model, `antialias_of(model)`.
+        views: of test-time augmentation, which take the place of the whole image; None for none.
         shard: (index of this worker, number of workers): of so many images in a row it reads one.
 
     Returns:
         Pairs of images, float32 0..255 of shape (batch, height, width, 3), and targets, int32 of
-        shape (batch,).
+        shape (batch,). With views there are batch * views images, those of an image together.
     """
     resize = functools.partial(images.resize_image, size=image_size, antialias=antialias)
+    prepare = resize
+    if views is not None:
+        prepare = functools.partial(views.stack, size=image_size, antialias=antialias)
     index, count = shard
-    if split.in_memory and not resize_small:
+    if split.in_memory and not resize_small and views is None:
         pairs = tf.data.Dataset.from_tensor_slices((tf.constant(split.images), split.targets))
         batches = pairs.shard(count, index).batch(batch_size).map(lambda x, y: (resize(x), y))
         return batches.prefetch(tf.data.AUTOTUNE)
@@ -174,11 +181,17 @@ def evaluation_batches(
 
     @tf.autograph.experimental.do_not_convert
     def load(*item: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        return resize(loader.pixels(item, choose if resize_small else None)), loader.target(item)
+        pixels = loader.pixels(item, choose if resize_small else None)
+        return prepare(pixels), loader.target(item)
 
     loader = split.loader()
-    examples = split.items().shard(count, index).map(load, num_parallel_calls=_PARALLEL)
-    return examples.batch(batch_size).prefetch(tf.data.AUTOTUNE)
+    # A stream does not know its length by itself.
+    items = split.items().apply(tf.data.experimental.assert_cardinality(len(split)))
+    examples = items.shard(count, index).map(load, num_parallel_calls=_PARALLEL)
+    batches = examples.batch(batch_size)
+    if views is not None:
+        batches = batches.map(lambda x, y: (tf.reshape(x, (-1, *image_size, 3)), y))
+    return batches.prefetch(tf.data.AUTOTUNE)
 
 
 @contextlib.contextmanager
@@ -279,7 +292,9 @@ class _Singly:
             seed=plan.key(_RANDAUGMENT, step),
             shard=plan.shard,
         )
-        return step, item, cropping, tf.transpose(varying)
+        key = plan.key(_TRANSFORM, step)
+        mirroring = augment.draw_transforms(plan.count, seed=key, shard=plan.shard)[-1]
+        return step, item, cropping, tf.transpose(varying), mirroring
 
     def load_batch(self, step: tf.Tensor, *parts: tf.Tensor) -> tf.data.Dataset:
         """One batch; where that is an error, what can be loaded of it is made a batch."""
@@ -297,17 +312,18 @@ class _Singly:
 
     @tf.autograph.experimental.do_not_convert
     def _load_one(
-        self, item: Item, crop_seed: tf.Tensor, uniform: tf.Tensor
+        self, item: Item, crop_seed: tf.Tensor, varying: tf.Tensor, mirroring: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        image = self._load(item, crop_seed)
-        uniform = decoding.once_made(uniform, image)
-        magnitude = self.plan.augmentation.randaugment_magnitude
+        image, augmentation = self._load(item, crop_seed), self.plan.augmentation
+        uniform = decoding.once_made(varying, image)
+        magnitude = augmentation.randaugment_magnitude
         varied = randaugment.distort(image, magnitude=magnitude, uniform=uniform)
-        return varied, self.loader.target(item)
+        mirrored = augment.mirror(varied, uniform=mirroring) if augmentation.flip else varied
+        return mirrored, self.loader.target(item)
 
     @tf.autograph.experimental.do_not_convert
     def _load_placed(
-        self, place: tf.Tensor, parts: tuple[Item, tf.Tensor, tf.Tensor]
+        self, place: tf.Tensor, parts: tuple[Item, tf.Tensor, tf.Tensor, tf.Tensor]
     ) -> tuple[tf.Tensor, ...]:
         return place, *self._load_one(*parts)
 
@@ -330,17 +346,15 @@ class _Singly:
 
 def _steps_and_items(split: Split, plan: _Plan) -> tf.data.Dataset:
     """The steps with this worker's items, each epoch in an order of its own."""
-    first_epoch, first_step = divmod(plan.start_step, plan.steps)
-
-    def epoch_batches(epoch: tf.Tensor) -> tf.data.Dataset:
-        items = split.shuffled_items(seed=plan.key(_SHUFFLE, epoch))
-        return items.batch(plan.batch_size, drop_remainder=True).take(plan.steps)
-
-    epochs = tf.data.Dataset.range(first_epoch, plan.epochs)
-    batches = epochs.flat_map(epoch_batches).skip(first_step)
-    order = batches.map(lambda *item: tuple(part[plan.rows] for part in item))
+    passes = Passes(
+        key=functools.partial(plan.key, _SHUFFLE),
+        batch_size=plan.batch_size,
+        epochs=plan.epochs,
+        first_step=plan.start_step,
+        rows=plan.rows,
+    )
     steps = tf.data.Dataset.range(plan.start_step, plan.steps * plan.epochs)
-    return tf.data.Dataset.zip(steps, order)
+    return tf.data.Dataset.zip(steps, split.shuffled_batches(passes))
 
 
 def _choice(plan: _Plan, *, seed: tf.Tensor) -> Choice | None:

@@ -29,8 +29,10 @@ def autocontrast(image: tf.Tensor) -> tf.Tensor:
 
 def equalize(image: tf.Tensor) -> tf.Tensor:
     """Makes the values of each channel about equally frequent."""
-    values = tf.reshape(tf.cast(image, tf.int32), (-1, 3))
-    places = values + tf.constant((0, 256, 512))  # of the channels, one table after the other
+    # The channels have one table after the other. As rows of width * 3, see `autocontrast`.
+    width = tf.shape(image)[1]
+    values = tf.reshape(tf.cast(image, tf.int32), (-1, width * 3))
+    places = values + tf.tile(tf.constant((0, 256, 512)), (width,))
     counts = tf.reshape(tf.math.bincount(tf.reshape(places, (-1,)), minlength=768), (3, 256))
     largest = tf.reduce_max(tf.where(counts > 0, tf.range(256), 0), axis=1)
     step = (tf.reduce_sum(counts, axis=1) - tf.gather(counts, largest, batch_dims=1)) // 255

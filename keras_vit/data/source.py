@@ -5,7 +5,7 @@ import functools
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import numpy as np
 import tensorflow as tf
@@ -13,8 +13,8 @@ import tensorflow as tf
 from keras_vit.data import decoding
 from keras_vit.data.images import Damage
 
-# Encoded images of a stream that are shuffled at a time: 0.9 GB of ImageNet.
-BUFFER = 8192
+# Records that are asked of a source at a time.
+_READ = 64
 Item = tuple[tf.Tensor, ...]
 
 # Takes (height, width) of an image, gives (top, left, height, width) of a part.
@@ -28,11 +28,51 @@ class Loader(NamedTuple):
     target: Callable[[Item], tf.Tensor]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Passes:
+    """Shuffled passes over a split, in batches, and what one worker takes of them.
+
+    Attributes:
+        key: gives the two integers that decide the order of an epoch.
+        batch_size: images in a batch, of all workers together, not above those of the split.
+        first_step: first batch, counted over all epochs.
+        epochs: passes over the split; the incomplete last batch of each is dropped.
+        rows: the worker's part of each batch.
+    """
+
+    key: Callable[[tf.Tensor], tf.Tensor]
+    batch_size: int
+    first_step: int
+    epochs: int
+    rows: slice
+
+    def steps(self, count: int) -> int:
+        """Full batches in a pass over so many images."""
+        return max(count // self.batch_size, 1)
+
+    def order(self, count: int) -> tf.data.Dataset:
+        """Returns the worker's part of batches of positions, each pass shuffled as a whole."""
+        steps = self.steps(count)
+        first_epoch, first_step = divmod(self.first_step, steps)
+
+        def epoch_batches(epoch: tf.Tensor) -> tf.data.Dataset:
+            order = tf.random.experimental.stateless_shuffle(tf.range(count), seed=self.key(epoch))
+            batches = tf.data.Dataset.from_tensor_slices(order).batch(self.batch_size)
+            return batches.take(steps)
+
+        batches = tf.data.Dataset.range(first_epoch, self.epochs).flat_map(epoch_batches)
+        return batches.skip(first_step).map(self._own)
+
+    def _own(self, positions: tf.Tensor) -> tf.Tensor:
+        return tf.ensure_shape(positions, (self.batch_size,))[self.rows]
+
+
 class Split:
     """Labelled images of one split.
 
     `Split(images=..., targets=...)` makes the kind that the images are of: `PixelSplit`,
-    `EncodedSplit` or `FileSplit`. The fourth kind is `Stream`.
+    `EncodedSplit` or `FileSplit`. `RecordSplit` and `Stream` are made
+    by themselves.
 
     Example:
         >>> split = Split(images=np.zeros((3, 8, 8, 3), np.uint8), targets=np.array([0, 1, 1]))
@@ -69,8 +109,8 @@ class Split:
         """Returns the items of one pass, in order."""
         raise NotImplementedError
 
-    def shuffled_items(self, *, seed: tf.Tensor) -> tf.data.Dataset:
-        """Returns the items of one pass in an order that two integers decide, none decoded."""
+    def shuffled_batches(self, passes: Passes) -> tf.data.Dataset:
+        """Returns the items of a training, a worker's part of a batch at a time, none decoded."""
         raise NotImplementedError
 
     def loader(self) -> Loader:
@@ -78,7 +118,7 @@ class Split:
         raise NotImplementedError
 
     def name(self, place: Any) -> str:
-        """Returns what to call an image, from the last element of its item."""
+        """Returns what to call an image, from the last element of its item or its position."""
         raise NotImplementedError
 
     def take(self, indices: Iterable[int]) -> "Split":
@@ -123,9 +163,8 @@ class _HeldSplit(Split):
     def items(self) -> tf.data.Dataset:
         return tf.data.Dataset.range(len(self)).map(lambda place: (place,))
 
-    def shuffled_items(self, *, seed: tf.Tensor) -> tf.data.Dataset:
-        order = tf.random.experimental.stateless_shuffle(tf.range(len(self)), seed=seed)
-        return tf.data.Dataset.from_tensor_slices((order,))
+    def shuffled_batches(self, passes: Passes) -> tf.data.Dataset:
+        return passes.order(len(self)).map(lambda positions: (positions,))
 
     def loader(self) -> Loader:
         # Made here, not inside of the function: a graph must not hold the images.
@@ -169,7 +208,7 @@ class EncodedSplit(_HeldSplit):
 
     @staticmethod
     def _decode(content: tf.Tensor, choose: Choice | None) -> tf.Tensor:
-        return _decode_contents(content, choose)
+        return decode_contents(content, choose)
 
 
 class FileSplit(_HeldSplit):
@@ -186,111 +225,143 @@ class FileSplit(_HeldSplit):
 
     @staticmethod
     def _decode(content: tf.Tensor, choose: Choice | None) -> tf.Tensor:
-        return _decode_contents(tf.io.read_file(content), choose)
+        return decode_contents(tf.io.read_file(content), choose)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Stream(Split):
-    """Images that do not fit into memory: they are read again, in order, in each epoch.
+class RecordSplit(Split):
+    """Images of a source that gives any record by its number; they are read when they are needed.
 
     Example:
-        >>> import tensorflow as tf
-        >>> image = tf.io.encode_png(tf.zeros((4, 4, 3), tf.uint8))
-        >>> dataset = tf.data.Dataset.from_tensors((image, 1, "first")).repeat(3)
-        >>> stream = Stream(dataset, count=3)
-        >>> len(stream), stream.targets.tolist()
-        (3, [1, 1, 1])
+        >>> contents = tf.io.encode_png(tf.zeros((4, 4, 3), tf.uint8)).numpy()
+        >>> split = RecordSplit([(contents, 1), (contents, 0)], prefix="image ")
+        >>> len(split), split.targets.tolist(), split.take([1]).name(0)
+        (2, [1, 0], 'image 1')
 
     Attributes:
-        dataset: gives the bytes, the class (int32) and the name of each image; always in the same
-            order.
-        count: how many.
+        source: has `len`, and gives by number the bytes of an image file, its class, and maybe its
+            name; it is asked from several threads, and by `__getitems__`, of many numbers, if it
+            has that.
+        prefix: stands before the number of an image that has no name.
+        places: numbers of the images of this split; None for all.
         damage: where training writes the names of images that it could not decode.
     """
 
-    dataset: tf.data.Dataset
+    source: Any
     _: dataclasses.KW_ONLY
-    count: int
+    prefix: str = "record "
+    places: np.ndarray | None = None
     damage: Damage = dataclasses.field(default_factory=Damage)
 
     def __len__(self) -> int:
-        return self.count
+        return len(self.source) if self.places is None else len(self.places)
 
     @functools.cached_property
     def targets(self) -> np.ndarray:  # type: ignore[override]  # nobody assigns to it
         """The class of each image, int32 of shape (count,); the first use reads all images."""
-        classes = self.dataset.map(lambda contents, target, name: target)
-        return np.fromiter(classes.as_numpy_iterator(), np.int32, len(self))
+        return np.fromiter((item[1] for item in self.items().as_numpy_iterator()), np.int32)
 
     def items(self) -> tf.data.Dataset:
-        return self.dataset
+        return tf.data.Dataset.range(len(self)).batch(_READ).map(self._read).unbatch()
 
-    def shuffled_items(self, *, seed: tf.Tensor) -> tf.data.Dataset:
-        """Returns the records in an order that the seed decides, without decoding any.
-
-        Blocks of the stream are shuffled, one after the other; where they begin is drawn too, so
-        that the blocks of two seeds hold different images.
-        """
-        # Not `Dataset.shuffle`: it also depends on TensorFlow's global seed.
-        first = tf.random.stateless_uniform(
-            (), seed, maxval=min(BUFFER, len(self)), dtype=tf.int64, minval=0
-        )
-        records = self.dataset
-        blocks = records.take(first).batch(BUFFER).concatenate(records.skip(first).batch(BUFFER))
-
-        def shuffle(number: tf.Tensor, block: tuple[tf.Tensor, ...]) -> tf.data.Dataset:
-            block_seed = tf.random.experimental.stateless_fold_in(seed, number)
-            places = tf.range(tf.size(block[1]))
-            order = tf.random.experimental.stateless_shuffle(places, seed=block_seed)
-            return tf.data.Dataset.from_tensor_slices(tuple(tf.gather(x, order) for x in block))
-
-        return blocks.enumerate().flat_map(lambda number, block: shuffle(number, block))
+    def shuffled_batches(self, passes: Passes) -> tf.data.Dataset:
+        batches = passes.order(len(self)).map(self._read, num_parallel_calls=2, deterministic=True)
+        return batches.prefetch(1)
 
     def loader(self) -> Loader:
-        return Loader(lambda item, choose: _decode_contents(item[0], choose), lambda item: item[1])
+        return Loader(lambda item, choose: decode_contents(item[0], choose), lambda item: item[1])
 
-    def name(self, place: bytes) -> str:
-        return place.decode(errors="replace")
+    def name(self, place: Any) -> str:
+        if not isinstance(place, bytes):
+            place = self._records(np.array([place]))[2][0]
+        return place.decode(errors="replace") if isinstance(place, bytes) else str(place)
 
-    def take(self, indices: Iterable[int]) -> Split:
-        """Reads the images at these positions into memory, as they are encoded.
+    def take(self, indices: Iterable[int]) -> "RecordSplit":
+        every = np.arange(len(self)) if self.places is None else self.places
+        return dataclasses.replace(self, places=every[np.fromiter(indices, np.int64)])
 
-        Raises:
-            IndexError: there is no such position.
-        """
-        places = [index + len(self) if index < 0 else index for index in indices]
-        outside = [place for place in places if not 0 <= place < len(self)]
-        if outside:
-            raise IndexError(
-                f"The stream has {len(self)} images, counted from 0. Received: {outside[0]}."
-            )
-        unique_places = tf.constant(sorted(set(places)), tf.int64)
-        records = self.dataset.enumerate().filter(
-            lambda place, record: tf.reduce_any(tf.equal(place, unique_places))
-        )
-        records_at = dict(records.take(len(set(places))).as_numpy_iterator())
-        selection = [records_at[place] for place in places]
-        return EncodedSplit(
-            images=_objects(record[0] for record in selection),
-            targets=np.array([record[1] for record in selection], np.int32),
-            names=_objects(self.name(record[2]) for record in selection),
-            damage=self.damage,
-        )
+    def _read(self, positions: tf.Tensor) -> Item:
+        kinds = (tf.string, tf.int32, tf.string)
+        item = tf.numpy_function(self._records, [positions], kinds)
+        return tuple(tf.ensure_shape(values, positions.shape) for values in item)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles what makes the records; Python functions among it cannot be."""
-        try:
-            graph = tf.raw_ops.DatasetToGraphV2(
-                input_dataset=tf.data.experimental.to_variant(self.dataset),
-                external_state_policy=2,  # an error
-                strip_device_assignment=True,
-            )
-        except tf.errors.OpError as error:
-            raise TypeError(
-                "A stream whose dataset calls Python, or keeps state, cannot be pickled; make it "
-                f"again in the other process ({error.message})."
-            ) from None
-        return _stream_of_graph, (graph.numpy(), self.dataset.element_spec, self.count, self.damage)
+    def _records(self, positions: np.ndarray) -> tuple[np.ndarray, ...]:
+        numbers = (positions if self.places is None else self.places[positions]).tolist()
+        many = getattr(self.source, "__getitems__", None)
+        rows = many(numbers) if many else [self.source[number] for number in numbers]
+        names = [
+            row[2] if len(row) == 3 else f"{self.prefix}{number}"
+            for row, number in zip(rows, numbers, strict=True)
+        ]
+        contents, targets = [row[0] for row in rows], [row[1] for row in rows]
+        return objects(contents), np.array(targets, np.int32), objects(names)
+
+
+class Records(Protocol):
+    """Records of images that can be read from any place without those before it.
+
+    Attributes:
+        places: how many places may be read at once, so that little is read twice.
+    """
+
+    @property
+    def places(self) -> int: ...
+
+    def read(self, start: Any, stop: Any) -> tf.data.Dataset:
+        """Returns the bytes, the class (int32) and the name of the images at these positions."""
+
+    def order(self) -> np.ndarray:
+        """Returns the positions in the order in which every hundredth image is counted."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Part:
+    """Some of the records, those at `positions` or all others; the positions ascend."""
+
+    records: Records
+    positions: np.ndarray
+    are_left_out: bool
+
+    @property
+    def places(self) -> int:
+        return self.records.places
+
+    def read(self, start: Any, stop: Any) -> tf.data.Dataset:
+        first, last = self._original(start), self._original(stop - 1)
+        positions = tf.constant(self.positions, tf.int64)
+
+        def is_among(position: tf.Tensor, record: Item) -> tf.Tensor:
+            at = tf.searchsorted(positions, position[None])[0]
+            listed = positions[tf.minimum(at, len(self.positions) - 1)] == position
+            return tf.not_equal(listed, self.are_left_out)
+
+        records = self.records.read(first, tf.where(stop > start, last + 1, first))
+        return records.enumerate(first).filter(is_among).map(lambda position, record: record)
+
+    def order(self) -> np.ndarray:
+        raise NotImplementedError
+
+    def _original(self, place: Any) -> tf.Tensor:
+        if not self.are_left_out:
+            return tf.constant(self.positions, tf.int64)[place]
+        kept_before = tf.constant(self.positions - np.arange(len(self.positions)), tf.int64)
+        place = tf.cast(place, tf.int64)
+        return place + tf.searchsorted(kept_before, place[None], "right", tf.int64)[0]
+
+
+def decode_contents(contents: tf.Tensor, choose: Choice | None) -> tf.Tensor:
+    """Makes pixels of the bytes of an image file, or those of a part."""
+    if choose is None:
+        return decoding.decode_image(contents)
+    return decoding.decode_part(contents, choose=choose)
+
+
+def objects(values: Iterable[Any]) -> np.ndarray:
+    """Returns an array of objects, which NumPy does not look into."""
+    listed = list(values)
+    array = np.empty(len(listed), object)
+    array[:] = listed
+    return array
 
 
 SPLITS = ("train", "validation", "test")
@@ -404,11 +475,6 @@ def assign_splits(
     return {name: sorted(indices) for name, indices in splits.items()}
 
 
-def _stream_of_graph(graph: bytes, spec: Any, count: int, damage: Damage) -> Stream:
-    variant = tf.raw_ops.DatasetFromGraph(graph_def=graph)
-    return Stream(tf.data.experimental.from_variant(variant, spec), count=count, damage=damage)
-
-
 def _kind(images: Any) -> type[_HeldSplit]:
     shape, kind = np.shape(images), getattr(images, "dtype", None)
     if len(shape) == 4 and shape[3] == 3 and kind == np.uint8:
@@ -420,19 +486,6 @@ def _kind(images: Any) -> type[_HeldSplit]:
         "3), or an array of paths or of the bytes of files, of shape (count,). Received: "
         f"{type(images).__name__} of shape {shape} and type {kind}."
     )
-
-
-def _decode_contents(contents: tf.Tensor, choose: Choice | None) -> tf.Tensor:
-    if choose is None:
-        return decoding.decode_image(contents)
-    return decoding.decode_part(contents, choose=choose)
-
-
-def _objects(values: Iterable[Any]) -> np.ndarray:
-    listed = list(values)
-    array = np.empty(len(listed), object)
-    array[:] = listed
-    return array
 
 
 def _share(count: int, fraction: float, *, at_least_one_from: int) -> int:

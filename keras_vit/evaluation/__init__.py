@@ -1,25 +1,27 @@
 """Measures classifiers and names what images show. TensorFlow only."""
 
+from keras_vit.environment import has_bfloat16_units
 from keras_vit.evaluation.features import NEIGHBORS, SHOTS, FewShot, few_shot, nearest_neighbors
 from keras_vit.evaluation.metrics import (
+    Answers,
     Calibration,
     ClassScore,
     Evaluation,
     calibration,
+    calibration_of_answers,
     evaluate,
     read_real_labels,
     real_accuracy,
 )
 from keras_vit.evaluation.outputs import (
     PRECISIONS,
-    Prediction,
     frozen_features,
-    has_bfloat16_units,
     in_precision,
     log_probabilities,
-    predict,
+    prediction_batch_size,
     sensible_batch_size,
 )
+from keras_vit.evaluation.predictions import Prediction, predict, predict_files
 from keras_vit.evaluation.report import (
     METRICS,
     Mistake,
@@ -28,19 +30,23 @@ from keras_vit.evaluation.report import (
     plot_mistakes,
     write_report,
 )
+from keras_vit.evaluation.sorting import ClassFolders
 
 __all__ = [
     "METRICS",
     "NEIGHBORS",
     "PRECISIONS",
     "SHOTS",
+    "Answers",
     "Calibration",
+    "ClassFolders",
     "ClassScore",
     "Evaluation",
     "FewShot",
     "Mistake",
     "Prediction",
     "calibration",
+    "calibration_of_answers",
     "confident_mistakes",
     "evaluate",
     "few_shot",
@@ -52,6 +58,8 @@ __all__ = [
     "plot_confusion",
     "plot_mistakes",
     "predict",
+    "predict_files",
+    "prediction_batch_size",
     "read_real_labels",
     "real_accuracy",
     "sensible_batch_size",

@@ -3,15 +3,15 @@
 import dataclasses
 import json
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 
-from keras_vit.data import Split, antialias_of, evaluation_batches, image_size_of, naming_damaged
-from keras_vit.evaluation.outputs import log_softmax, sensible_batch_size
+from keras_vit.data import Split, Views
+from keras_vit.evaluation.outputs import log_probabilities
 
 # Guo et al., "On Calibration of Modern Neural Networks" (arXiv 1706.04599, Section 5).
 BINS = 15
@@ -71,8 +71,26 @@ def calibration(probabilities: np.ndarray, targets: np.ndarray, *, bins: int = B
             "Each row must be probabilities with sum 1; apply softmax to logits first, and give at "
             f"least one row. Received: {len(targets)} rows."
         )
-    confidence = probabilities.max(axis=1)
-    right = probabilities.argmax(axis=1) == targets
+    return calibration_of_answers(
+        probabilities.max(axis=1), probabilities.argmax(axis=1) == targets, bins=bins
+    )
+
+
+def calibration_of_answers(
+    confidence: np.ndarray, right: np.ndarray, *, bins: int = BINS
+) -> Calibration:
+    """Returns the `calibration` of likeliest classes alone.
+
+    Example:
+        >>> answers = calibration_of_answers(np.full(10, 0.9), np.arange(10) < 7)
+        >>> round(answers.error, 3)
+        0.2
+
+    Args:
+        confidence: (count,) probability of the likeliest class.
+        right: (count,) whether it is the right one.
+        bins: how many equal parts of 0..1.
+    """
     # A bin holds its upper edge, as in the paper: ((m - 1) / M, m / M].
     place = np.clip(np.ceil(confidence * bins).astype(int) - 1, 0, bins - 1)
     images = np.bincount(place, minlength=bins)
@@ -155,6 +173,23 @@ class ClassScore:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Answers:
+    """What a model answers to each image of a split, each of shape (count,).
+
+    Attributes:
+        targets: the right class.
+        predicted: the likeliest class.
+        confidence: its probability.
+        losses: cross-entropy.
+    """
+
+    targets: np.ndarray
+    predicted: np.ndarray
+    confidence: np.ndarray
+    losses: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Evaluation:
     """What a model makes of labelled images.
 
@@ -169,12 +204,16 @@ class Evaluation:
         confusion: number of images of each class (row) taken for each class (column).
         loss: mean cross-entropy.
         top5_accuracy: fraction with the right class among the five likeliest; None up to 5 classes.
+        answers: those to the single images; None where only the counts are known.
+        test_time_augmentation: the views of it, as `Views.to_dict` gives them; None for none.
     """
 
     labels: tuple[str, ...]
     confusion: np.ndarray
     loss: float
     top5_accuracy: float | None
+    answers: Answers | None = None
+    test_time_augmentation: Mapping[str, Any] | None = None
 
     @property
     def images(self) -> int:
@@ -203,18 +242,24 @@ class Evaluation:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the numbers as plain values that JSON can carry."""
-        top5 = {} if self.top5_accuracy is None else {"top5_accuracy": self.top5_accuracy}
+        names = ("top5_accuracy", "test_time_augmentation")
+        stated = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return {
             "images": self.images,
             "accuracy": self.accuracy,
-            **top5,
+            **stated,
             "loss": self.loss,
             "classes": [dataclasses.asdict(score) for score in self.class_scores],
         }
 
 
 def evaluate(
-    model: keras.Model, split: Split, *, labels: Sequence[str], batch_size: int | None = None
+    model: keras.Model,
+    split: Split,
+    *,
+    labels: Sequence[str],
+    batch_size: int | None = None,
+    tta: Views | None = None,
 ) -> Evaluation:
     """Measures a model on the images of a split.
 
@@ -235,6 +280,7 @@ def evaluate(
         split: the images and their targets.
         labels: the name of each class, in the order of the model's outputs.
         batch_size: images in a batch; None for `sensible_batch_size`.
+        tta: the views of test-time augmentation, whose probabilities are averaged; None for none.
 
     Raises:
         ValueError: the split is empty, or the model has another number of classes.
@@ -246,15 +292,8 @@ def evaluate(
             f"The model has {model.output_shape[-1]} classes, the data {len(labels)}; "
             "evaluate on the classes that it was trained for."
         )
-    image_size = image_size_of(model)
-    batch_size = batch_size or sensible_batch_size(model)
-    batches = evaluation_batches(
-        split, image_size=image_size, batch_size=batch_size, antialias=antialias_of(model)
-    )
-    with naming_damaged(split):
-        outputs = model.predict(batches.map(lambda images, targets: images), verbose=0)
-    log_probabilities = log_softmax(outputs, model=model)
-    return _measure(log_probabilities, split.targets, labels=tuple(labels))
+    scores = log_probabilities(model, split, batch_size=batch_size, tta=tta)
+    return _measure(scores, split.targets, labels=tuple(labels), tta=tta)
 
 
 def _class_number(target: object) -> int:
@@ -264,17 +303,24 @@ def _class_number(target: object) -> int:
 
 
 def _measure(
-    log_probabilities: np.ndarray, targets: np.ndarray, *, labels: tuple[str, ...]
+    scores: np.ndarray, targets: np.ndarray, *, labels: tuple[str, ...], tta: Views | None
 ) -> Evaluation:
     classes = len(labels)
-    predicted = log_probabilities.argmax(axis=-1)
+    predicted = scores.argmax(axis=-1)
     confusion = np.zeros((classes, classes), np.int64)
     np.add.at(confusion, (targets, predicted), 1)
-    of_target = log_probabilities[np.arange(len(targets)), targets]
-    likelier = (log_probabilities > of_target[:, None]).sum(axis=-1)
+    of_target = scores[np.arange(len(targets)), targets]
+    likelier = (scores > of_target[:, None]).sum(axis=-1)
     return Evaluation(
         labels=labels,
         confusion=confusion,
         loss=float(-of_target.mean()),
         top5_accuracy=float((likelier < TOP).mean()) if classes > TOP else None,
+        answers=Answers(
+            targets=np.asarray(targets),
+            predicted=predicted,
+            confidence=np.exp(scores.max(axis=-1)),
+            losses=-of_target,
+        ),
+        test_time_augmentation=None if tta is None else tta.to_dict(),
     )

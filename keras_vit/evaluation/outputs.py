@@ -1,19 +1,15 @@
-"""Runs a model: over labelled images or others, in a precision, and names what images show."""
-
-import dataclasses
-from collections.abc import Sequence
-from pathlib import Path
+"""Runs a model over labelled images, in a precision, in batches that suit it."""
 
 import keras
 import numpy as np
 
 from keras_vit.data import (
     Split,
+    Views,
     antialias_of,
     evaluation_batches,
     image_size_of,
     naming_damaged,
-    resize_image,
 )
 from keras_vit.layers.dense import dense_changes
 from keras_vit.model import VisionTransformer
@@ -59,26 +55,58 @@ def frozen_features(
 
 
 def log_probabilities(
-    model: keras.Model, split: Split, *, batch_size: int | None = None
+    model: keras.Model,
+    split: Split,
+    *,
+    batch_size: int | None = None,
+    tta: Views | None = None,
 ) -> np.ndarray:
     """Returns a classifier's log-probabilities for each image of a split, (count, C) in float64.
+
+    Args:
+        model: takes pixels 0..255, gives logits or probabilities of shape (batch, C).
+        split: the images.
+        batch_size: images in a batch; None for `sensible_batch_size`.
+        tta: the views of test-time augmentation, whose probabilities are averaged; None for none.
 
     Raises:
         ValueError: the split is empty.
     """
     _check_not_empty(split)
-    outputs = _predict(model, split, batch_size, antialias=antialias_of(model))
-    return log_softmax(outputs, model=model)
+    outputs = _predict(model, split, batch_size, antialias=antialias_of(model), tta=tta)
+    scores = log_softmax(outputs, model=model)
+    return scores if tta is None else mean_over_views(scores, tta.count)
+
+
+def mean_over_views(scores: np.ndarray, views: int) -> np.ndarray:
+    """Returns the logarithm of the mean probability over the views of each image.
+
+    Example:
+        >>> two_views = np.log([[0.8, 0.2], [0.6, 0.4]])
+        >>> np.exp(mean_over_views(two_views, 2)).round(3).tolist()
+        [[0.7, 0.3]]
+
+    Args:
+        scores: log-probabilities, (images * views, C), the views of an image after one another.
+        views: how many there are of an image.
+    """
+    if views == 1:
+        return scores
+    probabilities = np.exp(scores).reshape(-1, views, scores.shape[-1]).mean(axis=1)
+    mean: np.ndarray = np.log(np.maximum(probabilities, np.finfo(np.float64).tiny))
+    return mean
 
 
 PRECISIONS = ("float32", "bfloat16")
 _LARGEST_BATCH = 128
+_LARGEST_ON_PROCESSOR = 32  # of a prediction: beyond it, small models become no faster
+_UNKNOWN_BATCH = 8  # of a model whose work is not known
 
 # A batch's largest arrays then stay below 1 GiB in L/16, whatever the size of its images.
 _TOKENS_IN_BATCH = 2**15
 
-# What lets a processor multiply bfloat16, by its name in /proc/cpuinfo.
-_BFLOAT16_FLAGS = frozenset({"amx_bf16", "avx512_bf16", "bf16"})
+# Multiplications after which a processor computes a batch no faster by the image.
+_WORK_IN_BATCH = 2**32
 
 
 def log_softmax(outputs: np.ndarray, *, model: keras.Model) -> np.ndarray:
@@ -137,15 +165,6 @@ def in_precision(model: keras.Model, precision: str) -> keras.Model:
     return model.copy(dtype=precision)
 
 
-def has_bfloat16_units() -> bool:
-    """Whether this machine's processor has units for bfloat16, as far as Linux tells."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return False
-    return not _BFLOAT16_FLAGS.isdisjoint(text.split())
-
-
 def sensible_batch_size(model: keras.Model) -> int:
     """Returns how many images to run at once: 128, or fewer where the model makes many tokens."""
     grid = getattr(getattr(model, "config", None), "grid", None)
@@ -155,67 +174,22 @@ def sensible_batch_size(model: keras.Model) -> int:
     return min(_LARGEST_BATCH, int(2 ** (fitting.bit_length() - 1)))
 
 
-@dataclasses.dataclass(frozen=True)
-class Prediction:
-    """One class that an image may show.
+def prediction_batch_size(model: keras.Model) -> int:
+    """Returns the one batch size that predictions are made with, however many images there are.
 
-    Attributes:
-        label: its name.
-        probability: 0..1.
+    A few images are filled up to a batch, so that it is as small as it can be without loss of
+    speed: one image of B/16 on a processor, `sensible_batch_size` on an accelerator.
     """
-
-    label: str
-    probability: float
-
-
-def predict(
-    model: keras.Model, images: Sequence[np.ndarray], *, labels: Sequence[str], top: int = 5
-) -> list[tuple[Prediction, ...]]:
-    """Names the likeliest classes of each image, the likeliest first.
-
-    Example:
-        >>> import keras_vit, numpy as np
-        >>> config = keras_vit.ViTConfig(
-        ...     input_shape=(8, 8, 3), patch_size=4, hidden_dim=8, mlp_dim=8, num_heads=1,
-        ...     num_layers=1, classes=2)
-        >>> photo = np.zeros((480, 640, 3), np.uint8)
-        >>> predict(keras_vit.VisionTransformer(config), [photo], labels=["cat", "dog"], top=1)
-        [(Prediction(label='cat', probability=0.5),)]
-
-    Args:
-        model: takes pixels 0..255 of shape (batch, height, width, 3), gives logits or
-            probabilities of shape (batch, classes).
-        images: pixels 0..255 of shape (height, width, 3), of any size.
-        labels: the name of each class, in the order of the model's outputs.
-        top: how many classes to name; all of them if there are fewer.
-
-    Returns:
-        The predictions for each image.
-
-    Raises:
-        ValueError: the model has another number of classes, or an image another shape.
-    """
-    if model.output_shape[-1] != len(labels):
-        raise ValueError(
-            f"The model has {model.output_shape[-1]} classes. Received: {len(labels)} labels."
-        )
-    for image in images:
-        if np.ndim(image) != 3 or np.shape(image)[2] != 3:
-            raise ValueError(
-                "An image has the shape (height, width, 3). "
-                f"Received: an array of shape {np.shape(image)}."
-            )
-    size, antialias = image_size_of(model), antialias_of(model)
-    predictions = []
-    for image in images:  # one by one, so that an image's numbers do not depend on the others
-        resized = resize_image(image, size=size, antialias=antialias)
-        outputs = model(resized[None], training=False)
-        probabilities = np.exp(log_softmax(np.asarray(outputs), model=model))[0]
-        likeliest = np.argsort(-probabilities, kind="stable")[:top]
-        predictions.append(
-            tuple(Prediction(labels[place], float(probabilities[place])) for place in likeliest)
-        )
-    return predictions
+    largest = sensible_batch_size(model)
+    devices = keras.distribution.list_devices() if keras.backend.backend() != "torch" else ()
+    if any(not device.lower().startswith("cpu") for device in devices):
+        return largest
+    grid = getattr(getattr(model, "config", None), "grid", None)
+    if grid is None:
+        return min(largest, _UNKNOWN_BATCH)
+    work = (grid[0] * grid[1] + 1) * max(model.count_params(), 1)
+    fitting = max(_WORK_IN_BATCH // work, 1)
+    return min(largest, _LARGEST_ON_PROCESSOR, int(2 ** (fitting.bit_length() - 1)))
 
 
 def _check_not_empty(split: Split) -> None:
@@ -224,11 +198,22 @@ def _check_not_empty(split: Split) -> None:
 
 
 def _predict(
-    model: keras.Model, split: Split, batch_size: int | None, *, antialias: bool
+    model: keras.Model,
+    split: Split,
+    batch_size: int | None,
+    *,
+    antialias: bool,
+    tta: Views | None = None,
 ) -> np.ndarray:
     size = image_size_of(model)
     batch_size = batch_size or sensible_batch_size(model)
-    batches = evaluation_batches(split, image_size=size, batch_size=batch_size, antialias=antialias)
+    batches = evaluation_batches(
+        split,
+        image_size=size,
+        batch_size=batch_size if tta is None else max(batch_size // tta.count, 1),
+        antialias=antialias,
+        views=tta,
+    )
     with naming_damaged(split):
         outputs = model.predict(batches.map(lambda images, targets: images), verbose=0)
     return np.asarray(outputs, np.float32)

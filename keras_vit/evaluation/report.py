@@ -12,7 +12,7 @@ import numpy as np
 
 from keras_vit import atomic, environment
 from keras_vit.atomic import whole_file
-from keras_vit.data import Split
+from keras_vit.data import Split, Views
 from keras_vit.evaluation.metrics import Evaluation
 from keras_vit.evaluation.outputs import log_probabilities
 
@@ -37,7 +37,12 @@ class Mistake:
 
 
 def confident_mistakes(
-    model: keras.Model, split: Split, *, labels: Sequence[str], count: int = 16
+    model: keras.Model,
+    split: Split,
+    *,
+    labels: Sequence[str],
+    count: int = 16,
+    tta: Views | None = None,
 ) -> tuple[Mistake, ...]:
     """Returns the mistakes that a model is surest of, the surest first.
 
@@ -46,6 +51,7 @@ def confident_mistakes(
         split: the images and their targets.
         labels: the name of each class, in the order of the model's outputs.
         count: how many; fewer where fewer were made.
+        tta: the views of test-time augmentation; None for none.
 
     Raises:
         ValueError: the split is empty, the model has another number of classes, or `count` is below
@@ -56,7 +62,7 @@ def confident_mistakes(
             f"The model has {model.output_shape[-1]} classes, and count must be above 0. "
             f"Received: {len(labels)} labels, count={count!r}."
         )
-    scores = log_probabilities(model, split)
+    scores = log_probabilities(model, split, tta=tta)
     predicted = scores.argmax(axis=1)
     sure = scores.max(axis=1)
     wrong = np.flatnonzero(predicted != split.targets)
@@ -135,15 +141,19 @@ def write_report(
     Args:
         directory: where to write; it must exist.
         evaluations: evaluations by the name of their split.
-        drawn: the one to draw.
+        drawn: the one to draw; where there is none of that name, the last is.
 
     Raises:
         ImportError: matplotlib is not installed.
+        ValueError: there is no evaluation.
     """
     directory = Path(directory)
     numbers = {name: evaluation.to_dict() for name, evaluation in evaluations.items()}
+    if not evaluations:
+        raise ValueError("A report needs the evaluation of a split; give one or more.")
+    name = drawn if drawn in evaluations else list(evaluations)[-1]
     with atomic.whole_file(directory / CONFUSION) as file:
-        plot_confusion(evaluations[drawn], file)
+        plot_confusion(evaluations[name], file)
     with atomic.whole_file(directory / METRICS) as file:
         file.write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
 

@@ -55,13 +55,23 @@ def image_batches(model: keras.Model, images: Any) -> Iterator[np.ndarray]:
     size = image_size(model)
     if size is not None and images.shape[1:3] != size:
         warnings.warn(
-            f"The images are {images.shape[1]}x{images.shape[2]} pixels; they were resampled to "
-            f"{size[0]}x{size[1]}, the size that the model takes.",
+            f"The images are {sides(images.shape[1:3])}; they were resampled to {sides(size)}, the "
+            "size that the model takes.",
             stacklevel=3,
         )
         images = resample(images, size, antialias=find_vit(model).config.antialias)
     for start in range(0, len(images), BATCH_SIZE):
         yield images[start : start + BATCH_SIZE]
+
+
+def sides(size: Sequence[int]) -> str:
+    """Returns (height, width) in words, the width first, as people say it.
+
+    Example:
+        >>> sides((480, 640))
+        '640 pixels wide and 480 high'
+    """
+    return f"{size[1]} pixels wide and {size[0]} high"
 
 
 def resample(images: np.ndarray, size: tuple[int, ...], *, antialias: bool) -> np.ndarray:

@@ -126,7 +126,7 @@ def _place(config: ViTConfig, token: tuple[int, int] | str) -> int:
             return 0
         raise ValueError(
             "The model has no class token; choose a patch by its (row, column) in the grid of "
-            f"{config.grid[0]}x{config.grid[1]} patches."
+            f"{config.grid[0]} rows and {config.grid[1]} columns of patches."
         )
     rows, columns = config.grid
     if isinstance(token, str) or not (0 <= token[0] < rows and 0 <= token[1] < columns):
@@ -231,7 +231,7 @@ def plot_attention_distance(distances: np.ndarray) -> "Figure":
         ImportError: matplotlib is not installed.
     """
     layers, heads = distances.shape
-    figure = _figure(6.5, 4.2)
+    figure = _figure(4.8, 3.6)
     axes = figure.subplots()
     depth = np.arange(layers)
     for head in range(heads):
@@ -270,7 +270,7 @@ def plot_position_similarity(similarity: np.ndarray) -> "Figure":
     """
     height, width = similarity.shape[:2]
     rows, columns = _spaced_indices(height), _spaced_indices(width)
-    figure = _figure(2.2 + 0.85 * len(columns), 1.3 + 0.85 * len(rows) * height / width)
+    figure = _figure(1.7 + 0.45 * len(columns), 1.2 + 0.45 * len(rows) * height / width)
     axes: Any = figure.subplots(len(rows), len(columns), squeeze=False)
     for i, j in np.ndindex(axes.shape):
         tile = similarity[rows[i], columns[j]]
@@ -303,9 +303,9 @@ def plot_filters(filters: Filters) -> "Figure":
             f"These filters act on {channels} channels of a ResNet stem, not on pixels; only "
             "filters with 1 or 3 channels can be drawn."
         )
-    columns = min(count, 7)
+    columns = min(count, 5)
     rows = -(-count // columns)
-    figure = _figure(1 + 1.15 * columns, 1 + 1.35 * rows)
+    figure = _figure(0.8 + 0.8 * columns, 1 + 1.05 * rows)
     axes = figure.subplots(rows, columns, squeeze=False)
     for index, each in enumerate(axes.flat):
         each.set(xticks=[], yticks=[])
@@ -316,7 +316,7 @@ def plot_filters(filters: Filters) -> "Figure":
         scaled = 0.5 + 0.5 * component / np.abs(component).max()
         each.imshow(scaled, vmin=0, vmax=1, cmap="gray")
         each.set_title(f"{100 * filters.variance[index]:.1f} %", fontsize=9)
-    figure.suptitle("Embedding filters: principal components, share of variance")
+    figure.suptitle("Embedding filters:\nprincipal components, share of variance")
     figure.supxlabel(f"each {size}x{size} pixels; grey is zero", fontsize=10)
     return figure
 

@@ -11,23 +11,29 @@ import keras
 import numpy as np
 
 from keras_vit import atomic
-from keras_vit.exporting import rebuild, samples, savedmodel, tflite, verification
+from keras_vit.exporting import rebuild, references, samples, savedmodel, tflite, verification
 from keras_vit.exporting.clean import messages
+from keras_vit.exporting.description import Description, describe
 from keras_vit.exporting.rebuild import Exportable
 
-FORMATS = ("savedmodel", *tflite.FORMATS, "onnx")
+FORMATS = ("savedmodel", *tflite.FORMATS, "onnx", "web")
 TOP_K = 5
-# Images for int8 throughout: half of them set the ranges, the others measure the accuracy.
-CALIBRATION_COUNTS = (16, 512)
+CALIBRATION_MOST = 256  # images that set the ranges of int8 throughout
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 # The modules that each format needs, and the packages that contain them.
 _PACKAGES = {
     "onnx": {"onnx": "onnx", "onnxruntime": "onnxruntime"},
+    "web": {"onnx": "onnx", "onnxruntime": "onnxruntime", "jinja2": "jinja2"},
     **{name: {"ai_edge_litert": "ai-edge-litert"} for name in tflite.FORMATS},
 }
 # The folders under the export directory; the server reads versions in the directory itself.
-_FOLDERS = {"savedmodel": "", "onnx": "onnx", **dict.fromkeys(tflite.FORMATS, "tflite")}
+FOLDERS = {
+    "savedmodel": "",
+    "onnx": "onnx",
+    "web": "web",
+    **dict.fromkeys(tflite.FORMATS, "tflite"),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,7 +42,7 @@ class Artefact:
 
     Attributes:
         format: one of `FORMATS`.
-        path: the version directory of a SavedModel, otherwise the file.
+        path: the version directory of a SavedModel or a web page, otherwise the file.
         bytes: its size on the disk.
         checks: the results of the checks.
     """
@@ -54,11 +60,14 @@ def export(
     formats: Iterable[str] = ("savedmodel",),
     labels: Sequence[str] | str | Path | None = None,
     images: Sequence[samples.Image] = (),
+    targets: Sequence[int] = (),
     top_k: int = TOP_K,
     tflite_batch_size: int = 1,
+    opset: int | None = None,
+    web_runtime: str | Path | None = None,
     verify: bool = True,
 ) -> tuple[Artefact, ...]:
-    """Writes a trained model for TensorFlow Serving, TFLite and ONNX.
+    """Writes a trained model for TensorFlow Serving, TFLite, ONNX and browsers.
 
     The model is rebuilt in float32, whatever its own precision. Each artefact is checked on the
     disk, in a process that can import neither Keras nor this package. Then the next version of all
@@ -78,14 +87,22 @@ def export(
     Args:
         model: a `VisionTransformer`, or a functional model with one inside.
         path: the directory to export to, which is the base path for the server; its name is the
-            model's name. Version n lies in `path/n`, `path/tflite/n` and `path/onnx/n`.
+            model's name. Version n lies in `path/n`, and of the other formats in `path/tflite/n`,
+            `path/onnx/n` and `path/web/n`.
         formats: which of "savedmodel", "tflite" (float32), "tflite-fp16", "tflite-int8" (weights
-            in int8), "tflite-int8-full" (everything in int8; needs `images`) and "onnx".
+            in int8), "tflite-int8-full" (everything in int8; needs `images`), "onnx" and "web", a
+            page that runs in a browser alone.
         labels: the name of each class, or a text file with one a line; None for "0", "1", ...
-        images: image files, or pixels 0..255 as uint8 arrays (height, width, 3), for the checks;
-            random images are added to fewer than eight.
+        images: image files, or pixels 0..255 as uint8 arrays (height, width, 3), of the kind that
+            the model will see; they decide about each artefact. Drawn images are added to fewer
+            than 32. Of sixteen and more, half are for calibration, and decide nothing.
+        targets: the true class of each image, from 0; the artefacts may not be less accurate.
         top_k: classes in an answer of the server, at most all.
         tflite_batch_size: the fixed number of images that a TFLite file takes.
+        opset: the version of ONNX's operators, 17 to 22; None for 20, or 18 for models that tf2onnx
+            converts, which can be 17 too.
+        web_runtime: the npm package of ONNX Runtime Web, as a file or the folder that it lies in;
+            None to have npm fetch it, once.
         verify: whether to check the artefacts before they appear.
 
     Raises:
@@ -96,25 +113,37 @@ def export(
         OSError: another export is at work in the directory.
     """
     names = _parse_formats(formats, images=images, verify=verify)
+    _check_targets(targets, images)
     for key, value in (("top_k", top_k), ("tflite_batch_size", tflite_batch_size)):
         if value < 1:
             raise ValueError(f"{key} must be at least 1. Received: {key}={value!r}.")
     directory = _model_directory(path)
     exportable = rebuild.rebuild(model)
     _check_network(names, exportable)
+    if opset is not None:
+        _check_opset(names, exportable, opset)
+    runtime = _web_runtime(web_runtime, exportable) if "web" in names else None
     expected = samples.make_references(exportable, images)
+    is_rounded = any(verification.is_rounded(name) for name in names)
+    work = samples.ROUNDED_WORK if is_rounded else samples.FLOAT_WORK
+    decisive = samples.make_gate_images(exportable, images, targets, work=work if verify else 0.0)
     rebuilt = samples.compare_rebuilt(model, exportable, expected)
     verification.require([rebuilt], artefact="float32")
+    names_of_classes = _class_labels(labels, exportable)
     job = _Job(
         directory=directory,
         exportable=exportable,
-        labels=_class_labels(labels, exportable),
+        labels=names_of_classes,
+        about=describe(exportable, name=directory.name, labels=names_of_classes),
+        opset=opset,
         top_k=min(top_k, exportable.classes or top_k),
         images=tuple(images),
         batch_size=tflite_batch_size,
         verify=verify,
         expected=expected,
+        decisive=decisive,
         rebuilt=rebuilt,
+        web_runtime=runtime,
     )
     return job.run(names)
 
@@ -129,17 +158,21 @@ class _Job:
     batch_size: int
     verify: bool
     expected: samples.References
+    decisive: samples.GateImages
     rebuilt: messages.Check
+    web_runtime: Path | None
+    about: Description
+    opset: int | None
 
     def run(self, formats: Sequence[str]) -> tuple[Artefact, ...]:
         """Writes, checks and publishes the formats; the SavedModel appears last."""
-        folders = sorted({_FOLDERS[name] for name in formats}, reverse=True)
+        folders = sorted({FOLDERS[name] for name in formats}, reverse=True)
         artefacts: list[Artefact] = []
         with staging_folder(self.directory) as stage:
-            version = next_version([self.directory / name for name in set(_FOLDERS.values())])
+            version = next_version([self.directory / name for name in set(FOLDERS.values())])
             moves = {}
             for folder in folders:
-                names = [name for name in formats if _FOLDERS[name] == folder]
+                names = [name for name in formats if FOLDERS[name] == folder]
                 staged = stage / (folder or "savedmodel")
                 final = self.directory / folder / str(version)
                 artefacts += self._export_folder(names, staged, final)
@@ -155,18 +188,21 @@ class _Job:
         """Writes and checks the formats of one folder."""
         paths = {name: staged / self._file_name(name) for name in names}
         self._write(paths, staged)
-        checks, runtime = {name: [self.rebuilt] for name in names}, {}
+        checks, answers, runtime = {name: [self.rebuilt] for name in names}, {}, {}
         for name, path in paths.items() if self.verify else ():
-            results, versions = verification.check_artefact(self._request(name, path))
-            checks[name] += results
-            runtime.update(versions)
-        count = min(len(self.images), samples.COUNT)
+            request = self._request(name, path)
+            report = verification.check_artefact(request)
+            checks[name] += report.checks
+            answers[name] = references.record(request.references, report.answers)
+            runtime.update(report.runtime)
         verification.write_record(
             staged,
-            self.exportable,
+            self.about,
             checks=checks,
+            answers=answers,
+            files={name: str(path.relative_to(staged)) for name, path in paths.items()},
             runtime=runtime,
-            images=f"{count} given, {samples.COUNT - count} drawn",
+            images=self.decisive.about if self.verify else "none",
         )
         return [
             Artefact(
@@ -192,11 +228,18 @@ class _Job:
         if "onnx" in paths:
             from keras_vit.exporting import onnx_files
 
-            onnx_files.write_onnx(self.exportable, paths["onnx"])
+            onnx_files.write_onnx(
+                self.exportable, paths["onnx"], about=self.about, opset=self.opset
+            )
+        elif self.web_runtime is not None and "web" in paths:
+            from keras_vit.exporting import web
+
+            web.write_web(self.exportable, staged, about=self.about, runtime=self.web_runtime)
         else:
             tflite.write_tflite(
                 self.exportable,
                 paths,
+                about=self.about,
                 batch_size=self.batch_size,
                 calibration=self._calibration_images() if "tflite-int8-full" in paths else (),
             )
@@ -204,22 +247,21 @@ class _Job:
             savedmodel.write_labels(staged / "labels.txt", self.labels)
 
     def _file_name(self, name: str) -> str:
-        if name == "savedmodel":
+        if name in ("savedmodel", "web"):
             return ""
         ending = ".onnx" if name == "onnx" else f"{name.removeprefix('tflite')}.tflite"
         return f"{self.directory.name}{ending}"
 
     def _request(self, name: str, path: Path) -> messages.Request:
         exportable, expected = self.exportable, self.expected
+        gate = verification.gate(exportable, name, self.decisive, expected)
         if name == "savedmodel":
             cases = verification.savedmodel_cases(exportable, expected, top_k=self.top_k)
+        elif name == "web":
+            cases = verification.web_cases(exportable, expected)
         else:
-            pixels, outputs = expected.pixels, expected.of_pixels.of_batch
-            if name == "tflite-int8-full":
-                pixels = self._pixels(1)
-                outputs = samples.outputs(exportable, exportable.from_pixels(pixels))
-            images = exportable.to_original(pixels)
-            cases = (verification.file_case(exportable, name, images, outputs),)
+            images, outputs = exportable.to_original(expected.pixels), expected.of_pixels.of_batch
+            cases = (verification.file_case(exportable, images, outputs, gate=gate),)
         return messages.Request(
             format=name,
             path=path,
@@ -227,16 +269,13 @@ class _Job:
             batch_sizes=samples.BATCH_SIZES,
             labels=self.labels,
             cases=cases,
+            references=references.make(name, self.about, cases=cases),
+            gate=gate,
         )
 
     def _calibration_images(self) -> list[np.ndarray]:
-        return list(self.exportable.to_original(self._pixels(0)))
-
-    def _pixels(self, half: int) -> np.ndarray:
-        """Returns every second given image from `half` on, as float32 pixels 0..255."""
-        images = self.images[: CALIBRATION_COUNTS[1]][half::2]
-        files = [samples.file_bytes(image) for image in images]
-        return np.round(samples.resize_files(self.exportable, files)).astype(np.float32)
+        pixels = samples.calibration_pixels(self.exportable, self.images, most=CALIBRATION_MOST)
+        return list(self.exportable.to_original(pixels))
 
 
 @contextlib.contextmanager
@@ -318,7 +357,7 @@ def _parse_formats(
         raise ValueError(
             f"formats must be some of {', '.join(FORMATS)}, each once. Received: {names!r}."
         )
-    least, _ = CALIBRATION_COUNTS
+    least = samples.CALIBRATION_LEAST
     if "tflite-int8-full" in names and len(images) < least:
         raise ValueError(
             f"tflite-int8-full needs at least {least} images of the kind that the model will "
@@ -327,12 +366,20 @@ def _parse_formats(
     for name in names:
         packages = _PACKAGES.get(name, {})
         missing = [module for module in packages if importlib.util.find_spec(module) is None]
-        if missing and (verify or name == "onnx"):
+        if missing and (verify or name in ("onnx", "web")):
             raise ImportError(
                 f"To export {name}, {missing[0]} is needed, which is not installed; "
                 f"run: pip install {' '.join(packages.values())}"
             )
     return names
+
+
+def _check_targets(targets: Sequence[int], images: Sequence[samples.Image]) -> None:
+    if len(targets) not in (0, len(images)):
+        raise ValueError(
+            "targets must be the class of each image, or nothing. "
+            f"Received: {len(targets)} targets for {len(images)} images."
+        )
 
 
 def _check_network(formats: Sequence[str], exportable: Exportable) -> None:
@@ -346,6 +393,25 @@ def _check_network(formats: Sequence[str], exportable: Exportable) -> None:
             "TFLite files hold only hybrids as published; export this one as savedmodel or "
             f"onnx. Received: a hybrid with {', '.join(rebuild.unwritten(config))} set."
         )
+
+
+def _check_opset(formats: Sequence[str], exportable: Exportable, opset: int) -> None:
+    if "onnx" not in formats:
+        raise ValueError(
+            "opset is that of an ONNX file; add onnx to the formats. "
+            f"Received: opset={opset!r}, formats={', '.join(formats)}."
+        )
+    from keras_vit.exporting import onnx_files
+
+    onnx_files.check_opset(exportable, opset)
+
+
+def _web_runtime(place: str | Path | None, exportable: Exportable) -> Path:
+    """Returns the runtime of a web page, after a check that one can run the model."""
+    from keras_vit.exporting import web
+
+    web.check(exportable)
+    return web.find_runtime(place)
 
 
 def _class_labels(

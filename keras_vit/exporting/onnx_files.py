@@ -12,29 +12,32 @@ import tensorflow as tf
 from keras_vit import environment
 from keras_vit.backend.tensorflow import portable_forms
 from keras_vit.config import ViTConfig
+from keras_vit.exporting import description
 from keras_vit.exporting.rebuild import Exportable, folded_arrays
 from keras_vit.layers.resnet import GROUP_NORM_EPSILON, GROUPS
 
 if TYPE_CHECKING:
     import onnx
 
+# The file format of each opset that may be chosen; LayerNormalization came with the first.
+IR_VERSIONS = {17: 8, 18: 8, 19: 9, 20: 9, 21: 10, 22: 10}
 OPSET = 20  # the first with Gelu
-IR_VERSION = 9  # the file format of that opset
 CONVERTED_OPSET = 18  # the highest that tf2onnx 1.17 writes
 LARGEST = 1_900_000_000  # bytes of weights in one file: Protocol buffers end at 2 GiB
 ACTIVATIONS = {"softmax": "Softmax", "sigmoid": "Sigmoid"}
 
 
-def make_onnx(exportable: Exportable) -> "onnx.ModelProto":
+def make_onnx(exportable: Exportable, *, opset: int = OPSET) -> "onnx.ModelProto":
     """Makes the ONNX model of a Vision Transformer with nothing around it.
 
     Input `images` (batch, height, width, channels) float32, as the original model takes it.
-    Outputs `logits` and `probabilities` (batch, classes), or `features` without classifier.
+    Outputs `logits` and `probabilities` (batch, classes) and the pooled `features` (batch, D), or
+    `features` alone without classifier.
     """
     config = exportable.written_config
     if config is None:
         raise ValueError("Only a network like the published ones, alone, is written directly.")
-    graph = _Graph(config, folded_arrays(exportable.network, config))
+    graph = _Graph(config, folded_arrays(exportable.network, config), opset=opset)
     x = "images"
     if exportable.takes == "pixels":
         scale, offset = exportable.rescaling
@@ -51,8 +54,9 @@ def make_onnx(exportable: Exportable) -> "onnx.ModelProto":
 class _Graph:
     """The nodes and weights that were added, and the arrays to take weights from."""
 
-    def __init__(self, config: ViTConfig, arrays: dict[str, np.ndarray]) -> None:
+    def __init__(self, config: ViTConfig, arrays: dict[str, np.ndarray], *, opset: int) -> None:
         self.config = config
+        self.opset = opset
         self.arrays = arrays
         self.nodes: list[onnx.NodeProto] = []
         self.weights: dict[str, np.ndarray] = {}
@@ -71,6 +75,36 @@ class _Graph:
         outputs = [name or f"{stem}_{place}" for place, name in enumerate(names)]
         self.nodes.append(onnx.helper.make_node(kind, inputs, outputs, name=stem, **attributes))
         return outputs
+
+    def split(self, x: str, count: int) -> list[str]:
+        """Splits the last axis into equal parts; up to opset 17 the outputs alone say how many."""
+        options = {} if self.opset < 18 else {"num_outputs": count}
+        return self.nodes_of("Split", x, names=(None,) * count, axis=-1, **options)
+
+    def mean(self, x: str) -> str:
+        """Takes the mean over the tokens; up to opset 17 the axis is an attribute."""
+        if self.opset < 18:
+            return self.node("ReduceMean", x, axes=[1], keepdims=0)
+        return self.node("ReduceMean", x, self.constant([1]), keepdims=0)
+
+    def gelu(self, x: str) -> str:
+        """Adds a GELU; up to opset 19 of the operators that runtimes recognise as one."""
+        is_tanh = self.config.activation == "gelu_tanh"
+        if self.opset >= 20:
+            return self.node("Gelu", x, approximate="tanh" if is_tanh else "none")
+        one, half = self.scalar("gelu_one", 1.0), self.scalar("gelu_half", 0.5)
+        if is_tanh:
+            cube = self.node("Mul", self.node("Mul", x, x), x)
+            cube = self.node("Mul", cube, self.scalar("gelu_cubic", 0.044715))
+            inner = self.scalar("gelu_inner", (2 / np.pi) ** 0.5)
+            curve = self.node("Tanh", self.node("Mul", self.node("Add", x, cube), inner))
+        else:
+            curve = self.node("Erf", self.node("Div", x, self.scalar("gelu_root", 2**0.5)))
+        return self.node("Mul", self.node("Mul", x, self.node("Add", curve, one)), half)
+
+    def scalar(self, name: str, value: float) -> str:
+        """Adds a number."""
+        return self.weight(name, np.array(value, np.float32))
 
     def weight(self, path: str, value: np.ndarray | None = None) -> str:
         """Adds a weight, once, and returns its name."""
@@ -95,11 +129,10 @@ class _Graph:
     def mlp(self, x: str, path: str) -> str:
         x = self.dense(x, f"{path}/fc1")
         if self.config.activation == "quick_gelu":
-            factor = self.weight("quick_gelu_factor", np.array(1.702, np.float32))
+            factor = self.scalar("quick_gelu_factor", 1.702)
             x = self.node("Mul", x, self.node("Sigmoid", self.node("Mul", x, factor)))
         else:
-            kind = "tanh" if self.config.activation == "gelu_tanh" else "none"
-            x = self.node("Gelu", x, approximate=kind)
+            x = self.gelu(x)
         return self.dense(x, f"{path}/fc2")
 
     def kernel(self, path: str) -> str:
@@ -117,7 +150,7 @@ class _Graph:
         return self.node("Slice", x, *map(self.constant, ([0], [1], [1])))  # (B, 1, D)
 
 
-def convert_to_onnx(exportable: Exportable) -> "onnx.ModelProto":
+def convert_to_onnx(exportable: Exportable, *, opset: int = CONVERTED_OPSET) -> "onnx.ModelProto":
     """Converts a model operation by operation.
 
     tf2onnx only logs operations that it cannot convert, and writes an invalid file; here they are
@@ -140,7 +173,7 @@ def convert_to_onnx(exportable: Exportable) -> "onnx.ModelProto":
         converted, _ = tf2onnx.convert.from_function(
             function,
             input_signature=[spec],
-            opset=CONVERTED_OPSET,
+            opset=opset,
             custom_op_handlers={"Erfc": (_erfc, [])},
         )
     model: onnx.ModelProto = converted
@@ -151,24 +184,60 @@ def convert_to_onnx(exportable: Exportable) -> "onnx.ModelProto":
             f"{errors[0] if errors else f'it needs operators of {sorted(domains)}'}."
         )
     _name_batch(model)
+    outputs = {value.name: value for value in model.graph.output}
+    del model.graph.output[:]
+    model.graph.output.extend(outputs[name] for name in exportable.output_names)
     return model
 
 
-def write_onnx(exportable: Exportable, file: Path, *, largest: int = LARGEST) -> None:
+def to_onnx(exportable: Exportable, *, opset: int | None = None) -> "onnx.ModelProto":
+    """Returns an ONNX model: written node by node where it can be, otherwise converted."""
+    if _is_written(exportable):
+        return make_onnx(exportable, opset=opset or OPSET)
+    return convert_to_onnx(exportable, opset=opset or CONVERTED_OPSET)
+
+
+def check_opset(exportable: Exportable, opset: int) -> None:
+    """Raises a ValueError for an opset that a model cannot be written in."""
+    highest = max(IR_VERSIONS) if _is_written(exportable) else CONVERTED_OPSET
+    lowest = min(IR_VERSIONS)
+    if not lowest <= opset <= highest:
+        why = "" if highest == max(IR_VERSIONS) else ", as tf2onnx has to convert it"
+        raise ValueError(
+            f"The opset of this model's ONNX file is {lowest} to {highest}{why}. "
+            f"Received: opset={opset!r}."
+        )
+
+
+def _is_written(exportable: Exportable) -> bool:
+    activation = exportable.activation
+    has_node = activation is None or activation.__name__ in ACTIVATIONS
+    return exportable.written_config is not None and has_node
+
+
+def write_onnx(
+    exportable: Exportable,
+    file: Path,
+    *,
+    about: description.Description,
+    opset: int | None = None,
+    largest: int = LARGEST,
+) -> None:
     """Writes an ONNX file, and `<name>.data` beside it if the weights exceed `largest` bytes.
 
     Args:
         exportable: the rebuilt model.
         file: the path to write.
+        about: what the file says of itself, in its `metadata_props`.
+        opset: the version of the operators, a key of `IR_VERSIONS`; None for the writer's own.
         largest: bytes of weights that stay within the file.
     """
     import onnx
 
-    activation = exportable.activation
-    has_node = activation is None or activation.__name__ in ACTIVATIONS
-    is_written = exportable.written_config is not None and has_node
+    model = to_onnx(exportable, opset=opset)
+    description.describe_onnx(model, about)
     onnx.save_model(
-        make_onnx(exportable) if is_written else convert_to_onnx(exportable),
+        model,
         str(file),
         save_as_external_data=exportable.parameter_bytes > largest,
         location=f"{file.name}.data",
@@ -189,6 +258,8 @@ def _forward(graph: _Graph, images: str) -> str:
     x = _pool(graph, x)  # (B, D), or (B, N, D) without pooling
     if config.norm_after_pooling and config.pooling is not None:
         x = graph.layer_norm(x, "pooling_norm")
+    if config.classes is not None:
+        x = graph.node("Identity", x, name="features")
     if config.representation_dim is not None:
         x = graph.dense(x, "representation")
         if config.representation_activation is not None:
@@ -203,7 +274,8 @@ def _tokens(graph: _Graph, x: str) -> str:
     kernel = graph.kernel("patch_encoder/projection")
     bias = graph.weight("patch_encoder/projection/bias")
     x = graph.node("Conv", x, kernel, bias, kernel_shape=(size, size), strides=(size, size))
-    x = graph.node("Reshape", x, graph.constant([0, config.hidden_dim, -1]))
+    patches = config.grid[0] * config.grid[1]  # spelt out: -1 has no answer for an empty batch
+    x = graph.node("Reshape", x, graph.constant([0, config.hidden_dim, patches]))
     x = graph.node("Transpose", x, perm=(0, 2, 1))  # (B, patches, D)
     if "patch_encoder/position_embedding" in graph.arrays:
         x = graph.node("Add", x, graph.weight("patch_encoder/position_embedding"))
@@ -216,7 +288,7 @@ def _block(graph: _Graph, x: str, path: str, *, only_first: bool) -> str:
     """One encoder block; with `only_first` it computes the class token's row alone."""
     normed = graph.layer_norm(x, f"{path}/attention_norm")
     qkv = graph.dense(normed, f"{path}/attention/qkv")
-    query, key, value = graph.nodes_of("Split", qkv, names=(None,) * 3, axis=-1, num_outputs=3)
+    query, key, value = graph.split(qkv, 3)
     if only_first:
         query, x = graph.first_token(query), graph.first_token(x)
     attended = graph.dense(_attention(graph, query, key, value), f"{path}/attention/out")
@@ -250,14 +322,14 @@ def _pool(graph: _Graph, x: str) -> str:
         if config.num_prefix_tokens:
             ends = ([config.num_prefix_tokens], [config.num_tokens], [1])
             x = graph.node("Slice", x, *map(graph.constant, ends))
-        return graph.node("ReduceMean", x, graph.constant([1]), keepdims=0)
+        return graph.mean(x)
     return graph.node("Squeeze", x, graph.constant([1]))  # (B, 1, D) to (B, D)
 
 
 def _attention_pooling(graph: _Graph, x: str) -> str:
     query = graph.repeat("pooling/query", like=x)
     pairs = graph.dense(x, "pooling/key_value")
-    key, value = graph.nodes_of("Split", pairs, names=(None, None), axis=-1, num_outputs=2)
+    key, value = graph.split(pairs, 2)
     x = graph.dense(_attention(graph, query, key, value), "pooling/out")
     hidden = graph.mlp(graph.layer_norm(x, "pooling/norm"), "pooling/mlp")
     return graph.node("Add", x, hidden)  # (B, 1, D)
@@ -318,7 +390,8 @@ def _group_norm(graph: _Graph, x: str, path: str, size: tuple[int, int]) -> str:
     gamma, beta = graph.arrays[f"{path}/gamma"], graph.arrays[f"{path}/beta"]
     ones = graph.weight("group_ones", np.ones(GROUPS, np.float32))
     zeros = graph.weight("group_zeros", np.zeros(GROUPS, np.float32))
-    x = graph.node("Reshape", x, graph.constant([0, GROUPS, -1]))
+    cells = len(gamma) // GROUPS * size[0] * size[1]
+    x = graph.node("Reshape", x, graph.constant([0, GROUPS, cells]))
     x = graph.node("InstanceNormalization", x, ones, zeros, epsilon=GROUP_NORM_EPSILON)
     x = graph.node("Reshape", x, graph.constant([0, len(gamma), *size]))
     x = graph.node("Mul", x, graph.weight(f"{path}/gamma", gamma[:, None, None]))
@@ -331,13 +404,13 @@ def _model(graph: _Graph, exportable: Exportable) -> "onnx.ModelProto":
     def tensor(name: str, shape: Sequence[Any]) -> onnx.ValueInfoProto:
         return onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ("batch", *shape))
 
-    shape = exportable.network.output_shape[1:]
-    names = ("features",) if exportable.activation is None else ("logits", "probabilities")
+    shapes = {name: tensor.shape[1:] for name, tensor in exportable.outputs().output.items()}
+    shapes["probabilities"] = shapes.get("logits")
     graph_proto = onnx.helper.make_graph(
         graph.nodes,
         exportable.network.name,
         [tensor("images", exportable.image_shape)],
-        [tensor(name, shape) for name in names],
+        [tensor(name, shapes[name]) for name in exportable.output_names],
         [
             onnx.numpy_helper.from_array(np.ascontiguousarray(value), path)
             for path, value in graph.weights.items()
@@ -345,8 +418,8 @@ def _model(graph: _Graph, exportable: Exportable) -> "onnx.ModelProto":
     )
     return onnx.helper.make_model(
         graph_proto,
-        opset_imports=[onnx.helper.make_opsetid("", OPSET)],
-        ir_version=IR_VERSION,
+        opset_imports=[onnx.helper.make_opsetid("", graph.opset)],
+        ir_version=IR_VERSIONS[graph.opset],
         producer_name="keras-vit",
     )
 

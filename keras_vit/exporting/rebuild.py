@@ -1,12 +1,14 @@
 """Rebuilds a trained model in plain float32: other precisions do not export faithfully."""
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import keras
 import numpy as np
 
+from keras_vit.adaptation import LoRAVisionTransformer
 from keras_vit.backend.private import layers_of
 from keras_vit.config import ViTConfig
 from keras_vit.layers import PatchEncoder, TokenDense
@@ -17,8 +19,16 @@ from keras_vit.model import VisionTransformer
 
 Range = Literal["pixels", "normalized"]
 
-# What Keras adds to a layer for LoRA and quantisation; `_dequantized` adds it to the kernel.
-_LORA_AND_SCALES = ("lora_", "kernel_scale")
+# What Keras adds to a layer for LoRA and quantisation; `_float_kernel` adds it to the kernel.
+_ADDED = (
+    *("lora_kernel_a", "lora_kernel_b", "kernel_scale", "kernel_zero", "g_idx"),
+    *(f"{name}_{of}" for name in ("inputs", "kernel") for of in ("scale", "amax_history")),
+    *("outputs_grad_scale", "outputs_grad_amax_history"),
+)
+_MODES = (None, "int8", "int4", "float8")
+# Layers before the Vision Transformer scale pixels if it then gets values of the range that it
+# takes, within this factor; a model that takes 0..1 or normalised values misses it by 64 or more.
+_RANGE_FACTOR = 16.0
 _UNCHANGED_DTYPES = ("bool", "string", "uint8", "int8", "int16", "int32", "int64")
 
 # How a network may depart from the published ones, and TFLite and ONNX still write it by hand:
@@ -130,13 +140,21 @@ class Exportable:
 
     def answer(self, images: Any) -> dict[str, Any]:
         """Returns the outputs of a file by name, for inputs of the original model."""
-        return self.named(self.network(self.from_original(images), training=False))
+        return self.named(self.outputs()(self.from_original(images), training=False))
 
-    def named(self, output: Any) -> dict[str, Any]:
-        """Names the network's output, and adds the probabilities to logits."""
+    def named(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Adds the probabilities to the network's outputs, which have their names."""
         if self.activation is None:
-            return {"features": output}
-        return {"logits": output, "probabilities": self.activation(output)}
+            return {"features": outputs["features"]}
+        return {"probabilities": self.activation(outputs["logits"]), **outputs}
+
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """The outputs of a file, in order: what asks for the first alone gets the answer."""
+        if self.activation is None:
+            return ("features",)
+        names = ("logits", "probabilities")
+        return names if self.config is None else (*names, "features")
 
 
 def rebuild(model: keras.Model) -> Exportable:
@@ -256,27 +274,115 @@ def _rebuild_alone(model: VisionTransformer) -> Exportable:
 
 
 def _rebuild_around(model: keras.Model) -> Exportable:
-    transformers = [layer for layer in layers_of(model) if isinstance(layer, VisionTransformer)]
-    is_single = len(getattr(model, "inputs", None) or ()) == len(model.outputs or ()) == 1
-    if len(transformers) != 1 or not is_single or len(model.input_shape) != 4:
-        raise TypeError(
-            "export takes a VisionTransformer, or a functional model from one batch of images to "
-            f"one output with one VisionTransformer inside. Received: {model.name!r} with "
-            f"{len(transformers)} inside."
-        )
-    serialized = _in_float32(keras.saving.serialize_keras_object(model))
-    network = keras.saving.deserialize_keras_object(serialized)
+    transformer = _transformer_inside(model)
+    network = _made_again(model)
     _copy_weights(model, network)
-    config = transformers[0].config
-    takes: Range = "pixels" if config.include_preprocessing else "normalized"
+    takes = _input_range(network, transformer.config)
+    network, activation = _without_activation(network)
     return Exportable(
         network=network,
         takes=takes,
         network_takes=takes,
         config=None,
-        input_config=config,
-        **_ending(_remove_activation(network), is_classifier=len(network.output_shape) == 2),
+        input_config=transformer.config,
+        **_ending(activation, is_classifier=len(network.output_shape) == 2),
     )
+
+
+def _made_again(model: keras.Model) -> keras.Model:
+    """Returns a functional model of the same layers in float32, with fresh weights."""
+    serialized = _in_float32(keras.saving.serialize_keras_object(model))
+    deserialize = functools.partial(
+        keras.saving.deserialize_keras_object,
+        custom_objects={type(layer).__name__: type(layer) for layer in layers_of(model)},
+        safe_mode=False,  # the model is in memory, so what a Lambda layer runs is trusted
+    )
+    try:
+        if not isinstance(model, keras.Sequential):
+            return deserialize(serialized)
+        layers = list(map(deserialize, serialized["config"]["layers"]))
+    except (TypeError, ValueError) as error:
+        first: BaseException = error
+        while first.__context__ is not None:
+            first = first.__context__
+        raise TypeError(
+            f"export makes {model.name!r} again in float32 from the get_config of its layers, "
+            "which Keras cannot; give your own classes a get_config with all arguments of "
+            f"__init__, and **kwargs. Received: {str(first).splitlines()[0]}"
+        ) from error
+    images = keras.Input(model.input_shape[1:])
+    output = functools.reduce(
+        lambda x, layer: x if isinstance(layer, keras.layers.InputLayer) else layer(x),
+        layers,
+        images,
+    )
+    return keras.Model(images, output, name=model.name)
+
+
+def _transformer_inside(model: keras.Model) -> VisionTransformer:
+    """Returns the Vision Transformer inside a functional or Sequential model, after checks."""
+    transformers = [layer for layer in layers_of(model) if isinstance(layer, VisionTransformer)]
+    inputs, outputs = (getattr(model, name, None) or () for name in ("inputs", "outputs"))
+    if len(transformers) == 1 and not (inputs and outputs):
+        raise TypeError(
+            "export takes a model that knows its input. Received: "
+            f"{model.name!r}, a {type(model).__name__} without one; give export "
+            "keras.Model(images, model(images)) with images = keras.Input((height, width, 3))."
+        )
+    if len(transformers) != 1 or not len(inputs) == len(outputs) == 1:
+        raise TypeError(
+            "export takes a VisionTransformer, or a functional or Sequential model from one batch "
+            f"of images to one output with one VisionTransformer inside. Received: {model.name!r} "
+            f"with {len(transformers)} inside, {len(inputs)} inputs and {len(outputs)} outputs."
+        )
+    if len(model.input_shape) != 4 or None in model.input_shape[1:]:
+        raise ValueError(
+            "export writes models for images of one size, since a server resizes images to it: "
+            "build the model on keras.Input((height, width, channels)). "
+            f"Received: {model.name!r} for inputs of shape {model.input_shape}."
+        )
+    return transformers[0]
+
+
+def _input_range(network: keras.Model, config: ViTConfig) -> Range:
+    """Returns the range of a network with layers around a Vision Transformer.
+
+    It is that of the Vision Transformer where the layers before leave a black, a dark and a white
+    image as they are, otherwise pixels, which those layers scale.
+
+    Raises:
+        ValueError: scaled pixels are not what the Vision Transformer takes.
+    """
+    (transformer,) = (layer for layer in layers_of(network) if isinstance(layer, VisionTransformer))
+    received: list[Any] = []
+    call = transformer.call
+
+    @functools.wraps(call)
+    def record(inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        received.append(inputs)
+        return call(inputs, *args, **kwargs)
+
+    values = np.array([0, 51, 255], np.float32)
+    images = np.broadcast_to(values[:, None, None, None], (3, *network.input_shape[1:]))
+    setattr(transformer, "call", record)  # noqa: B010, mypy takes it for a method
+    try:
+        network(np.ascontiguousarray(images), training=False)
+    finally:
+        del transformer.call
+    own: Range = "pixels" if config.include_preprocessing else "normalized"
+    medians = np.median(keras.ops.convert_to_numpy(received[0]), axis=(1, 2, 3))
+    if np.allclose(medians, values, atol=1e-2):
+        return own
+    scale = 1.0 if own == "pixels" else float(np.max(config.rescaling[0]))
+    ratio = float(np.ptp(medians)) / (scale * 255)
+    if not 1 / _RANGE_FACTOR < ratio < _RANGE_FACTOR:
+        raise ValueError(
+            f"export takes models of pixels 0..255, or of what the Vision Transformer inside "
+            f"takes. Received: {network.name!r}, whose layers turn 0..255 into "
+            f"{medians.min():.4g}..{medians.max():.4g} before it; put a Rescaling that makes "
+            "their input of pixels in front."
+        )
+    return "pixels"
 
 
 def _in_float32(serialized: Any) -> Any:
@@ -287,6 +393,12 @@ def _in_float32(serialized: Any) -> Any:
         return serialized
     result = {key: _in_float32(value) for key, value in serialized.items()}
     config = result.get("config")
+    if result.get("class_name") == LoRAVisionTransformer.__name__:
+        plain = keras.saving.get_registered_name(VisionTransformer)
+        result |= {"class_name": VisionTransformer.__name__, "registered_name": plain}
+        result["module"] = VisionTransformer.__module__
+        for key in ("rank", "targets", "alpha"):
+            del result["config"][key]
     if isinstance(config, dict) and "dtype" in config and result["class_name"] != "InputLayer":
         policy = keras.dtype_policies.get(config["dtype"]).name
         config["dtype"] = policy if policy in _UNCHANGED_DTYPES else "float32"
@@ -295,23 +407,26 @@ def _in_float32(serialized: Any) -> Any:
     return result
 
 
-def _remove_activation(network: keras.Model) -> Callable[[Any], Any]:
-    """Removes the network's final activation and returns it."""
-    last = network.layers[-1]
+def _without_activation(network: keras.Model) -> tuple[keras.Model, Callable[[Any], Any]]:
+    """Returns a network without its final activation, and that activation."""
+    last = network
     while isinstance(last, keras.Model):
-        last = last.layers[-1]
+        within, last = last, getattr(last, "operations", last.layers)[-1]
+    ending = type(last).__name__.lower()
+    if ending in ("softmax", "sigmoid"):  # a layer or an operation of its own
+        if within is not network or getattr(last, "axis", -1) != -1:
+            raise TypeError(
+                "export takes a model that ends in logits, or in probabilities along the last "
+                f"axis that its outermost model computes. Received: one that ends in {last.name!r} "
+                f"of {within.name!r}; use Activation({ending!r})."
+            )
+        return keras.Model(network.input, last.input), keras.activations.get(ending)
     activation = getattr(last, "activation", None)
-    if isinstance(last, keras.layers.Softmax):
-        raise TypeError(
-            "export takes a model that ends in logits or in a Dense or Activation layer. "
-            'Received: one that ends in Softmax; use Activation("softmax").'
-        )
     if not callable(activation) or isinstance(last, TokenDense):  # part of the representation
         activation = "linear"
     else:
         last.activation = keras.activations.linear
-    function: Callable[[Any], Any] = keras.activations.get(activation)
-    return function
+    return network, keras.activations.get(activation)
 
 
 def _ending(activation: Callable[[Any], Any], *, is_classifier: bool) -> dict[str, Any]:
@@ -323,37 +438,62 @@ def _ending(activation: Callable[[Any], Any], *, is_classifier: bool) -> dict[st
 
 
 def _copy_weights(source: keras.Model, target: keras.Model) -> None:
+    """Copies weights layer by layer, so that layers of one name do no harm."""
     for layer in layers_of(source):
         mode = getattr(layer, "quantization_mode", None)
-        if mode is not None and (mode != "int8" or not isinstance(layer, keras.layers.Dense)):
+        if mode not in _MODES or (mode and not isinstance(layer, keras.layers.Dense)):
             raise ValueError(
-                f"Layer {layer.path!r} is quantised in mode {mode!r}; export can undo int8 in "
-                "Dense layers. Export the model from before its quantisation."
+                f"Layer {layer.path!r} is quantised in mode {mode!r}; export can undo "
+                f"{', '.join(map(str, _MODES[1:]))} in Dense layers. Export the model from before "
+                "its quantisation."
             )
-    # A parent precedes its children, so the last layer that lists a weight is its owner.
-    owners = {
-        weight.path: (layer, weight) for layer in layers_of(source) for weight in layer.weights
-    }
-    targets = {weight.path: weight for weight in target.weights}
-    paths = {path for path in owners if not path.rsplit("/")[-1].startswith(_LORA_AND_SCALES)}
-    if len(targets) != len(target.weights) or paths != set(targets):
-        different = sorted(paths ^ set(targets))[:3]
+    layers, copies = (_with_own_weights(model) for model in (source, target))
+    names = [[name for name, _ in own if name not in _ADDED] for _, own in layers]
+    if [sorted(each) for each in names] != [sorted(n for n, _ in own) for _, own in copies]:
         raise ValueError(
-            f"The weights of {source.name!r} do not fit its float32 copy, for instance "
-            f"{different}; give every layer its own name."
+            f"The layers of {source.name!r} do not fit those of its float32 copy, made from its "
+            "get_config; give export a model that keras.models.clone_model copies."
         )
-    for path, weight in targets.items():
-        weight.assign(_dequantized(*owners[path]))
+    for (layer, own), (_, weights) in zip(layers, copies, strict=True):
+        values = {name: value for name, value in own if name not in _ADDED}
+        for name, weight in weights:
+            value = values[name]
+            weight.assign(_float_kernel(layer, value) if name == "kernel" else _float32(value))
 
 
-def _dequantized(layer: keras.layers.Layer, weight: Any) -> np.ndarray:
-    """Returns a weight in float32, without quantisation and with LoRA added."""
-    value = np.asarray(keras.ops.convert_to_numpy(weight), np.float32)
-    if not weight.path.endswith("/kernel"):
-        return value
-    if getattr(layer, "quantization_mode", None) == "int8":
-        value = value / keras.ops.convert_to_numpy(layer.kernel_scale)
-    if getattr(layer, "lora_enabled", False):
-        down, up = map(keras.ops.convert_to_numpy, (layer.lora_kernel_a, layer.lora_kernel_b))
+def _with_own_weights(model: keras.Model) -> list[tuple[keras.layers.Layer, list[Any]]]:
+    """Returns each layer that has weights of its own with their names and variables."""
+    result = []
+    layers = layers_of(model)
+    # A parent precedes its children, so the last layer that lists a weight is its owner.
+    owners = {id(weight): layer for layer in layers for weight in layer.weights}
+    for layer in layers:
+        own = [(w.path.rsplit("/")[-1], w) for w in layer.weights if owners[id(w)] is layer]
+        if own:
+            result.append((layer, own))
+    return result
+
+
+def _float_kernel(layer: keras.layers.Layer, stored: Any) -> np.ndarray:
+    """Returns a stored kernel in float32, without quantisation and with LoRA added."""
+    mode = getattr(layer, "quantization_mode", None)
+    is_adapted = getattr(layer, "lora_enabled", False)
+    if is_adapted and not isinstance(layer, keras.layers.Dense):
+        return _float32(layer.kernel)  # Keras adds it, in a layout of the layer's own
+    if mode == "int4":
+        stored = keras.quantizers.unpack_int4(stored, layer.units, axis=-1)
+    value = _float32(stored)
+    if mode == "int4" and hasattr(layer, "g_idx"):
+        groups = _float32(layer.g_idx).astype(int)
+        scale, zero = _float32(layer.kernel_scale), _float32(layer.kernel_zero)
+        value = (value - zero[groups]) * scale[groups]
+    elif mode in ("int8", "int4"):
+        value = value / _float32(layer.kernel_scale)
+    if is_adapted:
+        down, up = map(_float32, (layer.lora_kernel_a, layer.lora_kernel_b))
         value = value + layer.lora_alpha / layer.lora_rank * np.matmul(down, up)
     return np.asarray(value, np.float32)
+
+
+def _float32(value: Any) -> np.ndarray:
+    return np.asarray(keras.ops.convert_to_numpy(value), np.float32)

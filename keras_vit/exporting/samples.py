@@ -1,7 +1,6 @@
 """Makes images to compare an artefact and its model on, and the model's outputs for them."""
 
 import dataclasses
-import struct
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import tensorflow as tf
 from keras_vit.backend.private import layers_of
 from keras_vit.data import decoding
 from keras_vit.data import images as image_files
+from keras_vit.exporting import references
 from keras_vit.exporting.clean import messages
 from keras_vit.exporting.rebuild import Exportable
 
@@ -19,10 +19,18 @@ from keras_vit.exporting.rebuild import Exportable
 Image = str | Path | np.ndarray
 COUNT = 8  # images in the largest batch
 BATCH_SIZES = (1, 2, 3, COUNT)
+CALIBRATION_LEAST = 16  # given images, from which on half of them are for calibration
+
+# Images that decide about an artefact, at least and at most, where the model needs no more than so
+# many multiplications for them: of artefacts in float32, and of those whose weights are rounded.
+GATE_COUNTS = (32, 512)
+FLOAT_WORK, ROUNDED_WORK = 1.5e11, 1e12
+_GATE_BYTES = 100_000_000  # of these images in float32
 
 # The difference of a float32 model and its copy, relative to the largest output.
 REBUILD_LIMIT = 1e-4
-# Models in bfloat16 and float16 have 8 and 11 bits: their float32 copies are more accurate.
+# Models in bfloat16 and float16 have 8 and 11 bits, quantised ones round their inputs too: their
+# float32 copies are more accurate.
 LOW_PRECISION_COSINE = 0.99
 
 
@@ -73,8 +81,7 @@ def make_references(exportable: Exportable, images: Sequence[Image] = ()) -> Ref
     user_files = [file_bytes(images[index * len(images) // count]) for index in range(count)]
     files = np.array(user_files + _random_files(size)[count:], object)
     resized = resize_files(exportable, files)
-    if channels != 3:  # no file has them: any values are as good
-        resized = np.ascontiguousarray(np.resize(resized, (*resized.shape[:3], channels)))
+    resized = _with_channels(resized, channels)  # no file has other numbers of them
     pixels = np.round(resized).astype(np.uint8)
     values = exportable.normalized(pixels.astype(np.float32))
     return References(
@@ -87,6 +94,73 @@ def make_references(exportable: Exportable, images: Sequence[Image] = ()) -> Ref
     )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class GateImages:
+    """Images that decide about an artefact, and the rebuilt model's outputs for them.
+
+    Attributes:
+        pixels: uint8 (B, H, W, C).
+        targets: their true classes int (B,), -1 where unknown.
+        outputs: the outputs by name.
+        about: where the images are from.
+    """
+
+    pixels: np.ndarray
+    targets: np.ndarray
+    outputs: dict[str, np.ndarray]
+    about: str
+
+
+def make_gate_images(
+    exportable: Exportable,
+    images: Sequence[Image] = (),
+    targets: Sequence[int] = (),
+    *,
+    work: float = FLOAT_WORK,
+) -> GateImages:
+    """Chooses the given images, or makes such as resemble photographs where there are too few.
+
+    Of sixteen images and more every second one: the others are for `calibration_pixels`.
+
+    Args:
+        exportable: the rebuilt model.
+        images: those that the model will see, at best.
+        targets: their true classes; empty if unknown.
+        work: multiplications to spend on the model's outputs.
+    """
+    start, step = (1, 2) if len(images) >= CALIBRATION_LEAST else (0, 1)
+    chosen, known = list(images)[start::step], list(targets)[start::step]
+    most, least = _counts(exportable, work)
+    order = np.random.default_rng(0).permutation(len(chosen))[:most]
+    pixels = _given_pixels(exportable, [chosen[place] for place in order])
+    drawn = max(least - len(pixels), 0)
+    pixels = np.concatenate([pixels, _drawn_pixels(exportable, drawn)])
+    true = [known[place] if known else -1 for place in order] + [-1] * drawn
+    batches = [
+        outputs(
+            exportable, exportable.from_pixels(pixels[place : place + COUNT].astype(np.float32))
+        )
+        for place in range(0, len(pixels), COUNT)
+    ]
+    parts = [f"{len(order)} of {len(images)} given"] * bool(len(order)) + [f"{drawn} drawn"] * bool(
+        drawn
+    )
+    return GateImages(
+        pixels=pixels,
+        targets=np.array(true, np.int64),
+        outputs={name: np.concatenate([part[name] for part in batches]) for name in batches[0]},
+        about=", ".join(parts),
+    )
+
+
+def calibration_pixels(exportable: Exportable, images: Sequence[Image], *, most: int) -> np.ndarray:
+    """Returns float32 pixels 0..255 of given images that decide nothing, or of drawn ones."""
+    if len(images) < CALIBRATION_LEAST:
+        count = min(most, GATE_COUNTS[0])
+        return _drawn_pixels(exportable, count, seed=10_000).astype(np.float32)
+    return _given_pixels(exportable, list(images)[0::2][:most]).astype(np.float32)
+
+
 def compare_rebuilt(
     model: keras.Model, exportable: Exportable, references: References
 ) -> messages.Check:
@@ -94,8 +168,11 @@ def compare_rebuilt(
     images = exportable.to_original(references.pixels)
     live = np.asarray(keras.ops.convert_to_numpy(model(images, training=False)), np.float32)
     copied = references.of_pixels.of_batch[exportable.answers]
+    layers = layers_of(model)
     dtypes = {weight.dtype for weight in model.weights}
-    if dtypes | {layer.compute_dtype for layer in layers_of(model)} == {"float32"}:
+    dtypes |= {layer.compute_dtype for layer in layers}
+    is_quantised = any(getattr(layer, "quantization_mode", None) for layer in layers)
+    if dtypes == {"float32"} and not is_quantised:
         name, limit = "model and its float32 copy, relative difference", REBUILD_LIMIT
         measured = messages.relative_difference(live, copied)
         passed = measured <= limit
@@ -115,12 +192,14 @@ def file_bytes(image: Image) -> bytes:
 
 
 def resize_files(exportable: Exportable, files: Iterable[bytes]) -> np.ndarray:
-    """Decodes and resizes image files as evaluation does: float32 (B, height, width, 3)."""
+    """Decodes and resizes image files as evaluation does: float32 (B, height, width, 1 or 3)."""
     size, antialias = exportable.image_shape[:2], exportable.input_config.antialias
     images = [np.asarray(decoding.decode_image(content)) for content in files]
-    return np.stack(
+    resized = np.stack(
         [image_files.resize_image(image, size=size, antialias=antialias) for image in images]
     )
+    is_grey = exportable.image_shape[2] == 1
+    return np.asarray(image_files.to_grey(resized)) if is_grey else resized
 
 
 def outputs(exportable: Exportable, images: np.ndarray) -> dict[str, np.ndarray]:
@@ -137,6 +216,62 @@ def draw(seed: int, *, height: int, width: int) -> np.ndarray:
     coarse = generator.uniform(0, 255, (1, 5, 5, 3)).astype(np.float32)
     smooth = tf.image.resize(coarse, (height, width), method="bicubic")[0]
     return np.asarray(tf.cast(tf.clip_by_value(smooth, 0, 255), tf.uint8))
+
+
+def draw_scene(seed: int, *, height: int, width: int) -> np.ndarray:
+    """Draws an image with the statistics of photographs, uint8 (height, width, 3).
+
+    Its detail falls with the frequency, it has edges, and a light, a contrast and a tint of its
+    own: a model answers such images more differently than it answers smooth ones.
+    """
+    generator = np.random.default_rng(seed)
+    scene = np.zeros((height, width, 3), np.float32)
+    fall = generator.uniform(0.5, 1.2)
+    for cells in 2 ** np.arange(1, int(np.log2(max(height, width, 2))) + 1):
+        coarse = generator.normal(size=(1, cells, cells, 3)).astype(np.float32)
+        scene += np.asarray(tf.image.resize(coarse, (height, width), method="bicubic")[0]) * (
+            (2 / cells) ** fall
+        )
+    rows, columns = np.mgrid[:height, :width] / max(height, width)
+    for _ in range(generator.integers(1, 5)):
+        angle, row, column = generator.uniform(0, [2 * np.pi, 1, 1])
+        side = np.cos(angle) * (columns - column) + np.sin(angle) * (rows - row) > 0
+        scene[side] += generator.normal(size=3)
+    scene *= generator.uniform(20, 70) / scene.std()
+    scene += generator.uniform(60, 190) + 20 * generator.normal(size=3)
+    return np.asarray(np.clip(scene, 0, 255), np.uint8)
+
+
+def _counts(exportable: Exportable, work: float) -> tuple[int, int]:
+    """Returns how many images may decide, and how many must."""
+    height, width, channels = exportable.image_shape
+    # Each weight takes part once for each token, or for fewer.
+    each = exportable.parameter_bytes / 4 * exportable.input_config.num_tokens
+    least, most = GATE_COUNTS
+    most = min(most, _GATE_BYTES // (4 * height * width * channels))
+    most = max(min(most, int(work / each)), COUNT)
+    return most, min(least, most)
+
+
+def _given_pixels(exportable: Exportable, images: Sequence[Image]) -> np.ndarray:
+    height, width, channels = exportable.image_shape
+    if not images:
+        return np.zeros((0, height, width, channels), np.uint8)
+    resized = resize_files(exportable, [file_bytes(image) for image in images])
+    return _with_channels(np.round(resized), channels).astype(np.uint8)
+
+
+def _drawn_pixels(exportable: Exportable, count: int, *, seed: int = 0) -> np.ndarray:
+    height, width, channels = exportable.image_shape
+    scenes = [draw_scene(seed + index, height=height, width=width) for index in range(count)]
+    shaped = np.array(scenes, np.uint8).reshape(count, height, width, 3)
+    return _with_channels(shaped, channels)
+
+
+def _with_channels(pixels: np.ndarray, channels: int) -> np.ndarray:
+    if channels == 1:
+        return np.asarray(pixels.mean(axis=-1, keepdims=True), pixels.dtype)
+    return pixels[..., np.arange(channels) % 3]
 
 
 def _answers(exportable: Exportable, images: np.ndarray) -> Answers:
@@ -161,15 +296,4 @@ def _random_files(size: Sequence[int]) -> list[bytes]:
         tf.io.encode_jpeg(pixels[5], quality=75),
         tf.io.encode_png(pixels[6]),
     ]
-    return [bytes(file.numpy()) for file in encoded] + [_encode_bmp(pixels[7])]
-
-
-def _encode_bmp(pixels: np.ndarray) -> bytes:
-    """Encodes RGB pixels (height, width, 3) as an uncompressed 24-bit BMP."""
-    height, width, _ = pixels.shape
-    rows = np.zeros((height, -(-3 * width // 4) * 4), np.uint8)  # rows are padded to 4 bytes
-    rows[:, : 3 * width] = pixels[::-1, :, ::-1].reshape(height, -1)  # bottom first, blue first
-    content = rows.tobytes()
-    header = struct.pack("<2sIHHI", b"BM", 54 + len(content), 0, 0, 54)
-    info = struct.pack("<IiiHHIIiiII", 40, width, height, 1, 24, 0, len(content), 0, 0, 0, 0)
-    return header + info + content
+    return [bytes(file.numpy()) for file in encoded] + [references.encode_bmp(pixels[7])]

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tensorflow.core.framework import tensor_pb2
 
 from keras_vit import atomic
-from keras_vit.data import decoding
+from keras_vit.data import decoding, header
 from keras_vit.data import images as image_files
 from keras_vit.exporting.clean import loader
 from keras_vit.exporting.rebuild import Exportable
@@ -21,6 +21,7 @@ from keras_vit.exporting.rebuild import Exportable
 EXAMPLE_FEATURE = "image/encoded"
 # The server pads requests to these batch sizes; each has its warm-up requests.
 BATCH_SIZES = (1, 2, 4, 8, 16)
+REQUEST_LIMIT = 128  # images; the server splits requests, and refuses larger ones
 _TEMPLATES = (
     "batching_parameters.txt",
     "models.config",
@@ -29,11 +30,29 @@ _TEMPLATES = (
     "README.md",
 )
 _GREY = 127
+
+SERVING_DEFAULT = "serving_default"
+# What `serving_default` may take: files of images, or pixels in a batch of one size.
+DEFAULT_SIGNATURES = ("image_bytes", "image_tensor")
+# The status of a file that was decoded, and what is said of others.
+OK = "OK"
+DAMAGED = "The image is damaged, or its end is missing."
+EMPTY = "The file is empty; send the bytes of an image."
+UNKNOWN = "The file is no image of a known format; send a JPEG, PNG, GIF or BMP."
 SINGLE_PIXEL = "An image of a single pixel shows nothing; send the whole image."
+# The outputs for a file that was not decoded. NaN is no JSON.
+BLANK: Mapping[str, Any] = {"classes": "", "class_ids": -1, "scores": 0.0, "features": 0.0}
+_PARALLEL_ROWS = 8  # files of a batch that are decoded at the same time
+
+_Answer = Callable[[Any], dict[str, Any]]
 
 
 def make_signatures(
-    exportable: Exportable, *, labels: tuple[str, ...], top_k: int
+    exportable: Exportable,
+    *,
+    labels: tuple[str, ...],
+    top_k: int,
+    default: str = DEFAULT_SIGNATURES[0],
 ) -> dict[str, Any]:
     """Makes a concrete function for every signature of the model.
 
@@ -43,6 +62,8 @@ def make_signatures(
         exportable: the rebuilt model.
         labels: a name for each class; empty without classifier.
         top_k: classes in an answer.
+        default: which of `DEFAULT_SIGNATURES` is `serving_default`. "image_tensor" takes pixels;
+            files then have the signature `image_bytes`.
     """
     shape = (None, *exportable.image_shape)
     specs = {
@@ -54,24 +75,28 @@ def make_signatures(
     inputs, features = _Inputs(exportable), _only("features")
     if exportable.activation is None:
         functions = {
-            "serving_default": ("image_bytes", _chain(inputs.of_files, features)),
+            "image_bytes": ("image_bytes", inputs.files_to(features)),
             "pixels": ("pixel_values", _chain(inputs.of_values, features)),
             "features": ("images", _chain(inputs.of_images, features)),
         }
+        of_pixels = functions["features"]
     else:
         best = _best(exportable.activation, labels=labels, top_k=top_k)
         scores = _scores(exportable.activation)
         functions = {
-            "serving_default": ("image_bytes", _chain(inputs.of_files, best)),
+            "image_bytes": ("image_bytes", inputs.files_to(best)),
             "image_tensor": ("images", _chain(inputs.of_images, scores)),
             "pixels": ("pixel_values", _chain(inputs.of_values, scores)),
-            "classify": ("inputs", _chain(inputs.of_examples, best, _only("classes", "scores"))),
+            "classify": ("inputs", inputs.examples_to(_chain(best, _only("classes", "scores")))),
         }
+        of_pixels = functions["image_tensor"]
         if exportable.config is not None:
             functions["features"] = ("images", _chain(inputs.of_images, features))
+    is_tensor = default == "image_tensor"
+    first = of_pixels if is_tensor else functions.pop("image_bytes")
     return {
         name: tf.function(function, autograph=False).get_concrete_function(specs[spec])
-        for name, (spec, function) in functions.items()
+        for name, (spec, function) in {SERVING_DEFAULT: first, **functions}.items()
     }
 
 
@@ -84,14 +109,6 @@ class _Inputs:
         self._network = tf.function(
             lambda images: model(images, training=False), autograph=False
         ).get_concrete_function(tf.TensorSpec(shape, tf.float32))
-        self._decode = tf.function(
-            lambda contents: decode_images(
-                contents,
-                size=exportable.image_shape[:2],
-                antialias=exportable.input_config.antialias,
-            ),
-            autograph=False,
-        ).get_concrete_function(tf.TensorSpec((None,), tf.string))
 
     def of_values(self, pixel_values: Any) -> Any:
         values = self._ensure_shape(pixel_values)
@@ -101,37 +118,144 @@ class _Inputs:
         pixels = tf.cast(self._ensure_shape(images), tf.float32)
         return self._network(self._exportable.from_pixels(pixels))
 
-    def of_files(self, image_bytes: Any) -> Any:
-        return self._network(self._exportable.from_pixels(self._decode(image_bytes)))
+    def files_to(self, answer: _Answer) -> _Answer:
+        """Returns a function of image files to the answers, and the status of each file."""
 
-    def of_examples(self, inputs: Any) -> Any:
-        feature = {EXAMPLE_FEATURE: tf.io.FixedLenFeature((), tf.string)}
-        return self.of_files(tf.io.parse_example(inputs, feature)[EXAMPLE_FEATURE])
+        def function(image_bytes: Any) -> dict[str, Any]:
+            images, status = decode_images(image_bytes, **self._decoding)
+            is_decoded = tf.equal(status, OK)
+            return self._answers(images, is_decoded, answer) | {"status": status}
+
+        return function
+
+    def examples_to(self, answer: _Answer) -> _Answer:
+        """Returns a function of tf.Examples to the answers.
+
+        They have no status: the server's Classify takes no output but classes and scores.
+        """
+
+        def read(row: Any) -> Any:
+            feature = {EXAMPLE_FEATURE: tf.io.FixedLenFeature((), tf.string)}
+            return tf.io.parse_single_example(row, feature)[EXAMPLE_FEATURE]
+
+        def function(inputs: Any) -> dict[str, Any]:
+            images, is_decoded = _decode_rows(inputs, read=read, **self._decoding)
+            return self._answers(images, is_decoded, answer)
+
+        return function
+
+    @property
+    def _decoding(self) -> dict[str, Any]:
+        config = self._exportable.input_config
+        return {"size": self._exportable.image_shape[:2], "antialias": config.antialias}
+
+    def _answers(self, images: Any, is_decoded: Any, answer: _Answer) -> dict[str, Any]:
+        """Returns the answers for decoded images, and `BLANK` for what could not be decoded."""
+        if self._exportable.image_shape[2] == 1:
+            images = image_files.to_grey(images)
+        answers = answer(self._network(self._exportable.from_pixels(images)))
+        return {
+            name: tf.where(
+                tf.reshape(is_decoded, (-1, *[1] * (value.shape.rank - 1))),
+                value,
+                tf.constant(BLANK[name], value.dtype),
+            )
+            for name, value in answers.items()
+        }
 
     def _ensure_shape(self, images: Any) -> Any:
         # The server feeds any shape: images of half the height would give half as many outputs.
         return tf.ensure_shape(images, (None, *self._exportable.image_shape))
 
 
-def decode_images(contents: Any, *, size: tuple[int, int], antialias: bool) -> Any:
-    """Decodes image files (B,) to pixels (B, height, width, 3), float32 in 0..255.
+def decode_images(contents: Any, *, size: tuple[int, int], antialias: bool) -> tuple[Any, Any]:
+    """Decodes image files (B,) of any size and format, but WebP, as evaluation does.
 
-    Each file may have its own size and format. Evaluation calls the same two functions, but also
-    reads WebP.
-
-    Raises:
-        tf.errors.InvalidArgumentError: a file is not an image, or has one pixel.
+    Returns:
+        The pixels (B, height, width, 3), float32 in 0..255, and a status (B,): "OK", or a sentence
+        that says why the file could not be decoded; its pixels are zeros.
     """
+    images, is_decoded = _decode_rows(contents, size=size, antialias=antialias)
+    return images, tf.cond(
+        tf.reduce_all(is_decoded),
+        lambda: tf.fill(tf.shape(is_decoded), OK),
+        lambda: tf.where(is_decoded, OK, _explain(contents)),
+    )
 
-    def decode(content: Any) -> Any:
-        image = decoding.decode_image(content, webp=False)
+
+def _decode_rows(
+    rows: Any,
+    *,
+    size: tuple[int, int],
+    antialias: bool,
+    read: Callable[[Any], Any] = lambda row: row,
+) -> tuple[Any, Any]:
+    """Decodes the file that `read` finds in each row; returns pixels and whether there are any."""
+
+    def decode(row: Any) -> Any:
+        image = decoding.decode_image(read(row), webp=False)
         shape = tf.shape(image)
         check = tf.debugging.Assert(shape[0] * shape[1] > 1, [SINGLE_PIXEL])
         with tf.control_dependencies([check] if check is not None else []):
             return image_files.resize_image(tf.identity(image), size=size, antialias=antialias)
 
-    spec = tf.TensorSpec((*size, 3), tf.float32)
-    return tf.map_fn(decode, contents, fn_output_signature=spec)
+    return _map_rows(decode, rows, spec=tf.TensorSpec((*size, 3), tf.float32))
+
+
+@header.one_op
+def _explain(contents: Any) -> Any:
+    """Says of each file (B,) why it could not be decoded."""
+    reasons = (DAMAGED, EMPTY, decoding.NO_WEBP, UNKNOWN, decoding.TOO_LARGE, SINGLE_PIXEL)
+    formats = (header.JPEG, header.PNG, header.GIF, header.BMP)
+    most = decoding.max_pixels()
+
+    def explain(content: Any) -> Any:
+        begins = tf.stack([_begins(content, each) for each in formats])
+        is_known = tf.reduce_any(begins)
+        count = [functools.partial(header.PIXELS[each], content) for each in formats]
+        pixels = tf.cond(
+            is_known,
+            lambda: tf.switch_case(tf.argmax(begins, output_type=tf.int32), count),
+            lambda: tf.constant(0, tf.int64),
+        )
+        is_empty, is_webp = tf.strings.length(content) == 0, _begins(content, header.WEBP)
+        conditions = [False, is_empty, is_webp, ~is_known, pixels > most, pixels == 1]
+        return tf.argmax(tf.stack(conditions), output_type=tf.int32)
+
+    # Where the header itself is damaged the number is 0.
+    numbers, _ = _map_rows(explain, contents, spec=tf.TensorSpec((), tf.int32))
+    return tf.gather(tf.constant(reasons), numbers)
+
+
+def _begins(content: Any, magic: bytes) -> Any:
+    return tf.equal(tf.strings.substr(content, 0, len(magic)), magic)
+
+
+def _map_rows(function: Callable[[Any], Any], rows: Any, *, spec: tf.TensorSpec) -> tuple[Any, Any]:
+    """Maps each row alone. No operation of TensorFlow decodes without errors, but a dataset can
+    pass over them.
+
+    Returns:
+        The results, zeros where the function failed, and whether it did not.
+    """
+    count = tf.size(rows, tf.int64)
+    places = tf.range(count)
+    dataset = tf.data.Dataset.from_tensor_slices((places, rows)).map(
+        lambda place, row: (place, tf.ensure_shape(function(row), spec.shape)),
+        num_parallel_calls=_PARALLEL_ROWS,
+    )
+    # A last row that cannot fail, because there is no batch of none.
+    last = tf.data.Dataset.from_tensors((count, tf.zeros(spec.shape, spec.dtype)))
+    options = tf.data.Options()  # its rewrites would take longer than the work, in each request
+    options.autotune.enabled = False
+    options.experimental_optimization.apply_default_optimizations = False
+    whole = dataset.ignore_errors().concatenate(last).batch(count + 1).with_options(options)
+    done, results = whole.get_single_element()
+    done, results = done[:-1, None], results[:-1]
+    shape = tf.concat([[count], tf.shape(results, tf.int64)[1:]], axis=0)
+    flags = tf.scatter_nd(done, tf.ones_like(done[:, 0]), [count])
+    values = tf.ensure_shape(tf.scatter_nd(done, results, shape), (None, *spec.shape))
+    return values, tf.equal(flags, 1)
 
 
 def write_server_files(directory: Path, *, exportable: Exportable, labels: tuple[str, ...]) -> None:
@@ -141,6 +265,7 @@ def write_server_files(directory: Path, *, exportable: Exportable, labels: tuple
         "name": directory.name,
         "sizes": ", ".join(map(str, BATCH_SIZES)),
         "largest": BATCH_SIZES[-1],
+        "request": REQUEST_LIMIT,
         "height": height,
         "width": width,
         "values": pixel_values(exportable),
@@ -174,14 +299,16 @@ def write_labels(file: Path, labels: Iterable[str]) -> None:
 def write_warm_up(
     file: Path, exportable: Exportable, functions: Mapping[str, Any], *, model_name: str
 ) -> None:
-    """Writes a request for every signature and batch size; the server runs them as it loads.
+    """Writes a request for every batch size; the server runs them as it loads.
 
-    A tensor of one repeated value is stored as that value, so the file is small.
+    The sizes are those of `serving_default`. Of the other signatures, which have the same network,
+    one request is enough: it makes their graph. A tensor of one repeated value is stored as that
+    value, so the file is small.
     """
     with tf.io.TFRecordWriter(str(file)) as writer:
         for signature, function in functions.items():
             (spec,), _ = function.structured_input_signature
-            for batch_size in BATCH_SIZES:
+            for batch_size in BATCH_SIZES if signature == SERVING_DEFAULT else (1,):
                 tensor = _grey_tensor(spec, exportable, signature, batch_size)
                 writer.write(_prediction_log(model_name, signature, {spec.name: tensor}))
 
@@ -200,6 +327,7 @@ def write_savedmodel(
     labels: tuple[str, ...],
     top_k: int,
     model_name: str,
+    default_signature: str = DEFAULT_SIGNATURES[0],
 ) -> None:
     """Writes a version directory.
 
@@ -212,16 +340,17 @@ def write_savedmodel(
         labels: a name for each class; empty without classifier.
         top_k: classes in an answer.
         model_name: the model's name in the warm-up requests.
+        default_signature: see `make_signatures`.
 
     Raises:
-        ValueError: the images do not have three channels.
+        ValueError: the images have neither one nor three channels.
     """
-    if exportable.image_shape[2] != 3:
+    if exportable.image_shape[2] not in (1, 3):
         raise ValueError(
-            "A SavedModel decodes images to RGB. Received: a model of images "
+            "A SavedModel decodes image files, to colour or to grey. Received: a model of images "
             f"{exportable.image_shape}; export it as tflite or onnx."
         )
-    functions = make_signatures(exportable, labels=labels, top_k=top_k)
+    functions = make_signatures(exportable, labels=labels, top_k=top_k, default=default_signature)
     module = tf.Module(name="vit")
     module.weights = [weight.value for weight in exportable.network.weights]
     save_module(module, folder, functions)

@@ -14,7 +14,7 @@ from tensorflow.lite.tools import flatbuffer_utils
 
 from keras_vit.backend.tensorflow import portable_forms
 from keras_vit.config import ViTConfig
-from keras_vit.exporting import savedmodel
+from keras_vit.exporting import description, savedmodel, tflite_metadata
 from keras_vit.exporting.rebuild import Exportable, folded_arrays
 from keras_vit.layers.resnet import GROUP_NORM_EPSILON, GROUPS
 
@@ -90,9 +90,14 @@ class EdgeForward(tf.Module):
         )
 
     def _outputs(self, images: Any) -> dict[str, Any]:
-        return self._exportable.named(self._network(self._exportable.from_original(images)))
+        exportable = self._exportable
+        features, output = self._network(exportable.from_original(images))
+        if exportable.activation is None:
+            return exportable.named({"features": output})
+        return exportable.named({"logits": output, "features": features})
 
-    def _network(self, x: Any) -> Any:
+    def _network(self, x: Any) -> tuple[Any, Any]:
+        """Returns the pooled tokens, and the network's output."""
         config = self._config
         if config.resnet_layers is not None:
             x = self._stem(x)
@@ -105,10 +110,11 @@ class EdgeForward(tf.Module):
         x = self._pool(x)
         if config.norm_after_pooling and config.pooling is not None:
             x = self._layer_norm(x, "pooling_norm")
+        features = x
         if config.representation_dim is not None:
             x = self._dense(x, "representation")
             x = x if config.representation_activation is None else tf.tanh(x)
-        return x if config.classes is None else self._dense(x, "head")
+        return features, x if config.classes is None else self._dense(x, "head")
 
     def _tokens(self, x: Any) -> Any:
         config, size = self._config, self._config.patch_size
@@ -212,6 +218,7 @@ def write_tflite(
     exportable: Exportable,
     files: dict[str, Path],
     *,
+    about: description.Description,
     batch_size: int = 1,
     calibration: Sequence[np.ndarray] = (),
 ) -> None:
@@ -220,6 +227,7 @@ def write_tflite(
     Args:
         exportable: the rebuilt model.
         files: where each of `FORMATS` goes.
+        about: what the files say of themselves, in their metadata.
         batch_size: the fixed number of images in a batch; delegates want it fixed.
         calibration: images (H, W, C) as the original model takes them, for "tflite-int8-full".
     """
@@ -235,7 +243,8 @@ def write_tflite(
 
         for name, file in files.items():
             is_half = name == "tflite-fp16"
-            file.write_bytes(store_as_float16(convert("tflite")) if is_half else convert(name))
+            content = store_as_float16(convert("tflite")) if is_half else convert(name)
+            tflite_metadata.write(file, content, about)
 
 
 def _is_convertible(tensor: Any) -> bool:

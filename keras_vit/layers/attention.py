@@ -64,6 +64,11 @@ def is_recorded(layer: keras.layers.Layer, x: Any) -> bool:
     return records is not None and layer in records and has_values
 
 
+def is_recording() -> bool:
+    """Whether any layer is recorded."""
+    return _records.get() is not None
+
+
 def record(layer: keras.layers.Layer, value: Any) -> Any:
     """Adds what a layer has computed to its records, if it is recorded, and returns it."""
     records, changes = _records.get(), _changes.get()
@@ -163,13 +168,14 @@ class MultiHeadSelfAttention(CompositeLayer, RandomLayer):
         """
         turns = self._turns if turns is None else keras.ops.unstack(turns)  # (N, K) each
         seeds = split_seed(self.seed_of_call(seed, training), 2)
-        qkv = self.qkv(inputs)  # (B, N, 3D)
+        qkv = self._placed(self.qkv(inputs), turns)  # (B, N, 3D)
+        bias = None if self.relative_grid is None else self._bias(qkv.dtype)  # (H, N, N)
         is_dropping = seeds[0] is not None and self.attention_dropout_rate
-        if not (is_dropping or self.query_key_norm or self.relative_grid or is_recorded(self, qkv)):
-            x = backend.self_attention(self._rotate_qkv(qkv, turns), self.num_heads)  # (B, N, D)
+        if not (is_dropping or is_recorded(self, qkv)):
+            x = backend.self_attention(qkv, self.num_heads, bias=bias)  # (B, N, D)
         else:
-            weights, value = self._weigh(qkv, turns)  # (B, H, N, N), (B, H, N, K)
-            weights = record(self, weights)
+            query, key, value = self._heads(qkv)  # (B, H, N, K)
+            weights = record(self, attention_weights(query, key, bias=bias))  # (B, H, N, N)
             weights = dropout(weights, self.attention_dropout_rate, seed=seeds[0])
             x = merge_heads(keras.ops.matmul(weights, value))  # (B, N, D)
         return add_dropped(
@@ -179,30 +185,29 @@ class MultiHeadSelfAttention(CompositeLayer, RandomLayer):
     def compute_output_shape(self, input_shape: tuple[Any, ...]) -> tuple[Any, ...]:
         return input_shape
 
-    def _weigh(self, qkv: Any, turns: Any) -> tuple[Any, Any]:
-        """Returns attention weights (B, H, N, N) and values (B, H, N, K) for (B, N, 3D)."""
-        query, key, value = (
-            split_heads(x, self.num_heads) for x in keras.ops.split(qkv, 3, axis=-1)
-        )
-        if self.query_key_norm:
-            query, key = self.query_norm(query), self.key_norm(key)
-        if turns is not None:
-            cosines, sines = (x[..., None, :, :] for x in turns)  # (1, N, K)
-            query, key = (rotate(x, cosines, sines) for x in (query, key))
-        bias = None if self.relative_grid is None else self._bias(query.dtype)
-        return attention_weights(query, key, bias=bias), value
+    def _heads(self, qkv: Any) -> list[Any]:
+        """Returns the heads (B, H, N, K) of queries, keys and values (B, N, 3D)."""
+        return [split_heads(x, self.num_heads) for x in keras.ops.split(qkv, 3, axis=-1)]
 
-    def _rotate_qkv(self, qkv: Any, turns: Any) -> Any:
-        """Turns the queries and keys in (B, N, 3D)."""
-        if turns is None:
+    def _placed(self, qkv: Any, turns: Any) -> Any:
+        """Normalises and turns the queries and keys in (B, N, 3D); the values stay.
+
+        What they are multiplied by follows, in whatever kernel takes (B, N, 3D).
+        """
+        if turns is None and not self.query_key_norm:
             return qkv
         _, tokens, width = keras.ops.shape(qkv)
+        both, value = keras.ops.split(qkv, [width // 3 * 2], axis=-1)
         shape = (-1, tokens, 2 * self.num_heads, width // 3 // self.num_heads)
-        rotated, value = keras.ops.split(qkv, [width // 3 * 2], axis=-1)
-        cosines, sines = (x[..., None, :] for x in turns)  # (N, 1, K)
-        rotated = rotate(keras.ops.reshape(rotated, shape), cosines, sines)
-        rotated = keras.ops.reshape(rotated, (-1, tokens, width // 3 * 2))
-        return keras.ops.concatenate([rotated, value], axis=-1)
+        both = keras.ops.reshape(both, shape)  # (B, N, 2H, K)
+        if self.query_key_norm:
+            query, key = keras.ops.split(both, 2, axis=2)  # (B, N, H, K)
+            both = keras.ops.concatenate([self.query_norm(query), self.key_norm(key)], axis=2)
+        if turns is not None:
+            cosines, sines = (x[..., None, :] for x in turns)  # (N, 1, K)
+            both = rotate(both, cosines, sines)
+        both = keras.ops.reshape(both, (-1, tokens, width // 3 * 2))
+        return keras.ops.concatenate([both, value], axis=-1)
 
     def _build_rotation(self, tokens: int, size: int, rotary: Mapping[str, Any]) -> None:
         prefix = check_grid(rotary["grid"], tokens)

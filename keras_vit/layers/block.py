@@ -1,12 +1,15 @@
 """The Transformer encoder block, with stochastic depth, and patch dropout before the first."""
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 
 from keras_vit import backend
-from keras_vit.layers.attention import MultiHeadSelfAttention, record
+from keras_vit.backend import private
+from keras_vit.layers.attention import MultiHeadSelfAttention, is_recording, record
 from keras_vit.layers.dense import MLP, CompositeLayer, LayerNormalization
 from keras_vit.layers.random import RandomLayer, draw_places, drop_samples, initializer
 
@@ -125,7 +128,8 @@ class TransformerBlock(CompositeLayer):
         attention_dropout_rate: dropout on the attention weights.
         drop_path_rate: fraction of samples for which a branch is dropped in training.
         remat: whether training keeps only the block's input and recomputes the rest for the
-            gradient (gradient checkpointing, arXiv 1604.06174): less memory, more time.
+            gradient (gradient checkpointing, arXiv 1604.06174): less memory, more time. On JAX also
+            "dots", which keeps the results of products with weights, too.
         layer_scale: initial value of a learned factor for each channel of both branches (arXiv
             2103.17239); None for none.
         query_key_norm: whether queries and keys are normalised in each head.
@@ -144,7 +148,7 @@ class TransformerBlock(CompositeLayer):
         dropout_rate: float = 0.0,
         attention_dropout_rate: float = 0.0,
         drop_path_rate: float = 0.0,
-        remat: bool = False,
+        remat: bool | str = False,
         layer_scale: float | None = None,
         query_key_norm: bool = False,
         relative_grid: tuple[int, int] | None = None,
@@ -196,28 +200,49 @@ class TransformerBlock(CompositeLayer):
         Where each image has its own, they are (2, B, N, K).
         """
         backend.warn_of_keras_step(training)
-        parts = (self.attention, self.drop_path, self.mlp, self.drop_path)
         # Drawn here, so that a recomputed block drops the same units.
-        seeds = [part.next_seed(training) for part in parts]
+        seeds = self.next_seeds(training)
         if not (self.remat and training):
-            return self._forward(inputs, seeds, turns)
+            return self.compute(inputs, seeds, turns)
         options = [*seeds, turns]
         tensors = [option for option in options if option is not None]
 
         def forward(inputs: Any, *tensors: Any) -> Any:
             iterator = iter(tensors)
             *seeds, turns = [None if option is None else next(iterator) for option in options]
-            return self._forward(inputs, seeds, turns)
+            return self.compute(inputs, seeds, turns)
 
-        return keras.remat(forward)(inputs, *tensors)  # which takes tensors alone
+        return backend.remat(forward, self.kept)(inputs, *tensors)
 
-    def _forward(self, inputs: Any, seeds: list[Any], turns: Any) -> Any:
-        # A part without a seed is not random, or it is not training.
+    @property
+    def kept(self) -> str | None:
+        """What recomputing keeps beside the block's input; None for nothing."""
+        return self.remat if isinstance(self.remat, str) else None
+
+    def next_seeds(self, training: bool | None) -> list[Any]:
+        """Draws the seeds of one call, of each part and its drop path; None for what drops nothing.
+
+        A part without a seed is not random, or it is not training.
+        """
+        parts = (self.attention, self.drop_path, self.mlp, self.drop_path)
+        return [part.next_seed(training) for part in parts]
+
+    def compute(self, inputs: Any, seeds: list[Any], turns: Any, rate: Any = None) -> Any:
+        """Computes the block with seeds of `next_seeds`, by `call` or in the place of others.
+
+        Args:
+            inputs: (B, N, D).
+            seeds: two integers each, or None.
+            turns: as those of `call`.
+            rate: of drop path; None for the block's own.
+        """
+        rate = self.drop_path.rate if rate is None else rate
         turned = {} if turns is None else {"turns": turns}
         tokens = self._add(
-            self.attention, self.attention_norm, inputs, seeds[:2], **turned
+            self.attention, self.attention_norm, inputs, seeds[:2], rate, **turned
         )  # (B, N, D)
-        tokens = self._add(self.mlp, self.mlp_norm, tokens, seeds[2:])  # (B, N, D)
+        tokens = self._add(self.mlp, self.mlp_norm, tokens, seeds[2:], rate)  # (B, N, D)
+        tokens = backend.by_images(tokens)
         record(self, tokens)
         return tokens
 
@@ -227,6 +252,7 @@ class TransformerBlock(CompositeLayer):
         norm: LayerNormalization,
         tokens: Any,
         seeds: list[Any],
+        rate: Any,
         **turned: Any,
     ) -> Any:
         if self.layer_scale is not None:
@@ -236,7 +262,67 @@ class TransformerBlock(CompositeLayer):
         if seeds[1] is None:  # the part's last product can add them
             return part(norm(tokens), seed=seeds[0], residual=tokens, **turned)
         branch = part(norm(tokens), seed=seeds[0], **turned)
-        return tokens + self.drop_path(branch, seed=seeds[1])
+        return tokens + drop_samples(branch, rate, seed=seeds[1])
 
     def compute_output_shape(self, input_shape: tuple[Any, ...]) -> tuple[Any, ...]:
         return input_shape
+
+
+def run_blocks(
+    blocks: Sequence[TransformerBlock],
+    tokens: Any,
+    *,
+    training: bool | None,
+    turns: Any = None,
+) -> Any:
+    """Applies blocks of one config one after another to tokens (B, N, D).
+
+    Blocks with weights of the same shapes become one loop over their weights, where this is traced
+    on JAX and nothing is recorded. The numbers are the same.
+
+    Args:
+        blocks: which may differ in their weights and in the rate of drop path.
+        tokens: (B, N, D).
+        training: whether they drop.
+        turns: as those of a block's `call`.
+    """
+    if backend.scan_layers is None or backend.is_concrete(tokens) or is_recording():
+        runs = [[block] for block in blocks]
+    else:
+        runs = [list(run) for _, run in itertools.groupby(blocks, _kind)]
+    for run in runs:
+        if len(run) == 1:
+            tokens = run[0](tokens, training=training, turns=turns)
+        else:
+            tokens = _scan(run, tokens, training=training, turns=turns)
+    return tokens  # (B, N, D)
+
+
+def _kind(block: TransformerBlock) -> Any:
+    """Returns what is equal for blocks that can be one loop."""
+    inside = private.layers_of(block)
+    if any(getattr(layer, "quantization_mode", None) for layer in inside):
+        return id(block)  # float8 assigns to its variables, which a loop would lose
+    return [(v.name, tuple(v.shape), v.dtype, v.trainable) for v in block.weights]
+
+
+def _scan(blocks: list[TransformerBlock], tokens: Any, *, training: bool | None, turns: Any) -> Any:
+    """Applies blocks of one kind to tokens (B, N, D), the first of them in the place of all."""
+    first = blocks[0]
+    columns = zip(*(block.next_seeds(training) for block in blocks), strict=True)
+    rates = [np.float32(block.drop_path.rate) for block in blocks]
+    rows = list(zip(zip(*map(_filled, columns), strict=True), rates, strict=True))
+
+    def step(tokens: Any, row: Any) -> Any:
+        seeds, rate = row
+        return first.compute(tokens, list(seeds), turns, rate=rate)
+
+    if first.remat and training:
+        step = backend.remat(step, first.kept)
+    return backend.scan_layers(step, tokens, layers=blocks, rows=rows)
+
+
+def _filled(seeds: Sequence[Any]) -> list[Any]:
+    """Gives each block a seed, any, if some have one: the rate of the others is 0."""
+    some = next((seed for seed in seeds if seed is not None), None)
+    return [some if seed is None else seed for seed in seeds]

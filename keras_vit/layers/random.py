@@ -95,19 +95,21 @@ def dropout(x: Any, rate: float, *, seed: Any) -> Any:
     return x if seed is None or not rate else keras.random.dropout(x, rate, seed=_GivenSeed(seed))
 
 
-def drop_samples(x: Any, rate: float, *, seed: Any) -> Any:
+def drop_samples(x: Any, rate: Any, *, seed: Any) -> Any:
     """Drops a fraction of the samples whole and scales the rest by 1 / (1 - rate).
 
     Args:
         x: (B, ...).
-        rate: fraction, in [0, 1).
+        rate: fraction, in [0, 1); a number, or a scalar tensor.
         seed: two integers, or None, which drops nothing.
     """
-    if seed is None or not rate:
+    is_known = isinstance(rate, float | int)
+    if seed is None or (is_known and not rate):
         return x
     shape = (keras.ops.shape(x)[0],) + (1,) * (len(x.shape) - 1)
     mask = keras.random.uniform(shape, seed=_GivenSeed(seed)) >= rate
-    return x * keras.ops.cast(mask, x.dtype) / (1 - rate)
+    kept = 1 - rate if is_known else keras.ops.cast(1 - rate, x.dtype)
+    return x * keras.ops.cast(mask, x.dtype) / kept
 
 
 def draw_places(batch: Any, count: int, *, of: int, seed: Any) -> Any:

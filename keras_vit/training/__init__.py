@@ -12,19 +12,17 @@ from keras_vit.training.models import (
     model_config,
     pretrained_model,
 )
-from keras_vit.training.progress import EpochDone, Event, StepDone, TrainingDone
+from keras_vit.training.opened import OpenedModel, open_source
+from keras_vit.training.outcome import TrainingInterrupted
+from keras_vit.training.planning import TrainingPlan, plan
+from keras_vit.training.progress import EpochDone, Event, PlanChanged, StepDone, TrainingDone
+from keras_vit.training.provenance import Provenance
 from keras_vit.training.recipe import Recipe
 from keras_vit.training.recipes import RECIPES
-from keras_vit.training.run import (
-    OpenedModel,
-    Run,
-    has_run_files,
-    open_model,
-    open_source,
-    read_fields,
-)
+from keras_vit.training.run import Run, has_run_files, open_model, read_fields
+from keras_vit.training.sweep import sweep_learning_rate
+from keras_vit.training.trackers import TRACKERS, Trackers
 from keras_vit.training.train import (
-    TrainingInterrupted,
     check_free,
     default_config,
     default_pretrain_config,
@@ -33,12 +31,14 @@ from keras_vit.training.train import (
     pretrain,
     train,
 )
+from keras_vit.training.trials import Sweep, Trial, TrialDone
 
 __all__ = [
     "LAMB",
     "MODELS",
     "MODEL_NAMES",
     "RECIPES",
+    "TRACKERS",
     "AdamW",
     "DistillationLoss",
     "DistillationModel",
@@ -48,13 +48,20 @@ __all__ = [
     "MaskedPatchModel",
     "MomentumSGD",
     "OpenedModel",
+    "PlanChanged",
+    "Provenance",
     "Recipe",
     "Reconstructions",
     "Run",
     "SigmoidCrossEntropy",
     "StepDone",
+    "Sweep",
+    "Trackers",
     "TrainingDone",
     "TrainingInterrupted",
+    "TrainingPlan",
+    "Trial",
+    "TrialDone",
     "WarmupDecay",
     "WorkerLostError",
     "check_free",
@@ -68,9 +75,11 @@ __all__ = [
     "model_config",
     "open_model",
     "open_source",
+    "plan",
     "pretrain",
     "pretrained_model",
     "read_fields",
     "reconstruct",
+    "sweep_learning_rate",
     "train",
 ]

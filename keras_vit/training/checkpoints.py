@@ -1,6 +1,5 @@
-"""The files of an unfinished training: checkpoints, the best model, curves, event files."""
+"""The files of an unfinished training: checkpoints, the best model, curves."""
 
-import concurrent.futures
 import contextlib
 import errno
 import functools
@@ -10,25 +9,27 @@ import math
 import os
 import re
 import shutil
+import sys
 import time
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import keras
 import ml_dtypes
 import numpy as np
-import tensorflow as tf
 
-from keras_vit import atomic, backend
+from keras_vit import atomic, environment
 from keras_vit.training import progress, run
 from keras_vit.training.progress import EpochDone
-from keras_vit.training.run import EVENTS
+from keras_vit.training.settings import RESUME_OR_REPLACE, check_settings, raised_epochs
+from keras_vit.training.state import Copies, numbered, set_state, state_variables
 
-_NAME = "checkpoint-{step:08d}.npz"
-_PATTERN = re.compile(r"checkpoint-(\d{8,})\.npz")
+_NAME = "checkpoint-{step:08d}"
+_PATTERN = re.compile(r"checkpoint-(\d{8,})(\.npz)?")
 _PROGRESS = "progress"
+_RECORD = "checkpoint.json"
 _BFLOAT16 = ".bfloat16"  # suffix of a name, because NumPy's files do not know this dtype
 
 # These errors of reading say nothing about a file's content.
@@ -43,6 +44,8 @@ class DamagedError(ValueError):
 class Checkpoints:
     """The last checkpoints of a training, in one folder.
 
+    A checkpoint is a file of NumPy, or a folder into which several processes wrote their parts.
+
     Example:
         >>> import tempfile
         >>> checkpoints = Checkpoints(Path(tempfile.mkdtemp()), keep=2)
@@ -54,16 +57,21 @@ class Checkpoints:
     Args:
         folder: holds the checkpoints; must exist.
         keep: the maximum number of checkpoints.
+        common: holds those that are folders, and must exist where there are any; `folder` unless
+            each process has one of its own.
     """
 
-    def __init__(self, folder: Path, *, keep: int) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, *, keep: int, common: Path | None = None) -> None:
+        self._folder, self._common = folder, common or folder
         self._keep = keep
 
     def steps(self) -> list[int]:
         """Returns the steps of the checkpoints, ascending."""
-        matches = [_PATTERN.fullmatch(file.name) for file in self._folder.iterdir()]
-        return sorted(int(match[1]) for match in matches if match)
+        folders = [folder for folder in {self._folder, self._common} if folder.is_dir()]
+        entries = [entry for folder in folders for entry in folder.iterdir()]
+        matches = [(entry.parent, _PATTERN.fullmatch(entry.name)) for entry in entries]
+        own = {True: self._folder, False: self._common}
+        return sorted({int(m[1]) for parent, m in matches if m and parent == own[bool(m[2])]})
 
     def save(self, step: int, arrays: dict[str, np.ndarray], *, progress: dict[str, Any]) -> None:
         """Writes a checkpoint, then removes the oldest.
@@ -81,8 +89,55 @@ class Checkpoints:
         members[_PROGRESS] = np.frombuffer(json.dumps(progress).encode(), np.uint8)
         with _whole_file(self._file(step), kept="the older checkpoints are kept") as temporary:
             np.savez(temporary, **members)
+        self._remove(self.shared(step))
+        self.remove_old()
+
+    def publish(self, step: int, *, record: dict[str, Any]) -> None:
+        """Makes a checkpoint of what lies in `stage`, with a record for `load_record` (JSON)."""
+        stage, folder = self.stage(step), self.shared(step)
+        with atomic.explain_errors(folder, kept="the older checkpoints are kept", again="resume"):
+            files = [file for file in sorted(stage.rglob("*")) if file.is_file()]
+            hashes = {file.relative_to(stage).as_posix(): _file_hash(file) for file in files}
+            content = json.dumps({**record, "files": hashes})
+            text = json.dumps({"sha256": _text_hash(content), "content": content})
+            (stage / _RECORD).write_text(text, "utf-8")
+            atomic.publish(stage, folder)
+            shutil.rmtree(stage, ignore_errors=True)  # one of the same step, which it replaced
+            self._file(step).unlink(missing_ok=True)
+
+    def stage(self, step: int) -> Path:
+        """Returns where the files of a folder are written, by all processes."""
+        return self._common / f".{_NAME.format(step=step)}"
+
+    def shared(self, step: int) -> Path:
+        """Returns the folder of a checkpoint that several processes may have written."""
+        return self._common / _NAME.format(step=step)
+
+    def load_record(self, step: int, *, part: tuple[int, int] = (0, 1)) -> dict[str, Any]:
+        """Returns the record of a folder, after this process has checked its part of the files.
+
+        Raises:
+            DamagedError: a file is damaged or gone.
+        """
+        folder = self.shared(step)
+        try:
+            text = json.loads((folder / _RECORD).read_text("utf-8"))
+            content: dict[str, Any] = json.loads(text["content"])
+            names = sorted(content["files"])[part[0] :: part[1]]
+            wrong = [n for n in names if _file_hash(folder / n) != content["files"][n]]
+            if wrong or text["sha256"] != _text_hash(text["content"]):
+                raise ValueError(f"wrong hash of {wrong or _RECORD}")
+        except Exception as error:  # of JSON and of the system, of many kinds
+            _check_readable(error, folder)
+            raise DamagedError(f"the checkpoint {str(folder)!r} is damaged") from error
+        return content
+
+    def remove_old(self, *, folders: bool = True) -> None:
+        """Removes the oldest, with `folders` also those that all processes have in common."""
         for old in self.steps()[: -self._keep]:
             self._file(old).unlink(missing_ok=True)
+            if folders:
+                self._remove(self.shared(old))
 
     def load(self, step: int) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         """Reads a checkpoint.
@@ -109,151 +164,75 @@ class Checkpoints:
         for later in self.steps():
             if later > step:
                 self._file(later).unlink(missing_ok=True)
+                self._remove(self.shared(later))
 
     def _file(self, step: int) -> Path:
-        return self._folder / _NAME.format(step=step)
+        return self._folder / f"{_NAME.format(step=step)}.npz"
+
+    def _remove(self, folder: Path) -> None:
+        """Removes a folder of `shared`; if killed on the way, a leftover and no checkpoint."""
+        hidden = folder.with_name(f".old-{folder.name}")
+        with contextlib.suppress(OSError):
+            folder.rename(hidden)
+            shutil.rmtree(hidden, ignore_errors=True)
 
 
-def state_variables(model: keras.Model) -> list[Any]:
-    """Returns the weights, random states and optimizer's variables of a compiled model."""
-    return [*model.variables, *model.optimizer.variables]
+class Saver:
+    """Copies the state of a compiled model for a checkpoint, and restores it.
 
+    This one writes a file of NumPy's for each process.
 
-def get_state(model: keras.Model) -> dict[str, np.ndarray]:
-    """Returns the weights, random states and optimizer of a compiled model, numbered."""
-    variables = state_variables(model)
-    return numbered([backend.values_of(variable) for variable in variables])
-
-
-def numbered(arrays: Iterable[np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns arrays under the names that a checkpoint has for them."""
-    return {f"{place:05d}": array for place, array in enumerate(arrays)}
-
-
-def set_state(model: keras.Model, state: dict[str, np.ndarray]) -> None:
-    """Restores the state that `get_state` returned.
-
-    Raises:
-        ValueError: it is the state of another model or optimizer.
-    """
-    variables = state_variables(model)
-    arrays = [value for _, value in sorted(state.items())]
-    if len(arrays) == len(variables):
-        arrays = list(map(_as_integers, arrays, variables))
-    stored = [(tuple(value.shape), str(value.dtype)) for value in arrays]
-    expected = [(tuple(v.shape), keras.backend.standardize_dtype(v.dtype)) for v in variables]
-    if stored != expected:
-        pairs = enumerate(zip(stored, expected, strict=False))
-        differences = [f"number {place} is {a} and not {b}" for place, (a, b) in pairs if a != b]
-        raise ValueError(
-            f"The checkpoint is of another model or optimizer: it has {len(stored)} arrays, the "
-            f"training {len(expected)}, of which {(differences or ['the last are missing'])[0]}."
-        )
-    for variable, value in zip(variables, arrays, strict=True):
-        variable.assign(value)
-
-
-def _as_integers(value: np.ndarray, variable: Any) -> np.ndarray:
-    """Returns random states in the backend's dtype, where they are of another backend."""
-    dtype = keras.backend.standardize_dtype(variable.dtype)
-    is_integer = value.dtype.kind in "iu" and "int" in dtype
-    converted = value.astype(dtype) if is_integer else value
-    return converted if np.array_equal(converted, value) else value
-
-
-def state_hash(model: keras.Model) -> str:
-    """Returns the SHA-256 of `get_state`: equal hashes mean equal bits."""
-    return _hash(get_state(model).values())
-
-
-def weights_hash(model: keras.Model) -> str:
-    """Returns the SHA-256 of a model's weights alone, compiled or not."""
-    return _hash(model.get_weights())
-
-
-class Copies:
-    """Memory for one copy of a model's variables, taken again and again.
-
-    It is made once: to touch fresh memory takes longer than to copy into it. The variables go on
-    changing while the copy is read, so that a file of it can be written meanwhile.
-
-    Example:
-        >>> weight = keras.Variable([1.0, 2.0])
-        >>> copies = Copies([weight])
-        >>> (taken,) = copies.take()
-        >>> weight.assign([3.0, 4.0]).numpy(), taken
-        (array([3., 4.], dtype=float32), array([1., 2.], dtype=float32))
-
-    Args:
-        variables: of Keras, in this order.
+    Attributes:
+        is_shared: whether the processes write one checkpoint together, into a common folder.
     """
 
-    def __init__(self, variables: Iterable[Any]) -> None:
-        self._variables = list(variables)
-        self._arrays: list[np.ndarray] = []
+    is_shared = False
 
-    def take(self) -> list[np.ndarray]:
-        """Copies the present values over those of the last time, and returns them."""
-        if not self._arrays:
-            self._arrays = [np.array(backend.values_of(variable)) for variable in self._variables]
-        else:
-            for variable, array in zip(self._variables, self._arrays, strict=True):
-                np.copyto(array, backend.values_of(variable))
-        return self._arrays
+    def __init__(self, model: keras.Model, checkpoints: Checkpoints) -> None:
+        self._model, self._checkpoints = model, checkpoints
+        self._copies = Copies(state_variables(model))
 
-    @property
-    def taken(self) -> list[np.ndarray]:
-        """What was taken last."""
-        return self._arrays
+    def prepare(self) -> None:
+        """Begins to make the memory for the copies, which the first one waits for."""
+        self._copies.prepare()
 
+    def begin(self, step: int, *, progress: dict[str, Any]) -> Callable[[], None]:
+        """Copies the state, and returns what makes a checkpoint of it, in any thread."""
+        state = numbered(self._copies.take())
+        return functools.partial(self._checkpoints.save, step, state, progress=progress)
 
-class Writer:
-    """Writes files in a thread of its own, one piece of work at a time.
+    def load(self, step: int) -> tuple[Callable[[], None], dict[str, Any]]:
+        """Checks a checkpoint; returns what restores the state, and the progress.
 
-    Example:
-        >>> writer = Writer()
-        >>> done = []
-        >>> writer.begin(lambda: done.append("written"))
-        >>> writer.wait()
-        >>> done
-        ['written']
-    """
+        Raises:
+            DamagedError: a file is damaged or gone.
+            ImportError: orbax-checkpoint wrote it, and is not installed.
+        """
+        if self._checkpoints.shared(step).is_dir():
+            return self._load_shared(step)
+        state, progress = self._checkpoints.load(step)
+        return functools.partial(set_state, self._model, state), progress
 
-    def __init__(self) -> None:
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, "keras_vit-writer")
-        self._work: concurrent.futures.Future[None] | None = None
+    def _load_shared(self, step: int) -> tuple[Callable[[], None], dict[str, Any]]:
+        record, folder = self._checkpoints.load_record(step), self._checkpoints.shared(step)
+        needs = f"The checkpoint {str(folder)!r} is kept; on JAX it was saved by orbax-checkpoint"
+        if "jax" not in sys.modules:  # the accelerators are the other backend's
+            os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        with environment.installed(needs, "orbax-checkpoint"):
+            from keras_vit.training import jax_engine
 
-    def begin(self, work: Callable[[], None]) -> None:
-        """Begins a piece of work, after the one before."""
-        self.wait()
-        self._work = self._thread.submit(work)
-
-    def is_free(self, *, within: float | None) -> bool:
-        """Whether the work is done, or will be within so many seconds, if any; raises its error."""
-        if self._work is None:
-            return True
-        if not concurrent.futures.wait([self._work], within).done:
-            return False
-        work, self._work = self._work, None
-        work.result()
-        return True
-
-    def wait(self) -> None:
-        """Waits until the work is done; raises its error."""
-        self.is_free(within=None)
-
-    def close(self) -> None:
-        """Waits until the work is done, without its error."""
-        self._thread.shutdown()
+            read = jax_engine.reader()
+        names = list(numbered(record["arrays"]))
+        return lambda: set_state(self._model, read(folder, names)), record["progress"]
 
 
-SETTINGS = "settings.json"
+SETTINGS, SWEEP = "settings.json", "sweep"  # the last is a folder, see `trials`
 SECONDS_BETWEEN_CURVES = 30
 _BEST = "best-{epoch:05d}.keras"
 _BEST_PATTERN = re.compile(r"best-\d{5,}\.keras")
 _OWN_NAMES = re.compile(
-    rf"\..*|checkpoint-\d+\.npz|{_BEST_PATTERN.pattern}|"
-    + "|".join(map(re.escape, (SETTINGS, *run.FILES)))
+    rf"\..*|{_PATTERN.pattern}|{_BEST_PATTERN.pattern}|"
+    + "|".join(map(re.escape, (SETTINGS, SWEEP, run.TRACKERS, *run.FILES)))
 )
 
 
@@ -268,13 +247,14 @@ class Unfinished:
 
     def __init__(self, out: Path, *, worker: int = 0, keep: int = 3) -> None:
         self.path = run.unfinished_path(out, worker=worker)
+        self.common = run.unfinished_path(out)
         self._keep = keep
         self._last_plot = -math.inf
 
     @property
     def checkpoints(self) -> Checkpoints:
         """The checkpoints in the folder, which must exist."""
-        return Checkpoints(self.path, keep=self._keep)
+        return Checkpoints(self.path, keep=self._keep, common=self.common)
 
     def exists(self) -> bool:
         """Whether there is a training to resume."""
@@ -287,25 +267,43 @@ class Unfinished:
         if foreign or self.path.is_symlink() or (self.path.exists() and not self.path.is_dir()):
             raise FileExistsError(
                 f"{str(self.path)!r} holds other things than a training "
-                f"({(foreign or ['no folder'])[0]!r}); choose another place for the run."
+                f"({(foreign or ['no folder'])[0]!r}); choose another out (--out)."
             )
         if existing == "refuse" and self.exists():
             raise FileExistsError(
-                f"{str(self.path)!r} holds an unfinished training; resume it, overwrite it, or "
-                "choose another place."
+                f"{str(self.path)!r} holds an unfinished training; {RESUME_OR_REPLACE}."
             )
 
-    def start(self, settings: dict[str, Any]) -> None:
-        """Replaces the folder by an empty one for a training with these settings."""
-        self.remove()
+    def start(self, settings: dict[str, Any], *, keeps_sweep: bool = False) -> None:
+        """Replaces the folder by a new one for a training with these settings.
+
+        It is empty, but for the sweep of the learning rate where this is kept.
+        """
+        self.invalidate()
+        for entry in self.path.iterdir() if keeps_sweep else ():
+            if entry.name != SWEEP:
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        if not keeps_sweep:
+            self.remove()
         with atomic.explain_errors(self.path, kept="nothing was begun"):
             self.path.mkdir(parents=True, exist_ok=True)
-        with atomic.whole_file(self.path / SETTINGS, kept="nothing was begun") as temporary:
+        self.write_settings(settings, kept="nothing was begun")
+
+    def write_settings(
+        self, settings: dict[str, Any], *, kept: str = "the checkpoints are kept"
+    ) -> None:
+        """Replaces the record of the settings, in one atomic step."""
+        with atomic.whole_file(self.path / SETTINGS, kept=kept) as temporary:
             temporary.write_text(json.dumps(settings, indent=2) + "\n", "utf-8")
 
-    def check(self, settings: dict[str, Any]) -> None:
-        """Raises a ValueError unless the folder holds a training with these settings."""
+    def check(self, settings: dict[str, Any]) -> int | None:
+        """Raises a ValueError unless the folder holds a training with these settings.
+
+        Returns:
+            Its number of epochs where the settings have more, otherwise None.
+        """
         check_settings(self.path / SETTINGS, settings)
+        return raised_epochs(self.path / SETTINGS, settings)
 
     def remove_leftovers(self) -> None:
         """Removes the temporary files of a killed process; the caller holds the lock."""
@@ -313,12 +311,13 @@ class Unfinished:
             shutil.rmtree(entry, ignore_errors=True)
 
     def best_model(self, epoch: int) -> Path:
-        """Returns the path of the model of a best epoch."""
-        return self.path / _BEST.format(epoch=epoch)
+        """Returns the path of the model of a best epoch, which may be the first worker's."""
+        own, common = (folder / _BEST.format(epoch=epoch) for folder in (self.path, self.common))
+        return common if common.exists() and not own.exists() else own
 
     def save_best(self, model: keras.Model, *, epoch: int) -> None:
         """Saves the model of the best epoch; `remove_old` removes the previous one."""
-        with _whole_file(self.best_model(epoch)) as temporary:
+        with _whole_file(self.path / _BEST.format(epoch=epoch)) as temporary:
             model.save(temporary)
 
     def has_best(self, epoch: int) -> bool:
@@ -360,98 +359,6 @@ class Unfinished:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-def check_settings(file: Path, settings: dict[str, Any]) -> None:
-    """Raises a ValueError unless a training or run was started with these settings.
-
-    Args:
-        file: `SETTINGS` of an unfinished training, or config.json of a run.
-        settings: the present ones.
-    """
-    try:
-        stored = _flat(dict(json.loads(file.read_text("utf-8"))))
-    except (ValueError, TypeError) as error:
-        raise ValueError(
-            f"{str(file)!r} is damaged, so the settings of the training are unknown; overwrite it, "
-            "or choose another place."
-        ) from error
-    for name, value in _flat(json.loads(json.dumps(settings))).items():
-        if stored.get(name) != value:
-            raise ValueError(
-                f"The training in {str(file.parent)!r} was started with {name}={stored.get(name)!r}"
-                f", not {value!r}; resume it with the same settings, or delete the folder."
-            )
-
-
-EVERY = 10  # steps
-_ERROR_NUMBERS = {
-    tf.errors.ResourceExhaustedError: errno.ENOSPC,
-    tf.errors.PermissionDeniedError: errno.EACCES,
-    tf.errors.NotFoundError: errno.ENOENT,
-}
-
-# The same as in tf.summary.scalar, which works only where TensorBoard is installed.
-_SCALAR = tf.compat.v1.SummaryMetadata(
-    plugin_data=tf.compat.v1.SummaryMetadata.PluginData(plugin_name="scalars")
-)
-
-
-class EventFiles:
-    """The event files for TensorBoard, which TensorFlow writes on every backend.
-
-    Args:
-        folder: the folder of the training.
-        is_written: whether this process writes them.
-    """
-
-    def __init__(self, folder: Unfinished, *, is_written: bool) -> None:
-        self._path = str(folder.path / EVENTS)
-        with self._number_errors():
-            self._writer = (
-                tf.summary.create_file_writer(self._path)
-                if is_written
-                else tf.summary.create_noop_writer()
-            )
-
-    def close(self) -> None:
-        """Writes what is still buffered."""
-        with self._number_errors():
-            self._writer.close()
-
-    def write_step(self, step: int, logs: dict[str, Any]) -> None:
-        """Writes the logs of a step, for one step in ten."""
-        if step % EVERY == 0:
-            self._write(step, {f"step/{name}": value for name, value in logs.items()})
-
-    def write_epoch(self, step: int, record: EpochDone) -> None:
-        """Writes the record of an epoch."""
-        values = {
-            "train/loss": record.loss,
-            "train/accuracy": record.accuracy,
-            "validation/loss": record.validation_loss,
-            "validation/accuracy": record.validation_accuracy,
-            "learning_rate": record.learning_rate,
-        }
-        self._write(step, {name: value for name, value in values.items() if value is not None})
-        with self._number_errors():
-            self._writer.flush()
-
-    @contextlib.contextmanager
-    def _number_errors(self) -> Iterator[None]:
-        """Turns TensorFlow's errors, which have no number, into an OSError."""
-        try:
-            yield
-        except tf.errors.OpError as error:
-            number = _ERROR_NUMBERS.get(type(error), errno.EIO)
-            with atomic.explain_errors(self._path, kept="the checkpoints are kept", again="resume"):
-                raise OSError(number, "") from error
-
-    def _write(self, step: int, values: dict[str, Any]) -> None:
-        with self._number_errors(), self._writer.as_default(step=step):
-            for name, value in values.items():
-                number = tf.cast(tf.reshape(value, ()), tf.float32)
-                tf.summary.write(name, number, metadata=_SCALAR)
-
-
 def _check_readable(error: Exception, file: Path) -> None:
     """Raises errors of memory and permission, which say nothing about the file's content."""
     if isinstance(error, MemoryError):
@@ -464,19 +371,10 @@ def _check_readable(error: Exception, file: Path) -> None:
         ) from error
 
 
-def _hash(arrays: Iterable[np.ndarray]) -> str:
-    digest = hashlib.sha256()
-    for place, value in enumerate(arrays):
-        digest.update(f"{place:05d}".encode() + np.ascontiguousarray(value).tobytes())
-    return digest.hexdigest()
+def _text_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _flat(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Turns {"a": {"b": 1}} into {"a.b": 1}."""
-    flat: dict[str, Any] = {}
-    for name, value in fields.items():
-        if isinstance(value, dict):
-            flat.update(_flat(value, f"{prefix}{name}."))
-        else:
-            flat[prefix + name] = value
-    return flat
+def _file_hash(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()

@@ -9,11 +9,13 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from keras_vit.config import ViTConfig
 from keras_vit.data import ImageData, evaluation_batches, mix_batch, train_batches
 from keras_vit.limits import is_number
+from keras_vit.training.checkpoints import Checkpoints, Saver
 from keras_vit.training.recipe import Plan, Recipe
 
 StrategyName = Literal["auto", "none", "mirrored", "multi_worker", "tpu"]
@@ -39,8 +41,8 @@ class Execution:
             device.
         precision: dtype policy of the layers.
         accumulate: number of parts of a replica's batch, to save memory.
-        remat: whether blocks are recomputed for the gradient, to save memory; None for the model's
-            `ViTConfig.remat`.
+        remat: whether blocks are recomputed for the gradient, to save memory; "dots", on JAX, all
+            of them but their products with weights. None for the model's `ViTConfig.remat`.
         xla: whether XLA compiles the forward and backward pass; "auto" on GPUs.
         checkpoint_steps: steps between checkpoints; each epoch ends with one too. They are written
             while the training goes on: none is begun before the last one is written.
@@ -52,7 +54,7 @@ class Execution:
     mesh: str | None = None
     precision: Precision = "float32"
     accumulate: int = 1
-    remat: bool | None = None
+    remat: bool | Literal["dots"] | None = None
     xla: bool | Literal["auto"] = "auto"
     checkpoint_steps: int = 1000  # as the original's (vit_jax/configs/common.py)
     checkpoint_minutes: float = 10.0
@@ -138,6 +140,10 @@ class Execution:
                 f"Meshes are for JAX: set KERAS_BACKEND=jax, or give a strategy in place of "
                 f"mesh={self.mesh!r}."
             )
+        if name == "tensorflow" and self.remat == "dots":
+            raise ValueError(
+                "remat='dots' is for JAX: set KERAS_BACKEND=jax, or choose remat=True."
+            )
         if name == "jax" and self.strategy not in ("auto", "none"):
             raise ValueError(
                 f"Strategies are TensorFlow's: on JAX give a mesh, such as data=8, in place of "
@@ -194,8 +200,19 @@ class Engine(abc.ABC):
     def evaluate(self) -> dict[str, Any]:
         """Returns the logs over all validation images."""
 
+    def make_saver(self, model: keras.Model, checkpoints: Checkpoints) -> Saver:
+        """Returns what copies and restores the state of a compiled model.
+
+        Raises:
+            ImportError: a package is needed for it.
+        """
+        return Saver(model, checkpoints)
+
     def settle(self) -> None:  # noqa: B027 - there may be nothing to do
         """Gives the variables the values after the last step; until then they may have none."""
+
+    def forget(self) -> None:  # noqa: B027 - there may be nothing to do
+        """Gives up the values after the last step, whose memory an error may have taken."""
 
     def is_out_of_memory(self, error: Exception) -> bool:
         """Whether the framework raised an error because memory is exhausted."""
@@ -204,6 +221,9 @@ class Engine(abc.ABC):
     def is_loss_of_process(self, error: Exception) -> bool:
         """Whether the framework raised an error because another process is lost."""
         return False
+
+    def leave(self) -> None:  # noqa: B027 - there may be nothing to do
+        """Lets this process end without the others, of which one is lost."""
 
 
 def is_first_worker() -> bool:
@@ -249,6 +269,7 @@ class Job:
         execution: devices, precision, how often to save.
         seed: decides the order of the images and their augmentation.
         has_labels: whether the training uses labels.
+        evaluation_batch: images in a batch of an evaluation.
     """
 
     data: ImageData
@@ -257,6 +278,11 @@ class Job:
     execution: Execution
     seed: int = 0
     has_labels: bool = True
+    evaluation_batch: int = EVALUATION_BATCH
+
+    def __post_init__(self) -> None:
+        if self.recipe.balance and not self.has_labels:
+            raise ValueError("balance=True weighs classes, and this training has no labels.")
 
     @property
     def plan(self) -> Plan:
@@ -268,18 +294,61 @@ class Job:
         """The size of a target; without labels all images are of one class."""
         return max(len(self.data.labels), 1)
 
+    def in_smaller_parts(self, *, replicas: int) -> "Job | None":
+        """Returns the job with batches in parts of half as many images; None if these have one.
+
+        The largest part counts: the first one also has what the others leave of the batch.
+        """
+        size, parts = self.plan.batch_size // replicas, self.execution.accumulate
+        most = (_largest_part(size, parts) + 1) // 2
+        if parts >= size:
+            return None
+        while _largest_part(size, parts) > most:
+            parts += 1
+        return dataclasses.replace(
+            self,
+            execution=dataclasses.replace(self.execution, accumulate=parts),
+            evaluation_batch=max(self.evaluation_batch // 2, 1),
+        )
+
+    def class_weights(self) -> np.ndarray:
+        """Returns what targets are multiplied by to weigh their images, float32 (classes, 1).
+
+        The weight of a class is images / (classes * images of the class), of those that have
+        images, so that the mean over the images is 1. The smoothing of the targets is taken out:
+        t = (1 - s) u + s / C has the weight of u, the sum of u's probabilities times weights.
+        """
+        counts = np.bincount(self.data.train.targets, minlength=self.width).astype(np.float64)
+        present = counts > 0
+        weights = np.ones(self.width)
+        weights[present] = counts.sum() / (present.sum() * counts[present])
+        smoothing = self.recipe.label_smoothing
+        unsmoothed: np.ndarray = (weights - smoothing * weights.mean()) / (1 - smoothing)
+        return unsmoothed.astype(np.float32)[:, np.newaxis]
+
+    @property
+    def evaluated_at_once(self) -> int:
+        """Validation images in a batch; where memory asks for parts, no more than one has."""
+        parts = self.execution.accumulate
+        part = self.evaluation_batch if parts == 1 else max(self.plan.batch_size // parts, 1)
+        return min(self.evaluation_batch, part)
+
     def training_batches(
         self, resizing: Resizing, *, start_step: int, shard: tuple[int, int]
     ) -> tf.data.Dataset:
-        """Returns batches of (images, probabilities) from a step on, for one of several workers."""
+        """Returns batches of (images, probabilities) from a step on, for one of several workers.
+
+        With `balance` the weights of the images' losses are a third component, (B,).
+        """
         recipe, plan = self.recipe, self.plan
+        weights = tf.constant(self.class_weights()) if recipe.balance else None
 
         def smooth_and_mix(
             step: tf.Tensor, batch: tuple[tf.Tensor, tf.Tensor]
-        ) -> tuple[tf.Tensor, tf.Tensor]:
+        ) -> tuple[tf.Tensor, ...]:
             images, targets = batch[0], tf.one_hot(batch[1], self.width)
             smoothing = recipe.label_smoothing
-            return mix_batch(
+            images, targets = mix_batch(
                 images,
                 targets * (1 - smoothing) + smoothing / self.width,
                 alpha=recipe.mixup,
@@ -289,6 +358,11 @@ class Job:
                     tf.constant((self.seed, MIXUP), tf.int64), step
                 ),
                 shard=shard,
+            )
+            return (
+                images,
+                targets,
+                *([] if weights is None else [tf.squeeze(targets @ weights, -1)]),
             )
 
         batches = train_batches(
@@ -302,7 +376,8 @@ class Job:
             start_step=start_step,
             shard=shard,
         )
-        return batches.enumerate(start_step).map(smooth_and_mix)
+        # Two calls, so that a step need not wait for the mixing of its own batch.
+        return batches.enumerate(start_step).map(smooth_and_mix, num_parallel_calls=2)
 
     def validation_batches(
         self, resizing: Resizing, *, shard: tuple[int, int] = (0, 1)
@@ -311,8 +386,13 @@ class Job:
         batches = evaluation_batches(
             self.data.validation,
             image_size=resizing.size,
-            batch_size=EVALUATION_BATCH,
+            batch_size=self.evaluated_at_once,
             antialias=resizing.antialias,
             shard=shard,
         )
         return batches.map(lambda images, targets: (images, tf.one_hot(targets, self.width)))
+
+
+def _largest_part(size: int, parts: int) -> int:
+    """Returns the images of the first of so many parts, which also has the remainder."""
+    return size - size // parts * (parts - 1)

@@ -1,10 +1,20 @@
-"""Runs the steps of a training on JAX, whose arrays may lie on a mesh of devices."""
+"""Runs the steps of a training on JAX, whose arrays may lie on a mesh, and saves their parts."""
 
+import atexit
 import contextlib
+import ctypes
+import functools
+import inspect
+import itertools
 import math
 import os
 import re
-from collections.abc import Iterator
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,12 +23,18 @@ import keras
 import numpy as np
 from jax.experimental import multihost_utils
 
-from keras_vit import parallel
+from keras_vit import atomic, parallel
 from keras_vit.backend import private
+from keras_vit.training.checkpoints import SETTINGS, Checkpoints, Saver
 from keras_vit.training.execution import Batches, Engine
+from keras_vit.training.state import check_layout, layout_of, numbered, set_state, state_variables
 
 _DATA, _FULLY_SHARDED, _MODEL = "data", "fsdp", "model"
 _ADDRESSES = "KERAS_DISTRIBUTION_JOB_ADDRESSES"
+_COUNT, _INDEX = "KERAS_DISTRIBUTION_NUM_PROCESSES", "KERAS_DISTRIBUTION_PROCESS_ID"
+_STATE = "state"
+# In the text of tensorstore's errors, of its newer and older versions.
+_SYSTEM_ERROR = re.compile(r"\[os_error_code='(\d+)'|\[OS error (\d+)")
 _EXHAUSTED = "RESOURCE_EXHAUSTED"  # XLA's errors differ by their text alone
 
 
@@ -60,10 +76,14 @@ class JAXEngine(Engine):
     def begin(
         self, model: keras.Model, *, training: Batches, validation: Batches, size: int
     ) -> None:
-        self.model, self._validation = model, validation
-        self._batches = self._placed(training, (self.index, self.count))
+        self.model, one_pass = model, validation((0, 1))
+        batches = training((self.index, self.count)).as_numpy_iterator()
+        self._batches = self._placed(batches, parts=self.count)
+        # One iterator for all passes: over image files it takes half a second to make.
+        self._passes = one_pass.repeat().as_numpy_iterator()
+        self._pass_steps = int(one_pass.cardinality())
         with self.scope():
-            private.build_for(model, next(validation((0, 1)).as_numpy_iterator()))
+            private.build_for(model, next(one_pass.as_numpy_iterator()))
             model.make_train_function()
             model.make_test_function()
         # The logs are those of one step: each begins with these.
@@ -83,22 +103,41 @@ class JAXEngine(Engine):
                     variable.assign(value)
             self._state = None
 
+    def forget(self) -> None:
+        self._state = None
+
     def evaluate(self) -> dict[str, Any]:
         # Copies, as the step takes its arguments' memory: averages share theirs with the optimizer.
         trainable, others = [[jnp.copy(value) for value in each] for each in self._values()[:2]]
         state: Any = (trainable, others, list(self._metrics))
-        batches, logs = self._placed(self._validation), {}
+        batches = self._placed(itertools.islice(self._passes, self._pass_steps))
+        logs: dict[str, Any] = {}
         with self.scope(), contextlib.suppress(StopIteration):
             while True:
                 logs, state = self.model.test_function(state, batches)
         return dict(logs)
+
+    def make_saver(self, model: keras.Model, checkpoints: Checkpoints) -> Saver:
+        try:
+            return ShardedSaver(model, checkpoints, engine=self)
+        except ImportError as error:
+            if self.count == 1:
+                return super().make_saver(model, checkpoints)
+            raise ImportError(
+                f"{self.count} processes on JAX save one checkpoint together, by "
+                "orbax-checkpoint, which is not installed; run: pip install orbax-checkpoint"
+            ) from error
 
     def is_out_of_memory(self, error: Exception) -> bool:
         is_of_xla = isinstance(error, jax.errors.JaxRuntimeError)
         return isinstance(error, MemoryError) or (is_of_xla and _EXHAUSTED in str(error))
 
     def is_loss_of_process(self, error: Exception) -> bool:
-        return self.count > 1 and isinstance(error, jax.errors.JaxRuntimeError)
+        # The last is of orbax, whose threads wait for one another.
+        return self.count > 1 and isinstance(error, jax.errors.JaxRuntimeError | TimeoutError)
+
+    def leave(self) -> None:
+        atexit.register(_end)  # the last that is registered is the first that runs
 
     def _variables(self) -> list[list[keras.Variable]]:
         model = self.model
@@ -111,14 +150,14 @@ class JAXEngine(Engine):
     def _values(self) -> list[list[Any]]:
         return [[variable.value for variable in each] for each in self._variables()]
 
-    def _placed(self, make: Batches, shard: tuple[int, int] = (0, 1)) -> Iterator[Any]:
+    def _placed(self, batches: Iterator[Any], *, parts: int = 1) -> Iterator[Any]:
         """The batches on the devices, each placed while the one before is computed on.
 
-        With a shard this process has that part of each batch alone, otherwise the whole.
+        This process has one of so many parts of each batch.
         """
         ahead = None
-        for batch in make(shard).as_numpy_iterator():
-            placed = tuple(self._place(values, parts=shard[1]) for values in batch)
+        for batch in batches:
+            placed = tuple(self._place(values, parts=parts) for values in batch)
             if ahead is not None:
                 yield ahead
             ahead = placed
@@ -139,12 +178,187 @@ class JAXEngine(Engine):
         return jax.make_array_from_callback(shape, sharding, lambda place: values[place])
 
 
+class ShardedSaver(Saver):
+    """Saves a state by orbax-checkpoint: each process writes the parts on its devices.
+
+    The processes need a common disk. Nothing is gathered: a part goes from its device to the memory
+    of its host, and from there a thread of orbax's writes it. On CPUs the two memories are one: the
+    parts are copied into memory that is made once, because a step that finds its arrays in use
+    takes other memory, and to touch that is slow.
+    """
+
+    is_shared = True
+
+    def __init__(self, model: keras.Model, checkpoints: Checkpoints, *, engine: JAXEngine) -> None:
+        import orbax.checkpoint as orbax
+
+        self._model, self._checkpoints, self._engine = model, checkpoints, engine
+        self._args, self._arguments_of = orbax.args, orbax.checkpoint_utils.construct_restore_args
+        # Weights are hardly smaller compressed.
+        handler = orbax.PyTreeCheckpointHandler(use_compression=False)
+        self._orbax = orbax.AsyncCheckpointer(handler)
+        self._is_seen = False
+        self._memory: list[jax.Array] = []
+
+    def prepare(self) -> None:
+        if not self._memory:
+            self._copied([variable.value for variable in state_variables(self._model)])
+
+    def begin(self, step: int, *, progress: dict[str, Any]) -> Callable[[], None]:
+        stage, variables = self._checkpoints.stage(step), state_variables(self._model)
+        self._check_seen(stage.parent)
+        if not self._engine.index:
+            shutil.rmtree(stage, ignore_errors=True)
+            stage.mkdir()
+        values = self._copied([variable.value for variable in variables])
+        with _system_errors(stage):
+            self._orbax.save(_state_of(stage), args=self._args.PyTreeSave(numbered(values)))
+        record = {"progress": progress, "arrays": layout_of(variables)}
+        return functools.partial(self._finish, step, record)
+
+    def _copied(self, values: list[jax.Array]) -> list[jax.Array]:
+        if jax.default_backend() == "cpu":
+            values = self._memory = _copy(values, self._memory)
+        return values
+
+    def _finish(self, step: int, record: dict[str, Any]) -> None:
+        with _system_errors(self._checkpoints.stage(step)):
+            self._orbax.wait_until_finished()
+        if not self._engine.index:
+            self._checkpoints.publish(step, record=record)
+        self._checkpoints.remove_old(folders=not self._engine.index)
+
+    def _load_shared(self, step: int) -> tuple[Callable[[], None], dict[str, Any]]:
+        part = (self._engine.index, self._engine.count)
+        record = self._checkpoints.load_record(step, part=part)
+        return functools.partial(self._restore, step, record["arrays"]), record["progress"]
+
+    def _restore(self, step: int, layout: list[list[Any]]) -> None:
+        check_layout(self._model, layout)
+        targets = numbered(
+            jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=value.sharding)
+            for value in (variable.value for variable in state_variables(self._model))
+        )
+        arguments = self._args.PyTreeRestore(targets, restore_args=self._arguments_of(targets))
+        folder = self._checkpoints.shared(step)
+        set_state(self._model, self._orbax.restore(_state_of(folder), args=arguments))
+
+    def _check_seen(self, folder: Path) -> None:
+        """Raises an OSError unless all processes see the common folder."""
+        if self._is_seen or self._engine.count == 1:
+            return
+        self._engine.gather(0)  # the first process has made it
+        seen = self._engine.gather(int((folder / SETTINGS).is_file()))
+        if not all(seen):
+            raise OSError(
+                f"The processes on JAX save one checkpoint together: {str(folder)!r} must be on a "
+                f"disk that all of them see, and the processes "
+                f"{[index for index, is_seen in enumerate(seen) if not is_seen]} do not."
+            )
+        self._is_seen = True
+
+
+@functools.partial(jax.jit, donate_argnums=1, keep_unused=True)
+def _copy(values: list[jax.Array], memory: list[jax.Array]) -> list[jax.Array]:
+    """Copies arrays, into the memory of others that are like them, if any."""
+    return [jnp.copy(value) for value in values]
+
+
+def reader() -> Callable[[Path, list[str]], dict[str, np.ndarray]]:
+    """Returns what reads a checkpoint's arrays of these names, on another backend.
+
+    Raises:
+        ImportError: orbax-checkpoint is not installed.
+    """
+    import orbax.checkpoint as orbax
+
+    def read(folder: Path, names: list[str]) -> dict[str, np.ndarray]:
+        kind = orbax.RestoreArgs(restore_type=np.ndarray)
+        arguments = orbax.args.PyTreeRestore(restore_args=dict.fromkeys(names, kind))
+        checkpointer = orbax.Checkpointer(orbax.PyTreeCheckpointHandler())
+        state: dict[str, np.ndarray] = checkpointer.restore(_state_of(folder), args=arguments)
+        return state
+
+    return read
+
+
+def _state_of(folder: Path) -> Path:
+    """Returns orbax's folder in that of a checkpoint; orbax takes no relative path."""
+    return folder.absolute() / _STATE
+
+
+@contextlib.contextmanager
+def _system_errors(path: Path) -> Iterator[None]:
+    """Turns errors of writing, which have their number in the text alone, into an OSError."""
+    with atomic.explain_errors(path, kept="the older checkpoints are kept", again="resume"):
+        try:
+            yield
+        except Exception as error:  # of several kinds
+            number = _SYSTEM_ERROR.search(str(error))
+            if number is None:
+                raise
+            raise OSError(int(number[number.lastindex or 0]), "") from None
+
+
 def _join() -> None:
     """Joins the other processes, where the environment names them as Keras reads it."""
-    if _ADDRESSES in os.environ and not jax.distributed.is_initialized():
-        # JAX's own choice on CPUs; other devices have their own way to sum.
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        keras.distribution.initialize()
+    addresses = os.environ.get(_ADDRESSES)
+    if addresses is None or jax.distributed.is_initialized():
+        return
+    # JAX's own choice on CPUs; other devices have their own way to sum.
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # What keras.distribution.initialize does, which takes no heartbeat.
+    count, index = map(os.environ.get, (_COUNT, _INDEX))
+    _explain_aborts()
+    _is_joining.set()
+    jax.distributed.initialize(
+        coordinator_address=addresses.split(",")[0],
+        num_processes=None if count is None else int(count),
+        process_id=None if index is None else int(index),
+        heartbeat_timeout_seconds=HEARTBEAT,
+    )
+    _is_joining.clear()
+
+
+HEARTBEAT = 20  # seconds without a sign of life, after which a process is lost
+_is_joining = threading.Event()  # set while this process waits for the others to come
+_LOST_CODE = 75  # of WorkerLostError
+_LOST = (
+    b"Another worker was lost, or JAX failed in this one, as the lines above say; start all "
+    b"workers again and resume.\n"
+)
+
+
+def _explain_aborts() -> None:
+    """Makes JAX's abort of a process an exit with a sentence and WorkerLostError's code.
+
+    Where another process is lost, a thread of JAX's own aborts this one; no Python is asked, and
+    Python's handlers of signals run in its main thread alone, which an abort does not wait for.
+    """
+    if os.name != "posix":
+        return
+    library = ctypes.CDLL(None)
+    library.signal.argtypes, library.signal.restype = (ctypes.c_int, _HANDLER), ctypes.c_void_p
+    library.signal(signal.SIGABRT, _on_abort)
+
+
+def _end_as_lost(number: int) -> None:
+    # In a thread that is not Python's; Python's abort for other reasons, once all have come.
+    if _is_joining.is_set() or inspect.currentframe().f_back is None:  # type: ignore[union-attr]
+        _end(_LOST)
+
+
+def _end(last_words: bytes = b"") -> None:
+    """Ends this process at once: JAX's end waits for the processes that are lost."""
+    for stream in (sys.stdout, sys.stderr) if not last_words else ():
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os.write(2, last_words)
+    os._exit(_LOST_CODE)
+
+
+_HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)
+_on_abort = _HANDLER(_end_as_lost)  # lives as long as the process
 
 
 def make_distribution(mesh: str) -> keras.distribution.ModelParallel:

@@ -1,33 +1,29 @@
 """Runs the steps of a training, until the last one or until a signal asks it to stop."""
 
+import concurrent.futures
 import contextlib
+import dataclasses
 import functools
+import gc
 import signal
 import threading
 import time
 import warnings
-from collections.abc import Iterator
-from types import FrameType
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
-from keras_vit import backend
-from keras_vit.training.checkpoints import (
-    Copies,
-    DamagedError,
-    EventFiles,
-    Unfinished,
-    Writer,
-    numbered,
-    set_state,
-    state_variables,
-)
-from keras_vit.training.execution import Engine
+from keras_vit import atomic, backend
+from keras_vit.optimizers import begin_cooldown
+from keras_vit.training.checkpoints import DamagedError, Unfinished
+from keras_vit.training.execution import Engine, Job
 from keras_vit.training.objectives import Objective
-from keras_vit.training.progress import EpochDone, Watcher
+from keras_vit.training.progress import EpochDone, EventFiles, PlanChanged, Watcher
+from keras_vit.training.recipe import make_schedule
+from keras_vit.training.state import Copies
+from keras_vit.training.stopping import StopRequests
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _NO_STEP = -1  # stands for "no checkpoint"
 # Seconds that a step waits for the checkpoint before to be written; after that it goes on without.
 _PATIENCE = 1.0
@@ -36,60 +32,44 @@ _SAVE = (
 )
 
 
-class StopRequests:
-    """Handles SIGINT and SIGTERM inside a `with` block.
-
-    Before the steps, SIGINT interrupts at once. The signal is also remembered, because Python or
-    TensorFlow may swallow the KeyboardInterrupt while a model is built. During the steps the first
-    signal is only remembered, and a second SIGINT interrupts.
+class Writer:
+    """Writes files in a thread of its own, one piece of work at a time.
 
     Example:
-        >>> with StopRequests() as stop:
-        ...     stop.begin_steps()
-        ...     signal.raise_signal(signal.SIGINT)
-        >>> stop.signal_number == signal.SIGINT
-        True
-
-    Attributes:
-        signal_number: the first signal received, or 0.
+        >>> writer = Writer()
+        >>> done = []
+        >>> writer.begin(lambda: done.append("written"))
+        >>> writer.wait()
+        >>> done
+        ['written']
     """
 
     def __init__(self) -> None:
-        self.signal_number = 0
-        self._in_steps = self._after_steps = False
-        self._previous_handlers: dict[int, Any] = {}
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "keras_vit-writer")
+        self._work: concurrent.futures.Future[None] | None = None
 
-    def begin_steps(self) -> None:
-        """From now on the first signal is only remembered."""
-        self._in_steps = True
+    def begin(self, work: Callable[[], None]) -> None:
+        """Begins a piece of work, after the one before."""
+        self.wait()
+        self._work = self._thread.submit(work)
 
-    def end_steps(self) -> None:
-        """From now on each signal interrupts at once; so does one that is already remembered."""
-        self._in_steps, self._after_steps = False, True
-        if self.signal_number:
-            raise KeyboardInterrupt
+    def is_free(self, *, within: float | None) -> bool:
+        """Whether the work is done, or will be within so many seconds, if any; raises its error."""
+        if self._work is None:
+            return True
+        if not concurrent.futures.wait([self._work], within).done:
+            return False
+        work, self._work = self._work, None
+        work.result()
+        return True
 
-    def __enter__(self) -> "StopRequests":
-        # Only the main thread may set handlers; signals do not reach the other threads.
-        with contextlib.suppress(ValueError):
-            self._previous_handlers = {
-                number: signal.signal(number, self._handle) for number in _SIGNALS
-            }
-        # The command line remembers an interruption that was swallowed before.
-        if getattr(self._previous_handlers.get(signal.SIGINT), "received", False):
-            self.__exit__()
-            raise KeyboardInterrupt
-        return self
+    def wait(self) -> None:
+        """Waits until the work is done; raises its error."""
+        self.is_free(within=None)
 
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous_handlers.items():
-            signal.signal(number, handler)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        is_first = not self.signal_number
-        self.signal_number = self.signal_number or number
-        if self._after_steps or (number == signal.SIGINT and not (is_first and self._in_steps)):
-            raise KeyboardInterrupt
+    def close(self, *, waits: bool = True) -> None:
+        """Takes no more work, and waits until what there is is done, without its error."""
+        self._thread.shutdown(wait=waits)
 
 
 class WorkerLostError(ConnectionError):
@@ -100,6 +80,10 @@ class WorkerLostError(ConnectionError):
     """
 
     exit_code = 75  # EX_TEMPFAIL of sysexits.h
+
+
+class OutOfMemoryError(MemoryError):
+    """Memory is exhausted in a step or an evaluation, so that smaller parts may help."""
 
 
 class Loop:
@@ -127,7 +111,7 @@ class Loop:
         self._best_model = objective.plain_copy()
         self._resizing = objective.resizing
         self._writer = Writer()
-        self._state = Copies(state_variables(self.model))
+        self._saver = engine.make_saver(self.model, folder.checkpoints)
         self._best = Copies(objective.saved.weights)
         self._best_epoch: int | None = None  # whose weights are in `_best` and on no disk
         self._best_is_taken = threading.Event()  # by the writer; until then `_best` stays
@@ -144,11 +128,11 @@ class Loop:
             ValueError: no checkpoint is whole, or the workers have none in common.
         """
         self.folder.remove_leftovers()
-        step, state, progress = self._load_newest()
+        step, restore, progress = self._load_newest()
         # One worker may be a save ahead of another, or have a damaged file.
         common_step = min(self.engine.gather(step))
         if step > common_step:
-            step, state, progress = self._load_newest(at_most=common_step)
+            step, restore, progress = self._load_newest(at_most=common_step)
         own_step = step if step == common_step else _NO_STEP
         if min(self.engine.gather(own_step)) == _NO_STEP:
             raise ValueError(
@@ -156,30 +140,85 @@ class Loop:
                 + (" and in the folders of all workers" if self.engine.count > 1 else "")
                 + ", together with its best model; put the files back, or overwrite the training."
             )
-        set_state(self.model, state)
+        restore()
         self.watcher.resume(progress)
-        self.folder.checkpoints.remove_after(step)
+        if self.watcher.cooldown_epoch is not None:
+            self._end_after_cooldown(self.watcher.cooldown_epoch)
+        with self._explained():
+            self.folder.checkpoints.remove_after(step)
         best = self.watcher.best
-        if best is not None and not self.folder.has_best(best.epoch):
+        is_missing = best is not None and not self.folder.has_best(best.epoch)
+        if best is not None and max(self.engine.gather(int(is_missing))):
             with self._averaged_weights():
                 copies = self._best.take()
-            self._write_best(best.epoch, copies)
+            if is_missing:
+                self._write_best(best.epoch, copies)
+
+    def tell_raised(self, before: int) -> None:
+        """Reports that the training, just resumed, has more epochs than before.
+
+        Raises:
+            ValueError: its learning rate already falls to its end, because the patience had run
+                out.
+        """
+        steps_before = before * self.plan.steps_per_epoch
+        if self.watcher.cooldown_epoch is not None:
+            raise ValueError(
+                f"The patience ran out after epoch {self.watcher.cooldown_epoch}, and the learning "
+                f"rate already falls: epochs (--epochs) cannot be raised any more. Resume with "
+                f"{before} epochs, and train on from the finished run (--weights RUN)."
+            )
+        rate = float(self.model.optimizer.learning_rate)
+        end = float(make_schedule(self.job.recipe, self.plan)(self.plan.steps))
+        self.watcher.report(
+            self._changed(
+                "epochs",
+                f"Resumed at step {self.watcher.step} of {steps_before}, to train {self.plan.steps}"
+                f" steps ({self.plan.epochs} epochs in place of {before}): from here the learning "
+                f"rate is that of the longer schedule, {rate:.2g} now and {end:.2g} at the end.",
+            )
+        )
+
+    def restart(self, job: Job) -> None:
+        """Goes back to the last checkpoint, to go on with a job that needs less memory."""
+        step, parts = self.watcher.step, job.execution.accumulate
+        self.job = self.objective.job = job
+        with self.engine.scope():
+            self.objective.compile()
+        gc.collect()  # the old optimizer is in circles of references
+        self._writer = Writer()
+        self._saver = self.engine.make_saver(self.model, self.folder.checkpoints)
+        self._best_epoch = None
+        self._best_is_taken.set()
+        self.resume()
+        images = -(-self.plan.batch_size // self.engine.replicas // parts)
+        self.watcher.report(
+            self._changed(
+                "memory",
+                f"Memory was exhausted at step {step + 1}: from step {self.watcher.step + 1} on "
+                f"each batch is computed in {parts} parts of about {images} images "
+                f"(--accumulate {parts}), which changes the result by rounding alone.",
+            )
+        )
 
     def _load_newest(
         self, *, at_most: int | None = None
-    ) -> tuple[int, dict[str, np.ndarray], dict[str, Any]]:
-        """Returns the step, state and progress of the newest whole checkpoint, or `_NO_STEP`."""
+    ) -> tuple[int, Callable[[], None], dict[str, Any]]:
+        """Returns the step, progress and what restores the newest whole checkpoint.
+
+        Without one the step is `_NO_STEP`.
+        """
         for step in reversed(self.folder.checkpoints.steps()):
             if at_most is not None and step > at_most:
                 continue
             try:
-                state, progress = self.folder.checkpoints.load(step)
+                restore, progress = self._saver.load(step)
                 self._check_best(progress)
             except DamagedError as error:
                 warnings.warn(f"At step {step} {error}; an older one is used.", stacklevel=2)
                 continue
-            return step, state, progress
-        return _NO_STEP, {}, {}
+            return step, restore, progress
+        return _NO_STEP, lambda: None, {}
 
     def _check_best(self, progress: dict[str, Any]) -> None:
         """Raises a DamagedError if the best model of a checkpoint is neither whole nor its own."""
@@ -213,7 +252,8 @@ class Loop:
             OSError: the disk is full or gone.
             WorkerLostError: another worker is lost.
         """
-        events = EventFiles(self.folder, is_written=not self.engine.index)
+        events = EventFiles(self.folder.path, is_written=not self.engine.index)
+        is_lost = False
         stop.begin_steps()
         with contextlib.closing(events):
             try:
@@ -227,17 +267,19 @@ class Loop:
                 ) from None
             except Exception as error:
                 if self.engine.is_out_of_memory(error):
-                    raise MemoryError(
+                    self.engine.forget()
+                    raise OutOfMemoryError(
                         f"Out of memory at step {self.watcher.step + 1}; the checkpoints in "
                         f"{str(self.folder.path)!r} are kept: free some memory and resume, or "
                         "train with smaller batches or accumulate."
                     ) from error
-                if self.engine.is_loss_of_process(error):
+                is_lost = self.engine.is_loss_of_process(error)
+                if is_lost:
                     raise self._worker_lost(error) from error
                 raise
             finally:
                 self.engine.settle()
-                self._writer.close()
+                self._writer.close(waits=not is_lost)  # which may wait for the lost one
 
     def wait_for_workers(self) -> None:
         """Waits until every worker calls this, or raises a WorkerLostError."""
@@ -249,6 +291,7 @@ class Loop:
             raise self._worker_lost(error) from error
 
     def _worker_lost(self, error: Exception) -> WorkerLostError:
+        self.engine.leave()
         return WorkerLostError(
             f"Another worker was lost at step {self.watcher.step + 1} "
             f"({type(error).__name__}); start all workers again and resume."
@@ -264,6 +307,8 @@ class Loop:
             validation=lambda shard: self.job.validation_batches(self._resizing, shard=shard),
             size=self.plan.batch_size,
         )
+        self._saver.prepare()
+        self._best.prepare()
         while self.watcher.step < self.plan.steps:
             own_signal = signal.SIGINT if self.watcher.stop_requested else stop.signal_number
             own_request = int(own_signal) or (_SAVE if self._is_save_due() else 0)
@@ -296,6 +341,7 @@ class Loop:
                 self._best_is_taken.wait()
                 self._best.take()
                 self._best_epoch = record.epoch
+        change = self._cool_down_if_due()
         is_last = self.watcher.step == self.plan.steps
         if is_last:
             self.save()
@@ -305,12 +351,45 @@ class Loop:
         self.folder.write_progress(self.watcher.history, best_epoch=best_epoch, is_last=is_last)
         events.write_epoch(self.watcher.step, record)
         self.watcher.report(record)
+        if change is not None:
+            self.watcher.report(change)
+
+    def _cool_down_if_due(self) -> PlanChanged | None:
+        """Begins the cooldown once the patience has run out, unless the training ends as soon."""
+        watcher, recipe = self.watcher, self.job.recipe
+        if recipe.patience is None or watcher.cooldown_epoch is not None:
+            return None
+        stale = watcher.stale_epochs
+        if not max(self.engine.gather(int(stale >= recipe.patience))):
+            return None
+        epoch, rate = len(watcher.history), float(self.model.optimizer.learning_rate)
+        if (epoch + recipe.cooldown_epochs) * self.plan.steps_per_epoch >= self.plan.steps:
+            return None
+        begin_cooldown(self.model.optimizer)
+        watcher.cooldown_epoch = epoch
+        self._end_after_cooldown(epoch)
+        return self._changed(
+            "patience",
+            f"The validation loss has not fallen since epoch {epoch - stale}: the learning "
+            f"rate falls from {rate:.2g} to 0, and the training ends after epoch "
+            f"{self.plan.epochs}.",
+        )
+
+    def _end_after_cooldown(self, epoch: int) -> None:
+        epochs = epoch + self.job.recipe.cooldown_epochs
+        self.plan = dataclasses.replace(self.plan, steps=epochs * self.plan.steps_per_epoch)
+        self.watcher.end_at(epochs=epochs, steps=self.plan.steps)
+
+    def _changed(self, reason: Any, text: str) -> PlanChanged:
+        watcher = self.watcher
+        return PlanChanged(reason=reason, step=watcher.step, steps=self.plan.steps, text=text)
 
     def save(self) -> None:
         """Saves a checkpoint, and returns when it is on the disk."""
         self._writer.wait()
         self._begin_save()
         self._writer.wait()
+        self.engine.gather(0)  # on the disks of all
 
     def _is_save_due(self) -> bool:
         seconds = time.monotonic() - self._last_save
@@ -328,36 +407,45 @@ class Loop:
         best_epoch, self._best_epoch = self._best_epoch, None
         if best_epoch is not None:
             self._best_is_taken.clear()
-        step, progress = self.watcher.step, self.watcher.to_dict()
+        progress = self.watcher.to_dict()
+        write_state = self._saver.begin(self.watcher.step, progress=progress)
         work = functools.partial(
-            self._write, step, self._state.take(), progress, list(self.watcher.history), best_epoch
+            self._write, write_state, progress, list(self.watcher.history), best_epoch
         )
         self._writer.begin(work)
 
     def _write(
         self,
-        step: int,
-        state: list[np.ndarray],
+        write_state: Callable[[], None],
         progress: dict[str, Any],
         history: list[EpochDone],
         new_best: int | None,
     ) -> None:
         """Writes a checkpoint, after the best model that it needs, and removes what is old."""
-        if new_best is not None:
-            self._write_best(new_best, self._best.taken)
-        self.folder.checkpoints.save(step, numbered(state), progress=progress)
-        best_epochs = {progress["best_epoch"]} - {None}
-        for kept in self.folder.checkpoints.steps():  # any of them may be resumed
-            records = history[: self._epochs_at(kept)]
-            best_epochs.update([record.epoch for record in records if record.is_best][-1:])
-        self.folder.remove_old(best_epochs=best_epochs)
+        with self._explained():
+            if new_best is not None:
+                self._write_best(new_best, self._best.taken)
+            write_state()
+            best_epochs = {progress["best_epoch"]} - {None}
+            for kept in self.folder.checkpoints.steps():  # any of them may be resumed
+                records = history[: self._epochs_at(kept)]
+                best_epochs.update([record.epoch for record in records if record.is_best][-1:])
+            self.folder.remove_old(best_epochs=best_epochs)
+
+    def _explained(self) -> contextlib.AbstractContextManager[None]:
+        """Says of an error of the disk, to remove files included, that resuming goes on."""
+        path = self.folder.path
+        return atomic.explain_errors(path, kept="the checkpoints are kept", again="resume")
 
     def _write_best(self, epoch: int, weights: list[np.ndarray]) -> None:
+        is_written = not (self._saver.is_shared and self.engine.index)
         try:
-            self._best_model.set_weights(weights)
+            if is_written:
+                self._best_model.set_weights(weights)
         finally:
             self._best_is_taken.set()
-        self.folder.save_best(self._best_model, epoch=epoch)
+        if is_written:
+            self.folder.save_best(self._best_model, epoch=epoch)
 
     def _evaluate(self) -> dict[str, float]:
         logs = self.engine.evaluate()

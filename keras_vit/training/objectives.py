@@ -21,11 +21,11 @@ from keras_vit.exact import ExactModel
 from keras_vit.losses import make_loss
 from keras_vit.model import VisionTransformer
 from keras_vit.training import run
-from keras_vit.training.checkpoints import weights_hash
 from keras_vit.training.distillation import DistillationModel, gives_probabilities
 from keras_vit.training.execution import Job, Resizing
 from keras_vit.training.masked_patches import MaskedPatchModel, plot_reconstructions
 from keras_vit.training.recipe import make_optimizer
+from keras_vit.training.state import weights_hash
 
 Model: TypeAlias = ViTConfig | keras.Model
 NUM_RECONSTRUCTIONS = 8  # validation images in RECONSTRUCTIONS

@@ -1,16 +1,20 @@
-"""Reports the progress of a training: events, a table, curves."""
+"""Reports the progress of a training: events, a table, curves, event files."""
 
+import contextlib
 import csv
 import dataclasses
+import errno
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from keras_vit import environment
-from keras_vit.training.run import Run
+import tensorflow as tf
+
+from keras_vit import atomic, environment
+from keras_vit.training.run import EVENTS, Run
 
 Keep = Literal["best", "last"]
 
@@ -47,7 +51,8 @@ class EpochDone:
     Attributes:
         epoch: from 1.
         epochs: epochs in all.
-        loss: mean loss of the training images, augmented and with smoothed labels.
+        loss: mean loss of the training images, augmented, with smoothed labels and, where the
+            recipe balances classes, with their weights.
         accuracy: fraction of the augmented training images that are classified correctly; without
             labels, fraction of the corrupted patches; None where there is no accuracy.
         validation_loss: mean loss of the validation images.
@@ -72,6 +77,24 @@ class EpochDone:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanChanged:
+    """The training goes on otherwise than it was planned.
+
+    Attributes:
+        reason: "patience", the validation loss has not fallen for so long; "epochs", a training is
+            resumed with more of them; "memory", which was exhausted.
+        step: steps so far.
+        steps: steps in all, from now on.
+        text: a sentence that says what changes and why.
+    """
+
+    reason: Literal["patience", "epochs", "memory"]
+    step: int
+    steps: int
+    text: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingDone:
     """The run is complete, but not yet in its place; the first worker alone reports this.
 
@@ -83,7 +106,7 @@ class TrainingDone:
     run: Run
 
 
-Event = StepDone | EpochDone | TrainingDone
+Event = StepDone | EpochDone | PlanChanged | TrainingDone
 
 
 class Watcher:
@@ -103,6 +126,7 @@ class Watcher:
         step: steps so far.
         history: the epochs so far.
         best: the epoch whose model is kept, or None.
+        cooldown_epoch: the epoch after which the patience had run out, or None.
         keep: as in the arguments.
         stop_requested: whether `on_event` raised a KeyboardInterrupt.
     """
@@ -119,6 +143,7 @@ class Watcher:
         self.step = 0
         self.history: list[EpochDone] = []
         self.best: EpochDone | None = None
+        self.cooldown_epoch: int | None = None
         self.stop_requested = False
         self.keep = keep
         self._epochs, self._steps, self._batch_size = epochs, steps, batch_size
@@ -188,8 +213,19 @@ class Watcher:
         self._epoch_start = time.monotonic()
         return record
 
+    def end_at(self, *, epochs: int, steps: int) -> None:
+        """Takes other numbers of epochs and steps in all."""
+        self._epochs, self._steps = epochs, steps
+
+    @property
+    def stale_epochs(self) -> int:
+        """The number of epochs since the one of lowest validation loss."""
+        losses = [record.validation_loss for record in self.history]
+        lowest = min(losses, key=lambda loss: (math.isnan(loss), loss))
+        return len(losses) - 1 - losses.index(lowest)
+
     def report(self, event: Event) -> None:
-        """Reports a step, or an epoch that is saved."""
+        """Reports a step, an epoch that is saved, or a change of the plan."""
         try:
             self._on_event(event)
         except KeyboardInterrupt:  # the step is complete: the training stops after it
@@ -205,16 +241,20 @@ class Watcher:
             "step": self.step,
             "history": [dataclasses.asdict(record) for record in self.history],
             "best_epoch": self.best.epoch if self.best else None,
+            "cooldown_epoch": self.cooldown_epoch,
             "sums": self._sums,
         }
 
     def resume(self, progress: dict[str, Any]) -> None:
         """Restores the state that `to_dict` returned."""
         self.step = progress["step"]
+        self.cooldown_epoch = progress.get("cooldown_epoch")  # older checkpoints have none
         self.history = [EpochDone(**record) for record in progress["history"]]
         self._sums = progress["sums"]
-        if progress["best_epoch"]:
-            self.best = self.history[progress["best_epoch"] - 1]
+        best = progress["best_epoch"]
+        self.best = self.history[best - 1] if best else None
+        self._first_step = 0
+        self._epoch_start = time.monotonic()
 
     def _is_best(self, epoch: int, validation_loss: float) -> bool:
         if self.keep == "last":
@@ -291,3 +331,73 @@ def _peak_memory() -> int:
         return 0
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+EVERY = 10  # steps
+_ERROR_NUMBERS = {
+    tf.errors.ResourceExhaustedError: errno.ENOSPC,
+    tf.errors.PermissionDeniedError: errno.EACCES,
+    tf.errors.NotFoundError: errno.ENOENT,
+}
+
+# The same as in tf.summary.scalar, which works only where TensorBoard is installed.
+_SCALAR = tf.compat.v1.SummaryMetadata(
+    plugin_data=tf.compat.v1.SummaryMetadata.PluginData(plugin_name="scalars")
+)
+
+
+class EventFiles:
+    """The event files for TensorBoard, which TensorFlow writes on every backend.
+
+    Args:
+        folder: the folder of the training.
+        is_written: whether this process writes them.
+    """
+
+    def __init__(self, folder: Path, *, is_written: bool) -> None:
+        self._path = str(folder / EVENTS)
+        with self._number_errors():
+            self._writer = (
+                tf.summary.create_file_writer(self._path)
+                if is_written
+                else tf.summary.create_noop_writer()
+            )
+
+    def close(self) -> None:
+        """Writes what is still buffered."""
+        with self._number_errors():
+            self._writer.close()
+
+    def write_step(self, step: int, logs: dict[str, Any]) -> None:
+        """Writes the logs of a step, for one step in ten."""
+        if step % EVERY == 0:
+            self._write(step, {f"step/{name}": value for name, value in logs.items()})
+
+    def write_epoch(self, step: int, record: EpochDone) -> None:
+        """Writes the record of an epoch."""
+        values = {
+            "train/loss": record.loss,
+            "train/accuracy": record.accuracy,
+            "validation/loss": record.validation_loss,
+            "validation/accuracy": record.validation_accuracy,
+            "learning_rate": record.learning_rate,
+        }
+        self._write(step, {name: value for name, value in values.items() if value is not None})
+        with self._number_errors():
+            self._writer.flush()
+
+    @contextlib.contextmanager
+    def _number_errors(self) -> Iterator[None]:
+        """Turns TensorFlow's errors, which have no number, into an OSError."""
+        try:
+            yield
+        except tf.errors.OpError as error:
+            number = _ERROR_NUMBERS.get(type(error), errno.EIO)
+            with atomic.explain_errors(self._path, kept="the checkpoints are kept", again="resume"):
+                raise OSError(number, "") from error
+
+    def _write(self, step: int, values: dict[str, Any]) -> None:
+        with self._number_errors(), self._writer.as_default(step=step):
+            for name, value in values.items():
+                number = tf.cast(tf.reshape(value, ()), tf.float32)
+                tf.summary.write(name, number, metadata=_SCALAR)

@@ -12,7 +12,15 @@ from keras_vit.data import Augmentation
 from keras_vit.data.augment import Mixing
 from keras_vit.losses import LossName
 from keras_vit.model import VisionTransformer
-from keras_vit.optimizers import LAMB, AdamW, Decay, MomentumSGD, WarmupDecay, decayed_rates
+from keras_vit.optimizers import (
+    LAMB,
+    AdamW,
+    Cooldown,
+    Decay,
+    MomentumSGD,
+    WarmupDecay,
+    decayed_rates,
+)
 from keras_vit.training.progress import Keep
 
 OptimizerName = Literal["adamw", "lamb", "momentum"]
@@ -82,6 +90,9 @@ class Recipe:
         loss: "softmax", or "sigmoid", which treats the classes as independent.
         head_bias: initial bias of a fresh classifier.
         label_smoothing: probability that is spread evenly over all classes.
+        balance: whether the loss of a training image is multiplied by the weight of its class,
+            images / (classes * images of the class): all classes count the same, and the mean
+            weight of the images is 1. The validation loss has no weights.
         mixup: alpha of the blending of images and targets, see `keras_vit.data.mix_batch`.
         cutmix: alpha of pasting a part of another image, in half of the batches if `mixup` is set.
         mix_per: whether MixUp and CutMix draw a share for each "image", or one for a "batch".
@@ -89,6 +100,9 @@ class Recipe:
             them (Polyak averaging); None for none.
         keep: the epoch whose model the run holds: the "best" on the validation images, or the
             "last", as in all sources. With few validation images the best one is best by chance.
+        patience: epochs without a lower validation loss after which the training ends early: the
+            learning rate then falls from its present value to zero within `cooldown_epochs`. None
+            for training to the end, as in all sources.
         layer_decay: factor of the learning rate from each block to the previous one; 1 for none.
         sam_rho: radius of sharpness-aware minimisation; 0 for none.
         dropout_rate: dropout of a model that is made for the recipe; None for the model's own.
@@ -117,11 +131,13 @@ class Recipe:
     loss: LossName = "softmax"
     head_bias: float = 0.0
     label_smoothing: float = 0.0
+    balance: bool = False
     mixup: float = 0.0
     cutmix: float = 0.0
     mix_per: Mixing = "image"
     average: float | None = None
     keep: Keep = "best"
+    patience: int | None = None
     layer_decay: float = 1.0
     sam_rho: float = 0.0
     dropout_rate: float | None = None
@@ -164,6 +180,11 @@ class Recipe:
             steps=steps,
             warmup_steps=round(self.warmup if self.warmup >= 1 else self.warmup * steps),
         )
+
+    @property
+    def cooldown_epochs(self) -> int:
+        """Epochs in which the learning rate falls once the patience has run out: a third of it."""
+        return max((self.patience or 0) // 3, 1)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields as plain values that JSON can carry."""
@@ -263,6 +284,7 @@ _LIMITS: dict[str, tuple[float, float]] = {
     "mixup": (0, 100),
     "cutmix": (0, 100),
     "average": (0, 1),
+    "patience": (1, 1_000_000),
     "layer_decay": (0.01, 1),
     "sam_rho": (0, 10),
     "dropout_rate": (0, 0.99),
@@ -274,6 +296,7 @@ _CHOICES = {
     "loss": get_args(LossName),
     "mix_per": get_args(Mixing),
     "keep": get_args(Keep),
+    "balance": (False, True),
     "accumulator_dtype": ("bfloat16", "float32"),
 }
 
@@ -294,16 +317,11 @@ def make_optimizer(
         0.0
 
     Args:
-        recipe: learning rate, warm-up, decay, clipping, averaging.
+        recipe: learning rate, warm-up, decay, patience, clipping, averaging.
         model: the model to train.
         plan: the recipe's plan for the number of images.
     """
-    schedule = WarmupDecay(
-        recipe.learning_rate,
-        steps=plan.steps,
-        warmup_steps=plan.warmup_steps,
-        decay=recipe.decay,
-    )
+    schedule = make_schedule(recipe, plan)
     has_decay = recipe.layer_decay != 1
     rates = decayed_rates(model, model.config, recipe.layer_decay) if has_decay else None
     common: dict[str, Any] = {
@@ -330,7 +348,29 @@ def make_optimizer(
     undecayed = [variable for variable in variables if variable.path.split("/")[-1] != "kernel"]
     optimizer.exclude_from_weight_decay(var_list=undecayed)
     optimizer.build(variables)  # otherwise TensorFlow traces the training step twice
+    if isinstance(schedule, Cooldown):
+        schedule.attach(optimizer)
     return optimizer
+
+
+def make_schedule(recipe: Recipe, plan: Plan) -> WarmupDecay | Cooldown:
+    """Returns the learning rate of a recipe by steps.
+
+    Example:
+        >>> recipe = Recipe(steps=100, batch_size=8, learning_rate=0.1, warmup=10)
+        >>> schedule = make_schedule(recipe, recipe.plan(images=100))
+        >>> [round(float(schedule(step)), 3) for step in (0, 5, 10, 55, 100)]
+        [0.0, 0.05, 0.1, 0.05, 0.0]
+    """
+    schedule = WarmupDecay(
+        recipe.learning_rate,
+        steps=plan.steps,
+        warmup_steps=plan.warmup_steps,
+        decay=recipe.decay,
+    )
+    if recipe.patience is None:
+        return schedule
+    return Cooldown(schedule, steps=recipe.cooldown_epochs * plan.steps_per_epoch)
 
 
 def _check_kind(name: str, value: Any, hint: Any) -> None:

@@ -210,9 +210,10 @@ RECIPES: Mapping[str, Recipe] = {
         batch_size=64,
         learning_rate=1e-3,
         label_smoothing=0.1,
+        patience=30,
         augmentation=Augmentation(crop=0.35, flip=True),
         source="weight decay and label smoothing: arXiv 2012.12877, Table 9; learning rate and "
-        f"gradient norm: {_PAPER}, Table 3; batch, length and crop of our own",
+        f"gradient norm: {_PAPER}, Table 3; batch, length, patience and crop of our own",
     ),
     # The paper's fine-tuning, but with AdamW at a tenth of the rate from scratch.
     "fine-tune": Recipe(
@@ -220,6 +221,7 @@ RECIPES: Mapping[str, Recipe] = {
         batch_size=64,
         learning_rate=1e-4,
         weight_decay=0.0,
+        patience=5,
         augmentation=Augmentation(crop=0.35, flip=True),
         source=f"no weight decay: {_PAPER}, Table 4; all else of our own",
     ),

@@ -17,19 +17,20 @@ from keras_vit.config import ViTConfig
 from keras_vit.data import ImageData, image_size_of, load_data, loading
 from keras_vit.layers.dense import CHANGES
 from keras_vit.model import VisionTransformer
-from keras_vit.preprocessing import LABELLED, class_labels
+from keras_vit.training.settings import REPLACE
 from keras_vit.variants import parameter_count
-from keras_vit.weights import building, sources
-from keras_vit.weights.checkpoint import REGISTERED_NAME, SUFFIXES, Checkpoint, open_checkpoint
+from keras_vit.weights.checkpoint import REGISTERED_NAME
 from keras_vit.weights.positions import Method
 
-# The files of a run directory; evaluation writes METRICS and CONFUSION.
+# The files of a run directory; what is not _TRAINED is written when the run is measured.
 MODEL, CONFIG, LABELS, SPLITS = "model.keras", "config.json", "labels.txt", "splits.csv"
-HISTORY, CURVES, SAMPLE = "history.csv", "curves.png", "sample.png"
+HISTORY, CURVES, SAMPLE, EVENTS = "history.csv", "curves.png", "sample.png", "tensorboard"
 RECONSTRUCTIONS, ADAPTER = "reconstructions.png", "adapter.safetensors"
-METRICS, CONFUSION, EVENTS = "metrics.json", "confusion.png", "tensorboard"
+SWEEP, TRIALS = "sweep.png", "sweep.csv"
+METRICS, CONFUSION, REPORT, CARD = "metrics.json", "confusion.png", "report.html", "README.md"
 _TRAINED = (MODEL, CONFIG, LABELS, SPLITS, HISTORY, CURVES, SAMPLE, RECONSTRUCTIONS, ADAPTER)
-FILES = (*_TRAINED, EVENTS, METRICS, CONFUSION)
+TRACKERS = "trackers.json"  # of an unfinished training alone
+FILES = (*_TRAINED, EVENTS, METRICS, CONFUSION, REPORT, CARD, SWEEP, TRIALS)
 
 # The largest text file that is read, in bytes; config.json with 21,843 labels has about 1 MB.
 MAX_TEXT = 2**24
@@ -43,7 +44,8 @@ _UNREADABLE = (
 )
 # These may differ between the training and the saved model: its outputs do not depend on them.
 _TRAINING_ONLY = (
-    *("dropout_rate", "attention_dropout_rate", "drop_path_rate", "patch_dropout_rate", "remat"),
+    *("dropout_rate", "attention_dropout_rate", "drop_path_rate", "patch_dropout_rate"),
+    *("remat", "scan_blocks"),
 )
 
 # What to do if there is already a run or an unfinished training.
@@ -161,88 +163,6 @@ class Run:
         return model.copy(config=config, fresh=[] if has_same_head else heads)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class OpenedModel:
-    """A model from any source, with the names of its classes.
-
-    Attributes:
-        source: what it was opened from, as the caller wrote it.
-        model: the model; it takes pixels 0..255.
-        labels: the name of each class, "0", "1", ... where nobody says them; of a model without
-            classifier those of its run's images, if any.
-        identifiers: what folders of images may be called instead, such as "n02123045"; the same as
-            `labels` where there is nothing else.
-        states_labels: whether the source says the names itself, so that they are not assumed.
-        run: the run that it is of, None for another source.
-    """
-
-    source: str
-    model: keras.Model
-    labels: tuple[str, ...]
-    identifiers: tuple[str, ...]
-    states_labels: bool
-    run: Run | None = None
-
-    @property
-    def has_classifier(self) -> bool:
-        """Whether the model answers with scores of classes."""
-        is_vit = isinstance(self.model, VisionTransformer)
-        return not is_vit or self.model.config.classes is not None
-
-    def folder_labels(self, folders: Sequence[str]) -> tuple[str, ...]:
-        """Returns what folders of images call the classes: `identifiers` where one has such a name.
-
-        Raises:
-            ValueError: a folder has the name of two classes.
-        """
-        has_identifiers = not set(folders).isdisjoint(self.identifiers)
-        names = self.identifiers if has_identifiers else self.labels
-        double = [name for name in folders if names.count(name) > 1]
-        if double:
-            raise ValueError(
-                f"{self.source} has two classes {double[0]!r}; name the folders of images by their "
-                "identifiers, such as n02123045, or give other images."
-            )
-        return names
-
-
-def open_source(source: str | os.PathLike[str]) -> OpenedModel:
-    """Opens the model of a run, or of what `keras_vit.load` takes, without running code in it.
-
-    Example:
-        >>> open_source("no-such-run")
-        Traceback (most recent call last):
-        FileNotFoundError: There is no run directory 'no-such-run'; check the path.
-
-    Raises:
-        OSError: there is no such run or file, or it cannot be fetched.
-        ValueError: it is damaged, or holds another network.
-    """
-    address = os.fsdecode(source)
-    if "://" not in address:
-        path = Path(address)
-        is_file = address.endswith(SUFFIXES) and not path.is_dir()
-        if not path.exists() and is_file:
-            raise FileNotFoundError(f"There is no model file {address!r}; check the path.")
-        if not path.exists() or has_run_files(path):
-            return _opened_run(address, Run.load(path))
-    file = sources.find(address)
-    checkpoint = None if file.name.endswith(".keras") else open_checkpoint(file)
-    if checkpoint is None:
-        model = open_model(file)
-    else:
-        asked = building.Request(classifier_activation=None, include_preprocessing=True)
-        model = building.build(checkpoint, asked)
-    names, states_labels = _class_names(checkpoint, model)
-    return OpenedModel(
-        source=address,
-        model=model,
-        labels=tuple(name for _, name in names),
-        identifiers=tuple(identifier for identifier, _ in names),
-        states_labels=states_labels,
-    )
-
-
 def open_model(path: str | os.PathLike[str]) -> keras.Model:
     """Opens a .keras file from any source, without running code in it.
 
@@ -309,19 +229,17 @@ def check_free(out: str | os.PathLike[str], *, existing: Existing) -> None:
             "a folder inside it."
         )
     if out.is_symlink() or (out.exists() and not out.is_dir()):
-        raise FileExistsError(f"{str(out)!r} is not a folder; choose another place for the run.")
+        raise FileExistsError(f"{str(out)!r} is not a folder; choose another out (--out).")
     if not out.exists() or not any(out.iterdir()):
         return
     foreign = sorted(entry.name for entry in out.iterdir() if entry.name not in FILES)
     if foreign or not is_run(out):
         raise FileExistsError(
             f"The folder {str(out)!r} holds other things than a run "
-            f"({(foreign or ['no whole run'])[0]!r}); choose another place for the run."
+            f"({(foreign or ['no whole run'])[0]!r}); choose another out (--out)."
         )
     if existing != "overwrite":
-        raise FileExistsError(
-            f"{str(out)!r} already holds a run; choose another place, or ask to overwrite it."
-        )
+        raise FileExistsError(f"{str(out)!r} already holds a run; {REPLACE}.")
 
 
 def unfinished_path(out: Path, *, worker: int = 0) -> Path:
@@ -351,38 +269,6 @@ def restore(out: Path) -> None:
 def _lock(out: Path, worker: int) -> Path:
     folder = unfinished_path(out, worker=worker)
     return folder.with_name(f"{folder.name}.lock")
-
-
-def _opened_run(source: str, run: Run) -> OpenedModel:
-    return OpenedModel(
-        source=source,
-        model=run.model,
-        labels=run.labels,
-        identifiers=run.labels,
-        states_labels=True,
-        run=run,
-    )
-
-
-def _class_names(
-    checkpoint: Checkpoint | None, model: keras.Model
-) -> tuple[tuple[tuple[str, str], ...], bool]:
-    """Returns (identifier, name) of each class, and whether the file's settings say them.
-
-    Where nobody says them, they are those of ImageNet, or numbers. A .keras file says none, and has
-    no checkpoint here.
-    """
-    classes = model.output_shape[-1]
-    is_backbone = isinstance(model, VisionTransformer) and model.config.classes is None
-    if is_backbone or not isinstance(classes, int):
-        return (), False
-    if checkpoint is None:
-        names = class_labels(classes) if classes in LABELLED else None
-        states_labels = False
-    else:
-        names = checkpoint.class_names
-        states_labels = bool(checkpoint.labels) and names is not None
-    return names or tuple((str(index), str(index)) for index in range(classes)), states_labels
 
 
 def _read_config(file: Path) -> dict[str, Any]:

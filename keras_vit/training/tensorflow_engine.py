@@ -50,6 +50,11 @@ class TensorFlowEngine(Engine):
         self.model = model
         dataset = self.distribute(training, size)
         self._validation = self._distribute_pass(validation)
+        # One iterator for all passes: over image files it takes half a second to make. Replicas
+        # would fill the last batch of a pass up with images of the next one.
+        is_plain = isinstance(self._validation, tf.data.Dataset)
+        self._passes = iter(self._validation.repeat()) if is_plain else None
+        self._pass_steps = int(self._validation.cardinality()) if is_plain else 0
         model.prepare(dataset)
         model.make_test_function()
         self._batches = iter(dataset)
@@ -63,10 +68,16 @@ class TensorFlowEngine(Engine):
         # Keras' `evaluate` begins a second pass over the images where the first one ends, and warns
         # if it does not know where that is.
         self.model.reset_metrics()
-        batches, logs = iter(self._validation), {}
-        with contextlib.suppress(StopIteration, tf.errors.OutOfRangeError):
-            while True:
-                logs = self.model.test_function(batches)
+        if self._passes is not None:
+            for _ in range(self._pass_steps):
+                self.model.test_function(self._passes)
+        else:
+            batches = iter(self._validation)
+            with contextlib.suppress(StopIteration, tf.errors.OutOfRangeError):
+                while True:
+                    self.model.test_function(batches)
+        # What the function returns is the mean over replicas, some of which had no last image.
+        logs: dict[str, Any] = self.model.get_metrics_result()
         return logs
 
     def is_out_of_memory(self, error: Exception) -> bool:

@@ -1,47 +1,29 @@
 """`train` and `pretrain`: train a model and write a run directory."""
 
 import dataclasses
-import datetime
-import json
 import os
-import platform
-import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
-import numpy as np
-import tensorflow as tf
 
-from keras_vit import atomic, version
 from keras_vit.config import ViTConfig
-from keras_vit.data import ImageData, loading, naming_damaged
-from keras_vit.training import models, progress, run
-from keras_vit.training.checkpoints import Unfinished, check_settings, state_hash
+from keras_vit.data import ImageData, naming_damaged
+from keras_vit.training import models, outcome, progress, run, trials
+from keras_vit.training.checkpoints import SETTINGS, Unfinished
 from keras_vit.training.execution import Execution, Job, worker_index
-from keras_vit.training.loop import Loop, StopRequests
+from keras_vit.training.loop import Loop, OutOfMemoryError
 from keras_vit.training.masked_patches import MaskedPatchModel
 from keras_vit.training.objectives import Model, objective_of
+from keras_vit.training.outcome import TrainingInterrupted
 from keras_vit.training.progress import Event, Watcher
+from keras_vit.training.provenance import PROVENANCE, Provenance
 from keras_vit.training.recipe import Recipe
 from keras_vit.training.recipes import RECIPES
-
-
-class TrainingInterrupted(KeyboardInterrupt):
-    """Raised after Ctrl-C or SIGTERM; the text says what is saved.
-
-    Attributes:
-        path: the folder of the training, which can be resumed; it is also a run directory once an
-            epoch is complete.
-        exit_code: 130 after Ctrl-C; 75 after SIGTERM, which tells a supervisor to start again.
-    """
-
-    def __init__(self, message: str, *, path: Path, signal_number: int = signal.SIGINT) -> None:
-        super().__init__(message)
-        self.path = path
-        self.exit_code = 75 if signal_number == signal.SIGTERM else 130
+from keras_vit.training.settings import has_patience
+from keras_vit.training.stopping import StopRequests
 
 
 def train(
@@ -54,6 +36,7 @@ def train(
     existing: run.Existing = "refuse",
     execution: Execution | None = None,
     on_event: Callable[[Event], None] | None = None,
+    provenance: Provenance | None = None,
 ) -> run.Run:
     """Trains a model and writes a run directory: the model of the best epoch and how it was made.
 
@@ -89,10 +72,14 @@ def train(
         seed: decides the fresh weights, the order of the images and their augmentation.
         existing: what to do if there is already a run or an unfinished training: "refuse" it;
             "overwrite" it (a run only once the new one is complete); or "resume" the training with
-            the same arguments. "resume" returns a finished run, and starts one if there is none.
+            the same arguments, of which the recipe's epochs may be more than before. "resume"
+            returns a finished run, and starts one if there is none.
         execution: devices, precision, how often to save. None for the defaults of `Execution`.
-        on_event: called with a `StepDone` after each step, an `EpochDone` after each epoch, and a
-            `TrainingDone` before the run appears, when files can still be added to it.
+        on_event: called with a `StepDone` after each step, an `EpochDone` after each epoch, a
+            `PlanChanged` where the training goes on otherwise than planned, and a `TrainingDone`
+            before the run appears, when files can still be added to it.
+        provenance: what config.json says of the command and of the weights that this starts from;
+            None for nothing.
 
     Returns:
         The run, with the model of the best epoch.
@@ -102,17 +89,20 @@ def train(
             is running.
         FloatingPointError: the loss is not finite; the last checkpoints are kept.
         ImportError: matplotlib is not installed.
-        MemoryError: memory is exhausted; the last checkpoints are kept.
+        MemoryError: memory is exhausted even with batches in parts of one image; before that the
+            training went on from its last checkpoint in parts of half as many images. The last
+            checkpoints are kept.
         OSError: the disk is full, read-only or gone; the text says what is kept and what to do.
         TrainingInterrupted: Ctrl-C or SIGTERM; the text says what is saved.
         ValueError: there are no training or validation images, the model does not fit the data,
             or a training is resumed with other settings.
         WorkerLostError: another worker is lost.
     """
-    recipe, execution = recipe or default_recipe(data), execution or Execution()
+    execution = execution or Execution()
+    recipe = recipe or started_recipe(data, out=Path(out), existing=existing)
     job = Job(data, recipe=recipe, execution=execution, seed=seed)
-    model = model or default_config(data)
-    return _run(model, job, out=Path(out), existing=existing, on_event=on_event)
+    options = _Options(Path(out), existing, on_event, provenance or Provenance())
+    return _run(model or default_config(data), job, options)
 
 
 def pretrain(
@@ -125,6 +115,7 @@ def pretrain(
     existing: run.Existing = "refuse",
     execution: Execution | None = None,
     on_event: Callable[[Event], None] | None = None,
+    provenance: Provenance | None = None,
 ) -> run.Run:
     """Trains a model without labels, by masked patch prediction, and writes a run directory.
 
@@ -155,6 +146,7 @@ def pretrain(
         existing: as in `train`.
         execution: as in `train`.
         on_event: as in `train`.
+        provenance: as in `train`.
 
     Returns:
         The run, with the model of the best epoch.
@@ -164,19 +156,22 @@ def pretrain(
     """
     recipe, execution = recipe or default_pretrain_recipe(data), execution or Execution()
     job = Job(data, recipe=recipe, execution=execution, seed=seed, has_labels=False)
-    model = model or default_pretrain_config(data)
-    return _run(model, job, out=Path(out), existing=existing, on_event=on_event)
+    options = _Options(Path(out), existing, on_event, provenance or Provenance())
+    return _run(model or default_pretrain_config(data), job, options)
 
 
-def _run(
-    model: Model | Callable[[], Model],
-    job: Job,
-    *,
-    out: Path,
-    existing: run.Existing,
-    on_event: Callable[[Event], None] | None,
-) -> run.Run:
+class _Options(NamedTuple):
+    """Arguments of `train` and `pretrain` that decide nothing of the result."""
+
+    out: Path
+    existing: run.Existing
+    on_event: Callable[[Event], None] | None
+    provenance: Provenance
+
+
+def _run(model: Model | Callable[[], Model], job: Job, options: _Options) -> run.Run:
     """Trains a model, from its first step or from a checkpoint."""
+    out, existing = options.out, options.existing
     _check_data(job.data)
     progress.check_matplotlib()
     engine, plan = job.execution.make_engine(), job.plan
@@ -197,23 +192,23 @@ def _run(
             steps=plan.steps,
             batch_size=plan.batch_size,
             keep=job.recipe.keep,
-            on_event=on_event,
+            on_event=options.on_event,
         )
         loop = Loop(objective, engine=engine, watcher=watcher, folder=folder)
-        finished = _finished(loop, out=out) if existing == "resume" else None
+        finished = outcome.finished(loop, out=out) if existing == "resume" else None
         if finished is not None:
             return finished
-        _begin(loop, existing=existing)
+        _begin(loop, options)
         return _train(loop, stop, out=out)
 
 
 def _train(loop: Loop, stop: StopRequests, *, out: Path) -> run.Run:
     with naming_damaged(loop.job.data.validation, trained=loop.job.data.train):
-        signal_number = loop.run(stop)
+        signal_number = _run_in_memory(loop, stop)
     try:
         if not signal_number:
             stop.end_steps()
-        return _finish(loop, out=out, signal_number=signal_number)
+        return outcome.finish(loop, out=out, signal_number=signal_number)
     except TrainingInterrupted:
         raise
     except KeyboardInterrupt:
@@ -226,14 +221,32 @@ def _train(loop: Loop, stop: StopRequests, *, out: Path) -> run.Run:
         ) from None
 
 
-def _begin(loop: Loop, *, existing: run.Existing) -> None:
+def _run_in_memory(loop: Loop, stop: StopRequests) -> int:
+    """Runs the loop, in smaller parts of batches each time that memory is exhausted."""
+    while True:
+        try:
+            return loop.run(stop)
+        except OutOfMemoryError:
+            job = loop.job.in_smaller_parts(replicas=loop.engine.replicas)
+            if job is None or loop.engine.count > 1:  # the other workers wait for this one
+                raise
+        loop.restart(job)  # here, where the error no longer holds what filled the memory
+
+
+def _begin(loop: Loop, options: _Options) -> None:
     """Restores the last checkpoint, or makes the folder and the first checkpoint."""
-    is_resumed = existing == "resume" and loop.folder.exists()
+    is_resumed = options.existing == "resume" and loop.folder.exists()
     # One more than the last step of each worker, or 0.
     last_steps = loop.engine.gather(1 + loop.folder.checkpoints.steps()[-1] if is_resumed else 0)
     if all(last_steps):
-        loop.folder.check(loop.settings)
+        raised = loop.folder.check(loop.settings)
         loop.resume()
+        before = Provenance.read(loop.folder.path / SETTINGS)
+        provenance = before.resumed(options.provenance)
+        if raised is not None:
+            loop.tell_raised(raised)
+        if raised is not None or provenance != before:
+            loop.folder.write_settings(_recorded(loop, provenance))
         return
     if max(last_steps) > 1:  # otherwise they were killed before the first step
         workers = [index for index, step in enumerate(last_steps) if not step]
@@ -241,8 +254,19 @@ def _begin(loop: Loop, *, existing: run.Existing) -> None:
             f"The checkpoints of the workers {workers} are gone; put back the folders "
             f"{loop.folder.path.name}-N, or overwrite the training of all."
         )
-    loop.folder.start(loop.settings)
+    sweep = trials.Record(loop.folder.path).adopted(loop.settings)
+    recorded = _recorded(loop, options.provenance)
+    loop.folder.start(recorded, keeps_sweep=sweep is not None)
     loop.save()
+
+
+def _recorded(loop: Loop, provenance: Provenance) -> dict[str, Any]:
+    """Returns the settings, and what resuming need not repeat: execution and provenance."""
+    return {
+        **loop.settings,
+        "execution": dataclasses.asdict(loop.job.execution),
+        PROVENANCE: provenance.to_dict(),
+    }
 
 
 def check_free(out: str | os.PathLike[str], *, existing: run.Existing = "refuse") -> None:
@@ -313,6 +337,19 @@ def default_recipe(data: ImageData) -> Recipe:
     return RECIPES["digits" if data.source == "digits" else "scratch"]
 
 
+def started_recipe(data: ImageData, *, out: Path, existing: run.Existing) -> Recipe:
+    """Returns `default_recipe`, without the patience that an older training goes on without."""
+    recipe = default_recipe(data)
+    if existing != "resume":
+        return recipe
+    _check_name(out)
+    folder = Unfinished(out)
+    file = folder.path / SETTINGS if folder.exists() else out / run.CONFIG
+    if file.is_file() and not has_patience(file):
+        return dataclasses.replace(recipe, patience=None)
+    return recipe
+
+
 def default_pretrain_recipe(data: ImageData) -> Recipe:
     """Returns the recipe for pre-training without labels, with the augmentation of `train`.
 
@@ -329,147 +366,10 @@ def _check_data(data: ImageData) -> None:
     for name in ("train", "validation"):
         if not len(data.split(name)):
             raise ValueError(f"The data has no {name} images; training needs some.")
-
-
-def _finish(loop: Loop, *, out: Path, signal_number: int) -> run.Run:
-    """Makes the run directory, or after an interruption leaves a training that can be resumed.
-
-    Args:
-        loop: the loop after its last step.
-        out: the run directory.
-        signal_number: the signal that interrupted the loop, or 0.
-
-    Raises:
-        TrainingInterrupted: a signal interrupted the loop.
-    """
-    if signal_number:
-        raise _interruption(loop, signal_number=signal_number)
-    config = _config(loop)
-    # From its file: after resuming, the best epoch may have been another process's.
-    if loop.engine.index:
-        model = loop.objective.read(_best_file(loop))
-    else:
-        model = _publish(loop, config, out)
-        # Before the other workers remove their folders: all of them are resumed together or none.
-        loop.folder.invalidate()
-    loop.wait_for_workers()  # no worker returns before the run exists
-    loop.folder.remove()
-    return _make_run(out, model, config)
-
-
-def _finished(loop: Loop, *, out: Path) -> run.Run | None:
-    """Returns the run at `out` if the first worker has finished it, otherwise None.
-
-    Raises:
-        FileExistsError: the run is finished, and this worker cannot see it.
-        ValueError: the run was started with other settings.
-    """
-    is_visible = run.is_run(out)
-    if not loop.engine.gather(int(is_visible and not loop.folder.exists()))[0]:
-        return None
-    if not is_visible:
-        raise FileExistsError(
-            f"The first worker has finished the run {str(out)!r}; nothing is left to do here."
-        )
-    check_settings(out / run.CONFIG, loop.settings)
-    loop.folder.remove()
-    return run.Run.load(out)
-
-
-def _publish(loop: Loop, config: dict[str, Any], out: Path) -> keras.Model:
-    """Assembles the run in the training's folder, reports it, and moves it to its place."""
-    folder = loop.folder.path
-    with atomic.staging_folder(folder) as stage:
-        with atomic.explain_errors(folder, kept="the checkpoints are kept", again="resume"):
-            for name in (run.HISTORY, run.CURVES):
-                shutil.copy2(folder / name, stage / name)
-            (stage / run.EVENTS).mkdir()
-            for file in (folder / run.EVENTS).iterdir():
-                shutil.copy2(file, stage / run.EVENTS / file.name)
-            model = _write(stage, loop, config)
-        loop.watcher.report_run(_make_run(stage, model, config))
-        atomic.publish(stage, out)
-    return model
-
-
-def _make_run(path: Path, model: keras.Model, config: dict[str, Any]) -> run.Run:
-    return run.Run(path=path, model=model, labels=tuple(config["labels"]), config=config)
-
-
-def _interruption(loop: Loop, *, signal_number: int) -> TrainingInterrupted:
-    watcher, folder = loop.watcher, loop.folder.path
-    text = (
-        f"Interrupted at step {watcher.step} of {loop.plan.steps}: a checkpoint is in "
-        f"{str(folder)!r}, resume from it"
-    )
-    if watcher.best is not None:
-        epoch = watcher.best.epoch
-        loop.folder.write_progress(watcher.history, best_epoch=epoch, is_last=True)
-        _leave_run(folder, loop)
-        text += (
-            f"; the model of epoch {epoch}, the {watcher.keep} so far, can be used from there too"
-        )
-    return TrainingInterrupted(f"{text}.", path=folder, signal_number=signal_number)
-
-
-def _leave_run(folder: Path, loop: Loop) -> None:
-    """Makes a run of the training's folder; config.json comes last, since it marks a run."""
-    with (
-        atomic.explain_errors(folder, kept="the checkpoints are kept", again="resume"),
-        atomic.staging_folder(folder) as stage,
-    ):
-        _write(stage, loop, _config(loop))
-        atomic.sync_tree(stage)
-        (folder / run.CONFIG).unlink(missing_ok=True)
-        for file in sorted(stage.iterdir(), key=lambda file: file.name == run.CONFIG):
-            file.replace(folder / file.name)
-        atomic.sync_folder(folder)
-
-
-def _config(loop: Loop) -> dict[str, Any]:
-    """Returns the content of config.json: settings, execution, result and versions."""
-    best = loop.watcher.best
-    return {
-        **loop.settings,
-        # A resumed training need not repeat this: it may run on another machine.
-        "execution": dataclasses.asdict(loop.job.execution),
-        "result": {
-            "epochs": len(loop.watcher.history),
-            "steps": loop.watcher.step,
-            "finished": loop.watcher.step == loop.plan.steps,
-            "best_epoch": best.epoch if best else None,
-            "validation_loss": best.validation_loss if best else None,
-            "validation_accuracy": best.validation_accuracy if best else None,
-            "replaced": list(loop.job.data.train.damage.names),
-            "state_sha256": state_hash(loop.model),
-        },
-        "versions": {
-            "keras_vit": version.__version__,
-            "backend": keras.backend.backend(),
-            "keras": keras.__version__,
-            "tensorflow": tf.__version__,
-            "numpy": np.__version__,
-            "python": platform.python_version(),
-        },
-        "made": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    }
-
-
-def _write(folder: Path, loop: Loop, config: dict[str, Any]) -> keras.Model:
-    """Writes all files of a run but the history, curves and events; returns the model."""
-    data, model = loop.job.data, loop.objective.write(_best_file(loop), folder)
-    (folder / run.CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    (folder / run.LABELS).write_text("".join(f"{label}\n" for label in data.labels), "utf-8")
-    if data.train.in_files:
-        loading.write_splits(data, folder / run.SPLITS)
-    elif data.test.in_memory and len(data.test):
-        png = tf.io.encode_png(data.test.pixels(0)).numpy()
-        (folder / run.SAMPLE).write_bytes(png)
-    return model
-
-
-def _best_file(loop: Loop) -> Path:
-    best = loop.watcher.best
-    if best is None:
-        raise ValueError("No epoch is complete: there is no best one.")
-    return loop.folder.best_model(best.epoch)
+    for label in data.labels:
+        is_line = label.splitlines() == [label]
+        if not is_line or label != label.encode("utf-8", "ignore").decode("utf-8"):
+            raise ValueError(
+                f"The class {label!r} cannot be a line of labels.txt: its name is empty, has a "
+                "line break, or bytes that are not UTF-8; rename it, or its folder."
+            )

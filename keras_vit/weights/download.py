@@ -88,7 +88,7 @@ def fetch(
     if path.is_file():
         transfer.clean_up(_partial_path(path))
         return _verify_local(path, path, sha256)
-    source = _source(url)
+    source = source_of(url)
     if isinstance(source, Path):
         if not source.is_file():
             raise FileNotFoundError(
@@ -132,7 +132,7 @@ def cached_path(url: str) -> Path:
             "A URL's folders and file must be usable as such on disk, and not named like the files "
             f"of the cache itself. Received: {shown(url)!r}."
         )
-    return _cache_folder().joinpath(*pieces)
+    return cache_folder().joinpath(*pieces)
 
 
 def verify(file: Path, *, place: tuple[str, ...], sha256: str | None, stated: str = "") -> None:
@@ -148,7 +148,7 @@ def verify(file: Path, *, place: tuple[str, ...], sha256: str | None, stated: st
         ValueError: the file is not what it should be.
         OSError: it cannot be read.
     """
-    path = _cache_folder().joinpath(*place)
+    path = cache_folder().joinpath(*place)
     _check_owner(path)
     digest = checksums.digest_of(file)
     if stated and digest != stated:
@@ -235,7 +235,8 @@ def _is_usable(piece: str) -> bool:
     return is_name and not piece.endswith(_SIDE_FILES) and len(piece.encode()) <= _LONGEST_NAME
 
 
-def _cache_folder() -> Path:
+def cache_folder() -> Path:
+    """Returns the folder of this package among those that Keras keeps for the user."""
     # Keras has no public name for its folder. This is the rule that keras.utils.get_file documents;
     # tests/test_weights_download.py compares the two.
     if keras_home := os.environ.get("KERAS_HOME"):
@@ -250,7 +251,8 @@ def _path_pieces(parts: urllib.parse.SplitResult) -> list[str]:
     return [piece for piece in path.split("/") if piece]
 
 
-def _source(url: str) -> str | Path:
+def source_of(url: str) -> str | Path:
+    """Returns where `fetch` looks for the file of a URL: there, or in the mirror that is set."""
     mirror = os.environ.get(MIRROR_SETTING)
     parts = urllib.parse.urlsplit(url)
     if not mirror or (parts.scheme, parts.netloc) != ("https", _GOOGLE_STORAGE):
@@ -444,7 +446,7 @@ def _check_owner(path: Path) -> None:
     """
     if not hasattr(os, "getuid"):  # Windows
         return
-    cache = _cache_folder()
+    cache = cache_folder()
     below = [folder for folder in path.parents if folder.is_relative_to(cache)]
     for place in (*cache.parents[1::-1], *reversed(below), path, _record(path)):
         try:

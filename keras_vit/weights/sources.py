@@ -3,23 +3,30 @@
 import functools
 import logging
 import os
+import queue
 import re
+import threading
 import urllib.parse
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 from keras_vit.weights.arrays import shard_places
 from keras_vit.weights.catalog import resolve
 from keras_vit.weights.checkpoint import SUFFIXES
 from keras_vit.weights.checksums import SHARD_INDEX, check_one_file, check_sha256, checked_sha256
-from keras_vit.weights.connection import shown
-from keras_vit.weights.download import cached_path, fetch, fetch_from_hub, hub_parts
+from keras_vit.weights.connection import InterruptedTransferError, Pace, open_url, plain, shown
+from keras_vit.weights.download import (
+    cached_path,
+    fetch,
+    fetch_from_hub,
+    hub_parts,
+    source_of,
+)
 from keras_vit.weights.torch_settings import SETTINGS_FILES
 
-HUB_WEIGHTS, HUB_INDEX = "model.safetensors", f"model{SHARD_INDEX}"
-
-# What a folder is looked through for, before any other file that can be read.
-FOLDER_FILES = (HUB_WEIGHTS, HUB_INDEX, "model.keras")
+# What a folder or repository is looked through for, before any other file that can be read.
+FOLDER_FILES = ("model.safetensors", f"model{SHARD_INDEX}", "model.keras")
 _OF_TORCH = (".safetensors", SHARD_INDEX)  # with settings beside them
 _SHARD = re.compile(r".*-\d{5}-of-\d{5}\.safetensors")
 _LOGGER = logging.getLogger("keras_vit.weights")
@@ -98,6 +105,73 @@ def locate(
     return fetch(row.url, sha256=sha256 or row.sha256)
 
 
+REACH_SECONDS = 4.0
+# Where the file of published weights would come from.
+Place = Literal["cache", "mirror", "network"]
+
+
+def reach(
+    weights: str,
+    variant: str,
+    *,
+    image_size: int | None = None,
+    seconds: float = REACH_SECONDS,
+) -> Place:
+    """Returns where the file of a published name would come from, without downloading it.
+
+    A file that is here is not asked for anywhere. Otherwise a server is asked for its first byte.
+
+    Args:
+        weights: a name that `keras_vit.weights.resolve` knows.
+        variant: a key of `keras_vit.VARIANTS`, to which it belongs.
+        image_size: as in `locate`.
+        seconds: how long to wait for an answer.
+
+    Raises:
+        ConnectionError: the file cannot be reached; the text is the reason alone.
+        ValueError: no published checkpoint has that name, or KERAS_VIT_MIRROR is no place.
+    """
+    url = resolve(variant, weights, image_size=image_size).url
+    if cached_path(url).is_file():
+        return "cache"
+    source = source_of(url)
+    if isinstance(source, Path):
+        if not source.is_file():
+            raise ConnectionError(f"there is no {source}")
+        return "mirror"
+    answers: queue.SimpleQueue[str] = queue.SimpleQueue()
+    # A thread that nobody waits for: to look up a host's address may take half a minute.
+    threading.Thread(
+        target=lambda: answers.put(_refusal(source, seconds)), name="keras_vit-reach", daemon=True
+    ).start()
+    try:
+        refusal = answers.get(timeout=seconds)
+    except queue.Empty:
+        host = urllib.parse.urlsplit(source).netloc.rpartition("@")[2]
+        refusal = f"{plain(host)}: no answer within {seconds:g} seconds"
+    if refusal:
+        raise ConnectionError(refusal)
+    return "network" if source == url else "mirror"
+
+
+def _refusal(url: str, seconds: float) -> str:
+    """Asks for the first byte of a file; returns why it does not come, "" if it does."""
+    pace, end = Pace(window=seconds, least=1), "_"  # the advice, which is taken off again
+    try:
+        with pace.watching():
+            response, _ = open_url(
+                url, {"Range": "bytes=0-0"}, advice=end, timeout=seconds, pace=pace
+            )
+            response.close()
+    except InterruptedTransferError as error:
+        host = urllib.parse.urlsplit(url).netloc.rpartition("@")[2]
+        reason = re.sub(r"^\[Errno -?[0-9]+\] ", "", str(error))
+        return f"{plain(host)}: {reason}"
+    except (OSError, ValueError) as error:
+        return str(error).removesuffix(f": {end}.").removesuffix(f": check the name, or {end}.")
+    return ""
+
+
 def _check_file(path: Path, sha256: str | None) -> Path:
     check_sha256(path, sha256)
     return path
@@ -118,7 +192,8 @@ def _folder_file(folder: Path) -> Path:
         )
     parts = [name for name in entries if name not in whole or name.endswith(".index.json")]
     reason = (
-        f"its weights are in parts ({parts[0]}) without {HUB_INDEX}; fetch it, or save one file"
+        f"its weights are in parts ({parts[0]}) without {FOLDER_FILES[1]}; fetch it, or save one"
+        " file"
         if parts
         else (f"put one there whose name ends in {', '.join(SUFFIXES)}")
     )
@@ -159,15 +234,17 @@ def _hub_file(address: str, sha256: str | None) -> Path:
     """Fetches a model from the Hugging Face Hub, all files of one commit; settings land beside."""
     repository, revision, file = hub_parts(address, suffixes=SUFFIXES)
     check_one_file(file or "", sha256)
-    weights = file or HUB_WEIGHTS
+    weights = file or FOLDER_FILES[0]
     folder = weights.rpartition("/")[0]
     get = functools.partial(fetch_from_hub, address, repository)
     beside = [f"{folder}/{name}".lstrip("/") for name in SETTINGS_FILES]
-    beside = beside if weights.endswith(_OF_TORCH) else []
+    # Of a run's model.keras the first of them, config.json, has the labels.
+    beside = beside if weights.endswith(_OF_TORCH) else beside[: weights.endswith(".keras")]
     commit = revision
     if file is None:  # the small file first: it tells whether this is a model at all
         _, commit = get(beside.pop(0), revision=commit)
         path, commit = _hub_weights(address, get, commit, sha256)
+        beside = beside if path.name.endswith(_OF_TORCH) else []
     else:
         path, commit = get(file, revision=commit, sha256=sha256)
     _LOGGER.info("%s is commit %s.", address, commit)
@@ -185,18 +262,21 @@ def _hub_weights(
     address: str, get: Callable[..., tuple[Path, str]], commit: str | None, sha256: str | None
 ) -> tuple[Path, str]:
     """Returns a repository's file of weights, or the index of its shards, and the commit."""
-    try:
-        return get(HUB_WEIGHTS, revision=commit, sha256=sha256)
-    except OSError as error:  # without a network nobody says that a file is not there
-        first = error
-    try:
-        path, commit = get(HUB_INDEX, revision=commit)
-    except FileNotFoundError:
-        raise FileNotFoundError(
-            f"{address} has neither {HUB_WEIGHTS} nor {HUB_INDEX}; weights are read from "
-            f"{', '.join(SUFFIXES)} files, one of them named as hf://owner/name/FILE."
-        ) from None
-    except OSError:
-        raise first from None
-    check_one_file(path.name, sha256)
-    return path, commit
+    errors: list[OSError] = []
+    for name in FOLDER_FILES:
+        is_index = name.endswith(SHARD_INDEX)
+        try:
+            found = get(name, revision=commit, **({} if is_index else {"sha256": sha256}))
+        except OSError as error:
+            errors.append(error)
+            continue
+        if is_index:
+            check_one_file(name, sha256)
+        return found
+    for failure in errors:  # without a network nobody says that a file is not there
+        if not isinstance(failure, FileNotFoundError):
+            raise failure
+    raise FileNotFoundError(
+        f"{address} has none of {', '.join(FOLDER_FILES)}; weights are read from "
+        f"{', '.join(SUFFIXES)} files, one of them named as hf://owner/name/FILE."
+    )

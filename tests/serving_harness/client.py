@@ -25,19 +25,28 @@ from keras_vit.exporting import clean
 BOOTSTRAP = Path(clean.__file__).parent / "bootstrap.py"
 IMAGE = os.environ.get("KERAS_VIT_SERVING_IMAGE")
 SECONDS = 60
+SETTINGS = "test_batching.txt"
 
 
-def serving(directory: Path, *allowed_sizes: int) -> "AbstractContextManager[Served]":
-    """Serves a model directory while the block runs, in batches if sizes are given."""
+def serving(directory: Path, settings: str | None = None) -> "AbstractContextManager[Served]":
+    """Serves a model directory while the block runs, in batches if their settings are given.
+
+    Args:
+        directory: the directory with the versions.
+        settings: the text of a file with BatchingParameters; it is written beside the versions.
+    """
     start = _docker if IMAGE else _stand_in
-    return start(Path(directory), allowed_sizes)
+    if settings is not None:
+        (directory / SETTINGS).write_text(settings, encoding="utf-8")
+    return start(Path(directory), settings is not None)
 
 
 @contextlib.contextmanager
-def _stand_in(directory: Path, allowed_sizes: tuple[int, ...]) -> "Iterator[Served]":
+def _stand_in(directory: Path, is_batching: bool) -> "Iterator[Served]":
     script = Path(__file__).parent / "server.py"
+    files = [directory / SETTINGS] if is_batching else []
     process = subprocess.Popen(
-        [sys.executable, "-P", script, BOOTSTRAP, directory, *map(str, allowed_sizes)],
+        [sys.executable, "-P", script, BOOTSTRAP, directory, *files],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -56,18 +65,11 @@ def _stand_in(directory: Path, allowed_sizes: tuple[int, ...]) -> "Iterator[Serv
 
 
 @contextlib.contextmanager
-def _docker(directory: Path, allowed_sizes: tuple[int, ...]) -> "Iterator[Served]":
+def _docker(directory: Path, is_batching: bool) -> "Iterator[Served]":
     assert IMAGE is not None
     name = directory.name
-    flags: list[str] = []
-    if allowed_sizes:
-        (directory / "test_batching.txt").write_text(
-            f"max_batch_size {{ value: {allowed_sizes[-1]} }}\n"
-            "batch_timeout_micros { value: 200000 }\n"
-            f"allowed_batch_sizes: {list(allowed_sizes)}\n"
-        )
-        path = f"/models/{name}/test_batching.txt"
-        flags = ["--enable_batching=true", f"--batching_parameters_file={path}"]
+    path = f"/models/{name}/{SETTINGS}"
+    flags = ["--enable_batching=true", f"--batching_parameters_file={path}"] if is_batching else []
     served = Served(name, *_free_ports(2))
     command = ["docker", "run", "--rm", "--detach"]
     command += ["-p", f"{served.grpc_port}:8500", "-p", f"{served.rest_port}:8501"]
@@ -133,8 +135,15 @@ class Served:
         except urllib.error.HTTPError as error:
             return error.code, json.load(error)
 
+    def get(self, path: str = "") -> tuple[int, Any]:
+        """Asks for what lies under the model's address and returns (HTTP code, JSON)."""
+        url = f"http://127.0.0.1:{self.rest_port}/v1/models/{self.name}{path}"
+        try:
+            with urllib.request.urlopen(url, timeout=SECONDS) as response:
+                return response.status, json.load(response)
+        except urllib.error.HTTPError as error:
+            return error.code, json.load(error)
+
     def status(self) -> Any:
         """The model's status over REST."""
-        url = f"http://127.0.0.1:{self.rest_port}/v1/models/{self.name}"
-        with urllib.request.urlopen(url, timeout=SECONDS) as response:
-            return json.load(response)
+        return self.get()[1]

@@ -132,4 +132,5 @@ def _plain(name: str, value: np.ndarray) -> list[Any]:
         return list(value.tolist())
     if name.endswith("_bytes"):
         return [{"b64": base64.b64encode(item).decode()} for item in value.ravel()]
-    return [[text.decode() for text in row] for row in value.reshape(len(value), -1)]
+    texts = np.array([text.decode() for text in value.ravel()], object)
+    return list(texts.reshape(value.shape).tolist())

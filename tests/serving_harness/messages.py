@@ -18,6 +18,8 @@ _MESSAGES = {
         "thread_pool_name": (5, ".google.protobuf.StringValue"),
         "allowed_batch_sizes": (6, "repeated int64"),
         "pad_variable_length_inputs": (7, "bool"),
+        "enable_large_batch_splitting": (8, ".google.protobuf.BoolValue"),
+        "max_execution_batch_size": (9, _LONG),
     },
     "PrometheusConfig": {"enable": (1, "bool"), "path": (2, "string")},
     "MonitoringConfig": {"prometheus_config": (1, ".tensorflow.serving.PrometheusConfig")},

@@ -1,19 +1,19 @@
 """Checks one artefact on the disk, a SavedModel, ONNX or TFLite file, and writes a report."""
 
 import functools
-import importlib.metadata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from . import loader, messages
+from . import loader, messages, runners
 from .messages import Case, Check, Request, check_batches, size_check
 
 SIGNATURE = "serving_default"
 WARM_UP_FILE = "assets.extra/tf_serving_warmup_requests"
 WARM_UP_LIMIT = 1000  # the server refuses files with more requests
+JUNK = b"this is not an image"
 ONNX_DOMAINS = ("", "ai.onnx")
 RANK_LIMIT = 4  # of GPU delegates (tensorflow/tensorflow#60793)
 
@@ -34,45 +34,65 @@ _VARIABLES = ("VAR_HANDLE", "READ_VARIABLE", "ASSIGN_VARIABLE")
 def run(folder: Path) -> None:
     """Reads the request in a folder, checks its artefact, and writes the report into the folder."""
     request = messages.read_request(folder)
-    check = {"savedmodel": check_savedmodel, "onnx": check_onnx}.get(request.format, check_tflite)
-    checks, runtime = check(request)
-    messages.write_report(folder, checks, runtime)
+    runner = runners.open_runner(request.format, request.path, library=request.library)
+    checks = []
+    if request.cases:
+        check = _CHECKS[runners.family(request.format)]
+        checks = check(request, runner)
+    if request.gate is not None and request.gate.inputs:
+        run_signature = functools.partial(runner.run, request.gate.signature)
+        checks += messages.run_gate(request.gate, run_signature)
+    answers = [runner.run(case.signature, case.inputs) for case in request.references]
+    for case, answer in zip(request.references, answers, strict=True):
+        checks += messages.compare(case, answer, rows=case.rows)
+    messages.write_report(folder, messages.Report(checks, runner.versions, tuple(answers)))
 
 
-def check_savedmodel(request: Request) -> tuple[list[Check], dict[str, str]]:
-    """Returns the checks of a SavedModel, and the version of the loader."""
+def check_savedmodel(request: Request, runner: runners.SavedModelRunner) -> list[Check]:
+    """Returns the checks of a SavedModel."""
     checks = [*_check_sizes(request), *_check_operations(request.path)]
-    model = loader.SavedModel(request.path, library=request.library)
+    model = runner.model
     checks += _check_signatures(model)
     for case in request.cases:
-        run = functools.partial(model.run, case.signature)
+        run = functools.partial(runner.run, case.signature)
         checks += check_batches(case, run, request.batch_sizes)
+        checks.append(messages.check_empty(case, run))
         checks += _check_classes(case, model, request.labels)
-    checks.append(_check_refusal(model))
+        checks += _check_bad_rows(case, model)
     requests = replay(request.path, model)
     checks.append(Check(name="warm-up requests", measured=requests, limit="1..1000",
                         passed=1 <= requests <= WARM_UP_LIMIT))  # fmt: skip
-    return checks, {"loader": f"TensorFlow C++ {model.version}"}
+    return checks
 
 
-def check_onnx(request: Request) -> tuple[list[Check], dict[str, str]]:
-    """Returns the checks of an ONNX file, and the version of the runtime."""
-    import onnxruntime
-
+def check_onnx(request: Request, runner: runners.OnnxRunner) -> list[Check]:
+    """Returns the checks of an ONNX file."""
     checks = list(_check_onnx_graph(request))
-    session = onnxruntime.InferenceSession(str(request.path), providers=["CPUExecutionProvider"])
-    names = [output.name for output in session.get_outputs()]
-
-    def run(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return dict(zip(names, session.run(names, inputs), strict=True))
-
     for case in request.cases:
+        run = functools.partial(runner.run, case.signature)
         checks += check_batches(case, run, request.batch_sizes)
-    return checks, {"onnxruntime": onnxruntime.__version__}
+        checks.append(messages.check_empty(case, run))
+    return checks
 
 
-def check_tflite(request: Request) -> tuple[list[Check], dict[str, str]]:
-    """Returns the checks of a TFLite file, and the version of the runtime."""
+def check_web(request: Request, runner: runners.OnnxRunner) -> list[Check]:
+    """Returns the checks of a web page's model.
+
+    The runtime is that of Python: a browser runs the same graph by the same code, compiled for it.
+    """
+    checks = list(_check_onnx_file(request.path / runners.WEB_MODEL, request.parameter_bytes))
+    answers = []
+    for case in request.cases:
+        outputs = runner.run(case.signature, case.inputs)
+        checks += messages.compare(case, outputs, rows=1)
+        answers.append(outputs)
+    if request.gate is not None:
+        checks += messages.gate_checks(request.gate, answers)
+    return checks
+
+
+def check_tflite(request: Request, runner: runners.TfliteRunner) -> list[Check]:
+    """Returns the checks of a TFLite file."""
     from ai_edge_litert import interpreter as litert
 
     # Without delegates, which hide the operators that they replace.
@@ -81,10 +101,19 @@ def check_tflite(request: Request) -> tuple[list[Check], dict[str, str]]:
         experimental_op_resolver_type=litert.OpResolverType.BUILTIN_WITHOUT_DEFAULT_DELEGATES,
     )
     checks = [*_check_tflite_graph(plain, request)]
-    run = _runner(litert.Interpreter(str(request.path)))
     for case in request.cases:
-        checks += check_batches(case, run, (len(case.inputs["images"]),))
-    return checks, {"ai-edge-litert": importlib.metadata.version("ai-edge-litert")}
+        run = functools.partial(runner.run, case.signature)
+        checks += check_batches(case, run, (case.rows,))
+    return checks
+
+
+# Of each family of formats.
+_CHECKS: dict[str, Callable[..., list[Check]]] = {
+    "savedmodel": check_savedmodel,
+    "onnx": check_onnx,
+    "web": check_web,
+    "tflite": check_tflite,
+}
 
 
 def replay(path: Path, model: loader.SavedModel) -> int:
@@ -222,25 +251,38 @@ def _check_classes(
     )
 
 
-def _check_refusal(model: loader.SavedModel) -> Check:
-    junk = np.array([b"this is not an image"], object)
-    try:
-        model.run(SIGNATURE, {"image_bytes": junk})
-        code = "an answer"
-    except loader.ServingError as error:
-        code = error.code
-    expected = "INVALID_ARGUMENT"
-    return Check(name="what is no image", measured=code, limit=expected, passed=code == expected)
+def _check_bad_rows(case: Case, model: loader.SavedModel) -> Iterator[Check]:
+    """Sends what is no image beside an image: it must fail alone, and change nothing else."""
+    if "status" not in model.signatures[case.signature].outputs:
+        return
+    ((name, files),) = case.inputs.items()
+    mixed = np.array([JUNK, files[0], b""], object)
+    outputs = model.run(case.signature, {name: mixed})
+    told = [text.decode() for text in outputs["status"]]
+    yield Check(
+        name=f"{case.signature}: only what is no image fails",
+        measured=", ".join("OK" if text == "OK" else "failed" for text in told),
+        limit="failed, OK, failed",
+        passed=[text == "OK" for text in told] == [False, True, False],
+    )
+    expected = {**case.expected, **case.alone}
+    difference = max(
+        messages.largest_difference(outputs[key][1:2], value[:1]) for key, value in expected.items()
+    )
+    limit = case.limit + case.own_drift
+    yield Check(
+        name=f"{case.signature}: an image between bad ones, largest difference",
+        measured=difference,
+        limit=limit,
+        passed=difference <= limit,
+    )
 
 
 def _check_onnx_graph(request: Request) -> Iterator[Check]:
     import onnx
 
-    onnx.checker.check_model(str(request.path), full_check=True)
-    yield Check(name="onnx.checker, full", measured="passed", limit="passed", passed=True)
+    yield from _check_onnx_file(request.path, request.parameter_bytes)
     model = onnx.load(str(request.path), load_external_data=False)
-    foreign = {node.domain for node in model.graph.node} - set(ONNX_DOMAINS)
-    yield Check(name="foreign domains", measured=", ".join(foreign), limit="", passed=not foreign)
     batches = {
         value.type.tensor_type.shape.dim[0].dim_param
         for value in (*model.graph.input, *model.graph.output)
@@ -251,8 +293,18 @@ def _check_onnx_graph(request: Request) -> Iterator[Check]:
         limit="batch",
         passed=batches == {"batch"},
     )
-    size = sum(file.stat().st_size for file in request.path.parent.glob(f"{request.path.name}*"))
-    yield size_check(size, request.parameter_bytes, share=1.0)
+
+
+def _check_onnx_file(file: Path, parameter_bytes: int) -> Iterator[Check]:
+    import onnx
+
+    onnx.checker.check_model(str(file), full_check=True)
+    yield Check(name="onnx.checker, full", measured="passed", limit="passed", passed=True)
+    model = onnx.load(str(file), load_external_data=False)
+    foreign = {node.domain for node in model.graph.node} - set(ONNX_DOMAINS)
+    yield Check(name="foreign domains", measured=", ".join(foreign), limit="", passed=not foreign)
+    size = sum(each.stat().st_size for each in file.parent.glob(f"{file.name}*"))
+    yield size_check(size, parameter_bytes, share=1.0)
 
 
 def _check_tflite_graph(interpreter: Any, request: Request) -> Iterator[Check]:
@@ -270,7 +322,7 @@ def _check_tflite_graph(interpreter: Any, request: Request) -> Iterator[Check]:
     yield Check(name="highest rank", measured=rank, limit=RANK_LIMIT, passed=rank <= RANK_LIMIT)
     signatures = interpreter.get_signature_list()
     outputs = sorted({name for case in request.cases for name in case.expected})
-    named = signatures.get(SIGNATURE, {"inputs": [], "outputs": []})
+    named = signatures.get(runners.SIGNATURE, {"inputs": [], "outputs": []})
     yield Check(
         name="signature",
         measured=f"{sorted(named['inputs'])} to {sorted(named['outputs'])}",
@@ -279,20 +331,3 @@ def _check_tflite_graph(interpreter: Any, request: Request) -> Iterator[Check]:
     )
     size = request.path.stat().st_size
     yield size_check(size, request.parameter_bytes, share=_SHARES[request.format])
-
-
-def _runner(interpreter: Any) -> messages.Run:
-    runner = interpreter.get_signature_runner(SIGNATURE)
-    batch = int(runner.get_input_details()["images"]["shape"][0])
-
-    def run(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        images = inputs["images"]
-        padded = np.concatenate([images, *[images[-1:]] * (-len(images) % batch)])
-        parts = [
-            runner(images=padded[start : start + batch]) for start in range(0, len(padded), batch)
-        ]
-        return {
-            name: np.concatenate([part[name] for part in parts])[: len(images)] for name in parts[0]
-        }
-
-    return run

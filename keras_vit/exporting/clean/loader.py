@@ -4,9 +4,11 @@
 of TensorFlow's wheel has both behind its C interface, so no Python part of TensorFlow is needed.
 """
 
+import contextlib
 import ctypes
 import dataclasses
 import importlib.util
+import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -128,7 +130,8 @@ NUMBERS = {np.dtype(dtype): number for number, dtype in DTYPES.items()}
 _STRING_BYTES = 24  # sizeof(TF_TString), tensorflow/c/tf_tstring.h
 
 # absl's canonical codes, tensorflow/c/tf_status.h
-CODES = {3: "INVALID_ARGUMENT", 5: "NOT_FOUND", 8: "RESOURCE_EXHAUSTED", 9: "FAILED_PRECONDITION"}
+CODES = {3: "INVALID_ARGUMENT", 5: "NOT_FOUND", 8: "RESOURCE_EXHAUSTED", 9: "FAILED_PRECONDITION",
+         14: "UNAVAILABLE"}  # fmt: skip
 
 
 class ServingError(Exception):
@@ -175,6 +178,8 @@ class _Buffer(ctypes.Structure):
 class SavedModel:
     """A SavedModel in a session of the C++ runtime, through TensorFlow's public C interface.
 
+    Threads may run it at the same time. Its memory is freed with the last reference to it.
+
     Args:
         path: the version directory with saved_model.pb.
         library: folder of libtensorflow_cc; None for that of the installed TensorFlow.
@@ -186,21 +191,18 @@ class SavedModel:
 
     def __init__(self, path: str | Path, *, library: Path | None = None) -> None:
         self._lib = _load_library(library or installed_library())
-        self._status = self._lib.TF_NewStatus()
         self._graph = self._lib.TF_NewGraph()
-        buffer = self._lib.TF_NewBuffer()
+        weakref.finalize(self, self._lib.TF_DeleteGraph, self._graph).atexit = False
+        buffer, settings = self._lib.TF_NewBuffer(), self._lib.TF_NewSessionOptions()
         tags = (ctypes.c_char_p * 1)(b"serve")
-        self._session = self._lib.TF_LoadSessionFromSavedModel(
-            self._lib.TF_NewSessionOptions(),
-            None,
-            str(path).encode(),
-            tags,
-            1,
-            self._graph,
-            buffer,
-            self._status,
-        )
-        self._check()
+        load = self._lib.TF_LoadSessionFromSavedModel
+        with self._checked() as status:
+            self._session = load(
+                settings, None, str(path).encode(), tags, 1, self._graph, buffer, status
+            )
+        self._lib.TF_DeleteSessionOptions(settings)
+        # Finalizers run last to first: the session goes before its graph.
+        weakref.finalize(self, _close, self._lib, self._session).atexit = False
         content = ctypes.cast(buffer, ctypes.POINTER(_Buffer)).contents
         self.signatures = _signatures(ctypes.string_at(content.data, content.length))
         self._lib.TF_DeleteBuffer(buffer)
@@ -223,33 +225,32 @@ class SavedModel:
         fetches = list(tensors.outputs.values())
         values = (ctypes.c_void_p * len(feeds))(*map(self._tensor, inputs.values()))
         results = (ctypes.c_void_p * len(fetches))()
-        self._lib.TF_SessionRun(
-            self._session,
-            None,
-            (_Output * len(feeds))(*map(self._output, feeds)),
-            values,
-            len(feeds),
-            (_Output * len(fetches))(*map(self._output, fetches)),
-            results,
-            len(fetches),
-            None,
-            0,
-            None,
-            self._status,
-        )
-        for value in values:
-            self._lib.TF_DeleteTensor(value)
-        self._check()
+        sources = (_Output * len(feeds))(*map(self._output, feeds))
+        targets = (_Output * len(fetches))(*map(self._output, fetches))
+        takes, gives = (sources, values, len(feeds)), (targets, results, len(fetches))
+        try:
+            with self._checked() as status:
+                self._lib.TF_SessionRun(self._session, None, *takes, *gives, None, 0, None, status)
+        finally:
+            for value in values:
+                self._lib.TF_DeleteTensor(value)
         arrays = [self._array(int(result or 0)) for result in results]
         for result in results:
             self._lib.TF_DeleteTensor(result)
         return dict(zip(tensors.outputs, arrays, strict=True))
 
-    def _check(self) -> None:
-        code = self._lib.TF_GetCode(self._status)
-        if code:
-            message = self._lib.TF_Message(self._status).decode(errors="replace")
-            raise ServingError(CODES.get(code, f"CODE_{code}"), message)
+    @contextlib.contextmanager
+    def _checked(self) -> Iterator[Any]:
+        """Yields a status of its own for one call, and raises the error that is in it."""
+        status = self._lib.TF_NewStatus()
+        try:
+            yield status
+            code = self._lib.TF_GetCode(status)
+            if code:
+                message = self._lib.TF_Message(status).decode(errors="replace")
+                raise ServingError(CODES.get(code, f"CODE_{code}"), message)
+        finally:
+            self._lib.TF_DeleteStatus(status)
 
     def _output(self, tensor: Tensor) -> _Output:
         name, _, index = tensor.name.partition(":")
@@ -289,6 +290,12 @@ class SavedModel:
             size = self._lib.TF_StringGetSize(address)
             strings.flat[place] = ctypes.string_at(self._lib.TF_StringGetDataPointer(address), size)
         return strings
+
+
+def _close(library: Any, session: int) -> None:
+    status = library.TF_NewStatus()
+    library.TF_DeleteSession(session, status)
+    library.TF_DeleteStatus(status)
 
 
 def installed_library() -> Path:
@@ -360,12 +367,14 @@ def _declare(library: Any) -> Any:
         ),
         "TF_GraphOperationByName": (pointer, ctypes.c_char_p),
         "TF_AllocateTensor": (number, ctypes.POINTER(ctypes.c_int64), number, ctypes.c_size_t),
+        "TF_DeleteSession": (pointer, pointer),
         "TF_StringCopy": (pointer, ctypes.c_char_p, ctypes.c_size_t),
         "TF_Dim": (pointer, number),
     }
     one_pointer = (
         "TF_DeleteTensor TF_TensorData TF_TensorType TF_NumDims TF_TensorByteSize TF_GetCode "
-        "TF_Message TF_StringInit TF_StringGetSize TF_StringGetDataPointer TF_DeleteBuffer"
+        "TF_Message TF_StringInit TF_StringGetSize TF_StringGetDataPointer TF_DeleteBuffer "
+        "TF_DeleteStatus TF_DeleteGraph TF_DeleteSessionOptions"
     )
     for name, types in (*takes.items(), *((name, (pointer,)) for name in one_pointer.split())):
         getattr(library, name).argtypes = types

@@ -9,7 +9,10 @@ from typing import Any
 
 import numpy as np
 
-_REQUEST, _ARRAYS, _REPORT = "request.json", "arrays.npz", "report.json"
+from .agreement import Gate, Limits, measure
+
+_REQUEST, _ARRAYS = "request.json", "arrays.npz"
+_REPORT, _ANSWERS = "report.json", "answers.npz"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -22,10 +25,8 @@ class Case:
         expected: the outputs by name.
         alone: the outputs for the first image in a batch of one, where convolutions may sum in
             another order; empty to compare with the first row of `expected`.
-        limit: the limit of the comparison.
-        measure: "absolute", the largest difference; "relative", that difference over the largest
-            expected value; "cosine", the lowest cosine of two rows; "top1", the share of rows with
-            the same best class. The last two must not fall below the limit.
+        limit: the largest difference that passes.
+        measure: "absolute", the largest difference, or "spread", over the range of the expected.
     """
 
     signature: str
@@ -34,6 +35,12 @@ class Case:
     limit: float
     measure: str = "absolute"
     alone: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+
+    @property
+    def rows(self) -> int:
+        """How many images there are; a page's input is one."""
+        (value, *_) = self.inputs.values()
+        return 1 if "rgba" in self.inputs else len(value)
 
     @property
     def own_drift(self) -> float:
@@ -57,12 +64,15 @@ class Request:
     """The checks of one artefact.
 
     Attributes:
-        format: "savedmodel", "tflite", "tflite-fp16", "tflite-int8", "tflite-int8-full" or "onnx".
+        format: the name of the format, which begins with what runs it, see `runners.family`.
         path: the artefact.
         parameter_bytes: bytes of the model's weights in float32.
         batch_sizes: the batch sizes to run; the cases hold batches of the largest.
         labels: a name for each class.
         cases: what to run.
+        references: what the artefact is to answer for the record; `expected` holds what it answered
+            before, nothing the first time.
+        gate: what decides whether the artefact answers like the model; None to run the rest alone.
         library: folder of another libtensorflow_cc for the SavedModel; None for the installed one.
     """
 
@@ -72,6 +82,8 @@ class Request:
     batch_sizes: tuple[int, ...]
     labels: tuple[str, ...]
     cases: tuple[Case, ...]
+    references: tuple[Case, ...] = ()
+    gate: Gate | None = None
     library: Path | None = None
 
 
@@ -116,31 +128,67 @@ def read_request(folder: Path) -> Request:
             strings[:] = [base64.b64decode(text) for text in value]
             return strings
 
-        for case in fields["cases"]:
+        for case in (*fields["cases"], *fields["references"]):
             for group in _GROUPS:
                 case[group] = {name: decode(value) for name, value in case[group].items()}
+        gate = fields["gate"]
+        if gate is not None:
+            gate["inputs"] = {name: decode(value) for name, value in gate["inputs"].items()}
+            gate |= {name: decode(gate[name]) for name in ("expected", "targets")}
+            gate["outputs"] = tuple(gate["outputs"])
+            fields["gate"] = Gate(**{**gate, "limits": Limits(**gate["limits"])})
     library = fields["library"]
     paths = {"path": Path(fields["path"]), "library": None if library is None else Path(library)}
-    cases = tuple(Case(**case) for case in fields["cases"])
+    cases = {name: tuple(Case(**case) for case in fields[name]) for name in ("cases", "references")}
     tuples = {name: tuple(fields[name]) for name in ("batch_sizes", "labels")}
-    return Request(**{**fields, **paths, **tuples, "cases": cases})
+    return Request(**{**fields, **paths, **tuples, **cases})
 
 
-def write_report(folder: Path, checks: list[Check], runtime: dict[str, str]) -> None:
-    """Writes the results, and the versions of the runtimes."""
-    report = {"runtime": runtime, "checks": [dataclasses.asdict(check) for check in checks]}
-    (folder / _REPORT).write_text(json.dumps(report), encoding="utf-8")
+@dataclasses.dataclass(frozen=True, eq=False)
+class Report:
+    """What the checks of a request found.
+
+    Attributes:
+        checks: the results.
+        runtime: versions of what ran the artefact.
+        answers: its numbers for each of the references, by name.
+    """
+
+    checks: list[Check]
+    runtime: dict[str, str]
+    answers: tuple[dict[str, np.ndarray], ...] = ()
 
 
-def read_report(folder: Path) -> tuple[list[Check], dict[str, str]]:
+def write_report(folder: Path, report: Report) -> None:
+    """Writes a report into the folder of its request."""
+    arrays, names = {}, []
+    for place, answer in enumerate(report.answers):
+        numbers = {name: value for name, value in answer.items() if value.dtype == np.float32}
+        arrays.update({f"{place}_{name}": value for name, value in numbers.items()})
+        names.append(list(numbers))
+    np.savez(folder / _ANSWERS, allow_pickle=False, **arrays)
+    fields = {
+        "runtime": report.runtime,
+        "checks": [dataclasses.asdict(check) for check in report.checks],
+        "answers": names,
+    }
+    (folder / _REPORT).write_text(json.dumps(fields), encoding="utf-8")
+
+
+def read_report(folder: Path) -> Report:
     """Reads a report that `write_report` wrote."""
-    report = json.loads((folder / _REPORT).read_text(encoding="utf-8"))
-    return [Check(**check) for check in report["checks"]], report["runtime"]
+    fields = json.loads((folder / _REPORT).read_text(encoding="utf-8"))
+    with np.load(folder / _ANSWERS) as arrays:
+        answers = tuple(
+            {name: arrays[f"{place}_{name}"] for name in names}
+            for place, names in enumerate(fields["answers"])
+        )
+    return Report([Check(**check) for check in fields["checks"]], fields["runtime"], answers)
 
 
 Run = Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]
 
-TIE = 1e-3  # rounding may exchange the two best logits if they are closer
+GATE_BATCH = 8  # images that a gate runs at once
 LARGE = 20_000_000  # bytes of weights, beside which the rest of a file does not count
 
 
@@ -164,6 +212,17 @@ def relative_difference(actual: np.ndarray, expected: np.ndarray) -> float:
     return largest_difference(actual, expected) / max(float(np.abs(expected).max()), 1e-30)
 
 
+def spread_difference(actual: np.ndarray, expected: np.ndarray) -> float:
+    """Returns the largest difference divided by the range of the expected values.
+
+    Example:
+        >>> spread_difference(np.array([-10.0, -9.5]), np.array([-10.0, -9.0]))
+        0.5
+    """
+    spread = float(np.ptp(expected)) if expected.size else 0.0
+    return largest_difference(actual, expected) / max(spread, 1e-6)
+
+
 def lowest_cosine(actual: np.ndarray, expected: np.ndarray) -> float:
     """Returns the lowest cosine between the rows of two arrays; -1 for another shape or NaN.
 
@@ -182,47 +241,23 @@ def lowest_cosine(actual: np.ndarray, expected: np.ndarray) -> float:
     return float(np.where((rows == others).all(axis=1), 1.0, cosines).min())
 
 
-def top1_agreement(actual: np.ndarray, expected: np.ndarray) -> float:
-    """Returns the fraction of rows with the same best class, without the model's own ties."""
-    if actual.shape != expected.shape:
-        return 0.0
-    agree = actual.argmax(axis=-1) == expected.argmax(axis=-1)
-    if expected.shape[-1] > 1:
-        logits = np.sort(expected, axis=-1)
-        agree = agree[logits[:, -1] - logits[:, -2] > TIE]
-    return float(agree.mean()) if agree.size else 1.0
-
-
-# Of each measure: its function, its name in a check, and whether the limit is the least value.
-_MEASURES: dict[str, tuple[Callable[[np.ndarray, np.ndarray], float], str, bool]] = {
-    "absolute": (largest_difference, "absolute difference", False),
-    "relative": (relative_difference, "relative difference", False),
-    "cosine": (lowest_cosine, "cosine", True),
-    "top1": (top1_agreement, "top-1 agreement", True),
+# Of each measure of a case: its function, and its name in a check.
+_MEASURES: dict[str, tuple[Callable[[np.ndarray, np.ndarray], float], str]] = {
+    "absolute": (largest_difference, "absolute difference"),
+    "spread": (spread_difference, "difference over the spread"),
 }
 
 
 def compare(case: Case, actual: dict[str, np.ndarray], *, rows: int) -> list[Check]:
     """Compares the outputs for the first rows of a case with the expected ones."""
-    function, label, is_least = _MEASURES[case.measure]
+    function, label = _MEASURES[case.measure]
     checks = []
     for name, expected in {**case.expected, **(case.alone if rows == 1 else {})}.items():
         measured = function(actual.get(name, np.empty(0)), expected[:rows])
-        passed = measured >= case.limit if is_least else measured <= case.limit
         text = case.check_name(f"{name}, batch {rows}, {label}")
+        passed = measured <= case.limit
         checks.append(Check(name=text, measured=measured, limit=case.limit, passed=passed))
     return checks
-
-
-def compare_top1(case: Case, actual: dict[str, np.ndarray]) -> list[Check]:
-    """Compares the best class of each image; only float32 artefacts must agree on all."""
-    if "logits" not in case.expected or "logits" not in actual or case.measure == "top1":
-        return []
-    agreement = top1_agreement(actual["logits"], case.expected["logits"])
-    limit = 1.0 if case.measure == "absolute" else None
-    passed = agreement >= (limit or 0.0)
-    name = case.check_name("top-1 agreement")
-    return [Check(name=name, measured=agreement, limit=limit, passed=passed)]
 
 
 def check_batches(case: Case, run: Run, batch_sizes: tuple[int, ...]) -> list[Check]:
@@ -235,7 +270,6 @@ def check_batches(case: Case, run: Run, batch_sizes: tuple[int, ...]) -> list[Ch
         outputs[size] = run({name: value[:size] for name, value in case.inputs.items()})
         checks += compare(case, outputs[size], rows=size)
     whole = outputs[max(batch_sizes)]
-    checks += compare_top1(case, whole)
     if len(batch_sizes) > 1:
         drift = max(
             largest_difference(outputs[size][name], whole[name][:size])
@@ -246,6 +280,44 @@ def check_batches(case: Case, run: Run, batch_sizes: tuple[int, ...]) -> list[Ch
         name = case.check_name("batch invariance")
         checks.append(Check(name=name, measured=drift, limit=limit, passed=drift <= limit))
     return checks
+
+
+def check_empty(case: Case, run: Run) -> Check:
+    """Checks that no images get no answers, of the right shape."""
+    try:
+        outputs = run({name: value[:0] for name, value in case.inputs.items()})
+        wrong = [
+            name
+            for name, value in case.expected.items()
+            if name not in outputs or outputs[name].shape != (0, *value.shape[1:])
+        ]
+        found = ", ".join(wrong)
+    except Exception as error:  # each runtime has errors of its own
+        found = str(error).splitlines()[0] or type(error).__name__
+    return Check(name=case.check_name("batch 0"), measured=found, limit="", passed=not found)
+
+
+def run_gate(gate: Gate, run: Run) -> list[Check]:
+    """Runs the images of a gate in batches of eight, and holds the answers to its limits."""
+    ((name, images),) = gate.inputs.items()
+    starts = range(0, len(images), GATE_BATCH)
+    return gate_checks(gate, [run({name: images[start : start + GATE_BATCH]}) for start in starts])
+
+
+def gate_checks(gate: Gate, parts: list[dict[str, np.ndarray]]) -> list[Check]:
+    """Holds an artefact's answers, in one or more batches, to the limits of a gate."""
+    answers = {name: _joined([part.get(name) for part in parts]) for name in gate.outputs}
+    checks = [Check(name="gate: images", measured=len(gate.expected), limit=None, passed=True)]
+    for name, (measured, limit, is_least) in measure(gate, answers).items():
+        passed = measured >= limit if is_least else measured <= limit
+        checks.append(Check(name=f"gate: {name}", measured=measured, limit=limit, passed=passed))
+    return checks
+
+
+def _joined(parts: list[np.ndarray | None]) -> np.ndarray:
+    arrays = [part for part in parts if part is not None]
+    ranks = {array.ndim for array in arrays}
+    return np.concatenate(arrays) if len(arrays) == len(parts) and len(ranks) == 1 else np.empty(0)
 
 
 def size_check(size: int, parameter_bytes: int, *, share: float) -> Check:

@@ -1,0 +1,138 @@
+"""Images that are the same wherever they are made, and what an artefact answered to them.
+
+The record beside an artefact keeps the answers and not the images: whoever has the folder alone
+can make the images again, and see whether the artefact still answers the same.
+"""
+
+import base64
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from keras_vit.exporting.clean import messages, runners
+from keras_vit.exporting.description import Description
+
+COUNT = 4
+LARGEST = 2**18  # bytes of one output in the record: of larger ones there are fewer images
+# By how much of their spread answers may have changed; kernels of int8 differ between processors.
+LIMIT, INT8_LIMIT = 1e-3, 5e-2
+_INPUTS = ("image_bytes", "images", "pixel_values")  # of a SavedModel, which are made here
+
+
+def draw(shape: tuple[int, int, int], count: int = COUNT) -> np.ndarray:
+    """Draws smooth images by whole numbers alone, uint8 (count, height, width, channels).
+
+    Example:
+        >>> draw((2, 2, 3), 1)[0, :, 0].tolist()
+        [[0, 85, 170], [60, 145, 230]]
+    """
+    height, width, channels = shape
+    number, y, x, channel = np.ogrid[:count, :height, :width, :channels]
+    steps = 480 * (number + 1) * y // (4 * height) + 480 * (3 + number) * x // (4 * width)
+    wave = (steps + 85 * channel + 37 * number) % 512
+    images: np.ndarray = np.where(wave < 256, wave, 511 - wave).astype(np.uint8)
+    return images
+
+
+def make(
+    name: str,
+    about: Description,
+    *,
+    cases: Sequence[messages.Case] = (),
+    recorded: Sequence[Mapping[str, Any]] | None = None,
+) -> tuple[messages.Case, ...]:
+    """Returns what to ask an artefact, and what it answered before.
+
+    Args:
+        name: the format.
+        about: the description of the model.
+        cases: those that a SavedModel was checked with: each has a signature, and its input.
+        recorded: the answers in the record; None where there are none yet.
+    """
+    if recorded is not None:
+        return tuple(_recorded(name, about, answer) for answer in recorded)
+    count = COUNT
+    kind = runners.family(name)
+    if kind == "web":
+        return tuple(_case(name, about, f"image {place}", "rgba", place + 1) for place in range(2))
+    if kind != "savedmodel":
+        return (_case(name, about, "", "images", count),)
+    return tuple(
+        _case(name, about, case.signature, given, count)
+        for case in cases
+        for given in case.inputs
+        if given in _INPUTS
+    )
+
+
+def record(cases: Sequence[messages.Case], answers: Sequence[Mapping[str, np.ndarray]]) -> Any:
+    """Returns answers as plain values for JSON, the numbers as the bytes of float32 in base64."""
+    kept = []
+    for case, answer in zip(cases, answers, strict=True):
+        (given,) = case.inputs
+        rows = {
+            name: value[: max(LARGEST * len(value) // max(value.nbytes, 1), 1)]
+            for name, value in answer.items()
+        }
+        fewest = min(map(len, rows.values()), default=0)
+        outputs = {
+            name: {
+                "shape": list(value[:fewest].shape),
+                "float32": base64.b64encode(value[:fewest].astype("<f4").tobytes()).decode(),
+            }
+            for name, value in rows.items()
+        }
+        kept.append({"signature": case.signature, "input": given, "outputs": outputs})
+    return kept
+
+
+def _recorded(name: str, about: Description, answer: Mapping[str, Any]) -> messages.Case:
+    expected = {
+        output: np.frombuffer(base64.b64decode(value["float32"]), "<f4").reshape(value["shape"])
+        for output, value in answer["outputs"].items()
+    }
+    place = int(answer["signature"].split()[-1]) + 1 if answer["input"] == "rgba" else None
+    rows = place or max(map(len, expected.values()))
+    return _case(name, about, answer["signature"], answer["input"], rows, expected)
+
+
+def _case(
+    name: str,
+    about: Description,
+    signature: str,
+    given: str,
+    count: int,
+    expected: dict[str, np.ndarray] | None = None,
+) -> messages.Case:
+    pixels = draw(about.image_shape, count)
+    if given == "rgba":
+        value = np.pad(pixels[-1], ((0, 0), (0, 0), (0, 1)), constant_values=255)
+    elif given == "image_bytes":
+        value = np.empty(count, object)
+        value[:] = [encode_bmp(image) for image in pixels]
+    elif given == "pixel_values":
+        value = about.normalized(pixels)
+    else:
+        value = pixels if runners.family(name) == "savedmodel" else about.prepared(pixels)
+    limit = INT8_LIMIT if "int8" in name else LIMIT
+    return messages.Case(
+        signature=signature,
+        inputs={given: value},
+        expected=expected or {},
+        limit=limit,
+        measure="spread",
+    )
+
+
+def encode_bmp(pixels: np.ndarray) -> bytes:
+    """Encodes pixels (height, width, 3), or grey ones of one channel, as a 24-bit BMP."""
+    height, width, _ = pixels.shape
+    pixels = np.broadcast_to(pixels, (height, width, 3))
+    rows = np.zeros((height, -(-3 * width // 4) * 4), np.uint8)  # rows are padded to 4 bytes
+    rows[:, : 3 * width] = pixels[::-1, :, ::-1].reshape(height, -1)  # bottom first, blue first
+    content = rows.tobytes()
+    header = struct.pack("<2sIHHI", b"BM", 54 + len(content), 0, 0, 54)
+    info = struct.pack("<IiiHHIIiiII", 40, width, height, 1, 24, 0, len(content), 0, 0, 0, 0)
+    return header + info + content

@@ -1,0 +1,209 @@
+"""The images of a report: which are shown, small copies of them, and what a model attends to."""
+
+import dataclasses
+import io
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_vit import explain, pages
+from keras_vit.data import Split, antialias_of, evaluation_batches, image_size_of
+from keras_vit.evaluation import Answers
+from keras_vit.explain.attention import find_vit
+from keras_vit.model import VisionTransformer
+
+MISTAKES = 24
+_IMAGES, _SIDE, _BYTES = 160, 160, 1_700_000
+# So many images of each pair of classes, and so many of those recognised.
+_OF_PAIR, _OF_CLASS = 8, 3
+_VIEWS, _VIEW_SIDE = 6, 320
+_LARGEST_ATTENTION = 2**30  # bytes of the attention weights of one image
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Gallery:
+    """Small copies of images of a split.
+
+    Attributes:
+        images: what the page shows of each: data address, name, classes, probability.
+        mistakes: places in `images` of the most confident mistakes, the surest first.
+        cells: places in `images` by "true class,predicted class".
+    """
+
+    images: list[dict[str, Any]]
+    mistakes: list[int]
+    cells: dict[str, list[int]]
+
+
+def choose_images(answers: Answers, *, limit: int = _IMAGES) -> list[int]:
+    """Returns positions of images to show: confident mistakes, then some of each confused pair.
+
+    Example:
+        >>> answers = Answers(targets=np.array([0, 0, 1]), predicted=np.array([0, 1, 1]),
+        ...                   confidence=np.array([0.9, 0.6, 0.8]), losses=np.zeros(3))
+        >>> choose_images(answers)  # the mistake first, then those recognised, the unsure first
+        [1, 2, 0]
+
+    Args:
+        answers: those of the model to all images.
+        limit: how many.
+    """
+    wrong = answers.targets != answers.predicted
+    sure = np.argsort(-answers.confidence, kind="stable")
+    mistakes = sure[wrong[sure]]
+    recognised = sure[::-1][~wrong[sure[::-1]]]
+    chosen = dict.fromkeys(mistakes[:MISTAKES].tolist())
+    for order, most in ((mistakes, _OF_PAIR), (recognised, _OF_CLASS)):
+        chosen.update(dict.fromkeys(_in_turns(answers, order, most)))
+    return list(chosen)[:limit]
+
+
+def _in_turns(answers: Answers, order: np.ndarray, most: int) -> list[int]:
+    """Returns one image of each cell of the confusion matrix, then a second of each, and so on."""
+    by_cell: dict[tuple[int, int], list[int]] = {}
+    for place in order.tolist():
+        cell = by_cell.setdefault((answers.targets[place], answers.predicted[place]), [])
+        cell.append(place)
+    cells = sorted(by_cell.values(), key=len, reverse=True)
+    return [cell[turn] for turn in range(most) for cell in cells if turn < len(cell)]
+
+
+def make_gallery(split: Split, answers: Answers, *, source: str) -> Gallery:
+    """Returns small copies of the images that `choose_images` chooses, within 1.7 MB.
+
+    Args:
+        split: the images.
+        answers: those of the model to them.
+        source: the folder of the images; names are shown without it.
+    """
+    chosen = choose_images(answers)
+    thumbnails = _thumbnails(split, chosen)
+    images: list[dict[str, Any]] = []
+    cells: dict[str, list[int]] = {}
+    used = 0
+    places = {}
+    for place in chosen:
+        address, crisp = thumbnails[place]
+        if used + len(address) > _BYTES:
+            continue
+        used += len(address)
+        truth, taken = int(answers.targets[place]), int(answers.predicted[place])
+        places[place] = len(images)
+        cells.setdefault(f"{truth},{taken}", []).append(len(images))
+        images.append(
+            {
+                "source": address,
+                "name": short(split.name(place).removeprefix(f"{source}{os.sep}"), 120),
+                "truth": truth,
+                "taken": taken,
+                "confidence": round(float(answers.confidence[place]), 5),
+                "crisp": crisp,
+            }
+        )
+    wrong = [
+        place for place in chosen[:MISTAKES] if answers.targets[place] != answers.predicted[place]
+    ]
+    return Gallery(images, [places[place] for place in wrong if place in places], cells)
+
+
+def _thumbnails(split: Split, chosen: Sequence[int]) -> dict[int, tuple[str, bool]]:
+    """Returns the data address of each image by its position, and whether its pixels are few."""
+    order = sorted(chosen)
+    part = split.take(order)
+    loader = part.loader()
+    decoded = part.items().map(lambda *item: loader.pixels(item, None), num_parallel_calls=2)
+    return {
+        place: (pages.thumbnail(pixels, side=_SIDE), max(pixels.shape[:2]) < _SIDE // 2)
+        for place, pixels in zip(order, decoded.as_numpy_iterator(), strict=True)
+    }
+
+
+def attention_views(
+    model: keras.Model, split: Split, answers: Answers, labels: Sequence[str]
+) -> tuple[list[dict[str, Any]], str]:
+    """Returns a few images with the attention that reaches the answer, and a sentence on them.
+
+    Two of them are the surest mistakes. A model without attention, or with too much of it for one
+    image, has none, and the sentence says so.
+    """
+    try:
+        config = find_vit(model).config
+    except ValueError:
+        return [], "This model has no attention of a Vision Transformer that could be shown."
+    rows, columns = config.grid
+    size = 4 * config.num_layers * config.num_heads * (rows * columns + 2) ** 2
+    if size > _LARGEST_ATTENTION:
+        return [], "One image has too many patches for its attention to be shown here."
+    places = _viewed(answers)
+    images = _inputs(model, split, places)
+    views = []
+    for place in places:
+        image = images[place]
+        inputs = np.asarray(model.preprocess_input(image)) if _scales(model) else image
+        share = explain.attention_rollout(model, inputs)[0]
+        truth, taken = labels[answers.targets[place]], labels[answers.predicted[place]]
+        said = truth if truth == taken else f"{truth} taken for {taken}"
+        caption = f"{said}, {answers.confidence[place]:.1%} sure"
+        views.append(
+            {
+                "image": pages.thumbnail(image[0], side=_VIEW_SIDE),
+                "heat": _shade(share),
+                "crisp": max(image.shape[1:3]) < _VIEW_SIDE // 2,
+                "rows": share.shape[0],
+                "columns": share.shape[1],
+                "caption": caption,
+            }
+        )
+    return views, f"The model cuts an image into {rows} rows of {columns} patches."
+
+
+def _inputs(model: keras.Model, split: Split, places: Sequence[int]) -> dict[int, np.ndarray]:
+    """Returns images (1, height, width, 3) of the size that the model takes, by position."""
+    order = sorted(places)
+    batches = evaluation_batches(
+        split.take(order),
+        image_size=image_size_of(model),
+        batch_size=1,
+        antialias=antialias_of(model),
+    )
+    pairs = zip(order, batches, strict=True)
+    return {place: np.asarray(images) for place, (images, _) in pairs}
+
+
+def short(text: str, most: int = 60) -> str:
+    """Returns text of at most so many characters, cut in its middle.
+
+    Example:
+        >>> short("a very long name", 9)
+        'a ve…name'
+    """
+    half = (most - 1) // 2
+    return text if len(text) <= most else f"{text[:half]}…{text[-half:]}"
+
+
+def _scales(model: keras.Model) -> bool:
+    return isinstance(model, VisionTransformer)
+
+
+def _viewed(answers: Answers) -> list[int]:
+    wrong = answers.targets != answers.predicted
+    sure = np.argsort(-answers.confidence, kind="stable")
+    mistakes = sure[wrong[sure]][:2].tolist()
+    recognised = np.flatnonzero(~wrong)
+    count = min(_VIEWS - len(mistakes), len(recognised))
+    spread = np.linspace(0, max(len(recognised) - 1, 0), count).astype(int)
+    return [*recognised[spread].tolist(), *mistakes]
+
+
+def _shade(share: np.ndarray) -> str:
+    """Returns a picture of one pixel for each patch, black where little attention is."""
+    from PIL import Image
+
+    most = float(share.max()) or 1.0
+    alpha = np.rint(255 * (1 - share / most)).astype(np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(np.stack([np.zeros_like(alpha), alpha], axis=-1), "LA").save(file, "PNG")
+    return pages.data_uri(file.getvalue())

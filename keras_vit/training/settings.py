@@ -1,0 +1,82 @@
+"""The record of what decides a training's result: nothing of it may change when it is resumed."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+_EPOCHS = "recipe.epochs"
+# What a sentence advises where something is in the way.
+REPLACE = 'replace it (existing="overwrite", --overwrite), or choose another out (--out)'
+RESUME_OR_REPLACE = f'resume it (existing="resume", --resume), {REPLACE}'
+
+
+def check_settings(file: Path, settings: dict[str, Any]) -> None:
+    """Raises a ValueError unless a training or run was started with these settings.
+
+    The number of epochs may be higher than it was, see `raised_epochs`. What the record does not
+    name, because it is older than the setting, was not set.
+
+    Example:
+        >>> import tempfile
+        >>> file = Path(tempfile.mkdtemp()) / "settings.json"
+        >>> _ = file.write_text('{"recipe": {"epochs": 10}, "seed": 0}')
+        >>> check_settings(file, {"recipe": {"epochs": 20, "patience": None}, "seed": 0})
+        >>> check_settings(file, {"recipe": {"epochs": 5}, "seed": 0})
+        Traceback (most recent call last):
+        ValueError: The training in ... was started with recipe.epochs=10, not 5; ...
+
+    Args:
+        file: settings.json of an unfinished training, or config.json of a run.
+        settings: the present ones.
+    """
+    stored = _read(file)
+    for name, value in _flat(json.loads(json.dumps(settings))).items():
+        before = stored.get(name)
+        is_unset = name not in stored and not value
+        if before == value or is_unset or _is_raised(name, before, value):
+            continue
+        advice = "resume it with the same settings, or delete the folder"
+        if name == "data.source":
+            advice = "put the images back there, or begin anew (--overwrite)"
+        if name == _EPOCHS:
+            advice = f"epochs (--epochs) may be raised, not lowered; {advice}"
+        raise ValueError(
+            f"The training in {str(file.parent)!r} was started with {name}={before!r}, "
+            f"not {value!r}; {advice}."
+        )
+
+
+def has_patience(file: Path) -> bool:
+    """Whether the record is of a training that could end early; older ones had no such setting."""
+    return "recipe.patience" in _read(file)
+
+
+def raised_epochs(file: Path, settings: dict[str, Any]) -> int | None:
+    """Returns the epochs of the record where the settings have more, otherwise None."""
+    before, now = (fields.get(_EPOCHS) for fields in (_read(file), _flat(settings)))
+    return before if isinstance(before, int) and _is_raised(_EPOCHS, before, now) else None
+
+
+def _is_raised(name: str, before: Any, now: Any) -> bool:
+    is_number = isinstance(before, int) and isinstance(now, int)
+    return name == _EPOCHS and is_number and now > before
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        return _flat(dict(json.loads(file.read_text("utf-8"))))
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"{str(file)!r} is damaged, so the settings of the training are unknown; {REPLACE}."
+        ) from error
+
+
+def _flat(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Turns {"a": {"b": 1}} into {"a.b": 1}."""
+    flat: dict[str, Any] = {}
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            flat.update(_flat(value, f"{prefix}{name}."))
+        else:
+            flat[prefix + name] = value
+    return flat

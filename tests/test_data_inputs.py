@@ -1,0 +1,123 @@
+"""Tests of keras_vit.data.inputs."""
+
+import io
+import os
+from pathlib import Path
+
+import image_files
+import pytest
+
+from keras_vit.data import LeftOut, NamedImage, ending_of, named_images
+from keras_vit.data.images import largest_file
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Photos in folders, names with spaces and accents, and what is no photo."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("photos/b/ä 1.jpg", "photos/a.png", "photos/[1].jpg", "one.jpg"):
+        image_files.write_image(tmp_path / name)
+    (tmp_path / "photos" / "notes.txt").write_text("notes")
+    (tmp_path / "photos" / ".hidden.jpg").write_text("hidden")
+    (tmp_path / "photos" / "broken.jpg").symlink_to("nowhere.jpg")
+    (tmp_path / "empty").mkdir()
+    return tmp_path
+
+
+def names(
+    arguments: list[str], pipe: bytes | None = None, excluded: str | None = None
+) -> list[str]:
+    stream = None if pipe is None else io.BufferedReader(io.BytesIO(pipe))
+    found = named_images(arguments, pipe=stream, excluded=excluded)
+    return [one.name for one in found if isinstance(one, NamedImage) and one.problem is None]
+
+
+PHOTOS = ["photos/[1].jpg", "photos/a.png", "photos/b/ä 1.jpg"]
+
+
+def test_files_folders_and_patterns(place: Path) -> None:
+    """A folder is walked, a pattern expanded, a file with brackets taken by its name, once each."""
+    assert names(["photos"]) == PHOTOS
+    matching = ["photos/[1].jpg", "photos/b/ä 1.jpg", "photos/broken.jpg"]
+    assert names(["photos/**/*.jpg"]) == matching  # as a shell expands it
+    assert names(["photos/[1].jpg", "one.jpg"]) == ["photos/[1].jpg", "one.jpg"]
+    assert names(["one.jpg", "./one.jpg", "photos", "photos/a.png"]) == ["one.jpg", *PHOTOS]
+    left_out = {one.name for one in named_images(["photos"]) if isinstance(one, LeftOut)}
+    assert left_out == {"photos/notes.txt", "photos/.hidden.jpg", "photos/broken.jpg"}
+
+
+def test_the_folder_that_is_written_to_is_passed_by(place: Path) -> None:
+    """Its copies are no photos; given by itself it is refused."""
+    image_files.write_image(place / "photos" / "sorted" / "cat" / "1.jpg")
+    assert names(["photos"], excluded="photos/sorted") == PHOTOS
+    assert names(["photos"], excluded=str(place / "photos" / "sorted")) == PHOTOS
+    assert "photos/sorted/cat/1.jpg" in names(["photos"])
+    (image,) = named_images(["photos"], excluded="photos")
+    assert isinstance(image, NamedImage)
+    with pytest.raises(ValueError, match="is the one that is written to"):
+        image.read()
+
+
+PROBLEMS = {
+    "*.webp": "No file matches",
+    "empty": "holds no JPEG",
+    "gone.jpg": "There is no image file",
+}
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_what_is_not_there_is_told_when_it_is_read(name: str, place: Path) -> None:
+    (image,) = named_images([name])
+    assert isinstance(image, NamedImage)
+    with pytest.raises((ValueError, OSError), match=PROBLEMS[name]):
+        image.read()
+
+
+@pytest.mark.parametrize("kind", ["jpg", "png", "bmp", "gif", "webp"])
+def test_an_image_comes_through_a_pipe(kind: str, place: Path) -> None:
+    contents = image_files.write_image(place / f"image.{kind}").read_bytes()
+    pipe = io.BufferedReader(io.BytesIO(contents))
+    (image,) = named_images(["-"], pipe=pipe)
+    assert isinstance(image, NamedImage)
+    assert (image.name, image.contents) == ("-", contents)
+    assert image.read().shape[2] == 3
+    assert ending_of(contents) == kind
+
+
+@pytest.mark.parametrize("separator", [b"\n", b"\r\n", b"\0"])
+@pytest.mark.parametrize("has_end", [False, True])
+def test_names_come_through_a_pipe(separator: bytes, has_end: bool, place: Path) -> None:
+    """One a line or with NULs between; folders are walked, patterns are names."""
+    odd = os.fsdecode(b"odd-\xff.jpg")
+    listed = ["BMW/1.jpg", "one.jpg", "photos/[1].jpg", "GIF8.gif", odd]
+    if separator == b"\0":
+        listed.append("two\nlines.jpg")
+    pipe = separator.join(map(os.fsencode, listed)) + separator * has_end
+    assert names(["-"], pipe=pipe) == listed
+    assert names(["-", "one.jpg"], pipe=b"photos\n") == [*PHOTOS, "one.jpg"]
+
+
+def test_a_long_list_is_read_as_it_comes(place: Path) -> None:
+    """The first name comes before the last is read."""
+    listed = [f"{number:06}.jpg" for number in range(50_000)]
+    pipe = io.BufferedReader(io.BytesIO("\n".join(listed).encode()))
+    found = named_images(["-"], pipe=pipe)
+    assert next(found).name == "000000.jpg"
+    assert pipe.tell() < 2**18
+    assert sum(1 for _ in found) == 49_999
+
+
+def test_a_pipe_of_neither_is_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for contents in (b"%PDF-1.7\x01\x02" + bytes(100), b"\x7fELF\x02\x01\x01"):
+        (image,) = named_images(["-"], pipe=io.BufferedReader(io.BytesIO(contents)))
+        assert isinstance(image, NamedImage)
+        with pytest.raises(ValueError, match="neither a JPEG"):
+            image.read()
+    monkeypatch.setenv("KERAS_VIT_MAX_PIXELS", "10")
+    most = largest_file()
+    huge = b"\xff\xd8\xff" + bytes(most + 1)
+    (image,) = named_images(["-"], pipe=io.BufferedReader(io.BytesIO(huge)))
+    assert isinstance(image, NamedImage)
+    with pytest.raises(ValueError, match="make the image smaller"):
+        image.read()
+    assert names(["-"], pipe=b"") == []

@@ -1,0 +1,143 @@
+"""Tests of keras_vit.pages: what is rendered, what the policy allows, and the test browser."""
+
+import base64
+import hashlib
+import re
+from pathlib import Path
+from typing import Any
+
+import browser
+import jinja2
+import numpy as np
+import pytest
+
+import keras_vit
+from keras_vit import pages
+
+TEMPLATES = sorted((Path(keras_vit.__path__[0]) / "pages" / "templates").iterdir())
+
+
+def digests(text: str, element: str) -> set[str]:
+    """The hashes of what stands in a page's elements, as a policy writes them."""
+    contents = re.findall(rf"(?s)<{element}>(.*?)</{element}>", text)
+    hashes = (hashlib.sha256(content.encode()).digest() for content in contents)
+    return {f"'sha256-{base64.b64encode(one).decode()}'" for one in hashes}
+
+
+def policy(text: str) -> dict[str, set[str]]:
+    written = re.search(r'Content-Security-Policy" content="([^"]*)"', text)
+    assert written is not None
+    parts = written[1].replace("&#39;", "'").split("; ")
+    return {words[0]: set(words[1:]) for words in map(str.split, parts)}
+
+
+def test_the_policy_allows_the_pages_own_words_and_nothing_else() -> None:
+    """Each style and script by its hash; no request to anywhere."""
+    text = pages.render("compare.html", **_COMPARISON)
+    actual = policy(text)
+    assert actual["default-src"] == {"'none'"}
+    assert actual["script-src"] == digests(text, "script")
+    assert actual["style-src"] == digests(text, "style")
+    assert len(actual["script-src"]) == 3
+
+
+def test_a_page_may_be_allowed_more() -> None:
+    """What is allowed comes beside the hashes, or instead of the rule."""
+    allowed = {"connect-src": "'self'", "script-src": "'self'", "img-src": "data: blob:"}
+    actual = policy(pages.render("base.html", title="x", allowed=allowed))
+    assert actual["connect-src"] == {"'self'"}
+    assert actual["img-src"] == {"data:", "blob:"}
+    assert len(actual["script-src"]) == 2
+    assert "'self'" in actual["script-src"]
+
+
+@pytest.mark.parametrize("file", TEMPLATES, ids=lambda file: file.name)
+def test_templates_have_nothing_that_the_policy_forbids(file: Path) -> None:
+    """No style or handler in an attribute, no address, and no end of a script inside of one."""
+    text = file.read_text(encoding="utf-8")
+    assert not re.search(r"\s(style|on[a-z]+)=", text)
+    addresses = re.findall(r"https?://[^\s\"'<]*", text)
+    shown = "http://127.0.0.1:8000"  # the text of a command
+    assert set(addresses) <= {"http://www.w3.org/2000/svg", shown}
+    if file.suffix in (".js", ".css"):
+        assert "</" not in text
+
+
+def test_what_a_template_lacks_is_an_error() -> None:
+    """A name that nobody gave does not become an empty place."""
+    lacking = {name: value for name, value in _COMPARISON.items() if name != "numbers"}
+    with pytest.raises(jinja2.UndefinedError, match="numbers"):
+        pages.render("compare.html", **lacking)
+
+
+def test_numbers_that_json_has_not_are_an_error() -> None:
+    """NaN would stop the page's script."""
+    with pytest.raises(ValueError, match="JSON"):
+        pages.render("compare.html", **{**_COMPARISON, "data": {"curves": [float("nan")]}})
+
+
+def test_names_that_are_no_text_can_be_written(tmp_path: Path) -> None:
+    """A file's name may be any bytes but zero and the slash."""
+    size = pages.write_page(tmp_path / "page.html", "base.html", title="photo-\udcff.png")
+    written = (tmp_path / "page.html").read_bytes()
+    assert len(written) == size
+    assert rb"photo-\udcff.png" in written
+
+
+def test_thumbnails_are_small_or_exact() -> None:
+    """Small images keep every pixel; large ones lose bytes, and keep their proportions."""
+    small = np.random.default_rng(0).integers(0, 256, (8, 12, 3), np.uint8)
+    decoded = _decode(pages.thumbnail(small))
+    np.testing.assert_array_equal(decoded, small)
+    large = np.tile(small, (100, 100, 1))
+    address = pages.thumbnail(large.astype(np.float32), side=150)
+    assert address.startswith("data:image/webp")
+    assert _decode(address).shape == (100, 150, 3)
+
+
+def _decode(address: str) -> np.ndarray:
+    import io
+
+    from PIL import Image
+
+    content = base64.b64decode(address.partition(",")[2])
+    return np.asarray(Image.open(io.BytesIO(content)).convert("RGB"))
+
+
+@pytest.mark.slow
+def test_the_browser_sees_what_is_wrong(tmp_path: Path) -> None:
+    """Each kind of fault is named; of a sound page nothing is said."""
+    page = tmp_path / "page.html"
+    sound = pages.render("base.html", title="A page")
+    page.write_text(sound)
+    assert browser.check_page(page) == []
+    faults = """<style>p { color: #999 }</style><p style="width: 3000px">wide</p>
+<p>pale</p><img src="data:image/png;base64,AAAA" alt="x">
+<img src="https://example.invalid/x.png" alt="x"><button></button>
+<script>nothing()</script>"""
+    free = re.sub(r"<meta http-equiv=.*?>", "", sound).replace("<main>", f"<main>{faults}")
+    page.write_text(free)
+    said = "\n".join(browser.check_page(page, press=False))
+    for fault in (
+        *("exception: nothing is not defined", "request: https://example.invalid"),
+        *("does not decode", "wider than the window", "color-contrast", "button-name"),
+    ):
+        assert fault in said
+    page.write_text(sound.replace("<main>", f"<main>{faults}"))
+    said = "\n".join(browser.check_page(page, press=False))
+    assert "violates the following Content Security Policy directive" in said
+    assert "nothing is not defined" not in said  # it did not run
+
+
+_COMPARISON: dict[str, Any] = {
+    "title": "<b>",
+    "styles": ("charts.css",),
+    "scripts": ("charts.js", "compare.js"),
+    "names": ["a", "b"],
+    "numbers": [("accuracy", ["1", "2"])],
+    "settings": [],
+    "pairs": (),
+    "notes": (),
+    "data": {"curves": []},
+    "version": "0",
+}

@@ -1,0 +1,303 @@
+"""Tests of keras_vit.reporting: the report of a run, the comparison of several, statistics."""
+
+import dataclasses
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import browser
+import keras
+import numpy as np
+import pytest
+import scipy.stats
+from conftest import randomize
+
+import keras_vit
+from keras_vit import evaluation, reporting
+from keras_vit.cli.main import main
+from keras_vit.data import ImageData, Split
+from keras_vit.evaluation import Answers
+from keras_vit.pages import rendering
+from keras_vit.reporting import gallery, statistics
+
+HOSTILE = (
+    "</script><script>alert(1)</script>",
+    '"><img src=x onerror=alert(1)>',
+    "{{ 7 * 7 }}",
+    "a\u202eb\x00c",
+    "long " * 200,
+    "&lt;",
+)
+
+
+def model_of(classes: int) -> keras_vit.VisionTransformer:
+    config = keras_vit.ViTConfig(
+        input_shape=(16, 16, 3),
+        patch_size=8,
+        hidden_dim=8,
+        mlp_dim=8,
+        num_heads=2,
+        num_layers=2,
+        classes=classes,
+        include_preprocessing=True,
+    )
+    model = keras_vit.VisionTransformer(config)
+    randomize(model)
+    return model
+
+
+def subject_of(
+    labels: tuple[str, ...], *, images: int = 24, side: int = 24, names: Any = None
+) -> reporting.Subject:
+    """A fresh model, measured on noise."""
+    draws = np.random.default_rng(0)
+    split = Split(
+        images=draws.integers(0, 256, (images, side, side, 3), np.uint8),
+        targets=draws.integers(0, len(labels), images).astype(np.int32),
+        names=names,
+    )
+    data = ImageData(source="noise", labels=labels, train=split, validation=split, test=split)
+    model = model_of(len(labels))
+    measured = {"test": evaluation.evaluate(model, split, labels=labels)}
+    return reporting.Subject(name="a run", model=model, data=data, evaluations=measured)
+
+
+def data_of(page: Path) -> dict[str, Any]:
+    """What a page gives to its script."""
+    text = page.read_text(encoding="utf-8")
+    found = re.search(r'(?s)<script type="application/json" id="data">(.*?)</script>', text)
+    assert found is not None
+    content: dict[str, Any] = json.loads(found[1])
+    return content
+
+
+def test_statistics_are_those_of_scipy() -> None:
+    """Wilson's interval and the exact test, at the ends as in between."""
+    for right, count in ((0, 5), (5, 5), (1, 7), (350, 359), (9000, 10000)):
+        expected = scipy.stats.binomtest(right, count).proportion_ci(method="wilson")
+        np.testing.assert_allclose(statistics.wilson(right, count), expected, atol=1e-12)
+    for first, second in ((0, 0), (1, 0), (3, 4), (11, 1), (400, 500)):
+        rights = [
+            np.repeat([1, 0, 1], [first, second, 9]),
+            np.repeat([0, 1, 1], [first, second, 9]),
+        ]
+        result = statistics.mcnemar(*rights)
+        total = first + second
+        expected = scipy.stats.binomtest(first, total).pvalue if total else 1.0
+        assert (result.first, result.second) == (first, second)
+        assert result.p == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_bootstrap_of_the_mean_is_the_normal_interval() -> None:
+    """Of many values of known deviation."""
+    values = np.random.default_rng(1).normal(2, 3, 4000)
+    expected = 1.96 * values.std() / np.sqrt(4000)
+    low, high = statistics.bootstrap(values)
+    np.testing.assert_allclose(
+        [values.mean() - low, high - values.mean()], [expected] * 2, rtol=0.15
+    )
+
+
+def test_images_of_every_pair_are_chosen() -> None:
+    """Mistakes first, then of each pair in turn; the most common cannot crowd out the others."""
+    targets = np.array([0] * 100 + [1, 2])
+    predicted = np.array([0] * 50 + [1] * 50 + [2, 0])
+    confidence = np.linspace(0.9, 0.5, 102)
+    answers = Answers(
+        targets=targets, predicted=predicted, confidence=confidence, losses=np.zeros(102)
+    )
+    chosen = gallery.choose_images(answers, limit=40)
+    assert chosen[: gallery.MISTAKES] == list(range(50, 74))
+    assert {100, 101} <= set(chosen)
+    assert len(set(chosen)) == len(chosen) <= 40
+    assert gallery.choose_images(answers, limit=5) == [50, 51, 52, 53, 54]
+
+
+def test_what_is_hostile_stays_text(tmp_path: Path) -> None:
+    """Labels and names arrive in the page as they are, and none of them as an element."""
+    names = np.array([f"{place} {HOSTILE[place % len(HOSTILE)]}" for place in range(24)], object)
+    names[0] = "noise/photo-\udcff.png"  # the source is called "noise": shown without it
+    size = reporting.write_report_page(tmp_path / "report.html", subject_of(HOSTILE, names=names))
+    content, text = data_of(tmp_path / "report.html"), (tmp_path / "report.html").read_text("utf-8")
+    assert content["labels"][:4] == list(HOSTILE[:4])
+    assert len(content["labels"][4]) == 59
+    assert {image["name"] for image in content["images"]} >= {"photo-\udcff.png"}
+    assert "<img src=x" not in text
+    assert "alert(1)</script>" not in text
+    assert "49" not in re.findall(r"<th scope=\"col\"><span>(.*?)</span>", text)
+    assert size < 3e6
+
+
+def test_a_report_agrees_with_the_evaluation(tmp_path: Path) -> None:
+    """Counts of the matrix, calibration, mistakes and images are those of the model's answers."""
+    subject = subject_of(("ant", "bee", "cat"))
+    reporting.write_report_page(tmp_path / "report.html", subject)
+    content, measured = data_of(tmp_path / "report.html"), subject.evaluations["test"]
+    assert content["matrix"] == measured.confusion.tolist()
+    assert sum(one["images"] for one in content["calibration"]) == 24
+    for cell, places in content["cells"].items():
+        truth, taken = map(int, cell.split(","))
+        assert content["counts"][cell] == measured.confusion[truth, taken]
+        for place in places:
+            image = content["images"][place]
+            assert (image["truth"], image["taken"]) == (truth, taken)
+            position = int(image["name"].split()[1])
+            assert measured.answers is not None
+            assert measured.answers.predicted[position] == taken
+            assert measured.answers.confidence[position] == pytest.approx(
+                image["confidence"], abs=1e-5
+            )
+
+
+def test_many_classes_and_much_noise_fit(tmp_path: Path) -> None:
+    """1,200 classes of long names and images that do not compress: below 3 MB, and no matrix."""
+    labels = tuple(f"{place} {'name ' * 20}" for place in range(1200))
+    subject = subject_of(labels, images=200, side=200)
+    size = reporting.write_report_page(tmp_path / "report.html", subject)
+    content, text = data_of(tmp_path / "report.html"), (tmp_path / "report.html").read_text("utf-8")
+    assert 1e6 < size < 3e6
+    assert content["matrix"] is None
+    assert len(content["counts"]) == 50
+    assert len(content["images"]) > 50
+    assert 'id="find"' in text
+
+
+def test_a_model_without_attention_has_a_report(tmp_path: Path) -> None:
+    """The section says so, and the rest is there."""
+    inputs = keras.Input((16, 16, 3))
+    plain = keras.Model(inputs, keras.layers.Dense(2)(keras.layers.Flatten()(inputs)))
+    subject = subject_of(("yes", "no"))
+    assert subject.data is not None
+    measured = {"test": evaluation.evaluate(plain, subject.data.test, labels=("yes", "no"))}
+    subject = dataclasses.replace(subject, model=plain, evaluations=measured)
+    reporting.write_report_page(tmp_path / "report.html", subject)
+    text = (tmp_path / "report.html").read_text("utf-8")
+    assert "no attention of a Vision Transformer" in text
+    assert 'id="patches"' not in text
+
+
+def test_a_report_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
+    """A folder in its place, and answers that are missing; nothing is raised."""
+    subject = subject_of(("yes", "no"))
+    (tmp_path / "report.html").mkdir()
+    said = reporting.try_report(tmp_path / "report.html", subject)
+    assert said is not None
+    assert "report.html was not written, all else is" in said
+    bare = dataclasses.replace(subject.evaluations["test"], answers=None)
+    lacking = dataclasses.replace(subject, evaluations={"test": bare})
+    assert "needs the answers" in str(reporting.try_report(tmp_path / "other.html", lacking))
+    assert reporting.try_report(tmp_path / "fine.html", subject) is None
+    assert [entry.name for entry in tmp_path.iterdir() if entry.is_file()] == ["fine.html"]
+
+
+@pytest.mark.parametrize("names", [[], ["a"], ["a", "a"], ["a", "./a"], list("abcdefghi")])
+def test_a_comparison_is_of_two_to_eight_runs(names: list[str]) -> None:
+    """Before anything is opened."""
+    with pytest.raises(ValueError, match="takes 2 to 8 different runs"):
+        reporting.compare(names)
+
+
+def test_a_page_needs_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    """Said before the runs are opened."""
+    assert main(["compare", "a", "b", "--out", "no/such/page.html"]) == 1
+    assert "There is no folder for 'no/such/page.html'" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a trained run, one of other weights and settings, and one of other classes."""
+    folder = tmp_path_factory.mktemp("reporting")
+    small = ["--epochs", "2", "--set", "num_layers=1", "--model", "digits"]
+    assert main(["train", "--data", "digits", "--out", str(folder / "a"), *small]) == 0
+    for name in ("b", "c"):
+        shutil.copytree(folder / "a", folder / name)
+    config = json.loads((folder / "a" / "config.json").read_text())
+    config["recipe"]["learning_rate"] = 0.5
+    (folder / "b" / "config.json").write_text(json.dumps(config))
+    model = keras.saving.load_model(folder / "a" / "model.keras", compile=False)
+    randomize(model)
+    model.save(folder / "b" / "model.keras")
+    config["labels"] = [f"<i>{label}" for label in config["labels"]]
+    config["data"]["source"] = "memory"
+    (folder / "c" / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.slow
+def test_a_training_leaves_its_report(place: Path) -> None:
+    """With the command, curves of each epoch, hashes; a browser finds nothing wrong."""
+    page = place / "a" / "report.html"
+    text, content = page.read_text("utf-8"), data_of(page)
+    command = f"keras-vit train --data digits --out {place / 'a'} --epochs 2"
+    assert command in text
+    assert [point[0] for point in content["curves"][0]["series"][1]["points"]] == [1, 2]
+    assert json.loads((place / "a" / "config.json").read_text())["result"]["state_sha256"] in text
+    metrics = json.loads((place / "a" / "metrics.json").read_text())["test"]
+    assert f"accuracy {metrics['accuracy']:.2%}" in text
+    assert browser.check_page(page) == []
+    assert main(["evaluate", str(place / "a"), "--out", str(place / "measured")]) == 0
+    again = (place / "measured" / "report.html").read_text("utf-8")
+    assert command in again
+    assert f"keras-vit evaluate {place / 'a'} --out {place / 'measured'}" in again
+
+
+@pytest.mark.slow
+def test_hostile_labels_do_nothing_in_a_browser(tmp_path: Path) -> None:
+    """Nor do many classes; every control works."""
+    labels = tuple(f"{HOSTILE[place % 6]} {place}" for place in range(40))
+    reporting.write_report_page(tmp_path / "report.html", subject_of(labels, images=120))
+    assert browser.check_page(tmp_path / "report.html") == []
+
+
+@pytest.mark.slow
+def test_runs_are_compared(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What differs is named, the pair is tested on the same images, and the page is sound."""
+    runs = [str(place / name) for name in "abc"]
+    page = place / "comparison.html"
+    assert main(["compare", *runs, "--out", str(page)]) == 0
+    said = capsys.readouterr().out
+    assert f"Open {page} in a browser." in said
+    assert "metrics.json is shown" in said
+    assert main(["compare", *runs, "--json"]) == 0
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    by_name = {event["run"]: event["test"] for event in events if event["event"] == "run"}
+    a, b, c = (by_name[run] for run in runs)
+    metrics = json.loads((place / "a" / "metrics.json").read_text())["test"]
+    assert a["accuracy"] == c["accuracy"] == metrics["accuracy"]
+    assert a["accuracy"] > b["accuracy"]
+    (pair,) = [event for event in events if event["event"] == "pair"]
+    assert (pair["first"], pair["second"], pair["images"]) == (*runs[:2], 359)
+    difference = pair["first_alone"] - pair["second_alone"]
+    assert difference == round((a["accuracy"] - b["accuracy"]) * 359)
+    assert pair["p"] < 0.05
+    (settings,) = [event["differ"] for event in events if event["event"] == "settings"]
+    assert settings["recipe.learning_rate"][1] == 0.5
+    assert settings["data.source"][2] == "memory"
+    assert "recipe.epochs" not in settings
+    assert browser.check_page(page) == []
+
+
+@pytest.mark.slow
+def test_runs_without_common_numbers_are_refused(place: Path) -> None:
+    """A run of `pretrain` has no accuracy."""
+    shutil.copytree(place / "b", place / "d")
+    config = json.loads((place / "d" / "config.json").read_text())
+    config["objective"] = "masked-patches"
+    (place / "d" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="no number in common"):
+        reporting.compare([place / "a", place / "d"])
+
+
+@pytest.mark.slow
+def test_a_training_does_not_fail_with_its_report(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run is measured again without Jinja2: the numbers are there, and a warning."""
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    rendering._templates.cache_clear()
+    assert main(["evaluate", str(place / "a"), "--out", str(place / "again")]) == 0
+    assert "pip install jinja2" in capsys.readouterr().err
+    assert {file.name for file in (place / "again").iterdir()} == {"metrics.json", "confusion.png"}

@@ -134,6 +134,28 @@ def rewritten(folder: Path, **fields: Any) -> None:
     file.write_text(text.replace(64 * "0", own))
 
 
+def test_a_file_alone_is_checked_and_named(
+    copy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also from within its folder; what is beside it is not looked at."""
+    folder = copy / "tflite/1"
+    (folder / "pets-int8.tflite").write_bytes(b"damaged")
+    monkeypatch.chdir(folder)
+    assert cli.main(["check", "pets.tflite", "--quick"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("pets.tflite (")
+    assert "No fault in 1 artefacts" in printed
+    assert cli.main(["check", "pets-int8.tflite"]) == 1
+    assert "'pets-int8.tflite' has 7 bytes" in capsys.readouterr().err
+    Path("new.txt").touch()
+    assert cli.main(["check", "new.txt", "--quick"]) == 1
+    assert "'new.txt' was added after the export" in capsys.readouterr().err
+    for place, code in (("verification.json", 1), (".", 1), ("../../onnx/1", 0)):
+        assert cli.main(["check", place, "--quick"]) == code
+    monkeypatch.chdir(copy / "onnx")
+    assert cli.main(["check", ".", "--quick"]) == 0
+
+
 def test_a_file_that_answers_otherwise_is_found(copy: Path) -> None:
     """With the hash of another file in the record, its answers tell, by name and measure."""
     folder = copy / "onnx/1"

@@ -25,9 +25,10 @@ whole answers to images that are made the same everywhere, and its answers are c
 that it gave when it was exported: they show that the runtime of this machine computes it right.
 
 PATH is what keras-vit export wrote: its --out (all versions are checked), one of the versions, or a
-file. Neither the run nor the model is needed. What lies beside the versions, the settings of the
-server, may be edited and is not checked. The record guards against accidents. It does not guard
-against someone who changes a file and writes a new record.
+file; of a SavedModel or a page all files are checked. Neither the run nor the model is needed. What
+lies beside the versions, the settings of the server, may be edited and is not checked. The record
+guards against accidents. It does not guard against someone who changes a file and writes a new
+record.
 
 Exit codes: 0 all is as it was; 1 a fault was found; {UNASKED} the files are whole, and the answers
 of some could not be compared, for want of a runtime or because the export did not verify them.
@@ -69,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     found = []
     for folder in versions:
         found.append(_check(folder, arguments))
-        _show(found[-1], is_json=arguments.json)
+        _show(found[-1], place=path if path.is_file() else folder, is_json=arguments.json)
     faults = sum(len(each.faults) for each in found)
     unasked = 0 if arguments.quick else sum(len(each.unasked) for each in found)
     if not arguments.json:
@@ -80,6 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _check(folder: Path, arguments: argparse.Namespace) -> "Checked":
     from keras_vit.exporting import checking
 
+    path = Path(arguments.path)
     is_hidden = arguments.json or not output.is_terminal()
     with rich.progress.Progress(
         *rich.progress.Progress.get_default_columns(),
@@ -94,10 +96,15 @@ def _check(folder: Path, arguments: argparse.Namespace) -> "Checked":
             if completed == total and not arguments.quick:
                 bar.update(task, description="asking for the answers", total=None)
 
-        return checking.check(folder, quick=arguments.quick, on_progress=on_progress)
+        return checking.check(
+            folder,
+            file=path if path.is_file() else None,
+            quick=arguments.quick,
+            on_progress=on_progress,
+        )
 
 
-def _show(checked: "Checked", *, is_json: bool) -> None:
+def _show(checked: "Checked", *, place: Path, is_json: bool) -> None:
     if is_json:
         output.print_json(
             "checked",
@@ -110,7 +117,7 @@ def _show(checked: "Checked", *, is_json: bool) -> None:
             unasked=checked.unasked,
         )
         return
-    output.say(f"{checked.folder}" + (f" ({checked.made})" if checked.made else ""))
+    output.say(f"{place}" + (f" ({checked.made})" if checked.made else ""))
     if checked.verdicts:
         output.show_verdicts(checked.verdicts)
     for text in checked.unasked:

@@ -38,6 +38,7 @@ examples:
   keras-vit evaluate imagenet-run --data imagenet/val --real real.json
   keras-vit evaluate photos-run --json
   keras-vit evaluate hf://timm/deit_base_patch16_224.fb_in1k --data imagenet/val
+  keras-vit evaluate export/photos/tflite/1/photos-int8.tflite --data photos
 """
 
 
@@ -50,7 +51,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         summary="measure a model",
         description=_DESCRIPTION,
     )
-    flags.add_source(parser)
+    flags.add_source(parser, takes_exports=True)
     parser.add_argument(
         "--data", metavar="PATH", help="a folder of other images (default: the run's own)"
     )
@@ -116,7 +117,10 @@ def run(arguments: argparse.Namespace) -> int:
         _show_recorded(evaluations, recorded=recorded)
         if out is not None:
             output.say(f"Written to {out}: {', '.join(written)}")
-        output.say_next("export", arguments.source, "--out", "export")
+        if opened.exported:
+            output.say_next("check", arguments.source)
+        else:
+            output.say_next("export", arguments.source, "--out", "export")
     return 0
 
 
@@ -200,6 +204,9 @@ def _evaluate_features(opened: "OpenedModel", arguments: argparse.Namespace) -> 
         output.print_json("features", **measures)
     else:
         _print_features(measures)
+        if opened.exported:
+            output.say_next("check", arguments.source)
+            return
         name = opened.run.path.name if opened.run is not None else "features"
         new = ("--out", f"{name}-classifier", "--weights", arguments.source)
         output.say_next("train", "--data", data.source, *new)

@@ -109,19 +109,24 @@ def run(arguments: argparse.Namespace) -> int:
     targets = _folder_targets(images, labels)
     if opened.run is not None and not images:
         images, targets = _test_images(opened.run, is_json=arguments.json)
-    exported = artefacts.export(
-        opened.model,
-        arguments.out,
-        formats=[name.strip() for name in arguments.formats.split(",")],
-        labels=labels,
-        images=images,
-        targets=targets,
-        top_k=arguments.top,
-        tflite_batch_size=arguments.tflite_batch,
-        opset=arguments.opset,
-        web_runtime=arguments.web_runtime,
-        verify=not arguments.no_verify,
-    )
+    try:
+        exported = artefacts.export(
+            opened.model,
+            arguments.out,
+            formats=[name.strip() for name in arguments.formats.split(",")],
+            labels=labels,
+            images=images,
+            targets=targets,
+            top_k=arguments.top,
+            tflite_batch_size=arguments.tflite_batch,
+            opset=arguments.opset,
+            web_runtime=arguments.web_runtime,
+            verify=not arguments.no_verify,
+        )
+    except TypeError as error:
+        if str(error).startswith("export "):  # what it takes: no fault, but a sentence to print
+            raise ValueError(str(error)) from error
+        raise
     for artefact in exported:
         _show(artefact, is_json=arguments.json, is_verified=not arguments.no_verify)
     if not arguments.json:

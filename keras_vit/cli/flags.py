@@ -6,6 +6,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import rich.progress
@@ -327,21 +328,59 @@ def load_data(
     return images
 
 
-def add_source(parser: argparse.ArgumentParser) -> None:
+def add_source(parser: argparse.ArgumentParser, *, takes_exports: bool = False) -> None:
     """Adds the positional argument SOURCE."""
+    exports = "; or what export wrote, its --out, a version in it or a file"
     parser.add_argument(
         "source",
         metavar="SOURCE",
         help="a run directory, the --out of a training; or any other source of a model: a .keras "
         "file; a .safetensors file of timm or transformers with its config.json beside it, or "
-        "their folder; an .npz file; a URL of one of these; hf://owner/name[@revision]",
+        "their folder; an .npz file; a URL of one of these; hf://owner/name[@revision]"
+        + exports
+        * takes_exports,
+    )
+
+
+# What lies beside or in an exported model; the servers' versions are numbers.
+_OF_EXPORTS = ("verification.json", "saved_model.pb")
+_EXPORTED = (".onnx", ".tflite", *_OF_EXPORTS)
+_EXPORT_FOLDERS = ("", "tflite", "onnx", "web")
+
+
+def is_exported(source: str) -> bool:
+    """Whether a SOURCE is what `keras-vit export` writes: its --out, a version in it, or a file.
+
+    Example:
+        >>> is_exported("photos.onnx"), is_exported("hf://owner/photos.onnx")
+        (True, False)
+    """
+    path = Path(source)
+    if "://" in source or not path.is_dir():
+        return "://" not in source and source.endswith(_EXPORTED)
+    if any((path / name).is_file() for name in _OF_EXPORTS):
+        return True
+    return any(
+        child.name.isdecimal() and any((child / name).is_file() for name in _OF_EXPORTS)
+        for folder in map(path.joinpath, _EXPORT_FOLDERS)
+        if folder.is_dir()
+        for child in folder.iterdir()
     )
 
 
 def open_model(source: str) -> "OpenedModel":
-    """Opens the model of a SOURCE, and says on stderr what was assumed of it."""
+    """Opens the model of a SOURCE, and says on stderr what was assumed of it.
+
+    Raises:
+        ValueError: it is an exported model, or what `training.open_source` says.
+    """
     from keras_vit import training
 
+    if is_exported(source):
+        raise ValueError(
+            f"{source!r} is an exported model, which predict and evaluate run; give the run or "
+            "the model that it was exported from."
+        )
     with saying_warnings():
         return training.open_source(source)
 

@@ -23,6 +23,7 @@ from keras_vit.cli import (
     evaluate,
     explain,
     export,
+    flags,
     output,
     predict,
     pretrain,
@@ -113,6 +114,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _is_about_exports(arguments: argparse.Namespace) -> bool:
+    if arguments.run in (predict.run, evaluate.run):
+        return flags.is_exported(arguments.source)
     return arguments.run in (export.run, check.run)
 
 

@@ -37,6 +37,7 @@ examples:
   curl https://example.org/cat.jpg | keras-vit predict photos-run -
   keras-vit predict photos-run holiday.jpg --tta
   keras-vit predict hf://google/vit-base-patch16-224 holiday.jpg
+  keras-vit predict export/photos/onnx/1 holiday.jpg
 """
 
 
@@ -45,7 +46,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = flags.add_command(
         commands, "predict", run, summary="classify images", description=_DESCRIPTION
     )
-    flags.add_source(parser)
+    flags.add_source(parser, takes_exports=True)
     parser.add_argument(
         "images",
         metavar="IMAGE",
@@ -203,7 +204,9 @@ def _finish(
     if arguments.csv is not None:
         output.say(f"Written: {arguments.csv}")
     first = display.first
-    if first is not None and Path(first).is_file() and next_command.is_typed(first):
+    if model.exported:
+        output.say_next("check", arguments.source)
+    elif first is not None and Path(first).is_file() and next_command.is_typed(first):
         output.say_next("explain", arguments.source, first, "--out", "seen")
     elif model.run is not None:
         output.say_next("evaluate", arguments.source)

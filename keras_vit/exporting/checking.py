@@ -64,10 +64,11 @@ def find_versions(path: Path) -> list[Path]:
     if path.is_file():
         inner = path.parent
         return [inner.parent if inner.name == "assets.extra" else inner]
-    if record_file(path).is_file() or (path / SAVED_MODEL).is_file() or path.name.isdecimal():
+    name = path.absolute().name  # that of "." too
+    if record_file(path).is_file() or (path / SAVED_MODEL).is_file() or name.isdecimal():
         return [path]
-    folders = [path / name for name in dict.fromkeys(("", *artefacts.FOLDERS.values()))]
-    if path.name in artefacts.FOLDERS.values():
+    folders = [path / each for each in dict.fromkeys(("", *artefacts.FOLDERS.values()))]
+    if name in artefacts.FOLDERS.values():
         folders = [path]
     versions = [
         child
@@ -124,12 +125,17 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def check(
-    folder: Path, *, quick: bool = False, on_progress: Callable[[int, int], None] | None = None
+    folder: Path,
+    *,
+    file: Path | None = None,
+    quick: bool = False,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> Checked:
     """Compares the files of a version with its record, and then its answers.
 
     Args:
         folder: the version's.
+        file: the one to look at, if it is not part of a SavedModel or page; None for all.
         quick: whether to compare the files alone.
         on_progress: called with (bytes read, bytes in all).
     """
@@ -137,9 +143,12 @@ def check(
         record = read_record(folder)
     except (OSError, ValueError) as error:
         return Checked(folder=folder, made="", verdicts=(), faults=(str(error),), unasked=())
-    wrong = dict(find_faults(folder, record, on_progress=on_progress))
+    found, only = _scope(folder, record, file)
+    wrong = dict(find_faults(folder, record, only=only, on_progress=on_progress))
+    if only == []:
+        wrong[str(file)] = f"{str(file)!r} was added after the export."
     faults, unasked, verdicts = list(wrong.values()), [], []
-    for name, path in _artefacts(record):
+    for name, path in found:
         is_whole = not any(path == "." or each in files_of(path, record) for each in wrong)
         change = None
         try:
@@ -206,7 +215,7 @@ def find_faults(
                 yield name, f"{str(file)!r} was added after the export."
 
 
-def _artefacts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
+def artefacts_of(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Returns each format and its path in the folder, which early records do not have."""
     if "artefacts" in record:
         return list(record["artefacts"].items())
@@ -218,6 +227,18 @@ def _artefacts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
         is_folder = name in ("savedmodel", "web")
         files.append((name, "." if is_folder or not whole else min(whole, key=len)))
     return files
+
+
+def _scope(
+    folder: Path, record: Mapping[str, Any], file: Path | None
+) -> tuple[list[tuple[str, str]], list[str] | None]:
+    """Returns the artefacts to check, and the files to compare; None for all."""
+    found = artefacts_of(record)
+    is_part = any(path == "." for _, path in found)
+    if file is None or is_part or file == record_file(folder):
+        return found, None
+    of_file = [each for each in found if folder / each[1] == file]
+    return of_file, files_of(file.relative_to(folder).as_posix(), record)
 
 
 def files_of(path: str, record: Mapping[str, Any]) -> list[str]:

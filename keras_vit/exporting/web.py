@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import onnx
 
 PAGE, MODEL, INPUT = "index.html", "model.onnx", "rgba"
+PREPARING, PREPARED = "prepare_", "prepared"  # its nodes, and what they make for the network
 # onnxruntime-web on the npm registry, and the integrity that the registry states for it.
 PACKAGE, VERSION = "onnxruntime-web", "1.30.0"
 INTEGRITY = (
@@ -152,7 +153,7 @@ def make_model(exportable: Exportable) -> "onnx.ModelProto":
     return onnx.compose.merge_models(
         _preprocessing(exportable, model),
         model,
-        io_map=[("prepared", "images")],
+        io_map=[(PREPARED, "images")],
         outputs=["logits", "probabilities"],
     )
 
@@ -186,14 +187,14 @@ def _preprocessing(exportable: Exportable, model: "onnx.ModelProto") -> "onnx.Mo
             weights[name] = np.broadcast_to(np.float32(value), (3,)).reshape(3, 1, 1)
             nodes.append(make_node(kind, [last, name], [f"with_{name}"]))
             last = f"with_{name}"
-    nodes.append(make_node("Transpose", [last], ["prepared"], perm=(0, 2, 3, 1)))
+    nodes.append(make_node("Transpose", [last], [PREPARED], perm=(0, 2, 3, 1)))
     for index, node in enumerate(nodes):
-        node.name = f"prepare_{index}"
+        node.name = f"{PREPARING}{index}"
     graph = onnx.helper.make_graph(
         nodes,
         "prepare",
         [make_tensor_value_info(INPUT, onnx.TensorProto.UINT8, ("height", "width", 4))],
-        [make_tensor_value_info("prepared", onnx.TensorProto.FLOAT, (1, height, width, 3))],
+        [make_tensor_value_info(PREPARED, onnx.TensorProto.FLOAT, (1, height, width, 3))],
         [onnx.numpy_helper.from_array(np.ascontiguousarray(v), n) for n, v in weights.items()],
     )
     return onnx.helper.make_model(

@@ -63,7 +63,9 @@ def provenance(run: Run) -> Provenance:
 def summary(model: keras.Model, run: Run | None, data: ImageData | None) -> Pairs:
     """Returns the facts at the head of a report: model, images, training."""
     height, width = image_size_of(model)
-    pairs = [("Model", _model_name(model)), ("Parameters", f"{model.count_params():,}")]
+    pairs = [("Model", _model_name(model))]
+    if not _is_exported(model):
+        pairs.append(("Parameters", f"{model.count_params():,}"))
     pairs.append(("Takes images of", f"{height}x{width} pixels (height x width)"))
     if run is not None:
         pairs += _training(run)
@@ -161,6 +163,9 @@ def uses(name: str, model: keras.Model, run: Run | None) -> Pairs:
         source = shlex.quote(run.config["data"]["source"]) if run is not None else "photos"
         train = f"keras-vit train --data {source} --out NEW-RUN --weights {path}"
         return [("Train a classifier from it", train), ("In Python", _python(name, False)), cite]
+    if _is_exported(model):
+        predict = f"keras-vit predict {path} IMAGE.jpg\nkeras-vit check {path}"
+        return [("Predict, and see whether it is as it was exported", predict), cite]
     predict = f"keras-vit predict {path} IMAGE.jpg\nkeras-vit explain {path} IMAGE.jpg --out seen"
     serve = f"keras-vit export {path} --out EXPORT\n# EXPORT/README.md says how to serve it"
     return [
@@ -182,7 +187,14 @@ def _python(name: str, is_run: bool) -> str:
     )
 
 
+def _is_exported(model: keras.Model) -> bool:
+    """Whether a model has no weights of its own, and asks an exported file."""
+    return not model.count_params()
+
+
 def _model_name(model: keras.Model) -> str:
+    if _is_exported(model):
+        return f"{short(model.name)}, exported"
     if not isinstance(model, VisionTransformer):
         return f"{type(model).__name__} {short(model.name)}"
     config = model.config

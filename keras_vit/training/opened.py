@@ -30,6 +30,7 @@ class OpenedModel:
         states_labels: whether the source says the names itself, so that they are not assumed.
         run: the run that it is of, None for another source.
         recipe: the recipe of that run, as in its config.json; empty if it is not known.
+        exported: whether it is an exported artefact, behind a model that only asks it.
     """
 
     source: str
@@ -39,10 +40,13 @@ class OpenedModel:
     states_labels: bool
     run: Run | None = None
     recipe: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    exported: bool = False
 
     @property
     def has_classifier(self) -> bool:
         """Whether the model answers with scores of classes."""
+        if self.exported:
+            return bool(self.labels)
         is_vit = isinstance(self.model, VisionTransformer)
         return not is_vit or self.model.config.classes is not None
 

@@ -95,13 +95,14 @@ class SavedModelRunner:
 
 
 class OnnxRunner:
-    """An ONNX file in ONNX Runtime, on the processor."""
+    """An ONNX file, or its content, in ONNX Runtime, on the processor."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path | bytes) -> None:
         import onnxruntime
 
         providers = ["CPUExecutionProvider"]
-        self._session = onnxruntime.InferenceSession(str(file), providers=providers)
+        model = file if isinstance(file, bytes) else str(file)
+        self._session = onnxruntime.InferenceSession(model, providers=providers)
         self._names = [output.name for output in self._session.get_outputs()]
         self.versions = {"onnxruntime": str(onnxruntime.__version__)}
 

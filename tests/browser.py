@@ -37,6 +37,9 @@ BROKEN = """async () => {
     }
     return broken;
 }"""
+# What tells a reader to press something, and is of no use on paper.
+PRINTED = """() => [...document.querySelectorAll("select, input, label, .screen")]
+    .filter((node) => node.checkVisibility()).map((node) => node.outerHTML.slice(0, 120))"""
 # Everything that can be folded is open, so that it is looked at, too.
 UNFOLD = "() => document.querySelectorAll('details').forEach((each) => { each.open = true; })"
 
@@ -185,4 +188,5 @@ def _print(opened: Page) -> list[str]:
     opened.emulate_media(media="print")
     opened.set_viewport_size({"width": 718, "height": 1000})
     problems = [f"wider than paper: {node}" for node in opened.evaluate(WIDE)]
+    problems += [f"printed, but for the screen: {node}" for node in opened.evaluate(PRINTED)]
     return problems + [f"on paper: {problem}" for problem in _axe(opened) if "contrast" in problem]

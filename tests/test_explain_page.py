@@ -3,6 +3,7 @@
 import base64
 import dataclasses
 import html.parser
+import io
 import json
 import re
 from pathlib import Path
@@ -67,7 +68,7 @@ def test_every_kind_of_model_has_its_page(name: str, tmp_path: Path) -> None:
 
 
 def test_the_page_holds_everything_itself(tmp_path: Path) -> None:
-    """Its charts are the PNG files, it refers to nothing outside, and labels are escaped."""
+    """Its charts are the PNG files and dark ones, it refers to nothing outside, labels are text."""
     *files, written = explain.write_explanation(
         sharp(TINY), pixels(TINY), tmp_path, labels=LABELS, target=6, title="a <b>.png"
     )
@@ -76,7 +77,12 @@ def test_the_page_holds_everything_itself(tmp_path: Path) -> None:
     assert all(reference.startswith("data:") for reference in actual.references)
     contents = [base64.b64decode(r.split(",")[1]) for r in actual.references if "png" in r]
     charts = [file.read_bytes() for file in files if file.stem in CHARTS]
-    assert contents == charts
+    assert contents[::2] == charts
+    for day, night in zip(contents[::2], contents[1::2], strict=True):
+        light, dark = (matplotlib.image.imread(io.BytesIO(file)) for file in (day, night))
+        assert light.shape == dark.shape
+        assert light[0, 0].tolist() == [1, 1, 1, 1]
+        assert dark[0, 0, 3] == 0  # the page's own ground
     assert "What the model sees in a <b>.png" in actual.said
     assert "48 pixels wide and 32 high, as the model takes it" in actual.said
     shown = actual.view

@@ -70,6 +70,14 @@ def test_what_a_template_lacks_is_an_error() -> None:
         pages.render("compare.html", **lacking)
 
 
+def test_names_of_settings_break_between_their_words() -> None:
+    """After a dot or an underscore, so that a narrow column does not cut a word."""
+    settings = [("recipe.label_smoothing", ["0", "<i>"])]
+    text = pages.render("compare.html", **{**_COMPARISON, "settings": settings})
+    assert '<th scope="row">recipe.<wbr>label_<wbr>smoothing</th>' in text
+    assert "<td>&lt;i&gt;</td>" in text
+
+
 def test_numbers_that_json_has_not_are_an_error() -> None:
     """NaN would stop the page's script."""
     with pytest.raises(ValueError, match="JSON"):

@@ -1,8 +1,10 @@
 """Writes everything there is to see about a model and one image as PNG files and one page."""
 
 import dataclasses
+import functools
+import io
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +26,10 @@ _PIXELS_PER_INCH = 96  # in the page, so that its letters are as large as drawn
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Picture:
-    """One figure: a file name, the drawing, and what it shows."""
+    """One figure: a file name, what draws it, and what it shows."""
 
     name: str
-    figure: "Figure"
+    draw: "Callable[[], Figure]"
     caption: str = ""
 
 
@@ -75,7 +77,7 @@ def write_explanation(
     files = {each.name: out / f"{each.name}.png" for each in (*panels, *charts)}
     for each in (*panels, *charts):
         with whole_file(files[each.name]) as temporary:
-            each.figure.savefig(temporary, dpi=_DPI)
+            each.draw().savefig(temporary, dpi=_DPI)
     pages.write_page(
         out / PAGE,
         "explain.html",
@@ -115,44 +117,54 @@ def _panels(
         named["relevance"] = relevance[0]
     for name, overlay in named.items():
         title = f"{overlay.name[0].lower()}{overlay.name[1:]}"
-        figure = pictures.plot_heatmap(
-            subject.image, overlay.values, title=title, unit=overlay.unit
+        draw = functools.partial(
+            pictures.plot_heatmap, subject.image, overlay.values, title=title, unit=overlay.unit
         )
-        yield _Picture(name, figure)
+        yield _Picture(name, draw)
     config = attention.find_vit(subject.model).config
     title = f"what {maps.asker(subject.model)} takes from each patch in layer {len(layers) - 1}"
     if config.pooling == "map":
         title = "what attention pooling takes from each patch"
-    yield _Picture("heads", pictures.plot_heads(layers[-1], title=title, unit="attention weight"))
+    draw = functools.partial(pictures.plot_heads, layers[-1], title=title, unit="attention weight")
+    yield _Picture("heads", draw)
 
 
 def _charts(subject: maps.Subject) -> Iterator[_Picture]:
     """Yields what is drawn beside the image: of the model, or of all its layers."""
     model = subject.model
+    distances = attention.mean_attention_distance(model, subject.inputs)
     yield _Picture(
         "distance",
-        pictures.plot_attention_distance(attention.mean_attention_distance(model, subject.inputs)),
+        functools.partial(pictures.plot_attention_distance, distances),
         "How far each head looks, in this image alone; the paper averages over 128 images.",
     )
     if attention.find_vit(model).config.adds_positions:
         yield _Picture(
             "positions",
-            pictures.plot_position_similarity(pictures.position_similarity(model)),
+            functools.partial(
+                pictures.plot_position_similarity, pictures.position_similarity(model)
+            ),
             "Which places are alike in the model's position embeddings, whatever the image.",
         )
     filters = pictures.embedding_filters(model)
     if filters.components.shape[-1] in (1, 3):
         yield _Picture(
             "filters",
-            pictures.plot_filters(filters),
+            functools.partial(pictures.plot_filters, filters),
             "What the patch embedding looks for in a patch, whatever the image.",
         )
 
 
 def _written(chart: _Picture, file: Path) -> dict[str, Any]:
+    """Returns a chart for the page, in its light and in its dark scheme."""
+    dark = io.BytesIO()
+    with pictures.light_on_dark():
+        figure = chart.draw()
+        figure.savefig(dark, dpi=_DPI, transparent=True)
     return {
         "name": chart.name,
         "caption": chart.caption,
-        "source": pages.data_uri(file.read_bytes()),
-        "width": round(_PIXELS_PER_INCH * chart.figure.get_figwidth()),
+        "day": pages.data_uri(file.read_bytes()),
+        "night": pages.data_uri(dark.getvalue()),
+        "width": round(_PIXELS_PER_INCH * figure.get_figwidth()),
     }

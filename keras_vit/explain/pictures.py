@@ -1,6 +1,8 @@
 """What the model has learned about places and patches, and pictures of what it has."""
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 import keras
@@ -151,6 +153,25 @@ COLORS = "magma"
 SHOWN_POSITIONS = 7
 
 
+@contextlib.contextmanager
+def light_on_dark() -> Iterator[None]:
+    """Draws what is drawn and saved inside of it in light letters and lines, for a dark page.
+
+    Example:
+        >>> with light_on_dark():
+        ...     figure = plot_attention_distance(np.ones((2, 3)))
+        >>> figure.axes[0].lines[-1].get_color()
+        'white'
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    with environment.pictures():
+        import matplotlib.style
+    with matplotlib.style.context("dark_background"):
+        yield
+
+
 def plot_heatmap(image: np.ndarray, heatmap: np.ndarray, *, title: str, unit: str) -> "Figure":
     """Draws an image, a heatmap over its patches, and the image lit by the heatmap.
 
@@ -233,6 +254,7 @@ def plot_attention_distance(distances: np.ndarray) -> "Figure":
     layers, heads = distances.shape
     figure = _figure(4.8, 3.6)
     axes = figure.subplots()
+    ink = axes.xaxis.label.get_color()
     depth = np.arange(layers)
     for head in range(heads):
         axes.plot(
@@ -242,10 +264,10 @@ def plot_attention_distance(distances: np.ndarray) -> "Figure":
             marker="o",
             markersize=5,
             markerfacecolor="0.75",
-            markeredgecolor="black",
+            markeredgecolor=ink,
             label="one head" if head == 0 else None,
         )
-    axes.plot(depth, distances.mean(axis=1), color="black", label="mean of the heads")
+    axes.plot(depth, distances.mean(axis=1), color=ink, label="mean of the heads")
     axes.set(
         xlabel="network depth (layer)",
         ylabel="mean attention distance (pixels)",

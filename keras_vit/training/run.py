@@ -17,7 +17,7 @@ from keras_vit.config import ViTConfig
 from keras_vit.data import ImageData, image_size_of, load_data, loading
 from keras_vit.layers.dense import CHANGES
 from keras_vit.model import VisionTransformer
-from keras_vit.training.settings import REPLACE
+from keras_vit.training.settings import RESUME_OR_REPLACE
 from keras_vit.variants import parameter_count
 from keras_vit.weights.checkpoint import REGISTERED_NAME
 from keras_vit.weights.positions import Method
@@ -239,7 +239,7 @@ def check_free(out: str | os.PathLike[str], *, existing: Existing) -> None:
             f"({(foreign or ['no whole run'])[0]!r}); choose another out (--out)."
         )
     if existing != "overwrite":
-        raise FileExistsError(f"{str(out)!r} already holds a run; {REPLACE}.")
+        raise FileExistsError(f"{str(out)!r} already holds a run; {RESUME_OR_REPLACE}.")
 
 
 def unfinished_path(out: Path, *, worker: int = 0) -> Path:

@@ -6,8 +6,11 @@ from typing import Any
 
 _EPOCHS = "recipe.epochs"
 # What a sentence advises where something is in the way.
-REPLACE = 'replace it (existing="overwrite", --overwrite), or choose another out (--out)'
-RESUME_OR_REPLACE = f'resume it (existing="resume", --resume), {REPLACE}'
+REPLACE = 'replace it (--overwrite; in Python existing="overwrite") or choose another --out'
+RESUME_OR_REPLACE = (
+    "resume it (--resume), replace it (--overwrite) or choose another --out; in Python "
+    'existing="resume" or "overwrite"'
+)
 
 
 def check_settings(file: Path, settings: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 // pointer, the finger, or the place that the arrow keys reach.
 const charts = (() => {
   const SPACE = "http://www.w3.org/2000/svg";
+  const ON_PAPER = 320; // pixels of half a page
   const DASHES = ["none", "7 4", "2 3", "10 3 2 3", "14 4", "5 2 1 2", "3 6", "1 2"];
 
   function draw(parent, name, attributes = {}, text = null) {
@@ -84,8 +85,8 @@ const charts = (() => {
       }
     }
 
-    function paint() {
-      const width = Math.max(240, stage.clientWidth), height = Math.max(180, Math.min(300, width * 0.6));
+    function paint(room = stage.clientWidth) {
+      const width = Math.max(240, room), height = Math.max(180, Math.min(300, width * 0.6));
       const edge = { left: 52, right: 12, top: 8, bottom: 40 };
       stage.replaceChildren();
       const svg = draw(stage, "svg", { viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true" });
@@ -141,7 +142,9 @@ const charts = (() => {
       event.preventDefault();
       choose(state.at + moves[event.key]);
     });
-    new ResizeObserver(paint).observe(stage);
+    new ResizeObserver(() => paint()).observe(stage);
+    addEventListener("beforeprint", () => paint(ON_PAPER));
+    addEventListener("afterprint", () => paint());
     paint();
   }
 

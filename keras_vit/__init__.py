@@ -9,8 +9,9 @@ from keras_vit.version import __version__ as __version__
 
 environment.enable_onednn()
 if TYPE_CHECKING or not environment.is_command():
-    from keras_vit.names import *  # noqa: F403
-    from keras_vit.names import __all__ as __all__
+    with environment.without_collection():
+        from keras_vit.names import *  # noqa: F403
+        from keras_vit.names import __all__ as __all__
 
 # They come when they are asked for: each brings TensorFlow's data sets, or matplotlib.
 _LATER = ("data", "evaluation", "explain", "training")

@@ -5,6 +5,7 @@ It imports no framework.
 
 import contextlib
 import functools
+import gc
 import importlib.util
 import os
 import platform
@@ -77,6 +78,22 @@ def without_keras_extras() -> Iterator[None]:
     finally:
         for name in hidden:
             sys.modules.pop(name, None)
+
+
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """Imports without looking for garbage, of which modules leave none.
+
+    Python would look at each of the million objects that Keras and TensorFlow make many times:
+    that is a fifth of the time of the import (3.9 instead of 5.0 s of a processor).
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def enable_onednn() -> None:

@@ -5,6 +5,7 @@ the loss of another worker, to be started again with --resume.
 """
 
 import argparse
+import gc
 import importlib
 import os
 import shlex
@@ -122,9 +123,7 @@ def _is_about_exports(arguments: argparse.Namespace) -> bool:
 def _run(arguments: argparse.Namespace) -> int:
     try:
         if arguments.run is not catalog.run:
-            with environment.without_log_lines(), environment.without_keras_extras():
-                importlib.import_module("keras_vit.names")  # registers the classes with Keras
-                importlib.import_module("keras_vit.data")  # TensorFlow, on every backend
+            _import_frameworks()
         exit_code: int = arguments.run(arguments)
     except KeyboardInterrupt as interruption:
         message = str(interruption) or "Interrupted: nothing was saved."
@@ -139,6 +138,20 @@ def _run(arguments: argparse.Namespace) -> int:
         output.say(f"{PROGRAM}: error: {message}", file=sys.stderr)
         return getattr(error, "exit_code", 1)
     return exit_code
+
+
+def _import_frameworks() -> None:
+    """Registers the classes with Keras; TensorFlow reads the images on every backend."""
+    is_first = "keras" not in sys.modules
+    with (
+        environment.without_log_lines(),
+        environment.without_keras_extras(),
+        environment.without_collection(),
+    ):
+        importlib.import_module("keras_vit.names")
+        importlib.import_module("keras_vit.data")
+    if is_first:
+        gc.freeze()  # what was imported is never looked at again
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -27,11 +27,13 @@ from typing import Any
 import numpy as np
 
 BATCH = 8
-FORMATS = ("savedmodel", "tflite", "tflite-fp16", "tflite-int8", "onnx")
+_OF_TFLITE = ("tflite", "tflite-fp16", "tflite-int8", "tflite-int8-weights")
+_OF_ONNX = ("onnx", "onnx-fp16", "onnx-int8", "onnx-int8-weights")
+FORMATS = ("savedmodel", *_OF_TFLITE, *_OF_ONNX)
 RUNTIMES = {
     "savedmodel": ", C++ loader",
-    "onnx": ", onnxruntime",
-    **dict.fromkeys(FORMATS[1:4], ", LiteRT"),
+    **dict.fromkeys(_OF_ONNX, ", onnxruntime"),
+    **dict.fromkeys(_OF_TFLITE, ", LiteRT"),
 }
 CONTENDERS = (
     "live model",
@@ -92,14 +94,17 @@ def make_runners(folder: Path, options: argparse.Namespace) -> dict[str, Runner]
     def edge(name: str) -> Runner:
         return _tflite(paths[name], threads)
 
+    def cloud(name: str) -> Runner:
+        return _onnx(paths[name], threads)
+
     openers: dict[str, Callable[[], Runner]] = {
         "live model": lambda: model.predict_on_batch,
         "savedmodel, C++ loader": lambda: _savedmodel(paths["savedmodel"]),
-        "onnx, onnxruntime": lambda: _onnx(paths["onnx"], threads),
         "onnx by tf2onnx, onnxruntime": lambda: _converted_onnx(layers, folder, threads),
         "onnx, OpenVINO": lambda: _openvino(paths["onnx"], threads),
         "tflite of the layers, LiteRT": lambda: _converted_tflite(layers, folder, threads),
-        **{f"{name}, LiteRT": functools.partial(edge, name) for name in FORMATS[1:4]},
+        **{f"{name}, LiteRT": functools.partial(edge, name) for name in _OF_TFLITE},
+        **{f"{name}, onnxruntime": functools.partial(cloud, name) for name in _OF_ONNX},
     }
     runners = {
         name: openers[name]() for name in CONTENDERS if name in contenders and _is_installed(name)

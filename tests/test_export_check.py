@@ -16,7 +16,7 @@ from keras_vit.exporting.clean import messages, runners
 pytest.importorskip("onnxruntime")
 pytest.importorskip("ai_edge_litert")
 
-FORMATS = ("onnx", "tflite", "tflite-int8")
+FORMATS = ("onnx", "onnx-int8", "tflite", "tflite-int8")
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_what_was_exported_has_no_fault(exported: Path, capsys: pytest.CaptureFi
     printed = capsys.readouterr()
     assert printed.out.count("as exported") == len(FORMATS) + 1
     assert printed.out.count("the same (0e+00)") == len(FORMATS)
-    assert "No fault in 4 artefacts of 3 versions." in printed.out
+    assert "No fault in 5 artefacts of 3 versions." in printed.out
     assert printed.out.splitlines()[-1] == f"Next: {exported / 'serve.sh'}"
     assert printed.err.count("\n") == 1
     assert "holds no answers, as the export was not verified" in printed.err
@@ -187,6 +187,7 @@ def test_records_of_earlier_versions_are_read(copy: Path) -> None:
     record = json.loads(file.read_text())
     for name in ("description", "artefacts", "answers", verification.SELF):
         record.pop(name)
+    record["checks"].pop("onnx-int8")  # which they did not have
     file.write_text(json.dumps({**record, "pixels": {"takes": "pixels"}}))
     checked = checking.check(copy / "onnx/1")
     assert not checked.faults
@@ -204,9 +205,10 @@ def test_a_missing_runtime_is_named(
     printed = json.loads(line)
     assert printed["faults"] == []
     assert printed["unasked"] == [
-        "onnx runs in ONNX Runtime, which is not installed; run: pip install onnxruntime"
+        f"{name} runs in ONNX Runtime, which is not installed; run: pip install onnxruntime"
+        for name in ("onnx", "onnx-int8")
     ]
-    assert [each["is_whole"] for each in printed["artefacts"]] == [True]
+    assert [each["is_whole"] for each in printed["artefacts"]] == [True, True]
 
 
 def test_what_is_no_export_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -76,7 +76,7 @@ def test_an_onnx_file_says_what_it_is(tmp_path: Path) -> None:
     """ONNX Runtime reads every field, and the names that the specification has for images."""
     pytest.importorskip("onnxruntime")
     made, file = about(), tmp_path / "pets.onnx"
-    onnx_files.write_onnx(rebuild(served_model(num_layers=1)), file, about=made)
+    onnx_files.write_onnx(rebuild(served_model(num_layers=1)), {"onnx": file}, about=made)
     runner = runners.OnnxRunner(file)
     assert description.read_onnx(runner.properties) == made
     assert runner.properties["Image.BitmapPixelFormat"] == "Rgb8"

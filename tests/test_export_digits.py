@@ -17,7 +17,10 @@ import keras_vit
 from keras_vit import cli, data, training
 
 ROOT = Path(keras_vit.__file__).parents[1]
-FORMATS = ("savedmodel", "tflite", "tflite-fp16", "tflite-int8", "onnx")
+FORMATS = (
+    *("savedmodel", "tflite", "tflite-fp16", "tflite-int8", "tflite-int8-weights"),
+    *("onnx", "onnx-fp16", "onnx-int8", "onnx-int8-weights"),
+)
 
 
 @pytest.fixture(scope="module")

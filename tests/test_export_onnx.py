@@ -24,10 +24,10 @@ onnxruntime = pytest.importorskip("onnxruntime")
 
 from keras_vit.exporting import onnx_files  # noqa: E402
 
-FORMATS = ["savedmodel", "onnx", "tflite", "tflite-fp16", "tflite-int8"]
+FORMATS = ["savedmodel", "onnx", "onnx-int8", "tflite", "tflite-fp16", "tflite-int8"]
 # Full-size models. R+Ti/16 has the blocks of Ti/16 behind a stem; of B/16 there are the formats
 # whose kernels are not TensorFlow's. KERAS_VIT_TEST_EXPORTS="B/16 B/32" takes all formats of these.
-SIZES = {"R+Ti/16": FORMATS, "B/16": ["onnx", "tflite"]}
+SIZES = {"R+Ti/16": FORMATS, "B/16": ["onnx", "onnx-int8", "tflite"]}
 if "KERAS_VIT_TEST_EXPORTS" in os.environ:
     SIZES = dict.fromkeys(os.environ["KERAS_VIT_TEST_EXPORTS"].split(), FORMATS)
 LIMIT = 1e-5  # onnxruntime's kernels sum in another order; measured up to 2e-6
@@ -205,7 +205,7 @@ def test_large_weights_go_to_a_file_of_their_own(tmp_path: Path) -> None:
     exportable = rebuild(model)
     file = tmp_path / "big.onnx"
     about = describe(exportable, name="big", labels=LABELS)
-    onnx_files.write_onnx(exportable, file, about=about, largest=10_000)
+    onnx_files.write_onnx(exportable, {"onnx": file}, about=about, largest=10_000)
     assert (tmp_path / "big.onnx.data").stat().st_size > 70_000 > file.stat().st_size
     onnx.checker.check_model(str(file), full_check=True)
     answer = onnxruntime.InferenceSession(file).run(["probabilities"], {"images": PIXELS})[0]
@@ -254,6 +254,7 @@ def test_full_size_models_in_every_format(name: str, tmp_path: Path) -> None:
         "tflite": 1e-4,
         "tflite-fp16": 5e-3,
         "tflite-int8": 0.25,  # measured 0.0023 and 0.11
+        "onnx-int8": 0.25,
     }
     for artefact in export(model, tmp_path / "full", formats=SIZES[name]):
         for check in artefact.checks:

@@ -25,7 +25,7 @@ pytest.importorskip("ai_edge_litert")
 LABELS = ("plain", "striped")
 # By how much probabilities may differ: rounded weights err, all others do not.
 LIMITS = {"savedmodel": 1e-5, "onnx": 1e-5, "web": 1e-5, "tflite": 1e-5, "tflite-fp16": 1e-3,
-          "tflite-int8": 0.03}  # fmt: skip
+          "tflite-int8": 0.03, "onnx-int8": 0.03}  # fmt: skip
 
 
 def made() -> VisionTransformer:
@@ -54,9 +54,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def path_of(name: str, root: Path) -> Path:
-    ending = {"onnx": ".onnx", "savedmodel": "", "web": ""}.get(name, f"{name[6:]}.tflite")
+    ending, _, kind = name.partition("-")
     folder = root / "pets" / artefacts.FOLDERS[name] / "1"
-    return folder / f"pets{ending}" if ending else folder
+    return (
+        folder
+        if ending in ("savedmodel", "web")
+        else folder / f"pets{'-' * bool(kind)}{kind}.{ending}"
+    )
 
 
 def command(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[list[dict[str, Any]], str]:
@@ -86,7 +90,7 @@ def test_commands_take_an_export_as_they_take_a_model(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The numbers of `predict`, `evaluate` and `--tta` are those of the model."""
-    photos, names = place / "photos", ("model.keras", "pets/onnx")
+    photos, names = place / "photos", ("model.keras", "pets/onnx/1/pets.onnx")
     of_model, of_export = (
         command(capsys, "predict", place / name, photos / "striped", "--tta") for name in names
     )

@@ -13,12 +13,16 @@ if TYPE_CHECKING:
     from keras_vit.exporting import Artefact
     from keras_vit.training import OpenedModel, Run
 
-_FORMATS = "savedmodel, tflite, tflite-fp16, tflite-int8, tflite-int8-full, onnx, web"
+_FORMATS = """\
+savedmodel, tflite, tflite-fp16, tflite-int8, tflite-int8-weights, tflite-int8-full, onnx,
+onnx-fp16, onnx-int8, onnx-int8-weights, web"""
 _DESCRIPTION = f"""\
 Writes a trained model in the formats that servers and devices run. Each file is compared with the
 model before it is put in place, on the run's test images or on --images.
 
 The formats: {_FORMATS}.
+int8 multiplies in int8, the fastest on processors; int8-weights stores in int8 and computes in
+float32, for small files. docs/serving.md says which is fastest where.
 savedmodel is for TensorFlow Serving: DIR is its base path; DIR/1, DIR/2, ... are the versions.
 The other formats are written to DIR/tflite/N, DIR/onnx/N and DIR/web/N.
 web is a folder with a page that classifies images in a browser alone, without a network.

@@ -11,27 +11,35 @@ import keras
 import numpy as np
 
 from keras_vit import atomic
-from keras_vit.exporting import rebuild, references, samples, savedmodel, tflite, verification
+from keras_vit.exporting import (
+    onnx_files,
+    rebuild,
+    references,
+    samples,
+    savedmodel,
+    tflite,
+    verification,
+)
 from keras_vit.exporting.clean import messages
 from keras_vit.exporting.description import Description, describe
 from keras_vit.exporting.rebuild import Exportable
 
-FORMATS = ("savedmodel", *tflite.FORMATS, "onnx", "web")
+FORMATS = ("savedmodel", *tflite.FORMATS, *onnx_files.FORMATS, "web")
 TOP_K = 5
 CALIBRATION_MOST = 256  # images that set the ranges of int8 throughout
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 # The modules that each format needs, and the packages that contain them.
 _PACKAGES = {
-    "onnx": {"onnx": "onnx", "onnxruntime": "onnxruntime"},
+    **{name: {"onnx": "onnx", "onnxruntime": "onnxruntime"} for name in onnx_files.FORMATS},
     "web": {"onnx": "onnx", "onnxruntime": "onnxruntime", "jinja2": "jinja2"},
     **{name: {"ai_edge_litert": "ai-edge-litert"} for name in tflite.FORMATS},
 }
 # The folders under the export directory; the server reads versions in the directory itself.
 FOLDERS = {
     "savedmodel": "",
-    "onnx": "onnx",
     "web": "web",
+    **dict.fromkeys(onnx_files.FORMATS, "onnx"),
     **dict.fromkeys(tflite.FORMATS, "tflite"),
 }
 
@@ -89,9 +97,10 @@ def export(
         path: the directory to export to, which is the base path for the server; its name is the
             model's name. Version n lies in `path/n`, and of the other formats in `path/tflite/n`,
             `path/onnx/n` and `path/web/n`.
-        formats: which of "savedmodel", "tflite" (float32), "tflite-fp16", "tflite-int8" (weights
-            in int8), "tflite-int8-full" (everything in int8; needs `images`), "onnx" and "web", a
-            page that runs in a browser alone.
+        formats: which of "savedmodel", "tflite" and "onnx" (float32), "tflite-fp16" and
+            "onnx-fp16", "tflite-int8" and "onnx-int8" (products of int8), "tflite-int8-weights" and
+            "onnx-int8-weights" (stored in int8, computed in float32), "tflite-int8-full"
+            (everything in int8; needs `images`), and "web", a page that runs in a browser alone.
         labels: the name of each class, or a text file with one a line; None for "0", "1", ...
         images: image files, or pixels 0..255 as uint8 arrays (height, width, 3), of the kind that
             the model will see; they decide about each artefact. Drawn images are added to fewer
@@ -187,10 +196,10 @@ class _Job:
     def _export_folder(self, names: Sequence[str], staged: Path, final: Path) -> list[Artefact]:
         """Writes and checks the formats of one folder."""
         paths = {name: staged / self._file_name(name) for name in names}
-        self._write(paths, staged)
+        sizes = self._write(paths, staged)
         checks, answers, runtime = {name: [self.rebuilt] for name in names}, {}, {}
         for name, path in paths.items() if self.verify else ():
-            request = self._request(name, path)
+            request = self._request(name, path, weight_bytes=sizes[name])
             report = verification.check_artefact(request)
             checks[name] += report.checks
             answers[name] = references.record(request.references, report.answers)
@@ -214,7 +223,9 @@ class _Job:
             for name, path in paths.items()
         ]
 
-    def _write(self, paths: dict[str, Path], staged: Path) -> None:
+    def _write(self, paths: dict[str, Path], staged: Path) -> dict[str, int]:
+        """Writes the formats of one folder, and returns the bytes of their weights."""
+        sizes = dict.fromkeys(paths, self.exportable.parameter_bytes)
         if "savedmodel" in paths:
             savedmodel.write_savedmodel(
                 self.exportable,
@@ -223,20 +234,18 @@ class _Job:
                 top_k=self.top_k,
                 model_name=self.directory.name,
             )
-            return
+            return sizes
         staged.mkdir()
-        if "onnx" in paths:
-            from keras_vit.exporting import onnx_files
-
-            onnx_files.write_onnx(
-                self.exportable, paths["onnx"], about=self.about, opset=self.opset
+        if not paths.keys().isdisjoint(onnx_files.FORMATS):
+            sizes = onnx_files.write_onnx(
+                self.exportable, paths, about=self.about, opset=self.opset
             )
         elif self.web_runtime is not None and "web" in paths:
             from keras_vit.exporting import web
 
             web.write_web(self.exportable, staged, about=self.about, runtime=self.web_runtime)
         else:
-            tflite.write_tflite(
+            sizes = tflite.write_tflite(
                 self.exportable,
                 paths,
                 about=self.about,
@@ -245,14 +254,16 @@ class _Job:
             )
         if self.labels:
             savedmodel.write_labels(staged / "labels.txt", self.labels)
+        return sizes
 
     def _file_name(self, name: str) -> str:
+        """Returns the name of a format's file, such as pets-int8.onnx for "onnx-int8"."""
         if name in ("savedmodel", "web"):
             return ""
-        ending = ".onnx" if name == "onnx" else f"{name.removeprefix('tflite')}.tflite"
-        return f"{self.directory.name}{ending}"
+        ending, _, kind = name.partition("-")
+        return f"{self.directory.name}{'-' * bool(kind)}{kind}.{ending}"
 
-    def _request(self, name: str, path: Path) -> messages.Request:
+    def _request(self, name: str, path: Path, *, weight_bytes: int) -> messages.Request:
         exportable, expected = self.exportable, self.expected
         gate = verification.gate(exportable, name, self.decisive, expected)
         if name == "savedmodel":
@@ -266,6 +277,7 @@ class _Job:
             format=name,
             path=path,
             parameter_bytes=exportable.parameter_bytes,
+            weight_bytes=weight_bytes,
             batch_sizes=samples.BATCH_SIZES,
             labels=self.labels,
             cases=cases,
@@ -366,7 +378,7 @@ def _parse_formats(
     for name in names:
         packages = _PACKAGES.get(name, {})
         missing = [module for module in packages if importlib.util.find_spec(module) is None]
-        if missing and (verify or name in ("onnx", "web")):
+        if missing and (verify or name not in tflite.FORMATS):
             raise ImportError(
                 f"To export {name}, {missing[0]} is needed, which is not installed; "
                 f"run: pip install {' '.join(packages.values())}"
@@ -396,13 +408,11 @@ def _check_network(formats: Sequence[str], exportable: Exportable) -> None:
 
 
 def _check_opset(formats: Sequence[str], exportable: Exportable, opset: int) -> None:
-    if "onnx" not in formats:
+    if set(formats).isdisjoint(onnx_files.FORMATS):
         raise ValueError(
             "opset is that of an ONNX file; add onnx to the formats. "
             f"Received: opset={opset!r}, formats={', '.join(formats)}."
         )
-    from keras_vit.exporting import onnx_files
-
     onnx_files.check_opset(exportable, opset)
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +12,14 @@ import tensorflow as tf
 from keras_vit import environment
 from keras_vit.backend.tensorflow import portable_forms
 from keras_vit.config import ViTConfig
-from keras_vit.exporting import description
+from keras_vit.exporting import description, onnx_rounding
 from keras_vit.exporting.rebuild import Exportable, folded_arrays
 from keras_vit.layers.resnet import GROUP_NORM_EPSILON, GROUPS
 
 if TYPE_CHECKING:
     import onnx
 
+FORMATS = ("onnx", *onnx_rounding.FORMATS)
 # The file format of each opset that may be chosen; LayerNormalization came with the first.
 IR_VERSIONS = {17: 8, 18: 8, 19: 9, 20: 9, 21: 10, 22: 10}
 OPSET = 20  # the first with Gelu
@@ -217,31 +218,42 @@ def _is_written(exportable: Exportable) -> bool:
 
 def write_onnx(
     exportable: Exportable,
-    file: Path,
+    files: Mapping[str, Path],
     *,
     about: description.Description,
     opset: int | None = None,
+    floats: Mapping[str, Collection[str]] | None = None,
     largest: int = LARGEST,
-) -> None:
-    """Writes an ONNX file, and `<name>.data` beside it if the weights exceed `largest` bytes.
+) -> dict[str, int]:
+    """Writes ONNX files, and `<name>.data` beside one whose weights exceed `largest` bytes.
 
     Args:
         exportable: the rebuilt model.
-        file: the path to write.
-        about: what the file says of itself, in its `metadata_props`.
+        files: where each of `FORMATS` goes.
+        about: what the files say of themselves, in their `metadata_props`.
         opset: the version of the operators, a key of `IR_VERSIONS`; None for the writer's own.
+        floats: the kernels that stay float32 in a format that rounds them.
         largest: bytes of weights that stay within the file.
+
+    Returns:
+        The bytes of each file's weights.
     """
     import onnx
 
-    model = to_onnx(exportable, opset=opset)
-    description.describe_onnx(model, about)
-    onnx.save_model(
-        model,
-        str(file),
-        save_as_external_data=exportable.parameter_bytes > largest,
-        location=f"{file.name}.data",
-    )
+    model, sizes = to_onnx(exportable, opset=opset), {}
+    # Saving may move the model's own weights to their file, so that is last.
+    for name, file in sorted(files.items(), key=lambda item: item[0] == "onnx"):
+        stays = (floats or {}).get(name, ())
+        sizes[name] = onnx_rounding.weight_bytes(model, name, floats=stays)
+        made = model if name == "onnx" else onnx_rounding.rounded(model, name, floats=stays)
+        description.describe_onnx(made, about)
+        onnx.save_model(
+            made,
+            str(file),
+            save_as_external_data=sizes[name] > largest,
+            location=f"{file.name}.data",
+        )
+    return sizes
 
 
 def _forward(graph: _Graph, images: str) -> str:

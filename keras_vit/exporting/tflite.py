@@ -1,6 +1,5 @@
-"""Writes TFLite files: float32, float16 weights, int8 weights, or int8 throughout."""
+"""Writes TFLite files: float32, small weights, products of int8, or int8 throughout."""
 
-import copy
 import functools
 import tempfile
 from collections.abc import Sequence
@@ -9,58 +8,19 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.lite.python import schema_py_generated as schema
-from tensorflow.lite.tools import flatbuffer_utils
 
 from keras_vit.backend.tensorflow import portable_forms
 from keras_vit.config import ViTConfig
-from keras_vit.exporting import description, savedmodel, tflite_metadata
+from keras_vit.exporting import description, savedmodel, tflite_metadata, tflite_rounding
 from keras_vit.exporting.rebuild import Exportable, folded_arrays
 from keras_vit.layers.resnet import GROUP_NORM_EPSILON, GROUPS
 
-FORMATS = ("tflite", "tflite-fp16", "tflite-int8", "tflite-int8-full")
+FORMATS = ("tflite", *tflite_rounding.FORMATS, "tflite-int8", "tflite-int8-full")
 SIGNATURE = "serving_default"
 
-_MIN_ELEMENTS = 1024  # smaller kernels stay float32
-_KERNEL_OPERATORS = (schema.BuiltinOperator.CONV_2D, schema.BuiltinOperator.FULLY_CONNECTED)
-_IMAGE_CHANNELS = 4  # a convolution of at most so many input channels reads the image
-_DEQUANTIZE_VERSION = 3  # the first that takes float16
-
-
-def store_as_float16(content: bytes) -> bytes:
-    """Returns a TFLite file with float16 kernels of dense products and convolutions.
-
-    Each kernel becomes a float16 tensor, from which a DEQUANTIZE computes the float32 tensor.
-    """
-    model = flatbuffer_utils.convert_bytearray_to_object(bytearray(content))
-    graph = model.subgraphs[0]
-    opcode = len(model.operatorCodes)
-    model.operatorCodes.append(_dequantize_code())
-    kernels = {
-        int(operator.inputs[1])
-        for operator in graph.operators
-        if _builtin_operator(model.operatorCodes[operator.opcodeIndex]) in _KERNEL_OPERATORS
-    }
-    other_buffers = {
-        tensor.buffer for index, tensor in enumerate(graph.tensors) if index not in kernels
-    }
-    dequantizers, converted = [], set()
-    for index in sorted(kernels):
-        tensor = graph.tensors[index]
-        buffer = model.buffers[tensor.buffer]
-        if buffer.data is None or tensor.buffer in other_buffers or not _is_convertible(tensor):
-            continue
-        if tensor.buffer not in converted:  # equal kernels may share a buffer
-            floats = np.frombuffer(np.asarray(buffer.data, np.uint8).tobytes(), np.float32)
-            buffer.data = np.frombuffer(floats.astype(np.float16).tobytes(), np.uint8)
-            converted.add(tensor.buffer)
-        half = copy.copy(tensor)
-        half.type, half.name = schema.TensorType.FLOAT16, tensor.name + b"_float16"
-        tensor.buffer = 0  # the empty buffer, as DEQUANTIZE now computes the tensor
-        graph.tensors.append(half)
-        dequantizers.append(_dequantizer(opcode, len(graph.tensors) - 1, index))
-    graph.operators = dequantizers + list(graph.operators)
-    return bytes(flatbuffer_utils.convert_object_to_bytearray(model))
+# Bytes of a weight over the four that it has in float32.
+_SHARES = {"tflite": 1.0, "tflite-fp16": 0.5}
+_INT8_SHARE = 0.25
 
 
 class EdgeForward(tf.Module):
@@ -221,7 +181,7 @@ def write_tflite(
     about: description.Description,
     batch_size: int = 1,
     calibration: Sequence[np.ndarray] = (),
-) -> None:
+) -> dict[str, int]:
     """Writes a model in one or more TFLite formats, with built-in operators only.
 
     Args:
@@ -230,6 +190,9 @@ def write_tflite(
         about: what the files say of themselves, in their metadata.
         batch_size: the fixed number of images in a batch; delegates want it fixed.
         calibration: images (H, W, C) as the original model takes them, for "tflite-int8-full".
+
+    Returns:
+        The bytes of each file's weights.
     """
     module = _module(exportable, batch_size=batch_size)
     with tempfile.TemporaryDirectory(prefix="keras-vit-") as folder, portable_forms():
@@ -242,36 +205,13 @@ def write_tflite(
             return bytes(converter.convert())
 
         for name, file in files.items():
-            is_half = name == "tflite-fp16"
-            content = store_as_float16(convert("tflite")) if is_half else convert(name)
+            if name in tflite_rounding.FORMATS:
+                content = tflite_rounding.rounded(convert("tflite"), name)
+            else:
+                content = convert(name)
             tflite_metadata.write(file, content, about)
-
-
-def _is_convertible(tensor: Any) -> bool:
-    # Rounding the kernel that reads the image costs the most accuracy.
-    reads_image = len(tensor.shape) == 4 and tensor.shape[-1] <= _IMAGE_CHANNELS
-    is_large = int(np.prod(tensor.shape)) >= _MIN_ELEMENTS
-    return tensor.type == schema.TensorType.FLOAT32 and is_large and not reads_image
-
-
-def _builtin_operator(code: Any) -> int:
-    # Operators below 127 may be in the deprecated, narrower field.
-    return max(int(code.builtinCode), int(code.deprecatedBuiltinCode))
-
-
-def _dequantize_code() -> Any:
-    code = schema.OperatorCodeT()
-    code.builtinCode = code.deprecatedBuiltinCode = schema.BuiltinOperator.DEQUANTIZE
-    code.version = _DEQUANTIZE_VERSION
-    return code
-
-
-def _dequantizer(opcode: int, source: int, target: int) -> Any:
-    operator = schema.OperatorT()
-    operator.opcodeIndex, operator.inputs, operator.outputs = opcode, [source], [target]
-    operator.builtinOptionsType = schema.BuiltinOptions.DequantizeOptions
-    operator.builtinOptions = schema.DequantizeOptionsT()
-    return operator
+    shares = {name: _SHARES.get(name, _INT8_SHARE) for name in files}
+    return {name: int(share * exportable.parameter_bytes) for name, share in shares.items()}
 
 
 def _module(exportable: Exportable, *, batch_size: int) -> Any:

@@ -38,11 +38,15 @@ FLOAT_LIMIT = 1e-4
 # 2e-4; kernels in float16 2e-3 and 6e-3; in int8 0.09 and 0.4. A constant answer errs by 1.
 _FLOAT = Limits(error=5e-5, largest=5e-4, of_one=5e-4, best=1.0, accuracy=0.0)
 _HALF = Limits(error=5e-3, largest=0.03, of_one=0.03, best=1.0, accuracy=0.001)
+_HALF_PRODUCTS = Limits(error=0.01, largest=0.06, of_one=0.06, best=1.0, accuracy=0.001)
 _INT8 = Limits(error=0.1, largest=0.6, of_one=0.6, best=0.98, accuracy=0.01)
+_INT8_WEIGHTS = Limits(error=0.06, largest=0.3, of_one=0.3, best=0.98, accuracy=0.01)
 LIMITS: Mapping[str, Limits] = {
     **dict.fromkeys(("savedmodel", "onnx", "web", "tflite"), _FLOAT),
     "tflite-fp16": _HALF,
-    "tflite-int8": _INT8,
+    "onnx-fp16": _HALF_PRODUCTS,
+    **dict.fromkeys(("tflite-int8", "onnx-int8"), _INT8),
+    **dict.fromkeys(("tflite-int8-weights", "onnx-int8-weights"), _INT8_WEIGHTS),
     "tflite-int8-full": Limits(error=0.2, largest=1.0, of_one=0.8, best=0.98, accuracy=0.01),
 }
 TIE = 1e-5  # rounding may exchange two classes whose scores are closer

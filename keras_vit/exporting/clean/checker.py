@@ -26,8 +26,6 @@ FORBIDDEN = frozenset({"PyFunc", "PyFuncStateless", "EagerPyFunc", "ReadFile", "
 _JSON_DTYPES = (loader.STRING, *(loader.NUMBERS[np.dtype(kind)] for kind in ("float32", "int32")))
 # TensorProto's repeated fields.
 _FLOATS, _INTEGERS, _STRINGS = 5, 7, 8
-# Bytes of a weight over the four that it has in float32.
-_SHARES = {"tflite": 1.0, "tflite-fp16": 0.5, "tflite-int8": 0.25, "tflite-int8-full": 0.25}
 _VARIABLES = ("VAR_HANDLE", "READ_VARIABLE", "ASSIGN_VARIABLE")
 
 
@@ -80,7 +78,7 @@ def check_web(request: Request, runner: runners.OnnxRunner) -> list[Check]:
 
     The runtime is that of Python: a browser runs the same graph by the same code, compiled for it.
     """
-    checks = list(_check_onnx_file(request.path / runners.WEB_MODEL, request.parameter_bytes))
+    checks = list(_check_onnx_file(request.path / runners.WEB_MODEL, request))
     answers = []
     for case in request.cases:
         outputs = runner.run(case.signature, case.inputs)
@@ -281,7 +279,7 @@ def _check_bad_rows(case: Case, model: loader.SavedModel) -> Iterator[Check]:
 def _check_onnx_graph(request: Request) -> Iterator[Check]:
     import onnx
 
-    yield from _check_onnx_file(request.path, request.parameter_bytes)
+    yield from _check_onnx_file(request.path, request)
     model = onnx.load(str(request.path), load_external_data=False)
     batches = {
         value.type.tensor_type.shape.dim[0].dim_param
@@ -295,7 +293,7 @@ def _check_onnx_graph(request: Request) -> Iterator[Check]:
     )
 
 
-def _check_onnx_file(file: Path, parameter_bytes: int) -> Iterator[Check]:
+def _check_onnx_file(file: Path, request: Request) -> Iterator[Check]:
     import onnx
 
     onnx.checker.check_model(str(file), full_check=True)
@@ -304,7 +302,7 @@ def _check_onnx_file(file: Path, parameter_bytes: int) -> Iterator[Check]:
     foreign = {node.domain for node in model.graph.node} - set(ONNX_DOMAINS)
     yield Check(name="foreign domains", measured=", ".join(foreign), limit="", passed=not foreign)
     size = sum(each.stat().st_size for each in file.parent.glob(f"{file.name}*"))
-    yield size_check(size, parameter_bytes, share=1.0)
+    yield _size_check(size, request)
 
 
 def _check_tflite_graph(interpreter: Any, request: Request) -> Iterator[Check]:
@@ -330,4 +328,9 @@ def _check_tflite_graph(interpreter: Any, request: Request) -> Iterator[Check]:
         passed=named["inputs"] == ["images"] and set(outputs) <= set(named["outputs"]),
     )
     size = request.path.stat().st_size
-    yield size_check(size, request.parameter_bytes, share=_SHARES[request.format])
+    yield _size_check(size, request)
+
+
+def _size_check(size: int, request: Request) -> Check:
+    is_rounded = request.weight_bytes < request.parameter_bytes
+    return size_check(size, request.weight_bytes, is_rounded=is_rounded)

@@ -67,6 +67,7 @@ class Request:
         format: the name of the format, which begins with what runs it, see `runners.family`.
         path: the artefact.
         parameter_bytes: bytes of the model's weights in float32.
+        weight_bytes: bytes that they take in an ONNX or TFLite file, or a page.
         batch_sizes: the batch sizes to run; the cases hold batches of the largest.
         labels: a name for each class.
         cases: what to run.
@@ -85,6 +86,7 @@ class Request:
     references: tuple[Case, ...] = ()
     gate: Gate | None = None
     library: Path | None = None
+    weight_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -320,17 +322,17 @@ def _joined(parts: list[np.ndarray | None]) -> np.ndarray:
     return np.concatenate(arrays) if len(arrays) == len(parts) and len(ranks) == 1 else np.empty(0)
 
 
-def size_check(size: int, parameter_bytes: int, *, share: float) -> Check:
-    """Compares the size of a file with that of its weights, at `share` of their float32 bytes.
+def size_check(size: int, weight_bytes: int, *, is_rounded: bool) -> Check:
+    """Compares the size of a file with that of the weights that it should hold.
 
     A file that lacks weights is too small, one with a weight twice too large. Small models have no
-    upper limit: their graph, and the weights that stay float32, count too much.
+    upper limit: their graph, and the scales of rounded weights, count too much.
     """
-    ratio = size / (parameter_bytes * share)
-    upper = 1.05 if share == 1.0 else 1.2
-    is_large = parameter_bytes >= LARGE
+    ratio = size / weight_bytes
+    upper = 1.2 if is_rounded else 1.05
+    is_large = weight_bytes >= LARGE
     return Check(
-        name=f"bytes of the file / bytes of the parameters at {4 * share:g} bytes each",
+        name="bytes of the file / bytes of its weights",
         measured=round(ratio, 4),
         limit=f"0.95..{upper if is_large else ''}",
         passed=ratio >= 0.95 and (not is_large or ratio <= upper),

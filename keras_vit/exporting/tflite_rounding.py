@@ -1,0 +1,101 @@
+"""Stores the kernels of a TFLite file in float16 or int8; the runtime computes in float32."""
+
+import copy
+from typing import Any
+
+import numpy as np
+from tensorflow.lite.python import schema_py_generated as schema
+from tensorflow.lite.tools import flatbuffer_utils
+
+from keras_vit.exporting import onnx_rounding
+
+FORMATS = ("tflite-fp16", "tflite-int8-weights")
+MIN_ELEMENTS = onnx_rounding.MIN_ELEMENTS  # smaller kernels stay float32
+
+_KERNEL_OPERATORS = (schema.BuiltinOperator.CONV_2D, schema.BuiltinOperator.FULLY_CONNECTED)
+_IMAGE_CHANNELS = 4  # a convolution of at most so many input channels reads the image
+# The first versions of DEQUANTIZE that take float16, and int8 with a scale for each channel.
+_DEQUANTIZE_VERSIONS = {"tflite-fp16": 3, "tflite-int8-weights": 5}
+
+
+def rounded(content: bytes, name: str) -> bytes:
+    """Returns a TFLite file with rounded kernels of dense products and convolutions.
+
+    Each kernel becomes a tensor of another type, from which a DEQUANTIZE computes the float32
+    tensor.
+
+    Args:
+        content: the file in float32.
+        name: one of `FORMATS`.
+    """
+    model = flatbuffer_utils.convert_bytearray_to_object(bytearray(content))
+    graph = model.subgraphs[0]
+    opcode = len(model.operatorCodes)
+    model.operatorCodes.append(_dequantize_code(_DEQUANTIZE_VERSIONS[name]))
+    kernels = {
+        int(operator.inputs[1])
+        for operator in graph.operators
+        if _builtin_operator(model.operatorCodes[operator.opcodeIndex]) in _KERNEL_OPERATORS
+    }
+    other_buffers = {
+        tensor.buffer for index, tensor in enumerate(graph.tensors) if index not in kernels
+    }
+    dequantizers: list[Any] = []
+    stored: dict[int, Any] = {}  # by buffer, which equal kernels may share
+    for index in sorted(kernels):
+        tensor = graph.tensors[index]
+        buffer = model.buffers[tensor.buffer]
+        if tensor.buffer not in stored:
+            if buffer.data is None or tensor.buffer in other_buffers or not _is_convertible(tensor):
+                continue
+            stored[tensor.buffer] = _store(buffer, tensor, name)
+        small = copy.copy(tensor)
+        small.name = tensor.name + b"_rounded"
+        small.type, small.quantization = stored[tensor.buffer]
+        tensor.buffer = 0  # the empty buffer, as DEQUANTIZE now computes the tensor
+        graph.tensors.append(small)
+        dequantizers.append(_dequantizer(opcode, len(graph.tensors) - 1, index))
+    graph.operators = dequantizers + list(graph.operators)
+    return bytes(flatbuffer_utils.convert_object_to_bytearray(model))
+
+
+def _store(buffer: Any, tensor: Any, name: str) -> tuple[int, Any]:
+    """Rounds the values in a buffer, and returns their type and scales."""
+    floats = np.frombuffer(np.asarray(buffer.data, np.uint8).tobytes(), np.float32)
+    if name == "tflite-fp16":
+        buffer.data = np.frombuffer(floats.astype(np.float16).tobytes(), np.uint8)
+        return schema.TensorType.FLOAT16, tensor.quantization
+    channels = int(tensor.shape[0])
+    values, scales = onnx_rounding.quantized(floats.reshape(channels, -1).T)
+    buffer.data = np.frombuffer(np.ascontiguousarray(values.T).tobytes(), np.uint8)
+    quantization = schema.QuantizationParametersT()
+    quantization.scale, quantization.quantizedDimension = scales, 0
+    quantization.zeroPoint = np.zeros(channels, np.int64)
+    return schema.TensorType.INT8, quantization
+
+
+def _is_convertible(tensor: Any) -> bool:
+    # Rounding the kernel that reads the image costs the most accuracy.
+    reads_image = len(tensor.shape) == 4 and tensor.shape[-1] <= _IMAGE_CHANNELS
+    is_large = int(np.prod(tensor.shape)) >= MIN_ELEMENTS
+    return tensor.type == schema.TensorType.FLOAT32 and is_large and not reads_image
+
+
+def _builtin_operator(code: Any) -> int:
+    # Operators below 127 may be in the deprecated, narrower field.
+    return max(int(code.builtinCode), int(code.deprecatedBuiltinCode))
+
+
+def _dequantize_code(version: int) -> Any:
+    code = schema.OperatorCodeT()
+    code.builtinCode = code.deprecatedBuiltinCode = schema.BuiltinOperator.DEQUANTIZE
+    code.version = version
+    return code
+
+
+def _dequantizer(opcode: int, source: int, target: int) -> Any:
+    operator = schema.OperatorT()
+    operator.opcodeIndex, operator.inputs, operator.outputs = opcode, [source], [target]
+    operator.builtinOptionsType = schema.BuiltinOptions.DequantizeOptions
+    operator.builtinOptions = schema.DequantizeOptionsT()
+    return operator

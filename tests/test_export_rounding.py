@@ -1,5 +1,6 @@
 """Rounded ONNX and TFLite files: what is rounded, what is not, and how they answer."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,21 @@ from keras_vit.exporting import (
     onnx_files,
     onnx_rounding,
     samples,
+    sensitivity,
     tflite,
     verification,
 )
-from keras_vit.exporting.clean import messages, runners
+from keras_vit.exporting.clean import agreement, messages, runners
 from keras_vit.exporting.clean.agreement import Gate
 from keras_vit.exporting.description import describe
 from keras_vit.exporting.rebuild import Exportable, rebuild
+from keras_vit.model import VisionTransformer
 
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
 pytest.importorskip("ai_edge_litert")
 
-FIELDS = {"hidden_dim": 48, "mlp_dim": 96, "num_layers": 2}
+FIELDS: dict[str, Any] = {"hidden_dim": 48, "mlp_dim": 96, "num_layers": 2}
 # Of each block, and the head: those of at least 1024 elements.
 KERNELS = {
     f"block_{block}/{name}/kernel"
@@ -166,6 +169,75 @@ def test_int8_weights_in_tflite(
     runner, gate = runners.TfliteRunner(files[name]), gate_of(exportable, name, images)
     assert failures(runner, gate) == []
     assert failures(runner, gate_of(exportable, "tflite", images))
+
+
+def fragile_model() -> VisionTransformer:
+    """One whose second block has inputs, or kernels, of very different sizes."""
+    model = served_model(**FIELDS)
+    model.get_layer("block_1").attention_norm.gamma.assign(np.geomspace(1e-3, 300, 48))
+    return model
+
+
+@pytest.mark.parametrize("name", ["onnx-int8", "tflite-int8"])
+def test_what_costs_most_stays_float(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that fails in int8 passes with some kernels in float32; the record names them."""
+    (made,) = export(fragile_model(), tmp_path / "pets", formats=[name], labels=LABELS)
+    assert all(check.passed for check in made.checks)
+    assert "block_1/attention/qkv/kernel" in made.floats
+    record = json.loads((made.path.parent / "verification.json").read_text())
+    assert record["float32"] == {name: list(made.floats)}
+    assert set(made.floats) < {*KERNELS, "patch_encoder/projection/kernel"}
+    if name == "onnx-int8":
+        monkeypatch.setattr(sensitivity, "attempts", lambda exportable, name: 0)
+        with pytest.raises(verification.VerificationError, match="does not do what the model"):
+            export(fragile_model(), tmp_path / "failed", formats=[name], labels=LABELS)
+
+
+def test_files_restore_the_chosen_kernels(exportable: Exportable, tmp_path: Path) -> None:
+    """Chosen kernels are in float32 in each TFLite file, all others in int8, in their order."""
+    from ai_edge_litert import interpreter as litert
+
+    stays = {"block_0/mlp/fc2/kernel", "patch_encoder/projection/kernel"}
+    names = ("tflite-int8", "tflite-int8-weights")
+    files = {name: tmp_path / f"{name}.tflite" for name in names}
+    about = describe(exportable, name="pets", labels=LABELS)
+    floats = dict.fromkeys(names, stays)
+    sizes = tflite.write_tflite(exportable, files, about=about, floats=floats)
+    for name, file in files.items():
+        plain = litert.OpResolverType.BUILTIN_WITHOUT_DEFAULT_DELEGATES
+        interpreter = litert.Interpreter(str(file), experimental_op_resolver_type=plain)
+        shapes = [
+            details["shape"].tolist()
+            for details in interpreter.get_tensor_details()
+            if details["dtype"] == np.int8
+        ]
+        assert sorted(shapes) == sorted([[144, 48], [48, 48], [96, 48]] * 2 + [[48, 96]])
+        assert sizes[name] < file.stat().st_size
+
+
+def test_the_costs_of_kernels_are_measured(
+    exportable: Exportable, images: samples.GateImages, made: Any
+) -> None:
+    """They add up to the error of the file with all of them rounded, and choosing follows them."""
+    name = "onnx-int8"
+    gate = gate_of(exportable, name, images)
+    request = messages.Request(
+        format=name, path=Path(), parameter_bytes=0, batch_sizes=(), labels=(), cases=(), gate=gate
+    )
+    costs = sensitivity.measure(exportable, request)
+    assert {cost.kernel for cost in costs} == KERNELS
+    runner = runners.OnnxRunner(onnx_rounding.rounded(made, name).SerializeToString())
+    chosen = {"images": gate.inputs["images"][:8]}
+    error = agreement.centred(gate, runner.run("", chosen)["logits"])
+    error -= agreement.centred(gate, gate.expected[:8])
+    together = sum(cost.error for cost in costs)
+    assert 0.5 < np.mean(np.square(error)) / together < 2
+    half = sensitivity.choose(costs, share=0.5)
+    assert sum(cost.error for cost in costs if cost.kernel not in half) <= 0.5 * together
+    assert set(sensitivity.choose(costs, share=0.0)) == KERNELS
+    assert sensitivity.choose(costs, share=1.0) == ()
 
 
 @pytest.mark.slow

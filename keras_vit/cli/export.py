@@ -182,4 +182,6 @@ def _show(artefact: "Artefact", *, is_json: bool, is_verified: bool) -> None:
         return
     size = f"{artefact.bytes / 1e6:.1f} MB"
     checks = f"{len(artefact.checks)} checks passed" if is_verified else "not checked"
-    output.say(f"{artefact.format}: {artefact.path} ({size}, {checks})")
+    kept = f"{len(artefact.floats)} kernels in float32, "
+    kept = kept if artefact.floats else ""
+    output.say(f"{artefact.format}: {artefact.path} ({size}, {kept}{checks})")

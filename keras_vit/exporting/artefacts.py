@@ -17,6 +17,7 @@ from keras_vit.exporting import (
     references,
     samples,
     savedmodel,
+    sensitivity,
     tflite,
     verification,
 )
@@ -53,12 +54,14 @@ class Artefact:
         path: the version directory of a SavedModel or a web page, otherwise the file.
         bytes: its size on the disk.
         checks: the results of the checks.
+        floats: the kernels that stayed float32, as the file with all of them in int8 failed.
     """
 
     format: str
     path: Path
     bytes: int
     checks: tuple[messages.Check, ...]
+    floats: tuple[str, ...] = ()
 
 
 def export(
@@ -198,18 +201,22 @@ class _Job:
         paths = {name: staged / self._file_name(name) for name in names}
         sizes = self._write(paths, staged)
         checks, answers, runtime = {name: [self.rebuilt] for name in names}, {}, {}
+        floats: dict[str, tuple[str, ...]] = {}
         for name, path in paths.items() if self.verify else ():
             request = self._request(name, path, weight_bytes=sizes[name])
-            report = verification.check_artefact(request)
+            report, floats[name] = self._adjusted(request, staged)
             checks[name] += report.checks
             answers[name] = references.record(request.references, report.answers)
             runtime.update(report.runtime)
+        if self.labels and "savedmodel" not in paths:
+            savedmodel.write_labels(staged / "labels.txt", self.labels)
         verification.write_record(
             staged,
             self.about,
             checks=checks,
             answers=answers,
             files={name: str(path.relative_to(staged)) for name, path in paths.items()},
+            floats={name: kept for name, kept in floats.items() if kept},
             runtime=runtime,
             images=self.decisive.about if self.verify else "none",
         )
@@ -219,12 +226,44 @@ class _Job:
                 path=final / path.relative_to(staged),
                 bytes=_size(path),
                 checks=tuple(checks[name]),
+                floats=floats.get(name, ()),
             )
             for name, path in paths.items()
         ]
 
-    def _write(self, paths: dict[str, Path], staged: Path) -> dict[str, int]:
-        """Writes the formats of one folder, and returns the bytes of their weights."""
+    def _adjusted(
+        self, request: messages.Request, staged: Path
+    ) -> tuple[messages.Report, tuple[str, ...]]:
+        """Checks an artefact; where int8 fails, keeps the kernels in float32 that cost the most.
+
+        Returns:
+            The report of the file that passed, and the kernels that stayed float32.
+        """
+        name, share = request.format, 1.0
+        floats: tuple[str, ...] = ()
+        report = verification.run_checks(request)
+        costs: list[sensitivity.Cost] = []
+        for _ in range(sensitivity.attempts(self.exportable, name)):
+            excess = sensitivity.excess(report.checks)
+            if not 1.0 < excess < np.inf:
+                break
+            costs = costs or sensitivity.measure(self.exportable, request)
+            share *= (sensitivity.AIM / excess) ** 2
+            floats = sensitivity.choose(costs, share=share)
+            sizes = self._write({name: request.path}, staged, floats={name: floats})
+            request = dataclasses.replace(request, weight_bytes=sizes[name])
+            report = verification.run_checks(request)
+        verification.require(report.checks, artefact=name)
+        return report, floats
+
+    def _write(
+        self,
+        paths: dict[str, Path],
+        staged: Path,
+        *,
+        floats: Mapping[str, Sequence[str]] | None = None,
+    ) -> dict[str, int]:
+        """Writes formats of one folder, and returns the bytes of their weights."""
         sizes = dict.fromkeys(paths, self.exportable.parameter_bytes)
         if "savedmodel" in paths:
             savedmodel.write_savedmodel(
@@ -235,26 +274,24 @@ class _Job:
                 model_name=self.directory.name,
             )
             return sizes
-        staged.mkdir()
+        staged.mkdir(exist_ok=True)
         if not paths.keys().isdisjoint(onnx_files.FORMATS):
-            sizes = onnx_files.write_onnx(
-                self.exportable, paths, about=self.about, opset=self.opset
+            return onnx_files.write_onnx(
+                self.exportable, paths, about=self.about, opset=self.opset, floats=floats
             )
-        elif self.web_runtime is not None and "web" in paths:
+        if self.web_runtime is not None and "web" in paths:
             from keras_vit.exporting import web
 
             web.write_web(self.exportable, staged, about=self.about, runtime=self.web_runtime)
-        else:
-            sizes = tflite.write_tflite(
-                self.exportable,
-                paths,
-                about=self.about,
-                batch_size=self.batch_size,
-                calibration=self._calibration_images() if "tflite-int8-full" in paths else (),
-            )
-        if self.labels:
-            savedmodel.write_labels(staged / "labels.txt", self.labels)
-        return sizes
+            return sizes
+        return tflite.write_tflite(
+            self.exportable,
+            paths,
+            about=self.about,
+            batch_size=self.batch_size,
+            calibration=self._calibration_images() if "tflite-int8-full" in paths else (),
+            floats=floats,
+        )
 
     def _file_name(self, name: str) -> str:
         """Returns the name of a format's file, such as pets-int8.onnx for "onnx-int8"."""

@@ -2,7 +2,7 @@
 
 import functools
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,9 @@ class EdgeForward(tf.Module):
         exportable: a Vision Transformer with nothing around it.
         config: its config.
         batch_size: images in a batch.
+
+    Attributes:
+        products: the elements of each kernel, in the order of the products and convolutions.
     """
 
     def __init__(self, exportable: Exportable, *, config: ViTConfig, batch_size: int) -> None:
@@ -37,6 +40,7 @@ class EdgeForward(tf.Module):
         self._exportable = exportable
         self._config = config
         self._batch = batch_size
+        self.products: dict[str, int] = {}
         arrays = folded_arrays(exportable.network, config)
         for path in {"patch_encoder/prefix", "pooling/query"} & set(arrays):
             arrays[path] = np.repeat(arrays[path], batch_size, axis=0)
@@ -78,7 +82,7 @@ class EdgeForward(tf.Module):
 
     def _tokens(self, x: Any) -> Any:
         config, size = self._config, self._config.patch_size
-        x = tf.nn.conv2d(x, self._weights["patch_encoder/projection/kernel"], size, "VALID")
+        x = self._convolve(x, "patch_encoder/projection", stride=size, padding="VALID")
         x = x + self._weights["patch_encoder/projection/bias"]
         x = tf.reshape(x, (self._batch, -1, config.hidden_dim))
         if "patch_encoder/position_embedding" in self._weights:
@@ -130,8 +134,13 @@ class EdgeForward(tf.Module):
             x = tf.nn.gelu(x, self._config.activation == "gelu_tanh")
         return self._dense(x, f"{path}/fc2")
 
+    def places(self, kernels: Collection[str]) -> list[int]:
+        """Returns which of the products have these kernels, counted from 0."""
+        return [place for place, path in enumerate(self.products) if path in kernels]
+
     def _dense(self, x: Any, path: str) -> Any:
         kernel, bias = self._weights[f"{path}/kernel"], self._weights[f"{path}/bias"]
+        self.products[f"{path}/kernel"] = int(np.prod(kernel.shape))
         rows = tf.matmul(tf.reshape(x, (-1, x.shape[-1])), kernel) + bias
         return tf.reshape(rows, (*x.shape[:-1], kernel.shape[-1]))
 
@@ -142,7 +151,7 @@ class EdgeForward(tf.Module):
         return x * self._weights[f"{path}/gamma"] + self._weights[f"{path}/beta"]
 
     def _stem(self, x: Any) -> Any:
-        x = self._group_norm(self._convolution(x, "stem/root_conv", stride=2), "stem/root_norm")
+        x = self._group_norm(self._convolve(x, "stem/root_conv", stride=2), "stem/root_norm")
         x = tf.nn.max_pool2d(tf.nn.relu(x), 3, 2, "SAME")
         for stage, units in enumerate(self._config.resnet_layers or ()):
             for unit in range(units):
@@ -153,17 +162,19 @@ class EdgeForward(tf.Module):
     def _unit(self, x: Any, path: str, *, stride: int) -> Any:
         shortcut = x
         if f"{path}/projection/kernel" in self._weights:
-            shortcut = self._convolution(x, f"{path}/projection", stride=stride)
+            shortcut = self._convolve(x, f"{path}/projection", stride=stride)
             shortcut = self._group_norm(shortcut, f"{path}/projection_norm")
         for place, step in ((1, 1), (2, stride), (3, 1)):
-            x = self._convolution(x, f"{path}/conv{place}", stride=step)
+            x = self._convolve(x, f"{path}/conv{place}", stride=step)
             x = self._group_norm(x, f"{path}/norm{place}")
             if place < 3:
                 x = tf.nn.relu(x)
         return tf.nn.relu(shortcut + x)
 
-    def _convolution(self, x: Any, path: str, *, stride: int) -> Any:
-        return tf.nn.conv2d(x, self._weights[f"{path}/kernel"], stride, "SAME")
+    def _convolve(self, x: Any, path: str, *, stride: int, padding: str = "SAME") -> Any:
+        kernel = self._weights[f"{path}/kernel"]
+        self.products[f"{path}/kernel"] = int(np.prod(kernel.shape))
+        return tf.nn.conv2d(x, kernel, stride, padding)
 
     def _group_norm(self, x: Any, path: str) -> Any:
         _, height, width, channels = x.shape
@@ -181,6 +192,7 @@ def write_tflite(
     about: description.Description,
     batch_size: int = 1,
     calibration: Sequence[np.ndarray] = (),
+    floats: Mapping[str, Collection[str]] | None = None,
 ) -> dict[str, int]:
     """Writes a model in one or more TFLite formats, with built-in operators only.
 
@@ -190,6 +202,7 @@ def write_tflite(
         about: what the files say of themselves, in their metadata.
         batch_size: the fixed number of images in a batch; delegates want it fixed.
         calibration: images (H, W, C) as the original model takes them, for "tflite-int8-full".
+        floats: the kernels that stay float32 in a format that rounds them to int8.
 
     Returns:
         The bytes of each file's weights.
@@ -204,14 +217,21 @@ def write_tflite(
             _configure(converter, name, batch_size=batch_size, calibration=calibration)
             return bytes(converter.convert())
 
+        sizes = {}
         for name, file in files.items():
+            stays = (floats or {}).get(name, ())
+            content = convert("tflite" if name in tflite_rounding.FORMATS else name)
             if name in tflite_rounding.FORMATS:
-                content = tflite_rounding.rounded(convert("tflite"), name)
-            else:
-                content = convert(name)
+                content = tflite_rounding.rounded(content, name, floats=module.places(stays))
+            elif stays:
+                content = tflite_rounding.restored(
+                    content, convert("tflite"), places=module.places(stays)
+                )
             tflite_metadata.write(file, content, about)
-    shares = {name: _SHARES.get(name, _INT8_SHARE) for name in files}
-    return {name: int(share * exportable.parameter_bytes) for name, share in shares.items()}
+            share = _SHARES.get(name, _INT8_SHARE)
+            more = 4 * (1 - share) * sum(module.products[path] for path in stays)
+            sizes[name] = int(share * exportable.parameter_bytes + more)
+    return sizes
 
 
 def _module(exportable: Exportable, *, batch_size: int) -> Any:
@@ -219,6 +239,7 @@ def _module(exportable: Exportable, *, batch_size: int) -> Any:
         return EdgeForward(exportable, config=exportable.written_config, batch_size=batch_size)
     # The converter's from_concrete_functions loses the weights or the signature.
     module = tf.Module(name="edge")
+    module.products, module.places = {}, lambda kernels: []
     module.weights = [weight.value for weight in exportable.network.weights]
     spec = tf.TensorSpec((batch_size, *exportable.image_shape), tf.float32, name="images")
     module.call = tf.function(exportable.answer, autograph=False, input_signature=[spec])

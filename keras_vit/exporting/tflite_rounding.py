@@ -1,6 +1,7 @@
 """Stores the kernels of a TFLite file in float16 or int8; the runtime computes in float32."""
 
 import copy
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ _IMAGE_CHANNELS = 4  # a convolution of at most so many input channels reads the
 _DEQUANTIZE_VERSIONS = {"tflite-fp16": 3, "tflite-int8-weights": 5}
 
 
-def rounded(content: bytes, name: str) -> bytes:
+def rounded(content: bytes, name: str, *, floats: Collection[int] = ()) -> bytes:
     """Returns a TFLite file with rounded kernels of dense products and convolutions.
 
     Each kernel becomes a tensor of another type, from which a DEQUANTIZE computes the float32
@@ -27,16 +28,15 @@ def rounded(content: bytes, name: str) -> bytes:
     Args:
         content: the file in float32.
         name: one of `FORMATS`.
+        floats: which of the products and convolutions, counted from 0, stay float32.
     """
     model = flatbuffer_utils.convert_bytearray_to_object(bytearray(content))
     graph = model.subgraphs[0]
     opcode = len(model.operatorCodes)
     model.operatorCodes.append(_dequantize_code(_DEQUANTIZE_VERSIONS[name]))
-    kernels = {
-        int(operator.inputs[1])
-        for operator in graph.operators
-        if _builtin_operator(model.operatorCodes[operator.opcodeIndex]) in _KERNEL_OPERATORS
-    }
+    products = _products(model)
+    stay = {products[place] for place in floats}
+    kernels = set(products) - stay
     other_buffers = {
         tensor.buffer for index, tensor in enumerate(graph.tensors) if index not in kernels
     }
@@ -57,6 +57,43 @@ def rounded(content: bytes, name: str) -> bytes:
         dequantizers.append(_dequantizer(opcode, len(graph.tensors) - 1, index))
     graph.operators = dequantizers + list(graph.operators)
     return bytes(flatbuffer_utils.convert_object_to_bytearray(model))
+
+
+def restored(content: bytes, whole: bytes, *, places: Collection[int]) -> bytes:
+    """Returns a file with products of int8 in which some are of float32 again.
+
+    Args:
+        content: the file.
+        whole: the same network in float32, whose operators are the same in the same order.
+        places: which of the products and convolutions, counted from 0, are of float32.
+
+    Raises:
+        ValueError: the files are not of one network.
+    """
+    model, source = (
+        flatbuffer_utils.convert_bytearray_to_object(bytearray(each)) for each in (content, whole)
+    )
+    tensors, originals = (
+        [each.subgraphs[0].tensors[index] for index in _products(each)] for each in (model, source)
+    )
+    shapes, others = ([list(each.shape) for each in list_] for list_ in (tensors, originals))
+    if shapes != others:
+        raise ValueError(f"The files have other products: {shapes} and {others}.")
+    for place in places:
+        tensor, original = tensors[place], originals[place]
+        model.buffers.append(source.buffers[original.buffer])
+        tensor.buffer, tensor.type = len(model.buffers) - 1, original.type
+        tensor.quantization = original.quantization
+    return bytes(flatbuffer_utils.convert_object_to_bytearray(model))
+
+
+def _products(model: Any) -> list[int]:
+    """Returns the tensor of the kernel of each dense product and convolution, in order."""
+    return [
+        int(operator.inputs[1])
+        for operator in model.subgraphs[0].operators
+        if _builtin_operator(model.operatorCodes[operator.opcodeIndex]) in _KERNEL_OPERATORS
+    ]
 
 
 def _store(buffer: Any, tensor: Any, name: str) -> tuple[int, Any]:

@@ -242,6 +242,7 @@ def write_record(
     checks: Mapping[str, Iterable[messages.Check]],
     answers: Mapping[str, Any],
     files: Mapping[str, str],
+    floats: Mapping[str, Iterable[str]],
     runtime: Mapping[str, str],
     images: str,
 ) -> None:
@@ -253,6 +254,7 @@ def write_record(
         checks: the checks of each format.
         answers: what each format answered, as `references.record` returns it.
         files: the path of each format in the folder.
+        floats: of formats in int8, the kernels that stayed float32, where there are some.
         runtime: versions of what ran the checks; empty if nothing ran.
         images: a description of the images.
     """
@@ -267,6 +269,7 @@ def write_record(
         "images": images,
         "description": about.to_dict(),
         "artefacts": dict(files),
+        "float32": {name: list(each) for name, each in floats.items()},
         "files": {
             str(file.relative_to(folder)): {"bytes": file.stat().st_size, "sha256": sha256(file)}
             for file in sorted(folder.rglob("*"))

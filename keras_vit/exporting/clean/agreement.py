@@ -83,13 +83,13 @@ def measure(gate: Gate, answers: Mapping[str, np.ndarray]) -> Measured:
         >>> measure(gate, {"logits": logits * 0})["error / spread"]
         (1.0, 0.1, False)
     """
-    limits, expected = gate.limits, _centred(gate, gate.expected)
+    limits, expected = gate.limits, centred(gate, gate.expected)
     actual = answers[gate.outputs[0]]
     if actual.shape != gate.expected.shape or not np.isfinite(actual).all():
         actual = np.full(gate.expected.shape, np.inf)
         errors = np.full(expected.shape, np.inf)
     else:
-        errors = _centred(gate, actual) - expected
+        errors = centred(gate, actual) - expected
     spreads, spread = _spreads(gate, expected)
     with np.errstate(invalid="ignore"):
         of_each = np.sqrt(np.mean(np.square(errors), axis=0))
@@ -111,18 +111,18 @@ def measure(gate: Gate, answers: Mapping[str, np.ndarray]) -> Measured:
 
 def spread(gate: Gate) -> float:
     """Returns by how much the model's answers vary with the image."""
-    return _spreads(gate, _centred(gate, gate.expected))[1]
+    return _spreads(gate, centred(gate, gate.expected))[1]
 
 
-_ONE = {"softmax": "class", "sigmoid": "class", "values": "value"}
-
-
-def _centred(gate: Gate, answers: np.ndarray) -> np.ndarray:
+def centred(gate: Gate, answers: np.ndarray) -> np.ndarray:
     """Returns answers as (B, values), without what a softmax does not see."""
     rows = np.asarray(answers, np.float64).reshape(len(answers), -1)
     if gate.kind == "softmax":
         rows = rows - rows.mean(axis=1, keepdims=True)
     return rows
+
+
+_ONE = {"softmax": "class", "sigmoid": "class", "values": "value"}
 
 
 def _spreads(gate: Gate, expected: np.ndarray) -> tuple[np.ndarray, float]:

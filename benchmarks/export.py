@@ -152,26 +152,29 @@ def measure(
 
 def report(figures: dict[str, dict[str, float]], options: argparse.Namespace) -> None:
     """Prints the figures with the options, the machine and the versions."""
+    settings = {
+        "image_size": options.input_shape[0],
+        "threads": options.threads,
+        "rounds": options.rounds,
+        **about(options.weights or options.variant),
+    }
+    if options.json:
+        print(json.dumps({**settings, "figures": figures}))
+        return
+    print(", ".join(f"{key} {value}" for key, value in settings.items()))
+    print(f"{'':40}{'ms, batch 1':>12}{'images/s, batch 8':>20}")
+    for name, each in figures.items():
+        print(f"{name:40}{each['ms']:>12.1f}{each['images_per_second']:>20.1f}")
+
+
+def about(model: str) -> dict[str, str]:
+    """Returns what a figure has to say: the model, the machine, the date and the versions."""
     versions = {}
     for package in PACKAGES:
         if importlib.util.find_spec(package.replace("-", "_")):
             versions[package] = importlib.metadata.version(package)
-    about = {
-        "model": options.weights or options.variant,
-        "image_size": options.input_shape[0],
-        "threads": options.threads,
-        "rounds": options.rounds,
-        "machine": f"{platform.machine()}, {_processor()}",
-        "date": time.strftime("%Y-%m-%d"),
-        **versions,
-    }
-    if options.json:
-        print(json.dumps({**about, "figures": figures}))
-        return
-    print(", ".join(f"{key} {value}" for key, value in about.items()))
-    print(f"{'':40}{'ms, batch 1':>12}{'images/s, batch 8':>20}")
-    for name, each in figures.items():
-        print(f"{name:40}{each['ms']:>12.1f}{each['images_per_second']:>20.1f}")
+    machine = f"{platform.machine()}, {_processor()}"
+    return {"model": model, "machine": machine, "date": time.strftime("%Y-%m-%d"), **versions}
 
 
 def _savedmodel(path: Path) -> Runner:

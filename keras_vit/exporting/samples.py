@@ -84,13 +84,17 @@ def make_references(exportable: Exportable, images: Sequence[Image] = ()) -> Ref
     resized = _with_channels(resized, channels)  # no file has other numbers of them
     pixels = np.round(resized).astype(np.uint8)
     values = exportable.normalized(pixels.astype(np.float32))
+    of_pixels = _answers(exportable, exportable.from_pixels(pixels.astype(np.float32)))
+    of_values = of_pixels  # what a network of normalised pixels gets is the same
+    if exportable.network_takes == "pixels":
+        of_values = _answers(exportable, exportable.from_normalized(values))
     return References(
         files=files,
         pixels=pixels,
         values=values,
         of_files=_answers(exportable, exportable.from_pixels(resized)),
-        of_pixels=_answers(exportable, exportable.from_pixels(pixels.astype(np.float32))),
-        of_values=_answers(exportable, exportable.from_normalized(values)),
+        of_pixels=of_pixels,
+        of_values=of_values,
     )
 
 

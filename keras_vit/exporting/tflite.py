@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.lite.python import schema_py_generated as schema
 
 from keras_vit.backend.tensorflow import portable_forms
 from keras_vit.config import ViTConfig
@@ -134,10 +135,6 @@ class EdgeForward(tf.Module):
             x = tf.nn.gelu(x, self._config.activation == "gelu_tanh")
         return self._dense(x, f"{path}/fc2")
 
-    def places(self, kernels: Collection[str]) -> list[int]:
-        """Returns which of the products have these kernels, counted from 0."""
-        return [place for place, path in enumerate(self.products) if path in kernels]
-
     def _dense(self, x: Any, path: str) -> Any:
         kernel, bias = self._weights[f"{path}/kernel"], self._weights[f"{path}/bias"]
         self.products[f"{path}/kernel"] = int(np.prod(kernel.shape))
@@ -207,31 +204,42 @@ def write_tflite(
     Returns:
         The bytes of each file's weights.
     """
-    module = _module(exportable, batch_size=batch_size)
+    sizes = {}
     with tempfile.TemporaryDirectory(prefix="keras-vit-") as folder, portable_forms():
-        savedmodel.save_module(module, folder, {SIGNATURE: module.call})
+        products = _save(exportable, folder, batch_size=batch_size)
 
         @functools.cache
         def convert(name: str) -> bytes:
             converter = tf.lite.TFLiteConverter.from_saved_model(folder, [SIGNATURE])
             _configure(converter, name, batch_size=batch_size, calibration=calibration)
-            return bytes(converter.convert())
+            content: bytes = converter.convert()
+            return content
 
-        sizes = {}
         for name, file in files.items():
             stays = (floats or {}).get(name, ())
-            content = convert("tflite" if name in tflite_rounding.FORMATS else name)
+            places = [place for place, path in enumerate(products) if path in stays]
             if name in tflite_rounding.FORMATS:
-                content = tflite_rounding.rounded(content, name, floats=module.places(stays))
-            elif stays:
-                content = tflite_rounding.restored(
-                    content, convert("tflite"), places=module.places(stays)
-                )
-            tflite_metadata.write(file, content, about)
+                model = tflite_rounding.rounded(convert("tflite"), name, floats=places)
+            elif places:
+                whole = convert("tflite")
+                model = tflite_rounding.restored(convert(name), whole, places=places)
+            else:
+                model = schema.ModelT.InitFromPackedBuf(convert(name), 0)
+            tflite_metadata.write(file, model, about)
             share = _SHARES.get(name, _INT8_SHARE)
-            more = 4 * (1 - share) * sum(module.products[path] for path in stays)
+            more = 4 * (1 - share) * sum(products[path] for path in stays)
             sizes[name] = int(share * exportable.parameter_bytes + more)
     return sizes
+
+
+def _save(exportable: Exportable, folder: str, *, batch_size: int) -> dict[str, int]:
+    """Saves what is to be converted, and returns the elements of each kernel, in their order.
+
+    The module and its weights are gone when the converter makes copies of its own.
+    """
+    module = _module(exportable, batch_size=batch_size)
+    savedmodel.save_module(module, folder, {SIGNATURE: module.call})
+    return dict(getattr(module, "products", {}))
 
 
 def _module(exportable: Exportable, *, batch_size: int) -> Any:
@@ -239,7 +247,6 @@ def _module(exportable: Exportable, *, batch_size: int) -> Any:
         return EdgeForward(exportable, config=exportable.written_config, batch_size=batch_size)
     # The converter's from_concrete_functions loses the weights or the signature.
     module = tf.Module(name="edge")
-    module.products, module.places = {}, lambda kernels: []
     module.weights = [weight.value for weight in exportable.network.weights]
     spec = tf.TensorSpec((batch_size, *exportable.image_shape), tf.float32, name="images")
     module.call = tf.function(exportable.answer, autograph=False, input_signature=[spec])
@@ -250,6 +257,7 @@ def _configure(
     converter: Any, name: str, *, batch_size: int, calibration: Sequence[np.ndarray]
 ) -> None:
     converter.target_spec.supported_ops = [tf.lite.OpsSet.TFLITE_BUILTINS]
+    converter.exclude_conversion_metadata = True  # which would pack the whole file once more
     if name.startswith("tflite-int8"):
         converter.optimizations = [tf.lite.Optimize.DEFAULT]
     if name == "tflite-int8-full":

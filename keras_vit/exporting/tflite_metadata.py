@@ -27,15 +27,14 @@ _COLOURS = {"RGB": 1, "grey": 2}
 _FEATURE, _IMAGE, _NORMALIZATION = 1, 2, 1
 
 
-def write(file: Path, content: bytes, about: Description) -> None:
+def write(file: Path, model: Any, about: Description) -> None:
     """Writes a converted model with named tensors, its outputs in order, and metadata.
 
     Args:
         file: the path to write.
-        content: the converted model.
+        model: the converted model, as an object of TFLite's schema.
         about: what the file says of itself.
     """
-    model = schema.ModelT.InitFromPackedBuf(content, 0)
     (graph,) = model.subgraphs
     _name_tensors(model, graph, about.outputs)
     model.description = f"{about.name}, written by keras-vit {about.keras_vit}".encode()
@@ -44,7 +43,8 @@ def write(file: Path, content: bytes, about: Description) -> None:
     field.name, field.buffer = FIELD, len(model.buffers)
     model.buffers.append(buffer)
     model.metadata = [*(model.metadata or ()), field]
-    builder = flatbuffers.Builder(len(content) + len(buffer.data) + 65_536)  # it need not grow
+    weights = sum(len(each.data) for each in model.buffers if each.data is not None)
+    builder = flatbuffers.Builder(2**20 + weights + weights // 100)  # it need not grow
     builder.Finish(model.Pack(builder), b"TFL3")
     with file.open("wb") as stream:
         stream.write(memoryview(builder.Bytes)[builder.Head() :])

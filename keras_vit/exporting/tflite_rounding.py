@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 from tensorflow.lite.python import schema_py_generated as schema
-from tensorflow.lite.tools import flatbuffer_utils
 
 from keras_vit.exporting import onnx_rounding
 
@@ -19,8 +18,8 @@ _IMAGE_CHANNELS = 4  # a convolution of at most so many input channels reads the
 _DEQUANTIZE_VERSIONS = {"tflite-fp16": 3, "tflite-int8-weights": 5}
 
 
-def rounded(content: bytes, name: str, *, floats: Collection[int] = ()) -> bytes:
-    """Returns a TFLite file with rounded kernels of dense products and convolutions.
+def rounded(content: bytes, name: str, *, floats: Collection[int] = ()) -> Any:
+    """Returns an object of a TFLite file with rounded kernels of products and convolutions.
 
     Each kernel becomes a tensor of another type, from which a DEQUANTIZE computes the float32
     tensor.
@@ -30,7 +29,7 @@ def rounded(content: bytes, name: str, *, floats: Collection[int] = ()) -> bytes
         name: one of `FORMATS`.
         floats: which of the products and convolutions, counted from 0, stay float32.
     """
-    model = flatbuffer_utils.convert_bytearray_to_object(bytearray(content))
+    model = schema.ModelT.InitFromPackedBuf(content, 0)
     graph = model.subgraphs[0]
     opcode = len(model.operatorCodes)
     model.operatorCodes.append(_dequantize_code(_DEQUANTIZE_VERSIONS[name]))
@@ -56,11 +55,13 @@ def rounded(content: bytes, name: str, *, floats: Collection[int] = ()) -> bytes
         graph.tensors.append(small)
         dequantizers.append(_dequantizer(opcode, len(graph.tensors) - 1, index))
     graph.operators = dequantizers + list(graph.operators)
-    return bytes(flatbuffer_utils.convert_object_to_bytearray(model))
+    return model
 
 
-def restored(content: bytes, whole: bytes, *, places: Collection[int]) -> bytes:
-    """Returns a file with products of int8 in which some are of float32 again.
+def restored(
+    content: bytes | bytearray, whole: bytes | bytearray, *, places: Collection[int]
+) -> Any:
+    """Returns an object of a file with products of int8 in which some are of float32 again.
 
     Args:
         content: the file.
@@ -70,9 +71,7 @@ def restored(content: bytes, whole: bytes, *, places: Collection[int]) -> bytes:
     Raises:
         ValueError: the files are not of one network.
     """
-    model, source = (
-        flatbuffer_utils.convert_bytearray_to_object(bytearray(each)) for each in (content, whole)
-    )
+    model, source = (schema.ModelT.InitFromPackedBuf(each, 0) for each in (content, whole))
     tensors, originals = (
         [each.subgraphs[0].tensors[index] for index in _products(each)] for each in (model, source)
     )
@@ -84,7 +83,12 @@ def restored(content: bytes, whole: bytes, *, places: Collection[int]) -> bytes:
         model.buffers.append(source.buffers[original.buffer])
         tensor.buffer, tensor.type = len(model.buffers) - 1, original.type
         tensor.quantization = original.quantization
-    return bytes(flatbuffer_utils.convert_object_to_bytearray(model))
+    used = {tensor.buffer for tensor in model.subgraphs[0].tensors}
+    used.update(each.buffer for each in model.metadata or ())
+    for index, buffer in enumerate(model.buffers):
+        if index not in used:
+            buffer.data = None  # the kernels in int8
+    return model
 
 
 def _products(model: Any) -> list[int]:
@@ -98,7 +102,7 @@ def _products(model: Any) -> list[int]:
 
 def _store(buffer: Any, tensor: Any, name: str) -> tuple[int, Any]:
     """Rounds the values in a buffer, and returns their type and scales."""
-    floats = np.frombuffer(np.asarray(buffer.data, np.uint8).tobytes(), np.float32)
+    floats = np.ascontiguousarray(buffer.data).view(np.float32)
     if name == "tflite-fp16":
         buffer.data = np.frombuffer(floats.astype(np.float16).tobytes(), np.uint8)
         return schema.TensorType.FLOAT16, tensor.quantization

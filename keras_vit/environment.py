@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 _STDERR = 2
-# As absl writes them: I0000 00:00:1795404080.989839   32505 port.cc:153] ...
+# As absl writes them: I0000 00:00:1795404080.989839   32505 port.cc:153] ...; and as LiteRT does.
 _LOG_LINE = re.compile(
     rb"[IWE]\d{4} [\d:.]+ +\d+ \w+\.cc:\d+\] |WARNING: All log messages before absl"
+    rb"|INFO: Created TensorFlow Lite"
 )
 _KERAS_EXTRAS = ("matplotlib", "sklearn")
 _ONEDNN = "TF_ENABLE_ONEDNN_OPTS"
@@ -44,9 +45,9 @@ def silence_tensorflow() -> None:
 
 @contextlib.contextmanager
 def without_log_lines() -> Iterator[None]:
-    """Removes from standard error the log lines that TensorFlow's C++ part writes on import.
+    """Removes from standard error the log lines that C++ parts of TensorFlow and LiteRT write.
 
-    It writes them before it reads its log level. All other lines are written after the block.
+    TensorFlow writes some on import, before it reads its log level. All other lines are written after the block.
     """
     terminal = os.dup(_STDERR)
     with tempfile.TemporaryFile() as lines:

@@ -188,6 +188,11 @@ def _telling_of_copies(
 
 
 def _check_classifier(model: "OpenedModel") -> None:
+    if model.exported and not model.has_classifier:
+        raise ValueError(
+            f"{model.source} has no classifier, so that it names no class; keras-vit evaluate "
+            "measures its features, and predict takes an exported classifier."
+        )
     if not model.has_classifier:
         raise ValueError(
             f"{model.source} has no classifier, so that it names no class; train one on images of "

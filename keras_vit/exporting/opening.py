@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_vit import environment
 from keras_vit.config import ViTConfig
 from keras_vit.data.images import to_grey
 from keras_vit.exporting import checking, description, verification, web
@@ -57,7 +58,8 @@ def open_artefact(path: Path) -> OpenedArtefact:
     _check_channels(artefact, about)
     runners.require(name)
     try:
-        runner = _page(artefact) if name == "web" else runners.open_runner(name, artefact)
+        with environment.without_log_lines():
+            runner = _page(artefact) if name == "web" else runners.open_runner(name, artefact)
     except Exception as error:  # each runtime has errors of its own
         raise ValueError(
             f"{str(artefact)!r} cannot be loaded ({str(error).splitlines()[0]}); export it again."

@@ -47,7 +47,8 @@ def silence_tensorflow() -> None:
 def without_log_lines() -> Iterator[None]:
     """Removes from standard error the log lines that C++ parts of TensorFlow and LiteRT write.
 
-    TensorFlow writes some on import, before it reads its log level. All other lines are written after the block.
+    TensorFlow writes some on import, before it reads its log level. All other lines are written
+    after the block.
     """
     terminal = os.dup(_STDERR)
     with tempfile.TemporaryFile() as lines:

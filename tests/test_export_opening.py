@@ -111,12 +111,6 @@ def test_commands_take_an_export_as_they_take_a_model(
     assert "keras-vit explain" not in (out / "report.html").read_text()
 
 
-def test_a_runtime_says_nothing(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """LiteRT's line on its delegate does not stand between those of the command."""
-    opening.open_artefact(path_of("tflite", place))
-    assert "XNNPACK" not in capfd.readouterr().err
-
-
 def test_an_export_that_is_not_as_it_was_is_refused(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

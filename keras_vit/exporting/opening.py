@@ -60,6 +60,7 @@ def open_artefact(path: Path) -> OpenedArtefact:
     try:
         with environment.without_log_lines():
             runner = _page(artefact) if name == "web" else runners.open_runner(name, artefact)
+            model = _model(name, runner, about)
     except Exception as error:  # each runtime has errors of its own
         raise ValueError(
             f"{str(artefact)!r} cannot be loaded ({str(error).splitlines()[0]}); export it again."
@@ -69,7 +70,7 @@ def open_artefact(path: Path) -> OpenedArtefact:
         path=artefact,
         about=about,
         is_recorded=is_recorded,
-        model=_model(name, runner, about),
+        model=model,
     )
 
 

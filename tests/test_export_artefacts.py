@@ -276,7 +276,7 @@ def test_a_process_that_dies_is_told(tmp_path: Path) -> None:
         format="savedmodel", path=tmp_path, parameter_bytes=8, batch_sizes=(1,), labels=(), cases=()
     )
     with pytest.raises(VerificationError, match="could not be checked"):
-        verification.check_artefact(request)
+        verification.run_checks(request)
 
 
 @pytest.mark.parametrize(

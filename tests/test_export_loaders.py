@@ -64,7 +64,8 @@ def test_an_older_loader_reads_the_model(
     version: str, request_of: Callable[[Path | None], messages.Request], tmp_path: Path
 ) -> None:
     """Every signature, JPEG, PNG and BMP included, answers the same to 1e-5; warm-up replays."""
-    report = verification.check_artefact(request_of(library(version, tmp_path)))
+    report = verification.run_checks(request_of(library(version, tmp_path)))
+    verification.require(report.checks, artefact="savedmodel")
     assert report.runtime == {"loader": f"TensorFlow C++ {version}"}
     differences = [check.measured for check in report.checks if "difference" in check.name]
     print(version, max(differences))
@@ -76,4 +77,4 @@ def test_a_folder_without_a_library_is_told(
 ) -> None:
     """A wrong folder of libraries is an error that names it."""
     with pytest.raises(VerificationError, match="There is no libtensorflow_cc"):
-        verification.check_artefact(request_of(tmp_path))
+        verification.run_checks(request_of(tmp_path))

@@ -59,17 +59,6 @@ class VerificationError(ValueError):
     """An artefact and its model differ; nothing was published."""
 
 
-def check_artefact(request: messages.Request) -> messages.Report:
-    """Runs the checks of a request in a clean process, and returns its report.
-
-    Raises:
-        VerificationError: a check or the process failed.
-    """
-    report = run_checks(request)
-    require(report.checks, artefact=request.format)
-    return report
-
-
 def run_checks(request: messages.Request) -> messages.Report:
     """Runs the checks of a request in a clean process, whatever they find.
 
@@ -198,7 +187,7 @@ def is_rounded(artefact: str) -> bool:
 
 
 def gate(exportable: Exportable, artefact: str, images: GateImages, references: References) -> Gate:
-    """Returns what decides about an artefact, for `check_artefact`.
+    """Returns what decides about an artefact, for `run_checks`.
 
     Args:
         exportable: the rebuilt model.

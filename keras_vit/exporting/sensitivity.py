@@ -63,12 +63,12 @@ def measure(exportable: Exportable, request: messages.Request) -> list[Cost]:
 def choose(costs: Sequence[Cost], *, share: float) -> tuple[str, ...]:
     """Returns the kernels to keep in float32, so that a share of the mean square error is left.
 
-    It takes first what costs the most for its size.
+    It takes first what costs the most for its size, and gives back what later ones make up for.
 
     Example:
         >>> choose([Cost(kernel="a", error=6.0, size=4), Cost(kernel="b", error=3.0, size=1),
         ...         Cost(kernel="c", error=1.0, size=1)], share=0.5)
-        ('b', 'a')
+        ('a',)
 
     Args:
         costs: from `measure`.

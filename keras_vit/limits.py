@@ -36,6 +36,16 @@ def shown(value: object) -> str:
     return text if len(text) <= 200 else f"{text[:197]}..."
 
 
+def counted(count: int, one: str) -> str:
+    """Returns a number of things as one says it.
+
+    Example:
+        >>> counted(1, "epoch"), counted(2000, "step"), counted(3, "class")
+        ('1 epoch', '2000 steps', '3 classes')
+    """
+    return f"{count} {one}" if count == 1 else f"{count} {one}{'es' if one.endswith('s') else 's'}"
+
+
 def is_number(value: object) -> bool:
     """Whether a value is a number that pixels and rates can be, no NaN."""
     is_real = isinstance(value, int | float) and not isinstance(value, bool)

@@ -213,7 +213,11 @@ WRONG: dict[str, tuple[str, str]] = {
     "damaged": ("train --data images --out new --strict", "001.png"),
     "image and patch": ("train --data images --out new --image-size 60", "multiples of 8"),
     "unknown model": ("train --data images --out new --model vgg", "no model 'vgg'"),
-    "run there": ("train --data images --out run", "already holds a run"),
+    "run there": (
+        "train --data images --out run",
+        "already holds a run; resume it (--resume), replace it (--overwrite) or choose another "
+        "--out",
+    ),
     "other things there": ("train --data images --out images", "holds other things"),
     "predict no run": ("predict images a.png", "holds no checkpoint"),
     "evaluate no run": ("evaluate gone", "no run directory 'gone'"),
@@ -317,7 +321,9 @@ def test_resuming_a_finished_run_says_so(
     command = ["train", "--data", "images", "--out", "again", *SMALL, "--resume"]
 
     assert main(command) == 0
-    assert "again is a finished run of these settings" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "again is a finished run of these settings" in said
+    assert "val. loss" not in said  # no head of a table that does not come
     assert {file: file.stat().st_mtime_ns for file in (place / "again").rglob("*")} == before
     (place / "again" / "metrics.json").unlink()
     assert main([*command, "--json"]) == 0
@@ -325,7 +331,9 @@ def test_resuming_a_finished_run_says_so(
     assert events == ["data", "done"]
     assert (place / "again" / "metrics.json").read_bytes() == metrics
     assert main([*command, "--seed", "1"]) == 1
-    assert "was started with seed=0, not 1" in capsys.readouterr().err
+    refused = capsys.readouterr()
+    assert "was started with seed=0, not 1" in refused.err
+    assert "val. loss" not in refused.out
 
 
 def test_a_kill_while_a_run_is_measured_leaves_no_half_of_it(place: Path) -> None:

@@ -127,6 +127,12 @@ ORIGINS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"license": "unknown"},
         "Nothing is known of the licence of `B/16 b16.npz`: say it",
     ),
+    (
+        {"teacher": "hf://timm/vit_base_patch16_224.mae"},
+        {"license": "unknown"},
+        "predictions of `hf://timm/vit_base_patch16_224.mae`; its licence is CC-BY-NC-4.0. No "
+        "commercial use.",
+    ),
 ]
 
 
@@ -146,6 +152,7 @@ def test_the_card_has_the_licence_of_the_first_weights(
             assert fields.items() <= header(text).items()
             assert words in text
         assert header(text)["license"] == fields["license"]
+        assert ("No commercial use." in text) == ("mae" in str(origin))
         assert "secret" not in text
 
 

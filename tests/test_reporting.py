@@ -21,7 +21,8 @@ from keras_vit.cli.main import main
 from keras_vit.data import ImageData, Split
 from keras_vit.evaluation import Answers
 from keras_vit.pages import rendering
-from keras_vit.reporting import gallery, statistics
+from keras_vit.reporting import facts, gallery, statistics
+from keras_vit.training import Provenance, Run
 
 HOSTILE = (
     "</script><script>alert(1)</script>",
@@ -150,6 +151,22 @@ def test_a_report_agrees_with_the_evaluation(tmp_path: Path) -> None:
             assert measured.answers.confidence[position] == pytest.approx(
                 image["confidence"], abs=1e-5
             )
+
+
+def test_the_head_of_a_report_says_one_and_names_files_in_their_folder(tmp_path: Path) -> None:
+    """A training of one step, with a teacher, from a folder with damaged files."""
+    config = {
+        "data": {"source": "/photos", "damaged": ["/photos/cat/a b.jpg", "/elsewhere/c.jpg"]},
+        "recipe": {"batch_size": 1},
+        "result": {"epochs": 1, "steps": 1, "best_epoch": 1},
+        "provenance": Provenance.of("x", teacher="hf://timm/vit_base_patch16_224.mae").to_dict(),
+    }
+    run = Run(path=tmp_path, model=model_of(2), labels=("cat", "dog"), config=config)
+    said = dict(facts.summary(run.model, run, None))
+    assert said["Left out, damaged"] == "2: cat/a b.jpg, /elsewhere/c.jpg"
+    assert said["Trained for"] == "1 epoch, 1 step of 1 image; epoch 1 was kept"
+    assert said["Learnt from the teacher"].endswith(".mae, licence CC-BY-NC-4.0")
+    assert said["Their terms"] == "No commercial use."
 
 
 def test_many_classes_and_much_noise_fit(tmp_path: Path) -> None:

@@ -179,6 +179,11 @@ def test_what_does_not_fit_is_split(
     assert plan.cost is not None
     assert (plan.cost.part, plan.execution.accumulate) == (1, 12)
     assert "in batches of 12, each in 12 parts to fit into memory" in plan.steps_text
+    assert "This does not fit into the free memory" in plan.steps_text
+    assert (plan.to_dict()["fits"], free.to_dict()["fits"]) == (False, True)
+    assert "does not fit" not in free.steps_text
+    asked = dataclasses.replace(free, execution=plan.execution)  # by --accumulate
+    assert "each in 12 parts, float32" in asked.steps_text
     assert Job(photos, recipe=RECIPE, execution=plan.execution).evaluated_at_once == 1
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from keras_vit.cli import flags, next_command, output
+from keras_vit.limits import counted
 
 if TYPE_CHECKING:
     from keras_vit.reporting import Comparison
@@ -88,8 +89,8 @@ def _print(comparison: "Comparison") -> None:
         )
     for pair in comparison.pairs:
         output.say(
-            f"{pair.first} and {pair.second}: of {pair.images} images the first alone gets "
-            f"{pair.first_alone} right, the second alone {pair.second_alone}; "
+            f"{pair.first} and {pair.second}: of {counted(pair.images, 'image')} the first alone "
+            f"gets {pair.first_alone} right, the second alone {pair.second_alone}; "
             f"p = {pair.p_corrected:.3g}. {pair.verdict}"
         )
     for note in comparison.notes:

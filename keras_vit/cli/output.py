@@ -16,6 +16,7 @@ import rich.progress
 import rich.table
 
 from keras_vit.cli import next_command
+from keras_vit.limits import counted
 
 if TYPE_CHECKING:
     from keras_vit.data import ImageData, LeftOut
@@ -96,11 +97,10 @@ class TrainDisplay:
         )
         self._task = self._bar.add_task("compiling", total=None, numbers="")
         self._has_best = False  # among the epochs since the last line
+        self._has_head = json
 
     def __enter__(self) -> "TrainDisplay":
-        if not self._json:
-            self._print("  epoch    loss  accuracy  val. loss  val. accuracy  seconds    left")
-            self._bar.start()
+        self._bar.start()
         return self
 
     def __exit__(
@@ -112,9 +112,12 @@ class TrainDisplay:
         self._bar.stop()
 
     def show(self, event: "Event") -> None:
-        """Shows one event of the training."""
+        """Shows one event of the training; the first of its steps comes after the table's head."""
         from keras_vit import training
 
+        if isinstance(event, training.StepDone) and not self._has_head:
+            self._print("  epoch    loss  accuracy  val. loss  val. accuracy  seconds    left")
+            self._has_head = True
         if isinstance(event, training.TrainingDone):
             self.has_ended = True
             self._bar.stop()
@@ -166,7 +169,8 @@ class TrainDisplay:
             f"validation accuracy {validation.accuracy:.2%}."
         )
         self._print(
-            f"Test accuracy: {test.accuracy:.2%} of {test.images} images, after {seconds:.0f} s."
+            f"Test accuracy: {test.accuracy:.2%} of {counted(test.images, 'image')}, after "
+            f"{seconds:.0f} s."
         )
         replaced = run.config["result"]["replaced"]
         if replaced:
@@ -322,7 +326,7 @@ class PredictDisplay:
 
     def _show_copies(self, copies: "ClassFolders") -> None:
         there = f"; {copies.present} were there already" if copies.present else ""
-        say(f"Copied to {copies.root}: {copies.copied} images{there}.")
+        say(f"Copied to {copies.root}: {counted(copies.copied, 'image')}{there}.")
         renamed = [
             f"{copies.names[label]} for {label!r}"
             for label in self._counts
@@ -387,7 +391,7 @@ def show_evaluations(evaluations: "Mapping[str, Evaluation]", *, json: bool) -> 
     for name, evaluation in evaluations.items():
         top5 = evaluation.top5_accuracy
         print(
-            f"{name}: {evaluation.images} images, accuracy {evaluation.accuracy:.2%}, "
+            f"{name}: {counted(evaluation.images, 'image')}, accuracy {evaluation.accuracy:.2%}, "
             + ("" if top5 is None else f"top-5 accuracy {top5:.2%}, ")
             + f"loss {evaluation.loss:.4f}"
         )

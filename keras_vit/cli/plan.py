@@ -31,6 +31,7 @@ class Decision(NamedTuple):
         start: makes the model.
         weights: what it starts from, as `training.Provenance.of` takes it; None for fresh weights.
         variant: that published weights are of.
+        teacher: that it learns from, if any.
     """
 
     recipe: "Recipe"
@@ -38,12 +39,15 @@ class Decision(NamedTuple):
     start: "Callable[[], Any]"
     weights: str | None = None
     variant: str | None = None
+    teacher: str | None = None
 
     def provenance(self, command: str) -> "Provenance":
         """Returns what the run says of where it comes from."""
         from keras_vit import training
 
-        return training.Provenance.of(command, weights=self.weights, model=self.variant)
+        return training.Provenance.of(
+            command, weights=self.weights, model=self.variant, teacher=self.teacher
+        )
 
 
 def add_flag(parser: argparse.ArgumentParser) -> None:
@@ -164,7 +168,8 @@ def _checked(
         execution=given.execution,
     )
     plan = _measured(arguments, data, plan)
-    if arguments.plan or plan.execution.accumulate > given.execution.accumulate:
+    does_not_fit = plan.cost is not None and not plan.cost.fits
+    if arguments.plan or plan.is_split or does_not_fit:
         _show(arguments, plan)
     return given._replace(execution=plan.execution)
 

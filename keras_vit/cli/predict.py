@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from keras_vit.cli import flags, inference, next_command, output
+from keras_vit.limits import counted
 
 if TYPE_CHECKING:
     from keras_vit.data import LeftOut, NamedImage
@@ -179,7 +180,7 @@ def _telling_of_copies(
     try:
         yield
     except KeyboardInterrupt:
-        told = [f"Interrupted after {display.images} images"]
+        told = [f"Interrupted after {counted(display.images, 'image')}"]
         if arguments.csv is not None:
             told.append(f"{arguments.csv} was not written")
         if arguments.copy_to is not None:

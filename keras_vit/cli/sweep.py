@@ -9,6 +9,7 @@ import rich.progress
 
 from keras_vit.cli import output
 from keras_vit.cli.recipe_flags import SWEEP
+from keras_vit.limits import counted
 
 if TYPE_CHECKING:
     from keras_vit.data import ImageData
@@ -87,7 +88,8 @@ class _Display:
             return
         if not self._is_begun:
             output.say(
-                f"Sweep of the learning rate, {event.count} trainings of {event.steps} steps:"
+                f"Sweep of the learning rate, {event.count} trainings of "
+                f"{counted(event.steps, 'step')}:"
             )
             self._is_begun = True
         if trial.validation_loss is None:

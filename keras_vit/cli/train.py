@@ -166,7 +166,7 @@ def _decide(
     data = flags.load_data(arguments.data, strict=arguments.strict, json=arguments.json)
     start = functools.partial(_model, config, data, arguments)
     weights = None if arguments.weights == plan.NONE else arguments.weights
-    given = plan.Decision(recipe, execution, start, weights, arguments.model)
+    given = plan.Decision(recipe, execution, start, weights, arguments.model, arguments.teacher)
     return data, plan.decide(arguments, data, config=config, given=given)
 
 

@@ -209,6 +209,7 @@ def _use(run: Run) -> str:
 def _terms(run: Run) -> str:
     """Returns what is known of the licence, and how to set it."""
     provenance = _provenance(run)
+    terms = _escaped(provenance.forbids)
     if provenance.licence is None:
         started = "Nothing is known of the licence"
         started += f" of `{provenance.weights}`" if provenance.weights else ""
@@ -219,9 +220,13 @@ def _terms(run: Run) -> str:
     else:
         text = (
             f"The training started from `{provenance.weights}`, whose licence is "
-            f"{provenance.licence}. {_escaped(provenance.forbids)}"
-        ).strip()
-    return f"## Licence\n\n{text}"
+            f"{provenance.licence}."
+        )
+    if provenance.teacher is not None:
+        licence = provenance.teacher_licence
+        said = "not known" if licence is None else licence
+        text += f" It learnt from the predictions of `{provenance.teacher}`; its licence is {said}."
+    return f"## Licence\n\n{text} {terms}".rstrip()
 
 
 def _versions(run: Run) -> str:

@@ -2,8 +2,9 @@
 
 import hashlib
 import json
+import os
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import keras
 
 from keras_vit import version
 from keras_vit.data import ImageData, image_size_of
+from keras_vit.limits import counted
 from keras_vit.model import VisionTransformer
 from keras_vit.reporting.gallery import short
 from keras_vit.training import Provenance, Run
@@ -87,29 +89,43 @@ def _training(run: Run) -> Pairs:
     pairs = [("Images from", short(data["source"], 200))]
     if isinstance(images, Mapping) and images:
         pairs.append(("Images", ", ".join(f"{n:,} {name}" for name, n in images.items())))
-    for word, names in (("Left out, damaged", data), ("Replaced, damaged", result)):
-        left = names.get("damaged" if names is data else "replaced") or []
-        if left:
-            pairs.append((word, f"{len(left)}: {', '.join(short(str(x), 60) for x in left[:5])}"))
+    for word, files in (
+        ("Left out, damaged", data.get("damaged")),
+        ("Replaced, damaged", result.get("replaced")),
+    ):
+        if files:
+            pairs.append((word, _files(files, source=data["source"])))
     epochs, best = result.get("epochs"), result.get("best_epoch")
     if epochs:
         pairs.append(
             (
                 "Trained for",
-                f"{epochs} epochs, {result.get('steps')} steps of "
-                f"{recipe.get('batch_size')} images; epoch {best} was kept",
+                f"{counted(epochs, 'epoch')}, {counted(result.get('steps'), 'step')} of "
+                f"{counted(recipe.get('batch_size'), 'image')}; epoch {best} was kept",
             )
         )
     origin = provenance(run)
     if origin.weights is not None:
         licence = f", licence {origin.licence}" if origin.licence else ""
         pairs.append(("Started from", short(f"{origin.weights}{licence}", 200)))
+    if origin.teacher is not None:
+        licence = f", licence {origin.teacher_licence}" if origin.teacher_licence else ""
+        pairs.append(("Learnt from the teacher", short(f"{origin.teacher}{licence}", 200)))
+    if origin.forbids:
+        pairs.append(("Their terms", origin.forbids))
     if not result.get("finished", True):
         pairs.append(("Interrupted", "this training has not run to its end"))
     if config.get("objective"):
         pairs.append(("Objective", shown(config["objective"])))
     pairs.append(("Trained at", str(config.get("made", "unknown"))))
     return pairs
+
+
+def _files(names: Sequence[str], *, source: str) -> str:
+    """Returns the number of files, and the first of them, inside the folder of the images."""
+    inside = (str(name).removeprefix(f"{source}{os.sep}") for name in names[:5])
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"{len(names)}: {', '.join(short(name) for name in inside)}{more}"
 
 
 def unmeasured(run: Run | None) -> str:

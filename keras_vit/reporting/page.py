@@ -14,6 +14,7 @@ import numpy as np
 from keras_vit import pages, version
 from keras_vit.data import ImageData
 from keras_vit.evaluation import Answers, Calibration, Evaluation, calibration_of_answers
+from keras_vit.limits import counted
 from keras_vit.reporting import facts, statistics
 from keras_vit.reporting.gallery import attention_views, make_gallery, short
 from keras_vit.training import Run
@@ -277,11 +278,11 @@ def _verdict(name: str, evaluation: Evaluation) -> str:
 
 def _notes(answers: Answers, evaluation: Evaluation) -> list[str]:
     """Returns what a reader should be warned of."""
-    notes = []
+    notes, is_one = [], len(answers.targets) == 1
     if len(answers.targets) < 100:
         notes.append(
-            f"{len(answers.targets)} images are few: one image more or less changes the accuracy "
-            f"by {1 / len(answers.targets):.1%}."
+            f"{counted(len(answers.targets), 'image')} {'is' if is_one else 'are'} few: one image "
+            f"more or less changes the accuracy by {1 / len(answers.targets):.1%}."
         )
     largest = np.bincount(answers.targets).max() / len(answers.targets)
     if len(evaluation.labels) > 1 and largest > evaluation.accuracy:

@@ -23,7 +23,7 @@ import numpy as np
 from keras_vit import atomic, environment
 from keras_vit.training import progress, run
 from keras_vit.training.progress import EpochDone
-from keras_vit.training.settings import RESUME_OR_REPLACE, check_settings, raised_epochs
+from keras_vit.training.settings import RESUME_OR_REPLACE, check_settings
 from keras_vit.training.state import Copies, numbered, set_state, state_variables
 
 _NAME = "checkpoint-{step:08d}"
@@ -302,8 +302,7 @@ class Unfinished:
         Returns:
             Its number of epochs where the settings have more, otherwise None.
         """
-        check_settings(self.path / SETTINGS, settings)
-        return raised_epochs(self.path / SETTINGS, settings)
+        return check_settings(self.path / SETTINGS, settings)
 
     def remove_leftovers(self) -> None:
         """Removes the temporary files of a killed process; the caller holds the lock."""

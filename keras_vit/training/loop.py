@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from keras_vit import atomic, backend
+from keras_vit.limits import counted
 from keras_vit.optimizers import begin_cooldown
 from keras_vit.training.checkpoints import DamagedError, Unfinished
 from keras_vit.training.execution import Engine, Job
@@ -166,7 +167,7 @@ class Loop:
             raise ValueError(
                 f"The patience ran out after epoch {self.watcher.cooldown_epoch}, and the learning "
                 f"rate already falls: epochs (--epochs) cannot be raised any more. Resume with "
-                f"{before} epochs, and train on from the finished run (--weights RUN)."
+                f"{counted(before, 'epoch')}, and train on from the finished run (--weights RUN)."
             )
         rate = float(self.model.optimizer.learning_rate)
         end = float(make_schedule(self.job.recipe, self.plan)(self.plan.steps))

@@ -51,6 +51,11 @@ class Cost:
     seconds_to_read: float
     seconds_to_start: float
 
+    @property
+    def fits(self) -> bool:
+        """Whether there is as much memory as it takes, as far as anybody says."""
+        return self.memory is None or self.limit is None or self.memory <= self.limit
+
     def seconds(self, job: Job) -> float:
         """Returns the time of a whole training, its validation included."""
         plan = job.plan

@@ -15,11 +15,12 @@ import tensorflow as tf
 
 from keras_vit import atomic, version
 from keras_vit.data import loading
+from keras_vit.limits import counted
 from keras_vit.training import run, trials
 from keras_vit.training.checkpoints import SETTINGS
 from keras_vit.training.loop import Loop
 from keras_vit.training.provenance import PROVENANCE, Provenance
-from keras_vit.training.settings import check_settings, raised_epochs
+from keras_vit.training.settings import check_settings
 from keras_vit.training.state import state_hash
 
 INTERRUPTED, TERMINATED = 130, 75  # exit codes; the second tells a supervisor to start again
@@ -80,13 +81,12 @@ def finished(loop: Loop, *, out: Path) -> run.Run | None:
         raise FileExistsError(
             f"The first worker has finished the run {str(out)!r}; nothing is left to do here."
         )
-    check_settings(out / run.CONFIG, loop.settings)
-    epochs = raised_epochs(out / run.CONFIG, loop.settings)
+    epochs = check_settings(out / run.CONFIG, loop.settings)
     if epochs is not None:
         raise ValueError(
-            f"The run {str(out)!r} is finished after {epochs} epochs, and its checkpoints are "
-            f"gone. To train its model further, start from it in another run (--weights {out}; "
-            f"model=Run.load({str(out)!r}).model)."
+            f"The run {str(out)!r} is finished after {counted(epochs, 'epoch')}, and its "
+            f"checkpoints are gone. To train its model further, start from it in another run "
+            f"(--weights {out}; model=Run.load({str(out)!r}).model)."
         )
     loop.folder.remove()
     return run.Run.load(out)

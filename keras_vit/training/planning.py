@@ -13,6 +13,7 @@ import tensorflow as tf
 from keras_vit.config import ViTConfig
 from keras_vit.data import ImageData, Split
 from keras_vit.data.images import read_bytes
+from keras_vit.limits import counted
 from keras_vit.model import VisionTransformer
 from keras_vit.training import measuring, models, run
 from keras_vit.training.checkpoints import SETTINGS, Unfinished
@@ -57,6 +58,7 @@ class TrainingPlan:
         execution: where, with the precision and the number of parts of a batch.
         cost: what was measured; None before.
         seconds: of the whole training, after the measurement.
+        is_split: whether memory asks for the parts of a batch.
     """
 
     images: Mapping[str, int]
@@ -73,6 +75,7 @@ class TrainingPlan:
     execution: Execution
     cost: measuring.Cost | None = None
     seconds: float | None = None
+    is_split: bool = False
 
     def make_model(self) -> ViTConfig | VisionTransformer:
         """Returns the model to give to `train`: weights are downloaded here, if need be.
@@ -109,24 +112,29 @@ class TrainingPlan:
         job = Job(data, recipe=self.recipe, execution=self.execution, seed=seed)
         cost = measuring.measure(self.config, job)
         gc.collect()  # the model of the measurement, which holds itself
-        execution = self.execution
+        execution, is_split = self.execution, False
         if fits:
             replicas = execution.make_engine().replicas
             parts = _parts(job.plan.batch_size // replicas, part=cost.part)
+            is_split = parts > execution.accumulate
             accumulate = max(execution.accumulate, parts)
             execution = dataclasses.replace(execution, accumulate=accumulate)
-        return dataclasses.replace(self, execution=execution, cost=cost, seconds=cost.seconds(job))
+        seconds = cost.seconds(job)
+        return dataclasses.replace(
+            self, execution=execution, cost=cost, seconds=seconds, is_split=is_split
+        )
 
     @property
     def steps_text(self) -> str:
         """The recipe, memory and time, in a sentence."""
         plan, recipe = self.recipe.plan(images=self.images["train"]), self.recipe
-        length = f"{recipe.epochs} epochs" if recipe.epochs else f"{plan.steps} steps"
+        length = counted(*((recipe.epochs, "epoch") if recipe.epochs else (plan.steps, "step")))
         size = (self.config and self.config.image_size) or recipe.image_size
         parts = [] if size is None else [_pixels(size)]
         parts += [f"{length} in batches of {plan.batch_size}"]
         if self.execution.accumulate > 1:
-            parts[-1] += f", each in {self.execution.accumulate} parts to fit into memory"
+            why = " to fit into memory" if self.is_split else ""
+            parts[-1] += f", each in {self.execution.accumulate} parts{why}"
         parts += [self.execution.precision]
         text = ", ".join(parts)
         if self.cost is None or self.seconds is None:
@@ -137,13 +145,20 @@ class TrainingPlan:
         if memory and self.cost.limit is not None:
             memory += f" of {self.cost.limit / 2**30:.1f}"
         shown = f"{speed:,.0f}" if speed >= 10 else f"{speed:.2g}"
-        return f"{text} ({shown} images/s measured{memory})."
+        text += f" ({shown} images/s measured{memory})."
+        if not self.cost.fits:
+            remat = "" if self.execution.remat else ", or --remat"
+            text += (
+                " This does not fit into the free memory, even with one image at a time; choose a "
+                f"smaller --model or --image-size{remat}."
+            )
+        return text
 
     @property
     def choice_text(self) -> str:
         """The images, and what is trained on them, in a sentence."""
         count = sum(self.images.values())
-        text = f"{count} images of {self.classes} classes"
+        text = f"{counted(count, 'image')} of {counted(self.classes, 'class')}"
         if self.largest and self.smallest:
             ratio = self.largest / self.smallest
             text += f", the largest {ratio:.1f} times the smallest"
@@ -180,6 +195,7 @@ class TrainingPlan:
             "seconds": self.seconds,
             "memory": None if cost is None else cost.memory,
             "memory_limit": None if cost is None else cost.limit,
+            "fits": None if cost is None else cost.fits,
             "seconds_per_image": None if cost is None else cost.seconds_per_image,
             "seconds_to_read_an_image": None if cost is None else cost.seconds_to_read,
         }
@@ -357,12 +373,10 @@ class Started:
 
         A model that its config alone does not describe is none: it comes by the arguments again.
         """
-        unfinished = Unfinished(Path(out))
-        file = unfinished.path / SETTINGS if unfinished.exists() else Path(out) / run.CONFIG
-        if not file.is_file():
-            return None
         try:
-            fields = run.read_fields(file)
+            fields = started_fields(out)
+            if fields is None:
+                return None
             execution = fields.get("execution", {})
             return cls(
                 config=ViTConfig.from_dict(fields["model"]),
@@ -373,6 +387,17 @@ class Started:
             )
         except (ValueError, TypeError, LookupError, AttributeError):
             return None  # `train` says what is wrong with it
+
+
+def started_fields(out: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """Returns the record of an unfinished training or of a run; None where there is neither.
+
+    Raises:
+        ValueError: the record is damaged.
+    """
+    unfinished = Unfinished(Path(out))
+    file = unfinished.path / SETTINGS if unfinished.exists() else Path(out) / run.CONFIG
+    return run.read_fields(file) if file.is_file() else None
 
 
 def _place(
@@ -463,11 +488,11 @@ def duration(seconds: float) -> str:
     """Returns a time in words.
 
     Example:
-        >>> [duration(seconds) for seconds in (3, 95, 4000, 9000, 1e6)]
-        ['3 seconds', '95 seconds', '67 minutes', '2.5 hours', '12 days']
+        >>> [duration(seconds) for seconds in (0.2, 95, 4000, 9000, 1e6)]
+        ['1 second', '95 seconds', '67 minutes', '2.5 hours', '12 days']
     """
     for least, unit, name in _UNITS:
         if seconds >= least:
             number = seconds / unit
             return f"{number:.0f} {name}" if number >= 10 else f"{number:.2g} {name}"
-    return f"{max(seconds, 1):.0f} seconds"
+    return counted(max(round(seconds), 1), "second")

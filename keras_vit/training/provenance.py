@@ -24,17 +24,28 @@ class Provenance:
         weights: what it started from, such as "Ti/16 imagenet21k"; None for fresh weights, and
             where nobody said it.
         licence: of these weights; None where it is not known.
-        forbids: what that licence forbids or asks, in a sentence; "" for nothing.
+        teacher: the model whose predictions it learnt; None for none.
+        teacher_licence: of the teacher's weights; None where it is not known.
+        forbids: what these licences forbid or ask, in sentences; "" for nothing.
     """
 
     commands: tuple[str, ...] = ()
     weights: str | None = None
     licence: str | None = None
+    teacher: str | None = None
+    teacher_licence: str | None = None
     forbids: str = ""
 
     @classmethod
-    def of(cls, command: str, *, weights: str | None = None, model: str | None = None) -> Self:
-        """Returns that of a training, with the licence from the catalogues or an earlier run.
+    def of(
+        cls,
+        command: str,
+        *,
+        weights: str | None = None,
+        model: str | None = None,
+        teacher: str | None = None,
+    ) -> Self:
+        """Returns that of a training, with licences from the catalogues or earlier runs.
 
         Example:
             >>> Provenance.of("keras-vit train", weights="imagenet21k", model="Ti/16").licence
@@ -46,12 +57,19 @@ class Provenance:
             command: the command line.
             weights: as of `keras-vit train --weights`.
             model: the variant that published weights are of; None for other weights.
+            teacher: as of `keras-vit train --teacher`.
         """
-        if weights is None:
-            return cls(commands=(command,))
-        licence, forbids = _terms(weights, model)
-        name = f"{model} {weights}" if model else _without_secrets(weights)
-        return cls(commands=(command,), weights=name, licence=licence, forbids=forbids)
+        licence, forbids = (None, "") if weights is None else _terms(weights, model)
+        taught, also = (None, "") if teacher is None else _terms(teacher, None)
+        name = f"{model} {weights}" if model and weights else weights and _without_secrets(weights)
+        return cls(
+            commands=(command,),
+            weights=name,
+            licence=licence,
+            teacher=teacher and _without_secrets(teacher),
+            teacher_licence=taught,
+            forbids=" ".join(dict.fromkeys(filter(None, (forbids, also)))),
+        )
 
     @classmethod
     def read(cls, file: str | os.PathLike[str]) -> Self:
@@ -69,7 +87,7 @@ class Provenance:
             return cls()
         texts = {
             name: fields[name]
-            for name in ("weights", "licence", "forbids")
+            for name in ("weights", "licence", "teacher", "teacher_licence", "forbids")
             if isinstance(fields.get(name), str)
         }
         commands = fields.get("commands")
@@ -88,9 +106,8 @@ class Provenance:
 
     def public(self) -> "Provenance":
         """Returns what concerns others: no command, and of a file its name alone."""
-        return dataclasses.replace(
-            self, commands=(), weights=None if self.weights is None else _short(self.weights)
-        )
+        weights, teacher = (each and _short(each) for each in (self.weights, self.teacher))
+        return dataclasses.replace(self, commands=(), weights=weights, teacher=teacher)
 
 
 def _terms(weights: str, model: str | None) -> tuple[str | None, str]:

@@ -13,17 +13,18 @@ RESUME_OR_REPLACE = (
 )
 
 
-def check_settings(file: Path, settings: dict[str, Any]) -> None:
+def check_settings(file: Path, settings: dict[str, Any]) -> int | None:
     """Raises a ValueError unless a training or run was started with these settings.
 
-    The number of epochs may be higher than it was, see `raised_epochs`. What the record does not
-    name, because it is older than the setting, was not set.
+    The number of epochs may be higher than it was. What the record does not name, because it is
+    older than the setting, was not set.
 
     Example:
         >>> import tempfile
         >>> file = Path(tempfile.mkdtemp()) / "settings.json"
         >>> _ = file.write_text('{"recipe": {"epochs": 10}, "seed": 0}')
         >>> check_settings(file, {"recipe": {"epochs": 20, "patience": None}, "seed": 0})
+        10
         >>> check_settings(file, {"recipe": {"epochs": 5}, "seed": 0})
         Traceback (most recent call last):
         ValueError: The training in ... was started with recipe.epochs=10, not 5; ...
@@ -31,9 +32,12 @@ def check_settings(file: Path, settings: dict[str, Any]) -> None:
     Args:
         file: settings.json of an unfinished training, or config.json of a run.
         settings: the present ones.
+
+    Returns:
+        The epochs of the record where the settings have more, otherwise None.
     """
-    stored = _read(file)
-    for name, value in _flat(json.loads(json.dumps(settings))).items():
+    stored, present = _read(file), _flat(json.loads(json.dumps(settings)))
+    for name, value in present.items():
         before = stored.get(name)
         is_unset = name not in stored and not value
         if before == value or is_unset or _is_raised(name, before, value):
@@ -47,17 +51,8 @@ def check_settings(file: Path, settings: dict[str, Any]) -> None:
             f"The training in {str(file.parent)!r} was started with {name}={before!r}, "
             f"not {value!r}; {advice}."
         )
-
-
-def has_patience(file: Path) -> bool:
-    """Whether the record is of a training that could end early; older ones had no such setting."""
-    return "recipe.patience" in _read(file)
-
-
-def raised_epochs(file: Path, settings: dict[str, Any]) -> int | None:
-    """Returns the epochs of the record where the settings have more, otherwise None."""
-    before, now = (fields.get(_EPOCHS) for fields in (_read(file), _flat(settings)))
-    return before if isinstance(before, int) and _is_raised(_EPOCHS, before, now) else None
+    before = stored.get(_EPOCHS)
+    return before if _is_raised(_EPOCHS, before, present.get(_EPOCHS)) else None
 
 
 def _is_raised(name: str, before: Any, now: Any) -> bool:

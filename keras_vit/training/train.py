@@ -11,7 +11,7 @@ import keras
 
 from keras_vit.config import ViTConfig
 from keras_vit.data import ImageData, naming_damaged
-from keras_vit.training import models, outcome, progress, run, trials
+from keras_vit.training import models, outcome, planning, progress, run, trials
 from keras_vit.training.checkpoints import SETTINGS, Unfinished
 from keras_vit.training.execution import Execution, Job, worker_index
 from keras_vit.training.loop import Loop, OutOfMemoryError
@@ -22,7 +22,6 @@ from keras_vit.training.progress import Event, Watcher
 from keras_vit.training.provenance import PROVENANCE, Provenance
 from keras_vit.training.recipe import Recipe
 from keras_vit.training.recipes import RECIPES
-from keras_vit.training.settings import has_patience
 from keras_vit.training.stopping import StopRequests
 
 
@@ -343,11 +342,10 @@ def started_recipe(data: ImageData, *, out: Path, existing: run.Existing) -> Rec
     if existing != "resume":
         return recipe
     _check_name(out)
-    folder = Unfinished(out)
-    file = folder.path / SETTINGS if folder.exists() else out / run.CONFIG
-    if file.is_file() and not has_patience(file):
-        return dataclasses.replace(recipe, patience=None)
-    return recipe
+    started = planning.started_fields(out)
+    if started is None or "patience" in started.get("recipe", ()):
+        return recipe
+    return dataclasses.replace(recipe, patience=None)
 
 
 def default_pretrain_recipe(data: ImageData) -> Recipe:

@@ -3,6 +3,7 @@
 It answers on 127.0.0.1 alone, and its page asks for nothing else: no share link, no telemetry.
 """
 
+import asyncio
 import dataclasses
 import socket
 import threading
@@ -100,7 +101,7 @@ def make_app(opened: "OpenedModel") -> "Starlette":
         try:
             contents = await _read(request)
             return JSONResponse(await run_in_threadpool(compute, contents), headers=_HEADERS)
-        except ClientDisconnect:
+        except (ClientDisconnect, asyncio.CancelledError):  # the second at Ctrl-C
             return JSONResponse({"error": "The page was closed."}, 400)
         except (ValueError, OSError, MemoryError) as error:
             status = 413 if isinstance(error, _TooLargeError) else 400
@@ -153,7 +154,7 @@ def make_server(app: "Starlette") -> "uvicorn.Server":
         lifespan="off",
         ws="none",
         server_header=False,
-        timeout_graceful_shutdown=5,
+        timeout_graceful_shutdown=3,
     )
     return uvicorn.Server(config)
 

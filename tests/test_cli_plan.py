@@ -140,6 +140,13 @@ def test_too_few_images_and_one_class_are_refused(
     image_files.write_classes(tmp_path / "few", count=1, classes=("cat", "dog", "owl"))
     assert main(["train", "--data", str(tmp_path / "few"), "--plan"]) == 1
     assert "too few for a validation split" in capsys.readouterr().err
+    image_files.write_classes(tmp_path / "some", count=12, classes=("cat", "dog"))
+    image_files.write_classes(tmp_path / "some", count=1, classes=("owl",))
+    images = flags.load_data(str(tmp_path / "some"), strict=False, json=False)
+    assert images.counts["test"] == 2
+    assert "Without test images, so that nothing is measured of them: 1 (owl)" in (
+        capsys.readouterr().out
+    )
     assert not reached
 
 

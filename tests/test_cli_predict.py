@@ -6,12 +6,15 @@ import io
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import image_files
+import processes
 import pytest
 from conftest import TINY, made
 
@@ -302,3 +305,26 @@ def test_a_process_reads_names_from_a_pipe(place: Path) -> None:
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert [line["image"] for line in found] == [f"{number:03}.jpg" for number in range(300)]
     assert len({line["predictions"][0]["probability"] for line in found}) == 1
+
+
+@pytest.mark.slow
+def test_a_signal_leaves_whole_copies_and_no_table(place: Path) -> None:
+    """A real Ctrl-C in the middle of a thousand photos: no half of a file, and exit code 130."""
+    photo = Path("my photos/striped/000.jpg").read_bytes()
+    Path("many").mkdir()
+    for number in range(3000):
+        Path(f"many/{number:04}.jpg").write_bytes(photo)
+    command = ["-m", "keras_vit", "predict", "run", "many", "--csv", "found.csv"]
+    process = processes.Process([*command, "--copy-to", "sorted"])
+    while not list(Path("sorted").rglob("*.jpg")):
+        assert process.returncode is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+
+    assert process.returncode == 130
+    copies = [file for file in Path("sorted").rglob("*") if file.is_file()]
+    assert 0 < len(copies) < 3000
+    assert f"Interrupted after {len(copies)} images; found.csv was not written" in errors
+    assert {file.read_bytes() for file in copies} == {photo}
+    assert not [file for file in place.iterdir() if "found" in file.name]

@@ -1,10 +1,12 @@
 """Tests of what happens to damaged images in training, in keras_vit.data.images."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_vit.data import Damage
+from keras_vit.data import Damage, Split, evaluation_batches, naming_damaged
 from keras_vit.data.images import replace_damaged
 
 SHAPE = (2, 2, 3)
@@ -54,3 +56,17 @@ def test_what_cannot_be_replaced_is_an_error(sound: list[bool], strict: bool) ->
     with pytest.raises(ValueError, match=r"image 0.* cannot be decoded"):
         replaced(sound, record)
     assert record.names == ()
+
+
+@pytest.mark.parametrize("is_training", [False, True])
+def test_the_advice_does_not_end_a_training(is_training: bool) -> None:
+    """An image that is gone while a training runs is put back: without it nothing resumes."""
+    broken = Split(images=np.array([b"no image"], object), targets=np.array([0]))
+    trained = Split(images=np.zeros((1, *SHAPE), np.uint8), targets=np.array([0]))
+    options: dict[str, Any] = {"trained": trained} if is_training else {}
+    expected = r"put them back .* resume \(--resume\)" if is_training else "repair or remove them"
+    with (
+        pytest.raises(ValueError, match=f"1 of 1 images cannot be decoded, .*; {expected}"),
+        naming_damaged(broken, **options),
+    ):
+        next(iter(evaluation_batches(broken, image_size=(8, 8), batch_size=1)))

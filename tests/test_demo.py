@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -213,7 +214,10 @@ def test_bad_input_is_one_line(
 
 @pytest.mark.slow
 def test_ctrl_c_ends_it(tmp_path: Path) -> None:
-    """The address is printed, the page answers, and an interruption is no error."""
+    """The address is printed, the page answers, and an interruption is no error.
+
+    Nor is it one while a browser sends a part of an image, and no more.
+    """
     served_model().save(tmp_path / "pets.keras")
     command = ["-m", "keras_vit", "demo", str(tmp_path / "pets.keras"), "--port", "0"]
     process = processes.Process([*command, "--no-browser"])
@@ -221,8 +225,15 @@ def test_ctrl_c_ends_it(tmp_path: Path) -> None:
     match = re.fullmatch(r"Open http://127.0.0.1:(\d+) in a browser; Ctrl-C ends it.\n", line)
     assert match is not None, line
     assert json.loads(ask(int(match[1]), photo())[2])["view"] is not None
+    sending = http.client.HTTPConnection(demo.HOST, int(match[1]))
+    sending.putrequest("POST", "/look")
+    for name, value in (*BYTES.items(), ("Content-Length", "1000")):
+        sending.putheader(name, value)
+    sending.endheaders(photo()[:60])
+    time.sleep(0.5)  # until it is read
     process.send_signal(signal.SIGINT)
     out, errors = process.communicate(timeout=60)
+    sending.close()
     assert out.splitlines()[0] == "The page is closed."
     assert out.splitlines()[1:] == [
         f"Next: keras-vit export {tmp_path / 'pets.keras'} --out export"

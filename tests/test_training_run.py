@@ -18,6 +18,7 @@ from keras_vit import VisionTransformer
 from keras_vit.cli.main import main
 from keras_vit.data import load_digits
 from keras_vit.training import Run, run
+from keras_vit.training.settings import check_settings
 
 
 def write_run(path: Path, *, content: str = "{}") -> Path:
@@ -41,6 +42,18 @@ def test_a_run_is_replaced_only_on_demand(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError, match="already holds a run"):
         run.check_free(tmp_path / "run", existing="refuse")
     run.check_free(tmp_path / "run", existing="overwrite")
+
+
+def test_a_training_is_resumed_on_the_images_of_its_start(tmp_path: Path) -> None:
+    """The number of epochs may rise; other images are put back, or it begins anew."""
+    record = tmp_path / "settings.json"
+    record.write_text(json.dumps({"data": {"images": {"train": 240}}, "recipe": {"epochs": 3}}))
+    more = {"data": {"images": {"train": 240}}, "recipe": {"epochs": 4}}
+    assert check_settings(record, more) == 3
+    assert check_settings(record, {**more, "recipe": {"epochs": 3}}) is None
+    others = {**more, "data": {"images": {"train": 212}}}
+    with pytest.raises(ValueError, match="train=240, not 212; put the images back as they were"):
+        check_settings(record, others)
 
 
 @pytest.mark.parametrize("existing", ["refuse", "overwrite", "resume"])

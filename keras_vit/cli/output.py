@@ -72,6 +72,20 @@ def show_data(data: "ImageData", *, json: bool) -> None:
     classes = f"{len(data.labels)} classes" if data.labels else "no classes"
     say(f"{data.source}: {classes}; images: {counts}")
     show_left_out(data.left_out, root=data.source)
+    untested = _untested(data)
+    if untested:
+        say(f"Without test images, so that nothing is measured of them: {_summary(untested)}")
+
+
+def _untested(data: "ImageData") -> list[str]:
+    """Returns the classes without test images, where there are others that have some."""
+    has_targets = hasattr(data.test, "images") and len(data.test)
+    tested = set(data.test.targets.tolist()) if has_targets and data.labels else None
+    return [
+        label
+        for place, label in enumerate(data.labels)
+        if tested is not None and place not in tested
+    ]
 
 
 class TrainDisplay:

@@ -198,7 +198,8 @@ def evaluation_batches(
 def naming_damaged(split: Split, *, trained: Split | None = None) -> Iterator[None]:
     """Names the images that cannot be decoded, where the use of a split's batches ends in an error.
 
-    In training most are replaced; of the images `trained` on, those are named that ended it.
+    In training most are replaced; of the images `trained` on, those are named that ended it. The
+    training can be resumed once the images are as they were at its start.
 
     Example:
         >>> import numpy as np
@@ -219,9 +220,14 @@ def naming_damaged(split: Split, *, trained: Split | None = None) -> Iterator[No
         names = _damaged_names(split)
         if not names:
             raise
+        advice = "repair or remove them."
+        if trained is not None:
+            advice = (
+                "put them back as they were and resume (--resume), or begin anew (--overwrite)."
+            )
         raise ValueError(
             f"{len(names)} of {len(split)} images cannot be decoded, the first is {names[0]!r}; "
-            "repair or remove them."
+            f"{advice}."
         ) from None
 
 

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 
 from keras_vit import pages, version
-from keras_vit.data import ImageData
+from keras_vit.data import ImageData, naming_damaged
 from keras_vit.evaluation import Answers, Calibration, Evaluation, calibration_of_answers
 from keras_vit.limits import counted
 from keras_vit.reporting import facts, statistics
@@ -156,8 +156,9 @@ def _measured(subject: Subject) -> dict[str, Any]:
     if answers is None:
         raise ValueError("A report needs the answers to the single images; evaluate the model.")
     labels = [short(label) for label in evaluation.labels]
-    gallery = make_gallery(split, answers, source=subject.data.source)
-    views, note = attention_views(subject.model, split, answers, labels)
+    with naming_damaged(split):
+        gallery = make_gallery(split, answers, source=subject.data.source)
+        views, note = attention_views(subject.model, split, answers, labels)
     bins = calibration_of_answers(answers.confidence, answers.targets == answers.predicted)
     scores, pairs = _scores(evaluation, labels), _pairs(evaluation)
     is_matrix = len(labels) <= _MATRIX

@@ -43,8 +43,8 @@ def check_settings(file: Path, settings: dict[str, Any]) -> int | None:
         if before == value or is_unset or _is_raised(name, before, value):
             continue
         advice = "resume it with the same settings, or delete the folder"
-        if name == "data.source":
-            advice = "put the images back there, or begin anew (--overwrite)"
+        if name.startswith("data."):
+            advice = "put the images back as they were, or begin anew (--overwrite)"
         if name == _EPOCHS:
             advice = f"epochs (--epochs) may be raised, not lowered; {advice}"
         raise ValueError(

@@ -64,9 +64,9 @@ def test_the_advice_does_not_end_a_training(is_training: bool) -> None:
     broken = Split(images=np.array([b"no image"], object), targets=np.array([0]))
     trained = Split(images=np.zeros((1, *SHAPE), np.uint8), targets=np.array([0]))
     options: dict[str, Any] = {"trained": trained} if is_training else {}
-    expected = r"put them back .* resume \(--resume\)" if is_training else "repair or remove them"
+    expected = r"put them back .* \(--overwrite\)" if is_training else "repair or remove them"
     with (
-        pytest.raises(ValueError, match=f"1 of 1 images cannot be decoded, .*; {expected}"),
+        pytest.raises(ValueError, match=rf"1 of 1 images cannot be decoded, .*; {expected}\.$"),
         naming_damaged(broken, **options),
     ):
         next(iter(evaluation_batches(broken, image_size=(8, 8), batch_size=1)))

@@ -220,11 +220,9 @@ def naming_damaged(split: Split, *, trained: Split | None = None) -> Iterator[No
         names = _damaged_names(split)
         if not names:
             raise
-        advice = "repair or remove them."
+        advice = "repair or remove them"
         if trained is not None:
-            advice = (
-                "put them back as they were and resume (--resume), or begin anew (--overwrite)."
-            )
+            advice = "put them back as they were and resume (--resume), or begin anew (--overwrite)"
         raise ValueError(
             f"{len(names)} of {len(split)} images cannot be decoded, the first is {names[0]!r}; "
             f"{advice}."

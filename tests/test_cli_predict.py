@@ -5,6 +5,7 @@ import dataclasses
 import io
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -325,6 +326,8 @@ def test_a_signal_leaves_whole_copies_and_no_table(place: Path) -> None:
     assert process.returncode == 130
     copies = [file for file in Path("sorted").rglob("*") if file.is_file()]
     assert 0 < len(copies) < 3000
-    assert f"Interrupted after {len(copies)} images; found.csv was not written" in errors
+    counted = re.search(r"Interrupted after (\d+) images; found.csv was not written", errors)
+    assert counted
+    assert len(copies) - int(counted[1]) in (0, 1)  # the last may be copied and not yet counted
     assert {file.read_bytes() for file in copies} == {photo}
     assert not [file for file in place.iterdir() if "found" in file.name]

@@ -125,7 +125,7 @@ def test_the_command_line_sweeps(
     assert main(command) == 0
     lines = capsys.readouterr().out.splitlines()
     config = json.loads((tmp_path / "run" / "config.json").read_text())
-    begun = lines.index("Sweep of the learning rate, 2 trainings of 1 steps:")
+    begun = lines.index("Sweep of the learning rate, 2 trainings of 1 step:")
     assert [line.split(":")[0] for line in lines[begun + 1 : begun + 3]] == [
         f"  {rate:g}" for rate in (1e-3, 3e-3)
     ]

@@ -557,15 +557,18 @@ def test_another_backend_is_refused(
         train(data, out=tmp_path / "run")
 
 
-@pytest.mark.parametrize(("split", "strict"), [("validation", False), ("train", True)])
+@pytest.mark.parametrize(
+    ("split", "strict", "advice"),
+    [("validation", False, "put them back .* resume"), ("train", True, "repair or remove")],
+)
 @pytest.mark.slow
 def test_an_image_damaged_after_listing_ends_a_training_by_its_name(
-    tmp_path: Path, split: str, strict: bool
+    tmp_path: Path, split: str, strict: bool, advice: str
 ) -> None:
     """In validation always, as it would be another number; in training where that is asked for."""
     data = load_folder(image_files.write_classes(tmp_path / "images"), strict=strict)
     file = image_files.damage(Path(data.split(split).images[0]))
-    with pytest.raises(ValueError, match=rf"'{file}'.*repair or remove"):
+    with pytest.raises(ValueError, match=rf"'{file}'.*{advice}"):
         train(data, out=tmp_path / "run", model=CONFIG, recipe=BRIEF)
     assert not (tmp_path / "run").exists()
 

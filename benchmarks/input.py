@@ -96,6 +96,7 @@ def make_jpegs(count: int) -> list[bytes]:
 def make_batches(name: str, jpegs: list[bytes]) -> Any:
     """Makes an endless dataset of the contender's batches."""
     from keras_vit.data import Augmentation, Split, train_batches
+    from keras_vit.environment import cores
 
     split = Split(images=np.array(jpegs * 8, object), targets=np.zeros(8 * len(jpegs), np.int32))
     ours = name == OURS
@@ -109,7 +110,7 @@ def make_batches(name: str, jpegs: list[bytes]) -> Any:
     )
     augment = peer_augmentation(name)
     if augment is not None:
-        batches = batches.map(augment, num_parallel_calls=-1).prefetch(-1)
+        batches = batches.map(augment, num_parallel_calls=cores()).prefetch(2)
     return batches
 
 
@@ -170,6 +171,8 @@ def bare_epochs(jpegs: list[bytes], count: int) -> Any:
     import tensorflow as tf
 
     from keras_vit.data import augment
+    from keras_vit.data.source import untuned
+    from keras_vit.environment import cores
 
     def load(contents: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
         shape = tf.image.extract_jpeg_shape(contents)[:2]
@@ -178,11 +181,11 @@ def bare_epochs(jpegs: list[bytes], count: int) -> Any:
         pixels = tf.image.decode_and_crop_jpeg(contents, part, channels=3)
         return tf.ensure_shape(tf.image.resize(pixels, SIZE, antialias=True), (*SIZE, 3))
 
-    images = tf.data.Dataset.from_tensor_slices(jpegs).repeat(COPIES * count)
+    images = untuned(tf.data.Dataset.from_tensor_slices(jpegs)).repeat(COPIES * count)
     loaded = tf.data.Dataset.zip(images, tf.data.Dataset.range(2**31)).map(
-        load, num_parallel_calls=-1, deterministic=True
+        load, num_parallel_calls=cores(), deterministic=True
     )
-    return loaded.batch(LARGE_BATCH, drop_remainder=True).prefetch(-1)
+    return loaded.batch(LARGE_BATCH, drop_remainder=True).prefetch(2)
 
 
 def processor_seconds(batches: Any) -> float:

@@ -166,6 +166,7 @@ def _training_of_replicas(name: str, case: Case) -> Run:
     """Trains on all GPUs, or on logical devices of the processor, which share its cores."""
     import tensorflow as tf
 
+    from keras_vit.data.source import untuned
     from keras_vit.training import Execution
 
     processor = tf.config.list_physical_devices("CPU")[0]
@@ -177,7 +178,8 @@ def _training_of_replicas(name: str, case: Case) -> Run:
     with strategy.scope():
         model = make_model(name, case)
         labels = compile_model(name, model, case)
-    batch = tf.data.Dataset.from_tensors((images_of(case), labels)).cache().repeat()
+    batch = tf.data.Dataset.from_tensors((images_of(case), labels))
+    batch = untuned(batch).cache().repeat()
     batches = strategy.experimental_distribute_dataset(batch)
     model.prepare(batches)
     turns = iter(batches)

@@ -7,6 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_vit.data import Split, resize_image
+from keras_vit.data.source import untuned
 from keras_vit.training import MaskedPatchModel, WarmupDecay
 
 SIZE, BATCH = (16, 16), 64
@@ -46,8 +47,9 @@ class Learner:
         self.rate.assign(rate)
         classes = trained.config.classes or 1
         pairs = (pixels(split), tf.one_hot(split.targets, classes))
-        batches = tf.data.Dataset.from_tensor_slices(pairs).shuffle(len(split), seed=seed)
-        batches = batches.repeat().batch(BATCH, drop_remainder=True).take(self.steps)
+        batches = untuned(tf.data.Dataset.from_tensor_slices(pairs))
+        batches = batches.shuffle(len(split), seed=seed).repeat()
+        batches = batches.batch(BATCH, drop_remainder=True).take(self.steps)
         self.model.fit(batches, verbose=0)
 
 

@@ -48,6 +48,7 @@ def train() -> None:
 
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
+    options.autotune.enabled = False  # an iterator that dies may wait for its thread
     batches = (
         tf.data.Dataset.from_tensor_slices((digits.train.images, digits.train.targets))
         .shuffle(len(digits.train), seed=0)

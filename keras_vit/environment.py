@@ -28,6 +28,11 @@ _ONEDNN = "TF_ENABLE_ONEDNN_OPTS"
 _TRITON_GEMM = "xla_gpu_enable_triton_gemm"
 # Processor features with which TensorFlow enables oneDNN by itself: tsl/util/onednn_util, 2.21.
 _ONEDNN_FEATURES = {"avx512_vnni", "avx_vnni", "avx512_bf16", "amx_tile"}
+# What oneDNN asks of a processor before it multiplies bfloat16, with units for it or without; and
+# the values of its variable that hold it below them.
+_AVX512_CORE = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
+_MAX_ISA = "ONEDNN_MAX_CPU_ISA"
+_BELOW_AVX512 = {"sse41", "avx", "avx2", "avx2_vnni", "avx2_vnni_2"}
 
 
 @functools.cache
@@ -36,6 +41,13 @@ def is_command() -> bool:
     program = Path(sys.argv[0]).name if sys.argv else ""
     module = sys.orig_argv[sys.orig_argv.index("-m") + 1 :][:1] if "-m" in sys.orig_argv else []
     return program in ("keras-vit", "keras-vit.exe") or module == ["keras_vit"]
+
+
+def cores() -> int:
+    """Returns the cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def silence_tensorflow() -> None:
@@ -99,17 +111,22 @@ def without_collection() -> Iterator[None]:
 
 
 def enable_onednn() -> None:
-    """Makes TensorFlow use oneDNN on every x86 processor, not on the newest alone.
+    """Makes TensorFlow use oneDNN on every x86 processor that it is safe on.
 
     On two cores with AVX2, B/16 predicts 1.56 images/s without oneDNN and 3.4 with it. TensorFlow
     reads the variable when it is imported; if it was imported before, this warns.
     """
     if platform.machine().lower() not in ("x86_64", "amd64") or _ONEDNN in os.environ:
         return
+    features = _processor_features()
+    # TensorFlow 2.21 leaves bfloat16 to oneDNN wherever it finds AVX512F, and the first product
+    # ends the process if oneDNN does not get along with that: on Xeon Phi, or if held below it.
+    is_held = os.environ.get(_MAX_ISA, "").lower() in _BELOW_AVX512
+    is_unsafe = "avx512f" in features and (is_held or not features >= _AVX512_CORE)
     if "tensorflow" not in sys.modules:
         if importlib.util.find_spec("tensorflow") is not None:
-            os.environ[_ONEDNN] = "1"
-    elif not _ONEDNN_FEATURES & _processor_features():
+            os.environ[_ONEDNN] = "0" if is_unsafe else "1"
+    elif not is_unsafe and not _ONEDNN_FEATURES & features:
         warnings.warn(
             "TensorFlow was imported before keras_vit and computes without oneDNN on this "
             f"processor, at about half the speed; set {_ONEDNN}=1, or import keras_vit first.",
@@ -172,10 +189,10 @@ def has_bfloat16_units(*, among: tuple[str, ...] = _BFLOAT16_UNITS) -> bool:
 
 
 def _processor_features() -> set[str]:
-    """Returns the processor's features as Linux names them; elsewhere it assumes all."""
+    """Returns the processor's features as Linux names them; elsewhere it assumes oneDNN's."""
     try:
-        text = Path("/proc/cpuinfo").read_text()
+        with Path("/proc/cpuinfo").open(encoding="utf-8") as lines:
+            flags = (line.partition(":")[2].split() for line in lines if line.startswith("flags"))
+            return set(next(flags, []))
     except OSError:
         return _ONEDNN_FEATURES
-    flags = (line.partition(":")[2].split() for line in text.splitlines() if "flags" in line)
-    return set(next(flags, []))

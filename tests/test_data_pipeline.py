@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import logging
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,11 @@ import tensorflow as tf
 from keras_vit.data import (
     Augmentation,
     Split,
+    Stream,
+    Views,
     augment,
     evaluation_batches,
+    from_dataset,
     images,
     load_folder,
     pipeline,
@@ -25,6 +30,7 @@ from keras_vit.data import (
 )
 from keras_vit.data.images import Damage
 from keras_vit.data.pipeline import steps_per_epoch
+from keras_vit.data.source import RecordSplit
 
 EVERYTHING = Augmentation(
     rotation=10,
@@ -123,7 +129,7 @@ def test_a_split_smaller_than_a_batch_is_one_batch() -> None:
 
 
 @pytest.mark.parametrize("kind", ["pixels", "files"])
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_can_start_at_any_step_with_the_same_bits(
     kind: str, splits: dict[str, Split], whole_run: Callable[..., list[Any]]
 ) -> None:
@@ -136,7 +142,7 @@ def test_a_run_can_start_at_any_step_with_the_same_bits(
 
 
 @pytest.mark.parametrize("kind", ["pixels", "files"])
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_seed_decides_everything(
     kind: str, splits: dict[str, Split], whole_run: Callable[..., list[Any]]
 ) -> None:
@@ -163,7 +169,7 @@ def test_evaluation_keeps_order_and_every_image(files: Split) -> None:
     assert np.array_equal(np.concatenate(images), read_images(list(files.images), size=(9, 7)))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("where", ["files", "memory"])
 def test_workers_evaluate_each_image_once(files: Split, where: str) -> None:
     """Three workers and twenty images: every third one each, all of them together."""
@@ -195,7 +201,7 @@ def test_training_without_variation_sees_what_evaluation_sees(files: Split) -> N
         assert np.array_equal(targets, files.targets[order])
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_parallelism_changes_nothing(
     splits: dict[str, Split],
     whole_run: Callable[..., list[Any]],
@@ -204,12 +210,13 @@ def test_parallelism_changes_nothing(
     """One image at a time gives the bits that as many as possible give."""
     whole = whole_run("files", VARIED, batch_size=6)
     monkeypatch.setattr(pipeline, "_PARALLEL", 1)
+    monkeypatch.setattr(pipeline, "_BATCHES", 1)
 
     assert same(batches(splits["files"], batch_size=6, augmentation=VARIED), whole)
     assert not same(whole_run("files", EVERYTHING, batch_size=6), whole)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_randaugment_starts_at_any_step_on_any_worker_with_the_same_bits(
     splits: dict[str, Split], whole_run: Callable[..., list[Any]]
 ) -> None:
@@ -221,7 +228,7 @@ def test_randaugment_starts_at_any_step_on_any_worker_with_the_same_bits(
 
 
 @pytest.mark.parametrize("kind", ["pixels", "resized pixels", "files"])
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_workers_batches_together_are_the_batch_of_one(
     kind: str, splits: dict[str, Split], whole_run: Callable[..., list[Any]]
 ) -> None:
@@ -241,7 +248,7 @@ def test_the_workers_batches_together_are_the_batch_of_one(
     assert len(parts[0][0][1]) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_worker_decodes_no_more_than_its_own(files: Split) -> None:
     """What is another worker's may be gone: it is not read."""
     options = {"batch_size": 20, "epochs": 1}
@@ -276,7 +283,7 @@ def test_a_batch_that_workers_cannot_share_is_an_error() -> None:
             batches(split, batch_size=size, shard=(0, 2))
 
 
-@pytest.mark.parametrize("kind", ["pixels", pytest.param("files", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["pixels", pytest.param("files", marks=pytest.mark.full)])
 def test_a_crop_is_a_part_of_the_image_resized(kind: str, files: Split) -> None:
     """The part that the step's draws choose, resized as the whole would be."""
     split = numbered() if kind == "pixels" else files
@@ -308,7 +315,7 @@ def test_evaluation_can_cut_out_the_middle(files: Split) -> None:
         assert np.abs(image - expected)[1:-1, 1:-1].max() <= 5  # JPEG's colours at the edges
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_damaged_image_is_replaced_and_named(
     files: Split, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -331,7 +338,7 @@ def test_a_damaged_image_is_replaced_and_named(
     assert same(batches(files, **options), mended)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("strict", [True, False])
 def test_damage_can_be_an_error(files: Split, strict: bool) -> None:
     """Strictness ends at the first damaged image, and a batch of nothing else always does."""
@@ -342,6 +349,77 @@ def test_damage_can_be_an_error(files: Split, strict: bool) -> None:
 
     with pytest.raises(tf.errors.InvalidArgumentError, match="cannot be decoded"):
         batches(split, batch_size=20, epochs=1)
+
+
+OLD_ITERATORS = """
+import time, numpy as np
+from keras_vit.data import Augmentation, Split, train_batches
+
+split = Split(images=np.zeros((8, 4, 4, 3), np.uint8), targets=np.zeros(8, np.int32))
+options = {"image_size": (4, 4), "batch_size": 2, "epochs": 1000, "seed": 0}
+batches = train_batches(split, **options, augmentation=Augmentation())
+iterators = [iter(batches) for _ in range(20)]
+for iterator in iterators:
+    next(iterator)
+time.sleep(30)
+start = time.perf_counter()
+del iterator, iterators
+print(time.perf_counter() - start)
+"""
+
+
+def test_no_iterator_starts_the_thread_that_its_end_may_wait_for(
+    files: Split, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TensorFlow's tuning is off in all datasets that are made of splits, and where one is read."""
+    contents = [Path(path).read_bytes() for path in files.images]
+    rows = (contents, files.targets, [str(place) for place in range(20)])
+    dataset = tf.data.Dataset.from_tensor_slices(rows)
+    splits = {
+        "pixels": numbered(),
+        "encoded": Split(images=np.array(contents, object), targets=files.targets),
+        "files": files,
+        "records": RecordSplit(list(zip(contents, files.targets.tolist(), strict=True))),
+        "stream": Stream(dataset, count=20),
+    }
+    options: dict[str, Any] = {"image_size": (4, 4), "batch_size": 2}
+    train: Any = functools.partial(train_batches, **options, epochs=1, seed=0)
+    made: dict[tuple[str, Any], tf.data.Dataset] = {
+        ("pixels", "views"): evaluation_batches(numbered(), **options, views=Views()),
+        ("pixels", "cropped"): train(numbered(), augmentation=Augmentation(crop=0.5)),
+    }
+    for kind, split in splits.items():
+        made[kind, "items"] = split.items()
+        made[kind, "evaluation"] = evaluation_batches(split, **options)
+        made[kind, "training"] = train(split, augmentation=Augmentation())
+    iterate, count = tf.data.Dataset.__iter__, len(made)
+
+    def noted(read: tf.data.Dataset) -> Any:
+        made["read", len(made)] = read
+        return iterate(read)
+
+    monkeypatch.setattr(tf.data.Dataset, "__iter__", noted)
+    for split in splits.values():
+        split.take([0]).pixels(0)
+        assert len(split.targets) == len(split)
+    for memory in (0, 2**30):
+        assert from_dataset(dataset, dataset, labels="abc", test=dataset, memory=memory).train
+
+    tuned = [name for name, each in made.items() if each.options().autotune.enabled is not False]
+    assert tuned == []
+    assert len(made) > count + 2 * len(splits)
+
+
+@pytest.mark.full
+def test_old_iterators_die_at_once() -> None:
+    """Twenty of them, half a minute old: 0.02 seconds; 52 with TensorFlow's tuning.
+
+    In a process of its own: `conftest` switches the tuning of all iterators off.
+    """
+    command = [sys.executable, "-c", OLD_ITERATORS]
+    process = subprocess.run(command, capture_output=True, text=True, check=True)
+
+    assert float(process.stdout) < 1
 
 
 def test_comparing_runs_can_fail() -> None:

@@ -126,11 +126,11 @@ class Stream(Split):
     @functools.cached_property
     def targets(self) -> np.ndarray:  # type: ignore[override]  # nobody assigns to it
         """The class of each image, int32 of shape (count,); the first use reads all images."""
-        classes = self.dataset.map(lambda contents, target, name: target)
+        classes = self.items().map(lambda contents, target, name: target)
         return np.fromiter(classes.as_numpy_iterator(), np.int32, len(self))
 
     def items(self) -> tf.data.Dataset:
-        return self.dataset
+        return source.untuned(self.dataset)
 
     def read(self, start: Any, stop: Any) -> tf.data.Dataset:
         """Returns the records at the positions from `start` to `stop`."""
@@ -228,7 +228,7 @@ class Stream(Split):
         unique_places = tf.constant(sorted(set(places)), tf.int64)
         first, last = min(places, default=0), max(places, default=-1)
         records = (
-            self.read(first, last + 1)
+            source.untuned(self.read(first, last + 1))
             .enumerate(first)
             .filter(lambda place, record: tf.reduce_any(tf.equal(place, unique_places)))
         )
@@ -343,10 +343,10 @@ def _take(given: Any, *, split: str, damage: Damage, memory: int) -> Split:
     """Holds a dataset in memory, or reads it in each epoch."""
     if isinstance(given, Stream):
         return dataclasses.replace(given, damage=Damage(strict=damage.strict))
-    dataset, unheld = given, None
+    unheld = None
     if not isinstance(given, tf.data.Dataset):
         unheld = _record_split(given, split=split, strict=damage.strict)
-        dataset = unheld.items()
+    dataset = source.untuned(given) if unheld is None else unheld.items()
     _check_elements(dataset, split=split)
     if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
         raise ValueError(f"The {split} dataset has no end; give it without `repeat`.")

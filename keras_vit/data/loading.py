@@ -395,7 +395,7 @@ def _is_labelled(builder: Any, split: str, *, image: str, label: str) -> bool:
     # The test images of ImageNet are all of class -1.
     if _format(builder) == "array_record":
         return bool(_Source(builder, split, image, label)[0][1] >= 0)
-    records = _records(builder, split, image=image, label=label).take(1)
+    records = source.untuned(_records(builder, split, image=image, label=label)).take(1)
     return all(record[1] >= 0 for record in records.as_numpy_iterator())
 
 

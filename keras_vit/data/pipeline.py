@@ -8,14 +8,17 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import tensorflow as tf
 
+from keras_vit import environment
 from keras_vit.data import augment, decoding, images, randaugment
 from keras_vit.data.images import replace_damaged
-from keras_vit.data.source import Choice, Item, Loader, Passes, Split
+from keras_vit.data.source import Choice, Item, Loader, Passes, Split, untuned
 from keras_vit.data.views import Views
 
 # What a draw is for; folded into the seed, so that no two uses share one stream.
 _SHUFFLE, _CROP, _TRANSFORM, _ERASE, _RANDAUGMENT = range(5)
-_PARALLEL = tf.data.AUTOTUNE
+# What is made at once: single images, and whole batches, which memory must hold.
+_PARALLEL = environment.cores()
+_BATCHES, _READY = min(_PARALLEL, 8), 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,7 +133,7 @@ def train_batches(
         )
         return augmented, targets
 
-    return batches.map(transform, num_parallel_calls=_PARALLEL).prefetch(tf.data.AUTOTUNE)
+    return batches.map(transform, num_parallel_calls=_BATCHES).prefetch(_READY)
 
 
 def evaluation_batches(
@@ -173,8 +176,9 @@ def evaluation_batches(
     index, count = shard
     if split.in_memory and not resize_small and views is None:
         pairs = tf.data.Dataset.from_tensor_slices((tf.constant(split.images), split.targets))
-        batches = pairs.shard(count, index).batch(batch_size).map(lambda x, y: (resize(x), y))
-        return batches.prefetch(tf.data.AUTOTUNE)
+        batches = untuned(pairs).shard(count, index).batch(batch_size)
+        resized = batches.map(lambda x, y: (resize(x), y), num_parallel_calls=_BATCHES)
+        return resized.prefetch(_READY)
 
     def choose(shape: tf.Tensor) -> tf.Tensor:
         return augment.small_part(shape, size=image_size, ratio=resize_small, place=[0.5, 0.5])
@@ -191,7 +195,7 @@ def evaluation_batches(
     batches = examples.batch(batch_size)
     if views is not None:
         batches = batches.map(lambda x, y: (tf.reshape(x, (-1, *image_size, 3)), y))
-    return batches.prefetch(tf.data.AUTOTUNE)
+    return batches.prefetch(_READY)
 
 
 @contextlib.contextmanager
@@ -262,7 +266,7 @@ def _load_together(split: Split, plan: _Plan) -> tf.data.Dataset:
         return step, plan.resize(tf.gather(pixels, indices)), tf.gather(targets, indices)
 
     items = _steps_and_items(split, plan).map(lambda step, item: (step, item[0]))
-    return items.map(load, num_parallel_calls=_PARALLEL)
+    return items.map(load, num_parallel_calls=_BATCHES)
 
 
 def _load_singly(split: Split, plan: _Plan) -> tf.data.Dataset:
@@ -358,7 +362,7 @@ def _steps_and_items(split: Split, plan: _Plan) -> tf.data.Dataset:
         rows=plan.rows,
     )
     steps = tf.data.Dataset.range(plan.start_step, plan.steps * plan.epochs)
-    return tf.data.Dataset.zip(steps, split.shuffled_batches(passes))
+    return tf.data.Dataset.zip(untuned(steps), split.shuffled_batches(passes))
 
 
 def _choice(plan: _Plan, *, seed: tf.Tensor) -> Choice | None:

@@ -21,6 +21,13 @@ Item = tuple[tf.Tensor, ...]
 Choice = Callable[[tf.Tensor], tf.Tensor]
 
 
+def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Switches off, here and after, tuning: a dying iterator waits for its thread up to 60 s."""
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return dataset.with_options(options)
+
+
 class Loader(NamedTuple):
     """What makes of an item its pixels, or those of a part, and its class."""
 
@@ -71,8 +78,7 @@ class Split:
     """Labelled images of one split.
 
     `Split(images=..., targets=...)` makes the kind that the images are of: `PixelSplit`,
-    `EncodedSplit` or `FileSplit`. `RecordSplit` and `Stream` are made
-    by themselves.
+    `EncodedSplit` or `FileSplit`. `RecordSplit` and `Stream` are made by themselves.
 
     Example:
         >>> split = Split(images=np.zeros((3, 8, 8, 3), np.uint8), targets=np.array([0, 1, 1]))
@@ -161,7 +167,7 @@ class _HeldSplit(Split):
         return len(self.targets)
 
     def items(self) -> tf.data.Dataset:
-        return tf.data.Dataset.range(len(self)).map(lambda place: (place,))
+        return untuned(tf.data.Dataset.range(len(self))).map(lambda place: (place,))
 
     def shuffled_batches(self, passes: Passes) -> tf.data.Dataset:
         return passes.order(len(self)).map(lambda positions: (positions,))
@@ -262,7 +268,7 @@ class RecordSplit(Split):
         return np.fromiter((item[1] for item in self.items().as_numpy_iterator()), np.int32)
 
     def items(self) -> tf.data.Dataset:
-        return tf.data.Dataset.range(len(self)).batch(_READ).map(self._read).unbatch()
+        return untuned(tf.data.Dataset.range(len(self)).batch(_READ)).map(self._read).unbatch()
 
     def shuffled_batches(self, passes: Passes) -> tf.data.Dataset:
         batches = passes.order(len(self)).map(self._read, num_parallel_calls=2, deterministic=True)

@@ -5,6 +5,7 @@ import errno
 import filecmp
 import os
 import re
+import secrets
 import shutil
 import tempfile
 import unicodedata
@@ -153,9 +154,8 @@ def _is_same(source: Path, target: Path) -> bool:
 
 def _copy(source: Path, target: Path) -> None:
     """Copies a file to a name that no file has; it appears whole or not at all."""
-    descriptor, name = tempfile.mkstemp(prefix=".", suffix=".partial", dir=target.parent)
-    os.close(descriptor)
-    temporary = Path(name)
+    # A name alone: a file made before the block would stay where Ctrl-C comes between.
+    temporary = target.with_name(f".{secrets.token_hex(8)}.partial")
     try:
         shutil.copyfile(source, temporary)
         with contextlib.suppress(OSError):  # where a file system has no such rights or times

@@ -16,6 +16,7 @@ import tensorflow as tf
 from keras_vit import environment
 from keras_vit.config import ViTConfig
 from keras_vit.data import Stream, evaluation_batches, train_batches
+from keras_vit.data.source import untuned
 from keras_vit.training.execution import Engine, Job, Resizing
 from keras_vit.training.objectives import Objective, objective_of
 from keras_vit.variants import parameter_count
@@ -167,8 +168,7 @@ def multiplies_bfloat16() -> bool:
 def devices_text() -> str:
     """Names what training runs on: "2 CPU cores", "1 GPU"."""
     if not has_accelerator():
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        return f"{cores} CPU cores"
+        return f"{environment.cores()} CPU cores"
     if keras.backend.backend() == "jax":
         import jax
 
@@ -233,7 +233,7 @@ class _Bench:
     def _begin(self, size: int) -> None:
         width = self.objective.job.width
         targets = np.eye(width, dtype=np.float32)[np.arange(len(self.images)) % width]
-        pairs = tf.data.Dataset.from_tensor_slices((self.images, targets)).repeat()
+        pairs = untuned(tf.data.Dataset.from_tensor_slices((self.images, targets))).repeat()
         # Of a size that is not known beforehand: TensorFlow traces the step once for all.
         batches = pairs.batch(size)
         self.engine.begin(

@@ -12,7 +12,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 _TRANSIENT_STATUS = (408, 425, 429)
@@ -73,22 +73,24 @@ class Pace:
     A time-out sees silence alone, neither a byte a second nor headers without an end.
     """
 
-    def __init__(self, *, window: float, least: int) -> None:
-        self._window, self._least = window, least
+    def __init__(
+        self, *, window: float, least: int, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._window, self._least, self._now = window, least, now
         self._connections: list[socket.socket] = []
         self.restart()
 
     @property
     def is_late(self) -> bool:
         """Whether too little came in the time that there was."""
-        return time.monotonic() > self._deadline
+        return self._now() > self._deadline
 
     def __str__(self) -> str:
         return f"less than {self._least:,} bytes in {self._window:g} seconds"
 
     def restart(self) -> None:
         """Begins a new window."""
-        self._deadline, self._gained = time.monotonic() + self._window, 0
+        self._deadline, self._gained = self._now() + self._window, 0
 
     def excuse(self, seconds: float) -> None:
         """Lengthens the window, by what the server asked to wait."""
@@ -119,7 +121,7 @@ class Pace:
                 self._connections.pop().close()
 
     def _watch(self, done: threading.Event) -> None:
-        while not done.wait(max(self._deadline - time.monotonic(), 0.05)):
+        while not done.wait(max(self._deadline - self._now(), 0.05)):
             for connection in tuple(self._connections) if self.is_late else ():
                 with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)

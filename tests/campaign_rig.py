@@ -18,13 +18,16 @@ class Campaign:
         self._folder, self._next = folder, 0
 
     def case(self, rng: np.random.Generator) -> oracle.Case:
-        way = WAYS[int(rng.integers(len(WAYS)))]
+        return self.made(WAYS[int(rng.integers(len(WAYS)))])
+
+    def made(self, way: str) -> oracle.Case:
         return oracle.Case(
             what=way,
             act=lambda: self.act(way),
             sound="sound",
             names=("lost.npz",),
             has_checksum=way != "unseen",
+            seconds=0.01 if way == "slow" else oracle.SECONDS,
         )
 
     def act(self, way: str) -> str:
@@ -34,7 +37,7 @@ class Campaign:
             raise KeyError("lost.npz")
         if way == "slow":
             start = time.process_time()
-            while time.process_time() < start + 1.1:
+            while time.process_time() < start + 0.05:
                 pass
         if way == "large":
             np.ones(20_000_000)

@@ -161,7 +161,7 @@ def stall(upto: int) -> Callable[[Handler, bytes], bool]:
     def fault(handler: Handler, body: bytes) -> bool:
         handler.send_file(body, body, upto=upto)
         handler.wfile.flush()
-        handler.server.released.wait(30)
+        handler.server.released.wait()
         return False
 
     return fault
@@ -227,7 +227,7 @@ def serving_safely(folder: Path) -> Iterator[Server]:
 def run_child(code: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", code, str(SOURCE), *arguments]
     done: subprocess.CompletedProcess[str] = subprocess.run(
-        command, capture_output=True, text=True, timeout=60, **options
+        command, capture_output=True, text=True, timeout=300, **options
     )
     return done
 

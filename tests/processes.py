@@ -2,6 +2,7 @@
 
 import atexit
 import concurrent.futures
+import contextlib
 import functools
 import itertools
 import json
@@ -11,11 +12,13 @@ import runpy
 import socket
 import subprocess
 import sys
+import tempfile
 from multiprocessing import reduction
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, Self, TextIO
 
+import filelock
 import keras
 
 
@@ -182,14 +185,29 @@ def cluster(count: int) -> list[dict[str, str]]:
     ]
 
 
+_PORTS: list[filelock.FileLock] = []  # those that are held until this process ends
+
+
 def free_addresses(count: int) -> list[str]:
-    """Returns so many addresses on loopback that nothing listens at."""
-    sockets = [socket.socket() for _ in range(count)]
-    for made in sockets:
-        made.bind(("127.0.0.1", 0))
-    addresses = [f"127.0.0.1:{made.getsockname()[1]}" for made in sockets]
-    for made in sockets:
-        made.close()
+    """Returns so many addresses on loopback that nothing listens at.
+
+    Their ports are below those that the system gives to connections, and no other process of the
+    tests gets them while this one lives: between a look and a use, nobody takes them.
+    """
+    given = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    first = max(int(given.read_text().split()[0]) if given.exists() else 32768, 10_000)
+    folder = Path(tempfile.gettempdir(), "keras_vit-ports")
+    folder.mkdir(exist_ok=True)
+    addresses: list[str] = []
+    for port in range(first - 1, 1024, -1):
+        lock = filelock.FileLock(folder / str(port))
+        with contextlib.suppress(OSError), socket.socket() as looked:  # a port that is taken
+            lock.acquire(blocking=False)
+            _PORTS.append(lock)
+            looked.bind(("127.0.0.1", port))
+            addresses.append(f"127.0.0.1:{port}")
+        if len(addresses) == count:
+            break
     return addresses
 
 

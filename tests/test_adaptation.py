@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import pytest
 import safetensors.numpy
-from conftest import TINY, VARIED, randomize
+from conftest import FLOAT32, TINY, VARIED, randomize
 
 import keras_vit
 from keras_vit import adaptation, explain
@@ -49,7 +49,7 @@ def test_nothing_changes_until_it_is_trained(
     assert not {id(v) for v in adapted.variables} & {id(v) for v in plain.variables}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_only_adapters_and_head_train(plain: VisionTransformer, images: np.ndarray) -> None:
     """After `fit` every other weight has its bits, and every trainable one has moved."""
     adapted = keras_vit.lora(plain, rank=4, targets=("qkv", "fc1"))
@@ -80,7 +80,6 @@ def test_the_share_of_trainable_parameters() -> None:
     assert actual == expected < 0.05 * keras_vit.parameter_count(config)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("alpha", [None, 3.0])
 def test_merged_is_a_plain_model_with_the_sums(
     alpha: float | None, plain: VisionTransformer, images: np.ndarray
@@ -90,7 +89,7 @@ def test_merged_is_a_plain_model_with_the_sums(
     merged = keras_vit.merge_lora(adapted)
     assert type(merged) is VisionTransformer
     assert [v.path for v in merged.weights] == [v.path for v in plain.weights]
-    np.testing.assert_allclose(merged(images), adapted(images), atol=1e-5)
+    np.testing.assert_allclose(merged(images), adapted(images), atol=FLOAT32)
     assert np.abs(keras.ops.convert_to_numpy(merged(images)) - plain(images)).max() > 0.1
     values = {v.path: keras.ops.convert_to_numpy(v) for v in adapted.weights}
     for path in [p.removesuffix("/lora_kernel_a") for p in values if p.endswith("lora_kernel_a")]:
@@ -99,12 +98,12 @@ def test_merged_is_a_plain_model_with_the_sums(
     other = VisionTransformer(TINY)
     for variable in other.weights:
         variable.assign(values[variable.path])
-    np.testing.assert_allclose(merged(images), other(images), atol=1e-6)
+    np.testing.assert_allclose(merged(images), other(images), atol=FLOAT32)
     other.set_weights(merged.get_weights())
     np.testing.assert_array_equal(merged(images), other(images))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_gradients_are_those_of_the_merged_kernel(
     plain: VisionTransformer, images: np.ndarray
 ) -> None:
@@ -148,7 +147,7 @@ def gradients(
     }
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_an_adapter_file_holds_the_adapter_alone(
     plain: VisionTransformer, images: np.ndarray, tmp_path: Path
 ) -> None:
@@ -199,7 +198,7 @@ def test_what_is_no_adapter_is_refused(plain: VisionTransformer, tmp_path: Path)
         keras_vit.load_adapter(plain, path)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_adapted_models_are_saved_as_keras_files(
     plain: VisionTransformer, images: np.ndarray, tmp_path: Path
 ) -> None:
@@ -226,7 +225,7 @@ def test_other_models_are_adapted(config: keras_vit.ViTConfig) -> None:
     adapted = keras_vit.lora(model, targets=ALL, rank=2)
     images = np.ones((1, *config.input_shape), np.float32)
     # With LayerScale an adapted layer scales its result, another one its kernel.
-    atol = 0 if config.layer_scale is None else 1e-6
+    atol = 0 if config.layer_scale is None else FLOAT32
     np.testing.assert_allclose(adapted(images), model(images), rtol=0, atol=atol)
     assert len(adapted.adapted_layers()) == 4 * config.num_layers
     names = {v.path.rsplit("/", 1)[0] for v in adapted.trainable_variables}
@@ -235,7 +234,7 @@ def test_other_models_are_adapted(config: keras_vit.ViTConfig) -> None:
     assert names == heads | {layer.path for layer in adapted.adapted_layers()}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_mixed_precision_and_explanation(plain: VisionTransformer, images: np.ndarray) -> None:
     """An adapted model trains in bfloat16, and its attention is that of the merged one."""
     mixed = VisionTransformer(TINY, dtype="mixed_bfloat16")
@@ -283,7 +282,7 @@ def test_what_cannot_be_adapted_is_refused(plain: VisionTransformer) -> None:
         layer.enable_lora(2)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_freezing_by_depth(images: np.ndarray) -> None:
     """The first blocks and all before keep their bits, the rest trains; freezing can be undone."""
     model = randomize(VisionTransformer(TINY))

@@ -2,29 +2,92 @@
 
 import errno
 import fcntl
-import multiprocessing
 import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from keras_vit import atomic
 
-# Children of these tests touch files alone, whatever threads the parent has.
-pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
-
-HOLDER = """
-import runpy, sys, time
+# The module without the package above it, which brings TensorFlow, whose threads forbid a fork.
+CHILD = """
+import os, signal, sys, time, types
 from pathlib import Path
-atomic = runpy.run_path(sys.argv[1])  # the file alone, as the package brings TensorFlow
-with atomic["hold"](Path(sys.argv[2]), what="training"):
-    print("held", flush=True)
-    time.sleep(60)
+package = types.ModuleType("keras_vit")
+package.__path__ = [sys.argv[1]]
+sys.modules["keras_vit"] = package
+from keras_vit import atomic
+path = Path(sys.argv[2])
 """
+HOLDER = """
+with atomic.hold(path, what="training"):
+    print("held", flush=True)
+    signal.pause()
+"""
+# Publishes in processes that are killed before their first, second ... change of names, each in a
+# folder of that number, until one is not; prints its number.
+KILLED = """
+if sys.argv[3] != "swapped":
+    atomic._swap = lambda first, second: False
+for number in range(1, 30):
+    pid = os.fork()
+    if pid and not os.waitpid(pid, 0)[1]:
+        print(number)
+        break
+    if not pid:
+        left, swap = [number], atomic._swap
+        def hook(event, _):
+            if event in ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "swap"):
+                left[0] -= 1
+                if not left[0]:
+                    os.kill(os.getpid(), signal.SIGKILL)
+        def told(first, second):
+            hook("swap", ())
+            return swap(first, second)
+        atomic._swap = told
+        sys.addaudithook(hook)
+        folder = path / str(number)
+        with atomic.staging_folder(folder / "work") as stage:
+            for name in ("model", "config"):
+                (stage / name).write_text("new")
+            atomic.publish(stage, folder / "run")
+        os._exit(0)
+"""
+HALF = """
+with atomic.whole_file(path) as temporary:
+    temporary.write_text("half")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+WRITER = """
+for _ in range(50):
+    with atomic.whole_file(path) as temporary:
+        temporary.write_text(sys.argv[3] * 5000)
+"""
+COUNTER = """
+counter, done = Path(sys.argv[3]), 0
+while done < 30:
+    try:
+        with atomic.hold(path, what="counting"):
+            counter.write_text(str(int(counter.read_text()) + 1))
+            done += 1
+    except FileExistsError:
+        time.sleep(0.0005)
+"""
+
+
+def start(code: str, *arguments: object) -> subprocess.Popen[str]:
+    """Runs code on a path and other arguments in a process of its own."""
+    command = [sys.executable, "-c", CHILD + code, Path(atomic.__file__).parent, *arguments]
+    return subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, text=True)
+
+
+def ended(*started: subprocess.Popen[str]) -> list[tuple[int, str]]:
+    """Waits for the ends: exit codes, and what was printed."""
+    printed = [process.communicate(timeout=300)[0] for process in started]
+    return [(process.returncode, out) for process, out in zip(started, printed, strict=True)]
 
 
 def write(folder: Path, content: str, names: tuple[str, ...] = ("model", "config")) -> Path:
@@ -109,41 +172,15 @@ def test_a_rename_that_fails_brings_the_old_folder_back(
     assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
 
 
-def killed_before(number: int, folder: Path, out: Path) -> bool:
-    """Publishes in a process that is killed before its `number`th change of names; false if not."""
-    pid = os.fork()
-    if not pid:
-        left = [number]
-
-        def hook(event: str, _: object) -> None:
-            if event in ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "swap"):
-                left[0] -= 1
-                if not left[0]:
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-        swap = atomic._swap
-
-        def told(first: Path, second: Path) -> bool:
-            hook("swap", ())
-            return swap(first, second)
-
-        atomic._swap = told
-        sys.addaudithook(hook)
-        with atomic.staging_folder(folder) as stage:
-            atomic.publish(write(stage, "new"), out)
-        os._exit(0)
-    return bool(os.waitpid(pid, 0)[1])
-
-
 def test_a_kill_leaves_the_old_folder_or_the_new(tmp_path: Path, swapping: str) -> None:
     """At every change of names; what a kill leaves beside it goes at the next start."""
-    seen = set()
     for number in range(1, 30):
-        folder = tmp_path / str(number)
-        out = write(folder / "run", "old")
-        work = folder / "work"
-        work.mkdir()
-        was_killed = killed_before(number, work, out)
+        write(tmp_path / str(number) / "run", "old")
+        (tmp_path / str(number) / "work").mkdir()
+    whole = int(ended(start(KILLED, tmp_path, swapping))[0][1])
+    seen = set()
+    for number in range(1, whole + 1):
+        out, work = (tmp_path / str(number) / name for name in ("run", "work"))
         if swapping == "swapped":
             assert out.is_dir()
         atomic.restore(work, out)
@@ -151,21 +188,14 @@ def test_a_kill_leaves_the_old_folder_or_the_new(tmp_path: Path, swapping: str) 
         assert contents(out) in ({"old"}, {"new"})
         with atomic.staging_folder(work) as stage:
             assert [entry for entry in work.iterdir() if entry != stage] == []
-        if not was_killed:
-            break
     assert seen == {("old",), ("new",)}
-    assert number > 5
+    assert whole > 5
 
 
 def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path: Path) -> None:
     """Not what another one is writing at the time, nor what only looks like it."""
     path = tmp_path / "vit.npz"
-    pid = os.fork()
-    if not pid:
-        with atomic.whole_file(path) as temporary:
-            temporary.write_text("half")
-            os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(pid, 0)
+    assert ended(start(HALF, path)) == [(-signal.SIGKILL, "")]
     (tmp_path / ".vit.npz-backup").mkdir()
     assert len(list(tmp_path.iterdir())) == 2
 
@@ -177,42 +207,28 @@ def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path: Path) -> Non
     assert sorted(entry.name for entry in tmp_path.iterdir()) == [".vit.npz-backup", "vit.npz"]
 
 
-def write_often(path: Path, mark: str) -> None:
-    for _ in range(50):
-        with atomic.whole_file(path) as temporary:
-            temporary.write_text(mark * 5000)
-
-
 def test_many_writers_of_one_file_do_not_disturb_each_other(tmp_path: Path) -> None:
     """None takes the other's file for a leftover; the file is always whole."""
-    context = multiprocessing.get_context("fork")
     path = tmp_path / "file"
-    writers = [context.Process(target=write_often, args=(path, mark)) for mark in "abcd"]
-    for writer in writers:
-        writer.start()
-    while any(writer.is_alive() for writer in writers):
+    writers = [start(WRITER, path, mark) for mark in "abcd"]
+    while any(writer.poll() is None for writer in writers):
         text = path.read_text() if path.exists() else "-"
         assert text in ("-", *(mark * 5000 for mark in "abcd"))
-    for writer in writers:
-        writer.join()
 
-    assert [writer.exitcode for writer in writers] == [0] * 4
+    assert ended(*writers) == [(0, "")] * 4
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
 
 def test_a_lock_says_who_holds_it_and_a_kill_lets_it_go(tmp_path: Path) -> None:
     """The second is told at once; after a kill, and after the end, it is free."""
     path = tmp_path / "run.lock"
-    command = [sys.executable, "-c", HOLDER, atomic.__file__, str(path)]
-    holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    holder = start(HOLDER, path)
     assert holder.stdout is not None
     assert holder.stdout.readline() == "held\n"
-    start = time.monotonic()
     with pytest.raises(FileExistsError, match=rf"process {holder.pid} on .*, since 20"):
         atomic.hold(path, what="training").__enter__()
     with pytest.raises(FileExistsError, match="Another training is at work"):
         atomic.check_unheld(path, what="training")
-    assert time.monotonic() - start < 1
     holder.kill()
     holder.communicate()
 
@@ -222,29 +238,12 @@ def test_a_lock_says_who_holds_it_and_a_kill_lets_it_go(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def hold_often(path: Path, counter: Path) -> None:
-    done = 0
-    while done < 30:
-        try:
-            with atomic.hold(path, what="counting"):
-                counter.write_text(str(int(counter.read_text()) + 1))
-                done += 1
-        except FileExistsError:
-            time.sleep(0.0005)
-
-
 def test_a_lock_lets_one_in_at_a_time(tmp_path: Path) -> None:
     """Its file comes and goes; no two processes ever hold two of that name."""
     counter = tmp_path / "counter"
     counter.write_text("0")
-    context = multiprocessing.get_context("fork")
-    arguments = (tmp_path / "lock", counter)
-    others = [context.Process(target=hold_often, args=arguments) for _ in range(4)]
-    for other in others:
-        other.start()
-    for other in others:
-        other.join()
-
+    others = [start(COUNTER, tmp_path / "lock", counter) for _ in range(4)]
+    assert ended(*others) == [(0, "")] * 4
     assert counter.read_text() == "120"
     assert [entry.name for entry in tmp_path.iterdir()] == ["counter"]
 

@@ -63,7 +63,7 @@ def test_dense_adds_the_residual_last(dtype: str) -> None:
         assert relative(backend.dense(x, kernel, bias, activation), expected) > TOLERANCES[dtype]
 
 
-def test_layer_norm_keeps_its_statistics_in_float32() -> None:
+def test_layer_norm_of_bfloat16_keeps_its_statistics_in_float32() -> None:
     """Under bfloat16 a mean far from zero costs no more than rounding the answer does."""
     x = keras.ops.cast(normal(4, 768) + 20, "bfloat16")
     gamma, beta = (keras.ops.cast(value, "bfloat16") for value in (np.ones(768), np.zeros(768)))

@@ -18,12 +18,17 @@ from conftest import CLASSES, TINY, randomize
 from tensorflow.python.eager import context
 from tensorflow.python.util import _pywrap_util_port
 
-from keras_vit import backend
+from keras_vit import backend, environment
 from keras_vit.backend import plain, tensorflow
 from keras_vit.model import VisionTransformer
 
 needs_onednn = pytest.mark.skipif(
     not _pywrap_util_port.IsMklEnabled(), reason="oneDNN is not in this TensorFlow, or off"
+)
+
+needs_avx512 = pytest.mark.skipif(
+    "avx512f" not in environment._processor_features(),
+    reason="TensorFlow leaves bfloat16 to oneDNN on processors with AVX-512 alone",
 )
 
 # How many of each kernel a forward pass has.
@@ -94,7 +99,14 @@ def value_and_gradients(module: Any, name: str, arrays: list[tf.Tensor], **optio
 
 
 @needs_onednn
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "mixed_bfloat16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        "float32",
+        pytest.param("bfloat16", marks=needs_avx512),
+        pytest.param("mixed_bfloat16", marks=needs_avx512),
+    ],
+)
 def test_predict_runs_fused_kernels(dtype: str, images: np.ndarray) -> None:
     """The function behind `model.predict` has every fused kernel."""
     model = VisionTransformer(TINY, dtype=dtype)
@@ -157,7 +169,7 @@ def test_constants_do_not_keep_a_graph_alive() -> None:
 
 
 @needs_onednn
-@pytest.mark.parametrize("dtype", ["float32", "mixed_bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("mixed_bfloat16", marks=needs_avx512)])
 def test_training_runs_fused_kernels(dtype: str, images: np.ndarray) -> None:
     """A training step has them; in float32 the GELU is a loop of its own."""
     model = VisionTransformer(TINY, dtype=dtype)

@@ -12,7 +12,7 @@ import processes
 import published
 import pytest
 import tensorflow as tf
-from conftest import TINY, randomize
+from conftest import FLOAT32, TINY, assert_same_steps, randomize
 
 from keras_vit import VisionTransformer, layers
 from keras_vit.training import Execution, MomentumSGD
@@ -71,34 +71,36 @@ def trainings() -> Iterator[Trainings]:
 
 def assert_same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
     """Losses, gradient norms before clipping (about 5), validation and final arrays."""
-    names = ["losses", "gradient_norms", "head_bias", "cls"]
-    for name in [*names, *(["validation"] if actual["validation"] else [])]:
-        np.testing.assert_allclose(actual[name], expected[name], rtol=1e-5, atol=1e-5, err_msg=name)
+    for name in ("losses", "gradient_norms"):
+        assert_same_steps(actual[name], expected[name], name)
+    for name in ("head_bias", "cls", *(["validation"] if actual["validation"] else [])):
+        np.testing.assert_allclose(actual[name], expected[name], rtol=1e-3, atol=1e-4, err_msg=name)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("case", "losses", "tolerance"),
-    [(PLAIN, "losses_float32_momentum", 1e-4), (BFLOAT16, "losses", 2e-3)],
-    ids=["float32", "bfloat16"],
-)
-def test_twelve_steps_are_the_originals(
-    case: dict[str, Any], losses: str, tolerance: float, trainings: Trainings
-) -> None:
-    """Clipping, momentum, schedule: the original's losses, and with its dtype its norms too."""
-    actual = trainings.actual(case)
+def test_twelve_steps_are_the_originals() -> None:
+    """Clipping, momentum and schedule: the losses of the original's loop, in float32."""
+    (actual,) = processes.result(fine_tuning.start([PLAIN]))
 
-    np.testing.assert_allclose(actual["losses"], GOLDEN[losses], rtol=0, atol=tolerance)
-    if case == BFLOAT16:
-        norms, bias = GOLDEN["gradient_norms"], GOLDEN["head_bias_after_12_steps"]
-        np.testing.assert_allclose(actual["gradient_norms"], norms, rtol=5e-3)
-        # A momentum of 8 bits rounds float noise to the other side now and then.
-        np.testing.assert_allclose(actual["head_bias"], bias, rtol=0, atol=5e-3)
-        cls = GOLDEN["cls_after_12_steps"].ravel()
-        np.testing.assert_allclose(actual["cls"], cls, rtol=0, atol=5e-3)
+    np.testing.assert_allclose(
+        actual["losses"], GOLDEN["losses_float32_momentum"], rtol=0, atol=1e-4
+    )
 
 
-@pytest.mark.slow
+@pytest.mark.full
+def test_twelve_steps_in_its_bfloat16_are_the_originals(trainings: Trainings) -> None:
+    """With the original's dtype of momentum: its losses, its norms and what it ends with."""
+    actual = trainings.actual(BFLOAT16)
+
+    np.testing.assert_allclose(actual["losses"], GOLDEN["losses"], rtol=0, atol=2e-3)
+    norms, bias = GOLDEN["gradient_norms"], GOLDEN["head_bias_after_12_steps"]
+    np.testing.assert_allclose(actual["gradient_norms"], norms, rtol=5e-3)
+    # A momentum of 8 bits rounds float noise to the other side now and then.
+    np.testing.assert_allclose(actual["head_bias"], bias, rtol=0, atol=5e-3)
+    cls = GOLDEN["cls_after_12_steps"].ravel()
+    np.testing.assert_allclose(actual["cls"], cls, rtol=0, atol=5e-3)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_strategies_train_as_one_device(replicas: int, trainings: Trainings) -> None:
     """XLA on and off, in one, two and four parts, recomputed: the same numbers, equal replicas."""
@@ -110,7 +112,7 @@ def test_strategies_train_as_one_device(replicas: int, trainings: Trainings) -> 
         assert set(actual["replicas"]) == {actual["sha256"]}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_two_workers_train_as_one_device(trainings: Trainings) -> None:
     """Two processes on loopback: the same numbers, and equal bits on both."""
     for first, second in zip(*trainings.results("workers"), strict=True):
@@ -119,7 +121,7 @@ def test_two_workers_train_as_one_device(trainings: Trainings) -> None:
         assert first["sha256"] == second["sha256"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("second", [(16, 2), (8, 4)], ids=["another model", "other devices"])
 def test_a_second_strategy_of_a_process_gets_one_sentence(second: tuple[int, int]) -> None:
     """What to do is said, where TensorFlow speaks of shapes and groups; the first trains."""
@@ -131,7 +133,7 @@ def test_a_second_strategy_of_a_process_gets_one_sentence(second: tuple[int, int
     assert "make one strategy for all its models" in errors
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_keras_own_optimizers_clip_after_the_sum(trainings: Trainings) -> None:
     """Keras' own step would clip each replica's gradient by itself, and end elsewhere."""
     actual, expected = trainings.actual(OTHERS[0], replicas=2), trainings.actual(OTHERS[0])
@@ -139,7 +141,7 @@ def test_keras_own_optimizers_clip_after_the_sum(trainings: Trainings) -> None:
     np.testing.assert_allclose(actual["losses"], expected["losses"], rtol=0, atol=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("case", OTHERS[1:], ids=str)
 def test_two_passes_and_loss_scaling_are_the_same_too(
     case: dict[str, Any], trainings: Trainings
@@ -172,11 +174,11 @@ def trained(**arguments: Any) -> list[np.ndarray]:
     return weights
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_batch_in_parts_has_the_gradient_of_the_whole() -> None:
     """Weights after two steps, in four parts and in one."""
     for part, whole in zip(trained(accumulate=4), trained(), strict=True):
-        np.testing.assert_allclose(part, whole, rtol=0, atol=2e-6)
+        np.testing.assert_allclose(part, whole, rtol=0, atol=FLOAT32)
 
 
 def test_sharpness_aware_steps_use_the_gradient_uphill() -> None:
@@ -200,7 +202,7 @@ def test_sharpness_aware_steps_use_the_gradient_uphill() -> None:
     model.fit(x, y, batch_size=4, verbose=0)
 
     for variable, value in zip(model.trainable_variables, expected, strict=True):
-        np.testing.assert_allclose(variable.numpy(), value, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(variable.numpy(), value, rtol=0, atol=FLOAT32)
 
 
 def test_the_gradient_norm_is_reported_before_clipping() -> None:
@@ -224,7 +226,7 @@ def test_float16_is_scaled() -> None:
     assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_compiled_model_is_saved_and_loaded(tmp_path: Any) -> None:
     """With what is particular to this training step."""
     model = compiled(accumulate=2, sam_rho=0.1, report_gradient_norm=True)
@@ -251,8 +253,8 @@ def test_one_batch_is_predicted_as_any_other() -> None:
         several = model.predict(pixels.astype(dtype), batch_size=2, verbose=0)
 
         assert isinstance(actual, np.ndarray)
-        np.testing.assert_allclose(actual, expected, atol=1e-5)
-        np.testing.assert_allclose(several, expected, atol=1e-5)
+        np.testing.assert_allclose(actual, expected, atol=FLOAT32)
+        np.testing.assert_allclose(several, expected, atol=FLOAT32)
 
 
 @pytest.fixture(scope="module")
@@ -281,7 +283,7 @@ def test_masks_differ_between_replicas(strategy: tf.distribute.Strategy) -> None
     assert not np.allclose(first, again)
     # Without masks both replicas compute the same: the difference is the masks'.
     plain = strategy.experimental_local_results(strategy.run(lambda: model(ones, training=False)))
-    np.testing.assert_allclose(plain[0].numpy(), plain[1].numpy(), atol=1e-5)
+    np.testing.assert_allclose(plain[0].numpy(), plain[1].numpy(), atol=FLOAT32)
 
 
 def test_replicas_leave_out_other_patches(strategy: tf.distribute.Strategy) -> None:
@@ -297,7 +299,7 @@ def test_replicas_leave_out_other_patches(strategy: tf.distribute.Strategy) -> N
 
 @pytest.mark.parametrize(
     "jit_compile",
-    [None, False, pytest.param(True, marks=pytest.mark.slow)],
+    [None, False, pytest.param(True, marks=pytest.mark.full)],
     ids=["eager", "graph", "xla"],
 )
 def test_recomputed_blocks_drop_the_same_again(jit_compile: bool | None) -> None:
@@ -324,12 +326,12 @@ def test_recomputed_blocks_drop_the_same_again(jit_compile: bool | None) -> None
     of_kept = gradients(kept)
     first = of_kept()
     for ours, theirs in zip(gradients(recomputed)(), first, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=3e-5)
     # Other masks, other gradients: the equality above is not that of models that drop nothing.
     assert any(np.abs(a - b).max() > 1e-3 for a, b in zip(of_kept(), first, strict=True))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("jit_compile", [False, True], ids=["graph", "xla"])
 @pytest.mark.parametrize("size", [1, 2, 7])
 def test_parts_of_different_sizes_are_exact(size: int, jit_compile: bool) -> None:
@@ -342,7 +344,7 @@ def test_parts_of_different_sizes_are_exact(size: int, jit_compile: bool) -> Non
         loss = model.train_on_batch(x, y)
         actual.append([loss, *model.get_weights()])
     for part, whole in zip(*actual, strict=True):
-        np.testing.assert_allclose(part, whole, rtol=0, atol=2e-6)
+        np.testing.assert_allclose(part, whole, rtol=0, atol=FLOAT32)
 
 
 def test_what_cannot_be_right_is_refused(strategy: tf.distribute.Strategy) -> None:

@@ -14,7 +14,7 @@ import pytest
 import benchmarks.__main__ as benchmarks_main
 import keras_vit
 from benchmarks import parts, profile, report
-from benchmarks.cases import CONTENDERS, Case, Target, product
+from benchmarks.cases import CONTENDERS, Case, Target
 from benchmarks.measuring import Measured
 from benchmarks.suites import SUITES
 
@@ -28,13 +28,6 @@ def test_operations_are_those_of_the_paper() -> None:
     assert Case(layers=24).flops == pytest.approx(2 * Case().flops, rel=0.02)
 
 
-def test_cases_are_every_combination() -> None:
-    """Lists multiply; what is not named keeps its default."""
-    cases = product(batch=[1, 8], precision=["float32", "bfloat16"])
-    assert len(set(cases)) == 4
-    assert {case.variant for case in cases} == {"B/16"}
-
-
 @pytest.mark.parametrize("name", SUITES)
 def test_targets_can_be_measured(name: str) -> None:
     """Every contender of a target exists and takes its case."""
@@ -42,18 +35,6 @@ def test_targets_can_be_measured(name: str) -> None:
         assert CONTENDERS[target.ours].takes(target.case)
         for peer in target.peers:
             assert CONTENDERS[peer].takes(target.case)
-
-
-def test_replicas_train_with_ours_alone() -> None:
-    """No peer's step is right on several; inference has none."""
-    ours = CONTENDERS["keras_vit"]
-    assert ours.takes(Case(task="training", replicas=2))
-    assert not ours.takes(Case(replicas=2))
-    assert not any(
-        each.takes(Case(task="training", replicas=2))
-        for each in CONTENDERS.values()
-        if not each.is_ours
-    )
 
 
 def test_ratios_compare_with_the_best_peer_turn_by_turn() -> None:
@@ -91,12 +72,6 @@ def test_activations_are_what_is_not_kept_anyway() -> None:
         case=case, ours="keras_vit remat", peers=("keras_vit",), ratio=2.0, figure="activations"
     )
     assert report.ratio(figures, target) == pytest.approx(4.0)
-
-
-def test_the_chart_is_over_what_varies() -> None:
-    """The axis is the field with the most values."""
-    assert report.varying(product(batch=[1, 2, 4], image_size=[32, 64])) == "batch"
-    assert report.varying(product(layers=[1, 2])) == "layers"
 
 
 @pytest.mark.parametrize(
@@ -139,13 +114,6 @@ def test_a_missing_contender_is_told(
     assert "Nothing to measure is installed. Received: ['timm']" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["keras_vit", "keras_vit SavedModel", "timm", "KerasHub"])
-def test_peers_run_in_their_python(name: str) -> None:
-    """Whatever runs keras_vit, or a file of its, runs in this one."""
-    expected = sys.executable if name.startswith("keras_vit") else "theirs"
-    assert CONTENDERS[name].python("theirs") == expected
-
-
 def run(module: str, *options: str) -> str:
     """Runs a command of the benchmarks; returns what it printed."""
     done = subprocess.run(
@@ -160,26 +128,7 @@ def run(module: str, *options: str) -> str:
     return done.stdout
 
 
-def test_compiling_is_what_the_first_turn_takes_longer() -> None:
-    """Building is not in it, nor are the turn's own steps."""
-    measured = Measured(seconds=[2.0, 1.0, 3.0], first=30.0, built=4.0)
-    assert measured.compiling(steps=10) == 30.0 - 4.0 - 10 * 2.0
-    assert measured.compiling(steps=100) == 0.0
-
-
-def test_an_accelerator_has_every_size_in_one_suite() -> None:
-    """Inference and training of each, in bfloat16, beside timm under torch.compile."""
-    targets = SUITES["accelerator"]
-    measured = {(target.case.task, target.case.variant) for target in targets}
-    variants = ("B/16", "L/16", "H/14")
-    assert measured == {(task, each) for task in ("inference", "training") for each in variants}
-    assert {target.case.precision for target in targets} == {"bfloat16"}
-    assert {(target.ours, target.peers) for target in targets} == {
-        ("keras_vit on JAX", ("timm compiled",))
-    }
-
-
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_command_measures_a_tiny_model(tmp_path: Path) -> None:
     """Inference, training, replicas and a cold start leave their figures and a chart.
 
@@ -207,7 +156,7 @@ def test_the_command_measures_a_tiny_model(tmp_path: Path) -> None:
     assert (tmp_path / "chart.png").stat().st_size > 1000
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_profile_names_kernels() -> None:
     """Products and the loops of XLA are there, and add up to the whole."""
     options = ["--task", "training", "--variant", "tiny/16", "--image-size", "32", "--batch", "2"]

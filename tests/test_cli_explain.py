@@ -14,7 +14,7 @@ from keras_vit.data import load_digits
 from keras_vit.model import VisionTransformer
 from keras_vit.training import RECIPES, train
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 CONFIG = dataclasses.replace(
     TINY, input_shape=(16, 24, 3), num_layers=1, classes=10, include_preprocessing=True

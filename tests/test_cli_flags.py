@@ -19,7 +19,7 @@ ALL = (
     *("--set", "representation_dim=hidden_dim"),
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ CONFIG = dataclasses.replace(
 )
 
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope="module")

@@ -113,7 +113,7 @@ def test_a_plan_goes_on_to_its_training(
     assert said(named[0], "--plan", *named[1:]) == named
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_measuring_goes_on(said: Callable[..., list[str]], folder: Path) -> None:
     """With names that have spaces and quotes."""
     photo = str(Path("my photos", "plain", "001.png"))

@@ -175,7 +175,7 @@ def server() -> Iterator[rig.Server]:
         yield server
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_folder_is_fine_tuned_and_resumed_as_it_was_chosen(
     photos: Path,
     server: rig.Server,

@@ -46,7 +46,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["images", "flat"])
 def test_a_run_is_whole(place: Path, name: str) -> None:
     """With class folders and without, with an accuracy and without."""
@@ -61,7 +61,7 @@ def test_a_run_is_whole(place: Path, name: str) -> None:
     assert "keras-vit pretrain --data" in report
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_it_prints_lines_for_people_and_json(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -83,7 +83,7 @@ def test_it_prints_lines_for_people_and_json(
     assert one["state_sha256"] == other["state_sha256"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_evaluating_measures_the_features(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On the run's images, or if it has no labels on others; the numbers are evaluation's."""
     run, images = Run.load(place / "images-run"), load_folder(place / "images")
@@ -101,7 +101,7 @@ def test_evaluating_measures_the_features(place: Path, capsys: pytest.CaptureFix
     assert "has no classifier; --real measures one" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_training_goes_on_from_a_run(place: Path, tmp_path: Path) -> None:
     """With few parameters: the run has a plain merged model, and the adapter that made it."""
     flags = ["--data", str(place / "images"), "--batch-size", "8", "--epochs", "1"]
@@ -124,7 +124,7 @@ def test_training_goes_on_from_a_run(place: Path, tmp_path: Path) -> None:
     assert changed == {f"block_{index}/mlp/fc1/kernel" for index in range(4)}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_frozen_blocks_and_decayed_rates(place: Path, tmp_path: Path) -> None:
     """The first blocks keep their bits, the recipe has the decay."""
     flags = ["--data", str(place / "images"), "--batch-size", "8", "--epochs", "1"]
@@ -138,7 +138,7 @@ def test_frozen_blocks_and_decayed_rates(place: Path, tmp_path: Path) -> None:
     assert changed == {"block_3", "encoder_norm"}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_teacher_is_a_run_or_a_file(place: Path, tmp_path: Path) -> None:
     """A run's student learns from another run, and from a Keras file of any kind."""
     flags = ["train", "--data", str(place / "images"), *SMALL]

@@ -14,6 +14,7 @@ import numpy as np
 import published
 import pytest
 import safetensors.numpy
+from conftest import FLOAT32
 
 import keras_vit
 from keras_vit.cli.main import main
@@ -101,7 +102,9 @@ def test_predict_names_the_classes_of_any_source(
 ) -> None:
     """The numbers are those of the loaded model, the names those beside its weights."""
     probabilities = predicted(capsys, SOURCES[kind](folder), image)
-    np.testing.assert_allclose([probabilities[word] for word in WORDS], expected(image), atol=1e-6)
+    np.testing.assert_allclose(
+        [probabilities[word] for word in WORDS], expected(image), atol=FLOAT32
+    )
     if kind == "revision":
         assert hub[0] == ("config.json", "v1")
         assert {revision for _, revision in hub[1:]} == {COMMIT}
@@ -121,7 +124,7 @@ def test_predict_without_names_has_numbers(
     for source in (path, MODERN / "hf_vit_cls"):
         probabilities = predicted(capsys, source, image)
         np.testing.assert_allclose(
-            [probabilities[str(place)] for place in range(7)], expected(image), atol=1e-5
+            [probabilities[str(place)] for place in range(7)], expected(image), atol=FLOAT32
         )
 
 
@@ -135,7 +138,7 @@ def imagenet(folder: Path) -> Path:
     return named(folder, ["LABEL_0", "LABEL_1"])
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_evaluate_takes_names_and_identifiers_of_folders(
     folder: Path, image: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -156,7 +159,7 @@ def test_evaluate_takes_names_and_identifiers_of_folders(
     assert "two classes 'crane'" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_evaluate_measures_the_features_of_a_backbone(
     image: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -169,7 +172,7 @@ def test_evaluate_measures_the_features_of_a_backbone(
     assert line["few_shot"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_explain_takes_any_source(
     folder: Path, image: Path, tmp_path: Path, hub: list[tuple[str, str]]
 ) -> None:
@@ -255,14 +258,14 @@ def test_a_damaged_run_is_no_other_source(
     assert "--model is the run's" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_export_has_the_labels_of_the_source(folder: Path, tmp_path: Path) -> None:
     """Checked on generated images, for want of the source's own."""
     assert main(["export", str(folder), "--out", str(tmp_path / "export")]) == 0
     assert (tmp_path / "export" / "labels.txt").read_text().splitlines() == WORDS
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["hf_dinov2", "timm_deit_distilled"])
 def test_train_takes_the_model_of_the_source(family: str, image: Path, tmp_path: Path) -> None:
     """Without --model: the network is the source's, the classifier fresh, the size as asked."""
@@ -283,4 +286,4 @@ def test_train_takes_the_model_of_the_source(family: str, image: Path, tmp_path:
             next(weight for weight in model.weights if weight.path == name)
             for model in (before, run.model)
         )
-        np.testing.assert_allclose(new, old, atol=1e-6)
+        np.testing.assert_allclose(new, old, atol=FLOAT32)

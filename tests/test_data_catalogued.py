@@ -22,7 +22,7 @@ from keras_vit.data import (
 )
 
 pytestmark = [
-    pytest.mark.slow,  # importing the package takes seconds
+    pytest.mark.full,  # importing the package takes seconds
     pytest.mark.filterwarnings("ignore"),  # of the package and what it imports
 ]
 

@@ -86,7 +86,7 @@ def test_what_was_taken_trains(make: Any, memory: int) -> None:
 
 
 @pytest.mark.parametrize("buffer", [7, 1000])
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_stream_is_a_function_of_seed_and_step(
     buffer: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,7 +105,7 @@ def test_a_stream_is_a_function_of_seed_and_step(
     assert numbers(batches(train, seed=8)) != numbers(whole)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_stream_s_blocks_hold_other_images_in_each_epoch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -173,7 +173,7 @@ def test_damaged_images_are_left_out_and_named() -> None:
         from_dataset(encoded(damaged=(3, 9)), encoded(4), labels=LABELS, strict=True)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_stream_s_damaged_images_are_named_in_training() -> None:
     """They are met when they are decoded."""
     data = from_dataset(

@@ -34,7 +34,7 @@ def mapped(*layers: object) -> tuple[np.ndarray, np.ndarray]:
     return images.numpy(), targets.numpy()
 
 
-@pytest.mark.slow  # importing keras-cv takes seconds
+@pytest.mark.full  # importing keras-cv takes seconds
 @pytest.mark.filterwarnings("ignore")  # of keras-cv
 @pytest.mark.parametrize("name", ["RandAugment", "MixUp", "CutMix"])
 def test_keras_cv_s_layers_vary_batches(name: str) -> None:
@@ -54,7 +54,7 @@ def test_keras_cv_s_layers_vary_batches(name: str) -> None:
     assert np.array_equal(targets, certain) == (name == "RandAugment")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore")
 def test_layers_follow_each_other() -> None:
     """A pipeline of two: RandAugment, then MixUp."""

@@ -97,7 +97,7 @@ def test_every_kind_can_be_taken_from_replaced_copied_and_pickled(split: Split) 
         split.take([5])
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_shuffled_pass_is_a_permutation_that_the_seed_decides(split: Split) -> None:
     """Each image once; the same for the same seed."""
 
@@ -143,7 +143,7 @@ def rows(split: Split, *, first_step: int = 0, part: slice = slice(0, 16)) -> li
     return [item[1].numpy().tolist() for item in split.shuffled_batches(passes)]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("is_placed", [True, False])
 def test_workers_and_resumed_trainings_see_the_same_rows_of_a_stream(
     monkeypatch: pytest.MonkeyPatch, is_placed: bool

@@ -8,7 +8,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -49,7 +48,7 @@ def port(model: VisionTransformer) -> Iterator[int]:
         thread.start()
         yield listener.getsockname()[1]
         server.should_exit = True
-        thread.join(timeout=30)
+        thread.join(timeout=300)
     assert not thread.is_alive()
 
 
@@ -57,7 +56,7 @@ def ask(
     port: int, contents: Any = None, headers: dict[str, str] = BYTES
 ) -> tuple[int, dict[str, str], str]:
     """Sends an image, or asks for the page; returns the status, the headers and what is said."""
-    connection = http.client.HTTPConnection(demo.HOST, port, timeout=60)
+    connection = http.client.HTTPConnection(demo.HOST, port, timeout=300)
     try:
         method, path = ("GET", "/") if contents is None else ("POST", "/look")
         connection.request(method, path, body=contents, headers=headers)
@@ -129,7 +128,7 @@ def test_what_is_no_image_is_a_sentence(
 def test_another_site_cannot_use_it(port: int) -> None:
     """A name that leads here is refused, and so is a question whether a site may send images."""
     assert ask(port, headers={"Host": "evil.example"})[0] == 400
-    connection = http.client.HTTPConnection(demo.HOST, port, timeout=60)
+    connection = http.client.HTTPConnection(demo.HOST, port, timeout=300)
     connection.request("OPTIONS", "/look", headers={"Origin": "http://evil.example"})
     assert connection.getresponse().status == 405
     connection.close()
@@ -212,7 +211,7 @@ def test_bad_input_is_one_line(
     assert message in line
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_ctrl_c_ends_it(tmp_path: Path) -> None:
     """The address is printed, the page answers, and an interruption is no error.
 
@@ -227,12 +226,14 @@ def test_ctrl_c_ends_it(tmp_path: Path) -> None:
     assert json.loads(ask(int(match[1]), photo())[2])["view"] is not None
     sending = http.client.HTTPConnection(demo.HOST, int(match[1]))
     sending.putrequest("POST", "/look")
-    for name, value in (*BYTES.items(), ("Content-Length", "1000")):
+    headers = {"Content-Length": "1000", "Expect": "100-continue"}
+    for name, value in (*BYTES.items(), *headers.items()):
         sending.putheader(name, value)
-    sending.endheaders(photo()[:60])
-    time.sleep(0.5)  # until it is read
+    sending.endheaders()
+    assert sending.sock.recv(1000).startswith(b"HTTP/1.1 100")  # it waits for the image
+    sending.send(photo()[:60])
     process.send_signal(signal.SIGINT)
-    out, errors = process.communicate(timeout=60)
+    out, errors = process.communicate(timeout=300)
     sending.close()
     assert out.splitlines()[0] == "The page is closed."
     assert out.splitlines()[1:] == [
@@ -243,7 +244,7 @@ def test_ctrl_c_ends_it(tmp_path: Path) -> None:
     assert process.returncode == 0
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_page_shows_what_is_dropped(
     port: int, model: VisionTransformer, tmp_path: Path
 ) -> None:

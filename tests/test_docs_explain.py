@@ -13,7 +13,7 @@ DOCUMENT = Path(keras_vit.__file__).parents[1] / "docs" / "explain.md"
 pytestmark = pytest.mark.skipif(not DOCUMENT.exists(), reason="the documents are not installed")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_python_runs_and_has_the_shapes_it_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,7 @@ DOCUMENT, FIGURES = ROOT / "docs" / "few.md", ROOT / "docs" / "few.json"
 pytestmark = pytest.mark.skipif(not DOCUMENT.exists(), reason="the documents are not installed")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks run from top to bottom; models are compiled and never fitted, so it is quick."""
     monkeypatch.chdir(tmp_path)

@@ -88,7 +88,7 @@ def test_pixels_of_digits_are_learned_from_few() -> None:
     assert FewShot(1, (0.5,)).spread == 0
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_vit_is_measured_by_its_frozen_features() -> None:
     """The classifier has no part in it, the weights stay, and the same call gives the same."""
     data = load_digits()

@@ -52,7 +52,7 @@ def test_a_perfect_model_makes_none(model: VisionTransformer) -> None:
         report.plot_mistakes((), perfect, "nowhere.png")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_they_are_drawn_from_files_too(model: VisionTransformer, tmp_path: Path) -> None:
     """Images on the disk are named by their path, and a picture has them, or one."""
     digits = load_digits().test.take(range(10))

@@ -7,6 +7,7 @@ from pathlib import Path
 import image_files
 import numpy as np
 import pytest
+from conftest import FLOAT32
 
 import keras_vit
 from keras_vit.data import Split, Views, read_image, resize_image
@@ -79,13 +80,21 @@ def noise(count: int) -> list[np.ndarray]:
 
 
 def test_numbers_do_not_depend_on_the_other_images(model: keras_vit.VisionTransformer) -> None:
-    """To the bit: alone, among others, in another order, with more than a batch."""
+    """To the bit, at one place of the batch; at another place other lanes may sum otherwise."""
     images = noise(prediction_batch_size(model) + 3)
     together = predict(model, images, labels=LABELS)
     assert len({found[0].probability for found in together}) == len(images)
-    assert predict(model, images[::-1], labels=LABELS) == together[::-1]
-    for place in (0, 5, len(images) - 1):
-        assert predict(model, images[place : place + 1], labels=LABELS) == [together[place]]
+    for count in (1, 6):
+        assert predict(model, images[:count], labels=LABELS) == together[:count]
+    moved = [
+        *predict(model, images[::-1], labels=LABELS),
+        *predict(model, images[5:6], labels=LABELS),
+    ]
+    for actual, expected in zip(moved, [*together[::-1], together[5]], strict=True):
+        assert [one.label for one in actual] == [one.label for one in expected]
+        assert [one.probability for one in actual] == pytest.approx(
+            [one.probability for one in expected], rel=0, abs=FLOAT32
+        )
 
 
 def test_the_batch_grows_as_the_model_shrinks(model: keras_vit.VisionTransformer) -> None:

@@ -32,7 +32,7 @@ def test_the_quickstart_is_short() -> None:
     assert len(QUICKSTART.read_text().splitlines()) < 25
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_quickstart_runs(tmp_path: Path) -> None:
     """One epoch trains, measures and reads a digit."""
     lines = run_quickstart(tmp_path, "1").splitlines()
@@ -42,7 +42,7 @@ def test_the_quickstart_runs(tmp_path: Path) -> None:
     assert {"model.keras", "sample.png"} <= {file.name for file in tmp_path.glob("digits-run/*")}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_example_of_keras_cv_trains(tmp_path: Path) -> None:
     """One epoch through the adapter ends with an accuracy."""
     pytest.importorskip("keras_cv")
@@ -59,9 +59,9 @@ def test_the_example_of_keras_cv_trains(tmp_path: Path) -> None:
     assert "cannot be seeded" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_learning_from_few_runs_small(tmp_path: Path) -> None:
-    """All four comparisons on a small scale: the table, the picture, what holds there already."""
+    """All four comparisons on a small scale: the table and the picture; its numbers say little."""
     script = ROOT / "examples" / "learn_from_few.py"
     subprocess.run(
         [sys.executable, str(script), "--quick", "--out", "few"],
@@ -70,10 +70,7 @@ def test_learning_from_few_runs_small(tmp_path: Path) -> None:
         check=True,
     )
     rows = {row["name"]: row for row in json.loads((tmp_path / "few" / "few.json").read_text())}
-    accuracy = {name: row["accuracies"][0] for name, row in rows.items()}
     assert len(rows) == 16
-    assert accuracy["masked patches, 10 shots"] > accuracy["random initialisation, 10 shots"]
     assert rows["LoRA at rank 8"]["trained"] < 0.05
-    assert accuracy["student of 200 labels, distilled"] > 0.1
     assert (tmp_path / "few" / "few.md").read_text().count("\n") == 2 + len(rows)
     assert (tmp_path / "few" / "few.png").stat().st_size > 10_000

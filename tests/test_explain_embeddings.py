@@ -8,7 +8,7 @@ import explain_oracle
 import keras
 import numpy as np
 import pytest
-from conftest import TINY
+from conftest import FLOAT32, TINY
 from test_explain_attention import CONFIGS, expected_pass, images_for, sharp
 
 from keras_vit import explain
@@ -31,7 +31,7 @@ def test_position_similarity_is_the_cosine_of_every_pair(name: str, tmp_path: Pa
     assert actual.shape == (rows, columns, rows, columns)
     for y, x, v, u in np.ndindex(actual.shape):
         expected = cosine(table[y * columns + x], table[v * columns + u])
-        np.testing.assert_allclose(actual[y, x, v, u], expected, atol=1e-6)
+        np.testing.assert_allclose(actual[y, x, v, u], expected, atol=FLOAT32)
 
 
 def test_filters_are_the_eigenvectors_of_the_filters_covariance(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_token_similarity_is_the_cosine_of_the_tokens(name: str, tmp_path: Path)
     chosen = tokens[:, first + columns + 2]
     for image, y, x in np.ndindex(actual.shape):
         expected = cosine(tokens[image, first + y * columns + x], chosen[image])
-        np.testing.assert_allclose(actual[image, y, x], expected, atol=1e-5)
+        np.testing.assert_allclose(actual[image, y, x], expected, atol=FLOAT32)
 
 
 def test_token_similarity_of_the_class_token() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import TINY
+from conftest import FLOAT32, TINY
 from test_explain_attention import CONFIGS, images_for, sharp
 
 from keras_vit import explain
@@ -37,7 +37,7 @@ def test_heads_are_those_of_the_attention(name: str) -> None:
     expected = rows[..., first:].reshape(*rows.shape[:2], *config.grid)
     actual = np.stack(maps.head_attention(model, images))
     assert actual.std() > 1e-3
-    np.testing.assert_allclose(actual, expected, atol=1e-6)
+    np.testing.assert_allclose(actual, expected, atol=FLOAT32)
 
 
 def test_the_pooling_is_a_layer_with_heads_of_its_own() -> None:
@@ -47,7 +47,7 @@ def test_the_pooling_is_a_layer_with_heads_of_its_own() -> None:
     layers = maps.head_attention(model, images)
     assert [len(layer) for layer in layers] == [config.num_heads] * config.num_layers + [1]
     expected = explain.pooling_attention(model, images)[0].reshape(1, *config.grid)
-    np.testing.assert_allclose(layers[-1], expected, atol=1e-6)
+    np.testing.assert_allclose(layers[-1], expected, atol=FLOAT32)
     shown = maps.view(maps.make_subject(model, photo(32, 48)), [], layers)
     names = [layer["name"] for layer in shown["layers"]]
     assert names == ["layer 0", "layer 1", "layer 2", "pooling"]

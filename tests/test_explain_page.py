@@ -53,9 +53,9 @@ class Page(html.parser.HTMLParser):
 
 
 @pytest.mark.parametrize(
-    "name", ["hybrid", *(pytest.param(name, marks=pytest.mark.slow) for name in ("avg", "map"))]
+    "name", ["hybrid", *(pytest.param(name, marks=pytest.mark.full) for name in ("avg", "map"))]
 )
-@pytest.mark.slow
+@pytest.mark.full
 def test_every_kind_of_model_has_its_page(name: str, tmp_path: Path) -> None:
     """PNGs and a page come of square, oblong and hybrid models with every pooling."""
     config = CONFIGS[name]
@@ -91,7 +91,7 @@ def test_the_page_holds_everything_itself(tmp_path: Path) -> None:
     assert len(text) < 3e6
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_page_names_the_likeliest_classes(tmp_path: Path) -> None:
     """Probabilities are the softmax of the logits, or the outputs where they are probabilities."""
     logits, image = sharp(TINY), pixels(TINY)
@@ -107,7 +107,7 @@ def test_the_page_names_the_likeliest_classes(tmp_path: Path) -> None:
         assert page.view["maps"][0]["name"] == f"Relevance for {LABELS[best]}"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_pixels_are_scaled_for_a_model_that_does_not(tmp_path: Path) -> None:
     """With preprocessing inside or not, the same image gives the same page."""
     model, image = sharp(TINY), pixels(TINY)
@@ -121,7 +121,7 @@ def test_pixels_are_scaled_for_a_model_that_does_not(tmp_path: Path) -> None:
     assert pages[0].view["image"] == pages[1].view["image"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_an_image_of_another_size_is_resampled_and_said(tmp_path: Path) -> None:
     """The page names both sizes."""
     image = np.zeros((50, 40, 3), np.uint8)
@@ -130,7 +130,7 @@ def test_an_image_of_another_size_is_resampled_and_said(tmp_path: Path) -> None:
     assert "The image is 40 pixels wide and 50 high. It was resampled to 48 pixels wide" in said
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_features_have_a_page_without_relevance(tmp_path: Path) -> None:
     """A model without classifier is explained all the same."""
     model = sharp(dataclasses.replace(TINY, classes=None))
@@ -139,7 +139,7 @@ def test_features_have_a_page_without_relevance(tmp_path: Path) -> None:
     assert "no classifier" in written.read_text(encoding="utf-8")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_users_model_has_a_page(tmp_path: Path) -> None:
     """Nested, it is given pixels, and its own classes are named."""
     inputs = keras.Input((32, 48, 3))
@@ -167,7 +167,7 @@ def test_bad_input_writes_nothing(arguments: dict[str, Any], message: str, tmp_p
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_page_opens_in_a_browser(tmp_path: Path) -> None:
     """In both widths and schemes it is well made, and asks for no other file."""
     written = explain.write_explanation(sharp(TINY), pixels(TINY), tmp_path / "out")[-1]
@@ -184,7 +184,7 @@ BRIGHTEST = """() => {
 }"""
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_control_shows_the_chosen_head(tmp_path: Path) -> None:
     """Of each layer and head: the brightest patch, its value under the pointer, and the tile."""
     model, image = sharp(TINY), pixels(TINY)

@@ -39,7 +39,7 @@ def texts(figure: Figure) -> set[str]:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.slow) if "many" in name else name for name in FIGURES],
+    [pytest.param(name, marks=pytest.mark.full) if "many" in name else name for name in FIGURES],
 )
 def test_every_picture_is_drawn(name: str, tmp_path: Path) -> None:
     """It is saved without a warning and is not one flat colour."""

@@ -9,14 +9,13 @@ import explain_oracle
 import numpy as np
 import pytest
 import variants_oracle
-from conftest import TINY
-from test_explain_attention import images_for, sharp
+from conftest import FLOAT32, TINY
+from test_explain_attention import SHARP, images_for, sharp
 
 from keras_vit import explain
 from keras_vit.config import ViTConfig
 from keras_vit.explain import maps, page
 
-TOLERANCE = 1e-5
 VARIANTS = {
     "relative": {**variants_oracle.ALL, "position_embedding": "relative"},
     "every block": {
@@ -42,11 +41,11 @@ def test_attention_is_that_of_numpy(name: str) -> None:
     model, images = sharp(config), images_for(config)
     expected = variants_oracle.run(variants_oracle.arrays(model), images, config)
     weights = explain.attention_weights(model, images)
-    np.testing.assert_allclose(weights, np.stack(expected.weights, axis=1), atol=TOLERANCE)
+    np.testing.assert_allclose(weights, np.stack(expected.weights, axis=1), atol=SHARP)
     np.testing.assert_allclose(
         explain.attention_rollout(model, images),
         explain_oracle.rollout(expected, config),
-        atol=TOLERANCE,
+        atol=SHARP,
     )
     np.testing.assert_allclose(
         explain.mean_attention_distance(model, images),
@@ -65,7 +64,7 @@ def test_tokens_and_positions_are_those_of_numpy(name: str) -> None:
     patches = unit(tokens[:, variants_oracle.prefix_of(config) :])
     expected = np.einsum("bnd,bd->bn", patches, patches[:, 2 * 6 + 4]).reshape(2, 4, 6)
     actual = explain.token_similarity(model, images, token=(2, 4))
-    np.testing.assert_allclose(actual, expected, atol=TOLERANCE)
+    np.testing.assert_allclose(actual, expected, atol=SHARP)
     if not config.adds_positions:
         kind = config.position_embedding
         with pytest.raises(ValueError, match=f"adds no position .*position_embedding={kind!r}"):
@@ -75,10 +74,10 @@ def test_tokens_and_positions_are_those_of_numpy(name: str) -> None:
     layer = places.get(config.position_placement, "positions")
     table = variants_oracle.table(arrays, layer, config)[variants_oracle.prefix_of(config) :]
     similarity = explain.position_similarity(model).reshape(24, 24)
-    np.testing.assert_allclose(similarity, unit(table) @ unit(table).T, atol=TOLERANCE)
+    np.testing.assert_allclose(similarity, unit(table) @ unit(table).T, atol=FLOAT32)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", CONFIGS)
 def test_relevance_is_that_of_finite_differences(name: str) -> None:
     """The score is the mean of both classifiers, whose tokens answer in halves."""
@@ -103,7 +102,7 @@ def test_relevance_is_that_of_finite_differences(name: str) -> None:
     np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=2e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_page_leaves_out_what_there_is_not(tmp_path: Path) -> None:
     """A model with relative or rotary positions has no picture of position embeddings."""
     pytest.importorskip("matplotlib")

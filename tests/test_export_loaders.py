@@ -14,7 +14,7 @@ from exported import LABELS, served_model
 from keras_vit.exporting import VerificationError, artefacts, rebuild, samples, verification
 from keras_vit.exporting.clean import messages
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 VERSIONS = ("2.18.1", "2.20.0")
 LIBRARIES = ("libtensorflow_cc.so.2", "libtensorflow_framework.so.2")
@@ -63,13 +63,13 @@ def request_of(
 def test_an_older_loader_reads_the_model(
     version: str, request_of: Callable[[Path | None], messages.Request], tmp_path: Path
 ) -> None:
-    """Every signature, JPEG, PNG and BMP included, answers the same to 1e-5; warm-up replays."""
+    """Every signature, JPEG, PNG and BMP included, answers the same to 1e-4; warm-up replays."""
     report = verification.run_checks(request_of(library(version, tmp_path)))
     verification.require(report.checks, artefact="savedmodel")
     assert report.runtime == {"loader": f"TensorFlow C++ {version}"}
     differences = [check.measured for check in report.checks if "difference" in check.name]
     print(version, max(differences))
-    assert np.max(differences) <= 1e-5
+    assert np.max(differences) <= 1e-4
 
 
 def test_a_folder_without_a_library_is_told(

@@ -153,7 +153,7 @@ def test_an_opset_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
         onnx_files.check_opset(converted, 20)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["exact GELU", "ResNet root"])
 def test_tf2onnx_agrees_with_the_writer(name: str) -> None:
     """Two independent ways to ONNX give the same numbers, exact GELU included."""
@@ -166,7 +166,7 @@ def test_tf2onnx_agrees_with_the_writer(name: str) -> None:
     assert images_in.type.tensor_type.shape.dim[0].dim_param == "batch"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_model_around_a_vision_transformer_is_converted(tmp_path: Path) -> None:
     """What a user has added goes through tf2onnx, and is verified like the rest."""
     pytest.importorskip("tf2onnx")
@@ -181,7 +181,7 @@ def test_a_model_around_a_vision_transformer_is_converted(tmp_path: Path) -> Non
     np.testing.assert_allclose(answer, np.asarray(model(PIXELS, training=False)), atol=LIMIT)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_an_op_that_onnx_lacks_is_an_error(tmp_path: Path) -> None:
     """tf2onnx only logs what it cannot convert; here nothing is written and the op is named."""
     pytest.importorskip("tf2onnx")
@@ -242,7 +242,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         export(served_model(), tmp_path / "pets", formats=["onnx"])
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", SIZES)
 def test_full_size_models_in_every_format(name: str, tmp_path: Path) -> None:
     """The files of full-size models hold every limit of the export."""

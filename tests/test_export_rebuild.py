@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import TINY, randomize
+from conftest import FLOAT32, TINY, randomize
 from exported import SERVED, served_model
 from PIL import Image
 
@@ -21,7 +21,6 @@ from keras_vit.exporting.rebuild import Exportable, rebuild
 from keras_vit.model import VisionTransformer
 
 PIXELS = np.random.default_rng(5).integers(0, 256, (3, 32, 48, 3)).astype("float32")
-EXACT = 1e-6
 
 
 def said(model: keras.Model) -> np.ndarray:
@@ -58,7 +57,7 @@ def test_a_float32_model_is_copied_exactly(
     expected = np.asarray(model(images))
     if activation is None:
         expected = np.asarray(keras.ops.softmax(expected))
-    np.testing.assert_allclose(answer(exportable), expected, atol=EXACT)
+    np.testing.assert_allclose(answer(exportable), expected, atol=FLOAT32)
     assert exportable.takes == ("pixels" if include_preprocessing else "normalized")
 
 
@@ -82,7 +81,7 @@ def test_lora_is_merged(policy: str) -> None:
     model.get_layer("head").enable_lora(2, lora_alpha=3)
     randomize(model, seed=7)
     exportable = rebuild(model)
-    atol = EXACT if policy == "float32" else 0.02
+    atol = FLOAT32 if policy == "float32" else 0.02
     np.testing.assert_allclose(answer(exportable), said(model), atol=atol)
     assert np.abs(answer(exportable) - before).max() > 0.05
     assert [weight.path for weight in exportable.network.weights] == [
@@ -104,7 +103,7 @@ def test_a_model_quantised_whole_is_restored() -> None:
     [
         ("int8", None, 0.005),
         ("int4", None, 0.005),
-        ("int4", keras.quantizers.Int4QuantizationConfig(block_size=8), EXACT),
+        ("int4", keras.quantizers.Int4QuantizationConfig(block_size=8), FLOAT32),
         ("float8", None, 0.05),
     ],
     ids=["int8", "int4", "int4 blocks", "float8"],
@@ -133,7 +132,7 @@ def test_a_model_of_several_devices_is_copied() -> None:
     """The variables of a MirroredStrategy become ordinary ones."""
     with tf.distribute.MirroredStrategy(["/cpu:0"]).scope():
         model = randomize(VisionTransformer(SERVED))
-    np.testing.assert_allclose(answer(rebuild(model)), said(model), atol=EXACT)
+    np.testing.assert_allclose(answer(rebuild(model)), said(model), atol=FLOAT32)
 
 
 @pytest.mark.parametrize("activation", ["softmax", "linear"])
@@ -149,7 +148,7 @@ def test_a_model_around_a_vision_transformer_is_copied(activation: str | None, p
     if activation == "linear":
         expected = np.asarray(keras.ops.softmax(expected))
     exportable = rebuild(model)
-    atol = EXACT if policy == "float32" else 0.05
+    atol = FLOAT32 if policy == "float32" else 0.05
     np.testing.assert_allclose(answer(exportable), expected, atol=atol)
     assert {layer.compute_dtype for layer in exportable.network._flatten_layers()} == {"float32"}
 
@@ -231,7 +230,7 @@ def test_layers_around_are_copied(name: str) -> None:
     """Whatever stands around, the copy answers the same, and takes pixels as the model does."""
     model = AROUND[name]()
     exportable = rebuild(model)
-    np.testing.assert_allclose(answer(exportable), said(model), atol=EXACT)
+    np.testing.assert_allclose(answer(exportable), said(model), atol=FLOAT32)
     assert exportable.takes == exportable.network_takes == "pixels"
 
 
@@ -328,7 +327,7 @@ def test_a_copy_that_differs_is_noticed() -> None:
     assert not samples.compare_rebuilt(model, exportable, expected).passed
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method")
 @pytest.mark.parametrize("kind", ["grey, quantised hybrid", "LoRA in a Sequential"])
 def test_every_kind_of_model_is_exported_to_every_format(kind: str, tmp_path: Path) -> None:

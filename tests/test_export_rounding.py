@@ -240,7 +240,7 @@ def test_the_costs_of_kernels_are_measured(
     assert sensitivity.choose(costs, share=1.0) == ()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_rounded_files_are_exported_and_verified(tmp_path: Path) -> None:
     """One export of every rounded format, of a model that tf2onnx converts."""
     formats = [*onnx_rounding.FORMATS, "tflite-int8-weights"]

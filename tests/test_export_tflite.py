@@ -46,7 +46,7 @@ def test_the_edge_form_is_the_same_function(name: str) -> None:
         pytest.param(
             {"resnet_layers": (1, 1), "patch_size": 1, "num_registers": 1},
             id="hybrid",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.full,
         ),
     ],
 )
@@ -85,7 +85,7 @@ def test_the_operators_are_the_fast_ones(tmp_path: Path) -> None:
     assert not {"SQUARED_DIFFERENCE", "NEG", "POW"} & set(operators)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_float16_is_for_kernels_that_bear_it(tmp_path: Path) -> None:
     """Kernels are float16; the one that reads the image, norms and positions stay float32."""
     files = {"tflite": tmp_path / "whole.tflite", "tflite-fp16": tmp_path / "half.tflite"}
@@ -103,7 +103,7 @@ def test_float16_is_for_kernels_that_bear_it(tmp_path: Path) -> None:
     assert 2 * kernels - 8000 < saved <= 2 * kernels  # the added operators take some bytes
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_batch_of_its_own_size(tmp_path: Path) -> None:
     """A file for batches of three takes three images, and is verified with eight."""
     made = export(served_model(), tmp_path / "pets", formats="tflite", tflite_batch_size=3)
@@ -111,7 +111,7 @@ def test_a_batch_of_its_own_size(tmp_path: Path) -> None:
     assert list(interpreter.get_input_details()[0]["shape"]) == [3, 32, 48, 3]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_model_around_a_vision_transformer_is_converted(tmp_path: Path) -> None:
     """What a user has added is converted from the Keras layers, and verified."""
     inner = served_model(classes=None, classifier_activation=None)
@@ -124,7 +124,7 @@ def test_a_model_around_a_vision_transformer_is_converted(tmp_path: Path) -> Non
     np.testing.assert_allclose(answer, np.asarray(model(PIXELS[:1])), atol=LIMIT)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_int8_throughout_needs_images_and_passes_a_gate(tmp_path: Path) -> None:
     """Full int8 is calibrated on one half of the images and refused if the other half suffers."""
     images = [samples.draw_scene(seed, height=40, width=56) for seed in range(40)]

@@ -23,7 +23,7 @@ VARIANTS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_format_is_written_and_verified(name: str, tmp_path: Path) -> None:
     """What no writer knows by heart is converted, passes the checks, and answers like the model."""

@@ -235,7 +235,7 @@ def shown(opened: Page, file: Path) -> dict[str, float]:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_browser_names_what_predict_names(
     page: tuple[VisionTransformer, str, Path], tmp_path: Path
 ) -> None:
@@ -261,11 +261,11 @@ def test_the_browser_names_what_predict_names(
     print(f"largest difference of probabilities: {max(differences.values()):.5f}")
     # TensorFlow decodes JPEG by a faster transform than browsers and Pillow: up to 7 of 255 aside.
     lossless = [differences[name] for name in differences if not name.endswith("jpeg")]
-    assert max(lossless) <= 6e-5  # half of the last digit shown, and float32
+    assert max(lossless) <= 1e-4  # half of the last digit shown, and float32 in other kernels
     assert max(differences.values()) < 0.03
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_page_is_well_made(page: tuple[VisionTransformer, str, Path], tmp_path: Path) -> None:
     """In both widths and schemes; as a file it says what to do; what is no image is a sentence."""
     _, address, folder = page

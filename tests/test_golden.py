@@ -78,7 +78,7 @@ def test_every_golden_array_is_tested() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow)
+        pytest.param(name, marks=pytest.mark.full)
         if keras_vit.parameter_count(config_of(name)) > LARGE
         else name
         for name in MODELS

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import variants_oracle
-from conftest import TINY, VARIED, randomize
+from conftest import FLOAT32, TINY, VARIED, randomize
 
 from keras_vit.model import VisionTransformer
 
@@ -33,7 +33,6 @@ CONFIGS = {
         TINY, input_shape=(32, 32, 3), patch_size=2, resnet_layers=(1,), num_layers=1
     ),
 }
-ATOL = 5e-6
 
 
 def functional(vit: VisionTransformer) -> keras.Model:
@@ -79,7 +78,7 @@ FORMATS = {
     "litert": (".tflite", litert),
 }
 CASES = [
-    pytest.param(*case, marks=[] if is_fast else [pytest.mark.slow])
+    pytest.param(*case, marks=[] if is_fast else [pytest.mark.full])
     for case, is_fast in [
         *(((form, "gelu", "sequential"), form == "onnx") for form in FORMATS),
         *((("onnx", config, "alone"), config == "gelu_tanh") for config in CONFIGS),
@@ -103,8 +102,8 @@ def test_the_file_answers_as_the_model(
     ending, run = FORMATS[form]
     path = tmp_path / f"model{ending}"
     model.export(path, format=form, verbose=False)
-    np.testing.assert_allclose(run(path, images), expected, atol=ATOL)
-    assert np.abs(run(path, images[::-1]) - expected).max() > 100 * ATOL
+    np.testing.assert_allclose(run(path, images), expected, atol=FLOAT32)
+    assert np.abs(run(path, images[::-1]) - expected).max() > 100 * FLOAT32
 
 
 def test_prediction_stays_fused_after_an_export(tmp_path: Path) -> None:

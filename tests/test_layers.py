@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from conftest import randomize
+from conftest import FLOAT32, randomize
 from keras.src import testing
 from layer_contracts import CONTRACTS
 
@@ -129,7 +129,7 @@ def test_permuting_patches_with_their_positions_leaves_the_class_token() -> None
     shuffled = patches.reshape(2, 6, 12)[:, order].reshape(2, 2, 3, 12)
     encoder.position_embedding.assign(table[:, [0, *(order + 1)]])
     after = keras.ops.convert_to_numpy(model(shuffled))[:, 0]
-    np.testing.assert_allclose(after, before, atol=1e-6)
+    np.testing.assert_allclose(after, before, atol=FLOAT32)
     encoder.position_embedding.assign(table)
     moved = keras.ops.convert_to_numpy(model(shuffled))[:, 0]
     assert np.abs(moved - before).max() > 1e-3
@@ -157,7 +157,7 @@ def test_dropout_acts_in_training_only() -> None:
         plain(tokens), dropping(tokens)
         randomize(plain), dropping.set_weights(plain.get_weights())
         expected = keras.ops.convert_to_numpy(plain(tokens))
-        np.testing.assert_allclose(dropping(tokens, training=False), expected, atol=1e-6)
+        np.testing.assert_allclose(dropping(tokens, training=False), expected, atol=FLOAT32)
         trained = keras.ops.convert_to_numpy(dropping(tokens, training=True))
         assert np.abs(trained - expected).max() > 1e-2, name
 
@@ -166,11 +166,11 @@ def test_average_pooling_leaves_the_tokens_before_the_patches_out() -> None:
     """The average is over patches; of two tokens before them, it starts at the third."""
     tokens = np.random.default_rng(0).standard_normal((2, 5, 8)).astype(np.float32)
     with_token = layers.TokenPooling("avg", num_prefix_tokens=2)(tokens)
-    np.testing.assert_allclose(with_token, tokens[:, 2:].mean(1), atol=1e-6)
+    np.testing.assert_allclose(with_token, tokens[:, 2:].mean(1), atol=FLOAT32)
     largest = layers.TokenPooling("max", num_prefix_tokens=2)(tokens)
     np.testing.assert_array_equal(largest, np.max(np.asarray(tokens)[:, 2:], axis=1))
     without = layers.TokenPooling("avg", num_prefix_tokens=0)(tokens)
-    np.testing.assert_allclose(without, tokens.mean(1), atol=1e-6)
+    np.testing.assert_allclose(without, tokens.mean(1), atol=FLOAT32)
 
 
 def test_initial_weights_are_the_originals() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
-from conftest import TINY, VARIED, randomize
+from conftest import FLOAT32, TINY, VARIED, randomize
 
 from keras_vit import layers
 from keras_vit.layers.dense import MODES
@@ -45,7 +45,7 @@ def cosine(left: np.ndarray, right: np.ndarray) -> float:
 
 @pytest.mark.parametrize(
     "name",
-    [name if name == "map" else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS],
+    [name if name == "map" else pytest.param(name, marks=pytest.mark.full) for name in CONFIGS],
 )
 @pytest.mark.parametrize("mode", MODES)
 def test_every_dense_layer_is_quantised_and_comes_back(
@@ -76,7 +76,9 @@ def test_prediction_after_training_and_quantisation_is_the_quantised_one() -> No
     model, images = randomize(VisionTransformer(CONFIGS["representation"])), images_for()
     model.predict(images, verbose=0)
     model.quantize("int8")
-    np.testing.assert_allclose(model.predict(images, verbose=0), answer(model, images), atol=1e-5)
+    np.testing.assert_allclose(
+        model.predict(images, verbose=0), answer(model, images), atol=FLOAT32
+    )
 
 
 @pytest.mark.parametrize("mode", [None, "int8"])
@@ -89,7 +91,7 @@ def test_adapted_layers_train_and_come_back(mode: str | None, tmp_path: Path) ->
     before = answer(model, images)
     for layer in inner:
         layer.enable_lora(2, lora_alpha=6)
-    np.testing.assert_allclose(answer(model, images), before, atol=1e-6)
+    np.testing.assert_allclose(answer(model, images), before, atol=FLOAT32)
     model.compile(keras.optimizers.Adam(0.02), "sparse_categorical_crossentropy")
     model.fit(images, np.arange(4), verbose=0)
     after = answer(model, images)
@@ -136,7 +138,7 @@ def test_weights_from_before_adaptation_load_into_an_adapted_layer(tmp_path: Pat
     qkv = model.get_layer("block_0").attention.qkv
     qkv.enable_lora(2, b_initializer="ones")
     model.load_weights(tmp_path / "plain.weights.h5")
-    np.testing.assert_allclose(answer(model, images), answer(plain, images), atol=1e-6)
+    np.testing.assert_allclose(answer(model, images), answer(plain, images), atol=FLOAT32)
     assert np.abs(qkv.lora_kernel_a).max() > 0  # could train on
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from conftest import TINY, answers, made, whole
+from conftest import FLOAT32, TINY, answers, made, whole
 
 from keras_vit import layers
 from keras_vit.config import ViTConfig
@@ -142,7 +142,7 @@ def test_blocks_turn_what_is_left_as_they_turn_all(remat: bool, extra: dict[str,
             keras.ops.convert_to_numpy(together)[image],
             keras.ops.convert_to_numpy(alone)[0],
             rtol=0,
-            atol=1e-5,
+            atol=FLOAT32,
         )
     others = turning(tokens, np.roll(turns, 1, axis=1))
     assert np.abs(keras.ops.convert_to_numpy(keras.ops.subtract(together, others))).max() > 1e-3
@@ -161,7 +161,7 @@ def test_models_with_rotary_positions_drop_and_learn(fields: dict[str, Any]) -> 
     plain.set_weights(dropping.get_weights()[: len(plain.weights)])
     images, labels = images_for(HALF, 8), np.arange(8) % 7
     expected = answers(plain, images)
-    np.testing.assert_allclose(answers(dropping, images), expected, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(answers(dropping, images), expected, rtol=0, atol=FLOAT32)
     assert np.abs(trained(dropping, images) - expected).max() > 1e-3
     before = [np.array(keras.ops.convert_to_numpy(v)) for v in dropping.trainable_variables]
     dropping.compile(keras.optimizers.SGD(0.1), LOSS)
@@ -183,9 +183,9 @@ def test_every_pooling_takes_fewer_tokens(pooling: Any, remat: bool) -> None:
     ("dtype", "jit_compile"),
     [
         ("float32", False),
-        pytest.param("float32", True, marks=pytest.mark.slow),
+        pytest.param("float32", True, marks=pytest.mark.full),
         ("mixed_bfloat16", False),
-        pytest.param("mixed_bfloat16", True, marks=pytest.mark.slow),
+        pytest.param("mixed_bfloat16", True, marks=pytest.mark.full),
     ],
 )
 def test_models_train_in_a_graph(dtype: str, jit_compile: bool, tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_models_train_in_a_graph(dtype: str, jit_compile: bool, tmp_path: Path) 
     assert losses[-1] < 0.9 * losses[0]
     model.save(tmp_path / "model.keras")
     again = keras.saving.load_model(tmp_path / "model.keras")
-    np.testing.assert_allclose(answers(again, images), answers(model, images), atol=1e-6)
+    np.testing.assert_allclose(answers(again, images), answers(model, images), atol=FLOAT32)
 
 
 @ON_TENSORFLOW

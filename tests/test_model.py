@@ -13,7 +13,7 @@ import numpy as np
 import oracle
 import published
 import pytest
-from conftest import TINY, randomize, weights_differ
+from conftest import FLOAT32, TINY, randomize, weights_differ
 
 import keras_vit
 from keras_vit import backend
@@ -132,7 +132,7 @@ def test_model_equals_the_same_network_in_numpy(exact: bool, tmp_path: Path) -> 
     model.set_weights(original.get_weights())
     images = published.images(config)
     expected = oracle.forward(published.arrays(config), images, exact_gelu=exact)
-    np.testing.assert_allclose(model(images), expected, rtol=0, atol=2e-6)
+    np.testing.assert_allclose(model(images), expected, rtol=0, atol=FLOAT32)
 
 
 @pytest.mark.parametrize(("fields", "shape"), POOLINGS)
@@ -141,7 +141,7 @@ def test_output_shapes(fields: dict[str, Any], shape: tuple[int, ...], images: n
     model = randomize(VisionTransformer(dataclasses.replace(TINY, **fields)))
     assert model.output_shape == (None, *shape[1:])
     assert tuple(model(images).shape) == shape
-    np.testing.assert_allclose(model.predict(images, verbose=0), model(images), atol=1e-5)
+    np.testing.assert_allclose(model.predict(images, verbose=0), model(images), atol=FLOAT32)
 
 
 def test_a_fresh_classifier_answers_zero(images: np.ndarray) -> None:
@@ -152,7 +152,7 @@ def test_a_fresh_classifier_answers_zero(images: np.ndarray) -> None:
 def test_a_batch_is_its_images_one_by_one(tiny: VisionTransformer, images: np.ndarray) -> None:
     """No image sees another of its batch."""
     single = np.concatenate([tiny(image[None]) for image in images])
-    np.testing.assert_allclose(tiny(images), single, atol=1e-6)
+    np.testing.assert_allclose(tiny(images), single, atol=FLOAT32)
 
 
 @pytest.mark.parametrize("size", [(31, 48), (32, 40, 3), (48, 32, 3)])
@@ -168,9 +168,9 @@ def test_preprocessing_takes_pixels(tiny: VisionTransformer) -> None:
     inside.set_weights(tiny.get_weights())
     pixels = np.random.default_rng(0).integers(0, 256, (2, 32, 48, 3), dtype=np.uint8)
     expected = keras.ops.convert_to_numpy(tiny((pixels.astype(np.float32) - 127.5) / 127.5))
-    np.testing.assert_allclose(inside(pixels), expected, atol=1e-5)
-    np.testing.assert_allclose(inside(pixels.astype(np.float32)), expected, atol=1e-5)
-    np.testing.assert_allclose(inside.predict(pixels, verbose=0), expected, atol=1e-5)
+    np.testing.assert_allclose(inside(pixels), expected, atol=FLOAT32)
+    np.testing.assert_allclose(inside(pixels.astype(np.float32)), expected, atol=FLOAT32)
+    np.testing.assert_allclose(inside.predict(pixels, verbose=0), expected, atol=FLOAT32)
 
 
 OWN_PIXELS: dict[str, Any] = {
@@ -197,7 +197,7 @@ def test_pixels_of_the_config_inside_and_before_the_model(
             model = VisionTransformer(config)
             model.set_weights(tiny.get_weights())
             answer = keras.ops.convert_to_numpy(model(model.preprocess_input(pixels)))
-            np.testing.assert_allclose(answer, expected, rtol=0, atol=1e-5)
+            np.testing.assert_allclose(answer, expected, rtol=0, atol=FLOAT32)
     finally:
         keras.config.set_image_data_format(before)
 
@@ -229,7 +229,7 @@ def test_features_are_the_models_own(tiny: VisionTransformer, images: np.ndarray
     )
     assert features["block_2"].shape == (2, 25, 24)
     np.testing.assert_array_equal(features["pooling"], features["encoder_norm"][:, 0])
-    np.testing.assert_allclose(features["head"], tiny(images), atol=1e-6)
+    np.testing.assert_allclose(features["head"], tiny(images), atol=FLOAT32)
     extractor = tiny.feature_extractor(["block_1"])
     assert {id(v) for v in extractor.variables} <= {id(v) for v in tiny.variables}
 
@@ -370,7 +370,7 @@ def test_a_model_made_in_a_scope_is_copied_whole(images: np.ndarray) -> None:
     expected = model(images)
     adapted = keras_vit.lora(model, rank=2)
     for copy in (model.copy(), adapted, keras_vit.merge_lora(adapted)):
-        np.testing.assert_allclose(copy(images), expected, atol=1e-5)
+        np.testing.assert_allclose(copy(images), expected, atol=FLOAT32)
     with keras.name_scope("other"):
         np.testing.assert_array_equal(model.copy()(images), expected)
 
@@ -456,13 +456,13 @@ def test_model_works_inside_another(
     model = keras.Model(inputs, keras.layers.Dense(2, name="mine")(tiny(inputs)))
     model.save(tmp_path / "model.keras")
     again = keras.saving.load_model(tmp_path / "model.keras")
-    np.testing.assert_allclose(again(images), model(images), atol=1e-6)
+    np.testing.assert_allclose(again(images), model(images), atol=FLOAT32)
     np.testing.assert_allclose(
-        again.get_layer("vit").features(images)["head"], tiny(images), atol=1e-6
+        again.get_layer("vit").features(images)["head"], tiny(images), atol=FLOAT32
     )
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_training_lowers_the_loss_and_moves_every_weight() -> None:
     """`fit` with every kind of dropout reaches all weights, and the loss falls."""
     keras.utils.set_random_seed(0)
@@ -481,7 +481,7 @@ def test_training_lowers_the_loss_and_moves_every_weight() -> None:
         assert not np.array_equal(old, keras.ops.convert_to_numpy(variable)), variable.path
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_frozen_weights_stay(tiny: VisionTransformer) -> None:
     """A frozen block keeps its bits while the rest trains."""
     model = VisionTransformer(TINY)

@@ -10,7 +10,7 @@ import numpy as np
 import published
 import pytest
 import tensorflow as tf
-from conftest import TINY, randomize
+from conftest import FLOAT32, TINY, randomize
 from test_model_variants import CONFIGS
 
 import keras_vit
@@ -21,7 +21,6 @@ from keras_vit.weights.positions import resample_positions
 
 OPEN = (None, None, 3)
 SIZES = [(32, 48), (48, 40), (16, 72)]
-ATOL = 1e-6
 # Every variant but those that are refused.
 NAMES = [name for name, config in CONFIGS.items() if config.position_embedding != "relative"]
 
@@ -61,8 +60,8 @@ def test_one_graph_answers_as_the_resized_model(name: str) -> None:
         resized, images = keras_vit.resize(fixed, (*size, 3)), images_of(*size)
         expected = resized(images)
         scale = max(1.0, float(np.abs(expected).max()))
-        np.testing.assert_allclose(graph(images), expected, rtol=0, atol=ATOL * scale)
-        np.testing.assert_allclose(model(images), expected, rtol=0, atol=ATOL * scale)
+        np.testing.assert_allclose(graph(images), expected, rtol=0, atol=FLOAT32 * scale)
+        np.testing.assert_allclose(model(images), expected, rtol=0, atol=FLOAT32 * scale)
     assert len(traces) == 1
     assert [v.path for v in model.weights] == [v.path for v in fixed.weights]
     assert model.count_params() == keras_vit.parameter_count(model.config)
@@ -90,11 +89,11 @@ def test_the_graphs_table_is_the_resampled_one(kind: Any) -> None:
             table(tf.constant(rows), tf.constant(columns)),
             encoder.position_table((rows, columns)),
         ):
-            np.testing.assert_allclose(made, expected, rtol=0, atol=ATOL)
+            np.testing.assert_allclose(made, expected, rtol=0, atol=FLOAT32)
     if kind == "learned":
         table = np.asarray(fixed.get_layer("patch_encoder").position_embedding)
         again = resample_positions(table, (4, 6), (37, 5))
-        np.testing.assert_allclose(expected, again, rtol=0, atol=ATOL)
+        np.testing.assert_allclose(expected, again, rtol=0, atol=FLOAT32)
 
 
 def kinds_of(model: keras.Model) -> set[str]:
@@ -112,7 +111,7 @@ def test_a_known_size_costs_nothing(name: str) -> None:
     assert "Range" in kinds_of(model)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_training_moves_every_weight_as_at_a_fixed_size() -> None:
     """One step of `fit` at the tables' own grid is that of the fixed model."""
     config = dataclasses.replace(CONFIGS["learned in 2-D"], rotary_period=100.0)
@@ -123,10 +122,10 @@ def test_training_moves_every_weight_as_at_a_fixed_size() -> None:
         model.compile(keras.optimizers.SGD(0.1), loss)
         model.fit(images, labels, batch_size=4, verbose=0)
     for opened, fixed in zip(*(model.weights for model in models), strict=True):
-        np.testing.assert_allclose(opened, fixed, rtol=0, atol=5e-6, err_msg=opened.path)
+        np.testing.assert_allclose(opened, fixed, rtol=0, atol=FLOAT32, err_msg=opened.path)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("fields", [{}, {"remat": True, "rotary_period": 100.0}])
 def test_fit_and_predict_take_batches_of_several_sizes(fields: dict[str, Any]) -> None:
     """Of two grids, neither the tables' own: positions learn too, without a trace for each size."""
@@ -148,11 +147,11 @@ def test_fit_and_predict_take_batches_of_several_sizes(fields: dict[str, Any]) -
         traces.append(model.predict_function.experimental_get_tracing_count())
     assert traces[1] == traces[2] == traces[3]
     expected = np.concatenate([model(images) for images, _ in batches])
-    np.testing.assert_allclose(answers, expected, rtol=0, atol=5e-6)
+    np.testing.assert_allclose(answers, expected, rtol=0, atol=FLOAT32)
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param("every block", marks=pytest.mark.slow), "rotary, counted"]
+    "name", [pytest.param("every block", marks=pytest.mark.full), "rotary, counted"]
 )
 def test_it_is_saved_and_loaded(name: str, tmp_path: Path) -> None:
     """As .keras, as weights, and as a SavedModel that needs no Keras, still for any size."""
@@ -168,7 +167,7 @@ def test_it_is_saved_and_loaded(name: str, tmp_path: Path) -> None:
     for size in SIZES:
         images = images_of(*size)
         for answer in (again(images), filled(images), served.serve(images)):
-            np.testing.assert_allclose(answer, model(images), rtol=0, atol=5e-6)
+            np.testing.assert_allclose(answer, model(images), rtol=0, atol=FLOAT32)
 
 
 def test_a_checkpoint_becomes_a_model_for_any_size(tmp_path: Path) -> None:
@@ -185,11 +184,11 @@ def test_a_checkpoint_becomes_a_model_for_any_size(tmp_path: Path) -> None:
         given,
     ):
         assert model.config.position_grid == (4, 4)
-        np.testing.assert_allclose(model(images), fixed(images), rtol=0, atol=1e-5)
+        np.testing.assert_allclose(model(images), fixed(images), rtol=0, atol=FLOAT32)
     model.save(tmp_path / "vit.keras")
     assert keras_vit.load(tmp_path / "vit.keras").config.input_shape == OPEN
     back = keras_vit.load(tmp_path / "vit.keras", input_shape=(48, 80, 3))
-    np.testing.assert_allclose(back(images), fixed(images), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(back(images), fixed(images), rtol=0, atol=FLOAT32)
     assert keras_vit.ViTTi16(input_shape=OPEN, classes=3).config.position_grid == (14, 14)
 
 

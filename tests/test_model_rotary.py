@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 import variants_oracle
-from conftest import TINY, answers, made
+from conftest import FLOAT32, TINY, answers, made
 from test_model_variants import CONFIGS, answer_of, images_for, model_of
 
 import keras_vit
@@ -39,7 +39,7 @@ def test_only_distances_count() -> None:
     moved = model.copy(config=dataclasses.replace(config, rotary_offset=7.5))
     other = model.copy(config=dataclasses.replace(config, rotary_grid=(9, 9)))
     answer, same, different = (answers(each, images_for(config)) for each in (model, moved, other))
-    np.testing.assert_allclose(same, answer, atol=1e-5)
+    np.testing.assert_allclose(same, answer, atol=FLOAT32)
     assert np.abs(different - answer).max() > 1e-3
 
 
@@ -51,10 +51,10 @@ def test_recorded_attention_is_the_attention_of_the_answer(name: str) -> None:
     layers = [model.get_layer(f"block_{index}").attention for index in range(2)]
     with recording(*layers) as records:
         answer = model(images)
-    np.testing.assert_allclose(answer, answer_of(name), atol=2e-6)
+    np.testing.assert_allclose(answer, answer_of(name), atol=FLOAT32)
     expected = variants_oracle.run(variants_oracle.arrays(model), images, model.config)
     for layer, weights in zip(layers, expected.weights, strict=True):
-        np.testing.assert_allclose(records[layer][0], weights, atol=1e-6)
+        np.testing.assert_allclose(records[layer][0], weights, atol=FLOAT32)
 
 
 @pytest.mark.parametrize("side", [(48, 64, 3), (16, 16, 3)])
@@ -66,7 +66,7 @@ def test_another_image_size_has_its_own_angles(name: str, side: tuple[int, int, 
     assert model.config.rotary_period == CONFIGS[name].rotary_period
     arrays, images = variants_oracle.arrays(model), images_for(model.config)
     expected = variants_oracle.run(arrays, images, model.config).logits
-    np.testing.assert_allclose(answers(model, images), expected, atol=3e-6)
+    np.testing.assert_allclose(answers(model, images), expected, atol=FLOAT32)
 
 
 @pytest.mark.parametrize("reference", [None, (2, 3)])

@@ -112,7 +112,7 @@ def _decode(address: str) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(content)).convert("RGB"))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_browser_sees_what_is_wrong(tmp_path: Path) -> None:
     """Each kind of fault is named; of a sound page nothing is said."""
     page = tmp_path / "page.html"

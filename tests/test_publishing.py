@@ -15,7 +15,7 @@ import image_files
 import numpy as np
 import pytest
 import yaml
-from conftest import TINY, made
+from conftest import FLOAT32, TINY, made
 
 import keras_vit
 from keras_vit import publishing
@@ -182,7 +182,7 @@ def test_a_run_goes_to_the_hub_and_back(
     images = np.random.default_rng(0).integers(0, 255, (2, 16, 16, 3)).astype(np.float32)
     expected = Run.load(run).model.predict_on_batch(images)
     loaded = keras_vit.load("hf://owner/photos")
-    np.testing.assert_allclose(loaded.predict_on_batch(images), expected, atol=1e-6)
+    np.testing.assert_allclose(loaded.predict_on_batch(images), expected, atol=FLOAT32)
     opened = open_source("hf://owner/photos")
     assert list(opened.labels) == LABELS
     assert opened.run is None
@@ -249,7 +249,7 @@ def test_what_is_refused_is_a_sentence(
     assert hub_rig.TOKEN not in line
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_it_works_with_the_librarys_own_settings(
     run: Path, hub: hub_rig.Hub, tmp_path: Path
 ) -> None:

@@ -243,7 +243,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_training_leaves_its_report(place: Path) -> None:
     """With the command, curves of each epoch, hashes; a browser finds nothing wrong."""
     page = place / "a" / "report.html"
@@ -261,7 +261,7 @@ def test_a_training_leaves_its_report(place: Path) -> None:
     assert f"keras-vit evaluate {place / 'a'} --out {place / 'measured'}" in again
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_hostile_labels_do_nothing_in_a_browser(tmp_path: Path) -> None:
     """Nor do many classes; every control works."""
     labels = tuple(f"{HOSTILE[place % 6]} {place}" for place in range(40))
@@ -269,7 +269,7 @@ def test_hostile_labels_do_nothing_in_a_browser(tmp_path: Path) -> None:
     assert browser.check_page(tmp_path / "report.html") == []
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_runs_are_compared(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What differs is named, the pair is tested on the same images, and the page is sound."""
     runs = [str(place / name) for name in "abc"]
@@ -297,7 +297,7 @@ def test_runs_are_compared(place: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert browser.check_page(page) == []
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_runs_without_common_numbers_are_refused(place: Path) -> None:
     """A run of `pretrain` has no accuracy."""
     shutil.copytree(place / "b", place / "d")
@@ -308,7 +308,7 @@ def test_runs_without_common_numbers_are_refused(place: Path) -> None:
         reporting.compare([place / "a", place / "d"])
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_training_does_not_fail_with_its_report(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

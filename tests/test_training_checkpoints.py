@@ -157,7 +157,7 @@ def test_a_state_of_another_model_is_an_error() -> None:
         set_state(compiled(), get_state(compiled(rate=0.0)))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("jit_compile", [False, True], ids=["graph", "xla"])
 def test_a_copy_does_not_change_with_the_model(jit_compile: bool) -> None:
     """Every variable, the optimizer's and random states too, in the same memory each time."""

@@ -155,7 +155,7 @@ def test_the_step_is_not_compiled_again_for_it(
     assert traces[0] == traces[-1] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_last_epochs_are_resumed_to_the_same_bits(
     cooled: tuple[Run, Listener], data: ImageData, tmp_path: Path
 ) -> None:
@@ -171,7 +171,7 @@ def test_the_last_epochs_are_resumed_to_the_same_bits(
         train(data, tmp_path / "run", recipe=dataclasses.replace(RECIPE, patience=4))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_patience_that_does_not_run_out_changes_nothing(data: ImageData, tmp_path: Path) -> None:
     """To the bit; nor does one that runs out where the training ends as soon."""
     losses = []
@@ -186,7 +186,7 @@ def test_patience_that_does_not_run_out_changes_nothing(data: ImageData, tmp_pat
     assert trained.config["result"]["epochs"] == 3
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_epochs_are_raised_where_a_training_is_resumed(data: ImageData, tmp_path: Path) -> None:
     """The steps taken stay; from there the longer schedule holds, also when resumed again."""
     out, longer = tmp_path / "run", dataclasses.replace(FIXED, epochs=6)
@@ -218,7 +218,7 @@ def test_epochs_are_raised_where_a_training_is_resumed(data: ImageData, tmp_path
     assert state(train(data, out, recipe=longer)[0]) == state(raised)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_epochs_are_not_raised_while_the_rate_falls(
     cooled: tuple[Run, Listener], data: ImageData, tmp_path: Path
 ) -> None:
@@ -252,7 +252,7 @@ def exhaust(engine: Any, *, at: int, calls: list[int]) -> Any:
     return step
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_exhausted_memory_halves_the_parts(
     data: ImageData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -273,7 +273,7 @@ def test_exhausted_memory_halves_the_parts(
     assert state(trained) == state(halved)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_memory_for_one_image_is_needed(
     data: ImageData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -349,7 +349,7 @@ def losses_of_steps(listener: Listener) -> list[float]:
     return [event.loss for event in listener.events if isinstance(event, StepDone)]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_balance_weighs_training_and_not_validation(data: ImageData, tmp_path: Path) -> None:
     """The first loss of a classifier of zeros is the weights' mean times log 3; parts add up."""
     recipe = dataclasses.replace(BALANCED, batch_size=16)
@@ -375,7 +375,7 @@ def test_balance_weighs_training_and_not_validation(data: ImageData, tmp_path: P
 
 
 @pytest.mark.skipif(keras.backend.backend() == "jax", reason="Strategies are TensorFlow's")
-@pytest.mark.slow
+@pytest.mark.full
 def test_replicas_balance_and_cool_down_as_one_device(data: ImageData, tmp_path: Path) -> None:
     """Two replicas, each with images of other weights, give the losses of one device."""
     recipe = dataclasses.replace(BALANCED, patience=3, epochs=20)

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 import variants_oracle
-from conftest import TINY, randomize
+from conftest import FLOAT32, TINY, randomize
 from scipy.special import log_softmax, softmax
 
 from keras_vit import VisionTransformer
@@ -157,7 +157,7 @@ def test_a_teacher_that_drops_units_does_not() -> None:
     images = np.ones((2, 32, 48, 3), np.float32)
     once, twice = (np.asarray(model.teacher_logits(images)) for _ in range(2))
     np.testing.assert_array_equal(once, twice)
-    np.testing.assert_allclose(once, teacher(images, training=False), atol=1e-6)
+    np.testing.assert_allclose(once, teacher(images, training=False), atol=FLOAT32)
 
 
 def plain_teacher(size: tuple[int | None, int | None], activation: str | None) -> keras.Model:
@@ -178,7 +178,7 @@ def test_any_keras_classifier_teaches(batch: tuple[np.ndarray, np.ndarray]) -> N
         teachers = [plain_teacher(size, activation) for activation in (None, "softmax")]
         said = [np.asarray(make(teacher=each).teacher_logits(images)) for each in teachers]
         of_logits, of_softmax = (softmax(each, axis=1) for each in said)
-        np.testing.assert_allclose(of_logits, of_softmax, atol=1e-6)
+        np.testing.assert_allclose(of_logits, of_softmax, atol=FLOAT32)
         resized = keras.ops.image.resize(images, size) if None not in size else images
         np.testing.assert_allclose(said[0], teachers[0](resized), atol=1e-5)
 
@@ -236,7 +236,6 @@ def distillation(kind: Any = "soft") -> DistillationModel:
     return DistillationModel(student, plain_teacher((16, 16), "softmax"), distillation=kind)
 
 
-@pytest.mark.slow
 def test_it_is_resumed_to_the_same_bits(data: ImageData, tmp_path: Path) -> None:
     """Stopped and resumed, the student ends as if never stopped; the run is an ordinary one."""
 
@@ -263,7 +262,7 @@ def test_it_is_resumed_to_the_same_bits(data: ImageData, tmp_path: Path) -> None
     assert size < 10 * sum(value.nbytes for value in resumed.model.get_weights())
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_two_replicas_distil_what_one_device_does(data: ImageData, tmp_path: Path) -> None:
     """Mirrored, in parts, with the teacher on each replica: the same student."""
     strategies: list[tuple[StrategyName, int]] = [("none", 1), ("mirrored", 2)]
@@ -281,4 +280,4 @@ def test_two_replicas_distil_what_one_device_does(data: ImageData, tmp_path: Pat
         for strategy, accumulate in strategies
     ]
     for one, two in zip(*(run.model.get_weights() for run in runs), strict=True):
-        np.testing.assert_allclose(one, two, atol=2e-6)
+        np.testing.assert_allclose(one, two, atol=1e-4)  # after eight steps

@@ -10,7 +10,6 @@ import os
 import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import numpy as np
 import processes
 import pytest
 import training_rig
-from conftest import TINY, randomize
+from conftest import TINY, assert_same_steps, randomize
 
 from keras_vit import VisionTransformer, training
 from keras_vit.data import ImageData, load_digits
@@ -59,7 +58,7 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> list[Said]:
     return training_rig.run_each([{**case, "steps": STEPS} for case in cases], DEVICES)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", MESHES)
 def test_a_training_goes_on_on_another_mesh(name: str, trainings: list[Said]) -> None:
     """Its losses are those of one device, before and after it was stopped."""
@@ -69,10 +68,10 @@ def test_a_training_goes_on_on_another_mesh(name: str, trainings: list[Said]) ->
     assert (first["code"], second["code"]) == (["130"], ["0"])
     assert second["resumed"] == ["10"]
     together = np.concatenate([losses(first), losses(second)])
-    np.testing.assert_allclose(together, losses(alone), rtol=1e-5)
+    assert_same_steps(together, losses(alone))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_training_goes_on_on_another_backend(tmp_path: Path) -> None:
     """Only its random masks are others: the loss goes on where it was."""
     out = str(tmp_path / "run")
@@ -88,7 +87,7 @@ def test_a_training_goes_on_on_another_backend(tmp_path: Path) -> None:
     assert abs(after - before) < 0.1
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_killed_training_on_a_mesh_ends_with_the_same_bits(tmp_path: Path) -> None:
     """Kill -9 at moments all over it, and resumed each time, as often as KERAS_VIT_TEST_KILLS."""
     kills = int(os.environ.get("KERAS_VIT_TEST_KILLS", "2"))
@@ -97,15 +96,8 @@ def test_a_killed_training_on_a_mesh_ends_with_the_same_bits(tmp_path: Path) -> 
     assert whole["code"] == ["0"], whole["errors"]
     out = str(tmp_path / "killed")
     for number in range(kills):
-        process = training_rig.start(DEVICES, out=out, **case)
-        assert process.stdout is not None
-        wanted = 2 + number * (STEPS - 4) // kills
-        for line in iter(process.stdout.readline, ""):
-            if line == f"step {wanted}\n":
-                time.sleep(0.003 * (number % 7))
-                break
-        process.kill()
-        process.communicate()
+        pause = ("step", 2 + number * (STEPS - 4) // kills, 500 * (number % 7))
+        training_rig.kill(training_rig.start(DEVICES, out=out, **case, pause=pause))
     ended = training_rig.told(training_rig.start(DEVICES, out=out, **case))
     assert ended["done"] == whole["done"], ended["errors"]
 
@@ -124,7 +116,7 @@ def test_meshes_that_are_none_are_refused() -> None:
         training.Execution(mesh="data=64").make_engine()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_command_line_trains_on_jax_and_exports(tmp_path: Path) -> None:
     """One command each: train on a mesh, evaluate and predict on JAX, export by TensorFlow."""
 

@@ -158,9 +158,9 @@ def test_without_corruption_the_network_is_the_vits(
 
 
 @pytest.mark.parametrize(
-    "target", ["mean_color", *(pytest.param(t, marks=pytest.mark.slow) for t in TARGETS[1:])]
+    "target", ["mean_color", *(pytest.param(t, marks=pytest.mark.full) for t in TARGETS[1:])]
 )
-@pytest.mark.slow
+@pytest.mark.full
 def test_fit_lowers_the_loss_and_moves_every_weight(target: Target) -> None:
     """Compiled, with dropout and labels that nobody looks at, everything before pooling learns."""
     keras.utils.set_random_seed(0)
@@ -188,7 +188,7 @@ def test_it_is_saved_as_a_keras_file(tmp_path: Path) -> None:
     np.testing.assert_array_equal(again.mask_embedding, model.mask_embedding)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_mixed_precision_predicts_in_float32() -> None:
     """Under bfloat16 blocks compute in it; predictions and loss do not."""
     model = MaskedPatchModel(TINY, dtype="mixed_bfloat16", seed=0)

@@ -122,7 +122,7 @@ def test_each_kind_of_model_has_its_objective(data: ImageData) -> None:
         objective_of(keras.Model(), labelled)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_adapters_are_resumed_to_the_same_bits_and_merged(data: ImageData, tmp_path: Path) -> None:
     """The run's model is plain and answers as the adapter beside it on the model before."""
 

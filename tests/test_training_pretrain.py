@@ -67,7 +67,7 @@ def trained(data: ImageData, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return pretrain(data, out=tmp_path_factory.mktemp("runs") / "run", model=CONFIG, recipe=RECIPE)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_run_directory_is_that_of_a_training(trained: Run) -> None:
     """The same files, the picture besides; the model is the plain one without classifier."""
     config = json.loads((trained.path / "config.json").read_text())
@@ -92,13 +92,13 @@ def test_the_run_directory_is_that_of_a_training(trained: Run) -> None:
     assert np.asarray(Image.open(trained.path / "reconstructions.png").convert("L")).min() < 100
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_test_images_of_a_run_stay_the_test_images(trained: Run, data: ImageData) -> None:
     """So few-shot accuracy on them is not that of images seen before."""
     assert Run.load(trained.path).data().test.images.tolist() == data.test.images.tolist()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("target", TARGETS)
 def test_it_learns_whatever_is_predicted(target: Any, pixels: ImageData, tmp_path: Path) -> None:
     """The loss falls; pixels have no accuracy, and everything that is written copes with that."""
@@ -113,7 +113,7 @@ def test_it_learns_whatever_is_predicted(target: Any, pixels: ImageData, tmp_pat
     assert (run.path / "reconstructions.png").stat().st_size > 3000
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_an_interruption_is_resumed_to_the_same_bits(pixels: ImageData, tmp_path: Path) -> None:
     """Stopped in the first epoch and in the last, weights and corruption go on as if never."""
     for stop in (1, 3):
@@ -138,7 +138,7 @@ def test_an_interruption_is_resumed_to_the_same_bits(pixels: ImageData, tmp_path
     assert not weights_differ(resumed.model, trained.model)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_another_corruption_is_another_training(pixels: ImageData, tmp_path: Path) -> None:
     """The random state of the corruption counts: another seed of it gives other bits."""
     model = MaskedPatchModel(dataclasses.replace(CONFIG, include_preprocessing=True), seed=5)
@@ -167,7 +167,7 @@ def test_replicas_corrupt_other_patches() -> None:
     assert len(states) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_two_replicas_learn_what_one_device_learns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,9 +189,9 @@ def test_two_replicas_learn_what_one_device_learns(
         for strategy, accumulate in strategies
     ]
     for one, two in zip(*(run.model.get_weights() for run in runs), strict=True):
-        np.testing.assert_allclose(one, two, atol=2e-6)
+        np.testing.assert_allclose(one, two, atol=1e-4)  # after eight steps
     losses = [run.config["result"]["validation_loss"] for run in runs]
-    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
 
 
 def _corrupt_every_second(self: MaskedPatchModel, embedded: Any, seeds: Any) -> Any:

@@ -71,7 +71,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> ImageData:
     return image_files.in_memory(load_folder(folder), side=16)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_sweep_is_resumed_and_recorded(data: ImageData, tmp_path: Path) -> None:
     """Interrupted in its third trial; the two that are done are not repeated, the model is kept."""
     model = VisionTransformer(CONFIG)
@@ -112,7 +112,7 @@ def test_a_sweep_is_resumed_and_recorded(data: ImageData, tmp_path: Path) -> Non
     assert sweep_learning_rate(data, **arguments) == sweep
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_command_line_sweeps(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

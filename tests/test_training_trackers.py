@@ -150,7 +150,7 @@ def record(name: str, out: Path) -> None:
         track(done(out.parent))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.filterwarnings("default")
 def test_mlflow_has_the_numbers(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One run in a store of its own, with both epochs, the settings and the result."""
@@ -197,7 +197,7 @@ def records(content: bytes) -> Iterator[bytes]:
             record = b""
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.filterwarnings("default")
 def test_wandb_has_the_numbers(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two offline files of one run, with the numbers of the epochs."""

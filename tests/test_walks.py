@@ -117,7 +117,7 @@ def run(name: str, photos: Path, out: Path) -> Callable[[], Any]:
     return walks[name]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", WALKS)
 def test_data_passes_what_contributing_lists(name: str, photos: Path, tmp_path: Path) -> None:
     functions = [

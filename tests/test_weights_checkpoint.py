@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import published
 import pytest
-from conftest import TINY, randomize
+from conftest import FLOAT32, TINY, randomize
 
 import keras_vit
 from keras_vit.model import VisionTransformer
@@ -128,7 +128,7 @@ def test_folded_class_position_gives_the_same_logits(tmp_path: Path) -> None:
     plain, other = VisionTransformer(TINY), VisionTransformer(TINY)
     keras_vit.weights.load(plain, write(tmp_path / "a.npz", arrays))
     keras_vit.weights.load(other, write(tmp_path / "b.npz", folded(arrays)))
-    np.testing.assert_allclose(other(images), plain(images), atol=1e-6)
+    np.testing.assert_allclose(other(images), plain(images), atol=FLOAT32)
 
 
 def test_bfloat16_arrays_are_read_exactly(tmp_path: Path) -> None:

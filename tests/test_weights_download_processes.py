@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import pty
+import re
 import resource
 import shutil
 import signal
@@ -13,13 +14,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import download_rig as rig
 import numpy as np
 import pytest
 
-from campaigns import runner
 from keras_vit.weights import download
 
 GOOGLE = "https://storage.googleapis.com/vit_models"
@@ -44,15 +43,7 @@ def url(server: rig.Server) -> str:
     return server.url + rig.NAME
 
 
-def run_child(code: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", code, str(rig.SOURCE), *arguments]
-    done: subprocess.CompletedProcess[str] = subprocess.run(
-        command, capture_output=True, text=True, timeout=60, **options
-    )
-    return done
-
-
-@pytest.mark.slow
+@pytest.mark.full
 def test_cache_is_in_keras_own_folder(tmp_path: Path) -> None:
     """Files are kept where keras.utils.get_file keeps a model, with and without KERAS_HOME."""
     (tmp_path / "file.bin").write_bytes(b"x")
@@ -70,7 +61,7 @@ def test_cache_is_in_keras_own_folder(tmp_path: Path) -> None:
     ]
     folders = []
     for child in children:
-        out, err = child.communicate(timeout=120)
+        out, err = child.communicate(timeout=300)
         of_keras, ours = (Path(line) for line in out.splitlines()[-2:])
         assert ours == of_keras.parent / "keras_vit" / "vit_models" / "sam" / "ViT-B_16.npz", err
         folders.append(of_keras.parent)
@@ -113,7 +104,7 @@ def on_a_disk(folder: Path, *, before: str, url: str) -> subprocess.CompletedPro
         ["unshare", "--map-root-user", "--mount", "sh", "-c", command, "sh", *fetch],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
 
 
@@ -121,7 +112,7 @@ def can_mount(folder: Path) -> bool:
     if shutil.which("unshare") is None:
         return False
     command = ["unshare", "--map-root-user", "--mount", "mount", "-t", "tmpfs", "none", str(folder)]
-    return subprocess.run(command, capture_output=True, timeout=10).returncode == 0
+    return subprocess.run(command, capture_output=True, timeout=300).returncode == 0
 
 
 @pytest.mark.parametrize("length", [True, False])
@@ -179,18 +170,10 @@ def test_read_only_cache(server: rig.Server, tmp_path: Path) -> None:
     assert "set KERAS_HOME to a folder that you can write to" in absent.stderr
 
 
-def start_child(
-    code: str, *arguments: str, env: dict[str, str] | None = None
-) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", code, str(rig.SOURCE), *arguments]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env)
-
-
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 300
     while not condition():
-        assert time.monotonic() < deadline, "the expected state was not reached in 30 s"
+        assert time.monotonic() < deadline, "the expected state was not reached in 300 s"
         time.sleep(0.01)
 
 
@@ -202,7 +185,7 @@ def test_two_processes_at_once(server: rig.Server, url: str) -> None:
     """Two processes that want the same file get it by one download."""
     server.pause = 0.02
     children = [rig.start_child(rig.FETCH, url), rig.start_child(rig.FETCH, url)]
-    results = [child.communicate(timeout=60) for child in children]
+    results = [child.communicate(timeout=300) for child in children]
 
     assert [out.strip() for out, _ in results] == [str(download.cached_path(url))] * 2, results
     assert len(server.requests) == 1
@@ -230,7 +213,7 @@ def test_killed_in_the_middle(server: rig.Server, url: str, home: Path) -> None:
     child = rig.start_child(rig.FETCH, url)
     until(lambda: size(partial) > 0)
     child.send_signal(signal.SIGKILL)
-    child.communicate(timeout=10)
+    child.communicate(timeout=300)
     there = size(partial)
 
     assert "ViT-B_16.npz" not in rig.kept(home)
@@ -239,7 +222,7 @@ def test_killed_in_the_middle(server: rig.Server, url: str, home: Path) -> None:
     assert server.requests[-1]["range"] == f"bytes={there}-"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_killed_again_and_again(server: rig.Server, home: Path) -> None:
     """Killed at any moment, a download leaves either no file under its name or the whole one."""
     body = rig.archive(3, floats=200_000)
@@ -247,12 +230,13 @@ def test_killed_again_and_again(server: rig.Server, home: Path) -> None:
     server.pause = 0.01
     url = f"{server.url}/large.npz"
     path = download.cached_path(url)
-    for moment in np.random.default_rng(0).uniform(0.2, 0.8, 8):
+    partial = path.with_name("large.npz.partial")
+    for least in np.linspace(1, len(body), 8):
         child = rig.start_child(rig.FETCH, url)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(moment)
+        while size(partial) < least and not path.exists():
+            time.sleep(0.01)
         child.send_signal(signal.SIGKILL)
-        child.communicate(timeout=10)
+        child.communicate(timeout=300)
         assert not path.exists() or path.read_bytes() == body
 
     assert download.fetch(url).read_bytes() == body
@@ -279,7 +263,7 @@ def on_a_terminal(code: str, url: str) -> str:
         with contextlib.suppress(OSError):  # the terminal's end is an error on Linux
             while piece := os.read(ours, 2**16):
                 drawn += piece
-        child.wait(60)
+        child.wait(300)
     os.close(ours)
     assert child.returncode == 0, drawn.decode()
     return drawn.decode()
@@ -294,7 +278,7 @@ def test_progress_bar_on_a_terminal(server: rig.Server, url: str) -> None:
     assert "ViT-B_16.npz" in drawn
     assert "KiB" in drawn
     assert "kB/s" in drawn or "MB/s" in drawn
-    assert "0:00:0" in drawn
+    assert re.search(r"\d:\d\d:\d\d", drawn)
 
 
 def test_no_progress_bar_when_not_wanted(url: str) -> None:
@@ -317,13 +301,3 @@ def test_log_lines(url: str, caplog: pytest.LogCaptureFixture) -> None:
     first, last = (record.getMessage() for record in caplog.records)
     assert first == "Downloading ViT-B_16.npz: 0.2 MiB."
     assert last.startswith("Downloaded ViT-B_16.npz in ")
-
-
-@pytest.mark.slow
-def test_campaign_of_server_faults() -> None:
-    """Hundreds of hostile answers: the sound file comes, or a clear error, and nothing is kept."""
-    outcome = runner.run("campaigns.downloads", count=400, seed=3)
-
-    assert outcome.cases == 400
-    assert outcome.failures == []
-    assert min(outcome.counts[kind] for kind in ("same", "refused")) > 50

@@ -12,6 +12,7 @@ import numpy as np
 import published
 import pytest
 import safetensors.numpy
+from conftest import FLOAT32
 
 import keras_vit
 from keras_vit.model import VisionTransformer
@@ -420,7 +421,7 @@ def test_a_towers_projection_is_no_classifier(tmp_path: Path) -> None:
     assert difference(answers(model, images), vector @ kernel.T + bias) < TOLERANCE
     assert (model.config.classes, model.config.representation_dim) == (None, 512)
     classifier = keras_vit.load(folder, classes=3)
-    np.testing.assert_allclose(answers(classifier, images).sum(axis=1), 1, rtol=1e-6)
+    np.testing.assert_allclose(answers(classifier, images).sum(axis=1), 1, rtol=FLOAT32)
 
 
 def test_weights_of_another_gelu_are_told(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import published
 import pytest
 import scipy.ndimage
+from conftest import FLOAT32
 from hypothesis import strategies as st
 
 from keras_vit.weights.positions import Method, resample_positions, resample_variable, square_grid
@@ -35,7 +36,7 @@ def test_original_is_what_the_original_makes(name: str) -> None:
     old, _, new = name.split("_")
     grid, new_grid = (int(old),) * 2, (int(new),) * 2
     made = resample_positions(GOLDEN[f"from_{old}"], grid, new_grid)
-    np.testing.assert_allclose(made, GOLDEN[name], rtol=0, atol=1e-6)
+    np.testing.assert_allclose(made, GOLDEN[name], rtol=0, atol=FLOAT32)
 
 
 def test_golden_comparison_can_fail() -> None:
@@ -68,7 +69,7 @@ def test_half_pixel_methods_are_pytorchs(method: Method) -> None:
     """A ramp becomes what PyTorch's interpolate makes of it."""
     ramp = np.arange(4.0).reshape(1, 4, 1)
     made = resample_positions(ramp, (1, 4), (1, 6), method=method)
-    np.testing.assert_allclose(made[0, :, 0], TORCH_ROWS[method], atol=1e-6)
+    np.testing.assert_allclose(made[0, :, 0], TORCH_ROWS[method], atol=FLOAT32)
 
 
 def antialias_error(name: str, method: Method) -> float:

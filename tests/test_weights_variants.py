@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import variants_oracle
-from conftest import TINY
+from conftest import FLOAT32, TINY
 from test_model_variants import AVERAGE, CONFIGS, expected_logits, images_for, model_of
 
 import keras_vit
@@ -32,7 +32,7 @@ UNSHOWN = (
 
 def quick(*names: str, without: Collection[str] = ()) -> list[Any]:
     """Every variant; all but the named ones among the slow tests."""
-    slow, variants = pytest.mark.slow, [name for name in CONFIGS if name not in without]
+    slow, variants = pytest.mark.full, [name for name in CONFIGS if name not in without]
     return [name if name in names else pytest.param(name, marks=slow) for name in variants]
 
 
@@ -44,7 +44,7 @@ def test_resized_variant_is_the_same_network_on_another_grid(name: str, method: 
     bigger = keras_vit.resize(model, (48, 40, 3), positions=method)
     assert bigger.config == dataclasses.replace(model.config, input_shape=(48, 40, 3))
     np.testing.assert_allclose(
-        bigger(images_for(bigger.config)), expected_logits(bigger), rtol=0, atol=3e-6
+        bigger(images_for(bigger.config)), expected_logits(bigger), rtol=0, atol=FLOAT32
     )
     (rows, columns), old = model.config.grid, variants_oracle.arrays(model)
     cells = {
@@ -65,10 +65,10 @@ def test_resized_variant_is_the_same_network_on_another_grid(name: str, method: 
         grid = value[0, first:].reshape(*sides.get(kind, (6, 5)), -1)
         if method == "original":  # corners stay corners, and the middle of offsets the middle
             for corner in ((0, 0), (0, -1), (-1, 0), (-1, -1)):
-                np.testing.assert_allclose(grid[corner], smaller[corner], atol=1e-6)
+                np.testing.assert_allclose(grid[corner], smaller[corner], atol=FLOAT32)
         if kind == "relative_bias":
             middle = smaller[rows - 1, columns - 1]
-            np.testing.assert_allclose(grid[5, 4], middle, atol=1e-6)
+            np.testing.assert_allclose(grid[5, 4], middle, atol=FLOAT32)
 
 
 @pytest.mark.parametrize("name", CHANGED)

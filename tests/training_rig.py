@@ -3,11 +3,14 @@
 Run as `python training_rig.py '{"out": "run", "steps": 60}'`, or for several trainings with a list
 of such cases as "each"; under TF_CONFIG it is one of the workers. It prints `resumed N`, `loss X`,
 `step N`, `ends N`, `saving N`, `saved N`, `done HASH`, `stopped CODE`; of several, `begins` and
-`code N` too.
+`code N` too. With "pause": [WORD, N, CALLS] it prints `pauses N` and stops itself so many calls of
+functions after it printed the word with N or more: `kill` does the rest.
 """
 
+import itertools
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,7 @@ DEFAULTS: dict[str, Any] = {
     "mesh": None,
     "mixup": 0.2,
     "patience": None,
+    "pause": None,
 }
 
 
@@ -39,6 +43,16 @@ def told(process: processes.Started, *, seconds: float = 300) -> dict[str, list[
     output, errors = process.communicate(timeout=seconds)
     end = {"code": [str(process.returncode)], "errors": [errors[-3000:]]}
     return end | _by_first_word(output)
+
+
+def kill(process: processes.Started) -> dict[str, list[str]]:
+    """Kills a training where it has stopped itself; returns what it said until then."""
+    assert process.stdout is not None
+    lines = list(itertools.takewhile(lambda line: not line.startswith("pauses"), process.stdout))
+    process.send_signal(signal.SIGKILL)
+    end = told(process)
+    assert end["code"] == [str(-signal.SIGKILL)], end["errors"]
+    return _by_first_word("".join(lines))
 
 
 def _by_first_word(output: str) -> dict[str, list[str]]:
@@ -72,12 +86,27 @@ def _say(*words: object) -> None:
     sys.stdout.flush()
 
 
+def _pause(case: dict[str, Any], word: str, number: int) -> None:
+    """Makes this thread stop the process where the case says so."""
+    wanted, least, after = case["pause"] or ("", 0, 0)
+    if word != wanted or number < least or sys.getprofile():
+        return
+    calls = itertools.count()
+
+    def stop(_: object, event: str, __: object) -> None:
+        if event in ("call", "c_call") and next(calls) == after:
+            _say("pauses", number)
+            signal.raise_signal(signal.SIGSTOP)
+
+    sys.setprofile(stop)
+
+
 def _main(case: dict[str, Any]) -> int:
     each = [{**DEFAULTS, **one} for one in case.get("each", [case])]
     processes.make_devices(each[0]["replicas"])
     from keras_vit.training import checkpoints, loop
 
-    _listen(checkpoints.Checkpoints, loop.Loop)
+    _listen(each[0], checkpoints.Checkpoints, loop.Loop)
     if "each" not in case:
         return _train(each[0])
     for one in each:
@@ -94,6 +123,7 @@ def _train(case: dict[str, Any]) -> int:
             _say("loss", event.loss)
             _say("step", event.step)
             _say("ends", event.steps)
+            _pause(case, "step", event.step)
             if event.step == case["stop_at"]:
                 raise KeyboardInterrupt
 
@@ -172,14 +202,16 @@ def _settings(case: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _listen(checkpoints: Any, loop: Any) -> None:
+def _listen(case: dict[str, Any], checkpoints: Any, loop: Any) -> None:
     """Makes saving and resuming tell about themselves."""
     resume = loop.resume
 
     def telling(save: Any) -> Any:
         def told(self: Any, step: int, *args: Any, **kwargs: Any) -> None:
             _say("saving", step)
+            _pause(case, "saving", step)
             save(self, step, *args, **kwargs)
+            sys.setprofile(None)
             _say("saved", step)
 
         return told

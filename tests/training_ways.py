@@ -362,7 +362,10 @@ WAYS: dict[str, Any] = {
         {"reduction": "mean_with_sample_weight"}, train_step=_textbook_step
     ),
     "multiple": _multiple,
-    "schedule_free": lambda: _optimized("ScheduleFreeAdamW", learning_rate=1e-2, clipnorm=0.1),
+    # The key's bias has no gradient: without this epsilon Adam would divide its noise by itself.
+    "schedule_free": lambda: _optimized(
+        "ScheduleFreeAdamW", learning_rate=1e-2, clipnorm=0.1, epsilon=1e-2
+    ),
 }
 
 if __name__ == "__main__":

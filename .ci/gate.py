@@ -309,16 +309,12 @@ def summarize(outcomes: dict[str, Outcome]) -> int:
     for name, outcome in outcomes.items():
         state = "failed" if outcome.failed else "flaky" if outcome.flaky else "passed"
         print(f"{name:12} {outcome.seconds:6.0f} s  {state}")
-    for outcome in outcomes.values():
-        for line in outcome.flaky:
-            print(f"FLAKY {line}")
-    for outcome in outcomes.values():
-        for line in outcome.failed:
-            print(f"FAILED {line}")
-    is_red = any(outcome.failed for outcome in outcomes.values())
-    minutes = sum(outcome.seconds for outcome in outcomes.values()) / 60
-    print(f"== {'FAILED' if is_red else 'passed'} after {minutes:.1f} minutes")
-    return int(is_red)
+    total = sum(outcomes.values(), Outcome())
+    for word, lines in (("FLAKY", total.flaky), ("FAILED", total.failed)):
+        for line in lines:
+            print(f"{word} {line}")
+    print(f"== {'FAILED' if total.failed else 'passed'} after {total.seconds / 60:.1f} minutes")
+    return int(bool(total.failed))
 
 
 def machine() -> str:

@@ -25,7 +25,8 @@ def main() -> None:
         pip = (sys.executable, "-m", "pip")
         run(*pip, "wheel", "-q", "--no-deps", "-w", wheels, ROOT, place=folder)
         (wheel,) = wheels.glob("*.whl")
-        check_names(zipfile.ZipFile(wheel).namelist())
+        about = "-".join(wheel.name.split("-")[:2])  # the distribution and its version
+        check_names(zipfile.ZipFile(wheel).namelist(), tops={"keras_vit", f"{about}.dist-info"})
         run(*pip, "install", "-q", "--no-deps", "--target", site, wheel, place=folder)
         # -P: the working folder is not imported from.
         run(sys.executable, "-P", "-c", SCRIPT, site, place=folder, site=site)
@@ -33,10 +34,9 @@ def main() -> None:
             run(sys.executable, "-P", "-m", "keras_vit", *words, place=folder, site=site)
 
 
-def check_names(names: list[str]) -> None:
+def check_names(names: list[str], *, tops: set[str]) -> None:
     """The code, its data and the licence, and no tests."""
-    tops = {name.split("/")[0] for name in names}
-    others = {top for top in tops if top != "keras_vit" and not top.endswith(".dist-info")}
+    others = {name.split("/")[0] for name in names} - tops
     lost = {f"keras_vit/{name}" for name in DATA} - {*names}
     if others or lost or not any(name.endswith("licenses/LICENSE") for name in names):
         raise SystemExit(f"The wheel holds {others or 'no other things'}, and lacks {lost}.")

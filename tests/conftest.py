@@ -20,17 +20,14 @@ if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
     from tensorflow.python.data.ops.dataset_ops import DatasetV2
 
+    from keras_vit.data.source import untuned
+
     tf.config.set_logical_device_configuration(
         tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
     )
 
-    def _without_autotune(dataset: tf.data.Dataset) -> tf.data.Dataset:
-        """Iterators of Keras' own adapters, too, would wait up to 60 s for autotune as they die."""
-        options = tf.data.Options()
-        options.autotune.enabled = False
-        return dataset.with_options(options)
-
-    DatasetV2._apply_debug_options = _without_autotune  # all iterators call it as they are made
+    # All iterators call it as they are made, those of Keras' own adapters too.
+    DatasetV2._apply_debug_options = untuned
 
 # Python would look through all that was imported, a million objects, again and again: 7 % of the
 # time of the tests.

@@ -43,7 +43,7 @@ BAD_SHAPES: list[tuple[keras.Layer, tuple[int, ...], str]] = [
 PATCHES, TOKENS = (2, 2, 3, 48), (2, 5, 8)
 ROTARY = {"grid": (2, 2), "period": 100.0}
 # What attention may have besides, in a block too.
-MANY = {"query_key_norm": True, "relative_grid": (2, 2)}
+MANY: dict[str, Any] = {"query_key_norm": True, "relative_grid": (2, 2)}
 
 Case = tuple[type, dict[str, Any], tuple[int, ...], tuple[int, ...], int, int]
 

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,15 @@ def copied(family: str, folder: Path) -> Path:
     return Path(shutil.copytree(MODERN / family, folder / family))
 
 
-def edit(folder: Path, change: Callable[[dict[str, Any]], Any], name: str = "config.json") -> None:
+def edit(
+    folder: Path, values: dict[str, Any], *, part: str = "", name: str = "config.json"
+) -> None:
+    """Gives settings, or a part of them, other values; None takes one away."""
     settings = json.loads((folder / name).read_text())
-    change(settings)
+    place = settings[part] if part else settings
+    place.update(values)
+    for key in [key for key, value in values.items() if value is None]:
+        del place[key]
     (folder / name).write_text(json.dumps(settings))
 
 
@@ -82,8 +87,7 @@ def test_a_builder_takes_a_folder_with_its_pixels(tmp_path: Path) -> None:
     arrays = timm_arrays(config)
     safetensors.numpy.save_file(arrays, tmp_path / "model.safetensors")
     shutil.copy(MODERN / "timm_deit" / "config.json", tmp_path / "config.json")
-    sizes = {"num_heads": 3, "img_size": [32, 32]}
-    edit(tmp_path, lambda settings: settings.update(model_args=sizes))
+    edit(tmp_path, {"model_args": {"num_heads": 3, "img_size": [32, 32]}})
     model = keras_vit.ViTTi16(weights=tmp_path)
     assert (model.config.activation, model.config.image_std) == ("gelu", (0.229, 0.224, 0.225))
     with pytest.raises(ValueError, match="its hidden_dim is 192, the model's is 384"):
@@ -126,13 +130,7 @@ def test_what_is_not_known_is_refused(tmp_path: Path) -> None:
     """Settings that mean another network, or none, are one sentence with the file's path."""
     for number, (family, part, values, message) in enumerate(CHANGED):
         folder = copied(family, tmp_path / str(number))
-        settings = json.loads((folder / "config.json").read_text())
-        place = settings[part] if part else settings
-        for name, value in values.items():
-            place[name] = value
-            if value is None:
-                del place[name]
-        (folder / "config.json").write_text(json.dumps(settings))
+        edit(folder, values, part=part)
         with pytest.raises(ValueError, match=message) as caught:
             keras_vit.load(folder)
         assert "\n" not in str(caught.value)
@@ -143,7 +141,7 @@ def test_an_unknown_name_fills_a_model_of_a_known_config(tmp_path: Path) -> None
     """The way on that the refusal names: the model's own config says what the file does not."""
     folder = copied("timm_vit", tmp_path)
     right = keras_vit.load(folder)
-    edit(folder, lambda settings: settings.update(architecture="vit_of_tomorrow"))
+    edit(folder, {"architecture": "vit_of_tomorrow"})
     model = VisionTransformer(right.config)
     keras_vit.weights.load(model, folder / "model.safetensors")
     for variable, other in zip(right.weights, model.weights, strict=True):
@@ -182,7 +180,7 @@ def test_pixels_of_an_image_processor(tmp_path: Path) -> None:
     """Factor, mean, deviation and the two switches of transformers, in units of 1."""
     for number, (settings, mean, std) in enumerate(PROCESSORS):
         folder = copied("hf_vit_cls", tmp_path / str(number))
-        edit(folder, lambda old, new=settings: old.update(new), "preprocessor_config.json")
+        edit(folder, settings, name="preprocessor_config.json")
         config = keras_vit.load(folder).config
         np.testing.assert_allclose(config.image_mean, mean, rtol=1e-9)
         np.testing.assert_allclose(config.image_std, std, rtol=1e-9)

@@ -129,7 +129,7 @@ def of(**fields: Any) -> Callable[[Arrays], Arrays]:
 
 
 FC1 = "Transformer/encoderblock_1/MlpBlock_3/Dense_0/kernel"
-DAMAGED = {
+DAMAGED: dict[str, tuple[Callable[[Arrays], Arrays], str]] = {
     "missing array": (
         lambda arrays: {n: a for n, a in arrays.items() if n != FC1},
         f"missing: {FC1}",

@@ -43,7 +43,7 @@ def test_names_of_transformers(tmp_path: Path) -> None:
 
 def test_names_of_timm(tmp_path: Path) -> None:
     """label_names, described where label_descriptions has them; at the top or inside."""
-    names = {"label_names": WORDS, "label_descriptions": MEANINGS}
+    names: dict[str, Any] = {"label_names": WORDS, "label_descriptions": MEANINGS}
     expected = (PAIRS[0], ("dog", "dog, Canis familiaris"), *PAIRS[2:])
     inside = source("timm_deit", tmp_path / "inside", pretrained_cfg=dict(names))
     for folder in (inside, source("timm_deit", tmp_path, **names)):

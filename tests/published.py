@@ -5,7 +5,9 @@ commit c6de1e53, float32, CPU) run on exactly these weights and images.
 """
 
 import json
+import shutil
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,11 @@ from keras_vit.config import ViTConfig
 from keras_vit.weights.layouts import original_rows
 
 GOLDEN = Path(__file__).parent / "golden"
+MODERN = GOLDEN / "modern"  # folders of timm and transformers, one a family of models
 
-# Newer Flax numbers the modules of a block per class, the published files per block.
+Change = Callable[[dict[str, np.ndarray], dict[str, Any]], Any]
+
+# Names of published files, which number the modules of a block one after another.
 TO_LINEN = (
     ("LayerNorm_2", "LayerNorm_1"),
     ("MultiHeadDotProductAttention_1", "MultiHeadDotProductAttention_0"),
@@ -47,10 +52,32 @@ def arrays(config: ViTConfig) -> dict[str, Any]:
     }
 
 
+def linen(named: dict[str, Any]) -> dict[str, Any]:
+    """Renames as newer Flax numbers the modules of a block: per class."""
+    renamed = {}
+    for name, value in named.items():
+        for old, new in TO_LINEN if name.startswith("Transformer/") else ():
+            name = name.replace(f"/{old}/", f"/{new}/")
+        renamed[name] = value
+    return renamed
+
+
 def write(path: Path, config: ViTConfig) -> Path:
     """Writes the checkpoint for this config and returns its path."""
     np.savez(path, **arrays(config))
     return path
+
+
+def rewritten(family: str, folder: Path, change: Change) -> Path:
+    """Returns a copy of a family's folder, in `folder`, with other arrays or settings."""
+    copy = Path(shutil.copytree(MODERN / family, folder / family))
+    arrays = safetensors.numpy.load_file(copy / "model.safetensors")
+    settings = json.loads((copy / "config.json").read_text())
+    change(arrays, settings)
+    whole = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    safetensors.numpy.save_file(whole, copy / "model.safetensors")
+    (copy / "config.json").write_text(json.dumps(settings))
+    return copy
 
 
 def write_shards(folder: Path, *, count: int) -> Path:

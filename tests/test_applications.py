@@ -21,24 +21,12 @@ SMALL = (32, 48, 3)
 
 # keras.applications.ConvNeXtTiny's arguments, in its order but for include_preprocessing.
 ARGUMENTS = [
-    "include_top",
-    "weights",
-    "input_tensor",
-    "input_shape",
-    "pooling",
-    "classes",
-    "classifier_activation",
-    "include_preprocessing",
-    "name",
-    # ours, by keyword
-    "dropout_rate",
-    "drop_path_rate",
-    "remat",
-    "positions",
-    "sha256",
+    *("include_top", "weights", "input_tensor", "input_shape", "pooling", "classes"),
+    *("classifier_activation", "include_preprocessing", "name"),
+    *("dropout_rate", "drop_path_rate", "remat", "positions", "sha256"),  # ours, by keyword
 ]
 
-FRESH = [
+FRESH: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {"classes": 1000, "pooling": "token", "class_token": True}),
     ({"classes": 5}, {"classes": 5}),
     ({"pooling": "avg"}, {"pooling": "avg", "class_token": False, "classes": 1000}),
@@ -46,42 +34,36 @@ FRESH = [
     ({"include_top": False}, {"classes": None, "pooling": None, "class_token": True}),
     ({"include_top": False, "pooling": "avg"}, {"classes": None, "pooling": "avg"}),
     ({"include_top": False, "pooling": "token"}, {"classes": None, "pooling": "token"}),
-    ({"classifier_activation": None}, {"classifier_activation": None}),
-    ({"include_preprocessing": False}, {"include_preprocessing": False}),
+    # What is passed on as it is.
+    *(
+        (fields, fields)
+        for fields in (
+            {"classifier_activation": None},
+            {"include_preprocessing": False},
+            {"dropout_rate": 0.1, "drop_path_rate": 0.2, "remat": True},
+        )
+    ),
 ]
 
 # What the file holds, what the call asks for, what the model must be.
-CHECKPOINTS = [
-    ({"classes": 7}, {}, {"classes": 7, "pooling": "token", "input_shape": (32, 32, 3)}),
-    ({"classes": 7, "representation_dim": 9}, {}, {"classes": 7, "representation_dim": 9}),
+SEVEN: dict[str, Any] = {"classes": 7}
+WIDE = {**SEVEN, "representation_dim": 9}
+AVERAGE, MAP = ({**SEVEN, "pooling": pooling, "class_token": False} for pooling in ("avg", "map"))
+CHECKPOINTS: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+    (SEVEN, {}, {**SEVEN, "pooling": "token", "input_shape": (32, 32, 3)}),
+    (SEVEN, {"input_shape": (48, 64, 3)}, {"input_shape": (48, 64, 3)}),
+    (WIDE, {}, WIDE),
+    (WIDE, {"classes": 4}, {"classes": 4, "representation_dim": None}),
     (
-        {"classes": 7, "representation_dim": 9},
-        {"classes": 4},
-        {"classes": 4, "representation_dim": None},
-    ),
-    (
-        {"classes": 7, "representation_dim": 9},
+        WIDE,
         {"include_top": False},
         {"classes": None, "representation_dim": None, "pooling": None},
     ),
     ({"classes": None}, {"classes": 3}, {"classes": 3}),
     ({"classes": None}, {"include_top": False, "pooling": "token"}, {"pooling": "token"}),
-    (
-        {"classes": 7, "pooling": "avg", "class_token": False},
-        {},
-        {"pooling": "avg", "class_token": False},
-    ),
-    (
-        {"classes": 7, "pooling": "map", "class_token": False},
-        {},
-        {"pooling": "map", "class_token": False},
-    ),
-    (
-        {"classes": 7, "pooling": "map", "class_token": False},
-        {"include_top": False},
-        {"pooling": None, "classes": None},
-    ),
-    ({"classes": 7}, {"input_shape": (48, 64, 3)}, {"input_shape": (48, 64, 3)}),
+    (AVERAGE, {}, AVERAGE),
+    (MAP, {}, MAP),
+    (MAP, {"include_top": False}, {"pooling": None, "classes": None}),
 ]
 
 
@@ -102,44 +84,28 @@ def test_every_variant_has_a_public_builder() -> None:
         assert name.split("/")[1] in builder.__name__
 
 
-@pytest.mark.parametrize("variant", BUILDERS)
-def test_builder_builds_its_variant(variant: str) -> None:
-    """Each builder has its variant's sizes and the arguments of keras.applications."""
-    config, builder = VARIANTS[variant], BUILDERS[variant]
-    assert list(inspect.signature(builder).parameters) == ARGUMENTS
-    if keras_vit.parameter_count(config) > 50e6:
-        return  # the same code; its size is held by test_config and its docstring is checked below
-    side = 2 * config.stride
-    model = builder(input_shape=(side, side, 3), classes=3)
+def test_builders_build_their_variants() -> None:
+    """Each has its variant's sizes, the arguments of keras.applications and a docstring of both."""
     sizes = ("hidden_dim", "mlp_dim", "num_heads", "num_layers", "patch_size", "resnet_layers")
-    assert [getattr(model.config, s) for s in sizes] == [getattr(config, s) for s in sizes]
-    assert model.name == builder.__name__.lower()
+    for variant, builder in BUILDERS.items():
+        config, text = VARIANTS[variant], inspect.getdoc(builder) or ""
+        assert list(inspect.signature(builder).parameters) == ARGUMENTS
+        assert f"{keras_vit.parameter_count(config):,} parameters" in text
+        assert f"multiples of {config.stride}" in text
+        assert "arxiv.org" in text
+        if keras_vit.parameter_count(config) > 50e6:
+            continue  # the same code; its size is held by test_variants
+        side = 2 * config.stride
+        model = builder(input_shape=(side, side, 3), classes=3)
+        assert [getattr(model.config, s) for s in sizes] == [getattr(config, s) for s in sizes]
+        assert model.name == builder.__name__.lower()
 
 
-def test_what_matters_in_training_is_passed_on() -> None:
-    """Dropout, stochastic depth and recomputing come into the config."""
-    model = keras_vit.ViTTi16(
-        input_shape=(32, 32, 3), dropout_rate=0.1, drop_path_rate=0.2, remat=True
-    )
-    config = model.config
-
-    assert (config.dropout_rate, config.drop_path_rate, config.remat) == (0.1, 0.2, True)
-
-
-@pytest.mark.parametrize("variant", BUILDERS)
-def test_builder_is_documented(variant: str) -> None:
-    """The docstring states the size, the stride and the source."""
-    text = inspect.getdoc(BUILDERS[variant]) or ""
-    assert f"{keras_vit.parameter_count(VARIANTS[variant]):,} parameters" in text
-    assert f"multiples of {VARIANTS[variant].stride}" in text
-    assert "arxiv.org" in text
-
-
-@pytest.mark.parametrize(("arguments", "fields"), FRESH)
-def test_arguments_without_weights(arguments: dict[str, Any], fields: dict[str, Any]) -> None:
+def test_arguments_without_weights() -> None:
     """Arguments left open take the variant's values, the others are obeyed."""
-    model = keras_vit.ViTTi16(input_shape=SMALL, **arguments)
-    assert {name: getattr(model.config, name) for name in fields} == fields
+    for arguments, fields in FRESH:
+        model = keras_vit.ViTTi16(input_shape=SMALL, **arguments)
+        assert {name: getattr(model.config, name) for name in fields} == fields
 
 
 def test_default_is_probabilities_from_pixels() -> None:
@@ -149,14 +115,12 @@ def test_default_is_probabilities_from_pixels() -> None:
     np.testing.assert_allclose(out, np.full((1, 1000), 1e-3), atol=1e-6)
 
 
-@pytest.mark.parametrize(("held", "arguments", "fields"), CHECKPOINTS)
-def test_checkpoint_decides_what_is_left_open(
-    held: dict[str, Any], arguments: dict[str, Any], fields: dict[str, Any], tmp_path: Path
-) -> None:
+def test_checkpoint_decides_what_is_left_open(tmp_path: Path) -> None:
     """Classes, class token, pooling, representation layer and image size come from the file."""
-    path, _ = checkpoint(tmp_path, **held)
-    model = keras_vit.ViTTi16(weights=path, **arguments)
-    assert {name: getattr(model.config, name) for name in fields} == fields
+    for held, arguments, fields in CHECKPOINTS:
+        path, _ = checkpoint(tmp_path, **held)
+        model = keras_vit.ViTTi16(weights=path, **arguments)
+        assert {name: getattr(model.config, name) for name in fields} == fields
 
 
 def test_every_weight_of_a_checkpoint_is_loaded(tmp_path: Path) -> None:
@@ -190,18 +154,13 @@ def test_positions_are_resampled_as_asked_for(positions: Method, tmp_path: Path)
 
 
 def test_another_number_of_classes_makes_a_fresh_head(tmp_path: Path) -> None:
-    """The new classifier is zeros; everything below it is the checkpoint's."""
+    """The new classifier is zeros, everything below it the checkpoint's; other models are drawn."""
     path, _ = checkpoint(tmp_path, classes=7)
     model = values(keras_vit.ViTTi16(weights=path, classes=4))
     assert model["head/kernel"].shape == (192, 4)
     assert not model["head/kernel"].any()
     assert model["block_11/mlp/fc2/kernel"].any()
-
-
-def test_fresh_weights_after_loading_are_random(tmp_path: Path) -> None:
-    """Skipping the initializers ends with the build that asked for it, even after an error."""
-    path, _ = checkpoint(tmp_path, classes=7)
-    keras_vit.ViTTi16(weights=path)
+    # Skipping the initializers ends with the build that asked for it.
     assert values(keras_vit.ViTTi16(input_shape=SMALL))["block_0/mlp/fc1/kernel"].any()
 
 
@@ -216,7 +175,7 @@ def test_input_tensor_is_built_upon() -> None:
     assert [v.shape for v in again.weights] == [v.shape for v in model.weights]
 
 
-ERRORS = [
+ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"input_shape": (30, 48, 3)}, ValueError, "multiples of 16.*nearest that fits is"),
     ({"positions": "nearest"}, ValueError, "resampled by one of.*bicubic_antialias.*'nearest'"),
     ({"pooling": "mean"}, ValueError, "pooling must be one of"),
@@ -228,26 +187,18 @@ ERRORS = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "kind", "message"), ERRORS)
-def test_bad_arguments_are_refused(
-    arguments: dict[str, Any], kind: type[Exception], message: str
-) -> None:
+def test_bad_arguments_are_refused() -> None:
     """Each wrong argument gets one sentence."""
-    with pytest.raises(kind, match=message):
-        keras_vit.ViTTi16(**arguments)
+    for arguments, kind, message in ERRORS:
+        with pytest.raises(kind, match=message):
+            keras_vit.ViTTi16(**arguments)
 
 
-def test_weights_of_another_variant_are_refused(tmp_path: Path) -> None:
-    """The sentence names the first size that differs, and both values."""
+def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    """Another variant's with the first size that differs; nothing is invented for a head."""
     path, _ = checkpoint(tmp_path, classes=7)
-    with pytest.raises(ValueError, match="its hidden_dim is 192, the model's is 384"):
-        keras_vit.ViTS16(weights=path)
     with pytest.raises(ValueError, match=r"resnet_layers is None, the model's is \(\)"):
         keras_vit.RViTTi16(weights=path)
-
-
-def test_a_checkpoint_without_classifier_needs_classes(tmp_path: Path) -> None:
-    """Nothing is invented for a head that the file does not hold."""
     path, _ = checkpoint(tmp_path, classes=None)
     with pytest.raises(ValueError, match="holds no classifier; pass classes=N"):
         keras_vit.ViTTi16(weights=path)

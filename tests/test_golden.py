@@ -107,13 +107,7 @@ def big_vision_arrays(config: keras_vit.ViTConfig) -> dict[str, Any]:
     shapes = {n: a.shape for n, a in published.arrays(config).items()}
     positions = shapes.pop("Transformer/posembed_input/pos_embedding")
     shapes["pos_embedding"] = (1, config.grid[0] * config.grid[1], positions[2])
-    renamed = {}
-    for name, shape in shapes.items():
-        if name.startswith("Transformer/"):
-            for old, new in published.TO_LINEN:
-                name = name.replace(f"/{old}/", f"/{new}/")
-        renamed[name] = shape
-    return {name: published.array(name, shape) for name, shape in renamed.items()}
+    return {name: published.array(name, shape) for name, shape in published.linen(shapes).items()}
 
 
 @pytest.mark.parametrize("name", BIG_VISION_MODELS)

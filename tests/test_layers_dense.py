@@ -21,7 +21,9 @@ CONFIGS = {
     "representation": dataclasses.replace(
         TINY, num_layers=1, representation_dim=8, dropout_rate=0.1, drop_path_rate=0.1
     ),
-    "map": dataclasses.replace(TINY, num_layers=1, pooling="map", class_token=False),
+    "map": dataclasses.replace(
+        TINY, num_layers=1, pooling="map", class_token=False, representation_dim=8
+    ),
     "varied": VARIED,
 }
 
@@ -43,10 +45,7 @@ def cosine(left: np.ndarray, right: np.ndarray) -> float:
     return float((left * right).sum() / np.linalg.norm(left) / np.linalg.norm(right))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name == "map" else pytest.param(name, marks=pytest.mark.full) for name in CONFIGS],
-)
+@pytest.mark.parametrize("name", ["map", pytest.param("varied", marks=pytest.mark.full)])
 @pytest.mark.parametrize("mode", MODES)
 def test_every_dense_layer_is_quantised_and_comes_back(
     mode: str, name: str, tmp_path: Path
@@ -54,10 +53,12 @@ def test_every_dense_layer_is_quantised_and_comes_back(
     """Answers stay near, and a file, a weights file and a clone give the quantised one's bits."""
     model, images = randomize(VisionTransformer(CONFIGS[name])), images_for()
     before = answer(model, images)
+    model.predict(images, verbose=0)  # a function that must not be used again
     model.quantize(mode)
     assert {layer.quantization_mode for layer in dense_layers(model)} == {mode}
     after = answer(model, images)
     assert NEAR[mode] < cosine(before, after) < 1 - 1e-7
+    np.testing.assert_allclose(model.predict(images, verbose=0), after, atol=FLOAT32)
     model.save(tmp_path / "model.keras")
     loaded = keras.saving.load_model(tmp_path / "model.keras")
     assert type(loaded) is VisionTransformer
@@ -69,16 +70,6 @@ def test_every_dense_layer_is_quantised_and_comes_back(
     ):
         copy.load_weights(tmp_path / "model.weights.h5")
         np.testing.assert_array_equal(answer(copy, images), after)
-
-
-def test_prediction_after_training_and_quantisation_is_the_quantised_one() -> None:
-    """Functions that were traced before are not used again."""
-    model, images = randomize(VisionTransformer(CONFIGS["representation"])), images_for()
-    model.predict(images, verbose=0)
-    model.quantize("int8")
-    np.testing.assert_allclose(
-        model.predict(images, verbose=0), answer(model, images), atol=FLOAT32
-    )
 
 
 @pytest.mark.parametrize("mode", [None, "int8"])
@@ -140,16 +131,6 @@ def test_weights_from_before_adaptation_load_into_an_adapted_layer(tmp_path: Pat
     model.load_weights(tmp_path / "plain.weights.h5")
     np.testing.assert_allclose(answer(model, images), answer(plain, images), atol=FLOAT32)
     assert np.abs(qkv.lora_kernel_a).max() > 0  # could train on
-
-
-def test_a_layer_with_lora_in_its_config_keeps_its_alpha() -> None:
-    """Rank and alpha survive `from_config(get_config())`."""
-    layer = layers.TokenDense(4)
-    layer.build((None, 4))
-    layer.enable_lora(2, lora_alpha=3)
-    copy = layers.TokenDense.from_config(layer.get_config())
-    copy.build((None, 4))
-    assert (copy.lora_rank, copy.lora_alpha) == (2, 3)
 
 
 def test_what_needs_calibration_and_other_models_configs_are_refused() -> None:

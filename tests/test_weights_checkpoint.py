@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import keras
-import ml_dtypes
 import numpy as np
 import published
 import pytest
-from conftest import FLOAT32, TINY, randomize
+from conftest import TINY, randomize
+from published import linen
 
 import keras_vit
 from keras_vit.model import VisionTransformer
@@ -19,16 +19,6 @@ from keras_vit.model import VisionTransformer
 HYBRID = dataclasses.replace(TINY, input_shape=(32, 64, 3), patch_size=1, resnet_layers=(2, 1, 1))
 MAP = dataclasses.replace(TINY, pooling="map", class_token=False)
 Arrays = dict[str, Any]
-
-
-def linen(arrays: Arrays) -> Arrays:
-    """Newer Flax numbers the modules of a block per class."""
-    renamed = {}
-    for name, array in arrays.items():
-        for old, new in published.TO_LINEN if name.startswith("Transformer/") else ():
-            name = name.replace(f"/{old}/", f"/{new}/")
-        renamed[name] = array
-    return renamed
 
 
 def scanned(arrays: Arrays) -> Arrays:
@@ -39,13 +29,6 @@ def scanned(arrays: Arrays) -> Arrays:
         layers = [arrays[name.replace("_0/", f"_{i}/", 1)] for i in range(TINY.num_layers)]
         stacked[name.replace("encoderblock_0", "encoderblock")] = np.stack(layers)
     return linen(stacked)
-
-
-def folded(arrays: Arrays) -> Arrays:
-    """big_vision adds the class token's position to the token and keeps the patches' at the top."""
-    table = arrays["Transformer/posembed_input/pos_embedding"]
-    rest = {name: a for name, a in arrays.items() if "posembed_input" not in name}
-    return linen({**rest, "cls": rest["cls"] + table[:, :1], "pos_embedding": table[:, 1:]})
 
 
 def four_dimensional_norms(arrays: Arrays) -> Arrays:
@@ -114,39 +97,6 @@ def test_every_layout_gives_the_same_model(
     assert_equal(loaded(config, path), expected[str(config)])
 
 
-def test_layout_comparison_can_fail(expected: dict[str, Any]) -> None:
-    """One changed number in one array is seen."""
-    values = dict(expected[str(TINY)])
-    values["block_1/mlp/fc1/bias"] = values["block_1/mlp/fc1/bias"] + np.float32(1e-7)
-    with pytest.raises(AssertionError, match="block_1/mlp/fc1/bias"):
-        assert_equal(values, expected[str(TINY)])
-
-
-def test_folded_class_position_gives_the_same_logits(tmp_path: Path) -> None:
-    """Only the sum of class token and its position matters, wherever it is kept."""
-    arrays, images = published.arrays(TINY), published.images(TINY)
-    plain, other = VisionTransformer(TINY), VisionTransformer(TINY)
-    keras_vit.weights.load(plain, write(tmp_path / "a.npz", arrays))
-    keras_vit.weights.load(other, write(tmp_path / "b.npz", folded(arrays)))
-    np.testing.assert_allclose(other(images), plain(images), atol=FLOAT32)
-
-
-def test_bfloat16_arrays_are_read_exactly(tmp_path: Path) -> None:
-    """NumPy stores bfloat16 as raw pairs of bytes; they come back as the numbers they were."""
-    arrays = {n: a.astype(ml_dtypes.bfloat16) for n, a in published.arrays(TINY).items()}
-    found = loaded(TINY, write(tmp_path / "weights.npz", arrays))
-    head = arrays["head/kernel"].astype(np.float32)
-    np.testing.assert_array_equal(found["head/kernel"], head)
-
-
-def test_a_model_without_classifier_leaves_the_files_aside(tmp_path: Path) -> None:
-    """Representation layer and classifier of the file are skipped by name."""
-    whole = dataclasses.replace(TINY, representation_dim=5)
-    path = published.write(tmp_path / "weights.npz", whole)
-    found = loaded(dataclasses.replace(TINY, classes=None), path)
-    assert not any(name.startswith(("head", "representation")) for name in found)
-
-
 def test_positions_are_resampled_to_the_models_grid(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -170,68 +120,46 @@ def test_an_unknown_grid_is_refused(tmp_path: Path) -> None:
         loaded(dataclasses.replace(TINY, input_shape=(32, 32, 3)), path)
 
 
-def without(name: str) -> Callable[[Arrays], Arrays]:
-    return lambda arrays: {key: a for key, a in arrays.items() if key != name}
-
-
 def changed(name: str, change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Arrays], Arrays]:
     return lambda arrays: {**arrays, name: change(arrays[name])}
 
 
+def of(**fields: Any) -> Callable[[Arrays], Arrays]:
+    return lambda _: published.arrays(dataclasses.replace(TINY, **fields))
+
+
 FC1 = "Transformer/encoderblock_1/MlpBlock_3/Dense_0/kernel"
-DAMAGED = {
-    "missing array": (without(FC1), f"missing: {FC1}"),
-    "missing block": (
-        lambda arrays: {n: a for n, a in arrays.items() if "encoderblock_2" not in n},
-        "its num_layers is 2, the model's is 3",
+DAMAGED: dict[str, tuple[Callable[[Arrays], Arrays], str]] = {
+    "missing array": (
+        lambda arrays: {n: a for n, a in arrays.items() if n != FC1},
+        f"missing: {FC1}",
     ),
+    "missing block": (of(num_layers=2), "its num_layers is 2, the model's is 3"),
     "extra array": (lambda arrays: {**arrays, "extra": np.ones(3)}, "unexpected: extra"),
-    "extra block": (
-        lambda arrays: {
-            **arrays,
-            **{n.replace("_1/", "_3/", 1): a for n, a in arrays.items() if "encoderblock_1" in n},
-        },
-        "its num_layers is 4",
-    ),
+    "extra block": (of(num_layers=4), "its num_layers is 4"),
     "transposed": (
         changed(FC1, np.transpose),
         rf"{FC1} \(expected \(24, 48\), received \(48, 24\)\)",
-    ),
-    "not a number": (
-        changed(FC1, lambda a: a * np.nan),
-        f"{FC1}' holds a value that is not a finite number",
     ),
     "another head": (
         changed("head/kernel", lambda a: a[:, :5]),
         r"head/kernel \(expected \(24, 7\)",
     ),
-    "classes that do not fit": (
-        lambda arrays: {
-            **arrays,
-            "head/kernel": np.ones((24, 9), np.float32),
-            "head/bias": np.ones(9, np.float32),
-        },
-        r"head/bias \(expected \(7,\), received \(9,\)\)",
-    ),
+    "other classes": (of(classes=9), r"head/bias \(expected \(7,\), received \(9,\)\)"),
     "no vision transformer": (lambda arrays: {"a": np.ones(2)}, "does not hold a Vision Transf"),
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGED)
-def test_a_file_that_does_not_fit_changes_nothing(damage: str, tmp_path: Path) -> None:
+def test_a_file_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     """Differences are listed in one sentence, and the model keeps every weight that it had."""
-    change, message = DAMAGED[damage]
-    path = write(tmp_path / "weights.npz", change(published.arrays(TINY)))
     model = randomize(VisionTransformer(TINY))
-    before = model.get_weights()
-    with pytest.raises(ValueError, match=message) as caught:
-        keras_vit.weights.load(model, path)
-    assert str(path) in str(caught.value)
-    for old, new in zip(before, model.get_weights(), strict=True):
-        np.testing.assert_array_equal(new, old)
-
-
-def test_missing_file_is_refused(tiny: VisionTransformer) -> None:
-    """A path that is not there is FileNotFoundError, as in open()."""
     with pytest.raises(FileNotFoundError, match=r"There is no file 'nowhere\.npz'"):
-        keras_vit.weights.load(tiny, "nowhere.npz")
+        keras_vit.weights.load(model, "nowhere.npz")
+    before = model.get_weights()
+    for damage, (change, message) in DAMAGED.items():
+        path = write(tmp_path / f"{damage}.npz", change(published.arrays(TINY)))
+        with pytest.raises(ValueError, match=message) as caught:
+            keras_vit.weights.load(model, path)
+        assert str(path) in str(caught.value)
+        for old, new in zip(before, model.get_weights(), strict=True):
+            np.testing.assert_array_equal(new, old, err_msg=damage)

@@ -1,19 +1,14 @@
 """Tests of the names of classes that lie beside weights."""
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import published
-import pytest
-import safetensors.numpy
+from published import MODERN, rewritten
 
 import keras_vit
 from keras_vit import preprocessing
 
-MODERN = published.GOLDEN / "modern"
 WORDS = ["cat", "dog", "sea urchin", "owl", "fox", "hen", "crane"]
 PAIRS = tuple((word, word) for word in WORDS)
 NUMBERED = {str(place): word for place, word in enumerate(WORDS)}
@@ -22,35 +17,37 @@ IMAGENET = preprocessing.class_labels(1000)
 SYNONYMS = {str(i): f"{word.replace('_', ' ')}, other" for i, (_, word) in enumerate(IMAGENET)}
 
 
-def source(family: str, folder: Path, *, classes: int | None = None, **settings: Any) -> Path:
+def source(family: str, folder: Path, *, classes: int | None = None, **more: Any) -> Path:
     """A copy of a family's folder with more settings, and a classifier of another size."""
-    copy = Path(shutil.copytree(MODERN / family, folder / family))
-    content = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps({**content, **settings}))
-    if classes is not None:
-        arrays = safetensors.numpy.load_file(copy / "model.safetensors")
-        head = "classifier" if "classifier.bias" in arrays else "head"
-        width = arrays[f"{head}.weight"].shape[1]
-        arrays[f"{head}.weight"] = np.ones((classes, width), np.float32)
-        arrays[f"{head}.bias"] = np.ones(classes, np.float32)
-        safetensors.numpy.save_file(arrays, copy / "model.safetensors")
-    return copy
+
+    def change(arrays: dict[str, np.ndarray], settings: dict[str, Any]) -> None:
+        settings.update(more)
+        if classes is not None:
+            head = "classifier" if "classifier.bias" in arrays else "head"
+            width = arrays[f"{head}.weight"].shape[1]
+            arrays[f"{head}.weight"] = np.ones((classes, width), np.float32)
+            arrays[f"{head}.bias"] = np.ones(classes, np.float32)
+
+    return rewritten(family, folder, change)
 
 
-@pytest.mark.parametrize("family", ["hf_vit_cls", "hf_deit_cls", "hf_dinov2_cls", "hf_beit"])
-def test_names_of_transformers(family: str, tmp_path: Path) -> None:
-    """id2label, by the numbers of the classes, whatever their order in the file."""
-    folder = source(family, tmp_path, id2label=dict(reversed(NUMBERED.items())))
-    assert keras_vit.weights.labels(folder) == PAIRS
+def test_names_of_transformers(tmp_path: Path) -> None:
+    """id2label, by the numbers of the classes, whatever their order; each name has one line."""
+    for family in ("hf_vit_cls", "hf_deit_cls", "hf_dinov2_cls", "hf_beit"):
+        folder = source(family, tmp_path, id2label=dict(reversed(NUMBERED.items())))
+        assert keras_vit.weights.labels(folder) == PAIRS
+    many = {**NUMBERED, "0": "a\nb\t c\u2028"}
+    folder = source("hf_vit_cls", tmp_path / "lines", id2label=many)
+    assert keras_vit.weights.labels(folder) == (("a b c", "a b c"), *PAIRS[1:])
 
 
-@pytest.mark.parametrize("is_inside", [False, True])
-def test_names_of_timm(is_inside: bool, tmp_path: Path) -> None:
+def test_names_of_timm(tmp_path: Path) -> None:
     """label_names, described where label_descriptions has them; at the top or inside."""
-    names = {"label_names": WORDS, "label_descriptions": MEANINGS}
-    settings: dict[str, Any] = {"pretrained_cfg": {**names}} if is_inside else names
+    names: dict[str, Any] = {"label_names": WORDS, "label_descriptions": MEANINGS}
     expected = (PAIRS[0], ("dog", "dog, Canis familiaris"), *PAIRS[2:])
-    assert keras_vit.weights.labels(source("timm_deit", tmp_path, **settings)) == expected
+    inside = source("timm_deit", tmp_path / "inside", pretrained_cfg=dict(names))
+    for folder in (inside, source("timm_deit", tmp_path, **names)):
+        assert keras_vit.weights.labels(folder) == expected
 
 
 UNUSABLE: dict[str, Any] = {
@@ -65,31 +62,23 @@ UNUSABLE: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("case", UNUSABLE)
-@pytest.mark.parametrize("family", ["hf_vit_cls", "timm_deit"])
-def test_what_names_no_class_is_left_aside(case: str, family: str, tmp_path: Path) -> None:
-    """The model loads as it does without; nobody says its classes then."""
-    name = "id2label" if family == "hf_vit_cls" else "label_names"
-    folder = source(family, tmp_path, **{name: UNUSABLE[case]})
-    assert keras_vit.weights.labels(folder) is None
-    assert keras_vit.load(folder).config.classes == 7
-
-
-def test_a_name_has_one_line(tmp_path: Path) -> None:
-    """Lists of labels are files of lines."""
-    folder = source("hf_vit_cls", tmp_path, id2label={**NUMBERED, "0": "a\nb\t c\u2028"})
-    assert keras_vit.weights.labels(folder) == (("a b c", "a b c"), *PAIRS[1:])
-
-
-def test_models_without_classes_have_no_names() -> None:
-    """Features are no classes."""
+def test_what_names_no_class_is_left_aside(tmp_path: Path) -> None:
+    """The model loads as it does without; nobody says its classes then. Features are none."""
     assert keras_vit.weights.labels(MODERN / "hf_dinov2") is None
+    for case, names in UNUSABLE.items():
+        for family, field in (("hf_vit_cls", "id2label"), ("timm_deit", "label_names")):
+            folder = source(family, tmp_path / case, **{field: names})
+            assert keras_vit.weights.labels(folder) is None, (case, family)
+            assert keras_vit.load(folder).config.classes == 7
 
 
-@pytest.mark.parametrize("family", ["hf_vit_cls", "timm_deit"])
-def test_a_thousand_classes_are_imagenets(family: str, tmp_path: Path) -> None:
+def test_a_thousand_classes_are_imagenets(tmp_path: Path) -> None:
     """As decode_predictions takes them, where the source has no names of its own."""
-    assert keras_vit.weights.labels(source(family, tmp_path, classes=1000)) == IMAGENET
+    for family in ("hf_vit_cls", "timm_deit"):
+        assert keras_vit.weights.labels(source(family, tmp_path, classes=1000)) == IMAGENET
+    # Names that do not fit are not replaced by others that are as likely wrong.
+    folder = source("hf_vit_cls", tmp_path / "fewer", classes=1000, id2label=NUMBERED)
+    assert keras_vit.weights.labels(folder) is None
 
 
 def test_imagenets_names_get_their_identifiers(tmp_path: Path) -> None:
@@ -102,9 +91,3 @@ def test_imagenets_names_get_their_identifiers(tmp_path: Path) -> None:
     labels = keras_vit.weights.labels(folder)
     assert labels is not None
     assert labels[0] == (turned["0"], turned["0"])
-
-
-def test_a_thousand_classes_with_fewer_names_are_nobodys(tmp_path: Path) -> None:
-    """Names that do not fit are not replaced by others that are as likely wrong."""
-    folder = source("hf_vit_cls", tmp_path, classes=1000, id2label=NUMBERED)
-    assert keras_vit.weights.labels(folder) is None

@@ -1,5 +1,6 @@
 """Tests of weights in shards: .safetensors files that an index puts together."""
 
+import functools
 import json
 import os
 import shutil
@@ -12,12 +13,12 @@ import numpy as np
 import published
 import pytest
 import safetensors.numpy
+from published import MODERN
 
 import keras_vit
 from keras_vit.model import VisionTransformer
 from keras_vit.weights import sources
 
-MODERN = published.GOLDEN / "modern"
 INDEX = "model.safetensors.index.json"
 SHARDS = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
 
@@ -36,22 +37,17 @@ def assert_same(left: VisionTransformer, right: VisionTransformer) -> None:
         np.testing.assert_array_equal(variable, other, err_msg=variable.path)
 
 
-@pytest.mark.parametrize("family", ["hf_dinov2", "timm_siglip", "timm_beit"])
-def test_shards_load_as_one_file_does(family: str, tmp_path: Path) -> None:
-    """A folder and the path of its index give every bit of the whole file."""
-    folder = Path(shutil.copytree(MODERN / family, tmp_path / family))
-    index = published.write_shards(folder, count=3)
-    whole = keras_vit.load(MODERN / family)
-    for source in (folder, index, str(index)):
-        assert_same(keras_vit.load(source), whole)
-
-
-def test_a_model_is_filled_from_shards(index: Path) -> None:
-    """By weights.load too."""
-    whole = keras_vit.load(MODERN / "hf_vit_cls")
-    model = VisionTransformer(whole.config)
-    keras_vit.weights.load(model, index)
-    assert_same(model, whole)
+def test_shards_load_as_one_file_does(tmp_path: Path) -> None:
+    """A folder and the path of its index give every bit of the whole file; weights.load too."""
+    for family in ("hf_dinov2", "timm_siglip", "timm_beit"):
+        folder = Path(shutil.copytree(MODERN / family, tmp_path / family))
+        index = published.write_shards(folder, count=3)
+        whole = keras_vit.load(MODERN / family)
+        filled = VisionTransformer(whole.config)
+        keras_vit.weights.load(filled, index)
+        assert_same(filled, whole)
+        for source in (folder, index, str(index)):
+            assert_same(keras_vit.load(source), whole)
 
 
 def test_sha256_is_refused(index: Path) -> None:
@@ -74,7 +70,11 @@ def rewrite(index: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     index.write_text(json.dumps(content))
 
 
-def rename(index: Path, name: str) -> None:
+def mapped(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    return functools.partial(rewrite, change=change)
+
+
+def rename(index: Path, name: str | int) -> None:
     """Calls the first shard so, in the index."""
 
     def change(places: dict[str, Any]) -> None:
@@ -117,34 +117,29 @@ def lose(*shards: str) -> Callable[[Path], None]:
     return remove
 
 
-NO_NAME = "which is not the name of a .safetensors file beside it"
+NOT_THERE = "does not have there"
+NOT_HERE = "names files that are not beside it"
+NOT_A_NAME = "which is not the name of a .safetensors file beside it"
+NO_NAMES = (
+    *("../model.safetensors", "a/model.safetensors", "a\\model.safetensors", "/model.safetensors"),
+    *(f"{SHARDS[0]}\n", ".safetensors", "model.bin", INDEX, 3),
+)
 BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "no shard": (lose(*SHARDS), f"names files that are not beside it: {', '.join(SHARDS)}."),
-    "one shard missing": (lose(SHARDS[1]), f"names files that are not beside it: {SHARDS[1]}."),
-    "another folder": (lambda index: rename(index, "../model.safetensors"), NO_NAME),
-    "a folder below": (lambda index: rename(index, "a/model.safetensors"), NO_NAME),
-    "another system's folder": (lambda index: rename(index, "a\\model.safetensors"), NO_NAME),
-    "an absolute path": (lambda index: rename(index, "/model.safetensors"), NO_NAME),
-    "a line's end": (lambda index: rename(index, f"{SHARDS[0]}\n"), NO_NAME),
-    "hidden": (lambda index: rename(index, ".safetensors"), NO_NAME),
-    "a pickle": (lambda index: rename(index, "model.bin"), NO_NAME),
-    "a number": (lambda index: rewrite(index, lambda places: places.update(x=3)), NO_NAME),
-    "itself": (lambda index: rename(index, INDEX), NO_NAME),
+    "no shard": (lose(*SHARDS), f"{NOT_HERE}: {', '.join(SHARDS)}."),
+    "one shard missing": (lose(SHARDS[1]), f"{NOT_HERE}: {SHARDS[1]}."),
+    **{str(name): (functools.partial(rename, name=name), NOT_A_NAME) for name in NO_NAMES},
     "a link": (elsewhere, "is a link to another folder"),
     "a pipe": (pipe, "is a folder, a pipe or a device"),
     "cut off": (cut, "is not a whole .safetensors file"),
-    "an array twice": (twice, "does not have there"),
+    "an array twice": (twice, NOT_THERE),
     "an array that nobody has": (
-        lambda index: rewrite(index, lambda places: places.update(x=SHARDS[0])),
+        mapped(lambda places: places.update(x=SHARDS[0])),
         f"has 'x' in {SHARDS[0]}, which does not hold it",
     ),
-    "an array that the index lacks": (
-        lambda index: rewrite(index, lambda places: places.pop(sorted(places)[0])),
-        "does not have there",
-    ),
+    "an array that the index lacks": (mapped(lambda places: places.pop(min(places))), NOT_THERE),
     "an array in another shard": (
-        lambda index: rewrite(index, lambda places: places.update({min(places): SHARDS[1]})),
-        "does not have there",
+        mapped(lambda places: places.update({min(places): SHARDS[1]})),
+        NOT_THERE,
     ),
     "no map": (lambda index: index.write_text('{"weight_map": []}'), "has no weight_map"),
     "an empty map": (lambda index: index.write_text('{"weight_map": {}}'), "has no weight_map"),

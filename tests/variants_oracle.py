@@ -218,6 +218,8 @@ def pool(p: Arrays, x: np.ndarray, config: ViTConfig, delta: Any) -> Any:
 
 
 def logits(p: Arrays, pooled: np.ndarray, x: np.ndarray, config: ViTConfig) -> np.ndarray:
+    if config.representation_dim is not None:
+        pooled = np.tanh(dense(p, "representation", pooled))
     answer = dense(p, "head", pooled)
     if config.distillation_token:
         answer = (answer + dense(p, "distillation_head", x[:, 1])) / 2

@@ -3,9 +3,9 @@
 import json
 import shutil
 import types
-from collections.abc import Callable
 from pathlib import Path
 
+import cli_rig
 import huggingface_hub.constants
 import huggingface_hub.errors
 import image_files
@@ -17,7 +17,6 @@ import safetensors.numpy
 from conftest import FLOAT32
 
 import keras_vit
-from keras_vit.cli.main import main
 from keras_vit.data import read_image, resize_image
 from keras_vit.training import Run, open_source
 from keras_vit.weights import download
@@ -25,6 +24,7 @@ from keras_vit.weights import download
 MODERN = published.GOLDEN / "modern"
 WORDS = ["plain", "striped", "sea urchin", "owl", "fox", "hen", "crane"]
 COMMIT = "0" * 40
+Asked = list[tuple[str, str]]
 
 
 @pytest.fixture
@@ -47,9 +47,9 @@ def image(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+def hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Asked:
     """A Hub with that folder as owner/vit; the names and revisions that were asked for."""
-    asked: list[tuple[str, str]] = []
+    asked: Asked = []
     snapshot = tmp_path / "models--owner--vit" / "snapshots" / COMMIT
     shutil.copytree(folder, snapshot)
 
@@ -68,64 +68,38 @@ def hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[t
     return asked
 
 
-def predicted(capsys: pytest.CaptureFixture[str], source: object, image: Path) -> dict[str, float]:
-    assert main(["predict", str(source), str(image), "--top", "7", "--json"]) == 0
-    (line,) = capsys.readouterr().out.splitlines()
-    return {row["label"]: row["probability"] for row in json.loads(line)["predictions"]}
-
-
-def expected(image: Path) -> np.ndarray:
-    """The probabilities of the model as `keras_vit.load` makes it."""
+def assert_predicts(source: object, image: Path, names: list[str]) -> None:
+    """The numbers are those of the model as `keras_vit.load` makes it, with these names."""
+    (line,) = cli_rig.done("predict", source, image, "--top", "7", "--json").events
+    actual = {row["label"]: row["probability"] for row in line["predictions"]}
     model = keras_vit.load(MODERN / "hf_vit_cls", classifier_activation="softmax")
     pixels = resize_image(read_image(str(image)), size=(64, 64), antialias=True)
-    probabilities: np.ndarray = keras.ops.convert_to_numpy(model(pixels[None]))[0]
-    return probabilities
-
-
-SOURCES: dict[str, Callable[[Path], Path | str]] = {
-    "folder": lambda folder: folder,
-    "file": lambda folder: folder / "model.safetensors",
-    "shards": lambda folder: published.write_shards(folder, count=2).parent,
-    "index": lambda folder: published.write_shards(folder, count=2),
-    "hub": lambda folder: "hf://owner/vit",
-    "revision": lambda folder: "hf://owner/vit@v1",
-}
-
-
-@pytest.mark.parametrize("kind", SOURCES)
-def test_predict_names_the_classes_of_any_source(
-    kind: str,
-    folder: Path,
-    image: Path,
-    hub: list[tuple[str, str]],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """The numbers are those of the loaded model, the names those beside its weights."""
-    probabilities = predicted(capsys, SOURCES[kind](folder), image)
+    expected = keras.ops.convert_to_numpy(model(pixels[None]))[0]
     np.testing.assert_allclose(
-        [probabilities[word] for word in WORDS], expected(image), atol=FLOAT32
+        [actual[name] for name in names], expected, atol=FLOAT32, err_msg=str(source)
     )
-    if kind == "revision":
-        assert hub[0] == ("config.json", "v1")
-        assert {revision for _, revision in hub[1:]} == {COMMIT}
 
 
-@pytest.mark.parametrize("suffix", [".npz", ".keras"])
-def test_predict_without_names_has_numbers(
-    suffix: str, image: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_predict_names_the_classes_of_any_source(folder: Path, image: Path, hub: Asked) -> None:
+    """The numbers are those of the loaded model, the names those beside its weights."""
+    for source in (folder, folder / "model.safetensors", "hf://owner/vit"):
+        assert_predicts(source, image, WORDS)
+    hub.clear()
+    assert_predicts("hf://owner/vit@v1", image, WORDS)
+    assert hub[0] == ("config.json", "v1")
+    assert {revision for _, revision in hub[1:]} == {COMMIT}
+    index = published.write_shards(folder, count=2)
+    for source in (index, index.parent):
+        assert_predicts(source, image, WORDS)
+
+
+def test_predict_without_names_has_numbers(image: Path, tmp_path: Path) -> None:
     """An .npz or .keras file names no class; a placeholder of transformers is no name."""
     model = keras_vit.load(MODERN / "hf_vit_cls", classifier_activation=None)
-    path = tmp_path / f"vit{suffix}"
-    if suffix == ".npz":
-        keras_vit.weights.save_npz(model, path)
-    else:
-        model.save(path)
-    for source in (path, MODERN / "hf_vit_cls"):
-        probabilities = predicted(capsys, source, image)
-        np.testing.assert_allclose(
-            [probabilities[str(place)] for place in range(7)], expected(image), atol=FLOAT32
-        )
+    keras_vit.weights.save_npz(model, tmp_path / "vit.npz")
+    model.save(tmp_path / "vit.keras")
+    for source in (tmp_path / "vit.npz", tmp_path / "vit.keras", MODERN / "hf_vit_cls"):
+        assert_predicts(source, image, [*"0123456"])
 
 
 def imagenet(folder: Path) -> Path:
@@ -140,128 +114,67 @@ def imagenet(folder: Path) -> Path:
 
 @pytest.mark.full
 def test_evaluate_takes_names_and_identifiers_of_folders(
-    folder: Path, image: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, image: Path, tmp_path: Path
 ) -> None:
     """Images are counted for their class by either; the name of two classes is refused."""
     images = image.parent.parent
-    assert main(["evaluate", str(folder), "--data", str(images), "--json"]) == 0
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert (lines[-1]["split"], lines[-1]["images"]) == ("test", 12)
+    line = cli_rig.done("evaluate", folder, "--data", images, "--json").events[-1]
+    assert (line["split"], line["images"]) == ("test", 12)
 
     shutil.copytree(images / "striped", tmp_path / "val" / "n02123045")
     shutil.copytree(images / "plain", tmp_path / "val" / "n01440764")
-    source = ["evaluate", str(imagenet(folder)), "--data"]
-    assert main([*source, str(tmp_path / "val"), "--out", str(tmp_path / "report")]) == 0
-    assert "test: 12 images" in capsys.readouterr().out
-    assert (tmp_path / "report" / "metrics.json").is_file()
+    command = ("evaluate", imagenet(folder), "--data")
+    out = tmp_path / "report"
+    assert "test: 12 images" in cli_rig.done(*command, tmp_path / "val", "--out", out).out
+    assert (out / "metrics.json").is_file()
     shutil.copytree(images / "striped", tmp_path / "birds" / "crane")
-    assert main([*source, str(tmp_path / "birds")]) == 1
-    assert "two classes 'crane'" in capsys.readouterr().err
+    refused = cli_rig.run(*command, tmp_path / "birds")
+    assert (refused.code, "two classes 'crane'" in refused.errors[0]) == (1, True)
 
 
 @pytest.mark.full
-def test_evaluate_measures_the_features_of_a_backbone(
-    image: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_backbone_is_measured_by_its_features(image: Path, tmp_path: Path) -> None:
     """Without classifier, on the class folders of --data."""
     image_files.write_classes(tmp_path / "more", count=8)
-    argv = ["evaluate", str(MODERN / "hf_dinov2"), "--data", str(tmp_path / "more")]
-    assert main([*argv, "--json"]) == 0
-    line = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert line["event"] == "features"
-    assert line["few_shot"]
+    command = ("evaluate", MODERN / "hf_dinov2", "--data", tmp_path / "more", "--json")
+    line = cli_rig.done(*command).events[-1]
+    assert (line["event"], bool(line["few_shot"])) == ("features", True)
 
 
 @pytest.mark.full
-def test_explain_takes_any_source(
-    folder: Path, image: Path, tmp_path: Path, hub: list[tuple[str, str]]
-) -> None:
+def test_explain_takes_any_source(image: Path, tmp_path: Path, hub: Asked) -> None:
     """With the names of the classes; a model without classifier is drawn without them."""
-    argv = ["explain", "hf://owner/vit", str(image), "--out", str(tmp_path / "seen")]
-    assert main([*argv, "--class", "sea urchin"]) == 0
+    seen = ("--out", tmp_path / "seen", "--class", "sea urchin")
+    cli_rig.done("explain", "hf://owner/vit", image, *seen)
     page = (tmp_path / "seen" / "index.html").read_text(encoding="utf-8")
     assert "speak for sea urchin" in page
-    argv = ["explain", str(MODERN / "hf_dinov2"), str(image), "--out", str(tmp_path / "backbone")]
-    assert main(argv) == 0
+    cli_rig.done("explain", MODERN / "hf_dinov2", image, "--out", tmp_path / "backbone")
     assert (tmp_path / "backbone" / "index.html").is_file()
 
 
-TRAIN = ["train", "--data", "{images}", "--out", "{out}", "--batch-size", "4", "--steps", "1"]
-WRONG = [
-    (["predict", "{backbone}", "{image}"], "no classifier", "--weights {backbone}."),
-    (["evaluate", "{folder}"], "has no images of its own", "give --data"),
-    (["evaluate", "{backbone}"], "no labelled images of its own", "give --data"),
-    (["evaluate", "{folder}", "--data", "{other}"], "stranger", ""),
-    (["predict", "gone.safetensors", "{image}"], "no model file 'gone.safetensors'", ""),
-    (["predict", "gone", "{image}"], "no run directory 'gone'", ""),
-    (["predict", "{images}", "{image}"], "holds no checkpoint", ""),
-    (["predict", "hf://owner", "{image}"], "A Hub address is hf://owner/name", ""),
-    ([*TRAIN, "--weights", "gone.npz"], "no model file 'gone.npz'", ""),
-    ([*TRAIN, "--weights", "sam"], "needs --model", "such as --model B/16"),
-    ([*TRAIN, "--weights", "{images}"], "holds no checkpoint", ""),
-    ([*TRAIN, "--teacher", "{folder}"], "has the classes plain, striped, sea", "the same order"),
-]
-
-
-@pytest.mark.parametrize(("argv", "message", "advice"), WRONG)
-def test_what_does_not_fit_is_one_sentence(
-    argv: list[str],
-    message: str,
-    advice: str,
-    folder: Path,
-    image: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """One line on stderr that says what to do, and nothing written."""
-    shutil.copytree(image.parent, tmp_path / "other" / "stranger")
-    places = {
-        "folder": folder,
-        "backbone": MODERN / "hf_dinov2",
-        "image": image,
-        "images": image.parents[1],
-        "other": tmp_path / "other",
-        "out": tmp_path / "out",
-    }
-    assert main([word.format(**places) for word in argv]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("keras-vit: error: ")
-    assert message in line
-    assert advice.format(**places) in line
-    assert not (tmp_path / "out").exists()
-
-
-def test_what_is_assumed_is_said(
-    folder: Path, image: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_assumed_is_said(folder: Path, image: Path) -> None:
     """One line on stderr, without the place in the code; the output stays as it is."""
     (folder / "preprocessor_config.json").unlink()
-    assert main(["predict", str(folder), str(image), "--json"]) == 0
-    captured = capsys.readouterr()
-    (line,) = captured.err.splitlines()
+    result = cli_rig.done("predict", folder, image, "--json")
+    (line,) = result.errors
     assert line.startswith(f"keras-vit: {folder / 'model.safetensors'} does not say")
     assert "assumed image_mean" in line
-    assert len(captured.out.splitlines()) == 1
+    assert len(result.events) == 1
 
 
-def test_a_damaged_run_is_no_other_source(
-    tmp_path: Path, image: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_run_is_no_other_source(tmp_path: Path) -> None:
     """What training left is opened as a run or not at all: its labels would be lost."""
     keras_vit.load(MODERN / "hf_vit_cls").save(tmp_path / "model.keras")
     assert open_source(tmp_path).labels == tuple("0123456")
     (tmp_path / "history.csv").write_text("")
     with pytest.raises(ValueError, match="is not a run directory"):
         open_source(tmp_path)
-    argv = ["train", "--data", "digits", "--out", str(tmp_path / "out"), "--model", "Ti/16"]
-    assert main([*argv, "--weights", str(tmp_path)]) == 1
-    assert "--model is the run's" in capsys.readouterr().err
 
 
 @pytest.mark.full
 def test_export_has_the_labels_of_the_source(folder: Path, tmp_path: Path) -> None:
     """Checked on generated images, for want of the source's own."""
-    assert main(["export", str(folder), "--out", str(tmp_path / "export")]) == 0
+    cli_rig.done("export", folder, "--out", tmp_path / "export")
     assert (tmp_path / "export" / "labels.txt").read_text().splitlines() == WORDS
 
 
@@ -269,19 +182,18 @@ def test_export_has_the_labels_of_the_source(folder: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize("family", ["hf_dinov2", "timm_deit_distilled"])
 def test_train_takes_the_model_of_the_source(family: str, image: Path, tmp_path: Path) -> None:
     """Without --model: the network is the source's, the classifier fresh, the size as asked."""
-    out = tmp_path / "run"
-    argv = ["train", "--data", str(image.parents[1]), "--out", str(out), "--steps", "1"]
-    argv += ["--batch-size", "2", "--learning-rate", "1e-12", "--weights", str(MODERN / family)]
     before = keras_vit.load(MODERN / family)
-    stride = before.config.stride
-    assert main([*argv, "--image-size", str(3 * stride)]) == 0
+    side = 3 * before.config.stride
+    out = tmp_path / "run"
+    flags = ("--steps", "1", "--batch-size", "2", "--learning-rate", "1e-12", "--image-size", side)
+    source = ("--data", image.parents[1], "--weights", MODERN / family)
+    cli_rig.done("train", *source, "--out", out, *flags)
     run = Run.load(out)
 
     assert run.labels == ("plain", "striped")
-    assert run.image_size == (3 * stride, 3 * stride)
+    assert run.image_size == (side, side)
     assert run.model.config.image_mean == before.config.image_mean
-    names = ("block_0/attention/qkv/kernel", "block_1/mlp/fc2/kernel")
-    for name in names:
+    for name in ("block_0/attention/qkv/kernel", "block_1/mlp/fc2/kernel"):
         old, new = (
             next(weight for weight in model.weights if weight.path == name)
             for model in (before, run.model)

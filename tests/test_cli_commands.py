@@ -1,6 +1,5 @@
 """Tests of `keras-vit train`, `predict` and `evaluate` as a user runs them: processes and files."""
 
-import csv
 import json
 import os
 import shlex
@@ -73,12 +72,8 @@ def test_training_leaves_a_whole_run_and_says_what_happens(trained: tuple[Path, 
     assert names(place / "run") == FILES
     for text in (
         "2 classes; images: 15 train, 2 validation, 2 test",
-        *(
-            "Left out because they cannot be decoded: 1 (",
-            "1 (plain/001.png)",
-            "   1/2 ",
-            "   2/2 ",
-        ),
+        "Left out because they cannot be decoded: 1 (",
+        *("1 (plain/001.png)", "   1/2 ", "   2/2 "),
         f"Test accuracy: {metrics['test']['accuracy']:.2%} of 2 images",
     ):
         assert text in result.out
@@ -89,50 +84,22 @@ def test_training_leaves_a_whole_run_and_says_what_happens(trained: tuple[Path, 
     assert "\n# run\n" in card
 
 
-def test_predicting_prints_a_table_and_json(place: Path) -> None:
-    """Labels and probabilities that add up to one; an image that cannot be read costs no other."""
-    images = [place / "images" / "striped" / name for name in ("000.jpg", "001.png")]
-    bad = place / "run" / "labels.txt"
-    table = cli_rig.done("predict", "run", *images, folder=place)
-    lines = cli_rig.run("predict", "run", images[0], bad, "gone.png", "--json", folder=place)
-
-    assert table.out.count("striped ") == 2
-    assert table.out.count("%") == 4
-    assert lines.code == 1
-    (event,) = lines.events
-    assert event["image"] == str(images[0])
-    assert {one["label"] for one in event["predictions"]} == {"plain", "striped"}
-    assert sum(one["probability"] for one in event["predictions"]) == pytest.approx(1)
-    assert [line.split(":")[1] for line in lines.errors] == [" error", " error"]
-    assert "labels.txt" in lines.errors[0]
-    assert "gone.png" in lines.errors[1]
-
-
 def test_evaluating_agrees_with_the_training(place: Path, tmp_path: Path) -> None:
     """The numbers are exactly those of metrics.json, or it is said; another folder is measured."""
-    image_files.write_classes(tmp_path / "more", count=3)
-    before = (place / "run" / "metrics.json").read_bytes()
-    own = cli_rig.done("evaluate", "run", "--json", folder=place)
-    more = ("--data", tmp_path / "more", "--out", tmp_path / "report")
-    other = cli_rig.done("evaluate", "run", *more, folder=place)
-    written = {event.pop("split"): event for event in own.events if event.pop("event")}
-
-    assert written == json.loads(before)
-    assert (place / "run" / "metrics.json").read_bytes() == before
-    assert "test: 6 images, accuracy " in other.out
-    assert names(tmp_path / "report") == {"confusion.png", "metrics.json", "report.html"}
-
-
-@pytest.mark.full
-def test_numbers_that_do_not_agree_are_seen(place: Path, tmp_path: Path) -> None:
-    """`evaluate` compares with metrics.json, says what came out, and leaves the file alone."""
     copy = shutil.copytree(place / "run", tmp_path / "run")
+    events = cli_rig.done("evaluate", copy, "--json").events
+    written = {event.pop("split"): event for event in events if event.pop("event")}
+    assert written == json.loads((copy / "metrics.json").read_text())
     assert "metrics.json holds the same numbers" in cli_rig.done("evaluate", copy).out
-
     text = (copy / "metrics.json").read_text().replace('"images": 2', '"images": 3')
     (copy / "metrics.json").write_text(text)
     assert "metrics.json holds OTHER numbers" in cli_rig.done("evaluate", copy).out
     assert (copy / "metrics.json").read_text() == text
+
+    image_files.write_classes(tmp_path / "more", count=3)
+    more = ("--data", tmp_path / "more", "--out", tmp_path / "report")
+    assert "test: 6 images, accuracy " in cli_rig.done("evaluate", copy, *more).out
+    assert names(tmp_path / "report") == {"confusion.png", "metrics.json", "report.html"}
 
 
 def wait_for(process: subprocess.Popen[str], event: str) -> None:
@@ -164,25 +131,18 @@ def test_ctrl_c_leaves_a_whole_model_or_nothing(place: Path, tmp_path: Path) -> 
     assert "nothing was saved" in lost.errors[0] or "early.unfinished" in lost.errors[0]
     assert {entry.name for entry in tmp_path.iterdir()} <= {late_run.name, "early.unfinished"}
     assert Run.load(late_run).config["result"]["finished"] is False
-    assert cli_rig.done("evaluate", late_run)
+    cli_rig.done("evaluate", late_run)
     assert (late_run / "metrics.json").is_file()
 
 
-@pytest.mark.full
-def test_overwriting_replaces_the_run_at_the_end(place: Path, tmp_path: Path) -> None:
-    """With --overwrite the new run is alone in the old one's place, and JSON lines tell of it."""
-    out = tmp_path / "run"
-    out.mkdir()
-    for name in FILES - {"tensorboard"}:
-        (out / name).write_text("old")
-    images = ("--data", place / "images")
-    events = cli_rig.done("train", *images, "--out", out, *SMALL, "--overwrite", "--json").events
-
-    assert [event["event"] for event in events] == ["data", "epoch", "epoch", "done"]
-    assert names(out) == FILES
-    assert all(file.read_bytes() != b"old" for file in out.iterdir() if file.is_file())
-    assert names(tmp_path) == {"run"}
-    assert events[-1]["test"] == json.loads((out / "metrics.json").read_text())["test"]
+# Flags that are not those of the run, and the field that the sentence names with both values.
+CHANGES = {
+    "--seed 1": "seed=0, not 1",
+    "--mixup 0.2": "recipe.mixup=0.0, not 0.2",
+    "--average 0.9": "recipe.average=None, not 0.9",
+    "--remat": "model.remat=False, not True",
+    "--set num_layers=2": "model.num_layers=4, not 2",
+}
 
 
 @pytest.mark.full
@@ -201,10 +161,11 @@ def test_resuming_a_finished_run_says_so(place: Path) -> None:
     events = cli_rig.done(*command, "--json", folder=place).events
     assert [event["event"] for event in events] == ["data", "done"]
     assert (again / "metrics.json").read_bytes() == metrics
-    refused = cli_rig.run(*command, "--seed", "1", folder=place)
-    assert refused.code == 1
-    assert "was started with seed=0, not 1" in refused.errors[0]
-    assert "val. loss" not in refused.out
+    for flags, change in CHANGES.items():
+        refused = cli_rig.run(*command, *flags.split(), folder=place)
+        assert refused.code == 1
+        assert f"was started with {change}" in refused.errors[0]
+        assert "val. loss" not in refused.out
 
 
 # A training that stops itself once its run is written beside its place; next it is measured.
@@ -221,27 +182,36 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.mark.full
-def test_a_kill_while_a_run_is_measured_leaves_no_half_of_it(place: Path) -> None:
-    """The run is not there; resuming measures it without training, and it is whole."""
-    (place / "stopping.py").write_text(STOPPING)
-    command = ("train", "--data", "images", "--out", "killed", *SMALL)
-    killed = processes.Process(["stopping.py", *command], folder=place)
+def test_a_kill_while_a_run_is_measured_leaves_no_half_of_it(place: Path, tmp_path: Path) -> None:
+    """The old run is there; resuming measures the new one without training, in the old one's place.
+
+    JSON lines tell of it, and nothing is left beside it.
+    """
+    script = tmp_path / "stopping.py"
+    script.write_text(STOPPING)
+    out = shutil.copytree(place / "run", tmp_path / "out" / "run")
+    (out / "sample.png").write_text("old")
+    before = (out / "model.keras").read_bytes()
+    command = ("train", "--data", str(place / "images"), "--out", str(out), *SMALL, "--seed", "1")
+    killed = processes.Process([str(script), *command, "--overwrite"])
     assert "stopped\n" in killed.stdout
     killed.kill()
     killed.communicate()
-    assert list((place / "killed.unfinished").glob(".staged-*/config.json"))
-    assert not (place / "killed").exists()
-    actual = cli_rig.done(*command, "--resume", folder=place)
+    assert list(out.with_name("run.unfinished").glob(".staged-*/config.json"))
+    assert ((out / "model.keras").read_bytes(), names(out)) == (before, {*FILES, "sample.png"})
+    actual = cli_rig.done(*command, "--resume", "--json")
 
     assert actual.errors == []
-    assert "/2 " not in actual.out
-    assert names(place / "killed") == FILES
-    assert not list(place.glob("killed.*"))
+    assert [event["event"] for event in actual.events] == ["data", "done"]
+    assert actual.events[-1]["test"] == json.loads((out / "metrics.json").read_text())["test"]
+    assert Run.load(out).config["seed"] == 1
+    assert names(out) == FILES
+    assert names(out.parent) == {"run"}
 
 
 @pytest.mark.full
 def test_two_workers_train_on_a_folder(place: Path) -> None:
-    """The same command under each TF_CONFIG: one run, written by the first, as one process's."""
+    """The same command under each TF_CONFIG: one run, which the first writes and tells of."""
     command = ("train", "--data", "images", "--out", "together", *SMALL)
     workers = [
         processes.Process(["-m", "keras_vit", *command], each, place)
@@ -252,12 +222,5 @@ def test_two_workers_train_on_a_folder(place: Path) -> None:
     assert (first.code, first.errors, second.code, second.errors) == (0, [], 0, [])
     assert "Saved in together" in first.out
     assert "Saved in together" not in second.out
-    alone, together = (
-        list(csv.DictReader((place / name / "history.csv").read_text().splitlines()))
-        for name in ("run", "together")
-    )
-    for expected, found in zip(alone, together, strict=True):
-        for name in ("loss", "validation_loss", "validation_accuracy"):
-            assert float(found[name]) == pytest.approx(float(expected[name]), rel=1e-3), name
     assert Run.load(place / "together").config["result"]["finished"]
     assert not list(place.glob("together.unfinished*"))

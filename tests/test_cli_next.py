@@ -139,26 +139,23 @@ def test_publishing_goes_on(
 
 def test_trainings_go_on(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An image that was not trained on; a classifier after labels, a look inside without."""
-    for name, first in (("my run", "predict"), ("features 1", "train")):
-        output.TrainDisplay(json=False).show_finished(training.Run.load(folder / name))
-        words = checked(Result(0, capsys.readouterr().out, []))
-        assert words[0] == first
-    assert words[-2:] == ["--weights", str(folder / "features 1")]
+    output.TrainDisplay(json=False).show_finished(training.Run.load(folder / "features 1"))
+    words = checked(Result(0, capsys.readouterr().out, []))
+    assert (words[0], words[-2:]) == ("train", ["--weights", str(folder / "features 1")])
 
-    data = {"data": {"source": str(folder / "my photos")}}
+    photos, out = str(folder / "my photos"), str(tmp_path)
+    data: dict[str, Any] = {"data": {"source": photos}}
     pretraining = {**data, "objective": "masked-patches"}
     splits = (folder / "my run" / "splits.csv").read_text()
-    image = str(folder / "my photos" / "plain" / "001.png")
-    sample = str(tmp_path / "sample.png")
-    looks = ["explain", str(tmp_path), image, "--out", "seen"]
-    for file, content, config, labels, expected in (
-        ("none", "", data, ("a", "b"), ["evaluate", str(tmp_path)]),
-        ("none", "", pretraining, ("a", "b"), ["train", "--data", data["data"]["source"]]),
-        ("splits.csv", splits, data, ("a", "b"), ["predict", str(tmp_path), image]),
-        ("splits.csv", splits, pretraining, (), looks),
-        ("sample.png", "", data, ("a", "b"), ["predict", str(tmp_path), sample]),
+    image, sample = f"{photos}/plain/001.png", f"{out}/sample.png"
+    for file, config, labels, expected in (
+        ("none", data, ("a", "b"), ["evaluate", out]),
+        ("none", pretraining, ("a", "b"), ["train", "--data", photos]),
+        ("splits.csv", data, ("a", "b"), ["predict", out, image]),
+        ("splits.csv", pretraining, (), ["explain", out, image, "--out", "seen"]),
+        ("sample.png", data, ("a", "b"), ["predict", out, sample]),
     ):
-        (tmp_path / file).write_text(content)
+        (tmp_path / file).write_text(splits)
         run: Any = training.Run(path=tmp_path, model=None, labels=labels, config=config)
         words = [str(word) for word in next_command.after_training(run)]
         assert words[: len(expected)] == expected

@@ -1,5 +1,6 @@
-"""Tests of the commands on models of any source: files, folders and the Hugging Face Hub."""
+"""Tests of the commands on models that are there: runs, files, folders, the Hugging Face Hub."""
 
+import dataclasses
 import json
 import shutil
 import types
@@ -15,9 +16,11 @@ import published
 import pytest
 import safetensors.numpy
 from conftest import FLOAT32
+from PIL import Image
 
 import keras_vit
-from keras_vit.data import read_image, resize_image
+from keras_vit import evaluation
+from keras_vit.data import load_digits, read_image, resize_image
 from keras_vit.training import Run, open_source
 from keras_vit.weights import download
 
@@ -132,26 +135,6 @@ def test_evaluate_takes_names_and_identifiers_of_folders(
     assert (refused.code, "two classes 'crane'" in refused.errors[0]) == (1, True)
 
 
-@pytest.mark.full
-def test_a_backbone_is_measured_by_its_features(image: Path, tmp_path: Path) -> None:
-    """Without classifier, on the class folders of --data."""
-    image_files.write_classes(tmp_path / "more", count=8)
-    command = ("evaluate", MODERN / "hf_dinov2", "--data", tmp_path / "more", "--json")
-    line = cli_rig.done(*command).events[-1]
-    assert (line["event"], bool(line["few_shot"])) == ("features", True)
-
-
-@pytest.mark.full
-def test_explain_takes_any_source(image: Path, tmp_path: Path, hub: Asked) -> None:
-    """With the names of the classes; a model without classifier is drawn without them."""
-    seen = ("--out", tmp_path / "seen", "--class", "sea urchin")
-    cli_rig.done("explain", "hf://owner/vit", image, *seen)
-    page = (tmp_path / "seen" / "index.html").read_text(encoding="utf-8")
-    assert "speak for sea urchin" in page
-    cli_rig.done("explain", MODERN / "hf_dinov2", image, "--out", tmp_path / "backbone")
-    assert (tmp_path / "backbone" / "index.html").is_file()
-
-
 def test_what_is_assumed_is_said(folder: Path, image: Path) -> None:
     """One line on stderr, without the place in the code; the output stays as it is."""
     (folder / "preprocessor_config.json").unlink()
@@ -172,13 +155,6 @@ def test_a_damaged_run_is_no_other_source(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_export_has_the_labels_of_the_source(folder: Path, tmp_path: Path) -> None:
-    """Checked on generated images, for want of the source's own."""
-    cli_rig.done("export", folder, "--out", tmp_path / "export")
-    assert (tmp_path / "export" / "labels.txt").read_text().splitlines() == WORDS
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("family", ["hf_dinov2", "timm_deit_distilled"])
 def test_train_takes_the_model_of_the_source(family: str, image: Path, tmp_path: Path) -> None:
     """Without --model: the network is the source's, the classifier fresh, the size as asked."""
@@ -188,14 +164,110 @@ def test_train_takes_the_model_of_the_source(family: str, image: Path, tmp_path:
     flags = ("--steps", "1", "--batch-size", "2", "--learning-rate", "1e-12", "--image-size", side)
     source = ("--data", image.parents[1], "--weights", MODERN / family)
     cli_rig.done("train", *source, "--out", out, *flags)
-    run = Run.load(out)
+    trained = Run.load(out)
 
-    assert run.labels == ("plain", "striped")
-    assert run.image_size == (side, side)
-    assert run.model.config.image_mean == before.config.image_mean
+    assert trained.labels == ("plain", "striped")
+    assert trained.image_size == (side, side)
+    assert trained.model.config.image_mean == before.config.image_mean
     for name in ("block_0/attention/qkv/kernel", "block_1/mlp/fc2/kernel"):
         old, new = (
             next(weight for weight in model.weights if weight.path == name)
-            for model in (before, run.model)
+            for model in (before, trained.model)
         )
         np.testing.assert_allclose(new, old, atol=FLOAT32)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose images are the digits, and one of them beside it."""
+    folder = tmp_path_factory.mktemp("models")
+    Image.fromarray(load_digits().test.images[0]).save(folder / "digit.png")
+    settings = {"data": {"source": "digits"}, "labels": [*"0123456789"]}
+    fields = {"input_shape": (16, 24, 3), "classes": 10}
+    return cli_rig.make_run(folder / "run", settings=settings, **fields)
+
+
+@pytest.mark.full
+def test_a_run_and_a_file_are_explained(run: Path, tmp_path: Path) -> None:
+    """The page and its pictures are written, also where --json names them; the size is said."""
+    out, image = tmp_path / "seen", run.parent / "digit.png"
+    said = cli_rig.done("explain", run, image, "--out", out, "--class", 7).out
+    assert "8 pixels wide and 8 high; it was resampled to 24 pixels wide and 16 high" in said
+    assert f"Open {out / 'index.html'} in a browser." in said
+    page = (out / "index.html").read_text(encoding="utf-8")
+    assert "speak for 7:" in page
+    assert "digit.png" in page
+    assert (out / "rollout.png").stat().st_size > 5000
+
+    model = Run.load(run).model  # 1,000 classes are taken for those of ImageNet
+    model = model.copy(config=dataclasses.replace(model.config, classes=1000), fresh=["head"])
+    model.save(tmp_path / "model.keras")
+    more = ("--out", tmp_path / "more", "--class", "tabby", "--json")
+    (event,) = cli_rig.done("explain", tmp_path / "model.keras", image, *more).events
+    assert {Path(file) for file in event["files"]} == set((tmp_path / "more").iterdir())
+    assert (event["image"], event["taken"]) == ([8, 8], [16, 24])
+    assert "speak for tabby" in (tmp_path / "more" / "index.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.full
+def test_more_is_what_the_functions_say(run: Path, tmp_path: Path) -> None:
+    """The numbers are those of keras_vit.evaluation, people get sentences, a picture is drawn."""
+    actual = cli_rig.done("evaluate", run, "--more", "--json").events[-1]
+    model, data = Run.load(run).model, load_digits()
+    probabilities = np.exp(evaluation.log_probabilities(model, data.test))
+    expected = evaluation.calibration(probabilities, data.test.targets).error
+    assert actual["calibration_error"] == pytest.approx(expected, abs=1e-6)
+    expected = evaluation.nearest_neighbors(model, train=data.train, test=data.test)
+    assert actual["nearest_neighbors"] == pytest.approx(expected, abs=1e-9)
+    results = evaluation.few_shot(model, train=data.train, test=data.test)
+    assert [each["accuracies"] for each in actual["few_shot"]] == [
+        list(result.accuracies) for result in results
+    ]
+    assert len(actual["mistakes"]) == 16
+    said = cli_rig.done("evaluate", run, "--more", "--out", tmp_path).out
+    for text in ("Expected calibration error: ", "25 labelled images", "taken for", "neighbours"):
+        assert text in said
+    assert (tmp_path / "mistakes.png").stat().st_size > 5000
+    assert "calibration" not in cli_rig.done("evaluate", run).out
+
+
+@pytest.mark.full
+def test_real_labels_go_by_the_names_of_the_images(run: Path, tmp_path: Path) -> None:
+    """Classes that are the model's answers, in order of the names, are all right."""
+    data = load_digits()
+    measured = evaluation.evaluate(Run.load(run).model, data.test, labels=data.labels)
+    assert measured.answers is not None
+    places = sorted(range(len(data.test)), key=lambda place: data.test.name(place))
+    actual = []
+    for classes in (data.test.targets[places], measured.answers.predicted[places]):
+        for rows in ([[int(each)] for each in classes], [[int(each)] for each in classes[::-1]]):
+            (tmp_path / "real.json").write_text(str(rows))
+            said = cli_rig.done("evaluate", run, "--json", "--real", tmp_path / "real.json")
+            actual.append(said.events[-1]["accuracy"])
+    assert actual[0] == pytest.approx(measured.accuracy)
+    assert actual[2] == 1 > actual[3]
+    (tmp_path / "short.json").write_text("[[1]]")
+    refused = cli_rig.run("evaluate", run, "--real", tmp_path / "short.json")
+    assert (refused.code, "and 1 sets" in refused.errors[0]) == (1, True)
+
+
+def test_a_keras_file_is_exported(run: Path, tmp_path: Path) -> None:
+    """The command says what it wrote and where, and how to go on."""
+    out, labels = tmp_path / "pets", tmp_path / "labels.txt"
+    labels.write_text("\n".join("abcdefghij"))
+    command = ("export", run / "model.keras", "--out", out)
+    lines = cli_rig.done(*command, "--labels", labels, "--no-verify").out.splitlines()
+    assert lines[0].startswith(f"savedmodel: {out / '1'} (0.")
+    assert lines[0].endswith("not checked)")
+    assert lines[1] == f"Next: {out / 'serve.sh'}"
+    assert (out / "labels.txt").read_text() == labels.read_text() + "\n"
+
+
+def test_machines_read_json(run: Path, tmp_path: Path) -> None:
+    """With --json there is one object for each artefact, with its checks."""
+    pytest.importorskip("onnxruntime")
+    out = ("--out", tmp_path / "json", "--formats", "onnx")
+    (actual,) = cli_rig.done("export", run / "model.keras", *out, "--json").events
+    assert (actual["event"], actual["format"]) == ("artefact", "onnx")
+    assert Path(actual["path"]).is_file()
+    assert all(check["passed"] for check in actual["checks"])

@@ -1,12 +1,9 @@
 """Tests of `keras-vit train`, `predict` and `evaluate` as a user runs them: processes and files."""
 
 import json
-import os
 import shlex
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import cli_rig
@@ -15,7 +12,6 @@ import processes
 import pytest
 from cli_rig import SMALL, Result
 
-import keras_vit
 from keras_vit.training import Run
 
 FILES = {
@@ -24,20 +20,14 @@ FILES = {
 }
 
 
-def start_anew(*argv: object, folder: Path) -> subprocess.Popen[str]:
-    """Starts a command as a shell does."""
-    source = str(Path(keras_vit.__file__).parents[1])
-    return subprocess.Popen(
-        [sys.executable, "-m", "keras_vit", *map(str, argv)],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": source, "CUDA_VISIBLE_DEVICES": ""},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def start(
+    *argv: object, folder: Path, environment: dict[str, str] | None = None
+) -> processes.Process:
+    """Starts a command in a process of its own."""
+    return processes.Process(["-m", "keras_vit", *map(str, argv)], environment, folder)
 
 
-def finish(process: processes.Started) -> Result:
+def finish(process: processes.Process) -> Result:
     out, errors = process.communicate(timeout=600)
     # TensorFlow speaks before the command line can silence it.
     said = [line for line in errors.splitlines() if line.startswith(("keras-vit", "Traceback"))]
@@ -51,7 +41,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
     image_files.write_classes(folder / "images")
     image_files.damage(folder / "images" / "plain" / "001.png")
     command = ("train", "--data", "images", "--out", "run", *SMALL)
-    return folder, finish(start_anew(*command, folder=folder))
+    return folder, finish(start(*command, folder=folder))
 
 
 @pytest.fixture
@@ -102,8 +92,7 @@ def test_evaluating_agrees_with_the_training(place: Path, tmp_path: Path) -> Non
     assert names(tmp_path / "report") == {"confusion.png", "metrics.json", "report.html"}
 
 
-def wait_for(process: subprocess.Popen[str], event: str) -> None:
-    assert process.stdout is not None
+def wait_for(process: processes.Process, event: str) -> None:
     for line in process.stdout:
         if json.loads(line)["event"] == event:
             return
@@ -115,8 +104,8 @@ def test_ctrl_c_leaves_a_whole_model_or_nothing(place: Path, tmp_path: Path) -> 
     """What was learnt can be resumed, after an epoch used as well; exit code 130."""
     endless = ("--model", "digits", "--epochs", "100000", "--json")
     data = ("train", "--data", place / "images")
-    late = start_anew(*data, "--out", "late", *endless, folder=tmp_path)
-    early = start_anew(*data, "--out", "early", *endless, folder=tmp_path)
+    late = start(*data, "--out", "late", *endless, folder=tmp_path)
+    early = start(*data, "--out", "early", *endless, folder=tmp_path)
     wait_for(early, "data")
     early.send_signal(signal.SIGINT)
     wait_for(late, "epoch")
@@ -213,10 +202,8 @@ def test_a_kill_while_a_run_is_measured_leaves_no_half_of_it(place: Path, tmp_pa
 def test_two_workers_train_on_a_folder(place: Path) -> None:
     """The same command under each TF_CONFIG: one run, which the first writes and tells of."""
     command = ("train", "--data", "images", "--out", "together", *SMALL)
-    workers = [
-        processes.Process(["-m", "keras_vit", *command], each, place)
-        for each in processes.cluster(2)
-    ]
+    environments = processes.cluster(2)
+    workers = [start(*command, folder=place, environment=each) for each in environments]
     first, second = map(finish, workers)
 
     assert (first.code, first.errors, second.code, second.errors) == (0, [], 0, [])

@@ -10,13 +10,14 @@ import image_files
 import pytest
 from cli_rig import Result
 
-from keras_vit import demo, publishing, training
+from keras_vit import publishing, training
 from keras_vit.cli import next_command, output
 from keras_vit.cli.main import make_parser
 from keras_vit.exporting import artefacts
 from keras_vit.training import planning
 
-# One more than these is a command that nobody has tried here; test_export_check.py tries check.
+# One more than these is a command that nobody has tried here; test_demo.py and
+# test_export_check.py try demo and check.
 COMMANDS = {
     *("train", "pretrain", "predict", "evaluate", "compare", "explain", "demo", "export", "push"),
     *("list", "check"),
@@ -116,18 +117,11 @@ def test_predictions_and_lists_go_on(said: Callable[..., list[str]], folder: Pat
 def test_publishing_goes_on(
     said: Callable[..., list[str]], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What serves, uploads and exports is tested elsewhere."""
-
-    class Server:
-        def run(self, sockets: object) -> None:
-            raise KeyboardInterrupt
-
+    """What uploads and exports is tested elsewhere; so is what a demo says at its end."""
     published = publishing.Published(address="hf://a/b", url="x", commit="y", files=())
     artefact = artefacts.Artefact(format="onnx", path=folder / "onnx", bytes=9, checks=())
-    monkeypatch.setattr(demo, "make_server", lambda app: Server())
     monkeypatch.setattr(publishing, "push", lambda *_, **__: published)
     monkeypatch.setattr(artefacts, "export", lambda *_, **__: [artefact])
-    assert said("demo", "my run", "--no-browser", "--port", "0")[:2] == ["export", "my run"]
     assert said("push", "my run", "hf://a/b") == ["export", "hf://a/b", "--out", "export"]
     image_files.write_image(folder / "my run" / "sample.png")
     assert said("push", "my run", "hf://a/b") == ["predict", "hf://a/b", "my run/sample.png"]

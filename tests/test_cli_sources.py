@@ -169,12 +169,9 @@ def test_train_takes_the_model_of_the_source(family: str, image: Path, tmp_path:
     assert trained.labels == ("plain", "striped")
     assert trained.image_size == (side, side)
     assert trained.model.config.image_mean == before.config.image_mean
+    old, new = ({each.path: each for each in model.weights} for model in (before, trained.model))
     for name in ("block_0/attention/qkv/kernel", "block_1/mlp/fc2/kernel"):
-        old, new = (
-            next(weight for weight in model.weights if weight.path == name)
-            for model in (before, trained.model)
-        )
-        np.testing.assert_allclose(new, old, atol=FLOAT32)
+        np.testing.assert_allclose(new[name], old[name], atol=FLOAT32)
 
 
 @pytest.fixture(scope="module")

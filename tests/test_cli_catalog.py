@@ -24,8 +24,8 @@ def test_list_shows_every_row() -> None:
     assert [line.split(":")[0] for line in lines if line.split(":")[0] in FAMILIES] == [*FAMILIES]
     shown = [line for line in lines if line.startswith("hf://")]
     text = " ".join(" ".join(lines).split())
-    for line, row in zip(shown, repositories(), strict=True):
-        assert faults(line, row, text) == [], line
+    for line, repository in zip(shown, repositories(), strict=True):
+        assert faults(line, repository, text) == [], line
 
 
 def faults(line: str, row: Repository, text: str) -> list[str]:

@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 "validation_accuracy": None,
             },
         }
-        fields = {}
+        fields: dict[str, Any] = {}
         if name.startswith("features"):
             settings["objective"], fields = "masked-patches", cli_rig.FEATURES
         cli_rig.make_run(root / name, settings=settings, **fields)

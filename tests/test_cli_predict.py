@@ -1,10 +1,11 @@
 """Tests of `keras-vit predict`: what it takes, what it writes, what an interruption leaves."""
 
+import contextlib
 import csv
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +46,18 @@ def predict(place: Path) -> Predict:
     return lambda *words, run="run": cli_rig.run("predict", run, *words)
 
 
-def pipe(contents: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Puts a pipe that holds this in the place of stdin."""
-    end, begin = os.pipe()
-    os.write(begin, contents)  # less than a pipe holds
-    os.close(begin)
-    monkeypatch.setattr(sys, "stdin", os.fdopen(end))
+@pytest.fixture
+def pipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bytes], None]]:
+    """Puts a pipe with some bytes in the place of stdin."""
+    with contextlib.ExitStack() as stack:
+
+        def put(contents: bytes) -> None:
+            end, begin = os.pipe()
+            os.write(begin, contents)  # less than a pipe holds
+            os.close(begin)
+            monkeypatch.setattr(sys, "stdin", stack.enter_context(os.fdopen(end)))
+
+        yield put
 
 
 def rows(result: Result) -> dict[str, dict[str, float]]:
@@ -126,23 +133,23 @@ def test_images_are_copied_into_the_folders_of_their_classes(predict: Predict, p
 
 
 def test_a_pipe_holds_an_image_or_names(
-    predict: Predict, place: Path, monkeypatch: pytest.MonkeyPatch
+    predict: Predict, place: Path, pipe: Callable[[bytes], None]
 ) -> None:
     """The numbers are those of the file; names end with a newline or a NUL."""
     photo = Path("my photos/striped/000.jpg")
     (expected,) = rows(predict(photo, "--json")).values()
-    pipe(photo.read_bytes(), monkeypatch)
+    pipe(photo.read_bytes())
     assert rows(predict("-", "--json", "--copy-to", "sorted")) == {"-": expected}
     (copy,) = Path("sorted").rglob("*.jpg")
     assert copy.read_bytes() == photo.read_bytes()
     for separator in ("\n", "\0"):
-        pipe(f"{photo}{separator}my photos/plain{separator}".encode(), monkeypatch)
+        pipe(f"{photo}{separator}my photos/plain{separator}".encode())
         found = rows(predict("-", "--json"))
         assert len(found) == 1 + 14
         assert found[str(photo)] == expected
-    pipe(photo.read_bytes(), monkeypatch)
+    pipe(photo.read_bytes())
     assert predict("-").next == ["evaluate", "run"]
-    pipe(b"", monkeypatch)
+    pipe(b"")
     nothing = predict("-")
     assert (nothing.code, len(nothing.errors)) == (1, 1)
     assert "There are no JPEG, PNG" in nothing.errors[0]

@@ -180,8 +180,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     Image.fromarray(load_digits().test.images[0]).save(folder / "digit.png")
     settings = {"data": {"source": "digits"}, "labels": [*"0123456789"]}
-    fields = {"input_shape": (16, 24, 3), "classes": 10}
-    return cli_rig.make_run(folder / "run", settings=settings, **fields)
+    return cli_rig.make_run(folder / "run", settings=settings, input_shape=(16, 24, 3), classes=10)
 
 
 @pytest.mark.full

@@ -51,13 +51,6 @@ def check_page(page: Path | str, *, press: bool = True) -> list[str]:
     policy, a request that leaves the file (or the server that an http address names), a picture
     that does not decode, something wider than the window, text without the contrast of AA, a
     control without a name, and all of this again after every control was pressed.
-
-    Args:
-        page: a file, or an http address.
-        press: whether to press the controls.
-
-    Raises:
-        FileNotFoundError: no Chromium is installed.
     """
     address = page.absolute().as_uri() if isinstance(page, Path) else page
     problems: dict[str, None] = {}
@@ -76,11 +69,7 @@ def check_page(page: Path | str, *, press: bool = True) -> list[str]:
 
 @contextlib.contextmanager
 def opened_browser() -> Iterator[Browser]:
-    """Yields the system's Chromium.
-
-    Raises:
-        FileNotFoundError: none is installed.
-    """
+    """Yields the system's Chromium."""
     program = next((path for name in PROGRAMS if (path := shutil.which(name))), None)
     if program is None:
         raise FileNotFoundError("This test opens Chromium; install it: apt-get install chromium.")

@@ -1,58 +1,36 @@
-"""Tests of keras_vit.cli.main: help, usage errors, and what errors look like."""
+"""Tests of keras_vit.cli.main and of the flags: help, values, and what they make of a recipe."""
 
 import argparse
 import dataclasses
 import importlib
 import os
-import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+import cli_rig
 import pytest
 
 from keras_vit import environment
-from keras_vit.cli import flags, main, recipe_flags, train
+from keras_vit.cli import flags, recipe_flags, train
 from keras_vit.cli.main import make_parser
 from keras_vit.training import MODELS, RECIPES
-
-COMMANDS = ("train", "pretrain", "predict", "evaluate", "push")
-USAGE = [
-    [],
-    ["fly"],
-    ["train"],
-    ["train", "--data", "x"],
-    ["train", "--data", "x", "--out", "y", "--epochs", "0"],
-    ["train", "--data", "x", "--out", "y", "--image-size", "big"],
-    ["predict", "run"],
-    ["evaluate"],
-]
+from keras_vit.weights.positions import Method
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_shows_examples_and_every_default(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_shows_examples_and_every_default() -> None:
     """Each subcommand explains itself, gives examples, and no flag hides its default."""
-    with pytest.raises(SystemExit) as stopped:
-        main([command, "--help"])
-    shown = capsys.readouterr().out
-
-    assert stopped.value.code == 0
-    assert f"examples:\n  keras-vit {command} " in shown
     parsers: Any = make_parser()._subparsers
-    parser = parsers._group_actions[0].choices[command]
-    for action in parser._actions:
-        if action.option_strings and not action.required and action.dest != "help":
-            assert "default" in str(action.help), action.dest
+    for command in ("train", "pretrain", "predict", "evaluate", "push"):
+        assert f"examples:\n  keras-vit {command} " in cli_rig.done(command, "--help").out
+        for action in parsers._group_actions[0].choices[command]._actions:
+            if action.option_strings and not action.required and action.dest != "help":
+                assert "default" in str(action.help), (command, action.dest)
 
 
-def test_the_defaults_in_the_help_are_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_defaults_in_the_help_are_the_tables() -> None:
     """The numbers of the help text are those of the recipes and models."""
-    with pytest.raises(SystemExit):
-        main(["train", "--help"])
-    shown = " ".join(capsys.readouterr().out.split())
+    shown = " ".join(cli_rig.done("train", "--help").out.split())
     digits, scratch, tuned = (RECIPES[name] for name in ("digits", "scratch", "fine-tune"))
 
     for text in (
@@ -68,192 +46,89 @@ def test_the_defaults_in_the_help_are_the_tables(capsys: pytest.CaptureFixture[s
     assert digits.batch_size == scratch.batch_size == tuned.batch_size
 
 
-@pytest.mark.parametrize("argv", USAGE)
-def test_wrong_usage_is_one_line_and_exit_code_2(
-    argv: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Nothing is printed but one line that points to the help."""
-    with pytest.raises(SystemExit) as stopped:
-        main(argv)
-    shown = capsys.readouterr()
-
-    assert stopped.value.code == 2
-    assert shown.out == ""
-    assert shown.err.count("\n") == 1
-    assert "error: " in shown.err
-    assert "--help" in shown.err
-
-
-def run_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> int:
-    def fail(arguments: argparse.Namespace) -> int:
-        raise error
-
-    monkeypatch.setattr(train, "run", fail)
-    return main(["train", "--data", "x", "--out", "y"])
-
-
-ERRORS: list[tuple[BaseException, int, str]] = [
-    (ValueError("Two\nlines."), 1, "keras-vit: error: Two lines.\n"),
-    (FileNotFoundError("Gone."), 1, "keras-vit: error: Gone.\n"),
-    (ImportError("pip install x"), 1, "keras-vit: error: pip install x\n"),
-    (KeyboardInterrupt(), 130, "keras-vit: Interrupted: nothing was saved.\n"),
-    (KeyboardInterrupt("Saved."), 130, "keras-vit: Saved.\n"),
+WORDS = flags.words(("qkv", "out"))
+RIGHT: list[tuple[Callable[[str], Any], dict[str, Any]]] = [
+    (flags.count, {"12": 12}),
+    (flags.seed, {"0": 0, str(2**32 - 1): 2**32 - 1}),
+    (flags.positive, {"1e-3": 0.001}),
+    (flags.index, {"0": 0}),
+    (flags.fraction, {"0.75": 0.75, "1": 1.0}),
+    (flags.not_negative, {"0": 0.0, "1e-4": 0.0001}),
+    (flags.share, {"0.9999": 0.9999}),
+    (flags.setting, {"pooling=avg": ("pooling", "avg"), "layer_scale=1e-4": ("layer_scale", 1e-4)}),
+    (flags.setting, {"class_token=False": ("class_token", False), "a=4": ("a", 4)}),
+    (flags.setting, {"a=none": ("a", None), "a=3,4,9": ("a", (3, 4, 9))}),
+    (WORDS, {"out,qkv": ("out", "qkv")}),
+    (flags.size, {"64": (64, 64), "48x64": (48, 64)}),
+]
+WRONG: list[tuple[Callable[[str], Any], tuple[str, ...]]] = [
+    (flags.count, ("0", "-1", "2.5")),
+    (flags.seed, ("-1", str(2**32))),
+    (flags.positive, ("0", "nan", "inf", "fast")),
+    (flags.index, ("-1",)),
+    (flags.fraction, ("1.5", "0")),
+    (flags.not_negative, ("-0.1", "nan", "much")),
+    (flags.share, ("1",)),
+    (flags.setting, ("pooling", "=avg", "pooling=")),
+    (WORDS, ("qkv,head",)),
+    (flags.size, ("0", "4x5x6", "x")),
 ]
 
 
-@pytest.mark.parametrize(("error", "code", "line"), ERRORS)
-def test_errors_are_one_line(
-    error: BaseException,
-    code: int,
-    line: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """What the user did wrong is told in one line on stderr, with the documented exit code."""
-    assert run_with(monkeypatch, error) == code
-    assert capsys.readouterr().err == line
+def test_values_are_read_or_repeated_in_the_error() -> None:
+    """Each kind reads as documented; the sentence shows what was received and what is allowed."""
+    for read, values in RIGHT:
+        assert {text: read(text) for text in values} == values
+    for read, texts in WRONG:
+        for text in texts:
+            with pytest.raises(argparse.ArgumentTypeError, match=f"^'{text}' is not a "):
+                read(text)
+    # The command line, which answers without NumPy, has a list of its own.
+    assert get_args(Method) == train.POSITIONS
 
 
-def test_a_mistake_of_ours_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A TypeError inside is a bug, and keeps its traceback."""
-    with pytest.raises(TypeError):
-        run_with(monkeypatch, TypeError("bug"))
+def parsed(argv: str, *, command: str = "train") -> argparse.Namespace:
+    return make_parser().parse_args([command, "--data", "x", "--out", "y", *argv.split()])
 
 
-@pytest.fixture
-def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], int]:
-    """Runs the command line in an empty folder."""
-    monkeypatch.chdir(tmp_path)
-    return main
+FLAGS: dict[str, dict[str, Any]] = {
+    "": {},
+    "--weight-decay 0": {"weight_decay": 0.0},
+    "--drop-path 0.2": {"drop_path_rate": 0.2},
+    "--average 0.99": {"average": 0.99},
+    "--average 0": {"average": None},
+    "--patience 7": {"patience": 7},
+    "--patience 0": {"patience": None},
+    "--balance": {"balance": True},
+    "--learning-rate sweep": {},
+    "--sam-rho 0.05": {"sam_rho": 0.05},
+    "--mixup 0.8 --cutmix 1": {"mixup": 0.8, "cutmix": 1.0},
+    "--layer-decay 0.7": {"layer_decay": 0.7},
+    "--set dropout_rate=0.1": {"dropout_rate": 0.1},
+    "--set pooling=avg --set class_token=false": {
+        "model": {"pooling": "avg", "class_token": False}
+    },
+}
 
 
-WEIGHTS = [
-    (["--weights", "x.npz"], "no model file 'x.npz'"),
-    (["--weights", "imagenet21k"], "as a published name it needs --model"),
-    (["--model", "Ti/16", "--weights", "x.npz", "--patch-size", "8"], "is the checkpoint's"),
-    (["--model", "tiny", "--weights", "x.npz"], "no model 'tiny'; choose one of Ti/16"),
-    (["--model", "Ti/16", "--weights", "gone.npz"], "gone.npz"),
-]
-
-
-@pytest.mark.parametrize(("argv", "message"), WEIGHTS)
-def test_weights_that_do_not_fit_are_refused(
-    argv: list[str],
-    message: str,
-    in_folder: Callable[[list[str]], int],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Flags that contradict a checkpoint are told, not ignored, and nothing is written."""
-    assert in_folder(["train", "--data", "digits", "--out", "run", *argv]) == 1
-    assert message in capsys.readouterr().err
-    assert not Path("run").exists()
-
-
-SETTINGS = [
-    (["--set", "width=3"], "no field 'width' that a recipe may set"),
-    (["--set", "classes=3"], "classes is decided by the data"),
-    (["--set", "drop_path_rate=0.1"], "drop_path_rate is decided by the recipe's field of that"),
-    (["--set", "dropout_rate=much"], "dropout_rate is decided by the recipe's field"),
-    (["--set", "dropout_rate=2"], "dropout_rate must lie between 0 and 0.99"),
-    (["--set", "remat=true"], "remat is decided by Execution (--remat)"),
-    (["--set", "hidden_dim=65"], "hidden_dim must be a multiple of num_heads=4"),
-    (["--set", "pooling=mean"], "pooling must be one of"),
-    (["--set", "pooling=token"], 'pooling="token" needs class_token=True'),
-    (["--model", "Ti/16", "--weights", "x.npz", "--set", "pooling=avg"], "for fresh weights"),
-    (["--recipe", "plain-s32"], "no recipe 'plain-s32'; choose one of digits, "),
-    (["--recipe", "deit3-s16", "--layer-decay", "0.7"], "LAMB"),
-]
-
-
-@pytest.mark.parametrize(("argv", "message"), SETTINGS)
-def test_settings_that_do_not_fit_are_refused(
-    argv: list[str],
-    message: str,
-    in_folder: Callable[[list[str]], int],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """One sentence, before an image is read, and nothing is written."""
-    assert in_folder(["train", "--data", "digits", "--out", "run", *argv]) == 1
-    assert message in capsys.readouterr().err
-    assert not Path("run").exists()
-
-
-FLAGS: list[tuple[list[str], dict[str, Any]]] = [
-    ([], {}),
-    (["--weight-decay", "0"], {"weight_decay": 0.0}),
-    (["--drop-path", "0.2"], {"drop_path_rate": 0.2}),
-    (["--average", "0.99"], {"average": 0.99}),
-    (["--average", "0"], {"average": None}),
-    (["--patience", "7"], {"patience": 7}),
-    (["--patience", "0"], {"patience": None}),
-    (["--balance"], {"balance": True}),
-    (["--learning-rate", "sweep"], {}),
-    (["--sam-rho", "0.05"], {"sam_rho": 0.05}),
-    (["--mixup", "0.8", "--cutmix", "1"], {"mixup": 0.8, "cutmix": 1.0}),
-    (["--layer-decay", "0.7"], {"layer_decay": 0.7}),
-    (["--set", "dropout_rate=0.1"], {"dropout_rate": 0.1}),
-    (
-        ["--set", "pooling=avg", "--set", "class_token=false"],
-        {"model": {"pooling": "avg", "class_token": False}},
-    ),
-]
-
-
-@pytest.mark.parametrize(("argv", "changes"), FLAGS)
-def test_flags_change_single_numbers_of_the_recipe(
-    argv: list[str], changes: dict[str, Any]
-) -> None:
-    """Each flag its own field, and nothing else."""
-    arguments = make_parser().parse_args(["train", "--data", "x", "--out", "y", *argv])
+def test_flags_change_single_numbers_of_the_recipe() -> None:
+    """Each flag its own field, and nothing else; of the model what is set, and no other field."""
     recipe = dataclasses.replace(RECIPES["scratch"], average=0.5)
-
-    actual = recipe_flags.override_recipe(recipe, arguments)
-    assert actual == dataclasses.replace(recipe, **changes)
-
-
-def test_settings_go_over_those_of_the_recipe() -> None:
-    """What is set replaces one field of the recipe's model; the others stay."""
-    argv = ["train", "--data", "x", "--out", "y", "--set", "position_embedding=learned"]
-    arguments = make_parser().parse_args(argv)
-    model = recipe_flags.override_recipe(RECIPES["plain-s16"], arguments).model
-
-    assert model == {**RECIPES["plain-s16"].model, "position_embedding": "learned"}
+    for argv, changes in FLAGS.items():
+        actual = recipe_flags.override_recipe(recipe, parsed(argv))
+        assert actual == dataclasses.replace(recipe, **changes), argv
+    paper = RECIPES["plain-s16"]
+    model = recipe_flags.override_recipe(paper, parsed("--set position_embedding=learned")).model
+    assert model == {**paper.model, "position_embedding": "learned"}
 
 
-@pytest.mark.parametrize(
-    ("argv", "remat", "xla"),
-    [([], None, "auto"), (["--remat", "--xla"], True, True), (["--no-xla"], None, False)],
-)
-def test_memory_and_xla_are_flags(argv: list[str], remat: object, xla: object) -> None:
+def test_memory_and_xla_are_flags() -> None:
     """Of both commands that train."""
-    for command in ("train", "pretrain"):
-        arguments = make_parser().parse_args([command, "--data", "x", "--out", "y", *argv])
-        execution = flags.execution(arguments)
-        assert (execution.remat, execution.xla) == (remat, xla)
-
-
-def test_only_its_own_lines_reach_the_terminal(tmp_path: Path) -> None:
-    """TensorFlow's remarks at its import do not, whatever the environment says of its log level.
-
-    Nor does Keras import what it can do without.
-    """
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("TF_")}
-    done = subprocess.run(
-        [
-            *(sys.executable, "-X", "importtime"),
-            *("-m", "keras_vit", "predict", str(tmp_path / "gone"), "image.png"),
-        ],
-        capture_output=True,
-        text=True,
-        env=environment,
-    )
-    lines = done.stderr.splitlines()
-    (line,) = (line for line in lines if not line.startswith("import time:"))
-    imported = {line.rpartition("|")[2].strip() for line in lines}
-    assert done.returncode == 1
-    assert line.startswith("keras-vit: error: ")
-    assert "keras.models" in imported
-    assert not imported & {"matplotlib.colors", "sklearn.base"}
+    cases = {"": (None, "auto"), "--remat --xla": (True, True), "--no-xla": (None, False)}
+    for argv, expected in cases.items():
+        for command in ("train", "pretrain"):
+            execution = flags.execution(parsed(argv, command=command))
+            assert (execution.remat, execution.xla) == expected, argv
 
 
 def test_what_keras_can_do_without_is_there_after_it(monkeypatch: pytest.MonkeyPatch) -> None:

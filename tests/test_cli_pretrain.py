@@ -1,197 +1,165 @@
-"""Tests of `keras-vit pretrain`, and of what `train` and `evaluate` make of its runs."""
+"""Tests of `keras-vit pretrain`, and of what the flags of both trainings make of a run."""
 
-import contextlib
-import io
 import json
 from pathlib import Path
 
+import cli_rig
 import image_files
-import keras
 import numpy as np
 import pytest
 
 import keras_vit
 from keras_vit import evaluation
-from keras_vit.cli.main import main
 from keras_vit.data import load_folder
-from keras_vit.training import Run
+from keras_vit.training import RECIPES, Run
 
-SMALL = ("--model", "digits", "--batch-size", "8", "--epochs", "1")
+pytestmark = pytest.mark.full
+
+SMALL = ("--model", "digits", "--batch-size", "8", "--steps", "1")
+ALL = (
+    *("--weight-decay", "0.2", "--drop-path", "0.1", "--average", "0.9"),
+    *("--mixup", "0.4", "--cutmix", "1", "--remat", "--no-xla"),
+    *("--set", "pooling=avg", "--set", "class_token=false", "--set", "num_layers=2"),
+    *("--set", "representation_dim=hidden_dim"),
+)
 FILES = {
-    "README.md",
-    "config.json",
-    "curves.png",
-    "history.csv",
-    "labels.txt",
-    "model.keras",
-    "reconstructions.png",
-    "report.html",
-    "splits.csv",
-    "tensorboard",
+    *("README.md", "config.json", "curves.png", "history.csv", "labels.txt", "model.keras"),
+    *("reconstructions.png", "report.html", "splits.csv", "tensorboard"),
 }
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with class folders, one without, and a run pre-trained on each."""
+def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What pre-trainings on a folder with classes and on one without have said, by the folder."""
     folder = tmp_path_factory.mktemp("pretrain")
     image_files.write_classes(folder / "images")
     for index in range(10):
         image_files.write_image(folder / "flat" / f"{index}.png", seed=index)
+    said = {}
     for name, target in (("images", "mean_color"), ("flat", "pixels")):
-        data = ["--data", str(folder / name), "--out", str(folder / f"{name}-run")]
-        with contextlib.redirect_stdout(io.StringIO()) as output:
-            assert main(["pretrain", *data, *SMALL, "--target", target]) == 0
-        (folder / f"{name}.txt").write_text(output.getvalue())
+        flags = ("--data", folder / name, "--out", folder / f"{name}-run", "--target", target)
+        said[str(folder / name)] = cli_rig.done("pretrain", *flags, *SMALL).out
+    return said
+
+
+@pytest.fixture
+def place(said: dict[str, str]) -> Path:
+    return Path(min(said)).parent
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of images, and a run on them with every flag."""
+    folder = tmp_path_factory.mktemp("flags")
+    image_files.write_classes(folder / "images", count=6)
+    flags = ("--data", folder / "images", "--out", folder / "run")
+    cli_rig.done("train", *flags, *SMALL, *ALL)
     return folder
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["images", "flat"])
-def test_a_run_is_whole(place: Path, name: str) -> None:
+def test_a_run_is_whole_and_says_what_comes_next(said: dict[str, str], place: Path) -> None:
     """With class folders and without, with an accuracy and without."""
-    run = place / f"{name}-run"
-    assert {file.name for file in run.iterdir()} == FILES
-    config = json.loads((run / "config.json").read_text())
-    assert config["objective"] == "masked-patches"
-    assert (config["result"]["validation_accuracy"] is None) == (name == "flat")
-    assert config["labels"] == (["plain", "striped"] if name == "images" else [])
-    report = (run / "report.html").read_text(encoding="utf-8")
-    assert "What the model makes of images of which it sees a part" in report
-    assert "keras-vit pretrain --data" in report
+    for name, next_words, labels in (
+        ("images", f"train --data {place / 'images'} ", ["plain", "striped"]),
+        ("flat", f"explain {place / 'flat-run'} {place / 'flat'}", []),
+    ):
+        run = place / f"{name}-run"
+        assert {file.name for file in run.iterdir()} == FILES
+        config = json.loads((run / "config.json").read_text())
+        assert (config["objective"], config["labels"]) == ("masked-patches", labels)
+        assert (config["result"]["validation_accuracy"] is None) == (name == "flat")
+        report = (run / "report.html").read_text(encoding="utf-8")
+        assert "What the model makes of images of which it sees a part" in report
+        assert "keras-vit pretrain --data" in report
+        assert f"Next: keras-vit {next_words}" in said[str(place / name)]
+    assert "no classes; images: 9 train, 1 validation" in said[str(place / "flat")]
+    assert f"--weights {place / 'images-run'}" in said[str(place / "images")]
 
 
-@pytest.mark.full
-def test_it_prints_lines_for_people_and_json(
-    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """What comes next is said; each JSON line is an event."""
-    flags = ["--data", str(place / "flat"), *SMALL, "--target", "pixels"]
-    said = (place / "flat.txt").read_text()
-    assert "no classes; images: 9 train, 1 validation" in said
-    assert f"Next: keras-vit explain {place / 'flat-run'} {place / 'flat'}" in said
-    with_labels = (place / "images.txt").read_text()
-    assert f"Next: keras-vit train --data {place / 'images'} " in with_labels
-    assert f"--weights {place / 'images-run'}" in with_labels
-    assert main(["pretrain", *flags, "--out", str(tmp_path / "other"), "--json"]) == 0
-    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+def test_pretraining_takes_the_flags_that_mean_something(place: Path, tmp_path: Path) -> None:
+    """Fields of the network and of the recipe; each line for machines is an event."""
+    flags = ("--data", place / "flat", "--out", tmp_path / "run", *SMALL, "--json")
+    given = ("--set", "num_layers=1", "--set", "layer_scale=0.1", "--weight-decay", "0.3")
+    more = ("--average", "0.9", "--drop-path", "0.1", "--remat", "--target", "pixels")
+    events = cli_rig.done("pretrain", *flags, *given, *more).events
     assert [event["event"] for event in events] == ["data", "epoch", "done"]
     assert events[1]["validation_accuracy"] is None
-    one, other = (
-        Run.load(path).config["result"] for path in (place / "flat-run", tmp_path / "other")
-    )
-    assert one["state_sha256"] == other["state_sha256"]
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    model, recipe = config["model"], config["recipe"]
+    assert (model["num_layers"], model["layer_scale"]) == (1, 0.1)
+    assert (model["remat"], model["drop_path_rate"]) == (True, 0.1)
+    assert (recipe["weight_decay"], recipe["average"]) == (0.3, 0.9)
 
 
-@pytest.mark.full
-def test_evaluating_measures_the_features(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluating_measures_the_features(place: Path) -> None:
     """On the run's images, or if it has no labels on others; the numbers are evaluation's."""
     run, images = Run.load(place / "images-run"), load_folder(place / "images")
-    assert main(["evaluate", str(run.path), "--json"]) == 0
-    (own,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    (own,) = cli_rig.done("evaluate", run.path, "--json").events
     expected = evaluation.few_shot(run.model, train=images.train, test=images.test, shots=(1, 5))
     actual = [each["accuracies"] for each in own["few_shot"]]
     assert actual == [list(each.accuracies) for each in expected]
-    other = ["evaluate", str(place / "flat-run")]
-    assert main([*other, "--data", str(place / "images")]) == 0
-    assert "1 labelled images of each class" in capsys.readouterr().out
-    assert main(other) == 1
-    assert "has no labelled images of its own; give --data" in capsys.readouterr().err
-    assert main([*other, "--data", str(place / "images"), "--real", "real.json"]) == 1
-    assert "has no classifier; --real measures one" in capsys.readouterr().err
+    other = cli_rig.done("evaluate", place / "flat-run", "--data", place / "images")
+    assert "1 labelled images of each class" in other.out
 
 
-@pytest.mark.full
 def test_training_goes_on_from_a_run(place: Path, tmp_path: Path) -> None:
     """With few parameters: the run has a plain merged model, and the adapter that made it."""
-    flags = ["--data", str(place / "images"), "--batch-size", "8", "--epochs", "1"]
-    start = [*flags, "--weights", str(place / "flat-run"), "--learning-rate", "0.01"]
+    flags = ("--data", place / "images", "--batch-size", "8", "--epochs", "1")
+    start = (*flags, "--weights", place / "flat-run", "--learning-rate", "0.01")
     out = tmp_path / "lora"
-    assert main(["train", *start, "--out", str(out), "--lora", "2", "--lora-targets", "fc1"]) == 0
-    run, base = Run.load(out), Run.load(place / "flat-run").model
+    cli_rig.done("train", *start, "--out", out, "--lora", "2", "--lora-targets", "fc1")
+    run, base = Run.load(out), Run.load(place / "flat-run")
     assert type(run.model) is keras_vit.VisionTransformer
     assert run.config["lora"] == {"rank": 2, "targets": ["fc1"], "alpha": None}
-    classifier = Run.load(place / "flat-run").classifier(run.labels)
-    adapted = keras_vit.load_adapter(classifier, out / "adapter.safetensors")
+    adapted = keras_vit.load_adapter(base.classifier(run.labels), out / "adapter.safetensors")
     merged = keras_vit.merge_lora(adapted)
     for ours, theirs in zip(run.model.weights, merged.weights, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-6)
-    changed = {
-        variable.path
-        for variable, old in zip(run.model.weights, base.weights, strict=False)
-        if not np.array_equal(variable, old)
-    }
-    assert changed == {f"block_{index}/mlp/fc1/kernel" for index in range(4)}
+    assert changed(run, base) == {f"block_{index}/mlp/fc1/kernel" for index in range(4)}
 
 
-@pytest.mark.full
-def test_frozen_blocks_and_decayed_rates(place: Path, tmp_path: Path) -> None:
-    """The first blocks keep their bits, the recipe has the decay."""
-    flags = ["--data", str(place / "images"), "--batch-size", "8", "--epochs", "1"]
-    start = [*flags, "--weights", str(place / "images-run"), "--freeze", "3"]
-    out = tmp_path / "frozen"
-    assert main(["train", *start, "--layer-decay", "0.5", "--out", str(out)]) == 0
-    run, base = Run.load(out), Run.load(place / "images-run").model
+def changed(run: Run, base: Run) -> set[str]:
+    """The variables without the classifier in which two runs differ."""
+    pairs = zip(run.model.weights, base.model.weights, strict=False)
+    return {new.path for new, old in pairs if not np.array_equal(new, old)}
+
+
+def test_config_json_records_every_flag(trained: Path) -> None:
+    """Recipe, model and execution say what was asked for, and the model is so."""
+    run = Run.load(trained / "run")
+    recipe, model = run.config["recipe"], run.model.config
+    expected = {"weight_decay": 0.2, "drop_path_rate": 0.1, "average": 0.9}
+    expected |= {"mixup": 0.4, "cutmix": 1.0}
+    assert {name: recipe[name] for name in expected} == expected
+    assert (run.config["execution"]["remat"], run.config["execution"]["xla"]) == (True, False)
+    assert (model.pooling, model.class_token, model.num_layers) == ("avg", False, 2)
+    assert (model.representation_dim, model.drop_path_rate, model.remat) == (64, 0.1, True)
+    assert run.config["model"]["representation_dim"] == 64
+
+
+def test_flags_go_over_those_of_a_model_that_has_weights(trained: Path) -> None:
+    """What training does is the flags', the network the run's; the first block keeps its bits."""
+    flags = ("--data", trained / "images", "--out", trained / "tuned", *SMALL[2:4])
+    changes = ("--no-remat", "--drop-path", "0.3", "--freeze", "1", "--layer-decay", "0.5")
+    cli_rig.done("train", *flags, "--epochs", "1", "--weights", trained / "run", *changes)
+    run, base = Run.load(trained / "tuned"), Run.load(trained / "run")
+    model = run.model.config
+
+    assert (model.remat, model.drop_path_rate, model.pooling) == (False, 0.3, "avg")
     assert run.config["recipe"]["layer_decay"] == 0.5
-    pairs = zip(run.model.weights, base.weights, strict=False)
-    changed = {new.path.split("/")[0] for new, old in pairs if not np.array_equal(new, old)}
-    assert changed == {"block_3", "encoder_norm"}
+    parts = {path.split("/")[0] for path in changed(run, base)}
+    assert parts == {"block_1", "encoder_norm", "representation", "head"}
 
 
-@pytest.mark.full
-def test_a_teacher_is_a_run_or_a_file(place: Path, tmp_path: Path) -> None:
-    """A run's student learns from another run, and from a Keras file of any kind."""
-    flags = ["train", "--data", str(place / "images"), *SMALL]
-    first, second = str(tmp_path / "first"), str(tmp_path / "second")
-    assert main([*flags, "--out", first]) == 0
-    assert main([*flags, "--out", second, "--teacher", first, "--distillation", "hard"]) == 0
-    assert Run.load(second).config["distillation"]["kind"] == "hard"
-    layers = [
-        keras.Input((32, 32, 3)),
-        keras.layers.GlobalAveragePooling2D(),
-        keras.layers.Dense(2, activation="softmax"),
-    ]
-    keras.Sequential(layers).save(tmp_path / "teacher.keras")
-    chosen = ["--teacher", str(tmp_path / "teacher.keras"), "--temperature", "2"]
-    assert main([*flags, "--out", second, "--overwrite", *chosen]) == 0
-    assert Run.load(second).config["distillation"]["temperature"] == 2
+def test_a_student_is_made_for_the_recipe(trained: Path, tmp_path: Path) -> None:
+    """The model that learns from a run has the recipe's fields too; LAMB and SAM train it."""
+    flags = ("--data", trained / "images", "--out", tmp_path / "student", *SMALL)
+    recipe = ("--recipe", "deit3-s16", "--image-size", "16")
+    teacher = ("--teacher", trained / "run", "--distillation", "hard", "--temperature", "2")
+    cli_rig.done("train", *flags, *recipe, *teacher, "--sam-rho", "0.05", "--learning-rate", "1e-3")
+    run = Run.load(tmp_path / "student")
 
-
-# Arguments of `train`, after --data and --out, and what the sentence says.
-WRONG = {
-    "--freeze 1": "--freeze needs --weights",
-    "--lora 2": "--lora needs --weights",
-    "--positions bicubic": "--positions needs --weights",
-    "--weights x --model Ti/16 --lora 2 --freeze 1": "leave out --freeze",
-    "--temperature 2": "--temperature needs --teacher",
-    "--distillation-weight 0.5": "--distillation-weight needs --teacher",
-    "--weights x": "as a published name it needs --model",
-    "--weights . --model Ti/16": "holds no checkpoint",
-    "--weights .": "holds no checkpoint",
-    "--teacher gone.keras": "no model file 'gone.keras'",
-    "--teacher gone": "no run directory 'gone'",
-}
-
-
-@pytest.mark.parametrize("flags", WRONG)
-def test_wrong_flags_are_one_sentence(
-    flags: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What does not go together is told, and nothing is written."""
-    monkeypatch.chdir(tmp_path)
-    assert main(["train", "--data", "digits", "--out", "run", *flags.split()]) == 1
-    errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 1
-    assert WRONG[flags] in errors[0]
-    assert not any(tmp_path.iterdir())
-
-
-def test_wrong_images_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """An empty folder cannot be pre-trained on; a target that does not fit the patches is told."""
-    flags = ["pretrain", "--out", str(tmp_path / "run"), "--data"]
-    assert main([*flags, str(tmp_path)]) == 1
-    assert "too few images to train and validate on" in capsys.readouterr().err
-    small = ["--target", "small_patch", "--patch-size", "2", "--image-size", "16"]
-    assert main([*flags, "digits", *small]) == 1
-    assert "a multiple of 4 pixels. Received: 2" in capsys.readouterr().err
-    assert not any(tmp_path.iterdir())
+    assert (run.model.config.layer_scale, run.model.config.activation) == (1e-4, "gelu")
+    assert run.model.config.drop_path_rate == RECIPES["deit3-s16"].drop_path_rate
+    distillation = run.config["distillation"]
+    assert (distillation["kind"], distillation["temperature"]) == ("hard", 2)

@@ -1,11 +1,12 @@
-"""Tests of the commands on models of any source: files, folders and the Hugging Face Hub."""
+"""Tests of the commands on models that are there: runs, files, folders, the Hugging Face Hub."""
 
+import dataclasses
 import json
 import shutil
 import types
-from collections.abc import Callable
 from pathlib import Path
 
+import cli_rig
 import huggingface_hub.constants
 import huggingface_hub.errors
 import image_files
@@ -15,16 +16,18 @@ import published
 import pytest
 import safetensors.numpy
 from conftest import FLOAT32
+from PIL import Image
 
 import keras_vit
-from keras_vit.cli.main import main
-from keras_vit.data import read_image, resize_image
+from keras_vit import evaluation
+from keras_vit.data import load_digits, read_image, resize_image
 from keras_vit.training import Run, open_source
 from keras_vit.weights import download
 
 MODERN = published.GOLDEN / "modern"
 WORDS = ["plain", "striped", "sea urchin", "owl", "fox", "hen", "crane"]
 COMMIT = "0" * 40
+Asked = list[tuple[str, str]]
 
 
 @pytest.fixture
@@ -47,9 +50,9 @@ def image(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+def hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Asked:
     """A Hub with that folder as owner/vit; the names and revisions that were asked for."""
-    asked: list[tuple[str, str]] = []
+    asked: Asked = []
     snapshot = tmp_path / "models--owner--vit" / "snapshots" / COMMIT
     shutil.copytree(folder, snapshot)
 
@@ -68,64 +71,38 @@ def hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[t
     return asked
 
 
-def predicted(capsys: pytest.CaptureFixture[str], source: object, image: Path) -> dict[str, float]:
-    assert main(["predict", str(source), str(image), "--top", "7", "--json"]) == 0
-    (line,) = capsys.readouterr().out.splitlines()
-    return {row["label"]: row["probability"] for row in json.loads(line)["predictions"]}
-
-
-def expected(image: Path) -> np.ndarray:
-    """The probabilities of the model as `keras_vit.load` makes it."""
+def assert_predicts(source: object, image: Path, names: list[str]) -> None:
+    """The numbers are those of the model as `keras_vit.load` makes it, with these names."""
+    (line,) = cli_rig.done("predict", source, image, "--top", "7", "--json").events
+    actual = {row["label"]: row["probability"] for row in line["predictions"]}
     model = keras_vit.load(MODERN / "hf_vit_cls", classifier_activation="softmax")
     pixels = resize_image(read_image(str(image)), size=(64, 64), antialias=True)
-    probabilities: np.ndarray = keras.ops.convert_to_numpy(model(pixels[None]))[0]
-    return probabilities
-
-
-SOURCES: dict[str, Callable[[Path], Path | str]] = {
-    "folder": lambda folder: folder,
-    "file": lambda folder: folder / "model.safetensors",
-    "shards": lambda folder: published.write_shards(folder, count=2).parent,
-    "index": lambda folder: published.write_shards(folder, count=2),
-    "hub": lambda folder: "hf://owner/vit",
-    "revision": lambda folder: "hf://owner/vit@v1",
-}
-
-
-@pytest.mark.parametrize("kind", SOURCES)
-def test_predict_names_the_classes_of_any_source(
-    kind: str,
-    folder: Path,
-    image: Path,
-    hub: list[tuple[str, str]],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """The numbers are those of the loaded model, the names those beside its weights."""
-    probabilities = predicted(capsys, SOURCES[kind](folder), image)
+    expected = keras.ops.convert_to_numpy(model(pixels[None]))[0]
     np.testing.assert_allclose(
-        [probabilities[word] for word in WORDS], expected(image), atol=FLOAT32
+        [actual[name] for name in names], expected, atol=FLOAT32, err_msg=str(source)
     )
-    if kind == "revision":
-        assert hub[0] == ("config.json", "v1")
-        assert {revision for _, revision in hub[1:]} == {COMMIT}
 
 
-@pytest.mark.parametrize("suffix", [".npz", ".keras"])
-def test_predict_without_names_has_numbers(
-    suffix: str, image: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_predict_names_the_classes_of_any_source(folder: Path, image: Path, hub: Asked) -> None:
+    """The numbers are those of the loaded model, the names those beside its weights."""
+    for source in (folder, folder / "model.safetensors", "hf://owner/vit"):
+        assert_predicts(source, image, WORDS)
+    hub.clear()
+    assert_predicts("hf://owner/vit@v1", image, WORDS)
+    assert hub[0] == ("config.json", "v1")
+    assert {revision for _, revision in hub[1:]} == {COMMIT}
+    index = published.write_shards(folder, count=2)
+    for source in (index, index.parent):
+        assert_predicts(source, image, WORDS)
+
+
+def test_predict_without_names_has_numbers(image: Path, tmp_path: Path) -> None:
     """An .npz or .keras file names no class; a placeholder of transformers is no name."""
     model = keras_vit.load(MODERN / "hf_vit_cls", classifier_activation=None)
-    path = tmp_path / f"vit{suffix}"
-    if suffix == ".npz":
-        keras_vit.weights.save_npz(model, path)
-    else:
-        model.save(path)
-    for source in (path, MODERN / "hf_vit_cls"):
-        probabilities = predicted(capsys, source, image)
-        np.testing.assert_allclose(
-            [probabilities[str(place)] for place in range(7)], expected(image), atol=FLOAT32
-        )
+    keras_vit.weights.save_npz(model, tmp_path / "vit.npz")
+    model.save(tmp_path / "vit.keras")
+    for source in (tmp_path / "vit.npz", tmp_path / "vit.keras", MODERN / "hf_vit_cls"):
+        assert_predicts(source, image, [*"0123456"])
 
 
 def imagenet(folder: Path) -> Path:
@@ -140,150 +117,153 @@ def imagenet(folder: Path) -> Path:
 
 @pytest.mark.full
 def test_evaluate_takes_names_and_identifiers_of_folders(
-    folder: Path, image: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, image: Path, tmp_path: Path
 ) -> None:
     """Images are counted for their class by either; the name of two classes is refused."""
     images = image.parent.parent
-    assert main(["evaluate", str(folder), "--data", str(images), "--json"]) == 0
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert (lines[-1]["split"], lines[-1]["images"]) == ("test", 12)
+    line = cli_rig.done("evaluate", folder, "--data", images, "--json").events[-1]
+    assert (line["split"], line["images"]) == ("test", 12)
 
     shutil.copytree(images / "striped", tmp_path / "val" / "n02123045")
     shutil.copytree(images / "plain", tmp_path / "val" / "n01440764")
-    source = ["evaluate", str(imagenet(folder)), "--data"]
-    assert main([*source, str(tmp_path / "val"), "--out", str(tmp_path / "report")]) == 0
-    assert "test: 12 images" in capsys.readouterr().out
-    assert (tmp_path / "report" / "metrics.json").is_file()
+    command = ("evaluate", imagenet(folder), "--data")
+    out = tmp_path / "report"
+    assert "test: 12 images" in cli_rig.done(*command, tmp_path / "val", "--out", out).out
+    assert (out / "metrics.json").is_file()
     shutil.copytree(images / "striped", tmp_path / "birds" / "crane")
-    assert main([*source, str(tmp_path / "birds")]) == 1
-    assert "two classes 'crane'" in capsys.readouterr().err
+    refused = cli_rig.run(*command, tmp_path / "birds")
+    assert (refused.code, "two classes 'crane'" in refused.errors[0]) == (1, True)
 
 
-@pytest.mark.full
-def test_evaluate_measures_the_features_of_a_backbone(
-    image: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Without classifier, on the class folders of --data."""
-    image_files.write_classes(tmp_path / "more", count=8)
-    argv = ["evaluate", str(MODERN / "hf_dinov2"), "--data", str(tmp_path / "more")]
-    assert main([*argv, "--json"]) == 0
-    line = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert line["event"] == "features"
-    assert line["few_shot"]
-
-
-@pytest.mark.full
-def test_explain_takes_any_source(
-    folder: Path, image: Path, tmp_path: Path, hub: list[tuple[str, str]]
-) -> None:
-    """With the names of the classes; a model without classifier is drawn without them."""
-    argv = ["explain", "hf://owner/vit", str(image), "--out", str(tmp_path / "seen")]
-    assert main([*argv, "--class", "sea urchin"]) == 0
-    page = (tmp_path / "seen" / "index.html").read_text(encoding="utf-8")
-    assert "speak for sea urchin" in page
-    argv = ["explain", str(MODERN / "hf_dinov2"), str(image), "--out", str(tmp_path / "backbone")]
-    assert main(argv) == 0
-    assert (tmp_path / "backbone" / "index.html").is_file()
-
-
-TRAIN = ["train", "--data", "{images}", "--out", "{out}", "--batch-size", "4", "--steps", "1"]
-WRONG = [
-    (["predict", "{backbone}", "{image}"], "no classifier", "--weights {backbone}."),
-    (["evaluate", "{folder}"], "has no images of its own", "give --data"),
-    (["evaluate", "{backbone}"], "no labelled images of its own", "give --data"),
-    (["evaluate", "{folder}", "--data", "{other}"], "stranger", ""),
-    (["predict", "gone.safetensors", "{image}"], "no model file 'gone.safetensors'", ""),
-    (["predict", "gone", "{image}"], "no run directory 'gone'", ""),
-    (["predict", "{images}", "{image}"], "holds no checkpoint", ""),
-    (["predict", "hf://owner", "{image}"], "A Hub address is hf://owner/name", ""),
-    ([*TRAIN, "--weights", "gone.npz"], "no model file 'gone.npz'", ""),
-    ([*TRAIN, "--weights", "sam"], "needs --model", "such as --model B/16"),
-    ([*TRAIN, "--weights", "{images}"], "holds no checkpoint", ""),
-    ([*TRAIN, "--teacher", "{folder}"], "has the classes plain, striped, sea", "the same order"),
-]
-
-
-@pytest.mark.parametrize(("argv", "message", "advice"), WRONG)
-def test_what_does_not_fit_is_one_sentence(
-    argv: list[str],
-    message: str,
-    advice: str,
-    folder: Path,
-    image: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """One line on stderr that says what to do, and nothing written."""
-    shutil.copytree(image.parent, tmp_path / "other" / "stranger")
-    places = {
-        "folder": folder,
-        "backbone": MODERN / "hf_dinov2",
-        "image": image,
-        "images": image.parents[1],
-        "other": tmp_path / "other",
-        "out": tmp_path / "out",
-    }
-    assert main([word.format(**places) for word in argv]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("keras-vit: error: ")
-    assert message in line
-    assert advice.format(**places) in line
-    assert not (tmp_path / "out").exists()
-
-
-def test_what_is_assumed_is_said(
-    folder: Path, image: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_assumed_is_said(folder: Path, image: Path) -> None:
     """One line on stderr, without the place in the code; the output stays as it is."""
     (folder / "preprocessor_config.json").unlink()
-    assert main(["predict", str(folder), str(image), "--json"]) == 0
-    captured = capsys.readouterr()
-    (line,) = captured.err.splitlines()
+    result = cli_rig.done("predict", folder, image, "--json")
+    (line,) = result.errors
     assert line.startswith(f"keras-vit: {folder / 'model.safetensors'} does not say")
     assert "assumed image_mean" in line
-    assert len(captured.out.splitlines()) == 1
+    assert len(result.events) == 1
 
 
-def test_a_damaged_run_is_no_other_source(
-    tmp_path: Path, image: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_run_is_no_other_source(tmp_path: Path) -> None:
     """What training left is opened as a run or not at all: its labels would be lost."""
     keras_vit.load(MODERN / "hf_vit_cls").save(tmp_path / "model.keras")
     assert open_source(tmp_path).labels == tuple("0123456")
     (tmp_path / "history.csv").write_text("")
     with pytest.raises(ValueError, match="is not a run directory"):
         open_source(tmp_path)
-    argv = ["train", "--data", "digits", "--out", str(tmp_path / "out"), "--model", "Ti/16"]
-    assert main([*argv, "--weights", str(tmp_path)]) == 1
-    assert "--model is the run's" in capsys.readouterr().err
-
-
-@pytest.mark.full
-def test_export_has_the_labels_of_the_source(folder: Path, tmp_path: Path) -> None:
-    """Checked on generated images, for want of the source's own."""
-    assert main(["export", str(folder), "--out", str(tmp_path / "export")]) == 0
-    assert (tmp_path / "export" / "labels.txt").read_text().splitlines() == WORDS
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("family", ["hf_dinov2", "timm_deit_distilled"])
 def test_train_takes_the_model_of_the_source(family: str, image: Path, tmp_path: Path) -> None:
     """Without --model: the network is the source's, the classifier fresh, the size as asked."""
-    out = tmp_path / "run"
-    argv = ["train", "--data", str(image.parents[1]), "--out", str(out), "--steps", "1"]
-    argv += ["--batch-size", "2", "--learning-rate", "1e-12", "--weights", str(MODERN / family)]
     before = keras_vit.load(MODERN / family)
-    stride = before.config.stride
-    assert main([*argv, "--image-size", str(3 * stride)]) == 0
-    run = Run.load(out)
+    side = 3 * before.config.stride
+    out = tmp_path / "run"
+    flags = ("--steps", "1", "--batch-size", "2", "--learning-rate", "1e-12", "--image-size", side)
+    source = ("--data", image.parents[1], "--weights", MODERN / family)
+    cli_rig.done("train", *source, "--out", out, *flags)
+    trained = Run.load(out)
 
-    assert run.labels == ("plain", "striped")
-    assert run.image_size == (3 * stride, 3 * stride)
-    assert run.model.config.image_mean == before.config.image_mean
-    names = ("block_0/attention/qkv/kernel", "block_1/mlp/fc2/kernel")
-    for name in names:
-        old, new = (
-            next(weight for weight in model.weights if weight.path == name)
-            for model in (before, run.model)
-        )
-        np.testing.assert_allclose(new, old, atol=FLOAT32)
+    assert trained.labels == ("plain", "striped")
+    assert trained.image_size == (side, side)
+    assert trained.model.config.image_mean == before.config.image_mean
+    old, new = ({each.path: each for each in model.weights} for model in (before, trained.model))
+    for name in ("block_0/attention/qkv/kernel", "block_1/mlp/fc2/kernel"):
+        np.testing.assert_allclose(new[name], old[name], atol=FLOAT32)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose images are the digits, and one of them beside it."""
+    folder = tmp_path_factory.mktemp("models")
+    Image.fromarray(load_digits().test.images[0]).save(folder / "digit.png")
+    settings = {"data": {"source": "digits"}, "labels": [*"0123456789"]}
+    return cli_rig.make_run(folder / "run", settings=settings, input_shape=(16, 24, 3), classes=10)
+
+
+@pytest.mark.full
+def test_a_run_and_a_file_are_explained(run: Path, tmp_path: Path) -> None:
+    """The page and its pictures are written, also where --json names them; the size is said."""
+    out, image = tmp_path / "seen", run.parent / "digit.png"
+    said = cli_rig.done("explain", run, image, "--out", out, "--class", 7).out
+    assert "8 pixels wide and 8 high; it was resampled to 24 pixels wide and 16 high" in said
+    assert f"Open {out / 'index.html'} in a browser." in said
+    page = (out / "index.html").read_text(encoding="utf-8")
+    assert "speak for 7:" in page
+    assert "digit.png" in page
+    assert (out / "rollout.png").stat().st_size > 5000
+
+    model = Run.load(run).model  # 1,000 classes are taken for those of ImageNet
+    model = model.copy(config=dataclasses.replace(model.config, classes=1000), fresh=["head"])
+    model.save(tmp_path / "model.keras")
+    more = ("--out", tmp_path / "more", "--class", "tabby", "--json")
+    (event,) = cli_rig.done("explain", tmp_path / "model.keras", image, *more).events
+    assert {Path(file) for file in event["files"]} == set((tmp_path / "more").iterdir())
+    assert (event["image"], event["taken"]) == ([8, 8], [16, 24])
+    assert "speak for tabby" in (tmp_path / "more" / "index.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.full
+def test_more_is_what_the_functions_say(run: Path, tmp_path: Path) -> None:
+    """The numbers are those of keras_vit.evaluation, people get sentences, a picture is drawn."""
+    actual = cli_rig.done("evaluate", run, "--more", "--json").events[-1]
+    model, data = Run.load(run).model, load_digits()
+    probabilities = np.exp(evaluation.log_probabilities(model, data.test))
+    expected = evaluation.calibration(probabilities, data.test.targets).error
+    assert actual["calibration_error"] == pytest.approx(expected, abs=1e-6)
+    expected = evaluation.nearest_neighbors(model, train=data.train, test=data.test)
+    assert actual["nearest_neighbors"] == pytest.approx(expected, abs=1e-9)
+    results = evaluation.few_shot(model, train=data.train, test=data.test)
+    assert [each["accuracies"] for each in actual["few_shot"]] == [
+        list(result.accuracies) for result in results
+    ]
+    assert len(actual["mistakes"]) == 16
+    said = cli_rig.done("evaluate", run, "--more", "--out", tmp_path).out
+    for text in ("Expected calibration error: ", "25 labelled images", "taken for", "neighbours"):
+        assert text in said
+    assert (tmp_path / "mistakes.png").stat().st_size > 5000
+    assert "calibration" not in cli_rig.done("evaluate", run).out
+
+
+@pytest.mark.full
+def test_real_labels_go_by_the_names_of_the_images(run: Path, tmp_path: Path) -> None:
+    """Classes that are the model's answers, in order of the names, are all right."""
+    data = load_digits()
+    measured = evaluation.evaluate(Run.load(run).model, data.test, labels=data.labels)
+    assert measured.answers is not None
+    places = sorted(range(len(data.test)), key=lambda place: data.test.name(place))
+    actual = []
+    for classes in (data.test.targets[places], measured.answers.predicted[places]):
+        for rows in ([[int(each)] for each in classes], [[int(each)] for each in classes[::-1]]):
+            (tmp_path / "real.json").write_text(str(rows))
+            said = cli_rig.done("evaluate", run, "--json", "--real", tmp_path / "real.json")
+            actual.append(said.events[-1]["accuracy"])
+    assert actual[0] == pytest.approx(measured.accuracy)
+    assert actual[2] == 1 > actual[3]
+    (tmp_path / "short.json").write_text("[[1]]")
+    refused = cli_rig.run("evaluate", run, "--real", tmp_path / "short.json")
+    assert (refused.code, "and 1 sets" in refused.errors[0]) == (1, True)
+
+
+def test_a_keras_file_is_exported(run: Path, tmp_path: Path) -> None:
+    """The command says what it wrote and where, and how to go on."""
+    out, labels = tmp_path / "pets", tmp_path / "labels.txt"
+    labels.write_text("\n".join("abcdefghij"))
+    command = ("export", run / "model.keras", "--out", out)
+    lines = cli_rig.done(*command, "--labels", labels, "--no-verify").out.splitlines()
+    assert lines[0].startswith(f"savedmodel: {out / '1'} (0.")
+    assert lines[0].endswith("not checked)")
+    assert lines[1] == f"Next: {out / 'serve.sh'}"
+    assert (out / "labels.txt").read_text() == labels.read_text() + "\n"
+
+
+def test_machines_read_json(run: Path, tmp_path: Path) -> None:
+    """With --json there is one object for each artefact, with its checks."""
+    pytest.importorskip("onnxruntime")
+    out = ("--out", tmp_path / "json", "--formats", "onnx")
+    (actual,) = cli_rig.done("export", run / "model.keras", *out, "--json").events
+    assert (actual["event"], actual["format"]) == ("artefact", "onnx")
+    assert Path(actual["path"]).is_file()
+    assert all(check["passed"] for check in actual["checks"])

@@ -21,8 +21,8 @@ from conftest import TINY
 from exported import LABELS, photo, served_model
 
 from keras_vit import data, demo, evaluation
-from keras_vit.cli.main import main
 from keras_vit.model import VisionTransformer
+from keras_vit.pages import rendering
 from keras_vit.training import OpenedModel
 
 BYTES = {"Content-Type": "application/octet-stream"}
@@ -75,8 +75,6 @@ def test_the_page_asks_for_nothing_outside(port: int) -> None:
     sources = set(re.findall(r"[a-z]+:|\*|&#39;self&#39;|https?://[^ ]+", policy[1]))
     assert sources == {"data:", "&#39;self&#39;"}
     assert not re.search(r"(src|href)=\"(?!data:)", text)
-    assert "http://" not in text.replace("http://www.w3.org", "")
-    assert "https://" not in text
     assert headers["content-security-policy"] == "frame-ancestors 'none'"
     assert not {name for name in headers if name.startswith("access-control")}
 
@@ -95,9 +93,11 @@ def test_an_image_is_named_as_predict_names_it(port: int, model: VisionTransform
     assert said["view"]["maps"][0]["name"] == f"Relevance for {expected[0].label}"
 
 
-@pytest.mark.parametrize(
-    ("contents", "headers", "status", "sentence"),
-    [
+def test_what_is_no_image_is_a_sentence(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So is one of too many bytes, said or sent, or too many pixels; the next image is read."""
+    monkeypatch.setenv("KERAS_VIT_MAX_PIXELS", "3000")
+    monkeypatch.setattr(demo, "MOST_BYTES", 20_000)
+    cases: tuple[tuple[Any, dict[str, str], int, str], ...] = (
         (b"no image", BYTES, 400, "An image of 8 bytes is not an image that can be read"),
         (b"", BYTES, 400, "An image of 0 bytes is not an image that can be read"),
         (photo()[:60], BYTES, 400, "or is damaged; give a JPEG"),
@@ -105,24 +105,12 @@ def test_an_image_is_named_as_predict_names_it(port: int, model: VisionTransform
         (bytes(20_001), BYTES, 413, "MiB, the most that this page takes"),
         (iter([bytes(15_000)] * 2), BYTES, 413, "MiB, the most that this page takes"),
         (photo(), {"Content-Type": "text/plain"}, 400, "as application/octet-stream"),
-    ],
-    ids=["text", "empty", "cut off", "pixels", "bytes", "streamed bytes", "form"],
-)
-def test_what_is_no_image_is_a_sentence(
-    port: int,
-    contents: Any,
-    headers: dict[str, str],
-    status: int,
-    sentence: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """So is one of too many bytes, said or sent, or too many pixels; the next image is read."""
-    monkeypatch.setenv("KERAS_VIT_MAX_PIXELS", "3000")
-    monkeypatch.setattr(demo, "MOST_BYTES", 20_000)
-    answer = ask(port, contents, headers)
-    assert answer[0] == status
-    assert sentence in json.loads(answer[2])["error"]
-    assert ask(port, photo())[0] == 200
+    )
+    for contents, headers, status, sentence in cases:
+        answer = ask(port, contents, headers)
+        assert answer[0] == status, sentence
+        assert sentence in json.loads(answer[2])["error"]
+        assert ask(port, photo())[0] == 200
 
 
 def test_another_site_cannot_use_it(port: int) -> None:
@@ -145,19 +133,15 @@ def test_several_at_once_get_their_own_answers(port: int) -> None:
     assert [each["view"]["image"] for each in actual] == [e["view"]["image"] for e in expected]
 
 
-def test_a_model_that_is_not_explained_still_names_classes() -> None:
-    """The page says why there are no maps."""
+def test_a_model_that_is_half_of_one_is_shown_as_far_as_it_goes() -> None:
+    """The page says why there are no maps, or why it names no class."""
     other = keras.Sequential(
         [keras.Input((8, 8, 3)), keras.layers.Flatten(), keras.layers.Dense(7)]
     )
     said = demo.look(opened(other), np.zeros((9, 9, 3), np.uint8))
-    assert len(said["classes"]) == 5
-    assert said["view"] is None
+    assert (len(said["classes"]), said["view"]) == (5, None)
     assert "contains 0 Vision Transformers" in said["note"]
 
-
-def test_a_model_without_classifier_has_maps_alone() -> None:
-    """The page says why it names no class."""
     features = served_model(classes=None, classifier_activation=None)
     said = demo.look(opened(features, ()), np.zeros((32, 48, 3), np.uint8))
     assert said["classes"] == []
@@ -176,39 +160,17 @@ def test_a_port_that_is_taken_is_said() -> None:
         assert {each.getsockname()[0] for each in (first, second)} == {"127.0.0.1"}
 
 
-@pytest.mark.parametrize("missing", ["starlette.applications", "uvicorn", "jinja2"])
 def test_what_is_missing_is_named(
-    missing: str,
-    model: VisionTransformer,
-    monkeypatch: pytest.MonkeyPatch,
+    model: VisionTransformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pip command is in the error."""
-    from keras_vit.pages import rendering
-
-    rendering._templates.cache_clear()
-    monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(ImportError, match=f"run: pip install .*{missing.partition('.')[0]}"):
-        demo.make_server(demo.make_app(opened(model)))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (["nothing"], 1, "There is no run directory 'nothing'"),
-        (["nothing", "--port", "65536"], 2, "'65536' is not a port from 0 to 65535"),
-    ],
-)
-def test_bad_input_is_one_line(
-    arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The exit code tells wrong input from wrong usage."""
-    if code == 2:
-        with pytest.raises(SystemExit, match="2"):
-            main(["demo", *arguments])
-    else:
-        assert main(["demo", *arguments]) == code
-    (line,) = capsys.readouterr().err.splitlines()
-    assert message in line
+    for missing in ("starlette.applications", "uvicorn", "jinja2"):
+        rendering._templates.cache_clear()
+        with monkeypatch.context() as patched:
+            patched.setitem(sys.modules, missing, None)
+            name = missing.partition(".")[0]
+            with pytest.raises(ImportError, match=f"run: pip install .*{name}"):
+                demo.make_server(demo.make_app(opened(model)))
 
 
 @pytest.mark.full
@@ -235,10 +197,8 @@ def test_ctrl_c_ends_it(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     out, errors = process.communicate(timeout=300)
     sending.close()
-    assert out.splitlines()[0] == "The page is closed."
-    assert out.splitlines()[1:] == [
-        f"Next: keras-vit export {tmp_path / 'pets.keras'} --out export"
-    ]
+    following = f"Next: keras-vit export {tmp_path / 'pets.keras'} --out export"
+    assert out.splitlines() == ["The page is closed.", following]
     assert "keras" not in errors  # TensorFlow's own lines depend on the log level of the tests
     assert "Traceback" not in errors
     assert process.returncode == 0
@@ -253,9 +213,7 @@ def test_the_page_shows_what_is_dropped(
     assert browser.check_page(address) == []
     (tmp_path / "photo.png").write_bytes(photo(4))
     (tmp_path / "text.png").write_bytes(b"no image")
-    (expected,) = evaluation.predict(
-        model, [data.read_image(tmp_path / "photo.png")], labels=LABELS
-    )
+    (expected,) = evaluation.predict(model, [data.read_image(photo(4))], labels=LABELS)
     with (
         browser.opened_browser() as chromium,
         browser.opened_page(chromium, address, width=390) as (opened, heard),

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import io
 import re
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,23 @@ import browser
 import jinja2
 import numpy as np
 import pytest
+from PIL import Image
 
 import keras_vit
 from keras_vit import pages
 
-TEMPLATES = sorted((Path(keras_vit.__path__[0]) / "pages" / "templates").iterdir())
+COMPARISON: dict[str, Any] = {
+    "title": "<b>",
+    "styles": ("charts.css",),
+    "scripts": ("charts.js", "compare.js"),
+    "names": ["a", "b"],
+    "numbers": [("accuracy", ["1", "2"])],
+    "settings": [],
+    "pairs": (),
+    "notes": (),
+    "data": {"curves": []},
+    "version": "0",
+}
 
 
 def digests(text: str, element: str) -> set[str]:
@@ -33,7 +46,7 @@ def policy(text: str) -> dict[str, set[str]]:
 
 def test_the_policy_allows_the_pages_own_words_and_nothing_else() -> None:
     """Each style and script by its hash; no request to anywhere."""
-    text = pages.render("compare.html", **_COMPARISON)
+    text = pages.render("compare.html", **COMPARISON)
     actual = policy(text)
     assert actual["default-src"] == {"'none'"}
     assert actual["script-src"] == digests(text, "script")
@@ -51,37 +64,28 @@ def test_a_page_may_be_allowed_more() -> None:
     assert "'self'" in actual["script-src"]
 
 
-@pytest.mark.parametrize("file", TEMPLATES, ids=lambda file: file.name)
-def test_templates_have_nothing_that_the_policy_forbids(file: Path) -> None:
+def test_templates_have_nothing_that_the_policy_forbids() -> None:
     """No style or handler in an attribute, no address, and no end of a script inside of one."""
-    text = file.read_text(encoding="utf-8")
-    assert not re.search(r"\s(style|on[a-z]+)=", text)
-    addresses = re.findall(r"https?://[^\s\"'<]*", text)
     shown = "http://127.0.0.1:8000"  # the text of a command
-    assert set(addresses) <= {"http://www.w3.org/2000/svg", shown}
-    if file.suffix in (".js", ".css"):
-        assert "</" not in text
+    for file in sorted((Path(keras_vit.__path__[0]) / "pages" / "templates").iterdir()):
+        text = file.read_text(encoding="utf-8")
+        assert not re.search(r"\s(style|on[a-z]+)=", text), file
+        addresses = re.findall(r"https?://[^\s\"'<]*", text)
+        assert set(addresses) <= {"http://www.w3.org/2000/svg", shown}, file
+        assert file.suffix not in (".js", ".css") or "</" not in text, file
 
 
-def test_what_a_template_lacks_is_an_error() -> None:
-    """A name that nobody gave does not become an empty place."""
-    lacking = {name: value for name, value in _COMPARISON.items() if name != "numbers"}
-    with pytest.raises(jinja2.UndefinedError, match="numbers"):
-        pages.render("compare.html", **lacking)
-
-
-def test_names_of_settings_break_between_their_words() -> None:
-    """After a dot or an underscore, so that a narrow column does not cut a word."""
+def test_what_a_template_shows() -> None:
+    """Long names break after a dot or underscore; what is lacking, or is no JSON, is an error."""
     settings = [("recipe.label_smoothing", ["0", "<i>"])]
-    text = pages.render("compare.html", **{**_COMPARISON, "settings": settings})
+    text = pages.render("compare.html", **{**COMPARISON, "settings": settings})
     assert '<th scope="row">recipe.<wbr>label_<wbr>smoothing</th>' in text
     assert "<td>&lt;i&gt;</td>" in text
-
-
-def test_numbers_that_json_has_not_are_an_error() -> None:
-    """NaN would stop the page's script."""
-    with pytest.raises(ValueError, match="JSON"):
-        pages.render("compare.html", **{**_COMPARISON, "data": {"curves": [float("nan")]}})
+    lacking = {name: value for name, value in COMPARISON.items() if name != "numbers"}
+    with pytest.raises(jinja2.UndefinedError, match="numbers"):
+        pages.render("compare.html", **lacking)
+    with pytest.raises(ValueError, match="JSON"):  # NaN would stop the page's script
+        pages.render("compare.html", **{**COMPARISON, "data": {"curves": [float("nan")]}})
 
 
 def test_names_that_are_no_text_can_be_written(tmp_path: Path) -> None:
@@ -104,10 +108,6 @@ def test_thumbnails_are_small_or_exact() -> None:
 
 
 def _decode(address: str) -> np.ndarray:
-    import io
-
-    from PIL import Image
-
     content = base64.b64decode(address.partition(",")[2])
     return np.asarray(Image.open(io.BytesIO(content)).convert("RGB"))
 
@@ -135,17 +135,3 @@ def test_the_browser_sees_what_is_wrong(tmp_path: Path) -> None:
     said = "\n".join(browser.check_page(page, press=False))
     assert "violates the following Content Security Policy directive" in said
     assert "nothing is not defined" not in said  # it did not run
-
-
-_COMPARISON: dict[str, Any] = {
-    "title": "<b>",
-    "styles": ("charts.css",),
-    "scripts": ("charts.js", "compare.js"),
-    "names": ["a", "b"],
-    "numbers": [("accuracy", ["1", "2"])],
-    "settings": [],
-    "pairs": (),
-    "notes": (),
-    "data": {"curves": []},
-    "version": "0",
-}

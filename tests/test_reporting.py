@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import browser
+import cli_rig
 import keras
 import numpy as np
 import pytest
 import scipy.stats
-from conftest import randomize
+from conftest import made, randomize
 
-import keras_vit
 from keras_vit import evaluation, reporting
-from keras_vit.cli.main import main
 from keras_vit.data import ImageData, Split
 from keras_vit.evaluation import Answers
 from keras_vit.pages import rendering
@@ -32,22 +31,7 @@ HOSTILE = (
     "long " * 200,
     "&lt;",
 )
-
-
-def model_of(classes: int) -> keras_vit.VisionTransformer:
-    config = keras_vit.ViTConfig(
-        input_shape=(16, 16, 3),
-        patch_size=8,
-        hidden_dim=8,
-        mlp_dim=8,
-        num_heads=2,
-        num_layers=2,
-        classes=classes,
-        include_preprocessing=True,
-    )
-    model = keras_vit.VisionTransformer(config)
-    randomize(model)
-    return model
+CONFIG = dataclasses.replace(cli_rig.CONFIG, num_layers=2)
 
 
 def subject_of(
@@ -61,22 +45,29 @@ def subject_of(
         names=names,
     )
     data = ImageData(source="noise", labels=labels, train=split, validation=split, test=split)
-    model = model_of(len(labels))
+    model = made(dataclasses.replace(CONFIG, classes=len(labels)))
     measured = {"test": evaluation.evaluate(model, split, labels=labels)}
     return reporting.Subject(name="a run", model=model, data=data, evaluations=measured)
 
 
-def data_of(page: Path) -> dict[str, Any]:
-    """What a page gives to its script."""
+def written(subject: reporting.Subject, folder: Path) -> tuple[str, dict[str, Any]]:
+    """The report of a model, and what it gives to its script; it has less than 3 MB."""
+    size = reporting.write_report_page(folder / "report.html", subject)
+    assert size == (folder / "report.html").stat().st_size < 3e6
+    return read(folder / "report.html")
+
+
+def read(page: Path) -> tuple[str, dict[str, Any]]:
+    """A page, and what it gives to its script."""
     text = page.read_text(encoding="utf-8")
     found = re.search(r'(?s)<script type="application/json" id="data">(.*?)</script>', text)
     assert found is not None
     content: dict[str, Any] = json.loads(found[1])
-    return content
+    return text, content
 
 
 def test_statistics_are_those_of_scipy() -> None:
-    """Wilson's interval and the exact test, at the ends as in between."""
+    """Wilson's interval and the exact test, at the ends as in between; the bootstrap."""
     for right, count in ((0, 5), (5, 5), (1, 7), (350, 359), (9000, 10000)):
         expected = scipy.stats.binomtest(right, count).proportion_ci(method="wilson")
         np.testing.assert_allclose(statistics.wilson(right, count), expected, atol=1e-12)
@@ -90,10 +81,7 @@ def test_statistics_are_those_of_scipy() -> None:
         expected = scipy.stats.binomtest(first, total).pvalue if total else 1.0
         assert (result.first, result.second) == (first, second)
         assert result.p == pytest.approx(expected, rel=1e-9)
-
-
-def test_a_bootstrap_of_the_mean_is_the_normal_interval() -> None:
-    """Of many values of known deviation."""
+    # Of many values of known deviation the bootstrap of the mean is the normal interval.
     values = np.random.default_rng(1).normal(2, 3, 4000)
     expected = 1.96 * values.std() / np.sqrt(4000)
     low, high = statistics.bootstrap(values)
@@ -121,22 +109,19 @@ def test_what_is_hostile_stays_text(tmp_path: Path) -> None:
     """Labels and names arrive in the page as they are, and none of them as an element."""
     names = np.array([f"{place} {HOSTILE[place % len(HOSTILE)]}" for place in range(24)], object)
     names[0] = "noise/photo-\udcff.png"  # the source is called "noise": shown without it
-    size = reporting.write_report_page(tmp_path / "report.html", subject_of(HOSTILE, names=names))
-    content, text = data_of(tmp_path / "report.html"), (tmp_path / "report.html").read_text("utf-8")
+    text, content = written(subject_of(HOSTILE, names=names), tmp_path)
     assert content["labels"][:4] == list(HOSTILE[:4])
     assert len(content["labels"][4]) == 59
     assert {image["name"] for image in content["images"]} >= {"photo-\udcff.png"}
     assert "<img src=x" not in text
     assert "alert(1)</script>" not in text
     assert "49" not in re.findall(r"<th scope=\"col\"><span>(.*?)</span>", text)
-    assert size < 3e6
 
 
 def test_a_report_agrees_with_the_evaluation(tmp_path: Path) -> None:
     """Counts of the matrix, calibration, mistakes and images are those of the model's answers."""
     subject = subject_of(("ant", "bee", "cat"))
-    reporting.write_report_page(tmp_path / "report.html", subject)
-    content, measured = data_of(tmp_path / "report.html"), subject.evaluations["test"]
+    content, measured = written(subject, tmp_path)[1], subject.evaluations["test"]
     assert content["matrix"] == measured.confusion.tolist()
     assert sum(one["images"] for one in content["calibration"]) == 24
     for cell, places in content["cells"].items():
@@ -161,7 +146,7 @@ def test_the_head_of_a_report_says_one_and_names_files_in_their_folder(tmp_path:
         "result": {"epochs": 1, "steps": 1, "best_epoch": 1},
         "provenance": Provenance.of("x", teacher="hf://timm/vit_base_patch16_224.mae").to_dict(),
     }
-    run = Run(path=tmp_path, model=model_of(2), labels=("cat", "dog"), config=config)
+    run = Run(path=tmp_path, model=made(CONFIG), labels=("cat", "dog"), config=config)
     said = dict(facts.summary(run.model, run, None))
     assert said["Left out, damaged"] == "2: cat/a b.jpg, /elsewhere/c.jpg"
     assert said["Trained for"] == "1 epoch, 1 step of 1 image; epoch 1 was kept"
@@ -172,10 +157,8 @@ def test_the_head_of_a_report_says_one_and_names_files_in_their_folder(tmp_path:
 def test_many_classes_and_much_noise_fit(tmp_path: Path) -> None:
     """1,200 classes of long names and images that do not compress: below 3 MB, and no matrix."""
     labels = tuple(f"{place} {'name ' * 20}" for place in range(1200))
-    subject = subject_of(labels, images=200, side=200)
-    size = reporting.write_report_page(tmp_path / "report.html", subject)
-    content, text = data_of(tmp_path / "report.html"), (tmp_path / "report.html").read_text("utf-8")
-    assert 1e6 < size < 3e6
+    text, content = written(subject_of(labels, images=200, side=200), tmp_path)
+    assert len(text) > 1e6
     assert content["matrix"] is None
     assert len(content["counts"]) == 50
     assert len(content["images"]) > 50
@@ -190,8 +173,7 @@ def test_a_model_without_attention_has_a_report(tmp_path: Path) -> None:
     assert subject.data is not None
     measured = {"test": evaluation.evaluate(plain, subject.data.test, labels=("yes", "no"))}
     subject = dataclasses.replace(subject, model=plain, evaluations=measured)
-    reporting.write_report_page(tmp_path / "report.html", subject)
-    text = (tmp_path / "report.html").read_text("utf-8")
+    text, _ = written(subject, tmp_path)
     assert "no attention of a Vision Transformer" in text
     assert 'id="patches"' not in text
 
@@ -210,25 +192,19 @@ def test_a_report_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir() if entry.is_file()] == ["fine.html"]
 
 
-@pytest.mark.parametrize("names", [[], ["a"], ["a", "a"], ["a", "./a"], list("abcdefghi")])
-def test_a_comparison_is_of_two_to_eight_runs(names: list[str]) -> None:
+def test_a_comparison_is_of_two_to_eight_runs() -> None:
     """Before anything is opened."""
-    with pytest.raises(ValueError, match="takes 2 to 8 different runs"):
-        reporting.compare(names)
-
-
-def test_a_page_needs_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
-    """Said before the runs are opened."""
-    assert main(["compare", "a", "b", "--out", "no/such/page.html"]) == 1
-    assert "There is no folder for 'no/such/page.html'" in capsys.readouterr().err
+    for names in ([], ["a"], ["a", "a"], ["a", "./a"], [*"abcdefghi"]):
+        with pytest.raises(ValueError, match="takes 2 to 8 different runs"):
+            reporting.compare(names)
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a trained run, one of other weights and settings, and one of other classes."""
     folder = tmp_path_factory.mktemp("reporting")
-    small = ["--epochs", "2", "--set", "num_layers=1", "--model", "digits"]
-    assert main(["train", "--data", "digits", "--out", str(folder / "a"), *small]) == 0
+    small = ("--epochs", "2", "--set", "num_layers=1", "--model", "digits")
+    cli_rig.done("train", "--data", "digits", "--out", folder / "a", *small)
     for name in ("b", "c"):
         shutil.copytree(folder / "a", folder / name)
     config = json.loads((folder / "a" / "config.json").read_text())
@@ -247,7 +223,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_training_leaves_its_report(place: Path) -> None:
     """With the command, curves of each epoch, hashes; a browser finds nothing wrong."""
     page = place / "a" / "report.html"
-    text, content = page.read_text("utf-8"), data_of(page)
+    text, content = read(page)
     command = f"keras-vit train --data digits --out {place / 'a'} --epochs 2"
     assert command in text
     assert [point[0] for point in content["curves"][0]["series"][1]["points"]] == [1, 2]
@@ -255,7 +231,7 @@ def test_a_training_leaves_its_report(place: Path) -> None:
     metrics = json.loads((place / "a" / "metrics.json").read_text())["test"]
     assert f"accuracy {metrics['accuracy']:.2%}" in text
     assert browser.check_page(page) == []
-    assert main(["evaluate", str(place / "a"), "--out", str(place / "measured")]) == 0
+    cli_rig.done("evaluate", place / "a", "--out", place / "measured")
     again = (place / "measured" / "report.html").read_text("utf-8")
     assert command in again
     assert f"keras-vit evaluate {place / 'a'} --out {place / 'measured'}" in again
@@ -265,21 +241,19 @@ def test_a_training_leaves_its_report(place: Path) -> None:
 def test_hostile_labels_do_nothing_in_a_browser(tmp_path: Path) -> None:
     """Nor do many classes; every control works."""
     labels = tuple(f"{HOSTILE[place % 6]} {place}" for place in range(40))
-    reporting.write_report_page(tmp_path / "report.html", subject_of(labels, images=120))
+    written(subject_of(labels, images=120), tmp_path)
     assert browser.check_page(tmp_path / "report.html") == []
 
 
 @pytest.mark.full
-def test_runs_are_compared(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_are_compared(place: Path) -> None:
     """What differs is named, the pair is tested on the same images, and the page is sound."""
     runs = [str(place / name) for name in "abc"]
     page = place / "comparison.html"
-    assert main(["compare", *runs, "--out", str(page)]) == 0
-    said = capsys.readouterr().out
+    said = cli_rig.done("compare", *runs, "--out", page).out
     assert f"Open {page} in a browser." in said
     assert "metrics.json is shown" in said
-    assert main(["compare", *runs, "--json"]) == 0
-    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    events = cli_rig.done("compare", *runs, "--json").events
     by_name = {event["run"]: event["test"] for event in events if event["event"] == "run"}
     a, b, c = (by_name[run] for run in runs)
     metrics = json.loads((place / "a" / "metrics.json").read_text())["test"]
@@ -296,13 +270,9 @@ def test_runs_are_compared(place: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "recipe.epochs" not in settings
     assert browser.check_page(page) == []
 
-
-@pytest.mark.full
-def test_runs_without_common_numbers_are_refused(place: Path) -> None:
-    """A run of `pretrain` has no accuracy."""
+    config = json.loads((place / "b" / "config.json").read_text())
+    config["objective"] = "masked-patches"  # a run of `pretrain` has no accuracy
     shutil.copytree(place / "b", place / "d")
-    config = json.loads((place / "d" / "config.json").read_text())
-    config["objective"] = "masked-patches"
     (place / "d" / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="no number in common"):
         reporting.compare([place / "a", place / "d"])
@@ -310,11 +280,11 @@ def test_runs_without_common_numbers_are_refused(place: Path) -> None:
 
 @pytest.mark.full
 def test_a_training_does_not_fail_with_its_report(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run is measured again without Jinja2: the numbers are there, and a warning."""
     monkeypatch.setitem(sys.modules, "jinja2", None)
     rendering._templates.cache_clear()
-    assert main(["evaluate", str(place / "a"), "--out", str(place / "again")]) == 0
-    assert "pip install jinja2" in capsys.readouterr().err
+    result = cli_rig.done("evaluate", place / "a", "--out", place / "again")
+    assert "pip install jinja2" in result.errors[-1]
     assert {file.name for file in (place / "again").iterdir()} == {"metrics.json", "confusion.png"}

@@ -9,9 +9,9 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+import image_files
 import numpy as np
 import pytest
-from PIL import Image
 
 import keras_vit
 from keras_vit import data, evaluation, explain, training
@@ -33,13 +33,7 @@ CONFIG = keras_vit.ViTConfig(
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("photos")
-    for number in range(16):
-        pixels = np.random.default_rng(number).integers(0, 255, (48, 40, 3), dtype=np.uint8)
-        path = folder / "ab"[number % 2] / f"{number}.jpg"
-        path.parent.mkdir(exist_ok=True)
-        Image.fromarray(pixels).save(path)
-    return folder
+    return image_files.write_classes(tmp_path_factory.mktemp("photos"), count=8)
 
 
 def trace(walk: Callable[[], Any], functions: list[str]) -> str:
@@ -87,7 +81,7 @@ def trace(walk: Callable[[], Any], functions: list[str]) -> str:
 
 def run(name: str, photos: Path, out: Path) -> Callable[[], Any]:
     """Returns one of the walks, ready to run."""
-    photo = photos / "a" / "0.jpg"
+    photo = photos / "plain" / "000.jpg"
     if name == "A training image to the step":
         recipe = training.Recipe(
             epochs=1,

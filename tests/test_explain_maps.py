@@ -11,6 +11,7 @@ from test_explain_attention import CONFIGS, images_for, sharp
 
 from keras_vit import explain
 from keras_vit.explain import maps
+from keras_vit.model import VisionTransformer
 
 GENERATOR = np.random.default_rng(5)
 
@@ -78,27 +79,30 @@ def test_a_flat_map_stays_what_it_is() -> None:
     np.testing.assert_array_equal(actual, 0.25)
 
 
-@pytest.mark.parametrize(
-    ("shape", "width", "crisp", "notes"),
-    [
-        ((8, 8), 256, True, 1),  # each pixel a square
-        ((20, 127), 254, True, 1),
-        ((150, 200), 200, False, 1),  # its own size
-        ((1000, 3000), 1024, False, 2),  # and the page says so
-    ],
-)
-def test_a_picture_has_its_own_size(
-    shape: tuple[int, int], width: int, crisp: bool, notes: int
-) -> None:
+# The height and width of an image, the width it is shown with, whether each of its pixels is a
+# square, and what the page says of it.
+SHOWN = [
+    ((8, 8), 256, True, 1),
+    ((20, 127), 254, True, 1),
+    ((150, 200), 200, False, 1),  # its own size
+    ((1000, 3000), 1024, False, 2),  # and the page says so
+]
+
+
+def test_a_picture_has_its_own_size(tiny: VisionTransformer) -> None:
     """It is enlarged where it is tiny, reduced where it is huge, and keeps its aspect."""
-    subject = maps.make_subject(sharp(TINY), photo(*shape))
-    shown = maps._shown(subject.image)
-    assert (shown["width"], shown["crisp"]) == (width, crisp)
-    assert subject.image.shape[1] / subject.image.shape[0] == pytest.approx(
-        shape[1] / shape[0], rel=0.01
-    )
-    assert len(subject.notes) == notes
-    assert f"{shape[1]} pixels wide and {shape[0]} high" in subject.notes[0]
+    for shape, width, crisp, notes in SHOWN:
+        subject = maps.make_subject(tiny, photo(*shape))
+        shown = maps._shown(subject.image)
+        assert (shown["width"], shown["crisp"]) == (width, crisp)
+        aspect = subject.image.shape[1] / subject.image.shape[0]
+        assert aspect == pytest.approx(shape[1] / shape[0], rel=0.01)
+        assert len(subject.notes) == notes
+        assert f"{shape[1]} pixels wide and {shape[0]} high" in subject.notes[0]
+        assert "It was resampled to 48 pixels wide" in subject.notes[0]
+    for other in ((32, 48), (32, 48, 4), (1, 32, 48, 3)):
+        with pytest.raises(ValueError, match=r"An image has the shape \(height, width, 3\)"):
+            maps.make_subject(tiny, np.zeros(other, np.uint8))
 
 
 def test_the_class_asked_for_comes_first() -> None:
@@ -109,10 +113,3 @@ def test_the_class_asked_for_comes_first() -> None:
     for target in (3, -1):
         with pytest.raises(ValueError, match=f"There is no class {target}; the model has 3"):
             maps.explained_classes(scores, target)
-
-
-@pytest.mark.parametrize("shape", [(32, 48), (32, 48, 4), (1, 32, 48, 3)])
-def test_another_shape_is_refused(shape: tuple[int, ...]) -> None:
-    """The error says which shapes are taken."""
-    with pytest.raises(ValueError, match=r"An image has the shape \(height, width, 3\)"):
-        maps.make_subject(sharp(TINY), np.zeros(shape, np.uint8))

@@ -52,19 +52,30 @@ class Page(html.parser.HTMLParser):
         self.words.append(data)
 
 
-@pytest.mark.parametrize(
-    "name", ["hybrid", *(pytest.param(name, marks=pytest.mark.full) for name in ("avg", "map"))]
-)
+# The charts and pictures that a model lacks: a hybrid's filters act on features, attention with
+# relative or rotary positions adds none, and features have no class.
+LACKING = {
+    "hybrid": (CONFIGS["hybrid"], {"filters"}),
+    "avg": (CONFIGS["avg"], set()),
+    "map": (CONFIGS["map"], set()),
+    "relative": (CONFIGS["relative"], {"positions"}),
+    "every block": (CONFIGS["every block"], set()),
+    "modern": (CONFIGS["modern"], {"positions"}),
+    "features": (dataclasses.replace(TINY, classes=None), {"relevance"}),
+}
+
+
 @pytest.mark.full
+@pytest.mark.parametrize("name", LACKING)
 def test_every_kind_of_model_has_its_page(name: str, tmp_path: Path) -> None:
-    """PNGs and a page come of square, oblong and hybrid models with every pooling."""
-    config = CONFIGS[name]
+    """PNGs and a page come of hybrids, every pooling and position, and of features."""
+    config, lacking = LACKING[name]
     files = explain.write_explanation(sharp(config), pixels(config), tmp_path / "out")
-    expected = NAMES - ({"filters"} if config.resnet_layers is not None else set())
-    assert {file.stem for file in files[:-1]} == expected
+    assert {file.stem for file in files[:-1]} == NAMES - lacking
     assert {file.name for file in (tmp_path / "out").iterdir()} == {file.name for file in files}
     for file in files[:-1]:
         assert matplotlib.image.imread(file).shape[1] > 300
+    assert ("no classifier" in files[-1].read_text(encoding="utf-8")) == (name == "features")
 
 
 def test_the_page_holds_everything_itself(tmp_path: Path) -> None:
@@ -93,7 +104,7 @@ def test_the_page_holds_everything_itself(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_the_page_names_the_likeliest_classes(tmp_path: Path) -> None:
-    """Probabilities are the softmax of the logits, or the outputs where they are probabilities."""
+    """By the softmax of logits, or outputs that are probabilities, as of a user's nested model."""
     logits, image = sharp(TINY), pixels(TINY)
     softmax = VisionTransformer(dataclasses.replace(TINY, classifier_activation="softmax"))
     softmax.set_weights(logits.get_weights())
@@ -105,6 +116,11 @@ def test_the_page_names_the_likeliest_classes(tmp_path: Path) -> None:
         page = Page(written.read_text(encoding="utf-8"))
         assert f"{LABELS[best]} {scores[best]:.1%}" in page.said
         assert page.view["maps"][0]["name"] == f"Relevance for {LABELS[best]}"
+    outer = keras.Input((32, 48, 3))
+    scaled = keras.layers.Rescaling(1 / 127.5, offset=-1)(outer)
+    nested = keras.Model(outer, keras.layers.Dense(2, activation="softmax")(logits(scaled)))
+    written = explain.write_explanation(nested, image, tmp_path, labels=["yes", "no"])[-1]
+    assert re.search(r"(yes|no) [\d.]+% (yes|no) [\d.]+%", Page(written.read_text()).said)
 
 
 @pytest.mark.full
@@ -121,57 +137,20 @@ def test_pixels_are_scaled_for_a_model_that_does_not(tmp_path: Path) -> None:
     assert pages[0].view["image"] == pages[1].view["image"]
 
 
-@pytest.mark.full
-def test_an_image_of_another_size_is_resampled_and_said(tmp_path: Path) -> None:
-    """The page names both sizes."""
-    image = np.zeros((50, 40, 3), np.uint8)
-    written = explain.write_explanation(sharp(TINY), image, tmp_path)[-1]
-    said = Page(written.read_text(encoding="utf-8")).said
-    assert "The image is 40 pixels wide and 50 high. It was resampled to 48 pixels wide" in said
-
-
-@pytest.mark.full
-def test_features_have_a_page_without_relevance(tmp_path: Path) -> None:
-    """A model without classifier is explained all the same."""
-    model = sharp(dataclasses.replace(TINY, classes=None))
-    *files, written = explain.write_explanation(model, pixels(TINY), tmp_path)
-    assert {file.stem for file in files} == NAMES - {"relevance"}
-    assert "no classifier" in written.read_text(encoding="utf-8")
-
-
-@pytest.mark.full
-def test_a_users_model_has_a_page(tmp_path: Path) -> None:
-    """Nested, it is given pixels, and its own classes are named."""
-    inputs = keras.Input((32, 48, 3))
-    scaled = keras.layers.Rescaling(1 / 127.5, offset=-1)(inputs)
-    outputs = keras.layers.Dense(2, activation="softmax")(sharp(TINY)(scaled))
-    written = explain.write_explanation(
-        keras.Model(inputs, outputs), pixels(TINY), tmp_path, labels=["yes", "no"]
-    )[-1]
-    assert re.search(r"(yes|no) [\d.]+% (yes|no) [\d.]+%", Page(written.read_text()).said)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"image": np.zeros((32, 48))}, r"shape \(32, 48\)"),
-        ({"labels": ["one"]}, "7 classes. Received: 1 labels"),
-        ({"target": 7}, "no class 7"),
-    ],
-)
-def test_bad_input_writes_nothing(arguments: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_bad_input_writes_nothing(tmp_path: Path) -> None:
     """The error comes before the first file."""
-    arguments = {"image": pixels(TINY), **arguments}
-    with pytest.raises(ValueError, match=message):
-        explain.write_explanation(sharp(TINY), out=tmp_path / "out", **arguments)
+    bad: dict[str, dict[str, Any]] = {
+        r"shape \(32, 48\)": {"image": np.zeros((32, 48))},
+        "7 classes. Received: 1 labels": {"labels": ["one"]},
+        "no class 7": {"target": 7},
+    }
+    model = sharp(TINY)
+    for message, fields in bad.items():
+        with pytest.raises(ValueError, match=message):
+            explain.write_explanation(
+                model, out=tmp_path / "out", **{"image": pixels(TINY), **fields}
+            )
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.full
-def test_the_page_opens_in_a_browser(tmp_path: Path) -> None:
-    """In both widths and schemes it is well made, and asks for no other file."""
-    written = explain.write_explanation(sharp(TINY), pixels(TINY), tmp_path / "out")[-1]
-    assert browser.check_page(written) == []
 
 
 # The row and column of the brightest patch of the map, as it is drawn.
@@ -185,10 +164,11 @@ BRIGHTEST = """() => {
 
 
 @pytest.mark.full
-def test_the_control_shows_the_chosen_head(tmp_path: Path) -> None:
+def test_the_page_is_well_made_and_its_control_shows_the_chosen_head(tmp_path: Path) -> None:
     """Of each layer and head: the brightest patch, its value under the pointer, and the tile."""
     model, image = sharp(TINY), pixels(TINY)
     written = explain.write_explanation(model, image, tmp_path)[-1]
+    assert browser.check_page(written) == []
     layers = maps.head_attention(model, maps.make_subject(model, image).inputs)
     with (
         browser.opened_browser() as chromium,

@@ -15,9 +15,7 @@ def test_every_digit_is_there_once_with_its_target() -> None:
     """The three splits together are scikit-learn's 1,797 images, in grey levels 0..255."""
     data, original = load_digits(), sklearn.datasets.load_digits()
     grey = np.round(original.images * 255 / 16).astype(np.uint8)
-    known = {
-        image.tobytes(): target for image, target in zip(grey, original.target, strict=True)
-    }
+    known = {image.tobytes(): target for image, target in zip(grey, original.target, strict=True)}
     splits = [data.split(name) for name in source.SPLITS]
     actual = np.concatenate([split.images for split in splits])
 

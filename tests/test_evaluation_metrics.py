@@ -1,4 +1,4 @@
-"""Tests of keras_vit.evaluation.metrics."""
+"""Tests of keras_vit.evaluation.metrics and keras_vit.evaluation.outputs."""
 
 import dataclasses
 import json
@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import scipy.special
 import sklearn.metrics
+import variants_oracle
 from conftest import TINY, randomize
 
+from keras_vit import evaluation
 from keras_vit.data import Split
-from keras_vit.evaluation import Evaluation, calibration, evaluate, metrics
+from keras_vit.evaluation import Evaluation, calibration, evaluate, metrics, outputs
 from keras_vit.evaluation.outputs import log_softmax
 from keras_vit.model import VisionTransformer
 
@@ -75,13 +77,8 @@ def test_logits_and_probabilities_measure_the_same(model: VisionTransformer) -> 
 
     assert np.array_equal(left.confusion, right.confusion)
     assert left.loss == pytest.approx(right.loss, rel=1e-4)
-
-
-def test_extreme_logits_do_not_overflow() -> None:
-    """The loss of logits of a thousand is finite and right."""
-    logits = np.array([[1000.0, 0.0], [-1000.0, 0.0]], np.float32)
-
-    assert log_softmax(logits, model=keras.Sequential()).tolist() == [[0, -1000], [-1000, 0]]
+    extreme = np.array([[1000.0, 0.0], [-1000.0, 0.0]], np.float32)  # does not overflow
+    assert log_softmax(extreme, model=keras.Sequential()).tolist() == [[0, -1000], [-1000, 0]]
 
 
 def test_a_class_without_images_has_no_score() -> None:
@@ -140,16 +137,6 @@ def test_the_error_is_that_of_a_walk_over_the_bins(bins: int, seed: int) -> None
     assert actual.images.sum() == 200
 
 
-def test_a_sharpened_model_is_worse_calibrated() -> None:
-    """Targets drawn from the probabilities are calibrated; the same made surer are not."""
-    generator = np.random.default_rng(0)
-    probabilities, _ = cases(20000, 1)
-    drawn = (probabilities.cumsum(axis=1) > generator.uniform(size=(20000, 1))).argmax(axis=1)
-    sharp = probabilities**3 / (probabilities**3).sum(axis=1, keepdims=True)
-    assert calibration(probabilities, drawn).error < 0.02
-    assert calibration(sharp, drawn).error > 0.1
-
-
 def test_the_edges_belong_to_a_bin() -> None:
     """Full confidence falls into the last bin, and a bin holds its upper edge."""
     actual = calibration(np.array([[1.0, 0.0], [0.5, 0.5]]), np.array([0, 0]), bins=2)
@@ -196,3 +183,71 @@ def test_what_does_not_fit_is_refused() -> None:
     for measure, scores, targets, message in MISFITS:
         with pytest.raises(ValueError, match=message):
             measure(scores, targets)
+
+
+# What departs from CONFIG, and the model's own name of what its classifier sees.
+SEEN: list[tuple[dict[str, Any], str]] = [
+    ({}, "pooling"),
+    ({"representation_dim": 5, "classifier_activation": "softmax"}, "representation"),
+    ({"pooling": "avg", "class_token": False}, "pooling"),
+    ({"pooling": "map", "class_token": False}, "pooling"),
+    ({"classes": None}, "pooling"),
+    ({"norm_after_pooling": True, "pooling": "avg"}, "pooling_norm"),
+    ({"norm_after_pooling": True, "pooling": "avg", "classes": None}, "pooling_norm"),
+    (variants_oracle.MODERN, "pooling_norm"),
+]
+
+
+@pytest.mark.parametrize(("fields", "name"), SEEN)
+def test_features_are_what_the_classifier_would_see(fields: dict[str, Any], name: str) -> None:
+    """They are the model's own named result before the head, over every batch."""
+    model = randomize(VisionTransformer(dataclasses.replace(CONFIG, **fields)))
+    data = random_split()
+    actual = outputs.frozen_features(model, data, batch_size=25)
+    expected = model.features(data.images.astype(np.float32), [name])[name]
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
+
+
+def test_tokens_and_no_images_are_no_features() -> None:
+    """A model without pooling is refused: a vector is asked for. So is an empty split."""
+    model = VisionTransformer(dataclasses.replace(CONFIG, classes=None, pooling=None))
+    data = random_split()
+    with pytest.raises(ValueError, match="with pooling"):
+        outputs.frozen_features(model, data)
+    for function in (outputs.frozen_features, outputs.log_probabilities):
+        with pytest.raises(ValueError, match="no images"):
+            function(VisionTransformer(CONFIG), data.take([]))
+
+
+def test_bfloat16_is_near_and_float32_the_model_itself(
+    tiny: VisionTransformer, images: np.ndarray
+) -> None:
+    """Answers differ by bfloat16's rounding, and do differ; the original is left as it is."""
+    copy = evaluation.in_precision(tiny, "bfloat16")
+    expected, actual = (np.asarray(model(images), np.float32) for model in (tiny, copy))
+    error = np.abs(actual - expected).max() / np.abs(expected).max()
+    assert 1e-5 < error < 2e-2
+    assert tiny.get_layer("block_0").dtype == "float32"
+    assert evaluation.in_precision(tiny, "float32") is tiny
+
+
+def test_what_cannot_be_converted_is_an_error(tiny: VisionTransformer) -> None:
+    """Another precision, another kind of model and an adapter are told."""
+    with pytest.raises(ValueError, match=r"precision must be one of.*'float16'"):
+        evaluation.in_precision(tiny, "float16")
+    with pytest.raises(TypeError, match=r"Only a VisionTransformer.*Received: Sequential"):
+        evaluation.in_precision(keras.Sequential(), "bfloat16")
+    adapted = randomize(VisionTransformer(TINY))
+    adapted.get_layer("block_0").mlp.fc1.enable_lora(2)
+    with pytest.raises(ValueError, match="Merge the adapter first"):
+        evaluation.in_precision(adapted, "bfloat16")
+
+
+def test_batches_are_smaller_where_there_are_many_tokens() -> None:
+    """Usual models run 128 images at once, as do those without patches; more tokens, fewer."""
+    for side, patch, expected in ((32, 8, 128), (224, 16, 128), (384, 8, 8)):
+        config = dataclasses.replace(
+            TINY, input_shape=(side, side, 3), patch_size=patch, num_layers=1
+        )
+        assert evaluation.sensible_batch_size(VisionTransformer(config)) == expected
+    assert evaluation.sensible_batch_size(keras.Sequential()) == 128

@@ -56,14 +56,11 @@ def test_probabilities_are_the_softmax_of_the_logits(model: VisionTransformer) -
 
 
 def test_top_limits_the_classes(model: VisionTransformer) -> None:
-    """One class on demand, all of them if more are asked for."""
-    assert [len(p) for p in predict(model, pictures(), labels=LABELS, top=1)] == [1, 1, 1]
-    assert [len(p) for p in predict(model, pictures(), labels=LABELS, top=9)] == [3, 3, 3]
+    """One on demand, all if more are asked for; labels and images that do not fit are told."""
+    for top, count in ((1, 1), (9, 3)):
+        found = predict(model, pictures(), labels=LABELS, top=top)
+        assert [len(each) for each in found] == [count] * 3
     assert predict(model, [], labels=LABELS) == []
-
-
-def test_what_does_not_fit_is_an_error(model: VisionTransformer) -> None:
-    """Too few labels and an image without channels are told."""
     with pytest.raises(ValueError, match=r"3 classes. Received: 2 labels"):
         predict(model, pictures(), labels=LABELS[:2])
     with pytest.raises(ValueError, match=r"Received: an array of shape \(8, 12\)"):

@@ -138,6 +138,10 @@ def test_tokens_and_positions_are_those_of_numpy(name: str) -> None:
     expected = np.einsum("bnd,bd->bn", patches, patches[:, 2 * columns + 3])
     actual = explain.token_similarity(model, images, token=(2, 3), layer=1)
     np.testing.assert_allclose(actual, expected.reshape(2, rows, columns), atol=SHARP)
+    if config.class_token:  # which is meant by default, after the last block
+        last = unit(oracle_of(model)(seen(model, images)).tokens[-1])
+        expected = np.einsum("bnd,bd->bn", last[:, prefix:], last[:, 0]).reshape(2, rows, columns)
+        np.testing.assert_allclose(explain.token_similarity(model, images), expected, atol=SHARP)
     if not config.adds_positions:
         kind = config.position_embedding
         with pytest.raises(ValueError, match=f"adds no position .*position_embedding={kind!r}"):
@@ -159,18 +163,6 @@ def test_the_comparison_sees_a_transposed_grid(
     expected = explain_oracle.rollout(oracle_of(model)(images), TINY)
     wrong = explain.attention_rollout(model, images).reshape(2, 6, 4).transpose(0, 2, 1)
     assert np.abs(wrong - expected).max() > 100 * SHARP
-
-
-def test_the_class_token_is_compared_by_default(
-    model: VisionTransformer, images: np.ndarray
-) -> None:
-    """After the last block, nested or not."""
-    tokens = unit(keras.ops.convert_to_numpy(model.features(images, ["block_2"])["block_2"]))
-    actual = explain.token_similarity(model, images)
-    np.testing.assert_allclose(actual[1, 3, 5], tokens[1, 24] @ tokens[1, 0], atol=1e-5)
-    inputs = keras.Input((32, 48, 3))
-    outer = keras.Model(inputs, model(keras.layers.Rescaling(0.5)(inputs)))
-    np.testing.assert_allclose(explain.token_similarity(outer, 2 * images), actual, atol=1e-5)
 
 
 def test_layers_and_heads_are_chosen_by_index(model: VisionTransformer, images: np.ndarray) -> None:
@@ -217,6 +209,8 @@ def test_what_there_is_not_is_refused(model: VisionTransformer, images: np.ndarr
         asked = VisionTransformer(dataclasses.replace(TINY, **fields)) if fields else model
         with pytest.raises(ValueError, match=message):
             function(asked, images, **arguments)
+    most = VisionTransformer(dataclasses.replace(TINY, pooling="max", num_layers=1))
+    assert explain.attention_weights(most, images).shape == (2, 1, 3, 25, 25)  # though no rollout
     with pytest.raises(ValueError, match=r"image\[None\].*\(32, 48, 3\)"):
         explain.attention_rollout(model, images[0])
     inputs = keras.Input((32, 48, 3))
@@ -224,22 +218,6 @@ def test_what_there_is_not_is_refused(model: VisionTransformer, images: np.ndarr
     for count, other in ((0, keras.Sequential()), (2, keras.Model(inputs, two))):
         with pytest.raises(ValueError, match=f"contains {count}"):
             attention.find_vit(other)
-
-
-def test_max_pooling_has_attention(images: np.ndarray) -> None:
-    """Though no rollout."""
-    model = VisionTransformer(dataclasses.replace(TINY, pooling="max", num_layers=1))
-    assert explain.attention_weights(model, images).shape == (2, 1, 3, 25, 25)
-
-
-def test_uniform_attention_has_the_mean_distance_of_the_grid() -> None:
-    """Where every query is zero, the distance is the mean one of all pairs, in closed form."""
-    model = VisionTransformer(dataclasses.replace(TINY, input_shape=(8, 24, 3)))
-    for index in range(3):
-        model.get_layer(f"block_{index}").attention.qkv.kernel.assign(np.zeros((24, 72)))
-    actual = explain.mean_attention_distance(model, np.zeros((1, 8, 24, 3)))
-    # Three patches in a row: 4 ordered pairs one patch apart, 2 two apart, of 9.
-    np.testing.assert_allclose(actual, np.full((3, 3), 8 * (4 * 1 + 2 * 2) / 9), rtol=1e-6)
 
 
 def test_nested_models_are_explained_as_the_user_calls_them(
@@ -260,6 +238,8 @@ def test_nested_models_are_explained_as_the_user_calls_them(
     for nested in (functional, sequential, Subclassed(model), loaded):
         actual = explain.attention_weights(nested, images * 50 + 128)
         np.testing.assert_allclose(actual, expected, atol=2e-5)
+    actual = explain.token_similarity(functional, images * 50 + 128)
+    np.testing.assert_allclose(actual, explain.token_similarity(model, images), atol=1e-5)
 
 
 class Subclassed(keras.Model):

@@ -1,8 +1,8 @@
-"""Tests of keras_vit.explain.page."""
+"""Tests of keras_vit.explain.page and of the maps on it, in keras_vit.explain.maps."""
 
 import base64
 import dataclasses
-import html.parser
+import html
 import io
 import json
 import re
@@ -14,8 +14,8 @@ import keras
 import matplotlib.image
 import numpy as np
 import pytest
-from conftest import TINY
-from test_explain_attention import CONFIGS, sharp
+from conftest import FLOAT32, TINY
+from test_explain_attention import CONFIGS, images_for, sharp
 
 from keras_vit import explain
 from keras_vit.config import ViTConfig
@@ -31,25 +31,118 @@ def pixels(config: ViTConfig) -> np.ndarray:
     return np.random.default_rng(2).integers(0, 256, config.input_shape, dtype=np.uint8)
 
 
-class Page(html.parser.HTMLParser):
-    """Collects what a page refers to, says, and gives to its script."""
+class Page:
+    """What a page refers to, says, and gives to its script."""
 
     def __init__(self, text: str) -> None:
-        super().__init__()
-        self.references: list[str] = []
-        self.words: list[str] = []
         visible = re.sub(r"(?s)<(script|style)[ >].*?</\1>", "", text)
-        self.feed(visible)
-        self.said = " ".join(" ".join(self.words).split())
+        self.references = re.findall(r"""\b(?:src|href)\s*=\s*["']?([^"'\s>]+)""", visible)
+        self.said = " ".join(html.unescape(re.sub(r"<[^>]*>", " ", visible)).split())
         match = re.search(r'(?s)id="view">(.*?)</script>', text)
         assert match is not None
         self.view: dict[str, Any] = json.loads(match[1])
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.references += [str(value) for name, value in attrs if name in ("src", "href")]
 
-    def handle_data(self, data: str) -> None:
-        self.words.append(data)
+GENERATOR = np.random.default_rng(5)
+
+
+def photo(height: int, width: int, channels: int = 3) -> np.ndarray:
+    return GENERATOR.integers(0, 256, (height, width, channels), dtype=np.uint8)
+
+
+def unpacked(packed: dict[str, Any], grid: list[int]) -> np.ndarray:
+    """Does what `unpacked` of viewer.js does."""
+    levels = np.frombuffer(base64.b64decode(packed["values"]), np.uint8)
+    least, most = (np.array(packed[name])[:, None, None] for name in ("least", "most"))
+    return np.asarray(least + levels.reshape(-1, *grid) / 255 * (most - least))
+
+
+@pytest.mark.parametrize("name", ["token", "avg", "hybrid"])
+def test_heads_are_those_of_the_attention(name: str) -> None:
+    """Row 0 of each head where there is a class token, the mean row of the patches otherwise."""
+    config = CONFIGS[name]
+    model, images = sharp(config), images_for(config)[:1]
+    weights = explain.attention_weights(model, images)[0]
+    first = config.num_prefix_tokens
+    rows = weights[:, :, 0] if config.class_token else weights[:, :, first:].mean(axis=2)
+    expected = rows[..., first:].reshape(*rows.shape[:2], *config.grid)
+    actual = np.stack(maps.head_attention(model, images))
+    assert actual.std() > 1e-3
+    np.testing.assert_allclose(actual, expected, atol=FLOAT32)
+
+
+def test_the_pooling_is_a_layer_with_heads_of_its_own() -> None:
+    """Its number of heads may differ from that of the blocks."""
+    config = dataclasses.replace(CONFIGS["map"], pooling_heads=1)
+    model, images = sharp(config), images_for(config)[:1]
+    layers = maps.head_attention(model, images)
+    assert [len(layer) for layer in layers] == [config.num_heads] * config.num_layers + [1]
+    expected = explain.pooling_attention(model, images)[0].reshape(1, *config.grid)
+    np.testing.assert_allclose(layers[-1], expected, atol=FLOAT32)
+    shown = maps.view(maps.make_subject(model, photo(32, 48)), [], layers)
+    names = [layer["name"] for layer in shown["layers"]]
+    assert names == ["layer 0", "layer 1", "layer 2", "pooling"]
+
+
+def test_what_the_page_shows_is_within_a_level() -> None:
+    """Maps are written in 256 levels, each from its own least value to its most."""
+    model = sharp(TINY)
+    subject = maps.make_subject(model, photo(40, 40))
+    targets = maps.explained_classes(np.arange(7.0))
+    overlays = list(maps.overlays(subject, targets, "abcdefg"))
+    layers = maps.head_attention(model, subject.inputs)
+    shown = maps.view(subject, overlays, layers)
+    assert [each["name"] for each in shown["maps"]][:4] == [
+        *("Relevance for g", "Relevance for f", "Relevance for e"),
+        "Attention rollout",
+    ]
+    arrays = [*(each.values[None] for each in overlays), *layers]
+    for packed, expected in zip([*shown["maps"], *shown["layers"]], arrays, strict=True):
+        level = np.ptp(expected, axis=(1, 2), keepdims=True) / 255
+        assert (level > 0).all()
+        assert (np.abs(unpacked(packed, shown["grid"]) - expected) <= 0.51 * level + 1e-7).all()
+
+
+def test_a_flat_map_stays_what_it_is() -> None:
+    """Without an extent there is one level, and no number is lost to a division by zero."""
+    actual = unpacked(maps._packed(np.full((2, 3, 4), 0.25)), [3, 4])
+    np.testing.assert_array_equal(actual, 0.25)
+
+
+# The height and width of an image, the width it is shown with, whether each of its pixels is a
+# square, and what the page says of it.
+SHOWN = [
+    ((8, 8), 256, True, 1),
+    ((20, 127), 254, True, 1),
+    ((150, 200), 200, False, 1),  # its own size
+    ((1000, 3000), 1024, False, 2),  # and the page says so
+]
+
+
+def test_a_picture_has_its_own_size(tiny: VisionTransformer) -> None:
+    """It is enlarged where it is tiny, reduced where it is huge, and keeps its aspect."""
+    for shape, width, crisp, notes in SHOWN:
+        subject = maps.make_subject(tiny, photo(*shape))
+        shown = maps._shown(subject.image)
+        assert (shown["width"], shown["crisp"]) == (width, crisp)
+        aspect = subject.image.shape[1] / subject.image.shape[0]
+        assert aspect == pytest.approx(shape[1] / shape[0], rel=0.01)
+        assert len(subject.notes) == notes
+        assert f"{shape[1]} pixels wide and {shape[0]} high" in subject.notes[0]
+        assert "It was resampled to 48 pixels wide" in subject.notes[0]
+    for other in ((32, 48), (32, 48, 4), (1, 32, 48, 3)):
+        with pytest.raises(ValueError, match=r"An image has the shape \(height, width, 3\)"):
+            maps.make_subject(tiny, np.zeros(other, np.uint8))
+
+
+def test_the_class_asked_for_comes_first() -> None:
+    """Then the likeliest, each once; a class that is not there is an error."""
+    scores = np.array([0.1, 0.6, 0.3])
+    assert maps.explained_classes(scores) == [1, 2, 0]
+    assert maps.explained_classes(scores, 2) == [2, 1, 0]
+    for target in (3, -1):
+        with pytest.raises(ValueError, match=f"There is no class {target}; the model has 3"):
+            maps.explained_classes(scores, target)
 
 
 # The charts and pictures that a model lacks: a hybrid's filters act on features, attention with
@@ -111,7 +204,9 @@ def test_the_page_names_the_likeliest_classes(tmp_path: Path) -> None:
     inputs = (image[None].astype(np.float32) - 127.5) / 127.5
     scores = keras.ops.convert_to_numpy(softmax(inputs))[0]
     best = int(scores.argmax())
-    for index, model in enumerate((logits, softmax)):
+    inside = VisionTransformer(dataclasses.replace(TINY, include_preprocessing=True))
+    inside.set_weights(logits.get_weights())
+    for index, model in enumerate((logits, softmax, inside)):  # two are given scaled pixels
         written = explain.write_explanation(model, image, tmp_path / str(index), labels=LABELS)[-1]
         page = Page(written.read_text(encoding="utf-8"))
         assert f"{LABELS[best]} {scores[best]:.1%}" in page.said
@@ -121,20 +216,6 @@ def test_the_page_names_the_likeliest_classes(tmp_path: Path) -> None:
     nested = keras.Model(outer, keras.layers.Dense(2, activation="softmax")(logits(scaled)))
     written = explain.write_explanation(nested, image, tmp_path, labels=["yes", "no"])[-1]
     assert re.search(r"(yes|no) [\d.]+% (yes|no) [\d.]+%", Page(written.read_text()).said)
-
-
-@pytest.mark.full
-def test_pixels_are_scaled_for_a_model_that_does_not(tmp_path: Path) -> None:
-    """With preprocessing inside or not, the same image gives the same page."""
-    model, image = sharp(TINY), pixels(TINY)
-    inside = VisionTransformer(dataclasses.replace(TINY, include_preprocessing=True))
-    inside.set_weights(model.get_weights())
-    pages = [
-        Page(explain.write_explanation(each, image, tmp_path / str(index))[-1].read_text())
-        for index, each in enumerate((model, inside))
-    ]
-    assert pages[0].said == pages[1].said
-    assert pages[0].view["image"] == pages[1].view["image"]
 
 
 def test_bad_input_writes_nothing(tmp_path: Path) -> None:

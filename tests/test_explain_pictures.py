@@ -133,10 +133,6 @@ def test_without_matplotlib_the_error_says_what_to_install(
         explain.plot_attention_distance(np.ones((2, 2)))
 
 
-def cosine(one: np.ndarray, other: np.ndarray) -> float:
-    return float(one @ other / np.sqrt((one @ one) * (other @ other)))
-
-
 def test_filters_are_the_eigenvectors_of_the_filters_covariance(tiny: VisionTransformer) -> None:
     """Components and variance are those of `numpy.linalg.eigh`, up to the sign."""
     kernel = variants_oracle.arrays(tiny)["patch_encoder/projection/kernel"]
@@ -145,17 +141,7 @@ def test_filters_are_the_eigenvectors_of_the_filters_covariance(tiny: VisionTran
     np.testing.assert_allclose(actual.variance, values[::-1][:5] / values.sum(), rtol=1e-4)
     for component, expected in zip(actual.components, vectors.T[::-1], strict=False):
         assert component.shape == (8, 8, 3)
-        np.testing.assert_allclose(abs(cosine(component.ravel(), expected)), 1, atol=1e-4)
+        unit = component.ravel() / np.linalg.norm(component)
+        np.testing.assert_allclose(abs(unit @ expected), 1, atol=1e-4)
         assert component.flat[np.abs(component).argmax()] > 0
-
-
-def test_filters_show_a_pattern_that_was_put_in() -> None:
-    """Filters that are multiples of one picture have that picture as first component."""
-    model = VisionTransformer(TINY)
-    picture = np.random.default_rng(0).standard_normal((8, 8, 3))
-    kernel = model.get_layer("patch_encoder").projection.kernel
-    kernel.assign(picture.reshape(-1, 1) * np.arange(24))
-    actual = explain.embedding_filters(model)
-    np.testing.assert_allclose(actual.variance[0], 1, atol=1e-5)
-    np.testing.assert_allclose(abs(cosine(actual.components[0].ravel(), picture.ravel())), 1, 1e-5)
-    assert len(actual.components) == 24  # no more than there are filters
+    assert len(explain.embedding_filters(tiny).components) == 24  # no more than there are filters

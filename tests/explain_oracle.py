@@ -1,16 +1,14 @@
-"""What keras_vit.explain computes, once more in float64 NumPy on the published names' arrays.
+"""What keras_vit.explain computes, once more in float64 NumPy from a pass of the oracles.
 
 Slow and literal on purpose: tokens are walked one by one where the package uses matrix tricks.
 """
 
 import dataclasses
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
-import oracle
 
 import keras_vit
 
@@ -23,77 +21,6 @@ class Pass:
     tokens: list[np.ndarray]
     pooling: np.ndarray | None
     logits: np.ndarray
-
-
-def arrays(model: keras_vit.VisionTransformer, folder: Path) -> dict[str, np.ndarray]:
-    """Returns a model's weights under the published names, in float64."""
-    stored = np.load(keras_vit.weights.save_npz(model, folder / "oracle.npz"))
-    return {name: stored[name].astype(np.float64) for name in stored.files}
-
-
-def run(p: dict[str, np.ndarray], images: np.ndarray, pooling: str, deltas: Any = None) -> Pass:
-    """Runs the network; deltas[block] (H, N, N) is added to a block's attention weights.
-
-    With attention pooling deltas[-1] (H, 1, N) is added to the pooling's.
-    """
-    kernel = p["embedding/kernel"]
-    size = kernel.shape[0]
-    batch, height, width, channels = images.shape
-    x = images.reshape(batch, height // size, size, width // size, size, channels)
-    x = np.einsum("bhpwqc,pqcd->bhwd", x, kernel) + p["embedding/bias"]
-    x = x.reshape(batch, -1, kernel.shape[-1])
-    if "cls" in p:
-        x = np.concatenate([np.broadcast_to(p["cls"], (batch, 1, x.shape[-1])), x], axis=1)
-    x = x + p["Transformer/posembed_input/pos_embedding"]
-    depth = sum(name.startswith("Transformer") and name.endswith("LayerNorm_0/scale") for name in p)
-    deltas = [0.0] * (depth + 1) if deltas is None else deltas
-    weights, tokens = [], []
-    for index in range(depth):
-        block = f"Transformer/encoderblock_{index}"
-        y = oracle.norm(p, f"{block}/LayerNorm_0", x)
-        w = weights_of(p, f"{block}/MultiHeadDotProductAttention_1", y, y)
-        weights.append(w)
-        x = x + apply(p, f"{block}/MultiHeadDotProductAttention_1", w + deltas[index], y)
-        y = oracle.norm(p, f"{block}/LayerNorm_2", x)
-        y = oracle.gelu(oracle.dense(p, f"{block}/MlpBlock_3/Dense_0", y), exact=False)
-        x = x + oracle.dense(p, f"{block}/MlpBlock_3/Dense_1", y)
-        tokens.append(x)
-    x, pooled = pool(p, oracle.norm(p, "Transformer/encoder_norm", x), pooling, deltas[-1])
-    return Pass(weights, tokens, pooled, oracle.dense(p, "head", x))
-
-
-def weights_of(p: dict[str, np.ndarray], name: str, asking: np.ndarray, asked: np.ndarray) -> Any:
-    query = np.einsum("bnd,dhk->bhnk", asking, p[f"{name}/query/kernel"])
-    query = query + p[f"{name}/query/bias"][:, None]
-    key = (
-        np.einsum("bnd,dhk->bhnk", asked, p[f"{name}/key/kernel"]) + p[f"{name}/key/bias"][:, None]
-    )
-    logits = np.einsum("bhnk,bhmk->bhnm", query, key) / np.sqrt(query.shape[-1])
-    weights = np.exp(logits - logits.max(-1, keepdims=True))
-    return weights / weights.sum(-1, keepdims=True)
-
-
-def apply(p: dict[str, np.ndarray], name: str, weights: np.ndarray, x: np.ndarray) -> np.ndarray:
-    value = np.einsum("bnd,dhk->bhnk", x, p[f"{name}/value/kernel"])
-    value = value + p[f"{name}/value/bias"][:, None]
-    x = np.einsum("bhnm,bhmk->bnhk", weights, value)
-    out: np.ndarray = np.einsum("bnhk,hkd->bnd", x, p[f"{name}/out/kernel"]) + p[f"{name}/out/bias"]
-    return out
-
-
-def pool(p: dict[str, np.ndarray], x: np.ndarray, pooling: str, delta: Any) -> Any:
-    if pooling == "token":
-        return x[:, 0], None
-    if pooling == "avg":
-        return x[:, int("cls" in p) :].mean(axis=1), None
-    name = "MAPHead_0/MultiHeadDotProductAttention_0"
-    probe = np.broadcast_to(p["MAPHead_0/probe"], (len(x), 1, x.shape[-1]))
-    weights = weights_of(p, name, probe, x)
-    y = apply(p, name, weights + delta, x)
-    z = oracle.norm(p, "MAPHead_0/LayerNorm_0", y)
-    z = oracle.gelu(oracle.dense(p, "MAPHead_0/MlpBlock_0/Dense_0", z), exact=False)
-    y = y + oracle.dense(p, "MAPHead_0/MlpBlock_0/Dense_1", z)
-    return y[:, 0], weights
 
 
 def rollout(values: Pass, config: keras_vit.ViTConfig) -> np.ndarray:
@@ -153,7 +80,7 @@ def relevance(
 ) -> np.ndarray:
     """Class relevance (h, w) of one image with gradients by central differences.
 
-    `forward` is `run` for given weights: from images, and deltas, to a pass.
+    `forward` is `variants_oracle.run` for given weights: from images, and deltas, to a pass.
     """
     values = forward(image[None], None)
     weighted = []

@@ -8,6 +8,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from keras_vit.data import ImageData, Split
+from keras_vit.data.source import SPLITS
 
 # File ending and Pillow's mode of the images of a class, in turn.
 KINDS = (("jpg", "RGB"), ("png", "RGBA"), ("bmp", "L"), ("gif", "P"), ("jpeg", "L"), ("png", "LA"))
@@ -47,13 +48,8 @@ def in_memory(data: ImageData, *, side: int) -> ImageData:
         images = [np.asarray(image.convert("RGB").resize((side, side))) for image in read]
         return Split(images=np.stack(images), targets=split.targets)
 
-    return ImageData(
-        source="memory",
-        labels=data.labels,
-        train=load(data.train),
-        validation=load(data.validation),
-        test=load(data.test),
-    )
+    splits = {name: load(data.split(name)) for name in SPLITS}
+    return ImageData(source="memory", labels=data.labels, **splits)
 
 
 def damage(file: Path) -> Path:

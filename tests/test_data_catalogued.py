@@ -1,15 +1,14 @@
 """Tests of keras_vit.data.datasets, all offline."""
 
+import importlib
 import pickle
 import sys
 from pathlib import Path
 from typing import Any
 
-import image_files
 import numpy as np
 import pytest
 import tensorflow as tf
-from PIL import Image
 
 from keras_vit.data import (
     Augmentation,
@@ -27,62 +26,14 @@ pytestmark = [
 ]
 
 
-def write_splits(root: Path, *names: str) -> Path:
-    """JPEGs of two classes in folders as the package's `ImageFolder` wants them."""
-    generator = np.random.default_rng(0)
-    for split in names:
-        for index in range(12):
-            file = root / split / ("cat", "dog")[index % 2] / f"{index}.jpg"
-            file.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(generator.integers(0, 256, (9, 8, 3), np.uint8)).save(file)
-    return root
+@pytest.fixture(scope="module")
+def tfds() -> Any:
+    """The package, which is imported late."""
+    return importlib.import_module("tensorflow_datasets")
 
 
-def test_splits_are_the_dataset_s_and_nothing_is_decoded(tmp_path: Path) -> None:
-    """Three splits of files, their bytes as they are, with names."""
-    import tensorflow_datasets as tfds
-
-    root = write_splits(tmp_path, "train", "validation", "test")
-    data = load_tfds(tfds.folder_dataset.ImageFolder(str(root)))
-
-    files = {file.read_bytes() for file in root.glob("train/*/*.jpg")}
-    assert data.source == "tfds:image_folder"
-    assert data.labels == ("cat", "dog")
-    assert data.counts == {"train": 12, "validation": 12, "test": 12}
-    assert set(data.train.images) == files
-    assert all(data.train.name(place).endswith(".jpg") for place in range(12))
-    batch, targets = next(
-        iter(
-            train_batches(
-                data.train,
-                image_size=(8, 8),
-                batch_size=12,
-                epochs=1,
-                seed=0,
-                augmentation=Augmentation(crop=0.5),
-            )
-        )
-    )
-    assert batch.shape == (12, 8, 8, 3)
-    assert sorted(targets.numpy()) == [0] * 6 + [1] * 6
-
-
-def test_missing_splits_are_carved_out_the_same_each_time(tmp_path: Path) -> None:
-    """A dataset with train alone gives the same validation and test images again."""
-    import tensorflow_datasets as tfds
-
-    root = write_splits(tmp_path, "train")
-    first, again = (load_tfds(tfds.folder_dataset.ImageFolder(str(root))) for _ in range(2))
-
-    assert first.counts == {"train": 8, "validation": 2, "test": 2}
-    assert list(first.test.images) == list(again.test.images)
-    assert not set(first.test.images) & set(first.train.images)
-
-
-def test_a_name_of_the_catalogue_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_of_the_catalogue_is_loaded(monkeypatch: pytest.MonkeyPatch, tfds: Any) -> None:
     """`tfds:cifar10`, with the package's own mock of its data."""
-    import tensorflow_datasets as tfds
-
     real = tfds.builder
 
     def with_splits(name: str, **options: Any) -> object:
@@ -105,10 +56,10 @@ def test_a_name_of_the_catalogue_is_loaded(monkeypatch: pytest.MonkeyPatch) -> N
     assert isinstance(data.train.images[0], bytes)
 
 
-def write_records(root: Path, *, per_file: int, kind: str) -> Any:
+def write_records(
+    tfds: Any, root: Path, *, per_file: int, kind: str, splits: tuple[str, ...] = ("train",)
+) -> Any:
     """A dataset of 250 images in files as the package writes them, and its builder."""
-    import tensorflow_datasets as tfds
-
     features = {
         "image": tfds.features.Image(shape=(None, None, 3)),
         "label": tfds.features.ClassLabel(names=["cat", "dog"]),
@@ -123,23 +74,20 @@ def write_records(root: Path, *, per_file: int, kind: str) -> Any:
     )
     root.mkdir(parents=True)
     writer = tfds.core.SequentialWriter(info, per_file, file_format=kind)
-    writer.initialize_splits(["train"])
+    writer.initialize_splits(splits)
     pixels = [np.full((4, 4, 3), number, np.uint8) for number in range(250)]
-    writer.add_examples(
-        {"train": [{"image": image, "label": n % 2} for n, image in enumerate(pixels)]}
-    )
+    examples = [{"image": image, "label": n % 2} for n, image in enumerate(pixels)]
+    writer.add_examples(dict.fromkeys(splits, examples))
     writer.close_all()
     return tfds.builder_from_directory(str(root))
 
 
 @pytest.mark.parametrize("per_file", [5, 16, 23])
 def test_record_files_give_what_the_package_gives(
-    tmp_path: Path, per_file: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tfds: Any, per_file: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same images, classes and names; the same hundredths as of the package's own order."""
-    import tensorflow_datasets as tfds
-
-    builder = write_records(tmp_path / "made", per_file=per_file, kind="tfrecord")
+    builder = write_records(tfds, tmp_path / "made", per_file=per_file, kind="tfrecord")
     config = tfds.ReadConfig(add_tfds_id=True, try_autocache=False)
     decoders = {"image": tfds.decode.SkipDecoding()}
     examples = builder.as_dataset(split="train", decoders=decoders, read_config=config)
@@ -161,11 +109,29 @@ def test_record_files_give_what_the_package_gives(
     assert copied.take([-1, 7]).name(0) == data.train.take([-1]).name(0)
 
 
+def test_given_splits_are_the_dataset_s(tmp_path: Path, tfds: Any) -> None:
+    """Three of them, with names and classes, which can be trained on."""
+    builder = write_records(
+        tfds, tmp_path / "made", per_file=250, kind="tfrecord", splits=source.SPLITS
+    )
+    data = load_tfds(builder)
+
+    assert data.source == "tfds:made"
+    assert data.labels == ("cat", "dog")
+    assert data.counts == dict.fromkeys(source.SPLITS, 250)
+    assert all(data.train.name(place).startswith("made-train") for place in range(12))
+    options: dict[str, Any] = {"image_size": (8, 8), "batch_size": 12, "epochs": 1, "seed": 0}
+    crop = Augmentation(crop=0.5)
+    (batch, targets), *_ = train_batches(data.train.take(range(12)), augmentation=crop, **options)
+    assert batch.shape == (12, 8, 8, 3)
+    assert sorted(targets.numpy()) == [0] * 6 + [1] * 6
+
+
 def test_files_that_are_not_wanted_are_not_opened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tfds: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the files of the first half the second of two workers trains, the first does not."""
-    builder = write_records(tmp_path / "made", per_file=25, kind="tfrecord")
+    builder = write_records(tfds, tmp_path / "made", per_file=25, kind="tfrecord")
     monkeypatch.setattr(datasets, "MEMORY", 0)
     monkeypatch.setattr(datasets, "BUFFER", 64)
     train = load_tfds(builder).train
@@ -190,10 +156,10 @@ def test_files_that_are_not_wanted_are_not_opened(
 
 
 def test_array_record_files_are_read_by_number(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tfds: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Held where they are small; else each image has its class, and a name."""
-    builder = write_records(tmp_path / "made", per_file=100, kind="array_record")
+    builder = write_records(tfds, tmp_path / "made", per_file=100, kind="array_record")
     held = load_tfds(builder)
     monkeypatch.setattr(datasets, "MEMORY", 0)
     data = load_tfds(builder)
@@ -210,24 +176,16 @@ def test_array_record_files_are_read_by_number(
     assert data.train.targets.tolist() == [n % 2 for n in range(250) if n % 100 > 1]
 
 
-def test_what_is_not_for_classification_is_an_error() -> None:
-    """A dataset without one image and one class says what it gives instead."""
-    import tensorflow_datasets as tfds
-
+def test_what_cannot_be_trained_on_is_an_error(tmp_path: Path, tfds: Any) -> None:
+    """Without one image and one class it says what it gives; without train, which splits it has."""
     with (
         tfds.testing.mock_data(policy=tfds.testing.MockPolicy.USE_CODE),
         pytest.raises(ValueError, match="must give an image and one class"),
     ):
         load_data("tfds:imdb_reviews")
-
-
-def test_a_dataset_without_training_images_is_an_error(tmp_path: Path) -> None:
-    """The splits that there are are named."""
-    import tensorflow_datasets as tfds
-
-    root = write_splits(tmp_path, "fold1")
+    folds = write_records(tfds, tmp_path / "made", per_file=250, kind="tfrecord", splits=("fold1",))
     with pytest.raises(ValueError, match="no labelled split called train; it has fold1"):
-        load_tfds(tfds.folder_dataset.ImageFolder(str(root)))
+        load_tfds(folds)
 
 
 def test_without_the_package_the_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,12 +193,3 @@ def test_without_the_package_the_command_is_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
     with pytest.raises(ImportError, match=r"pip install tensorflow-datasets"):
         load_data("tfds:oxford_flowers102")
-
-
-def test_other_words_are_folders(tmp_path: Path) -> None:
-    """A path is a folder, whatever its name."""
-    root = image_files.write_classes(tmp_path / "digits")
-    assert load_data(root).source == str(root)
-    assert load_data("digits").source == "digits"
-    with pytest.raises(FileNotFoundError, match="There is no folder 'nowhere'"):
-        load_data("nowhere")

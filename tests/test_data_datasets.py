@@ -1,7 +1,9 @@
-"""Tests of keras_vit.data.datasets."""
+"""Tests of keras_vit.data.datasets, with the real layers of keras-cv 0.9 too."""
 
+from collections.abc import Callable
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -72,9 +74,9 @@ def test_any_dataset_is_taken(make: Any, memory: int) -> None:
         assert (np.asarray(tf.io.decode_png(image, 3) if is_file else image) == place).all()
 
 
-@pytest.mark.parametrize(("make", "memory"), [(encoded, 2**20), (even, 2**20), (ragged, 0)])
+@pytest.mark.parametrize(("make", "memory"), [(encoded, 2**20), (ragged, 0)])
 def test_what_was_taken_trains(make: Any, memory: int) -> None:
-    """Files and pixels in memory, and a stream: images keep number and class, and are shuffled."""
+    """Files in memory, and a stream of pixels: images keep number and class, and are shuffled."""
     data = from_dataset(make(), make(6), test=make(4), labels=LABELS, memory=memory)
     made = batches(data.train)
     for images, targets in made:
@@ -83,26 +85,6 @@ def test_what_was_taken_trains(make: Any, memory: int) -> None:
     first = flat(numbers(made)[: COUNT // 6])
     assert len(set(first)) == 36
     assert first != sorted(first)
-
-
-@pytest.mark.parametrize("buffer", [7, 1000])
-@pytest.mark.full
-def test_a_stream_is_a_function_of_seed_and_step(
-    buffer: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From any step, on any worker, whatever TensorFlow's global seed: the same bits."""
-    monkeypatch.setattr(datasets, "BUFFER", buffer)
-    train = from_dataset(encoded(), encoded(), test=encoded(), labels=LABELS, memory=0).train
-    whole = batches(train)
-    tf.random.set_seed(3)
-
-    part = batches(train, start_step=8, shard=(1, 3))
-
-    assert numbers(part) == [row[2:4] for row in numbers(whole)[8:]]
-    assert all(np.array_equal(x, y[2:4]) for (x, _), (y, _) in zip(part, whole[8:], strict=True))
-    assert len(whole) == 12
-    assert numbers(whole)[:6] != numbers(whole)[6:]
-    assert numbers(batches(train, seed=8)) != numbers(whole)
 
 
 @pytest.mark.full
@@ -164,24 +146,17 @@ def test_records_with_numbers_are_read_when_they_are_needed() -> None:
 
 
 def test_damaged_images_are_left_out_and_named() -> None:
-    """Held images are decoded once; strictness makes it an error."""
+    """Held images are decoded once, and strictness makes it an error; a stream's in training."""
     data = from_dataset(encoded(damaged=(3, 9)), encoded(4), test=encoded(4), labels=LABELS)
 
     assert data.damaged == ("train image 3", "train image 9")
     assert len(data.train) == COUNT - 2
     with pytest.raises(ValueError, match="2 of 40 images cannot be decoded, the first is 'train"):
         from_dataset(encoded(damaged=(3, 9)), encoded(4), labels=LABELS, strict=True)
-
-
-@pytest.mark.full
-def test_a_stream_s_damaged_images_are_named_in_training() -> None:
-    """They are met when they are decoded."""
-    data = from_dataset(
-        encoded(damaged=(3, 9)), encoded(4), test=encoded(4), labels=LABELS, memory=0
-    )
-    made = batches(data.train, batch_size=40, epochs=1)
-
-    assert data.train.damage.names == ("train image 3", "train image 9")
+    good = encoded(4)
+    stream = from_dataset(encoded(damaged=(3, 9)), good, test=good, labels=LABELS, memory=0).train
+    made = batches(stream, batch_size=40, epochs=1)
+    assert stream.damage.names == ("train image 3", "train image 9")
     assert not {3, 9} & set(numbers(made)[0])
 
 
@@ -199,8 +174,74 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize(("spoil", "message"), BAD.values(), ids=BAD)
-def test_what_cannot_be_taken_is_an_error(spoil: Any, message: str) -> None:
+def test_what_cannot_be_taken_is_an_error() -> None:
     """One sentence says what a dataset has to be."""
-    with pytest.raises(ValueError, match=message):
-        from_dataset(spoil(even()), None, labels=LABELS)
+    for spoil, message in BAD.values():
+        with pytest.raises(ValueError, match=message):
+            from_dataset(spoil(even()), None, labels=LABELS)
+
+
+CLASSES = 5
+
+
+def batch(count: int = 8) -> tuple[np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(0)
+    images = generator.uniform(0, 255, (count, 32, 32, 3)).astype(np.float32)
+    return images, generator.integers(0, CLASSES, count)
+
+
+def adapted(*layers: object) -> Callable[..., Any]:
+    with pytest.warns(UserWarning, match="cannot be seeded"):
+        return datasets.from_keras_cv(layers)
+
+
+def mapped(*layers: object) -> tuple[np.ndarray, np.ndarray]:
+    """The batch after the layers, as `tf.data` runs them."""
+    vary = adapted(*layers)
+    dataset = tf.data.Dataset.from_tensors(batch()).map(
+        lambda x, y: vary(x, tf.one_hot(y, CLASSES)), num_parallel_calls=tf.data.AUTOTUNE
+    )
+    images, targets = dataset.get_single_element()
+    return images.numpy(), targets.numpy()
+
+
+@pytest.mark.full  # importing keras-cv takes seconds
+@pytest.mark.filterwarnings("ignore")  # of keras-cv
+@pytest.mark.parametrize("name", ["RandAugment", "MixUp", "CutMix"])
+def test_keras_cv_s_layers_vary_batches(name: str) -> None:
+    """Images change within 0..255, and targets only where the layer mixes."""
+    keras_cv = pytest.importorskip("keras_cv")
+    arguments = {"value_range": (0, 255)} if name == "RandAugment" else {"alpha": 1.0}
+    images, targets = mapped(getattr(keras_cv.layers, name)(**arguments))
+    original, classes = batch()
+
+    assert images.shape == original.shape
+    assert images.dtype == targets.dtype == np.float32
+    assert np.abs(images - original).max() > 1
+    assert images.min() >= -0.01
+    assert images.max() <= 255.01
+    assert np.allclose(targets.sum(axis=1), 1, atol=1e-5)
+    certain = np.eye(CLASSES)[classes]
+    assert np.array_equal(targets, certain) == (name == "RandAugment")
+
+
+class Half(keras.layers.Layer):
+    """Halves what keras-cv's layers take, if it is training."""
+
+    def call(self, inputs: dict[str, tf.Tensor], training: bool = False) -> dict[str, tf.Tensor]:
+        return {**inputs, "images": inputs["images"] / (2 if training else 1)}
+
+
+def test_any_layer_of_such_dictionaries_will_do() -> None:
+    """The contract is the dictionary, training, and the order."""
+    images, targets = mapped(Half(), Half())
+    assert np.allclose(images, batch()[0] / 4)
+    assert np.array_equal(targets.argmax(axis=1), batch()[1])
+
+
+def test_what_is_no_such_layer_is_an_error() -> None:
+    """Classes that are not probabilities, with the remedy; a layer that is not made."""
+    with pytest.raises(ValueError, match=r"make them by tf\.one_hot"):
+        adapted(Half())(*map(tf.constant, batch()))
+    with pytest.raises(TypeError, match="layers that are made already"):
+        datasets.from_keras_cv([Half])

@@ -8,11 +8,16 @@ import image_files
 import numpy as np
 import pytest
 
-from keras_vit.data import Split, folder, images, load_folder, load_test_folder, source
-
-
-def names(split: Split) -> set[str]:
-    return {Path(image).name for image in split.images}
+from keras_vit.data import (
+    folder,
+    images,
+    load_data,
+    load_folder,
+    load_test_folder,
+    load_unlabelled_folder,
+    loading,
+    source,
+)
 
 
 def test_classes_become_labels_and_every_file_is_used_once(tmp_path: Path) -> None:
@@ -29,27 +34,17 @@ def test_classes_become_labels_and_every_file_is_used_once(tmp_path: Path) -> No
         assert parents == [data.labels[target] for target in split.targets]
 
 
-def test_given_splits_are_kept(tmp_path: Path) -> None:
-    """train/, validation/ and test/ are taken as they are."""
-    for name, count in (("train", 4), ("validation", 2), ("test", 3)):
-        image_files.write_classes(tmp_path / name, count=count)
-
-    data = load_folder(tmp_path)
-
-    assert data.counts == {"train": 8, "validation": 4, "test": 6}
-    for name in source.SPLITS:
-        assert all(Path(image).parts[-3] == name for image in data.split(name).images)
+# Which splits a folder has, and how many images each split gets of its twenty.
+GIVEN = [
+    (("train", "validation", "test"), {"train": 20, "validation": 20, "test": 20}),
+    (("train",), {"train": 16, "validation": 2, "test": 2}),
+    (("train", "test"), {"train": 18, "validation": 2, "test": 20}),
+    (("train", "validation"), {"train": 18, "validation": 20, "test": 2}),
+]
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        (("train",), {"train": 16, "validation": 2, "test": 2}),
-        (("train", "test"), {"train": 18, "validation": 2, "test": 20}),
-        (("train", "validation"), {"train": 18, "validation": 20, "test": 2}),
-    ],
-)
-def test_missing_splits_are_carved_out_of_training(
+@pytest.mark.parametrize(("given", "expected"), GIVEN)
+def test_given_splits_are_kept_and_missing_ones_carved_out_of_training(
     tmp_path: Path, given: tuple[str, ...], expected: dict[str, int]
 ) -> None:
     """A tenth of each class of train/ becomes what is missing, and is not trained on."""
@@ -59,8 +54,10 @@ def test_missing_splits_are_carved_out_of_training(
     data = load_folder(tmp_path)
 
     assert data.counts == expected
-    assert not set(data.train.images) & set(data.validation.images)
-    assert not set(data.train.images) & set(data.test.images)
+    for name in source.SPLITS:
+        place = name if name in given else "train"
+        assert all(Path(image).parts[-3] == place for image in data.split(name).images)
+    assert not set(data.train.images) & {*data.validation.images, *data.test.images}
 
 
 def test_train_may_be_the_name_of_a_class(tmp_path: Path) -> None:
@@ -98,6 +95,8 @@ def test_every_file_that_is_left_out_is_named_with_the_reason(
     (plain / "gone.png").symlink_to(tmp_path / "nowhere.png")
     (plain / "elsewhere").symlink_to(tmp_path / "striped")
     image_files.write_image(plain / "deep" / "._a.png")
+    for name in ("photo.webp", "other.WEBP"):  # these are images
+        image_files.write_image(plain / name)
     os.mkfifo(plain / "pipe.png")
     locked = image_files.write_image(plain / "locked.png")
     read = images.read_bytes
@@ -123,10 +122,10 @@ def test_every_file_that_is_left_out_is_named_with_the_reason(
         "locked.png": folder.UNREADABLE,
     }
     assert len(data.left_out) == len(actual)
-    assert sum(data.counts.values()) == 20
+    assert sum(data.counts.values()) == 22
     assert data.labels == ("plain", "striped")
     assert data.reasons[folder.UNREADABLE] == (str(locked),)
-    with pytest.raises(ValueError, match=r"1 of 21 images .* cannot be decoded or read: .*locked"):
+    with pytest.raises(ValueError, match=r"1 of 23 images .* cannot be decoded or read: .*locked"):
         load_folder(tmp_path, strict=True)
 
 
@@ -140,29 +139,6 @@ def test_what_lies_beside_given_splits_is_named(tmp_path: Path) -> None:
 
     assert [Path(name).name for name in data.reasons[folder.OUTSIDE]] == ["extra", "labels.csv"]
     assert load_test_folder(tmp_path, labels=data.labels).left_out == ()
-
-
-def test_webp_files_are_images(tmp_path: Path) -> None:
-    """Whatever the case of their ending."""
-    image_files.write_classes(tmp_path)
-    image_files.write_image(tmp_path / "plain" / "photo.webp")
-    image_files.write_image(tmp_path / "plain" / "other.WEBP")
-
-    data = load_folder(tmp_path)
-
-    assert sum(data.counts.values()) == 22
-    assert data.left_out == ()
-
-
-def test_the_look_at_the_images_is_reported(tmp_path: Path) -> None:
-    """Progress counts every file once, in order."""
-    seen: list[tuple[int, int]] = []
-    load_folder(
-        image_files.write_classes(tmp_path, count=4),
-        on_progress=lambda done, total: seen.append((done, total)),
-    )
-
-    assert seen == [(done, 8) for done in range(1, 9)]
 
 
 @pytest.fixture
@@ -183,16 +159,22 @@ def decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_only_files_that_changed_are_decoded_again(tmp_path: Path, decoded: list[str]) -> None:
-    """Sound and damaged ones are known; progress begins with them; `strict` decodes all."""
+    """Sound and damaged ones are known; progress counts each once; `strict` decodes all."""
     root = image_files.write_classes(tmp_path / "photos", count=4)
     (root / "plain" / "bad.png").write_text("no image")
     before = {file: file.stat().st_mtime_ns for file in root.rglob("*")}
-    first = load_folder(root)
-    assert len(decoded) == 9
-    decoded.clear()
     seen: list[tuple[int, int]] = []
 
-    again = load_folder(root, on_progress=lambda done, total: seen.append((done, total)))
+    def note(done: int, total: int) -> None:
+        seen.append((done, total))
+
+    first = load_folder(root, on_progress=note)
+    assert len(decoded) == 9
+    assert seen == [(done, 9) for done in range(1, 10)]
+    decoded.clear()
+    seen.clear()
+
+    again = load_folder(root, on_progress=note)
 
     assert decoded == []
     assert seen == [(9, 9)]
@@ -230,64 +212,53 @@ def test_what_may_have_changed_unnoticed_is_decoded_again(
     assert len(decoded) == 24
 
 
-@pytest.mark.parametrize("content", [b"", b"[", b"[1]", b"{}", b"[" * 10**5, b"no file"])
 def test_a_memory_that_is_damaged_or_cannot_be_written_costs_time_only(
-    tmp_path: Path, decoded: list[str], content: bytes
+    tmp_path: Path, decoded: list[str]
 ) -> None:
     """Everything is decoded as if nothing were known."""
     root = image_files.write_classes(tmp_path / "photos", count=4)
     load_folder(root)
     memory = folder._memory(root)
-    memory.write_bytes(content)
-    if content == b"no file":
-        shutil.rmtree(tmp_path / "keras")
-        (tmp_path / "keras").touch()
-
-    assert sum(load_folder(root).counts.values()) == 8
-    assert len(decoded) == 16
+    for content in (b"", b"[", b"[1]", b"{}", b"[" * 10**5, b"no file"):
+        memory.write_bytes(content)
+        if content == b"no file":
+            shutil.rmtree(tmp_path / "keras")
+            (tmp_path / "keras").touch()
+        decoded.clear()
+        assert sum(load_folder(root).counts.values()) == 8
+        assert len(decoded) == 8
 
 
 def test_a_wrong_folder_is_one_sentence(tmp_path: Path) -> None:
-    """Missing, a file, empty, without class folders, one class, an empty class: each is told."""
+    """Nothing, a file, no, one, an empty or an unknown class, or one that damage took away."""
     image_files.write_image(tmp_path / "flat" / "a.png")
     image_files.write_classes(tmp_path / "one", classes=("only",))
     image_files.write_classes(tmp_path / "hollow")
     (tmp_path / "hollow" / "nothing").mkdir()
     image_files.write_classes(tmp_path / "few", count=1)
     (tmp_path / "empty").mkdir()
+    image_files.write_classes(tmp_path / "lost", count=2, classes=("a", "b", "c"))
+    for file in (tmp_path / "lost" / "c").iterdir():
+        image_files.damage(file)
+    image_files.write_classes(tmp_path / "other" / "train")
+    image_files.write_classes(tmp_path / "other" / "test", classes=("plain", "spotted"))
+    wrong = {
+        "empty": "holds no class folders",
+        "flat": "holds no class folders",
+        "one": "has one class, 'only'",
+        "hollow": "nothing' holds no JPEG, PNG, WebP, BMP or GIF file",
+        "few": "too few for a validation split",
+        "lost": "none of the images of class 'c'",
+        "other": "not trained for: 'spotted'; .* 'plain', 'striped'",
+    }
 
     with pytest.raises(FileNotFoundError, match=r"There is no folder '.*gone'"):
         load_folder(tmp_path / "gone")
     with pytest.raises(NotADirectoryError, match="is a file; give a folder"):
         load_folder(tmp_path / "flat" / "a.png")
-    for name in ("empty", "flat"):
-        with pytest.raises(ValueError, match="holds no class folders"):
+    for name, message in wrong.items():
+        with pytest.raises(ValueError, match=message):
             load_folder(tmp_path / name)
-    with pytest.raises(ValueError, match="has one class, 'only'"):
-        load_folder(tmp_path / "one")
-    with pytest.raises(ValueError, match="nothing' holds no JPEG, PNG, WebP, BMP or GIF file"):
-        load_folder(tmp_path / "hollow")
-    with pytest.raises(ValueError, match="too few for a validation split"):
-        load_folder(tmp_path / "few")
-
-
-def test_a_class_whose_images_are_all_damaged_does_not_vanish(tmp_path: Path) -> None:
-    """Losing a whole class to damage is an error, never a model that lacks it."""
-    image_files.write_classes(tmp_path, count=2, classes=("a", "b", "c"))
-    for file in (tmp_path / "c").iterdir():
-        image_files.damage(file)
-
-    with pytest.raises(ValueError, match="none of the images of class 'c'"):
-        load_folder(tmp_path)
-
-
-def test_a_test_split_with_an_unknown_class_is_an_error(tmp_path: Path) -> None:
-    """A class that training lacks cannot be evaluated on."""
-    image_files.write_classes(tmp_path / "train")
-    image_files.write_classes(tmp_path / "test", classes=("plain", "spotted"))
-
-    with pytest.raises(ValueError, match=r"not trained for: 'spotted'; .* 'plain', 'striped'"):
-        load_folder(tmp_path)
 
 
 def test_a_folder_to_evaluate_on_is_taken_whole(tmp_path: Path) -> None:
@@ -301,28 +272,70 @@ def test_a_folder_to_evaluate_on_is_taken_whole(tmp_path: Path) -> None:
     assert data.test.targets.tolist() == [1, 1, 1, 2, 2, 2]
     with pytest.raises(ValueError, match="not trained for: 'c'"):
         load_test_folder(tmp_path / "flat", labels=("a", "b"))
-
-
-def test_of_a_folder_with_splits_the_test_split_is_evaluated_on(tmp_path: Path) -> None:
-    """Training images of a folder with splits are not tested on."""
-    for name, count in (("train", 4), ("test", 3)):
-        image_files.write_classes(tmp_path / name, count=count)
-
-    assert len(load_test_folder(tmp_path, labels=("plain", "striped")).test) == 6
+    for name, count in (("train", 4), ("test", 3)):  # of given splits the training is not tested on
+        image_files.write_classes(tmp_path / "given" / name, count=count)
+    assert len(load_test_folder(tmp_path / "given", labels=("plain", "striped")).test) == 6
 
 
 def test_file_names_of_any_alphabet_are_read(tmp_path: Path) -> None:
-    """Names with spaces and other scripts are kept."""
+    """Names with spaces and other scripts are kept; a message about a thousand is a sentence."""
     image_files.write_classes(tmp_path, count=4, classes=("Äpfel und Birnen", "猫"))
 
     data = load_folder(tmp_path)
 
+    listed = folder.some([f"{index}.png" for index in range(1000)])
+    assert listed.endswith("'9.png' and 990 more")
     assert data.labels == ("Äpfel und Birnen", "猫")
     assert np.bincount(data.train.targets).tolist() == [2, 2]
 
 
-def test_long_lists_of_names_are_cut() -> None:
-    """A message about a thousand files stays a sentence."""
-    listed = folder.some([f"{index}.png" for index in range(1000)])
+def scatter(root: Path, *, count: int = 20, below: str = "") -> Path:
+    """Writes images without classes, half of them a level deeper."""
+    for index in range(count):
+        folder = root / below / ("deep" if index % 2 else "")
+        image_files.write_image(folder / f"{index}.png", seed=index)
+    return root
 
-    assert listed.endswith("'9.png' and 990 more")
+
+def test_images_without_classes_are_taken_at_any_depth(tmp_path: Path) -> None:
+    """Each once; a tenth is carved out; a damaged one is named; splits.csv has no labels then."""
+    scatter(tmp_path)
+    image_files.damage(tmp_path / "0.png")
+    data = load_unlabelled_folder(tmp_path)
+    actual = [Path(image).name for part in (data.train, data.validation) for image in part.images]
+    assert sorted(actual) == sorted(f"{index}.png" for index in range(1, 20))
+    assert data.counts == {"train": 17, "validation": 2, "test": 0}
+    assert (data.labels, set(data.train.targets)) == ((), {0})
+    assert data.damaged == (str(tmp_path / "0.png"),)
+    loading.write_splits(data, tmp_path / "splits.csv")
+    again = loading.read_splits(tmp_path / "splits.csv", root=data.source, labels=())
+    assert again.train.images.tolist() == data.train.images.tolist()
+    assert again.counts == data.counts
+
+
+def test_class_folders_keep_their_splits_without_labels(tmp_path: Path) -> None:
+    """What a classifier would be tested on stays unseen."""
+    root = image_files.write_classes(tmp_path)
+    without, labelled = load_unlabelled_folder(root), load_folder(root)
+    assert without.labels == labelled.labels
+    assert without.test.images.tolist() == labelled.test.images.tolist()
+    assert load_data(root, labelled=False).counts == labelled.counts
+
+
+def test_given_splits_without_classes_are_kept(tmp_path: Path) -> None:
+    """A flat train/ and validation/ are splits, not two classes."""
+    scatter(tmp_path, below="train")
+    assert load_unlabelled_folder(tmp_path).counts == {"train": 18, "validation": 2, "test": 0}
+    scatter(tmp_path, below="validation", count=4)
+    assert load_unlabelled_folder(tmp_path).counts == {"train": 20, "validation": 4, "test": 0}
+
+
+def test_too_few_images_are_an_error(tmp_path: Path) -> None:
+    """None, or one alone, cannot be trained and validated on; a missing folder is named."""
+    with pytest.raises(ValueError, match="too few images"):
+        load_unlabelled_folder(tmp_path)
+    scatter(tmp_path, count=1)
+    with pytest.raises(ValueError, match="too few images"):
+        load_unlabelled_folder(tmp_path)
+    with pytest.raises(FileNotFoundError, match="no folder 'gone'"):
+        load_unlabelled_folder("gone")

@@ -1,12 +1,14 @@
 """Tests of keras_vit.data.images."""
 
+import dataclasses
+import functools
 import io
 import os
 import resource
 import struct
 import subprocess
 import sys
-import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from conftest import TINY
 from PIL import Image
 
-from keras_vit.config import ViTConfig
 from keras_vit.data import decoding, images
 from keras_vit.model import VisionTransformer
 
@@ -26,7 +28,6 @@ CASES = [
     ("L", "PNG", 0),
     ("P", "PNG", 0),
     ("1", "PNG", 0),
-    ("I;16", "PNG", 0),
     ("RGB", "JPEG", 2),
     ("L", "JPEG", 2),
     ("CMYK", "JPEG", 2),
@@ -38,6 +39,7 @@ CASES = [
     ("RGB", "WEBP", 2),
     ("L", "WEBP", 2),
 ]
+FORMS = ("PNG", "JPEG", "BMP", "GIF", "WEBP")
 
 
 def encoded(image: Image.Image, form: str, **options: Any) -> bytes:
@@ -59,92 +61,62 @@ def difference(contents: bytes, expected: np.ndarray) -> int:
     return int(np.abs(actual.astype(int) - expected).max())
 
 
-@pytest.mark.parametrize(("mode", "form", "tolerance"), CASES)
-def test_every_format_and_mode_gives_the_pixels_that_pillow_gives(
-    mode: str, form: str, tolerance: int
-) -> None:
-    """Grey, palette, 1-bit, 16-bit and CMYK images become the RGB that another reader sees."""
-    if mode == "I;16":
-        grey = colors()[..., 0]
-        image, expected = Image.fromarray(grey.astype(np.uint16) * 257), np.stack([grey] * 3, -1)
-    else:
-        image = Image.fromarray(colors()).convert(mode)
-        expected = None
-    contents = encoded(image, form)
-    if expected is None:
+def on_white(image: Image.Image) -> np.ndarray:
+    white = Image.new("RGBA", image.size, "white")
+    white.alpha_composite(image.convert("RGBA"))
+    return np.asarray(white.convert("RGB"))
+
+
+def files() -> Iterator[tuple[str, bytes, np.ndarray, int]]:
+    """Name, contents, pixels and tolerance of a file of every kind."""
+    for mode, form, tolerance in CASES:
+        contents = encoded(Image.fromarray(colors()).convert(mode), form)
         expected = np.asarray(Image.open(io.BytesIO(contents)).convert("RGB"))
-
-    assert difference(contents, expected) <= tolerance
-
-
-@pytest.mark.parametrize("colors_used", [2, 5, 200])
-def test_palettes_of_every_length_are_followed(colors_used: int) -> None:
-    """A BMP or PNG with a short palette shows its colours, not the palette's indices."""
-    image = Image.fromarray(colors()).quantize(colors_used)
-    expected = np.asarray(image.convert("RGB"))
-
-    assert difference(encoded(image, "BMP"), expected) == 0
-    assert difference(encoded(image, "PNG"), expected) == 0
-
-
-def test_what_is_transparent_in_a_webp_lies_on_white() -> None:
-    """As in a PNG."""
-    image = Image.fromarray(colors()).convert("RGBA")
-    alpha = np.resize(np.array([0, 128, 255], np.uint8), image.size[::-1])
-    image.putalpha(Image.fromarray(alpha))
-    white = Image.new("RGBA", image.size, "white")
-    white.alpha_composite(image)
-
-    contents = encoded(image, "WEBP", lossless=True, exact=True)
-    assert difference(contents, np.asarray(white.convert("RGB"))) <= 1
-
-
-@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
-def test_what_is_transparent_lies_on_white(mode: str) -> None:
-    """Alpha of 0, 128 and 255, and a transparent palette colour, are blended with white."""
-    image = Image.fromarray(colors()).convert("RGBA")
-    alpha = np.resize(np.array([0, 128, 255], np.uint8), image.size[::-1])
-    image.putalpha(Image.fromarray(alpha if mode != "P" else np.where(alpha == 128, 255, alpha)))
-    contents = encoded(image.convert(mode) if mode != "P" else image.quantize(16), "PNG")
-    white = Image.new("RGBA", image.size, "white")
-    white.alpha_composite(Image.open(io.BytesIO(contents)).convert("RGBA"))
-
-    assert difference(contents, np.asarray(white.convert("RGB"))) <= 1
+        yield f"{mode} {form}", contents, expected, tolerance
+    grey = colors()[..., 0]
+    deep = encoded(Image.fromarray(grey.astype(np.uint16) * 257), "PNG")
+    yield "16 bits", deep, np.stack([grey] * 3, axis=-1), 0
+    for count in (2, 5, 200):  # a short palette shows its colours, not its indices
+        image = Image.fromarray(colors()).quantize(count)
+        for form in ("BMP", "PNG"):
+            expected = np.asarray(image.convert("RGB"))
+            yield f"{count} colours {form}", encoded(image, form), expected, 0
+    clear = Image.fromarray(colors()).convert("RGBA")
+    alpha = np.resize(np.array([0, 128, 255], np.uint8), clear.size[::-1])
+    clear.putalpha(Image.fromarray(alpha))
+    lossless = encoded(clear, "WEBP", lossless=True, exact=True)
+    yield "transparent WEBP", lossless, on_white(clear), 1
+    hard = clear.copy()
+    hard.putalpha(Image.fromarray(np.where(alpha == 128, 255, alpha)))
+    for image in (clear, clear.convert("LA"), hard.quantize(16)):
+        contents = encoded(image, "PNG")
+        yield f"transparent {image.mode}", contents, on_white(Image.open(io.BytesIO(contents))), 1
+    padded = np.dstack([colors(), np.zeros(colors().shape[:2], np.uint8)])
+    yield "the padding is not alpha", encoded(Image.fromarray(padded, "RGBA"), "BMP"), colors(), 0
+    frames = [Image.fromarray(np.full((6, 5, 3), level, np.uint8)) for level in (10, 200)]
+    for form in ("GIF", "WEBP"):
+        moving = encoded(frames[0], form, save_all=True, append_images=frames[1:], lossless=True)
+        yield f"the first frame of a {form}", moving, np.full((6, 5, 3), 10), 0
 
 
-def test_the_padding_of_a_32_bit_bmp_is_not_alpha() -> None:
-    """A BMP with four bytes per pixel shows its colours whatever the fourth byte is."""
-    pixels = np.dstack([colors(), np.zeros(colors().shape[:2], np.uint8)])
-    contents = encoded(Image.fromarray(pixels, "RGBA"), "BMP")
+def test_every_kind_of_file_gives_the_pixels_that_pillow_gives() -> None:
+    """Any number of bits and colours becomes the RGB that another reader sees, laid on white."""
+    actual = {name: difference(contents, expected) for name, contents, expected, _ in files()}
+    allowed = {name: tolerance for name, _, _, tolerance in files()}
 
-    assert difference(contents, colors()) == 0
-
-
-@pytest.mark.parametrize(("form", "options"), [("GIF", {}), ("WEBP", {"lossless": True})])
-def test_of_a_moving_picture_the_first_frame_counts(form: str, options: dict[str, bool]) -> None:
-    """An animation decodes to one image."""
-    frames = [Image.fromarray(np.full((6, 5, 3), grey, np.uint8)) for grey in (10, 200)]
-    contents = encoded(frames[0], form, save_all=True, append_images=frames[1:], **options)
-
-    assert difference(contents, np.full((6, 5, 3), 10)) == 0
+    assert {name for name in actual if actual[name] > allowed[name]} == set()
+    assert len(actual) == 28
 
 
-def test_a_graph_decodes_as_eager_code_does() -> None:
-    """One traced function serves all formats, as a SavedModel or tf.data needs it."""
+def test_a_graph_decodes_as_eager_code_does_and_half_a_file_is_an_error() -> None:
+    """One traced function serves all formats; a truncated image is never half a picture."""
     graph = tf.function(decoding.decode_image, input_signature=[tf.TensorSpec((), tf.string)])
 
-    for form in ("PNG", "JPEG", "BMP", "GIF", "WEBP"):
+    for form in FORMS:
         contents = encoded(Image.fromarray(colors()), form)
         assert np.array_equal(graph(contents), decoding.decode_image(tf.constant(contents)))
-
-
-@pytest.mark.parametrize("form", ["PNG", "JPEG", "BMP", "GIF", "WEBP"])
-def test_half_a_file_is_an_error(form: str) -> None:
-    """A truncated image is never half a picture."""
-    contents = encoded(Image.fromarray(colors()), form)
-
-    with pytest.raises(tf.errors.InvalidArgumentError):
-        decoding.decode_image(tf.constant(contents[: len(contents) // 2]))
+        with pytest.raises(tf.errors.InvalidArgumentError):
+            decoding.decode_image(tf.constant(contents[: len(contents) // 2]))
 
 
 def photograph() -> np.ndarray:
@@ -166,56 +138,30 @@ def test_resizing_is_as_pillow_does_it(size: tuple[int, int]) -> None:
     assert (np.abs(plain - expected).max() > 15) == (size != (500, 600))
 
 
-@pytest.mark.parametrize("size", [(64, 64), (400, 30), (30, 600), (1, 1)])
-def test_anti_aliasing_has_the_bits_of_tensorflow(size: tuple[int, int]) -> None:
-    """Shrunk in both directions or in one, alone and as a batch."""
+@pytest.mark.parametrize("antialias", [False, True])
+def test_resizing_has_the_bits_of_tensorflow(antialias: bool) -> None:
+    """Shrunk in both directions or in one, or enlarged; alone, as a batch and in open graphs."""
     pixels = np.stack([photograph(), photograph()[::-1]])
-    expected = tf.image.resize(pixels, size, antialias=True).numpy()
+    for size in ((64, 64), (400, 30), (30, 600), (1, 1), (500, 600)):
+        resize = functools.partial(images.resize_image, size=size, antialias=antialias)
+        signature = [tf.TensorSpec((None, None, 3), tf.uint8)]
+        graph = tf.function(lambda image, resize=resize: resize(image), input_signature=signature)
+        is_smooth = antialias and size != (500, 600)  # enlarging is plain interpolation
+        expected = tf.image.resize(pixels, size, antialias=is_smooth).numpy()
 
-    assert np.array_equal(images.resize_image(pixels, size=size), expected)
-    assert np.array_equal(images.resize_image(pixels[1], size=size), expected[1])
-
-
-def test_without_antialiasing_few_pixels_are_seen() -> None:
-    """Quartering an image averages nothing but the two middle pixels of each four."""
-    image = np.arange(8, dtype=np.float32).reshape(1, 8, 1) * np.ones((8, 1, 3), np.float32)
-
-    resized = images.resize_image(image, size=(2, 2), antialias=False).numpy()
-
-    assert resized.dtype == np.float32
-    assert resized[0, :, 0].tolist() == [1.5, 5.5]
-
-
-def test_enlarging_has_the_bits_of_plain_interpolation() -> None:
-    """Smoothing has no effect there; batches and graphs of open shape give the same bits."""
-    pixels = np.random.default_rng(0).integers(0, 256, (3, 8, 8, 3), np.uint8)
-    graph = tf.function(
-        lambda image: images.resize_image(image, size=(16, 17)),
-        input_signature=[tf.TensorSpec((None, None, 3), tf.uint8)],
-    )
-    plain = tf.image.resize(pixels, (16, 17)).numpy()
-
-    assert np.array_equal(images.resize_image(pixels, size=(16, 17)), plain)
-    assert np.array_equal(graph(pixels[1]), plain[1])
-    small = images.resize_image(photograph(), size=(16, 17)).numpy()
-    assert np.array_equal(graph(photograph()), small)
+        assert expected.dtype == resize(pixels).numpy().dtype == np.float32
+        assert np.array_equal(resize(pixels), expected), size
+        assert np.array_equal(resize(pixels[1]), expected[1]), size
+        assert np.array_equal(graph(pixels[1]), expected[1]), size
 
 
 def test_a_model_says_how_its_images_are_resized() -> None:
     """Its own config does, or that of the model inside; two that differ are refused."""
-    fields: dict[str, Any] = {
-        "input_shape": (8, 8, 3),
-        "patch_size": 4,
-        "hidden_dim": 8,
-        "mlp_dim": 8,
-    }
     smooth, plain = (
-        VisionTransformer(
-            ViTConfig(**fields, num_heads=1, num_layers=1, antialias=value), name=f"vit_{value}"
-        )
+        VisionTransformer(dataclasses.replace(TINY, antialias=value), name=f"vit_{value}")
         for value in (True, False)
     )
-    image = keras.Input((8, 8, 3))
+    image = keras.Input(TINY.input_shape)
 
     assert images.antialias_of(smooth)
     assert not images.antialias_of(plain)
@@ -227,74 +173,63 @@ def test_a_model_says_how_its_images_are_resized() -> None:
 
 
 def test_a_file_reads_as_its_bytes_do(tmp_path: Path) -> None:
-    """`read_image` and `read_images` are decoding and resizing, nothing else."""
+    """`read_image` and `read_images` are decoding and resizing, of a path and of bytes."""
     file = tmp_path / "image.png"
     Image.fromarray(colors()).save(file)
 
     assert np.array_equal(images.read_image(file), colors())
+    assert np.array_equal(images.read_image(file.read_bytes()), colors())
     assert np.array_equal(
         images.read_images([file], size=(5, 6))[0], images.resize_image(colors(), size=(5, 6))
     )
 
 
 def test_what_is_no_image_file_is_named(tmp_path: Path) -> None:
-    """A missing file, a folder, a text and an empty file each give a sentence with the path."""
-    text, empty = tmp_path / "text.png", tmp_path / "empty.png"
-    text.write_text("not a picture")
-    empty.touch()
+    """A missing file, a folder, a text, an empty file, a pipe, a device, a huge file, bytes.
 
+    Nothing waits for a writer, and nothing without end is read.
+    """
+    for name, contents in (("text", "not a picture"), ("empty", "")):
+        (tmp_path / f"{name}.png").write_text(contents)
+    os.mkfifo(tmp_path / "pipe.jpg")
+    (tmp_path / "zero.jpg").symlink_to("/dev/zero")
+    with (tmp_path / "sparse.png").open("wb") as file:
+        file.write(b"\x89PNG")
+        file.truncate(40 * 2**30)
+    wrong = {
+        "": "is a folder",
+        "text.png": "text.png' is not an image",
+        "empty.png": "empty.png' is not an image",
+        "pipe.jpg": "pipe.jpg' is a pipe or a device, not a file",
+        "zero.jpg": "zero.jpg' is a pipe or a device, not a file",
+        "sparse.png": "sparse.png' has 42949672960 bytes, more than",
+    }
     with pytest.raises(FileNotFoundError, match=r"There is no image file '.*gone.png'"):
         images.read_image(tmp_path / "gone.png")
-    with pytest.raises(ValueError, match="is a folder"):
-        images.read_image(tmp_path)
-    for file in (text, empty):
-        with pytest.raises(ValueError, match=f"{file.name}' is not an image"):
-            images.read_image(file)
+    with pytest.raises(ValueError, match="An image of 7 bytes is not an image"):
+        images.read_image(encoded(Image.fromarray(colors()), "PNG")[:7])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for name, message in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            images.read_image(tmp_path / name)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB
 
 
-@pytest.mark.parametrize("part", [(0, 0, 60, 80), (3, 1, 7, 9), (20, 33, 40, 47), (59, 79, 1, 1)])
-@pytest.mark.parametrize("form", ["JPEG", "PNG", "BMP", "GIF", "WEBP"])
-def test_a_part_has_the_pixels_of_the_whole(form: str, part: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_a_part_has_the_pixels_of_the_whole(form: str) -> None:
     """Decoding a part is decoding the whole and cutting, but for JPEG's colours at the edges."""
     soft = Image.fromarray(colors()).resize((80, 60), Image.Resampling.BICUBIC)
     contents = tf.constant(encoded(soft, form))
-    top, left, height, width = part
+    for part in ((0, 0, 60, 80), (3, 1, 7, 9), (20, 33, 40, 47), (59, 79, 1, 1)):
+        top, left, height, width = part
+        choose = tf.constant(part)
+        actual = decoding.decode_part(contents, choose=lambda _, choose=choose: choose).numpy()
+        whole = decoding.decode_image(contents).numpy()[top : top + height, left : left + width]
 
-    shapes = []
-
-    def choose(shape: tf.Tensor) -> tf.Tensor:
-        shapes.append(shape.numpy().tolist())
-        return tf.constant(part)
-
-    actual = decoding.decode_part(contents, choose=choose).numpy()
-    whole = decoding.decode_image(contents).numpy()[top : top + height, left : left + width]
-
-    assert shapes == [[60, 80]]
-    assert actual.shape == (height, width, 3)
-    difference = np.abs(actual.astype(int) - whole)
-    assert difference.max() <= (10 if form == "JPEG" else 0)
-    assert difference[1:-1, 1:-1].sum() == 0
-
-
-def test_encoded_bytes_are_read_as_a_file_is() -> None:
-    """`read_image` takes what is in a file, and says what it is if it is no image."""
-    contents = encoded(Image.fromarray(colors()), "PNG")
-    assert np.array_equal(images.read_image(contents), colors())
-    with pytest.raises(ValueError, match="An image of 7 bytes is not an image"):
-        images.read_image(contents[:7])
-
-
-def bomb(width: int, height: int, *, kind: int = 6) -> bytes:
-    """A PNG of one colour: a thousandth of its pixels' bytes."""
-    row = b"\0" + b"\x80" * (width * {2: 3, 6: 4}[kind])
-    packer = zlib.compressobj(9)
-    packed = b"".join(packer.compress(row) for _ in range(height)) + packer.flush()
-    head = struct.pack(">IIBBBBB", width, height, 8, kind, 0, 0, 0)
-    chunks = [(b"IHDR", head), (b"IDAT", packed), (b"IEND", b"")]
-    return b"\x89PNG\r\n\x1a\n" + b"".join(
-        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-        for name, data in chunks
-    )
+        assert actual.shape == (height, width, 3)
+        apart = np.abs(actual.astype(int) - whole)
+        assert apart.max() <= (10 if form == "JPEG" else 0), part
+        assert apart[1:-1, 1:-1].sum() == 0, part
 
 
 MEASURED = """
@@ -325,9 +260,9 @@ def grown(file: Path, *, small: Path) -> int:
 def test_memory_is_bounded_by_the_pixels(tmp_path: Path) -> None:
     """A sound image takes 16 bytes a pixel at most while decoded; one that is too large none."""
     small, sound, large = tmp_path / "small.png", tmp_path / "sound.png", tmp_path / "large.png"
-    small.write_bytes(bomb(8, 8))
-    sound.write_bytes(bomb(5000, 5000))
-    large.write_bytes(bomb(13_000, 13_000))
+    Image.new("RGBA", (8, 8)).save(small)
+    Image.new("RGBA", (5000, 5000)).save(sound)
+    Image.new("L", (13_000, 13_000)).save(large)
     assert grown(sound, small=small) < 16 * 5000 * 5000
     assert grown(large, small=small) < 100e6
 
@@ -337,7 +272,7 @@ def test_an_image_above_the_budget_is_refused_everywhere(
 ) -> None:
     """Reading, listing and a part of it in training; the number is the environment's to set."""
     file = tmp_path / "large.png"
-    for form in ("PNG", "JPEG", "BMP", "GIF", "WEBP"):
+    for form in FORMS:
         contents = encoded(Image.fromarray(colors()), form)
         file.write_bytes(contents)
         monkeypatch.setenv("KERAS_VIT_MAX_PIXELS", str(24 * 32))
@@ -351,30 +286,10 @@ def test_an_image_above_the_budget_is_refused_everywhere(
             decoding.decode_part(
                 tf.constant(contents), choose=lambda shape: tf.constant([0, 0, 1, 1])
             )
-
-
-@pytest.mark.parametrize("text", ["", "0", "-1", "1e6", "many", "9" * 30])
-def test_a_budget_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setenv("KERAS_VIT_MAX_PIXELS", text)
-    with pytest.raises(ValueError, match="KERAS_VIT_MAX_PIXELS is the most pixels"):
-        images.read_image(b"no image")
-
-
-def test_a_pipe_a_device_and_a_huge_file_are_refused_at_once(tmp_path: Path) -> None:
-    """Nothing waits for a writer, and nothing without end is read."""
-    os.mkfifo(tmp_path / "pipe.jpg")
-    (tmp_path / "zero.jpg").symlink_to("/dev/zero")
-    with (tmp_path / "sparse.png").open("wb") as file:
-        file.write(b"\x89PNG")
-        file.truncate(40 * 2**30)
-    with pytest.raises(ValueError, match=r"pipe.jpg' is a pipe or a device, not a file"):
-        images.read_image(tmp_path / "pipe.jpg")
-    with pytest.raises(ValueError, match=r"zero.jpg' is a pipe or a device, not a file"):
-        images.read_image(tmp_path / "zero.jpg")
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(ValueError, match=r"sparse.png' has 42949672960 bytes, more than"):
-        images.read_image(tmp_path / "sparse.png")
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB
+    for text in ("", "0", "-1", "1e6", "many", "9" * 30):
+        monkeypatch.setenv("KERAS_VIT_MAX_PIXELS", text)
+        with pytest.raises(ValueError, match="KERAS_VIT_MAX_PIXELS is the most pixels"):
+            images.read_image(b"no image")
 
 
 @pytest.mark.parametrize("place", [14, 18, 28, 46])

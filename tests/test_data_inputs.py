@@ -58,30 +58,41 @@ def test_the_folder_that_is_written_to_is_passed_by(place: Path) -> None:
         image.read()
 
 
-PROBLEMS = {
-    "*.webp": "No file matches",
-    "empty": "holds no JPEG",
-    "gone.jpg": "There is no image file",
-}
+def test_what_is_not_there_is_told_when_it_is_read(place: Path) -> None:
+    """No match, an empty folder, a missing file."""
+    problems = {
+        "*.webp": "No file matches",
+        "empty": "holds no JPEG",
+        "gone.jpg": "There is no image file",
+    }
+    for name, problem in problems.items():
+        (image,) = named_images([name])
+        assert isinstance(image, NamedImage)
+        with pytest.raises((ValueError, OSError), match=problem):
+            image.read()
 
 
-@pytest.mark.parametrize("name", PROBLEMS)
-def test_what_is_not_there_is_told_when_it_is_read(name: str, place: Path) -> None:
-    (image,) = named_images([name])
+def piped(contents: bytes) -> NamedImage:
+    (image,) = named_images(["-"], pipe=io.BufferedReader(io.BytesIO(contents)))
     assert isinstance(image, NamedImage)
-    with pytest.raises((ValueError, OSError), match=PROBLEMS[name]):
-        image.read()
+    return image
 
 
-@pytest.mark.parametrize("kind", ["jpg", "png", "bmp", "gif", "webp"])
-def test_an_image_comes_through_a_pipe(kind: str, place: Path) -> None:
-    contents = image_files.write_image(place / f"image.{kind}").read_bytes()
-    pipe = io.BufferedReader(io.BytesIO(contents))
-    (image,) = named_images(["-"], pipe=pipe)
-    assert isinstance(image, NamedImage)
-    assert (image.name, image.contents) == ("-", contents)
-    assert image.read().shape[2] == 3
-    assert ending_of(contents) == kind
+def test_an_image_comes_through_a_pipe(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each format; what is neither an image nor a list of names, and a huge one, are refused."""
+    for kind in ("jpg", "png", "bmp", "gif", "webp"):
+        contents = image_files.write_image(place / f"image.{kind}").read_bytes()
+        image = piped(contents)
+        assert (image.name, image.contents) == ("-", contents)
+        assert image.read().shape[2] == 3
+        assert ending_of(contents) == kind
+    for contents in (b"%PDF-1.7\x01\x02" + bytes(100), b"\x7fELF\x02\x01\x01"):
+        with pytest.raises(ValueError, match="neither a JPEG"):
+            piped(contents).read()
+    monkeypatch.setenv("KERAS_VIT_MAX_PIXELS", "10")
+    with pytest.raises(ValueError, match="make the image smaller"):
+        piped(b"\xff\xd8\xff" + bytes(largest_file() + 1)).read()
+    assert names(["-"], pipe=b"") == []
 
 
 @pytest.mark.parametrize("separator", [b"\n", b"\r\n", b"\0"])
@@ -105,19 +116,3 @@ def test_a_long_list_is_read_as_it_comes(place: Path) -> None:
     assert next(found).name == "000000.jpg"
     assert pipe.tell() < 2**18
     assert sum(1 for _ in found) == 49_999
-
-
-def test_a_pipe_of_neither_is_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for contents in (b"%PDF-1.7\x01\x02" + bytes(100), b"\x7fELF\x02\x01\x01"):
-        (image,) = named_images(["-"], pipe=io.BufferedReader(io.BytesIO(contents)))
-        assert isinstance(image, NamedImage)
-        with pytest.raises(ValueError, match="neither a JPEG"):
-            image.read()
-    monkeypatch.setenv("KERAS_VIT_MAX_PIXELS", "10")
-    most = largest_file()
-    huge = b"\xff\xd8\xff" + bytes(most + 1)
-    (image,) = named_images(["-"], pipe=io.BufferedReader(io.BytesIO(huge)))
-    assert isinstance(image, NamedImage)
-    with pytest.raises(ValueError, match="make the image smaller"):
-        image.read()
-    assert names(["-"], pipe=b"") == []

@@ -1,11 +1,10 @@
-"""Tests of keras_vit.data.pipeline."""
+"""Tests of keras_vit.data.pipeline, of its views, and of damaged images in it."""
 
 import dataclasses
 import functools
 import logging
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +15,22 @@ import tensorflow as tf
 
 from keras_vit.data import (
     Augmentation,
+    Damage,
     Split,
     Stream,
     Views,
     augment,
+    datasets,
     evaluation_batches,
     from_dataset,
     images,
     load_folder,
+    naming_damaged,
     pipeline,
     read_images,
+    resize_image,
     train_batches,
 )
-from keras_vit.data.images import Damage
 from keras_vit.data.pipeline import steps_per_epoch
 from keras_vit.data.source import RecordSplit
 
@@ -73,35 +75,23 @@ def same(left: list[Any], right: list[Any]) -> bool:
     )
 
 
-def files_in(folder: Path) -> Split:
-    """Twenty image files of every format."""
-    data = load_folder(image_files.write_classes(folder))
+@pytest.fixture
+def files(tmp_path: Path) -> Split:
+    """Twenty image files of every format, one of them a photo that lies on its side."""
+    image_files.write_classes(tmp_path)
+    (tmp_path / "plain" / "000.jpg").write_bytes(image_files.photo(6))
+    data = load_folder(tmp_path)
     return Split(
         images=np.concatenate([data.train.images, data.test.images, data.validation.images]),
         targets=np.concatenate([data.train.targets, data.test.targets, data.validation.targets]),
     )
 
 
-@pytest.fixture
-def files(tmp_path: Path) -> Split:
-    return files_in(tmp_path)
-
-
-@pytest.fixture(scope="module")
-def splits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Split]:
-    """Images that no test may change."""
-    return {"pixels": numbered(), "files": files_in(tmp_path_factory.mktemp("files"))}
-
-
-@pytest.fixture(scope="module")
-def whole_run(splits: dict[str, Split]) -> Callable[..., list[Any]]:
-    """Makes the batches of a whole run with one of these splits, once: each takes seconds."""
-
-    @functools.cache
-    def run(kind: str, augmentation: Augmentation, batch_size: int = 3) -> list[Any]:
-        return batches(splits[kind], augmentation=augmentation, batch_size=batch_size)
-
-    return run
+def streamed(files: Split) -> Stream:
+    """The same files, their bytes in a dataset."""
+    contents = [Path(path).read_bytes() for path in files.images]
+    rows = (contents, files.targets, [str(place) for place in range(len(files))])
+    return Stream(tf.data.Dataset.from_tensor_slices(rows), count=len(files))
 
 
 def test_an_epoch_shows_each_image_at_most_once_in_an_order_of_its_own() -> None:
@@ -114,11 +104,7 @@ def test_an_epoch_shows_each_image_at_most_once_in_an_order_of_its_own() -> None
     assert len(set(first.tolist())) == len(set(second.tolist())) == 9
     assert first.tolist() != sorted(first.tolist())
     assert first.tolist() != second.tolist()
-
-
-def test_images_keep_their_targets() -> None:
-    """After all the shuffling, an image still shows its target."""
-    for batch, targets in batches(numbered()):
+    for batch, targets in run:  # an image still shows its target
         assert batch[:, 0, 0, 0].tolist() == targets.tolist()
 
 
@@ -128,29 +114,41 @@ def test_a_split_smaller_than_a_batch_is_one_batch() -> None:
     assert [sorted(targets) for _, targets in batches(numbered(2), batch_size=64)] == [[0, 1]] * 2
 
 
-@pytest.mark.parametrize("kind", ["pixels", "files"])
+# Pixels without a crop are resized as whole images; VARIED takes seconds to trace.
+RUNS = {
+    "pixels": EVERYTHING,
+    "resized pixels": Augmentation(rotation=10, flip=True, erase=0.5),
+    "files": VARIED,
+    "stream": EVERYTHING,
+}
+
+
 @pytest.mark.full
-def test_a_run_can_start_at_any_step_with_the_same_bits(
-    kind: str, splits: dict[str, Split], whole_run: Callable[..., list[Any]]
+@pytest.mark.parametrize("kind", RUNS)
+def test_batches_are_a_function_of_seed_and_step(
+    kind: str, files: Split, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In an epoch and between two: exactly what is left of the whole run, augmented."""
-    whole = whole_run(kind, EVERYTHING)
+    """From any step, on each of three workers, at any parallelism: the same bits of one run."""
+    monkeypatch.setattr(datasets, "BUFFER", 7)
+    split = {"files": files, "stream": streamed(files)}.get(kind, numbered(20))
+    run: Any = functools.partial(batches, split, batch_size=6, augmentation=RUNS[kind])
+    whole = run()
+    tf.random.set_seed(3)
 
-    for start in (1, len(whole) // 2):
-        part = batches(splits[kind], augmentation=EVERYTHING, start_step=start)
-        assert same(part, whole[start:])
-
-
-@pytest.mark.parametrize("kind", ["pixels", "files"])
-@pytest.mark.full
-def test_the_seed_decides_everything(
-    kind: str, splits: dict[str, Split], whole_run: Callable[..., list[Any]]
-) -> None:
-    """One seed gives one run, at any parallelism; another gives another."""
-    whole = whole_run(kind, EVERYTHING)
-
-    assert same(batches(splits[kind], augmentation=EVERYTHING), whole)
-    assert not same(batches(splits[kind], augmentation=EVERYTHING, seed=8), whole)
+    assert len(whole) == 6
+    assert same(run(start_step=3), whole[3:])
+    parts = [run(start_step=1, shard=(index, 3)) for index in range(3)]
+    together = [
+        tuple(np.concatenate(arrays) for arrays in zip(*step, strict=True))
+        for step in zip(*parts, strict=True)
+    ]
+    assert same(together, whole[1:])
+    assert len(parts[0][0][1]) == 2
+    monkeypatch.setattr(pipeline, "_PARALLEL", 1)
+    monkeypatch.setattr(pipeline, "_BATCHES", 1)
+    assert same(run(), whole)
+    assert not same(run(seed=8), whole)
+    assert not same(run(augmentation=Augmentation()), whole)
 
 
 def test_steps_are_varied_differently() -> None:
@@ -170,25 +168,14 @@ def test_evaluation_keeps_order_and_every_image(files: Split) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("where", ["files", "memory"])
-def test_workers_evaluate_each_image_once(files: Split, where: str) -> None:
+def test_workers_evaluate_each_image_once(files: Split) -> None:
     """Three workers and twenty images: every third one each, all of them together."""
-    split = files if where == "files" else numbered(20)
-    parts = [
-        np.concatenate(
-            [
-                targets
-                for _, targets in evaluation_batches(
-                    split, image_size=(8, 8), batch_size=4, shard=(worker, 3)
-                )
-            ]
-        )
-        for worker in range(3)
-    ]
-
-    assert [len(part) for part in parts] == [7, 7, 6]
-    for worker, part in enumerate(parts):
-        np.testing.assert_array_equal(part, split.targets[worker::3])
+    for split in (files, numbered(20)):
+        for worker, count in enumerate((7, 7, 6)):
+            made = evaluation_batches(split, image_size=(8, 8), batch_size=4, shard=(worker, 3))
+            part = np.concatenate([targets for _, targets in made])
+            assert len(part) == count
+            assert np.array_equal(part, split.targets[worker::3])
 
 
 def test_training_without_variation_sees_what_evaluation_sees(files: Split) -> None:
@@ -199,53 +186,6 @@ def test_training_without_variation_sees_what_evaluation_sees(files: Split) -> N
         assert sorted(order) == list(range(20))
         assert np.array_equal(batch, expected[order])
         assert np.array_equal(targets, files.targets[order])
-
-
-@pytest.mark.full
-def test_parallelism_changes_nothing(
-    splits: dict[str, Split],
-    whole_run: Callable[..., list[Any]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """One image at a time gives the bits that as many as possible give."""
-    whole = whole_run("files", VARIED, batch_size=6)
-    monkeypatch.setattr(pipeline, "_PARALLEL", 1)
-    monkeypatch.setattr(pipeline, "_BATCHES", 1)
-
-    assert same(batches(splits["files"], batch_size=6, augmentation=VARIED), whole)
-    assert not same(whole_run("files", EVERYTHING, batch_size=6), whole)
-
-
-@pytest.mark.full
-def test_randaugment_starts_at_any_step_on_any_worker_with_the_same_bits(
-    splits: dict[str, Split], whole_run: Callable[..., list[Any]]
-) -> None:
-    """The second half of each batch from the second step on is what the whole run has there."""
-    whole = whole_run("files", VARIED, batch_size=6)
-    part = batches(splits["files"], batch_size=6, augmentation=VARIED, start_step=1, shard=(1, 2))
-
-    assert same(part, [(batch[3:], targets[3:]) for batch, targets in whole[1:]])
-
-
-@pytest.mark.parametrize("kind", ["pixels", "resized pixels", "files"])
-@pytest.mark.full
-def test_the_workers_batches_together_are_the_batch_of_one(
-    kind: str, splits: dict[str, Split], whole_run: Callable[..., list[Any]]
-) -> None:
-    """Three workers make a third of each batch, to the bit, from any step on."""
-    source = "files" if kind == "files" else "pixels"
-    augmentation = EVERYTHING
-    if kind == "resized pixels":
-        augmentation = Augmentation(rotation=10, flip=True, erase=0.5)
-    options: dict[str, Any] = {"batch_size": 6, "augmentation": augmentation, "start_step": 1}
-    parts = [batches(splits[source], **options, shard=(index, 3)) for index in range(3)]
-    together = [
-        tuple(np.concatenate(arrays) for arrays in zip(*step, strict=True))
-        for step in zip(*parts, strict=True)
-    ]
-
-    assert same(together, whole_run(source, augmentation, batch_size=6)[1:])
-    assert len(parts[0][0][1]) == 2
 
 
 @pytest.mark.full
@@ -269,32 +209,22 @@ def paths_of(batch: np.ndarray, files: Split) -> list[str]:
     return [str(files.images[place]) for place in places]
 
 
-@pytest.mark.parametrize("shard", [(2, 2), (-1, 2), (0, 0)])
-def test_a_worker_that_cannot_be_is_an_error(shard: tuple[int, int]) -> None:
-    """The index counts from zero."""
-    with pytest.raises(ValueError, match=r"the index from 0\. Received: shard="):
-        batches(numbered(), shard=shard)
-
-
-def test_a_batch_that_workers_cannot_share_is_an_error() -> None:
-    """Three images do not divide by two, whether they are the batch or all there are."""
+def test_workers_that_cannot_be_are_an_error() -> None:
+    """The index counts from zero; three images, the batch or all there are, are no two parts."""
+    for shard in ((2, 2), (-1, 2), (0, 0)):
+        with pytest.raises(ValueError, match=r"the index from 0\. Received: shard="):
+            batches(numbered(), shard=shard)
     for split, size in ((numbered(), 3), (numbered(3), 64)):
         with pytest.raises(ValueError, match="2 workers cannot share batches of 3"):
             batches(split, batch_size=size, shard=(0, 2))
 
 
-@pytest.mark.parametrize("kind", ["pixels", pytest.param("files", marks=pytest.mark.full)])
-def test_a_crop_is_a_part_of_the_image_resized(kind: str, files: Split) -> None:
+def test_a_crop_is_a_part_of_the_image_resized() -> None:
     """The part that the step's draws choose, resized as the whole would be."""
-    split = numbered() if kind == "pixels" else files
-    cases: tuple[dict[str, Any], ...] = ({"crop": 0.3}, {"resize_small": 1.5})
-    for fields in cases:
-        for image, target in zip(
-            *batches(split, augmentation=Augmentation(**fields), image_size=(9, 7))[0], strict=True
-        ):
-            assert image.shape == (9, 7, 3)
-            if kind == "pixels":
-                assert (image == target).all()
+    for augmentation in (Augmentation(crop=0.3), Augmentation(resize_small=1.5)):
+        cropped, targets = batches(numbered(), augmentation=augmentation, image_size=(9, 7))[0]
+        assert cropped.shape == (3, 9, 7, 3)
+        assert (cropped == targets[:, None, None, None]).all()
 
 
 def test_evaluation_can_cut_out_the_middle(files: Split) -> None:
@@ -315,40 +245,117 @@ def test_evaluation_can_cut_out_the_middle(files: Split) -> None:
         assert np.abs(image - expected)[1:-1, 1:-1].max() <= 5  # JPEG's colours at the edges
 
 
-@pytest.mark.full
-def test_a_damaged_image_is_replaced_and_named(
-    files: Split, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The next sound image of the batch stands in with its target, and the others stay."""
-    options = {"batch_size": 20, "epochs": 2, "augmentation": EVERYTHING}
-    whole = batches(files, **options)
-    first = paths_of(batches(files, batch_size=20, epochs=1)[0][0], files)
-    image_files.damage(Path(first[4]))
-    Path(first[5]).unlink()
-    with caplog.at_level(logging.WARNING):
-        mended = batches(files, **options)
-
-    assert files.damage.names == tuple(sorted(first[4:6]))
-    assert len(caplog.records) == 2
-    assert len(mended) == len(whole) == 2
-    (images_mended, targets_mended), (images_whole, targets_whole) = mended[0], whole[0]
-    assert np.array_equal(targets_mended[4:6], targets_whole[[6, 6]])
-    others = [place for place in range(20) if place not in (4, 5)]
-    assert np.array_equal(images_mended[others], images_whole[others])
-    assert same(batches(files, **options), mended)
+def pngs(count: int, *damaged: int, **options: bool) -> Split:
+    """Files that show their own number, or nothing."""
+    pixels = [np.full((4, 4, 3), number, np.uint8) for number in range(count)]
+    contents = [tf.io.encode_png(each).numpy() for each in pixels]
+    for number in damaged:
+        contents[number] = b"no image"
+    return Split(
+        images=np.array(contents, object),
+        targets=np.arange(count, dtype=np.int32),
+        names=np.array([f"image {number}" for number in range(count)]),
+        damage=Damage(**options),
+    )
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("strict", [True, False])
-def test_damage_can_be_an_error(files: Split, strict: bool) -> None:
-    """Strictness ends at the first damaged image, and a batch of nothing else always does."""
-    damaged = files.images[:1] if strict else files.images
-    for path in damaged:
-        image_files.damage(Path(path))
-    split = Split(images=files.images, targets=files.targets, damage=Damage(strict=strict))
+# Which places of a batch hold a sound image, and which of them stands at each place afterwards.
+DAMAGED = [
+    ([True, False, True, True], [0, 2, 2, 3]),
+    ([False, False, True, True], [2, 2, 2, 3]),
+    ([True, True, True, False], [0, 1, 2, 0]),
+    ([False, True, False, False], [1, 1, 1, 1]),
+]
 
-    with pytest.raises(tf.errors.InvalidArgumentError, match="cannot be decoded"):
-        batches(split, batch_size=20, epochs=1)
+
+def test_the_next_sound_image_stands_in(caplog: pytest.LogCaptureFixture) -> None:
+    """With its class; after the last comes the first. The damaged are named, once each."""
+    order = batches(pngs(4), batch_size=4)[0][1]
+    assert sorted(order) == [0, 1, 2, 3]
+    for sound, expected in DAMAGED:
+        damaged = order[~np.array(sound)]
+        split = pngs(4, *damaged)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            (first, targets), (_, later) = batches(split, batch_size=4)
+        assert targets.tolist() == order[expected].tolist()
+        assert (first == targets[:, None, None, None]).all()
+        assert not set(later) & set(damaged)
+        assert split.damage.names == tuple(f"image {number}" for number in sorted(damaged))
+        assert len(caplog.records) == len(damaged)
+
+
+def test_damage_leaves_the_other_images_as_they_were() -> None:
+    """To the bit, with all variations."""
+    options: dict[str, Any] = {"batch_size": 4, "epochs": 1, "augmentation": EVERYTHING}
+    ((whole, order),) = batches(pngs(4), **options)
+    ((mended, targets),) = batches(pngs(4, order[1]), **options)
+
+    assert targets.tolist() == order[[0, 2, 2, 3]].tolist()
+    assert np.array_equal(mended[[0, 2, 3]], whole[[0, 2, 3]])
+
+
+def test_what_cannot_be_replaced_is_an_error() -> None:
+    """Nothing to stand in, or strictness: the names are in the message."""
+    for split in (pngs(2, 0, strict=True), pngs(2, 0, 1)):
+        with pytest.raises(tf.errors.InvalidArgumentError, match=r"image 0.* cannot be decoded"):
+            batches(split, batch_size=2)
+        assert split.damage.names == ()
+
+
+def test_the_advice_does_not_end_a_training() -> None:
+    """An image that is gone while a training runs is put back: without it nothing resumes."""
+    broken = Split(images=np.array([b"no image"], object), targets=np.array([0]))
+    advices: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"trained": numbered(1)}, r"put them back .* \(--overwrite\)"),
+        ({}, "repair or remove them"),
+    )
+    made = evaluation_batches(broken, image_size=(8, 8), batch_size=1)
+    for options, advice in advices:
+        with (
+            pytest.raises(ValueError, match=rf"1 of 1 images cannot be decoded, .*; {advice}\.$"),
+            naming_damaged(broken, **options),
+        ):
+            next(iter(made))
+
+
+IMAGE = np.random.default_rng(0).integers(0, 255, (20, 30, 3), dtype=np.uint8)
+
+
+def test_views_are_crops_and_mirrors() -> None:
+    """The whole first; each crop is that part of the image; the second half is mirrored."""
+    views = Views(flip=True, scales=(0.5,), shifted=0.8)
+    stack = np.asarray(views.stack(IMAGE, size=(10, 10)))
+    parts = [IMAGE, IMAGE[5:15, 8:23]]
+    parts += [IMAGE[top : top + 16, left : left + 24] for top in (0, 4) for left in (0, 6)]
+    expected = [np.asarray(resize_image(part, size=(10, 10))) for part in parts]
+
+    assert stack.shape == (12, 10, 10, 3)
+    np.testing.assert_array_equal(stack[:6], expected)
+    np.testing.assert_array_equal(stack[6:], stack[:6, :, ::-1])
+    assert Views(flip=False, scales=(0.5,), shifted=0.8).count == 6
+    tiny = Views(scales=(0.1,)).stack(IMAGE[:1, :2], size=(4, 4))
+    assert np.isfinite(np.asarray(tiny)).all()  # no part is empty
+    for scales, shifted in (((1.0,), 0.5), ((0.5,), 0.0), ((-1.0,), None)):
+        with pytest.raises(ValueError, match="above 0 and below 1"):
+            Views(scales=scales, shifted=shifted)
+
+
+@pytest.mark.parametrize("antialias", [False, True])
+def test_batches_hold_the_views_of_each_image_together(antialias: bool) -> None:
+    """In a pipeline they are, to the bit, what they are alone."""
+    images = np.stack([IMAGE, IMAGE[::-1], IMAGE // 2])
+    split = Split(images=images, targets=np.array([0, 1, 2], np.int32))
+    views = Views(flip=True)
+    made = list(
+        evaluation_batches(
+            split, image_size=(8, 12), batch_size=2, antialias=antialias, views=views
+        )
+    )
+    assert [len(targets) for _, targets in made] == [2, 1]
+    actual = np.concatenate([np.asarray(pixels) for pixels, _ in made])
+    expected = [views.stack(image, size=(8, 12), antialias=antialias) for image in images]
+    np.testing.assert_array_equal(actual, np.concatenate(expected))
 
 
 OLD_ITERATORS = """
@@ -373,14 +380,13 @@ def test_no_iterator_starts_the_thread_that_its_end_may_wait_for(
 ) -> None:
     """TensorFlow's tuning is off in all datasets that are made of splits, and where one is read."""
     contents = [Path(path).read_bytes() for path in files.images]
-    rows = (contents, files.targets, [str(place) for place in range(20)])
-    dataset = tf.data.Dataset.from_tensor_slices(rows)
+    stream = streamed(files)
     splits = {
         "pixels": numbered(),
         "encoded": Split(images=np.array(contents, object), targets=files.targets),
         "files": files,
         "records": RecordSplit(list(zip(contents, files.targets.tolist(), strict=True))),
-        "stream": Stream(dataset, count=20),
+        "stream": stream,
     }
     options: dict[str, Any] = {"image_size": (4, 4), "batch_size": 2}
     train: Any = functools.partial(train_batches, **options, epochs=1, seed=0)
@@ -402,8 +408,9 @@ def test_no_iterator_starts_the_thread_that_its_end_may_wait_for(
     for split in splits.values():
         split.take([0]).pixels(0)
         assert len(split.targets) == len(split)
+    pairs = stream.dataset.map(lambda contents, target, name: (contents, target))
     for memory in (0, 2**30):
-        assert from_dataset(dataset, dataset, labels="abc", test=dataset, memory=memory).train
+        assert from_dataset(pairs, pairs, labels="abc", test=pairs, memory=memory).train
 
     tuned = [name for name, each in made.items() if each.options().autotune.enabled is not False]
     assert tuned == []

@@ -6,12 +6,11 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-import image_files
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_vit.data import Split, Stream, datasets, images, load_folder, source
+from keras_vit.data import Split, Stream, datasets, source
 
 PIXELS = np.arange(5 * 48, dtype=np.uint8).reshape(5, 4, 4, 3)
 TARGETS = np.array([0, 1, 0, 1, 2], np.int32)
@@ -97,21 +96,6 @@ def test_every_kind_can_be_taken_from_replaced_copied_and_pickled(split: Split) 
         split.take([5])
 
 
-@pytest.mark.full
-def test_a_shuffled_pass_is_a_permutation_that_the_seed_decides(split: Split) -> None:
-    """Each image once; the same for the same seed."""
-
-    def order(seed: tuple[int, int]) -> list[str]:
-        passes = source.Passes(
-            key=lambda epoch: seed, batch_size=1, first_step=0, epochs=1, rows=slice(0, 1)
-        )
-        return [split.name(item[-1].numpy()[0]) for item in split.shuffled_batches(passes)]
-
-    assert sorted(order((1, 2))) == sorted(split.name(item[-1].numpy()) for item in split.items())
-    assert order((1, 2)) == order((1, 2))
-    assert len({tuple(order((1, n))) for n in range(8)}) > 1
-
-
 class Numbered:
     """Records that are their own numbers, and which of them were read."""
 
@@ -189,7 +173,7 @@ def test_a_worker_reads_its_part_of_a_stream_and_a_resumed_training_the_rest(
 
 
 def test_a_stream_says_what_it_is_without_being_read() -> None:
-    """`repr` reads nothing: this dataset would fail."""
+    """`repr` reads nothing: this dataset would fail. One that calls Python is not pickled."""
 
     def fail(place: tf.Tensor) -> tuple[tf.Tensor, ...]:
         with tf.control_dependencies([tf.debugging.Assert(place < 0, ["read"])]):
@@ -203,15 +187,10 @@ def test_a_stream_says_what_it_is_without_being_read() -> None:
         unread.count = 4  # type: ignore[misc]
     with pytest.raises(tf.errors.InvalidArgumentError):
         unread.targets.tolist()
-
-
-def test_a_stream_that_calls_python_is_not_pickled() -> None:
-    """It says so, where another process would fail."""
     spec = (tf.TensorSpec((), tf.string), tf.TensorSpec((), tf.int32), tf.TensorSpec((), tf.string))
-    records = tf.data.Dataset.from_generator(lambda: iter([(b"", 0, b"")]), output_signature=spec)
-
+    python = tf.data.Dataset.from_generator(lambda: iter([(b"", 0, b"")]), output_signature=spec)
     with pytest.raises(TypeError, match="calls Python, or keeps state, cannot be pickled"):
-        pickle.dumps(Stream(records, count=1))
+        pickle.dumps(Stream(python, count=1))
 
 
 # Images that no split can hold.
@@ -224,22 +203,56 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
-def test_images_of_no_kind_are_refused(wrong: object) -> None:
-    """One sentence says what a split takes."""
-    with pytest.raises(ValueError, match="The images of a split are pixels"):
-        Split(images=wrong, targets=np.zeros(2, np.int32))
-
-
 def test_what_does_not_fit_is_refused() -> None:
-    """Another number of classes; a kind made of another kind's images."""
+    """Images of no kind, other counts, another kind's images, and a split that is none."""
+    for wrong in WRONG.values():
+        with pytest.raises(ValueError, match="The images of a split are pixels"):
+            Split(images=wrong, targets=np.zeros(2, np.int32))
     with pytest.raises(ValueError, match="5 images and 4 targets"):
         Split(images=PIXELS, targets=TARGETS[:4])
     with pytest.raises(ValueError, match="A FileSplit cannot hold these images, a PixelSplit can"):
         source.FileSplit(images=PIXELS, targets=TARGETS)
+    five = Split(images=PIXELS, targets=TARGETS)
+    data = source.ImageData(source="x", labels=(), train=five, validation=five, test=five)
+    with pytest.raises(ValueError, match="no split 'val'; the splits are train, validation, test"):
+        data.split("val")
 
 
-def test_a_split_of_a_folder_reads_its_files(tmp_path: Path) -> None:
-    """`pixels` is what `read_image` gives."""
-    test = load_folder(image_files.write_classes(tmp_path)).test
-    assert np.array_equal(test.pixels(1), images.read_image(test.images[1]))
+# Images in a class, fractions -> (train, validation, test).
+TENTHS = {"validation": 0.1, "test": 0.1}
+SHARES: list[tuple[int, dict[str, float], tuple[int, ...]]] = [
+    (1, TENTHS, (1, 0, 0)),
+    (2, TENTHS, (1, 1, 0)),
+    (3, TENTHS, (1, 1, 1)),
+    (10, TENTHS, (8, 1, 1)),
+    (100, TENTHS, (80, 10, 10)),
+    (10, {"validation": 0, "test": 0}, (10, 0, 0)),
+    (2, {"validation": 0.1, "test": 0}, (1, 1, 0)),
+]
+
+
+def assigned(names: list[str], *, classes: int = 1, **fractions: float) -> dict[str, set[str]]:
+    """The names of each split."""
+    splits = source.assign_splits(names, np.arange(len(names)) % classes, **fractions)
+    assert sorted(place for each in splits.values() for place in each) == [*range(len(names))]
+    return {name: {names[place] for place in splits[name]} for name in source.SPLITS}
+
+
+def test_each_class_is_divided_in_proportion() -> None:
+    """Classes of one, two, three and many images get the shares that the docstring promises."""
+    names = [f"{index}.png" for index in range(101)]
+    for count, fractions, expected in SHARES:
+        splits = assigned(names[:count], **fractions)
+        assert tuple(map(len, splits.values())) == expected, (count, fractions)
+    assigned(names[:57], classes=4, validation=0.15, test=0.15)  # a partition, which it asserts
+
+
+def test_splits_depend_on_names_and_not_on_their_order() -> None:
+    """Another order of the files changes nothing, another file moves few; this is no sorting."""
+    names = [f"{index}.png" for index in range(101)]
+    forwards = assigned(names[:40], validation=0.2, test=0.2)
+
+    assert assigned(names[:40][::-1], validation=0.2, test=0.2) == forwards
+    assert forwards["test"] != set(names[:8])
+    before, after = assigned(names[:100], **TENTHS), assigned(names, **TENTHS)
+    assert len(before["test"] & after["test"]) >= 9

@@ -1,38 +1,33 @@
-"""Tests of keras_vit.evaluation.metrics."""
+"""Tests of keras_vit.evaluation.metrics and keras_vit.evaluation.outputs."""
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
+import scipy.special
 import sklearn.metrics
+import variants_oracle
+from conftest import TINY, randomize
 
-import keras_vit
+from keras_vit import evaluation
 from keras_vit.data import Split
-from keras_vit.evaluation import Evaluation, evaluate
+from keras_vit.evaluation import Evaluation, calibration, evaluate, metrics, outputs
 from keras_vit.evaluation.outputs import log_softmax
+from keras_vit.model import VisionTransformer
 
 LABELS = tuple("abcdefg")
-CONFIG = keras_vit.ViTConfig(
-    input_shape=(8, 8, 3),
-    patch_size=4,
-    hidden_dim=8,
-    mlp_dim=8,
-    num_heads=2,
-    num_layers=1,
-    classes=7,
-    include_preprocessing=True,
+CONFIG = dataclasses.replace(
+    TINY, input_shape=(8, 8, 3), patch_size=4, num_layers=1, include_preprocessing=True
 )
 
 
-def random_model(**fields: Any) -> keras_vit.VisionTransformer:
-    model = keras_vit.VisionTransformer(dataclasses.replace(CONFIG, **fields))
-    generator = np.random.default_rng(0)
-    for variable in model.trainable_variables:
-        variable.assign(generator.normal(size=variable.shape))
-    return model
+@pytest.fixture(scope="module")
+def model() -> VisionTransformer:
+    return randomize(VisionTransformer(CONFIG))
 
 
 def random_split(count: int = 60) -> Split:
@@ -43,16 +38,17 @@ def random_split(count: int = 60) -> Split:
     )
 
 
-def test_the_numbers_are_those_of_scikit_learn() -> None:
+def test_the_numbers_are_those_of_scikit_learn(model: VisionTransformer) -> None:
     """Accuracy, top-5, loss, confusion, recall and precision agree with another library."""
-    model, split = random_model(), random_split()
+    split = random_split()
     actual = evaluate(model, split, labels=LABELS, batch_size=17)
     logits = np.asarray(model(split.images.astype(np.float32)), np.float64)
-    probabilities = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    probabilities = scipy.special.softmax(logits, axis=1)
     predicted = logits.argmax(axis=1)
     everything = range(7)
 
     assert actual.images == 60
+    assert len(set(predicted)) > 2
     assert actual.accuracy == sklearn.metrics.accuracy_score(split.targets, predicted)
     assert actual.top5_accuracy == pytest.approx(
         sklearn.metrics.top_k_accuracy_score(split.targets, probabilities, k=5, labels=everything)
@@ -69,33 +65,20 @@ def test_the_numbers_are_those_of_scikit_learn() -> None:
     )
     assert [score.recall or 0 for score in actual.class_scores] == pytest.approx(list(recall))
     assert [score.precision or 0 for score in actual.class_scores] == pytest.approx(list(precision))
+    # The numbers of `keras-vit evaluate` can be compared with ==.
+    assert evaluate(model, split, labels=LABELS, batch_size=17).to_dict() == actual.to_dict()
 
 
-def test_logits_and_probabilities_measure_the_same() -> None:
+def test_logits_and_probabilities_measure_the_same(model: VisionTransformer) -> None:
     """A model with softmax gives the numbers of the same model without."""
-    plain, soft = random_model(), random_model(classifier_activation="softmax")
-    left = evaluate(plain, random_split(), labels=LABELS)
-    right = evaluate(soft, random_split(), labels=LABELS)
+    soft = VisionTransformer(dataclasses.replace(CONFIG, classifier_activation="softmax"))
+    soft.set_weights(model.get_weights())
+    left, right = (evaluate(each, random_split(), labels=LABELS) for each in (model, soft))
 
     assert np.array_equal(left.confusion, right.confusion)
     assert left.loss == pytest.approx(right.loss, rel=1e-4)
-
-
-def test_measuring_twice_gives_the_same_bits() -> None:
-    """The numbers of `keras-vit evaluate` can be compared with ==."""
-    model = random_model()
-
-    assert (
-        evaluate(model, random_split(), labels=LABELS).to_dict()
-        == evaluate(model, random_split(), labels=LABELS).to_dict()
-    )
-
-
-def test_extreme_logits_do_not_overflow() -> None:
-    """The loss of logits of a thousand is finite and right."""
-    logits = np.array([[1000.0, 0.0], [-1000.0, 0.0]], np.float32)
-
-    assert log_softmax(logits, model=keras.Sequential()).tolist() == [[0, -1000], [-1000, 0]]
+    extreme = np.array([[1000.0, 0.0], [-1000.0, 0.0]], np.float32)  # does not overflow
+    assert log_softmax(extreme, model=keras.Sequential()).tolist() == [[0, -1000], [-1000, 0]]
 
 
 def test_a_class_without_images_has_no_score() -> None:
@@ -110,25 +93,161 @@ def test_a_class_without_images_has_no_score() -> None:
     assert json.loads(json.dumps(actual.to_dict()))["classes"][2]["recall"] is None
 
 
-def test_what_cannot_be_measured_is_an_error() -> None:
-    """No images, and another number of classes, are told."""
-    with pytest.raises(ValueError, match="no images to evaluate on"):
-        evaluate(random_model(), random_split(0), labels=LABELS)
-    with pytest.raises(ValueError, match="7 classes, the data 2"):
-        evaluate(random_model(), random_split(), labels=("a", "b"))
-
-
-def test_a_damaged_image_is_named() -> None:
-    """Not TensorFlow's error, which names none."""
-    split = Split(
+def test_what_cannot_be_measured_is_an_error(model: VisionTransformer) -> None:
+    """No images, other classes, a damaged image by its name, answers that would print as nan%."""
+    damaged = Split(
         images=np.array([b"no image"], object), targets=np.array([0]), names=np.array(["a.jpg"])
     )
+    with pytest.raises(ValueError, match="no images to evaluate on"):
+        evaluate(model, random_split(0), labels=LABELS)
+    with pytest.raises(ValueError, match="7 classes, the data 2"):
+        evaluate(model, random_split(), labels=("a", "b"))
     with pytest.raises(ValueError, match=r"1 of 1 images cannot be decoded, the first is 'a\.jpg'"):
-        evaluate(random_model(), split, labels=LABELS)
+        evaluate(model, damaged, labels=LABELS)
+    for wrong in (np.nan, np.inf):
+        with pytest.raises(ValueError, match=r"no number .NaN or infinite.*weights are damaged"):
+            log_softmax(np.array([[0.0, wrong]], np.float32), model=model)
 
 
-@pytest.mark.parametrize("wrong", [np.nan, np.inf])
-def test_answers_that_are_no_numbers_are_an_error(wrong: float) -> None:
-    """They would be printed as "nan%"."""
-    with pytest.raises(ValueError, match=r"no number .NaN or infinite.*weights are damaged"):
-        log_softmax(np.array([[0.0, wrong]], np.float32), model=random_model())
+def cases(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(seed)
+    probabilities = scipy.special.softmax(3 * generator.standard_normal((count, 5)), axis=1)
+    return probabilities, generator.integers(0, 5, count)
+
+
+@pytest.mark.parametrize("bins", [1, 10, 15])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_error_is_that_of_a_walk_over_the_bins(bins: int, seed: int) -> None:
+    """Error and largest gap equal the paper's sums, bin by bin and image by image."""
+    probabilities, targets = cases(200, seed)
+    gaps, weights = [], []
+    for place in range(bins):
+        inside = [
+            row
+            for row in range(200)
+            if place / bins < max(probabilities[row]) <= (place + 1) / bins
+        ]
+        if inside:
+            right = np.mean([np.argmax(probabilities[row]) == targets[row] for row in inside])
+            gaps.append(abs(right - np.mean([max(probabilities[row]) for row in inside])))
+            weights.append(len(inside) / 200)
+    actual = calibration(probabilities, targets, bins=bins)
+    np.testing.assert_allclose(actual.error, np.dot(weights, gaps), atol=1e-12)
+    np.testing.assert_allclose(actual.largest_gap, max(gaps), atol=1e-12)
+    assert actual.images.sum() == 200
+
+
+def test_the_edges_belong_to_a_bin() -> None:
+    """Full confidence falls into the last bin, and a bin holds its upper edge."""
+    actual = calibration(np.array([[1.0, 0.0], [0.5, 0.5]]), np.array([0, 0]), bins=2)
+    assert actual.images.tolist() == [1, 1]
+
+
+def test_accuracy_counts_any_right_class() -> None:
+    """It is the paper's sum, walked image by image; images without labels do not count."""
+    generator = np.random.default_rng(0)
+    scores = generator.standard_normal((300, 6))
+    labels = [set(generator.choice(6, generator.integers(0, 4), replace=False)) for _ in scores]
+    kept = [row for row in range(300) if labels[row]]
+    assert 0 < len(kept) < 300
+    expected = sum(int(np.argmax(scores[row])) in labels[row] for row in kept) / len(kept)
+    assert metrics.real_accuracy(scores, labels) == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_labels_of_imagenet_real_are_read(tmp_path: Path) -> None:
+    """A list of lists becomes a tuple of sets; of another file the error says what to fetch."""
+    file = tmp_path / "real.json"
+    file.write_text(json.dumps([[65], [], [970, 795]]))
+    assert metrics.read_real_labels(file) == (frozenset({65}), frozenset(), frozenset({970, 795}))
+    for text in ("{", "[1]", '[["cat"]]', "[[1.5]]", "[[-1]]", "[[true]]", "7", "\udcff"):
+        file.write_text(text, errors="surrogateescape")
+        with pytest.raises(ValueError, match=r"real\.json.*reassessed-imagenet"):
+            metrics.read_real_labels(file)
+    with pytest.raises(FileNotFoundError, match="nothing"):
+        metrics.read_real_labels(tmp_path / "nothing.json")
+
+
+MISFITS: list[tuple[Any, np.ndarray, Any, str]] = [
+    (calibration, np.ones((2, 3)), np.zeros(2), "apply softmax"),
+    (calibration, np.ones((2, 3)), np.zeros(3), r"\(2, 3\) and \(3,\)"),
+    (calibration, np.ones(3), np.zeros(3), r"\(3,\)"),
+    (calibration, np.ones((0, 3)), np.zeros(0), "at least one row"),
+    (metrics.real_accuracy, np.zeros((2, 3)), [{0}], r"\(2, 3\) and 1 sets"),
+    (metrics.real_accuracy, np.zeros(3), [{0}] * 3, r"\(3,\)"),
+    (metrics.real_accuracy, np.zeros((2, 3)), [set(), set()], "No image has a right class"),
+]
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    """Logits, other counts and nothing at all: the error says what was received."""
+    for measure, scores, targets, message in MISFITS:
+        with pytest.raises(ValueError, match=message):
+            measure(scores, targets)
+
+
+# What departs from CONFIG, and the model's own name of what its classifier sees.
+SEEN: list[tuple[dict[str, Any], str]] = [
+    ({}, "pooling"),
+    ({"representation_dim": 5, "classifier_activation": "softmax"}, "representation"),
+    ({"pooling": "avg", "class_token": False}, "pooling"),
+    ({"pooling": "map", "class_token": False}, "pooling"),
+    ({"classes": None}, "pooling"),
+    ({"norm_after_pooling": True, "pooling": "avg"}, "pooling_norm"),
+    ({"norm_after_pooling": True, "pooling": "avg", "classes": None}, "pooling_norm"),
+    (variants_oracle.MODERN, "pooling_norm"),
+]
+
+
+@pytest.mark.parametrize(("fields", "name"), SEEN)
+def test_features_are_what_the_classifier_would_see(fields: dict[str, Any], name: str) -> None:
+    """They are the model's own named result before the head, over every batch."""
+    model = randomize(VisionTransformer(dataclasses.replace(CONFIG, **fields)))
+    data = random_split()
+    actual = outputs.frozen_features(model, data, batch_size=25)
+    expected = model.features(data.images.astype(np.float32), [name])[name]
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
+
+
+def test_tokens_and_no_images_are_no_features() -> None:
+    """A model without pooling is refused: a vector is asked for. So is an empty split."""
+    model = VisionTransformer(dataclasses.replace(CONFIG, classes=None, pooling=None))
+    data = random_split()
+    with pytest.raises(ValueError, match="with pooling"):
+        outputs.frozen_features(model, data)
+    for function in (outputs.frozen_features, outputs.log_probabilities):
+        with pytest.raises(ValueError, match="no images"):
+            function(VisionTransformer(CONFIG), data.take([]))
+
+
+def test_bfloat16_is_near_and_float32_the_model_itself(
+    tiny: VisionTransformer, images: np.ndarray
+) -> None:
+    """Answers differ by bfloat16's rounding, and do differ; the original is left as it is."""
+    copy = evaluation.in_precision(tiny, "bfloat16")
+    expected, actual = (np.asarray(model(images), np.float32) for model in (tiny, copy))
+    error = np.abs(actual - expected).max() / np.abs(expected).max()
+    assert 1e-5 < error < 2e-2
+    assert tiny.get_layer("block_0").dtype == "float32"
+    assert evaluation.in_precision(tiny, "float32") is tiny
+
+
+def test_what_cannot_be_converted_is_an_error(tiny: VisionTransformer) -> None:
+    """Another precision, another kind of model and an adapter are told."""
+    with pytest.raises(ValueError, match=r"precision must be one of.*'float16'"):
+        evaluation.in_precision(tiny, "float16")
+    with pytest.raises(TypeError, match=r"Only a VisionTransformer.*Received: Sequential"):
+        evaluation.in_precision(keras.Sequential(), "bfloat16")
+    adapted = randomize(VisionTransformer(TINY))
+    adapted.get_layer("block_0").mlp.fc1.enable_lora(2)
+    with pytest.raises(ValueError, match="Merge the adapter first"):
+        evaluation.in_precision(adapted, "bfloat16")
+
+
+def test_batches_are_smaller_where_there_are_many_tokens() -> None:
+    """Usual models run 128 images at once, as do those without patches; more tokens, fewer."""
+    for side, patch, expected in ((32, 8, 128), (224, 16, 128), (384, 8, 8)):
+        config = dataclasses.replace(
+            TINY, input_shape=(side, side, 3), patch_size=patch, num_layers=1
+        )
+        assert evaluation.sensible_batch_size(VisionTransformer(config)) == expected
+    assert evaluation.sensible_batch_size(keras.Sequential()) == 128

@@ -1,5 +1,6 @@
 """Tests of keras_vit.evaluation.predictions."""
 
+import dataclasses
 import itertools
 import threading
 from pathlib import Path
@@ -7,9 +8,8 @@ from pathlib import Path
 import image_files
 import numpy as np
 import pytest
-from conftest import FLOAT32
+from conftest import FLOAT32, TINY, randomize
 
-import keras_vit
 from keras_vit.data import Split, Views, read_image, resize_image
 from keras_vit.evaluation import (
     evaluate,
@@ -19,28 +19,24 @@ from keras_vit.evaluation import (
     prediction_batch_size,
     predictions,
 )
+from keras_vit.layers.random import overwritten_weights
+from keras_vit.model import VisionTransformer
+from keras_vit.variants import variant
 
 LABELS = ["a", "b", "c"]
 
 
 @pytest.fixture(scope="module")
-def model() -> keras_vit.VisionTransformer:
-    """A model with random weights."""
-    config = keras_vit.ViTConfig(
+def model() -> VisionTransformer:
+    config = dataclasses.replace(
+        TINY,
         input_shape=(8, 12, 3),
         patch_size=4,
-        hidden_dim=8,
-        mlp_dim=8,
-        num_heads=2,
         num_layers=1,
         classes=3,
         include_preprocessing=True,
     )
-    model = keras_vit.VisionTransformer(config)
-    generator = np.random.default_rng(0)
-    for variable in model.trainable_variables:
-        variable.assign(generator.normal(size=variable.shape))
-    return model
+    return randomize(VisionTransformer(config))
 
 
 def pictures() -> list[np.ndarray]:
@@ -49,7 +45,7 @@ def pictures() -> list[np.ndarray]:
     return [generator.integers(0, 256, (*size, 3), dtype=np.uint8) for size in sizes]
 
 
-def test_probabilities_are_the_softmax_of_the_logits(model: keras_vit.VisionTransformer) -> None:
+def test_probabilities_are_the_softmax_of_the_logits(model: VisionTransformer) -> None:
     """Images of any size are resized as in evaluation, and sorted by probability."""
     for image, actual in zip(pictures(), predict(model, pictures(), labels=LABELS), strict=True):
         logits = np.asarray(model(resize_image(image, size=(8, 12))[None]), np.float64)[0]
@@ -59,15 +55,12 @@ def test_probabilities_are_the_softmax_of_the_logits(model: keras_vit.VisionTran
         assert [p.probability for p in actual] == pytest.approx(expected[order], rel=1e-5)
 
 
-def test_top_limits_the_classes(model: keras_vit.VisionTransformer) -> None:
-    """One class on demand, all of them if more are asked for."""
-    assert [len(p) for p in predict(model, pictures(), labels=LABELS, top=1)] == [1, 1, 1]
-    assert [len(p) for p in predict(model, pictures(), labels=LABELS, top=9)] == [3, 3, 3]
+def test_top_limits_the_classes(model: VisionTransformer) -> None:
+    """One on demand, all if more are asked for; labels and images that do not fit are told."""
+    for top, count in ((1, 1), (9, 3)):
+        found = predict(model, pictures(), labels=LABELS, top=top)
+        assert [len(each) for each in found] == [count] * 3
     assert predict(model, [], labels=LABELS) == []
-
-
-def test_what_does_not_fit_is_an_error(model: keras_vit.VisionTransformer) -> None:
-    """Too few labels and an image without channels are told."""
     with pytest.raises(ValueError, match=r"3 classes. Received: 2 labels"):
         predict(model, pictures(), labels=LABELS[:2])
     with pytest.raises(ValueError, match=r"Received: an array of shape \(8, 12\)"):
@@ -79,7 +72,7 @@ def noise(count: int) -> list[np.ndarray]:
     return [generator.integers(0, 256, (9, 9, 3), dtype=np.uint8) for _ in range(count)]
 
 
-def test_numbers_do_not_depend_on_the_other_images(model: keras_vit.VisionTransformer) -> None:
+def test_numbers_do_not_depend_on_the_other_images(model: VisionTransformer) -> None:
     """To the bit, at one place of the batch; at another place other lanes may sum otherwise."""
     images = noise(prediction_batch_size(model) + 3)
     together = predict(model, images, labels=LABELS)
@@ -97,16 +90,14 @@ def test_numbers_do_not_depend_on_the_other_images(model: keras_vit.VisionTransf
         )
 
 
-def test_the_batch_grows_as_the_model_shrinks(model: keras_vit.VisionTransformer) -> None:
+def test_the_batch_grows_as_the_model_shrinks(model: VisionTransformer) -> None:
     """One image of B/16 keeps a processor busy; of a small model many do."""
-    config = keras_vit.ViTConfig(
-        input_shape=(224, 224, 3), hidden_dim=768, mlp_dim=3072, num_heads=12, num_layers=12
-    )
     assert prediction_batch_size(model) == 32
-    assert prediction_batch_size(keras_vit.VisionTransformer(config)) == 1
+    with overwritten_weights():  # nobody asks for their values
+        assert prediction_batch_size(VisionTransformer(variant("B/16"))) == 1
 
 
-def test_views_are_averaged(model: keras_vit.VisionTransformer) -> None:
+def test_views_are_averaged(model: VisionTransformer) -> None:
     """Test-time augmentation is the mean of the probabilities of the views, in both functions."""
     images, views = noise(4), Views(flip=True)
     expected = []
@@ -133,7 +124,7 @@ def test_views_are_averaged(model: keras_vit.VisionTransformer) -> None:
     assert measured["loss"] != plain["loss"]
 
 
-def test_files_are_predicted_in_order(model: keras_vit.VisionTransformer, tmp_path: Path) -> None:
+def test_files_are_predicted_in_order(model: VisionTransformer, tmp_path: Path) -> None:
     """As their pixels are; what cannot be read is an error in its place."""
     files = [image_files.write_image(tmp_path / f"{n}.png", seed=n) for n in range(40)]
     image_files.damage(files[3])
@@ -152,7 +143,7 @@ def test_files_are_predicted_in_order(model: keras_vit.VisionTransformer, tmp_pa
 
 
 def test_few_files_are_held_however_many_there_are(
-    model: keras_vit.VisionTransformer, monkeypatch: pytest.MonkeyPatch
+    model: VisionTransformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reading keeps a few batches ahead of what is taken, of sound and of damaged files alike."""
     lock, read = threading.Lock(), []

@@ -1,14 +1,26 @@
 """Tests of keras_vit.evaluation.report."""
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
 
+import keras
+import matplotlib.image
 import numpy as np
 import pytest
+import tensorflow as tf
+from conftest import TINY, randomize
 from PIL import Image
 
-from keras_vit.evaluation import Evaluation, plot_confusion, write_report
+from keras_vit.data import Split, load_digits
+from keras_vit.evaluation import Evaluation, plot_confusion, report, write_report
+from keras_vit.model import VisionTransformer
+
+SMALL = dataclasses.replace(
+    TINY, input_shape=(8, 8, 3), patch_size=4, num_layers=1, classes=10, include_preprocessing=True
+)
+LABELS = tuple(f"digit {index}" for index in range(10))
 
 
 def evaluation(classes: int, *, labels: tuple[str, ...] | None = None) -> Evaluation:
@@ -25,39 +37,27 @@ def evaluation(classes: int, *, labels: tuple[str, ...] | None = None) -> Evalua
 
 def test_the_report_is_numbers_and_a_picture(tmp_path: Path) -> None:
     """metrics.json holds every split, and there is nothing but the two files."""
-    actual = {"validation": evaluation(2), "test": evaluation(3)}
-    write_report(tmp_path, actual)
-    written = json.loads((tmp_path / "metrics.json").read_text())
-
-    assert written == {name: one.to_dict() for name, one in actual.items()}
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["confusion.png", "metrics.json"]
-
-
-def test_without_test_images_another_split_is_drawn(tmp_path: Path) -> None:
-    """Of no split at all there is no report."""
-    write_report(tmp_path, {"validation": evaluation(2)})
-    assert list(json.loads((tmp_path / "metrics.json").read_text())) == ["validation"]
-    assert (tmp_path / "confusion.png").is_file()
+    for splits in (
+        {"validation": evaluation(2), "test": evaluation(3)},
+        {"validation": evaluation(2)},
+    ):
+        folder = tmp_path / str(len(splits))
+        folder.mkdir()
+        write_report(folder, splits)
+        written = json.loads((folder / "metrics.json").read_text())
+        assert written == {name: one.to_dict() for name, one in splits.items()}
+        assert sorted(file.name for file in folder.iterdir()) == ["confusion.png", "metrics.json"]
     with pytest.raises(ValueError, match="needs the evaluation of a split"):
         write_report(tmp_path, {})
 
 
-@pytest.mark.parametrize("classes", [2, 20, 100, 150])
-def test_a_confusion_of_any_size_is_drawn(tmp_path: Path, classes: int) -> None:
-    """From two to very many classes the picture has ink and a size that can be opened."""
-    plot_confusion(evaluation(classes), tmp_path / "confusion.png")
-    image = Image.open(tmp_path / "confusion.png").convert("L")
-
-    assert 500 < image.width < 2500
-    assert np.asarray(image).min() < 100
-
-
-def test_labels_are_not_read_as_formulas(tmp_path: Path) -> None:
-    """A class called "$x_$" or one of eighty letters is a name like others."""
-    labels = ("$x_$", "a" * 80)
-    plot_confusion(evaluation(2, labels=labels), tmp_path / "confusion.png")
-
-    assert (tmp_path / "confusion.png").stat().st_size > 1000
+def test_a_confusion_of_any_size_is_drawn(tmp_path: Path) -> None:
+    """Of two to very many classes, called "$x_$" or by eighty letters, it has ink and opens."""
+    for classes, labels in ((2, ("$x_$", "a" * 80)), (20, None), (100, None), (150, None)):
+        plot_confusion(evaluation(classes, labels=labels), tmp_path / "confusion.png")
+        image = Image.open(tmp_path / "confusion.png").convert("L")
+        assert 500 < image.width < 2500
+        assert np.asarray(image).min() < 100
 
 
 def test_a_failure_keeps_the_old_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,11 +72,62 @@ def test_a_failure_keeps_the_old_picture(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_without_matplotlib_the_pip_command_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(scope="module")
+def model() -> VisionTransformer:
+    return randomize(VisionTransformer(SMALL))
+
+
+def test_mistakes_are_wrong_and_sorted_by_how_sure(model: VisionTransformer) -> None:
+    """Nothing surer is left out, nothing right is in, names and numbers are those of the image."""
+    split = load_digits().test
+    mistakes = report.confident_mistakes(model, split, labels=LABELS, count=12)
+    scores = keras.ops.convert_to_numpy(model(split.images.astype(np.float32)))
+    probabilities = keras.ops.convert_to_numpy(keras.ops.softmax(scores))
+    wrong = scores.argmax(axis=1) != split.targets
+    expected = np.sort(probabilities.max(axis=1)[wrong])[::-1][:12]
+    np.testing.assert_allclose([each.probability for each in mistakes], expected, rtol=1e-4)
+    for each in mistakes:
+        assert each.label == LABELS[split.targets[each.index]]
+        assert each.predicted == LABELS[scores[each.index].argmax()] != each.label
+        assert each.name == f"image {each.index}"
+
+
+def test_a_perfect_model_makes_none(model: VisionTransformer) -> None:
+    """There is nothing to show, and drawing says so; as it says what counts and labels may be."""
+    split = load_digits().validation
+    predictions = keras.ops.convert_to_numpy(model(split.images.astype(np.float32))).argmax(axis=1)
+    perfect = Split(images=split.images, targets=predictions.astype(np.int32))
+    assert report.confident_mistakes(model, perfect, labels=LABELS) == ()
+    with pytest.raises(ValueError, match="no mistakes"):
+        report.plot_mistakes((), perfect, "nowhere.png")
+    for arguments, message in (
+        ({"count": 0}, "count=0"),
+        ({"labels": "a"}, "10 classes.*1 labels"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            report.confident_mistakes(model, split, **{"labels": LABELS, **arguments})
+
+
+@pytest.mark.full
+def test_mistakes_are_drawn_from_files_too(model: VisionTransformer, tmp_path: Path) -> None:
+    """Images on the disk are named by their path, and a picture has them, or one."""
+    digits = load_digits().test.take(range(10))
+    paths = [tmp_path / f"{index}.png" for index in range(10)]
+    for path, image in zip(paths, digits.images, strict=True):
+        path.write_bytes(tf.io.encode_png(image).numpy())
+    split = Split(images=np.array([str(path) for path in paths]), targets=digits.targets)
+    mistakes = report.confident_mistakes(model, split, labels=LABELS, count=6)
+    assert len({each.name for each in mistakes} & {str(path) for path in paths}) == 6
+    for count in (1, 6):
+        report.plot_mistakes(mistakes[:count], split, tmp_path / f"{count}.png")
+        assert matplotlib.image.imread(tmp_path / f"{count}.png").std() > 0.05
+
+
+def test_without_matplotlib_the_pip_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error says what to run."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"pip install matplotlib"):
-        plot_confusion(evaluation(2), tmp_path / "confusion.png")
+        plot_confusion(evaluation(2), "nowhere.png")
+    with pytest.raises(ImportError, match=r"pip install matplotlib"):
+        report.plot_mistakes((), load_digits().test, "nowhere.png")

@@ -51,10 +51,12 @@ def test_nothing_is_replaced_and_names_do_not_collide(tmp_path: Path) -> None:
 
 
 def test_equal_files_are_all_copied(tmp_path: Path) -> None:
-    """Two photos with the same bytes are two copies."""
+    """Two photos with the same bytes are two copies; bytes from a pipe are a file."""
     files = [write(tmp_path / name / "1.jpg", "same") for name in "ab"]
     folders = ClassFolders(tmp_path / "sorted", ["cat"])
     assert [folders.copy(file, "cat").name for file in files] == ["1.jpg", "1-2.jpg"]
+    names = [folders.write(contents, "image.png", "cat").name for contents in (b"1", b"2")]
+    assert names == ["image.png", "image-2.png"]
 
 
 def test_links_are_followed_to_the_file_but_not_out_of_the_folder(tmp_path: Path) -> None:
@@ -102,9 +104,3 @@ def test_an_error_leaves_no_part_of_a_copy(
     else:
         assert folders.copy(photo, "cat").read_text() == "photo"
     assert len(list((tmp_path / "sorted" / "cat").iterdir())) == (not has_links)
-
-
-def test_bytes_from_a_pipe_are_a_file(tmp_path: Path) -> None:
-    folders = ClassFolders(tmp_path / "sorted", ["cat"])
-    names = [folders.write(contents, "image.png", "cat").name for contents in (b"1", b"2")]
-    assert names == ["image.png", "image-2.png"]

@@ -1,8 +1,8 @@
-"""Tests of keras_vit.explain.page."""
+"""Tests of keras_vit.explain.page and of the maps on it, in keras_vit.explain.maps."""
 
 import base64
 import dataclasses
-import html.parser
+import html
 import io
 import json
 import re
@@ -14,8 +14,8 @@ import keras
 import matplotlib.image
 import numpy as np
 import pytest
-from conftest import TINY
-from test_explain_attention import CONFIGS, sharp
+from conftest import FLOAT32, TINY
+from test_explain_attention import CONFIGS, images_for, sharp
 
 from keras_vit import explain
 from keras_vit.config import ViTConfig
@@ -31,40 +31,144 @@ def pixels(config: ViTConfig) -> np.ndarray:
     return np.random.default_rng(2).integers(0, 256, config.input_shape, dtype=np.uint8)
 
 
-class Page(html.parser.HTMLParser):
-    """Collects what a page refers to, says, and gives to its script."""
+class Page:
+    """What a page refers to, says, and gives to its script."""
 
     def __init__(self, text: str) -> None:
-        super().__init__()
-        self.references: list[str] = []
-        self.words: list[str] = []
         visible = re.sub(r"(?s)<(script|style)[ >].*?</\1>", "", text)
-        self.feed(visible)
-        self.said = " ".join(" ".join(self.words).split())
+        self.references = re.findall(r"""\b(?:src|href)\s*=\s*["']?([^"'\s>]+)""", visible)
+        self.said = " ".join(html.unescape(re.sub(r"<[^>]*>", " ", visible)).split())
         match = re.search(r'(?s)id="view">(.*?)</script>', text)
         assert match is not None
         self.view: dict[str, Any] = json.loads(match[1])
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.references += [str(value) for name, value in attrs if name in ("src", "href")]
 
-    def handle_data(self, data: str) -> None:
-        self.words.append(data)
+GENERATOR = np.random.default_rng(5)
 
 
-@pytest.mark.parametrize(
-    "name", ["hybrid", *(pytest.param(name, marks=pytest.mark.full) for name in ("avg", "map"))]
-)
-@pytest.mark.full
-def test_every_kind_of_model_has_its_page(name: str, tmp_path: Path) -> None:
-    """PNGs and a page come of square, oblong and hybrid models with every pooling."""
+def photo(height: int, width: int, channels: int = 3) -> np.ndarray:
+    return GENERATOR.integers(0, 256, (height, width, channels), dtype=np.uint8)
+
+
+def unpacked(packed: dict[str, Any], grid: list[int]) -> np.ndarray:
+    """Does what `unpacked` of viewer.js does."""
+    levels = np.frombuffer(base64.b64decode(packed["values"]), np.uint8)
+    least, most = (np.array(packed[name])[:, None, None] for name in ("least", "most"))
+    return np.asarray(least + levels.reshape(-1, *grid) / 255 * (most - least))
+
+
+@pytest.mark.parametrize("name", ["token", "avg", "hybrid"])
+def test_heads_are_those_of_the_attention(name: str) -> None:
+    """Row 0 of each head where there is a class token, the mean row of the patches otherwise."""
     config = CONFIGS[name]
+    model, images = sharp(config), images_for(config)[:1]
+    weights = explain.attention_weights(model, images)[0]
+    first = config.num_prefix_tokens
+    rows = weights[:, :, 0] if config.class_token else weights[:, :, first:].mean(axis=2)
+    expected = rows[..., first:].reshape(*rows.shape[:2], *config.grid)
+    actual = np.stack(maps.head_attention(model, images))
+    assert actual.std() > 1e-3
+    np.testing.assert_allclose(actual, expected, atol=FLOAT32)
+
+
+def test_the_pooling_is_a_layer_with_heads_of_its_own() -> None:
+    """Its number of heads may differ from that of the blocks."""
+    config = dataclasses.replace(CONFIGS["map"], pooling_heads=1)
+    model, images = sharp(config), images_for(config)[:1]
+    layers = maps.head_attention(model, images)
+    assert [len(layer) for layer in layers] == [config.num_heads] * config.num_layers + [1]
+    expected = explain.pooling_attention(model, images)[0].reshape(1, *config.grid)
+    np.testing.assert_allclose(layers[-1], expected, atol=FLOAT32)
+    shown = maps.view(maps.make_subject(model, photo(32, 48)), [], layers)
+    names = [layer["name"] for layer in shown["layers"]]
+    assert names == ["layer 0", "layer 1", "layer 2", "pooling"]
+
+
+def test_what_the_page_shows_is_within_a_level() -> None:
+    """Maps are written in 256 levels, each from its own least value to its most."""
+    model = sharp(TINY)
+    subject = maps.make_subject(model, photo(40, 40))
+    targets = maps.explained_classes(np.arange(7.0))
+    overlays = list(maps.overlays(subject, targets, "abcdefg"))
+    layers = maps.head_attention(model, subject.inputs)
+    shown = maps.view(subject, overlays, layers)
+    assert [each["name"] for each in shown["maps"]][:4] == [
+        *("Relevance for g", "Relevance for f", "Relevance for e"),
+        "Attention rollout",
+    ]
+    arrays = [*(each.values[None] for each in overlays), *layers]
+    for packed, expected in zip([*shown["maps"], *shown["layers"]], arrays, strict=True):
+        level = np.ptp(expected, axis=(1, 2), keepdims=True) / 255
+        assert (level > 0).all()
+        assert (np.abs(unpacked(packed, shown["grid"]) - expected) <= 0.51 * level + 1e-7).all()
+
+
+def test_a_flat_map_stays_what_it_is() -> None:
+    """Without an extent there is one level, and no number is lost to a division by zero."""
+    actual = unpacked(maps._packed(np.full((2, 3, 4), 0.25)), [3, 4])
+    np.testing.assert_array_equal(actual, 0.25)
+
+
+# The height and width of an image, the width it is shown with, whether each of its pixels is a
+# square, and what the page says of it.
+SHOWN = [
+    ((8, 8), 256, True, 1),
+    ((20, 127), 254, True, 1),
+    ((150, 200), 200, False, 1),  # its own size
+    ((1000, 3000), 1024, False, 2),  # and the page says so
+]
+
+
+def test_a_picture_has_its_own_size(tiny: VisionTransformer) -> None:
+    """It is enlarged where it is tiny, reduced where it is huge, and keeps its aspect."""
+    for shape, width, crisp, notes in SHOWN:
+        subject = maps.make_subject(tiny, photo(*shape))
+        shown = maps._shown(subject.image)
+        assert (shown["width"], shown["crisp"]) == (width, crisp)
+        aspect = subject.image.shape[1] / subject.image.shape[0]
+        assert aspect == pytest.approx(shape[1] / shape[0], rel=0.01)
+        assert len(subject.notes) == notes
+        assert f"{shape[1]} pixels wide and {shape[0]} high" in subject.notes[0]
+        assert "It was resampled to 48 pixels wide" in subject.notes[0]
+    for other in ((32, 48), (32, 48, 4), (1, 32, 48, 3)):
+        with pytest.raises(ValueError, match=r"An image has the shape \(height, width, 3\)"):
+            maps.make_subject(tiny, np.zeros(other, np.uint8))
+
+
+def test_the_class_asked_for_comes_first() -> None:
+    """Then the likeliest, each once; a class that is not there is an error."""
+    scores = np.array([0.1, 0.6, 0.3])
+    assert maps.explained_classes(scores) == [1, 2, 0]
+    assert maps.explained_classes(scores, 2) == [2, 1, 0]
+    for target in (3, -1):
+        with pytest.raises(ValueError, match=f"There is no class {target}; the model has 3"):
+            maps.explained_classes(scores, target)
+
+
+# The charts and pictures that a model lacks: a hybrid's filters act on features, attention with
+# relative or rotary positions adds none, and features have no class.
+LACKING = {
+    "hybrid": (CONFIGS["hybrid"], {"filters"}),
+    "avg": (CONFIGS["avg"], set()),
+    "map": (CONFIGS["map"], set()),
+    "relative": (CONFIGS["relative"], {"positions"}),
+    "every block": (CONFIGS["every block"], set()),
+    "modern": (CONFIGS["modern"], {"positions"}),
+    "features": (dataclasses.replace(TINY, classes=None), {"relevance"}),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", LACKING)
+def test_every_kind_of_model_has_its_page(name: str, tmp_path: Path) -> None:
+    """PNGs and a page come of hybrids, every pooling and position, and of features."""
+    config, lacking = LACKING[name]
     files = explain.write_explanation(sharp(config), pixels(config), tmp_path / "out")
-    expected = NAMES - ({"filters"} if config.resnet_layers is not None else set())
-    assert {file.stem for file in files[:-1]} == expected
+    assert {file.stem for file in files[:-1]} == NAMES - lacking
     assert {file.name for file in (tmp_path / "out").iterdir()} == {file.name for file in files}
     for file in files[:-1]:
         assert matplotlib.image.imread(file).shape[1] > 300
+    assert ("no classifier" in files[-1].read_text(encoding="utf-8")) == (name == "features")
 
 
 def test_the_page_holds_everything_itself(tmp_path: Path) -> None:
@@ -93,85 +197,41 @@ def test_the_page_holds_everything_itself(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_the_page_names_the_likeliest_classes(tmp_path: Path) -> None:
-    """Probabilities are the softmax of the logits, or the outputs where they are probabilities."""
+    """By the softmax of logits, or outputs that are probabilities, as of a user's nested model."""
     logits, image = sharp(TINY), pixels(TINY)
     softmax = VisionTransformer(dataclasses.replace(TINY, classifier_activation="softmax"))
     softmax.set_weights(logits.get_weights())
     inputs = (image[None].astype(np.float32) - 127.5) / 127.5
     scores = keras.ops.convert_to_numpy(softmax(inputs))[0]
     best = int(scores.argmax())
-    for index, model in enumerate((logits, softmax)):
+    inside = VisionTransformer(dataclasses.replace(TINY, include_preprocessing=True))
+    inside.set_weights(logits.get_weights())
+    for index, model in enumerate((logits, softmax, inside)):  # two are given scaled pixels
         written = explain.write_explanation(model, image, tmp_path / str(index), labels=LABELS)[-1]
         page = Page(written.read_text(encoding="utf-8"))
         assert f"{LABELS[best]} {scores[best]:.1%}" in page.said
         assert page.view["maps"][0]["name"] == f"Relevance for {LABELS[best]}"
-
-
-@pytest.mark.full
-def test_pixels_are_scaled_for_a_model_that_does_not(tmp_path: Path) -> None:
-    """With preprocessing inside or not, the same image gives the same page."""
-    model, image = sharp(TINY), pixels(TINY)
-    inside = VisionTransformer(dataclasses.replace(TINY, include_preprocessing=True))
-    inside.set_weights(model.get_weights())
-    pages = [
-        Page(explain.write_explanation(each, image, tmp_path / str(index))[-1].read_text())
-        for index, each in enumerate((model, inside))
-    ]
-    assert pages[0].said == pages[1].said
-    assert pages[0].view["image"] == pages[1].view["image"]
-
-
-@pytest.mark.full
-def test_an_image_of_another_size_is_resampled_and_said(tmp_path: Path) -> None:
-    """The page names both sizes."""
-    image = np.zeros((50, 40, 3), np.uint8)
-    written = explain.write_explanation(sharp(TINY), image, tmp_path)[-1]
-    said = Page(written.read_text(encoding="utf-8")).said
-    assert "The image is 40 pixels wide and 50 high. It was resampled to 48 pixels wide" in said
-
-
-@pytest.mark.full
-def test_features_have_a_page_without_relevance(tmp_path: Path) -> None:
-    """A model without classifier is explained all the same."""
-    model = sharp(dataclasses.replace(TINY, classes=None))
-    *files, written = explain.write_explanation(model, pixels(TINY), tmp_path)
-    assert {file.stem for file in files} == NAMES - {"relevance"}
-    assert "no classifier" in written.read_text(encoding="utf-8")
-
-
-@pytest.mark.full
-def test_a_users_model_has_a_page(tmp_path: Path) -> None:
-    """Nested, it is given pixels, and its own classes are named."""
-    inputs = keras.Input((32, 48, 3))
-    scaled = keras.layers.Rescaling(1 / 127.5, offset=-1)(inputs)
-    outputs = keras.layers.Dense(2, activation="softmax")(sharp(TINY)(scaled))
-    written = explain.write_explanation(
-        keras.Model(inputs, outputs), pixels(TINY), tmp_path, labels=["yes", "no"]
-    )[-1]
+    outer = keras.Input((32, 48, 3))
+    scaled = keras.layers.Rescaling(1 / 127.5, offset=-1)(outer)
+    nested = keras.Model(outer, keras.layers.Dense(2, activation="softmax")(logits(scaled)))
+    written = explain.write_explanation(nested, image, tmp_path, labels=["yes", "no"])[-1]
     assert re.search(r"(yes|no) [\d.]+% (yes|no) [\d.]+%", Page(written.read_text()).said)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"image": np.zeros((32, 48))}, r"shape \(32, 48\)"),
-        ({"labels": ["one"]}, "7 classes. Received: 1 labels"),
-        ({"target": 7}, "no class 7"),
-    ],
-)
-def test_bad_input_writes_nothing(arguments: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_bad_input_writes_nothing(tmp_path: Path) -> None:
     """The error comes before the first file."""
-    arguments = {"image": pixels(TINY), **arguments}
-    with pytest.raises(ValueError, match=message):
-        explain.write_explanation(sharp(TINY), out=tmp_path / "out", **arguments)
+    bad: dict[str, dict[str, Any]] = {
+        r"shape \(32, 48\)": {"image": np.zeros((32, 48))},
+        "7 classes. Received: 1 labels": {"labels": ["one"]},
+        "no class 7": {"target": 7},
+    }
+    model = sharp(TINY)
+    for message, fields in bad.items():
+        with pytest.raises(ValueError, match=message):
+            explain.write_explanation(
+                model, out=tmp_path / "out", **{"image": pixels(TINY), **fields}
+            )
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.full
-def test_the_page_opens_in_a_browser(tmp_path: Path) -> None:
-    """In both widths and schemes it is well made, and asks for no other file."""
-    written = explain.write_explanation(sharp(TINY), pixels(TINY), tmp_path / "out")[-1]
-    assert browser.check_page(written) == []
 
 
 # The row and column of the brightest patch of the map, as it is drawn.
@@ -185,10 +245,11 @@ BRIGHTEST = """() => {
 
 
 @pytest.mark.full
-def test_the_control_shows_the_chosen_head(tmp_path: Path) -> None:
+def test_the_page_is_well_made_and_its_control_shows_the_chosen_head(tmp_path: Path) -> None:
     """Of each layer and head: the brightest patch, its value under the pointer, and the tile."""
     model, image = sharp(TINY), pixels(TINY)
     written = explain.write_explanation(model, image, tmp_path)[-1]
+    assert browser.check_page(written) == []
     layers = maps.head_attention(model, maps.make_subject(model, image).inputs)
     with (
         browser.opened_browser() as chromium,

@@ -6,10 +6,13 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 import pytest
+import variants_oracle
+from conftest import TINY
 from matplotlib.figure import Figure
 
 from keras_vit import explain
 from keras_vit.explain import pictures
+from keras_vit.model import VisionTransformer
 
 GENERATOR = np.random.default_rng(0)
 IMAGE = GENERATOR.integers(0, 256, (32, 48, 3), dtype=np.uint8)
@@ -37,31 +40,23 @@ def texts(figure: Figure) -> set[str]:
     return actual
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.full) if "many" in name else name for name in FIGURES],
-)
+# What stands on the axes and scales of some of them.
+WORDS = {
+    "heatmap": {"pixels", "share", "rollout", "image"},
+    "heads": {"row of the patch", "column of the patch", "weight", "head 4"},
+    "distance": {"network depth (layer)", "mean attention distance (pixels)"},
+    "positions": {"row of the patch", "column of the patch", "cosine similarity"},
+    "filters": {"each 8x8 pixels; grey is zero", "10.0 %"},
+}
+
+
+@pytest.mark.parametrize("name", FIGURES)
 def test_every_picture_is_drawn(name: str, tmp_path: Path) -> None:
-    """It is saved without a warning and is not one flat colour."""
+    """Without a warning, not in one flat colour; axes and scales carry their names and units."""
     figure = FIGURES[name]()
     figure.savefig(tmp_path / "picture.png", dpi=50)
-    drawn = matplotlib.image.imread(tmp_path / "picture.png")
-    assert drawn.std() > 0.02
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("heatmap", {"pixels", "share", "rollout", "image"}),
-        ("heads", {"row of the patch", "column of the patch", "weight", "head 4"}),
-        ("distance", {"network depth (layer)", "mean attention distance (pixels)"}),
-        ("positions", {"row of the patch", "column of the patch", "cosine similarity"}),
-        ("filters", {"each 8x8 pixels; grey is zero", "10.0 %"}),
-    ],
-)
-def test_axes_say_what_they_count(name: str, expected: set[str]) -> None:
-    """Axes and scales carry their names and units."""
-    assert expected <= texts(FIGURES[name]())
+    assert matplotlib.image.imread(tmp_path / "picture.png").std() > 0.02
+    assert WORDS.get(name, set()) <= texts(figure)
 
 
 def test_the_heatmap_lies_over_the_image() -> None:
@@ -119,16 +114,14 @@ def test_the_colours_survive_a_grey_print() -> None:
     assert np.diff(lightness).min() > 0
 
 
-def test_filters_of_a_hybrid_are_not_drawn() -> None:
-    """They act on features: the error says so."""
+def test_what_cannot_be_drawn_is_refused() -> None:
+    """Filters of a hybrid, which act on features; an image of another shape; no filters."""
     with pytest.raises(ValueError, match="64 channels of a ResNet stem"):
         explain.plot_filters(explain.Filters(np.ones((2, 4, 4, 64)), np.ones(2)))
-
-
-def test_an_image_of_another_shape_is_refused() -> None:
-    """The error names the shape."""
     with pytest.raises(ValueError, match=r"shape \(2, 32, 48, 3\)"):
         explain.plot_heatmap(np.zeros((2, 32, 48, 3)), HEATMAP, title="", unit="")
+    with pytest.raises(ValueError, match="count=0"):
+        explain.embedding_filters(VisionTransformer(TINY), count=0)
 
 
 def test_without_matplotlib_the_error_says_what_to_install(
@@ -138,3 +131,17 @@ def test_without_matplotlib_the_error_says_what_to_install(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"pip install matplotlib"):
         explain.plot_attention_distance(np.ones((2, 2)))
+
+
+def test_filters_are_the_eigenvectors_of_the_filters_covariance(tiny: VisionTransformer) -> None:
+    """Components and variance are those of `numpy.linalg.eigh`, up to the sign."""
+    kernel = variants_oracle.arrays(tiny)["patch_encoder/projection/kernel"]
+    values, vectors = np.linalg.eigh(np.cov(kernel))
+    actual = explain.embedding_filters(tiny, count=5)
+    np.testing.assert_allclose(actual.variance, values[::-1][:5] / values.sum(), rtol=1e-4)
+    for component, expected in zip(actual.components, vectors.T[::-1], strict=False):
+        assert component.shape == (8, 8, 3)
+        unit = component.ravel() / np.linalg.norm(component)
+        np.testing.assert_allclose(abs(unit @ expected), 1, atol=1e-4)
+        assert component.flat[np.abs(component).argmax()] > 0
+    assert len(explain.embedding_filters(tiny).components) == 24  # no more than there are filters

@@ -48,16 +48,26 @@ KINDS = {
 }
 
 
+MEAN, STD = (0.485, 0.456), (0.229, 0.224)
+OWN = (PIXELS / 255 - np.array(MEAN)) / np.array(STD)
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_pixels_become_minus_one_to_one(kind: str) -> None:
-    """Every kind of number and array gives the same float32 values, to the bit."""
+def test_pixels_are_scaled(kind: str) -> None:
+    """Every kind of number and array gives the same float32 values: -1 to 1 to the bit.
+
+    With a mean and a deviation for each channel they are (x / 255 - mean) / std.
+    """
     x = KINDS[kind](PIXELS)
 
     result = preprocessing.preprocess_input(x)
+    own = preprocessing.preprocess_input(x, mean=MEAN, std=STD)
 
     assert isinstance(result, np.ndarray) == ("array" in kind or "list" in kind)
-    assert keras.backend.standardize_dtype(result.dtype) == "float32"
+    for each in (result, own):
+        assert keras.backend.standardize_dtype(each.dtype) == "float32"
     np.testing.assert_array_equal(np.asarray(result), EXPECTED)
+    np.testing.assert_allclose(np.asarray(own), OWN, rtol=0, atol=1e-6)
 
 
 def test_input_is_untouched() -> None:
@@ -76,74 +86,54 @@ def test_same_as_keras_tf_mode() -> None:
     np.testing.assert_allclose(preprocessing.preprocess_input(PIXELS), theirs, atol=2.4e-7)
 
 
-def test_in_a_tf_data_pipeline() -> None:
-    """It maps over a dataset, where tensors have no values yet."""
+def test_in_a_pipeline_and_in_a_model() -> None:
+    """It maps over a dataset, where tensors have no values yet, and takes a Keras tensor."""
     dataset = tf.data.Dataset.from_tensor_slices(PIXELS.astype("uint8"))
-
-    (result,) = dataset.map(preprocessing.preprocess_input).as_numpy_iterator()
-
-    np.testing.assert_array_equal(result, EXPECTED[0])
-
-
-def test_in_a_functional_model() -> None:
-    """It takes a Keras tensor, so that it can stand inside a model."""
     inputs = keras.Input((8, 16, 2))
     model = keras.Model(inputs, preprocessing.preprocess_input(inputs))
 
+    (result,) = dataset.map(preprocessing.preprocess_input).as_numpy_iterator()
+    np.testing.assert_array_equal(result, EXPECTED[0])
     # Compiled, the division may round differently by one unit in the last place.
     np.testing.assert_allclose(model.predict(PIXELS, verbose=0), EXPECTED, rtol=0, atol=2.4e-7)
 
 
-@pytest.mark.parametrize("data_format", ["channels_first", "channels_last", None])
-def test_data_format_does_not_matter(data_format: str | None) -> None:
-    """keras.applications' argument is accepted."""
-    result = preprocessing.preprocess_input(PIXELS, data_format=data_format)
-
-    np.testing.assert_array_equal(result, EXPECTED)
-
-
-def test_bad_data_format() -> None:
-    """Another data format is refused."""
-    with pytest.raises(ValueError, match="Received: 'NHWC'"):
-        preprocessing.preprocess_input(PIXELS, data_format="NHWC")
-
-
-MEAN, STD = (0.485, 0.456), (0.229, 0.224)
-OWN = (PIXELS / 255 - np.array(MEAN)) / np.array(STD)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_channels_have_mean_and_deviation_of_their_own(kind: str) -> None:
-    """(x / 255 - mean) / std for every kind of number and array, in float32."""
-    result = preprocessing.preprocess_input(KINDS[kind](PIXELS), mean=MEAN, std=STD)
-
-    assert keras.backend.standardize_dtype(result.dtype) == "float32"
-    np.testing.assert_allclose(np.asarray(result), OWN, rtol=0, atol=1e-6)
-
-
-def test_channels_may_stand_first() -> None:
-    """With values for each channel, data_format says where the channels are."""
+def test_the_data_format_says_where_channels_are() -> None:
+    """keras.applications' argument is accepted; it matters with values for each channel."""
+    for data_format in ("channels_first", "channels_last", None):
+        result = preprocessing.preprocess_input(PIXELS, data_format=data_format)
+        np.testing.assert_array_equal(result, EXPECTED)
     first = PIXELS.transpose(0, 3, 1, 2)
-
     result = preprocessing.preprocess_input(first, "channels_first", mean=MEAN, std=STD)
-
     np.testing.assert_allclose(result.transpose(0, 2, 3, 1), OWN, rtol=0, atol=1e-6)
 
 
-BAD_PIXELS = [
+BAD_PIXELS: list[tuple[dict[str, Any], str]] = [
+    ({"data_format": "NHWC"}, "Received: 'NHWC'"),
     ({"mean": (0.1, 0.2, 0.3)}, "mean has 3 numbers.*data_format"),
     ({"mean": float("inf")}, "mean must be a finite number"),
     ({"std": 0.0}, "std must be above 0"),
     ({"std": [[0.5]]}, "std must be a finite number, or one for each channel"),
     ({"mean": ()}, "mean must be a finite number"),
 ]
+# Scores and how many classes of them are named.
+BAD_SCORES: list[tuple[tuple[int, ...], dict[str, Any], str]] = [
+    *((shape, {}, "Received: shape") for shape in ((1000,), (2, 999), (2, 21841), (2, 1, 1000))),
+    ((), {}, "Received: shape"),
+    *(((1, 1000), {"top": top}, "top must be from 1 to 1000") for top in (0, -1, 1001)),
+]
 
 
-@pytest.mark.parametrize(("arguments", "message"), BAD_PIXELS)
-def test_bad_means_and_deviations_are_refused(arguments: dict[str, Any], message: str) -> None:
-    """Nothing is broadcast into something that was not meant."""
-    with pytest.raises(ValueError, match=message):
-        preprocessing.preprocess_input(PIXELS, **arguments)
+def test_what_does_not_fit_is_refused() -> None:
+    """Nothing is broadcast into something that was not meant; only the ImageNets have names."""
+    for arguments, message in BAD_PIXELS:
+        with pytest.raises(ValueError, match=message):
+            preprocessing.preprocess_input(PIXELS, **arguments)
+    for shape, arguments, message in BAD_SCORES:
+        with pytest.raises(ValueError, match=message):
+            preprocessing.decode_predictions(np.zeros(shape), **arguments)
+    with pytest.raises(ValueError, match="Received: classes=100"):
+        preprocessing.class_labels(100)
 
 
 @pytest.mark.parametrize(
@@ -199,26 +189,6 @@ def test_low_precision_scores() -> None:
     scores = keras.ops.cast(np.eye(1, 1000), "bfloat16")
 
     assert preprocessing.decode_predictions(scores, top=1) == [[("n01440764", "tench", 1.0)]]
-
-
-@pytest.mark.parametrize("shape", [(1000,), (2, 999), (2, 21841), (2, 1, 1000), ()])
-def test_other_shapes_are_refused(shape: tuple[int, ...]) -> None:
-    """Scores that belong to no table are an error that states the shape."""
-    with pytest.raises(ValueError, match="Received: shape"):
-        preprocessing.decode_predictions(np.zeros(shape))
-
-
-@pytest.mark.parametrize("top", [0, -1, 1001])
-def test_other_tops_are_refused(top: int) -> None:
-    """More classes than there are, or none, cannot be named."""
-    with pytest.raises(ValueError, match="top must be from 1 to 1000"):
-        preprocessing.decode_predictions(np.zeros((1, 1000)), top=top)
-
-
-def test_other_numbers_of_classes_have_no_names() -> None:
-    """Only the two ImageNets have tables."""
-    with pytest.raises(ValueError, match="Received: classes=100"):
-        preprocessing.class_labels(100)
 
 
 def test_labels_come_with_their_licence() -> None:

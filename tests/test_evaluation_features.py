@@ -6,18 +6,21 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import sklearn.neighbors
 from conftest import TINY, randomize
 
-from keras_vit.data import Split, load_digits
+from keras_vit.data import load_digits
+from keras_vit.evaluation import features
 from keras_vit.evaluation.features import FewShot, draw_shots, few_shot, fit_linear
 from keras_vit.model import VisionTransformer
 
 SMALL = dataclasses.replace(
     TINY, input_shape=(8, 8, 3), patch_size=4, num_layers=1, classes=10, include_preprocessing=True
 )
+FLAT = keras.Sequential([keras.Input((8, 8, 3)), keras.layers.Flatten()])
 
 
-def features(rows: int, width: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+def sample(rows: int, width: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Classes with different means, of features with very different scales."""
     generator = np.random.default_rng(seed)
     targets = np.concatenate([np.arange(4), generator.integers(0, 4, rows - 4)])
@@ -45,15 +48,15 @@ def expected_scores(
 @pytest.mark.parametrize(("rows", "width"), [(60, 12), (12, 60), (13, 12)])
 def test_the_closed_form_is_least_squares(rows: int, width: int, strength: float) -> None:
     """With more rows than features or fewer, the scores are those of `numpy.linalg.lstsq`."""
-    x, targets = features(rows, width)
-    asked, _ = features(30, width, seed=1)
+    x, targets = sample(rows, width)
+    asked, _ = sample(30, width, seed=1)
     actual = fit_linear(x, targets, regularization=strength).scores(asked)
     np.testing.assert_allclose(actual, expected_scores(x, targets, asked, strength), atol=1e-7)
 
 
 def test_the_comparison_sees_another_strength() -> None:
     """It fails for a regularisation that is a tenth off."""
-    x, targets = features(60, 12)
+    x, targets = sample(60, 12)
     actual = fit_linear(x, targets, regularization=11.0).scores(x)
     assert np.abs(actual - expected_scores(x, targets, x, 10.0)).max() > 1e-4
 
@@ -73,9 +76,8 @@ def test_shots_are_nested_and_seeded() -> None:
 def test_pixels_of_digits_are_learned_from_few() -> None:
     """On raw pixels the accuracy rises with the shots to what ridge regression gives."""
     data = load_digits()
-    flat = keras.Sequential([keras.Input((8, 8, 3)), keras.layers.Flatten()])
     results = few_shot(
-        flat, train=data.train, test=data.test, shots=(1, 5, 25), seeds=3, regularization=1.0
+        FLAT, train=data.train, test=data.test, shots=(1, 5, 25), seeds=3, regularization=1.0
     )
     assert [result.shots for result in results] == [1, 5, 25]
     one, five, many = (result.mean for result in results)
@@ -88,7 +90,6 @@ def test_pixels_of_digits_are_learned_from_few() -> None:
     assert FewShot(1, (0.5,)).spread == 0
 
 
-@pytest.mark.full
 def test_a_vit_is_measured_by_its_frozen_features() -> None:
     """The classifier has no part in it, the weights stay, and the same call gives the same."""
     data = load_digits()
@@ -105,29 +106,62 @@ def test_a_vit_is_measured_by_its_frozen_features() -> None:
     assert few_shot(headless, **arguments) == first
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"shots": (1, 500)}, "fewer than the 500 shots asked for"),
-        ({"shots": ()}, r"shots=\(\)"),
-        ({"shots": (0,)}, r"shots=\(0,\)"),
-        ({"seeds": 0}, "seeds=0"),
-        ({"regularization": 0.0}, "regularization=0.0"),
-    ],
-)
-def test_bad_numbers_are_refused(arguments: dict[str, Any], message: str) -> None:
-    """The error says what there is, before anything is computed."""
-    data = load_digits()
-    model = keras.Sequential([keras.Input((8, 8, 3)), keras.layers.Flatten()])
-    with pytest.raises(ValueError, match=message):
-        few_shot(model, train=data.train, test=data.test, **arguments)
+@pytest.mark.parametrize(("count", "temperature"), [(1, 0.07), (5, 0.5), (20, 0.07)])
+def test_votes_are_scikit_learns(
+    count: int, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shares of the votes are those of scikit-learn's classifier with the same weights."""
+    monkeypatch.setattr(features, "_ROWS", 7)  # several blocks of rows
+    generator = np.random.default_rng(0)
+    known, asked = generator.standard_normal((50, 6)), generator.standard_normal((20, 6))
+    targets = generator.integers(0, 4, 50)
+    votes = features.neighbor_votes(known, targets, asked, neighbors=count, temperature=temperature)
+    reference = sklearn.neighbors.KNeighborsClassifier(
+        count,
+        metric="cosine",
+        algorithm="brute",
+        weights=lambda distance: np.exp((1 - distance) / temperature),
+    ).fit(known, targets)
+    shares = votes / votes.sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(shares, reference.predict_proba(asked), atol=1e-9)
 
 
-def test_a_class_that_is_only_tested_is_refused() -> None:
-    """It could never be named."""
+def test_digits_are_told_apart_by_their_pixels() -> None:
+    """On raw pixels the accuracy is scikit-learn's."""
     data = load_digits()
-    some = data.train.targets != 7
-    train = Split(images=data.train.images[some], targets=data.train.targets[some])
-    model = keras.Sequential([keras.Input((8, 8, 3)), keras.layers.Flatten()])
+    actual = features.nearest_neighbors(FLAT, train=data.train, test=data.test, neighbors=1)
+    flat = [split.images.reshape(len(split), -1) for split in (data.train, data.test)]
+    reference = sklearn.neighbors.KNeighborsClassifier(1, metric="cosine")
+    reference.fit(flat[0], data.train.targets)
+    assert actual == pytest.approx(reference.score(flat[1], data.test.targets), abs=1e-9)
+    assert actual > 0.95
+
+
+def test_a_low_temperature_does_not_overflow() -> None:
+    """Weights stay finite where the exponent alone would not."""
+    known = np.eye(3)
+    votes = features.neighbor_votes(known, np.arange(3), known, neighbors=2, temperature=1e-4)
+    np.testing.assert_allclose(votes, np.eye(3), atol=1e-12)
+
+
+WRONG: list[tuple[Any, dict[str, Any], str]] = [
+    (few_shot, {"shots": (1, 500)}, "fewer than the 500 shots asked for"),
+    (few_shot, {"shots": ()}, r"shots=\(\)"),
+    (few_shot, {"shots": (0,)}, r"shots=\(0,\)"),
+    (few_shot, {"seeds": 0}, "seeds=0"),
+    (few_shot, {"regularization": 0.0}, "regularization=0.0"),
+    (features.nearest_neighbors, {"neighbors": 0}, "neighbors=0"),
+    (features.nearest_neighbors, {"neighbors": 2000}, "1 to the 1259 train images"),
+    (features.nearest_neighbors, {"temperature": 0.0}, "temperature=0.0"),
+]
+
+
+def test_bad_numbers_are_refused() -> None:
+    """The error says what there is; so it does of a class that is tested and never shown."""
+    data = load_digits()
+    for measure, arguments, message in WRONG:
+        with pytest.raises(ValueError, match=message):
+            measure(FLAT, train=data.train, test=data.test, **arguments)
+    train = data.train.take(np.flatnonzero(data.train.targets != 7))
     with pytest.raises(ValueError, match="test images show class 7"):
-        few_shot(model, train=train, test=data.test, shots=(1,))
+        few_shot(FLAT, train=train, test=data.test, shots=(1,))

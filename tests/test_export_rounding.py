@@ -68,32 +68,21 @@ def types(model: Any) -> dict[str, int]:
 def test_every_rounded_onnx_file_passes_its_gate(
     name: str, exportable: Exportable, made: Any, images: samples.GateImages
 ) -> None:
-    """With operators of ONNX alone, sound for the full checker; the float model is as it was."""
-    before = made.SerializeToString()
-    rounded = onnx_rounding.rounded(made, name)
+    """With operators of ONNX alone, of the first, usual and last opset; the float model stays."""
+    gate, before = gate_of(exportable, name, images), made.SerializeToString()
+    for opset in (17, 22, onnx_files.OPSET):
+        model = made if opset == onnx_files.OPSET else onnx_files.make_onnx(exportable, opset=opset)
+        rounded = onnx_rounding.rounded(model, name)
+        assert [each.version for each in rounded.opset_import] == [opset]
+        onnx.checker.check_model(rounded, full_check=True)
+        assert {node.domain for node in rounded.graph.node} == {""}
+        runner = runners.OnnxRunner(rounded.SerializeToString())
+        assert failures(runner, gate) == []
     assert made.SerializeToString() == before
-    onnx.checker.check_model(rounded, full_check=True)
-    assert {node.domain for node in rounded.graph.node} == {""}
-    runner = runners.OnnxRunner(rounded.SerializeToString())
-    gate = gate_of(exportable, name, images)
-    assert failures(runner, gate) == []
     # The limits are its own: a file that rounds as much does not pass for one in float32.
     assert failures(runner, gate_of(exportable, "onnx", images))
     empty = runner.run("", {"images": gate.inputs["images"][:0]})
     assert empty["logits"].shape == (0, 7)
-
-
-@pytest.mark.parametrize("opset", [17, 22])
-@pytest.mark.parametrize("name", onnx_rounding.FORMATS)
-def test_every_opset_can_be_rounded(
-    name: str, opset: int, exportable: Exportable, images: samples.GateImages
-) -> None:
-    """The first and the last: the file says which it is, and passes the same gate."""
-    rounded = onnx_rounding.rounded(onnx_files.make_onnx(exportable, opset=opset), name)
-    assert [each.version for each in rounded.opset_import] == [opset]
-    onnx.checker.check_model(rounded, full_check=True)
-    runner = runners.OnnxRunner(rounded.SerializeToString())
-    assert failures(runner, gate_of(exportable, name, images)) == []
 
 
 def test_what_is_rounded_and_what_is_not(made: Any) -> None:
@@ -238,14 +227,3 @@ def test_the_costs_of_kernels_are_measured(
     assert sum(cost.error for cost in costs if cost.kernel not in half) <= 0.5 * together
     assert set(sensitivity.choose(costs, share=0.0)) == KERNELS
     assert sensitivity.choose(costs, share=1.0) == ()
-
-
-@pytest.mark.full
-def test_rounded_files_are_exported_and_verified(tmp_path: Path) -> None:
-    """One export of every rounded format, of a model that tf2onnx converts."""
-    formats = [*onnx_rounding.FORMATS, "tflite-int8-weights"]
-    model = served_model(**FIELDS, activation="swiglu")
-    exported = export(model, tmp_path / "pets", formats=formats, labels=LABELS)
-    assert [each.path.name for each in exported] == [
-        "pets-fp16.onnx", "pets-int8.onnx", "pets-int8-weights.onnx", "pets-int8-weights.tflite"
-    ]  # fmt: skip

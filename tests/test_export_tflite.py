@@ -3,12 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-import keras
 import numpy as np
 import pytest
-from conftest import randomize
 from exported import LABELS, served_model
-from test_export_onnx import CONFIGS
 
 from keras_vit.exporting import VerificationError, export, samples, tflite
 from keras_vit.exporting.description import describe
@@ -25,34 +22,9 @@ def write(exportable: Exportable, files: dict[str, Path]) -> None:
     tflite.write_tflite(exportable, files, about=about)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_the_edge_form_is_the_same_function(name: str) -> None:
-    """The forward pass for TFLite equals the model for every part of the family."""
-    model = served_model(**CONFIGS[name])
-    images = PIXELS[..., : model.input_shape[-1]]
-    if not model.config.include_preprocessing:
-        images = images / np.float32(127.5) - 1
-    exportable = rebuild(model)
-    assert exportable.config is not None
-    module = tflite.EdgeForward(exportable, config=exportable.config, batch_size=2)
-    answer = module.call(images)[exportable.answers]
-    np.testing.assert_allclose(answer, np.asarray(model(images)), atol=LIMIT)
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        pytest.param({}, id="plain"),
-        pytest.param(
-            {"resnet_layers": (1, 1), "patch_size": 1, "num_registers": 1},
-            id="hybrid",
-            marks=pytest.mark.full,
-        ),
-    ],
-)
-def test_every_format_is_written_and_verified(fields: dict[str, Any], tmp_path: Path) -> None:
+def test_every_format_is_written_and_verified(tmp_path: Path) -> None:
     """float32, float16 and int8 files pass the export's own checks, and run by signature."""
-    model = served_model(**fields)
+    model = served_model()
     formats = ["tflite", "tflite-fp16", "tflite-int8"]
     made = export(model, tmp_path / "pets", formats=formats, labels=LABELS)
     assert [artefact.path.name for artefact in made] == [
@@ -109,19 +81,6 @@ def test_a_batch_of_its_own_size(tmp_path: Path) -> None:
     made = export(served_model(), tmp_path / "pets", formats="tflite", tflite_batch_size=3)
     interpreter = litert.Interpreter(str(made[0].path))
     assert list(interpreter.get_input_details()[0]["shape"]) == [3, 32, 48, 3]
-
-
-@pytest.mark.full
-def test_a_model_around_a_vision_transformer_is_converted(tmp_path: Path) -> None:
-    """What a user has added is converted from the Keras layers, and verified."""
-    inner = served_model(classes=None, classifier_activation=None)
-    images = keras.Input((32, 48, 3))
-    outputs = keras.layers.Dense(4, activation="softmax", name="mine")(inner(images))
-    model = randomize(keras.Model(images, outputs))
-    made = export(model, tmp_path / "around", formats=["tflite", "tflite-int8"])
-    runner = litert.Interpreter(str(made[0].path)).get_signature_runner("serving_default")
-    answer = runner(images=PIXELS[:1])["probabilities"]
-    np.testing.assert_allclose(answer, np.asarray(model(PIXELS[:1])), atol=LIMIT)
 
 
 @pytest.mark.full

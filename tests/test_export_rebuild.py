@@ -1,9 +1,10 @@
-"""Whatever a model was trained in, its float32 copy answers the same."""
+"""Models of every kind: their float32 copies answer the same, and so does every export."""
 
 import dataclasses
+import functools
 import io
-import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import exported
@@ -11,13 +12,15 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import variants_oracle
 from conftest import FLOAT32, TINY, randomize
 from exported import SERVED, served_model
 from PIL import Image
 
 import keras_vit
 from keras_vit.data.images import to_grey
-from keras_vit.exporting import samples
+from keras_vit.exporting import export, onnx_files, onnx_rounding, samples, tflite
+from keras_vit.exporting.clean import runners
 from keras_vit.exporting.rebuild import Exportable, rebuild
 from keras_vit.model import VisionTransformer
 
@@ -129,18 +132,21 @@ NORMALIZED: dict[str, Any] = {"include_preprocessing": False}
 # How far a copy in float32 may be from a model in another precision.
 HALF = 0.02
 MODELS: dict[str, tuple[Callable[[], keras.Model], float]] = {
-    "softmax": (plain, FLOAT32),
-    "sigmoid": (lambda: plain(classifier_activation="sigmoid"), FLOAT32),
-    "logits": (lambda: plain(classifier_activation=None), FLOAT32),
-    "normalized": (lambda: plain(**NORMALIZED), FLOAT32),
-    "sigmoid, normalized": (
-        lambda: plain(**NORMALIZED, classifier_activation="sigmoid"), FLOAT32
-    ),
-    "logits, normalized": (lambda: plain(**NORMALIZED, classifier_activation=None), FLOAT32),
+    **{
+        f"{activation}{', normalized' * is_normalized}": (
+            functools.partial(
+                plain, classifier_activation=activation, include_preprocessing=not is_normalized
+            ),
+            FLOAT32,
+        )
+        for activation in ("softmax", "sigmoid", None)
+        for is_normalized in (False, True)
+    },
     "several devices": (on_several_devices, FLOAT32),
-    "mixed_bfloat16": (lambda: plain("mixed_bfloat16"), HALF),
-    "bfloat16": (lambda: plain("bfloat16"), HALF),
-    "float16": (lambda: plain("float16"), HALF),
+    **{
+        dtype: (functools.partial(plain, dtype), HALF)
+        for dtype in ("mixed_bfloat16", "bfloat16", "float16")
+    },
     "LoRA": (lambda: adapted("float32"), FLOAT32),
     "LoRA, mixed_bfloat16": (lambda: adapted("mixed_bfloat16"), HALF),
     # Rounded as they were; inputs are not rounded.
@@ -149,10 +155,11 @@ MODELS: dict[str, tuple[Callable[[], keras.Model], float]] = {
     "quantised, int4": (lambda: quantised("int4"), 0.005),
     "quantised, int4 in blocks": (lambda: quantised("int4", BLOCKS), FLOAT32),
     "quantised, float8": (lambda: quantised("float8"), 0.05),
-    "around": (lambda: around("float32", "softmax"), FLOAT32),
-    "around, logits": (lambda: around("float32", "linear"), FLOAT32),
-    "around, mixed_bfloat16": (lambda: around("mixed_bfloat16", "softmax"), 0.05),
-    "around, mixed_bfloat16, logits": (lambda: around("mixed_bfloat16", "linear"), 0.05),
+    **{
+        f"around, {dtype}, {activation}": (functools.partial(around, dtype, activation), atol)
+        for dtype, atol in (("float32", FLOAT32), ("mixed_bfloat16", 0.05))
+        for activation in ("softmax", "linear")
+    },
     "Sequential": (
         lambda: sequential(
             keras.layers.RandomFlip(),
@@ -187,7 +194,7 @@ MODELS: dict[str, tuple[Callable[[], keras.Model], float]] = {
 }  # fmt: skip
 
 
-LOGITS = {name for name in MODELS if "logits" in name} | {"around, normalized"}
+LOGITS = {name for name in MODELS if "None" in name or "linear" in name} | {"around, normalized"}
 
 
 @pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method")
@@ -220,55 +227,27 @@ def test_the_copy_answers_as_the_model(name: str) -> None:
             np.testing.assert_array_equal(np.asarray(weight.value, "float32"), copied.numpy())
 
 
-def with_quantised_einsum() -> keras.Model:
-    model = with_layers(base(), keras.layers.EinsumDense("bd,dc->bc", 4, name="mine"))
-    model.get_layer("mine").quantize("int8")
-    return model
-
-
-REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "another range": (
-        lambda: with_layers(
-            keras.layers.Rescaling(2.0, -1), base(include_preprocessing=False), dense()
-        ),
-        r"ValueError: .*whose layers turn 0\.\.255 into -1\.\.509 before it; put a Rescaling",
-    ),
-    "any size": (
-        lambda: with_layers(keras.layers.Resizing(32, 48), base(), dense(), shape=(None, None, 3)),
-        r"ValueError: .*images of one size.* '.*' for inputs of shape \(None, None, None, 3\)",
-    ),
-    "quantised in a layout of its own": (
-        with_quantised_einsum,
-        r"ValueError: .*'mine' is quantised in mode 'int8'; export can undo",
-    ),
-    "subclass": (
-        Unknowing,
-        r"TypeError: .*Received: 'unknowing', a Unknowing without one; give export ker",
-    ),
-    "subclass inside": (
-        lambda: with_layers(Unknowing()),
-        r"TypeError: .*get_config.*unexpected keyword argument",
-    ),
-    "softmax inside": (
-        lambda: with_layers(with_layers(base(), dense(), keras.layers.Softmax())),
-        r"TypeError: .*outermost model computes.*use Activation\('softmax'\)",
-    ),
-    "path": (lambda: "model.keras", "TypeError: export takes a"),
-    "no transformer": (
-        lambda: keras.Sequential([keras.Input((32, 48, 3)), keras.layers.Flatten()]),
-        "TypeError: export takes a",
-    ),
-    "layer": (lambda: keras.layers.Dense(1), "TypeError: export takes a"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_copied_is_refused(name: str) -> None:
+def test_what_cannot_be_copied_is_refused() -> None:
     """One sentence names the reason and what to do."""
-    make, message = REFUSED[name]
-    with pytest.raises((TypeError, ValueError)) as refused:
-        rebuild(make())
-    assert re.match(message, f"{refused.type.__name__}: {refused.value}")
+    einsum = with_layers(base(), keras.layers.EinsumDense("bd,dc->bc", 4, name="mine"))
+    einsum.get_layer("mine").quantize("int8")
+    scaled = with_layers(keras.layers.Rescaling(2.0, -1), base(**NORMALIZED), dense())
+    any_size = with_layers(keras.layers.Resizing(32, 48), base(), dense(), shape=(None, None, 3))
+    softmax = with_layers(with_layers(base(), dense(), keras.layers.Softmax()))
+    flat = keras.Sequential([keras.Input((32, 48, 3)), keras.layers.Flatten()])
+    for model, kind, message in (
+        (scaled, ValueError, r"turn 0\.\.255 into -1\.\.509 before it; put a Rescaling"),
+        (any_size, ValueError, r"one size.* '.*' for inputs of shape \(None, None, None, 3\)"),
+        (einsum, ValueError, "'mine' is quantised in mode 'int8'; export can undo"),
+        (Unknowing(), TypeError, "'unknowing', a Unknowing without one; give export ker"),
+        (with_layers(Unknowing()), TypeError, "get_config.*unexpected keyword argument"),
+        (softmax, TypeError, r"outermost model computes.*use Activation\('softmax'\)"),
+        ("model.keras", TypeError, "export takes a"),
+        (flat, TypeError, "export takes a"),
+        (keras.layers.Dense(1), TypeError, "export takes a"),
+    ):
+        with pytest.raises(kind, match=message):
+            rebuild(model)
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L"])
@@ -308,3 +287,105 @@ def test_a_copy_that_differs_is_noticed() -> None:
     assert samples.compare_rebuilt(model, exportable, expected).passed
     model.get_layer("head").bias.assign_add(np.full(7, 1e-2) * np.arange(7))
     assert not samples.compare_rebuilt(model, exportable, expected).passed
+
+
+ALL = {"num_layers": 2, **variants_oracle.ALL}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "relative": {**ALL, "position_embedding": "relative"},
+    "every block": {
+        **ALL, "position_embedding": "learned_2d", "position_placement": "every_block"
+    },
+    "modern": {"num_layers": 2, **variants_oracle.MODERN},
+    "counted": {"num_layers": 1, "norm_after_pooling": True, **variants_oracle.COUNTED},
+}  # fmt: skip
+
+
+def grey_hybrid() -> keras.Model:
+    """Of one block: of random ones int8 loses more than its gate lets pass."""
+    fields: dict[str, Any] = {"resnet_layers": (1,), "patch_size": 2, "num_layers": 1}
+    model = served_model(input_shape=(32, 48, 1), **fields)
+    model.quantize("int8")
+    return model
+
+
+FORMATS = ("savedmodel", "tflite", "tflite-fp16", "tflite-int8", "onnx")
+SAVED, TFLITE, ONNX = FORMATS[:1], FORMATS[1:4], FORMATS[4:]
+ROUNDED = (*onnx_rounding.FORMATS, "tflite-int8-weights")
+BARE = {"classes": None, "classifier_activation": None}
+# Models, or the fields of those that are to be served, and their formats.
+KINDS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    # What no writer knows by heart is converted.
+    **{name: (fields, FORMATS) for name, fields in VARIANTS.items()},
+    "grey, quantised hybrid": (grey_hybrid, FORMATS),
+    "LoRA in a Sequential": (
+        lambda: sequential(keras_vit.lora(base(), rank=2), dense(None, "softmax")), FORMATS
+    ),
+    "swiglu": (
+        {"hidden_dim": 48, "mlp_dim": 96, "num_layers": 2, "activation": "swiglu"}, ROUNDED
+    ),
+    # tf2onnx with the exact GELU, and with a stem.
+    "exact GELU": ({"activation": "gelu", "position_embedding": "relative"}, ONNX),
+    "normed hybrid": ({"resnet_layers": (1,), "patch_size": 2, "query_key_norm": True}, ONNX),
+    "hybrid": ({"resnet_layers": (1, 1), "patch_size": 1, "num_registers": 1}, TFLITE),
+    # Other signatures.
+    "features": (BARE, SAVED),
+    "tokens": ({**BARE, "pooling": None}, SAVED),
+    "sigmoid": ({"include_preprocessing": False, "classifier_activation": "sigmoid"}, SAVED),
+    "map": ({"pooling": "map", "class_token": False, "representation_dim": 12}, SAVED),
+}  # fmt: skip
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method")
+@pytest.mark.parametrize("name", KINDS)
+def test_every_format_is_written_and_verified(name: str, tmp_path: Path) -> None:
+    """The files hold the export's checks, and LiteRT and ONNX Runtime answer like the model."""
+    pytest.importorskip("tf2onnx")
+    litert = pytest.importorskip("ai_edge_litert.interpreter")
+    kind, formats = KINDS[name]
+    model = kind() if callable(kind) else served_model(**kind)
+    artefacts = export(model, tmp_path / "v", formats=formats)
+    assert tuple(each.format for each in artefacts) == formats
+    assert all(check.passed for each in artefacts for check in each.checks)
+    shape = (1, *model.input_shape[1:])
+    images = np.random.default_rng(6).uniform(0, 255, shape).astype("float32")
+    expected = np.asarray(model(images, training=False))
+    for each in artefacts if formats != SAVED else ():
+        if each.format == "savedmodel":
+            continue
+        answer = runners.open_runner(each.format, each.path).run("", {"images": images})
+        is_exact = each.format in ("tflite", "onnx") and name != "grey, quantised hybrid"
+        print(name, each.format, np.abs(answer["probabilities"] - expected).max())
+        np.testing.assert_allclose(
+            answer["probabilities"], expected, atol=FLOAT32 if is_exact else 0.02
+        )
+        # With and without XNNPACK, on one thread and on two.
+        resolvers = litert.OpResolverType
+        for resolver in (resolvers.AUTO, resolvers.BUILTIN_WITHOUT_DEFAULT_DELEGATES):
+            for threads in (1, 2) if each.format == "tflite-int8" else ():
+                interpreter = litert.Interpreter(
+                    str(each.path), num_threads=threads, experimental_op_resolver_type=resolver
+                )
+                runner = interpreter.get_signature_runner(runners.SIGNATURE)
+                answered = runner(images=images)["probabilities"]
+                np.testing.assert_allclose(answered, expected, atol=0.02)
+
+
+def test_a_hybrid_that_tflite_cannot_hold_is_refused_at_once(tmp_path: Path) -> None:
+    """The sentence names the fields and the formats that are left; nothing is written."""
+    model = served_model(resnet_layers=(), patch_size=2, num_layers=1, query_key_norm=True)
+    message = "savedmodel or onnx. Received: a hybrid with query_key_norm set"
+    with pytest.raises(ValueError, match=message):
+        export(model, tmp_path / "v", formats=["onnx", "tflite-int8"])
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_writers_by_hand_leave_variants_alone() -> None:
+    """No variant reaches a forward pass that was written for networks without its fields."""
+    for fields in VARIANTS.values():
+        exportable = rebuild(served_model(**fields))
+        assert exportable.written_config is None
+        assert type(tflite._module(exportable, batch_size=1)).__name__ == "Module"
+        with pytest.raises(ValueError, match="Only a network like the published"):
+            onnx_files.make_onnx(exportable)
+    assert rebuild(served_model()).written_config is not None

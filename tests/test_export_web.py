@@ -166,7 +166,7 @@ PHOTOS = {
     **{f"{seed}.png": photo(seed, height=60, width=110) for seed in (8, 10, 12, 13)},
     "palette.png": photo(14, mode="P"),
     "15.bmp": photo(15, kind="BMP"),
-    "lossless.webp": image_files.photo(3, "WEBP"),
+    "lossless.webp": image_files.photo(1, "WEBP"),
 }
 
 

@@ -1,9 +1,7 @@
-"""A tiny exported model, and image files of many kinds, for the tests of export."""
+"""A tiny exported model, and image files, for the tests of export."""
 
 import dataclasses
 import io
-import struct
-import zlib
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -46,37 +44,3 @@ def strings(*values: bytes) -> np.ndarray:
     array = np.empty(len(values), object)
     array[:] = values
     return array
-
-
-def png_of_declared_size(width: int, height: int) -> bytes:
-    """A small PNG file that claims to be huge."""
-
-    def chunk(kind: bytes, content: bytes) -> bytes:
-        checksum = zlib.crc32(kind + content)
-        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", checksum)
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    rows = zlib.compress(bytes(100_000), 9)
-    signature = b"\x89PNG\r\n\x1a\n"
-    return signature + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
-
-
-def jpeg_of_declared_size(width: int, height: int) -> bytes:
-    """A small JPEG file that claims to be huge."""
-    content = photo(kind="JPEG")
-    place = content.index(b"\xff\xc0") + 5  # marker, length, precision
-    return content[:place] + struct.pack(">HH", height, width) + content[place + 4 :]
-
-
-def gif_of_declared_size(width: int, height: int) -> bytes:
-    """A small GIF file that claims to be huge."""
-    content = photo(kind="GIF")
-    sized = content[:6] + struct.pack("<HH", width, height) + content[10:]
-    place = sized.index(b"\x2c\x00\x00\x00\x00") + 5
-    return sized[:place] + struct.pack("<HH", width, height) + sized[place + 4 :]
-
-
-def bmp_of_declared_size(width: int, height: int) -> bytes:
-    """A small BMP file that claims to be huge."""
-    content = photo(kind="BMP")
-    return content[:18] + struct.pack("<ii", width, height) + content[26:]

@@ -1,259 +1,49 @@
-"""One call exports, checks on the disk, and puts in place what passed, and nothing else."""
+"""One call puts in place what passed, whole; whatever happens to the files later is found."""
 
-import concurrent.futures
-import hashlib
 import json
-import threading
+import multiprocessing
+import shutil
+import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import tensorflow as tf
-from exported import LABELS, photo, served_model
-from serving_harness import batching, messages
+from exported import LABELS, export_for_ever, served_model
 
+from keras_vit import cli
 from keras_vit.exporting import (
     VerificationError,
+    artefacts,
+    checking,
     export,
     rebuild,
+    references,
     savedmodel,
     verification,
 )
-from keras_vit.exporting.artefacts import Artefact
-from keras_vit.exporting.clean.messages import Request
+from keras_vit.exporting.clean import messages, runners
 
-# Pixels of its own.
-PIXELS = {"image_mean": (0.485, 0.456, 0.406), "image_std": (0.229, 0.224, 0.225)}
-
-
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[Artefact, ...]]:
-    """A directory with one verified version of a tiny model."""
-    folder = tmp_path_factory.mktemp("export")
-    (folder / "photo.jpg").write_bytes(photo(kind="JPEG"))
-    made = export(
-        served_model(**PIXELS),
-        folder / "pets",
-        labels=LABELS,
-        images=[folder / "photo.jpg"],
-        top_k=2,
-    )
-    return folder / "pets", made
+pytest.importorskip("onnxruntime")
+pytest.importorskip("ai_edge_litert")
 
 
-def test_everything_that_belongs_to_a_served_model_is_there(
-    exported: tuple[Path, tuple[Artefact, ...]],
-) -> None:
-    """The version has weights, labels, warm-up and record; the settings stand beside it."""
-    directory, made = exported
-    names = {str(file.relative_to(directory)) for file in directory.rglob("*") if file.is_file()}
-    assert names == {
-        "README.md",
-        "batching_parameters.txt",
-        "labels.txt",
-        "models.config",
-        "monitoring.config",
-        "serve.sh",
-        "1/fingerprint.pb",
-        "1/saved_model.pb",
-        "1/variables/variables.data-00000-of-00001",
-        "1/variables/variables.index",
-        "1/assets.extra/labels.txt",
-        "1/assets.extra/tf_serving_warmup_requests",
-        "1/assets.extra/verification.json",
+def content(folder: Path) -> dict[str, bytes]:
+    return {
+        str(file.relative_to(folder)): file.read_bytes()
+        for file in sorted(folder.rglob("*"))
+        if file.is_file()
     }
-    assert made[0].path == directory / "1"
-    assert (directory / "labels.txt").read_text().splitlines() == list(LABELS)
-    assert "$" not in (directory / "models.config").read_text()
-
-
-def test_the_record_tells_what_was_checked(exported: tuple[Path, tuple[Artefact, ...]]) -> None:
-    """The record has versions, the SHA-256 of every other file, and checks that all passed."""
-    directory, made = exported
-    record = json.loads((directory / "1/assets.extra/verification.json").read_text())
-    assert record["verified"] is True
-    assert record["images"] == "1 of 1 given, 31 drawn"
-    assert {"keras-vit", "tensorflow", "keras", "loader"} <= set(record["versions"])
-    for name, file in record["files"].items():
-        content = (directory / "1" / name).read_bytes()
-        assert file == {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    assert len(record["files"]) == 6
-    assert all(check["passed"] for check in record["checks"]["savedmodel"])
-    assert len(record["checks"]["savedmodel"]) == len(made[0].checks)
-    names = {check["name"].partition(":")[0] for check in record["checks"]["savedmodel"]}
-    assert {"serving_default", "image_tensor", "pixels", "features", "classify"} <= names
-
-
-def test_the_settings_are_what_the_server_parses(
-    exported: tuple[Path, tuple[Artefact, ...]],
-) -> None:
-    """The server's own messages read every file; the batching sizes rise to the largest."""
-    text_format = pytest.importorskip("google.protobuf.text_format")
-    config = pytest.importorskip("tensorflow_serving.config.model_server_config_pb2")
-    directory, _ = exported
-    parsed = text_format.Parse(
-        (directory / "models.config").read_text(), config.ModelServerConfig()
-    ).model_config_list.config[0]
-    assert (parsed.name, parsed.base_path) == ("pets", "/models/pets")
-    settings = text_format.Parse(
-        (directory / "batching_parameters.txt").read_text(), messages.message("BatchingParameters")
-    )
-    *sizes, largest = settings.allowed_batch_sizes
-    assert sizes == sorted(sizes) == list(savedmodel.BATCH_SIZES)
-    assert settings.max_execution_batch_size.value == sizes[-1]
-    assert settings.max_batch_size.value == largest == savedmodel.REQUEST_LIMIT
-    assert min(settings.num_batch_threads.value, settings.max_enqueued_batches.value) >= 1
-    monitoring = text_format.Parse(
-        (directory / "monitoring.config").read_text(), messages.message("MonitoringConfig")
-    )
-    assert monitoring.prometheus_config.enable
-    with pytest.raises(text_format.ParseError):
-        text_format.Parse("max_batch: 1", messages.message("BatchingParameters"))
-
-
-def test_warm_up_requests_are_those_of_the_server(
-    exported: tuple[Path, tuple[Artefact, ...]],
-) -> None:
-    """TensorFlow Serving's own description of the log reads every request."""
-    logs = pytest.importorskip("tensorflow_serving.apis.prediction_log_pb2")
-    import tensorflow as tf
-
-    directory, _ = exported
-    file = directory / "1/assets.extra/tf_serving_warmup_requests"
-    requests = []
-    for record in tf.data.TFRecordDataset(str(file)).as_numpy_iterator():
-        request = logs.PredictionLog.FromString(record).predict_log.request
-        assert request.model_spec.name == "pets"
-        ((name, tensor),) = request.inputs.items()
-        requests.append((request.model_spec.signature_name, name, tf.make_ndarray(tensor).shape[0]))
-    inputs = {
-        "serving_default": "image_bytes",
-        "image_tensor": "images",
-        "pixels": "pixel_values",
-        "features": "images",
-        "classify": "inputs",
-    }
-    assert sorted(requests) == sorted(
-        (signature, name, size)
-        for signature, name in inputs.items()
-        for size in (savedmodel.BATCH_SIZES if signature == "serving_default" else (1,))
-    )
-
-
-def make_session(
-    run: Callable[[str, batching.Arrays], batching.Arrays], text: str
-) -> batching.BatchingSession:
-    """A batching session with the settings in a text."""
-    text_format = pytest.importorskip("google.protobuf.text_format")
-    settings = text_format.Parse(text, messages.message("BatchingParameters"))
-    return batching.BatchingSession(run, settings)
-
-
-def test_a_large_request_is_split_as_the_settings_say(
-    exported: tuple[Path, tuple[Artefact, ...]],
-) -> None:
-    """The kit's settings take 128 images in batches of 16, and no image more."""
-    text = (exported[0] / "batching_parameters.txt").read_text()
-    session = make_session(lambda signature, inputs: {"y": 2 * inputs["x"]}, text)
-    x = np.arange(savedmodel.REQUEST_LIMIT)
-    np.testing.assert_array_equal(session.run("pixels", {"x": x})["y"], 2 * x)
-    assert session.sizes == {16: 8}
-    with pytest.raises(batching.BatchingError, match="Task size 129 is larger than"):
-        session.run("pixels", {"x": np.arange(savedmodel.REQUEST_LIMIT + 1)})
-    session.close()
-    with pytest.raises(batching.Closed):
-        session.run("pixels", {"x": x})
-
-
-def test_the_harness_refuses_settings_that_the_server_does_not_load() -> None:
-    """The last allowed size is max_batch_size even where batches are split to smaller ones."""
-    sizes = "max_batch_size {{ value: 32 }} allowed_batch_sizes: [1, {last}] "
-    splits = (
-        "enable_large_batch_splitting {{ value: true }} max_execution_batch_size {{ value: {n} }}"
-    )
-    make_session(lambda signature, inputs: inputs, (sizes + splits).format(last=32, n=8)).close()
-    for last, n, word in ((8, 8, "must match max_batch_size"), (32, 64, "less than or equal")):
-        with pytest.raises(batching.BatchingError, match=word):
-            make_session(lambda signature, inputs: inputs, (sizes + splits).format(last=last, n=n))
-
-
-@pytest.mark.parametrize("splits", ["true", "false"])
-def test_a_full_queue_refuses_and_other_shapes_fail_together(splits: str) -> None:
-    """Beyond the queue a request is UNAVAILABLE; tasks of other shapes fail the whole batch."""
-    started, goes_on = threading.Event(), threading.Event()
-
-    def run(signature: str, inputs: batching.Arrays) -> batching.Arrays:
-        started.set()
-        assert goes_on.wait(300)
-        return inputs
-
-    text = (
-        "max_batch_size { value: 2 } max_enqueued_batches { value: 2 } "
-        "num_batch_threads { value: 1 } batch_timeout_micros { value: 1000000 } "
-        f"enable_large_batch_splitting {{ value: {splits} }}"
-    )
-    session = make_session(run, text)
-    with concurrent.futures.ThreadPoolExecutor(5) as pool:
-
-        def ask(*shape: int) -> concurrent.futures.Future[batching.Arrays]:
-            return pool.submit(session.run, "pixels", {"x": np.zeros(shape)})
-
-        running = ask(2)
-        assert started.wait(300)  # it has left the queue, and the only thread is busy
-        waiting = []
-        for shape, rows in (((1, 3), 1), ((1, 4), 2), ((2, 3), 4)):
-            waiting.append(ask(*shape))
-            while sum(batch.rows for batch in session._queues["pixels"]) < rows:
-                time.sleep(0.001)
-        with pytest.raises(batching.BatchingError, match="queue to which this task") as refused:
-            session.run("pixels", {"x": np.zeros((1, 3))})
-        assert refused.value.code == "UNAVAILABLE"
-        goes_on.set()
-        assert running.result()["x"].shape == (2,)
-        failed = [future for future in waiting if future.exception() is not None]
-    codes = {getattr(each.exception(), "code", None) for each in failed}
-    assert (failed, codes) == (waiting[:2], {"FAILED_PRECONDITION"})
-    session.close()
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        pytest.param({"classes": None, "classifier_activation": None}, id="features"),
-        pytest.param(
-            {"classes": None, "classifier_activation": None, "pooling": None},
-            id="tokens",
-            marks=pytest.mark.full,
-        ),
-        pytest.param(
-            {"include_preprocessing": False, "classifier_activation": "sigmoid"}, id="sigmoid"
-        ),
-        pytest.param(
-            {"pooling": "map", "class_token": False, "representation_dim": 12},
-            id="map",
-            marks=pytest.mark.full,
-        ),
-    ],
-)
-@pytest.mark.full
-def test_other_kinds_of_models_are_exported_and_verified(
-    fields: dict[str, Any], tmp_path: Path
-) -> None:
-    """Models without classifier or pooling, multi-label ones, and the other parts."""
-    made = export(served_model(**fields), tmp_path / "other")
-    assert all(check.passed for check in made[0].checks)
 
 
 def test_an_artefact_that_differs_is_put_nowhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If what was written is not what the model computes, no version appears and none is lost."""
-    directory = tmp_path / "pets"
-    export(served_model(), directory, verify=False)
-    write = savedmodel.write_savedmodel
+    directory, model = tmp_path / "pets", served_model(num_layers=1)
+    export(model, directory, verify=False)
+    before, write = content(directory / "1"), savedmodel.write_savedmodel
 
     def write_another(exportable: rebuild.Exportable, *arguments: Any, **options: Any) -> None:
         head = exportable.network.get_layer("head")
@@ -262,8 +52,9 @@ def test_an_artefact_that_differs_is_put_nowhere(
 
     monkeypatch.setattr(savedmodel, "write_savedmodel", write_another)
     with pytest.raises(VerificationError, match=r"not put in place: .*difference.*limit"):
-        export(served_model(), directory)
+        export(model, directory)
     assert [child.name for child in directory.iterdir() if child.is_dir()] == ["1"]
+    assert content(directory / "1") == before
 
 
 def test_a_process_that_dies_is_told(tmp_path: Path) -> None:
@@ -271,65 +62,306 @@ def test_a_process_that_dies_is_told(tmp_path: Path) -> None:
     (tmp_path / "variables").mkdir()
     (tmp_path / "saved_model.pb").write_bytes(b"nothing")
     (tmp_path / "variables/variables.index").write_bytes(b"nothing")
-    request = Request(
+    request = messages.Request(
         format="savedmodel", path=tmp_path, parameter_bytes=8, batch_sizes=(1,), labels=(), cases=()
     )
     with pytest.raises(VerificationError, match="could not be checked"):
         verification.run_checks(request)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"formats": ["savedmodel", "pdf"]}, "formats must be some of"),
-        ({"formats": []}, "formats must be some of"),
-        ({"labels": ["one"]}, "7 classes; give a label for each"),
-        ({"top_k": 0}, "top_k must be at least 1"),
-        ({"images": ["absent.png"]}, "no image file 'absent.png'"),
-    ],
-    ids=["format", "no format", "labels", "top_k", "images"],
-)
-def test_arguments_that_do_not_fit_are_refused(
-    options: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    """Each wrong argument is refused in one sentence, and nothing is written."""
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
-        export(served_model(), tmp_path / "pets", **options)
-    assert not (tmp_path / "pets").exists()
-
-
-def test_a_name_that_no_address_can_carry_is_refused(tmp_path: Path) -> None:
-    """The directory names the model in URLs and in a shell script."""
-    with pytest.raises(ValueError, match="name is the model's name"):
-        export(served_model(), tmp_path / "my pets; rm")
-
-
-def test_a_model_of_five_channels_has_no_savedmodel(tmp_path: Path) -> None:
-    """No image file has as many channels; the message names the way out."""
-    with pytest.raises(ValueError, match="export it as tflite or onnx"):
-        export(served_model(input_shape=(32, 48, 5)), tmp_path / "five")
-    assert not list((tmp_path / "five").glob("[0-9]*"))
-
-
-def test_pixels_of_the_model_reach_what_is_exported(
-    exported: tuple[Path, tuple[Artefact, ...]],
-) -> None:
-    """Signatures compute with mean and deviation of its own; record and README say so."""
-    directory, (made,) = exported
-    mean, std = PIXELS["image_mean"], PIXELS["image_std"]
-    record = json.loads((made.path / "assets.extra/verification.json").read_text())
-    about = record["description"]
-    assert (about["takes"], about["image_mean"]) == ("pixels", list(mean))
-    assert about["image_std"] == list(std)
-    readme = (directory / "README.md").read_text()
-    assert "(0..255 / 255 - (0.485, 0.456, 0.406)) / (0.229, 0.224, 0.225)" in readme
-    model = served_model(**PIXELS)
-    pixels = np.random.default_rng(0).integers(0, 256, (2, 32, 48, 3), np.uint8)
-    expected = np.asarray(model(pixels))
-    signatures = tf.saved_model.load(str(made.path)).signatures
-    values = tf.constant((pixels / 255 - np.array(mean)) / np.array(std), tf.float32)
-    for answer in (
-        signatures["image_tensor"](images=tf.constant(pixels)),
-        signatures["pixels"](pixel_values=values),
+def test_arguments_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    """Each wrong argument is refused in one sentence, and no version is written."""
+    model = served_model(num_layers=1)
+    five = served_model(num_layers=1, input_shape=(32, 48, 5))
+    file = tmp_path / "file"
+    file.write_text("")
+    for given, name, options, message in (
+        (model, "pets", {"formats": ["savedmodel", "pdf"]}, "formats must be some of"),
+        (model, "pets", {"formats": []}, "formats must be some of"),
+        (model, "pets", {"labels": ["one"]}, "7 classes; give a label for each"),
+        (model, "pets", {"top_k": 0}, "top_k must be at least 1"),
+        (model, "pets", {"images": ["absent.png"]}, "no image file 'absent.png'"),
+        # The directory names the model in URLs and in a shell script.
+        (model, "my pets; rm", {}, "name is the model's name"),
+        # No image file has as many channels.
+        (five, "five", {}, "export it as tflite or onnx"),
+        (model, "file", {}, "is a file; give a directory"),
     ):
-        np.testing.assert_allclose(answer["probabilities"], expected, rtol=0, atol=1e-5)
+        with pytest.raises((ValueError, OSError), match=message):
+            export(given, tmp_path / name, **options)
+    assert not (tmp_path / "pets").exists()
+    assert not list(tmp_path.glob("*/[0-9]*"))
+
+
+@pytest.mark.full
+def test_a_kill_leaves_whole_versions_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kill -9 while one is written: what was served stays, every number is a whole version."""
+    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "3")
+    directory, processes = tmp_path / "pets", multiprocessing.get_context("spawn")
+    receiver, sender = processes.Pipe(duplex=False)
+    process = processes.Process(target=export_for_ever, args=(directory, sender))
+    process.start()
+    assert receiver.poll(300)
+    first = content(directory / "1")
+    while not list(directory.glob(".staged-*/*")):
+        time.sleep(0.01)
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert content(directory / "1") == first
+    numbers = [child for child in directory.iterdir() if child.name.isdecimal()]
+    assert {len(content(number)) for number in numbers} == {len(first)}
+    with artefacts.staging_folder(directory):
+        leftovers = [child for child in directory.iterdir() if child.name.startswith(".staged-")]
+        assert len(leftovers) == 1  # the new one: what the killed process left is gone
+
+
+def test_the_next_version_follows_the_highest(tmp_path: Path) -> None:
+    """Names that are no number do not count, nor do gaps."""
+    for name in ("1", "7", ".staged-x", "notes", "8.txt"):
+        (tmp_path / name).mkdir()
+    assert artefacts.next_version([tmp_path, tmp_path / "absent"]) == 8
+
+
+def test_one_export_at_a_time(tmp_path: Path) -> None:
+    """A second export to the same directory is refused while the first is at work."""
+    with artefacts.staging_folder(tmp_path), pytest.raises(OSError, match="Another export"):
+        artefacts.staging_folder(tmp_path).__enter__()
+    with artefacts.staging_folder(tmp_path) as stage:
+        assert stage.is_dir()
+    assert not stage.exists()
+
+
+def test_a_failed_rename_takes_the_others_back(tmp_path: Path) -> None:
+    """If one artefact cannot be put in place, none is."""
+    directory = tmp_path / "pets"
+    (directory / "blocked" / "file").mkdir(parents=True)
+    with artefacts.staging_folder(directory) as stage:
+        for name in ("a", "b"):
+            (stage / name).mkdir()
+            (stage / name / "content").write_text(name)
+        with pytest.raises(OSError, match="has appeared meanwhile"):
+            artefacts.publish({stage / "a": directory / "1", stage / "b": directory / "blocked"})
+        assert not (directory / "1").exists()
+
+
+FORMATS = ("onnx", "onnx-int8", "tflite", "tflite-int8")
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One version of a tiny model in every format; the SavedModel is not verified, to save time."""
+    folder = tmp_path_factory.mktemp("check") / "pets"
+    model = served_model(num_layers=1)
+    export(model, folder, formats=FORMATS, labels=LABELS)
+    export(model, folder, formats=["savedmodel"], labels=LABELS, verify=False)
+    return folder
+
+
+@pytest.fixture
+def copy(exported: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    return Path(shutil.copytree(exported, tmp_path / "pets"))
+
+
+def faults(folder: Path) -> list[str]:
+    return [
+        fault
+        for version in checking.find_versions(folder)
+        for fault in checking.check(version, quick=True).faults
+    ]
+
+
+def test_what_was_exported_has_no_fault(exported: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All versions are found, the answers are the same, and what has none to compare is told."""
+    names = {file.name for file in (exported / "onnx" / "1").iterdir()}
+    assert names == {"pets.onnx", "pets-int8.onnx", "labels.txt", "verification.json"}
+    assert [each.name for each in exported.glob("[0-9]*")] == ["2"]  # after that of the others
+    record = checking.read_record(exported / "onnx" / "1")
+    checks = {check["name"] for check in record["checks"]["onnx"]}
+    assert {"onnx.checker, full", "batch invariance", "gate: best class"} <= checks
+    assert cli.main(["check", str(exported)]) == 3
+    printed = capsys.readouterr()
+    assert printed.out.count("as exported") == len(FORMATS) + 1
+    assert printed.out.count("the same (0e+00)") == len(FORMATS)
+    assert "No fault in 5 artefacts of 3 versions." in printed.out
+    assert printed.out.splitlines()[-1] == f"Next: {exported / 'serve.sh'}"
+    assert printed.err.count("\n") == 1
+    assert "holds no answers, as the export was not verified" in printed.err
+    assert cli.main(["check", str(exported), "--quick"]) == 0
+
+
+def test_a_flipped_byte_is_found_wherever_it_is(copy: Path) -> None:
+    """In each file of each format, at its begin, its end and between: the file is named."""
+    files = [
+        file for version in checking.find_versions(copy) for file in version.rglob("*")
+        if file.is_file()
+    ]  # fmt: skip
+    assert {file.suffix for file in files} > {".onnx", ".tflite", ".pb", ".json", ".txt"}
+    generator = np.random.default_rng(0)
+    for file in files:
+        content = file.read_bytes()
+        places = {0, len(content) // 2, len(content) - 1, *generator.integers(len(content), size=4)}
+        for place in places:
+            damaged = bytearray(content)
+            damaged[place] ^= 1 << int(generator.integers(8))
+            file.write_bytes(damaged)
+            (fault,) = faults(copy)
+            assert str(file) in fault
+        file.write_bytes(content)
+    assert not faults(copy)
+
+
+def test_a_record_with_any_other_byte_proves_nothing(copy: Path) -> None:
+    """Every change of the record is found, also one that JSON would read as the same."""
+    file = copy / "onnx/1/verification.json"
+    content = file.read_text()
+    for changed in (
+        content.replace("0.5", "0.6", 1),
+        content.replace("\n", "\n ", 1),
+        content.replace('"record_sha256"', '"record_sha25x"'),
+        content[:-40],
+        "[]",
+        "",
+    ):
+        assert changed != content
+        file.write_text(changed)
+        (fault,) = faults(copy)
+        assert "is not as it was written" in fault
+    file.unlink()
+    (fault,) = faults(copy / "onnx")
+    assert "has no verification.json" in fault
+
+
+def test_files_cut_short_missing_swapped_or_added_are_found(copy: Path) -> None:
+    """Each kind has its own sentence."""
+    folder = copy / "tflite/1"
+    whole, small = folder / "pets.tflite", folder / "pets-int8.tflite"
+    content = whole.read_bytes()
+    whole.write_bytes(content[:1000])
+    assert faults(folder) == [f"'{whole}' has 1000 bytes, and was exported with {len(content)}."]
+    whole.unlink()
+    assert faults(folder) == [f"'{whole}' is missing."]
+    (folder / "labels.txt").rename(folder / "kept")
+    whole.write_bytes(content)
+    assert faults(folder) == [
+        f"'{folder / 'labels.txt'}' is missing.",
+        f"'{folder / 'kept'}' was added after the export.",
+    ]
+    (folder / "kept").rename(folder / "labels.txt")
+    small.rename(folder / "other")
+    whole.rename(small)
+    (folder / "other").rename(whole)
+    found = faults(folder)
+    assert len(found) == 2
+    assert all("bytes, and was exported with" in fault for fault in found)
+    first, second = copy / "2/saved_model.pb", copy / "2/fingerprint.pb"
+    second.write_bytes(first.read_bytes())
+    assert "bytes, and was exported with" in faults(copy / "2")[0]
+
+
+def rewritten(folder: Path, **fields: Any) -> None:
+    """Writes a record with other fields, and the right hash of itself."""
+    file = checking.record_file(folder)
+    record = {**json.loads(file.read_text()), **fields, verification.SELF: 64 * "0"}
+    text = json.dumps(record)
+    own = verification._text_sha256(text)
+    file.write_text(text.replace(64 * "0", own))
+
+
+def test_a_file_alone_is_checked_and_named(
+    copy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also from within its folder; what is beside it is not looked at."""
+    folder = copy / "tflite/1"
+    (folder / "pets-int8.tflite").write_bytes(b"damaged")
+    monkeypatch.chdir(folder)
+    assert cli.main(["check", "pets.tflite", "--quick"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("pets.tflite (")
+    assert "No fault in 1 artefacts" in printed
+    assert cli.main(["check", "pets-int8.tflite"]) == 1
+    assert "'pets-int8.tflite' has 7 bytes" in capsys.readouterr().err
+    Path("new.txt").touch()
+    assert cli.main(["check", "new.txt", "--quick"]) == 1
+    assert "'new.txt' was added after the export" in capsys.readouterr().err
+    for place, code in (("verification.json", 1), (".", 1), ("../../onnx/1", 0)):
+        assert cli.main(["check", place, "--quick"]) == code
+    monkeypatch.chdir(copy / "onnx")
+    assert cli.main(["check", ".", "--quick"]) == 0
+
+
+def test_a_file_that_answers_otherwise_is_found(copy: Path) -> None:
+    """With the hash of another file in the record, its answers tell, by name and measure."""
+    folder = copy / "onnx/1"
+    other = export(
+        served_model(num_layers=1, layer_norm_epsilon=1e-2),
+        copy.parent / "other",
+        formats=["onnx"],
+        verify=False,
+    )[0].path
+    shutil.copyfile(other, folder / "pets.onnx")
+    files = checking.read_record(folder)["files"]
+    content = {"bytes": other.stat().st_size, "sha256": verification.sha256(other)}
+    rewritten(folder, files={**files, "pets.onnx": content})
+    assert not faults(folder)
+    (fault,) = checking.check(folder).faults
+    assert "does not answer as it did when it was exported: logits" in fault
+
+
+def test_a_record_from_elsewhere_reads_nothing_outside(copy: Path) -> None:
+    """Names that lead out of the folder are refused, also with a right hash."""
+    rewritten(copy / "onnx/1", files={"../../1/labels.txt": {"bytes": 1, "sha256": ""}})
+    (fault,) = faults(copy / "onnx")
+    assert "names files outside its folder" in fault
+
+
+def test_records_of_earlier_versions_are_read(copy: Path) -> None:
+    """Those have no description, answers and hash of themselves: the files alone are compared."""
+    file = copy / "onnx/1/verification.json"
+    record = json.loads(file.read_text())
+    for name in ("description", "artefacts", "answers", verification.SELF):
+        record.pop(name)
+    record["checks"].pop("onnx-int8")  # which they did not have
+    file.write_text(json.dumps({**record, "pixels": {"takes": "pixels"}}))
+    checked = checking.check(copy / "onnx/1")
+    assert not checked.faults
+    assert [(each.format, each.path.name) for each in checked.verdicts] == [("onnx", "pets.onnx")]
+    assert "holds no answers, as the export is by an earlier version" in checked.unasked[0]
+
+
+def test_a_missing_runtime_is_named(
+    exported: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The files are compared all the same, and the exit code says that not all was."""
+    monkeypatch.setattr(runners.importlib.util, "find_spec", lambda name: None)  # type: ignore[attr-defined]
+    assert cli.main(["check", str(exported / "onnx"), "--json"]) == 3
+    (line,) = capsys.readouterr().out.splitlines()
+    printed = json.loads(line)
+    assert printed["faults"] == []
+    assert printed["unasked"] == [
+        f"{name} runs in ONNX Runtime, which is not installed; run: pip install onnxruntime"
+        for name in ("onnx", "onnx-int8")
+    ]
+    assert [each["is_whole"] for each in printed["artefacts"]] == [True, True]
+
+
+def test_what_is_no_export_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line for an empty folder, and for none."""
+    for path, message in ((tmp_path, "holds nothing that keras-vit export"), ("absent", "no 'abs")):
+        assert cli.main(["check", str(path)]) == 1
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1
+
+
+def test_reference_images_are_the_same_everywhere() -> None:
+    """They are whole numbers, no two alike, and a few of them are kept of large answers."""
+    images = references.draw((32, 48, 3))
+    assert images.shape == (4, 32, 48, 3)
+    assert int(images.astype(np.int64).sum()) == 2_411_158
+    assert len({image.tobytes() for image in images}) == 4
+    case = messages.Case(signature="", inputs={"images": images}, expected={}, limit=1.0)
+    large = {"features": np.zeros((4, 2**15), np.float32)}
+    (kept,) = references.record([case], [large])
+    assert kept["outputs"]["features"]["shape"] == [2, 2**15]

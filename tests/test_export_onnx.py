@@ -1,7 +1,8 @@
-"""ONNX files answer like the model in onnxruntime, whatever the network's parts."""
+"""ONNX and TFLite files, rounded or not, answer like the model, whatever the network's parts."""
 
 import dataclasses
 import importlib.util
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -10,19 +11,28 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import randomize
-from exported import LABELS, SERVED, photo, served_model
+from conftest import FLOAT32
+from exported import LABELS, served_model
 
-from keras_vit.exporting import export
+from keras_vit.exporting import (
+    export,
+    onnx_files,
+    onnx_rounding,
+    samples,
+    sensitivity,
+    tflite,
+    verification,
+)
+from keras_vit.exporting.clean import agreement, messages, runners
+from keras_vit.exporting.clean.agreement import Gate
 from keras_vit.exporting.description import describe
 from keras_vit.exporting.rebuild import Exportable, rebuild
 from keras_vit.model import VisionTransformer
 from keras_vit.variants import variant
 
 onnx = pytest.importorskip("onnx")
-onnxruntime = pytest.importorskip("onnxruntime")
-
-from keras_vit.exporting import onnx_files  # noqa: E402
+pytest.importorskip("onnxruntime")
+litert = pytest.importorskip("ai_edge_litert.interpreter")
 
 FORMATS = ["savedmodel", "onnx", "onnx-int8", "tflite", "tflite-fp16", "tflite-int8"]
 # Full-size models. R+Ti/16 has the blocks of Ti/16 behind a stem; of B/16 there are the formats
@@ -30,7 +40,6 @@ FORMATS = ["savedmodel", "onnx", "onnx-int8", "tflite", "tflite-fp16", "tflite-i
 SIZES = {"R+Ti/16": FORMATS, "B/16": ["onnx", "onnx-int8", "tflite"]}
 if "KERAS_VIT_TEST_EXPORTS" in os.environ:
     SIZES = dict.fromkeys(os.environ["KERAS_VIT_TEST_EXPORTS"].split(), FORMATS)
-LIMIT = 1e-5  # onnxruntime's kernels sum in another order; measured up to 2e-6
 PIXELS = np.random.default_rng(6).uniform(0, 255, (3, 32, 48, 3)).astype("float32")
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -80,28 +89,22 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def run(model: Any, **inputs: np.ndarray) -> dict[str, np.ndarray]:
-    """What onnxruntime answers."""
-    session = onnxruntime.InferenceSession(model.SerializeToString())
-    names = [output.name for output in session.get_outputs()]
-    return dict(zip(names, session.run(names, inputs), strict=True))
-
-
 def assert_answers(
     made: Any, model: keras.Model, exportable: Exportable, images: np.ndarray
 ) -> None:
     onnx.checker.check_model(made, full_check=True)
-    answer = run(made, images=images)
+    runner = runners.OnnxRunner(made.SerializeToString())
+    answer = runner.run("", {"images": images})
     expected = np.asarray(model(images, training=False))
-    np.testing.assert_allclose(answer[exportable.answers], expected, atol=LIMIT)
+    np.testing.assert_allclose(answer[exportable.answers], expected, atol=FLOAT32)
     assert list(answer) == (
         ["features"] if exportable.activation is None else ["logits", "probabilities", "features"]
     )
     features = exportable.outputs()(exportable.from_original(images))["features"]
-    np.testing.assert_allclose(answer["features"], features, atol=LIMIT)
-    single = run(made, images=images[:1])
-    np.testing.assert_allclose(single[exportable.answers], expected[:1], atol=LIMIT)
-    empty = run(made, images=images[:0])
+    np.testing.assert_allclose(answer["features"], features, atol=FLOAT32)
+    single = runner.run("", {"images": images[:1]})
+    np.testing.assert_allclose(single[exportable.answers], expected[:1], atol=FLOAT32)
+    empty = runner.run("", {"images": images[:0]})
     assert {name: value.shape for name, value in empty.items()} == {
         name: (0, *value.shape[1:]) for name, value in answer.items()
     }
@@ -109,10 +112,11 @@ def assert_answers(
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_part_of_the_family_is_written(name: str) -> None:
-    """The written graph passes the full checker and equals the model at batch 3 and 1."""
+    """The graph passes the full checker and equals the model, as the form for TFLite does."""
     model = served_model(**CONFIGS[name])
+    config = model.config
     images = PIXELS[..., : model.input_shape[-1]]
-    if not model.config.include_preprocessing:
+    if not config.include_preprocessing:
         images = images / np.float32(127.5) - 1
     exportable = rebuild(model)
     made = onnx_files.make_onnx(exportable)
@@ -120,23 +124,27 @@ def test_every_part_of_the_family_is_written(name: str) -> None:
     (images_in,) = made.graph.input
     assert images_in.type.tensor_type.shape.dim[0].dim_param == "batch"
     kinds = [node.op_type for node in made.graph.node]
-    config = model.config
     blocks = config.num_layers + (config.pooling == "map")
     assert kinds.count("Gelu") == (0 if config.activation == "quick_gelu" else blocks)
     lacks_last = config.norm_after_pooling and config.pooling is None
     norms = config.num_layers + blocks + config.embedding_norm + (not lacks_last)
     assert kinds.count("LayerNormalization") == norms
 
+    assert exportable.config is not None
+    edge = tflite.EdgeForward(exportable, config=exportable.config, batch_size=len(images))
+    answer = edge.call(images)[exportable.answers]
+    np.testing.assert_allclose(answer, np.asarray(model(images)), atol=FLOAT32)
 
-@pytest.mark.parametrize("opset", [17, 18, 19, 21, 22])
+
 @pytest.mark.parametrize("name", ["plain", "exact GELU", "average", "map"])
-def test_another_opset_is_written(name: str, opset: int) -> None:
+def test_another_opset_is_written(name: str) -> None:
     """The same numbers in every opset that may be chosen; the file says which it is."""
     model = served_model(num_layers=1, **CONFIGS[name])
     exportable = rebuild(model)
-    made = onnx_files.make_onnx(exportable, opset=opset)
-    assert [each.version for each in made.opset_import] == [opset]
-    assert_answers(made, model, exportable, PIXELS)
+    for opset in (17, 18, 19, 21, 22):
+        made = onnx_files.make_onnx(exportable, opset=opset)
+        assert [each.version for each in made.opset_import] == [opset]
+        assert_answers(made, model, exportable, PIXELS)
 
 
 def test_an_opset_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
@@ -151,34 +159,6 @@ def test_an_opset_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     converted = rebuild(served_model(activation="swiglu", num_layers=1))
     with pytest.raises(ValueError, match="17 to 18, as tf2onnx has to convert it"):
         onnx_files.check_opset(converted, 20)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["exact GELU", "ResNet root"])
-def test_tf2onnx_agrees_with_the_writer(name: str) -> None:
-    """Two independent ways to ONNX give the same numbers, exact GELU included."""
-    pytest.importorskip("tf2onnx")
-    model = served_model(**CONFIGS[name])
-    exportable = rebuild(model)
-    made = onnx_files.convert_to_onnx(exportable)
-    assert_answers(made, model, exportable, PIXELS)
-    (images_in,) = made.graph.input
-    assert images_in.type.tensor_type.shape.dim[0].dim_param == "batch"
-
-
-@pytest.mark.full
-def test_a_model_around_a_vision_transformer_is_converted(tmp_path: Path) -> None:
-    """What a user has added goes through tf2onnx, and is verified like the rest."""
-    pytest.importorskip("tf2onnx")
-    inner = served_model(classes=None, classifier_activation=None)
-    images = keras.Input((32, 48, 3))
-    x = keras.layers.Dense(5, activation="gelu", name="mine")(inner(images))
-    outputs = keras.layers.Dense(4, activation="softmax", name="last")(x)
-    model = randomize(keras.Model(images, outputs))
-    made = export(model, tmp_path / "around", formats=["onnx"])
-    session = onnxruntime.InferenceSession(made[0].path)
-    answer = session.run(["probabilities"], {"images": PIXELS})[0]
-    np.testing.assert_allclose(answer, np.asarray(model(PIXELS, training=False)), atol=LIMIT)
 
 
 @pytest.mark.full
@@ -199,47 +179,280 @@ def test_an_op_that_onnx_lacks_is_an_error(tmp_path: Path) -> None:
     assert not (tmp_path / "odd" / "onnx").exists()
 
 
-def test_large_weights_go_to_a_file_of_their_own(tmp_path: Path) -> None:
-    """Above the limit the weights lie beside the graph, which is checked and runs as well."""
-    model = served_model()
-    exportable = rebuild(model)
-    file = tmp_path / "big.onnx"
-    about = describe(exportable, name="big", labels=LABELS)
-    onnx_files.write_onnx(exportable, {"onnx": file}, about=about, largest=10_000)
-    assert (tmp_path / "big.onnx.data").stat().st_size > 70_000 > file.stat().st_size
-    onnx.checker.check_model(str(file), full_check=True)
-    answer = onnxruntime.InferenceSession(file).run(["probabilities"], {"images": PIXELS})[0]
-    np.testing.assert_allclose(answer, np.asarray(model(PIXELS)), atol=LIMIT)
-
-
-def test_a_mixed_precision_model_is_exported_and_verified(tmp_path: Path) -> None:
-    """One call writes the file with labels and a record; version 2 follows version 1."""
-    model = randomize(VisionTransformer(SERVED, dtype="mixed_bfloat16"))
-    image = tmp_path / "photo.png"
-    image.write_bytes(photo())
-    for version in ("1", "2"):
-        made = export(
-            model,
-            tmp_path / "pets",
-            formats=["onnx"],
-            labels=LABELS,
-            images=[tmp_path / "photo.png"],
-        )
-        assert made[0].path == tmp_path / "pets/onnx" / version / "pets.onnx"
-    names = {check.name for check in made[0].checks}
-    assert {"onnx.checker, full", "batch invariance", "gate: best class"} <= names
-    folder = made[0].path.parent
-    assert {file.name for file in folder.iterdir()} == {
-        "pets.onnx", "labels.txt", "verification.json"
-    }  # fmt: skip
-    assert not list((tmp_path / "pets").glob("[0-9]*"))
-
-
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Without onnx the message says what to install."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install onnx"):
         export(served_model(), tmp_path / "pets", formats=["onnx"])
+
+
+FIELDS: dict[str, Any] = {"hidden_dim": 48, "mlp_dim": 96, "num_layers": 2}
+# Of each block, and the head: those of at least 1024 elements.
+KERNELS = {
+    f"block_{block}/{name}/kernel"
+    for block in range(2)
+    for name in ("attention/qkv", "attention/out", "mlp/fc1", "mlp/fc2")
+}
+
+
+@pytest.fixture(scope="module")
+def exportable() -> Exportable:
+    return rebuild(served_model(**FIELDS))
+
+
+@pytest.fixture(scope="module")
+def made(exportable: Exportable) -> Any:
+    return onnx_files.make_onnx(exportable)
+
+
+@pytest.fixture(scope="module")
+def images(exportable: Exportable) -> samples.GateImages:
+    return samples.make_gate_images(exportable)
+
+
+def gate_of(exportable: Exportable, name: str, images: samples.GateImages) -> Gate:
+    return verification.gate(exportable, name, images, None)  # type: ignore[arg-type]
+
+
+def failures(runner: runners.Runner, gate: Gate) -> list[str]:
+    checks = messages.run_gate(gate, lambda inputs: runner.run("", inputs))
+    return [f"{check.name} {check.measured}" for check in checks if not check.passed]
+
+
+def types(model: Any) -> dict[str, int]:
+    return {each.name: each.data_type for each in model.graph.initializer}
+
+
+@pytest.mark.parametrize("name", onnx_rounding.FORMATS)
+def test_every_rounded_onnx_file_passes_its_gate(
+    name: str, exportable: Exportable, made: Any, images: samples.GateImages
+) -> None:
+    """With operators of ONNX alone, of the first, usual and last opset; the float model stays."""
+    gate, before = gate_of(exportable, name, images), made.SerializeToString()
+    for opset in (17, 22, onnx_files.OPSET):
+        model = made if opset == onnx_files.OPSET else onnx_files.make_onnx(exportable, opset=opset)
+        rounded = onnx_rounding.rounded(model, name)
+        assert [each.version for each in rounded.opset_import] == [opset]
+        onnx.checker.check_model(rounded, full_check=True)
+        assert {node.domain for node in rounded.graph.node} == {""}
+        runner = runners.OnnxRunner(rounded.SerializeToString())
+        assert failures(runner, gate) == []
+    assert made.SerializeToString() == before
+    # The limits are its own: a file that rounds as much does not pass for one in float32.
+    assert failures(runner, gate_of(exportable, "onnx", images))
+    empty = runner.run("", {"images": gate.inputs["images"][:0]})
+    assert empty["logits"].shape == (0, 7)
+
+
+def test_what_is_rounded_and_what_is_not(made: Any) -> None:
+    """Products of int8 cannot saturate; what reads pixels and writes logits stays float32."""
+    kinds = onnx.TensorProto
+    assert set(onnx_rounding.kernels(made)) == KERNELS
+    int8 = onnx_rounding.rounded(made, "onnx-int8")
+    small = [each for each in int8.graph.initializer if each.data_type == kinds.INT8]
+    kernels = [onnx.numpy_helper.to_array(each) for each in small if len(each.dims) == 2]
+    assert len(kernels) == len(KERNELS)
+    assert max(int(np.abs(each.astype(int)).max()) for each in kernels) == 64
+    assert 2 * 255 * 64 < 2**15
+    assert [node.op_type for node in int8.graph.node].count("MatMulInteger") == len(KERNELS)
+    half = types(onnx_rounding.rounded(made, "onnx-fp16"))
+    floats = {name for name, kind in half.items() if kind == kinds.FLOAT}
+    assert floats == {"rescaling/scale", "rescaling/offset", "head/kernel", "head/bias"}
+    weights = types(onnx_rounding.rounded(made, "onnx-int8-weights"))
+    assert {name for name, kind in weights.items() if kind == kinds.INT8} == {
+        f"{name}_int8" for name in KERNELS
+    }
+
+
+@pytest.mark.parametrize("name", ["onnx-int8", "onnx-int8-weights"])
+def test_chosen_kernels_stay_float(name: str, made: Any) -> None:
+    """They are those of the model, to the bit; the bytes of the weights are told."""
+    stays = sorted(KERNELS)[:3]
+    rounded = onnx_rounding.rounded(made, name, floats=stays)
+    before, after = (
+        {each.name: each for each in model.graph.initializer} for model in (made, rounded)
+    )
+    assert [kernel in after for kernel in sorted(KERNELS)] == [True] * 3 + [False] * 5
+    for kernel in stays:
+        np.testing.assert_array_equal(
+            *(onnx.numpy_helper.to_array(each[kernel]) for each in (before, after))
+        )
+    told = onnx_rounding.weight_bytes(made, name, floats=stays)
+    assert told < rounded.ByteSize() < told + 25_000
+    everything = onnx_rounding.rounded(made, name, floats=KERNELS)
+    assert types(everything) == types(made)
+
+
+def test_weights_of_all_formats_go_to_files_of_their_own(
+    exportable: Exportable, tmp_path: Path, images: samples.GateImages
+) -> None:
+    """Each format has its own, beside its graph."""
+    files = {name: tmp_path / f"{name}.onnx" for name in onnx_files.FORMATS}
+    about = describe(exportable, name="big", labels=LABELS)
+    sizes = onnx_files.write_onnx(exportable, files, about=about, largest=10_000)
+    for name, file in files.items():
+        weights = file.with_name(f"{file.name}.data").stat().st_size
+        assert 0.8 * sizes[name] < weights < 1.2 * sizes[name]
+        onnx.checker.check_model(str(file), full_check=True)
+        assert failures(runners.OnnxRunner(file), gate_of(exportable, name, images)) == []
+
+
+@pytest.fixture(scope="module")
+def written(exportable: Exportable, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A file of each TFLite format that needs no images."""
+    folder = tmp_path_factory.mktemp("tflite")
+    names = ("tflite", "tflite-fp16", "tflite-int8", "tflite-int8-weights")
+    files = {name: folder / f"{name}.tflite" for name in names}
+    tflite.write_tflite(exportable, files, about=describe(exportable, name="pets", labels=LABELS))
+    return files
+
+
+def interpreted(file: Path) -> Any:
+    """A TFLite file without delegates, which hide the operators that they replace."""
+    plain = litert.OpResolverType.BUILTIN_WITHOUT_DEFAULT_DELEGATES
+    return litert.Interpreter(str(file), experimental_op_resolver_type=plain)
+
+
+def stored(file: Path, dtype: type) -> list[dict[str, Any]]:
+    """The tensors of a type in a TFLite file."""
+    return [each for each in interpreted(file).get_tensor_details() if each["dtype"] == dtype]
+
+
+def shapes(file: Path, dtype: type) -> list[list[int]]:
+    return sorted(each["shape"].tolist() for each in stored(file, dtype))
+
+
+# In LiteRT kernels have their outputs first.
+SHAPES = [[144, 48], [48, 48], [96, 48], [48, 96]]
+
+
+def test_tflite_files_answer_as_the_model(exportable: Exportable, written: dict[str, Path]) -> None:
+    """In float32 with features as well; the more is rounded, the smaller is the file."""
+    images = np.random.default_rng(6).uniform(0, 255, (2, 32, 48, 3)).astype("float32")
+    answer = runners.TfliteRunner(written["tflite"]).run("", {"images": images})
+    expected = exportable.outputs()(exportable.from_original(images))
+    assert exportable.activation is not None
+    probabilities = exportable.activation(expected["logits"])
+    np.testing.assert_allclose(answer["probabilities"], probabilities, atol=FLOAT32)
+    np.testing.assert_allclose(answer["features"], expected["features"], atol=FLOAT32)
+    sizes = [file.stat().st_size for file in written.values()]
+    assert sizes[0] > sizes[1] > max(sizes[2:])
+
+
+def test_the_operators_are_the_fast_ones(written: dict[str, Path]) -> None:
+    """One GELU and one SOFTMAX a block; dense products fully connected; no squares."""
+    details = interpreted(written["tflite"])._get_ops_details()
+    operators = [each["op_name"] for each in details]
+    assert operators.count("GELU") == 2
+    assert operators.count("SOFTMAX") == 2 + 1
+    assert operators.count("BATCH_MATMUL") == 2 * 2
+    assert operators.count("FULLY_CONNECTED") == 4 * 2 + 1
+    assert not {"SQUARED_DIFFERENCE", "NEG", "POW"} & set(operators)
+
+
+def test_float16_is_for_kernels_that_bear_it(written: dict[str, Path]) -> None:
+    """Kernels are float16; the one that reads the image, norms and positions stay float32."""
+    assert shapes(written["tflite-fp16"], np.float16) == sorted(SHAPES * 2)
+    saved = written["tflite"].stat().st_size - written["tflite-fp16"].stat().st_size
+    kernels = sum(np.prod(shape) for shape in SHAPES * 2)
+    assert 2 * kernels - 8000 < saved <= 2 * kernels  # the added operators take some bytes
+
+
+def test_int8_weights_in_tflite(
+    exportable: Exportable, written: dict[str, Path], images: samples.GateImages
+) -> None:
+    """Kernels are int8 with a scale for each channel; the answers pass the gate of the format."""
+    name = "tflite-int8-weights"
+    small = stored(written[name], np.int8)
+    assert len(small) == len(KERNELS)
+    for details in small:
+        assert len(details["quantization_parameters"]["scales"]) == details["shape"][0]
+    runner, gate = runners.TfliteRunner(written[name]), gate_of(exportable, name, images)
+    assert failures(runner, gate) == []
+    assert failures(runner, gate_of(exportable, "tflite", images))
+
+
+@pytest.mark.full
+def test_a_batch_of_its_own_size(tmp_path: Path) -> None:
+    """A file for batches of three takes three images, and is verified with eight."""
+    made = export(served_model(), tmp_path / "pets", formats="tflite", tflite_batch_size=3)
+    (details,) = interpreted(made[0].path).get_input_details()
+    assert list(details["shape"]) == [3, 32, 48, 3]
+
+
+def fragile_model(**fields: Any) -> VisionTransformer:
+    """One whose second block has inputs, or kernels, of very different sizes."""
+    model = served_model(**fields)
+    width = model.config.hidden_dim
+    model.get_layer("block_1").attention_norm.gamma.assign(np.geomspace(1e-3, 300, width))
+    return model
+
+
+@pytest.mark.parametrize("name", ["onnx-int8", "tflite-int8"])
+def test_what_costs_most_stays_float(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that fails in int8 passes with some kernels in float32; the record names them."""
+    (made,) = export(fragile_model(**FIELDS), tmp_path / "pets", formats=[name], labels=LABELS)
+    assert all(check.passed for check in made.checks)
+    assert "block_1/attention/qkv/kernel" in made.floats
+    record = json.loads((made.path.parent / "verification.json").read_text())
+    assert record["float32"] == {name: list(made.floats)}
+    assert set(made.floats) < {*KERNELS, "patch_encoder/projection/kernel"}
+    if name == "onnx-int8":
+        monkeypatch.setattr(sensitivity, "attempts", lambda exportable, name: 0)
+        with pytest.raises(verification.VerificationError, match="does not do what the model"):
+            export(fragile_model(**FIELDS), tmp_path / "failed", formats=[name], labels=LABELS)
+
+
+@pytest.mark.full
+def test_int8_throughout_needs_images_and_passes_a_gate(tmp_path: Path) -> None:
+    """Full int8 is calibrated on one half of the images and refused if the other half suffers."""
+    images = [samples.draw_scene(seed, height=40, width=56) for seed in range(40)]
+    with pytest.raises(ValueError, match="needs at least 16 images"):
+        export(served_model(), tmp_path / "pets", formats="tflite-int8-full", images=images[:3])
+    made = export(served_model(), tmp_path / "pets", formats="tflite-int8-full", images=images)
+    limits = {check.name: check.limit for check in made[0].checks}
+    assert limits["gate: error / spread"] == 0.2
+    with pytest.raises(verification.VerificationError, match="gate: error / spread"):
+        export(fragile_model(), tmp_path / "fragile", formats="tflite-int8-full", images=images)
+    assert not (tmp_path / "fragile" / "tflite").exists()
+
+
+def test_files_restore_the_chosen_kernels(exportable: Exportable, tmp_path: Path) -> None:
+    """Chosen kernels are in float32 in each TFLite file, all others in int8, in their order."""
+    stays = {"block_0/mlp/fc2/kernel", "patch_encoder/projection/kernel"}
+    names = ("tflite-int8", "tflite-int8-weights")
+    files = {name: tmp_path / f"{name}.tflite" for name in names}
+    about = describe(exportable, name="pets", labels=LABELS)
+    floats = dict.fromkeys(names, stays)
+    sizes = tflite.write_tflite(exportable, files, about=about, floats=floats)
+    for name, file in files.items():
+        assert shapes(file, np.int8) == sorted([*SHAPES, *SHAPES[:3]])
+        assert sizes[name] < file.stat().st_size
+
+
+def test_the_costs_of_kernels_are_measured(
+    exportable: Exportable, images: samples.GateImages, made: Any
+) -> None:
+    """They add up to the error of the file with all of them rounded, and choosing follows them."""
+    name = "onnx-int8"
+    gate = gate_of(exportable, name, images)
+    request = messages.Request(
+        format=name, path=Path(), parameter_bytes=0, batch_sizes=(), labels=(), cases=(), gate=gate
+    )
+    costs = sensitivity.measure(exportable, request)
+    assert {cost.kernel for cost in costs} == KERNELS
+    runner = runners.OnnxRunner(onnx_rounding.rounded(made, name).SerializeToString())
+    chosen = {"images": gate.inputs["images"][:8]}
+    error = agreement.centred(gate, runner.run("", chosen)["logits"])
+    error -= agreement.centred(gate, gate.expected[:8])
+    together = sum(cost.error for cost in costs)
+    assert 0.5 < np.mean(np.square(error)) / together < 2
+    half = sensitivity.choose(costs, share=0.5)
+    assert sum(cost.error for cost in costs if cost.kernel not in half) <= 0.5 * together
+    assert set(sensitivity.choose(costs, share=0.0)) == KERNELS
+    assert sensitivity.choose(costs, share=1.0) == ()
 
 
 @pytest.mark.full

@@ -1,7 +1,9 @@
-"""Whatever a model was trained in, its float32 copy answers the same."""
+"""Models of every kind: their float32 copies answer the same, and so does every export."""
 
 import dataclasses
+import functools
 import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,22 +12,24 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import variants_oracle
 from conftest import FLOAT32, TINY, randomize
 from exported import SERVED, served_model
 from PIL import Image
 
 import keras_vit
 from keras_vit.data.images import to_grey
-from keras_vit.exporting import export, samples
+from keras_vit.exporting import export, onnx_files, onnx_rounding, samples, tflite
+from keras_vit.exporting.clean import runners
 from keras_vit.exporting.rebuild import Exportable, rebuild
 from keras_vit.model import VisionTransformer
 
 PIXELS = np.random.default_rng(5).integers(0, 256, (3, 32, 48, 3)).astype("float32")
 
 
-def said(model: keras.Model) -> np.ndarray:
+def said(model: keras.Model, images: np.ndarray = PIXELS) -> np.ndarray:
     """What the model itself answers."""
-    return np.asarray(model(PIXELS, training=False), "float32")
+    return np.asarray(model(images, training=False), "float32")
 
 
 def answer(exportable: Exportable, pixels: np.ndarray = PIXELS) -> np.ndarray:
@@ -35,122 +39,37 @@ def answer(exportable: Exportable, pixels: np.ndarray = PIXELS) -> np.ndarray:
     return np.asarray(exportable.activation(logits))
 
 
-def around(inner: keras.Model, **dense: Any) -> keras.Model:
-    """A model with a Vision Transformer inside and a layer of the user's after it."""
-    images = keras.Input(inner.input_shape[1:], name="photos")
-    x = keras.layers.RandomFlip("horizontal", name="flip")(images)
-    outputs = keras.layers.Dense(4, name="mine", **dense)(inner(x))
-    return randomize(keras.Model(images, outputs), seed=2)
+def plain(dtype: str = "float32", **fields: Any) -> VisionTransformer:
+    return randomize(VisionTransformer(dataclasses.replace(SERVED, **fields), dtype=dtype))
 
 
-@pytest.mark.parametrize("activation", ["softmax", "sigmoid", None])
-@pytest.mark.parametrize("include_preprocessing", [True, False])
-def test_a_float32_model_is_copied_exactly(
-    activation: str | None, include_preprocessing: bool
-) -> None:
-    """The copy gives logits; its activation turns them into what the model answers."""
-    model = served_model(
-        classifier_activation=activation, include_preprocessing=include_preprocessing
-    )
-    exportable = rebuild(model)
-    images = PIXELS if include_preprocessing else PIXELS / 127.5 - 1
-    expected = np.asarray(model(images))
-    if activation is None:
-        expected = np.asarray(keras.ops.softmax(expected))
-    np.testing.assert_allclose(answer(exportable), expected, atol=FLOAT32)
-    assert exportable.takes == ("pixels" if include_preprocessing else "normalized")
+def on_several_devices() -> VisionTransformer:
+    with tf.distribute.MirroredStrategy(["/cpu:0"]).scope():
+        return plain()
 
 
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16", "float16"])
-def test_a_low_precision_model_becomes_float32(policy: str) -> None:
-    """Every variable and computation of the copy is float32, and the weights are the model's."""
-    model = randomize(VisionTransformer(SERVED, dtype=policy))
-    exportable = rebuild(model)
-    for layer in exportable.network._flatten_layers():
-        assert layer.compute_dtype == "float32"
-    for weight, copied in zip(model.weights, exportable.network.weights, strict=True):
-        np.testing.assert_array_equal(np.asarray(weight.value, "float32"), copied.numpy())
-    np.testing.assert_allclose(answer(exportable), said(model), atol=0.02)
-
-
-@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
-def test_lora_is_merged(policy: str) -> None:
-    """A LoRA adapter on the classifier is part of the copy, in float32."""
-    model = randomize(VisionTransformer(SERVED, dtype=policy))
-    before = answer(rebuild(model))
+def adapted(dtype: str) -> VisionTransformer:
+    """A LoRA adapter on the classifier, which changes the answers."""
+    model = plain(dtype)
+    before = said(model)
     model.get_layer("head").enable_lora(2, lora_alpha=3)
     randomize(model, seed=7)
-    exportable = rebuild(model)
-    atol = FLOAT32 if policy == "float32" else 0.02
-    np.testing.assert_allclose(answer(exportable), said(model), atol=atol)
-    assert np.abs(answer(exportable) - before).max() > 0.05
-    assert [weight.path for weight in exportable.network.weights] == [
-        weight.path for weight in VisionTransformer(TINY).weights
-    ]
+    assert np.abs(said(model) - before).max() > 0.05
+    return model
 
 
-@pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method")
-def test_a_model_quantised_whole_is_restored() -> None:
-    """Every dense layer becomes float32 again, with LoRA in the blocks too."""
-    model = served_model()
+def quantised_whole() -> VisionTransformer:
+    """Every dense layer, with LoRA in a block too."""
+    model = plain()
     model.quantize("int8")
     model.get_layer("block_0").attention.qkv.enable_lora(2, b_initializer="ones")
-    np.testing.assert_allclose(answer(rebuild(model)), said(model), atol=0.03)
+    return model
 
 
-@pytest.mark.parametrize(
-    ("mode", "config", "atol"),
-    [
-        ("int8", None, 0.005),
-        ("int4", None, 0.005),
-        ("int4", keras.quantizers.Int4QuantizationConfig(block_size=8), FLOAT32),
-        ("float8", None, 0.05),
-    ],
-    ids=["int8", "int4", "int4 blocks", "float8"],
-)
-def test_quantised_weights_are_restored(mode: str, config: Any, atol: float) -> None:
-    """A quantised classifier becomes float32 again, rounded as it was; inputs are not rounded."""
-    model = served_model()
+def quantised(mode: str, config: Any = None) -> VisionTransformer:
+    model = plain()
     model.quantize(mode, config=config, filters="head")
-    exportable = rebuild(model)
-    np.testing.assert_allclose(answer(exportable), said(model), atol=atol)
-    expected = samples.make_references(exportable)
-    check = samples.compare_rebuilt(model, exportable, expected)
-    assert check.passed
-    assert "cosine" in check.name
-
-
-def test_quantised_layers_without_a_float_form_are_refused() -> None:
-    """A layer whose quantised kernel has a layout of its own is named."""
-    model = with_layers(base(), keras.layers.EinsumDense("bd,dc->bc", 4, name="mine"))
-    model.get_layer("mine").quantize("int8")
-    with pytest.raises(ValueError, match=r"'mine' is quantised in mode 'int8'; export can undo"):
-        rebuild(model)
-
-
-def test_a_model_of_several_devices_is_copied() -> None:
-    """The variables of a MirroredStrategy become ordinary ones."""
-    with tf.distribute.MirroredStrategy(["/cpu:0"]).scope():
-        model = randomize(VisionTransformer(SERVED))
-    np.testing.assert_allclose(answer(rebuild(model)), said(model), atol=FLOAT32)
-
-
-@pytest.mark.parametrize("activation", ["softmax", "linear"])
-@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
-def test_a_model_around_a_vision_transformer_is_copied(activation: str | None, policy: str) -> None:
-    """What a user adds around the model is rebuilt too, in float32, down to logits."""
-    inner = randomize(
-        VisionTransformer(dataclasses.replace(SERVED, classes=None, classifier_activation=None),
-                          dtype=policy)
-    )  # fmt: skip
-    model = around(inner, activation=activation, dtype=policy)
-    expected = said(model)
-    if activation == "linear":
-        expected = np.asarray(keras.ops.softmax(expected))
-    exportable = rebuild(model)
-    atol = FLOAT32 if policy == "float32" else 0.05
-    np.testing.assert_allclose(answer(exportable), expected, atol=atol)
-    assert {layer.compute_dtype for layer in exportable.network._flatten_layers()} == {"float32"}
+    return model
 
 
 class Doubling(keras.layers.Layer):
@@ -202,75 +121,133 @@ def same_names() -> keras.Model:
     return with_layers(base(), first, second, dense("mine", "softmax"))
 
 
-AROUND = {
-    "Sequential": lambda: sequential(
-        keras.layers.RandomFlip(),
-        keras.layers.Rescaling(1 / 127.5, -1),
-        base(include_preprocessing=False),
-        keras.layers.Dropout(0.5),
-        dense(),
-        keras.layers.Softmax(),
-    ),
-    "operations": lambda: with_layers(
-        lambda x: x / 127.5 - 1,
-        base(include_preprocessing=False),
-        dense(),
-        keras.ops.sigmoid,
-    ),
-    "LoRA inside": lambda: with_layers(keras_vit.lora(base(), rank=2), dense(None, "softmax")),
-    "Lambda": lambda: with_layers(
-        keras.layers.Lambda(lambda x: x / 2), base(), Doubling(), dense(None, "softmax")
-    ),
-    "same names": same_names,
-}
+def around(dtype: str, activation: str) -> keras.Model:
+    inner = plain(dtype, classes=None, classifier_activation=None)
+    last = keras.layers.Dense(4, activation=activation, dtype=dtype)
+    return with_layers(keras.layers.RandomFlip("horizontal"), inner, last)
 
 
-@pytest.mark.parametrize("name", AROUND)
-def test_layers_around_are_copied(name: str) -> None:
-    """Whatever stands around, the copy answers the same, and takes pixels as the model does."""
-    model = AROUND[name]()
+BLOCKS = keras.quantizers.Int4QuantizationConfig(block_size=8)
+NORMALIZED: dict[str, Any] = {"include_preprocessing": False}
+# How far a copy in float32 may be from a model in another precision.
+HALF = 0.02
+MODELS: dict[str, tuple[Callable[[], keras.Model], float]] = {
+    **{
+        f"{activation}{', normalized' * is_normalized}": (
+            functools.partial(
+                plain, classifier_activation=activation, include_preprocessing=not is_normalized
+            ),
+            FLOAT32,
+        )
+        for activation in ("softmax", "sigmoid", None)
+        for is_normalized in (False, True)
+    },
+    "several devices": (on_several_devices, FLOAT32),
+    **{
+        dtype: (functools.partial(plain, dtype), HALF)
+        for dtype in ("mixed_bfloat16", "bfloat16", "float16")
+    },
+    "LoRA": (lambda: adapted("float32"), FLOAT32),
+    "LoRA, mixed_bfloat16": (lambda: adapted("mixed_bfloat16"), HALF),
+    # Rounded as they were; inputs are not rounded.
+    "quantised whole": (quantised_whole, 0.03),
+    "quantised, int8": (lambda: quantised("int8"), 0.005),
+    "quantised, int4": (lambda: quantised("int4"), 0.005),
+    "quantised, int4 in blocks": (lambda: quantised("int4", BLOCKS), FLOAT32),
+    "quantised, float8": (lambda: quantised("float8"), 0.05),
+    **{
+        f"around, {dtype}, {activation}": (functools.partial(around, dtype, activation), atol)
+        for dtype, atol in (("float32", FLOAT32), ("mixed_bfloat16", 0.05))
+        for activation in ("softmax", "linear")
+    },
+    "Sequential": (
+        lambda: sequential(
+            keras.layers.RandomFlip(),
+            keras.layers.Rescaling(1 / 127.5, -1),
+            base(**NORMALIZED),
+            keras.layers.Dropout(0.5),
+            dense(),
+            keras.layers.Softmax(),
+        ),
+        FLOAT32,
+    ),
+    "operations": (
+        lambda: with_layers(
+            lambda x: x / 127.5 - 1, base(**NORMALIZED), dense(), keras.ops.sigmoid
+        ),
+        FLOAT32,
+    ),
+    "LoRA inside": (
+        lambda: with_layers(keras_vit.lora(base(), rank=2), dense(None, "softmax")), FLOAT32
+    ),
+    "Lambda": (
+        lambda: with_layers(
+            keras.layers.Lambda(lambda x: x / 2), base(), Doubling(), dense(None, "softmax")
+        ),
+        FLOAT32,
+    ),
+    "same names": (same_names, FLOAT32),
+    # Layers that change no value leave the range that the Vision Transformer takes.
+    "around, normalized": (
+        lambda: with_layers(keras.layers.RandomFlip(), base(**NORMALIZED), dense()), FLOAT32
+    ),
+}  # fmt: skip
+
+
+LOGITS = {name for name in MODELS if "None" in name or "linear" in name} | {"around, normalized"}
+
+
+@pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method")
+@pytest.mark.parametrize("name", MODELS)
+def test_the_copy_answers_as_the_model(name: str) -> None:
+    """Its activation turns logits into what the model answers; all of it is float32."""
+    make, atol = MODELS[name]
+    model = make()
     exportable = rebuild(model)
-    np.testing.assert_allclose(answer(exportable), said(model), atol=FLOAT32)
-    assert exportable.takes == exportable.network_takes == "pixels"
+    takes = "normalized" if "normalized" in name else "pixels"
+    assert exportable.takes == takes
+    expected = said(model, PIXELS if takes == "pixels" else PIXELS / np.float32(127.5) - 1)
+    assert exportable.answers == ("logits" if name in LOGITS else "probabilities")
+    if name in LOGITS:
+        expected = np.asarray(keras.ops.softmax(expected))
+    np.testing.assert_allclose(answer(exportable), expected, atol=atol)
+    assert {layer.compute_dtype for layer in exportable.network._flatten_layers()} == {"float32"}
+    if not isinstance(model, VisionTransformer):
+        return
+    assert [weight.path for weight in exportable.network.weights] == [
+        weight.path for weight in VisionTransformer(TINY).weights
+    ]
+    if name.startswith("quantised, "):
+        references = samples.make_references(exportable)
+        check = samples.compare_rebuilt(model, exportable, references)
+        assert check.passed
+        assert "cosine" in check.name
+    elif "LoRA" not in name and "quantised" not in name:
+        for weight, copied in zip(model.weights, exportable.network.weights, strict=True):
+            np.testing.assert_array_equal(np.asarray(weight.value, "float32"), copied.numpy())
 
 
-def test_a_normalized_range_passes_through_layers_around() -> None:
-    """Layers that change no value leave the range that the Vision Transformer takes."""
-    model = with_layers(keras.layers.RandomFlip(), base(include_preprocessing=False), dense())
-    assert rebuild(model).takes == "normalized"
-
-
-@pytest.mark.parametrize(
-    ("make", "kind", "message"),
-    [
-        (
-            lambda: with_layers(
-                keras.layers.Rescaling(2.0, -1), base(include_preprocessing=False), dense()
-            ),
-            ValueError,
-            r"whose layers turn 0\.\.255 into -1\.\.509 before it; put a Rescaling",
-        ),
-        (
-            lambda: with_layers(
-                keras.layers.Resizing(32, 48), base(), dense(), shape=(None, None, 3)
-            ),
-            ValueError,
-            r"images of one size.* Received: '.*' for inputs of shape \(None, None, None, 3\)",
-        ),
-        (Unknowing, TypeError, r"Received: 'unknowing', a Unknowing without one; give export ker"),
-        (lambda: with_layers(Unknowing()), TypeError, r"get_config.*unexpected keyword argument"),
-        (
-            lambda: with_layers(with_layers(base(), dense(), keras.layers.Softmax())),
-            TypeError,
-            r"outermost model computes.*use Activation\('softmax'\)",
-        ),
-    ],
-    ids=["another range", "any size", "subclass", "subclass inside", "softmax inside"],
-)
-def test_what_cannot_be_copied_is_refused(make: Any, kind: type[Exception], message: str) -> None:
+def test_what_cannot_be_copied_is_refused() -> None:
     """One sentence names the reason and what to do."""
-    with pytest.raises(kind, match=message):
-        rebuild(make())
+    einsum = with_layers(base(), keras.layers.EinsumDense("bd,dc->bc", 4, name="mine"))
+    einsum.get_layer("mine").quantize("int8")
+    scaled = with_layers(keras.layers.Rescaling(2.0, -1), base(**NORMALIZED), dense())
+    any_size = with_layers(keras.layers.Resizing(32, 48), base(), dense(), shape=(None, None, 3))
+    softmax = with_layers(with_layers(base(), dense(), keras.layers.Softmax()))
+    flat = keras.Sequential([keras.Input((32, 48, 3)), keras.layers.Flatten()])
+    for model, kind, message in (
+        (scaled, ValueError, r"turn 0\.\.255 into -1\.\.509 before it; put a Rescaling"),
+        (any_size, ValueError, r"one size.* '.*' for inputs of shape \(None, None, None, 3\)"),
+        (einsum, ValueError, "'mine' is quantised in mode 'int8'; export can undo"),
+        (Unknowing(), TypeError, "'unknowing', a Unknowing without one; give export ker"),
+        (with_layers(Unknowing()), TypeError, "get_config.*unexpected keyword argument"),
+        (softmax, TypeError, r"outermost model computes.*use Activation\('softmax'\)"),
+        ("model.keras", TypeError, "export takes a"),
+        (flat, TypeError, "export takes a"),
+        (keras.layers.Dense(1), TypeError, "export takes a"),
+    ):
+        with pytest.raises(kind, match=message):
+            rebuild(model)
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L"])
@@ -283,25 +260,10 @@ def test_grey_images_have_the_levels_of_pillow(mode: str) -> None:
 
 def test_the_original_is_left_as_it_is() -> None:
     """Taking the activation off the copy leaves the user's model alone."""
-    model = around(served_model(classes=None, classifier_activation=None), activation="softmax")
+    model = with_layers(base(), dense(None, "softmax"))
     before = said(model)
     rebuild(model)
     np.testing.assert_array_equal(said(model), before)
-
-
-@pytest.mark.parametrize(
-    "model",
-    [
-        lambda: "model.keras",
-        lambda: keras.Sequential([keras.Input((32, 48, 3)), keras.layers.Flatten()]),
-        lambda: keras.layers.Dense(1),
-    ],
-    ids=["path", "no transformer", "layer"],
-)
-def test_other_things_are_refused(model: VisionTransformer) -> None:
-    """What is no model with one Vision Transformer is refused with what is allowed."""
-    with pytest.raises(TypeError, match="export takes a"):
-        rebuild(model())
 
 
 @pytest.mark.parametrize("norm_after_pooling", [False, True])
@@ -327,32 +289,103 @@ def test_a_copy_that_differs_is_noticed() -> None:
     assert not samples.compare_rebuilt(model, exportable, expected).passed
 
 
+ALL = {"num_layers": 2, **variants_oracle.ALL}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "relative": {**ALL, "position_embedding": "relative"},
+    "every block": {
+        **ALL, "position_embedding": "learned_2d", "position_placement": "every_block"
+    },
+    "modern": {"num_layers": 2, **variants_oracle.MODERN},
+    "counted": {"num_layers": 1, "norm_after_pooling": True, **variants_oracle.COUNTED},
+}  # fmt: skip
+
+
+def grey_hybrid() -> keras.Model:
+    """Of one block: of random ones int8 loses more than its gate lets pass."""
+    fields: dict[str, Any] = {"resnet_layers": (1,), "patch_size": 2, "num_layers": 1}
+    model = served_model(input_shape=(32, 48, 1), **fields)
+    model.quantize("int8")
+    return model
+
+
+FORMATS = ("savedmodel", "tflite", "tflite-fp16", "tflite-int8", "onnx")
+SAVED, TFLITE, ONNX = FORMATS[:1], FORMATS[1:4], FORMATS[4:]
+ROUNDED = (*onnx_rounding.FORMATS, "tflite-int8-weights")
+BARE = {"classes": None, "classifier_activation": None}
+# Models, or the fields of those that are to be served, and their formats.
+KINDS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    # What no writer knows by heart is converted.
+    **{name: (fields, FORMATS) for name, fields in VARIANTS.items()},
+    "grey, quantised hybrid": (grey_hybrid, FORMATS),
+    "LoRA in a Sequential": (
+        lambda: sequential(keras_vit.lora(base(), rank=2), dense(None, "softmax")), FORMATS
+    ),
+    "swiglu": (
+        {"hidden_dim": 48, "mlp_dim": 96, "num_layers": 2, "activation": "swiglu"}, ROUNDED
+    ),
+    # tf2onnx with the exact GELU, and with a stem.
+    "exact GELU": ({"activation": "gelu", "position_embedding": "relative"}, ONNX),
+    "normed hybrid": ({"resnet_layers": (1,), "patch_size": 2, "query_key_norm": True}, ONNX),
+    "hybrid": ({"resnet_layers": (1, 1), "patch_size": 1, "num_registers": 1}, TFLITE),
+    # Other signatures.
+    "features": (BARE, SAVED),
+    "tokens": ({**BARE, "pooling": None}, SAVED),
+    "sigmoid": ({"include_preprocessing": False, "classifier_activation": "sigmoid"}, SAVED),
+    "map": ({"pooling": "map", "class_token": False, "representation_dim": 12}, SAVED),
+}  # fmt: skip
+
+
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method")
-@pytest.mark.parametrize("kind", ["grey, quantised hybrid", "LoRA in a Sequential"])
-def test_every_kind_of_model_is_exported_to_every_format(kind: str, tmp_path: Path) -> None:
-    """The formats are verified, and the files answer in LiteRT with and without XNNPACK."""
-    litert = pytest.importorskip("ai_edge_litert.interpreter")
+@pytest.mark.parametrize("name", KINDS)
+def test_every_format_is_written_and_verified(name: str, tmp_path: Path) -> None:
+    """The files hold the export's checks, and LiteRT and ONNX Runtime answer like the model."""
     pytest.importorskip("tf2onnx")
-    if kind.startswith("grey"):
-        # One block: of random ones int8 loses more than its gate lets pass.
-        fields = {"resnet_layers": (1,), "patch_size": 2, "num_layers": 1}
-        model = served_model(input_shape=(32, 48, 1), **fields)
-        model.quantize("int8")
-    else:
-        model = sequential(keras_vit.lora(base(), rank=2), dense(None, "softmax"))
-    shape = model.input_shape[1:]
-    images = np.random.default_rng(5).uniform(0, 255, (1, *shape)).astype("float32")
-    formats = ["savedmodel", "tflite", "tflite-fp16", "tflite-int8", "onnx"]
-    made = {each.format: each.path for each in export(model, tmp_path / "v", formats=formats)}
+    litert = pytest.importorskip("ai_edge_litert.interpreter")
+    kind, formats = KINDS[name]
+    model = kind() if callable(kind) else served_model(**kind)
+    artefacts = export(model, tmp_path / "v", formats=formats)
+    assert tuple(each.format for each in artefacts) == formats
+    assert all(check.passed for each in artefacts for check in each.checks)
+    shape = (1, *model.input_shape[1:])
+    images = np.random.default_rng(6).uniform(0, 255, shape).astype("float32")
     expected = np.asarray(model(images, training=False))
-    resolvers = litert.OpResolverType.AUTO, litert.OpResolverType.BUILTIN_WITHOUT_DEFAULT_DELEGATES
-    for resolver in resolvers:
-        for threads in (1, 2):
-            runner = litert.Interpreter(
-                str(made["tflite-int8"]),
-                num_threads=threads,
-                experimental_op_resolver_type=resolver,
-            ).get_signature_runner("serving_default")
-            answered = runner(images=images)["probabilities"]
-            np.testing.assert_allclose(answered, expected, atol=0.02)
+    for each in artefacts if formats != SAVED else ():
+        if each.format == "savedmodel":
+            continue
+        answer = runners.open_runner(each.format, each.path).run("", {"images": images})
+        is_exact = each.format in ("tflite", "onnx") and name != "grey, quantised hybrid"
+        print(name, each.format, np.abs(answer["probabilities"] - expected).max())
+        np.testing.assert_allclose(
+            answer["probabilities"], expected, atol=FLOAT32 if is_exact else 0.02
+        )
+        # With and without XNNPACK, on one thread and on two.
+        resolvers = litert.OpResolverType
+        for resolver in (resolvers.AUTO, resolvers.BUILTIN_WITHOUT_DEFAULT_DELEGATES):
+            for threads in (1, 2) if each.format == "tflite-int8" else ():
+                interpreter = litert.Interpreter(
+                    str(each.path), num_threads=threads, experimental_op_resolver_type=resolver
+                )
+                runner = interpreter.get_signature_runner(runners.SIGNATURE)
+                answered = runner(images=images)["probabilities"]
+                np.testing.assert_allclose(answered, expected, atol=0.02)
+
+
+def test_a_hybrid_that_tflite_cannot_hold_is_refused_at_once(tmp_path: Path) -> None:
+    """The sentence names the fields and the formats that are left; nothing is written."""
+    model = served_model(resnet_layers=(), patch_size=2, num_layers=1, query_key_norm=True)
+    message = "savedmodel or onnx. Received: a hybrid with query_key_norm set"
+    with pytest.raises(ValueError, match=message):
+        export(model, tmp_path / "v", formats=["onnx", "tflite-int8"])
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_writers_by_hand_leave_variants_alone() -> None:
+    """No variant reaches a forward pass that was written for networks without its fields."""
+    for fields in VARIANTS.values():
+        exportable = rebuild(served_model(**fields))
+        assert exportable.written_config is None
+        assert type(tflite._module(exportable, batch_size=1)).__name__ == "Module"
+        with pytest.raises(ValueError, match="Only a network like the published"):
+            onnx_files.make_onnx(exportable)
+    assert rebuild(served_model()).written_config is not None

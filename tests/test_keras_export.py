@@ -1,8 +1,8 @@
-"""Tests of `keras.Model.export` on models with a Vision Transformer: files answer as the model."""
+"""What Keras' guides do with a model, ours takes, where no other file of these tests does it."""
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import keras
 import numpy as np
@@ -11,10 +11,11 @@ import tensorflow as tf
 import variants_oracle
 from conftest import FLOAT32, TINY, VARIED, randomize
 
+from keras_vit.applications import ViTTi16
 from keras_vit.model import VisionTransformer
 
 pytestmark = [
-    # Keras' own, of tf2onnx and of TensorFlow's interpreter.
+    # Keras' own, also of HDF5 files, of tf2onnx and of TensorFlow's interpreter.
     pytest.mark.filterwarnings("ignore:In the future `np:FutureWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
@@ -115,3 +116,107 @@ def test_prediction_stays_fused_after_an_export(tmp_path: Path) -> None:
     graph = function.get_concrete_function(tf.TensorSpec((None, *TINY.input_shape))).graph
     kinds = {op.type for op in graph.get_operations()}
     assert "FusedBatchNormV3" in kinds or tf.config.list_physical_devices("GPU")
+
+
+CROSS_ENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+IMAGES = np.random.default_rng(3).normal(size=(4, *TINY.input_shape)).astype(np.float32)
+LABELS = np.arange(4) % 7
+
+
+@pytest.fixture
+def model(tiny: VisionTransformer) -> VisionTransformer:
+    """A copy to change."""
+    return tiny.copy()
+
+
+def answer(model: Any) -> np.ndarray:
+    return np.asarray(keras.ops.convert_to_numpy(model(IMAGES, training=False)))
+
+
+def same(left: keras.Model, right: keras.Model) -> None:
+    np.testing.assert_allclose(answer(left), answer(right), atol=FLOAT32)
+
+
+def test_saved_as_hdf5(tiny: VisionTransformer, tmp_path: Path) -> None:
+    """Keras' legacy format knows no registered names: it asks for each class not its own."""
+    tiny.save(tmp_path / "model.h5")
+    builtin = ("keras.src.layers", "keras.src.models")
+    classes = map(type, tiny._flatten_layers())
+    custom_objects = {
+        each.__name__: each for each in classes if not each.__module__.startswith(builtin)
+    }
+    same(keras.saving.load_model(tmp_path / "model.h5", custom_objects=custom_objects), tiny)
+
+
+def test_looked_into(tiny: VisionTransformer) -> None:
+    """Its summary, layers, shapes and counts; and the output of a layer in the middle."""
+    lines: list[str] = []
+    tiny.summary(print_fn=lambda line, **_: lines.append(line))
+    assert any("Total params" in line for line in lines)
+    assert tiny.get_layer(tiny.layers[1].name) is tiny.layers[1]
+    assert tiny.inputs[0].shape == (None, *TINY.input_shape)
+    assert tiny.outputs[0].shape == (None, 7)
+    assert tiny.count_params() == sum(int(np.prod(v.shape)) for v in tiny.weights)
+    middle = tiny.layers[len(tiny.layers) // 2]
+    features, logits = keras.Model(tiny.input, [middle.output, tiny.output])(IMAGES)
+    np.testing.assert_allclose(logits, answer(tiny), atol=FLOAT32)
+    assert features.shape[1:] == middle.output.shape[1:]
+
+
+@pytest.mark.full
+def test_fit_with_the_callbacks_of_keras(model: VisionTransformer, tmp_path: Path) -> None:
+    """Each hears of both epochs; the best model is loaded, and evaluates as it did."""
+    epochs: list[tuple[int, list[str]]] = []
+
+    class Own(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
+            epochs.append((epoch, sorted(logs or {})))
+
+    model.compile(keras.optimizers.SGD(1e-3), CROSS_ENTROPY, metrics=["accuracy"])
+    history = model.fit(
+        tf.data.Dataset.from_tensor_slices((IMAGES, LABELS)).batch(2),
+        validation_data=(IMAGES, LABELS),
+        epochs=2,
+        shuffle=False,
+        verbose=0,
+        callbacks=[
+            Own(),
+            keras.callbacks.ModelCheckpoint(tmp_path / "best.keras", save_best_only=True),
+            keras.callbacks.EarlyStopping(patience=5),
+            keras.callbacks.ReduceLROnPlateau(),
+            keras.callbacks.CSVLogger(tmp_path / "log.csv"),
+            keras.callbacks.BackupAndRestore(tmp_path / "backup"),
+        ],
+    )
+    assert [epoch for epoch, _ in epochs] == [0, 1]
+    assert all({"accuracy", "loss", "val_accuracy", "val_loss"} <= {*logs} for _, logs in epochs)
+    best = keras.saving.load_model(tmp_path / "best.keras")
+    loss, accuracy = best.evaluate(IMAGES, LABELS, verbose=0)
+    assert loss == pytest.approx(min(history.history["val_loss"]), rel=1e-4)
+    assert accuracy in history.history["val_accuracy"]
+
+
+@pytest.mark.full
+def test_inside_a_subclassed_model(model: VisionTransformer, tmp_path: Path) -> None:
+    """It trains, answers probabilities, and its weights are saved."""
+
+    class Own(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = model
+
+        def call(self, inputs: Any, training: bool = False) -> Any:
+            return keras.ops.softmax(self.base(inputs, training=training))
+
+    own = Own()
+    own.compile(keras.optimizers.SGD(1e-3), "sparse_categorical_crossentropy")
+    own.fit(IMAGES, LABELS, verbose=0)
+    np.testing.assert_allclose(answer(own).sum(axis=1), 1, atol=1e-5)
+    own.save_weights(tmp_path / "own.weights.h5")
+
+
+@pytest.mark.parametrize("pooling", ["avg", "max"])
+def test_builders_pool_as_those_of_keras(pooling: Literal["avg", "max"]) -> None:
+    """`include_top=False, pooling=...` gives a vector for each image."""
+    model = ViTTi16(weights=None, include_top=False, input_shape=(32, 32, 3), pooling=pooling)
+    assert len(model.output_shape) == 2

@@ -1,149 +1,168 @@
-"""Starts a server, and asks it over gRPC and REST.
+"""TensorFlow Serving for the tests.
 
-The server is the stand-in of this folder; with the environment variable KERAS_VIT_SERVING_IMAGE it
-is that image of TensorFlow Serving, in docker.
+With the environment variable KERAS_VIT_SERVING_IMAGE it is that image, in docker. Otherwise the
+server's own C++ loader stands in for it, behind gRPC Predict and as much of REST as the client in
+examples/serving asks for: files in rows. Versions, batches and metadata are the server's own.
 """
 
+import base64
 import contextlib
+import http.server
 import json
 import os
-import socket
 import subprocess
-import sys
+import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent import futures
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from keras_vit.exporting import clean
+from keras_vit.exporting.clean import loader
 
-BOOTSTRAP = Path(clean.__file__).parent / "bootstrap.py"
 IMAGE = os.environ.get("KERAS_VIT_SERVING_IMAGE")
-SECONDS = 60
-SETTINGS = "test_batching.txt"
-
-
-def serving(directory: Path, settings: str | None = None) -> "AbstractContextManager[Served]":
-    """Serves a model directory while the block runs, in batches if their settings are given.
-
-    Args:
-        directory: the directory with the versions.
-        settings: the text of a file with BatchingParameters; it is written beside the versions.
-    """
-    start = _docker if IMAGE else _stand_in
-    if settings is not None:
-        (directory / SETTINGS).write_text(settings, encoding="utf-8")
-    return start(Path(directory), settings is not None)
-
-
-@contextlib.contextmanager
-def _stand_in(directory: Path, is_batching: bool) -> "Iterator[Served]":
-    script = Path(__file__).parent / "server.py"
-    files = [directory / SETTINGS] if is_batching else []
-    process = subprocess.Popen(
-        [sys.executable, "-P", script, BOOTSTRAP, directory, *files],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
-        text=True,
-    )
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        if not line:
-            raise RuntimeError(process.communicate()[1][-2000:])
-        ports = json.loads(line)
-        yield Served(directory.name, ports["grpc"], ports["rest"])
-    finally:
-        process.communicate("")
-
-
-@contextlib.contextmanager
-def _docker(directory: Path, is_batching: bool) -> "Iterator[Served]":
-    assert IMAGE is not None
-    name = directory.name
-    path = f"/models/{name}/{SETTINGS}"
-    flags = ["--enable_batching=true", f"--batching_parameters_file={path}"] if is_batching else []
-    served = Served(name, *_free_ports(2))
-    command = ["docker", "run", "--rm", "--detach"]
-    command += ["-p", f"{served.grpc_port}:8500", "-p", f"{served.rest_port}:8501"]
-    command += ["--mount", f"type=bind,source={directory},target=/models/{name}"]
-    command += ["-e", f"MODEL_NAME={name}", IMAGE, *flags]
-    container = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-    try:
-        for _ in range(2 * SECONDS):
-            with contextlib.suppress(OSError, KeyError):
-                if served.status()["model_version_status"][0]["state"] == "AVAILABLE":
-                    break
-            time.sleep(0.5)
-        yield served
-    finally:
-        subprocess.run(["docker", "stop", container], check=True, capture_output=True)
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+SECONDS = 120
+# http_server.cc, ToHTTPStatusCode
+HTTP_CODES = {"NOT_FOUND": 404, "RESOURCE_EXHAUSTED": 429, "UNAVAILABLE": 503}
 
 
 class Served:
-    """A running server."""
+    """A running server.
+
+    Attributes:
+        refusals: codes that the stand-in answers its next requests with; "" ends a connection.
+    """
 
     def __init__(self, name: str, grpc_port: int, rest_port: int) -> None:
         self.name, self.grpc_port, self.rest_port = name, grpc_port, rest_port
+        self.refusals: list[str] = []
 
-    def stub(self) -> Any:
-        """A gRPC stub of PredictionService."""
-        import grpc
-        from tensorflow_serving.apis import prediction_service_pb2_grpc
-
-        options = [("grpc.max_receive_message_length", -1)]
-        channel = grpc.insecure_channel(f"127.0.0.1:{self.grpc_port}", options=options)
-        return prediction_service_pb2_grpc.PredictionServiceStub(channel)
-
-    def predict(
-        self, signature: str, *, name: str | None = None, **inputs: Any
-    ) -> dict[str, np.ndarray]:
+    def predict(self, signature: str, **inputs: Any) -> dict[str, np.ndarray]:
         """Asks over gRPC and returns the outputs as arrays."""
+        import grpc
         import tensorflow as tf
-        from tensorflow_serving.apis import predict_pb2
+        from tensorflow_serving.apis import predict_pb2, prediction_service_pb2_grpc
 
         request = predict_pb2.PredictRequest()
-        request.model_spec.name = self.name if name is None else name
-        request.model_spec.signature_name = signature
+        request.model_spec.name, request.model_spec.signature_name = self.name, signature
         for key, value in inputs.items():
             request.inputs[key].CopyFrom(tf.make_tensor_proto(value))
-        response = self.stub().Predict(request, timeout=SECONDS)
+        with grpc.insecure_channel(f"127.0.0.1:{self.grpc_port}") as channel:
+            stub = prediction_service_pb2_grpc.PredictionServiceStub(channel)
+            response = stub.Predict(request, timeout=SECONDS)
         return {key: tf.make_ndarray(value) for key, value in response.outputs.items()}
 
-    def rest(self, body: Any, path: str | None = None) -> tuple[int, Any]:
-        """Posts JSON and returns (HTTP code, JSON)."""
-        url = f"http://127.0.0.1:{self.rest_port}/v1/models/{path or self.name + ':predict'}"
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        try:
-            with urllib.request.urlopen(url, data, timeout=SECONDS) as response:
-                return response.status, json.load(response)
-        except urllib.error.HTTPError as error:
-            return error.code, json.load(error)
 
-    def get(self, path: str = "") -> tuple[int, Any]:
-        """Asks for what lies under the model's address and returns (HTTP code, JSON)."""
-        url = f"http://127.0.0.1:{self.rest_port}/v1/models/{self.name}{path}"
-        try:
-            with urllib.request.urlopen(url, timeout=SECONDS) as response:
-                return response.status, json.load(response)
-        except urllib.error.HTTPError as error:
-            return error.code, json.load(error)
+def serving(directory: Path) -> AbstractContextManager[Served]:
+    """Serves the highest version of a model directory while the block runs."""
+    return (_docker if IMAGE else _stand_in)(directory)
 
-    def status(self) -> Any:
-        """The model's status over REST."""
-        return self.get()[1]
+
+@contextlib.contextmanager
+def _stand_in(directory: Path) -> Iterator[Served]:
+    served = Served(directory.name, 0, 0)
+    model = loader.SavedModel(max(directory.glob("[0-9]*"), key=lambda version: int(version.name)))
+
+    def run(name: str, signature: str, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        if served.refusals:
+            raise loader.ServingError(served.refusals.pop(0), "not now")
+        if name != served.name:
+            raise loader.ServingError("NOT_FOUND", f"Servable not found for request: {name}")
+        return model.run(signature, inputs)
+
+    server, served.grpc_port = _grpc_server(run)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _rest_handler(run)) as rest:
+        served.rest_port = rest.server_address[1]
+        thread = threading.Thread(target=rest.serve_forever)
+        thread.start()
+        server.start()
+        try:
+            yield served
+        finally:
+            server.stop(None).wait()
+            rest.shutdown()
+            thread.join()
+
+
+def _grpc_server(run: Any) -> tuple[Any, int]:
+    import grpc
+    import tensorflow as tf
+    from tensorflow_serving.apis import predict_pb2, prediction_service_pb2_grpc
+
+    class Service(prediction_service_pb2_grpc.PredictionServiceServicer):
+        def Predict(self, request: Any, context: Any) -> Any:
+            asked, response = request.model_spec, predict_pb2.PredictResponse()
+            inputs = {name: tf.make_ndarray(value) for name, value in request.inputs.items()}
+            try:
+                outputs = run(asked.name, asked.signature_name, inputs)
+            except loader.ServingError as error:
+                context.abort(getattr(grpc.StatusCode, error.code), str(error))
+            for name, value in outputs.items():
+                response.outputs[name].CopyFrom(tf.make_tensor_proto(value))
+            return response
+
+    server = grpc.server(futures.ThreadPoolExecutor(4))
+    prediction_service_pb2_grpc.add_PredictionServiceServicer_to_server(Service(), server)
+    return server, server.add_insecure_port("127.0.0.1:0")
+
+
+def _rest_handler(run: Any) -> type[http.server.BaseHTTPRequestHandler]:
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            files = np.empty(len(body["instances"]), object)
+            files[:] = [base64.b64decode(each["b64"]) for each in body["instances"]]
+            name = self.path.removeprefix("/v1/models/").removesuffix(":predict")
+            try:
+                outputs = run(name, "serving_default", {"image_bytes": files})
+            except loader.ServingError as error:
+                if error.code:
+                    self._answer(HTTP_CODES[error.code], {"error": str(error)})
+                return
+            rows = zip(*(value.tolist() for value in outputs.values()), strict=True)
+            self._answer(
+                200, {"predictions": [dict(zip(outputs, row, strict=True)) for row in rows]}
+            )
+
+        def _answer(self, code: int, body: dict[str, Any]) -> None:
+            content = json.dumps(body, default=bytes.decode).encode()
+            self.send_response(code)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    return Handler
+
+
+@contextlib.contextmanager
+def _docker(directory: Path) -> Iterator[Served]:
+    def docker(*words: str) -> str:
+        done = subprocess.run(["docker", *words], check=True, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    name = directory.name
+    mount = f"type=bind,source={directory},target=/models/{name}"
+    ports = ("-p", "127.0.0.1::8500", "-p", "127.0.0.1::8501")
+    words = ("--rm", "--detach", *ports, "--mount", mount, "-e", f"MODEL_NAME={name}", str(IMAGE))
+    container = docker("run", *words)
+    try:
+        grpc_port, rest_port = (
+            int(docker("port", container, port).splitlines()[0].rpartition(":")[2])
+            for port in ("8500", "8501")
+        )
+        for _ in range(2 * SECONDS):
+            url = f"http://127.0.0.1:{rest_port}/v1/models/{name}"
+            with contextlib.suppress(OSError), urllib.request.urlopen(url) as answer:
+                if json.load(answer)["model_version_status"][0]["state"] == "AVAILABLE":
+                    break
+            time.sleep(0.5)
+        yield Served(name, grpc_port, rest_port)
+    finally:
+        docker("stop", container)

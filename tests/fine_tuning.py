@@ -85,7 +85,8 @@ def trained(
     *, part: int = 0, parts: int = 1, **case: Any
 ) -> tuple[keras_vit.VisionTransformer, dict[str, list[float]]]:
     """A model after the steps, or after this process's part of each; and the logs of each step."""
-    model, logs = compiled(**case), []
+    model = compiled(**case)
+    logs: list[dict[str, Any]] = []
     for number in range(STEPS):
         own = [np.array_split(array, parts)[part] for array in batch(number)]
         logs.append(model.train_on_batch(*own, return_dict=True))

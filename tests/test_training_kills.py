@@ -129,13 +129,13 @@ def test_workers_are_stopped_lost_and_started_again(tmp_path: Path) -> None:
     SIGTERM to one stops both at one step, with exit code 75. Where one is lost, the other names the
     fault and ends, and they go on from a checkpoint that both have.
     """
-    out, begins = tmp_path / "run", []
+    begins: list[int] = []
     stops: list[tuple[int, signal.Signals]] = [
         (1, signal.SIGTERM), (0, signal.SIGKILL), (1, signal.SIGKILL), (0, signal.SIGTERM)
     ]  # fmt: skip
     saved = 0
     for index, sent in stops:
-        began, met, other = disturb(index, sent, out=out)
+        began, met, other = disturb(index, sent, out=tmp_path / "run")
         begins.append(began)
         assert other["code"] == ["75"]
         if sent == signal.SIGKILL:

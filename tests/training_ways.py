@@ -65,14 +65,14 @@ def start_strategies(cases: list[tuple[int, int]]) -> processes.Started:
 def _main(case: dict[str, Any]) -> None:
     processes.make_devices(case["replicas"])
     if "strategies" in case:
-        return _train_one_after_another(case["strategies"])
+        _train_one_after_another(case["strategies"])
+        return
     strategy = tf.distribute.get_strategy()
     if case["multi_worker"]:
         strategy = tf.distribute.MultiWorkerMirroredStrategy()
     elif case["replicas"] > 1:
         strategy = _mirrored(case["replicas"])
     print(json.dumps({name: _train(name, strategy) for name in case["ways"]}))
-    return None
 
 
 def _mirrored(count: int) -> tf.distribute.Strategy:
@@ -116,7 +116,7 @@ def _number_of(values: np.ndarray) -> float:
 def _fit(way: Way, model: Any, strategy: Any) -> dict[str, list[float]]:
     """Trains by `fit`, and evaluates the images of the last, uneven batch too."""
     data = _dataset(way.data, strategy)
-    steps = {}
+    steps: dict[str, Any] = {}
     if way.data == "original":  # each step is an epoch, so that its numbers are logged
         steps = {"steps_per_epoch": 1}
     history = model.fit(

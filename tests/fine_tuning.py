@@ -1,20 +1,29 @@
-"""The original's twelve fine-tuning steps through `model.fit`: a process of its own prints them.
+"""The original's twelve fine-tuning steps: the model that takes them, and its batches.
 
-A process has one strategy, and logical devices are made before anything else. Run as
-`python fine_tuning.py '{"replicas": 2, "each": [{"xla": true}, {"accumulate": 4}]}'`; under
-TF_CONFIG it is one of the workers.
+On JAX, whose devices are made before anything else, processes take them: run as
+`python fine_tuning.py '{"each": [{}, {"layout": "both", "accumulate": 2}]}'`. With
+"index" and "address" it is one of two processes, with half of the devices and of the images.
 """
 
-import hashlib
 import json
+import os
 import sys
 import tempfile
 import zlib
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":
+    os.environ.setdefault("KERAS_BACKEND", "jax")
+
+import keras
 import numpy as np
 import processes
+import published
+
+import keras_vit
+from keras_vit.layers.random import overwritten_weights
+from keras_vit.optimizers import MomentumSGD, WarmupDecay
 
 STEPS, TOTAL, WARMUP, BASE = 12, 40, 4, 0.3
 SIZES: dict[str, Any] = {
@@ -26,33 +35,9 @@ SIZES: dict[str, Any] = {
     "num_layers": 2,
     "classes": 10,
 }
-DEFAULTS: dict[str, Any] = {
-    "replicas": 1,
-    "multi_worker": False,
-    "xla": False,
-    "accumulate": 1,
-    "accumulator_dtype": "float32",
-    "optimizer": "momentum",
-    "remat": False,
-    "precision": "float32",
-    "sam_rho": 0.0,
-    "dropout_rate": 0.0,
-    "clip": 1.0,
-    "evaluate": False,
-    "optimize_graphs": False,
-}
-
-
-def start(
-    each: list[dict[str, Any]], environment: dict[str, str] | None = None, *, replicas: int = 1
-) -> processes.Started:
-    """Starts a process that runs several cases; see `DEFAULTS` for what one may say.
-
-    Its result is a list: of each, losses, gradient norms, arrays, a hash of the weights and of
-    every replica's.
-    """
-    case = {"replicas": replicas, "multi_worker": environment is not None, "each": each}
-    return processes.start(__file__, case, environment)
+DEVICES, PROCESSES = 8, 2
+# (devices that share the images, devices that share kernels)
+LAYOUTS = {"both": (4, 2), "fully": (8, 1)}
 
 
 def batch(number: int) -> tuple[np.ndarray, np.ndarray]:
@@ -62,118 +47,131 @@ def batch(number: int) -> tuple[np.ndarray, np.ndarray]:
     return images, generator.integers(0, 10, 16)
 
 
-def _main(case: dict[str, Any]) -> None:
-    each = case.pop("each")
-    strategy = _strategy({**DEFAULTS, **case})
-    print(json.dumps([_train({**DEFAULTS, **case, **one}, strategy) for one in each]))
-
-
-def _train(case: dict[str, Any], strategy: Any) -> dict[str, Any]:
-    import keras
-
-    import keras_vit
-
-    keras.utils.set_random_seed(0)
-    processes.optimize_graphs(case["optimize_graphs"])
-    with strategy.scope():
-        config = keras_vit.ViTConfig(
-            **SIZES, remat=case["remat"], dropout_rate=case["dropout_rate"]
-        )
-        model = keras_vit.VisionTransformer(config, dtype=case["precision"])
-        load_weights(model)
-        model.compile(
-            _optimizer(case),
-            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            metrics=["accuracy"],
-            accumulate=case["accumulate"],
-            sam_rho=case["sam_rho"],
-            report_gradient_norm=True,
-            jit_compile=case["xla"],
-        )
-    numbers = _fit(model, is_evaluated=case["evaluate"])
-    return {**numbers, "replicas": _replica_hashes(strategy, model)}
-
-
-def _strategy(case: dict[str, Any]) -> Any:
-    processes.make_devices(case["replicas"])
-    import tensorflow as tf
-
-    if case["multi_worker"]:
-        return tf.distribute.MultiWorkerMirroredStrategy()
-    if case["replicas"] == 1:
-        return tf.distribute.get_strategy()
-    devices = [device.name for device in tf.config.list_logical_devices("CPU")]
-    return tf.distribute.MirroredStrategy(devices)
-
-
-def load_weights(model: Any) -> None:
-    """Gives a model the weights that the original began with."""
-    import published
-
-    import keras_vit
-
+def compiled(
+    *,
+    accumulator_dtype: Any = "float32",
+    precision: str = "float32",
+    accumulate: int = 1,
+    sam_rho: float = 0.0,
+    jit_compile: Any = "auto",
+    **fields: Any,
+) -> keras_vit.VisionTransformer:
+    """A model with the weights that the original began with, compiled for its steps."""
+    with overwritten_weights():
+        model = keras_vit.VisionTransformer(keras_vit.ViTConfig(**SIZES, **fields), dtype=precision)
     with tempfile.TemporaryDirectory() as folder:
         path = published.write(Path(folder) / "weights.npz", keras_vit.ViTConfig(**SIZES))
         keras_vit.weights.load(model, path)
-
-
-def _optimizer(case: dict[str, Any]) -> Any:
-    import keras
-
-    from keras_vit import training
-
-    optimizer: keras.optimizers.Optimizer
-    if case["optimizer"] == "momentum":
-        optimizer = training.MomentumSGD(
-            training.WarmupDecay(BASE, steps=TOTAL, warmup_steps=WARMUP),
-            accumulator_dtype=case["accumulator_dtype"],
-            global_clipnorm=case["clip"],
-        )
-    else:
-        optimizer = keras.optimizers.get(case["optimizer"])
-        optimizer.global_clipnorm = case["clip"]
-    if case["precision"] == "mixed_float16":
+    schedule = WarmupDecay(BASE, steps=TOTAL, warmup_steps=WARMUP)
+    optimizer: keras.optimizers.Optimizer = MomentumSGD(
+        schedule, accumulator_dtype=accumulator_dtype, global_clipnorm=1.0
+    )
+    if precision == "mixed_float16":
         # Small: whether a larger one overflows, and a step is left out, is up to rounding.
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=64.0)
-    return optimizer
+    model.compile(
+        optimizer,
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+        accumulate=accumulate,
+        sam_rho=sam_rho,
+        report_gradient_norm=True,
+        jit_compile=jit_compile,
+    )
+    return model
 
 
-def _fit(model: Any, *, is_evaluated: bool) -> dict[str, Any]:
-    """Trains, evaluates if asked to, and returns the numbers of both."""
-    import tensorflow as tf
+def trained(
+    *, part: int = 0, parts: int = 1, **case: Any
+) -> tuple[keras_vit.VisionTransformer, dict[str, list[float]]]:
+    """A model after the steps, or after this process's part of each; and the logs of each step."""
+    model = compiled(**case)
+    logs: list[dict[str, Any]] = []
+    for number in range(STEPS):
+        own = [np.array_split(array, parts)[part] for array in batch(number)]
+        logs.append(model.train_on_batch(*own, return_dict=True))
+    return model, {name: [float(each[name]) for each in logs] for name in logs[0]}
 
-    images, labels = zip(*map(batch, range(STEPS)), strict=True)
-    data = tf.data.Dataset.from_tensor_slices((np.concatenate(images), np.concatenate(labels)))
-    options = tf.data.Options()
-    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
-    data = data.batch(16, drop_remainder=True).with_options(options)
-    history = model.fit(
-        data.repeat(), epochs=STEPS, steps_per_epoch=1, shuffle=False, verbose=0
-    ).history
-    validation = []
-    if is_evaluated:
-        batches = data.unbatch().take(20).batch(8).with_options(options)
-        evaluated = model.evaluate(batches, verbose=0, return_dict=True)
-        validation = [float(np.ravel(evaluated[name])[0]) for name in ("loss", "accuracy")]
-    weights = {variable.path: variable.numpy() for variable in model.weights}
-    content = b"".join(value.tobytes() for value in weights.values())
+
+def start(each: list[dict[str, Any]]) -> list[processes.Started]:
+    """Starts a process of JAX that runs several cases: what `compiled` takes, and a "layout":
+    "one" device, images shared by eight as "data", or one of `LAYOUTS`.
+
+    Its result is a list: of each, the logs, arrays, and how variables are split.
+    """
+    return [_start({"each": each}, DEVICES)]
+
+
+def start_two(each: list[dict[str, Any]]) -> list[processes.Started]:
+    """Starts two processes that train together."""
+    (address,) = processes.free_addresses(1)
+    return [
+        _start({"each": each, "index": index, "address": address}, DEVICES // PROCESSES)
+        for index in range(PROCESSES)
+    ]
+
+
+def _start(case: dict[str, Any], devices: int) -> processes.Started:
+    # Half of the time is LLVM's; the numbers are the same to 2e-6.
+    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+    return processes.start(__file__, case, {"XLA_FLAGS": flags, "KERAS_BACKEND": "jax"})
+
+
+def _main(case: dict[str, Any]) -> None:
+    import jax
+
+    if "address" in case:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(case["address"], PROCESSES, case["index"])
+    print(json.dumps([_train(**one) for one in case["each"]]))
+
+
+def _train(*, layout: str = "one", **case: Any) -> dict[str, Any]:
+    import jax
+
+    keras.utils.set_random_seed(0)
+    keras.distribution.set_distribution(_distribution(layout))
+    model, logs = trained(part=jax.process_index(), parts=jax.process_count(), **case)
+    momenta = [each for each in model.optimizer.variables if each.path.endswith("momentum")]
+    weights = model.trainable_variables
     return {
-        "losses": [float(np.ravel(value)[0]) for value in history["loss"]],
-        "gradient_norms": [float(np.ravel(value)[0]) for value in history["gradient_norm"]],
-        "head_bias": weights["head/bias"].tolist(),
-        "cls": weights["patch_encoder/class_token"].ravel().tolist(),
-        "validation": validation,
-        "sha256": hashlib.sha256(content).hexdigest(),
+        **logs,
+        "head_bias": _whole(model.get_layer("head").bias),
+        "cls": _whole(model.get_layer("patch_encoder").class_token),
+        "devices": len(model.get_layer("block_0").mlp.fc1.kernel.value.sharding.device_set),
+        # What part of all weights and momenta a device has; and whether of each the same.
+        "weights_part": _part(weights),
+        "momenta_part": _part(momenta),
+        "split_alike": [_shard(one) for one in weights] == [_shard(one) for one in momenta],
     }
 
 
-def _replica_hashes(strategy: Any, model: Any) -> list[str]:
-    """One hash of all weights for each replica of this process."""
-    copies = [strategy.experimental_local_results(v.value) for v in model.weights]
-    return [
-        hashlib.sha256(b"".join(copy.numpy().tobytes() for copy in replica)).hexdigest()
-        for replica in zip(*copies, strict=True)
-    ]
+def _distribution(layout: str) -> Any:
+    if layout == "one":
+        return None
+    if layout == "data":
+        return keras.distribution.DataParallel()
+    devices = np.array(keras.distribution.list_devices()).reshape(LAYOUTS[layout])
+    mesh = keras.distribution.DeviceMesh(LAYOUTS[layout], ("batch", "model"), devices)
+    kind = keras_vit.FullySharded if layout == "fully" else keras.distribution.ModelParallel
+    return kind(layout_map=keras_vit.layout_map(mesh), batch_dim_name="batch")
+
+
+def _whole(variable: Any) -> list[float]:
+    """Returns all values of a variable, also if other processes have some of them."""
+    from jax.experimental import multihost_utils
+
+    values = multihost_utils.process_allgather(variable.value, tiled=True)
+    return [float(value) for value in np.ravel(values)]
+
+
+def _shard(variable: Any) -> Any:
+    return variable.value.sharding.shard_shape(variable.value.shape)
+
+
+def _part(variables: list[Any]) -> float:
+    own = sum(int(np.prod(_shard(variable))) for variable in variables)
+    return own / sum(int(np.prod(variable.shape)) for variable in variables)
 
 
 if __name__ == "__main__":

@@ -14,9 +14,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import test_backend
 from conftest import CLASSES, TINY, randomize
 from tensorflow.python.eager import context
 from tensorflow.python.util import _pywrap_util_port
+from test_backend import TOLERANCES, relative
 
 from keras_vit import backend, environment
 from keras_vit.backend import plain, tensorflow
@@ -40,15 +42,8 @@ FORWARD = {
     "_MklNativeFusedMatMul BiasAdd, Add": 2 * BLOCKS,
 }
 
-TOLERANCES = {"float32": 1e-5, "bfloat16": 2e-2}
-# Form, shapes of what it takes, its other arguments.
-FORMS: dict[str, tuple[str, list[tuple[int, ...]], dict[str, Any]]] = {
-    "gelu": ("dense", [(2, 3, 8), (8, 5), (5,)], {"activation": "gelu"}),
-    "gelu_tanh": ("dense", [(2, 3, 8), (8, 5), (5,)], {"activation": "gelu_tanh"}),
-    "quick_gelu": ("dense", [(2, 3, 8), (8, 5), (5,)], {"activation": "quick_gelu"}),
-    "layer_norm": ("layer_norm", [(2, 3, 8), (8,), (8,)], {"epsilon": 1e-6}),
-    "softmax": ("softmax", [(2, 2, 3, 7)], {}),
-    "self_attention": ("self_attention", [(2, 5, 24)], {"num_heads": 2}),
+FORMS = {
+    **test_backend.FORMS,
     "self_attention of many tokens": ("self_attention", [(2, 17, 24)], {"num_heads": 2}),
 }
 
@@ -71,12 +66,6 @@ def kernels(call: Callable[[], Any]) -> collections.Counter[str]:
 
 def assert_fused(counts: collections.Counter[str]) -> None:
     assert {name: counts[name] for name in FORWARD} == FORWARD
-
-
-def relative(ours: Any, expected: Any) -> float:
-    """Returns the largest difference as a fraction of the largest expected value."""
-    difference = np.abs(tf.cast(ours, tf.float32) - tf.cast(expected, tf.float32)).max()
-    return float(difference / np.abs(tf.cast(expected, tf.float32)).max())
 
 
 def value_and_gradients(module: Any, name: str, arrays: list[tf.Tensor], **options: Any) -> Any:
@@ -208,28 +197,19 @@ def test_the_comparison_sees_a_lost_kernel(images: np.ndarray) -> None:
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("name", FORMS)
 def test_fused_forms_have_the_plain_numbers_and_gradients(name: str, dtype: str) -> None:
-    """In a graph, value and gradients are those that TensorFlow derives from the plain form."""
+    """In a graph, and compiled by XLA, as TensorFlow derives them from the plain form."""
     arrays = [
         tf.cast(np.random.default_rng(k).standard_normal(shape), dtype)
         for k, shape in enumerate(FORMS[name][1])
     ]
-    ours = value_and_gradients(backend, name, arrays)
     expected = value_and_gradients(plain, name, arrays)
-    for each, wanted in zip(ours, expected, strict=True):
-        assert relative(each, wanted) < TOLERANCES[dtype]
-        assert relative(each, 1.05 * wanted) > TOLERANCES[dtype]
-
-
-@pytest.mark.parametrize("name", FORMS)
-def test_fused_forms_compile_with_xla(name: str) -> None:
-    """XLA compiles forward and backward, to the same numbers."""
-    arrays = [
-        tf.constant(np.random.default_rng(k).standard_normal(shape), tf.float32)
-        for k, shape in enumerate(FORMS[name][1])
-    ]
-    compiled = value_and_gradients(backend, name, arrays, jit_compile=True)
-    for each, wanted in zip(compiled, value_and_gradients(plain, name, arrays), strict=True):
-        assert relative(each, wanted) < TOLERANCES["float32"]
+    found = [value_and_gradients(backend, name, arrays)]
+    if dtype == "float32":
+        found.append(value_and_gradients(backend, name, arrays, jit_compile=True))
+    for ours in found:
+        for each, wanted in zip(ours, expected, strict=True):
+            assert relative(each, wanted) < TOLERANCES[dtype]
+            assert relative(each, 1.05 * wanted) > TOLERANCES[dtype]
 
 
 @pytest.mark.parametrize("remat", [False, True])

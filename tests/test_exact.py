@@ -71,10 +71,10 @@ def test_half_precision_inside_is_scaled() -> None:
     """Keras looks at the wrapper's own policy alone, and trains with gradients that vanish."""
     base = VisionTransformer(dataclasses.replace(CONFIG, classes=None), dtype="mixed_float16")
     images = keras.Input((32, 48, 3))
-    model = ExactModel(images, keras.layers.Dense(2, dtype="float32")(base(images)))
-    model.compile("sgd", "mse")
-
-    assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+    wrapper = ExactModel(images, keras.layers.Dense(2, dtype="float32")(base(images)))
+    for model in (base, wrapper):
+        model.compile("sgd", "mse")
+        assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
 
 
 def test_a_clone_of_a_compiled_model_trains_exactly() -> None:

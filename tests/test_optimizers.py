@@ -1,6 +1,7 @@
-"""Tests of keras_vit.optimizers."""
+"""Tests of keras_vit.optimizers and of keras_vit.losses."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import keras
@@ -8,14 +9,21 @@ import ml_dtypes
 import numpy as np
 import published
 import pytest
-from conftest import TINY
+from conftest import FLOAT32, TINY
 
 from keras_vit import VisionTransformer
 from keras_vit.config import PositionPlacement
+from keras_vit.losses import make_loss
 from keras_vit.optimizers import Decay
-from keras_vit.training import AdamW, MomentumSGD, WarmupDecay, decayed_rates
+from keras_vit.training import (
+    LAMB,
+    AdamW,
+    MomentumSGD,
+    SigmoidCrossEntropy,
+    WarmupDecay,
+    decayed_rates,
+)
 
-OPTIMIZERS = [MomentumSGD, AdamW]
 GOLDEN = np.load(published.GOLDEN / "finetune.npz")
 
 
@@ -43,17 +51,13 @@ def test_momentum_is_optaxs(dtype: str) -> None:
     np.testing.assert_array_equal(optimizer.variables[-1].numpy(), momentum)
 
 
-@pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer_class", [MomentumSGD, functools.partial(AdamW, epsilon=1e-9)])
 def test_each_layer_has_its_rate(optimizer_class: Any) -> None:
     """A factor scales the step and the decay of its variable, and of no other."""
 
     def step(factor: float) -> np.ndarray:
         weight = variable(2.0)
-        optimizer = (
-            optimizer_class(0.1, layer_rates={weight.path: factor}, weight_decay=0.5, epsilon=1e-9)
-            if optimizer_class is AdamW
-            else optimizer_class(0.1, layer_rates={weight.path: factor}, weight_decay=0.5)
-        )
+        optimizer = optimizer_class(0.1, layer_rates={weight.path: factor}, weight_decay=0.5)
         optimizer.apply([keras.ops.ones(3)], [weight])
         return np.asarray(weight.numpy() - 2.0)
 
@@ -80,14 +84,22 @@ def test_without_factors_it_is_keras_adamw() -> None:
     np.testing.assert_allclose(ours.numpy(), theirs.numpy(), rtol=1e-5)
 
 
-@pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
-def test_it_is_serialized(optimizer_class: Any) -> None:
-    """A saved optimizer comes back with its factors."""
-    optimizer = optimizer_class(0.1, layer_rates={"a/kernel": 0.5}, weight_decay=0.1)
-    again = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(optimizer))
+@pytest.mark.parametrize(
+    "saved",
+    [
+        MomentumSGD(0.1, layer_rates={"a/kernel": 0.5}, weight_decay=0.1),
+        AdamW(0.1, layer_rates={"a/kernel": 0.5}, weight_decay=0.1),
+        LAMB(0.01, weight_decay=0.05, epsilon=1e-6),
+        WarmupDecay(0.3, steps=40, warmup_steps=4, decay="linear"),
+    ],
+    ids=lambda saved: type(saved).__name__,
+)
+def test_it_is_serialized(saved: Any) -> None:
+    """A saved optimizer comes back with its factors and its schedule."""
+    again = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(saved))
 
-    assert isinstance(again, optimizer_class)
-    assert again.get_config() == optimizer.get_config()
+    assert type(again) is type(saved)
+    assert again.get_config() == saved.get_config()
 
 
 def test_rates_fall_from_the_head_to_the_patches() -> None:
@@ -133,9 +145,68 @@ def test_a_constant_stays() -> None:
     assert [float(schedule(step)) for step in (0, 1, 2, 9, 20)] == [0, 0.25, 0.5, 0.5, 0.5]
 
 
-def test_a_schedule_is_serialized() -> None:
-    """A saved optimizer comes back with its schedule."""
-    schedule = WarmupDecay(0.3, steps=40, warmup_steps=4, decay="linear")
-    again = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(schedule))
+RATE, DECAY, EPSILON = 0.01, 0.05, 1e-6
 
-    assert again.get_config() == schedule.get_config()
+
+def reference(
+    values: np.ndarray, gradients: list[np.ndarray], *, decay: float, betas: tuple[float, float]
+) -> np.ndarray:
+    """What NVIDIA's multi_tensor_lamb.cu computes, in double precision."""
+    value = values.astype(np.float64)
+    first = second = np.zeros_like(value)
+    for count, gradient in enumerate(gradients, 1):
+        first = betas[0] * first + (1 - betas[0]) * gradient
+        second = betas[1] * second + (1 - betas[1]) * gradient**2
+        unbiased = second / (1 - betas[1] ** count)
+        step = first / (1 - betas[0] ** count) / (np.sqrt(unbiased) + EPSILON) + decay * value
+        size, length = np.linalg.norm(value), np.linalg.norm(step)
+        is_scaled = decay and size and length
+        value = value - RATE * (size / length if is_scaled else 1.0) * step
+    return value
+
+
+@pytest.mark.parametrize("start", [1.0, 0.0])
+def test_steps_are_those_of_the_source(start: float) -> None:
+    """Of a kernel, from random values and from zeros, and of a bias, which takes Adam's step."""
+    drawn = np.random.default_rng(0)
+    values = [drawn.normal(size=(5, 3)) * start, drawn.normal(size=3)]
+    gradients = [[drawn.normal(size=value.shape) for value in values] for _ in range(6)]
+    kernel, bias = (keras.Variable(value) for value in values)
+    optimizer = LAMB(RATE, weight_decay=DECAY, epsilon=EPSILON, beta_1=0.8, beta_2=0.99)
+    optimizer.exclude_from_weight_decay(var_list=[bias])
+    for pair in gradients:
+        optimizer.apply([keras.ops.convert_to_tensor(g, "float32") for g in pair], [kernel, bias])
+
+    for variable, place, decay in ((kernel, 0, DECAY), (bias, 1, 0.0)):
+        own = [pair[place] for pair in gradients]
+        expected = reference(values[place], own, decay=decay, betas=(0.8, 0.99))
+        assert np.abs(variable.numpy() - expected).max() < FLOAT32
+    other = reference(values[1], [pair[1] for pair in gradients], decay=DECAY, betas=(0.8, 0.99))
+    assert np.abs(bias.numpy() - other).max() > 1e-3  # the comparison can fail
+
+
+def test_sigmoid_is_the_sum_over_classes_and_the_mean_over_images() -> None:
+    """The closed form, on logits and soft targets."""
+    generator = np.random.default_rng(0)
+    logits = generator.standard_normal((4, 5)).astype(np.float32)
+    targets = generator.uniform(0, 1, (4, 5)).astype(np.float32)
+    chances = 1 / (1 + np.exp(-logits))
+    expected = -(targets * np.log(chances) + (1 - targets) * np.log(1 - chances)).sum(1).mean()
+
+    assert float(SigmoidCrossEntropy()(targets, logits)) == pytest.approx(expected, rel=1e-5)
+
+
+def test_softmax_takes_logits_and_probabilities() -> None:
+    """Both give the same number."""
+    logits, targets = np.array([[1.0, 2.0, 0.5]], np.float32), np.array([[0.2, 0.8, 0.0]])
+    chances = keras.ops.softmax(logits)
+
+    assert float(make_loss("softmax")(targets, logits)) == pytest.approx(
+        float(make_loss("softmax", from_logits=False)(targets, chances)), rel=1e-5
+    )
+
+
+def test_sigmoid_needs_logits() -> None:
+    """The sentence says how the model is made."""
+    with pytest.raises(ValueError, match="classifier_activation=None"):
+        make_loss("sigmoid", from_logits=False)

@@ -4,6 +4,7 @@ The network is one layer of softmax regression, whose gradient is a line: so eac
 parts, two passes, averages and loss scales is a line too.
 """
 
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -95,7 +96,7 @@ def train(w: np.ndarray, x: np.ndarray, y: np.ndarray, **case: Any) -> dict[str,
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_steps_are_those_of_numpy(case: dict[str, Any]) -> None:
-    """Losses, norms before clipping, and the weights that `fit` ends with."""
+    """Losses, norms before clipping in training alone, and the weights that `fit` ends with."""
     x, y = batch()
     model = model_for(weights_for(), **case)
     history = model.fit(x, y, batch_size=IMAGES, epochs=STEPS, shuffle=False, verbose=0).history
@@ -104,6 +105,7 @@ def test_steps_are_those_of_numpy(case: dict[str, Any]) -> None:
     for name in ("loss", "gradient_norm"):
         np.testing.assert_allclose(history[name], expected[name], rtol=1e-5, err_msg=name)
     np.testing.assert_allclose(model.get_weights()[0], expected["weights"], rtol=1e-5, atol=1e-6)
+    assert set(model.evaluate(x, y, verbose=0, return_dict=True)) == {"loss"}
     # What the case adds shows, except parts.
     changed = not np.allclose(plain["weights"], expected["weights"], rtol=1e-3)
     assert changed == bool(case.keys() - {"accumulate"})
@@ -158,10 +160,27 @@ def test_each_part_has_its_own_mask(accumulate: int) -> None:
     assert twice.mean() == pytest.approx(0.94, abs=0.05)
 
 
-def test_a_frozen_model_is_told() -> None:
-    """Keras counts epochs in which nothing happens."""
+def test_a_saved_model_trains_on_with_its_options(tmp_path: Path) -> None:
+    """With all that is particular to this step, and to the same bits."""
+    model = model_for(weights_for(), accumulate=2, rho=0.05)
+    model.fit(*batch(), verbose=0)
+    model.save(tmp_path / "model.keras")
+    again = keras.saving.load_model(tmp_path / "model.keras")
+    options = {"accumulate": 2, "sam_rho": 0.05, "report_gradient_norm": True}
+    assert options.items() <= again.get_compile_config().items()
+    for each in (model, again):
+        each.fit(*batch(), shuffle=False, verbose=0)
+    np.testing.assert_array_equal(again.get_weights()[0], model.get_weights()[0])
+
+
+def test_what_no_step_can_do_is_told() -> None:
+    """Keras counts epochs in which nothing happens; each sentence says what was received."""
     model = model_for(weights_for())
     model.trainable = False
     model.compile("sgd", "mse")
     with pytest.raises(ValueError, match="nothing to train"):
         model.fit(*batch(), verbose=0)
+    with pytest.raises(ValueError, match=r"accumulate must be at least 1.*accumulate=0"):
+        model.compile("sgd", "mse", accumulate=0)
+    with pytest.raises(ValueError, match=r"sam_rho at least 0.*sam_rho=-1.0"):
+        model.compile("sgd", "mse", sam_rho=-1.0)

@@ -1,6 +1,5 @@
 """Trainings in processes of their own that are stopped, killed and resumed: the same bits."""
 
-import dataclasses
 import os
 import random
 import signal
@@ -37,22 +36,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.full
-def test_a_stopped_run_ends_with_the_same_bits(whole: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("workers", "replicas"),
+    [(1, 1), *(pytest.param(*each, marks=needs_strategies) for each in ((1, 2), (2, 1)))],
+)
+def test_a_stopped_run_ends_with_the_same_bits(workers: int, replicas: int, tmp_path: Path) -> None:
     """Dropout, augmentation, AdamW, averaging, cosine; stopped between checkpoints as well."""
-    case: dict[str, Any] = {"out": str(tmp_path / "run"), "steps": STEPS}
-    for stop in (3, 30):
-        assert training_rig.run(**case, stop_at=stop)["code"] == ["130"]
-    resumed = training_rig.run(**case)
-
-    assert (resumed["resumed"], resumed["done"]) == (["30"], [whole])
-    assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
-
-
-@pytest.mark.full
-@needs_strategies
-@pytest.mark.parametrize(("workers", "replicas"), [(1, 2), (2, 1)])
-def test_so_do_stopped_replicas_and_workers(workers: int, replicas: int, tmp_path: Path) -> None:
-    """Compared with as many that nothing stopped."""
     case = {"replicas": replicas}
     undisturbed = start_together(workers, out=str(tmp_path / "whole"), **case)
     for stop in (3, 30):
@@ -114,17 +103,14 @@ def test_kill_9_while_the_learning_rate_falls_loses_nothing(tmp_path: Path) -> N
     assert ended["done"] == whole["done"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Disturbed:
-    """A worker that met a signal and the other one: where they began, and what they said then."""
-
-    began: int
-    met: dict[str, list[str]]
-    other: dict[str, list[str]]
+Said = dict[str, list[str]]
 
 
-def disturb(index: int, sent: signal.Signals, *, out: Path) -> Disturbed:
-    """Lets two workers begin or go on, and sends one of them a signal after ten steps."""
+def disturb(index: int, sent: signal.Signals, *, out: Path) -> tuple[int, Said, Said]:
+    """Lets two workers begin or go on, and sends one of them a signal after ten steps.
+
+    Returns where they began, and what the worker that met the signal and the other one said.
+    """
     is_resumed = out.with_name(f"{out.name}.unfinished").exists()
     workers = start_together(2, out=str(out), steps=100_000)
     began = wait_for(workers[index], "resumed", 0) if is_resumed else 0
@@ -132,7 +118,7 @@ def disturb(index: int, sent: signal.Signals, *, out: Path) -> Disturbed:
     workers[index].send_signal(sent)
     other = training_rig.told(workers[1 - index])
     assert other.get("resumed", ["0"]) == [str(began)]
-    return Disturbed(began, training_rig.told(workers[index]), other)
+    return began, training_rig.told(workers[index]), other
 
 
 @pytest.mark.full
@@ -143,16 +129,21 @@ def test_workers_are_stopped_lost_and_started_again(tmp_path: Path) -> None:
     SIGTERM to one stops both at one step, with exit code 75. Where one is lost, the other names the
     fault and ends, and they go on from a checkpoint that both have.
     """
-    out = tmp_path / "run"
-    stopped = disturb(1, signal.SIGTERM, out=out)
-    assert stopped.met["code"] == stopped.other["code"] == ["75"]
-    assert stopped.met["saved"][-1] == stopped.other["saved"][-1]
+    begins: list[int] = []
+    stops: list[tuple[int, signal.Signals]] = [
+        (1, signal.SIGTERM), (0, signal.SIGKILL), (1, signal.SIGKILL), (0, signal.SIGTERM)
+    ]  # fmt: skip
+    saved = 0
+    for index, sent in stops:
+        began, met, other = disturb(index, sent, out=tmp_path / "run")
+        begins.append(began)
+        assert other["code"] == ["75"]
+        if sent == signal.SIGKILL:
+            assert "Another worker was lost at step" in other["failed"][0]
+        else:
+            assert met["code"] == ["75"]
+            assert met["saved"][-1] == other["saved"][-1]
+            saved = saved or int(met["saved"][-1])
 
-    lost = [disturb(killed, signal.SIGKILL, out=out) for killed in (0, 1)]
-    for each in lost:
-        assert each.other["code"] == ["75"]
-        assert "Another worker was lost at step" in each.other["failed"][0]
-
-    again = disturb(0, signal.SIGTERM, out=out)
-    assert again.met["code"] == again.other["code"] == ["75"]
-    assert int(stopped.met["saved"][-1]) == lost[0].began < lost[1].began < again.began
+    assert begins[0] == 0
+    assert saved == begins[1] < begins[2] < begins[3]

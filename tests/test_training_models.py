@@ -1,6 +1,8 @@
 """Tests of keras_vit.training.models."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,35 +10,20 @@ import keras
 import numpy as np
 import pytest
 from conftest import TINY, randomize
+from trainings import not_refused
 
 import keras_vit
 from keras_vit.training import MODEL_NAMES, MODELS, Run, model_config, pretrained_model
 
 
-@pytest.mark.parametrize("name", MODEL_NAMES)
-def test_every_name_gives_its_model(name: str) -> None:
-    """Without sizes a name gives the table's own row."""
-    assert model_config(name) == (MODELS.get(name) or keras_vit.VARIANTS[name])
-
-
-def test_sizes_can_be_chosen() -> None:
-    """Image and patch are replaced, the rest stays."""
+def test_every_name_gives_its_model() -> None:
+    """Without sizes the table's own row; image and patch can be replaced, the rest stays."""
+    for name in MODEL_NAMES:
+        assert model_config(name) == (MODELS.get(name) or keras_vit.VARIANTS[name])
     config = model_config("Ti/16", image_size=(96, 48), patch_size=8)
-
-    assert config.grid == (12, 6)
-    assert config.hidden_dim == 192
-
-
-def test_an_image_that_the_patch_does_not_divide_is_an_error() -> None:
-    """The sentence names both numbers."""
-    with pytest.raises(ValueError, match=r"multiples of 8.*\(60, 64, 3\)"):
-        model_config("tiny", image_size=(60, 64))
-
-
-def test_an_unknown_model_is_an_error() -> None:
-    """The sentence lists the known names."""
-    with pytest.raises(ValueError, match=r"no model 'vgg'; choose one of digits, .*, tiny, Ti/16"):
-        model_config("vgg")
+    assert config == dataclasses.replace(
+        keras_vit.VARIANTS["Ti/16"], input_shape=(96, 48, 3), patch_size=8
+    )
 
 
 def test_a_checkpoint_is_taken_over_with_a_fresh_head(tmp_path: Path) -> None:
@@ -75,12 +62,18 @@ def test_a_starting_point_is_resampled_as_asked_for(tmp_path: Path) -> None:
     assert np.abs(tables[0] - tables[2]).max() > 1e-3
 
 
-def test_weights_need_a_published_variant_and_a_file(tmp_path: Path) -> None:
-    """Small models have no published weights, and a missing file is named."""
-    with pytest.raises(ValueError, match="no model 'tiny'; choose one of Ti/16"):
-        pretrained_model("tiny", weights="x.npz", classes=2)
-    with pytest.raises(FileNotFoundError, match=r"gone\.npz"):
-        pretrained_model("Ti/16", weights=tmp_path / "gone.npz", classes=2)
+def test_models_that_are_none_are_refused(tmp_path: Path) -> None:
+    """Numbers and names are in the sentence; small models have no published weights."""
+    run = Run(path=Path("run"), model=keras.Sequential(), labels=(), config={})
+    start = functools.partial(pretrained_model, classes=2)
+    calls: list[tuple[Callable[[], object], str]] = [
+        (lambda: model_config("tiny", image_size=(60, 64)), r"multiples of 8.*\(60, 64, 3\)"),
+        (lambda: model_config("vgg"), r"no model 'vgg'; choose one of digits, .*, tiny, Ti/16"),
+        (lambda: start("tiny", weights="x.npz"), "no model 'tiny'; choose one of Ti/16"),
+        (lambda: start("Ti/16", weights=tmp_path / "gone.npz"), r"FileNotFoundError.*gone\.npz"),
+        (lambda: run.classifier(["a", "b"]), "the run 'run' holds a Sequential"),
+    ]
+    assert not not_refused(calls, (ValueError, FileNotFoundError))
 
 
 @pytest.mark.parametrize(("classes", "labels"), [(7, "abcdefg"), (7, "gfedcba"), (None, "abcdefg")])
@@ -95,10 +88,3 @@ def test_a_run_keeps_its_classifier_for_its_own_labels(classes: int | None, labe
     for path, variable in actual.items():
         is_fresh = "head/" in path and (classes is None or labels != "abcdefg")
         np.testing.assert_array_equal(variable, 0 * variable if is_fresh else old[path])
-
-
-def test_a_run_of_another_network_makes_no_classifier() -> None:
-    """What is no Vision Transformer is refused in a sentence."""
-    run = Run(path=Path("run"), model=keras.Sequential(), labels=(), config={})
-    with pytest.raises(ValueError, match="the run 'run' holds a Sequential"):
-        run.classifier(["a", "b"])

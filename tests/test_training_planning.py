@@ -125,27 +125,30 @@ def test_sizes_of_huge_photos_are_read_from_their_headers(tmp_path: Path) -> Non
     assert plan.sides == (6000, 4000)
 
 
-@pytest.mark.parametrize(
-    ("tiles", "xla", "precision"),
-    [(True, "auto", "mixed_bfloat16"), (True, True, "float32"), (False, "auto", "float32")],
-)
-def test_precision_follows_the_processor(
-    tiles: bool, xla: Any, precision: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_precision_follows_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     """bfloat16 where TensorFlow's kernels have units for it; XLA's code has no use for them."""
-    monkeypatch.setattr(environment, "has_bfloat16_units", lambda among: tiles)
-    expected = precision if keras.backend.backend() == "tensorflow" else "float32"
-    assert planning.fast_precision(Execution(xla=xla)) == expected
+    choices: list[tuple[bool, Any, str]] = [
+        (True, "auto", "mixed_bfloat16"),
+        (True, True, "float32"),
+        (False, "auto", "float32"),
+    ]
+    for tiles, xla, precision in choices:
+        monkeypatch.setattr(environment, "has_bfloat16_units", lambda among, has=tiles: has)
+        expected = precision if keras.backend.backend() == "tensorflow" else "float32"
+        assert planning.fast_precision(Execution(xla=xla)) == expected
 
 
-class _EmptyMachine(measuring._NoMeter):
-    """There is more than any step takes."""
+class _Machine(measuring._NoMeter):
+    """Has so much memory, of which every step takes so much."""
+
+    def __init__(self, *, room: int, peak: int) -> None:
+        self._numbers = room, peak
 
     def room(self) -> int:
-        return 2**40
+        return self._numbers[0]
 
     def peak(self) -> int:
-        return 2**20
+        return self._numbers[1]
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +158,7 @@ def free(photos: ImageData) -> training.TrainingPlan:
         photos, model="test", config=CONFIG, recipe=RECIPE, execution=Execution()
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measuring, "_meter", _EmptyMachine)
+        patch.setattr(measuring, "_meter", lambda: _Machine(room=2**40, peak=2**20))
         return described.measured(photos)
 
 
@@ -172,21 +175,11 @@ def test_what_fits_is_one_part(free: training.TrainingPlan, photos: ImageData) -
     assert free.to_dict()["accumulate"] == 1
 
 
-class _FullMachine(measuring._NoMeter):
-    """Every step takes what there is not."""
-
-    def room(self) -> int:
-        return 0
-
-    def peak(self) -> int:
-        return 2**30
-
-
 def test_what_does_not_fit_is_split(
     free: training.TrainingPlan, photos: ImageData, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where little memory is free, down to one image at a time; validation takes no more."""
-    monkeypatch.setattr(measuring, "_meter", _FullMachine)
+    monkeypatch.setattr(measuring, "_meter", lambda: _Machine(room=0, peak=2**30))
     plan = free.measured(photos)
     assert plan.cost is not None
     assert (plan.cost.part, plan.execution.accumulate) == (1, 12)
@@ -207,13 +200,11 @@ def test_memory_is_on_the_line_through_two_sizes() -> None:
         assert measuring._fit([first, second], largest=64, usable=usable) == expected
 
 
-@pytest.mark.parametrize(
-    ("size", "part", "parts"), [(64, 64, 1), (64, 8, 8), (37, 8, 6), (5, 0, 5)]
-)
-def test_no_part_is_larger_than_fits(size: int, part: int, parts: int) -> None:
+def test_no_part_is_larger_than_fits() -> None:
     """The first part has the remainder, too."""
-    assert planning._parts(size, part=part) == parts
-    assert size // parts + size % parts <= max(part, 1)
+    for size, part, parts in ((64, 64, 1), (64, 8, 8), (37, 8, 6), (5, 0, 5)):
+        assert planning._parts(size, part=part) == parts
+        assert size // parts + size % parts <= max(part, 1)
 
 
 def test_control_groups_limit_memory(tmp_path: Path) -> None:

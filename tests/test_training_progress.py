@@ -1,12 +1,17 @@
 """Tests of keras_vit.training.progress."""
 
+import csv
 import json
+import sys
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from keras_vit.training import EpochDone, StepDone
-from keras_vit.training.progress import Watcher
+from keras_vit.training.progress import Watcher, plot_curves, write_history
 
 LOGS = {"loss": 1.0, "accuracy": 0.5, "gradient_norm": 2.0}
 
@@ -21,33 +26,25 @@ def watch(epochs: list[tuple[float, float]], **fields: Any) -> Watcher:
     return watcher
 
 
-# (validation accuracy, validation loss) of each epoch -> the best one, from 1.
-BEST = [
-    ([(0.5, 1.0), (0.9, 2.0), (0.8, 0.1)], 3),
-    ([(0.9, 0.5), (0.9, 0.4), (0.9, 0.6)], 2),
-    ([(0.9, 0.5), (0.9, 0.5)], 1),
-]
-
-
-@pytest.mark.parametrize(("epochs", "best"), BEST)
-def test_the_best_epoch_is_the_one_of_least_validation_loss(
-    epochs: list[tuple[float, float]], best: int
-) -> None:
+def test_the_best_epoch_is_the_one_of_least_validation_loss() -> None:
     """Whatever came after, and the first of equals."""
-    watcher = watch(epochs)
+    for epochs, best in (
+        ([(0.5, 1.0), (0.9, 2.0), (0.8, 0.1)], 3),
+        ([(0.9, 0.5), (0.9, 0.4), (0.9, 0.6)], 2),
+        ([(0.9, 0.5), (0.9, 0.5)], 1),
+    ):
+        watcher = watch(epochs)
+        assert watcher.best is not None
+        assert watcher.best.epoch == best, epochs
 
-    assert watcher.best is not None
-    assert watcher.best.epoch == best
 
-
-@pytest.mark.parametrize(("count", "kept"), [(3, [1, 2, 3]), (50, [*range(2, 51, 2)])])
-def test_the_last_epoch_can_be_the_one_that_is_kept(count: int, kept: list[int]) -> None:
+def test_the_last_epoch_can_be_the_one_that_is_kept() -> None:
     """Whatever its loss; on the way one epoch in twenty is, in case of an interruption."""
-    watcher = watch([(0.5, float(epoch)) for epoch in range(1, count + 1)], keep="last")
-
-    assert watcher.best is not None
-    assert watcher.best.epoch == count
-    assert [done.epoch for done in watcher.history if done.is_best] == kept
+    for count, kept in ((3, [1, 2, 3]), (50, [*range(2, 51, 2)])):
+        watcher = watch([(0.5, float(epoch)) for epoch in range(1, count + 1)], keep="last")
+        assert watcher.best is not None
+        assert watcher.best.epoch == count
+        assert [done.epoch for done in watcher.history if done.is_best] == kept
 
 
 def test_events_come_in_order_and_are_complete() -> None:
@@ -103,3 +100,29 @@ def test_an_interruption_by_whoever_watches_is_kept_for_later() -> None:
 
     assert watcher.stop_requested
     assert watcher.step == 1
+
+
+def history(epochs: int) -> list[EpochDone]:
+    return watch([(1 - 0.7 / epoch, 1.5 / epoch) for epoch in range(1, epochs + 1)]).history
+
+
+def test_the_table_has_a_row_per_epoch(tmp_path: Path) -> None:
+    """history.csv reads back as the numbers that were written."""
+    write_history(history(3), tmp_path / "history.csv")
+    with (tmp_path / "history.csv").open() as stream:
+        rows = list(csv.DictReader(stream))
+
+    assert [row["epoch"] for row in rows] == ["1", "2", "3"]
+    assert float(rows[1]["validation_accuracy"]) == 1 - 0.7 / 2
+
+
+def test_the_curves_are_a_picture_with_ink(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One epoch draws as well as many; without matplotlib the error says what to run."""
+    for epochs in (1, 30):
+        plot_curves(history(epochs), tmp_path / "curves.png", best_epoch=1)
+        image = Image.open(tmp_path / "curves.png").convert("L")
+        assert image.width > 600
+        assert np.asarray(image).min() < 100
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r"pip install matplotlib"):
+        plot_curves(history(1), tmp_path / "curves.png", best_epoch=1)

@@ -49,37 +49,41 @@ def rates(run: Run) -> list[float]:
     return [float(line.split(",")[place]) for line in lines[1:]]
 
 
-@pytest.fixture(scope="module")
-def traces() -> list[int]:
-    """The symbolic calls of the schedule so far, at each step of `cooled`."""
-    return []
+@dataclasses.dataclass
+class Cooled:
+    """A training whose patience runs out, and the symbolic calls of its schedule at each step."""
+
+    run: Run
+    listener: Listener
+    traces: list[int]
 
 
 @pytest.fixture(scope="module")
-def cooled(tmp_path_factory: pytest.TempPathFactory, traces: list[int]) -> tuple[Run, Listener]:
-    """A training whose patience runs out; tests must not change it."""
-    call, calls = Cooldown.__call__, []
+def cooled(tmp_path_factory: pytest.TempPathFactory) -> Cooled:
+    """Tests must not change it."""
+    call, calls, traces, listener = Cooldown.__call__, [], [], Listener()
 
     def counted(self: Cooldown, step: Any) -> Any:
         rate = call(self, step)
         calls.append(not backend.is_concrete(rate))
         return rate
 
-    class Counting(Listener):
-        def __call__(self, event: Any) -> None:
-            traces.append(sum(calls))
-            super().__call__(event)
+    def listen(event: Any) -> None:
+        traces.append(sum(calls))
+        listener(event)
 
-    listener = Counting()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Cooldown, "__call__", counted)
-        run = train(**DEFAULTS, out=tmp_path_factory.mktemp("cooled") / "run", on_event=listener)
-    return run, listener
+        run = train(**DEFAULTS, out=tmp_path_factory.mktemp("cooled") / "run", on_event=listen)
+    return Cooled(run, listener, traces)
 
 
-def test_patience_ends_a_training_by_a_falling_rate(cooled: tuple[Run, Listener]) -> None:
-    """Three epochs without a lower loss, then one in which the rate falls to zero."""
-    run, listener = cooled
+def test_patience_ends_a_training_by_a_falling_rate(cooled: Cooled) -> None:
+    """Three epochs without a lower loss, then one in which the rate falls to zero.
+
+    The step is not compiled again for it: the schedule is traced with the first one.
+    """
+    run, listener = cooled.run, cooled.listener
     result = run.config["result"]
     began = result["cooldown_epoch"]
     assert began == result["best_epoch"] + 3
@@ -99,13 +103,7 @@ def test_patience_ends_a_training_by_a_falling_rate(cooled: tuple[Run, Listener]
     assert told in change.text
     epochs = [event.epochs for event in listener.events if isinstance(event, training.EpochDone)]
     assert epochs[-2:] == [20, began + 1]
-
-
-def test_the_step_is_not_compiled_again_for_it(
-    cooled: tuple[Run, Listener], traces: list[int]
-) -> None:
-    """The schedule is traced with the first step, and never after it."""
-    assert traces[0] == traces[-1] > 0
+    assert cooled.traces[0] == cooled.traces[-1] > 0
 
 
 @pytest.mark.full
@@ -154,18 +152,18 @@ def test_epochs_are_raised_where_a_training_is_resumed(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_falling_rate_goes_on_falling(cooled: tuple[Run, Listener], tmp_path: Path) -> None:
+def test_a_falling_rate_goes_on_falling(cooled: Cooled, tmp_path: Path) -> None:
     """It does not begin anew where it is resumed, and epochs are not raised: a sentence says how.
 
     Before and after it began to fall, tests/test_training_kills.py kills a training.
     """
     out = tmp_path / "run"
-    stopped(out, at=cooled[0].config["result"]["steps"] - 1)
+    stopped(out, at=cooled.run.config["result"]["steps"] - 1)
     with pytest.raises(ValueError, match=r"patience ran out after epoch .* Resume with 20 epochs"):
         trained(out, recipe=dataclasses.replace(RECIPE, epochs=30))
     run, listener = trained(out)
     assert not changes(listener)
-    assert (state(run), rates(run)) == (state(cooled[0]), rates(cooled[0]))
+    assert (state(run), rates(run)) == (state(cooled.run), rates(cooled.run))
     with pytest.raises(ValueError, match=r"recipe.patience=3, not 4; resume it with the same"):
         trained(out, recipe=dataclasses.replace(RECIPE, patience=4))
 

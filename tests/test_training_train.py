@@ -14,33 +14,15 @@ import keras
 import numpy as np
 import pytest
 from conftest import FLOAT32, weights_differ
-from trainings import not_refused, state
+from trainings import CONFIG, in_memory, noise, not_refused, state
 
 import keras_vit
+from keras_vit import training
 from keras_vit.data import Augmentation, ImageData, load_folder
 from keras_vit.evaluation import evaluate
-from keras_vit.training import (
-    RECIPES,
-    EpochDone,
-    Execution,
-    MaskedPatchModel,
-    Recipe,
-    Run,
-    check_free,
-    pretrain,
-    train,
-)
+from keras_vit.training import RECIPES, Execution, Run, pretrain, train
 from keras_vit.training.run import Existing
 
-CONFIG = keras_vit.ViTConfig(
-    input_shape=(16, 16, 3),
-    patch_size=8,
-    hidden_dim=16,
-    mlp_dim=32,
-    num_heads=2,
-    num_layers=1,
-    dropout_rate=0.1,
-)
 RECIPE = dataclasses.replace(
     RECIPES["scratch"],
     epochs=2,
@@ -50,18 +32,14 @@ RECIPE = dataclasses.replace(
 )
 # For what augmentation has no part in.
 BRIEF = dataclasses.replace(RECIPE, epochs=1, augmentation=Augmentation())
+# Making an iterator that decodes files takes longer than a run on these.
+PIXELS = in_memory(noise(np.arange(16) % 2), noise(np.arange(4) % 2), labels="ab")
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> ImageData:
     """Twenty image files of two classes."""
     return load_folder(image_files.write_classes(tmp_path_factory.mktemp("images")))
-
-
-@pytest.fixture(scope="module")
-def pixels(data: ImageData) -> ImageData:
-    """The same images in memory: making an iterator that decodes files takes longer than a run."""
-    return image_files.in_memory(data, side=16)
 
 
 @pytest.fixture(scope="module")
@@ -79,17 +57,11 @@ def test_the_run_directory_is_complete(trained: Run, data: ImageData) -> None:
     config = json.loads((trained.path / "config.json").read_text())
     made = trained.model.config
 
-    assert names == [
-        "config.json",
-        "curves.png",
-        "history.csv",
-        "labels.txt",
-        "model.keras",
-        "splits.csv",
-        "tensorboard",
-    ]
+    assert " ".join(names) == (
+        "config.json curves.png history.csv labels.txt model.keras splits.csv tensorboard"
+    )
     assert (trained.path / "labels.txt").read_text() == "plain\nstriped\n"
-    assert Recipe.from_dict(config["recipe"]) == RECIPE
+    assert training.Recipe.from_dict(config["recipe"]) == RECIPE
     assert keras_vit.ViTConfig.from_dict(config["model"]) == made
     assert (made.classes, made.include_preprocessing, made.classifier_activation) == (2, True, None)
     assert config["data"]["images"] == data.counts
@@ -114,10 +86,10 @@ def test_the_saved_model_is_the_best_epoch(trained: Run, data: ImageData) -> Non
     assert getattr(saved, "optimizer", None) is None
 
 
-def test_one_seed_gives_one_model(pixels: ImageData, tmp_path: Path) -> None:
+def test_one_seed_gives_one_model(tmp_path: Path) -> None:
     """Twice the same seed gives the same bits, another seed gives others."""
     states = [
-        state(train(pixels, out=tmp_path / str(n), model=CONFIG, recipe=RECIPE, seed=seed))
+        state(train(PIXELS, out=tmp_path / str(n), model=CONFIG, recipe=RECIPE, seed=seed))
         for n, seed in enumerate((0, 0, 1))
     ]
     assert states[0] == states[1] != states[2]
@@ -131,9 +103,9 @@ def by_hand(**changes: Any) -> keras.Model:
     return keras.Model(images, keras.layers.Dense(2, activation="softmax")(base(images)))
 
 
-def test_a_model_built_by_hand_trains(pixels: ImageData, tmp_path: Path) -> None:
+def test_a_model_built_by_hand_trains(tmp_path: Path) -> None:
     """Exactly; the run holds it, and the given one stays where it is."""
-    run = train(pixels, out=tmp_path / "run", model=by_hand(), recipe=BRIEF)
+    run = train(PIXELS, out=tmp_path / "run", model=by_hand(), recipe=BRIEF)
     loaded = Run.load(run.path).model
     black = np.zeros((2, *CONFIG.input_shape), np.float32)
 
@@ -168,12 +140,12 @@ def wrong_arguments(data: ImageData) -> list[tuple[Callable[..., Run], dict[str,
             {"model": by_hand(), "recipe": decayed},
             "layer_decay cannot be changed in a model that is built by",
         ),
-        (train, {"model": MaskedPatchModel(CONFIG)}, "TypeError: .*give it to `pretrain`"),
-        (pretrain, {"model": MaskedPatchModel(CONFIG)}, "include_preprocessing=False"),
+        (train, {"model": training.MaskedPatchModel(CONFIG)}, "TypeError: .*give it to `pretrain`"),
+        (pretrain, {"model": training.MaskedPatchModel(CONFIG)}, "include_preprocessing=False"),
         (
             pretrain,
             {"model": vit()},
-            "TypeError: .*a ViTConfig or a MaskedPatchModel. .*VisionTransformer",
+            "TypeError: .*a ViTConfig or a training.MaskedPatchModel. .*VisionTransformer",
         ),
         # Without validation images no epoch could be called the best.
         (train, {"data": dataclasses.replace(data, validation=nothing)}, "no validation images"),
@@ -200,7 +172,7 @@ def test_wrong_arguments_are_refused_first(data: ImageData, tmp_path: Path) -> N
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_there_is_safe(trained: Run, pixels: ImageData, tmp_path: Path) -> None:
+def test_what_is_there_is_safe(trained: Run, tmp_path: Path) -> None:
     """A run, and what lies at RUN.unfinished and is no training: photos, a file, a link."""
     (tmp_path / "photos.unfinished").mkdir()
     (tmp_path / "photos.unfinished" / "a.jpg").touch()
@@ -209,7 +181,7 @@ def test_what_is_there_is_safe(trained: Run, pixels: ImageData, tmp_path: Path) 
     (tmp_path / "link.unfinished").symlink_to(tmp_path / "elsewhere")
     before = sorted(tmp_path.rglob("*"))
 
-    call = functools.partial(train, pixels, model=CONFIG, recipe=RECIPE, on_event=untrained)
+    call = functools.partial(train, PIXELS, model=CONFIG, recipe=RECIPE, on_event=untrained)
     choices: tuple[Existing, ...] = ("refuse", "resume", "overwrite")
     calls = [
         (
@@ -235,7 +207,7 @@ def test_a_finished_run_is_returned_by_resuming(trained: Run, data: ImageData) -
         train(data, recipe=dataclasses.replace(RECIPE, epochs=1), **arguments)
 
 
-def test_a_second_training_is_told_of_the_first(pixels: ImageData, tmp_path: Path) -> None:
+def test_a_second_training_is_told_of_the_first(tmp_path: Path) -> None:
     """While one is at work, in the first step or in the last, no other touches its folder."""
     refused: list[str] = []
     choices: tuple[Existing, ...] = ("refuse", "resume", "overwrite")
@@ -243,13 +215,13 @@ def test_a_second_training_is_told_of_the_first(pixels: ImageData, tmp_path: Pat
     def on_event(event: object) -> None:
         for existing in choices:
             with pytest.raises(FileExistsError, match=r"Another training to .*run' is at work: "):
-                train(pixels, out=tmp_path / "run", model=CONFIG, existing=existing)
+                train(PIXELS, out=tmp_path / "run", model=CONFIG, existing=existing)
             refused.append(existing)
             with pytest.raises(FileExistsError, match=f"process {os.getpid()} on "):
-                check_free(tmp_path / "run", existing=existing)
+                training.check_free(tmp_path / "run", existing=existing)
 
     recipe = dataclasses.replace(BRIEF, epochs=None, steps=1)
-    train(pixels, out=tmp_path / "run", model=CONFIG, recipe=recipe, on_event=on_event)
+    train(PIXELS, out=tmp_path / "run", model=CONFIG, recipe=recipe, on_event=on_event)
     assert len(refused) == 9
     assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
 
@@ -259,17 +231,17 @@ def test_a_second_training_is_told_of_the_first(pixels: ImageData, tmp_path: Pat
     keras.backend.backend() == "jax",
     reason="Between the steps of an epoch JAX's loop does not read the variables poisoned here",
 )
-def test_a_loss_that_is_no_number_stops_the_training(pixels: ImageData, tmp_path: Path) -> None:
+def test_a_loss_that_is_no_number_stops_the_training(tmp_path: Path) -> None:
     """The step is named, and the checkpoint of before is kept."""
     recipe = dataclasses.replace(RECIPE, learning_rate=100.0, gradient_norm=None, warmup=0)
     model = vit(classes=2, include_preprocessing=True)
 
     def poison(event: Any) -> None:
-        if not isinstance(event, EpochDone) and event.step == 2:
+        if not isinstance(event, training.EpochDone) and event.step == 2:
             model.get_layer("head").kernel.assign(np.full((16, 2), np.nan))
 
     with pytest.raises(FloatingPointError, match=r"loss is nan at step 3 \(epoch 2\); .* step 2"):
-        train(pixels, out=tmp_path / "run", model=model, recipe=recipe, on_event=poison)
+        train(PIXELS, out=tmp_path / "run", model=model, recipe=recipe, on_event=poison)
     assert (tmp_path / "run.unfinished" / "checkpoint-00000002.npz").is_file()
 
 

@@ -2,14 +2,12 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -96,24 +94,3 @@ def saved_classes(exported: Path, images: np.ndarray) -> np.ndarray:
     (path,) = (path.parent for path in exported.glob("*/saved_model.pb"))
     serve = tf.saved_model.load(str(path)).signatures["serving_default"]
     return np.asarray(serve(image_bytes=tf.constant(png_files(images)))["class_ids"])[:, 0]
-
-
-@pytest.mark.full
-def test_three_commands_from_the_run_to_a_served_prediction(place: Path) -> None:
-    """Train, export, ask: the REST client prints the digit that the sample shows."""
-    pytest.importorskip("tensorflow_serving.apis")
-    from serving_harness.client import serving
-
-    shutil.copytree(place / "exported", place / "digits")
-    sample = place / "run" / "sample.png"
-    images = data.load_digits().test.images
-    with serving(place / "digits") as server:
-        url = f"http://127.0.0.1:{server.rest_port}"
-        client = ROOT / "examples/serving/rest_client.py"
-        words = [sys.executable, str(client), "--url", url, "--model", "digits", str(sample)]
-        done = subprocess.run(words, capture_output=True, text=True, check=True)
-        served = server.predict("serving_default", image_bytes=png_files(images))["class_ids"][:, 0]
-    model = keras.saving.load_model(place / "run" / "model.keras", compile=False)
-    pixels = data.read_images([sample], size=model.input_shape[1:3])
-    assert done.stdout.startswith(f"{sample}: {np.asarray(model(pixels)).argmax()} ")
-    assert np.array_equal(served, saved_classes(place / "exported", images))

@@ -1,21 +1,28 @@
-"""Tests of keras_vit.training.masked_patches."""
+"""Tests of keras_vit.training.masked_patches, and of pretrain, which trains by them."""
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
+import image_files
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 import variants_oracle
-from conftest import TINY, randomize
+from conftest import TINY, randomize, weights_differ
+from PIL import Image
+from scipy.special import log_softmax
+from trainings import Listener, not_refused
 
-from keras_vit import ViTConfig
+from keras_vit import ViTConfig, training
+from keras_vit.data import Augmentation, Split, load_folder
 from keras_vit.model import VisionTransformer
-from keras_vit.training import masked_patches
-from keras_vit.training.masked_patches import MaskedPatchModel, Target, patch_targets
+from keras_vit.training import EpochDone, Execution, MaskedPatchModel, Run, masked_patches
+from keras_vit.training.masked_patches import Target, patch_targets, plot_reconstructions
 
-TARGETS = ("mean_color", "small_patch", "pixels")
+TARGETS: tuple[Target, ...] = ("mean_color", "small_patch", "pixels")
 CONFIGS = {
     "token": TINY,
     "avg": dataclasses.replace(TINY, pooling="avg", class_token=False),
@@ -60,42 +67,32 @@ def expected_targets(images: np.ndarray, target: Target, *, pixels: bool) -> np.
     return np.reshape(result, (len(images), 24, -1))
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("name", CONFIGS)
-def test_targets_are_those_of_a_walk_over_the_patches(target: Target, name: str) -> None:
-    """Colours of 3 bits, of whole patches or 4x4 parts, and pixels, on oblong images."""
-    config = CONFIGS[name]
-    images = images_for(config)
-    expected = expected_targets(images, target, pixels=config.include_preprocessing)
-    actual = keras.ops.convert_to_numpy(patch_targets(images, config, target))
-    np.testing.assert_allclose(actual, expected, atol=1e-5)
-    assert actual.dtype.kind == ("f" if target == "pixels" else "i")
+def test_targets_do_not_depend_on_how_pixels_are_scaled() -> None:
+    """Of a model that takes scaled images, colours are those of the pixels they came from.
 
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_targets_do_not_depend_on_how_pixels_are_scaled(target: Target) -> None:
-    """Of a model that takes scaled images, colours are those of the pixels they came from."""
+    The edges of the range are colours 0 and 511.
+    """
     pixels = np.random.default_rng(0).integers(0, 256, (2, 32, 48, 3)).astype(np.float32)
     inside = dataclasses.replace(TINY, include_preprocessing=True)
     outside = dataclasses.replace(TINY, image_mean=(0.4, 0.5, 0.6), image_std=(0.2, 0.3, 0.25))
     scaled = VisionTransformer(outside).preprocess_input(pixels)
-    expected = keras.ops.convert_to_numpy(patch_targets(pixels, inside, target))
-    actual = keras.ops.convert_to_numpy(patch_targets(scaled, outside, target))
-    np.testing.assert_allclose(actual, expected, atol=1e-5)
-
-
-def test_the_whitest_white_is_the_last_colour() -> None:
-    """The edges of the range are colours 0 and 511."""
-    images = np.stack([np.full((32, 48, 3), -1.0), np.ones((32, 48, 3))])
-    actual = keras.ops.convert_to_numpy(patch_targets(images, TINY, "mean_color"))
-    assert (actual[0] == 0).all()
-    assert (actual[1] == 511).all()
+    for target in TARGETS:
+        expected = keras.ops.convert_to_numpy(patch_targets(pixels, inside, target))
+        actual = keras.ops.convert_to_numpy(patch_targets(scaled, outside, target))
+        np.testing.assert_allclose(actual, expected, atol=1e-5)
+        assert actual.dtype.kind == ("f" if target == "pixels" else "i")
+    for edge, color in ((-1, 0), (1, 511)):
+        image = np.full((1, 32, 48, 3), edge)
+        assert np.all(keras.ops.equal(patch_targets(image, TINY, "mean_color"), color))
 
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_loss_is_that_of_the_corrupted_patches(target: Target, name: str) -> None:
-    """From the predictions, NumPy's mean over corrupted patches alone is the loss."""
+    """From the predictions, NumPy's mean over corrupted patches alone is the loss.
+
+    Its targets are colours of 3 bits, of whole patches or 4x4 parts, and pixels, on oblong images.
+    """
     config = CONFIGS[name]
     model = randomize(MaskedPatchModel(config, target=target, seed=0))
     images = images_for(config)
@@ -105,20 +102,14 @@ def test_the_loss_is_that_of_the_corrupted_patches(target: Target, name: str) ->
         for key in ("predictions", "corrupted")
     )
     targets = expected_targets(images, target, pixels=config.include_preprocessing)
-    losses = []
-    for image, patch in zip(*np.nonzero(corrupted), strict=True):
-        if target == "pixels":
-            losses.append(np.mean((predictions[image, patch] - targets[image, patch]) ** 2))
-            continue
-        for scores, color in zip(
-            predictions[image, patch].reshape(-1, 512), targets[image, patch], strict=True
-        ):
-            losses.append(
-                np.log(np.exp(scores - scores.max()).sum()) + scores.max() - scores[color]
-            )
+    if target == "pixels":
+        losses = (predictions - targets) ** 2
+    else:
+        scores = log_softmax(predictions.reshape(*targets.shape, 512), axis=-1)
+        losses = -np.take_along_axis(scores, targets.astype(int)[..., None], axis=-1)
     assert corrupted.sum(axis=1).tolist() == [12] * 4
     actual = model.compute_loss(x=images, y_pred=answer)
-    np.testing.assert_allclose(actual, np.mean(losses), rtol=1e-5)
+    np.testing.assert_allclose(actual, losses[corrupted > 0].mean(), rtol=1e-5)
 
 
 def test_patches_are_corrupted_in_the_papers_proportions() -> None:
@@ -157,21 +148,18 @@ def test_without_corruption_the_network_is_the_vits(
     np.testing.assert_allclose(model(images)["predictions"], expected, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "target", ["mean_color", *(pytest.param(t, marks=pytest.mark.full) for t in TARGETS[1:])]
-)
 @pytest.mark.full
-def test_fit_lowers_the_loss_and_moves_every_weight(target: Target) -> None:
+def test_fit_lowers_the_loss_and_moves_every_weight() -> None:
     """Compiled, with dropout and labels that nobody looks at, everything before pooling learns."""
     keras.utils.set_random_seed(0)
     config = dataclasses.replace(TINY, num_layers=1, dropout_rate=0.1)
-    model = MaskedPatchModel(config, target=target, seed=0)
+    model = MaskedPatchModel(config, seed=0)
     images = np.tile(images_for(config, 1), (8, 1, 1, 1))
     before = {v.path: keras.ops.convert_to_numpy(v).copy() for v in model.trainable_variables}
     model.compile(keras.optimizers.Adam(0.01))
     history = model.fit(images, np.zeros(8), epochs=12, verbose=0).history
     assert history["loss"][-1] < 0.9 * history["loss"][0]
-    assert target == "pixels" or history["accuracy"][-1] > history["accuracy"][0]
+    assert history["accuracy"][-1] > history["accuracy"][0]
     for variable in model.trainable_variables:
         assert not np.array_equal(before[variable.path], variable), variable.path
     assert model.evaluate(images, verbose=0, return_dict=True)["loss"] < history["loss"][0]
@@ -200,19 +188,147 @@ def test_mixed_precision_predicts_in_float32() -> None:
     assert np.isfinite(model.fit(images, verbose=0).history["loss"][0])
 
 
-@pytest.mark.parametrize(
-    ("fields", "arguments", "message"),
-    [
-        ({}, {"target": "words"}, r"one of \['mean_color', 'small_patch', 'pixels'\].*'words'"),
-        ({}, {"corruption": 0.0}, "corruption must be above 0.*0.0"),
-        ({"input_shape": (24, 24, 3), "patch_size": 6}, {"target": "small_patch"}, "of 4.*6"),
-        ({"input_shape": (32, 48, 5)}, {}, "5 channels"),
-        ({"patch_dropout_rate": 0.5}, {}, "set patch_dropout_rate to 0.*patch_dropout_rate=0.5"),
-    ],
-)
-def test_bad_arguments_are_refused(
-    fields: dict[str, Any], arguments: dict[str, Any], message: str
-) -> None:
+# Fields of the network, arguments, and what is said.
+WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({}, {"target": "words"}, r"one of \['mean_color', 'small_patch', 'pixels'\].*'words'"),
+    ({}, {"corruption": 0.0}, "corruption must be above 0.*0.0"),
+    ({"input_shape": (24, 24, 3), "patch_size": 6}, {"target": "small_patch"}, "of 4.*6"),
+    ({"input_shape": (32, 48, 5)}, {}, "5 channels"),
+    ({"patch_dropout_rate": 0.5}, {}, "set patch_dropout_rate to 0.*patch_dropout_rate=0.5"),
+]
+
+
+def test_bad_arguments_are_refused() -> None:
     """The error says what is allowed."""
-    with pytest.raises(ValueError, match=message):
-        MaskedPatchModel(dataclasses.replace(TINY, **fields), **arguments)
+    calls = [
+        (functools.partial(MaskedPatchModel, dataclasses.replace(TINY, **fields), **given), text)
+        for fields, given, text in WRONG
+    ]
+    assert not not_refused(calls)
+
+
+class Knowing:
+    """Stands for a model that predicts what is right."""
+
+    def __init__(self, target: Any, *, pixels: bool = False) -> None:
+        self.config = dataclasses.replace(TINY, include_preprocessing=pixels)
+        self.target = target
+
+    def __call__(self, images: Any, training: bool) -> dict[str, Any]:
+        assert not training
+        targets = np.asarray(patch_targets(images, self.config, self.target))
+        corrupted = np.zeros((len(images), 24), np.float32)
+        corrupted[:, ::3] = 1
+        if self.target != "pixels":
+            targets = np.eye(512, dtype=np.float32)[targets].reshape(len(images), 24, -1)
+        return {"predictions": targets, "corrupted": corrupted}
+
+
+@pytest.mark.parametrize("pixels", [False, True])
+@pytest.mark.parametrize("target", TARGETS)
+def test_right_predictions_look_like_what_was_wanted(target: Target, pixels: bool) -> None:
+    """Where nothing is corrupted all are the image; where it is, the target's own coarseness."""
+    knowing: Any = Knowing(target, pixels=pixels)
+    images = images_for(knowing.config, 2)
+    actual = training.reconstruct(knowing, images)
+    scaled = images / 127.5 - 1 if pixels else images
+    np.testing.assert_allclose(actual.images, scaled, atol=1e-6)
+    np.testing.assert_allclose(actual.predicted, actual.wanted, atol=1e-6)
+    is_corrupted = np.kron(np.arange(24).reshape(4, 6) % 3 == 0, np.ones((8, 8))) > 0
+    np.testing.assert_array_equal((actual.hidden == 0).all(axis=(0, 3)), is_corrupted)
+    np.testing.assert_allclose(actual.wanted[:, ~is_corrupted], scaled[:, ~is_corrupted], atol=1e-6)
+    side = {"mean_color": 8, "small_patch": 2, "pixels": 1}[target]
+    parts = scaled.reshape(2, 32 // side, side, 48 // side, side, 3)
+    means = parts.mean(axis=(2, 4)).repeat(side, axis=1).repeat(side, axis=2)
+    # Of 8 levels none is further from its middle than a sixteenth of the range.
+    away = np.abs(actual.wanted - means)[:, is_corrupted].max()
+    assert away <= (1e-5 if target == "pixels" else 0.125 + 1e-5)
+
+
+def test_another_prediction_is_another_picture() -> None:
+    """What a random model predicts is drawn, and not the target."""
+    actual = training.reconstruct(randomize(MaskedPatchModel(TINY, seed=0)), images_for(TINY, 2))
+    assert actual.corrupted.sum() == 24
+    assert not np.allclose(actual.predicted, actual.wanted)
+
+
+def test_the_picture_shows_some_images(tmp_path: Path) -> None:
+    """Four rows, as many columns as images, and not more than there are."""
+    config = dataclasses.replace(TINY, include_preprocessing=True)
+    model = randomize(MaskedPatchModel(config, target="pixels", seed=0))
+    images = np.random.default_rng(0).integers(0, 256, (3, 20, 20, 3)).astype(np.uint8)
+    split = Split(images=images, targets=np.zeros(3, np.int32))
+    widths = []
+    for count in (2, 8):
+        plot_reconstructions(model, split, tmp_path / "picture.png", count=count)
+        with Image.open(tmp_path / "picture.png") as picture:
+            widths.append(picture.width)
+    assert widths[0] < widths[1]
+    assert widths[1] == round(120 * (1.3 * 3 + 1.1))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("target", TARGETS)
+def test_pretraining_learns_whatever_is_predicted(target: Target, tmp_path: Path) -> None:
+    """The loss falls; pixels have no accuracy, and everything that is written copes with that.
+
+    The run's model is the plain one without classifier.
+    """
+    fields: dict[str, Any] = {"patch_size": 4, "num_layers": 2, "classes": None}
+    config = dataclasses.replace(
+        CONFIGS["avg"], input_shape=(16, 24, 3), include_preprocessing=True, **fields
+    )
+    model = MaskedPatchModel(config, target=target)
+    files = load_folder(image_files.write_classes(tmp_path / "images"))
+    recipe = dataclasses.replace(
+        training.RECIPES["masked-patches"],
+        epochs=5,
+        batch_size=4,
+        learning_rate=0.01,
+        augmentation=Augmentation(),
+    )
+    listener = Listener()
+    run = training.pretrain(
+        image_files.in_memory(files, side=16),
+        out=tmp_path / "run",
+        model=model,
+        recipe=recipe,
+        on_event=listener,
+    )
+    epochs = [event for event in listener.events if isinstance(event, EpochDone)]
+    assert epochs[-1].loss < 0.9 * epochs[0].loss
+    assert min(done.validation_loss for done in epochs) == run.config["result"]["validation_loss"]
+    assert (epochs[0].accuracy is None) == (target == "pixels")
+    assert (run.config["objective"], run.config["target"]) == ("masked-patches", target)
+    opened = Run.load(run.path).model
+    assert type(opened) is VisionTransformer
+    assert opened.config == config
+    assert not weights_differ(opened, run.model)
+    with Image.open(run.path / "reconstructions.png") as picture:
+        assert np.asarray(picture.convert("L")).min() < 100
+
+
+def test_replicas_corrupt_other_patches() -> None:
+    """On two replicas the same images lose other patches, and a step moves the state once."""
+    strategy = Execution(strategy="mirrored").make_strategy()
+    with strategy.scope():
+        model = MaskedPatchModel(TINY, seed=0)
+    image = tf.constant(images_for(TINY, 1))
+    made = strategy.run(tf.function(lambda: model(image, training=True)["corrupted"]))
+    first, second = (value.numpy() for value in strategy.experimental_local_results(made))
+    assert first.sum() == second.sum() == 12
+    assert not np.array_equal(first, second)
+    states = {tuple(value.numpy()) for value in model.seeds.state.value.values}
+    assert len(states) == 1
+
+
+def test_evaluation_corrupts_the_same_each_time() -> None:
+    """Two epochs are compared on the same patches; training moves on, by a seed of its own."""
+    model, other = MaskedPatchModel(TINY, seed=0), MaskedPatchModel(TINY, seed=1)
+    images = images_for(TINY, 2)
+    seen = [np.asarray(model(images, training=False)["corrupted"]) for _ in range(2)]
+    drawn = [np.asarray(each(images, training=True)["corrupted"]) for each in (model, model, other)]
+    np.testing.assert_array_equal(seen[0], seen[1])
+    assert not np.array_equal(drawn[0], drawn[1])
+    assert not np.array_equal(drawn[0], drawn[2])
+    assert masked_patches.EVALUATION_SEEDS == (1, 2, 3)

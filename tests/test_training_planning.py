@@ -1,6 +1,9 @@
-"""Tests of keras_vit.training.planning and measuring: what a look at images and machine chooses."""
+"""Tests of planning, measuring and sweeps: what is chosen before a training, and by trying it."""
 
+import csv
 import dataclasses
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,17 +12,24 @@ import keras
 import numpy as np
 import pytest
 from PIL import Image
+from trainings import CONFIG, Listener, in_memory, noise
 
-from keras_vit import environment, training
-from keras_vit.config import ViTConfig
-from keras_vit.data import ImageData, Split, load_folder, load_unlabelled_folder
-from keras_vit.training import Execution, measuring, planning
+from keras_vit import VisionTransformer, environment, training
+from keras_vit.cli.main import main
+from keras_vit.data import ImageData, load_folder, load_unlabelled_folder
+from keras_vit.training import (
+    Execution,
+    Recipe,
+    Sweep,
+    Trial,
+    TrialDone,
+    measuring,
+    planning,
+    sweep_learning_rate,
+)
 from keras_vit.training.execution import Job
 from keras_vit.weights import resolve
 
-CONFIG = ViTConfig(
-    input_shape=(32, 32, 3), patch_size=8, hidden_dim=16, mlp_dim=32, num_heads=2, num_layers=1
-)
 RECIPE = training.Recipe(epochs=2, batch_size=12, learning_rate=1e-3)
 
 
@@ -46,9 +56,8 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> ImageData:
     return load_folder(folder)
 
 
-def in_memory(count: int) -> ImageData:
-    split = Split(images=np.zeros((count, 4, 4, 3), np.uint8), targets=np.arange(count) % 2)
-    return ImageData(source="memory", labels=("a", "b"), train=split, validation=split, test=split)
+def two_classes(count: int) -> ImageData:
+    return in_memory(noise(np.arange(count) % 2), noise(np.arange(4) % 2), labels="ab")
 
 
 def test_published_weights_are_fine_tuned_where_they_can_be_reached(
@@ -67,14 +76,23 @@ def test_published_weights_are_fine_tuned_where_they_can_be_reached(
     assert plan.choice_text.endswith(": fine-tunes Ti/16 from imagenet21k (in the mirror).")
 
 
-def test_an_accelerator_takes_the_larger_variant_for_many_images(
-    mirror: Path, monkeypatch: pytest.MonkeyPatch
+def test_data_and_machine_choose_the_model(
+    mirror: Path, photos: ImageData, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measuring, "has_accelerator", lambda: True)
-    assert planning.choose(in_memory(999)).model == "Ti/16"
-    assert planning.choose(in_memory(1000)).model == "S/16"
-    monkeypatch.setattr(measuring, "has_accelerator", lambda: False)
-    assert planning.choose(in_memory(1000)).model == "Ti/16"
+    """The larger one for many images on an accelerator; the small one where patches do not fit.
+
+    The digits stay as they are.
+    """
+    digits = planning.choose(dataclasses.replace(two_classes(40), source="digits"))
+    assert digits.config == training.MODELS["digits-hybrid"]
+    assert (digits.recipe, digits.execution) == (training.RECIPES["digits"], Execution())
+    assert planning.choose(photos, image_size=(96, 128)).model == "Ti/16"
+    plan = planning.choose(photos, image_size=(72, 72))
+    assert (plan.model, plan.config and plan.config.image_size) == ("tiny", (72, 72))
+    assert plan.choice_text.endswith("16 pixels do not divide 72x72 (height x width).")
+    for count, has, model in ((999, True, "Ti/16"), (1000, True, "S/16"), (1000, False, "Ti/16")):
+        monkeypatch.setattr(measuring, "has_accelerator", lambda has=has: has)
+        assert planning.choose(two_classes(count)).model == model
 
 
 def test_elsewhere_the_small_model_trains_and_says_why(
@@ -94,20 +112,6 @@ def test_elsewhere_the_small_model_trains_and_says_why(
     assert fresh.choice_text.endswith("pixels: trains tiny from fresh weights.")
 
 
-def test_patches_decide_which_sizes_there_are(mirror: Path, photos: ImageData) -> None:
-    """A size of Ti/16 is its own; one that its patches do not divide goes to the small model."""
-    assert planning.choose(photos, image_size=(96, 128)).model == "Ti/16"
-    plan = planning.choose(photos, image_size=(72, 72))
-    assert (plan.model, plan.config and plan.config.image_size) == ("tiny", (72, 72))
-    assert plan.choice_text.endswith("16 pixels do not divide 72x72 (height x width).")
-
-
-def test_the_digits_stay_as_they_are(mirror: Path) -> None:
-    plan = planning.choose(dataclasses.replace(in_memory(40), source="digits"))
-    assert plan.config == training.MODELS["digits-hybrid"]
-    assert (plan.recipe, plan.execution) == (training.RECIPES["digits"], Execution())
-
-
 def test_sizes_of_huge_photos_are_read_from_their_headers(tmp_path: Path) -> None:
     """Of JPEG and PNG, without decoding; EXIF does not matter, sides are sorted."""
     huge = Image.new("RGB", (6000, 4000))
@@ -125,27 +129,23 @@ def test_sizes_of_huge_photos_are_read_from_their_headers(tmp_path: Path) -> Non
     assert plan.sides == (6000, 4000)
 
 
-@pytest.mark.parametrize(
-    ("tiles", "xla", "precision"),
-    [(True, "auto", "mixed_bfloat16"), (True, True, "float32"), (False, "auto", "float32")],
-)
-def test_precision_follows_the_processor(
-    tiles: bool, xla: Any, precision: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_precision_follows_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     """bfloat16 where TensorFlow's kernels have units for it; XLA's code has no use for them."""
-    monkeypatch.setattr(environment, "has_bfloat16_units", lambda among: tiles)
-    expected = precision if keras.backend.backend() == "tensorflow" else "float32"
-    assert planning.fast_precision(Execution(xla=xla)) == expected
+    choices: list[tuple[bool, Any, str]] = [
+        (True, "auto", "mixed_bfloat16"),
+        (True, True, "float32"),
+        (False, "auto", "float32"),
+    ]
+    for tiles, xla, precision in choices:
+        monkeypatch.setattr(environment, "has_bfloat16_units", lambda among, has=tiles: has)
+        expected = precision if keras.backend.backend() == "tensorflow" else "float32"
+        assert planning.fast_precision(Execution(xla=xla)) == expected
 
 
-class _EmptyMachine(measuring._NoMeter):
-    """There is more than any step takes."""
-
-    def room(self) -> int:
-        return 2**40
-
-    def peak(self) -> int:
-        return 2**20
+def machine(*, room: int, peak: int) -> Any:
+    """What has so much memory, of which every step takes so much."""
+    methods = {"room": lambda self: room, "peak": lambda self: peak}
+    return type("Machine", (measuring._NoMeter,), methods)
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +155,7 @@ def free(photos: ImageData) -> training.TrainingPlan:
         photos, model="test", config=CONFIG, recipe=RECIPE, execution=Execution()
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measuring, "_meter", _EmptyMachine)
+        patch.setattr(measuring, "_meter", machine(room=2**40, peak=2**20))
         return described.measured(photos)
 
 
@@ -172,21 +172,11 @@ def test_what_fits_is_one_part(free: training.TrainingPlan, photos: ImageData) -
     assert free.to_dict()["accumulate"] == 1
 
 
-class _FullMachine(measuring._NoMeter):
-    """Every step takes what there is not."""
-
-    def room(self) -> int:
-        return 0
-
-    def peak(self) -> int:
-        return 2**30
-
-
 def test_what_does_not_fit_is_split(
     free: training.TrainingPlan, photos: ImageData, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where little memory is free, down to one image at a time; validation takes no more."""
-    monkeypatch.setattr(measuring, "_meter", _FullMachine)
+    monkeypatch.setattr(measuring, "_meter", machine(room=0, peak=2**30))
     plan = free.measured(photos)
     assert plan.cost is not None
     assert (plan.cost.part, plan.execution.accumulate) == (1, 12)
@@ -207,13 +197,11 @@ def test_memory_is_on_the_line_through_two_sizes() -> None:
         assert measuring._fit([first, second], largest=64, usable=usable) == expected
 
 
-@pytest.mark.parametrize(
-    ("size", "part", "parts"), [(64, 64, 1), (64, 8, 8), (37, 8, 6), (5, 0, 5)]
-)
-def test_no_part_is_larger_than_fits(size: int, part: int, parts: int) -> None:
+def test_no_part_is_larger_than_fits() -> None:
     """The first part has the remainder, too."""
-    assert planning._parts(size, part=part) == parts
-    assert size // parts + size % parts <= max(part, 1)
+    for size, part, parts in ((64, 64, 1), (64, 8, 8), (37, 8, 6), (5, 0, 5)):
+        assert planning._parts(size, part=part) == parts
+        assert size // parts + size % parts <= max(part, 1)
 
 
 def test_control_groups_limit_memory(tmp_path: Path) -> None:
@@ -236,3 +224,113 @@ def test_control_groups_limit_memory(tmp_path: Path) -> None:
     write("sys/fs/cgroup/memory/memory.limit_in_bytes", "4000\n")
     write("sys/fs/cgroup/memory/memory.usage_in_bytes", "1000\n")
     assert measuring.available_memory(tmp_path) == 3000
+
+
+PIXELS = dataclasses.replace(
+    CONFIG, classes=2, classifier_activation=None, include_preprocessing=True
+)
+DATA = in_memory(noise(np.arange(16) % 2), noise(np.arange(4) % 2), labels="ab")
+SWEPT = Recipe(steps=4, batch_size=8, learning_rate=1e-3, average=0.9)
+
+
+def made(losses: dict[float, float | None]) -> Sweep:
+    trials = tuple(
+        Trial(learning_rate=rate, validation_loss=loss, validation_accuracy=loss)
+        for rate, loss in losses.items()
+    )
+    return Sweep(steps=10, trials=trials)
+
+
+def test_the_lowest_validation_loss_is_chosen(tmp_path: Path) -> None:
+    """Of equal ones the lowest rate; rates that diverged take no part, and one must not."""
+    sweep = made({0.001: 0.5, 0.003: 0.3, 0.01: 0.3, 0.03: None})
+    assert (sweep.learning_rate, sweep.is_at_edge) == (0.003, False)
+    assert made({0.1: 0.2, 0.2: 0.3}).is_at_edge
+    assert sweep.recipe(SWEPT).learning_rate == 0.003
+    assert Sweep.from_dict(json.loads(json.dumps(sweep.to_dict()))) == sweep
+    sweep.write(tmp_path)
+    rows = list(csv.DictReader((tmp_path / "sweep.csv").read_text().splitlines()))
+    assert [row["validation_loss"] for row in rows] == ["0.5", "0.3", "0.3", ""]
+    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(FloatingPointError, match=r"any learning rate of the sweep \(0.1, 1\)"):
+        _ = made({0.1: None, 1.0: None}).learning_rate
+
+
+def test_the_rates_are_those_of_the_paper_or_around_the_recipes() -> None:
+    """Table 4 for its optimizer; impossible ones are named."""
+    from keras_vit.training import sweep
+
+    assert sweep._rates(training.RECIPES["finetune-pets"], None) == (0.001, 0.003, 0.01, 0.03)
+    assert sweep._rates(training.RECIPES["scratch"], None) == (1e-4, 3e-4, 1e-3, 3e-3)
+    assert sweep._rates(SWEPT, [0.1, 0.01, 0.1]) == (0.01, 0.1)
+    for wrong in ([], [0.0], [float("nan")]):
+        with pytest.raises(ValueError, match="rates must be numbers above 0"):
+            sweep._rates(SWEPT, wrong)
+
+
+@pytest.mark.full
+def test_a_sweep_is_resumed_and_recorded(tmp_path: Path) -> None:
+    """Interrupted in its third trial; the two that are done are not repeated, the model is kept."""
+    model = VisionTransformer(PIXELS)
+    before = model.get_weights()
+    arguments: dict[str, Any] = {"out": tmp_path / "run", "model": model, "recipe": SWEPT}
+    arguments["share"] = 0.5
+    rates = (1e-4, 1e-3, 1e-2)
+    steps = Listener()
+
+    def listen(event: Any) -> None:
+        steps(event)
+        if len(steps.losses) == 5:  # each trial has two
+            raise KeyboardInterrupt
+
+    with pytest.raises(training.TrainingInterrupted, match=r"Interrupted in the sweep .*--resume"):
+        sweep_learning_rate(DATA, rates=rates, on_event=listen, **arguments)
+    with pytest.raises(FileExistsError, match=r"unfinished sweep; resume it .*--resume"):
+        sweep_learning_rate(DATA, rates=rates, **arguments)
+    listener = Listener()
+    arguments["existing"] = "resume"
+    sweep = sweep_learning_rate(DATA, rates=rates, on_event=listener, **arguments)
+    assert len(listener.losses) == 1
+    done = [event for event in listener.events if isinstance(event, TrialDone)]
+    assert [event.trial.learning_rate for event in done] == list(rates)
+    assert [(event.number, event.count, event.steps) for event in done][2] == (3, 3, 2)
+    for weights, old in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(weights, old)
+
+    del arguments["share"]
+    arguments["recipe"] = sweep.recipe(SWEPT)
+    trained = training.train(DATA, **arguments)
+    assert trained.config["sweep"] == sweep.to_dict()
+    names = {file.name for file in trained.path.iterdir()}
+    assert {"sweep.png", "sweep.csv"} <= names
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
+    arguments["recipe"] = SWEPT
+    assert sweep_learning_rate(DATA, **arguments) == sweep
+
+
+@pytest.mark.full
+def test_the_command_line_sweeps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line for each trial and one for the choice; the run is resumed by the same command."""
+    monkeypatch.setattr(sys.modules["keras_vit.training.sweep"], "FACTORS", (1.0, 3.0))
+    image_files.write_classes(tmp_path / "images")
+    command = ["train", "--data", str(tmp_path / "images"), "--out", str(tmp_path / "run")]
+    command += ["--model", "digits", "--set", "num_layers=1", "--steps", "2", "--batch-size", "4"]
+    command += ["--learning-rate", "sweep", "--balance"]
+    assert main(command) == 0
+    lines = capsys.readouterr().out.splitlines()
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    begun = lines.index("Sweep of the learning rate, 2 trainings of 1 step:")
+    assert [line.split(":")[0] for line in lines[begun + 1 : begun + 3]] == [
+        f"  {rate:g}" for rate in (1e-3, 3e-3)
+    ]
+    chosen = config["recipe"]["learning_rate"]
+    assert lines[begun + 3].startswith(f"Learning rate {chosen:g}, of the lowest validation loss")
+    assert config["recipe"]["balance"] is True
+    assert main([*command, "--resume"]) == 0
+    told = capsys.readouterr().out
+    assert "nothing was left to do" in told
+    assert "Epoch kept (*): 1, validation loss" in told
+    assert main([*command[:-3], "--learning-rate", "0.5", "--balance", "--resume"]) == 1
+    assert "learning_rate" in capsys.readouterr().err

@@ -1,5 +1,7 @@
-"""Tests of keras_vit.training.run."""
+"""Tests of keras_vit.training.run and models: what a training starts from, and what it leaves."""
 
+import dataclasses
+import functools
 import io
 import json
 import os
@@ -10,14 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import h5py
+import image_files
+import keras
 import numpy as np
 import pytest
 from conftest import CLASSES, TINY, randomize
+from trainings import not_refused
 
+import keras_vit
 from keras_vit import VisionTransformer
 from keras_vit.cli.main import main
 from keras_vit.data import load_digits
-from keras_vit.training import Run, run
+from keras_vit.training import MODEL_NAMES, MODELS, Run, model_config, pretrained_model, run
 from keras_vit.training.settings import check_settings
 
 
@@ -29,16 +35,11 @@ def write_run(path: Path, *, content: str = "{}") -> Path:
     return path
 
 
-def test_a_free_place_is_free(tmp_path: Path) -> None:
-    """A new name and an empty folder may be written to."""
+def test_a_run_is_replaced_only_on_demand(tmp_path: Path) -> None:
+    """A new name and an empty folder may be written to; without `overwrite` a run is safe."""
     run.check_free(tmp_path / "new", existing="refuse")
     run.check_free(tmp_path, existing="refuse")
-
-
-def test_a_run_is_replaced_only_on_demand(tmp_path: Path) -> None:
-    """Without `overwrite` a run is safe."""
     write_run(tmp_path / "run")
-
     with pytest.raises(FileExistsError, match="already holds a run"):
         run.check_free(tmp_path / "run", existing="refuse")
     run.check_free(tmp_path / "run", existing="overwrite")
@@ -56,8 +57,7 @@ def test_a_training_is_resumed_on_the_images_of_its_start(tmp_path: Path) -> Non
         check_settings(record, others)
 
 
-@pytest.mark.parametrize("existing", ["refuse", "overwrite", "resume"])
-def test_what_is_no_run_is_never_replaced(tmp_path: Path, existing: run.Existing) -> None:
+def test_what_is_no_run_is_never_replaced(tmp_path: Path) -> None:
     """A file, a link, a folder of other things, and a run with notes in it are all refused."""
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to(write_run(tmp_path / "run"))
@@ -66,39 +66,40 @@ def test_what_is_no_run_is_never_replaced(tmp_path: Path, existing: run.Existing
     (write_run(tmp_path / "noted") / "notes.txt").touch()
     (tmp_path / "half").mkdir()
     (tmp_path / "half" / run.LABELS).touch()
+    texts = {
+        "file": "is not a folder",
+        "link": "is not a folder",
+        "photos": r"other things than a run \('a.jpg'\)",
+        "noted": r"other things than a run \('notes.txt'\)",
+        "half": "no whole run",
+    }
+    choices: tuple[run.Existing, ...] = ("refuse", "overwrite", "resume")
+    calls = [
+        (functools.partial(run.check_free, tmp_path / name, existing=existing), text)
+        for name, text in texts.items()
+        for existing in choices
+    ]
+    assert not not_refused(calls, FileExistsError)
 
-    for name, message in (
-        ("file", "is not a folder"),
-        ("link", "is not a folder"),
-        ("photos", r"other things than a run \('a.jpg'\)"),
-        ("noted", r"other things than a run \('notes.txt'\)"),
-        ("half", "no whole run"),
-    ):
-        with pytest.raises(FileExistsError, match=message):
-            run.check_free(tmp_path / name, existing=existing)
 
-
-def test_a_directory_that_is_no_run_is_named(tmp_path: Path) -> None:
+def test_what_is_no_run_is_not_opened(tmp_path: Path) -> None:
     """A missing path and another folder each give a sentence."""
-    with pytest.raises(FileNotFoundError, match=r"no run directory '.*gone'"):
-        Run.load(tmp_path / "gone")
-    with pytest.raises(ValueError, match=r"is not a run directory: it lacks model\.keras"):
-        Run.load(tmp_path)
+    calls: list[tuple[Callable[[], object], str]] = [
+        (lambda: Run.load(tmp_path / "gone"), r"FileNotFoundError: .*no run directory '.*gone'"),
+        (lambda: Run.load(tmp_path), r"is not a run directory: it lacks model\.keras"),
+        *(
+            (functools.partial(Run.load, path), "is not a run directory")
+            for path in (".", "/", "..")
+        ),
+    ]
+    assert not not_refused(calls, (FileNotFoundError, ValueError))
 
 
-def test_a_run_of_digits_finds_its_images(tmp_path: Path) -> None:
-    """The digits are always the same, so nothing of them is written down."""
-    config = {"data": {"source": "digits"}}
-    opened = run.Run(path=tmp_path, model=None, labels=tuple("0123456789"), config=config)
-
+def test_a_run_finds_its_images(tmp_path: Path) -> None:
+    """The digits are always the same, so nothing of them is written down; pixels are gone."""
+    opened = run.Run(path=tmp_path, model=None, labels=(), config={"data": {"source": "digits"}})
     assert opened.data().counts == load_digits().counts
-
-
-def test_a_run_of_images_in_memory_cannot_be_measured_again(tmp_path: Path) -> None:
-    """Pixels that were never on the disk cannot be loaded; the sentence says what to do."""
-    config = {"data": {"source": "memory"}}
-    opened = run.Run(path=tmp_path, model=None, labels=("a", "b"), config=config)
-
+    opened = run.Run(path=tmp_path, model=None, labels=(), config={"data": {"source": "memory"}})
     with pytest.raises(ValueError, match="were in memory and are gone; name a folder"):
         opened.data()
 
@@ -157,15 +158,14 @@ def member(name: str, change: Callable[[bytes], bytes], *, compression: int = 0)
     return rewrite
 
 
-def fewer_layers(folder: Path) -> None:
-    """Both files agree on it; the weights do not."""
-    says(model={"num_layers": 1})(folder)
-    inside(num_layers=1)(folder)
+def layers(count: int) -> Damage:
+    """Both files agree on so many; the weights do not."""
 
+    def change(folder: Path) -> None:
+        says(model={"num_layers": count})(folder)
+        inside(num_layers=count)(folder)
 
-def a_million_layers(folder: Path) -> None:
-    says(model={"num_layers": 10**6})(folder)
-    inside(num_layers=10**6)(folder)
+    return change
 
 
 def flipped(folder: Path) -> None:
@@ -208,8 +208,8 @@ DAMAGED: dict[str, tuple[Damage, str]] = {
     "page": (holds(run.MODEL, b"<html>"), "model.keras' is not a whole .keras file"),
     "flipped": (flipped, "model.keras' cannot be opened"),
     "no object": (member("config.json", lambda _: b"[]"), "model.keras' is not a whole"),
-    "fewer layers": (fewer_layers, "model.keras' cannot be opened"),
-    "a million layers": (a_million_layers, "model.keras' cannot be opened"),
+    "fewer layers": (layers(1), "model.keras' cannot be opened"),
+    "a million layers": (layers(10**6), "model.keras' cannot be opened"),
     "wide": (inside(mlp_dim=2**18), "asks for .* parameters"),
     "no number": (inside(hidden_dim="x"), "model.keras' cannot be opened"),
     "bomb": (
@@ -219,25 +219,15 @@ DAMAGED: dict[str, tuple[Damage, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", DAMAGED)
-def test_a_damaged_run_is_refused_in_a_sentence(sound: Path, tmp_path: Path, name: str) -> None:
+def test_a_damaged_run_is_refused_in_a_sentence(sound: Path, tmp_path: Path) -> None:
     """It names the file that is at fault, and what to do."""
-    damage, word = DAMAGED[name]
-    folder = shutil.copytree(sound, tmp_path / "run")
-    damage(folder)
-    with pytest.raises(ValueError, match=word) as refused:
-        Run.load(folder)
-    assert len(str(refused.value)) < 500
-    assert "\n" not in str(refused.value)
-
-
-def test_a_sound_run_is_the_model_that_was_saved(sound: Path) -> None:
-    """Every weight, to the bit; the labels and the config."""
-    opened = Run.load(sound)
-    expected = randomize(VisionTransformer(TINY))
-    for ours, theirs in zip(opened.model.weights, expected.weights, strict=True):
-        np.testing.assert_array_equal(ours.numpy(), theirs.numpy(), err_msg=ours.path)
-    assert opened.labels == tuple(LABELS)
+    calls: list[tuple[Callable[[], object], str]] = []
+    for name, (damage, word) in DAMAGED.items():
+        folder = shutil.copytree(sound, tmp_path / name)
+        damage(folder)
+        # No sentence is longer, or has two lines.
+        calls.append((functools.partial(Run.load, folder), rf"^(?=.*{word})[^\n]{{1,500}}$"))
+    assert not not_refused(calls)
 
 
 def test_a_model_that_answers_no_number_is_an_error(
@@ -246,8 +236,7 @@ def test_a_model_that_answers_no_number_is_an_error(
     """Not a table with "nan%" and exit code 0."""
     folder = shutil.copytree(sound, tmp_path / "run")
     member("model.weights.h5", not_a_number)(folder)
-    picture = tmp_path / "dot.png"
-    picture.write_bytes(run_picture())
+    picture = image_files.write_image(tmp_path / "dot.png")
     assert main(["predict", str(folder), str(picture)]) == 1
     printed = capsys.readouterr()
     assert "nan%" not in printed.out
@@ -261,8 +250,7 @@ def test_labels_cannot_move_the_cursor(
     folder = shutil.copytree(sound, tmp_path / "run")
     wild = [f"\x1b[2J\u202e\x07 {place}" for place in range(CLASSES)]
     says(labels=wild)(folder)
-    picture = tmp_path / "dot\x1b[31m.png"
-    picture.write_bytes(run_picture())
+    picture = image_files.write_image(tmp_path / "dot\x1b[31m.png")
     main(["predict", str(folder), str(picture), str(tmp_path / "gone\x1b[1m.png")])
     printed = capsys.readouterr()
     assert not set("\x1b\u202e\x07") & set(printed.out + printed.err)
@@ -272,12 +260,6 @@ def test_labels_cannot_move_the_cursor(
     assert {one["label"] for one in actual["predictions"]} <= set(wild)
 
 
-def run_picture() -> bytes:
-    import tensorflow as tf
-
-    return bytes(tf.io.encode_png(np.full((8, 8, 3), 90, np.uint8)).numpy())
-
-
 def test_a_run_that_a_kill_took_away_is_put_back(tmp_path: Path) -> None:
     """Where names cannot be swapped, a kill may fall between two renames; no place has no name."""
     write_run(run.unfinished_path(tmp_path / "run") / ".replaced", content='{"labels": []}')
@@ -285,6 +267,77 @@ def test_a_run_that_a_kill_took_away_is_put_back(tmp_path: Path) -> None:
         Run.load(tmp_path / "run")
 
     assert run.is_run(tmp_path / "run")
-    for path in (".", "/", ".."):
-        with pytest.raises(ValueError, match="is not a run directory"):
-            Run.load(path)
+
+
+def test_every_name_gives_its_model() -> None:
+    """Without sizes the table's own row; image and patch can be replaced, the rest stays."""
+    for name in MODEL_NAMES:
+        assert model_config(name) == (MODELS.get(name) or keras_vit.VARIANTS[name])
+    config = model_config("Ti/16", image_size=(96, 48), patch_size=8)
+    assert config == dataclasses.replace(
+        keras_vit.VARIANTS["Ti/16"], input_shape=(96, 48, 3), patch_size=8
+    )
+
+
+def test_a_checkpoint_is_taken_over_with_a_fresh_head(tmp_path: Path) -> None:
+    """The body is the file's, the classifier new and zero for other classes, the size as asked."""
+    config = model_config("Ti/16", image_size=(32, 32))
+    saved = VisionTransformer(config)
+    keras_vit.weights.save_npz(saved, tmp_path / "saved.npz")
+
+    model = pretrained_model(
+        "Ti/16", weights=tmp_path / "saved.npz", classes=3, image_size=(48, 32)
+    )
+
+    before, after = saved.get_layer("block_3"), model.get_layer("block_3")
+    for old, new in zip(before.get_weights(), after.get_weights(), strict=True):
+        assert np.array_equal(old, new)
+    assert model.output_shape == (None, 3)
+    assert not model.get_layer("head").kernel.numpy().any()
+    assert model.input_shape == (None, 48, 32, 3)
+
+
+def test_a_starting_point_is_resampled_as_asked_for(tmp_path: Path) -> None:
+    """By the method for positions, from a checkpoint and from a run."""
+    model = randomize(VisionTransformer(model_config("Ti/16", image_size=(64, 64))))
+    path = keras_vit.weights.save_npz(model, tmp_path / "saved.npz")
+    opened = Run(path=tmp_path, model=model, labels=(), config={})
+    tables = []
+    for method in ("original", "bicubic_antialias"):
+        size: dict[str, Any] = {"image_size": (48, 96), "positions": method}
+        for other in (
+            pretrained_model("Ti/16", weights=path, classes=2, **size),
+            opened.classifier(("a", "b"), **size),
+        ):
+            tables.append(np.asarray(other.get_layer("patch_encoder").position_embedding))
+    assert np.array_equal(tables[0], tables[1])
+    assert np.array_equal(tables[2], tables[3])
+    assert np.abs(tables[0] - tables[2]).max() > 1e-3
+
+
+def test_models_that_are_none_are_refused(tmp_path: Path) -> None:
+    """Numbers and names are in the sentence; small models have no published weights."""
+    opened = Run(path=Path("run"), model=keras.Sequential(), labels=(), config={})
+    start = functools.partial(pretrained_model, classes=2)
+    calls: list[tuple[Callable[[], object], str]] = [
+        (lambda: model_config("tiny", image_size=(60, 64)), r"multiples of 8.*\(60, 64, 3\)"),
+        (lambda: model_config("vgg"), r"no model 'vgg'; choose one of digits, .*, tiny, Ti/16"),
+        (lambda: start("tiny", weights="x.npz"), "no model 'tiny'; choose one of Ti/16"),
+        (lambda: start("Ti/16", weights=tmp_path / "gone.npz"), r"FileNotFoundError.*gone\.npz"),
+        (lambda: opened.classifier(["a", "b"]), "the run 'run' holds a Sequential"),
+    ]
+    assert not not_refused(calls, (ValueError, FileNotFoundError))
+
+
+@pytest.mark.parametrize(("classes", "labels"), [(7, "abcdefg"), (7, "gfedcba"), (None, "abcdefg")])
+def test_a_run_keeps_its_classifier_for_its_own_labels(classes: int | None, labels: str) -> None:
+    """Other labels, or a run of `pretrain` without one, get one of zeros; the body is kept."""
+    config = dataclasses.replace(TINY, classes=classes, distillation_token=classes is not None)
+    model = randomize(VisionTransformer(config))
+    opened = Run(path=Path("run"), model=model, labels=tuple("abcdefg"), config={})
+    actual = {variable.path: variable for variable in opened.classifier(tuple(labels)).weights}
+    old = {variable.path: variable for variable in model.weights}
+    assert actual["head/kernel"].shape == (24, 7)
+    for path, variable in actual.items():
+        is_fresh = "head/" in path and (classes is None or labels != "abcdefg")
+        np.testing.assert_array_equal(variable, 0 * variable if is_fresh else old[path])

@@ -7,6 +7,7 @@ of such cases as "each"; under TF_CONFIG it is one of the workers. It prints `re
 functions after it printed the word with N or more: `kill` does the rest.
 """
 
+import dataclasses
 import itertools
 import json
 import os
@@ -147,39 +148,23 @@ def _train(case: dict[str, Any]) -> int:
 
 def _data() -> Any:
     """As many images as the digits have, and of their size; they are nothing to be learnt."""
-    from keras_vit.data import ImageData, Split
+    from trainings import in_memory, noise
 
-    def part(count: int) -> Split:
-        generator = np.random.default_rng(count)
-        images = generator.integers(0, 256, (count, 8, 8, 3), np.uint8)
-        return Split(images=images, targets=generator.integers(0, 10, count, np.int32))
-
-    return ImageData(
-        source="noise",
-        labels=tuple("0123456789"),
-        train=part(1259),
-        validation=part(179),
-        test=part(359),
-    )
+    train, rest = (noise(np.arange(count) % 10) for count in (1259, 179))
+    return in_memory(train, rest, labels="0123456789")
 
 
 def _settings(case: dict[str, Any]) -> dict[str, Any]:
     """A small model, everything random that a recipe may have, and the devices of the case."""
+    from trainings import CONFIG
+
     from keras_vit import training
-    from keras_vit.config import ViTConfig
     from keras_vit.data import Augmentation
 
     is_one_of_several = bool(os.environ.get("TF_CONFIG"))
     several: Any = "multi_worker" if is_one_of_several else "mirrored"
     return {
-        "model": ViTConfig(
-            input_shape=(8, 8, 3),
-            patch_size=4,
-            hidden_dim=32,
-            mlp_dim=64,
-            num_heads=2,
-            num_layers=1,
-        ),
+        "model": dataclasses.replace(CONFIG, hidden_dim=32, mlp_dim=64),
         "recipe": training.Recipe(
             steps=case["steps"],
             batch_size=64,

@@ -1,7 +1,8 @@
-"""Tests of keras_vit.training.distillation."""
+"""Tests of keras_vit.training.objectives and distillation: what each model is trained for."""
 
 import dataclasses
-from pathlib import Path
+import functools
+import math
 from typing import Any
 
 import keras
@@ -10,21 +11,81 @@ import pytest
 import variants_oracle
 from conftest import FLOAT32, TINY, randomize
 from scipy.special import log_softmax, softmax
+from trainings import in_memory, noise, not_refused
 
-from keras_vit import VisionTransformer
-from keras_vit.data import Augmentation, ImageData, Split
+import keras_vit
+from keras_vit import VisionTransformer, training
 from keras_vit.training import (
-    RECIPES,
     DistillationLoss,
     DistillationModel,
     Execution,
-    TrainingInterrupted,
-    train,
+    MaskedPatchModel,
+    objectives,
 )
-from keras_vit.training.execution import StrategyName
+from keras_vit.training.execution import Job
+from keras_vit.training.objectives import objective_of
 
+CONFIG = dataclasses.replace(TINY, num_layers=2, include_preprocessing=True, dropout_rate=0.1)
+DATA = in_memory(noise(np.arange(24) % 7), noise(np.arange(24) % 7), labels="abcdefg")
+JOB = Job(DATA, recipe=training.RECIPES["scratch"], execution=Execution())
+IN_BFLOAT16 = dataclasses.replace(JOB, execution=Execution(precision="mixed_bfloat16"))
 SMALL = dataclasses.replace(TINY, num_layers=1)
 LOSS = keras.losses.CategoricalCrossentropy(from_logits=True)
+
+
+def test_a_copy_trains_what_the_model_would() -> None:
+    """Another precision makes one: frozen blocks stay frozen, thin matrices come along."""
+    frozen = VisionTransformer(CONFIG)
+    keras_vit.freeze(frozen, blocks=1)
+    adapted = randomize(keras_vit.lora(VisionTransformer(CONFIG), rank=2, targets=("qkv", "fc2")))
+    for model in (frozen, adapted):
+        copy: Any = objective_of(model, IN_BFLOAT16).model
+        assert copy is not model
+        assert type(copy) is type(model)
+        for ours, theirs in zip(copy.weights, model.weights, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+            assert (ours.path, ours.trainable) == (theirs.path, theirs.trainable)
+    assert frozen.trainable_variables[0].path.startswith("block_1")
+    assert (copy.rank, copy.targets) == (2, ("qkv", "fc2"))
+
+
+def test_the_kind_of_training_is_described() -> None:
+    """What decides the result is in config.json: the adapter's settings, what is trained."""
+    plain = objective_of(VisionTransformer(CONFIG), JOB).settings()
+    assert plain["objective"] == "classification"
+    assert plain["trained_parameters"] == keras_vit.parameter_count(CONFIG)
+    assert "lora" not in plain
+    adapted = keras_vit.lora(VisionTransformer(CONFIG), rank=2, targets=("qkv", "fc2"))
+    thin = objective_of(adapted, JOB).settings()
+    assert thin["lora"] == {"rank": 2, "targets": ["qkv", "fc2"], "alpha": None}
+    assert thin["trained_parameters"] == sum(
+        math.prod(v.shape) for v in adapted.trainable_variables
+    )
+
+
+def test_each_kind_of_model_has_its_objective() -> None:
+    """Also where a function makes the model, which is not copied; what nothing trains is told."""
+    vit = VisionTransformer(CONFIG)
+    images = keras.Input(CONFIG.input_shape)
+    hand_built = keras.Model(images, vit(images))
+    masked = MaskedPatchModel(CONFIG)
+    unlabelled = dataclasses.replace(JOB, has_labels=False)
+    for model, job, kind in (
+        (CONFIG, JOB, objectives.ClassificationObjective),
+        (vit, JOB, objectives.ClassificationObjective),
+        (DistillationModel(vit, vit), JOB, objectives.DistillationObjective),
+        (hand_built, JOB, objectives.HandBuiltObjective),
+        (CONFIG, unlabelled, objectives.MaskedPatchObjective),
+        (masked, unlabelled, objectives.MaskedPatchObjective),
+    ):
+        assert type(objective_of(functools.partial(lambda model: model, model), job)) is kind
+    assert objective_of(lambda: vit, JOB).model is vit
+    calls = [
+        (lambda: objective_of(lambda: masked, JOB), "give it to `pretrain`"),
+        (lambda: objective_of(lambda: vit, unlabelled), "Received: VisionTransformer"),
+        (lambda: objective_of(keras.Model(), JOB), r"train takes a ViTConfig, .* Received: Model"),
+    ]
+    assert not not_refused(calls, TypeError)
 
 
 def logits(seed: int, count: int = 6) -> np.ndarray:
@@ -58,11 +119,17 @@ def test_the_losses_are_the_papers(kind: Any, temperature: float) -> None:
         assert not np.allclose(DistillationLoss(temperature=2.0).call(teacher, student), right)
 
 
-def make(kind: Any = "soft", *, teacher: keras.Model | None = None, **fields: Any) -> Any:
+def make(
+    kind: Any = "soft",
+    *,
+    student: keras_vit.ViTConfig = SMALL,
+    teacher: keras.Model | None = None,
+    **fields: Any,
+) -> Any:
     """A random student of a random, bigger teacher, compiled."""
-    student = randomize(VisionTransformer(SMALL), seed=1)
+    learning = randomize(VisionTransformer(student), seed=1)
     teacher = teacher or randomize(VisionTransformer(TINY), seed=2)
-    model = DistillationModel(student, teacher, distillation=kind, **fields)
+    model = DistillationModel(learning, teacher, distillation=kind, **fields)
     model.compile(keras.optimizers.SGD(0.1), LOSS)
     return model
 
@@ -94,18 +161,20 @@ def test_labels_and_teacher_are_weighed(kind: Any, batch: tuple[np.ndarray, np.n
     )
 
 
-def test_a_student_may_depart_from_its_teacher(batch: tuple[np.ndarray, np.ndarray]) -> None:
-    """One with rotary positions and norms elsewhere learns too, every weight of it."""
+def test_a_student_learns_and_its_teacher_stays(batch: tuple[np.ndarray, np.ndarray]) -> None:
+    """Every weight of one with rotary positions and norms elsewhere; the teacher is not saved."""
     config = dataclasses.replace(SMALL, **variants_oracle.MODERN)
-    student = randomize(VisionTransformer(config), seed=1)
-    model = DistillationModel(student, randomize(VisionTransformer(TINY), seed=2))
-    model.compile(keras.optimizers.SGD(0.1), LOSS)
-    before = student.get_weights()
+    model = make(student=config)
+    student = model.student
+    before, teacher = student.get_weights(), model.teacher.get_weights()
     losses = model.fit(*batch, epochs=6, verbose=0).history["loss"]
     assert losses[-1] < losses[0]
     for old, variable in zip(before, student.weights, strict=True):
         is_unseen = variable.path.endswith("key_norm/beta")
         assert is_unseen or not np.array_equal(old, variable), variable.path
+    for old, new in zip(teacher, model.teacher.get_weights(), strict=True):
+        np.testing.assert_array_equal(old, new)
+    assert {id(variable) for variable in model.variables} == {id(v) for v in student.variables}
 
 
 def test_the_distillation_token_learns_from_the_teacher(
@@ -114,10 +183,8 @@ def test_the_distillation_token_learns_from_the_teacher(
     """Labels train one head, the teacher the other; the answer is the student's own, their mean."""
     images, targets = batch
     config = dataclasses.replace(SMALL, distillation_token=True)
-    student = randomize(VisionTransformer(config), seed=1)
-    teacher = randomize(VisionTransformer(TINY), seed=2)
-    model = DistillationModel(student, teacher, distillation="hard", weight=0.4)
-    model.compile("sgd", LOSS)
+    model = make("hard", student=config, weight=0.4)
+    student, teacher = model.student, model.teacher
     answer = model(images, training=True)
     np.testing.assert_allclose(answer["answer"], student(images), atol=1e-5)
     heads = student.features(images, ("head", "distillation_head"))
@@ -128,26 +195,9 @@ def test_the_distillation_token_learns_from_the_teacher(
     np.testing.assert_allclose(actual, 0.6 * labels + 0.4 * teaching, rtol=1e-4)
     swapped = expected(said, np.asarray(teacher(images)), "hard", 1.0).mean()
     assert abs(swapped - teaching) > 1e-3
-    before = [np.array(value) for value in student.get_layer("distillation_head").get_weights()]
+    before = np.array(student.get_layer("distillation_head").kernel)
     model.fit(images, targets, verbose=0)
-    after = student.get_layer("distillation_head").get_weights()
-    assert not np.array_equal(before[0], after[0])
-
-
-def test_the_teacher_stays_as_it_is(batch: tuple[np.ndarray, np.ndarray]) -> None:
-    """After steps its weights have the same bits; they are neither trained nor saved."""
-    images, targets = batch
-    model = make()
-    before = [value.copy() for value in model.teacher.get_weights()]
-    student = [value.copy() for value in model.student.get_weights()]
-    model.fit(images, targets, epochs=2, verbose=0)
-    for old, new in zip(before, model.teacher.get_weights(), strict=True):
-        np.testing.assert_array_equal(old, new)
-    ours = {id(variable) for variable in model.variables}
-    assert ours == {id(variable) for variable in model.student.variables}
-    assert not all(
-        np.array_equal(a, b) for a, b in zip(student, model.student.get_weights(), strict=True)
-    )
+    assert not np.array_equal(before, student.get_layer("distillation_head").kernel)
 
 
 def test_a_teacher_that_drops_units_does_not() -> None:
@@ -194,90 +244,16 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "arguments", "message"), WRONG)
-def test_what_does_not_fit_is_one_sentence(
-    fields: dict[str, Any], arguments: dict[str, Any], message: str
-) -> None:
-    """Numbers out of range, and a teacher of other classes, channels or pixels."""
-    teacher = VisionTransformer(dataclasses.replace(SMALL, **fields))
-    with pytest.raises(ValueError, match=message):
-        DistillationModel(VisionTransformer(SMALL), teacher, **arguments)
+def test_what_does_not_fit_is_one_sentence() -> None:
+    """Numbers out of range, and a teacher of other classes, channels or pixels; no logits."""
 
-
-def test_a_student_must_give_logits() -> None:
-    """No classifier and a softmax are told."""
-    for fields in ({"classes": None}, {"classifier_activation": "softmax"}):
-        student = VisionTransformer(dataclasses.replace(SMALL, **fields))
-        with pytest.raises(ValueError, match="The student must give logits"):
-            DistillationModel(student, VisionTransformer(TINY))
-
-
-PIXELS = dataclasses.replace(SMALL, include_preprocessing=True, dropout_rate=0.1)
-RECIPE = dataclasses.replace(
-    RECIPES["scratch"], epochs=2, batch_size=8, augmentation=Augmentation(flip=True), mixup=0.2
-)
-
-
-@pytest.fixture(scope="module")
-def data() -> ImageData:
-    """Images of seven classes in memory."""
-    generator = np.random.default_rng(0)
-    images = generator.integers(0, 256, (32, 32, 48, 3)).astype(np.uint8)
-    part = Split(images=images, targets=(np.arange(32) % 7).astype(np.int32))
-    return ImageData(
-        source="memory", labels=tuple("abcdefg"), train=part, validation=part, test=part
-    )
-
-
-def distillation(kind: Any = "soft") -> DistillationModel:
-    """A student and a teacher that are the same each time, dropout included."""
-    keras.utils.set_random_seed(0)
-    student = randomize(VisionTransformer(PIXELS), seed=1)
-    return DistillationModel(student, plain_teacher((16, 16), "softmax"), distillation=kind)
-
-
-def test_it_is_resumed_to_the_same_bits(data: ImageData, tmp_path: Path) -> None:
-    """Stopped and resumed, the student ends as if never stopped; the run is an ordinary one."""
-
-    def stop(event: Any) -> None:
-        if getattr(event, "step", 0) == 3:
-            raise KeyboardInterrupt
-
-    arguments: dict[str, Any] = {"recipe": RECIPE}
-    whole = train(data, out=tmp_path / "whole", model=distillation(), **arguments)
-    with pytest.raises(TrainingInterrupted):
-        train(data, out=tmp_path / "run", model=distillation(), on_event=stop, **arguments)
-    arguments["existing"] = "resume"
-    other = DistillationModel(
-        VisionTransformer(PIXELS), randomize(plain_teacher((16, 16), None), seed=9)
-    )
-    with pytest.raises(ValueError, match=r"was started with distillation.teacher_sha256="):
-        train(data, out=tmp_path / "run", model=other, **arguments)
-    resumed = train(data, out=tmp_path / "run", model=distillation(), **arguments)
-    results = [run.config["result"]["state_sha256"] for run in (whole, resumed)]
-    assert results[0] == results[1]
-    assert type(resumed.model) is VisionTransformer
-    assert resumed.config["distillation"]["kind"] == "soft"
-    size = (tmp_path / "run" / "model.keras").stat().st_size
-    assert size < 10 * sum(value.nbytes for value in resumed.model.get_weights())
-
-
-@pytest.mark.full
-def test_two_replicas_distil_what_one_device_does(data: ImageData, tmp_path: Path) -> None:
-    """Mirrored, in parts, with the teacher on each replica: the same student."""
-    strategies: list[tuple[StrategyName, int]] = [("none", 1), ("mirrored", 2)]
-    recipe = dataclasses.replace(
-        RECIPE, optimizer="momentum", accumulator_dtype="float32", dropout_rate=0.0
-    )
-    runs = [
-        train(
-            data,
-            out=tmp_path / strategy,
-            model=distillation("hard"),
-            recipe=recipe,
-            execution=Execution(strategy=strategy, accumulate=accumulate),
+    def make(fields: dict[str, Any], given: dict[str, Any], student: dict[str, Any]) -> Any:
+        teacher, learning = (
+            VisionTransformer(dataclasses.replace(SMALL, **each)) for each in (fields, student)
         )
-        for strategy, accumulate in strategies
-    ]
-    for one, two in zip(*(run.model.get_weights() for run in runs), strict=True):
-        np.testing.assert_allclose(one, two, atol=1e-4)  # after eight steps
+        return functools.partial(DistillationModel, learning, teacher, **given)
+
+    calls = [(make(fields, given, {}), text) for fields, given, text in WRONG]
+    for student in ({"classes": None}, {"classifier_activation": "softmax"}):
+        calls.append((make({}, {}, student), "The student must give logits"))
+    assert not not_refused(calls)

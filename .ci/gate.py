@@ -117,11 +117,11 @@ PATH="$folder/bin:$PATH" python .ci/gate.py run tests jax
 """
 
 BROWSER = ("demo", "explain_page", "export_web", "pages", "reporting")
-DOCS = ("benchmarks", "campaigns*", "docs_*", "examples", "scale", "walks")
+DOCS = ("benchmarks", "campaigns", "docs_*", "examples", "walks")
 EXPORT = ("export_[!w]*", "keras_export", "model_any_size")
 TRAINING = ("adaptation", "backend_trainer", "optimizers*", "training_[!k]*", "cli_pretrain")
 CORE = (
-    *(*ON_JAX, "applications", "config", "layers_patch_dropout", "parallel", "scale"),
+    *(*ON_JAX, "applications", "config", "layers_patch_dropout", "parallel"),
     *("steps_by_hand", "weights_arrays", "weights_checkpoint", "weights_families"),
     *("weights_formats", "weights_positions"),
 )
@@ -173,7 +173,7 @@ def full() -> dict[str, tuple[Step, ...]]:
             pytest(
                 *everything,
                 *files("training_jax*", "training_checkpoints", "training_stopping"),
-                *files("explain_relevance"),
+                *files("benchmarks", "explain_attention"),
                 **JAX,
             ),
         ),

@@ -117,7 +117,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return start
 
 
-Fault = Callable[[Handler, bytes], None]
+Fault = Callable[[Handler, bytes], object]
 
 
 def raw(answer: bytes, *, each: bytes = b"", pause: float = 0.0) -> Fault:

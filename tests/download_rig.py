@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 import keras_vit
 
@@ -43,13 +44,19 @@ class Server(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.files: dict[str, bytes] = {}
-        self.faults: list[Callable[[Handler, bytes], bool]] = []  # one per request, then none
+        self.faults: list[Fault] = []  # one per request, then none
         self.requests: list[dict[str, str]] = []
         self.released = threading.Event()
         self.ranges = self.if_range = self.validators = self.length = True
         self.hashes: tuple[str, ...] | None = None  # None: the true ones
         self.pause = 0.0  # seconds between pieces of 16 KiB
         self.headers: dict[str, str] = {}
+
+    @property
+    def starts(self) -> list[int]:
+        """The first byte that each request asked for."""
+        ranges = [request.get("range", "bytes=0-") for request in self.requests]
+        return [int(text.removeprefix("bytes=").partition("-")[0]) for text in ranges]
 
     def handle_error(self, request: object, client_address: object) -> None:
         """A client that goes away is part of these tests."""
@@ -71,9 +78,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         body = self.server.files.get(self.path)
         if body is None:
             self.send_error(404)
-            return
-        fault = self.server.faults.pop(0) if self.server.faults else None
-        if fault is None or fault(self, body):
+        elif self.server.faults and self.path != ELSEWHERE:
+            self.server.faults.pop(0)(self, body)
+        else:
             self.send_file(body, body)
 
     def send_file(self, body: bytes, sent: bytes, *, upto: int | None = None) -> None:
@@ -91,7 +98,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         wanted = self.headers.get("Range", "")
         current = self.headers.get("If-Range") in (None, self.server.tag(body))
         if wanted and self.server.ranges and (current or not self.server.if_range):
-            start = int(wanted.removeprefix("bytes=").partition("-")[0])
+            start = self.server.starts[-1]
             self.send_response(206)
             self.send_header("Content-Range", f"bytes {start}-{len(body) - 1}/{len(body)}")
         else:
@@ -110,69 +117,53 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return start
 
 
-def raw(
-    answer: bytes, *, each: bytes = b"", pause: float = 0.0
-) -> Callable[[Handler, bytes], bool]:
+Fault = Callable[[Handler, bytes], object]
+
+
+def raw(answer: bytes, *, each: bytes = b"", pause: float = 0.0) -> Fault:
     """Sends these bytes and no others; then `each` again and again, a pause after each."""
 
-    def fault(handler: Handler, _: bytes) -> bool:
+    def fault(handler: Handler, _: bytes) -> None:
         with contextlib.suppress(OSError):
             handler.wfile.write(answer)
             while each and not handler.server.released.wait(pause):
                 handler.wfile.write(each)
-        return False
 
     return fault
 
 
-def status(code: int, **headers: str) -> Callable[[Handler, bytes], bool]:
-    def fault(handler: Handler, _: bytes) -> bool:
-        handler.send_response(code)
-        for name, text in headers.items():
-            handler.send_header(name.replace("_", "-"), text)
-        handler.send_header("Content-Length", "0")
-        handler.end_headers()
-        return False
-
-    return fault
+def status(code: int, **headers: str) -> Fault:
+    """Answers so, without a file."""
+    fields = {name.replace("_", "-"): text for name, text in headers.items()}
+    lines = [f"{name}: {text}\r\n" for name, text in {**fields, "Content-Length": "0"}.items()]
+    return raw(f"HTTP/1.1 {code} Status\r\n{''.join(lines)}\r\n".encode())
 
 
-def cut(upto: int) -> Callable[[Handler, bytes], bool]:
-    def fault(handler: Handler, body: bytes) -> bool:
-        handler.send_file(body, body, upto=upto)
-        return False
+def cut(upto: int, *, then: Callable[[Handler], object] = lambda _: None) -> Fault:
+    """Sends the file's first bytes, does something, and closes the connection."""
 
-    return fault
-
-
-def reset(upto: int) -> Callable[[Handler, bytes], bool]:
-    def fault(handler: Handler, body: bytes) -> bool:
+    def fault(handler: Handler, body: bytes) -> None:
         handler.send_file(body, body, upto=upto)
         handler.wfile.flush()
-        time.sleep(0.1)
+        then(handler)
+
+    return fault
+
+
+def reset(upto: int) -> Fault:
+    def close(handler: Handler) -> None:
         handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         handler.connection.close()
-        return False
 
-    return fault
-
-
-def stall(upto: int) -> Callable[[Handler, bytes], bool]:
-    def fault(handler: Handler, body: bytes) -> bool:
-        handler.send_file(body, body, upto=upto)
-        handler.wfile.flush()
-        handler.server.released.wait()
-        return False
-
-    return fault
+    return cut(upto, then=close)
 
 
-def flip(place: int) -> Callable[[Handler, bytes], bool]:
-    def fault(handler: Handler, body: bytes) -> bool:
-        handler.send_file(body, flipped(body, place))
-        return False
+def stall(upto: int) -> Fault:
+    return cut(upto, then=lambda handler: handler.server.released.wait())
 
-    return fault
+
+def flip(place: int) -> Fault:
+    return lambda handler, body: handler.send_file(body, flipped(body, place))
 
 
 def flipped(body: bytes, place: int) -> bytes:
@@ -194,13 +185,14 @@ BODY = archive(0)
 OTHER = archive(1)
 MIDDLE = len(BODY) // 2
 NAME = "/vit_models/imagenet21k/ViT-B_16.npz"
+ELSEWHERE = "/elsewhere.npz"  # where faults may send a client; without faults itself
 
 
 @contextlib.contextmanager
 def serving() -> Iterator[Server]:
-    """Runs a server that holds BODY under NAME."""
+    """Runs a server that holds BODY under NAME, and elsewhere."""
     with Server() as server:
-        server.files[NAME] = BODY
+        server.files = {NAME: BODY, ELSEWHERE: BODY}
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield server
@@ -224,20 +216,43 @@ def serving_safely(folder: Path) -> Iterator[Server]:
         yield server
 
 
+# Fixtures, for the test files that name them.
+
+
+@pytest.fixture(name="server")
+def server_fixture() -> Iterator[Server]:
+    with serving() as server:
+        yield server
+
+
+@pytest.fixture(name="url")
+def url_fixture(server: Server) -> str:
+    return server.url + NAME
+
+
+@pytest.fixture(name="home", autouse=True)
+def home_fixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of its own, which is not there yet; neither proxy nor mirror."""
+    monkeypatch.setenv("KERAS_HOME", str(tmp_path / "keras"))
+    monkeypatch.setenv("no_proxy", "localhost,127.0.0.1")
+    monkeypatch.delenv("KERAS_VIT_MIRROR", raising=False)
+    return tmp_path / "keras"
+
+
+def child_command(code: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-c", code, str(SOURCE), *arguments]
+
+
 def run_child(code: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", code, str(SOURCE), *arguments]
     done: subprocess.CompletedProcess[str] = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, **options
+        child_command(code, *arguments), capture_output=True, text=True, timeout=300, **options
     )
     return done
 
 
-def start_child(
-    code: str, *arguments: str, env: dict[str, str] | None = None
-) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", code, str(SOURCE), *arguments]
+def start_child(code: str, *arguments: str) -> subprocess.Popen[str]:
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env)
+    return subprocess.Popen(child_command(code, *arguments), stdout=pipe, stderr=pipe, text=True)
 
 
 def kept(home: Path) -> set[str]:

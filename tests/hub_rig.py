@@ -1,31 +1,27 @@
 """A local server with the routes of the Hugging Face Hub that writing and reading a model take."""
 
 import base64
-import contextlib
-import functools
 import hashlib
 import http.server
 import json
 import re
 import threading
-import types
 import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
+import huggingface_hub.constants
 import pytest
-import yaml
-
-from keras_vit.publishing import hub as publishing_hub
-from keras_vit.weights import download
 
 TOKEN = "hf_of_the_tests"
 
 
 class Hub(http.server.ThreadingHTTPServer):
-    """Repositories by name, each with its files; what was asked of it, in order."""
+    """Repositories by name, each with its files; what was asked of it, in order.
+
+    A branch is at another commit for each file, as if it moved in between.
+    """
 
     daemon_threads = True
 
@@ -34,9 +30,8 @@ class Hub(http.server.ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.repositories: dict[str, dict[str, bytes]] = {}
         self.private: set[str] = set()
-        self.objects: dict[str, bytes] = {}
         self.commits: list[str] = []
-        self.asked: list[str] = []
+        self.revisions: list[str] = []  # of the files that were read
         self.refuses_writing = False
 
 
@@ -69,17 +64,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         path = urllib.parse.urlsplit(self.path).path
         content = self.body()
-        self.server.asked.append(f"POST {path}")
         if self.headers.get("Authorization") != f"Bearer {TOKEN}" or self.server.refuses_writing:
             self.answer({"error": "You may not write here"}, status=403)
             return
         routes = {
             r"/api/repos/create": self.create,
-            r"/api/validate-yaml": self.validate,
+            r"/api/validate-yaml": lambda content: self.answer({"errors": [], "warnings": []}),
             r"/api/models/(.+)/preupload/main": self.preupload,
-            r"/(.+)\.git/info/lfs/objects/batch": self.batch,
             r"/api/models/(.+)/commit/main": self.commit,
-            r"/lfs-verify": lambda content: self.answer({}),
         }
         for pattern, route in routes.items():
             if match := re.fullmatch(pattern, path):
@@ -97,118 +89,65 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.server.private.add(name)
         self.answer({"url": f"{self.server.url}/{name}", "name": name}, status=status)
 
-    def validate(self, content: bytes) -> None:
-        _, header, _ = json.loads(content)["content"].split("---\n", 2)
-        try:
-            fields = yaml.safe_load(header)
-            card: Any = huggingface_hub.ModelCardData
-            card(**fields)
-        except (TypeError, ValueError, yaml.YAMLError) as error:
-            self.answer({"errors": [{"message": str(error)}], "warnings": []}, status=400)
-            return
-        self.answer({"errors": [], "warnings": []})
-
     def preupload(self, name: str, content: bytes) -> None:
         paths = [each["path"] for each in json.loads(content)["files"]]
-        rows = [
-            {
-                "path": path,
-                "uploadMode": "lfs" if path.endswith((".keras", ".png")) else "regular",
-                "shouldIgnore": False,
-            }
-            for path in paths
-        ]
-        self.answer({"files": rows})
-
-    def batch(self, name: str, content: bytes) -> None:
-        objects = [
-            {
-                **each,
-                "actions": {
-                    "upload": {"href": f"{self.server.url}/lfs/{each['oid']}"},
-                    "verify": {"href": f"{self.server.url}/lfs-verify"},
-                },
-            }
-            for each in json.loads(content)["objects"]
-        ]
-        self.answer({"transfer": "basic", "objects": objects})
+        row = {"uploadMode": "regular", "shouldIgnore": False}
+        self.answer({"files": [{"path": path, **row} for path in paths]})
 
     def commit(self, name: str, content: bytes) -> None:
         files = self.server.repositories[name]
         for line in content.splitlines():
             entry = json.loads(line)
-            value = entry["value"]
             if entry["key"] == "file":
-                files[value["path"]] = base64.b64decode(value["content"])
-            elif entry["key"] == "lfsFile":
-                files[value["path"]] = self.server.objects[value["oid"]]
+                files[entry["value"]["path"]] = base64.b64decode(entry["value"]["content"])
         commit = hashlib.sha1(content, usedforsecurity=False).hexdigest()
         self.server.commits.append(commit)
         self.answer({"commitUrl": f"{self.server.url}/{name}/commit/{commit}", "commitOid": commit})
-
-    def do_PUT(self) -> None:
-        content = self.body()
-        self.server.asked.append("PUT")
-        digest = hashlib.sha256(content).hexdigest()
-        if self.path != f"/lfs/{digest}":
-            self.answer(status=400)
-            return
-        self.server.objects[digest] = content
-        self.answer({})
 
     def do_HEAD(self) -> None:
         self.do_GET()
 
     def do_GET(self) -> None:
-        path = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path)
+        path = urllib.parse.urlsplit(self.path).path
         if match := re.fullmatch(r"/api/models/(.+)/tree/main", path):
-            files = self.server.repositories.get(match[1], {})
             rows = [
                 {"type": "file", "path": name, "size": len(content), "oid": "0" * 40}
-                for name, content in files.items()
+                for name, content in self.server.repositories[match[1]].items()
             ]
             self.answer(rows or b"[]")
             return
-        if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)", path):
-            is_there = match[1] in self.server.repositories
-            self.answer({"id": match[1]} if is_there else None, status=200 if is_there else 404)
-            return
         match = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
-        found = None if match is None else self.server.repositories.get(match[1], {}).get(match[3])
-        if found is None:
-            self.answer(status=404, X_Error_Code="EntryNotFound")
+        repository, revision, name = match.groups() if match else ("", "", "")
+        self.server.revisions.append(revision)
+        files = self.server.repositories.get(repository)
+        content = (files or {}).get(urllib.parse.unquote(name))
+        if content is None:
+            error = "RepoNotFound" if files is None else "EntryNotFound"
+            self.answer(status=404, X_Error_Code=error)
             return
-        etag = f'"{hashlib.sha256(found).hexdigest()}"'
-        self.answer(found, ETag=etag, X_Repo_Commit=self.server.commits[-1])
+        commit = revision if len(revision) == 40 else f"{sum(name.encode()):040x}"
+        etag = f'"{hashlib.sha256(content).hexdigest()}"'
+        self.answer(content, ETag=etag, X_Repo_Commit=commit)
 
 
-@contextlib.contextmanager
-def serving() -> Iterator[Hub]:
+@pytest.fixture(name="hub")
+def hub_fixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A Hub that the Hub's own library, as this process has it, asks."""
     with Hub() as server:
+        settings = {
+            "ENDPOINT": server.url,
+            "HUGGINGFACE_CO_URL_TEMPLATE": server.url + "/{repo_id}/resolve/{revision}/{filename}",
+            "HF_HUB_CACHE": str(tmp_path / "hub"),
+            "HF_HUB_DISABLE_XET": True,
+            "HF_HUB_DISABLE_PROGRESS_BARS": True,
+        }
+        for name, value in settings.items():
+            monkeypatch.setattr(huggingface_hub.constants, name, value)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        monkeypatch.setenv("KERAS_HOME", str(tmp_path / "keras"))
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         yield server
         server.shutdown()
         thread.join()
-
-
-def use(server: Hub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Points the Hub's own library, as this process has it, to the server."""
-    client: dict[str, Any] = {
-        name: getattr(huggingface_hub, name)
-        for name in ("CommitOperationAdd", "constants", "errors", "get_token")
-    }
-    library = types.SimpleNamespace(
-        **client,
-        HfApi=functools.partial(huggingface_hub.HfApi, endpoint=server.url),
-        hf_hub_download=functools.partial(
-            huggingface_hub.hf_hub_download, endpoint=server.url, cache_dir=folder / "hub"
-        ),
-    )
-    monkeypatch.setattr(download, "_hub_library", lambda address: library)
-    monkeypatch.setattr(publishing_hub, "_library", lambda address: library)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_PROGRESS_BARS", True)
-    for name, value in (("HF_TOKEN", TOKEN), ("KERAS_HOME", str(folder / "keras"))):
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("no_proxy", "127.0.0.1")

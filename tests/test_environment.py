@@ -72,24 +72,23 @@ def said(code: str, **variables: str) -> list[Any]:
     return [ast.literal_eval(line) for line in process.stdout.splitlines()]
 
 
-@pytest.mark.parametrize(("features", "held", "expected"), PROCESSORS)
-def test_onednn_is_for_processors_that_it_is_safe_on(
-    features: set[str], held: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_onednn_is_for_processors_that_it_is_safe_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is set before TensorFlow is imported, and never over what the user has set."""
-    monkeypatch.setattr(environment, "_processor_features", lambda: features)
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.delitem(sys.modules, "tensorflow", raising=False)
+    monkeypatch.delenv("TF_ENABLE_ONEDNN_OPTS", raising=False)
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
-    if held is not None:
-        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", held)
-    for mine in ("0", "1"):
-        monkeypatch.setenv("TF_ENABLE_ONEDNN_OPTS", mine)
-        environment.enable_onednn()
-        assert os.environ["TF_ENABLE_ONEDNN_OPTS"] == mine
-    monkeypatch.delenv("TF_ENABLE_ONEDNN_OPTS")
-    environment.enable_onednn()
-    assert os.environ["TF_ENABLE_ONEDNN_OPTS"] == expected
+    for features, held, expected in PROCESSORS:
+        with monkeypatch.context() as patch:
+            patch.setattr(environment, "_processor_features", lambda found=features: found)
+            if held is not None:
+                patch.setenv("ONEDNN_MAX_CPU_ISA", held)
+            for mine in (None, "0", "1"):
+                if mine is not None:
+                    patch.setenv("TF_ENABLE_ONEDNN_OPTS", mine)
+                environment.enable_onednn()
+                got = os.environ.pop("TF_ENABLE_ONEDNN_OPTS")
+                assert got == (mine or expected), (features, held)
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="oneDNN is for x86")

@@ -1,7 +1,8 @@
-"""Tests of the package as a whole: its names, its imports, its documentation."""
+"""Tests of the package as a whole: names, imports, documentation, dependencies."""
 
 import ast
 import doctest
+import functools
 import importlib
 import importlib.metadata
 import pkgutil
@@ -11,6 +12,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import keras_vit
 
@@ -22,28 +25,15 @@ PUBLIC = [
     *("ViTB16", "ViTB32", "ViTB8", "ViTG14", "ViTH14", "ViTL16", "ViTL32", "ViTS16", "ViTS32"),
     *("ViTSo400m14", "ViTTi16", "ViTg14"),
     *("ViTConfig", "VisionTransformer", "decode_predictions", "export", "layers"),
-    *(
-        "FullySharded",
-        "freeze",
-        "layout_map",
-        "load",
-        "load_adapter",
-        "lora",
-        "merge_lora",
-        "save_adapter",
-    ),
+    *("FullySharded", "freeze", "layout_map", "load", "load_adapter", "lora", "merge_lora"),
+    "save_adapter",
     *("ExactModel", "ExactTrainer", "losses", "optimizers"),
     *("parameter_count", "preprocess_input", "resize", "variant", "weights"),
 ]
 
 # What `import keras_vit` must leave for later: together these take seconds.
 LATE = (
-    "matplotlib",
-    "sklearn",
-    "scipy",
-    "tensorflow_datasets",
-    "keras_cv",
-    "huggingface_hub",
+    *("matplotlib", "sklearn", "scipy", "tensorflow_datasets", "keras_cv", "huggingface_hub"),
     "urllib.request",
 )
 
@@ -65,17 +55,25 @@ MODULES = [
     if module.name not in ("keras_vit.__main__", *ON_JAX)
 ]
 
+# What lets the whole be used and passed on in products, beside the Apache licence of the package.
+# MPL-2.0 binds changes to its own files alone, and none is changed or shipped here.
+PERMITTED = re.compile(
+    r"\b(apache|mit|bsd|0bsd|isc|psf|python software foundation|mpl-2\.0|mozilla public license 2|"
+    r"zlib|cnri-python|cc0)",
+    re.IGNORECASE,
+)
+REFUSED = re.compile(r"\b(a?gpl|lgpl|gnu|sspl|busl|non-?commercial|proprietary)", re.IGNORECASE)
+# Packages whose metadata says nothing, with what their repository's LICENSE file is.
+SILENT = {"namex": "Apache-2.0"}
+
 
 def test_public_names() -> None:
-    """Names come and go by decision: this list and the package's are the same."""
+    """Names come and go by decision: the list here, the package's and `dir` are the same."""
     assert sorted(keras_vit.__all__) == sorted(PUBLIC)
     assert all(hasattr(keras_vit, name) for name in PUBLIC)
-
-
-def test_what_is_public_can_be_found() -> None:
-    """`dir` shows the public names and nothing else."""
     uses = {"data", "evaluation", "explain", "training"}
     assert set(dir(keras_vit)) == {*PUBLIC, *uses}
+    assert importlib.metadata.version("keras-vision-transformer") == keras_vit.__version__
 
 
 @pytest.mark.parametrize(
@@ -110,11 +108,6 @@ def test_the_house_is_kept() -> None:
                 private = [one for one in names if one.startswith("_") and not one.endswith("__")]
                 broken += [f"{file}: imports {one}" for one in private]
     assert not broken
-
-
-def test_version_is_the_distributions() -> None:
-    """The installed package and the code agree on the version."""
-    assert importlib.metadata.version("keras-vision-transformer") == keras_vit.__version__
 
 
 def test_import_brings_nothing_heavy() -> None:
@@ -181,3 +174,54 @@ def test_documents_link_to_what_exists() -> None:
     for document in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")]:
         for link in re.findall(r"\]\((?!https?://|#)([^)#]+)", document.read_text()):
             assert (document.parent / link).exists(), f"{document.name}: {link}"
+
+
+@functools.cache
+def closure() -> dict[str, frozenset[str]]:
+    """Returns every package that the package and its extras bring, with the extras asked of it."""
+    extras_by_name: dict[str, frozenset[str]] = {}
+    waiting = [("keras-vision-transformer", frozenset({"all", "keras-cv"}))]
+    while waiting:
+        name, extras = waiting.pop()
+        if name in extras_by_name and extras <= extras_by_name[name]:
+            continue
+        extras_by_name[name] = extras_by_name.get(name, frozenset()) | extras
+        for text in importlib.metadata.requires(name) or ():
+            needed = Requirement(text)
+            marker = needed.marker
+            if marker is None or any(
+                marker.evaluate({"extra": e}) for e in (*extras_by_name[name], "")
+            ):
+                waiting.append((canonicalize_name(needed.name), frozenset(needed.extras)))
+    return extras_by_name
+
+
+def license_of(name: str) -> str:
+    """Returns what a package says of its licence: the expression, the text or classifiers."""
+    data = importlib.metadata.metadata(name)
+    classifiers = [c for c in data.get_all("Classifier") or () if c.startswith("License ::")]
+    said = "".join(data.get_all("License-Expression") or ()) or " ".join(classifiers)
+    return said or "".join(data.get_all("License") or ()) or SILENT.get(name, "")
+
+
+def test_every_dependency_may_be_used_and_passed_on() -> None:
+    licenses = {name: license_of(name) for name in closure()}
+    doubtful = {
+        name: said[:80]
+        for name, said in licenses.items()
+        if REFUSED.search(said) or not PERMITTED.search(said)
+    }
+    assert doubtful == {}
+    assert len(licenses) > 50
+
+
+def test_the_tested_versions_are_written_down_and_fit_what_is_asked() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    missing = set(closure()) - set(pins) - {"keras-vision-transformer", "setuptools", "wheel"}
+    assert not missing
+    for text in importlib.metadata.requires("keras-vision-transformer") or ():
+        needed = Requirement(text)
+        name = canonicalize_name(needed.name)
+        if name in pins:
+            assert needed.specifier.contains(pins[name], prereleases=True), text

@@ -14,14 +14,6 @@ import pytest
 from keras_vit.weights import checksums
 
 
-def test_crc32c_of_the_standard(tmp_path: Path) -> None:
-    """The check value of RFC 3720 comes out, from both implementations."""
-    file = tmp_path / "check"
-    file.write_bytes(b"123456789")
-
-    assert checksums.crc32c(file) == rig.reference_crc32c(b"123456789") == 0xE3069283
-
-
 @hypothesis.given(
     size=st.one_of(st.integers(0, 20), st.integers(2040, 2060), st.integers(4090, 6200)),
     seed=st.integers(0, 9),
@@ -30,12 +22,13 @@ def test_crc32c_of_the_standard(tmp_path: Path) -> None:
 def test_crc32c_of_any_length(
     tmp_path_factory: pytest.TempPathFactory, size: int, seed: int
 ) -> None:
-    """Short files, whole stretches and their neighbours agree with the definition."""
+    """Short files, whole stretches and their neighbours agree with the definition of RFC 3720."""
     body = np.random.default_rng(seed).bytes(size)
     file = tmp_path_factory.getbasetemp() / "crc32c"
     file.write_bytes(body)
 
     assert checksums.crc32c(file) == rig.reference_crc32c(body)
+    assert rig.reference_crc32c(b"123456789") == 0xE3069283  # its check value
 
 
 def test_no_flipped_byte_passes_the_archive_check(tmp_path: Path) -> None:
@@ -60,16 +53,6 @@ def test_no_flipped_byte_passes_the_archive_check(tmp_path: Path) -> None:
     assert refused > len(body) // 2
 
 
-def test_no_cut_passes_the_archive_check(tmp_path: Path) -> None:
-    """Every proper prefix of an archive is refused."""
-    body = rig.archive(4, floats=8)
-    file = tmp_path / "x.npz"
-    for length in range(len(body)):
-        file.write_bytes(body[:length])
-        with pytest.raises(ValueError, match="not a whole zip archive"):
-            checksums.check_structure(file, name="x.npz")
-
-
 def sound_files() -> dict[str, bytes]:
     h5 = io.BytesIO()
     with h5py.File(h5, "w") as file:
@@ -81,19 +64,20 @@ def sound_files() -> dict[str, bytes]:
         "x.safetensors": rig.safetensors(),
         "x.weights.h5": h5.getvalue(),
         "y.h5": newest.getvalue(),
-        "x.npz": rig.archive(5, floats=9),
+        "x.npz": rig.archive(5, floats=8),
         "x.json": b'{"a": [1]}',
     }
 
 
 @pytest.mark.parametrize("name", sound_files())
 def test_structure_of_each_format(name: str, tmp_path: Path) -> None:
-    """A sound file passes; cut at any of many places, empty, or another format's, it does not."""
+    """A sound file passes; cut at many places (an archive at any), or another's, it does not."""
     files, file = sound_files(), tmp_path / name
     file.write_bytes(files[name])
     checksums.check_structure(file, name=name)
     others = [body for other, body in files.items() if other.split(".")[-1] != name.split(".")[-1]]
-    cuts = [files[name][:length] for length in range(0, len(files[name]), 7)]
+    step = 1 if name == "x.npz" else 29
+    cuts = [files[name][:length] for length in range(0, len(files[name]), step)]
     for body in (*others, *cuts, b"", b"<html>"):
         file.write_bytes(body)
         with pytest.raises(ValueError, match=r"\w"):
@@ -123,13 +107,13 @@ def test_names_of_no_known_format_pass_unless_they_are_junk(tmp_path: Path) -> N
             checksums.check_structure(file, name="index.csv")
 
 
-@pytest.mark.parametrize("length", [0x0280, 0x0480, 0x8B1F])
-def test_the_length_of_a_header_is_no_mark(length: int, tmp_path: Path) -> None:
+def test_the_length_of_a_header_is_no_mark(tmp_path: Path) -> None:
     """A .safetensors file begins with a number, which may look like a pickle or like gzip data."""
     path = tmp_path / "vit.safetensors"
-    header = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'.ljust(length)
-    path.write_bytes(length.to_bytes(8, "little") + header + bytes(4))
-    assert checksums.junk(path, name=path.name) is None
-    checksums.check_structure(path, name=path.name)
+    for length in (0x0280, 0x0480, 0x8B1F):
+        header = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'.ljust(length)
+        path.write_bytes(length.to_bytes(8, "little") + header + bytes(4))
+        assert checksums.junk(path, name=path.name) is None
+        checksums.check_structure(path, name=path.name)
     path.write_bytes(b"\x80\x04\x95" + bytes(9))
     assert checksums.junk(path, name=path.name) == "a pickle"

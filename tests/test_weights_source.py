@@ -1,37 +1,30 @@
-"""Tests of weights.sources, weights.building and of the builders on every published layout."""
+"""Tests of weights.sources: published names and layouts, the Hub, URLs, and what is in reach."""
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
-import http.server
-import json
 import logging
-import shutil
-import subprocess
-import sys
-import threading
-import types
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import download_rig as rig
-import huggingface_hub
+import hub_rig
 import keras
 import numpy as np
 import published
 import pytest
+from conftest import FLOAT32
 
 import keras_vit
 from keras_vit.weights import building, download, loading, sources
 from keras_vit.weights.catalog import CatalogRow, catalog
 from keras_vit.weights.layouts import original_rows
 
-LAYOUTS = {
-    (row.variant, row.image_size, row.classes, row.representation_dim): row for row in catalog()
-}
+server, home, hub = rig.server_fixture, rig.home_fixture, hub_rig.hub_fixture
+
+LAYOUTS = {(row.variant, row.image_size, row.representation_dim): row for row in catalog()}
 TINY_AUGREG = "augreg/Ti_16-i21k-300ep-lr_0.001-aug_none-wd_0.03-do_0.0-sd_0.0"
 
 
@@ -41,10 +34,6 @@ def constant_arrays(config: keras_vit.ViTConfig) -> dict[str, Any]:
         pair for row in original_rows(config) for pair in zip(row.names, row.shapes, strict=True)
     ]
     return {name: np.full(s, 1 + i / 64, np.float32) for i, (name, s) in enumerate(shapes)}
-
-
-def layout_name(row: CatalogRow) -> str:
-    return f"{row.variant}-{row.image_size}-{row.classes}-{row.representation_dim}"
 
 
 @contextlib.contextmanager
@@ -67,13 +56,13 @@ def counted_assignments(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         pytest.param(row, marks=[pytest.mark.full] if row.config.hidden_dim > 768 else [])
         for row in LAYOUTS.values()
     ],
-    ids=map(layout_name, LAYOUTS.values()),
+    ids=["-".join(map(str, key)) for key in LAYOUTS],
 )
 def test_every_published_layout_loads(
     row: CatalogRow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file of the row's layout, one block deep, fills every variable exactly once."""
-    config = dataclasses.replace(row.config, num_layers=1)
+    config = dataclasses.replace(row.config, num_layers=1, classes=9)
     arrays = constant_arrays(config)
     np.savez(tmp_path / "weights.npz", **arrays)
     model = keras_vit.VisionTransformer(config)
@@ -89,49 +78,30 @@ def test_every_published_layout_loads(
         assert sum(counts) == values.size
 
 
-# One of each variant, as the test above has their layouts: with and without representation.
-FULL_SIZE = {row.variant: row for row in LAYOUTS.values() if row.parameters < 110e6}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("row", FULL_SIZE.values(), ids=map(layout_name, FULL_SIZE.values()))
-def test_every_published_variant_builds(
-    row: CatalogRow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The full-size file is found by its name in a mirror and becomes the model it describes."""
-    path = tmp_path / f"{row.name}.npz"
-    path.parent.mkdir(parents=True)
-    np.savez(path, **constant_arrays(row.config))
-    monkeypatch.setenv("KERAS_VIT_MIRROR", str(tmp_path))
-    monkeypatch.setenv("KERAS_HOME", str(tmp_path / "home"))
-    builder = keras_vit.applications.BUILDERS[row.variant]
-    model = builder(weights=row.name, include_preprocessing=False, classifier_activation=None)
-    assert model.config == row.config
-    assert model.count_params() == row.parameters
-
-
 @pytest.fixture
 def mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A local mirror, and a cache of its own."""
     monkeypatch.setenv("KERAS_VIT_MIRROR", str(tmp_path / "mirror"))
-    monkeypatch.setenv("KERAS_HOME", str(tmp_path / "home"))
     return tmp_path / "mirror"
 
 
-def put(mirror: Path, name: str, config: keras_vit.ViTConfig, **arrays: np.ndarray) -> None:
+def put(mirror: Path, name: str, config: keras_vit.ViTConfig, **arrays: np.ndarray) -> Path:
     path = mirror / f"{name}.npz"
     path.parent.mkdir(parents=True, exist_ok=True)
     np.savez(path, **{**published.arrays(config), **arrays})
+    return path
 
 
 def test_short_names_find_the_recommended_file(mirror: Path) -> None:
-    """AugReg's file answers to "imagenet21k", with its trained head of 21,843 classes."""
+    """AugReg's file answers to "imagenet21k", and becomes the model that the catalogue says."""
     row = keras_vit.weights.resolve("Ti/16", "imagenet21k")
     put(mirror, row.name, row.config)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        model = keras_vit.ViTTi16(weights="imagenet21k")
+        model = keras_vit.ViTTi16(
+            weights="imagenet21k", include_preprocessing=False, classifier_activation=None
+        )
     assert row.name == TINY_AUGREG
+    assert (model.config, model.count_params()) == (row.config, row.parameters)
     assert model.output_shape == (None, 21843)
     head = keras.ops.convert_to_numpy(model.get_layer("head").kernel)
     np.testing.assert_array_equal(head, published.arrays(row.config)["head/kernel"])
@@ -179,153 +149,24 @@ HUB_FILES = {
 }
 
 
-class Hub(http.server.BaseHTTPRequestHandler):
-    """Answers as the Hugging Face Hub answers for a file of a repository."""
-
-    def do_HEAD(self) -> None:
-        self.respond(body=False)
-
-    def do_GET(self) -> None:
-        self.respond(body=True)
-
-    def respond(self, *, body: bool) -> None:
-        _, owner, name, *rest = self.path.split("/")
-        file = HUB_FILES.get(rest[-1])
-        if (owner, name) != ("someone", "tiny-vit") or file is None:
-            self.send_response(404)
-            error = "EntryNotFound" if owner == "someone" else "RepoNotFound"
-            self.send_header("X-Error-Code", error)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-            return
-        content = file.read_bytes()
-        self.send_response(200)
-        self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
-        self.send_header("X-Repo-Commit", "0" * 40)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        if body:
-            self.wfile.write(content)
-
-    def log_message(self, *arguments: object) -> None: ...
-
-
-HUB_CODE = """
-import json, sys
-import keras, numpy as np
-import keras_vit
-try:
-    model = keras_vit.load(
-        sys.argv[1], classifier_activation=None, include_preprocessing=False
-    )
-    assert model.config.image_mean == (0.485, 0.456, 0.406), model.config
-    images = np.load(sys.argv[2])
-    print(json.dumps(keras.ops.convert_to_numpy(model(images)).tolist()))
-except (OSError, ValueError) as error:
-    print(json.dumps(f"{type(error).__name__}: {error}"))
-"""
-
-
 @pytest.fixture
-def hub() -> Iterator[str]:
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+def files(hub: hub_rig.Hub) -> dict[str, bytes]:
+    """The files of hf://someone/tiny-vit."""
+    content = {name: path.read_bytes() for name, path in HUB_FILES.items()}
+    return hub.repositories.setdefault("someone/tiny-vit", content)
 
 
-def from_hub(address: str, hub: str, folder: Path) -> object:
-    """Returns the logits, or the error, of a fresh process that knows only this Hub."""
-    config = keras_vit.ViTConfig(input_shape=(32, 48, 3), patch_size=8)
-    np.save(folder / "images.npy", published.images(config))
-    environment = {"HF_ENDPOINT": hub, "HF_HOME": str(folder), "HF_HUB_DISABLE_XET": "1"}
-    code = f"import os; os.environ.update({environment!r})\n{HUB_CODE}"
-    done = subprocess.run(
-        [sys.executable, "-c", code, address, str(folder / "images.npy")],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return json.loads(done.stdout)
-
-
-def test_a_hub_repository_gives_its_librarys_logits(hub: str, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("files")
+def test_a_hub_repository_gives_its_librarys_logits() -> None:
     """Weights and both JSON files come over HTTP through the Hub's own client."""
-    logits = np.array(from_hub("hf://someone/tiny-vit", hub, tmp_path))
+    model = keras_vit.load(
+        "hf://someone/tiny-vit", classifier_activation=None, include_preprocessing=False
+    )
+    images = published.images(keras_vit.ViTConfig(input_shape=(32, 48, 3), patch_size=8))
     expected = np.load(published.GOLDEN / "tiny_safetensors_logits.npz")["hf"]
-    np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-5)
 
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("address", "message"),
-    [
-        ("hf://someone/other", "FileNotFoundError: hf://someone/other has no config.json"),
-        ("hf://nobody/tiny-vit", "OSError: hf://nobody/tiny-vit could not be fetched"),
-        (
-            "hf://tiny-vit",
-            "ValueError: A Hub address is hf://owner/name. Received: 'hf://tiny-vit'",
-        ),
-    ],
-)
-def test_what_the_hub_does_not_have(hub: str, tmp_path: Path, address: str, message: str) -> None:
-    """Each failure is a sentence that names the address."""
-    assert message in str(from_hub(address, hub, tmp_path))
-
-
-class MovingHub(Hub):
-    """A Hub whose branches are at another commit for each file, as if they moved in between."""
-
-    server: "MovingServer"
-
-    def respond(self, *, body: bool) -> None:
-        *_, revision, name = self.path.rsplit("/", 2)
-        self.server.revisions.append(revision)
-        is_commit = len(revision) == 40
-        commit = revision if is_commit else f"{sum(name.encode()):040x}"
-        content = HUB_FILES[name].read_bytes() if name in HUB_FILES else b""
-        if name == "config.json":
-            content = content.replace(b"{", b'{"commit": "%b", ' % commit.encode(), 1)
-        digest = hashlib.sha256(content).hexdigest()
-        self.send_response(200 if content else 404)
-        self.send_header("ETag", f'"{digest}"')
-        self.send_header("X-Repo-Commit", commit)
-        if not content:
-            self.send_header("X-Error-Code", "EntryNotFound")
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        if body:
-            self.wfile.write(content)
-
-
-class MovingServer(http.server.ThreadingHTTPServer):
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), MovingHub)
-        self.revisions: list[str] = []
-
-
-@pytest.fixture
-def moving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MovingServer]:
-    """The Hub's own client, told to ask this server."""
-    monkeypatch.setenv("KERAS_HOME", str(tmp_path / "keras"))
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    with MovingServer() as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        client = types.SimpleNamespace(
-            hf_hub_download=functools.partial(
-                huggingface_hub.hf_hub_download,
-                endpoint=f"http://127.0.0.1:{server.server_port}",
-                cache_dir=tmp_path / "hub",
-            ),
-            errors=huggingface_hub.errors,
-            constants=huggingface_hub.constants,
-        )
-        monkeypatch.setattr(download, "_hub_library", lambda address: client)
-        yield server
-        server.shutdown()
-        thread.join()
+    assert model.config.image_mean == (0.485, 0.456, 0.406)
+    np.testing.assert_allclose(model(images), expected, rtol=0, atol=FLOAT32)
 
 
 ADDRESSES = {
@@ -340,47 +181,43 @@ ADDRESSES = {
 
 @pytest.mark.parametrize("address", ADDRESSES)
 def test_all_files_come_from_one_commit(
-    address: str, moving: MovingServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    address: str,
+    hub: hub_rig.Hub,
+    files: dict[str, bytes],
+    home: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The commit of the first file is asked for by all others, said, and part of the record."""
     caplog.set_level(logging.INFO)
     path = sources.find(address)
 
     commit = path.parent.name
-    first, *others = dict.fromkeys(moving.revisions)
+    first, *others = dict.fromkeys(hub.revisions)
     assert (first, set(others)) == (ADDRESSES[address], {commit} - {first})
-    assert {name.name for name in path.parent.iterdir()} == set(HUB_FILES)
+    assert {name.name for name in path.parent.iterdir()} == set(files)
     assert f"is commit {commit}" in caplog.text
-    records = {file.name for file in (tmp_path / "keras").rglob(f"{commit}/*")}
-    assert records == {f"{name}.sha256" for name in HUB_FILES}
-
-
-@pytest.fixture
-def sharded_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The Hub's repository keeps its weights in shards; the names of its files."""
-    folder = tmp_path / "sharded"
-    folder.mkdir()
-    shutil.copy(HUB_FILES["model.safetensors"], folder / "model.safetensors")
-    published.write_shards(folder, count=3)
-    monkeypatch.delitem(HUB_FILES, "model.safetensors")
-    for path in folder.iterdir():
-        monkeypatch.setitem(HUB_FILES, path.name, path)
-    return sorted(HUB_FILES)
+    records = {file.name for file in home.rglob(f"{commit}/*")}
+    assert records == {f"{name}.sha256" for name in files}
 
 
 @pytest.mark.parametrize("file", ["", "/model.safetensors.index.json"])
 def test_shards_come_from_the_commit_of_their_index(
-    file: str, moving: MovingServer, sharded_files: list[str], tmp_path: Path
+    file: str, hub: hub_rig.Hub, files: dict[str, bytes], home: Path, tmp_path: Path
 ) -> None:
     """Each is downloaded at that commit, recorded, and compared when it is used again."""
+    folder = tmp_path / "sharded"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(files.pop("model.safetensors"))
+    published.write_shards(folder, count=3)
+    files |= {path.name: path.read_bytes() for path in folder.iterdir()}
     address = f"hf://someone/tiny-vit{file}"
     index = sources.find(address)
     commit = index.parent.name
 
-    assert sorted(path.name for path in index.parent.iterdir()) == sharded_files
-    assert set(moving.revisions) == {"main", commit}
-    records = {path.name for path in (tmp_path / "keras").rglob(f"{commit}/*")}
-    assert records == {f"{name}.sha256" for name in sharded_files}
+    assert {path.name for path in index.parent.iterdir()} == set(files)
+    assert set(hub.revisions) == {"main", commit}
+    records = {path.name for path in home.rglob(f"{commit}/*")}
+    assert records == {f"{name}.sha256" for name in files}
     assert keras_vit.load(address).config.hidden_dim == 32
     with pytest.raises(ValueError, match="sha256 is of one file"):
         sources.find(address, sha256="0" * 64)
@@ -390,36 +227,34 @@ def test_shards_come_from_the_commit_of_their_index(
         sources.find(address)
 
 
-def test_a_repository_without_weights(
-    moving: MovingServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The sentence names both files that were looked for, and what else can be given."""
-    monkeypatch.delitem(HUB_FILES, "model.safetensors")
-    with pytest.raises(FileNotFoundError, match=r"none of model\.safetensors, .*named as hf://"):
-        sources.find("hf://someone/tiny-vit")
+def test_what_the_hub_does_not_have(hub: hub_rig.Hub, files: dict[str, bytes]) -> None:
+    """Each is a sentence with the address: what was looked for, what else can be given."""
+    hub.repositories["someone/other"] = {}
+    del files["model.safetensors"]
+    for name, message in (
+        ("someone/other", "hf://someone/other has no config.json"),
+        ("someone/tiny-vit", r"none of model\.safetensors, .*named as hf://"),
+    ):
+        with pytest.raises(FileNotFoundError, match=message):
+            sources.find(f"hf://{name}")
+    with pytest.raises(OSError, match="hf://nobody/tiny-vit could not be fetched"):
+        sources.find("hf://nobody/tiny-vit")
 
 
-def test_hub_file_that_changed(moving: MovingServer, tmp_path: Path) -> None:
-    """Damage of a kept file is seen by the Hub's SHA-256, and by the record of its first use."""
+@pytest.mark.usefixtures("files")
+def test_hub_file_that_changed() -> None:
+    """Damage of a kept file, settings too, is seen by the Hub's SHA-256 and by the first use's."""
     address = f"hf://someone/tiny-vit@{'b' * 40}"
     path = sources.find(address)
-    blob, content = path.resolve(), path.read_bytes()
-    blob.write_bytes(rig.flipped(content, len(content) - 1))
-    with pytest.raises(ValueError, match="its publisher states"):
-        sources.find(address)
+    for file in (path.parent / "preprocessor_config.json", path):
+        blob, content = file.resolve(), file.read_bytes()
+        blob.write_bytes(rig.flipped(content, len(content) - 1))
+        with pytest.raises(ValueError, match="its publisher states"):
+            sources.find(address)
+        blob.write_bytes(content)
     path.unlink()
-    path.write_bytes(blob.read_bytes())  # as where links are not to be had
+    path.write_bytes(rig.flipped(content, 0))  # as where links are not to be had
     with pytest.raises(ValueError, match=r"\.sha256 holds another"):
-        sources.find(address)
-
-
-def test_hub_settings_that_changed(moving: MovingServer) -> None:
-    """A changed file that is only useful stops the model too: it would be read."""
-    address = f"hf://someone/tiny-vit@{'c' * 40}"
-    path = sources.find(address)
-    (path.parent / "preprocessor_config.json").resolve().write_text("{}")
-
-    with pytest.raises(ValueError, match="its publisher states"):
         sources.find(address)
 
 
@@ -435,14 +270,13 @@ BAD_ADDRESSES = [
 ]
 
 
-@pytest.mark.parametrize("address", BAD_ADDRESSES)
-def test_addresses_that_are_none_of_the_hub(address: str, moving: MovingServer) -> None:
+def test_addresses_that_are_none_of_the_hub(hub: hub_rig.Hub) -> None:
     """What is no address is refused before anyone is asked."""
-    with pytest.raises(ValueError, match=r"on the Hub|A Hub address is") as raised:
-        sources.find(address)
-
-    assert moving.revisions == []
-    assert "hunter2" not in str(raised.value)
+    for address in BAD_ADDRESSES:
+        with pytest.raises(ValueError, match=r"on the Hub|A Hub address is") as raised:
+            sources.find(address)
+        assert "hunter2" not in str(raised.value)
+    assert hub.revisions == []
 
 
 SHA256_ENTRANCES = ["load", "model", "builder", "path", "folder", "url", "hub", "name"]
@@ -450,15 +284,12 @@ SHA256_ENTRANCES = ["load", "model", "builder", "path", "folder", "url", "hub", 
 
 @pytest.mark.parametrize("entrance", SHA256_ENTRANCES)
 def test_sha256_is_compared_before_anything_is_read(
-    entrance: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moving: MovingServer
+    entrance: str, mirror: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, bytes]
 ) -> None:
     """On each road the right SHA-256 loads, and another one is refused with the file unopened."""
     row = keras_vit.weights.resolve("Ti/16", "imagenet21k")
-    file = tmp_path / "mirror" / f"{row.name}.npz"
-    file.parent.mkdir(parents=True)
     config = dataclasses.replace(keras_vit.variant("Ti/16"), classes=3)
-    np.savez(file, **published.arrays(config))
-    monkeypatch.setenv("KERAS_VIT_MIRROR", str(tmp_path / "mirror"))
+    file = put(mirror, row.name, config)
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     with rig.serving() as server:
         server.files["/vit.npz"] = file.read_bytes()
@@ -476,7 +307,7 @@ def test_sha256_is_compared_before_anything_is_read(
         }
         road = roads[entrance]
         if entrance == "hub":
-            digest = hashlib.sha256(HUB_FILES["model.safetensors"].read_bytes()).hexdigest()
+            digest = hashlib.sha256(files["model.safetensors"]).hexdigest()
         with monkeypatch.context() as patch:
             for module in (building, loading, keras_vit.applications):
                 patch.setattr(module, "open_checkpoint", lambda path: pytest.fail("was read"))
@@ -495,17 +326,54 @@ def test_sha256_without_weights() -> None:
         keras_vit.ViTTi16(weights=None, sha256="0" * 64)
 
 
-def test_changed_settings_beside_a_url_are_not_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changed_settings_beside_a_url_are_not_read(server: rig.Server) -> None:
     """A config.json that is no longer what it was stops the model; a missing one does not."""
-    monkeypatch.setenv("KERAS_HOME", str(tmp_path))
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    with rig.serving() as server:
-        server.files["/a/vit.safetensors"] = rig.safetensors()
-        server.files["/a/config.json"] = b"{}"
-        path = sources.find(f"{server.url}/a/vit.safetensors")
-        assert {file.name for file in path.parent.iterdir()} >= {"vit.safetensors", "config.json"}
-        (path.parent / "config.json").write_bytes(b'{"a": 1}')
-        with pytest.raises(ValueError, match=r"config\.json\.sha256 holds another"):
-            sources.find(f"{server.url}/a/vit.safetensors")
+    server.files["/a/vit.safetensors"] = rig.safetensors()
+    server.files["/a/config.json"] = b"{}"
+    path = sources.find(f"{server.url}/a/vit.safetensors")
+    assert {file.name for file in path.parent.iterdir()} >= {"vit.safetensors", "config.json"}
+    (path.parent / "config.json").write_bytes(b'{"a": 1}')
+    with pytest.raises(ValueError, match=r"config\.json\.sha256 holds another"):
+        sources.find(f"{server.url}/a/vit.safetensors")
+
+
+ROW = keras_vit.weights.resolve("Ti/16", "imagenet21k")
+UNREACHABLE: dict[rig.Fault, str] = {
+    rig.status(404): r"no file at .*404",
+    rig.status(403): r"was refused \(403",
+    rig.status(503): r"^127\.0\.0\.1:\d+: 503",
+    rig.raw(b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n\r\n<html>"): "with a web page",
+    lambda handler, _: handler.server.released.wait(): "127",  # says nothing
+}
+
+
+def test_reach_of_a_server(server: rig.Server, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked for one byte, and nothing is kept; or the reason is the middle of a sentence."""
+    monkeypatch.setenv("KERAS_VIT_MIRROR", server.url)
+    server.files[f"/{ROW.name}.npz"] = rig.BODY
+    assert sources.reach("imagenet21k", "Ti/16") == "mirror"
+    assert [request["range"] for request in server.requests] == ["bytes=0-0"]
+    for fault, message in UNREACHABLE.items():
+        server.faults = [fault]
+        seconds = 0.3 if message == "127" else sources.REACH_SECONDS
+        with pytest.raises(ConnectionError, match=message) as caught:
+            sources.reach("imagenet21k", "Ti/16", seconds=seconds)
+        assert not str(caught.value).endswith(".")
+    monkeypatch.setenv("KERAS_VIT_MIRROR", "http://127.0.0.1:9")
+    with pytest.raises(ConnectionError, match=r"127\.0\.0\.1:9: Connection refused"):
+        sources.reach("imagenet21k", "Ti/16")
+    assert not home.exists()
+
+
+def test_reach_of_files_on_this_machine(mirror: Path) -> None:
+    """A folder has the file or not; what is in the cache is not looked for."""
+    with pytest.raises(ConnectionError, match=r"there is no .*Ti_16.*\.npz"):
+        sources.reach("imagenet21k", "Ti/16")
+    put(mirror, ROW.name, dataclasses.replace(ROW.config, classes=3))
+    assert sources.reach("imagenet21k", "Ti/16") == "mirror"
+    file = download.cached_path(ROW.url)
+    file.parent.mkdir(parents=True)
+    file.write_bytes(rig.BODY)
+    assert sources.reach("imagenet21k", "Ti/16") == "cache"
+    with pytest.raises(ValueError, match="There are no weights 'imagenet22k'"):
+        sources.reach("imagenet22k", "Ti/16")

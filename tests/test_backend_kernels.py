@@ -42,8 +42,9 @@ FORWARD = {
     "_MklNativeFusedMatMul BiasAdd, Add": 2 * BLOCKS,
 }
 
+NAMES = ("dense, gelu", "dense, gelu_tanh", "dense, quick_gelu", "layer_norm", "softmax")
 FORMS = {
-    **test_backend.FORMS,
+    **{name: test_backend.FORMS[name] for name in (*NAMES, "self_attention")},
     "self_attention of many tokens": ("self_attention", [(2, 17, 24)], {"num_heads": 2}),
 }
 

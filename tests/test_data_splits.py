@@ -253,6 +253,6 @@ def test_splits_depend_on_names_and_not_on_their_order() -> None:
     forwards = assigned(names[:40], validation=0.2, test=0.2)
 
     assert assigned(names[:40][::-1], validation=0.2, test=0.2) == forwards
-    assert forwards["test"] != set(names[:8])
+    assert forwards["test"] not in (set(names[:8]), set(sorted(names[:40])[:8]))
     before, after = assigned(names[:100], **TENTHS), assigned(names, **TENTHS)
     assert len(before["test"] & after["test"]) >= 9

@@ -48,7 +48,7 @@ def in_memory(data: ImageData, *, side: int) -> ImageData:
         images = [np.asarray(image.convert("RGB").resize((side, side))) for image in read]
         return Split(images=np.stack(images), targets=split.targets)
 
-    splits = {name: load(data.split(name)) for name in SPLITS}
+    splits: dict[str, Any] = {name: load(data.split(name)) for name in SPLITS}
     return ImageData(source="memory", labels=data.labels, **splits)
 
 

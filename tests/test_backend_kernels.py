@@ -43,7 +43,7 @@ FORWARD = {
 }
 
 NAMES = ("dense, gelu", "dense, gelu_tanh", "dense, quick_gelu", "layer_norm", "softmax")
-FORMS = {
+FORMS: dict[str, Any] = {
     **{name: test_backend.FORMS[name] for name in (*NAMES, "self_attention")},
     "self_attention of many tokens": ("self_attention", [(2, 17, 24)], {"num_heads": 2}),
 }

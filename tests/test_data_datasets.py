@@ -161,7 +161,7 @@ def test_damaged_images_are_left_out_and_named() -> None:
 
 
 # What makes a good dataset bad, and what the error says.
-BAD = {
+BAD: dict[str, tuple[Callable[[tf.data.Dataset], tf.data.Dataset], str]] = {
     "batches": (lambda good: good.batch(2), "must give pairs of an image"),
     "floats": (
         lambda good: good.map(lambda x, y: (tf.cast(x, tf.float32), y)),

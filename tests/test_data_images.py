@@ -222,8 +222,8 @@ def test_a_part_has_the_pixels_of_the_whole(form: str) -> None:
     contents = tf.constant(encoded(soft, form))
     for part in ((0, 0, 60, 80), (3, 1, 7, 9), (20, 33, 40, 47), (59, 79, 1, 1)):
         top, left, height, width = part
-        choose = tf.constant(part)
-        actual = decoding.decode_part(contents, choose=lambda _, choose=choose: choose).numpy()
+        choose = functools.partial(lambda chosen, _: chosen, tf.constant(part))
+        actual = decoding.decode_part(contents, choose=choose).numpy()
         whole = decoding.decode_image(contents).numpy()[top : top + height, left : left + width]
 
         assert actual.shape == (height, width, 3)

@@ -1,6 +1,7 @@
 """Tests of keras_vit.data.randaugment."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -115,7 +116,7 @@ def test_cutout_greys_one_square_cut_at_the_border() -> None:
 
 
 # What magnitude 10 means, on an image of 224 pixels: the argument of the original's code.
-AT_TEN = [
+AT_TEN: list[tuple[str, Callable[[tf.Tensor], tf.Tensor]]] = [
     ("rotate", lambda image: randaugment.rotate(image, math.radians(-30))),
     ("posterize", lambda image: randaugment.posterize(image, 4)),
     ("solarize", lambda image: image),

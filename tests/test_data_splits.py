@@ -219,8 +219,8 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 # Images in a class, fractions -> (train, validation, test).
-TENTHS = {"validation": 0.1, "test": 0.1}
-SHARES: list[tuple[int, dict[str, float], tuple[int, ...]]] = [
+TENTHS: dict[str, Any] = {"validation": 0.1, "test": 0.1}
+SHARES: list[tuple[int, dict[str, Any], tuple[int, ...]]] = [
     (1, TENTHS, (1, 0, 0)),
     (2, TENTHS, (1, 1, 0)),
     (3, TENTHS, (1, 1, 1)),

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import keras
 import matplotlib.image
@@ -100,10 +101,11 @@ def test_a_perfect_model_makes_none(model: VisionTransformer) -> None:
     assert report.confident_mistakes(model, perfect, labels=LABELS) == ()
     with pytest.raises(ValueError, match="no mistakes"):
         report.plot_mistakes((), perfect, "nowhere.png")
-    for arguments, message in (
-        ({"count": 0}, "count=0"),
-        ({"labels": "a"}, "10 classes.*1 labels"),
-    ):
+    wrong: dict[str, dict[str, Any]] = {
+        "count=0": {"count": 0},
+        "10 classes.*1 labels": {"labels": "a"},
+    }
+    for message, arguments in wrong.items():
         with pytest.raises(ValueError, match=message):
             report.confident_mistakes(model, split, **{"labels": LABELS, **arguments})
 
@@ -128,6 +130,6 @@ def test_without_matplotlib_the_pip_command_is_named(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"pip install matplotlib"):
-        plot_confusion(evaluation(2), "nowhere.png")
+        plot_confusion(evaluation(2), Path("nowhere.png"))
     with pytest.raises(ImportError, match=r"pip install matplotlib"):
         report.plot_mistakes((), load_digits().test, "nowhere.png")

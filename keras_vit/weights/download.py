@@ -238,7 +238,7 @@ def _is_usable(piece: str) -> bool:
 def cache_folder() -> Path:
     """Returns the folder of this package among those that Keras keeps for the user."""
     # Keras has no public name for its folder. This is the rule that keras.utils.get_file documents;
-    # tests/test_weights_download.py compares the two.
+    # tests/test_weights_download_processes.py compares the two.
     if keras_home := os.environ.get("KERAS_HOME"):
         return Path(keras_home).expanduser() / "models" / "keras_vit"
     home = Path(os.path.expanduser("~"))  # noqa: PTH111 - Path.home() raises where there is none

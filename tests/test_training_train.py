@@ -145,7 +145,7 @@ def wrong_arguments(data: ImageData) -> list[tuple[Callable[..., Run], dict[str,
         (
             pretrain,
             {"model": vit()},
-            "TypeError: .*a ViTConfig or a training.MaskedPatchModel. .*VisionTransformer",
+            "TypeError: .*a ViTConfig or a MaskedPatchModel. .*VisionTransformer",
         ),
         # Without validation images no epoch could be called the best.
         (train, {"data": dataclasses.replace(data, validation=nothing)}, "no validation images"),

@@ -20,7 +20,7 @@ import pytest
 import tensorflow as tf
 from exported import LABELS, photo, served_model, strings
 from google.protobuf import text_format
-from serving_harness.client import IMAGE, Served, serving
+from serving_rig import IMAGE, Served, serving
 
 import keras_vit
 from keras_vit import VisionTransformer, data

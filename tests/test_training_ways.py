@@ -46,13 +46,15 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any], name: str) -> N
     """What is logged, and weights, all of order 1; the steps of the original closer."""
     for kind in expected["logs"]:
         actual, wanted = found["logs"][kind], expected["logs"][kind]
-        if "float16" in name:
+        if "original" in name and "accuracy" in kind:  # rounding may decide one image of 16
+            np.testing.assert_allclose(actual, wanted, rtol=0, atol=0.07, err_msg=f"{name}: {kind}")
+        elif "float16" in name:
             np.testing.assert_allclose(actual, wanted, rtol=0, atol=2e-2, err_msg=f"{name}: {kind}")
         elif "original" in name:
             assert_same_steps(actual, wanted, f"{name}: {kind}")
         else:
             np.testing.assert_allclose(actual, wanted, rtol=0, atol=1e-4, err_msg=f"{name}: {kind}")
-    limit = 2e-2 if "float16" in name else 1e-4
+    limit = 2e-2 if "float16" in name else 1e-3 if "original" in name else 1e-4
     np.testing.assert_allclose(
         found["weights"], expected["weights"], rtol=0, atol=limit, err_msg=name
     )

@@ -320,6 +320,7 @@ def test_threads_read_and_call_one_model_at_once(answers: int) -> None:
         assert not np.allclose(one, another, atol=1e-3)
 
 
+@pytest.mark.skipif(keras.backend.backend() == "jax", reason="a function of TensorFlow")
 def test_a_graph_that_is_traced_while_somebody_listens_tells_nothing(
     model: VisionTransformer, images: np.ndarray
 ) -> None:

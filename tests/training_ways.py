@@ -244,6 +244,11 @@ def _object_loss(self: Any, x: Any, y: Any, y_pred: Any, sample_weight: Any = No
     return _cross_entropy()(y, y_pred)
 
 
+def _unclipped(**options: Any) -> Any:
+    """Clipping would hide gradients that are summed twice."""
+    return _compiled(optimizer=keras.optimizers.SGD(0.02, momentum=0.9), **options)
+
+
 def _wrapper() -> Any:
     """A head with a regulariser on a model without one."""
     base = _vit(classes=None)
@@ -315,8 +320,8 @@ WAYS = {
     "multiple": Way(_multiple),
     "schedule_free": Way(_schedule_free),
     "lamb": Way(_lamb),
-    "uneven": Way(_compiled, "uneven", epochs=2),
-    "uneven_in_parts": Way(lambda: _compiled(accumulate=3), "uneven", is_evaluated=False),
+    "uneven": Way(_unclipped, "uneven", epochs=2),
+    "uneven_in_parts": Way(lambda: _unclipped(accumulate=3), "uneven", is_evaluated=False),
     "weighted": Way(lambda: _compiled(loss=_by_weight()), "weighted"),
     "weighted_in_parts": Way(
         lambda: _compiled(loss=_by_weight(), accumulate=2), "weighted", is_evaluated=False

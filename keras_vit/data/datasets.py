@@ -4,7 +4,6 @@ import concurrent.futures
 import dataclasses
 import functools
 import math
-import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from keras_vit import environment
 from keras_vit.data import images, source
 from keras_vit.data.images import Damage
 from keras_vit.data.source import (
@@ -425,7 +425,7 @@ def _stream(dataset: tf.data.Dataset, *, split: str, damage: Damage) -> Stream:
 
 
 def _drop_damaged(split: Split, *, damage: Damage) -> Split:
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
+    with concurrent.futures.ThreadPoolExecutor(environment.cores()) as threads:
         sound = list(threads.map(images.is_sound, split.images))
     damaged = [split.name(place) for place, is_sound in enumerate(sound) if not is_sound]
     if damaged and damage.strict:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_vit import atomic
+from keras_vit import atomic, environment
 from keras_vit.data import decoding, images, source
 from keras_vit.data.images import Damage
 from keras_vit.data.source import FileSplit
@@ -329,7 +329,7 @@ def _faults(
     known = {} if is_anew else _recall(listing.root)
     files = {str(file).removeprefix(f"{listing.root}{os.sep}"): file for file in listing.files}
     now = time.time_ns()
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
+    with concurrent.futures.ThreadPoolExecutor(environment.cores()) as threads:
         states = dict(zip(files, threads.map(_state, files.values()), strict=True))
         found = {name: row for name, row in known.items() if row[:-1] == states.get(name)}
         faults = {name: None if row[-1] else source.DAMAGED for name, row in found.items()}

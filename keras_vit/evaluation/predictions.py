@@ -10,8 +10,8 @@ from typing import TypeVar
 import keras
 import numpy as np
 
-from keras_vit.data import Views, antialias_of, image_size_of, read_image, resize_image
-from keras_vit.data.inputs import NamedImage
+from keras_vit import environment
+from keras_vit.data import NamedImage, Views, antialias_of, image_size_of, read_image, resize_image
 from keras_vit.evaluation.outputs import log_softmax, mean_over_views, prediction_batch_size
 
 Image = TypeVar("Image", bound=NamedImage | str | os.PathLike[str])
@@ -187,7 +187,7 @@ def _read_ahead(
     load: Callable[[Image], _Read], images: Iterable[Image], *, ahead: int
 ) -> Iterator[tuple[Image, _Read]]:
     """Yields each image and what threads make of it, in order, so many ahead of the caller."""
-    threads = concurrent.futures.ThreadPoolExecutor(min(os.cpu_count() or 1, 16))
+    threads = concurrent.futures.ThreadPoolExecutor(min(environment.cores(), 16))
     waiting: collections.deque[tuple[Image, concurrent.futures.Future[_Read]]] = collections.deque()
     try:
         for image in images:

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import keras_vit
 from keras_vit import data, training
 
-ROOT = Path(keras_vit.__file__).parents[1]
+ROOT = Path(__file__).parents[1]
 FORMATS = (
     *("savedmodel", "tflite", "tflite-fp16", "tflite-int8", "tflite-int8-weights"),
     *("onnx", "onnx-fp16", "onnx-int8", "onnx-int8-weights"),

@@ -8,12 +8,8 @@ from pathlib import Path
 
 import pytest
 
-import keras_vit
-
-ROOT = Path(keras_vit.__file__).parents[1]
+ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
-
-pytestmark = pytest.mark.skipif(not EXAMPLES.exists(), reason="the examples are not installed")
 
 
 def run(script: str, *argv: str, folder: Path) -> subprocess.CompletedProcess[str]:

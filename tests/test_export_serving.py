@@ -22,7 +22,6 @@ from exported import LABELS, photo, served_model, strings
 from google.protobuf import text_format
 from serving_rig import IMAGE, Served, serving
 
-import keras_vit
 from keras_vit import VisionTransformer, data
 from keras_vit.exporting import export, rebuild, samples, savedmodel, verification
 from keras_vit.exporting.artefacts import Artefact
@@ -329,7 +328,7 @@ def address(kind: str, server: Served, *, port: int | None = None) -> tuple[str,
 
 def run_client(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     """Runs a client of examples/serving as a user does."""
-    script = Path(keras_vit.__file__).parents[1] / "examples" / "serving" / f"{name}_client.py"
+    script = Path(__file__).parents[1] / "examples" / "serving" / f"{name}_client.py"
     command = [sys.executable, str(script), "--timeout", "300", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 

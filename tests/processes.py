@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -116,6 +117,7 @@ def _run(arguments: list[str], variables: dict[str, str], folder: str, outputs: 
     os.environ.clear()
     os.environ.update(variables)
     os.chdir(folder)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background
     try:
         if arguments[0] == "-m":
             sys.argv = arguments[1:]

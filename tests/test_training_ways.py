@@ -8,8 +8,8 @@ import pytest
 import training_ways
 from conftest import assert_same_steps
 
-# Of these `.ci/run` trains a few: each kind of model, and a last batch of one image.
-FEW = ["fit", "wrapper", "lora", "uneven"]
+# Of these `.ci/run` trains a few: each kind of model, a last batch of one image, an own step.
+FEW = ["fit", "wrapper", "lora", "uneven", "weighted_train_step"]
 EVERY = list(training_ways.WAYS)
 # On four replicas, and on workers, all of whose code the others run too.
 SOME = [

@@ -208,9 +208,13 @@ def _cross_entropy(**arguments: Any) -> keras.losses.Loss:
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True, **arguments)
 
 
-def _subclass(loss: keras.losses.Loss | None = None, **methods: Any) -> Any:
+def _subclass(
+    compiled: Callable[..., Any] = _compiled,
+    loss: keras.losses.Loss | None = None,
+    **methods: Any,
+) -> Any:
     mine = type("Mine", (keras_vit.VisionTransformer,), methods)
-    return _compiled(mine(CONFIG), loss=loss, metrics=None)
+    return compiled(mine(CONFIG), loss=loss, metrics=None)
 
 
 def _textbook_step(self: Any, data: Any) -> dict[str, Any]:
@@ -244,9 +248,9 @@ def _object_loss(self: Any, x: Any, y: Any, y_pred: Any, sample_weight: Any = No
     return _cross_entropy()(y, y_pred)
 
 
-def _unclipped(**options: Any) -> Any:
+def _unclipped(model: Any = None, **options: Any) -> Any:
     """Clipping would hide gradients that are summed twice."""
-    return _compiled(optimizer=keras.optimizers.SGD(0.02, momentum=0.9), **options)
+    return _compiled(model, optimizer=keras.optimizers.SGD(0.02, momentum=0.9), **options)
 
 
 def _wrapper() -> Any:
@@ -327,7 +331,9 @@ WAYS = {
         lambda: _compiled(loss=_by_weight(), accumulate=2), "weighted", is_evaluated=False
     ),
     "weighted_train_step": Way(
-        lambda: _subclass(_by_weight(), train_step=_textbook_step), "weighted", is_evaluated=False
+        lambda: _subclass(_unclipped, _by_weight(), train_step=_textbook_step),
+        "weighted",
+        is_evaluated=False,
     ),
     "ignored": Way(lambda: _compiled(loss=_ignoring()), "uneven"),
     "ignored_in_parts": Way(

@@ -15,7 +15,6 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 _STDERR = 2
 # As absl writes them: I0000 00:00:1795404080.989839   32505 port.cc:153] ...; and as LiteRT does.
@@ -23,7 +22,6 @@ _LOG_LINE = re.compile(
     rb"[IWE]\d{4} [\d:.]+ +\d+ \w+\.cc:\d+\] |WARNING: All log messages before absl"
     rb"|INFO: Created TensorFlow Lite"
 )
-_KERAS_EXTRAS = ("matplotlib", "sklearn")
 _ONEDNN = "TF_ENABLE_ONEDNN_OPTS"
 _TRITON_GEMM = "xla_gpu_enable_triton_gemm"
 # Processor features with which TensorFlow enables oneDNN by itself: tsl/util/onednn_util, 2.21.
@@ -75,23 +73,6 @@ def without_log_lines() -> Iterator[None]:
             for line in lines:
                 if not _LOG_LINE.match(line):
                     os.write(_STDERR, line)
-
-
-@contextlib.contextmanager
-def without_keras_extras() -> Iterator[None]:
-    """Imports Keras without matplotlib and scikit-learn, which it would import if installed.
-
-    Its galleries and wrappers need them; with both the import takes 4.0 s of a processor, without
-    them 2.5. After the block they can be imported again.
-    """
-    hidden = [name for name in _KERAS_EXTRAS if name not in sys.modules]
-    blocked: dict[str, Any] = dict.fromkeys(hidden)
-    sys.modules.update(blocked)
-    try:
-        yield
-    finally:
-        for name in hidden:
-            sys.modules.pop(name, None)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import importlib
 import os
 import sys
 from collections.abc import Callable
@@ -129,17 +128,6 @@ def test_memory_and_xla_are_flags() -> None:
         for command in ("train", "pretrain"):
             execution = flags.execution(parsed(argv, command=command))
             assert (execution.remat, execution.xla) == expected, argv
-
-
-def test_what_keras_can_do_without_is_there_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was imported before stays too; a small module stands for matplotlib."""
-    monkeypatch.delitem(sys.modules, "wave", raising=False)
-    monkeypatch.setattr(environment, "_KERAS_EXTRAS", ("wave", "json"))
-    with environment.without_keras_extras():
-        with pytest.raises(ImportError):
-            importlib.import_module("wave")
-        assert importlib.import_module("json") is sys.modules["json"]
-    assert importlib.import_module("wave")
 
 
 def test_what_is_no_remark_is_said_later(capfd: pytest.CaptureFixture[str]) -> None:

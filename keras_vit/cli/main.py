@@ -5,7 +5,6 @@ the loss of another worker, to be started again with --resume.
 """
 
 import argparse
-import gc
 import importlib
 import os
 import shlex
@@ -142,16 +141,9 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _import_frameworks() -> None:
     """Registers the classes with Keras; TensorFlow reads the images on every backend."""
-    is_first = "keras" not in sys.modules
-    with (
-        environment.without_log_lines(),
-        environment.without_keras_extras(),
-        environment.without_collection(),
-    ):
+    with environment.without_log_lines(), environment.without_collection():
         importlib.import_module("keras_vit.names")
         importlib.import_module("keras_vit.data")
-    if is_first:
-        gc.freeze()  # what was imported is never looked at again
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -91,7 +91,6 @@ WRONG = {
     f"evaluate {BACKBONE}": "no labelled images of its own ... give --data",
     "evaluate features": "has no labelled images of its own; give --data",
     "evaluate features --data images --real real.json": "has no classifier; --real measures one",
-    "compare a b --out no/such/page.html": "There is no folder for 'no/such/page.html'",
     "explain gone.keras a.png --out new": "There is no model file 'gone.keras'",
     "explain gone a.png --out new": "There is no run directory 'gone'",
     "explain run gone.png --out new": "There is no image file 'gone.png'",

@@ -16,16 +16,14 @@ from PIL import Image
 import keras_vit
 from keras_vit import pages
 
-COMPARISON: dict[str, Any] = {
+REPORT: dict[str, Any] = {
     "title": "<b>",
     "styles": ("charts.css",),
-    "scripts": ("charts.js", "compare.js"),
-    "names": ["a", "b"],
-    "numbers": [("accuracy", ["1", "2"])],
-    "settings": [],
-    "pairs": (),
-    "notes": (),
+    "scripts": ("charts.js", "report.js"),
+    "verdict": "<i>",
     "data": {"curves": []},
+    **dict.fromkeys(("notes", "facts", "tables", "uses", "trained_by"), ()),
+    **dict.fromkeys(("reconstructions", "measured", "command")),
     "version": "0",
 }
 
@@ -46,7 +44,7 @@ def policy(text: str) -> dict[str, set[str]]:
 
 def test_the_policy_allows_the_pages_own_words_and_nothing_else() -> None:
     """Each style and script by its hash; no request to anywhere."""
-    text = pages.render("compare.html", **COMPARISON)
+    text = pages.render("report.html", **REPORT)
     actual = policy(text)
     assert actual["default-src"] == {"'none'"}
     assert actual["script-src"] == digests(text, "script")
@@ -76,16 +74,13 @@ def test_templates_have_nothing_that_the_policy_forbids() -> None:
 
 
 def test_what_a_template_shows() -> None:
-    """Long names break after a dot or underscore; what is lacking, or is no JSON, is an error."""
-    settings = [("recipe.label_smoothing", ["0", "<i>"])]
-    text = pages.render("compare.html", **{**COMPARISON, "settings": settings})
-    assert '<th scope="row">recipe.<wbr>label_<wbr>smoothing</th>' in text
-    assert "<td>&lt;i&gt;</td>" in text
-    lacking = {name: value for name, value in COMPARISON.items() if name != "numbers"}
-    with pytest.raises(jinja2.UndefinedError, match="numbers"):
-        pages.render("compare.html", **lacking)
+    """Text is text; what is lacking, or is no JSON, is an error."""
+    assert '<p class="lead">&lt;i&gt;</p>' in pages.render("report.html", **REPORT)
+    lacking = {name: value for name, value in REPORT.items() if name != "verdict"}
+    with pytest.raises(jinja2.UndefinedError, match="verdict"):
+        pages.render("report.html", **lacking)
     with pytest.raises(ValueError, match="JSON"):  # NaN would stop the page's script
-        pages.render("compare.html", **{**COMPARISON, "data": {"curves": [float("nan")]}})
+        pages.render("report.html", **{**REPORT, "data": {"curves": [float("nan")]}})
 
 
 def test_names_that_are_no_text_can_be_written(tmp_path: Path) -> None:

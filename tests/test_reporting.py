@@ -1,9 +1,8 @@
-"""Tests of keras_vit.reporting: the report of a run, the comparison of several, statistics."""
+"""Tests of keras_vit.reporting: the report of a run."""
 
 import dataclasses
 import json
 import re
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,13 @@ import cli_rig
 import keras
 import numpy as np
 import pytest
-import scipy.stats
-from conftest import made, randomize
+from conftest import made
 
 from keras_vit import evaluation, reporting
 from keras_vit.data import ImageData, Split
 from keras_vit.evaluation import Answers
 from keras_vit.pages import rendering
-from keras_vit.reporting import facts, gallery, statistics
+from keras_vit.reporting import facts, gallery
 from keras_vit.training import Provenance, Run
 
 HOSTILE = (
@@ -66,38 +64,12 @@ def read(page: Path) -> tuple[str, dict[str, Any]]:
     return text, content
 
 
-def test_statistics_are_those_of_scipy() -> None:
-    """Wilson's interval and the exact test, at the ends as in between; the bootstrap."""
-    for right, count in ((0, 5), (5, 5), (1, 7), (350, 359), (9000, 10000)):
-        expected = scipy.stats.binomtest(right, count).proportion_ci(method="wilson")
-        np.testing.assert_allclose(statistics.wilson(right, count), expected, atol=1e-12)
-    for first, second in ((0, 0), (1, 0), (3, 4), (11, 1), (400, 500)):
-        rights = [
-            np.repeat([1, 0, 1], [first, second, 9]),
-            np.repeat([0, 1, 1], [first, second, 9]),
-        ]
-        result = statistics.mcnemar(*rights)
-        total = first + second
-        expected = scipy.stats.binomtest(first, total).pvalue if total else 1.0
-        assert (result.first, result.second) == (first, second)
-        assert result.p == pytest.approx(expected, rel=1e-9)
-    # Of many values of known deviation the bootstrap of the mean is the normal interval.
-    values = np.random.default_rng(1).normal(2, 3, 4000)
-    expected = 1.96 * values.std() / np.sqrt(4000)
-    low, high = statistics.bootstrap(values)
-    np.testing.assert_allclose(
-        [values.mean() - low, high - values.mean()], [expected] * 2, rtol=0.15
-    )
-
-
 def test_images_of_every_pair_are_chosen() -> None:
     """Mistakes first, then of each pair in turn; the most common cannot crowd out the others."""
     targets = np.array([0] * 100 + [1, 2])
     predicted = np.array([0] * 50 + [1] * 50 + [2, 0])
     confidence = np.linspace(0.9, 0.5, 102)
-    answers = Answers(
-        targets=targets, predicted=predicted, confidence=confidence, losses=np.zeros(102)
-    )
+    answers = Answers(targets=targets, predicted=predicted, confidence=confidence)
     chosen = gallery.choose_images(answers, limit=40)
     assert chosen[: gallery.MISTAKES] == list(range(50, 74))
     assert {100, 101} <= set(chosen)
@@ -192,30 +164,12 @@ def test_a_report_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir() if entry.is_file()] == ["fine.html"]
 
 
-def test_a_comparison_is_of_two_to_eight_runs() -> None:
-    """Before anything is opened."""
-    for names in ([], ["a"], ["a", "a"], ["a", "./a"], [*"abcdefghi"]):
-        with pytest.raises(ValueError, match="takes 2 to 8 different runs"):
-            reporting.compare(names)
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a trained run, one of other weights and settings, and one of other classes."""
+    """A folder with a trained run."""
     folder = tmp_path_factory.mktemp("reporting")
     small = ("--epochs", "2", "--set", "num_layers=1", "--model", "digits")
     cli_rig.done("train", "--data", "digits", "--out", folder / "a", *small)
-    for name in ("b", "c"):
-        shutil.copytree(folder / "a", folder / name)
-    config = json.loads((folder / "a" / "config.json").read_text())
-    config["recipe"]["learning_rate"] = 0.5
-    (folder / "b" / "config.json").write_text(json.dumps(config))
-    model = keras.saving.load_model(folder / "a" / "model.keras", compile=False)
-    randomize(model)
-    model.save(folder / "b" / "model.keras")
-    config["labels"] = [f"<i>{label}" for label in config["labels"]]
-    config["data"]["source"] = "memory"
-    (folder / "c" / "config.json").write_text(json.dumps(config))
     return folder
 
 
@@ -243,39 +197,6 @@ def test_hostile_labels_do_nothing_in_a_browser(tmp_path: Path) -> None:
     labels = tuple(f"{HOSTILE[place % 6]} {place}" for place in range(40))
     written(subject_of(labels, images=120), tmp_path)
     assert browser.check_page(tmp_path / "report.html") == []
-
-
-@pytest.mark.full
-def test_runs_are_compared(place: Path) -> None:
-    """What differs is named, the pair is tested on the same images, and the page is sound."""
-    runs = [str(place / name) for name in "abc"]
-    page = place / "comparison.html"
-    said = cli_rig.done("compare", *runs, "--out", page).out
-    assert f"Open {page} in a browser." in said
-    assert "metrics.json is shown" in said
-    events = cli_rig.done("compare", *runs, "--json").events
-    by_name = {event["run"]: event["test"] for event in events if event["event"] == "run"}
-    a, b, c = (by_name[run] for run in runs)
-    metrics = json.loads((place / "a" / "metrics.json").read_text())["test"]
-    assert a["accuracy"] == c["accuracy"] == metrics["accuracy"]
-    assert a["accuracy"] > b["accuracy"]
-    (pair,) = [event for event in events if event["event"] == "pair"]
-    assert (pair["first"], pair["second"], pair["images"]) == (*runs[:2], 359)
-    difference = pair["first_alone"] - pair["second_alone"]
-    assert difference == round((a["accuracy"] - b["accuracy"]) * 359)
-    assert pair["p"] < 0.05
-    (settings,) = [event["differ"] for event in events if event["event"] == "settings"]
-    assert settings["recipe.learning_rate"][1] == 0.5
-    assert settings["data.source"][2] == "memory"
-    assert "recipe.epochs" not in settings
-    assert browser.check_page(page) == []
-
-    config = json.loads((place / "b" / "config.json").read_text())
-    config["objective"] = "masked-patches"  # a run of `pretrain` has no accuracy
-    shutil.copytree(place / "b", place / "d")
-    (place / "d" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="no number in common"):
-        reporting.compare([place / "a", place / "d"])
 
 
 @pytest.mark.full

@@ -18,7 +18,6 @@ from keras_vit import environment, version
 from keras_vit.cli import (
     catalog,
     check,
-    compare,
     demo,
     evaluate,
     explain,
@@ -43,7 +42,6 @@ examples:
   keras-vit predict photos-run holiday-photos --csv holiday.csv
   keras-vit predict hf://google/vit-base-patch16-224 holiday.jpg
   keras-vit evaluate photos-run
-  keras-vit compare photos-run tuned-run
   keras-vit explain photos-run holiday.jpg --out seen
   keras-vit demo photos-run
   keras-vit export photos-run --out export/photos
@@ -160,7 +158,6 @@ def make_parser() -> argparse.ArgumentParser:
         pretrain.add_parser,
         predict.add_parser,
         evaluate.add_parser,
-        compare.add_parser,
         explain.add_parser,
         demo.add_parser,
         export.add_parser,

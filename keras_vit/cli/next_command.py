@@ -3,14 +3,11 @@
 import argparse
 import contextlib
 import csv
-import math
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from keras_vit.reporting import Comparison
-    from keras_vit.reporting.comparison import Measured
     from keras_vit.training import Run
 
 Words = tuple[object, ...]
@@ -25,14 +22,9 @@ def after_training(run: "Run") -> Words:
     if run.config.get("objective") != "masked-patches":
         return ("evaluate", run.path) if image is None else ("predict", run.path, image)
     if run.labels or image is None:
-        return classifier(run.config["data"]["source"], run.path)
+        new = run.path.with_name(f"{run.path.name}-classifier")
+        return "train", "--data", run.config["data"]["source"], "--out", new, "--weights", run.path
     return "explain", run.path, image, "--out", "seen"
-
-
-def classifier(data: str, run: Path) -> Words:
-    """Returns the training of a classifier from a run without one."""
-    new = run.with_name(f"{run.name}-classifier")
-    return "train", "--data", data, "--out", new, "--weights", run
 
 
 def after_plan(arguments: argparse.Namespace) -> Words:
@@ -43,20 +35,6 @@ def after_plan(arguments: argparse.Namespace) -> Words:
         name = Path(arguments.data.rpartition(":")[2]).resolve().name or "new"
         kept += ["--out", f"{name}-run"]
     return tuple(kept)
-
-
-def after_comparison(comparison: "Comparison") -> Words:
-    """Returns what to do with the best run: the highest accuracy, or the lowest validation loss."""
-    if all(run.numbers for run in comparison.runs):
-        best = max(comparison.runs, key=lambda run: run.numbers["accuracy"])
-        return "export", best.name, "--out", "export"
-    best = min(comparison.runs, key=_loss)
-    return classifier(best.config["data"]["source"], Path(best.name))
-
-
-def _loss(run: "Measured") -> float:
-    loss = run.config.get("result", {}).get("validation_loss")
-    return math.inf if loss is None else loss
 
 
 def is_typed(path: object) -> bool:

@@ -180,13 +180,11 @@ class Answers:
         targets: the right class.
         predicted: the likeliest class.
         confidence: its probability.
-        losses: cross-entropy.
     """
 
     targets: np.ndarray
     predicted: np.ndarray
     confidence: np.ndarray
-    losses: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -320,7 +318,6 @@ def _measure(
             targets=np.asarray(targets),
             predicted=predicted,
             confidence=np.exp(scores.max(axis=-1)),
-            losses=-of_target,
         ),
         test_time_augmentation=None if tta is None else tta.to_dict(),
     )

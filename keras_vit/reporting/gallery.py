@@ -43,7 +43,7 @@ def choose_images(answers: Answers, *, limit: int = _IMAGES) -> list[int]:
 
     Example:
         >>> answers = Answers(targets=np.array([0, 0, 1]), predicted=np.array([0, 1, 1]),
-        ...                   confidence=np.array([0.9, 0.6, 0.8]), losses=np.zeros(3))
+        ...                   confidence=np.array([0.9, 0.6, 0.8]))
         >>> choose_images(answers)  # the mistake first, then those recognised, the unsure first
         [1, 2, 0]
 

@@ -15,7 +15,7 @@ from keras_vit import pages, version
 from keras_vit.data import ImageData, naming_damaged
 from keras_vit.evaluation import Answers, Calibration, Evaluation, calibration_of_answers
 from keras_vit.limits import counted
-from keras_vit.reporting import facts, statistics
+from keras_vit.reporting import facts
 from keras_vit.reporting.gallery import attention_views, make_gallery, short
 from keras_vit.training import Run
 from keras_vit.training.run import HISTORY, RECONSTRUCTIONS
@@ -174,7 +174,10 @@ def _measured(subject: Subject) -> dict[str, Any]:
     return {
         "data": data,
         "measured": {**numbers, "calibration_error": f"{bins.error:.2%}"},
-        "verdict": _verdict(name, evaluation),
+        "verdict": (
+            f"{int(np.trace(evaluation.confusion)):,} of {evaluation.images:,} {name} images are "
+            f"recognised: accuracy {evaluation.accuracy:.2%}."
+        ),
         "notes": _notes(answers, evaluation),
         "shares": _shares(evaluation) if is_matrix else None,
         "pairs": pairs,
@@ -253,28 +256,11 @@ def _numbers(evaluations: Mapping[str, Evaluation]) -> list[tuple[str, str]]:
         top5 = evaluation.top5_accuracy
         rows += [
             (f"{name} images", f"{evaluation.images:,}"),
-            (f"{name} accuracy", _interval(evaluation)),
+            (f"{name} accuracy", f"{evaluation.accuracy:.2%}"),
             *([] if top5 is None else [(f"{name} top-5 accuracy", f"{top5:.2%}")]),
             (f"{name} loss", f"{evaluation.loss:.4f}"),
         ]
     return rows
-
-
-def _interval(evaluation: Evaluation) -> str:
-    """Returns the accuracy with its 95% interval."""
-    right = int(np.trace(evaluation.confusion))
-    low, high = statistics.wilson(right, evaluation.images)
-    return f"{evaluation.accuracy:.2%} (95% interval {low:.2%} to {high:.2%})"
-
-
-def _verdict(name: str, evaluation: Evaluation) -> str:
-    right = int(np.trace(evaluation.confusion))
-    low, high = statistics.wilson(right, evaluation.images)
-    return (
-        f"{right:,} of {evaluation.images:,} {name} images are recognised: accuracy "
-        f"{evaluation.accuracy:.2%}. With other images of the same kind it would lie between "
-        f"{low:.1%} and {high:.1%} (95% interval)."
-    )
 
 
 def _notes(answers: Answers, evaluation: Evaluation) -> list[str]:

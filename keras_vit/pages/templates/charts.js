@@ -4,7 +4,7 @@
 const charts = (() => {
   const SPACE = "http://www.w3.org/2000/svg";
   const ON_PAPER = 320; // pixels of half a page
-  const DASHES = ["none", "7 4", "2 3", "10 3 2 3", "14 4", "5 2 1 2", "3 6", "1 2"];
+  const DASHES = ["none", "7 4"];
 
   function draw(parent, name, attributes = {}, text = null) {
     const node = document.createElementNS(SPACE, name);
@@ -62,9 +62,9 @@ const charts = (() => {
     const lookup = options.series.map(({ points }) => new Map(points));
 
     const cells = options.series.map((series, place) => {
-      const cell = add(values, "span", { class: `series-${place % 8}` });
+      const cell = add(values, "span", { class: `series-${place}` });
       const sample = draw(cell, "svg", { viewBox: "0 0 28 8", "aria-hidden": "true" });
-      draw(sample, "path", { d: "M0 4H28", class: "line", "stroke-dasharray": DASHES[place % 8] });
+      draw(sample, "path", { d: "M0 4H28", class: "line", "stroke-dasharray": DASHES[place] });
       add(cell, "b", {}, series.name);
       return add(cell, "span", { class: "value" });
     });
@@ -113,8 +113,8 @@ const charts = (() => {
           path += `${isOpen ? "L" : "M"}${across(x).toFixed(1)} ${up(y).toFixed(1)}`;
           isOpen = true;
         }
-        const group = draw(svg, "g", { class: `series-${place % 8}` });
-        draw(group, "path", { class: "line", d: path, "stroke-dasharray": DASHES[place % 8] });
+        const group = draw(svg, "g", { class: `series-${place}` });
+        draw(group, "path", { class: "line", d: path, "stroke-dasharray": DASHES[place] });
         if (points.length === 1 && points[0][1] !== null) draw(group, "circle", { class: "dot", cx: across(points[0][0]), cy: up(points[0][1]), r: 4 });
       });
       state.scale = across;

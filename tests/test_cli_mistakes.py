@@ -82,7 +82,6 @@ WRONG = {
     f"predict {BACKBONE} a.png": f"no classifier ... --weights {BACKBONE}.",
     "predict run images --csv gone/found.csv": "no folder 'gone'",
     "predict run images --csv empty.csv": "is a folder",
-    "predict run images --copy-to file": "is not a folder",
     "predict run *.webp": "No file matches '*.webp'",
     "predict run empty.csv": "holds no JPEG",
     "evaluate gone": "no run directory 'gone'",

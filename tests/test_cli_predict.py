@@ -110,28 +110,6 @@ def test_few_images_are_a_table_and_many_a_line_each(predict: Predict, place: Pa
     assert "29 images; " in many.out
 
 
-def test_images_are_copied_into_the_folders_of_their_classes(predict: Predict, place: Path) -> None:
-    """Under safe names; nothing is moved or replaced; again, nothing is copied twice."""
-    before = {file: file.read_bytes() for file in Path("my photos").rglob("*") if file.is_file()}
-    lines = predict("my photos", "--json")
-    first = predict("my photos", "--copy-to", "my photos/sorted")
-    again = predict("my photos", "--copy-to", "my photos/sorted")
-    copies = [file for file in Path("my photos/sorted").rglob("*") if file.is_file()]
-
-    assert {file: file.read_bytes() for file in before} == before
-    assert len(copies) == 29
-    for name, classes in rows(lines).items():
-        likeliest = max(classes, key=classes.__getitem__).replace("/", "_")
-        same = [copy for copy in copies if copy.read_bytes() == before[Path(name)]]
-        assert likeliest in {copy.parent.name for copy in same}
-    assert "Copied to my photos/sorted: 29 images." in first.out
-    assert "0 images; 29 were there already" in again.out
-    folders = {copy.parent.name for copy in copies}
-    is_told = "striped_dotted for 'striped/dotted'" in first.out
-    assert is_told == ("striped_dotted" in folders)
-    assert predict("my photos", "--copy-to", "my photos").code == 1
-
-
 def test_a_pipe_holds_an_image_or_names(
     predict: Predict, place: Path, pipe: Callable[[bytes], None]
 ) -> None:
@@ -139,9 +117,7 @@ def test_a_pipe_holds_an_image_or_names(
     photo = Path("my photos/striped/000.jpg")
     (expected,) = rows(predict(photo, "--json")).values()
     pipe(photo.read_bytes())
-    assert rows(predict("-", "--json", "--copy-to", "sorted")) == {"-": expected}
-    (copy,) = Path("sorted").rglob("*.jpg")
-    assert copy.read_bytes() == photo.read_bytes()
+    assert rows(predict("-", "--json")) == {"-": expected}
     for separator in ("\n", "\0"):
         pipe(f"{photo}{separator}my photos/plain{separator}".encode())
         found = rows(predict("-", "--json"))
@@ -172,7 +148,7 @@ def test_views_are_mirrored_where_training_mirrored(predict: Predict, place: Pat
 def test_an_interruption_leaves_a_whole_table_or_none(
     predict: Predict, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A signal in the middle says what is there; the table of before stays, copies are whole."""
+    """A signal in the middle says what is there; the table of before stays."""
     Path("found.csv").write_text("of before")
     show = output.PredictDisplay.show
 
@@ -184,16 +160,12 @@ def test_an_interruption_leaves_a_whole_table_or_none(
     monkeypatch.setattr(output.PredictDisplay, "show", interrupt)
     # A shell starts what runs in its background with the signal ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    result = predict("my photos", "--csv", "found.csv", "--copy-to", "sorted")
+    result = predict("my photos", "--csv", "found.csv")
     signal.signal(signal.SIGINT, before)
 
     assert result.code == 130
     assert result.errors[-1] == (
-        "keras-vit: Interrupted after 20 images; found.csv was not written; the copies so far are "
-        "in sorted."
+        "keras-vit: Interrupted after 20 images; found.csv was not written."
     )
     assert Path("found.csv").read_text() == "of before"
-    copies = [file.read_bytes() for file in Path("sorted").rglob("*.*")]
-    assert len(copies) == 20
-    assert {*copies} <= {file.read_bytes() for file in Path("my photos").rglob("*.*")}
     assert not list(Path().glob(".found*"))

@@ -20,7 +20,7 @@ from keras_vit.limits import counted
 
 if TYPE_CHECKING:
     from keras_vit.data import ImageData, LeftOut
-    from keras_vit.evaluation import ClassFolders, Evaluation, Prediction
+    from keras_vit.evaluation import Evaluation, Prediction
     from keras_vit.exporting.checking import Verdict
     from keras_vit.training import EpochDone, Event, Run, StepDone
 
@@ -238,7 +238,6 @@ class PredictDisplay:
         total: number of images; None if it is not known.
         is_listed: whether each image is shown, or only how many each class has.
         left_out: what folders hold beside images; more may be added until the end.
-        copies: the folders that images are copied to, or None.
         json: whether to print JSON.
 
     Attributes:
@@ -253,13 +252,12 @@ class PredictDisplay:
         total: int | None,
         is_listed: bool,
         left_out: "Sequence[LeftOut]",
-        copies: "ClassFolders | None",
         json: bool,
     ) -> None:
         self.images = self.failures = 0
         self.first: str | None = None
         self._is_listed, self._json = is_listed, json
-        self._left_out, self._copies = left_out, copies
+        self._left_out = left_out
         self._counts: collections.Counter[str] = collections.Counter()
         self._few: list[tuple[str, Sequence[Prediction]]] = []
         self._messages: list[str] = []
@@ -325,8 +323,6 @@ class PredictDisplay:
         if self.failures:
             print(f"Without prediction: {self.failures}, as told on stderr.")
         show_left_out(self._left_out)
-        if self._copies is not None:
-            self._show_copies(self._copies)
 
     def _flush(self) -> None:
         for image, classes in self._few:
@@ -337,17 +333,6 @@ class PredictDisplay:
             else:
                 print(line, flush=True)
         self._few = []
-
-    def _show_copies(self, copies: "ClassFolders") -> None:
-        there = f"; {copies.present} were there already" if copies.present else ""
-        say(f"Copied to {copies.root}: {counted(copies.copied, 'image')}{there}.")
-        renamed = [
-            f"{copies.names[label]} for {label!r}"
-            for label in self._counts
-            if copies.names[label] != label
-        ]
-        if renamed:
-            say(f"Folders that cannot have the name of their class: {', '.join(renamed)}.")
 
 
 def _prediction_table(rows: "Sequence[tuple[str, Sequence[Prediction]]]") -> rich.table.Table:

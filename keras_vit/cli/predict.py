@@ -1,4 +1,4 @@
-"""`keras-vit predict`: what a model sees in images, for people, programs, tables and folders."""
+"""`keras-vit predict`: what a model sees in images, for people, programs and tables."""
 
 import argparse
 import contextlib
@@ -14,7 +14,6 @@ from keras_vit.limits import counted
 
 if TYPE_CHECKING:
     from keras_vit.data import LeftOut, NamedImage
-    from keras_vit.evaluation import ClassFolders, Prediction
     from keras_vit.training import OpenedModel
 
 _DESCRIPTION = """\
@@ -25,14 +24,13 @@ IMAGE is a file; a folder, whose images are taken at any depth; a pattern in quo
 names of files and folders, one a line, or with a NUL after each, as find -print0 prints them.
 
 Prints the most probable classes of each image and their probabilities: a table, or a line an image
-where there are many. With --csv or --copy-to it prints how many images each class has. An image
-that cannot be read gives a line on stderr; the others are predicted, and the exit code is 1. The
-same image has the same numbers, however many others there are.
+where there are many. With --csv it prints how many images each class has. An image that cannot be
+read gives a line on stderr; the others are predicted, and the exit code is 1. The same image has
+the same numbers, however many others there are.
 
 examples:
   keras-vit predict digits-run digits-run/sample.png
   keras-vit predict photos-run holiday-photos --csv holiday.csv
-  keras-vit predict photos-run holiday-photos --copy-to sorted
   keras-vit predict photos-run "photos/**/*.jpg" --top 1 --json
   find photos -newer last.txt -print0 | keras-vit predict photos-run -
   curl https://example.org/cat.jpg | keras-vit predict photos-run -
@@ -68,18 +66,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="write a table to this .csv file, one row an image; whole, or not at all after an "
         "interruption (default: none)",
     )
-    parser.add_argument(
-        "--copy-to",
-        metavar="DIR",
-        help="copy each image into DIR/CLASS, the folder of its most probable class; nothing is "
-        "moved, and no file there is replaced (default: none)",
-    )
     inference.add_inference(parser)
     flags.add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Predicts, prints, writes and copies."""
+    """Predicts, prints and writes."""
     if arguments.csv is not None:
         _check_writable(Path(arguments.csv))  # before anything takes time
     model = inference.open_model(arguments)
@@ -99,14 +91,11 @@ def _predict(
 ) -> output.PredictDisplay:
     from keras_vit import data, evaluation
 
-    copies = None
-    if arguments.copy_to is not None:
-        copies = evaluation.ClassFolders(arguments.copy_to, model.labels)
     left_out: list[LeftOut] = []
     images, count = _images(arguments, left_out)
-    is_listed = arguments.json or (table is None and copies is None)
+    is_listed = arguments.json or table is None
     display = output.PredictDisplay(
-        total=count, is_listed=is_listed, left_out=left_out, copies=copies, json=arguments.json
+        total=count, is_listed=is_listed, left_out=left_out, json=arguments.json
     )
     top = min(arguments.top, len(model.labels))
     if table is not None:
@@ -114,10 +103,8 @@ def _predict(
     found = evaluation.predict_files(
         model.model, images, labels=model.labels, top=top, tta=inference.views(model, arguments)
     )
-    with display, contextlib.closing(found), _telling_of_copies(display, arguments):
+    with display, contextlib.closing(found), _telling(display, arguments):
         for image, predictions in found:
-            if copies is not None and not isinstance(predictions, Exception):
-                predictions = _copied(copies, image, predictions)
             if isinstance(predictions, Exception):
                 display.fail(f"keras-vit: error: {predictions}")
                 continue
@@ -140,7 +127,7 @@ def _images(
     if has_pipe and sys.stdin.isatty():
         raise ValueError("- reads an image, or names of images, from a pipe; there is none.")
     pipe = cast(io.BufferedIOBase, sys.stdin.buffer) if has_pipe else None
-    named = data.named_images(arguments.images, pipe=pipe, excluded=arguments.copy_to)
+    named = data.named_images(arguments.images, pipe=pipe)
 
     def images() -> "Iterator[NamedImage]":
         for one in named:
@@ -155,37 +142,15 @@ def _images(
     return iter(listed), len(listed)
 
 
-def _copied(
-    copies: "ClassFolders", image: "NamedImage", predictions: "tuple[Prediction, ...]"
-) -> "tuple[Prediction, ...] | Exception":
-    """Copies an image to the folder of its class; returns an error if it is not there any more."""
-    from keras_vit import data
-
-    label = predictions[0].label
-    try:
-        if image.contents is None:
-            copies.copy(image.name, label)
-        else:
-            copies.write(image.contents, f"image.{data.ending_of(image.contents)}", label)
-    except FileNotFoundError as error:
-        return error
-    return predictions
-
-
 @contextlib.contextmanager
-def _telling_of_copies(
-    display: output.PredictDisplay, arguments: argparse.Namespace
-) -> Iterator[None]:
+def _telling(display: output.PredictDisplay, arguments: argparse.Namespace) -> Iterator[None]:
     """Says after Ctrl-C what is there."""
     try:
         yield
     except KeyboardInterrupt:
-        told = [f"Interrupted after {counted(display.images, 'image')}"]
-        if arguments.csv is not None:
-            told.append(f"{arguments.csv} was not written")
-        if arguments.copy_to is not None:
-            told.append(f"the copies so far are in {arguments.copy_to}")
-        raise KeyboardInterrupt(f"{'; '.join(told)}.") from None
+        table = "" if arguments.csv is None else f"; {arguments.csv} was not written"
+        told = f"Interrupted after {counted(display.images, 'image')}{table}."
+        raise KeyboardInterrupt(told) from None
 
 
 def _check_classifier(model: "OpenedModel") -> None:

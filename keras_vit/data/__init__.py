@@ -22,7 +22,7 @@ from keras_vit.data.images import (
     read_images,
     resize_image,
 )
-from keras_vit.data.inputs import PIPE, NamedImage, ending_of, named_images
+from keras_vit.data.inputs import PIPE, NamedImage, named_images
 from keras_vit.data.loading import load_data, load_digits, load_tfds
 from keras_vit.data.pipeline import evaluation_batches, naming_damaged, train_batches
 from keras_vit.data.source import ImageData, LeftOut, Split
@@ -46,7 +46,6 @@ __all__ = [
     "Views",
     "antialias_of",
     "decode_image",
-    "ending_of",
     "evaluation_batches",
     "from_dataset",
     "from_keras_cv",

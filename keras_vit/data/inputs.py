@@ -45,10 +45,7 @@ class NamedImage:
 
 
 def named_images(
-    names: Iterable[str],
-    *,
-    pipe: io.BufferedIOBase | None = None,
-    excluded: str | os.PathLike[str] | None = None,
+    names: Iterable[str], *, pipe: io.BufferedIOBase | None = None
 ) -> Iterator[NamedImage | LeftOut]:
     """Yields the images that names mean, each once, without reading them.
 
@@ -68,13 +65,12 @@ def named_images(
     Args:
         names: what the user wrote.
         pipe: what "-" reads.
-        excluded: a folder that is passed by inside of other folders.
 
     Yields:
         Each image; and what a folder holds beside images.
     """
     seen = set()
-    for image in _each(names, pipe, None if excluded is None else Path(excluded)):
+    for image in _each(names, pipe):
         key = image.name if isinstance(image, LeftOut) else _key(image)
         if key not in seen:
             seen.add(key)
@@ -85,25 +81,21 @@ def _key(image: NamedImage) -> str:
     return PIPE if image.contents is not None else os.path.normpath(image.name)
 
 
-def _each(
-    names: Iterable[str], pipe: io.BufferedIOBase | None, excluded: Path | None
-) -> Iterator[NamedImage | LeftOut]:
+def _each(names: Iterable[str], pipe: io.BufferedIOBase | None) -> Iterator[NamedImage | LeftOut]:
     for name in names:
         if name != PIPE or pipe is None:
-            yield from _expand(name, excluded, takes_patterns=True)
+            yield from _expand(name, takes_patterns=True)
             continue
         for found in _from_pipe(pipe):
             if found.contents is not None or found.problem is not None:
                 yield found
             else:
-                yield from _expand(found.name, excluded, takes_patterns=False)
+                yield from _expand(found.name, takes_patterns=False)
 
 
-def _expand(
-    name: str, excluded: Path | None, *, takes_patterns: bool
-) -> Iterator[NamedImage | LeftOut]:
+def _expand(name: str, *, takes_patterns: bool) -> Iterator[NamedImage | LeftOut]:
     if os.path.isdir(name):  # noqa: PTH112 - a name that no file can have is none, not an error
-        yield from _in_folder(Path(name), excluded)
+        yield from _in_folder(Path(name))
     elif not takes_patterns or os.path.lexists(name) or not any(char in name for char in "*?["):
         yield NamedImage(name)
     else:
@@ -111,21 +103,11 @@ def _expand(
         if not matches:
             yield NamedImage(name, problem=f"No file matches {name!r}; check the pattern.")
         for match in matches:
-            yield from _expand(match, excluded, takes_patterns=False)
+            yield from _expand(match, takes_patterns=False)
 
 
-def _in_folder(root: Path, excluded: Path | None) -> Iterator[NamedImage | LeftOut]:
-    hidden = None
-    if excluded is not None and excluded.resolve().is_relative_to(root.resolve()):
-        hidden = root / excluded.resolve().relative_to(root.resolve())
-    if hidden == root:
-        problem = f"The folder {str(root)!r} is the one that is written to; choose another."
-        yield NamedImage(str(root), problem=problem)
-        return
+def _in_folder(root: Path) -> Iterator[NamedImage | LeftOut]:
     paths, left_out = folder.find_images(root)
-    if hidden is not None:
-        paths = [path for path in paths if not path.is_relative_to(hidden)]
-        left_out = [one for one in left_out if not Path(one.name).is_relative_to(hidden)]
     for one in left_out:
         if one.reason == folder.UNREADABLE:
             yield NamedImage(one.name, problem=f"The folder {one.name!r} cannot be read.")
@@ -177,17 +159,3 @@ def _is_image(head: bytes) -> bool:
     if head.startswith(header.WEBP):
         return head[8:12] == b"WEBP"
     return head.startswith((header.JPEG, header.PNG, b"GIF87a", b"GIF89a"))
-
-
-_ENDINGS = {
-    header.JPEG: "jpg",
-    header.PNG: "png",
-    header.WEBP: "webp",
-    header.GIF: "gif",
-    header.BMP: "bmp",
-}
-
-
-def ending_of(contents: bytes) -> str:
-    """Returns the usual ending of the name of an image, from its bytes."""
-    return next(ending for begin, ending in _ENDINGS.items() if contents.startswith(begin))

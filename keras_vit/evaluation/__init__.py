@@ -30,7 +30,6 @@ from keras_vit.evaluation.report import (
     plot_mistakes,
     write_report,
 )
-from keras_vit.evaluation.sorting import ClassFolders
 
 __all__ = [
     "METRICS",
@@ -39,7 +38,6 @@ __all__ = [
     "SHOTS",
     "Answers",
     "Calibration",
-    "ClassFolders",
     "ClassScore",
     "Evaluation",
     "FewShot",

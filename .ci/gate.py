@@ -116,9 +116,9 @@ folder=$(mktemp -d) && python3 -m venv "$folder" &&
 PATH="$folder/bin:$PATH" python .ci/gate.py run tests jax
 """
 
-BROWSER = ("demo", "explain_page", "export_web", "pages", "reporting")
+BROWSER = ("demo", "explain_page", "pages", "reporting")
 DOCS = ("benchmarks", "campaigns", "docs_*", "examples", "walks")
-EXPORT = ("export_[!w]*", "keras_export", "model_any_size")
+EXPORT = ("export_*", "keras_export", "model_any_size")
 TRAINING = ("adaptation", "backend_trainer", "optimizers*", "training_[!k]*", "cli_pretrain")
 CORE = (
     *(*ON_JAX, "applications", "config", "layers_patch_dropout", "parallel"),

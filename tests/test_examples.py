@@ -1,12 +1,25 @@
-"""Tests of the scripts in examples/."""
+"""Tests of what is in examples/."""
 
+import dataclasses
+import functools
+import http.server
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tarfile
+import threading
 from pathlib import Path
 
+import browser
 import pytest
+from conftest import TINY
+from exported import LABELS, photo
+from test_explain_attention import sharp
+
+import keras_vit
+from keras_vit import data, evaluation
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -56,3 +69,52 @@ def test_learning_from_few_runs_small(tmp_path: Path) -> None:
     assert rows["LoRA at rank 8"]["trained"] < 0.05
     assert (few / "few.md").read_text().count("\n") == 2 + len(rows)
     assert (few / "few.png").stat().st_size > 10_000
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("antialias", "scaled"), [(True, True), (False, False)])
+def test_the_page_in_a_browser_names_what_predict_names(
+    antialias: bool, scaled: bool, tmp_path: Path
+) -> None:
+    """By the real runtime, from npm: images that shrink and that grow; what is none is told."""
+    config = dataclasses.replace(
+        TINY, include_preprocessing=True, image_mean=(0.4, 0.5, 0.6), image_std=(0.2, 0.3, 0.25)
+    )
+    config = dataclasses.replace(config, antialias=antialias)
+    model = sharp(config)
+    taken = model.copy(config=dataclasses.replace(config, include_preprocessing=scaled))
+    keras_vit.export(taken, tmp_path / "pets", formats=["onnx"], labels=LABELS, verify=False)
+    shutil.copy(EXAMPLES / "browser" / "index.html", tmp_path)
+    packed = ["npm", "pack", "onnxruntime-web@1.30.0"]
+    subprocess.run(packed, cwd=tmp_path, check=True, capture_output=True)
+    with tarfile.open(tmp_path / "onnxruntime-web-1.30.0.tgz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    files = [tmp_path / name for name in ("small.png", "large.png", "palette.png")]
+    for file, (seed, side, mode) in zip(
+        files, ((8, 20, "RGB"), (10, 110, "RGB"), (14, 70, "P")), strict=True
+    ):
+        file.write_bytes(photo(seed, height=side, width=side + 7, mode=mode))
+    expected = evaluation.predict(model, list(map(data.read_image, files)), labels=LABELS, top=5)
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        page = f"http://127.0.0.1:{server.server_address[1]}/index.html"
+        page += "?model=pets/onnx/1&runtime=package/dist/"
+        try:
+            with (
+                browser.opened_browser() as chromium,
+                browser.opened_page(chromium, page) as (opened, heard),
+            ):
+                opened.wait_for_selector("#file:enabled")
+                for file, classes in zip(files, expected, strict=True):
+                    opened.set_input_files("#file", file)
+                    opened.get_by_text(file.name, exact=True).wait_for()
+                    rows = [row.inner_text().split() for row in opened.locator("#classes tr").all()]
+                    assert [label for label, *_ in rows] == [each.label for each in classes]
+                    shares = [float(share) / 100 for _, share, _ in rows]
+                    assert shares == pytest.approx([each.probability for each in classes], abs=1e-4)
+                opened.set_input_files("#file", EXAMPLES / "quickstart.py")
+                opened.get_by_text("quickstart.py is not an image").wait_for()
+                assert heard == []
+        finally:
+            server.shutdown()

@@ -42,11 +42,7 @@ def gates(exportable: Exportable) -> dict[str, Gate]:
     known = samples.GateImages(
         pixels=known.pixels, outputs=known.outputs, targets=targets, about=""
     )
-    references = samples.make_references(exportable)
-    return {
-        name: verification.gate(exportable, name, known, references)
-        for name in ("onnx", "tflite-int8")
-    }
+    return {name: verification.gate(exportable, name, known) for name in ("onnx", "tflite-int8")}
 
 
 def failures(model: Any, gate: Gate) -> list[str]:

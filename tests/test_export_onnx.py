@@ -211,7 +211,7 @@ def images(exportable: Exportable) -> samples.GateImages:
 
 
 def gate_of(exportable: Exportable, name: str, images: samples.GateImages) -> Gate:
-    return verification.gate(exportable, name, images, None)  # type: ignore[arg-type]
+    return verification.gate(exportable, name, images)
 
 
 def failures(runner: runners.Runner, gate: Gate) -> list[str]:

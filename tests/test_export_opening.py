@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import shutil
-import tarfile
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ from keras_vit.exporting import (
     opening,
     tflite,
     tflite_metadata,
-    web,
 )
 from keras_vit.exporting.clean import runners
 from keras_vit.exporting.description import Description
@@ -39,7 +37,7 @@ pytest.importorskip("ai_edge_litert")
 
 LABELS = ("plain", "striped")
 # By how much probabilities may differ: rounded weights err, all others do not.
-LIMITS = {"savedmodel": 1e-5, "onnx": 1e-5, "web": 1e-5, "tflite": 1e-5, "tflite-fp16": 1e-3,
+LIMITS = {"savedmodel": 1e-5, "onnx": 1e-5, "tflite": 1e-5, "tflite-fp16": 1e-3,
           "tflite-int8": 0.03, "onnx-int8": 0.03}  # fmt: skip
 
 
@@ -58,24 +56,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     image_files.write_classes(root / "photos", count=6)
     model = made()
     model.save(root / "model.keras")
-    runtime = root / web.ARCHIVE  # as empty files: no page is opened here
-    with tarfile.open(runtime, "w") as archive:
-        for name in web.RUNTIME:
-            archive.addfile(tarfile.TarInfo(f"package/dist/{name}"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(web, "find_runtime", lambda place: runtime)
-        export(model, root / "pets", formats=tuple(LIMITS), labels=LABELS, verify=False)
+    export(model, root / "pets", formats=tuple(LIMITS), labels=LABELS, verify=False)
     return root
 
 
 def path_of(name: str, root: Path) -> Path:
     ending, _, kind = name.partition("-")
     folder = root / "pets" / artefacts.FOLDERS[name] / "1"
-    return (
-        folder
-        if ending in ("savedmodel", "web")
-        else folder / f"pets{'-' * bool(kind)}{kind}.{ending}"
-    )
+    return folder if name == "savedmodel" else folder / f"pets{'-' * bool(kind)}{kind}.{ending}"
 
 
 def command(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[list[dict[str, Any]], str]:
@@ -129,8 +117,8 @@ def test_an_export_that_is_not_as_it_was_is_refused(
     shutil.copytree(place / "pets", tmp_path / "pets")
     for name in LIMITS:
         path = path_of(name, tmp_path)
-        inner = {"savedmodel": "variables/variables.data-00000-of-00001", "web": web.MODEL}
-        file = path / inner[name] if name in inner else path
+        inner = "variables/variables.data-00000-of-00001" if name == "savedmodel" else ""
+        file = path / inner
         content = bytearray(file.read_bytes())
         content[len(content) // 2] ^= 1
         file.write_bytes(content)

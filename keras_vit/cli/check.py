@@ -25,7 +25,7 @@ whole answers to images that are made the same everywhere, and its answers are c
 that it gave when it was exported: they show that the runtime of this machine computes it right.
 
 PATH is what keras-vit export wrote: its --out (all versions are checked), one of the versions, or a
-file; of a SavedModel or a page all files are checked. Neither the run nor the model is needed. What
+file; of a SavedModel all files are checked. Neither the run nor the model is needed. What
 lies beside the versions, the settings of the server, may be edited and is not checked. The record
 guards against accidents. It does not guard against someone who changes a file and writes a new
 record.

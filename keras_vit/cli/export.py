@@ -1,4 +1,4 @@
-"""`keras-vit export`: a trained model for TensorFlow Serving, TFLite, ONNX and browsers."""
+"""`keras-vit export`: a trained model for TensorFlow Serving, TFLite and ONNX."""
 
 import argparse
 import dataclasses
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _FORMATS = """\
 savedmodel, tflite, tflite-fp16, tflite-int8, tflite-int8-weights, tflite-int8-full, onnx,
-onnx-fp16, onnx-int8, onnx-int8-weights, web"""
+onnx-fp16, onnx-int8, onnx-int8-weights"""
 _DESCRIPTION = f"""\
 Writes a trained model in the formats that servers and devices run. Each file is compared with the
 model before it is put in place, on the run's test images or on --images.
@@ -24,13 +24,11 @@ The formats: {_FORMATS}.
 int8 multiplies in int8, the fastest on processors; int8-weights stores in int8 and computes in
 float32, for small files. docs/serving.md says which is fastest where.
 savedmodel is for TensorFlow Serving: DIR is its base path; DIR/1, DIR/2, ... are the versions.
-The other formats are written to DIR/tflite/N, DIR/onnx/N and DIR/web/N.
-web is a folder with a page that classifies images in a browser alone, without a network.
+The other formats are written to DIR/tflite/N and DIR/onnx/N.
 
 examples:
   keras-vit export digits-run --out export/digits
   keras-vit export photos-run --out export/photos --formats savedmodel,tflite,tflite-int8,onnx
-  keras-vit export photos-run --out export/photos --formats web
   keras-vit export model.keras --labels labels.txt --out export/mine --images photos/*.jpg
   keras-vit export hf://google/vit-base-patch16-224 --out export/vit
 """
@@ -94,12 +92,6 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
         "that tf2onnx has to convert can be 17 or 18 (default: 20, or 18 if converted)",
     )
     parser.add_argument(
-        "--web-runtime",
-        metavar="PATH",
-        help="the file that npm pack onnxruntime-web wrote, or its folder, for the format web "
-        "(default: npm fetches it, once)",
-    )
-    parser.add_argument(
         "--no-verify", action="store_true", help="do not check the files (default: check them)"
     )
 
@@ -124,7 +116,6 @@ def run(arguments: argparse.Namespace) -> int:
             top_k=arguments.top,
             tflite_batch_size=arguments.tflite_batch,
             opset=arguments.opset,
-            web_runtime=arguments.web_runtime,
             verify=not arguments.no_verify,
         )
     except TypeError as error:
@@ -141,13 +132,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _say_next(
     exported: "Sequence[Artefact]", opened: "OpenedModel", arguments: argparse.Namespace
 ) -> None:
-    paths = {artefact.format: artefact.path for artefact in exported}
-    if "savedmodel" in paths:
+    if any(artefact.format == "savedmodel" for artefact in exported):
         output.say(f"Next: {shlex.quote(str(Path(arguments.out) / 'serve.sh'))}")
-    elif "web" in paths:
-        folder = shlex.quote(str(paths["web"]))
-        output.say("Open http://127.0.0.1:8000 in a browser, after the next command.")
-        output.say(f"Next: python3 -m http.server --bind 127.0.0.1 --directory {folder} 8000")
     elif opened.run is not None and opened.has_classifier:
         output.say_next("evaluate", arguments.source)
     else:

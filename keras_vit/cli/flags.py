@@ -345,7 +345,7 @@ def add_source(parser: argparse.ArgumentParser, *, takes_exports: bool = False) 
 # What lies beside or in an exported model; the servers' versions are numbers.
 _OF_EXPORTS = ("verification.json", "saved_model.pb")
 _EXPORTED = (".onnx", ".tflite", *_OF_EXPORTS)
-_EXPORT_FOLDERS = ("", "tflite", "onnx", "web")
+_EXPORT_FOLDERS = ("", "tflite", "onnx")
 
 
 def is_exported(source: str) -> bool:

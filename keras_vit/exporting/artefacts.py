@@ -25,7 +25,7 @@ from keras_vit.exporting.clean import messages
 from keras_vit.exporting.description import Description, describe
 from keras_vit.exporting.rebuild import Exportable
 
-FORMATS = ("savedmodel", *tflite.FORMATS, *onnx_files.FORMATS, "web")
+FORMATS = ("savedmodel", *tflite.FORMATS, *onnx_files.FORMATS)
 TOP_K = 5
 CALIBRATION_MOST = 256  # images that set the ranges of int8 throughout
 
@@ -33,13 +33,11 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 # The modules that each format needs, and the packages that contain them.
 _PACKAGES = {
     **{name: {"onnx": "onnx", "onnxruntime": "onnxruntime"} for name in onnx_files.FORMATS},
-    "web": {"onnx": "onnx", "onnxruntime": "onnxruntime", "jinja2": "jinja2"},
     **{name: {"ai_edge_litert": "ai-edge-litert"} for name in tflite.FORMATS},
 }
 # The folders under the export directory; the server reads versions in the directory itself.
 FOLDERS = {
     "savedmodel": "",
-    "web": "web",
     **dict.fromkeys(onnx_files.FORMATS, "onnx"),
     **dict.fromkeys(tflite.FORMATS, "tflite"),
 }
@@ -51,7 +49,7 @@ class Artefact:
 
     Attributes:
         format: one of `FORMATS`.
-        path: the version directory of a SavedModel or a web page, otherwise the file.
+        path: the version directory of a SavedModel, otherwise the file.
         bytes: its size on the disk.
         checks: the results of the checks.
         floats: the kernels that stayed float32, as the file with all of them in int8 failed.
@@ -75,10 +73,9 @@ def export(
     top_k: int = TOP_K,
     tflite_batch_size: int = 1,
     opset: int | None = None,
-    web_runtime: str | Path | None = None,
     verify: bool = True,
 ) -> tuple[Artefact, ...]:
-    """Writes a trained model for TensorFlow Serving, TFLite, ONNX and browsers.
+    """Writes a trained model for TensorFlow Serving, TFLite and ONNX.
 
     The model is rebuilt in float32, whatever its own precision. Each artefact is checked on the
     disk, in a process that can import neither Keras nor this package. Then the next version of all
@@ -98,12 +95,12 @@ def export(
     Args:
         model: a `VisionTransformer`, or a functional model with one inside.
         path: the directory to export to, which is the base path for the server; its name is the
-            model's name. Version n lies in `path/n`, and of the other formats in `path/tflite/n`,
-            `path/onnx/n` and `path/web/n`.
+            model's name. Version n lies in `path/n`, and of the other formats in `path/tflite/n`
+            and `path/onnx/n`.
         formats: which of "savedmodel", "tflite" and "onnx" (float32), "tflite-fp16" and
             "onnx-fp16", "tflite-int8" and "onnx-int8" (products of int8), "tflite-int8-weights" and
             "onnx-int8-weights" (stored in int8, computed in float32), "tflite-int8-full"
-            (everything in int8; needs `images`), and "web", a page that runs in a browser alone.
+            (everything in int8; needs `images`).
         labels: the name of each class, or a text file with one a line; None for "0", "1", ...
         images: image files, or pixels 0..255 as uint8 arrays (height, width, 3), of the kind that
             the model will see; they decide about each artefact. Drawn images are added to fewer
@@ -113,8 +110,6 @@ def export(
         tflite_batch_size: the fixed number of images that a TFLite file takes.
         opset: the version of ONNX's operators, 17 to 22; None for 20, or 18 for models that tf2onnx
             converts, which can be 17 too.
-        web_runtime: the npm package of ONNX Runtime Web, as a file or the folder that it lies in;
-            None to have npm fetch it, once.
         verify: whether to check the artefacts before they appear.
 
     Raises:
@@ -134,7 +129,6 @@ def export(
     _check_network(names, exportable)
     if opset is not None:
         _check_opset(names, exportable, opset)
-    runtime = _web_runtime(web_runtime, exportable) if "web" in names else None
     expected = samples.make_references(exportable, images)
     is_rounded = any(verification.is_rounded(name) for name in names)
     work = samples.ROUNDED_WORK if is_rounded else samples.FLOAT_WORK
@@ -155,7 +149,6 @@ def export(
         expected=expected,
         decisive=decisive,
         rebuilt=rebuilt,
-        web_runtime=runtime,
     )
     return job.run(names)
 
@@ -172,7 +165,6 @@ class _Job:
     expected: samples.References
     decisive: samples.GateImages
     rebuilt: messages.Check
-    web_runtime: Path | None
     about: Description
     opset: int | None
 
@@ -279,11 +271,6 @@ class _Job:
             return onnx_files.write_onnx(
                 self.exportable, paths, about=self.about, opset=self.opset, floats=floats
             )
-        if self.web_runtime is not None and "web" in paths:
-            from keras_vit.exporting import web
-
-            web.write_web(self.exportable, staged, about=self.about, runtime=self.web_runtime)
-            return sizes
         return tflite.write_tflite(
             self.exportable,
             paths,
@@ -295,18 +282,16 @@ class _Job:
 
     def _file_name(self, name: str) -> str:
         """Returns the name of a format's file, such as pets-int8.onnx for "onnx-int8"."""
-        if name in ("savedmodel", "web"):
+        if name == "savedmodel":
             return ""
         ending, _, kind = name.partition("-")
         return f"{self.directory.name}{'-' * bool(kind)}{kind}.{ending}"
 
     def _request(self, name: str, path: Path, *, weight_bytes: int) -> messages.Request:
         exportable, expected = self.exportable, self.expected
-        gate = verification.gate(exportable, name, self.decisive, expected)
+        gate = verification.gate(exportable, name, self.decisive)
         if name == "savedmodel":
             cases = verification.savedmodel_cases(exportable, expected, top_k=self.top_k)
-        elif name == "web":
-            cases = verification.web_cases(exportable, expected)
         else:
             images, outputs = exportable.to_original(expected.pixels), expected.of_pixels.of_batch
             cases = (verification.file_case(exportable, images, outputs, gate=gate),)
@@ -451,14 +436,6 @@ def _check_opset(formats: Sequence[str], exportable: Exportable, opset: int) -> 
             f"Received: opset={opset!r}, formats={', '.join(formats)}."
         )
     onnx_files.check_opset(exportable, opset)
-
-
-def _web_runtime(place: str | Path | None, exportable: Exportable) -> Path:
-    """Returns the runtime of a web page, after a check that one can run the model."""
-    from keras_vit.exporting import web
-
-    web.check(exportable)
-    return web.find_runtime(place)
 
 
 def _class_labels(

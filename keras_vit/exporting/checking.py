@@ -20,7 +20,7 @@ class Verdict:
 
     Attributes:
         format: one of `FORMATS`.
-        path: the file, or the folder of a SavedModel or a page.
+        path: the file, or the folder of a SavedModel.
         bytes: its size.
         is_whole: whether every file is as it was exported.
         change: how far the answers are from those in the record, over their spread; None where they
@@ -135,7 +135,7 @@ def check(
 
     Args:
         folder: the version's.
-        file: the one to look at, if it is not part of a SavedModel or page; None for all.
+        file: the one to look at, if it is not part of a SavedModel; None for all.
         quick: whether to compare the files alone.
         on_progress: called with (bytes read, bytes in all).
     """
@@ -224,8 +224,8 @@ def artefacts_of(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     files: list[tuple[str, str]] = []
     for name in record["checks"]:
         whole = [each for each in record["files"] if each.endswith(endings[name])]
-        is_folder = name in ("savedmodel", "web")
-        files.append((name, "." if is_folder or not whole else min(whole, key=len)))
+        is_folder = name == "savedmodel" or not whole
+        files.append((name, "." if is_folder else min(whole, key=len)))
     return files
 
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras_vit import environment
 from keras_vit.config import ViTConfig
 from keras_vit.data.images import to_grey
-from keras_vit.exporting import checking, description, verification, web
+from keras_vit.exporting import checking, description, verification
 from keras_vit.exporting.clean import runners
 from keras_vit.exporting.description import Description
 
@@ -25,7 +25,7 @@ class OpenedArtefact:
 
     Attributes:
         format: one of `FORMATS`.
-        path: the file, or the folder of a SavedModel or a page.
+        path: the file, or the folder of a SavedModel.
         about: what it says of itself.
         is_recorded: whether its files were compared with a record.
         model: from float32 pixels 0..255 (B, height, width, 3) to the source's own answer.
@@ -43,7 +43,7 @@ class ExportedModel(keras.Model):
 
 
 def open_artefact(path: Path) -> OpenedArtefact:
-    """Opens a SavedModel, an ONNX or TFLite file, or the model of a web page.
+    """Opens a SavedModel, or an ONNX or TFLite file.
 
     Args:
         path: the file or folder, or one above it that holds a single artefact in its newest
@@ -59,8 +59,7 @@ def open_artefact(path: Path) -> OpenedArtefact:
     runners.require(name)
     try:
         with environment.without_log_lines():
-            runner = _page(artefact) if name == "web" else runners.open_runner(name, artefact)
-            model = _model(name, runner, about)
+            model = _model(name, runners.open_runner(name, artefact), about)
     except Exception as error:  # each runtime has errors of its own
         raise ValueError(
             f"{str(artefact)!r} cannot be loaded ({str(error).splitlines()[0]}); export it again."
@@ -132,26 +131,6 @@ def _alone(file: Path) -> tuple[str, Path, Description, bool]:
     return name, file, about, False
 
 
-def _page(folder: Path) -> runners.OnnxRunner:
-    """Opens the network of a page, without the resizing of canvases before it."""
-    import onnx
-
-    model = onnx.load(str(folder / web.MODEL))
-    graph = model.graph
-    nodes = [node for node in graph.node if not node.name.startswith(web.PREPARING)]
-    read = {name for node in nodes for name in node.input}
-    weights = [weight for weight in graph.initializer if weight.name in read]
-    shape = model.graph.output[0].type.tensor_type
-    images = onnx.helper.make_tensor_value_info(
-        web.PREPARED, shape.elem_type, ("batch", None, None, None)
-    )
-    cut = onnx.helper.make_graph(nodes, graph.name, [images], graph.output, weights)
-    made = onnx.helper.make_model(
-        cut, opset_imports=model.opset_import, ir_version=model.ir_version
-    )
-    return runners.OnnxRunner(made.SerializeToString())
-
-
 def _check_channels(artefact: Path, about: Description) -> None:
     channels = about.image_shape[2]
     if channels not in (_GREY, _COLOURED):
@@ -200,5 +179,5 @@ class _Ask(keras.layers.Layer):
         if kind == "savedmodel":
             inputs = {"pixel_values": about.normalized(pixels)}
         else:
-            inputs = {web.PREPARED if kind == "web" else "images": about.prepared(pixels)}
+            inputs = {"images": about.prepared(pixels)}
         return self._runner.run(_SIGNATURES.get(kind, ""), inputs)[self._output]

@@ -58,16 +58,12 @@ def make(
     """
     if recorded is not None:
         return tuple(_recorded(name, about, answer) for answer in recorded)
-    count = COUNT
-    kind = runners.family(name)
-    if kind == "web":
-        return tuple(_case(name, about, f"image {place}", "rgba", place + 1) for place in range(2))
-    if kind != "savedmodel":
-        return (_case(name, about, "", "images", count),)
+    if name != "savedmodel":
+        return (_case(name, about, "", "images", COUNT),)
     # All signatures have the same network, so that one of them is asked about all images.
     asked = [(case.signature, given) for case in cases for given in case.inputs if given in _INPUTS]
     return tuple(
-        _case(name, about, *each, count if place == 0 else FEW) for place, each in enumerate(asked)
+        _case(name, about, *each, COUNT if place == 0 else FEW) for place, each in enumerate(asked)
     )
 
 
@@ -97,8 +93,7 @@ def _recorded(name: str, about: Description, answer: Mapping[str, Any]) -> messa
         output: np.frombuffer(base64.b64decode(value["float32"]), "<f4").reshape(value["shape"])
         for output, value in answer["outputs"].items()
     }
-    place = int(answer["signature"].split()[-1]) + 1 if answer["input"] == "rgba" else None
-    rows = place or max(map(len, expected.values()))
+    rows = max(map(len, expected.values()))
     return _case(name, about, answer["signature"], answer["input"], rows, expected)
 
 
@@ -111,9 +106,7 @@ def _case(
     expected: dict[str, np.ndarray] | None = None,
 ) -> messages.Case:
     pixels = draw(about.image_shape, count)
-    if given == "rgba":
-        value = np.pad(pixels[-1], ((0, 0), (0, 0), (0, 1)), constant_values=255)
-    elif given == "image_bytes":
+    if given == "image_bytes":
         value = np.empty(count, object)
         value[:] = [encode_bmp(image) for image in pixels]
     elif given == "pixel_values":

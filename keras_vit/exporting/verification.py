@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from keras_vit import version
-from keras_vit.data import decoding
 from keras_vit.exporting import savedmodel
 from keras_vit.exporting.clean import agreement, messages
 from keras_vit.exporting.clean.agreement import Gate, Limits
@@ -42,7 +41,7 @@ _HALF_PRODUCTS = Limits(error=0.01, largest=0.06, of_one=0.06, best=1.0, accurac
 _INT8 = Limits(error=0.1, largest=0.6, of_one=0.6, best=0.98, accuracy=0.01)
 _INT8_WEIGHTS = Limits(error=0.06, largest=0.3, of_one=0.3, best=0.98, accuracy=0.01)
 LIMITS: Mapping[str, Limits] = {
-    **dict.fromkeys(("savedmodel", "onnx", "web", "tflite"), _FLOAT),
+    **dict.fromkeys(("savedmodel", "onnx", "tflite"), _FLOAT),
     "tflite-fp16": _HALF,
     "onnx-fp16": _HALF_PRODUCTS,
     **dict.fromkeys(("tflite-int8", "onnx-int8"), _INT8),
@@ -139,25 +138,6 @@ def savedmodel_cases(
     return tuple(cases)
 
 
-def web_cases(exportable: Exportable, references: References) -> tuple[messages.Case, ...]:
-    """Returns a case for each image: the graph of a web page takes them in their own sizes."""
-    outputs = references.of_files.of_batch
-    cases = []
-    for index, content in enumerate(references.files):
-        image = np.asarray(decoding.decode_image(content))
-        cases.append(
-            messages.Case(
-                signature=f"image {index}",
-                inputs={"rgba": np.pad(image, ((0, 0), (0, 0), (0, 1)), constant_values=255)},
-                expected={
-                    name: outputs[name][index : index + 1] for name in ("logits", "probabilities")
-                },
-                limit=FLOAT_LIMIT * _scale(outputs),
-            )
-        )
-    return tuple(cases)
-
-
 def file_case(
     exportable: Exportable, images: np.ndarray, expected: Mapping[str, np.ndarray], *, gate: Gate
 ) -> messages.Case:
@@ -186,34 +166,29 @@ def is_rounded(artefact: str) -> bool:
     return LIMITS[artefact] is not _FLOAT
 
 
-def gate(exportable: Exportable, artefact: str, images: GateImages, references: References) -> Gate:
+def gate(exportable: Exportable, artefact: str, images: GateImages) -> Gate:
     """Returns what decides about an artefact, for `run_checks`.
 
     Args:
         exportable: the rebuilt model.
         artefact: the format.
         images: those that decide.
-        references: those of `web_cases`, which decide about a web page.
     """
     output = "features" if exportable.activation is None else "logits"
     kind = _kind(exportable)
     outputs = (output,) if kind == "values" else (output, "probabilities")
     signature, inputs = "", {"images": exportable.to_original(images.pixels)}
-    expected, targets = images.outputs[output], images.targets
     if artefact == "savedmodel":
         signature = "image_tensor" if output == "logits" else "features"
         inputs = {"images": images.pixels}
-    elif artefact == "web":
-        inputs, expected = {}, references.of_files.of_batch[output]
-        targets = np.zeros(0, np.int64)
     return Gate(
         signature=signature,
         inputs=inputs,
         outputs=outputs,
-        expected=expected,
+        expected=images.outputs[output],
         limits=LIMITS[artefact],
         kind=kind,
-        targets=targets,
+        targets=images.targets,
     )
 
 

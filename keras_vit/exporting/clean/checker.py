@@ -38,7 +38,7 @@ def run(folder: Path) -> None:
     if request.cases:
         check = _CHECKS[runners.family(request.format)]
         checks = check(request, runner)
-    if request.gate is not None and request.gate.inputs:
+    if request.gate is not None:
         run_signature = functools.partial(runner.run, request.gate.signature)
         checks += messages.run_gate(request.gate, run_signature)
     answers = [runner.run(case.signature, case.inputs) for case in request.references]
@@ -76,22 +76,6 @@ def check_onnx(request: Request, runner: runners.OnnxRunner) -> list[Check]:
     return checks
 
 
-def check_web(request: Request, runner: runners.OnnxRunner) -> list[Check]:
-    """Returns the checks of a web page's model.
-
-    The runtime is that of Python: a browser runs the same graph by the same code, compiled for it.
-    """
-    checks = list(_check_onnx_file(request.path / runners.WEB_MODEL, request))
-    answers = []
-    for case in request.cases:
-        outputs = runner.run(case.signature, case.inputs)
-        checks += messages.compare(case, outputs, rows=1)
-        answers.append(outputs)
-    if request.gate is not None:
-        checks += messages.gate_checks(request.gate, answers)
-    return checks
-
-
 def check_tflite(request: Request, runner: runners.TfliteRunner) -> list[Check]:
     """Returns the checks of a TFLite file."""
     from ai_edge_litert import interpreter as litert
@@ -112,7 +96,6 @@ def check_tflite(request: Request, runner: runners.TfliteRunner) -> list[Check]:
 _CHECKS: dict[str, Callable[..., list[Check]]] = {
     "savedmodel": check_savedmodel,
     "onnx": check_onnx,
-    "web": check_web,
     "tflite": check_tflite,
 }
 
@@ -282,8 +265,13 @@ def _check_bad_rows(case: Case, model: loader.SavedModel) -> Iterator[Check]:
 def _check_onnx_graph(request: Request) -> Iterator[Check]:
     import onnx
 
-    yield from _check_onnx_file(request.path, request)
+    onnx.checker.check_model(str(request.path), full_check=True)
+    yield Check(name="onnx.checker, full", measured="passed", limit="passed", passed=True)
     model = onnx.load(str(request.path), load_external_data=False)
+    foreign = {node.domain for node in model.graph.node} - set(ONNX_DOMAINS)
+    yield Check(name="foreign domains", measured=", ".join(foreign), limit="", passed=not foreign)
+    parts = request.path.parent.glob(f"{request.path.name}*")
+    yield _size_check(sum(each.stat().st_size for each in parts), request)
     batches = {
         value.type.tensor_type.shape.dim[0].dim_param
         for value in (*model.graph.input, *model.graph.output)
@@ -294,18 +282,6 @@ def _check_onnx_graph(request: Request) -> Iterator[Check]:
         limit="batch",
         passed=batches == {"batch"},
     )
-
-
-def _check_onnx_file(file: Path, request: Request) -> Iterator[Check]:
-    import onnx
-
-    onnx.checker.check_model(str(file), full_check=True)
-    yield Check(name="onnx.checker, full", measured="passed", limit="passed", passed=True)
-    model = onnx.load(str(file), load_external_data=False)
-    foreign = {node.domain for node in model.graph.node} - set(ONNX_DOMAINS)
-    yield Check(name="foreign domains", measured=", ".join(foreign), limit="", passed=not foreign)
-    size = sum(each.stat().st_size for each in file.parent.glob(f"{file.name}*"))
-    yield _size_check(size, request)
 
 
 def _check_tflite_graph(interpreter: Any, request: Request) -> Iterator[Check]:

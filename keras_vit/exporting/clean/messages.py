@@ -38,9 +38,9 @@ class Case:
 
     @property
     def rows(self) -> int:
-        """How many images there are; a page's input is one."""
+        """How many images there are."""
         (value, *_) = self.inputs.values()
-        return 1 if "rgba" in self.inputs else len(value)
+        return len(value)
 
     @property
     def own_drift(self) -> float:
@@ -303,11 +303,7 @@ def run_gate(gate: Gate, run: Run) -> list[Check]:
     """Runs the images of a gate in batches of eight, and holds the answers to its limits."""
     ((name, images),) = gate.inputs.items()
     starts = range(0, len(images), GATE_BATCH)
-    return gate_checks(gate, [run({name: images[start : start + GATE_BATCH]}) for start in starts])
-
-
-def gate_checks(gate: Gate, parts: list[dict[str, np.ndarray]]) -> list[Check]:
-    """Holds an artefact's answers, in one or more batches, to the limits of a gate."""
+    parts = [run({name: images[start : start + GATE_BATCH]}) for start in starts]
     answers = {name: _joined([part.get(name) for part in parts]) for name in gate.outputs}
     checks = [Check(name="gate: images", measured=len(gate.expected), limit=None, passed=True)]
     for name, (measured, limit, is_least) in measure(gate, answers).items():

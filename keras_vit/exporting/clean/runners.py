@@ -13,7 +13,6 @@ import numpy as np
 from . import loader
 
 SIGNATURE = "serving_default"  # of a TFLite file
-WEB_MODEL = "model.onnx"
 DESCRIPTION = "description.json"  # in the archive behind a TFLite file
 
 Arrays = Mapping[str, np.ndarray]
@@ -46,7 +45,6 @@ def require(name: str) -> None:
     """Raises an ImportError that says what to install, if a format's runtime is missing."""
     runtimes = {
         "onnx": ("ONNX Runtime", "onnxruntime", "onnxruntime"),
-        "web": ("ONNX Runtime", "onnxruntime", "onnxruntime"),
         "tflite": ("LiteRT", "ai_edge_litert", "ai-edge-litert"),
     }
     runtime, module, package = runtimes.get(family(name), ("", "numpy", ""))
@@ -61,7 +59,7 @@ def open_runner(name: str, path: Path, *, library: Path | None = None) -> Runner
 
     Args:
         name: its format.
-        path: the file, or the folder of a SavedModel or a web page.
+        path: the file, or the folder of a SavedModel.
         library: folder of another libtensorflow_cc for a SavedModel; None for the installed one.
 
     Raises:
@@ -71,8 +69,8 @@ def open_runner(name: str, path: Path, *, library: Path | None = None) -> Runner
     kind = family(name)
     if kind == "savedmodel":
         return SavedModelRunner(path, library=library)
-    if kind in ("onnx", "web"):
-        return OnnxRunner(path / WEB_MODEL if kind == "web" else path)
+    if kind == "onnx":
+        return OnnxRunner(path)
     if kind == "tflite":
         return TfliteRunner(path)
     raise ValueError(f"There is no runtime for the format {name!r}.")

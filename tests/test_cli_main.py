@@ -99,7 +99,6 @@ FLAGS: dict[str, dict[str, Any]] = {
     "--patience 7": {"patience": 7},
     "--patience 0": {"patience": None},
     "--balance": {"balance": True},
-    "--learning-rate sweep": {},
     "--sam-rho 0.05": {"sam_rho": 0.05},
     "--mixup 0.8 --cutmix 1": {"mixup": 0.8, "cutmix": 1.0},
     "--layer-decay 0.7": {"layer_decay": 0.7},

@@ -60,6 +60,20 @@ def test_the_example_of_keras_cv_trains(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_a_sweep_names_its_best_run(tmp_path: Path) -> None:
+    """A row for each learning rate, in order; the run of the lowest validation loss is there."""
+    argv = ("sweep.py", "--epochs", "1", "--rates", "0.002", "1e-6")
+    done = run(*argv, folder=tmp_path).stdout
+    _, _, high, low, best, edge = done.splitlines()
+    assert (high.split()[1], low.split()[1]) == ("0.002", "1e-06")
+    assert float(high.split()[3]) < float(low.split()[3])
+    assert best == "The best run is sweep/0.002."
+    assert edge.startswith("Its learning rate is at the edge")
+    assert (tmp_path / "sweep" / "0.002" / "model.keras").is_file()
+    assert run(*argv, folder=tmp_path).stdout == done
+
+
+@pytest.mark.full
 def test_learning_from_few_runs_small(tmp_path: Path) -> None:
     """All four comparisons on a small scale: the table and the picture; its numbers say little."""
     run("learn_from_few.py", "--quick", "--out", "few", folder=tmp_path)

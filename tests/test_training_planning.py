@@ -1,9 +1,6 @@
-"""Tests of planning, measuring and sweeps: what is chosen before a training, and by trying it."""
+"""Tests of planning and measuring: what is chosen before a training."""
 
-import csv
 import dataclasses
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +9,11 @@ import keras
 import numpy as np
 import pytest
 from PIL import Image
-from trainings import CONFIG, Listener, in_memory, noise
+from trainings import CONFIG, in_memory, noise
 
-from keras_vit import VisionTransformer, environment, training
-from keras_vit.cli.main import main
+from keras_vit import environment, training
 from keras_vit.data import ImageData, load_folder, load_unlabelled_folder
-from keras_vit.training import (
-    Execution,
-    Recipe,
-    Sweep,
-    Trial,
-    TrialDone,
-    measuring,
-    planning,
-    sweep_learning_rate,
-)
+from keras_vit.training import Execution, measuring, planning
 from keras_vit.training.execution import Job
 from keras_vit.weights import resolve
 
@@ -224,113 +211,3 @@ def test_control_groups_limit_memory(tmp_path: Path) -> None:
     write("sys/fs/cgroup/memory/memory.limit_in_bytes", "4000\n")
     write("sys/fs/cgroup/memory/memory.usage_in_bytes", "1000\n")
     assert measuring.available_memory(tmp_path) == 3000
-
-
-PIXELS = dataclasses.replace(
-    CONFIG, classes=2, classifier_activation=None, include_preprocessing=True
-)
-DATA = in_memory(noise(np.arange(16) % 2), noise(np.arange(4) % 2), labels="ab")
-SWEPT = Recipe(steps=4, batch_size=8, learning_rate=1e-3, average=0.9)
-
-
-def made(losses: dict[float, float | None]) -> Sweep:
-    trials = tuple(
-        Trial(learning_rate=rate, validation_loss=loss, validation_accuracy=loss)
-        for rate, loss in losses.items()
-    )
-    return Sweep(steps=10, trials=trials)
-
-
-def test_the_lowest_validation_loss_is_chosen(tmp_path: Path) -> None:
-    """Of equal ones the lowest rate; rates that diverged take no part, and one must not."""
-    sweep = made({0.001: 0.5, 0.003: 0.3, 0.01: 0.3, 0.03: None})
-    assert (sweep.learning_rate, sweep.is_at_edge) == (0.003, False)
-    assert made({0.1: 0.2, 0.2: 0.3}).is_at_edge
-    assert sweep.recipe(SWEPT).learning_rate == 0.003
-    assert Sweep.from_dict(json.loads(json.dumps(sweep.to_dict()))) == sweep
-    sweep.write(tmp_path)
-    rows = list(csv.DictReader((tmp_path / "sweep.csv").read_text().splitlines()))
-    assert [row["validation_loss"] for row in rows] == ["0.5", "0.3", "0.3", ""]
-    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(FloatingPointError, match=r"any learning rate of the sweep \(0.1, 1\)"):
-        _ = made({0.1: None, 1.0: None}).learning_rate
-
-
-def test_the_rates_are_those_of_the_paper_or_around_the_recipes() -> None:
-    """Table 4 for its optimizer; impossible ones are named."""
-    from keras_vit.training import sweep
-
-    assert sweep._rates(training.RECIPES["finetune-pets"], None) == (0.001, 0.003, 0.01, 0.03)
-    assert sweep._rates(training.RECIPES["scratch"], None) == (1e-4, 3e-4, 1e-3, 3e-3)
-    assert sweep._rates(SWEPT, [0.1, 0.01, 0.1]) == (0.01, 0.1)
-    for wrong in ([], [0.0], [float("nan")]):
-        with pytest.raises(ValueError, match="rates must be numbers above 0"):
-            sweep._rates(SWEPT, wrong)
-
-
-@pytest.mark.full
-def test_a_sweep_is_resumed_and_recorded(tmp_path: Path) -> None:
-    """Interrupted in its third trial; the two that are done are not repeated, the model is kept."""
-    model = VisionTransformer(PIXELS)
-    before = model.get_weights()
-    arguments: dict[str, Any] = {"out": tmp_path / "run", "model": model, "recipe": SWEPT}
-    arguments["share"] = 0.5
-    rates = (1e-4, 1e-3, 1e-2)
-    steps = Listener()
-
-    def listen(event: Any) -> None:
-        steps(event)
-        if len(steps.losses) == 5:  # each trial has two
-            raise KeyboardInterrupt
-
-    with pytest.raises(training.TrainingInterrupted, match=r"Interrupted in the sweep .*--resume"):
-        sweep_learning_rate(DATA, rates=rates, on_event=listen, **arguments)
-    with pytest.raises(FileExistsError, match=r"unfinished sweep; resume it .*--resume"):
-        sweep_learning_rate(DATA, rates=rates, **arguments)
-    listener = Listener()
-    arguments["existing"] = "resume"
-    sweep = sweep_learning_rate(DATA, rates=rates, on_event=listener, **arguments)
-    assert len(listener.losses) == 1
-    done = [event for event in listener.events if isinstance(event, TrialDone)]
-    assert [event.trial.learning_rate for event in done] == list(rates)
-    assert [(event.number, event.count, event.steps) for event in done][2] == (3, 3, 2)
-    for weights, old in zip(model.get_weights(), before, strict=True):
-        np.testing.assert_array_equal(weights, old)
-
-    del arguments["share"]
-    arguments["recipe"] = sweep.recipe(SWEPT)
-    trained = training.train(DATA, **arguments)
-    assert trained.config["sweep"] == sweep.to_dict()
-    names = {file.name for file in trained.path.iterdir()}
-    assert {"sweep.png", "sweep.csv"} <= names
-    assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
-    arguments["recipe"] = SWEPT
-    assert sweep_learning_rate(DATA, **arguments) == sweep
-
-
-@pytest.mark.full
-def test_the_command_line_sweeps(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A line for each trial and one for the choice; the run is resumed by the same command."""
-    monkeypatch.setattr(sys.modules["keras_vit.training.sweep"], "FACTORS", (1.0, 3.0))
-    image_files.write_classes(tmp_path / "images")
-    command = ["train", "--data", str(tmp_path / "images"), "--out", str(tmp_path / "run")]
-    command += ["--model", "digits", "--set", "num_layers=1", "--steps", "2", "--batch-size", "4"]
-    command += ["--learning-rate", "sweep", "--balance"]
-    assert main(command) == 0
-    lines = capsys.readouterr().out.splitlines()
-    config = json.loads((tmp_path / "run" / "config.json").read_text())
-    begun = lines.index("Sweep of the learning rate, 2 trainings of 1 step:")
-    assert [line.split(":")[0] for line in lines[begun + 1 : begun + 3]] == [
-        f"  {rate:g}" for rate in (1e-3, 3e-3)
-    ]
-    chosen = config["recipe"]["learning_rate"]
-    assert lines[begun + 3].startswith(f"Learning rate {chosen:g}, of the lowest validation loss")
-    assert config["recipe"]["balance"] is True
-    assert main([*command, "--resume"]) == 0
-    told = capsys.readouterr().out
-    assert "nothing was left to do" in told
-    assert "Epoch kept (*): 1, validation loss" in told
-    assert main([*command[:-3], "--learning-rate", "0.5", "--balance", "--resume"]) == 1
-    assert "learning_rate" in capsys.readouterr().err

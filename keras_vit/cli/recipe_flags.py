@@ -14,7 +14,6 @@ _RECIPE_FLAGS = (
     *("batch_size", "learning_rate", "layer_decay", "weight_decay", "average", "sam_rho"),
     *("mixup", "cutmix", "balance", "patience"),
 )
-SWEEP = "sweep"  # in place of a learning rate
 _MIXING = (
     (
         "mixup",
@@ -30,11 +29,6 @@ _MIXING = (
 )
 
 
-def rate_or_sweep(text: str) -> float | str:
-    """Reads a learning rate, or the word "sweep"."""
-    return SWEEP if text == SWEEP else flags.positive(text)
-
-
 def add_schedule(
     group: argparse._ArgumentGroup,
     *,
@@ -42,7 +36,6 @@ def add_schedule(
     batch_size: str,
     learning_rate: str,
     patience: str = "0",
-    may_sweep: bool = False,
 ) -> None:
     """Adds `--steps`, `--epochs`, `--patience`, `--batch-size`, `--learning-rate` and others.
 
@@ -52,7 +45,6 @@ def add_schedule(
         batch_size: the default of `--batch-size`, in words.
         learning_rate: the default of `--learning-rate`, in words.
         patience: the default of `--patience`, in words.
-        may_sweep: whether the learning rate may be chosen by a sweep.
     """
     _add_length(group, epochs=epochs, patience=patience)
     group.add_argument(
@@ -63,11 +55,9 @@ def add_schedule(
     )
     group.add_argument(
         "--learning-rate",
-        type=rate_or_sweep if may_sweep else flags.positive,
+        type=flags.positive,
         metavar="X",
-        help="peak learning rate, at the end of the warm-up"
-        + ("; sweep chooses it by short trainings, see docs/training.md" if may_sweep else "")
-        + f" (default: {learning_rate})",
+        help=f"peak learning rate, at the end of the warm-up (default: {learning_rate})",
     )
     group.add_argument(
         "--flip",
@@ -166,7 +156,7 @@ def override_recipe(recipe: "Recipe", arguments: argparse.Namespace) -> "Recipe"
         recipe = dataclasses.replace(recipe, epochs=arguments.epochs, steps=arguments.steps)
     values = {name: getattr(arguments, name, None) for name in _RECIPE_FLAGS}
     values["drop_path_rate"] = arguments.drop_path
-    fields = {name: value for name, value in values.items() if value not in (None, SWEEP)}
+    fields = {name: value for name, value in values.items() if value is not None}
     for name in ("average", "patience"):
         if fields.get(name) == 0:
             fields[name] = None

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from keras_vit.cli import flags, output, plan, recipe_flags, sweep, tracking
+from keras_vit.cli import flags, output, plan, recipe_flags, tracking
 
 if TYPE_CHECKING:
     from keras_vit import VisionTransformer, ViTConfig
@@ -58,7 +58,7 @@ examples:
   keras-vit train --data photos --out dino-run --weights hf://facebook/dinov2-small --image-size 224
   keras-vit train --data photos --out lora-run --model B/16 --weights imagenet21k --lora 8
   keras-vit train --data photos --out small-run --teacher tuned-run --distillation hard
-  keras-vit train --data photos --out swept-run --learning-rate sweep --balance
+  keras-vit train --data photos --out balanced-run --balance
   keras-vit train --data photos --out photos-run --resume --epochs 150
 """
 
@@ -124,13 +124,6 @@ def run(arguments: argparse.Namespace) -> int:
     data, decision = _decide(arguments, execution)
     if arguments.plan:
         return 0
-    recipe = sweep.sweep(
-        arguments,
-        data,
-        model=decision.start,
-        recipe=decision.recipe,
-        execution=decision.execution,
-    )
     display = output.TrainDisplay(json=arguments.json)
     evaluations: dict[str, evaluation.Evaluation] = {}
 
@@ -140,12 +133,12 @@ def run(arguments: argparse.Namespace) -> int:
             evaluations.update(_evaluate(event.run, data, arguments))
         track(event)
 
-    with display, tracking.trackers(arguments, recipe) as track:
+    with display, tracking.trackers(arguments, decision.recipe) as track:
         result = training.train(
             data,
             out=arguments.out,
             model=decision.start,
-            recipe=recipe,
+            recipe=decision.recipe,
             seed=arguments.seed,
             existing=arguments.existing,
             execution=decision.execution,
@@ -314,7 +307,6 @@ def _add_recipe_flags(group: argparse._ArgumentGroup) -> None:
         patience="30 for a folder, 5 with --weights; 0 for the digits and the papers' recipes",
         batch_size="64",
         learning_rate="0.002 for the digits, 0.001 for a folder, 0.0001 with --weights",
-        may_sweep=True,
     )
     recipe_flags.add_regularization(group, is_labelled=True)
 

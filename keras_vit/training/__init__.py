@@ -20,7 +20,6 @@ from keras_vit.training.provenance import Provenance
 from keras_vit.training.recipe import Recipe
 from keras_vit.training.recipes import RECIPES
 from keras_vit.training.run import Run, has_run_files, open_model, read_fields
-from keras_vit.training.sweep import sweep_learning_rate
 from keras_vit.training.trackers import TRACKERS, Trackers
 from keras_vit.training.train import (
     check_free,
@@ -31,7 +30,6 @@ from keras_vit.training.train import (
     pretrain,
     train,
 )
-from keras_vit.training.trials import Sweep, Trial, TrialDone
 
 __all__ = [
     "LAMB",
@@ -55,13 +53,10 @@ __all__ = [
     "Run",
     "SigmoidCrossEntropy",
     "StepDone",
-    "Sweep",
     "Trackers",
     "TrainingDone",
     "TrainingInterrupted",
     "TrainingPlan",
-    "Trial",
-    "TrialDone",
     "WarmupDecay",
     "WorkerLostError",
     "check_free",
@@ -80,6 +75,5 @@ __all__ = [
     "pretrained_model",
     "read_fields",
     "reconstruct",
-    "sweep_learning_rate",
     "train",
 ]

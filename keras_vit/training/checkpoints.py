@@ -226,13 +226,13 @@ class Saver:
         return lambda: set_state(self._model, read(folder, names)), record["progress"]
 
 
-SETTINGS, SWEEP = "settings.json", "sweep"  # the last is a folder, see `trials`
+SETTINGS = "settings.json"
 SECONDS_BETWEEN_CURVES = 30
 _BEST = "best-{epoch:05d}.keras"
 _BEST_PATTERN = re.compile(r"best-\d{5,}\.keras")
 _OWN_NAMES = re.compile(
     rf"\..*|{_PATTERN.pattern}|{_BEST_PATTERN.pattern}|"
-    + "|".join(map(re.escape, (SETTINGS, SWEEP, run.TRACKERS, *run.FILES)))
+    + "|".join(map(re.escape, (SETTINGS, run.TRACKERS, *run.FILES)))
 )
 
 
@@ -274,17 +274,9 @@ class Unfinished:
                 f"{str(self.path)!r} holds an unfinished training; {RESUME_OR_REPLACE}."
             )
 
-    def start(self, settings: dict[str, Any], *, keeps_sweep: bool = False) -> None:
-        """Replaces the folder by a new one for a training with these settings.
-
-        It is empty, but for the sweep of the learning rate where this is kept.
-        """
-        self.invalidate()
-        for entry in self.path.iterdir() if keeps_sweep else ():
-            if entry.name != SWEEP:
-                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-        if not keeps_sweep:
-            self.remove()
+    def start(self, settings: dict[str, Any]) -> None:
+        """Replaces the folder by an empty one for a training with these settings."""
+        self.remove()
         with atomic.explain_errors(self.path, kept="nothing was begun"):
             self.path.mkdir(parents=True, exist_ok=True)
         self.write_settings(settings, kept="nothing was begun")

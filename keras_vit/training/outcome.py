@@ -16,7 +16,7 @@ import tensorflow as tf
 from keras_vit import atomic, version
 from keras_vit.data import loading
 from keras_vit.limits import counted
-from keras_vit.training import run, trials
+from keras_vit.training import run
 from keras_vit.training.checkpoints import SETTINGS
 from keras_vit.training.loop import Loop
 from keras_vit.training.provenance import PROVENANCE, Provenance
@@ -144,10 +144,9 @@ def _leave_run(folder: Path, loop: Loop) -> None:
 
 def _config(loop: Loop) -> dict[str, Any]:
     """Returns the content of config.json: settings, execution, result and versions."""
-    best, sweep = loop.watcher.best, _sweep(loop)
+    best = loop.watcher.best
     return {
         **loop.settings,
-        **({} if sweep is None else {"sweep": sweep.to_dict()}),
         # A resumed training need not repeat this: it may run on another machine.
         "execution": dataclasses.asdict(loop.job.execution),
         PROVENANCE: Provenance.read(loop.folder.path / SETTINGS).to_dict(),
@@ -178,9 +177,6 @@ def _write(folder: Path, loop: Loop, config: dict[str, Any]) -> keras.Model:
     """Writes all files of a run but the history, curves and events; returns the model."""
     data, model = loop.job.data, loop.objective.write(_best_file(loop), folder)
     (folder / run.CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    sweep = _sweep(loop)
-    if sweep is not None:
-        sweep.write(folder)
     (folder / run.LABELS).write_text("".join(f"{label}\n" for label in data.labels), "utf-8")
     if data.train.in_files:
         loading.write_splits(data, folder / run.SPLITS)
@@ -188,10 +184,6 @@ def _write(folder: Path, loop: Loop, config: dict[str, Any]) -> keras.Model:
         png = tf.io.encode_png(data.test.pixels(0)).numpy()
         (folder / run.SAMPLE).write_bytes(png)
     return model
-
-
-def _sweep(loop: Loop) -> trials.Sweep | None:
-    return trials.Record(loop.folder.path).adopted(loop.settings)
 
 
 def _best_file(loop: Loop) -> Path:

@@ -26,11 +26,10 @@ from keras_vit.weights.positions import Method
 MODEL, CONFIG, LABELS, SPLITS = "model.keras", "config.json", "labels.txt", "splits.csv"
 HISTORY, CURVES, SAMPLE, EVENTS = "history.csv", "curves.png", "sample.png", "tensorboard"
 RECONSTRUCTIONS, ADAPTER = "reconstructions.png", "adapter.safetensors"
-SWEEP, TRIALS = "sweep.png", "sweep.csv"
 METRICS, CONFUSION, REPORT, CARD = "metrics.json", "confusion.png", "report.html", "README.md"
 _TRAINED = (MODEL, CONFIG, LABELS, SPLITS, HISTORY, CURVES, SAMPLE, RECONSTRUCTIONS, ADAPTER)
 TRACKERS = "trackers.json"  # of an unfinished training alone
-FILES = (*_TRAINED, EVENTS, METRICS, CONFUSION, REPORT, CARD, SWEEP, TRIALS)
+FILES = (*_TRAINED, EVENTS, METRICS, CONFUSION, REPORT, CARD)
 
 # The largest text file that is read, in bytes; config.json with 21,843 labels has about 1 MB.
 MAX_TEXT = 2**24

@@ -11,7 +11,7 @@ import keras
 
 from keras_vit.config import ViTConfig
 from keras_vit.data import ImageData, naming_damaged
-from keras_vit.training import models, outcome, planning, progress, run, trials
+from keras_vit.training import models, outcome, planning, progress, run
 from keras_vit.training.checkpoints import SETTINGS, Unfinished
 from keras_vit.training.execution import Execution, Job, worker_index
 from keras_vit.training.loop import Loop, OutOfMemoryError
@@ -253,9 +253,7 @@ def _begin(loop: Loop, options: _Options) -> None:
             f"The checkpoints of the workers {workers} are gone; put back the folders "
             f"{loop.folder.path.name}-N, or overwrite the training of all."
         )
-    sweep = trials.Record(loop.folder.path).adopted(loop.settings)
-    recorded = _recorded(loop, options.provenance)
-    loop.folder.start(recorded, keeps_sweep=sweep is not None)
+    loop.folder.start(_recorded(loop, options.provenance))
     loop.save()
 
 

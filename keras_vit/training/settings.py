@@ -36,7 +36,7 @@ def check_settings(file: Path, settings: dict[str, Any]) -> int | None:
     Returns:
         The epochs of the record where the settings have more, otherwise None.
     """
-    stored, present = _read(file), _flat(json.loads(json.dumps(settings)))
+    stored, present = _read(file), flat(json.loads(json.dumps(settings)))
     for name, value in present.items():
         before = stored.get(name)
         is_unset = name not in stored and not value
@@ -62,19 +62,17 @@ def _is_raised(name: str, before: Any, now: Any) -> bool:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        return _flat(dict(json.loads(file.read_text("utf-8"))))
+        return flat(dict(json.loads(file.read_text("utf-8"))))
     except (ValueError, TypeError) as error:
         raise ValueError(
             f"{str(file)!r} is damaged, so the settings of the training are unknown; {REPLACE}."
         ) from error
 
 
-def _flat(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Turns {"a": {"b": 1}} into {"a.b": 1}."""
-    flat: dict[str, Any] = {}
+    pairs: dict[str, Any] = {}
     for name, value in fields.items():
-        if isinstance(value, dict):
-            flat.update(_flat(value, f"{prefix}{name}."))
-        else:
-            flat[prefix + name] = value
-    return flat
+        inner = isinstance(value, dict)
+        pairs |= flat(value, f"{prefix}{name}.") if inner else {prefix + name: value}
+    return pairs

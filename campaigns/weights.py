@@ -120,12 +120,11 @@ class Campaign:
         is_load = rng.integers(8) == 0 and file != "vit.weights.h5"
         call = "load" if is_load else "weights.load"
         act = self._act(file, call)
-        settings = {"vit.npz": ("vit.json",), "model.safetensors": ("config.json",)}
         return Case(
             what=f"{call} of {file}: {what}",
             act=lambda: _digest(act()),
             sound=self._sound[file, call],
-            names=(file, *settings.get(file, ())),
+            names=(file, *(["config.json"] if file == "model.safetensors" else [])),
             has_checksum=has_checksum,
         )
 
@@ -185,7 +184,7 @@ class Campaign:
         name = str(rng.choice(sorted(self._files)))
         content, what = mutate(self._files[name], rng)
         self._write(name, content)
-        file = {"vit.json": "vit.npz", "config.json": "model.safetensors"}.get(name, name)
+        file = "model.safetensors" if name == "config.json" else name
         return file, f"{name}: {what}", file in ("vit.npz", "vit.keras")
 
     def _member(self, rng: np.random.Generator) -> tuple[str, str, bool]:
@@ -252,7 +251,7 @@ class Campaign:
 
     def _json(self, rng: np.random.Generator) -> tuple[str, str, bool]:
         """Changes a settings file, which remains correct JSON."""
-        name = str(rng.choice(["config.json", "vit.json", "vit.keras"]))
+        name = str(rng.choice(["config.json", "vit.keras"]))
         if name == "vit.keras":
             members = _members(self._files[name])
             members["config.json"], what = _changed(members["config.json"], rng)
@@ -260,7 +259,7 @@ class Campaign:
             return name, f"config.json inside: {what}", False
         content, what = _changed(self._files[name], rng)
         self._write(name, content)
-        return ("vit.npz" if name == "vit.json" else "model.safetensors"), f"{name}: {what}", False
+        return "model.safetensors", f"{name}: {what}", False
 
     def _header(self, rng: np.random.Generator) -> tuple[str, str, bool]:
         """Changes the header of a .safetensors file."""
@@ -299,8 +298,6 @@ class Campaign:
 
     def _write_npz(self, arrays: list[tuple[str, bytes]], rng: np.random.Generator) -> None:
         self._write("vit.npz", _archive([(f"{n}.npy", content) for n, content in arrays], rng))
-        (self._folder / "vit.json").unlink(missing_ok=True)
-        self._changed.add("vit.json")
 
 
 def _virtual(file: Any, name: str, value: np.ndarray, other: str) -> None:

@@ -97,11 +97,10 @@ def test_predict_names_the_classes_of_any_source(folder: Path, image: Path, hub:
 
 
 def test_predict_without_names_has_numbers(image: Path, tmp_path: Path) -> None:
-    """An .npz or .keras file names no class; a placeholder of transformers is no name."""
+    """A .keras file names no class; a placeholder of transformers is no name."""
     model = keras_vit.load(MODERN / "hf_vit_cls", classifier_activation=None)
-    keras_vit.weights.save_npz(model, tmp_path / "vit.npz")
     model.save(tmp_path / "vit.keras")
-    for source in (tmp_path / "vit.npz", tmp_path / "vit.keras", MODERN / "hf_vit_cls"):
+    for source in (tmp_path / "vit.keras", MODERN / "hf_vit_cls"):
         assert_predicts(source, image, [*"0123456"])
 
 

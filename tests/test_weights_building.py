@@ -51,7 +51,7 @@ def test_a_known_model_type_with_another_networks_arrays_is_no_key_error(tmp_pat
 
 @pytest.mark.parametrize("fields", [{}, {"pooling": "map", "class_token": False}])
 def test_a_foreign_npz_means_the_original(fields: dict[str, Any], tmp_path: Path) -> None:
-    """Without companion: tanh, 1e-6, [-1, 1], heads from the arrays, a square grid."""
+    """That is tanh, 1e-6, [-1, 1], heads from the arrays, a square grid."""
     config = dataclasses.replace(TINY, input_shape=(48, 48, 3), **fields)
     model = keras_vit.load(published.write(tmp_path / "a.npz", config), classifier_activation=None)
     expected = dataclasses.replace(config, include_preprocessing=True, antialias=False)
@@ -190,14 +190,12 @@ def other_numbers(folder: Path) -> list[tuple[Path, keras_vit.ViTConfig]]:
     """Files, and the config of a model into which their weights belong."""
     exact = dataclasses.replace(TINY, activation="gelu", layer_norm_epsilon=1e-12)
     VisionTransformer(exact).save(folder / "exact.keras")
-    keras_vit.weights.save_npz(VisionTransformer(exact), folder / "exact.npz")
     return [
         *(
             (MODERN / family / "model.safetensors", keras_vit.load(MODERN / family).config)
             for family in ("timm_deit", "hf_vit_cls")
         ),
         (folder / "exact.keras", exact),
-        (folder / "exact.npz", exact),
         (published.write(folder / "published.npz", TINY), TINY),
     ]
 
@@ -237,13 +235,13 @@ def test_folders_hold_one_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin.index.json").write_text("{}")
     with pytest.raises(FileNotFoundError, match=r"in parts \(pytorch_model\.bin\.index"):
         keras_vit.load(tmp_path)
-    model = randomize(VisionTransformer(TINY))
-    keras_vit.weights.save_npz(model, tmp_path / "a.npz")
-    assert keras_vit.load(str(tmp_path)).config == TINY
-    keras_vit.weights.save_npz(model, tmp_path / "b.npz")
+    config = dataclasses.replace(TINY, input_shape=(48, 48, 3))
+    published.write(tmp_path / "a.npz", config)
+    assert keras_vit.load(str(tmp_path)).config.grid == (6, 6)
+    published.write(tmp_path / "b.npz", config)
     with pytest.raises(ValueError, match=r"several checkpoints \(a\.npz, b\.npz\)"):
         keras_vit.load(tmp_path)
-    model.save(tmp_path / "model.keras")
+    randomize(VisionTransformer(TINY)).save(tmp_path / "model.keras")
     assert keras_vit.load(tmp_path).config == TINY
 
 

@@ -29,7 +29,6 @@ from keras_vit.weights.arrays import (
     read_shards,
 )
 from keras_vit.weights.checksums import SHARD_INDEX
-from keras_vit.weights.companion import companion_path, read_companion
 from keras_vit.weights.layouts import (
     Row,
     check_published,
@@ -285,36 +284,24 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         raise ValueError(
             f"A checkpoint's name ends in {', '.join(_OPENERS)}. Received: {str(path)!r}."
         )
-    beside = (companion_path(path), *(path.parent / name for name in SETTINGS_FILES))
     try:
         return openers[0](path)
     except ValueError as error:
+        beside = (path.parent / name for name in SETTINGS_FILES)
         if any(str(file) in str(error) for file in (path, *beside)):
             raise
         raise ValueError(f"{path}: {error}") from error
 
 
 def _open_npz(path: Path) -> Checkpoint:
-    """Takes what the layout has no room for from the companion that `save_npz` writes beside."""
     arrays = published_names(read_npz(path))
     fields = published_fields(arrays)
-    grid = _square(arrays.get("Transformer/posembed_input/pos_embedding"), fields)
-    config = read_companion(path)
-    if config is not None:
-        declared = _all_fields(config)
-        for name in (*ARCHITECTURE, "class_token"):
-            if declared[name] != fields[name]:
-                raise ValueError(
-                    f"{companion_path(path)} says {name}={declared[name]!r} and the arrays of "
-                    f"{path.name} say {fields[name]!r}; one of the two is of another model."
-                )
-        fields, grid = declared, config.grid
     return Checkpoint(
         path=path,
         arrays=arrays,
         fields=fields,
         rows=original_rows,
-        grid=grid,
+        grid=_square(arrays.get("Transformer/posembed_input/pos_embedding"), fields),
         channels=published_channels(arrays),
     )
 

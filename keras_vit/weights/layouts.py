@@ -12,9 +12,16 @@ import numpy as np
 from keras_vit.config import ViTConfig
 from keras_vit.limits import shown
 from keras_vit.weights.arrays import MAX_ARRAYS, StoredArray, aligned_empty
-from keras_vit.weights.companion import PUBLISHED
 
 Arrays = Mapping[str, StoredArray]
+
+# What the published layout means without a word (vit_jax/models_vit.py, preprocess in its README).
+PUBLISHED: dict[str, Any] = {
+    "activation": "gelu_tanh",
+    "layer_norm_epsilon": 1e-6,
+    "image_mean": (0.5, 0.5, 0.5),
+    "image_std": (0.5, 0.5, 0.5),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +50,27 @@ def check_published(config: ViTConfig) -> None:
     # A pooling has no weights, but "token_avg" makes those that follow twice as wide.
     held = () if config.pooling == "token_avg" else ("pooling",)
     check_held(config, held, "Layouts of checkpoints hold the published network alone")
+
+
+def check_original(config: ViTConfig) -> None:
+    """Raises a ValueError for a network that would be read from a published .npz as another one."""
+    check_published(config)
+    poolings = ["token" if config.class_token else "avg", "map"]
+    is_scaled = config.rescaling == ViTConfig().rescaling
+    is_read = {
+        "activation": config.activation == PUBLISHED["activation"],
+        "layer_norm_epsilon": config.layer_norm_epsilon == PUBLISHED["layer_norm_epsilon"],
+        "image_mean": is_scaled,
+        "image_std": is_scaled,
+        "pooling": config.pooling in (poolings if config.classes else [*poolings, None]),
+        "grid": config.grid[0] == config.grid[1],
+    }
+    others = [f"{name}={getattr(config, name)!r}" for name, same in is_read.items() if not same]
+    if others:
+        raise ValueError(
+            f"An .npz of the published layout cannot say {', '.join(others)}; "
+            'model.save("model.keras") writes a file that holds everything.'
+        )
 
 
 def check_held(config: ViTConfig, held: Collection[str], layout: str) -> None:

@@ -28,18 +28,17 @@ from keras_vit.weights.checkpoint import (
     open_checkpoint,
 )
 from keras_vit.weights.checksums import check_sha256
-from keras_vit.weights.companion import MARK, check_free, needs_companion, write_companion
-from keras_vit.weights.layouts import Row, check_published, listed, original_rows
+from keras_vit.weights.layouts import Row, check_original, listed, original_rows
 from keras_vit.weights.positions import CELLS, Method, check_method, resample_variable
 
 
 def save_npz(model: VisionTransformer, path: str | Path) -> Path:
     """Writes a model's weights under the published names and shapes, in float32.
 
-    The layout has no room for the GELU's form, the epsilon, the pixels' mean and deviation or a
-    grid that is not square: they go into a companion, `vit.json` beside `vit.npz`, which
-    `keras_vit.load`, `keras_vit.weights.load` and the builders read. Who loads the file elsewhere
-    must know them. Each of the two files appears whole or not at all.
+    The file says what its arrays say, and otherwise means the original: a network of another GELU,
+    epsilon or scaling of pixels is refused, and a grid that is not square. Who loads the file says
+    dropout, the activation after the classifier and how images are resized. It appears whole or not
+    at all.
 
     Example:
         >>> import tempfile
@@ -58,23 +57,20 @@ def save_npz(model: VisionTransformer, path: str | Path) -> Path:
         The path.
 
     Raises:
-        ValueError: the name does not end in .npz, or the layout has no room for the network.
-        FileExistsError: a .json file of that name is there, and not `save_npz`'s.
+        ValueError: the name does not end in .npz, or the layout has no room for the network; a
+            .keras file has.
     """
-    check_published(model.config)
+    check_original(model.config)
     path = Path(path)
     if path.suffix != ".npz":
         raise ValueError(f"The published layout is an .npz file. Received: {str(path)!r}.")
-    check_free(path)
     variables = {variable.path: variable for variable in model.weights}
     with whole_file(path) as temporary, zipfile.ZipFile(temporary, "w") as archive:
-        archive.comment = MARK if needs_companion(model.config) else b""
         for row in original_rows(model.config):
             value = keras.ops.convert_to_numpy(variables[row.path]).astype(np.float32, copy=False)
             for name, array in zip(row.names, row.split(value), strict=True):
                 with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
                     np.lib.format.write_array(member, array, allow_pickle=False)
-    write_companion(path, model.config)
     return path
 
 

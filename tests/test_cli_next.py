@@ -14,7 +14,6 @@ from keras_vit import publishing, training
 from keras_vit.cli import next_command, output
 from keras_vit.cli.main import make_parser
 from keras_vit.exporting import artefacts
-from keras_vit.training import planning
 
 # One more than these is a command that nobody has tried here; test_demo.py and
 # test_export_check.py try demo and check.
@@ -67,11 +66,8 @@ def said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[st
     return lambda *argv: checked(cli_rig.done(*argv))
 
 
-def test_a_plan_goes_on_to_its_training(
-    said: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_goes_on_to_its_training(said: Callable[..., list[str]]) -> None:
     """With its own flags; without --out to a folder with the name of the data."""
-    monkeypatch.setattr(planning.TrainingPlan, "measured", lambda self, *_, **__: self)
     expected = ["train", "--data", "my photos", "--weights", "none", "--epochs", "7"]
     assert said(*expected, "--plan") == [*expected, "--out", "my photos-run"]
     named = ["train", "--data", "my photos", "--out", "a run", "--model", "digits"]

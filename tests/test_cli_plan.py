@@ -13,7 +13,6 @@ import pytest
 from keras_vit import data, training
 from keras_vit.cli import flags, output, plan, recipe_flags
 from keras_vit.cli.main import make_parser
-from keras_vit.training import planning
 from keras_vit.training.train import started_recipe
 from keras_vit.weights import resolve
 
@@ -36,7 +35,7 @@ def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def reached(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Published weights can be reached; the names that were asked for. Nothing is measured."""
+    """Published weights can be reached; the names that were asked for."""
     asked: list[str] = []
 
     def reach(weights: str, variant: str, **_: Any) -> str:
@@ -44,7 +43,6 @@ def reached(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return "network"
 
     monkeypatch.setattr("keras_vit.weights.sources.reach", reach)
-    monkeypatch.setattr(planning.TrainingPlan, "measured", lambda self, *_, **__: self)
     return asked
 
 
@@ -115,16 +113,55 @@ def test_a_training_older_than_patience_goes_on_without_it(
 
 
 def test_plan_shows_and_writes_nothing(photos: Path, tmp_path: Path) -> None:
-    """Two lines after that of the data, then the command."""
+    """A line after that of the data, then the command."""
     given = ("--plan", "--out", "run", "--epochs", "2")
     shown = cli_rig.done("train", "--data", photos, *given, folder=tmp_path)
     assert not shown.errors
-    _, choice, steps, _ = shown.out.splitlines()
+    _, choice, _ = shown.out.splitlines()
     assert choice.startswith("12 images of 2 classes, the largest 1.0 times the smallest")
     assert ": trains tiny from fresh weights, as published weights cannot be reached (" in choice
-    assert steps.startswith("64x64 pixels, 2 epochs in batches of 8, ")
-    assert " images/s measured, " in steps
+    assert "none. 64x64 pixels, 2 epochs in batches of 8, " in choice
     assert not list(tmp_path.iterdir())
+
+
+def test_the_first_step_is_guarded_by_smaller_parts(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it exhausts memory, it is taken again in two parts, and the run has them."""
+    engine = type(training.Execution().make_engine())
+    plain, failures = engine.step, [MemoryError()]
+
+    def step(self: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return plain(self)
+
+    monkeypatch.setattr(engine, "step", step)
+    flags = ("--weights", "none", "--steps", "1", "--batch-size", "8", "--image-size", "16")
+    shown = cli_rig.done("train", "--data", photos, "--out", "run", *flags, folder=tmp_path)
+    assert "Memory was exhausted at step 1: from step 1 on each batch is computed in 2" in shown.out
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert (config["execution"]["accumulate"], config["result"]["steps"]) == (2, 1)
+
+
+def test_a_log_says_how_long_it_will_take(capsys: pytest.CaptureFixture[str]) -> None:
+    """After twenty steps, if no epoch has said it before; a program reads it from the epochs."""
+    for count, is_json, expected in ((30, False, 1), (30, True, 0), (19, False, 0)):
+        display = output.TrainDisplay(json=is_json)
+        for number in range(1, count + 1):
+            display.show(
+                training.StepDone(
+                    step=number,
+                    steps=600,
+                    epoch=1,
+                    loss=1.0,
+                    gradient_norm=1.0,
+                    images_per_second=9.0,
+                    memory=1,
+                    seconds_left=740.0 - number,
+                )
+            )
+        assert capsys.readouterr().out.count("time left about 12:00") == expected
 
 
 def test_classes_without_test_images_are_named(
@@ -150,7 +187,6 @@ def test_a_folder_is_fine_tuned_and_resumed_as_it_was_chosen(
     file = published.write(tmp_path / "ti16.npz", ROW.config)
     out = tmp_path / "run"
     command = ("train", "--data", photos, "--out", out)
-    monkeypatch.setattr(planning.TrainingPlan, "measured", lambda self, *_, **__: self)
 
     def interrupt(display: object, event: training.Event) -> None:
         raise KeyboardInterrupt

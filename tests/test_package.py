@@ -42,7 +42,6 @@ SLOW_EXAMPLES = {
     "keras_vit.applications",
     "keras_vit.exporting.artefacts",
     "keras_vit.training.masked_patches",
-    "keras_vit.training.planning",
     "keras_vit.training.train",
 }
 # They need JAX: tests/test_backend_jax.py runs their examples.

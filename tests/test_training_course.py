@@ -223,7 +223,10 @@ def test_memory_for_one_image_is_needed(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_parts_are_halved_by_their_largest() -> None:
-    """The first part has what the others leave over; replicas share a batch before."""
+    """The first part has what the others leave over; replicas share a batch before.
+
+    Validation takes no more images at once than a part has.
+    """
     data = dataclasses.replace(DATA, train=noise(np.zeros(128)))
     for size, parts in (
         (64, [2, 4, 8, 16, 32, 64]),
@@ -238,6 +241,8 @@ def test_parts_are_halved_by_their_largest() -> None:
             actual.append(smaller.execution.accumulate)
             smaller = smaller.in_smaller_parts(replicas=2)
         assert actual == parts, size
+        single = Job(data, recipe=recipe, execution=Execution(accumulate=2 * size))
+        assert single.evaluated_at_once == 1
 
 
 BALANCED = dataclasses.replace(

@@ -30,6 +30,7 @@ _MAX_CLASSES = 30
 _MANY_EPOCHS, _EPOCH_LINES = 40, 25
 # Up to so many images are a table, more a line each.
 _MAX_ROWS = 20
+_TIMED = 20  # steps
 
 
 def plain(text: object) -> str:
@@ -112,6 +113,8 @@ class TrainDisplay:
         self._task = self._bar.add_task("compiling", total=None, numbers="")
         self._has_best = False  # among the epochs since the last line
         self._has_head = json
+        # Steps until a log says how long it will take, as a terminal's bar and each epoch do.
+        self._untimed = 0 if json or is_terminal() else _TIMED
 
     def __enter__(self) -> "TrainDisplay":
         self._bar.start()
@@ -143,6 +146,9 @@ class TrainDisplay:
                 description=f"epoch {event.epoch}",
                 numbers=_numbers(event),
             )
+            self._untimed -= 1
+            if self._untimed == 0 and event.seconds_left is not None:
+                self._print(f"time left about {_clock(event.seconds_left)}")
         elif self._json:
             is_epoch = isinstance(event, training.EpochDone)
             print_json("epoch" if is_epoch else "plan", **dataclasses.asdict(event))
@@ -153,6 +159,7 @@ class TrainDisplay:
 
     def _show_epoch(self, event: "EpochDone") -> None:
         """Prints a line, of a long training for one epoch in several."""
+        self._untimed = 0
         every = -(-event.epochs // _EPOCH_LINES) if event.epochs > _MANY_EPOCHS else 1
         self._has_best = self._has_best or event.is_best
         if every > 1 and event.epoch == 1:

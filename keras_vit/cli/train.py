@@ -28,11 +28,11 @@ Missing splits are made: a tenth of each class for validation, a tenth for test.
 tfds:NAME, a dataset of TensorFlow Datasets (pip install tensorflow-datasets), or the word digits,
 the 1,797 handwritten digits of scikit-learn (a folder of that name is ./digits).
 
-Where no flag names a model, weights or a recipe, the folder is looked at first, and two lines say
-what is chosen and how long it will take. ImageNet-21k weights are fine-tuned where they can be
-reached (Keras' cache, KERAS_VIT_MIRROR, the network): Ti/16, or S/16 from 1,000 training images on
-a GPU. Elsewhere, and with --weights none, a small model trains from nothing. A batch that does not
-fit into memory is split into parts, with the same result. --plan shows this without training.
+Where no flag names a model, weights or a recipe, the folder is looked at first, and a line says
+what is chosen. ImageNet-21k weights are fine-tuned where they can be reached (Keras' cache,
+KERAS_VIT_MIRROR, the network): Ti/16, or S/16 from 1,000 training images on a GPU. Elsewhere, and
+with --weights none, a small model trains from nothing. Where memory is exhausted, batches are split
+into parts, with the same result. --plan shows the line without training.
 
 The run directory holds model.keras, labels.txt, config.json, history.csv, curves.png, tensorboard/,
 metrics.json, confusion.png and report.html, a page of all this. The model is that of the epoch with
@@ -143,7 +143,12 @@ def run(arguments: argparse.Namespace) -> int:
             existing=arguments.existing,
             execution=decision.execution,
             on_event=on_event,
-            provenance=decision.provenance(arguments.command),
+            provenance=training.Provenance.of(
+                arguments.command,
+                weights=decision.weights,
+                model=decision.variant,
+                teacher=decision.teacher,
+            ),
         )
     if training.is_first_worker():
         _finish(result, display, evaluations, data, arguments, start=start)

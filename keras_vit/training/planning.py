@@ -1,23 +1,23 @@
-"""Looks at images and machine, and plans a training that suits them."""
+"""Plans a training by rules: what suits the images and the device."""
 
 import dataclasses
-import gc
 import os
-from collections.abc import Mapping
+import re
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
+import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_vit import environment
 from keras_vit.config import ViTConfig
-from keras_vit.data import ImageData, Split
-from keras_vit.data.images import read_bytes
+from keras_vit.data import ImageData
 from keras_vit.limits import counted
 from keras_vit.model import VisionTransformer
-from keras_vit.training import measuring, models, run
+from keras_vit.training import models, run
 from keras_vit.training.checkpoints import SETTINGS, Unfinished
-from keras_vit.training.execution import Execution, Job, Precision, cluster_workers
+from keras_vit.training.execution import Execution, Precision, cluster_workers
 from keras_vit.training.recipe import Recipe
 from keras_vit.training.recipes import RECIPES
 from keras_vit.weights import sources
@@ -25,162 +25,82 @@ from keras_vit.weights.download import MIRROR_SETTING
 
 AUTO = "auto"
 PUBLISHED = "imagenet21k"  # of AugReg: 37 MiB for Ti/16, 115 for S/16
-_SMALL, _LARGER = "Ti/16", "S/16"
-_MANY = 1000  # training images, from which an accelerator fine-tunes the larger one
+_MANY = 1000  # training images, from which an accelerator fine-tunes S/16 and not Ti/16
 # A fine-tuning shorter than this hardly moves the weights: it then takes smaller batches.
 _STEPS, _SMALLEST_BATCH = 200, 8
 _EPOCHS = 100  # at most
-_PLACES = {
-    None: "",
-    "cache": " (in the cache)",
-    "mirror": " (in the mirror)",
-    "network": " (from the network)",
-}
-_LOOKED_AT = 32  # images whose size is read
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingPlan:
-    """What to train, how, and what it will take.
+    """What to train on images, and how.
 
     Attributes:
-        images: the number of images in each split.
-        classes: the number of classes.
-        largest: images of the largest class, in all splits; None for images that are not held.
-        smallest: images of the smallest class.
-        sides: median of the images' longer and of their shorter sides, in pixels.
+        data: the images.
         model: the model's name, as in `MODEL_NAMES`.
+        config: the model's sizes; None for a model that only its file describes.
+        recipe: how to train.
+        execution: where, with the precision.
         weights: the published weights that it starts from; None for fresh ones.
         place: where their file is: "cache", "mirror" or "network".
         unreached: why there are no published weights, where they were looked for.
-        config: the model's sizes; None for a model that only its file describes.
-        recipe: how to train.
-        execution: where, with the precision and the number of parts of a batch.
-        cost: what was measured; None before.
-        seconds: of the whole training, after the measurement.
-        is_split: whether memory asks for the parts of a batch.
     """
 
-    images: Mapping[str, int]
-    classes: int
-    largest: int | None = None
-    smallest: int | None = None
-    sides: tuple[int, int] | None = None
+    data: ImageData
     model: str
-    weights: str | None = None
-    place: sources.Place | None = None
-    unreached: str | None = None
     config: ViTConfig | None
     recipe: Recipe
     execution: Execution
-    cost: measuring.Cost | None = None
-    seconds: float | None = None
-    is_split: bool = False
+    weights: str | None = None
+    place: sources.Place | None = None
+    unreached: str | None = None
 
-    def make_model(self) -> ViTConfig | VisionTransformer:
-        """Returns the model to give to `train`: weights are downloaded here, if need be.
-
-        Raises:
-            OSError: the file cannot be fetched.
-            ValueError: only its file describes the model.
-        """
-        if self.config is None:
-            raise ValueError(f"The model {self.model!r} is known by its file alone; load that.")
-        if self.weights is None:
+    def make_model(self) -> ViTConfig | VisionTransformer | None:
+        """Returns the model to give to `train`: weights are downloaded here, if need be."""
+        if self.weights is None or self.config is None:
             return self.config
+        classes, size = len(self.data.labels), self.config.image_size
         return models.pretrained_model(
-            self.model,
-            weights=self.weights,
-            classes=self.classes,
-            image_size=self.config.image_size,
+            self.model, weights=self.weights, classes=classes, image_size=size
         )
-
-    def measured(self, data: ImageData, *, seed: int = 0, fits: bool = True) -> Self:
-        """Returns the plan with its `cost` and time, and batches in as many parts as memory asks.
-
-        Args:
-            data: the images of the plan.
-            seed: decides which images are read.
-            fits: whether `execution.accumulate` may grow; the result stays the same but for
-                rounding.
-
-        Raises:
-            MemoryError: not even one image fits into memory.
-        """
-        if self.config is None:
-            return self
-        job = Job(data, recipe=self.recipe, execution=self.execution, seed=seed)
-        cost = measuring.measure(self.config, job)
-        gc.collect()  # the model of the measurement, which holds itself
-        execution, is_split = self.execution, False
-        if fits:
-            replicas = execution.make_engine().replicas
-            parts = _parts(job.plan.batch_size // replicas, part=cost.part)
-            is_split = parts > execution.accumulate
-            accumulate = max(execution.accumulate, parts)
-            execution = dataclasses.replace(execution, accumulate=accumulate)
-        seconds = cost.seconds(job)
-        return dataclasses.replace(
-            self, execution=execution, cost=cost, seconds=seconds, is_split=is_split
-        )
-
-    @property
-    def steps_text(self) -> str:
-        """The recipe, memory and time, in a sentence."""
-        plan, recipe = self.recipe.plan(images=self.images["train"]), self.recipe
-        length = counted(*((recipe.epochs, "epoch") if recipe.epochs else (plan.steps, "step")))
-        size = (self.config and self.config.image_size) or recipe.image_size
-        parts = [] if size is None else [_pixels(size)]
-        parts += [f"{length} in batches of {plan.batch_size}"]
-        if self.execution.accumulate > 1:
-            why = " to fit into memory" if self.is_split else ""
-            parts[-1] += f", each in {self.execution.accumulate} parts{why}"
-        parts += [self.execution.precision]
-        text = ", ".join(parts)
-        if self.cost is None or self.seconds is None:
-            return f"{text}."
-        speed = 1 / (self.cost.seconds_per_image + self.cost.seconds_to_read)
-        text += f": about {duration(self.seconds)} on {measuring.devices_text()}"
-        memory = "" if self.cost.memory is None else f", {self.cost.memory / 2**30:.1f} GiB"
-        if memory and self.cost.limit is not None:
-            memory += f" of {self.cost.limit / 2**30:.1f}"
-        shown = f"{speed:,.0f}" if speed >= 10 else f"{speed:.2g}"
-        text += f" ({shown} images/s measured{memory})."
-        if not self.cost.fits:
-            remat = "" if self.execution.remat else ", or --remat"
-            text += (
-                " This does not fit into the free memory, even with one image at a time; choose a "
-                f"smaller --model or --image-size{remat}."
-            )
-        return text
 
     @property
     def choice_text(self) -> str:
         """The images, and what is trained on them, in a sentence."""
-        count = sum(self.images.values())
-        text = f"{counted(count, 'image')} of {counted(self.classes, 'class')}"
-        if self.largest and self.smallest:
-            ratio = self.largest / self.smallest
-            text += f", the largest {ratio:.1f} times the smallest"
-        if self.sides is not None:
-            text += f", median sides {self.sides[0]} and {self.sides[1]} pixels"
+        images, classes = sum(self.data.counts.values()), len(self.data.labels)
+        text = f"{counted(images, 'image')} of {counted(classes, 'class')}"
+        counts = _class_counts(self.data)
+        if min(counts, default=0):
+            text += f", the largest {max(counts) / min(counts):.1f} times the smallest"
         if self.weights is not None:
-            return f"{text}: fine-tunes {self.model} from {self.weights}{_PLACES[self.place]}."
-        text += f": trains {self.model} from fresh weights"
-        return f"{text}." if self.unreached is None else f"{text}, as {self.unreached}."
+            where = "from" if self.place == "network" else "in"
+            place = f" ({where} the {self.place})" if self.place else ""
+            return f"{text}: fine-tunes {self.model} from {self.weights}{place}."
+        reason = "" if self.unreached is None else f", as {self.unreached}"
+        return f"{text}: trains {self.model} from fresh weights{reason}."
 
-    def __str__(self) -> str:
-        return f"{self.choice_text}\n{self.steps_text}"
+    @property
+    def steps_text(self) -> str:
+        """The recipe and the devices, in a sentence."""
+        plan, recipe = self.recipe.plan(images=len(self.data.train)), self.recipe
+        length = counted(*((recipe.epochs, "epoch") if recipe.epochs else (plan.steps, "step")))
+        text = f"{length} in batches of {plan.batch_size}"
+        if self.execution.accumulate > 1:
+            text += f", each in {self.execution.accumulate} parts"
+        size = (self.config and self.config.image_size) or recipe.image_size
+        if size is not None:
+            order = "" if size[0] == size[1] else " (height x width)"
+            text = f"{size[0]}x{size[1]} pixels{order}, {text}"
+        return f"{text}, {self.execution.precision}, on {_devices_text()}."
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the plan as plain values that JSON can carry."""
-        plan, cost = self.recipe.plan(images=self.images["train"]), self.cost
+        plan, counts = self.recipe.plan(images=len(self.data.train)), _class_counts(self.data)
         return {
-            "images": dict(self.images),
-            "classes": self.classes,
-            "largest_class": self.largest,
-            "smallest_class": self.smallest,
-            "median_sides": None if self.sides is None else list(self.sides),
+            "images": dict(self.data.counts),
+            "classes": len(self.data.labels),
+            "largest_class": max(counts, default=None),
+            "smallest_class": min(counts, default=None),
             "model": self.model,
             "weights": self.weights,
             "weights_are_in": self.place,
@@ -191,13 +111,7 @@ class TrainingPlan:
             "batch_size": plan.batch_size,
             "accumulate": self.execution.accumulate,
             "precision": self.execution.precision,
-            "devices": measuring.devices_text(),
-            "seconds": self.seconds,
-            "memory": None if cost is None else cost.memory,
-            "memory_limit": None if cost is None else cost.limit,
-            "fits": None if cost is None else cost.fits,
-            "seconds_per_image": None if cost is None else cost.seconds_per_image,
-            "seconds_to_read_an_image": None if cost is None else cost.seconds_to_read,
+            "devices": _devices_text(),
         }
 
 
@@ -207,9 +121,8 @@ def plan(
     weights: str | None = AUTO,
     image_size: tuple[int, int] | None = None,
     execution: Execution | None = None,
-    seed: int = 0,
 ) -> TrainingPlan:
-    """Looks at images and machine, and plans a training that suits them; it takes a few steps.
+    """Plans a training that suits the images and the device.
 
     Published weights are fine-tuned where they can be reached: Ti/16, or S/16 from 1,000 training
     images on a GPU or TPU. Elsewhere the small model trains from nothing. Nothing is downloaded
@@ -218,11 +131,10 @@ def plan(
     Example:
         >>> from keras_vit.data import load_digits
         >>> made = plan(load_digits())
-        >>> made.model, made.weights, made.recipe.epochs, made.seconds > 0
-        ('digits-hybrid', None, 200, True)
+        >>> made.model, made.weights, made.recipe.epochs
+        ('digits-hybrid', None, 200)
 
-    To train by it: `train(data, out="run", model=plan.make_model, recipe=plan.recipe,
-    execution=plan.execution)`.
+    To train by it, give `train` its `make_model`, `recipe` and `execution`.
 
     Args:
         data: the images.
@@ -230,85 +142,29 @@ def plan(
         image_size: (height, width) in pixels; None for the model's own.
         execution: where to train. None for the defaults of `Execution`, with the precision that the
             machine is fast in.
-        seed: decides which images are read.
 
     Raises:
-        MemoryError: not even one image fits into memory.
         ValueError: there are no published weights of that name.
     """
-    return choose(data, weights=weights, image_size=image_size, execution=execution).measured(
-        data, seed=seed
-    )
-
-
-def choose(
-    data: ImageData,
-    *,
-    weights: str | None = AUTO,
-    image_size: tuple[int, int] | None = None,
-    execution: Execution | None = None,
-) -> TrainingPlan:
-    """Returns a plan that nothing is measured for; the arguments are those of `plan`."""
+    published = PUBLISHED if weights == AUTO else weights
+    place, unreached = None, None
     if data.source == "digits":
-        digits = models.model_config("digits-hybrid", image_size=image_size)
-        given = execution or Execution()
-        return describe(
-            data,
-            model="digits-hybrid",
-            config=digits,
-            recipe=RECIPES["digits"],
-            execution=given,
-        )
-    execution = execution or Execution(precision=fast_precision(Execution()))
-    is_larger = measuring.has_accelerator() and len(data.train) >= _MANY
-    name = _LARGER if is_larger else _SMALL
-    place, unreached = _place(weights, name, image_size)
-    if place is None:
-        return describe(
-            data,
-            model="tiny",
-            config=models.model_config("tiny", image_size=image_size),
-            recipe=RECIPES["scratch"],
-            execution=execution,
-            unreached=unreached,
-        )
-    return describe(
-        data,
-        model=name,
-        weights=PUBLISHED if weights == AUTO else weights,
-        place=place,
-        config=models.model_config(name, image_size=image_size),
-        recipe=fine_tuning(len(data.train)),
-        execution=execution,
-    )
-
-
-def describe(
-    data: ImageData,
-    *,
-    model: str,
-    config: ViTConfig | None,
-    recipe: Recipe,
-    execution: Execution,
-    weights: str | None = None,
-    place: sources.Place | None = None,
-    unreached: str | None = None,
-) -> TrainingPlan:
-    """Returns the plan of what is chosen already; see `TrainingPlan` for the arguments."""
-    counts = _class_counts(data)
+        name, recipe, execution = "digits-hybrid", RECIPES["digits"], execution or Execution()
+    else:
+        name = "S/16" if has_accelerator() and len(data.train) >= _MANY else "Ti/16"
+        recipe = fine_tuning(len(data.train))
+        place, unreached = _place(published, name, image_size)
+        if place is None:
+            name, recipe = "tiny", RECIPES["scratch"]
     return TrainingPlan(
-        images=data.counts,
-        classes=len(data.labels),
-        largest=None if counts is None else int(counts.max()),
-        smallest=None if counts is None else int(counts.min()),
-        sides=_median_sides(data.train),
-        model=model,
-        weights=weights,
+        data=data,
+        model=name,
+        config=models.model_config(name, image_size=image_size),
+        recipe=recipe,
+        execution=execution or Execution(precision=fast_precision(Execution())),
+        weights=None if place is None else published,
         place=place,
         unreached=unreached,
-        config=config,
-        recipe=recipe,
-        execution=execution,
     )
 
 
@@ -329,18 +185,73 @@ def fine_tuning(images: int) -> Recipe:
     return dataclasses.replace(recipe, batch_size=size, epochs=epochs, patience=patience)
 
 
+def _place(
+    published: str | None, name: str, image_size: tuple[int, int] | None
+) -> tuple[sources.Place | None, str | None]:
+    """Returns where published weights are, or why there are none."""
+    if published is None:
+        return None, None
+    patch, (height, width) = models.model_config(name).patch_size, image_size or (0, 0)
+    if height % patch or width % patch:
+        return None, f"patches of {patch} pixels do not divide {height}x{width} (height x width)"
+    try:
+        return sources.reach(published, name, image_size=max(height, width) or None), None
+    except ConnectionError as error:
+        return None, (
+            f"published weights cannot be reached ({error}); they need fewer images: connect to "
+            f"the network, set {MIRROR_SETTING} to a folder or URL that has them, or ask "
+            "for none by --weights none"
+        )
+
+
+def _class_counts(data: ImageData) -> list[int]:
+    """Returns the images of each class; none where all of them would have to be read."""
+    splits = [data.train, data.validation, data.test]
+    if not all(hasattr(split, "images") for split in splits):
+        return []
+    targets = np.concatenate([split.targets for split in splits])
+    return [int(count) for count in np.bincount(targets, minlength=len(data.labels))]
+
+
+def has_accelerator() -> bool:
+    """Whether training runs on a GPU or TPU."""
+    return _devices()[0] != "CPU"
+
+
 def fast_precision(execution: Execution) -> Precision:
-    """Returns the precision that this machine trains fastest in, by the kind of its devices."""
-    # XLA makes no use of a processor's units.
-    is_slow = execution.xla is True and not measuring.has_accelerator()
-    return "mixed_bfloat16" if measuring.multiplies_bfloat16() and not is_slow else "float32"
+    """Returns the precision that this machine trains fastest in, by the kind of its devices.
+
+    Of processors, those with AMX are 1.4 to 2.3 times as fast in mixed_bfloat16 under TensorFlow
+    (docs/speed); XLA's code has no use for it. Of GPUs, those from Ampere on.
+    """
+    kind, versions = _devices()
+    # GPUs of other makers have a name in place of this number.
+    is_new = all(re.match(r"([89]|\d\d)\.\d", version) for version in versions)
+    is_fast = kind == "TPU" or (kind == "GPU" and is_new)
+    if kind == "CPU" and keras.backend.backend() == "tensorflow" and execution.xla is not True:
+        is_fast = environment.has_bfloat16_units(among=(environment.BFLOAT16_TILES,))
+    return "mixed_bfloat16" if is_fast else "float32"
 
 
-def may_be_tight(
-    config: ViTConfig, data: ImageData, *, recipe: Recipe, execution: Execution
-) -> bool:
-    """Whether a batch might not fit into memory, so that it is worth to measure."""
-    return measuring.may_be_tight(config, Job(data, recipe=recipe, execution=execution))
+def _devices() -> tuple[str, list[str]]:
+    """Returns what training runs on, "CPU", "GPU" or "TPU", and each one's compute capability."""
+    if keras.backend.backend() == "jax":
+        import jax
+
+        devices = jax.local_devices()
+        versions = [str(getattr(each, "compute_capability", "")) for each in devices]
+        return jax.default_backend().upper(), versions
+    if os.environ.get("TPU_NAME"):
+        return "TPU", []
+    gpus = map(tf.config.experimental.get_device_details, tf.config.list_physical_devices("GPU"))
+    versions = [".".join(map(str, each.get("compute_capability", ()))) for each in gpus]
+    return ("GPU" if versions else "CPU"), versions
+
+
+def _devices_text() -> str:
+    kind, versions = _devices()
+    devices = f"{len(versions)} {kind}" if versions else kind
+    return f"{environment.cores()} CPU cores" if kind == "CPU" else devices
 
 
 def is_one_of_several() -> bool:
@@ -349,23 +260,14 @@ def is_one_of_several() -> bool:
     return len(cluster_workers()) > 1 or count not in ("", "1")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Started:
-    """What a training that can be resumed, or is finished, was started with.
-
-    Attributes:
-        config: the model's.
-        recipe: the recipe.
-        precision: dtype policy of the layers.
-        accumulate: parts of a batch.
-        has_patience: whether it was started with the setting, which older trainings had not.
-    """
+class Started(NamedTuple):
+    """What a training that can be resumed, or is finished, was started with."""
 
     config: ViTConfig
     recipe: Recipe
     precision: Precision
     accumulate: int
-    has_patience: bool
+    has_patience: bool  # older trainings had no such setting
 
     @classmethod
     def read(cls, out: str | os.PathLike[str]) -> Self | None:
@@ -398,101 +300,3 @@ def started_fields(out: str | os.PathLike[str]) -> dict[str, Any] | None:
     unfinished = Unfinished(Path(out))
     file = unfinished.path / SETTINGS if unfinished.exists() else Path(out) / run.CONFIG
     return run.read_fields(file) if file.is_file() else None
-
-
-def _place(
-    weights: str | None, name: str, image_size: tuple[int, int] | None
-) -> tuple[sources.Place | None, str | None]:
-    """Returns where published weights are, or why there are none."""
-    if weights is None:
-        return None, None
-    patch = models.model_config(name).patch_size
-    if image_size is not None and any(side % patch for side in image_size):
-        height, width = image_size
-        return None, f"patches of {patch} pixels do not divide {height}x{width} (height x width)"
-    published = PUBLISHED if weights == AUTO else weights
-    size = None if image_size is None else max(image_size)
-    try:
-        return sources.reach(published, name, image_size=size), None
-    except ConnectionError as error:
-        return None, (
-            f"published weights cannot be reached ({error}); they need fewer images: connect to "
-            f"the network, set {MIRROR_SETTING} to a folder or URL that has them, or ask "
-            "for none by --weights none"
-        )
-
-
-def _pixels(size: tuple[int, int]) -> str:
-    """Returns an image size in words; height first, which is said where it matters."""
-    height, width = size
-    return f"{height}x{width} pixels" + ("" if height == width else " (height x width)")
-
-
-def _parts(size: int, *, part: int) -> int:
-    """Returns into how many parts to split so many images, so that none is larger than a part."""
-    counts = range(1, size + 1)
-    # The first part has the remainder, too.
-    return next(count for count in counts if size // count + size % count <= max(part, 1))
-
-
-def _class_counts(data: ImageData) -> np.ndarray | None:
-    """Returns the images of each class; None where all of them would have to be read."""
-    splits = [data.train, data.validation, data.test]
-    if not all(hasattr(split, "images") for split in splits):
-        return None
-    targets = np.concatenate([split.targets for split in splits])
-    return np.bincount(targets, minlength=len(data.labels))
-
-
-def _median_sides(split: Split) -> tuple[int, int] | None:
-    """Returns the medians of the longer and of the shorter side of some images."""
-    sides = [sorted(shape, reverse=True) for shape in _shapes(split)]
-    if not sides:
-        return None
-    longer, shorter = np.median(sides, axis=0)
-    return int(longer), int(shorter)
-
-
-def _shapes(split: Split) -> list[tuple[int, int]]:
-    """Returns (height, width) as stored, of images here and there in a split."""
-    if split.in_memory:
-        return [split.images.shape[1:3]]
-    if hasattr(split, "images"):
-        places = np.unique(np.linspace(0, len(split) - 1, _LOOKED_AT).astype(int))
-        contents = [
-            read_bytes(one) if split.in_files else one
-            for one in (split.images[place] for place in places)
-        ]
-    else:
-        contents = [item[0] for item in split.items().take(_LOOKED_AT).as_numpy_iterator()]
-    return [shape for each in contents if (shape := _shape(each)) is not None]
-
-
-def _shape(contents: bytes) -> tuple[int, int] | None:
-    """Returns (height, width) of an image file; None for the kinds that would be decoded for it."""
-    if contents.startswith(b"\xff\xd8"):
-        try:
-            height, width, _ = tf.io.extract_jpeg_shape(contents).numpy()
-        except tf.errors.InvalidArgumentError:
-            return None
-        return int(height), int(width)
-    if contents.startswith(b"\x89PNG"):
-        return int.from_bytes(contents[20:24]), int.from_bytes(contents[16:20])
-    return None
-
-
-_UNITS = ((172_800, 86_400, "days"), (7_200, 3_600, "hours"), (120, 60, "minutes"))
-
-
-def duration(seconds: float) -> str:
-    """Returns a time in words.
-
-    Example:
-        >>> [duration(seconds) for seconds in (0.2, 95, 4000, 9000, 1e6)]
-        ['1 second', '95 seconds', '67 minutes', '2.5 hours', '12 days']
-    """
-    for least, unit, name in _UNITS:
-        if seconds >= least:
-            number = seconds / unit
-            return f"{number:.0f} {name}" if number >= 10 else f"{number:.2g} {name}"
-    return counted(max(round(seconds), 1), "second")

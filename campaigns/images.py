@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import io
 import json
+import os
 import struct
 import zlib
 from collections.abc import Callable
@@ -25,6 +26,8 @@ from keras_vit.data import decoding, images
 from keras_vit.training import run
 
 _SIZE = (32, 48)  # height and width of the sound pictures
+# So few that reading an image three times takes less memory than `oracle.MEGABYTES`.
+os.environ[decoding.MAX_PIXELS_VARIABLE] = str(2**22)
 _SIDES = (0, 1, 2**14 - 1, 2**16 - 1, 30_000, 2**31 - 1, 2**31, 2**32 - 1)
 Header = Callable[[bytearray, np.random.Generator], str]
 
@@ -140,6 +143,9 @@ def _sound_files() -> dict[str, bytes]:
         "palette.bmp": _saved(palette, "BMP"),
         "lossy.webp": _saved(rgb, "WEBP"),
         "lossless.webp": _saved(picture, "WEBP", lossless=True, exif=turned),
+        "rgb.tif": _saved(rgb, "TIFF", exif=turned),
+        "sixteen.tif": _saved(wide, "TIFF", compression="tiff_deflate"),
+        "rgba.avif": _saved(picture, "AVIF", exif=turned),
         "moving.webp": _saved(rgb, "WEBP", save_all=True, append_images=others),
     }
 
@@ -174,7 +180,7 @@ def _damaged(name: str, sound: bytes, rng: np.random.Generator) -> tuple[bytes, 
         return sound, "undamaged"
     if choice < 5:
         content = bytearray(sound)
-        what = _HEADERS[name.rsplit(".", 1)[1]](content, rng)
+        what = _HEADERS.get(name.rsplit(".", 1)[1], _any_header)(content, rng)
         return bytes(content), what
     return mutations.mutate(sound, rng)
 
@@ -222,6 +228,13 @@ def _webp_header(content: bytearray, rng: np.random.Generator) -> str:
     place = int(rng.choice([4, 16, 20, 21, 24, 26, 27, 28]))
     value = _side(rng)
     content[place : place + 4] = struct.pack("<I", value)
+    return f"{value} at {place}"
+
+
+def _any_header(content: bytearray, rng: np.random.Generator) -> str:
+    """Changes four bytes among the first hundreds, where TIFF and AVIF have offsets and sizes."""
+    place, value = int(rng.integers(4, 400)), _side(rng)
+    content[place : place + 4] = struct.pack(str(rng.choice(["<I", ">I"])), value)
     return f"{value} at {place}"
 
 

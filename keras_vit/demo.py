@@ -76,7 +76,7 @@ def make_app(opened: "OpenedModel") -> "Starlette":
     without asking first. One image is computed at a time, the others wait.
 
     Raises:
-        ImportError: Starlette, Pillow or Jinja2 is not installed.
+        ImportError: Starlette or Jinja2 is not installed.
         ValueError: the model takes images of any size.
     """
     with environment.installed("The page is served by Starlette", "starlette", "uvicorn"):

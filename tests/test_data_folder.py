@@ -246,7 +246,7 @@ def test_a_wrong_folder_is_one_sentence(tmp_path: Path) -> None:
         "empty": "holds no class folders",
         "flat": "holds no class folders",
         "one": "has one class, 'only'",
-        "hollow": "nothing' holds no JPEG, PNG, WebP, BMP or GIF file",
+        "hollow": "nothing' holds no JPEG, PNG, WebP, BMP, GIF, TIFF or AVIF file",
         "few": "too few for a validation split",
         "lost": "none of the images of class 'c'",
         "other": "not trained for: 'spotted'; .* 'plain', 'striped'",

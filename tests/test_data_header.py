@@ -1,7 +1,7 @@
 """Tests of keras_vit.data.header: photos are upright wherever a file is read."""
 
 import io
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -108,7 +108,7 @@ def test_a_damaged_block_is_upright() -> None:
         assert images.read_image(with_segments(segment(0xE1, body))).shape == (52, 36, 3)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["JPEG", "PNG"])
 def test_no_bytes_make_the_search_fail_or_go_on_for_ever(form: str) -> None:
     """Every cut of a file, bytes changed at random, and megabytes of nothing give 1 to 8."""
     file, generator = photo(6, form), np.random.default_rng(0)
@@ -119,7 +119,7 @@ def test_no_bytes_make_the_search_fail_or_go_on_for_ever(form: str) -> None:
             changed[place] = generator.integers(256)
         spoilt.append(bytes(changed))
     spoilt += [file[:12] + byte * 3_000_000 for byte in (b"\0", b"\xff")]
-    spoilt += [b"\xff\xd8" + b"\xff" * 3_000_000, b"", b"RIFF", b"\x89PNG"]
+    spoilt += [b"\xff\xd8" + b"\xff" * 3_000_000, b"", b"\x89PNG"]
     actual = [int(held.read_orientation(tf.constant(one))) for one in spoilt]
 
     assert set(actual) <= set(TURNS)
@@ -128,10 +128,9 @@ def test_no_bytes_make_the_search_fail_or_go_on_for_ever(form: str) -> None:
 
 def test_a_plain_file_is_told_from_its_first_bytes() -> None:
     """What encoders write without EXIF costs no search; what may have an orientation does."""
-    pixels = tf.constant(picture())
-    plain = [tf.io.encode_jpeg(pixels), b"GIF89a", b"BM"]
-    assert not any(bool(held.may_be_turned(tf.constant(file))) for file in plain)
-    for form in FORMS:
+    for plain in (tf.io.encode_jpeg(tf.constant(picture())), tf.constant(b"GIF89a")):
+        assert not bool(held.may_be_turned(plain))
+    for form in ("JPEG", "PNG"):
         assert bool(held.may_be_turned(tf.constant(photo(6, form))))
 
 
@@ -141,53 +140,6 @@ def test_the_whole_path_can_fail() -> None:
     Image.fromarray(np.asarray(stored)).save(stream, "JPEG", quality=95)
 
     assert images.read_image(stream.getvalue()).shape != as_pillow(photo(6)).shape
-
-
-SIZES = {"PNG": {}, "JPEG": {}, "BMP": {}, "GIF": {}, "WEBP": {"lossless": True}}
-
-
-def saved(form: str, *, frames: int = 1, **options: Any) -> bytes:
-    """A file of 50 by 30 pixels; no two frames are alike."""
-    generator = np.random.default_rng(0)
-    pictures = [
-        Image.fromarray(generator.integers(0, 256, (30, 50, 3), np.uint8)) for _ in range(frames)
-    ]
-    more = {"save_all": True, "append_images": pictures[1:]} if frames > 1 else {}
-    stream = io.BytesIO()
-    pictures[0].save(stream, form, **more, **options)
-    return stream.getvalue()
-
-
-def test_the_header_says_how_many_pixels_there_are() -> None:
-    """In each format, of all frames, which the decoder holds; other files are unknown."""
-    for form, options in SIZES.items():
-        assert held.declared_pixels(saved(form, **options)) == 1500, form
-    assert held.declared_pixels(saved("WEBP")) == 1500  # lossy
-    assert held.declared_pixels(photo(6, "WEBP")) == 52 * 36  # extended
-    for form in ("GIF", "WEBP"):
-        assert held.declared_pixels(saved(form, frames=7, lossless=True)) == 7 * 1500
-    png = saved("PNG")
-    for content in (b"", b"<html>", b"RIFF", png.replace(b"IHDR", b"tEXt", 1)):
-        assert held.declared_pixels(content) == held.UNKNOWN
-
-
-def test_a_gif_in_odd_blocks_is_read_through() -> None:
-    """Encoders cut the data of an image into blocks as they like; too many records are unknown."""
-    gif = saved("GIF")
-    start = gif.index(b",", 13 + 3 * 256)
-    begin = start + 11
-    data, place = b"", begin
-    while gif[place]:
-        data += gif[place + 1 : place + 1 + gif[place]]
-        place += 1 + gif[place]
-    for sizes in ([1], [254], [3, 3, 200], [7, 5]):
-        blocks, at = b"", 0
-        while at < len(data):
-            part = data[at : at + sizes[at % len(sizes)]]
-            blocks, at = blocks + bytes([len(part)]) + part, at + len(part)
-        assert held.declared_pixels(gif[:begin] + blocks + gif[place:]) == 1500
-    endless = gif[:start] + b"!\xfe\0" * 20_000 + gif[start:]
-    assert held.declared_pixels(endless) == held.UNKNOWN
 
 
 def test_one_op_is_traced_once_for_all_graphs() -> None:

@@ -66,7 +66,7 @@ def piped(contents: bytes) -> NamedImage:
 
 def test_an_image_comes_through_a_pipe(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each format; what is neither an image nor a list of names, and a huge one, are refused."""
-    for kind in ("jpg", "png", "bmp", "gif", "webp"):
+    for kind in ("jpg", "png", "bmp", "gif", "webp", "tif", "avif"):
         contents = image_files.write_image(place / f"image.{kind}").read_bytes()
         image = piped(contents)
         assert (image.name, image.contents) == ("-", contents)

@@ -26,7 +26,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         commands, "explain", run, summary="draw what a model attends to", description=_DESCRIPTION
     )
     flags.add_source(parser)
-    parser.add_argument("image", metavar="IMAGE", help="a JPEG, PNG, WebP, BMP or GIF file")
+    parser.add_argument(
+        "image", metavar="IMAGE", help="a JPEG, PNG, WebP, BMP, GIF, TIFF or AVIF file"
+    )
     parser.add_argument("--out", required=True, metavar="DIR", help="folder to write to")
     parser.add_argument(
         "--class",

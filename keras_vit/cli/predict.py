@@ -50,7 +50,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "images",
         metavar="IMAGE",
         nargs="+",
-        help="JPEG, PNG, WebP, BMP or GIF files, folders, patterns in quotes, or - for a pipe",
+        help="image files, folders, patterns in quotes, or - for a pipe",
     )
     parser.add_argument(
         "--top",

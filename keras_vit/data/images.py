@@ -11,11 +11,15 @@ import numpy as np
 import tensorflow as tf
 
 from keras_vit.config import ViTConfig
-from keras_vit.data import header
-from keras_vit.data.decoding import MAX_PIXELS_VARIABLE, decode_bytes, max_pixels
+from keras_vit.data.decoding import (
+    MAX_PIXELS_VARIABLE,
+    declared_pixels,
+    decode_bytes,
+    max_pixels,
+)
 
-SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif")
-FORMATS = "JPEG, PNG, WebP, BMP or GIF"
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".avif")
+FORMATS = "JPEG, PNG, WebP, BMP, GIF, TIFF or AVIF"
 # A larger file holds more pixels than may be decoded, each of at most 8 bytes, beside so much else.
 _BYTES_PER_PIXEL, _OTHER_BYTES = 8, 2**26
 _LARGE_FILE, _HEAD_BYTES = 2**25, 2**20  # of a larger file the head is read before the whole
@@ -166,7 +170,9 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
     """
     name = repr(os.fspath(path))
     try:
-        with open(path, "rb", opener=_open_at_once) as file:
+        # Opening a pipe would otherwise wait for a writer.
+        not_waiting = getattr(os, "O_NONBLOCK", 0)
+        with open(path, "rb", opener=lambda at, flags: os.open(at, flags | not_waiting)) as file:
             _check_file(file, name=name)
             return file.read()
     except FileNotFoundError:
@@ -236,11 +242,6 @@ def _configs(layer: Any) -> Iterator[ViTConfig]:
         yield from _configs(inner)
 
 
-def _open_at_once(path: str, flags: int) -> int:
-    # Opening a pipe would otherwise wait for a writer.
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
-
-
 def _check_file(file: IO[bytes], *, name: str) -> None:
     """Raises an error if an opened file is none, or too large; reads no more than its head."""
     about = os.fstat(file.fileno())
@@ -271,15 +272,11 @@ def _decode(contents: bytes, *, name: str) -> np.ndarray:
 
 def _check_head(contents: bytes, *, name: str) -> None:
     """Raises an error if the head of a file says that it holds too many pixels."""
-    try:
-        pixels = header.declared_pixels(contents)
-    except DECODER_ERRORS:
-        return  # the decoder has the last word
-    most = max_pixels()
-    if most < pixels < header.UNKNOWN:
+    pixels, most = declared_pixels(contents), max_pixels()
+    if pixels is not None and pixels > most:  # otherwise the decoder has the last word
         raise ValueError(
-            f"{name} has {pixels} pixels, all frames of a moving image together, more than the "
-            f"{most} that are decoded; make it smaller, or raise {MAX_PIXELS_VARIABLE}."
+            f"{name} has {pixels} pixels, more than the {most} that are decoded; make it smaller, "
+            f"or raise {MAX_PIXELS_VARIABLE}."
         )
 
 

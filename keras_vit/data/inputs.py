@@ -4,17 +4,23 @@ import dataclasses
 import glob
 import io
 import os
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 
-from keras_vit.data import folder, header, images
+from keras_vit.data import folder, images
 from keras_vit.data.source import LeftOut
 
 # Stands for the pipe in a list of names.
 PIPE = "-"
 _PIECE = 2**16  # bytes that are read of a pipe at a time
+# How images begin: a BMP has zeros where a name such as BMW/1.jpg has text.
+_IMAGE = re.compile(
+    rb"\xff\xd8\xff|\x89PNG|RIFF....WEBP|GIF8[79]a|BM....\0\0\0\0|II\*\0|MM\0\*|....ftypavi[fs]",
+    re.DOTALL,
+)
 _TEXT = frozenset(b"\n\r\t\0") | frozenset(range(32, 256))
 
 
@@ -122,7 +128,7 @@ def _in_folder(root: Path) -> Iterator[NamedImage | LeftOut]:
 def _from_pipe(pipe: io.BufferedIOBase) -> Iterator[NamedImage]:
     """Yields the one image that a pipe holds, or the names that it lists."""
     head = pipe.read(16)
-    if _is_image(head):
+    if _IMAGE.match(head):
         most = images.largest_file()
         contents = head + pipe.read(most)
         if len(contents) > most:
@@ -150,12 +156,3 @@ def _names(names: list[bytes], separator: bytes) -> Iterator[NamedImage]:
         text = name.removesuffix(b"\r") if separator == b"\n" else name
         if text:
             yield NamedImage(os.fsdecode(text))
-
-
-def _is_image(head: bytes) -> bool:
-    """Whether bytes begin an image file, and not a name such as BMW/1.jpg."""
-    if head.startswith(header.BMP):
-        return head[6:10] == bytes(4)  # reserved
-    if head.startswith(header.WEBP):
-        return head[8:12] == b"WEBP"
-    return head.startswith((header.JPEG, header.PNG, b"GIF87a", b"GIF89a"))

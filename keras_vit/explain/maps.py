@@ -63,7 +63,6 @@ def look(
         labels: the name of each class.
 
     Raises:
-        ImportError: Pillow is not installed.
         ValueError: the image has another shape, or the model cannot be explained.
     """
     subject = make_subject(model, image)
@@ -175,9 +174,6 @@ def view(subject: Subject, maps: Sequence[Overlay], layers: Sequence[np.ndarray]
         subject: the image and the model.
         maps: the maps to choose among, the first shown first.
         layers: of each layer (heads, h, w), of `head_attention` for this image.
-
-    Raises:
-        ImportError: Pillow is not installed.
     """
     vit = attention.find_vit(subject.model)
     names = [f"layer {index}" for index in range(vit.config.num_layers)]

@@ -61,7 +61,7 @@ def write_explanation(
         The files written, the page last.
 
     Raises:
-        ImportError: matplotlib, Pillow or Jinja2 is not installed.
+        ImportError: matplotlib or Jinja2 is not installed.
         ValueError: the image has another shape, or there is no such class.
     """
     subject = maps.make_subject(model, image)

@@ -9,9 +9,8 @@ import numpy as np
 import tensorflow as tf
 
 from keras_vit.backend.private import layers_of
-from keras_vit.data import decoding
+from keras_vit.data import decoding, header
 from keras_vit.data import images as image_files
-from keras_vit.exporting import references
 from keras_vit.exporting.clean import messages
 from keras_vit.exporting.rebuild import Exportable
 
@@ -188,11 +187,13 @@ def compare_rebuilt(
 
 
 def file_bytes(image: Image) -> bytes:
-    """Returns the content of an image file, or of a PNG of pixels."""
+    """Returns the content of a JPEG or PNG file, or a PNG of the pixels of any other image."""
     if isinstance(image, np.ndarray):
         return bytes(tf.io.encode_png(image).numpy())
-    image_files.read_image(image)  # raises a clear error if it is not an image
-    return Path(image).read_bytes()
+    pixels = image_files.read_image(image)  # raises a clear error if it is not an image
+    contents = Path(image).read_bytes()
+    is_taken = contents.startswith((header.JPEG, header.PNG))
+    return contents if is_taken else bytes(tf.io.encode_png(pixels).numpy())
 
 
 def resize_files(exportable: Exportable, files: Iterable[bytes]) -> np.ndarray:
@@ -298,6 +299,6 @@ def _random_files(size: Sequence[int]) -> list[bytes]:
         tf.io.encode_png(transparent),
         tf.io.encode_png(grey),
         tf.io.encode_jpeg(pixels[5], quality=75),
-        tf.io.encode_png(pixels[6]),
+        *map(tf.io.encode_png, pixels[6:]),
     ]
-    return [bytes(file.numpy()) for file in encoded] + [references.encode_bmp(pixels[7])]
+    return [bytes(file.numpy()) for file in encoded]

@@ -38,7 +38,7 @@ DEFAULT_SIGNATURES = ("image_bytes", "image_tensor")
 OK = "OK"
 DAMAGED = "The image is damaged, or its end is missing."
 EMPTY = "The file is empty; send the bytes of an image."
-UNKNOWN = "The file is no image of a known format; send a JPEG, PNG, GIF or BMP."
+UNKNOWN = "The file is no image of a known format; send a JPEG or PNG."
 SINGLE_PIXEL = "An image of a single pixel shows nothing; send the whole image."
 # The outputs for a file that was not decoded. NaN is no JSON.
 BLANK: Mapping[str, Any] = {"classes": "", "class_ids": -1, "scores": 0.0, "features": 0.0}
@@ -169,7 +169,7 @@ class _Inputs:
 
 
 def decode_images(contents: Any, *, size: tuple[int, int], antialias: bool) -> tuple[Any, Any]:
-    """Decodes image files (B,) of any size and format, but WebP, as evaluation does.
+    """Decodes JPEG and PNG files (B,) of any size as evaluation does.
 
     Returns:
         The pixels (B, height, width, 3), float32 in 0..255, and a status (B,): "OK", or a sentence
@@ -193,7 +193,7 @@ def _decode_rows(
     """Decodes the file that `read` finds in each row; returns pixels and whether there are any."""
 
     def decode(row: Any) -> Any:
-        image = decoding.decode_image(read(row), webp=False)
+        image = decoding.decode_image(read(row), others=False)
         shape = tf.shape(image)
         check = tf.debugging.Assert(shape[0] * shape[1] > 1, [SINGLE_PIXEL])
         with tf.control_dependencies([check] if check is not None else []):
@@ -205,30 +205,26 @@ def _decode_rows(
 @header.one_op
 def _explain(contents: Any) -> Any:
     """Says of each file (B,) why it could not be decoded."""
-    reasons = (DAMAGED, EMPTY, decoding.NO_WEBP, UNKNOWN, decoding.TOO_LARGE, SINGLE_PIXEL)
-    formats = (header.JPEG, header.PNG, header.GIF, header.BMP)
+    reasons = (DAMAGED, EMPTY, UNKNOWN, decoding.TOO_LARGE, SINGLE_PIXEL)
     most = decoding.max_pixels()
 
     def explain(content: Any) -> Any:
-        begins = tf.stack([_begins(content, each) for each in formats])
-        is_known = tf.reduce_any(begins)
-        count = [functools.partial(header.PIXELS[each], content) for each in formats]
-        pixels = tf.cond(
-            is_known,
-            lambda: tf.switch_case(tf.argmax(begins, output_type=tf.int32), count),
-            lambda: tf.constant(0, tf.int64),
+        is_jpeg = header.starts_with(content, header.JPEG)
+        is_png = header.starts_with(content, header.PNG)
+        pixels = tf.case(
+            [
+                (is_jpeg, lambda: header.pixels_of_jpeg(content)),
+                (is_png, lambda: header.pixels_of_png(content)),
+            ],
+            default=lambda: tf.constant(0, tf.int64),
         )
-        is_empty, is_webp = tf.strings.length(content) == 0, _begins(content, header.WEBP)
-        conditions = [False, is_empty, is_webp, ~is_known, pixels > most, pixels == 1]
+        is_empty = tf.strings.length(content) == 0
+        conditions = [False, is_empty, ~(is_jpeg | is_png), pixels > most, pixels == 1]
         return tf.argmax(tf.stack(conditions), output_type=tf.int32)
 
     # Where the header itself is damaged the number is 0.
     numbers, _ = _map_rows(explain, contents, spec=tf.TensorSpec((), tf.int32))
     return tf.gather(tf.constant(reasons), numbers)
-
-
-def _begins(content: Any, magic: bytes) -> Any:
-    return tf.equal(tf.strings.substr(content, 0, len(magic)), magic)
 
 
 def _map_rows(function: Callable[[Any], Any], rows: Any, *, spec: tf.TensorSpec) -> tuple[Any, Any]:

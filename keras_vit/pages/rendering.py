@@ -115,12 +115,9 @@ def thumbnail(pixels: np.ndarray, *, side: int = 160, quality: int = 75) -> str:
         pixels: (height, width, 3) or (height, width), 0..255.
         side: of a larger image the longer side becomes this.
         quality: of WebP, 1..100; images of up to 64x64 pixels are kept exactly.
-
-    Raises:
-        ImportError: Pillow is not installed.
     """
-    with environment.installed("Pictures are compressed by Pillow", "pillow"):
-        from PIL import Image
+    from PIL import Image
+
     pixels = np.asarray(pixels)
     if pixels.dtype != np.uint8:
         pixels = np.clip(np.rint(pixels), 0, 255).astype(np.uint8)

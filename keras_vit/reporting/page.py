@@ -58,7 +58,7 @@ def write_report_page(path: str | os.PathLike[str], subject: Subject) -> int:
         subject: what to report.
 
     Raises:
-        ImportError: Jinja2 or Pillow is not installed.
+        ImportError: Jinja2 is not installed.
         OSError: the file cannot be written.
         ValueError: the run's files are damaged, or an image is gone.
     """

@@ -1,7 +1,6 @@
 """Tests of keras_vit.data.folder."""
 
 import os
-import shutil
 from pathlib import Path
 
 import image_files
@@ -141,92 +140,19 @@ def test_what_lies_beside_given_splits_is_named(tmp_path: Path) -> None:
     assert load_test_folder(tmp_path, labels=data.labels).left_out == ()
 
 
-@pytest.fixture
-def decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the files that are decoded; small and new folders are remembered, too."""
-    monkeypatch.setenv("KERAS_HOME", str(tmp_path / "keras"))
-    monkeypatch.setattr(folder, "_SMALL", 0)
-    monkeypatch.setattr(folder, "_SETTLED", -(10**12))
-    names: list[str] = []
-    look = folder._fault
-
-    def note(file: Path) -> str | None:
-        names.append(file.name)
-        return look(file)
-
-    monkeypatch.setattr(folder, "_fault", note)
-    return names
-
-
-def test_only_files_that_changed_are_decoded_again(tmp_path: Path, decoded: list[str]) -> None:
-    """Sound and damaged ones are known; progress counts each once; `strict` decodes all."""
+def test_files_are_judged_as_they_are_now(tmp_path: Path) -> None:
+    """What was mended is taken, what was damaged since is named; progress counts each once."""
     root = image_files.write_classes(tmp_path / "photos", count=4)
     (root / "plain" / "bad.png").write_text("no image")
-    before = {file: file.stat().st_mtime_ns for file in root.rglob("*")}
     seen: list[tuple[int, int]] = []
-
-    def note(done: int, total: int) -> None:
-        seen.append((done, total))
-
-    first = load_folder(root, on_progress=note)
-    assert len(decoded) == 9
+    first = load_folder(root, on_progress=lambda done, total: seen.append((done, total)))
     assert seen == [(done, 9) for done in range(1, 10)]
-    decoded.clear()
-    seen.clear()
-
-    again = load_folder(root, on_progress=note)
-
-    assert decoded == []
-    assert seen == [(9, 9)]
-    assert again.left_out == first.left_out
-    assert list(again.train.images) == list(first.train.images)
-    assert {file: file.stat().st_mtime_ns for file in root.rglob("*")} == before
+    assert [Path(file).name for file in first.damaged] == ["bad.png"]
     image_files.write_image(root / "plain" / "bad.png")
     image_files.damage(root / "plain" / "000.jpg")
-    image_files.write_image(root / "plain" / "new.png")
     assert [Path(file).name for file in load_folder(root).damaged] == ["000.jpg"]
-    assert sorted(decoded) == ["000.jpg", "bad.png", "new.png"]
-    with pytest.raises(ValueError, match="1 of 10 images"):
+    with pytest.raises(ValueError, match="1 of 9 images"):
         load_folder(root, strict=True)
-    assert len(decoded) == 13
-
-
-def test_what_may_have_changed_unnoticed_is_decoded_again(
-    tmp_path: Path, decoded: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A file that is as new as its check, one that could not be read, another limit of pixels."""
-    root = image_files.write_classes(tmp_path / "photos", count=4)
-    with monkeypatch.context() as patch:
-        patch.setattr(folder, "_SETTLED", 10**12)
-        load_folder(root)
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            folder, "_fault", lambda file: folder.UNREADABLE if "0" in file.name else None
-        )
-        with pytest.raises(ValueError, match="none of the images of class"):
-            load_folder(root)
-    load_folder(root)
-    assert len(decoded) == 16
-    monkeypatch.setenv("KERAS_VIT_MAX_PIXELS", "100000")
-    load_folder(root)
-    assert len(decoded) == 24
-
-
-def test_a_memory_that_is_damaged_or_cannot_be_written_costs_time_only(
-    tmp_path: Path, decoded: list[str]
-) -> None:
-    """Everything is decoded as if nothing were known."""
-    root = image_files.write_classes(tmp_path / "photos", count=4)
-    load_folder(root)
-    memory = folder._memory(root)
-    for content in (b"", b"[", b"[1]", b"{}", b"[" * 10**5, b"no file"):
-        memory.write_bytes(content)
-        if content == b"no file":
-            shutil.rmtree(tmp_path / "keras")
-            (tmp_path / "keras").touch()
-        decoded.clear()
-        assert sum(load_folder(root).counts.values()) == 8
-        assert len(decoded) == 8
 
 
 def test_a_wrong_folder_is_one_sentence(tmp_path: Path) -> None:

@@ -1,25 +1,17 @@
 """Images in folders: one folder per class, or without labels."""
 
 import concurrent.futures
-import contextlib
 import dataclasses
-import hashlib
-import json
 import os
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
-from keras_vit import atomic, environment
-from keras_vit.data import decoding, images, source
+from keras_vit import environment
+from keras_vit.data import images, source
 from keras_vit.data.images import Damage
 from keras_vit.data.source import FileSplit
-from keras_vit.version import __version__
-from keras_vit.weights.download import cache_folder
 
 _SHOWN = 10
 
@@ -96,11 +88,8 @@ def outside(root: Path, used: Collection[Path]) -> tuple[source.LeftOut, ...]:
 def without_damaged(
     listing: Listing, *, strict: bool, on_progress: Callable[[int, int], None] | None
 ) -> Listing:
-    """Moves files that cannot be decoded to `left_out`; with `strict` they are an error.
-
-    What was found is trusted until the file changes; `strict` decodes all anew.
-    """
-    faults = _faults(listing, is_anew=strict, on_progress=on_progress)
+    """Moves files that cannot be decoded to `left_out`; with `strict` they are an error."""
+    faults = _faults(listing, on_progress=on_progress)
     rows = list(zip(listing.files, listing.names, faults, strict=True))
     sound = [row for row in rows if row[2] is None]
     faulty = [source.LeftOut(str(file), fault) for file, _, fault in rows if fault is not None]
@@ -155,7 +144,7 @@ def load_unlabelled_folder(
 
     Args:
         path: the folder.
-        strict: whether all files are decoded anew, and a damaged image is an error.
+        strict: whether a damaged image is an error, instead of being left out and named.
         on_progress: called with (files checked, files in all), for each split.
 
     Returns:
@@ -213,7 +202,7 @@ def load_folder(
     Or one that has `train/`, `validation/` and `test/`, which have those. Where validation or test
     is missing, a tenth of each class is carved out of the training images: always the same ones for
     the same file names. Every file is decoded once, to know the damaged ones before training
-    starts; what was found is kept in Keras' folder until the file changes, the pixels are not.
+    starts; the pixels are not kept.
 
     Example:
         >>> import pathlib, tempfile, tensorflow as tf
@@ -228,7 +217,7 @@ def load_folder(
 
     Args:
         path: the folder.
-        strict: whether all files are decoded anew, and a damaged image is an error.
+        strict: whether a damaged image is an error, instead of being left out and named.
         on_progress: called with (files checked, files in all), for each split.
 
     Raises:
@@ -280,7 +269,7 @@ def load_test_folder(
     Args:
         path: the folder.
         labels: the classes that the model knows; the folder may lack some of them.
-        strict: whether all files are decoded anew, and a damaged image is an error.
+        strict: whether a damaged image is an error, instead of being left out and named.
         on_progress: called with (files looked at, files in all).
 
     Returns:
@@ -323,71 +312,16 @@ def _hidden_or_broken(path: Path) -> str | None:
 
 
 def _faults(
-    listing: Listing, *, is_anew: bool, on_progress: Callable[[int, int], None] | None
+    listing: Listing, *, on_progress: Callable[[int, int], None] | None
 ) -> list[str | None]:
-    """Why each file cannot be used, or None; decodes those that are not known, or all anew."""
-    known = {} if is_anew else _recall(listing.root)
-    files = {str(file).removeprefix(f"{listing.root}{os.sep}"): file for file in listing.files}
-    now = time.time_ns()
+    """Why each file cannot be used, or None; decodes all of them."""
+    faults: list[str | None] = []
     with concurrent.futures.ThreadPoolExecutor(environment.cores()) as threads:
-        states = dict(zip(files, threads.map(_state, files.values()), strict=True))
-        found = {name: row for name, row in known.items() if row[:-1] == states.get(name)}
-        faults = {name: None if row[-1] else source.DAMAGED for name, row in found.items()}
-        unknown = [name for name in files if name not in found]
-        if found and on_progress is not None:
-            on_progress(len(found), len(files))
-        try:
-            checked = threads.map(_fault, [files[name] for name in unknown])
-            for name, fault in zip(unknown, checked, strict=True):
-                faults[name] = fault
-                if states[name] and max(states[name][1:]) < now - _SETTLED and fault != UNREADABLE:
-                    found[name] = [*states[name], fault is None]
-                if on_progress is not None:
-                    on_progress(len(faults), len(files))
-        finally:
-            if unknown:
-                _remember(listing.root, found)
-    return [faults[name] for name in files]
-
-
-# A file that changed so shortly before it was decoded, in ns, may have changed again unnoticed.
-_SETTLED = 2 * 10**9
-# Bytes of a folder that is decoded again each time, in less than a second.
-_SMALL = 2**24
-_DAMAGES = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
-
-
-def _state(file: Path) -> list[int]:
-    """The size and the times of a file, which change with it; nothing where there is none."""
-    with contextlib.suppress(OSError):
-        status = file.stat()
-        return [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
-    return []
-
-
-def _memory(root: Path) -> Path:
-    """Where it is remembered what was found of the files of a folder."""
-    name = hashlib.sha256(os.fsencode(root.resolve())).hexdigest()
-    return cache_folder() / "folders" / f"{name}.json"
-
-
-def _recall(root: Path) -> dict[str, list[Any]]:
-    """What is known of files: their state and whether they are sound; nothing if it is damaged."""
-    with contextlib.suppress(OSError, *_DAMAGES):
-        content = json.loads(_memory(root).read_bytes())
-        if content["rules"] == [__version__, tf.__version__, decoding.max_pixels()]:
-            return {name: [*row] for name, row in content["files"].items() if len(row) == 4}
-    return {}
-
-
-def _remember(root: Path, found: dict[str, list[Any]]) -> None:
-    if sum(row[0] for row in found.values()) < _SMALL:
-        return
-    with contextlib.suppress(OSError):  # it is decoded again then
-        _memory(root).parent.mkdir(parents=True, exist_ok=True)
-        rules = [__version__, tf.__version__, decoding.max_pixels()]  # of what is sound
-        with atomic.whole_file(_memory(root)) as temporary:
-            temporary.write_text(json.dumps({"rules": rules, "files": found}))
+        for fault in threads.map(_fault, listing.files):
+            faults.append(fault)
+            if on_progress is not None:
+                on_progress(len(faults), len(listing.files))
+    return faults
 
 
 def _fault(file: Path) -> str | None:

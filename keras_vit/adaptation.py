@@ -3,7 +3,6 @@
 import hashlib
 import json
 import operator
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -216,13 +215,12 @@ def load_adapter(model: VisionTransformer, path: str | Path) -> LoRAVisionTransf
     metadata = safetensors_metadata(path)
     tensors = {name: array.read() for name, array in read_safetensors(path).items()}
     settings = str(metadata.get("lora"))
-    if metadata.get("sha256", _checksum(settings, tensors)) != _checksum(settings, tensors):
-        raise ValueError(f"{path} is damaged: it does not have its own checksum; fetch it again.")
     try:
         rank, targets, alpha = operator.itemgetter("rank", "targets", "alpha")(json.loads(settings))
     except (KeyError, TypeError, ValueError, RecursionError):
         raise ValueError(f"{path} is not an adapter of save_adapter.") from None
-    tensors = {_current_name(name): value for name, value in tensors.items()}
+    if metadata.get("sha256") != _checksum(settings, tensors):
+        raise ValueError(f"{path} is damaged: it does not have its own checksum; fetch it again.")
     ranks = {value.shape[-1:] for name, value in tensors.items() if name.endswith("lora_kernel_a")}
     is_scale = alpha is None or is_number(alpha)
     if ranks != {(rank,)} or not is_scale or not isinstance(targets, list) or _odd(tensors):
@@ -315,11 +313,6 @@ def _checksum(settings: str, tensors: Mapping[str, np.ndarray]) -> str:
 def _odd(tensors: Mapping[str, np.ndarray]) -> list[str]:
     """Returns the names of the arrays that hold other than finite floating-point numbers."""
     return [n for n, v in tensors.items() if v.dtype not in FLOATS or not np.isfinite(v).all()]
-
-
-def _current_name(name: str) -> str:
-    """Returns today's name of a tensor: earlier files say lora_a and lora_b."""
-    return re.sub(r"/lora_([ab])$", r"/lora_kernel_\1", name)
 
 
 def _copy_weights(source: VisionTransformer, target: VisionTransformer) -> None:

@@ -299,8 +299,6 @@ class ViTConfig:
     def from_dict(cls, fields: Mapping[str, Any]) -> "ViTConfig":
         """Rebuilds a config from `to_dict`.
 
-        Fields without `antialias` are from before it existed, when nothing was anti-aliased.
-
         Raises:
             ValueError: a field is not one of ViTConfig's, or has another type.
         """
@@ -316,7 +314,7 @@ class ViTConfig:
             name: tuple(value) if isinstance(value, list) else value
             for name, value in fields.items()
         }
-        return cls(**{"antialias": False, **values})
+        return cls(**values)
 
     def _check_numbers(self) -> None:
         for name, most in LIMITS.items():

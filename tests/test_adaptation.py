@@ -140,7 +140,7 @@ def test_adapters_that_do_not_fit_or_are_damaged_are_refused(
 ) -> None:
     """A variable that differs is named; a checksum sees a changed bit, rank or alpha.
 
-    Without a checksum its numbers are held to what they may be.
+    Numbers with a right checksum are held to what they may be, too.
     """
     path = keras_vit.save_adapter(keras_vit.lora(plain, rank=2), tmp_path / "a.safetensors")
     content = path.read_bytes()
@@ -154,10 +154,11 @@ def test_adapters_that_do_not_fit_or_are_damaged_are_refused(
 
         return call
 
-    def without_checksum(rank: int, bias: float) -> bytes:
+    def made(rank: int, bias: float) -> bytes:
         settings = json.dumps({"rank": rank, "targets": ["qkv"], "alpha": None})
         changed = {**tensors, "head/bias": np.full(7, bias, np.float32)}
-        return safetensors.numpy.save(changed, metadata={"lora": settings})
+        checksum = adaptation._checksum(settings, changed)
+        return safetensors.numpy.save(changed, metadata={"lora": settings, "sha256": checksum})
 
     key = "'block_3/attention/qkv/lora_kernel_a' and 1 more differ"
     flipped = content[:-1] + bytes([content[-1] ^ 1])
@@ -171,8 +172,8 @@ def test_adapters_that_do_not_fit_or_are_damaged_are_refused(
         (opened(safetensors.numpy.save({"a": np.zeros(2)})), "not an adapter|not a whole"),
         (opened(flipped), r"a\.safetensors is damaged: .* own checksum"),
         (opened(other_alpha), "own checksum"),
-        (opened(without_checksum(10**9, 0.0)), r"a\.safetensors is damaged: rank"),
-        (opened(without_checksum(2, np.nan)), r"a\.safetensors is damaged: rank"),
+        (opened(made(10**9, 0.0)), r"a\.safetensors is damaged: rank"),
+        (opened(made(2, np.nan)), r"a\.safetensors is damaged: rank"),
         (lambda: keras_vit.load_adapter(plain, gone), "FileNotFoundError: .*nothing"),
         (lambda: keras_vit.save_adapter(keras_vit.lora(plain), other), r"\.safetensors file"),
     ]

@@ -13,7 +13,6 @@ import pytest
 from keras_vit import data, training
 from keras_vit.cli import flags, output, plan, recipe_flags
 from keras_vit.cli.main import make_parser
-from keras_vit.training.train import started_recipe
 from keras_vit.weights import resolve
 
 ROW = resolve("Ti/16", "imagenet21k")
@@ -91,25 +90,6 @@ def test_other_flags_change_what_is_chosen(photos: Path, reached: list[str]) -> 
     assert decision.recipe.learning_rate == training.RECIPES["fine-tune"].learning_rate
     assert not decision.recipe.augmentation.flip
     assert decision.execution.precision == "mixed_float16"
-
-
-def test_a_training_older_than_patience_goes_on_without_it(
-    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whether flags say what is trained or nothing does; of a newer one nothing changes."""
-    monkeypatch.chdir(tmp_path)
-    Path("run").mkdir()
-    recipe = training.RECIPES["scratch"].to_dict()
-    config: dict[str, Any] = {"model": training.MODELS["tiny"].to_dict(), "recipe": recipe}
-    for name, argv in (("patience", []), ("patience", ["--model", "tiny"]), ("", [])):
-        config["recipe"] = {key: value for key, value in recipe.items() if key != name}
-        Path("run", "config.json").write_text(json.dumps(config))
-        expected = None if name else training.RECIPES["scratch"].patience
-        assert decided(photos, "--resume", *argv).recipe.patience == expected
-        images = data.load_data(photos)
-        found = started_recipe(images, out=Path("run"), existing="resume")
-        assert found.patience == expected
-    assert decided(photos, "--resume", "--model", "tiny", "--patience", "3").recipe.patience == 3
 
 
 def test_plan_shows_and_writes_nothing(photos: Path, tmp_path: Path) -> None:

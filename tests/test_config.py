@@ -222,15 +222,6 @@ def test_pixels_times_scale_and_offset_are_those_of_the_config() -> None:
     assert offset == pytest.approx((-0.2, -0.8, -1.5))
 
 
-def test_a_config_from_before_antialiasing_had_none() -> None:
-    """Files of older versions keep the filter that their weights were trained with."""
-    fields = ViTConfig().to_dict()
-
-    assert fields["antialias"] is True
-    del fields["antialias"]
-    assert ViTConfig.from_dict(fields).antialias is False
-
-
 def test_a_config_for_any_size_keeps_the_grid_of_its_tables() -> None:
     """There and back; it has no image size, and says how to get one."""
     config = TINY.resized((None, None, 3))

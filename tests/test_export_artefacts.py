@@ -316,20 +316,6 @@ def test_a_record_from_elsewhere_reads_nothing_outside(copy: Path) -> None:
     assert "names files outside its folder" in fault
 
 
-def test_records_of_earlier_versions_are_read(copy: Path) -> None:
-    """Those have no description, answers and hash of themselves: the files alone are compared."""
-    file = copy / "onnx/1/verification.json"
-    record = json.loads(file.read_text())
-    for name in ("description", "artefacts", "answers", verification.SELF):
-        record.pop(name)
-    record["checks"].pop("onnx-int8")  # which they did not have
-    file.write_text(json.dumps({**record, "pixels": {"takes": "pixels"}}))
-    checked = checking.check(copy / "onnx/1")
-    assert not checked.faults
-    assert [(each.format, each.path.name) for each in checked.verdicts] == [("onnx", "pets.onnx")]
-    assert "holds no answers, as the export is by an earlier version" in checked.unasked[0]
-
-
 def test_a_missing_runtime_is_named(
     exported: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

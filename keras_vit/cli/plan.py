@@ -84,8 +84,6 @@ def _resumed(
     if is_open:
         recipe = recipe_flags.override_recipe(started.recipe, arguments)
         return given._replace(recipe=recipe, start=lambda: started.config)
-    if arguments.patience is None and not started.has_patience:
-        given = given._replace(recipe=dataclasses.replace(given.recipe, patience=None))
     return given
 
 

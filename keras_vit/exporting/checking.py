@@ -112,9 +112,7 @@ def read_record(folder: Path) -> dict[str, Any]:
             fields = json.loads(text)
         except (ValueError, RecursionError):
             fields = None
-    # Records of earlier versions have no hash of themselves, and no description.
-    is_early = isinstance(fields, dict) and "pixels" in fields and verification.SELF not in fields
-    if not isinstance(fields, dict) or not (is_early or verification.is_whole(text)):
+    if not isinstance(fields, dict) or not verification.is_whole(text):
         raise ValueError(
             f"{str(file)!r} is not as it was written, so that it proves nothing; {again}."
         )
@@ -215,25 +213,11 @@ def find_faults(
                 yield name, f"{str(file)!r} was added after the export."
 
 
-def artefacts_of(record: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Returns each format and its path in the folder, which early records do not have."""
-    if "artefacts" in record:
-        return list(record["artefacts"].items())
-    endings = {name: f"{name.removeprefix('tflite')}.tflite" for name in record["checks"]}
-    endings["onnx"] = ".onnx"
-    files: list[tuple[str, str]] = []
-    for name in record["checks"]:
-        whole = [each for each in record["files"] if each.endswith(endings[name])]
-        is_folder = name == "savedmodel" or not whole
-        files.append((name, "." if is_folder else min(whole, key=len)))
-    return files
-
-
 def _scope(
     folder: Path, record: Mapping[str, Any], file: Path | None
 ) -> tuple[list[tuple[str, str]], list[str] | None]:
     """Returns the artefacts to check, and the files to compare; None for all."""
-    found = artefacts_of(record)
+    found = list(record["artefacts"].items())
     is_part = any(path == "." for _, path in found)
     if file is None or is_part or file == record_file(folder):
         return found, None
@@ -255,10 +239,10 @@ def _change(folder: Path, name: str, path: str, record: Mapping[str, Any]) -> fl
         ImportError: the runtime is not installed, or there are none to compare with.
         ValueError: they are further than they may be.
     """
-    if name not in record.get("answers", {}):
-        why = "was not verified" if not record["verified"] else "is by an earlier version"
+    if name not in record["answers"]:
         raise ImportError(
-            f"The record of {name} in {str(folder)!r} holds no answers, as the export {why}."
+            f"The record of {name} in {str(folder)!r} holds no answers, as the export was not "
+            "verified."
         )
     runners.require(name)
     about = Description.from_dict(record["description"])

@@ -88,7 +88,7 @@ class Description:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "Description":
-        """Reads what `to_dict` returned; fields of later versions are left out.
+        """Reads what `to_dict` returned.
 
         Raises:
             ValueError: a field is missing or of another type.

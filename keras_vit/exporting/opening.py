@@ -84,7 +84,7 @@ def _find(path: Path) -> tuple[str, Path, Description, bool]:
         for folder in versions
         if folder.name == newest
         for record in [checking.read_record(folder)]
-        for name, inner in checking.artefacts_of(record)
+        for name, inner in record["artefacts"].items()
         if path.is_dir() or inner == "." or folder / inner == path
     ]
     if len(found) != 1:
@@ -98,11 +98,6 @@ def _find(path: Path) -> tuple[str, Path, Description, bool]:
     files = checking.files_of(inner, record)
     for _, fault in checking.find_faults(folder, record, only=files):
         raise ValueError(f"{fault.rstrip('.')}; export the model again, or copy it again.")
-    if "description" not in record:
-        raise ValueError(
-            f"{str(folder / inner)!r} is by an earlier version, which did not write down what a "
-            "file takes; export the model again."
-        )
     return name, folder / inner, Description.from_dict(record["description"]), True
 
 

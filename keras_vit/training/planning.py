@@ -267,7 +267,6 @@ class Started(NamedTuple):
     recipe: Recipe
     precision: Precision
     accumulate: int
-    has_patience: bool  # older trainings had no such setting
 
     @classmethod
     def read(cls, out: str | os.PathLike[str]) -> Self | None:
@@ -275,28 +274,17 @@ class Started(NamedTuple):
 
         A model that its config alone does not describe is none: it comes by the arguments again.
         """
+        unfinished = Unfinished(Path(out))
+        file = unfinished.path / SETTINGS if unfinished.exists() else Path(out) / run.CONFIG
+        if not file.is_file():
+            return None
         try:
-            fields = started_fields(out)
-            if fields is None:
-                return None
-            execution = fields.get("execution", {})
+            fields = run.read_fields(file)
             return cls(
                 config=ViTConfig.from_dict(fields["model"]),
                 recipe=Recipe.from_dict(fields["recipe"]),
-                precision=execution.get("precision", Execution.precision),
-                accumulate=execution.get("accumulate", Execution.accumulate),
-                has_patience="patience" in fields["recipe"],
+                precision=fields["execution"]["precision"],
+                accumulate=fields["execution"]["accumulate"],
             )
         except (ValueError, TypeError, LookupError, AttributeError):
             return None  # `train` says what is wrong with it
-
-
-def started_fields(out: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """Returns the record of an unfinished training or of a run; None where there is neither.
-
-    Raises:
-        ValueError: the record is damaged.
-    """
-    unfinished = Unfinished(Path(out))
-    file = unfinished.path / SETTINGS if unfinished.exists() else Path(out) / run.CONFIG
-    return run.read_fields(file) if file.is_file() else None

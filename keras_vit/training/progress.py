@@ -248,7 +248,7 @@ class Watcher:
     def resume(self, progress: dict[str, Any]) -> None:
         """Restores the state that `to_dict` returned."""
         self.step = progress["step"]
-        self.cooldown_epoch = progress.get("cooldown_epoch")  # older checkpoints have none
+        self.cooldown_epoch = progress["cooldown_epoch"]
         self.history = [EpochDone(**record) for record in progress["history"]]
         self._sums = progress["sums"]
         best = progress["best_epoch"]

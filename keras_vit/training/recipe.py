@@ -229,15 +229,15 @@ class Recipe:
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "Recipe":
         """Rebuilds a recipe from `to_dict`."""
-        size = fields.get("image_size")
+        size = fields["image_size"]
         return cls(
             **{
                 **fields,
                 "image_size": None if size is None else tuple(size),
-                "betas": tuple(fields.get("betas", cls.betas)),
+                "betas": tuple(fields["betas"]),
                 "model": {
                     name: tuple(value) if isinstance(value, list) else value
-                    for name, value in fields.get("model", {}).items()
+                    for name, value in fields["model"].items()
                 },
                 "augmentation": Augmentation(**fields["augmentation"]),
             }

@@ -16,14 +16,13 @@ RESUME_OR_REPLACE = (
 def check_settings(file: Path, settings: dict[str, Any]) -> int | None:
     """Raises a ValueError unless a training or run was started with these settings.
 
-    The number of epochs may be higher than it was. What the record does not name, because it is
-    older than the setting, was not set.
+    The number of epochs may be higher than it was.
 
     Example:
         >>> import tempfile
         >>> file = Path(tempfile.mkdtemp()) / "settings.json"
         >>> _ = file.write_text('{"recipe": {"epochs": 10}, "seed": 0}')
-        >>> check_settings(file, {"recipe": {"epochs": 20, "patience": None}, "seed": 0})
+        >>> check_settings(file, {"recipe": {"epochs": 20}, "seed": 0})
         10
         >>> check_settings(file, {"recipe": {"epochs": 5}, "seed": 0})
         Traceback (most recent call last):
@@ -39,8 +38,7 @@ def check_settings(file: Path, settings: dict[str, Any]) -> int | None:
     stored, present = _read(file), flat(json.loads(json.dumps(settings)))
     for name, value in present.items():
         before = stored.get(name)
-        is_unset = name not in stored and not value
-        if before == value or is_unset or _is_raised(name, before, value):
+        if before == value or _is_raised(name, before, value):
             continue
         advice = "resume it with the same settings, or delete the folder"
         if name.startswith("data."):

@@ -11,7 +11,7 @@ import keras
 
 from keras_vit.config import ViTConfig
 from keras_vit.data import ImageData, naming_damaged
-from keras_vit.training import models, outcome, planning, progress, run
+from keras_vit.training import models, outcome, progress, run
 from keras_vit.training.checkpoints import SETTINGS, Unfinished
 from keras_vit.training.execution import Execution, Job, worker_index
 from keras_vit.training.loop import Loop, OutOfMemoryError
@@ -98,7 +98,7 @@ def train(
         WorkerLostError: another worker is lost.
     """
     execution = execution or Execution()
-    recipe = recipe or started_recipe(data, out=Path(out), existing=existing)
+    recipe = recipe or default_recipe(data)
     job = Job(data, recipe=recipe, execution=execution, seed=seed)
     options = _Options(Path(out), existing, on_event, provenance or Provenance())
     return _run(model or default_config(data), job, options)
@@ -332,18 +332,6 @@ def default_recipe(data: ImageData) -> Recipe:
         200
     """
     return RECIPES["digits" if data.source == "digits" else "scratch"]
-
-
-def started_recipe(data: ImageData, *, out: Path, existing: run.Existing) -> Recipe:
-    """Returns `default_recipe`, without the patience that an older training goes on without."""
-    recipe = default_recipe(data)
-    if existing != "resume":
-        return recipe
-    _check_name(out)
-    started = planning.started_fields(out)
-    if started is None or "patience" in started.get("recipe", ()):
-        return recipe
-    return dataclasses.replace(recipe, patience=None)
 
 
 def default_pretrain_recipe(data: ImageData) -> Recipe:

@@ -44,15 +44,15 @@ PRINTED = """() => [...document.querySelectorAll("select, input, label, .screen"
 UNFOLD = "() => document.querySelectorAll('details').forEach((each) => { each.open = true; })"
 
 
-def check_page(page: Path | str, *, press: bool = True) -> list[str]:
+def check_page(page: Path, *, press: bool = True) -> list[str]:
     """Returns what is wrong with a page, in both widths and schemes and on paper; nothing if well.
 
     Wrong is an error or a warning in the console, a script's exception, a breach of the page's
-    policy, a request that leaves the file (or the server that an http address names), a picture
-    that does not decode, something wider than the window, text without the contrast of AA, a
-    control without a name, and all of this again after every control was pressed.
+    policy, a request that leaves the file, a picture that does not decode, something wider than the
+    window, text without the contrast of AA, a control without a name, and all of this again after
+    every control was pressed.
     """
-    address = page.absolute().as_uri() if isinstance(page, Path) else page
+    address = page.absolute().as_uri()
     problems: dict[str, None] = {}
     with opened_browser() as browser:
         for width in WIDTHS:

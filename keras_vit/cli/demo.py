@@ -1,14 +1,28 @@
-"""`keras-vit demo`: a page on this machine to try a model."""
+"""`keras-vit demo`: a page on this machine to try a model, made by Gradio."""
 
 import argparse
+import collections
 import contextlib
 import os
+import socket
 import sys
-import threading
-import webbrowser
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from keras_vit import environment
 from keras_vit.cli import flags, output
 
+if TYPE_CHECKING:
+    import numpy as np
+
+    from keras_vit.training import OpenedModel
+
+    Maps = list[tuple[np.ndarray, str]]
+
+_HOST = "127.0.0.1"
+_PORT = 7860  # where it is free; where most such pages are
 _DESCRIPTION = """\
 Starts a page on this machine, at 127.0.0.1, to try a model: drop an image, see the likeliest
 classes, what the model attends to, and which parts speak for a class. Ctrl-C ends it.
@@ -44,19 +58,97 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(arguments: argparse.Namespace) -> int:
     """Serves the page until it is interrupted."""
-    from keras_vit import demo
-
-    with demo.listen(arguments.port) as listener:
-        server = demo.make_server(demo.make_app(flags.open_model(arguments.source)))
-        address = demo.address(listener)
-        output.say(f"Open {address} in a browser; Ctrl-C ends it.")
-        if not arguments.no_browser and _has_window():
-            threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
+    with tempfile.TemporaryDirectory(prefix="keras-vit-") as uploads:
+        with _listen(arguments.port) as listener:  # nobody takes the port while the model is opened
+            port = listener.getsockname()[1]
+            page, launch = _make_page(flags.open_model(arguments.source), uploads)
+        is_shown = not arguments.no_browser and _has_window()
+        page.launch(server_port=port, inbrowser=is_shown, **launch)
         with contextlib.suppress(KeyboardInterrupt):
-            server.run(sockets=[listener])
-        output.say("The page is closed.")
+            output.say(f"Open http://{_HOST}:{port} in a browser; Ctrl-C ends it.")
+            while True:
+                time.sleep(3600)
+        page.close(verbose=False)
+    output.say("The page is closed.")
     output.say_next("export", arguments.source, "--out", "export")
     return 0
+
+
+def look(opened: "OpenedModel", image: "np.ndarray") -> "tuple[dict[str, float] | None, Maps, str]":
+    """Returns the probabilities of the likeliest classes, maps with their names, and notes."""
+    from keras_vit import evaluation
+    from keras_vit.explain import maps, pictures
+
+    counts = collections.Counter(opened.labels)  # ImageNet has two classes "crane"
+    names = [
+        name if counts[name] == 1 else f"{name} ({index})"
+        for index, name in enumerate(opened.labels)
+    ]
+    classes, notes = None, ["The model has no classifier, so that it names no class."]
+    if opened.has_classifier:
+        (found,) = evaluation.predict(opened.model, [image], labels=names)
+        classes, notes = {each.label: each.probability for each in found}, []
+    try:
+        subject = maps.make_subject(opened.model, image)
+        scores = maps.class_scores(subject)
+        targets = [] if scores is None else maps.explained_classes(scores)
+        overlays = list(maps.overlays(subject, targets, names))
+    except ValueError as error:  # it holds no Vision Transformer, or pools by maximum
+        return classes, [], " ".join([*notes, str(error)])
+    shown = [(pictures.lit(subject.image / 255, each.values), each.name) for each in overlays]
+    return classes, shown, " ".join([*notes, *subject.notes])
+
+
+def _make_page(opened: "OpenedModel", uploads: str) -> tuple[Any, dict[str, Any]]:
+    """Makes the page, and how to launch it: for this machine, and for no other site."""
+    # Gradio reads these, and asks its own server whether it is there: no proxy could reach that.
+    os.environ.update(GRADIO_ANALYTICS_ENABLED="False", GRADIO_TEMP_DIR=uploads, no_proxy="*")
+    with environment.installed("The page is made by Gradio", "gradio"):
+        import gradio as gr
+        from starlette.middleware import Middleware
+        from starlette.middleware.trustedhost import TrustedHostMiddleware
+    import numpy as np
+
+    from keras_vit import data
+
+    def answer(file: dict[str, Any] | None) -> tuple[Any, ...]:
+        if file is None:
+            return None, [], ""
+        try:
+            return look(opened, data.read_image(file["path"]))
+        except (ValueError, OSError, MemoryError) as error:
+            sentence = str(error) or "There is too little memory for this image."
+            folder = f"{Path(file['path']).parent}{os.sep}"
+            raise gr.Error(sentence.replace(folder, ""), print_exception=False) from error
+
+    look(opened, np.zeros((*data.image_size_of(opened.model), 3), np.uint8))  # errors come now
+    with gr.Blocks(title=f"Try {opened.source}", analytics_enabled=False) as page:
+        gr.Markdown(f"# Try {opened.source}")
+        with gr.Row():
+            photo = gr.Image(sources=["upload", "clipboard"], label="Image")
+            classes = gr.Label(label="Classes", visible=opened.has_classifier)
+        note = gr.Markdown()
+        shown = gr.Gallery(label="Maps", columns=5, object_fit="contain", height="max-content")
+        events, outputs = [photo.upload, photo.clear], [classes, shown, note]
+        # Without `preprocess`: Gradio would refuse a damaged image in its own words.
+        turn = {"api_name": "look", "preprocess": False, "concurrency_limit": 1}
+        gr.on(events, answer, photo, outputs, **turn)
+    own = Middleware(TrustedHostMiddleware, allowed_hosts=[_HOST, "localhost"])
+    launch = {"server_name": _HOST, "share": False, "app_kwargs": {"middleware": [own]}}
+    quiet = {"prevent_thread_lock": True, "quiet": True, "ssr_mode": False, "footer_links": []}
+    return page, {**launch, **quiet}
+
+
+def _listen(port: int | None) -> socket.socket:
+    for candidate in (_PORT, 0) if port is None else (port,):
+        try:
+            return socket.create_server((_HOST, candidate))
+        except OSError as error:
+            problem = error
+    raise OSError(
+        f"Port {port} of {_HOST} cannot be used ({problem.strerror}); choose another with --port, "
+        "or --port 0 for any that is free."
+    )
 
 
 def _has_window() -> bool:

@@ -52,28 +52,6 @@ class Overlay:
     values: np.ndarray
 
 
-def look(
-    model: keras.Model, image: np.ndarray, *, labels: Sequence[str]
-) -> tuple[dict[str, Any], str]:
-    """Returns what `viewer.js` shows of a model and an image, and sentences on their sizes.
-
-    Args:
-        model: a `VisionTransformer`, or any Keras model with one inside.
-        image: (H, W, 3) or (H, W, 1) pixels 0..255.
-        labels: the name of each class.
-
-    Raises:
-        ValueError: the image has another shape, or the model cannot be explained.
-    """
-    subject = make_subject(model, image)
-    scores = class_scores(subject)
-    targets = [] if scores is None else explained_classes(scores)
-    shown = overlays(subject, targets, labels)
-    return view(subject, list(shown), head_attention(model, subject.inputs)), " ".join(
-        subject.notes
-    )
-
-
 def make_subject(model: keras.Model, image: np.ndarray) -> Subject:
     """Prepares an image for a model.
 

@@ -202,7 +202,7 @@ def plot_heatmap(image: np.ndarray, heatmap: np.ndarray, *, title: str, unit: st
     scale = {"vmin": low, "vmax": high if high > low else low + 1}
     artist = axes[1].imshow(heatmap, extent=extent, cmap=COLORS, **scale)
     axes[1].set_title(title)
-    axes[2].imshow(_lit(picture, heatmap), extent=extent)
+    axes[2].imshow(lit(picture, heatmap), extent=extent)
     axes[2].set_title("image, lit by it")
     for each in axes:
         each.set_xlabel("pixels")
@@ -343,6 +343,14 @@ def plot_filters(filters: Filters) -> "Figure":
     return figure
 
 
+def lit(picture: np.ndarray, heatmap: np.ndarray) -> np.ndarray:
+    """Returns a picture, 0..1, multiplied by a heatmap (h, w), smoothed to its size, 1 at most."""
+    color = picture if picture.ndim == 3 else np.repeat(picture[..., None], 3, axis=-1)
+    light = attention.resample(heatmap[None, ..., None], color.shape[:2], antialias=True)[0]
+    low, high = float(light.min()), float(light.max())
+    return np.asarray(color * (0.1 + 0.9 * (light - low) / max(high - low, 1e-12)))
+
+
 def _count_patches(axes: Any, grid: tuple[int, ...]) -> None:
     axes.set_xticks(_spaced_indices(grid[1], 4))
     axes.set_yticks(_spaced_indices(grid[0], 4))
@@ -362,14 +370,6 @@ def _displayable(image: np.ndarray) -> np.ndarray:
         )
     scaled = np.clip(image.astype(np.float32) / 255, 0, 1)
     return scaled if image.shape[2] == 3 else scaled[..., 0]
-
-
-def _lit(picture: np.ndarray, heatmap: np.ndarray) -> np.ndarray:
-    """Multiplies the picture by the heatmap, smoothed to its size, the highest value being 1."""
-    color = picture if picture.ndim == 3 else np.repeat(picture[..., None], 3, axis=-1)
-    light = attention.resample(heatmap[None, ..., None], color.shape[:2], antialias=True)[0]
-    low, high = float(light.min()), float(light.max())
-    return np.asarray(color * (0.1 + 0.9 * (light - low) / max(high - low, 1e-12)))
 
 
 def _figure(width: float, height: float) -> "Figure":

@@ -12,7 +12,7 @@ import hashlib
 import importlib.resources
 import io
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +41,6 @@ def render(
     title: str,
     styles: Sequence[str] = (),
     scripts: Sequence[str] = (),
-    allowed: Mapping[str, str] | None = None,
     **content: Any,
 ) -> str:
     """Returns a page as text.
@@ -56,9 +55,6 @@ def render(
         title: the page's title and first heading.
         styles: further style sheets of `templates/`, written into the page after `base.css`.
         scripts: scripts of `templates/`, written at the page's end, in this order.
-        allowed: sources that the page may also use, by the policy's directive, for instance
-            `{"connect-src": "'self'"}`; they replace those of `data:` where they name `img-src`,
-            and come after the hashes where they name `script-src` or `style-src`.
         content: what the template names.
 
     Raises:
@@ -71,7 +67,7 @@ def render(
     sheets = [_source(name) for name in (_STYLE, *styles)]
     programs = [_source(name) for name in (_SCHEME, *scripts)]
     page = {
-        "policy": _policy(sheets, programs, allowed or {}),
+        "policy": _policy(sheets, programs),
         "styles": [markupsafe.Markup(text) for text in sheets],  # noqa: S704  # our own files
         "head_script": markupsafe.Markup(programs[0]),  # noqa: S704
         "scripts": [markupsafe.Markup(text) for text in programs[1:]],  # noqa: S704
@@ -154,11 +150,9 @@ def _source(name: str) -> str:
     return (importlib.resources.files("keras_vit.pages") / "templates" / name).read_text("utf-8")
 
 
-def _policy(sheets: Sequence[str], programs: Sequence[str], allowed: Mapping[str, str]) -> str:
-    own = {"style-src": _hashes(sheets), "script-src": _hashes(programs)}
-    for directive, hashes in own.items():
-        own[directive] = f"{hashes} {allowed.get(directive, '')}".strip()
-    return "; ".join(f"{name} {value}" for name, value in {**_POLICY, **allowed, **own}.items())
+def _policy(sheets: Sequence[str], programs: Sequence[str]) -> str:
+    rules = _POLICY | {"style-src": _hashes(sheets), "script-src": _hashes(programs)}
+    return "; ".join(f"{name} {value}" for name, value in rules.items())
 
 
 def _hashes(texts: Sequence[str]) -> str:

@@ -1,7 +1,6 @@
 "use strict";
-// Shows maps over the patches of an image. `viewer(root)` returns a function that takes the data:
-// `image` (its source, and its width in the page), `grid` ([rows, columns] of patches), `maps`
-// (each with name, caption and unit) and `attention` (by layer and head).
+// Shows maps over the patches of an image: `image` (its source, and its width in the page), `grid`
+// ([rows, columns] of patches), `maps` (each with name, caption and unit) and `layers` (of heads).
 
 const MAGMA = ["000004", "1d1147", "51127c", "832681", "b73779", "e75263", "fc8961", "fec488", "fcfdbf"]
   .map((color) => [0, 2, 4].map((place) => parseInt(color.slice(place, place + 2), 16)));
@@ -37,10 +36,12 @@ function number(value) {
   return Math.abs(value) >= 100 ? value.toFixed(0) : Number(value.toPrecision(3)).toString();
 }
 
-function viewer(root) {
+function viewer(root, data) {
   const part = (name) => root.querySelector(`.${name}`);
   const [what, layer, head, strength] = ["what", "layer", "head", "strength"].map(part);
-  let data, maps, attention, shown;
+  const maps = data.maps.map(unpacked).map(([values]) => values);
+  const attention = data.layers.map(unpacked);
+  let shown;
 
   const heads = () => attention[layer.value];
 
@@ -121,24 +122,17 @@ function viewer(root) {
   for (const kind of ["pointermove", "pointerdown"]) part("map").addEventListener(kind, read);
   drawMap(part("colors"), Float32Array.from({ length: 256 }, (_, place) => place), [1, 256], 0, 255);
 
-  return (given) => {
-    data = given;
-    maps = data.maps.map(unpacked).map(([values]) => values);
-    attention = data.layers.map(unpacked);
-    const picture = part("picture");
-    picture.src = data.image.source;
-    picture.width = data.image.width;
-    picture.classList.toggle("crisp", data.image.crisp);
-    what.replaceChildren(
-      ...data.maps.map(({ name }, index) => new Option(name, index)),
-      new Option("Attention of a layer and head", "attention"),
-    );
-    layer.max = data.layers.length - 1;
-    layer.value = layer.max;
-    root.hidden = false;
-    draw();
-  };
+  const picture = part("picture");
+  picture.src = data.image.source;
+  picture.width = data.image.width;
+  picture.classList.toggle("crisp", data.image.crisp);
+  what.replaceChildren(
+    ...data.maps.map(({ name }, index) => new Option(name, index)),
+    new Option("Attention of a layer and head", "attention"),
+  );
+  layer.max = data.layers.length - 1;
+  layer.value = layer.max;
+  draw();
 }
 
-const view = document.getElementById("view");
-if (view) viewer(document.getElementById("viewer"))(JSON.parse(view.textContent));
+viewer(document.getElementById("viewer"), JSON.parse(document.getElementById("view").textContent));

@@ -223,21 +223,14 @@ def test_errors_are_one_line(
 def test_only_its_own_lines_reach_the_terminal(tmp_path: Path) -> None:
     """TensorFlow's remarks at its import do not, whatever the environment says of its log level.
 
-    Nor does Keras import what it can do without. The exit code is that of the process.
+    The exit code is that of the process.
     """
     done = subprocess.run(
-        [
-            *(sys.executable, "-X", "importtime"),
-            *("-m", "keras_vit", "predict", str(tmp_path / "gone"), "image.png"),
-        ],
+        [sys.executable, "-m", "keras_vit", "predict", str(tmp_path / "gone"), "image.png"],
         capture_output=True,
         text=True,
         env={key: value for key, value in os.environ.items() if not key.startswith("TF_")},
     )
-    lines = done.stderr.splitlines()
-    (line,) = (line for line in lines if not line.startswith("import time:"))
-    imported = {line.rpartition("|")[2].strip() for line in lines}
+    (line,) = done.stderr.splitlines()
     assert done.returncode == 1
     assert line.startswith("keras-vit: error: ")
-    assert "keras.models" in imported
-    assert not imported & {"matplotlib.colors", "sklearn.base"}

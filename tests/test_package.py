@@ -16,6 +16,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import keras_vit
+from keras_vit import data, evaluation, explain, training
+from keras_vit.cli.main import make_parser
 
 ROOT = Path(__file__).parents[1]
 
@@ -54,7 +56,13 @@ MODULES = [
 ]
 
 # A change may lower these, and raise none.
-CEILINGS = {"files": 160, "lines": 41_132, "lines of tests": 26_200}
+CEILINGS = {
+    "files": 149,
+    "lines": 37_817,
+    "lines of tests": 25_220,
+    "flags": 75,
+    "public names": 158,
+}
 
 # What lets the whole be used and passed on in products, beside the Apache licence of the package.
 # MPL-2.0 binds changes to its own files alone, and none is changed or shipped here.
@@ -117,8 +125,16 @@ def test_the_house_gets_no_larger() -> None:
     def lines(files: list[Path]) -> int:
         return sum(file.read_text(encoding="utf-8").count("\n") for file in files)
 
-    tests = sorted(Path(__file__).parent.rglob("*.py"))
-    found = {"files": len(FILES), "lines": lines(FILES), "lines of tests": lines(tests)}
+    (commands,) = (each.choices for each in make_parser()._actions if each.choices)
+    options = [each for one in dict(commands).values() for each in one._actions]
+    uses = (keras_vit, data, evaluation, explain, training)
+    found = {
+        "files": len(FILES),
+        "lines": lines(FILES),
+        "lines of tests": lines(sorted(Path(__file__).parent.rglob("*.py"))),
+        "flags": len({name for each in options for name in each.option_strings}),
+        "public names": sum(len(module.__all__) for module in uses),
+    }
     assert {name: count for name, count in found.items() if count > CEILINGS[name]} == {}
 
 

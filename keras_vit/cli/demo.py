@@ -118,8 +118,8 @@ def _make_page(opened: "OpenedModel", uploads: str) -> tuple[Any, dict[str, Any]
             return look(opened, data.read_image(file["path"]))
         except (ValueError, OSError, MemoryError) as error:
             sentence = str(error) or "There is too little memory for this image."
-            folder = f"{Path(file['path']).parent}{os.sep}"
-            raise gr.Error(sentence.replace(folder, ""), print_exception=False) from error
+            # Not `gr.Error`, under which the answer to the image before stays.
+            return None, [], sentence.replace(f"{Path(file['path']).parent}{os.sep}", "")
 
     look(opened, np.zeros((*data.image_size_of(opened.model), 3), np.uint8))  # errors come now
     with gr.Blocks(title=f"Try {opened.source}", analytics_enabled=False) as page:

@@ -87,7 +87,7 @@ def test_the_page_answers_until_ctrl_c(tmp_path: Path) -> None:
     for bad, said in ((b"no", "^'photo.jpg' is not an im"), (photo(height=800), "44800 pixels")):
         file.write_bytes(bad)
         *nothing, sentence = client.predict(gradio_client.handle_file(file), api_name="/look")
-        assert (nothing, bool(re.search(said, sentence))) == ([None, []], True), sentence
+        assert (nothing, bool(re.search(said, sentence))) == ([{}, []], True), sentence
     file.write_bytes(photo(3, height=70, width=90, kind="JPEG"))
     model = training.open_source(run).model
     (expected,) = evaluation.predict(model, [data.read_image(file)], labels=LABELS)

@@ -59,7 +59,7 @@ MODULES = [
 CEILINGS = {
     "files": 149,
     "lines": 37_817,
-    "lines of tests": 25_220,
+    "lines of tests": 25_227,
     "flags": 75,
     "public names": 158,
 }

@@ -25,8 +25,8 @@ _MIRRORED_ROWS = (3, 4, 7, 8)
 _MIRRORED_COLUMNS = (2, 3, 6, 7)
 
 # The most pixels that are decoded: what TensorFlow itself takes of a PNG, room for photos of 108
-# megapixels. A pixel costs 3 to 12 bytes while it is decoded, which
-# tests/test_data_images.py measures. KERAS_VIT_MAX_PIXELS sets another number.
+# megapixels. A pixel costs 3 (JPEG) to 17 bytes (WebP) while it is decoded.
+# KERAS_VIT_MAX_PIXELS sets another number.
 MAX_PIXELS = 2**27
 MAX_PIXELS_VARIABLE = "KERAS_VIT_MAX_PIXELS"
 _STRIP = 2**20  # pixels that are laid on white at a time

@@ -58,7 +58,7 @@ MODULES = [
 # A change may lower these, and raise none.
 CEILINGS = {
     "files": 149,
-    "lines": 37_817,
+    "lines": 37_808,
     "lines of tests": 25_227,
     "flags": 75,
     "public names": 158,

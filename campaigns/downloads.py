@@ -16,10 +16,10 @@ import numpy as np
 
 from campaigns import oracle
 from campaigns.mutations import mutate
-from keras_vit.weights import download, transfer
+from keras_vit.weights import download
 
 _SECRET = "hunter2"
-_WINDOW = 0.15  # seconds, in place of the minute that users wait
+_TIMEOUT = 0.3  # seconds, in place of the 20 that users wait
 _JUNK = (
     b"<!DOCTYPE html><html>Sign in</html>",
     b'{"error": "Repository not found"}',
@@ -67,7 +67,7 @@ class Campaign:
         os.environ["KERAS_HOME"] = str(folder / "keras")
         os.environ["no_proxy"] = "127.0.0.1"
         os.environ.pop(download.MIRROR_SETTING, None)
-        transfer.TIMEOUT, transfer.WINDOW, transfer.FIRST_WAIT = _WINDOW * 2, _WINDOW, 0.0
+        download.TIMEOUT = _TIMEOUT
         self._cache = folder / "keras" / "models"
         self._sound = _sound_files(folder)
         self._digests = {name: _digest(folder / name) for name in self._sound}
@@ -106,7 +106,7 @@ class Campaign:
         self._server.content = self._sound[name]
         url = f"{self._server.url}/{name}{query}"
         try:
-            path = download.fetch(url, sha256=sha256, progress=False, wait=lambda _: None)
+            path = download.fetch(url, sha256=sha256, wait=lambda _: None)
         except Exception as error:
             if _SECRET in repr(error) or _SECRET.encode() in self._cached_text():
                 raise RuntimeError(f"the secret of the address is disclosed: {error}") from None
@@ -123,7 +123,7 @@ class Campaign:
         return b"".join(
             file.read_bytes() + file.name.encode()
             for file in self._cache.rglob("*")
-            if file.suffix in (".json", ".sha256")
+            if file.suffix in (".version", ".sha256")
         )
 
 
@@ -164,7 +164,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         own = f"{self.server.url}{self.path}".encode()
         sound = f"{self.server.url}/sound".encode()
         self.wfile.write(answer.content.replace(b"{self}", own).replace(b"{sound}", sound))
-        for _ in range(int(10 * _WINDOW / 0.02) if answer.drip else 0):
+        for _ in range(20 if answer.drip else 0):
             self.wfile.write(answer.drip)
             time.sleep(0.02)
 
@@ -257,7 +257,7 @@ def _drip(content: bytes, rng: np.random.Generator) -> tuple[_Answer, str]:
     return _Answer(start, drip=drip), f"{start!r}, then {drip!r} slowly"
 
 
-# Slow answers take a whole window, so they are rarer.
+# Slow answers take their time, so they are rarer.
 _FAST = (_damaged, _junk, _status, _header, _redirect, _cut, _excess, _raw, _chunks)
 _ATTACKS = (*4 * _FAST, _drip)
 

@@ -13,7 +13,7 @@ from keras_vit.weights import building
 from keras_vit.weights.building import Request
 from keras_vit.weights.checkpoint import Checkpoint, open_checkpoint
 from keras_vit.weights.positions import Method
-from keras_vit.weights.sources import locate
+from keras_vit.weights.sources import find
 
 LARGE = 100e6  # parameters; the examples of larger models are not run by the tests
 DEFAULT_CLASSES = 1000  # ImageNet-1k, as in keras.applications
@@ -157,7 +157,7 @@ def _open_fitting(
 ) -> Checkpoint:
     height, width = request.input_shape[:2] if request.input_shape else (None, None)
     image_size = max(height, width) if height and width else None
-    path = locate(weights, variant, image_size=image_size, sha256=sha256)
+    path = find(weights, variant=variant, image_size=image_size, sha256=sha256)
     checkpoint = open_checkpoint(path)
     if request.include_top and request.classes_or(checkpoint.fields["classes"]) is None:
         raise ValueError(

@@ -263,13 +263,3 @@ def kept(home: Path) -> set[str]:
 def one_sentence(error: BaseException) -> bool:
     text = str(error)
     return "\n" not in text and not text.rstrip(".]'\"").count(". ")
-
-
-def reference_crc32c(body: bytes) -> int:
-    """CRC-32C bit by bit, from RFC 3720's definition."""
-    register = 0xFFFFFFFF
-    for byte in body:
-        register ^= byte
-        for _ in range(8):
-            register = register >> 1 ^ (0x82F63B78 if register & 1 else 0)
-    return register ^ 0xFFFFFFFF

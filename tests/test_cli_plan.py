@@ -41,7 +41,7 @@ def reached(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         asked.append(variant)
         return "network"
 
-    monkeypatch.setattr("keras_vit.weights.sources.reach", reach)
+    monkeypatch.setattr("keras_vit.weights.sources.resolve_origin", reach)
     return asked
 
 

@@ -3,12 +3,10 @@
 import dataclasses
 import json
 import shutil
-import types
 from pathlib import Path
 
 import cli_rig
-import huggingface_hub.constants
-import huggingface_hub.errors
+import huggingface_hub
 import image_files
 import keras
 import numpy as np
@@ -22,7 +20,6 @@ import keras_vit
 from keras_vit import evaluation
 from keras_vit.data import load_digits, read_image, resize_image
 from keras_vit.training import Run, open_source
-from keras_vit.weights import download
 
 MODERN = published.GOLDEN / "modern"
 WORDS = ["plain", "striped", "sea urchin", "owl", "fox", "hen", "crane"]
@@ -61,12 +58,7 @@ def hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Asked:
         asked.append((name, revision))
         return str(snapshot / name)
 
-    client = types.SimpleNamespace(
-        hf_hub_download=hf_hub_download,
-        errors=huggingface_hub.errors,
-        constants=huggingface_hub.constants,
-    )
-    monkeypatch.setattr(download, "_hub_library", lambda address: client)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", hf_hub_download)
     monkeypatch.setenv("KERAS_HOME", str(tmp_path / "keras"))
     return asked
 

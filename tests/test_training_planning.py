@@ -93,7 +93,9 @@ def test_elsewhere_the_small_model_trains_and_says_why(
     assert "cannot be reached (there is no " in plan.choice_text
     assert "KERAS_VIT_MIRROR" in plan.choice_text
     assert "--weights none" in plan.choice_text
-    monkeypatch.setattr("keras_vit.weights.sources.reach", lambda *_, **__: pytest.fail("asked"))
+    monkeypatch.setattr(
+        "keras_vit.weights.sources.resolve_origin", lambda *_, **__: pytest.fail("asked")
+    )
     fresh = planning.plan(photos, weights=None)
     assert fresh.choice_text.endswith("smallest: trains tiny from fresh weights.")
 

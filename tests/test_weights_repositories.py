@@ -16,7 +16,7 @@ from keras_vit.variants import parameter_count
 from keras_vit.weights import architectures
 from keras_vit.weights.architectures import find_architecture
 from keras_vit.weights.catalog import ACCURACY_KINDS, FAMILIES, Repository, repositories
-from keras_vit.weights.download import hub_parts
+from keras_vit.weights.sources import hub_parts
 
 ROWS = repositories()
 ADDRESSES = [row.address for row in ROWS]

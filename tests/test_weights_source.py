@@ -351,29 +351,29 @@ def test_reach_of_a_server(server: rig.Server, home: Path, monkeypatch: pytest.M
     """It is asked for one byte, and nothing is kept; or the reason is the middle of a sentence."""
     monkeypatch.setenv("KERAS_VIT_MIRROR", server.url)
     server.files[f"/{ROW.name}.npz"] = rig.BODY
-    assert sources.reach("imagenet21k", "Ti/16") == "mirror"
+    assert sources.resolve_origin("imagenet21k", "Ti/16") == "mirror"
     assert [request["range"] for request in server.requests] == ["bytes=0-0"]
     for fault, message in UNREACHABLE.items():
         server.faults = [fault]
-        seconds = 0.3 if message == "127" else sources.REACH_SECONDS
+        seconds = 0.3 if message == "127" else 4.0
         with pytest.raises(ConnectionError, match=message) as caught:
-            sources.reach("imagenet21k", "Ti/16", seconds=seconds)
+            sources.resolve_origin("imagenet21k", "Ti/16", seconds=seconds)
         assert not str(caught.value).endswith(".")
     monkeypatch.setenv("KERAS_VIT_MIRROR", "http://127.0.0.1:9")
     with pytest.raises(ConnectionError, match=r"127\.0\.0\.1:9: Connection refused"):
-        sources.reach("imagenet21k", "Ti/16")
+        sources.resolve_origin("imagenet21k", "Ti/16")
     assert not home.exists()
 
 
 def test_reach_of_files_on_this_machine(mirror: Path) -> None:
     """A folder has the file or not; what is in the cache is not looked for."""
     with pytest.raises(ConnectionError, match=r"there is no .*Ti_16.*\.npz"):
-        sources.reach("imagenet21k", "Ti/16")
+        sources.resolve_origin("imagenet21k", "Ti/16")
     put(mirror, ROW.name, dataclasses.replace(ROW.config, classes=3))
-    assert sources.reach("imagenet21k", "Ti/16") == "mirror"
+    assert sources.resolve_origin("imagenet21k", "Ti/16") == "mirror"
     file = download.cached_path(ROW.url)
     file.parent.mkdir(parents=True)
     file.write_bytes(rig.BODY)
-    assert sources.reach("imagenet21k", "Ti/16") == "cache"
+    assert sources.resolve_origin("imagenet21k", "Ti/16") == "cache"
     with pytest.raises(ValueError, match="There are no weights 'imagenet22k'"):
-        sources.reach("imagenet22k", "Ti/16")
+        sources.resolve_origin("imagenet22k", "Ti/16")

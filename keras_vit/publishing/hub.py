@@ -11,9 +11,8 @@ from keras_vit import environment
 from keras_vit.publishing import card
 from keras_vit.training import Provenance, Run, run
 from keras_vit.training.provenance import PROVENANCE
-from keras_vit.weights.connection import plain
-from keras_vit.weights.download import hub_parts
-from keras_vit.weights.sources import FOLDER_FILES
+from keras_vit.weights.download import printable
+from keras_vit.weights.sources import FOLDER_FILES, hub_parts
 
 # What shows images, or names them; it is published on demand alone.
 _WITH_IMAGES = (run.SPLITS, run.SAMPLE, run.RECONSTRUCTIONS, run.REPORT)
@@ -91,7 +90,7 @@ def push(
         made = api.create_commit(repository, operations, commit_message=message.strip())
     except (hub.errors.HfHubHTTPError, OSError, RuntimeError) as error:
         first = error.__cause__ if isinstance(error, RuntimeError) else error
-        reason = plain(str(first or error).strip().partition("\n")[0])
+        reason = printable(str(first or error).strip().partition("\n")[0])
         raise OSError(
             f"{address} could not be written ({reason}); check the name, the token's rights and "
             "the network, and push again."

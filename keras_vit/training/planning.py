@@ -52,7 +52,7 @@ class TrainingPlan:
     recipe: Recipe
     execution: Execution
     weights: str | None = None
-    place: sources.Place | None = None
+    place: sources.Origin | None = None
     unreached: str | None = None
 
     def make_model(self) -> ViTConfig | VisionTransformer | None:
@@ -187,7 +187,7 @@ def fine_tuning(images: int) -> Recipe:
 
 def _place(
     published: str | None, name: str, image_size: tuple[int, int] | None
-) -> tuple[sources.Place | None, str | None]:
+) -> tuple[sources.Origin | None, str | None]:
     """Returns where published weights are, or why there are none."""
     if published is None:
         return None, None
@@ -195,7 +195,7 @@ def _place(
     if height % patch or width % patch:
         return None, f"patches of {patch} pixels do not divide {height}x{width} (height x width)"
     try:
-        return sources.reach(published, name, image_size=max(height, width) or None), None
+        return sources.resolve_origin(published, name, image_size=max(height, width) or None), None
     except ConnectionError as error:
         return None, (
             f"published weights cannot be reached ({error}); they need fewer images: connect to "

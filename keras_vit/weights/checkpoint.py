@@ -28,7 +28,7 @@ from keras_vit.weights.arrays import (
     read_safetensors,
     read_shards,
 )
-from keras_vit.weights.checksums import SHARD_INDEX
+from keras_vit.weights.download import SHARD_INDEX
 from keras_vit.weights.layouts import (
     Row,
     check_published,

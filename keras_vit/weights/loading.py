@@ -27,9 +27,9 @@ from keras_vit.weights.checkpoint import (
     Checkpoint,
     open_checkpoint,
 )
-from keras_vit.weights.checksums import check_sha256
 from keras_vit.weights.layouts import Row, check_original, listed, original_rows
 from keras_vit.weights.positions import CELLS, Method, check_method, resample_variable
+from keras_vit.weights.sources import check_sha256
 
 
 def save_npz(model: VisionTransformer, path: str | Path) -> Path:

@@ -1,53 +1,64 @@
-"""Finds the local file that a source means: a file, a folder, an address or a published name."""
+"""Finds the local file that a user's `weights` means: a name, an address, a file or a folder."""
 
 import functools
 import logging
 import os
-import queue
 import re
-import threading
 import urllib.parse
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
+from keras_vit import environment
 from keras_vit.weights.arrays import shard_places
 from keras_vit.weights.catalog import resolve
 from keras_vit.weights.checkpoint import SUFFIXES
-from keras_vit.weights.checksums import SHARD_INDEX, check_one_file, check_sha256, checked_sha256
-from keras_vit.weights.connection import InterruptedTransferError, Pace, open_url, plain, shown
 from keras_vit.weights.download import (
+    AGAIN,
+    SHARD_INDEX,
+    InterruptedTransferError,
+    Session,
+    cache_folder,
     cached_path,
+    digest_of,
     fetch,
-    fetch_from_hub,
-    hub_parts,
+    printable,
+    redact_url,
     source_of,
+    verify,
 )
 from keras_vit.weights.torch_settings import SETTINGS_FILES
 
 # What a folder or repository is looked through for, before any other file that can be read.
 FOLDER_FILES = ("model.safetensors", f"model{SHARD_INDEX}", "model.keras")
+Origin = Literal["cache", "mirror", "network"]
 _OF_TORCH = (".safetensors", SHARD_INDEX)  # with settings beside them
 _SHARD = re.compile(r".*-\d{5}-of-\d{5}\.safetensors")
 _LOGGER = logging.getLogger("keras_vit.weights")
 
 
-def find(source: str | os.PathLike[str], *, sha256: str | None = None) -> Path:
-    """Returns the local file that a source means, downloading it if need be.
+def find(
+    source: str | os.PathLike[str],
+    *,
+    variant: str | None = None,
+    image_size: int | None = None,
+    sha256: str | None = None,
+) -> Path:
+    """Returns the local file of weights, or the index of its shards, downloading it if need be.
 
     Args:
         source: a file, a folder that holds one, an http(s) URL, or on the Hugging Face Hub
             "hf://owner/name", "hf://owner/name@revision" or "hf://owner/name@revision/file", where
             a slash of the revision is written %2F. All files of a model come from one commit.
+        variant: a key of `keras_vit.VARIANTS`, whose published names are sources too.
+        image_size: side of the images in pixels, which a published name's file is chosen by.
         sha256: the SHA-256 of the file of weights, compared before anything is read from it; None
             for weights in shards, which are several files.
 
-    Returns:
-        The file of weights, or the index of its shards.
-
     Raises:
         FileNotFoundError: there is no such file, or the folder holds none.
-        ValueError: the folder holds several, or the file has another SHA-256.
+        ValueError: no such name is published, the folder holds several files, or the file has
+            another SHA-256.
         OSError: the file cannot be fetched, or is not what was published.
         ImportError: the Hub's library is not installed.
     """
@@ -57,75 +68,34 @@ def find(source: str | os.PathLike[str], *, sha256: str | None = None) -> Path:
     if address.startswith("hf://"):
         return _hub_file(address, sha256)
     path = Path(address)
+    may_be_name = isinstance(source, str) and not address.endswith(SUFFIXES)
+    if variant is not None and may_be_name and "://" not in address:
+        try:
+            row = resolve(variant, address, image_size=image_size)
+        except ValueError:
+            if not path.exists():
+                raise
+        else:
+            return fetch(row.url, sha256=sha256 or row.sha256)
     if path.is_dir():
         path = _folder_file(path)
-    if not path.exists():
-        text = shown(address) if "://" in address else address
+    if not path.exists() and (variant is None or "://" in address):
+        text = redact_url(address) if "://" in address else address
         raise FileNotFoundError(
             f"There is no file or folder {text!r}; a source is one of these, a URL or "
             "hf://owner/name. Published names belong to builders, as in keras_vit.ViTB16(weights="
             '"imagenet21k").'
         )
-    return _check_file(path, sha256)
+    check_sha256(path, sha256)
+    return path
 
 
-def locate(
-    weights: str | os.PathLike[str],
-    variant: str,
-    *,
-    image_size: int | None = None,
-    sha256: str | None = None,
-) -> Path:
-    """Returns the local file for a builder's `weights`, downloading it if need be.
-
-    Args:
-        weights: what `find` takes, or a name that `keras_vit.weights.resolve` knows.
-        variant: a key of `keras_vit.VARIANTS`, to which a name belongs.
-        image_size: side of the images in pixels, which a name's file is chosen by.
-        sha256: as in `find`.
-
-    Raises:
-        ValueError: no published checkpoint has that name, or the file has another SHA-256.
-        OSError: the file cannot be fetched, or is not what was published.
-        ImportError: the Hub's library is not installed.
-    """
-    sha256 = checked_sha256(sha256)
-    if not isinstance(weights, str) and not Path(weights).is_dir():
-        return _check_file(Path(weights), sha256)
-    if not isinstance(weights, str) or "://" in weights:
-        return find(weights, sha256=sha256)
-    if weights.endswith(SUFFIXES):
-        return _check_file(Path(weights), sha256)
-    try:
-        row = resolve(variant, weights, image_size=image_size)
-    except ValueError:
-        if Path(weights).exists():
-            return find(weights, sha256=sha256)
-        raise
-    return fetch(row.url, sha256=sha256 or row.sha256)
-
-
-REACH_SECONDS = 4.0
-# Where the file of published weights would come from.
-Place = Literal["cache", "mirror", "network"]
-
-
-def reach(
-    weights: str,
-    variant: str,
-    *,
-    image_size: int | None = None,
-    seconds: float = REACH_SECONDS,
-) -> Place:
+def resolve_origin(
+    weights: str, variant: str, *, image_size: int | None = None, seconds: float = 4.0
+) -> Origin:
     """Returns where the file of a published name would come from, without downloading it.
 
     A file that is here is not asked for anywhere. Otherwise a server is asked for its first byte.
-
-    Args:
-        weights: a name that `keras_vit.weights.resolve` knows.
-        variant: a key of `keras_vit.VARIANTS`, to which it belongs.
-        image_size: as in `locate`.
-        seconds: how long to wait for an answer.
 
     Raises:
         ConnectionError: the file cannot be reached; the text is the reason alone.
@@ -139,42 +109,58 @@ def reach(
         if not source.is_file():
             raise ConnectionError(f"there is no {source}")
         return "mirror"
-    answers: queue.SimpleQueue[str] = queue.SimpleQueue()
-    # A thread that nobody waits for: to look up a host's address may take half a minute.
-    threading.Thread(
-        target=lambda: answers.put(_refusal(source, seconds)), name="keras_vit-reach", daemon=True
-    ).start()
     try:
-        refusal = answers.get(timeout=seconds)
-    except queue.Empty:
+        with Session() as session:
+            session.open(source, {"Range": "bytes=0-0"}, timeout=seconds).close()
+    except InterruptedTransferError as error:
         host = urllib.parse.urlsplit(source).netloc.rpartition("@")[2]
-        refusal = f"{plain(host)}: no answer within {seconds:g} seconds"
-    if refusal:
-        raise ConnectionError(refusal)
+        raise ConnectionError(f"{printable(host)}: {error}") from None
+    except FileNotFoundError as error:
+        raise ConnectionError(str(error)) from None
     return "network" if source == url else "mirror"
 
 
-def _refusal(url: str, seconds: float) -> str:
-    """Asks for the first byte of a file; returns why it does not come, "" if it does."""
-    pace, end = Pace(window=seconds, least=1), "_"  # the advice, which is taken off again
-    try:
-        with pace.watching():
-            response, _ = open_url(
-                url, {"Range": "bytes=0-0"}, advice=end, timeout=seconds, pace=pace
-            )
-            response.close()
-    except InterruptedTransferError as error:
-        host = urllib.parse.urlsplit(url).netloc.rpartition("@")[2]
-        reason = re.sub(r"^\[Errno -?[0-9]+\] ", "", str(error))
-        return f"{plain(host)}: {reason}"
-    except (OSError, ValueError) as error:
-        return str(error).removesuffix(f": {end}.").removesuffix(f": check the name, or {end}.")
-    return ""
+def checked_sha256(sha256: str | None, *, name: str = "") -> str | None:
+    """Returns a caller's SHA-256 in small letters; refuses what is none, or not of one file."""
+    if sha256 is None:
+        return None
+    if not isinstance(sha256, str):
+        kind = type(sha256).__name__
+        raise TypeError(f"sha256 is a text of 64 hexadecimal digits, or None. Received: a {kind}.")
+    if not re.fullmatch("[0-9a-fA-F]{64}", sha256):
+        raise ValueError(
+            f"sha256 is 64 hexadecimal digits, as sha256sum prints them. Received: {sha256[:80]!r}."
+        )
+    if name.endswith(SHARD_INDEX):  # which says nothing of the bytes in shards
+        raise ValueError(
+            f"sha256 is of one file, and {name} names several: compare each with sha256sum and "
+            "leave sha256 out, or save the weights as one file."
+        )
+    return sha256.lower()
 
 
-def _check_file(path: Path, sha256: str | None) -> Path:
-    check_sha256(path, sha256)
-    return path
+def check_sha256(path: Path, sha256: str | None) -> None:
+    """Compares a file with a caller's SHA-256; what is no file is left to its reader."""
+    expected = checked_sha256(sha256, name=path.name)
+    if expected and path.is_file() and (digest := digest_of(path)) != expected:
+        raise ValueError(f"{path} has the SHA-256 {digest}, and {expected} was asked for: {AGAIN}.")
+
+
+def hub_parts(address: str, *, suffixes: tuple[str, ...]) -> tuple[str, str | None, str | None]:
+    """Returns the repository, and the revision and the file where a Hub address says them."""
+    match = re.fullmatch(r"hf://([\w.-]+/[\w.-]+)(?:@([^@/\s?#]+))?(?:/([^@\s?#]+))?", address)
+    if match is None:
+        raise ValueError(
+            f"A Hub address is hf://owner/name. Received: {redact_url(address)!r}; after the name "
+            "may come @revision, and then /file."
+        )
+    repository, revision, file = match.groups()
+    if file is not None and (not file.endswith(suffixes) or ".." in file.split("/")):
+        raise ValueError(
+            f"A file on the Hub that holds weights ends in {', '.join(suffixes)}. "
+            f"Received: {redact_url(address)!r}."
+        )
+    return repository, revision and urllib.parse.unquote(revision), file
 
 
 def _folder_file(folder: Path) -> Path:
@@ -190,93 +176,92 @@ def _folder_file(folder: Path) -> Path:
             f"The folder {str(folder)!r} holds several checkpoints ({', '.join(files)}); pass the "
             "path of one."
         )
-    parts = [name for name in entries if name not in whole or name.endswith(".index.json")]
-    reason = (
-        f"its weights are in parts ({parts[0]}) without {FOLDER_FILES[1]}; fetch it, or save one"
-        " file"
-        if parts
-        else (f"put one there whose name ends in {', '.join(SUFFIXES)}")
-    )
+    reason = f"put one there whose name ends in {', '.join(SUFFIXES)}"
+    if parts := [name for name in entries if name not in whole or name.endswith(".index.json")]:
+        reason = f"its weights are in parts ({parts[0]}) without {FOLDER_FILES[1]}; fetch it, or "
+        reason += "save one file"
     raise FileNotFoundError(f"The folder {str(folder)!r} holds no checkpoint: {reason}.")
 
 
 def _url_file(url: str, sha256: str | None) -> Path:
-    """Fetches a file with its shards; a PyTorch library's with the settings beside it."""
-    check_one_file(cached_path(url).name, sha256)
-    path = fetch(url, sha256=sha256)
-    for name in _shards(path):
-        fetch(_beside(url, name))
-    for name in SETTINGS_FILES if path.name.endswith(_OF_TORCH) else ():
-        address = _beside(url, name)
-        try:
-            fetch(address, progress=False)
-        except FileNotFoundError:
-            _LOGGER.info("There is no %s.", shown(address))
-        except (OSError, ValueError) as error:
-            if cached_path(address).exists():  # it would be read, and is not what it was
-                raise
-            _LOGGER.warning("%s was not fetched: %s", shown(address), error)
+    checked_sha256(sha256, name=cached_path(url).name)
+    path, parts = fetch(url, sha256=sha256), urllib.parse.urlsplit(url)
+    folder = parts.path.rpartition("/")[0]
+    _get_beside(
+        path,
+        lambda name: fetch(parts._replace(path=f"{folder}/{name}").geturl()),
+        settings=SETTINGS_FILES if path.name.endswith(_OF_TORCH) else (),
+    )
     return path
-
-
-def _beside(url: str, name: str) -> str:
-    """Returns the URL of another file of the same folder."""
-    parts = urllib.parse.urlsplit(url)
-    return urllib.parse.urlunsplit(parts._replace(path=f"{parts.path.rpartition('/')[0]}/{name}"))
-
-
-def _shards(path: Path) -> list[str]:
-    """Returns the names of the files that an index names, none for another file."""
-    return sorted(set(shard_places(path).values())) if path.name.endswith(SHARD_INDEX) else []
 
 
 def _hub_file(address: str, sha256: str | None) -> Path:
-    """Fetches a model from the Hugging Face Hub, all files of one commit; settings land beside."""
-    repository, revision, file = hub_parts(address, suffixes=SUFFIXES)
-    check_one_file(file or "", sha256)
-    weights = file or FOLDER_FILES[0]
-    folder = weights.rpartition("/")[0]
-    get = functools.partial(fetch_from_hub, address, repository)
-    beside = [f"{folder}/{name}".lstrip("/") for name in SETTINGS_FILES]
-    # Of a run's model.keras the first of them, config.json, has the labels.
-    beside = beside if weights.endswith(_OF_TORCH) else beside[: weights.endswith(".keras")]
-    commit = revision
+    repository, commit, file = hub_parts(address, suffixes=SUFFIXES)
+    checked_sha256(sha256, name=file or "")
+    get = functools.partial(_fetch_from_hub, address, repository)
     if file is None:  # the small file first: it tells whether this is a model at all
-        _, commit = get(beside.pop(0), revision=commit)
-        path, commit = _hub_weights(address, get, commit, sha256)
-        beside = beside if path.name.endswith(_OF_TORCH) else []
-    else:
-        path, commit = get(file, revision=commit, sha256=sha256)
-    _LOGGER.info("%s is commit %s.", address, commit)
-    for name in _shards(path):
-        get(f"{folder}/{name}".lstrip("/"), revision=commit)
-    for name in beside:
+        _, commit = get(SETTINGS_FILES[0], commit)
+    errors: list[OSError] = []
+    for name in (file,) if file else FOLDER_FILES:
         try:
-            get(name, revision=commit)
+            path, commit = get(name, commit, None if name.endswith(SHARD_INDEX) else sha256)
+            break
         except OSError as error:
-            _LOGGER.info("%s", error)
+            errors.append(error)
+    else:
+        missing = FileNotFoundError(
+            f"{address} has none of {', '.join(FOLDER_FILES)}; weights are read from "
+            f"{', '.join(SUFFIXES)} files, one of them named as hf://owner/name/FILE."
+        )
+        # Without a network nobody says that a file is not there.
+        others = [error for error in errors if file or not isinstance(error, FileNotFoundError)]
+        raise [*others, missing][0]
+    checked_sha256(sha256, name=name)
+    _LOGGER.info("%s is commit %s.", address, commit)
+    folder = name.rpartition("/")[0]
+    # Of a run's model.keras the first of them, config.json, has the labels.
+    settings = (
+        SETTINGS_FILES if name.endswith(_OF_TORCH) else SETTINGS_FILES[: name.endswith(".keras")]
+    )
+    _get_beside(path, lambda name: get(f"{folder}/{name}".lstrip("/"), commit), settings=settings)
     return path
 
 
-def _hub_weights(
-    address: str, get: Callable[..., tuple[Path, str]], commit: str | None, sha256: str | None
-) -> tuple[Path, str]:
-    """Returns a repository's file of weights, or the index of its shards, and the commit."""
-    errors: list[OSError] = []
-    for name in FOLDER_FILES:
-        is_index = name.endswith(SHARD_INDEX)
+def _get_beside(path: Path, get: Callable[[str], object], *, settings: tuple[str, ...]) -> None:
+    """Gets the shards that an index names, and the settings where they are."""
+    for name in sorted(set(shard_places(path).values())) if path.name.endswith(SHARD_INDEX) else ():
+        get(name)
+    for name in settings:
         try:
-            found = get(name, revision=commit, **({} if is_index else {"sha256": sha256}))
+            get(name)
         except OSError as error:
-            errors.append(error)
-            continue
-        if is_index:
-            check_one_file(name, sha256)
-        return found
-    for failure in errors:  # without a network nobody says that a file is not there
-        if not isinstance(failure, FileNotFoundError):
-            raise failure
-    raise FileNotFoundError(
-        f"{address} has none of {', '.join(FOLDER_FILES)}; weights are read from "
-        f"{', '.join(SUFFIXES)} files, one of them named as hf://owner/name/FILE."
-    )
+            _LOGGER.info("%s", error)
+
+
+def _fetch_from_hub(
+    address: str, repository: str, name: str, revision: str | None, sha256: str | None = None
+) -> tuple[Path, str]:
+    """Returns the local copy of one file of a repository, verified, and its commit."""
+    with environment.installed(f"{address} needs the library huggingface-hub", "huggingface-hub"):
+        import huggingface_hub as hub
+    try:
+        path = Path(hub.hf_hub_download(repository, name, revision=revision))
+    except (hub.errors.HfHubHTTPError, OSError, ValueError, hub.errors.EntryNotFoundError) as error:
+        is_local = isinstance(error, hub.errors.LocalEntryNotFoundError)  # for lack of a network
+        if isinstance(error, hub.errors.EntryNotFoundError) and not is_local:
+            message = f"{address} has no {name}; check the name and the revision."
+            raise FileNotFoundError(message) from None
+        reason = printable(str(error).partition("\n")[0])
+        raise OSError(
+            f"{address} could not be fetched ({reason}); download its {name} and what is beside it "
+            "into one folder, and pass the path of the file of weights."
+        ) from None
+    # The Hub's library keeps snapshots/<commit>/<name>, a link to blobs/<ETag>; a large file's ETag
+    # is its SHA-256 ("Understand caching" in its documentation).
+    commit = path.parents[name.count("/")].name
+    blob = Path(path.readlink()).name if path.is_symlink() else ""
+    host = urllib.parse.urlsplit(hub.constants.ENDPOINT).netloc.rpartition("@")[2]
+    place = (f"hub+{host.replace(':', '_')}", *repository.split("/"), commit, *name.split("/"))
+    stated = blob if re.fullmatch("[0-9a-f]{64}", blob) else ""
+    verify(path, cache_folder().joinpath(*place), str(path), sha256=sha256, stated=stated)
+    return path, commit

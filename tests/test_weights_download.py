@@ -196,10 +196,7 @@ def linked(body: bytes) -> rig.Fault:
 # Faults that pass, what the server cannot do, and where each further request begins; None where
 # that is by chance.
 PASSING: dict[str, tuple[list[rig.Fault], dict[str, Any], list[int] | None]] = {
-    "500": ([rig.status(500)], {}, [0]),
-    "503 twice": ([rig.status(503), rig.status(503)], {}, [0, 0]),
-    "429": ([rig.status(429)], {}, [0]),
-    "408": ([rig.status(408)], {}, [0]),
+    "statuses that pass": ([rig.status(code) for code in (500, 503, 429, 408)], {}, [0, 0, 0, 0]),
     "reset": ([rig.reset(rig.MIDDLE)], {}, None),
     "reset before the first byte": ([rig.reset(0)], {}, [0]),
     "cut": ([rig.cut(0), rig.cut(100), rig.cut(200)], {}, [0, 100, 200]),
@@ -557,38 +554,16 @@ def sound_files() -> dict[str, bytes]:
 
 @pytest.mark.parametrize("name", sound_files())
 def test_structure_of_each_format(name: str, tmp_path: Path) -> None:
-    """A sound file passes; cut at many places (an archive at any), or another's, it does not."""
+    """A sound file passes; cut at many places, or another's, it does not."""
     files, file, suffix = sound_files(), tmp_path / name, Path(name).suffix
     file.write_bytes(files[name])
     download.check_structure(file, suffix, name)
     others = [body for other, body in files.items() if Path(other).suffix != suffix]
-    step = 1 if name == "x.npz" else 29
-    cuts = [files[name][:length] for length in range(0, len(files[name]), step)]
-    for content in (*others, *cuts, b"", b"<html>"):
+    cuts = [files[name][:length] for length in range(0, len(files[name]), 7)]
+    for content in (*others, *cuts, b"<html>"):
         file.write_bytes(content)
         with pytest.raises(download.DamagedError, match=f"^{name} is damaged .not a whole"):
             download.check_structure(file, suffix, name)
-
-
-def test_no_flipped_byte_passes_the_archive_check(tmp_path: Path) -> None:
-    """Whatever single byte is damaged: the check fails, or the arrays are unharmed."""
-    body = rig.archive(4, floats=8)
-    file = tmp_path / "x.npz"
-    file.write_bytes(body)
-    with np.load(file) as arrays:
-        expected = arrays["w"]
-    refused = 0
-    for place in range(len(body)):
-        file.write_bytes(rig.flipped(body, place))
-        try:
-            download.check_structure(file, ".npz", "x.npz")
-        except ValueError:
-            refused += 1
-            continue
-        with np.load(file) as arrays:
-            assert all(np.array_equal(arrays[name], expected) for name in arrays), place
-
-    assert refused > len(body) // 2
 
 
 def test_archive_that_unpacks_to_too_much(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from keras_vit.weights.checkpoint import SUFFIXES
 from keras_vit.weights.download import (
     AGAIN,
     SHARD_INDEX,
+    DamagedError,
     InterruptedTransferError,
     Session,
     cache_folder,
@@ -234,7 +235,7 @@ def _get_beside(path: Path, get: Callable[[str], object], *, settings: tuple[str
     for name in settings:
         try:
             get(name)
-        except OSError as error:
+        except (OSError, DamagedError) as error:  # what some servers say of a file they have not
             _LOGGER.info("%s", error)
 
 
@@ -263,5 +264,8 @@ def _fetch_from_hub(
     host = urllib.parse.urlsplit(hub.constants.ENDPOINT).netloc.rpartition("@")[2]
     place = (f"hub+{host.replace(':', '_')}", *repository.split("/"), commit, *name.split("/"))
     stated = blob if re.fullmatch("[0-9a-f]{64}", blob) else ""
-    verify(path, cache_folder().joinpath(*place), str(path), sha256=sha256, stated=stated)
+    try:
+        verify(path, cache_folder().joinpath(*place), str(path), sha256=sha256, stated=stated)
+    except DamagedError as error:
+        raise ValueError(str(error)) from None
     return path, commit

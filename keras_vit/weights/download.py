@@ -257,7 +257,8 @@ def check_structure(file: Path, suffix: str, subject: str) -> None:
     except _READ_ERRORS as error:
         with file.open("rb") as opened:
             start = opened.read(16)
-        text = f"not a whole {suffix} file, {printable(str(error))}, it begins with {start!r}"
+        reason = printable(str(error), limit=160)
+        text = f"not a whole {suffix} file, {reason}, it begins with {start!r}"
         raise DamagedError(f"{subject} is damaged ({text}): {AGAIN}.") from None
 
 

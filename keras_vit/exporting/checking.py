@@ -1,7 +1,6 @@
 """Compares exported files with their record, at any time after the export."""
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 from keras_vit.exporting import artefacts, references, verification
 from keras_vit.exporting.clean import messages, runners
 from keras_vit.exporting.description import Description
+from keras_vit.weights.arrays import FileError, read_json
 
 SAVED_MODEL = "saved_model.pb"
 _LARGEST_RECORD = 2**27  # bytes; a record holds a few answers
@@ -105,14 +105,12 @@ def read_record(folder: Path) -> dict[str, Any]:
         raise FileNotFoundError(
             f"{str(folder)!r} has no {verification.RECORD}, which says what its files are; {again}."
         )
-    fields: Any = None
-    if file.stat().st_size <= _LARGEST_RECORD:
-        try:
-            text = file.read_text(encoding="utf-8")
-            fields = json.loads(text)
-        except (ValueError, RecursionError):
-            fields = None
-    if not isinstance(fields, dict) or not verification.is_whole(text):
+    try:
+        fields = read_json(file, limit=_LARGEST_RECORD, finite=False)
+        is_whole = verification.is_whole(file.read_text(encoding="utf-8"))
+    except FileError:
+        is_whole = False
+    if not is_whole:
         raise ValueError(
             f"{str(file)!r} is not as it was written, so that it proves nothing; {again}."
         )

@@ -137,5 +137,5 @@ def _class_names(
         states_labels = False
     else:
         names = checkpoint.class_names
-        states_labels = bool(checkpoint.labels) and names is not None
+        states_labels = bool(checkpoint.settings.labels) and names is not None
     return names or tuple((str(index), str(index)) for index in range(classes)), states_labels

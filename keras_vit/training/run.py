@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import os
 import zipfile
 import zlib
@@ -17,9 +16,10 @@ from keras_vit.config import ViTConfig
 from keras_vit.data import ImageData, image_size_of, load_data, loading
 from keras_vit.layers.dense import CHANGES
 from keras_vit.model import VisionTransformer
-from keras_vit.training.settings import RESUME_OR_REPLACE
+from keras_vit.training.settings import MAX_TEXT, RESUME_OR_REPLACE
 from keras_vit.variants import parameter_count
-from keras_vit.weights.checkpoint import REGISTERED_NAME
+from keras_vit.weights.arrays import FileError, read_json
+from keras_vit.weights.checkpoint import REGISTERED_NAME, keras_settings
 from keras_vit.weights.positions import Method
 
 # The files of a run directory; what is not _TRAINED is written when the run is measured.
@@ -31,9 +31,7 @@ _TRAINED = (MODEL, CONFIG, LABELS, SPLITS, HISTORY, CURVES, SAMPLE, RECONSTRUCTI
 TRACKERS = "trackers.json"  # of an unfinished training alone
 FILES = (*_TRAINED, EVENTS, METRICS, CONFUSION, REPORT, CARD)
 
-# The largest text file that is read, in bytes; config.json with 21,843 labels has about 1 MB.
-MAX_TEXT = 2**24
-# Keras does not compress members, so a larger factor from file to memory is an attack.
+# A config that asks for more parameters than the file can hold is an attack.
 _MAX_EXPANSION = 8
 _LONGEST_REASON = 300  # characters
 # The errors of Keras for a file that holds no model.
@@ -99,7 +97,7 @@ class Run:
                 "give the --out of a training."
             )
         config = _read_config(directory / CONFIG)
-        settings = _model_settings(directory / MODEL)
+        settings = keras_settings(directory / MODEL, limit=MAX_TEXT)
         vit_config = _vit_config(directory / MODEL, settings)
         _check_same_run(directory, config, vit_config)  # before anything is built
         model = _build(directory / MODEL, settings, vit_config)
@@ -178,7 +176,7 @@ def open_model(path: str | os.PathLike[str]) -> keras.Model:
     file = Path(path)
     if not file.is_file():
         raise FileNotFoundError(f"There is no model file {str(path)!r}; check the path.")
-    settings = _model_settings(file)
+    settings = keras_settings(file, limit=MAX_TEXT)
     return _build(file, settings, _vit_config(file, settings))
 
 
@@ -188,18 +186,13 @@ def read_fields(file: Path) -> dict[str, Any]:
     Raises:
         ValueError: the file is too large, damaged, or not one JSON object.
     """
-    if file.stat().st_size > MAX_TEXT:
-        raise ValueError(f"{str(file)!r} is larger than {MAX_TEXT} bytes; it is not a run's.")
     try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
-        fields = None
-    if not isinstance(fields, dict):
+        return read_json(file, limit=MAX_TEXT, finite=False)
+    except FileError as error:
         raise ValueError(
-            f"{str(file)!r} is damaged: it is not one JSON object; put back the one that training "
-            "wrote."
-        )
-    return fields
+            f"{str(file)!r} is damaged: it is not one JSON object of at most {MAX_TEXT} bytes; put "
+            "back the one that training wrote."
+        ) from error
 
 
 def is_run(path: Path) -> bool:
@@ -283,26 +276,6 @@ def _read_config(file: Path) -> dict[str, Any]:
     return config
 
 
-def _model_settings(file: Path) -> dict[str, Any]:
-    """Returns the config of a .keras file, whose members may not be much larger than the file."""
-    max_size = _MAX_EXPANSION * file.stat().st_size + MAX_TEXT
-    try:
-        with zipfile.ZipFile(file) as archive:
-            members = archive.infolist()
-            size = sum(member.file_size for member in members)
-            names = [member.filename for member in members]
-            text = archive.getinfo(CONFIG)
-            if size > max_size or text.file_size > MAX_TEXT or len(set(names)) < len(names):
-                raise ValueError("its members are too large, or several have one name")
-            settings = json.loads(archive.read(text))
-    except (*_UNREADABLE, RecursionError) as error:
-        reason = error if type(error) is ValueError else "it is cut off, or something else"
-        raise ValueError(f"{str(file)!r} is not a whole .keras file: {reason}.") from error
-    if not isinstance(settings, dict):
-        raise ValueError(f"{str(file)!r} is not a whole .keras file: its {CONFIG} is no object.")
-    return settings
-
-
 def _vit_config(file: Path, settings: dict[str, Any]) -> ViTConfig | None:
     """Returns the config of a plain Vision Transformer, None for another model.
 
@@ -350,7 +323,7 @@ def _inner_configs(settings: Any) -> Iterator[dict[str, Any]]:
 def _opening_error(file: Path, error: Exception) -> ValueError:
     """Returns an error with our own reason; those of libraries are long and cite their code."""
     reason = " ".join(str(error).split())
-    if type(error) is not ValueError or len(reason) > _LONGEST_REASON:
+    if type(error) not in (ValueError, FileError) or len(reason) > _LONGEST_REASON:
         reason = f"it is damaged, or needs code that is not there ({type(error).__name__})."
     return ValueError(f"{str(file)!r} cannot be opened as a model: {reason}")
 

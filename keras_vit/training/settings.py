@@ -4,6 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from keras_vit.weights.arrays import read_json
+
+# The largest text file of a run that is read, in bytes; a config.json with 21,843 labels has about
+# 1 MB.
+MAX_TEXT = 2**24
 _EPOCHS = "recipe.epochs"
 # What a sentence advises where something is in the way.
 REPLACE = 'replace it (--overwrite; in Python existing="overwrite") or choose another --out'
@@ -60,8 +65,8 @@ def _is_raised(name: str, before: Any, now: Any) -> bool:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        return flat(dict(json.loads(file.read_text("utf-8"))))
-    except (ValueError, TypeError) as error:
+        return flat(read_json(file, limit=MAX_TEXT, finite=False))
+    except ValueError as error:
         raise ValueError(
             f"{str(file)!r} is damaged, so the settings of the training are unknown; {REPLACE}."
         ) from error

@@ -14,8 +14,8 @@ from keras_vit.model import VisionTransformer
 from keras_vit.weights import loading
 from keras_vit.weights.checkpoint import (
     ARCHITECTURE,
-    BEYOND,
-    NUMBERS,
+    ASSUMED_FIELDS,
+    EXTENSION_FIELDS,
     Checkpoint,
     open_checkpoint,
 )
@@ -26,9 +26,9 @@ from keras_vit.weights.torch_layouts import without_distillation
 AUTO = "auto"
 
 # What a model does where its source holds weights alone.
-_OPEN = {"classifier_activation": "softmax", "include_preprocessing": True}
+_DEFAULTS = {"classifier_activation": "softmax", "include_preprocessing": True}
 # What no argument decides: the file does.
-_KEPT = ("class_token", *NUMBERS, "antialias", *BEYOND)
+_FIXED_BY_FILE = ("class_token", *ASSUMED_FIELDS, "antialias", *EXTENSION_FIELDS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -185,10 +185,10 @@ def build(
     """
     if base is not None:
         loading.check_architecture(checkpoint, base)
-    if checkpoint.unknown is not None:
-        raise ValueError(_refusal(checkpoint, checkpoint.unknown))
+    if checkpoint.settings.unsupported_reason is not None:
+        raise ValueError(_refusal(checkpoint, checkpoint.settings.unsupported_reason))
     base = base or _config_of(checkpoint, request.input_shape)
-    checkpoint = _with_heads_asked_for(checkpoint, request)
+    checkpoint = _select_heads(checkpoint, request)
     config = _config(base, checkpoint, request)
     keeps_head = config.classes == checkpoint.fields["classes"]
     rows = loading.match(checkpoint, config, head="file" if keeps_head else "fresh")
@@ -212,7 +212,7 @@ def _config_of(checkpoint: Checkpoint, input_shape: InputShape | None) -> ViTCon
     _check_channels(checkpoint, input_shape or shape)
     places = {} if None in shape else {"input_shape": shape, "position_grid": None}
     try:
-        config = ViTConfig(**{**_OPEN, **checkpoint.assumed, **fields, **places})
+        config = ViTConfig(**{**_DEFAULTS, **checkpoint.settings.assumed, **fields, **places})
         return config.resized(input_shape or shape)
     except ValueError as error:
         raise ValueError(f"{checkpoint.path}: {error}") from error
@@ -237,7 +237,7 @@ def _shape(checkpoint: Checkpoint) -> tuple[int, int, int]:
     return rows * stride, columns * stride, checkpoint.channels
 
 
-def _with_heads_asked_for(checkpoint: Checkpoint, request: Request) -> Checkpoint:
+def _select_heads(checkpoint: Checkpoint, request: Request) -> Checkpoint:
     """Leaves the distillation token's classifier aside where the class token's is not asked for."""
     fields = checkpoint.fields
     is_asked = request.include_top and request.pooling in (None, "token")
@@ -252,7 +252,7 @@ def _with_heads_asked_for(checkpoint: Checkpoint, request: Request) -> Checkpoin
 
 
 def _config(base: ViTConfig, checkpoint: Checkpoint, request: Request) -> ViTConfig:
-    fields = {**checkpoint.assumed, **checkpoint.fields}
+    fields = {**checkpoint.settings.assumed, **checkpoint.fields}
     classes = request.classes_or(fields["classes"])
     keeps_top = request.include_top and classes == fields["classes"]
     shape = base.input_shape
@@ -264,7 +264,7 @@ def _config(base: ViTConfig, checkpoint: Checkpoint, request: Request) -> ViTCon
     shape = request.input_shape or (stored if None in stored else shape)
     _check_channels(checkpoint, shape)
     pooling = request.pooling or (fields["pooling"] if request.include_top else None)
-    kept = {name: fields[name] for name in _KEPT if name in fields}
+    kept = {name: fields[name] for name in _FIXED_BY_FILE if name in fields}
     if pooling != "map":
         kept["pooling_heads"] = None
     return request.applied(
@@ -288,16 +288,16 @@ def _refusal(checkpoint: Checkpoint, why: str) -> str:
 def _warn(checkpoint: Checkpoint, model: VisionTransformer, *, is_head_kept: bool) -> None:
     """Tells the caller of `load` or of a builder what a number hangs on that no file says."""
     level = 4  # this function, build, load or the builder, the caller
-    assumed = [name for name in NUMBERS if name not in checkpoint.fields]
+    assumed = [name for name in ASSUMED_FIELDS if name not in checkpoint.fields]
     if assumed:
         values = ", ".join(f"{name}={getattr(model.config, name)!r}" for name in assumed)
         warnings.warn(
             f"{checkpoint.path} does not say what it was trained with; assumed {values}. Where "
-            f"that is wrong, so is every number: {checkpoint.hint}.",
+            f"that is wrong, so is every number: {checkpoint.settings.hint}.",
             stacklevel=level,
         )
-    if checkpoint.remark:
-        warnings.warn(f"{checkpoint.path}: {checkpoint.remark}", stacklevel=level)
+    if checkpoint.settings.warning:
+        warnings.warn(f"{checkpoint.path}: {checkpoint.settings.warning}", stacklevel=level)
     if is_head_kept and model.config.classes and not _has_trained_head(model):
         warnings.warn(
             f"The classifier in {checkpoint.path} is all zeros, as the original's ImageNet-21k "

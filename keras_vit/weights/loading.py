@@ -21,9 +21,9 @@ from keras_vit.model import VisionTransformer
 from keras_vit.weights.arrays import FLOATS
 from keras_vit.weights.checkpoint import (
     ARCHITECTURE,
-    NUMBERS,
-    PARTS,
-    PLACES,
+    ASSUMED_FIELDS,
+    FIELDS_FROM_SHAPES,
+    ROTARY_FIELDS,
     Checkpoint,
     open_checkpoint,
 )
@@ -241,7 +241,7 @@ def match(
     problems = [f"{kind}: {listed(names)}" for kind, names in differences if names]
     if problems:
         raise ValueError(
-            f"{checkpoint.path} does not fit the model. Arrays{checkpoint.naming} "
+            f"{checkpoint.path} does not fit the model. Arrays{checkpoint.settings.names_note} "
             f"{'; '.join(problems)}."
         )
     _check_positions(checkpoint, rows, config)
@@ -268,7 +268,11 @@ def check_numbers(checkpoint: Checkpoint, config: ViTConfig) -> None:
 
     What the file does not say is not compared: then the config's word stands.
     """
-    names = [*NUMBERS, *PLACES, *(["pooling_heads"] if config.pooling == "map" else [])]
+    names = [
+        *ASSUMED_FIELDS,
+        *ROTARY_FIELDS,
+        *(["pooling_heads"] if config.pooling == "map" else []),
+    ]
     numbers = {name: checkpoint.fields[name] for name in names if name in checkpoint.fields}
     other = {name: v for name, v in numbers.items() if not _same(v, getattr(config, name))}
     if other:
@@ -285,7 +289,7 @@ def _check_values(checkpoint: Checkpoint, names: list[str]) -> None:
     others = [name for name in sorted(names) if checkpoint.arrays[name].dtype not in FLOATS]
     if others:
         raise ValueError(
-            f"{checkpoint.path}: array {shown(others[0])}{checkpoint.naming} is of "
+            f"{checkpoint.path}: array {shown(others[0])}{checkpoint.settings.names_note} is of "
             f"{checkpoint.arrays[others[0]].dtype}; weights are of {', '.join(map(str, FLOATS))}."
         )
 
@@ -360,7 +364,11 @@ def _ignored_prefixes(
     checkpoint: Checkpoint, config: ViTConfig, head: Literal["file", "fresh"]
 ) -> tuple[str, ...]:
     """Returns the beginnings of array names that a model of this config may leave aside."""
-    parts = {name: v for name, v in checkpoint.fields.items() if name in (*ARCHITECTURE, *PARTS)}
+    parts = {
+        name: v
+        for name, v in checkpoint.fields.items()
+        if name in (*ARCHITECTURE, *FIELDS_FROM_SHAPES)
+    }
     try:
         stored_config = dataclasses.replace(config, **parts)
     except ValueError as error:
@@ -403,8 +411,8 @@ def _finite(checkpoint: Checkpoint, name: str) -> np.ndarray:
         if np.isfinite(value.sum()) or np.isfinite(value).all():
             return value
     raise ValueError(
-        f"{checkpoint.path}: array {shown(name)}{checkpoint.naming} holds a value that is not a "
-        "finite number in float32; the file is damaged, or its training went wrong."
+        f"{checkpoint.path}: array {shown(name)}{checkpoint.settings.names_note} holds a value "
+        "that is not a finite number in float32; the file is damaged, or its training went wrong."
     )
 
 

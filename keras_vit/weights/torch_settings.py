@@ -1,11 +1,10 @@
 """What lies beside the arrays of timm and Hugging Face transformers: what no array shows."""
 
-import contextlib
 import dataclasses
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from keras_vit.weights.architectures import (
     RotaryLayout,
     find_architecture,
 )
-from keras_vit.weights.arrays import read_json
+from keras_vit.weights.arrays import naming, read_json
 
 CONFIG, PREPROCESSOR = "config.json", "preprocessor_config.json"
 SETTINGS_FILES = (CONFIG, PREPROCESSOR)
@@ -33,39 +32,42 @@ _MAX_SIDE = 2**20  # pixels
 # with quick_gelu, under whichever name of an architecture (timm/models/vision_transformer.py).
 _PROJECTIONS = (512, 640, 768, 896, 1024, 1280)
 _QUICK_GELU = r"openai|metaclip_(400m|2pt5b)|dfn"
+_NAMES_NOTE = ", by timm's names,"
 _PIXELS = {"image_mean": (0.5, 0.5, 0.5), "image_std": (0.5, 0.5, 0.5)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TorchSettings:
+class Settings:
     """What is known of a model beside its arrays.
 
     Attributes:
         fields: ViTConfig fields in the files, among them "pooling" if it is there.
         assumed: the library's defaults of the fields that may be missing.
         sizes: (height, width) of images that they mention, the most likely first.
-        unknown: why the files do not say what the network computes, None where they do.
+        unsupported_reason: why the files do not say what the network computes, None where they do.
         hint: how the files would say what is assumed.
         rotary_layout: which channels rotary positions turn together, None where nobody says.
         pools_prefix: whether attention pooling looks at the tokens before the patches' too.
         labels: (identifier, name) of each class that they name.
         projects: whether what has a classifier's name projects to the space of a text tower.
-        remark: what a user should know of the numbers, "" for nothing.
+        names_note: what messages say of the arrays' names, where these are not the file's own.
+        warning: what a user should know of the numbers, "" for nothing.
     """
 
-    fields: Mapping[str, Any]
-    assumed: Mapping[str, Any]
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    assumed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     sizes: tuple[tuple[int, int], ...] = ()
-    unknown: str | None = None
+    unsupported_reason: str | None = None
     hint: str = f"put the model's {CONFIG} beside it"
     rotary_layout: RotaryLayout | None = None
     pools_prefix: bool = False
     labels: tuple[tuple[str, str], ...] = ()
     projects: bool = False
-    remark: str = ""
+    names_note: str = ""
+    warning: str = ""
 
 
-def timm_settings(folder: Path) -> TorchSettings:
+def timm_settings(folder: Path) -> Settings:
     """Reads the config.json that timm writes.
 
     Raises:
@@ -74,12 +76,12 @@ def timm_settings(folder: Path) -> TorchSettings:
     assumed = {"activation": "gelu", "layer_norm_epsilon": 1e-6, **_PIXELS}
     settings = _read_config(folder / CONFIG)
     if settings is None:
-        return TorchSettings(fields={}, assumed=assumed)
-    with _blaming(folder / CONFIG):
+        return Settings(fields={}, assumed=assumed)
+    with naming(folder / CONFIG):
         return _timm_settings(settings, assumed)
 
 
-def hugging_face_settings(folder: Path) -> TorchSettings:
+def hugging_face_settings(folder: Path) -> Settings:
     """Reads the config.json and preprocessor_config.json that transformers writes.
 
     Raises:
@@ -88,15 +90,17 @@ def hugging_face_settings(folder: Path) -> TorchSettings:
     settings = _read_config(folder / CONFIG)
     assumed = {"activation": "gelu", "layer_norm_epsilon": 1e-12, **_PIXELS}
     processor = _read_config(folder / PREPROCESSOR)
-    with _blaming(folder / PREPROCESSOR):
+    with naming(folder / PREPROCESSOR):
         pixels = _processor_pixels(processor)
     if settings is None:
-        return TorchSettings(fields=pixels, assumed=assumed, hint=f"put {CONFIG} beside it")
-    with _blaming(folder / CONFIG):
+        return Settings(
+            fields=pixels, assumed=assumed, hint=f"put {CONFIG} beside it", names_note=_NAMES_NOTE
+        )
+    with naming(folder / CONFIG):
         return _hugging_face_settings(settings, assumed, pixels)
 
 
-def with_settings(fields: Mapping[str, Any], settings: TorchSettings) -> dict[str, Any]:
+def with_settings(fields: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
     """Returns the fields of arrays and settings together, having held the ones against the others.
 
     Raises:
@@ -119,7 +123,7 @@ def with_settings(fields: Mapping[str, Any], settings: TorchSettings) -> dict[st
     return {**fields, **said}
 
 
-def _timm_settings(settings: Mapping[str, Any], assumed: Mapping[str, Any]) -> TorchSettings:
+def _timm_settings(settings: Mapping[str, Any], assumed: Mapping[str, Any]) -> Settings:
     name = settings.get("architecture")
     arguments = _mapping(settings, "model_args")
     # Before timm 0.9, what is now `pretrained_cfg` stood at the top.
@@ -139,17 +143,17 @@ def _timm_settings(settings: Mapping[str, Any], assumed: Mapping[str, Any]) -> T
     shape = pretrained.get("input_size")  # channels first
     sizes = [arguments.get("img_size"), shape[-2:] if isinstance(shape, list) else None]
     labels = _timm_labels(settings, pretrained)
-    return TorchSettings(
+    return Settings(
         fields=fields,
         assumed=assumed,
         sizes=_sizes(sizes),
-        unknown=None if architecture is not None else _unknown_name(name),
+        unsupported_reason=None if architecture is not None else _unknown_name(name),
         hint=f'write "mean" and "std" into the "pretrained_cfg" of its {CONFIG}',
         rotary_layout=None if architecture is None else architecture.rotary_layout,
         pools_prefix=architecture is not None and architecture.pools_prefix,
         labels=labels,
         projects=not labels and _projects(settings, pretrained),
-        remark=_remark(str(name), pretrained),
+        warning=_warning(str(name), pretrained),
     )
 
 
@@ -161,7 +165,7 @@ def _projects(settings: Mapping[str, Any], pretrained: Mapping[str, Any]) -> boo
     return is_tower and not was_tuned and width in _PROJECTIONS
 
 
-def _remark(name: str, pretrained: Mapping[str, Any]) -> str:
+def _warning(name: str, pretrained: Mapping[str, Any]) -> str:
     tag = str(pretrained.get("tag"))
     is_other = "_clip_" in name and "quickgelu" not in name
     if not (is_other and re.match(_QUICK_GELU, tag)) or "_ft_" in tag:
@@ -187,7 +191,7 @@ def _architecture_fields(architecture: Architecture) -> dict[str, Any]:
 
 def _hugging_face_settings(
     settings: Mapping[str, Any], assumed: Mapping[str, Any], pixels: Mapping[str, Any]
-) -> TorchSettings:
+) -> Settings:
     labels = _labels(settings.get("id2label"))
     settings, kind = _image_tower(settings)
     if settings.get("pooler_act", "tanh") != "tanh":
@@ -196,14 +200,15 @@ def _hugging_face_settings(
         )
     fields = {**_hugging_face_fields(settings, kind), **pixels}
     unknown = None if kind is not None else f"its {CONFIG} names no model_type"
-    return TorchSettings(
+    return Settings(
         fields=fields,
         assumed=assumed,
         sizes=_sizes([settings.get("image_size")]),
-        unknown=unknown,
+        unsupported_reason=unknown,
         hint=f"put the model's {PREPROCESSOR} beside it",
         rotary_layout="halves",
         labels=labels,
+        names_note=_NAMES_NOTE,
     )
 
 
@@ -385,22 +390,11 @@ def _mapping(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return value
 
 
-@contextlib.contextmanager
-def _blaming(path: Path) -> Iterator[None]:
-    """Names the file that an error is about."""
-    try:
-        yield
-    except ValueError as error:
-        if str(path) in str(error):
-            raise
-        raise ValueError(f"{path}: {error}") from error
-
-
 def _read_config(path: Path) -> dict[str, Any] | None:
     return read_json(path) if os.path.lexists(path) else None
 
 
-def _checked_pooling(fields: Mapping[str, Any], pooling: Any, settings: TorchSettings) -> Any:
+def _checked_pooling(fields: Mapping[str, Any], pooling: Any, settings: Settings) -> Any:
     """Holds the pooling that the settings say against the arrays."""
     has_map, has_token = fields["pooling"] == "map", fields["class_token"]
     if has_map and (has_token or fields["num_registers"]) and not settings.pools_prefix:

@@ -8,7 +8,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-DATA = ("py.typed", "labels/imagenet2012.txt", "weights/repositories.csv")
+DATA = ("py.typed", "labels/imagenet2012.txt", "weights/published.csv", "weights/repositories.csv")
 SCRIPT = """
 import keras_vit, pathlib, sys
 folder = pathlib.Path(keras_vit.__file__).parents[1]

@@ -1,8 +1,8 @@
 """The catalogue: every row complete and of the right size, every short name to the right file."""
 
-import itertools
 import math
 import re
+from collections.abc import Collection
 
 import hypothesis
 import hypothesis.strategies as st
@@ -10,8 +10,18 @@ import pytest
 from test_variants import PARAMETERS
 
 from keras_vit import variants
-from keras_vit.weights import published
-from keras_vit.weights.catalog import catalog, resolve
+from keras_vit.weights.catalog import (
+    AUGMENTATIONS,
+    AUGREG_DATA,
+    AUGREG_MODELS,
+    AUGREG_SIZES,
+    AUGREG_TUNED,
+    DROPOUTS,
+    WEIGHT_DECAYS,
+    augreg_row,
+    catalog,
+    resolve,
+)
 
 # variant, weights, image_size -> the row's name.
 RESOLVED = [
@@ -197,74 +207,64 @@ def test_misnamed_files_are_refused() -> None:
             resolve("B/16", f"augreg/{name.replace(old, new)}")
         assert "\n" not in str(caught.value)
     with pytest.raises(ValueError, match="is named like"):
-        published.parse("")
+        resolve("B/16", "augreg/--")
 
 
 @st.composite
-def names(draw: st.DrawFn) -> published.AugRegName:
-    """Any name of the sweep."""
-    model = draw(st.sampled_from(list(published.VARIANTS)))
-    pretrained = draw(st.sampled_from(list(published.PRETRAINED)))
-    adaptation = None
+def names(draw: st.DrawFn) -> tuple[str, str, tuple[int, int, str]]:
+    """Any name of the sweep, with its variant and its classes, size in pixels and data."""
+
+    def any_of(values: Collection[str]) -> str:
+        return draw(st.sampled_from(list(values)))
+
+    model, pretrained, dropout = map(any_of, (AUGREG_MODELS, AUGREG_DATA, DROPOUTS))
+    data, classes, epochs = AUGREG_DATA[pretrained]
+    name = f"{model}-{pretrained}-{any_of(epochs)}ep-lr_0.001-aug_{any_of(AUGMENTATIONS)}"
+    name += f"-wd_{any_of(WEIGHT_DECAYS)}-do_{dropout}-sd_{dropout}"
+    size = "224"
     if draw(st.booleans()):
-        data = draw(st.sampled_from(list(published.ADAPTED)))
-        _, steps, rates = published.ADAPTED[data]
-        adaptation = published.Adaptation(
-            data=data,
-            steps=draw(st.sampled_from(steps)),
-            rate=draw(st.sampled_from(rates)),
-            size="224" if model == "B_8" else draw(st.sampled_from(published.SIZES)),
-        )
-    return published.AugRegName(
-        model=model,
-        pretrained=pretrained,
-        epochs=draw(st.sampled_from(published.PRETRAINED[pretrained][2])),
-        augmentation=draw(st.sampled_from(published.AUGMENTATIONS)),
-        weight_decay=draw(st.sampled_from(published.WEIGHT_DECAYS)),
-        dropout=draw(st.sampled_from(published.DROPOUTS)),
-        adaptation=adaptation,
-    )
+        tuned = any_of(AUGREG_TUNED)
+        classes, steps, rates = AUGREG_TUNED[tuned]
+        size = size if model == "B_8" else any_of(AUGREG_SIZES)
+        data = data if data == tuned else f"{data}+{tuned}"
+        name += f"--{tuned}-steps_{any_of(steps)}-lr_{any_of(rates)}-res_{size}"
+    return name, AUGREG_MODELS[model], (classes, int(size), data)
 
 
-@hypothesis.given(name=names())
+@hypothesis.given(drawn=names(), place=st.integers(0, 200), character=st.sampled_from("-_.0aT1"))
 @hypothesis.settings(deadline=None, max_examples=100, derandomize=True)
-def test_stems_round_trip(name: published.AugRegName) -> None:
-    """Reading what was written gives the same name, and a row of that variant, data and size."""
-    assert published.parse(str(name)) == name
-    row = resolve(name.variant, f"augreg/{name}")
-    assert row.url.endswith(f"/augreg/{name}.npz")
-    assert (row.classes, row.image_size, row.data) == (name.classes, name.image_size, name.data)
-    assert row.parameters == variants.parameter_count(row.config)
-
-
-@hypothesis.given(name=names(), place=st.integers(0, 200), character=st.sampled_from("-_.0aT1"))
-@hypothesis.settings(deadline=None, max_examples=100, derandomize=True)
-def test_a_changed_stem_is_refused_or_another(
-    name: published.AugRegName, place: int, character: str
+def test_a_name_says_what_its_file_is(
+    drawn: tuple[str, str, tuple[int, int, str]], place: int, character: str
 ) -> None:
-    """No misspelling is read as the name it was made from."""
-    stem = str(name)
-    place %= len(stem)
-    changed = stem[:place] + character + stem[place + 1 :]
+    """Variant, classes, size and data; a misspelling is refused, or another file's name."""
+    name, variant, expected = drawn
+    row = resolve(variant, f"augreg/{name}")
+    assert row.url.endswith(f"/augreg/{name}.npz")
+    assert (row.classes, row.image_size, row.data) == expected
+    assert row.parameters == variants.parameter_count(row.config)
+    place %= len(name)
+    changed = name[:place] + character + name[place + 1 :]
     try:
-        parsed = published.parse(changed)
+        row = resolve(variant, f"augreg/{changed}")
     except ValueError:
         return
-    assert str(parsed) == changed
+    assert row.name == f"augreg/{changed}"
 
 
 def test_the_grammar_counts_what_was_published() -> None:
     """It admits 759 pre-trained and 51,510 fine-tuned files; the index lists 759 and 51,509."""
-    parts = (published.AUGMENTATIONS, published.WEIGHT_DECAYS, published.DROPOUTS)
     sweeps = 3  # i1k, i21k and i21k_30
     # B/8 has three files alone.
-    others = (len(published.VARIANTS) - 1) * sweeps * math.prod(map(len, parts))
+    others = (len(AUGREG_MODELS) - 1) * sweeps
+    others *= math.prod(map(len, (AUGMENTATIONS, WEIGHT_DECAYS, DROPOUTS)))
     fine_tunings = sum(
-        len(steps) * len(rates) * len(published.SIZES)
-        for _, steps, rates in published.ADAPTED.values()
+        len(steps) * len(rates) * len(AUGREG_SIZES) for _, steps, rates in AUGREG_TUNED.values()
     )
     assert others + 3 == 759
     assert others * fine_tunings + 3 * fine_tunings // 2 == 51_509 + 1
-    tables = (published.AUGREG_21K, published.AUGREG_21K_1K, published.AUGREG_1K)
-    stems = [file.stem for file in itertools.chain(*tables)]
-    assert len(stems) == len(set(stems)) == 35
+    rows = [row for row in catalog() if row.family == "augreg"]
+    assert len(rows) == 35
+    for row in rows:  # and each of ours is of it, as its row says
+        read = augreg_row(row.name.removeprefix("augreg/"))
+        assert (read.variant, read.data, read.classes) == (row.variant, row.data, row.classes)
+        assert read.image_size == row.image_size

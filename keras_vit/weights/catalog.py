@@ -1,9 +1,12 @@
 """Lists the published checkpoints, one row each, and finds the one that a short name means.
 
-Those of `catalog` are Google's own files, in the bucket gs://vit_models. Two of its folders need a
-word: `augreg` holds 52 thousand files more than the rows here, each reached by its name; `gsam` is
-not listed, because its files are of another architecture and of doubtful quality
-(vision_transformer issues 195 and 223, pytorch-image-models issue 1302).
+Those of `catalog` are Google's own files, in the bucket gs://vit_models. The rows are in
+`published.csv`, recommended ones first: of AugReg those of the original's README, its notebook for
+B/8 and timm's choices at 224 pixels. The paper's own ImageNet-21k classifiers are zeros
+(vision_transformer issues 10, 32, 252). Two of the bucket's folders need a word: `augreg` holds 52
+thousand files more than the rows here, each reached by its name; `gsam` is not listed, because its
+files are of another architecture and of doubtful quality (issues 195 and 223,
+pytorch-image-models issue 1302).
 
 Those of `repositories` are today's families on the Hugging Face Hub, which `keras_vit.load` reads
 by their address. The rows are in `repositories.csv`. What no source says is left open there. What a
@@ -15,13 +18,14 @@ import dataclasses
 import difflib
 import functools
 import importlib.resources
+import re
+import typing
 import urllib.parse
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Collection, Mapping
+from typing import Any, Literal, TypeVar
 
 from keras_vit import variants
 from keras_vit.config import ViTConfig
-from keras_vit.weights import published
 
 # What other libraries call the data: keras.applications' "imagenet" has 1,000 classes.
 _1K = ("imagenet21k+imagenet2012", "imagenet2012")
@@ -125,13 +129,7 @@ def catalog() -> tuple[CatalogRow, ...]:
         >>> [row.name for row in catalog() if row.variant == "H/14"]
         ['imagenet21k/ViT-H_14']
     """
-    augreg_files = (*published.AUGREG_21K, *published.AUGREG_21K_1K, *published.AUGREG_1K)
-    return (
-        *(_augreg_row(file) for file in augreg_files),
-        *(_original_21k_row(file) for file in published.ORIGINAL_21K),
-        *(_original_21k_1k_row(file) for file in published.ORIGINAL_21K_1K),
-        *(_sam_row(file) for file in published.SAM),
-    )
+    return _table("published.csv", CatalogRow)
 
 
 def resolve(variant: str, weights: str, *, image_size: int | None = None) -> CatalogRow:
@@ -165,7 +163,7 @@ def resolve(variant: str, weights: str, *, image_size: int | None = None) -> Cat
     variants.variant(variant)
     rows = [row for row in catalog() if weights in row.words]
     if not rows and weights.startswith("augreg/") and weights.count("-") > 1:
-        rows = [_augreg_row(published.Published(weights.removeprefix("augreg/")))]
+        rows = [augreg_row(weights.removeprefix("augreg/"))]
     fitting = [row for row in rows if row.variant == variant]
     if not fitting:
         raise ValueError(_unknown(variant, weights, rows))
@@ -179,7 +177,7 @@ def _unknown(variant: str, weights: str, elsewhere: list[CatalogRow]) -> str:
         for word in row.words[:2] if row.variant == variant else ():
             sizes.setdefault(word, []).append(row.image_size)
     choices = [f"{word!r} ({', '.join(map(str, sorted({*at})))} px)" for word, at in sizes.items()]
-    if variant in published.VARIANTS.values():
+    if variant in AUGREG_MODELS.values():
         choices.append("'augreg/<file name without .npz>'")
     other = f", it belongs to {elsewhere[0].variant}" if len(elsewhere) == 1 else ""
     available = f"there are {', '.join(choices)}" if choices else "none are published"
@@ -194,67 +192,93 @@ def _closest(weights: str, words: list[str]) -> str | None:
     return next(iter(likely + difflib.get_close_matches(weights, words, n=1)), None)
 
 
-def _augreg_row(file: published.Published) -> CatalogRow:
-    name = published.parse(file.stem)
+# The models of AugReg's sweep.
+AUGREG_MODELS: Mapping[str, str] = {
+    "Ti_16": "Ti/16",
+    "S_32": "S/32",
+    "S_16": "S/16",
+    "B_32": "B/32",
+    "B_16": "B/16",
+    "B_8": "B/8",
+    "L_16": "L/16",
+    "R_Ti_16": "R+Ti/16",
+    "R26_S_32": "R26+S/32",
+    "R50_L_32": "R50+L/32",
+}
+
+# Pre-training data: the catalogue's word for it, classes, epochs. The index calls the models of 30
+# epochs "i21k_30"; we know no public source with a file name of theirs, so both spellings are read.
+AUGREG_DATA: Mapping[str, tuple[str, int, tuple[str, ...]]] = {
+    "i1k": ("imagenet2012", 1000, ("300",)),
+    "i21k": ("imagenet21k", 21843, ("300", "30")),
+    "i21k_30": ("imagenet21k", 21843, ("30",)),
+}
+
+# Fine-tuning data: classes, steps in thousands (0k is 500, 2k is 2,500), learning rates.
+_SMALL_RATES = ("0.001", "0.003", "0.01", "0.03")
+AUGREG_TUNED: Mapping[str, tuple[int, tuple[str, ...], tuple[str, ...]]] = {
+    "imagenet2012": (1000, ("20k",), ("0.01", "0.03")),
+    "cifar100": (100, ("2k", "10k"), _SMALL_RATES),
+    "resisc45": (45, ("2k", "10k"), _SMALL_RATES),
+    "oxford_iiit_pet": (37, ("0k", "2k"), _SMALL_RATES),
+    "kitti": (4, ("0k", "2k"), _SMALL_RATES),  # distance to the nearest vehicle, four bins (VTAB)
+}
+
+AUGMENTATIONS = ("none", "light0", "light1", "medium1", "medium2", "strong1", "strong2")
+WEIGHT_DECAYS = ("0.03", "0.1")
+DROPOUTS = ("0.0", "0.1")  # and rates of stochastic depth, which the sweep always sets alike
+AUGREG_SIZES = ("224", "384")  # pixels
+_AUGREG_NAME = re.compile(
+    r"(\w+)-(\w+)-(\d+)ep-lr_0\.001-aug_(\w+)-wd_([\d.]+)-do_([\d.]+)-sd_([\d.]+)"
+    r"(?:--(\w+)-steps_(\w+)-lr_([\d.]+)-res_(\d+))?",
+    re.ASCII,
+)
+
+
+def augreg_row(stem: str) -> CatalogRow:
+    """Reads what the name of a file of AugReg says; the rest is in its arrays.
+
+    Raises:
+        ValueError: it is not a name of the sweep; the message says what is.
+    """
+    match = _AUGREG_NAME.fullmatch(stem)
+    if match is None:
+        raise ValueError(
+            "An AugReg file is named like "
+            "'B_16-i21k-300ep-lr_0.001-aug_medium1-wd_0.1-do_0.0-sd_0.0', followed by "
+            f"'--imagenet2012-steps_20k-lr_0.03-res_384' if fine-tuned. Received: {stem!r}."
+        )
+    model, data, epochs, augmentation, decay, dropout, depth, tuned, steps, rate, size = (
+        match.groups()
+    )
+    words, classes, all_epochs = AUGREG_DATA.get(data, ("", 0, ()))
+    checks: list[tuple[str, str, Collection[str]]] = [
+        *(("model", model, AUGREG_MODELS), ("data", data, AUGREG_DATA)),
+        *(("epochs", epochs, all_epochs), ("augmentation", augmentation, AUGMENTATIONS)),
+        *(("weight decay", decay, WEIGHT_DECAYS), ("dropout", dropout, DROPOUTS)),
+        ("stochastic depth", depth, (dropout,)),
+    ]
+    if tuned is not None:
+        classes, all_steps, rates = AUGREG_TUNED.get(tuned, (0, (), ()))
+        words = words if tuned == words else f"{words}+{tuned}"
+        # B/8 was added later, fine-tuned at 224 pixels alone (the repository's README, 2021-07-29).
+        sizes = AUGREG_SIZES[:1] if model == "B_8" else AUGREG_SIZES
+        checks += [("fine-tuning data", tuned, AUGREG_TUNED), ("steps", steps, all_steps)]
+        checks += [("fine-tuning rate", rate, rates), ("resolution", size, sizes)]
+    for part, received, allowed in checks:
+        if received not in allowed:
+            raise ValueError(
+                f"AugReg has no file {stem!r}: its {part} {received!r} is not one of "
+                f"{', '.join(allowed)}."
+            )
     return CatalogRow(
-        name=f"augreg/{file.stem}",
-        variant=name.variant,
+        name=f"augreg/{stem}",
+        variant=AUGREG_MODELS[model],
         family="augreg",
-        data=name.data,
-        image_size=name.image_size,
-        classes=name.classes,
-        published_size=file.size,
-        accuracy=file.accuracy,
-        accuracy_source=file.measured_by,
+        data=words,
+        image_size=int(size or 224),
+        classes=classes,
     )
-
-
-def _original_21k_row(file: published.Published) -> CatalogRow:
-    variant = _original_variant(file.stem)
-    return CatalogRow(
-        name=f"imagenet21k/{file.stem}",
-        variant=variant,
-        family="original",
-        data="imagenet21k",
-        image_size=224,
-        classes=21843,
-        head="zeros",
-        representation_dim=variants.variant(variant).hidden_dim,
-        published_size=file.size,
-    )
-
-
-def _original_21k_1k_row(file: published.Published) -> CatalogRow:
-    return CatalogRow(
-        name=f"imagenet21k+imagenet2012/{file.stem}",
-        variant=_original_variant(file.stem),
-        family="original",
-        data="imagenet21k+imagenet2012",
-        image_size=224 if file.stem.endswith("-224") else 384,
-        classes=1000,
-        published_size=file.size,
-        accuracy=file.accuracy,
-        accuracy_source=file.measured_by,
-    )
-
-
-def _sam_row(file: published.Published) -> CatalogRow:
-    return CatalogRow(
-        name=f"sam/{file.stem}",
-        variant=_original_variant(file.stem),
-        family="sam",
-        data="imagenet2012",
-        image_size=224,
-        classes=1000,
-        published_size=file.size,
-        accuracy=file.accuracy,
-        accuracy_source=file.measured_by,
-    )
-
-
-def _original_variant(stem: str) -> str:
-    # "R50+ViT-B_16-224" is R50+B/16.
-    return stem.replace("ViT-", "").removesuffix("-224").replace("_", "/")
 
 
 # Name -> what it stands for, in the order of the list.
@@ -291,8 +315,7 @@ ACCURACY_KINDS: Mapping[AccuracyKind, str] = {
 }
 
 _HUB, _HUB_PAGES = "hf://", "https://huggingface.co/"
-_WHOLE = ("image_size", "patch_size", "hidden_dim", "num_layers", "mlp_dim", "parameters")
-_OPTIONAL = ("classes", "representation_dim")
+_Row = TypeVar("_Row")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -379,19 +402,26 @@ def repositories(family: str | None = None) -> tuple[Repository, ...]:
             f"There is no family {family!r} of repositories; the families are "
             f"{', '.join(FAMILIES)}.{question}"
         )
-    return tuple(row for row in _rows() if family in (None, row.family))
+    return tuple(row for row in _repositories() if family in (None, row.family))
 
 
 @functools.cache
-def _rows() -> tuple[Repository, ...]:
-    file = importlib.resources.files("keras_vit") / "weights" / "repositories.csv"
-    return tuple(map(_repository, csv.DictReader(file.read_text("utf-8").splitlines())))
+def _repositories() -> tuple[Repository, ...]:
+    return _table("repositories.csv", Repository)
 
 
-def _repository(texts: Mapping[str, str]) -> Repository:
-    values: dict[str, Any] = dict(texts)
-    values |= {name: int(texts[name]) for name in _WHOLE}
-    values |= {name: int(texts[name]) if texts[name] else None for name in _OPTIONAL}
-    values["accuracy"] = float(texts["accuracy"]) if texts["accuracy"] else None
-    values |= {name: texts[name] or None for name in ("accuracy_kind", "accuracy_source")}
-    return Repository(**values)
+def _table(file: str, kind: type[_Row]) -> tuple[_Row, ...]:
+    """Reads a table; a column without text is None where its field may be."""
+    text = (importlib.resources.files("keras_vit") / "weights" / file).read_text("utf-8")
+    kinds = typing.get_type_hints(kind)
+    return tuple(
+        kind(**{name: _value(cell, kinds[name]) for name, cell in row.items()})
+        for row in csv.DictReader(text.splitlines())
+    )
+
+
+def _value(cell: str, kind: Any) -> Any:
+    choices = (kind, *typing.get_args(kind))
+    if not cell and type(None) in choices:
+        return None
+    return next((number(cell) for number in (int, float) if number in choices), cell)

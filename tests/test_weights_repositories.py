@@ -13,10 +13,14 @@ import pytest
 
 from keras_vit.config import ViTConfig
 from keras_vit.variants import parameter_count
-from keras_vit.weights import architectures
-from keras_vit.weights.architectures import find_architecture
 from keras_vit.weights.catalog import ACCURACY_KINDS, FAMILIES, Repository, repositories
 from keras_vit.weights.sources import hub_parts
+from keras_vit.weights.torch_names import (
+    HUGGING_FACE_TYPES,
+    TIMM_ARCHITECTURES,
+    TWO_TOWERS,
+    find_architecture,
+)
 
 ROWS = repositories()
 ADDRESSES = [row.address for row in ROWS]
@@ -120,7 +124,7 @@ def test_parameters_are_those_that_others_count() -> None:
 
 def test_repositories_are_readable() -> None:
     """Each address parses, and names an architecture whose settings are known."""
-    types = {*architectures.HUGGING_FACE_TYPES, *architectures.TWO_TOWERS}
+    types = {*HUGGING_FACE_TYPES, *TWO_TOWERS}
     wrong = []
     for row in ROWS:
         repository, _, file = hub_parts(row.address, suffixes=(".safetensors",))
@@ -211,8 +215,6 @@ def test_names_mean_what_timm_means() -> None:
         if not is_turned or {field: fields[field] for field in expected} != expected:
             wrong.append(name)
     assert not wrong
-    assert used == set(
-        architectures.TIMM_ARCHITECTURES
-    )  # each row of the table answers one name at least
+    assert used == set(TIMM_ARCHITECTURES)  # each row of the table answers one name at least
     tail = ("", "vit_base_patch16_22", "vit_base_patch16_224_miil", "my_vit_base_patch16_224")
     assert [find_architecture(name) for name in tail] == [None] * 4  # only whole names count

@@ -45,6 +45,20 @@ class Row:
     split: Callable[[np.ndarray], tuple[np.ndarray, ...]] = lambda value: (value,)
 
 
+def plain_row(path: str, name: str, shape: tuple[int, ...]) -> Row:
+    """Returns the row of a variable that is an array as it stands."""
+    return Row(path, shape, (name,), (shape,))
+
+
+def norm_rows(path: str, name: str, width: int, *, scale: str = "/scale") -> list[Row]:
+    """Returns the rows of a layer normalisation; `scale` is how its gamma's name ends."""
+    bias = f"{scale[0]}bias"
+    return [
+        plain_row(f"{path}/gamma", f"{name}{scale}", (width,)),
+        plain_row(f"{path}/beta", f"{name}{bias}", (width,)),
+    ]
+
+
 def check_published(config: ViTConfig) -> None:
     """Raises a ValueError for a network that the published layouts have no room for."""
     # A pooling has no weights, but "token_avg" makes those that follow twice as wide.
@@ -97,14 +111,14 @@ def original_rows(config: ViTConfig) -> list[Row]:
     position = "Transformer/posembed_input/pos_embedding"
     rows = _stem_rows(config) if config.resnet_layers is not None else []
     if config.class_token:
-        rows.append(_plain("patch_encoder/class_token", "cls", (1, 1, d)))
-    rows.append(_plain("patch_encoder/position_embedding", position, (1, config.num_tokens, d)))
+        rows.append(plain_row("patch_encoder/class_token", "cls", (1, 1, d)))
+    rows.append(plain_row("patch_encoder/position_embedding", position, (1, config.num_tokens, d)))
     kernel, flat = (size, size, channels, d), (size * size * channels, d)
     rows.append(_reshape_row("patch_encoder/projection/kernel", "embedding/kernel", kernel, flat))
-    rows.append(_plain("patch_encoder/projection/bias", "embedding/bias", (d,)))
+    rows.append(plain_row("patch_encoder/projection/bias", "embedding/bias", (d,)))
     for index in range(config.num_layers):
         rows += _block_rows(config, f"block_{index}", f"Transformer/encoderblock_{index}")
-    rows += _norm_rows("encoder_norm", "Transformer/encoder_norm", d)
+    rows += norm_rows("encoder_norm", "Transformer/encoder_norm", d)
     if config.pooling == "map":
         rows += _map_rows(config)
     if config.representation_dim is not None:
@@ -235,10 +249,6 @@ def numbered(names: Iterable[str], pattern: str, *, first: int = 0) -> int:
     return len(units)
 
 
-def _plain(path: str, name: str, shape: tuple[int, ...]) -> Row:
-    return Row(path, shape, (name,), (shape,))
-
-
 def _reshape_row(path: str, name: str, shape: tuple[int, ...], flat: tuple[int, ...]) -> Row:
     return Row(
         path,
@@ -252,15 +262,8 @@ def _reshape_row(path: str, name: str, shape: tuple[int, ...], flat: tuple[int, 
 
 def _dense_rows(path: str, name: str, width: int, units: int) -> list[Row]:
     return [
-        _plain(f"{path}/kernel", f"{name}/kernel", (width, units)),
-        _plain(f"{path}/bias", f"{name}/bias", (units,)),
-    ]
-
-
-def _norm_rows(path: str, name: str, width: int) -> list[Row]:
-    return [
-        _plain(f"{path}/gamma", f"{name}/scale", (width,)),
-        _plain(f"{path}/beta", f"{name}/bias", (width,)),
+        plain_row(f"{path}/kernel", f"{name}/kernel", (width, units)),
+        plain_row(f"{path}/bias", f"{name}/bias", (units,)),
     ]
 
 
@@ -292,7 +295,7 @@ def _out_rows(config: ViTConfig, path: str, name: str) -> list[Row]:
     d, h = config.hidden_dim, config.num_heads
     return [
         _reshape_row(f"{path}/kernel", f"{name}/kernel", (h, d // h, d), (d, d)),
-        _plain(f"{path}/bias", f"{name}/bias", (d,)),
+        plain_row(f"{path}/bias", f"{name}/bias", (d,)),
     ]
 
 
@@ -300,10 +303,10 @@ def _block_rows(config: ViTConfig, path: str, name: str) -> list[Row]:
     d, m = config.hidden_dim, config.mlp_dim
     attention = f"{name}/MultiHeadDotProductAttention_1"
     return [
-        *_norm_rows(f"{path}/attention_norm", f"{name}/LayerNorm_0", d),
+        *norm_rows(f"{path}/attention_norm", f"{name}/LayerNorm_0", d),
         *_heads_rows(config, f"{path}/attention/qkv", attention, ("query", "key", "value")),
         *_out_rows(config, f"{path}/attention/out", f"{attention}/out"),
-        *_norm_rows(f"{path}/mlp_norm", f"{name}/LayerNorm_2", d),
+        *norm_rows(f"{path}/mlp_norm", f"{name}/LayerNorm_2", d),
         *_dense_rows(f"{path}/mlp/fc1", f"{name}/MlpBlock_3/Dense_0", d, m),
         *_dense_rows(f"{path}/mlp/fc2", f"{name}/MlpBlock_3/Dense_1", m, d),
     ]
@@ -313,11 +316,11 @@ def _map_rows(config: ViTConfig) -> list[Row]:
     """The MAP head as big_vision names it (models/vit.py, MAPHead)."""
     d, m, attention = config.hidden_dim, config.mlp_dim, "MAPHead_0/MultiHeadDotProductAttention_0"
     return [
-        _plain("pooling/probe", "MAPHead_0/probe", (1, 1, d)),
+        plain_row("pooling/probe", "MAPHead_0/probe", (1, 1, d)),
         *_heads_rows(config, "pooling/query", attention, ("query",)),
         *_heads_rows(config, "pooling/key_value", attention, ("key", "value")),
         *_out_rows(config, "pooling/out", f"{attention}/out"),
-        *_norm_rows("pooling/norm", "MAPHead_0/LayerNorm_0", d),
+        *norm_rows("pooling/norm", "MAPHead_0/LayerNorm_0", d),
         *_dense_rows("pooling/mlp/fc1", "MAPHead_0/MlpBlock_0/Dense_0", d, m),
         *_dense_rows("pooling/mlp/fc2", "MAPHead_0/MlpBlock_0/Dense_1", m, d),
     ]
@@ -325,8 +328,8 @@ def _map_rows(config: ViTConfig) -> list[Row]:
 
 def _stem_rows(config: ViTConfig) -> list[Row]:
     channels = config.input_shape[2]
-    rows = [_plain("stem/root_conv/kernel", "conv_root/kernel", (7, 7, channels, 64))]
-    rows += _norm_rows("stem/root_norm", "gn_root", 64)
+    rows = [plain_row("stem/root_conv/kernel", "conv_root/kernel", (7, 7, channels, 64))]
+    rows += norm_rows("stem/root_norm", "gn_root", 64)
     inside = 64
     for stage, units in enumerate(config.resnet_layers or ()):
         width = 64 * 2**stage
@@ -335,8 +338,10 @@ def _stem_rows(config: ViTConfig) -> list[Row]:
             rows += _unit_rows(path, name, inside, width)
             if unit == 0:
                 kernel = (1, 1, inside, 4 * width)
-                rows.append(_plain(f"{path}/projection/kernel", f"{name}/conv_proj/kernel", kernel))
-                rows += _norm_rows(f"{path}/projection_norm", f"{name}/gn_proj", 4 * width)
+                rows.append(
+                    plain_row(f"{path}/projection/kernel", f"{name}/conv_proj/kernel", kernel)
+                )
+                rows += norm_rows(f"{path}/projection_norm", f"{name}/gn_proj", 4 * width)
             inside = 4 * width
     return rows
 
@@ -345,8 +350,8 @@ def _unit_rows(path: str, name: str, inside: int, width: int) -> list[Row]:
     kernels = ((1, 1, inside, width), (3, 3, width, width), (1, 1, width, 4 * width))
     rows = []
     for index, kernel in enumerate(kernels, 1):
-        rows.append(_plain(f"{path}/conv{index}/kernel", f"{name}/conv{index}/kernel", kernel))
-        rows += _norm_rows(f"{path}/norm{index}", f"{name}/gn{index}", kernel[-1])
+        rows.append(plain_row(f"{path}/conv{index}/kernel", f"{name}/conv{index}/kernel", kernel))
+        rows += norm_rows(f"{path}/norm{index}", f"{name}/gn{index}", kernel[-1])
     return rows
 
 
@@ -384,13 +389,9 @@ def _without_scan(arrays: Arrays) -> dict[str, StoredArray]:
         if not name.startswith(start) or not array.shape:
             split.append((name, array))
             continue
-        split += [
-            (
-                f"Transformer/encoderblock_{index}/{name[len(start) :]}",
-                array.map(operator.itemgetter(index), array.shape[1:]),
-            )
-            for index in range(array.shape[0])
-        ]
+        for index in range(array.shape[0]):
+            part = array.map(operator.itemgetter(index), array.shape[1:])
+            split.append((f"Transformer/encoderblock_{index}/{name[len(start) :]}", part))
     return renamed(split)
 
 

@@ -7,7 +7,7 @@ The arrays have the names of `torch_names`; what is said of them beside the file
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -15,13 +15,19 @@ import numpy as np
 from keras_vit.config import ViTConfig
 from keras_vit.layers.patches import BIAS_PREFIX
 from keras_vit.limits import shown
-from keras_vit.weights.architectures import RotaryLayout
 from keras_vit.weights.arrays import StoredArray
-from keras_vit.weights.layouts import Row, check_held, listed, numbered
+from keras_vit.weights.layouts import (
+    Arrays,
+    Row,
+    check_held,
+    listed,
+    norm_rows,
+    numbered,
+    plain_row,
+)
 from keras_vit.weights.positions import square_grid
-from keras_vit.weights.torch_names import blocks_with, joined, zeros
+from keras_vit.weights.torch_names import RotaryLayout, blocks_with, concatenate, zeros
 
-Arrays = Mapping[str, StoredArray]
 _TABLE = "attn.relative_position_bias_table"
 
 # Fields of a network beyond the published one that these files hold.
@@ -34,6 +40,8 @@ _HELD = (
 # What `layer_scale` is in the config of a loaded model: only fresh blocks would begin with it, as
 # those of most files did (timm's init_values).
 _LAYER_SCALE = 1e-5
+
+_norm_rows = functools.partial(norm_rows, scale=".weight")
 
 
 def check_torch(config: ViTConfig, *, rotary_layout: RotaryLayout | None) -> None:
@@ -125,7 +133,7 @@ def on_one_grid(
         grid = _grid_of(count - placed, grids)
         if grid is None and count in {rows * columns for rows, columns in grids}:
             grid = _grid_of(count, grids)
-            arrays["pos_embed"] = joined([zeros((1, placed, width)), table], axis=1)
+            arrays["pos_embed"] = concatenate([zeros((1, placed, width)), table], axis=1)
         elif grid is None and "reg_token" in arrays:
             registers = arrays["reg_token"].shape[1]
             grid = _grid_of(count - placed - registers, grids)
@@ -173,7 +181,7 @@ def without_distillation(arrays: Arrays) -> dict[str, StoredArray]:
         arrays["pos_embed"] = table.map(lambda value: np.delete(value, 1, axis=1), rest)
         token = dataclasses.replace(token, read=functools.partial(_sum, token, place))
     others = [arrays["reg_token"]] if "reg_token" in arrays else []
-    arrays["reg_token"] = joined([token, *others], axis=1)
+    arrays["reg_token"] = concatenate([token, *others], axis=1)
     return arrays
 
 
@@ -187,11 +195,11 @@ def torch_rows(config: ViTConfig, *, rotary_layout: RotaryLayout | None) -> list
         ("distillation_token", "dist_token", int(config.distillation_token)),
         ("registers", "reg_token", config.num_registers),
     )
-    rows = [_plain(f"patch_encoder/{path}", name, (1, n, d)) for path, name, n in tokens if n]
+    rows = [plain_row(f"patch_encoder/{path}", name, (1, n, d)) for path, name, n in tokens if n]
     if config.position_embedding == "learned":
-        rows.append(_plain("patch_encoder/position_embedding", "pos_embed", (1, count, d)))
+        rows.append(plain_row("patch_encoder/position_embedding", "pos_embed", (1, count, d)))
     rows.append(_projection_row(kernel))
-    rows.append(_plain("patch_encoder/projection/bias", "patch_embed.proj.bias", (d,)))
+    rows.append(plain_row("patch_encoder/projection/bias", "patch_embed.proj.bias", (d,)))
     if config.embedding_norm:
         rows += _norm_rows("embedding_norm", "norm_pre", d)
     order = _rotary_order(config, rotary_layout)
@@ -206,7 +214,7 @@ def torch_rows(config: ViTConfig, *, rotary_layout: RotaryLayout | None) -> list
     return rows + _head_rows(config)
 
 
-def _block_rows(config: ViTConfig, path: str, name: str, order: np.ndarray) -> list[Row]:
+def _block_rows(config: ViTConfig, path: str, name: str, order: np.ndarray | None) -> list[Row]:
     d, m = config.hidden_dim, config.mlp_dim
     rows = [
         *_norm_rows(f"{path}/attention_norm", f"{name}.norm1", d),
@@ -215,7 +223,7 @@ def _block_rows(config: ViTConfig, path: str, name: str, order: np.ndarray) -> l
     if config.position_embedding == "relative":
         height, width = config.grid
         shape = (1, BIAS_PREFIX + (2 * height - 1) * (2 * width - 1), config.num_heads)
-        rows.append(_plain(f"{path}/attention/relative_bias", f"{name}.{_TABLE}", shape))
+        rows.append(plain_row(f"{path}/attention/relative_bias", f"{name}.{_TABLE}", shape))
     rows += [
         *_dense_rows(f"{path}/attention/out", f"{name}.attn.proj", d, d),
         *_norm_rows(f"{path}/mlp_norm", f"{name}.norm2", d),
@@ -223,8 +231,8 @@ def _block_rows(config: ViTConfig, path: str, name: str, order: np.ndarray) -> l
         *_dense_rows(f"{path}/mlp/fc2", f"{name}.mlp.fc2", m, d),
     ]
     if config.layer_scale is not None:
-        rows.append(_plain(f"{path}/attention_scale", f"{name}.ls1.gamma", (d,)))
-        rows.append(_plain(f"{path}/mlp_scale", f"{name}.ls2.gamma", (d,)))
+        rows.append(plain_row(f"{path}/attention_scale", f"{name}.ls1.gamma", (d,)))
+        rows.append(plain_row(f"{path}/mlp_scale", f"{name}.ls2.gamma", (d,)))
     return rows
 
 
@@ -243,7 +251,7 @@ def _head_rows(config: ViTConfig) -> list[Row]:
 
 def _map_rows(d: int, hidden: int, m: int) -> list[Row]:
     return [
-        _plain("pooling/probe", "attn_pool.latent", (1, 1, d)),
+        plain_row("pooling/probe", "attn_pool.latent", (1, 1, d)),
         *_dense_rows("pooling/query", "attn_pool.q", d, d),
         *_dense_rows("pooling/key_value", "attn_pool.kv", d, 2 * d),
         *_dense_rows("pooling/out", "attn_pool.proj", d, d),
@@ -257,16 +265,16 @@ def _is_gated(config: ViTConfig) -> bool:
     return config.activation == "swiglu"
 
 
-def _rotary_order(config: ViTConfig, layout: RotaryLayout | None) -> np.ndarray:
+def _rotary_order(config: ViTConfig, layout: RotaryLayout | None) -> np.ndarray | None:
     """Returns which of the file's rows of query, key and value each of ours is, (3 D,).
 
     Attention is the same whatever the order of a head's channels, as long as query and key have
     the same. Ours is (pairs by row, pairs by column) twice: first the first of each pair, then the
-    second.
+    second. None stands for the same order.
     """
     d, size = config.hidden_dim, config.hidden_dim // config.num_heads
     if config.rotary_period is None or layout == "halves":
-        return np.arange(3 * d)
+        return None
     pairs = np.arange(size // 2)
     if layout == "neighbours_columns_first":
         pairs = np.roll(pairs, size // 4)
@@ -342,25 +350,13 @@ def _projection_row(shape: tuple[int, ...]) -> Row:
     return Row("patch_encoder/projection/kernel", flat, (name,), (shape,), join)
 
 
-def _plain(path: str, name: str, shape: tuple[int, ...]) -> Row:
-    return Row(path, shape, (name,), (shape,))
-
-
-def _norm_rows(path: str, name: str, width: int) -> list[Row]:
-    return [
-        _plain(f"{path}/gamma", f"{name}.weight", (width,)),
-        _plain(f"{path}/beta", f"{name}.bias", (width,)),
-    ]
-
-
 def _dense_rows(
     path: str, name: str, width: int, units: int, order: np.ndarray | None = None
 ) -> list[Row]:
     """A dense layer made of a linear one, whose rows may stand in another order."""
-    is_ordered = order is None or (order == np.arange(units)).all()
 
     def ordered(value: np.ndarray) -> np.ndarray:
-        return value if is_ordered else value[order]
+        return value if order is None else value[order]
 
     kernel, bias = f"{name}.weight", f"{name}.bias"
     return [

@@ -1,22 +1,206 @@
-"""The names of timm and Hugging Face transformers, and the one set that all of them are renamed to.
+"""The names of timm and Hugging Face transformers: of their networks, and of their arrays.
 
-That set is timm's (`vision_transformer.py`), every array of the network in one piece: what other
-classes keep in parts is put side by side, and what they leave out is zeros.
+What they do not write into their files an architecture's name alone means. Source: the registered
+functions of `timm/models/vision_transformer.py`, `deit.py`, `beit.py` and `eva.py` in
+huggingface/pytorch-image-models (timm) 1.0.31, and the config classes of huggingface/transformers
+5.23; tests/golden/timm_names.json lists timm's own values for every name that stands here.
+
+The arrays of all of them are renamed to one set, timm's (`vision_transformer.py`), every array of
+the network in one piece: what other classes keep in parts is put side by side, and what they leave
+out is zeros.
 """
 
 import dataclasses
 import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
+from keras_vit.config import Pooling
 from keras_vit.limits import shown
 from keras_vit.weights.arrays import FLOATS, StoredArray
-from keras_vit.weights.layouts import listed, renamed
+from keras_vit.weights.layouts import Arrays, listed, renamed
 
-Arrays = Mapping[str, StoredArray]
+# Which channels of a head rotary positions turn together: i and i + K/2 ("halves", ours), or 2 i
+# and 2 i + 1. The first half of the pairs turns by the row (ours), or by the column.
+RotaryLayout = Literal["halves", "neighbours", "neighbours_columns_first"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """What the names of some timm architectures mean.
+
+    Attributes:
+        names: a regular expression for the whole name.
+        num_heads: attention heads.
+        activation: timm's name of the activation; "silu" stands for the gated MLP.
+        layer_norm_epsilon: of every layer normalisation.
+        pooling_heads: heads of attention pooling, None for `num_heads`.
+        rotary_period: see `ViTConfig`; None for no rotary positions.
+        rotary_grid: the same.
+        rotary_offset: the same.
+        rotary_layout: which channels they turn together.
+        pools_prefix: whether attention pooling looks at the tokens before the patches' too.
+    """
+
+    names: str
+    num_heads: int
+    activation: str = "gelu"
+    layer_norm_epsilon: float = 1e-6
+    pooling_heads: int | None = None
+    rotary_period: float | None = None
+    rotary_grid: tuple[int, int] | None = None
+    rotary_offset: float = 0.0
+    rotary_layout: RotaryLayout = "halves"
+    pools_prefix: bool = False
+
+
+# CLIP's, DINOv3's (places from -1 to 1: timm's rope_type="dinov3"), SBB's with rotary positions,
+# and Perception Encoder's.
+_CLIP: dict[str, Any] = {"layer_norm_epsilon": 1e-5}
+_DINOV3: dict[str, Any] = {"layer_norm_epsilon": 1e-5, "rotary_period": 100.0}
+_SBB_ROPE: dict[str, Any] = {"rotary_period": 10000.0, "rotary_layout": "neighbours"}
+_PE: dict[str, Any] = {
+    **{"layer_norm_epsilon": 1e-5, "pooling_heads": 8, "pools_prefix": True, "rotary_offset": 1.0},
+    **{"rotary_period": 10000.0, "rotary_layout": "neighbours_columns_first"},
+}
+
+TIMM_ARCHITECTURES = (
+    Architecture(r"vit_tiny_patch16_(224|384)", 3),
+    Architecture(r"vit_small_patch(8_224|(16|32)_(224|384))", 6),
+    Architecture(r"vit_base_patch(8_224|(16|32)_(224|384))", 12),
+    Architecture(r"vit_large_patch(14_224|(16|32)_(224|384))", 16),
+    Architecture(r"vit_(huge|giant|gigantic)_patch14_224", 16),
+    # I-JEPA's; the base one has 16 heads, not 12.
+    Architecture(r"vit_(base|giant)_patch16_gap_224", 16),
+    Architecture(r"vit_huge_patch(14_gap_224|16_gap_448)", 16),
+    Architecture(r"vit_medium_patch16_gap_(240|256|384)", 8),
+    Architecture(r"vit_betwixt_patch16_gap_256", 10),
+    # DeiT, distilled or not, and DeiT III.
+    Architecture(r"deit_tiny_(distilled_)?patch16_224", 3),
+    Architecture(r"deit_small_(distilled_)?patch16_224", 6),
+    Architecture(r"deit_base_(distilled_)?patch16_(224|384)", 12),
+    Architecture(r"deit3_small_patch16_(224|384)", 6),
+    Architecture(r"deit3_medium_patch16_224", 8),
+    Architecture(r"deit3_base_patch16_(224|384)", 12),
+    Architecture(r"deit3_(large_patch16_(224|384)|huge_patch14_224)", 16),
+    Architecture(r"flexivit_small", 6),
+    Architecture(r"flexivit_base", 12),
+    Architecture(r"flexivit_large", 16),
+    # DINOv2 with and without registers, and TIPSv2; the giant ones have a gated MLP.
+    Architecture(r"vit_small_patch14_(reg4_)?dinov2", 6),
+    Architecture(r"vit_base_patch14_((reg4_)?dinov2|reg1_tipsv2)", 12),
+    Architecture(
+        r"vit_(large_patch14_((reg4_)?dinov2|reg1_tipsv2)|so400m_patch14_reg1_tipsv2)", 16
+    ),
+    Architecture(r"vit_giant_patch14_((reg4_)?dinov2|reg1_tipsv2)", 24, "silu"),
+    # SBB ("searching for better ViT baselines").
+    Architecture(r"vit_wee_patch16_reg1_gap_256", 4),
+    Architecture(r"vit_little_patch16_reg(1|4)_gap_256", 5),
+    Architecture(r"vit_medium(_patch16_reg(1|4)_gap_256|d_patch16_reg4_gap_(256|384))", 8),
+    Architecture(r"vit_betwixt_patch16_reg(1_gap_256|4_gap_(256|384))", 10),
+    Architecture(r"vit_base_patch16_reg4_gap_256", 12),
+    Architecture(r"vit_so150m_patch16_reg4_gap_(256|384)", 14),
+    Architecture(r"vit_so150m2_patch16_reg1_gap_(256|384|448)", 13),
+    Architecture(r"vit_mediumd?_patch16_rope_reg1_gap_256", 8, rotary_grid=(16, 16), **_SBB_ROPE),
+    Architecture(r"vit_betwixt_patch16_rope_reg4_gap_256", 10, rotary_grid=(16, 16), **_SBB_ROPE),
+    Architecture(r"vit_base_patch16_rope_reg1_gap_256", 12, rotary_grid=(16, 16), **_SBB_ROPE),
+    # BEiT (`beit.py`).
+    Architecture(r"beit_base_patch16_(224|384)|beitv2_base_patch16_224", 12),
+    Architecture(r"beit_large_patch16_(224|384|512)|beitv2_large_patch16_224", 16),
+    # DINOv3 and Perception Encoder (`eva.py`).
+    Architecture(r"vit_tiny_patch16_dinov3_qkvb", 3, **_DINOV3),
+    Architecture(r"vit_small_patch16_dinov3(_qkvb)?", 6, **_DINOV3),
+    Architecture(r"vit_small_plus_patch16_dinov3(_qkvb)?", 6, "silu", **_DINOV3),
+    Architecture(r"vit_base_patch16_dinov3(_qkvb)?", 12, **_DINOV3),
+    Architecture(r"vit_large_patch16_dinov3(_qkvb)?", 16, **_DINOV3),
+    Architecture(r"vit_huge_plus_patch16_dinov3(_qkvb)?", 20, "silu", **_DINOV3),
+    Architecture(r"vit_7b_patch16_dinov3", 32, "silu", **_DINOV3),
+    Architecture(r"vit_pe_core_tiny_patch16_384", 3, rotary_grid=(24, 24), **_PE),
+    Architecture(r"vit_pe_core_small_patch16_384", 6, rotary_grid=(24, 24), **_PE),
+    Architecture(r"vit_pe_core_base_patch16_224", 12, rotary_grid=(14, 14), **_PE),
+    Architecture(r"vit_pe_core_large_patch14_336", 16, rotary_grid=(24, 24), **_PE),
+    # SigLIP and SigLIP 2: tanh in some names, the exact form in others.
+    Architecture(r"vit_base_patch16_siglip(_gap)?_(224|256|384|512)", 12),
+    Architecture(r"vit_base_patch32_siglip(_gap)?_256", 12, "gelu_tanh"),
+    Architecture(r"vit_large_patch16_siglip(_gap)?_(256|384)", 16),
+    Architecture(r"vit_large_patch16_siglip(_gap)?_512", 16, "gelu_tanh"),
+    Architecture(r"vit_so400m_patch14_siglip(_gap)?_(224|378|384)", 16),
+    Architecture(r"vit_so400m_patch14_siglip_gap_(448|896)", 16),
+    Architecture(r"vit_so400m_patch16_siglip(_gap)?_(256|384|512)", 16, "gelu_tanh"),
+    Architecture(r"vit_giantopt_patch16_siglip(_gap)?_(256|384)", 16, "gelu_tanh"),
+    # CLIP; the weights that OpenAI, Meta and DFN trained with quick_gelu have names of their own.
+    Architecture(r"vit_xsmall_patch16_clip_224", 4, **_CLIP),
+    Architecture(r"vit_medium_patch(16|32)_clip_224", 8, **_CLIP),
+    Architecture(r"vit_betwixt_patch32_clip_224", 10, **_CLIP),
+    Architecture(r"vit_base_patch(32_clip_(224|256|384|448)|16_clip_(224|384))", 12, **_CLIP),
+    Architecture(r"vit_base_patch16_plus_clip_240", 14, **_CLIP),
+    Architecture(r"vit_(large|huge|giant|gigantic)_patch14_clip_(224|336|378)", 16, **_CLIP),
+    Architecture(r"vit_base_patch(16|32)_clip_quickgelu_224", 12, "quick_gelu", **_CLIP),
+    Architecture(
+        r"vit_(large|huge|gigantic)_patch14_clip_quickgelu_(224|336|378)", 16, "quick_gelu", **_CLIP
+    ),
+    Architecture(r"test_vit", 2),
+)
+
+# Arguments of timm's VisionTransformer, which config.json carries as `model_args`, that change
+# nothing in inference or show in the arrays; with any other the network may be another one.
+TIMM_ARGUMENTS = frozenset(
+    (
+        *("img_size", "patch_size", "in_chans", "num_classes", "global_pool", "embed_dim", "depth"),
+        *("num_heads", "mlp_ratio", "qkv_bias", "qk_norm", "proj_bias", "init_values"),
+        *("class_token", "no_embed_class", "reg_tokens", "pre_norm", "final_norm", "fc_norm"),
+        *("act_layer", "drop_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate"),
+        *("attn_drop_rate", "drop_path_rate", "weight_init", "fix_init", "strict_img_size"),
+        *("dynamic_img_size", "dynamic_img_pad"),
+    )
+)
+
+# Their names of activations -> ours (timm's act_layer; transformers/activations.py, ACT2FN); "silu"
+# is our "swiglu" where the arrays have a gate, and refused where they have none.
+ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_tanh": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+    "silu": "swiglu",
+}
+
+# Names of timm's poolings -> ours; the others ("max", "avgmax", "prr") are not there.
+POOLINGS: Mapping[str, Pooling | None] = {"token": "token", "avg": "avg", "map": "map", "": None}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelType:
+    """What a model type of transformers means where config.json is silent."""
+
+    epsilon: float
+    activation: str = "gelu"
+    num_heads: int | None = None
+
+
+# transformers' model types whose networks are read (configuration_vit.py, ..._vit_msn.py, ...); the
+# part of a config.json that describes one of two towers may leave its heads out, no other.
+HUGGING_FACE_TYPES = {
+    "vit": ModelType(epsilon=1e-12),
+    "vit_msn": ModelType(epsilon=1e-6),
+    "ijepa": ModelType(epsilon=1e-12),
+    "vit_mae": ModelType(epsilon=1e-12),
+    "deit": ModelType(epsilon=1e-12),
+    "beit": ModelType(epsilon=1e-12),
+    "data2vec-vision": ModelType(epsilon=1e-12),
+    "dinov2": ModelType(epsilon=1e-6),
+    "dinov2_with_registers": ModelType(epsilon=1e-6),
+    "dinov3_vit": ModelType(epsilon=1e-5),
+    "clip_vision_model": ModelType(epsilon=1e-5, activation="quick_gelu", num_heads=12),
+    "siglip_vision_model": ModelType(epsilon=1e-6, activation="gelu_pytorch_tanh", num_heads=12),
+}
+
+# Model types of an image and a text tower -> that of the image tower, `vision_config`.
+TWO_TOWERS = {"clip": "clip_vision_model", "siglip": "siglip_vision_model"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,14 +213,14 @@ class TorchNames:
             such as "vit.", is a prefix of every name of the encoder.
         rules: (regular expression, replacement), applied in this order, each to the result of
             those before it.
-        left_aside: regular expression of the beginnings of names that inference does not use:
+        ignored: regular expression of the beginnings of names that inference does not use:
             decoders, mask tokens, text towers, and tables that the network computes itself.
     """
 
     library: Literal["timm", "transformers"]
     anchor: str
     rules: tuple[tuple[str, str], ...]
-    left_aside: str
+    ignored: str
 
 
 _BLOCK = r"^(blocks\.\d+)\."
@@ -70,7 +254,7 @@ _HUGGING_FACE_VIT = TorchNames(
         (r"^(cls_)?classifier\.", "head."),
         (r"^distillation_classifier\.", "head_dist."),
     ),
-    left_aside=r"decoder\.|embeddings\.mask_token$|.*\.relative_position_index$",
+    ignored=r"decoder\.|embeddings\.mask_token$|.*\.relative_position_index$",
 )
 
 _HUGGING_FACE_DINOV3 = TorchNames(
@@ -88,7 +272,7 @@ _HUGGING_FACE_DINOV3 = TorchNames(
         (_BLOCK + r"mlp\.up_proj\.", r"\1.mlp.fc1."),
         (_BLOCK + r"mlp\.down_proj\.", r"\1.mlp.fc2."),
     ),
-    left_aside=r"embeddings\.mask_token$",
+    ignored=r"embeddings\.mask_token$",
 )
 
 # transformers' CLIP and SigLIP, an image tower alone or beside a text tower.
@@ -112,7 +296,7 @@ _HUGGING_FACE_CLIP = TorchNames(
         (r"^head\.layernorm\.", "attn_pool.norm."),
         (r"^head\.mlp\.", "attn_pool.mlp."),
     ),
-    left_aside=r"text_model\.|text_projection\.|logit_(scale|bias)$|embeddings\.position_ids$",
+    ignored=r"text_model\.|text_projection\.|logit_(scale|bias)$|embeddings\.position_ids$",
 )
 
 # timm's VisionTransformer, VisionTransformerDistilled, Eva and Beit.
@@ -126,7 +310,7 @@ _TIMM = TorchNames(
         (_BLOCK + r"mlp\.fc1_g\.", r"\1.mlp.gate."),
         (_BLOCK + r"mlp\.fc1_x\.", r"\1.mlp.fc1."),
     ),
-    left_aside=r".*\.relative_position_index$",
+    ignored=r".*\.relative_position_index$",
 )
 FAMILIES = (_HUGGING_FACE_VIT, _HUGGING_FACE_DINOV3, _HUGGING_FACE_CLIP, _TIMM)
 
@@ -150,6 +334,17 @@ _FEATURES = (
 )
 
 
+def find_architecture(name: str) -> Architecture | None:
+    """Returns what a timm architecture's name means, None for one that is not in the table.
+
+    Example:
+        >>> find_architecture("vit_large_patch16_siglip_512").activation
+        'gelu_tanh'
+    """
+    rows = (row for row in TIMM_ARCHITECTURES if re.fullmatch(row.names, name))
+    return next(rows, None)
+
+
 def check_features(names: Iterable[str]) -> None:
     """Raises a ValueError that says what arrays of these names need beyond the network.
 
@@ -157,20 +352,13 @@ def check_features(names: Iterable[str]) -> None:
         >>> check_features(["patch_embed.proj.weight", "blocks.0.attn.qkv.weight"])
     """
     names = sorted(names)
-    examples = {}
-    for pattern, feature in _FEATURES:
-        example = next(filter(re.compile(pattern).search, names), None)
-        if example is not None:
-            examples[feature] = example
-    if not examples:
-        return
-    needs = [f"{feature} ({example})" for feature, example in examples.items()]
-    *most, last = needs
-    text = f"{', '.join(most)} and {last}" if most else last
-    raise ValueError(
-        f"The file needs {text}, which keras_vit does not read yet; it reads Vision Transformers "
-        "of timm and Hugging Face transformers."
-    )
+    examples = {text: list(filter(re.compile(each).search, names)) for each, text in _FEATURES}
+    needs = [f"{feature} ({example[0]})" for feature, example in examples.items() if example]
+    if needs:
+        raise ValueError(
+            f"The file needs {' and '.join(needs)}, which keras_vit does not read yet; it reads "
+            "Vision Transformers of timm and Hugging Face transformers."
+        )
 
 
 def renamed_arrays(arrays: Arrays) -> tuple[TorchNames, dict[str, StoredArray]]:
@@ -184,9 +372,14 @@ def renamed_arrays(arrays: Arrays) -> tuple[TorchNames, dict[str, StoredArray]]:
         anchor = re.compile(rf"(.*\.)?{re.escape(family.anchor)}")
         prefix = next((match[1] or "" for match in map(anchor.fullmatch, arrays) if match), None)
         if prefix is not None:
-            _check_patches(arrays[f"{prefix}{family.anchor}"])
+            kernel = arrays[f"{prefix}{family.anchor}"].shape
+            if len(kernel) == 2:
+                raise ValueError(
+                    f"The file's patches are a linear layer of shape {shown(kernel)}, for images "
+                    "of any size and grid (as in NaFlex), which keras_vit does not read yet."
+                )
             names = {name: name.removeprefix(prefix) for name in arrays}
-            used = [name for name in names if not re.match(family.left_aside, names[name])]
+            used = [name for name in names if not re.match(family.ignored, names[name])]
             pairs = ((_renamed(names[name], family), arrays[name]) for name in used)
             return family, _completed(renamed(pairs))
     raise ValueError(
@@ -200,7 +393,7 @@ def zeros(shape: tuple[int, ...]) -> StoredArray:
     return StoredArray(shape, np.dtype(np.float32), lambda: np.zeros(shape, np.float32))
 
 
-def joined(parts: Iterable[StoredArray], *, axis: int = 0) -> StoredArray:
+def concatenate(parts: Iterable[StoredArray], *, axis: int = 0) -> StoredArray:
     """Returns one array of several, side by side along an axis.
 
     Raises:
@@ -224,14 +417,6 @@ def joined(parts: Iterable[StoredArray], *, axis: int = 0) -> StoredArray:
     return StoredArray(shape, others[0] if others else np.dtype(np.float32), read)
 
 
-def _check_patches(kernel: StoredArray) -> None:
-    if len(kernel.shape) == 2:
-        raise ValueError(
-            f"The file's patches are a linear layer of shape {shown(kernel.shape)}, for images of "
-            "any size and grid (as in NaFlex), which keras_vit does not read yet."
-        )
-
-
 def _renamed(name: str, family: TorchNames) -> str:
     for pattern, replacement in family.rules:
         name = re.sub(pattern, replacement, name)
@@ -241,10 +426,10 @@ def _renamed(name: str, family: TorchNames) -> str:
 def _completed(arrays: dict[str, StoredArray]) -> dict[str, StoredArray]:
     """Puts the parts of a layer together, and adds zeros for what a class leaves out."""
     arrays = dict(arrays)
-    for name, rank in (("cls_token", 3), ("pos_embed", 3)):
+    for name in ("cls_token", "pos_embed"):
         array = arrays.get(name)
-        if array is not None and 0 < len(array.shape) < rank:  # transformers' CLIP and SigLIP
-            shape = (1,) * (rank - len(array.shape)) + array.shape
+        if array is not None and 0 < len(array.shape) < 3:  # transformers' CLIP and SigLIP
+            shape = (1,) * (3 - len(array.shape)) + array.shape
             arrays[name] = array.map(operator.methodcaller("reshape", shape), shape)
     _complete_biases(arrays)
     blocks = sorted({match[0] for match in map(re.compile(_BLOCK).match, arrays) if match})
@@ -254,7 +439,11 @@ def _completed(arrays: dict[str, StoredArray]) -> dict[str, StoredArray]:
         for leaf in ("weight", "bias"):
             gated = [f"{block}mlp.{part}.{leaf}" for part in ("gate", "fc1")]
             _join(arrays, f"{block}mlp.fc1.{leaf}", gated)
-    _share_bias(arrays, blocks)
+    # BEiT's pre-training has one relative position bias for all blocks.
+    shared = arrays.pop(f"rel_pos_bias.{_TABLE}", None)
+    if shared is not None:
+        pairs = ((f"{block}attn.{_TABLE}", shared) for block in blocks)
+        arrays = renamed([*arrays.items(), *pairs])
     _split_pooling(arrays)
     return arrays
 
@@ -285,18 +474,10 @@ def _complete_biases(arrays: dict[str, StoredArray]) -> None:
 def _join(arrays: dict[str, StoredArray], name: str, parts: list[str]) -> None:
     """Puts arrays together where all of them are there; otherwise they stay what they are."""
     if all(part in arrays for part in parts):
-        whole = joined(arrays.pop(part) for part in parts)
+        whole = concatenate(arrays.pop(part) for part in parts)
         if name in arrays:
             raise ValueError(f"The file holds {shown(name)} whole and in parts.")
         arrays[name] = whole
-
-
-def _share_bias(arrays: dict[str, StoredArray], blocks: list[str]) -> None:
-    """Gives each block the relative position bias that BEiT's pre-training has for all of them."""
-    shared = arrays.pop(f"rel_pos_bias.{_TABLE}", None)
-    if shared is not None:
-        pairs = ((f"{block}attn.{_TABLE}", shared) for block in blocks)
-        arrays.update(renamed([*arrays.items(), *pairs]))
 
 
 def _split_pooling(arrays: dict[str, StoredArray]) -> None:

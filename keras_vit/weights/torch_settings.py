@@ -6,20 +6,19 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from keras_vit.limits import LIMITS, is_number, shown
-from keras_vit.weights.architectures import (
+from keras_vit.limits import LIMITS, MAX_SIDE, is_number, shown
+from keras_vit.weights.arrays import naming, read_json
+from keras_vit.weights.torch_names import (
     ACTIVATIONS,
     HUGGING_FACE_TYPES,
     POOLINGS,
     TIMM_ARGUMENTS,
     TWO_TOWERS,
-    Architecture,
     RotaryLayout,
     find_architecture,
 )
-from keras_vit.weights.arrays import naming, read_json
 
 CONFIG, PREPROCESSOR = "config.json", "preprocessor_config.json"
 SETTINGS_FILES = (CONFIG, PREPROCESSOR)
@@ -27,13 +26,17 @@ SETTINGS_FILES = (CONFIG, PREPROCESSOR)
 # What an image processor of transformers multiplies pixels by unless its file says otherwise
 # (image_processing_vit.py), and the original's mean and deviation, which are its defaults too.
 _RESCALE_FACTOR = 1 / 255
-_MAX_SIDE = 2**20  # pixels
 # Widths of the space that CLIP's towers share, and the weights of timm whose publishers trained
 # with quick_gelu, under whichever name of an architecture (timm/models/vision_transformer.py).
 _PROJECTIONS = (512, 640, 768, 896, 1024, 1280)
 _QUICK_GELU = r"openai|metaclip_(400m|2pt5b)|dfn"
-_NAMES_NOTE = ", by timm's names,"
-_PIXELS = {"image_mean": (0.5, 0.5, 0.5), "image_std": (0.5, 0.5, 0.5)}
+# ViTConfig fields that the name of an architecture decides, beside the activation.
+_ARCHITECTURE_FIELDS = (
+    *("num_heads", "layer_norm_epsilon", "pooling_heads"),
+    *("rotary_period", "rotary_grid", "rotary_offset"),
+)
+_T = TypeVar("_T")
+_ASSUMED = {"activation": "gelu", "image_mean": (0.5, 0.5, 0.5), "image_std": (0.5, 0.5, 0.5)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,12 +76,10 @@ def timm_settings(folder: Path) -> Settings:
     Raises:
         ValueError: the file is damaged, or says that the network is another one.
     """
-    assumed = {"activation": "gelu", "layer_norm_epsilon": 1e-6, **_PIXELS}
-    settings = _read_config(folder / CONFIG)
-    if settings is None:
-        return Settings(fields={}, assumed=assumed)
+    known = Settings(assumed={**_ASSUMED, "layer_norm_epsilon": 1e-6})
     with naming(folder / CONFIG):
-        return _timm_settings(settings, assumed)
+        settings = _read_config(folder / CONFIG)
+        return known if settings is None else _timm_settings(settings, known)
 
 
 def hugging_face_settings(folder: Path) -> Settings:
@@ -87,17 +88,16 @@ def hugging_face_settings(folder: Path) -> Settings:
     Raises:
         ValueError: a file is damaged, or says that the network is another one.
     """
-    settings = _read_config(folder / CONFIG)
-    assumed = {"activation": "gelu", "layer_norm_epsilon": 1e-12, **_PIXELS}
-    processor = _read_config(folder / PREPROCESSOR)
     with naming(folder / PREPROCESSOR):
-        pixels = _processor_pixels(processor)
-    if settings is None:
-        return Settings(
-            fields=pixels, assumed=assumed, hint=f"put {CONFIG} beside it", names_note=_NAMES_NOTE
+        known = Settings(
+            fields=_processor_pixels(_read_config(folder / PREPROCESSOR)),
+            assumed={**_ASSUMED, "layer_norm_epsilon": 1e-12},
+            hint=f"put {CONFIG} beside it",
+            names_note=", by timm's names,",
         )
     with naming(folder / CONFIG):
-        return _hugging_face_settings(settings, assumed, pixels)
+        settings = _read_config(folder / CONFIG)
+        return known if settings is None else _hugging_face_settings(settings, known)
 
 
 def with_settings(fields: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def with_settings(fields: Mapping[str, Any], settings: Settings) -> dict[str, An
     return {**fields, **said}
 
 
-def _timm_settings(settings: Mapping[str, Any], assumed: Mapping[str, Any]) -> Settings:
+def _timm_settings(settings: Mapping[str, Any], known: Settings) -> Settings:
     name = settings.get("architecture")
     arguments = _mapping(settings, "model_args")
     # Before timm 0.9, what is now `pretrained_cfg` stood at the top.
@@ -131,21 +131,26 @@ def _timm_settings(settings: Mapping[str, Any], assumed: Mapping[str, Any]) -> S
     pretrained = _mapping(settings, "pretrained_cfg") if in_parts else settings
     _check_arguments(arguments)
     architecture = find_architecture(name) if isinstance(name, str) else None
-    fields = {} if architecture is None else _architecture_fields(architecture)
+    fields: dict[str, Any] = {}
+    if architecture is not None:
+        fields = {name: getattr(architecture, name) for name in _ARCHITECTURE_FIELDS}
+        fields["activation"] = ACTIVATIONS[architecture.activation]
     if arguments.get("num_heads") is not None:
         fields["num_heads"] = _heads(arguments["num_heads"])
     if arguments.get("act_layer") is not None:
-        fields["activation"] = _activation(arguments["act_layer"])
+        fields["activation"] = _translated("activation", arguments["act_layer"], ACTIVATIONS)
     pooling = arguments.get("global_pool", settings.get("global_pool"))
     if pooling is not None:
-        fields["pooling"] = _pooling(pooling)
+        fields["pooling"] = _translated("pooling", pooling, POOLINGS)
     fields |= _pixels(pretrained.get("mean"), pretrained.get("std"))
     shape = pretrained.get("input_size")  # channels first
     sizes = [arguments.get("img_size"), shape[-2:] if isinstance(shape, list) else None]
-    labels = _timm_labels(settings, pretrained)
-    return Settings(
+    # The classes' names stand at the top, or are those of the pretrained weights.
+    named = next((part for part in (settings, pretrained) if part.get("label_names")), {})
+    labels = _labels(named.get("label_names"), described=named.get("label_descriptions"))
+    return dataclasses.replace(
+        known,
         fields=fields,
-        assumed=assumed,
         sizes=_sizes(sizes),
         unsupported_reason=None if architecture is not None else _unknown_name(name),
         hint=f'write "mean" and "std" into the "pretrained_cfg" of its {CONFIG}',
@@ -177,38 +182,21 @@ def _warning(name: str, pretrained: Mapping[str, Any]) -> str:
     )
 
 
-def _architecture_fields(architecture: Architecture) -> dict[str, Any]:
-    return {
-        "num_heads": architecture.num_heads,
-        "activation": _activation(architecture.activation),
-        "layer_norm_epsilon": architecture.layer_norm_epsilon,
-        "pooling_heads": architecture.pooling_heads,
-        "rotary_period": architecture.rotary_period,
-        "rotary_grid": architecture.rotary_grid,
-        "rotary_offset": architecture.rotary_offset,
-    }
-
-
-def _hugging_face_settings(
-    settings: Mapping[str, Any], assumed: Mapping[str, Any], pixels: Mapping[str, Any]
-) -> Settings:
+def _hugging_face_settings(settings: Mapping[str, Any], known: Settings) -> Settings:
     labels = _labels(settings.get("id2label"))
     settings, kind = _image_tower(settings)
     if settings.get("pooler_act", "tanh") != "tanh":
         raise ValueError(
             f"The file's pooler_act is {shown(settings['pooler_act'])}; keras_vit has 'tanh'."
         )
-    fields = {**_hugging_face_fields(settings, kind), **pixels}
-    unknown = None if kind is not None else f"its {CONFIG} names no model_type"
-    return Settings(
-        fields=fields,
-        assumed=assumed,
+    return dataclasses.replace(
+        known,
+        fields={**_hugging_face_fields(settings, kind), **known.fields},
         sizes=_sizes([settings.get("image_size")]),
-        unsupported_reason=unknown,
+        unsupported_reason=None if kind is not None else f"its {CONFIG} names no model_type",
         hint=f"put the model's {PREPROCESSOR} beside it",
         rotary_layout="halves",
         labels=labels,
-        names_note=_NAMES_NOTE,
     )
 
 
@@ -234,9 +222,8 @@ def _hugging_face_fields(settings: Mapping[str, Any], kind: str | None) -> dict[
     # The gated MLP of DINOv2 has its own activation, whatever hidden_act says.
     has_own = kind in ("dinov2", "dinov2_with_registers") and settings.get("use_swiglu_ffn", False)
     default = "gelu" if known is None else known.activation
-    fields: dict[str, Any] = {
-        "activation": _activation("silu" if has_own else settings.get("hidden_act", default)),
-    }
+    activation = "silu" if has_own else settings.get("hidden_act", default)
+    fields: dict[str, Any] = {"activation": _translated("activation", activation, ACTIVATIONS)}
     epsilon = settings.get("layer_norm_eps", None if known is None else known.epsilon)
     if epsilon is not None:
         fields["layer_norm_epsilon"] = _number(epsilon, "layer_norm_eps", most=1.0)
@@ -264,18 +251,10 @@ def _check_arguments(arguments: Mapping[str, Any]) -> None:
         )
 
 
-def _activation(name: object) -> str:
-    if not isinstance(name, str) or name not in ACTIVATIONS:
-        raise ValueError(
-            f"The file's activation is {shown(name)}; keras_vit has {sorted(ACTIVATIONS)}."
-        )
-    return ACTIVATIONS[name]
-
-
-def _pooling(name: object) -> str | None:
-    if not isinstance(name, str) or name not in POOLINGS:
-        raise ValueError(f"The file's pooling is {shown(name)}; keras_vit has {sorted(POOLINGS)}.")
-    return POOLINGS[name]
+def _translated(what: str, name: object, ours: Mapping[str, _T]) -> _T:
+    if not isinstance(name, str) or name not in ours:
+        raise ValueError(f"The file's {what} is {shown(name)}; keras_vit has {sorted(ours)}.")
+    return ours[name]
 
 
 def _number(value: Any, name: str, *, least: float = 0.0, most: float = math.inf) -> float:
@@ -300,7 +279,7 @@ def _unknown_name(name: object) -> str:
         return f"its {CONFIG} names no timm architecture"
     return (
         f"activation, epsilon and heads of timm's {shown(name)} are not known to this version "
-        "(keras_vit.weights.architectures has the names that are)"
+        "(keras_vit.weights.torch_names has the names that are)"
     )
 
 
@@ -342,12 +321,6 @@ def _pixels(mean: Any, std: Any, *, unit: float = 1.0) -> dict[str, Any]:
     return {name: v * longest if len(v) == 1 else v for name, v in statistics.items()}
 
 
-def _timm_labels(*settings: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    """The names in the first settings that have some: at the top, or of the pretrained weights."""
-    stated = next((part for part in settings if part.get("label_names")), {})
-    return _labels(stated.get("label_names"), described=stated.get("label_descriptions"))
-
-
 def _labels(names: Any, *, described: Any = None) -> tuple[tuple[str, str], ...]:
     """Returns (identifier, name) of each class; () for what are no names, or LABEL_0, LABEL_1, ...
 
@@ -379,7 +352,7 @@ def _sizes(values: list[Any]) -> tuple[tuple[int, int], ...]:
         for pair in pairs
         if isinstance(pair, list | tuple)
         and len(pair) == 2
-        and all(isinstance(side, int) and 0 < side < _MAX_SIDE for side in pair)
+        and all(isinstance(side, int) and 0 < side < MAX_SIDE for side in pair)
     )
 
 

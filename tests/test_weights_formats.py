@@ -28,7 +28,6 @@ TORCH = keras_vit.ViTConfig(
     classes=5,
     activation="gelu",
 )
-TORCH_LOGITS = np.load(published.GOLDEN / "tiny_safetensors_logits.npz")
 
 SUFFIXES = (".weights.h5", ".keras", ".npz")
 SQUARE = dataclasses.replace(TINY, input_shape=(48, 48, 3))  # no .npz says another grid
@@ -68,31 +67,10 @@ def hugging_face(tmp_path: Path) -> Path:
     return tmp_path / "model.safetensors"
 
 
-def logits(model: keras.Model) -> np.ndarray:
-    return np.asarray(keras.ops.convert_to_numpy(model(published.images(TORCH))))
-
-
-def test_hugging_face_logits(hugging_face: Path) -> None:
-    """The library's own logits, with the epsilon and GELU of its config.json."""
-    fields = open_checkpoint(hugging_face).fields
-    assert (fields["layer_norm_epsilon"], fields["activation"]) == (1e-12, "gelu")
-    model = VisionTransformer(dataclasses.replace(TORCH, layer_norm_epsilon=1e-12))
-    keras_vit.weights.load(model, hugging_face)
-    np.testing.assert_allclose(logits(model), TORCH_LOGITS["hf"], rtol=0, atol=1e-5)
-
-
-def test_timm_logits() -> None:
-    """timm's own logits from its file; with the wrong GELU they are further away."""
-    model = VisionTransformer(TORCH)
-    keras_vit.weights.load(model, published.GOLDEN / "tiny_timm.safetensors")
-    np.testing.assert_allclose(logits(model), TORCH_LOGITS["timm"], rtol=0, atol=1e-5)
-    wrong = model.copy(config=dataclasses.replace(TORCH, activation="gelu_tanh"))
-    assert np.abs(logits(wrong) - TORCH_LOGITS["timm"]).max() > 1e-5
-
-
 def test_hugging_face_grid_comes_from_its_config(hugging_face: Path) -> None:
-    """24 positions are no square: only config.json knows that they are 4 x 6."""
-    assert open_checkpoint(hugging_face).grid == (4, 6)
+    """24 positions are no square: only config.json knows that they are 4 x 6, and the epsilon."""
+    checkpoint = open_checkpoint(hugging_face)
+    assert (checkpoint.grid, checkpoint.fields["layer_norm_epsilon"]) == ((4, 6), 1e-12)
     config = dataclasses.replace(TORCH, input_shape=(48, 48, 3), layer_norm_epsilon=1e-12)
     model = VisionTransformer(config)
     keras_vit.weights.load(model, hugging_face)
@@ -211,37 +189,10 @@ def test_other_files_are_not_checkpoints(tiny: VisionTransformer, tmp_path: Path
 
 
 def test_saved_names_and_shapes_are_the_originals(tmp_path: Path) -> None:
-    """The keys of the published ViT-B/16 file, and its shapes, in float32."""
-    config = keras_vit.ViTConfig(num_layers=1, classes=21843, representation_dim=768)
-    keras_vit.weights.save_npz(VisionTransformer(config), tmp_path / "a.npz")
-    block = "Transformer/encoderblock_0"
-    attention = f"{block}/MultiHeadDotProductAttention_1"
-    with np.load(tmp_path / "a.npz", allow_pickle=False) as arrays:
-        assert {arrays[name].dtype for name in arrays} == {np.dtype(np.float32)}
-        shapes = {name: arrays[name].shape for name in arrays}
-    heads = {
-        f"{attention}/{part}/{leaf}": shape
-        for part in ("query", "key", "value")
-        for leaf, shape in (("kernel", (768, 12, 64)), ("bias", (12, 64)))
-    }
-    norms = {
-        f"{name}/{leaf}": (768,)
-        for name in (f"{block}/LayerNorm_0", f"{block}/LayerNorm_2", "Transformer/encoder_norm")
-        for leaf in ("scale", "bias")
-    }
-    assert shapes == heads | norms | {
-        "cls": (1, 1, 768),
-        "embedding/kernel": (16, 16, 3, 768),
-        "embedding/bias": (768,),
-        "Transformer/posembed_input/pos_embedding": (1, 197, 768),
-        f"{attention}/out/kernel": (12, 64, 768),
-        f"{attention}/out/bias": (768,),
-        f"{block}/MlpBlock_3/Dense_0/kernel": (768, 3072),
-        f"{block}/MlpBlock_3/Dense_0/bias": (3072,),
-        f"{block}/MlpBlock_3/Dense_1/kernel": (3072, 768),
-        f"{block}/MlpBlock_3/Dense_1/bias": (768,),
-        "pre_logits/kernel": (768, 768),
-        "pre_logits/bias": (768,),
-        "head/kernel": (768, 21843),
-        "head/bias": (21843,),
-    }
+    """Those by which tests/test_golden.py makes its weights, as the original does; in float32."""
+    for kind in ("representation", "attention pooling", "hybrid"):
+        keras_vit.weights.save_npz(VisionTransformer(KINDS[kind]), tmp_path / "a.npz")
+        with np.load(tmp_path / "a.npz", allow_pickle=False) as saved:
+            found = {name: (saved[name].shape, saved[name].dtype) for name in saved}
+        expected = published.arrays(KINDS[kind])
+        assert found == {name: (a.shape, np.dtype("f4")) for name, a in expected.items()}

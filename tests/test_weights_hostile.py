@@ -21,7 +21,7 @@ from conftest import randomize
 
 import keras_vit
 from campaigns import oracle
-from campaigns.weights import _HDF5, CONFIG, Campaign
+from campaigns.weights import _HDF5, CONFIG, Campaign, _npy
 from keras_vit import backend
 
 ARRAYS = published.arrays(CONFIG)
@@ -42,12 +42,6 @@ def model() -> keras_vit.VisionTransformer:
     return randomize(keras_vit.VisionTransformer(CONFIG))
 
 
-def npy(array: np.ndarray) -> bytes:
-    buffer = io.BytesIO()
-    np.save(buffer, array)
-    return buffer.getvalue()
-
-
 def header(shape: str) -> bytes:
     text = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}\n".encode()
     return b"\x93NUMPY\x02\x00" + struct.pack("<I", len(text)) + text
@@ -64,7 +58,7 @@ def npz(*extra: tuple[str, Any], packed: Any = False, **changes: Any) -> Callabl
         with zipfile.ZipFile(path, "w", kind) as archive:
             for name, content in [*(ARRAYS | changes).items(), *extra]:
                 archive.writestr(
-                    f"{name}.npy", content if isinstance(content, bytes) else npy(content)
+                    f"{name}.npy", content if isinstance(content, bytes) else _npy(content)
                 )
 
     return write
@@ -100,7 +94,7 @@ class _Trap:
         return (Path("sprung").write_text, ("!",))
 
 
-NPZ: dict[str, tuple[Callable[[Path], None], str]] = {
+NPZ: dict[str, tuple[Callable[[Path], Any], str]] = {
     "one NaN": (head(put(np.nan)), "'head/kernel' holds a value that is not a finite number"),
     "one infinity": (head(put(-np.inf)), "not a finite number"),
     "beyond float32": (head(put(1e300, "f8")), "not a finite number in float32"),
@@ -144,6 +138,10 @@ NPZ: dict[str, tuple[Callable[[Path], None], str]] = {
     "too many values": (npz(("x", header("(9,)") + bytes(40))), "bytes are 40"),
     "an unknown version": (npz(("x", b"\x93NUMPY\x09\x00" + bytes(99))), "not a NumPy array"),
     "nothing": (npz(("x", b"")), "not a NumPy array"),
+    "a web page": (
+        lambda path: path.write_text("<html>Not found</html>"),
+        r"not a whole \.npz file .*fetch it again",
+    ),
 }
 
 

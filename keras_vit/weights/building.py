@@ -12,6 +12,7 @@ from keras_vit.config import InputShape, Pooling, ViTConfig, stride_of
 from keras_vit.layers.random import overwritten_weights
 from keras_vit.model import VisionTransformer
 from keras_vit.weights import loading
+from keras_vit.weights.arrays import naming
 from keras_vit.weights.checkpoint import (
     ARCHITECTURE,
     ASSUMED_FIELDS,
@@ -211,11 +212,9 @@ def _config_of(checkpoint: Checkpoint, input_shape: InputShape | None) -> ViTCon
     shape = shape or fields.get("input_shape") or _shape(checkpoint)
     _check_channels(checkpoint, input_shape or shape)
     places = {} if None in shape else {"input_shape": shape, "position_grid": None}
-    try:
+    with naming(checkpoint.path):
         config = ViTConfig(**{**_DEFAULTS, **checkpoint.settings.assumed, **fields, **places})
         return config.resized(input_shape or shape)
-    except ValueError as error:
-        raise ValueError(f"{checkpoint.path}: {error}") from error
 
 
 def _check_channels(checkpoint: Checkpoint, input_shape: InputShape) -> None:
@@ -298,14 +297,11 @@ def _warn(checkpoint: Checkpoint, model: VisionTransformer, *, is_head_kept: boo
         )
     if checkpoint.settings.warning:
         warnings.warn(f"{checkpoint.path}: {checkpoint.settings.warning}", stacklevel=level)
-    if is_head_kept and model.config.classes and not _has_trained_head(model):
+    has_kernel = is_head_kept and model.config.classes
+    if has_kernel and not keras.ops.any(model.get_layer("head").kernel != 0):
         warnings.warn(
             f"The classifier in {checkpoint.path} is all zeros, as the original's ImageNet-21k "
             "ones were published: it predicts nothing. Pass classes=N to train a fresh one, "
             'include_top=False for features, or weights="augreg/imagenet21k" for a trained one.',
             stacklevel=level,
         )
-
-
-def _has_trained_head(model: VisionTransformer) -> bool:
-    return bool(keras.ops.any(model.get_layer("head").kernel != 0))

@@ -18,7 +18,7 @@ from keras_vit.atomic import whole_file
 from keras_vit.config import InputShape, ViTConfig
 from keras_vit.limits import shown
 from keras_vit.model import VisionTransformer
-from keras_vit.weights.arrays import FLOATS
+from keras_vit.weights.arrays import FLOATS, naming
 from keras_vit.weights.checkpoint import (
     ARCHITECTURE,
     ASSUMED_FIELDS,
@@ -230,7 +230,13 @@ def match(
     prefixes = _ignored_prefixes(checkpoint, config, head)
     missing = known_names - set(checkpoint.arrays)
     extra = {name for name in set(checkpoint.arrays) - known_names if not name.startswith(prefixes)}
-    _check_values(checkpoint, [name for name in known_names if name in checkpoint.arrays])
+    for name in sorted(known_names - missing):
+        dtype = checkpoint.arrays[name].dtype
+        if dtype not in FLOATS:
+            raise ValueError(
+                f"{checkpoint.path}: array {shown(name)}{checkpoint.settings.names_note} is of "
+                f"{dtype}; weights are of {', '.join(map(str, FLOATS))}."
+            )
     mismatched = [
         f"{name} (expected {shape}, received {shown(checkpoint.arrays[name].shape)})"
         for row in rows
@@ -250,10 +256,8 @@ def match(
 
 def check_architecture(checkpoint: Checkpoint, config: ViTConfig) -> None:
     """Raises a ValueError unless the file's sizes are the config's, of a network that it holds."""
-    try:
+    with naming(checkpoint.path):
         checkpoint.check(config)
-    except ValueError as error:
-        raise ValueError(f"{checkpoint.path}: {error}") from error
     for name in ARCHITECTURE:
         expected, stored = getattr(config, name), checkpoint.fields.get(name)
         if name in checkpoint.fields and expected != stored:
@@ -285,15 +289,6 @@ def check_numbers(checkpoint: Checkpoint, config: ViTConfig) -> None:
         )
 
 
-def _check_values(checkpoint: Checkpoint, names: list[str]) -> None:
-    others = [name for name in sorted(names) if checkpoint.arrays[name].dtype not in FLOATS]
-    if others:
-        raise ValueError(
-            f"{checkpoint.path}: array {shown(others[0])}{checkpoint.settings.names_note} is of "
-            f"{checkpoint.arrays[others[0]].dtype}; weights are of {', '.join(map(str, FLOATS))}."
-        )
-
-
 def _check_positions(checkpoint: Checkpoint, rows: list[Row], config: ViTConfig) -> None:
     """Holds the tables of positions against the grid, before anything is built or read."""
     for row in rows:
@@ -301,21 +296,20 @@ def _check_positions(checkpoint: Checkpoint, rows: list[Row], config: ViTConfig)
         if cells is None:
             continue
         count = checkpoint.arrays[row.names[0]].shape[1]
-        if checkpoint.grid is None and count != row.shape[1]:
+        first = row.shape[1] - math.prod(cells(*config.grid))  # before the cells'
+        if count == math.prod(cells(*(checkpoint.grid or config.grid))) + first:
+            continue
+        if checkpoint.grid is None:
             raise ValueError(
                 f"{checkpoint.path} holds {count} positions, not a square grid, and does not say "
                 f"its height and width; the model's grid is {config.grid}. Build the model at the "
                 "size that the file was trained at."
             )
-        if checkpoint.grid is None:
-            continue
-        first = row.shape[1] - math.prod(cells(*config.grid))  # before the cells'
-        if count != math.prod(cells(*checkpoint.grid)) + first:
-            height, width = checkpoint.grid
-            raise ValueError(
-                f"{checkpoint.path} holds {count} positions, and says that its grid is "
-                f"{height}x{width}; one of the two is damaged."
-            )
+        height, width = checkpoint.grid
+        raise ValueError(
+            f"{checkpoint.path} holds {count} positions, and says that its grid is "
+            f"{height}x{width}; one of the two is damaged."
+        )
 
 
 def _check_variables(model: VisionTransformer, rows: list[Row]) -> None:
@@ -374,10 +368,8 @@ def _ignored_prefixes(
     except ValueError as error:
         raise ValueError(f"{checkpoint.path} does not fit the model: {error}") from error
     paths = HEAD if head == "fresh" or config.classes is None else ()
-    if config.pooling != "map":
-        paths = (*paths, "pooling/")
-    if config.pooling is None:
-        paths = (*paths, "pooling_norm/")
+    paths += () if config.pooling == "map" else ("pooling/",)
+    paths += ("pooling_norm/",) if config.pooling is None else ()
     rows = (row for row in checkpoint.rows(stored_config) if paths and row.path.startswith(paths))
     return tuple(name for row in rows for name in row.names)
 

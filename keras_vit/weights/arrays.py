@@ -132,8 +132,8 @@ def stored_array(
         name: of the array, for errors.
         shape: of the array.
         dtype: of its values.
-        start: where they begin, in bytes.
-        content: where they lie instead, unpacked from the file.
+        start: the byte at which they begin.
+        content: of the part of the file in which they lie, unpacked; None where it is the file.
     """
 
     def read() -> np.ndarray:
@@ -237,7 +237,8 @@ class _Directory(io.BufferedReader):
     """A zip archive's file, of which no more than a sensible directory is read at once."""
 
     def read(self, size: int | None = -1, /) -> bytes:
-        content = super().read(_MAX_DIRECTORY + 1 if size is None or size < 0 else size)
+        most = _MAX_DIRECTORY + 1
+        content = super().read(most if size is None or size < 0 else min(size, most))
         if len(content) > _MAX_DIRECTORY:
             raise ValueError(f"its directory has more than {_MAX_DIRECTORY} bytes")
         return content

@@ -367,7 +367,7 @@ def _ignored_prefixes(
         stored_config = dataclasses.replace(config, **parts)
     except ValueError as error:
         raise ValueError(f"{checkpoint.path} does not fit the model: {error}") from error
-    paths = HEAD if head == "fresh" or config.classes is None else ()
+    paths: tuple[str, ...] = HEAD if head == "fresh" or config.classes is None else ()
     paths += () if config.pooling == "map" else ("pooling/",)
     paths += ("pooling_norm/",) if config.pooling is None else ()
     rows = (row for row in checkpoint.rows(stored_config) if paths and row.path.startswith(paths))

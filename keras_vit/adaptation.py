@@ -15,9 +15,9 @@ from keras_vit.atomic import whole_file
 from keras_vit.config import ViTConfig
 from keras_vit.layers import TokenDense
 from keras_vit.layers.dense import CHANGES, without_lora
-from keras_vit.limits import is_number, shown
+from keras_vit.limits import check_file, is_number, shown
 from keras_vit.model import VisionTransformer, assign_copy, path_inside, weights_by_path
-from keras_vit.weights.arrays import FLOATS, check_file, read_safetensors, safetensors_metadata
+from keras_vit.weights.arrays import FLOATS, read_safetensors, safetensors_metadata
 
 # The dense products of a block; the paper adapts query and value (arXiv 2106.09685, Section 4.2).
 TARGETS = ("qkv", "out", "fc1", "fc2")

@@ -8,7 +8,7 @@ from typing import Any
 from keras_vit.exporting import artefacts, references, verification
 from keras_vit.exporting.clean import messages, runners
 from keras_vit.exporting.description import Description
-from keras_vit.weights.arrays import FileError, read_json
+from keras_vit.limits import FileError, read_json
 
 SAVED_MODEL = "saved_model.pb"
 _LARGEST_RECORD = 2**27  # bytes; a record holds a few answers

@@ -15,10 +15,10 @@ from keras_vit import atomic, weights
 from keras_vit.config import ViTConfig
 from keras_vit.data import ImageData, image_size_of, load_data, loading
 from keras_vit.layers.dense import CHANGES
+from keras_vit.limits import FileError, read_json
 from keras_vit.model import VisionTransformer
 from keras_vit.training.settings import MAX_TEXT, RESUME_OR_REPLACE
 from keras_vit.variants import parameter_count
-from keras_vit.weights.arrays import FileError, read_json
 from keras_vit.weights.checkpoint import REGISTERED_NAME, keras_settings
 from keras_vit.weights.positions import Method
 

@@ -4,11 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from keras_vit.weights.arrays import read_json
+from keras_vit.limits import read_json
 
-# The largest text file of a run that is read, in bytes; a config.json with 21,843 labels has about
-# 1 MB.
-MAX_TEXT = 2**24
+MAX_TEXT = 2**24  # bytes of a run's JSON file; one with 21,843 labels has about 1 MB
 _EPOCHS = "recipe.epochs"
 # What a sentence advises where something is in the way.
 REPLACE = 'replace it (--overwrite; in Python existing="overwrite") or choose another --out'

@@ -4,11 +4,9 @@ import collections
 import contextlib
 import dataclasses
 import io
-import json
 import math
 import os
 import re
-import stat
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,14 +17,12 @@ import numpy as np
 import safetensors
 
 from keras_vit import backend
-from keras_vit.limits import shown
+from keras_vit.limits import MAX_TEXT, FileError, check_file, read_json, shown
 
-# What a file may ask for. A settings file with the 21,843 labels of ImageNet-21k has 2 MB; the
-# largest published network with its optimizer's state has 2,000 arrays. Trained weights deflate to
-# nine tenths, to a third where bfloat16 values stand in float32; the heads of zeros among the
-# published ones are a fifth of their file: a file that holds a twentieth of what it declares is
-# no checkpoint. Below 16 MiB a bomb is harmless.
-MAX_TEXT = 3 * 2**20  # bytes of JSON
+# What a file may ask for: the largest published network with its optimizer's state has 2,000
+# arrays. Trained weights deflate to nine tenths, to a third where bfloat16 values stand in float32;
+# the heads of zeros among the published ones are a fifth of their file: a file that holds a
+# twentieth of what it declares is no checkpoint. Below 16 MiB a bomb is harmless.
 MAX_ARRAYS = 10_000
 _MAX_RATIO = 20  # bytes declared for each byte of a packed file
 _HARMLESS = 16 * 2**20  # bytes
@@ -47,32 +43,6 @@ _SAFETENSORS = {
 _SHARD = re.compile(r"\w[\w.-]*\.safetensors", re.ASCII)
 
 
-class FileError(ValueError):
-    """A file is not what it should be.
-
-    Attributes:
-        path: the file's; the text is a sentence that has it.
-    """
-
-    def __init__(self, text: str, path: Path) -> None:
-        super().__init__(text, path)
-        self.path = path
-
-    def __str__(self) -> str:
-        return str(self.args[0])
-
-
-@contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Puts a file's path before a sentence that names no file."""
-    try:
-        yield
-    except FileError:
-        raise
-    except ValueError as error:
-        raise FileError(f"{path}: {error}", path) from error
-
-
 @contextlib.contextmanager
 def parsing(path: Path, problem: str) -> Iterator[None]:
     """Makes a sentence of whatever a parser raises for a damaged file; it begins with a problem."""
@@ -81,7 +51,7 @@ def parsing(path: Path, problem: str) -> Iterator[None]:
     except FileError:
         raise
     except Exception as error:  # zipfile, zlib, NumPy, HDF5 and safetensors raise many kinds
-        reason = shown(re.sub(" at 0x[0-9a-f]+", "", str(error)))
+        reason = shown(re.sub(" at 0x[0-9a-f]+", "", str(error.__cause__ or error)))
         raise FileError(f"{problem} ({reason}); delete it and fetch it again.", path) from error
 
 
@@ -149,76 +119,6 @@ def stored_array(
         return values
 
     return StoredArray(shape, dtype, read)
-
-
-def check_file(path: Path) -> None:
-    """Raises an error unless the path is that of a file, no folder, pipe or device.
-
-    Raises:
-        FileNotFoundError: nothing is there, or a link to nothing.
-        OSError: the system does not let us look.
-        FileError: something else is there.
-    """
-    try:
-        mode = path.stat().st_mode
-        if stat.S_ISREG(mode):
-            path.open("rb").close()
-            return
-    except FileNotFoundError:
-        raise FileNotFoundError(f"There is no file {str(path)!r}; check the path.") from None
-    except OSError as error:
-        problem = error.strerror or "unknown"
-        raise type(error)(f"{path} cannot be opened: {problem}; check its permissions.") from None
-    raise FileError(f"{path} is a folder, a pipe or a device; give the path of a file.", path)
-
-
-def parse_json(
-    content: bytes, path: Path, *, inside: str = "", limit: int = MAX_TEXT, finite: bool = True
-) -> dict[str, Any]:
-    """Returns the dictionary in a JSON text, whose keys differ.
-
-    Args:
-        content: the text, in UTF-8.
-        path: of the file, for errors.
-        inside: what errors say after it of a text within the file.
-        limit: how many bytes it may have.
-        finite: whether its numbers must be finite, as JSON's are and Python's need not be.
-
-    Raises:
-        FileError: it is too long, no JSON, or no dictionary.
-    """
-    number = _finite if finite else None
-    try:
-        if len(content) > limit:
-            raise ValueError(f"it has {len(content)} bytes of text; at most {limit} are read")
-        settings = json.loads(
-            content.decode(), parse_constant=number, parse_float=number, object_pairs_hook=_unique
-        )
-        if isinstance(settings, dict):
-            return settings
-        reason = f"it holds a {type(settings).__name__}, not a dictionary"
-    except UnicodeDecodeError as error:
-        reason = f"byte {error.start} is not UTF-8"
-    except json.JSONDecodeError as error:
-        reason = f"{error.msg} at character {error.pos}"
-    except RecursionError:
-        reason = "it is nested too deeply"
-    except ValueError as error:
-        reason = shown(str(error))
-    raise FileError(f"{path}{inside} is not a whole JSON file: {reason}.", path)
-
-
-def read_json(path: Path, *, limit: int = MAX_TEXT, finite: bool = True) -> dict[str, Any]:
-    """Returns the dictionary in a JSON file, see `parse_json`.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        OSError: it cannot be opened.
-        FileError: it is no file, too long, no JSON, or no dictionary.
-    """
-    check_file(path)
-    with path.open("rb") as file:
-        return parse_json(file.read(limit + 1), path, limit=limit, finite=finite)
 
 
 def open_archive(path: Path) -> zipfile.ZipFile:
@@ -405,17 +305,3 @@ def read_shards(index: Path) -> dict[str, StoredArray]:
         text = f"{index} has {shown(name)} in {places[name]}, which does not hold it."
         raise FileError(text, index)
     return arrays
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"it holds {text}, which is not a finite number")
-    return value
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    items = dict(pairs)
-    if len(items) < len(pairs):
-        raise ValueError("it has a key twice")
-    return items

@@ -10,9 +10,9 @@ import keras
 
 from keras_vit.config import InputShape, Pooling, ViTConfig, stride_of
 from keras_vit.layers.random import overwritten_weights
+from keras_vit.limits import naming
 from keras_vit.model import VisionTransformer
 from keras_vit.weights import loading
-from keras_vit.weights.arrays import naming
 from keras_vit.weights.checkpoint import (
     ARCHITECTURE,
     ASSUMED_FIELDS,

@@ -15,17 +15,12 @@ import ml_dtypes
 import numpy as np
 
 from keras_vit.config import ViTConfig
-from keras_vit.limits import shown
+from keras_vit.limits import MAX_TEXT, FileError, check_file, naming, parse_json, shown
 from keras_vit.preprocessing import LABELLED, class_labels
 from keras_vit.weights.arrays import (
     MAX_ARRAYS,
-    MAX_TEXT,
-    FileError,
     StoredArray,
-    check_file,
-    naming,
     open_archive,
-    parse_json,
     parsing,
     read_npz,
     read_safetensors,

@@ -52,10 +52,9 @@ def plain_row(path: str, name: str, shape: tuple[int, ...]) -> Row:
 
 def norm_rows(path: str, name: str, width: int, *, scale: str = "/scale") -> list[Row]:
     """Returns the rows of a layer normalisation; `scale` is how its gamma's name ends."""
-    bias = f"{scale[0]}bias"
     return [
         plain_row(f"{path}/gamma", f"{name}{scale}", (width,)),
-        plain_row(f"{path}/beta", f"{name}{bias}", (width,)),
+        plain_row(f"{path}/beta", f"{name}{scale[0]}bias", (width,)),
     ]
 
 
@@ -397,7 +396,7 @@ def _without_scan(arrays: Arrays) -> dict[str, StoredArray]:
 
 def _without_ones(name: str, array: StoredArray) -> StoredArray:
     is_norm = re.search(r"(^|/)gn(_root|_proj|\d)/(scale|bias)$", name)
-    if is_norm and len(array.shape) == 4 and array.shape[:3] == (1, 1, 1):
+    if is_norm and array.shape[:-1] == (1, 1, 1):
         return array.map(lambda value: value.reshape(-1), array.shape[3:])
     return array
 

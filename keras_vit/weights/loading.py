@@ -16,9 +16,9 @@ import numpy as np
 from keras_vit import backend
 from keras_vit.atomic import whole_file
 from keras_vit.config import InputShape, ViTConfig
-from keras_vit.limits import shown
+from keras_vit.limits import naming, shown
 from keras_vit.model import VisionTransformer
-from keras_vit.weights.arrays import FLOATS, naming
+from keras_vit.weights.arrays import FLOATS
 from keras_vit.weights.checkpoint import (
     ARCHITECTURE,
     ASSUMED_FIELDS,

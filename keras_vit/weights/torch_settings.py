@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from keras_vit.limits import LIMITS, MAX_SIDE, is_number, shown
-from keras_vit.weights.arrays import naming, read_json
+from keras_vit.limits import LIMITS, MAX_SIDE, is_number, naming, read_json, shown
 from keras_vit.weights.torch_names import (
     ACTIVATIONS,
     HUGGING_FACE_TYPES,

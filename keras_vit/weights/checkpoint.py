@@ -186,7 +186,7 @@ def _open_safetensors(path: Path) -> Checkpoint:
         raise FileError(
             f"{path.parent / CONFIG} says {heads} heads, which do not divide the width of "
             f"{path.name}, {fields['hidden_dim']}; one of the two is of another model.",
-            path,
+            path.parent / CONFIG,
         )
     return Checkpoint(
         path=path,

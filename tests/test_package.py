@@ -57,9 +57,9 @@ MODULES = [
 
 # A change may lower these, and raise none.
 CEILINGS = {
-    "files": 149,
-    "lines": 37_808,
-    "lines of tests": 25_227,
+    "files": 144,
+    "lines": 36_220,
+    "lines of tests": 24_885,
     "flags": 75,
     "public names": 158,
 }

@@ -282,6 +282,15 @@ def safetensors_header(change: Callable[[dict[str, Any]], None]) -> Callable[[by
     return write
 
 
+def twice(content: bytes) -> bytes:
+    """The first array's entry stands twice."""
+    length = int.from_bytes(content[:8], "little")
+    text = content[8 : 8 + length].strip()
+    name, fields = next(iter(json.loads(text).items()))
+    text = b"{" + json.dumps({name: fields})[1:-1].encode() + b"," + text[1:]
+    return struct.pack("<Q", len(text)) + text + content[8 + length :]
+
+
 def entry(name: str, **fields: Any) -> Callable[[bytes], bytes]:
     return safetensors_header(lambda settings: settings[name].update(fields))
 
@@ -296,6 +305,7 @@ HEADERS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "no list": (entry("cls_token", shape=8), "is not a whole"),
     "integers": (entry("cls_token", dtype="I32"), "is of int32; weights are of"),
     "more bytes": (lambda c: c + b"x", "is not a whole"),
+    "a name twice": (twice, r"in its header, is not a whole JSON file: .*has a key twice"),
 }
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import safetensors
 
 from keras_vit import backend
-from keras_vit.limits import MAX_TEXT, FileError, check_file, read_json, shown
+from keras_vit.limits import MAX_TEXT, FileError, check_file, parse_json, read_json, shown
 
 # What a file may ask for: the largest published network with its optimizer's state has 2,000
 # arrays. Trained weights deflate to nine tenths, to a third where bfloat16 values stand in float32;
@@ -252,9 +252,12 @@ def _open_safetensors(path: Path) -> Iterator[tuple[Any, int]]:
     with parsing(path, f"{path} is not a whole .safetensors file"):
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
+            header = file.read(min(length, MAX_TEXT))
         if length > MAX_TEXT:
             raise ValueError(f"it declares a header of {length} bytes; at most {MAX_TEXT} are read")
         with safetensors.safe_open(path, framework="np") as opened:
+            # Of two arrays of one name the library keeps one.
+            parse_json(header, path, inside=", in its header,")
             yield opened, 8 + length
 
 

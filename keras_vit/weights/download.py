@@ -426,7 +426,8 @@ def _transfer(url: str, partial: Path, wait: _Wait) -> requests.Response:
 def _attempt(session: Session, url: str, partial: Path, bar: Progress) -> requests.Response:
     """Asks once, for what is missing of the version that is here."""
     notes, shown = partial.with_suffix(".version"), redact_url(url)
-    start, headers = _size(partial), {}
+    # The last byte comes again: a file that is whole, and was not yet checked, has a rest too.
+    start, headers = max(_size(partial) - 1, 0), {}
     text = notes.read_text(errors="replace") if notes.exists() else ""
     noted = text.removeprefix(f"{shown}\n")
     if start and noted != text and re.fullmatch(_SENDABLE, noted):
@@ -448,12 +449,15 @@ def _attempt(session: Session, url: str, partial: Path, bar: Progress) -> reques
         total = int(length[1]) if length else None
         _LOGGER.info("Downloading %s: %d of %s bytes are here.", partial.stem, start, total)
         bar.reset(bar.task_ids[0], completed=start, total=total)
-        _store(answer, partial, total, bar)
+        _store(answer, partial, start, total, bar)
     return answer
 
 
-def _store(answer: requests.Response, partial: Path, total: int | None, bar: Progress) -> None:
-    size, largest = _size(partial), LARGEST_JSON if partial.stem.endswith(".json") else LARGEST
+def _store(
+    answer: requests.Response, partial: Path, size: int, total: int | None, bar: Progress
+) -> None:
+    """Writes the body of an answer after the first `size` bytes of a partial file."""
+    largest = LARGEST_JSON if partial.stem.endswith(".json") else LARGEST
     limit = largest if total is None else min(total, largest)
     subject = redact_url((*answer.history, answer)[0].url)
     too_large = f"{subject} brings more than the {limit:,} bytes that it may have: {AGAIN}."
@@ -463,6 +467,7 @@ def _store(answer: requests.Response, partial: Path, total: int | None, bar: Pro
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     try:
         with partial.open("ab") as file:
+            file.truncate(size)
             for chunk in iter(lambda: answer.raw.read1(2**18, decode_content=False), b""):
                 size += len(chunk)
                 if size > limit:

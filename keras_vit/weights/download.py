@@ -426,8 +426,7 @@ def _transfer(url: str, partial: Path, wait: _Wait) -> requests.Response:
 def _attempt(session: Session, url: str, partial: Path, bar: Progress) -> requests.Response:
     """Asks once, for what is missing of the version that is here."""
     notes, shown = partial.with_suffix(".version"), redact_url(url)
-    # The last byte comes again: a file that is whole, and was not yet checked, has a rest too.
-    start, headers = max(_size(partial) - 1, 0), {}
+    start, headers = max(_size(partial) - 1, 0), {}  # a whole file, not yet checked, has a rest too
     text = notes.read_text(errors="replace") if notes.exists() else ""
     noted = text.removeprefix(f"{shown}\n")
     if start and noted != text and re.fullmatch(_SENDABLE, noted):
@@ -439,8 +438,9 @@ def _attempt(session: Session, url: str, partial: Path, bar: Progress) -> reques
         if answer.status_code == 200:
             pattern, name, start = r"(\d{1,18})", "Content-Length", 0
         length = re.fullmatch(pattern, answer.headers.get(name, ""))
-        is_rest = start and headers and length and version == noted
-        if not is_rest:
+        if start and headers and length and version == noted:
+            os.truncate(partial, start)
+        else:
             _discard(partial)
             if answer.status_code != 200:
                 raise InterruptedTransferError("another part or version came than was requested")
@@ -449,15 +449,12 @@ def _attempt(session: Session, url: str, partial: Path, bar: Progress) -> reques
         total = int(length[1]) if length else None
         _LOGGER.info("Downloading %s: %d of %s bytes are here.", partial.stem, start, total)
         bar.reset(bar.task_ids[0], completed=start, total=total)
-        _store(answer, partial, start, total, bar)
+        _store(answer, partial, total, bar)
     return answer
 
 
-def _store(
-    answer: requests.Response, partial: Path, size: int, total: int | None, bar: Progress
-) -> None:
-    """Writes the body of an answer after the first `size` bytes of a partial file."""
-    largest = LARGEST_JSON if partial.stem.endswith(".json") else LARGEST
+def _store(answer: requests.Response, partial: Path, total: int | None, bar: Progress) -> None:
+    size, largest = _size(partial), LARGEST_JSON if partial.stem.endswith(".json") else LARGEST
     limit = largest if total is None else min(total, largest)
     subject = redact_url((*answer.history, answer)[0].url)
     too_large = f"{subject} brings more than the {limit:,} bytes that it may have: {AGAIN}."
@@ -467,7 +464,6 @@ def _store(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     try:
         with partial.open("ab") as file:
-            file.truncate(size)
             for chunk in iter(lambda: answer.raw.read1(2**18, decode_content=False), b""):
                 size += len(chunk)
                 if size > limit:

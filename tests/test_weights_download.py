@@ -252,7 +252,7 @@ def test_resume_in_a_later_call(
     server: rig.Server, url: str, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a call that gave up left behind is used by the next one, once the disk has room."""
-    give_up(server, url)
+    partial = give_up(server, url)
     assert rig.kept(home) == {"ViT-B_16.npz.partial", "ViT-B_16.npz.version"}
     with monkeypatch.context() as patch:
         patch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000}))
@@ -260,8 +260,9 @@ def test_resume_in_a_later_call(
             fetch(url)
         assert url in str(raised.value)
 
+    there = partial.stat().st_size
     assert fetch(url) == rig.BODY
-    assert server.starts[-1] == rig.MIDDLE - 1
+    assert server.starts[-1] == there - 1 >= rig.MIDDLE - 2
     assert rig.kept(home) == DONE
 
 

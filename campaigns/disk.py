@@ -314,7 +314,7 @@ def _names(folder: Path) -> set[str]:
 
 
 # The most operations on files of each task.
-_OPERATIONS: dict[type[_File], int] = {_File: 8, _Folder: 22, _Export: 32, _Run: 24}
+_OPERATIONS: dict[type[_File], int] = {_File: 10, _Folder: 22, _Export: 32, _Run: 24}
 
 
 def _draw(rng: np.random.Generator, *, operations: int, size: int) -> _Trouble:

@@ -10,15 +10,11 @@ import secrets
 import shutil
 import socket
 import sys
-import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+import filelock
 
 # What a user can do about an error of the operating system.
 _ADVICE = {
@@ -31,6 +27,7 @@ _ADVICE = {
     errno.ENOENT: "make the folder that it lies in",
 }
 _STAGED, _REPLACED = ".staged-", ".replaced"
+_PARTIAL = re.compile(r"\.partial-[0-9a-f]{16}(\.lock)?")
 # Errors of systems that cannot swap two names, or lock a file.
 _NO_SWAP = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
@@ -75,9 +72,10 @@ def whole_file(
     """Yields a temporary path beside `path`, which replaces it at the end of the block.
 
     The content is on the disk before the name changes. After an error `path` is unchanged. The
-    leftovers of a killed process are removed by the next one that writes the same file.
+    leftovers of a killed process are removed by the next one that writes a file to the folder.
 
     Example:
+        >>> import tempfile
         >>> path = Path(tempfile.mkdtemp()) / "notes.txt"
         >>> with whole_file(path) as temporary:
         ...     _ = temporary.write_text("whole")
@@ -93,16 +91,19 @@ def whole_file(
         OSError: the disk is full, read-only, gone or not accessible.
     """
     path = Path(path)
-    with explain_errors(path, kept=kept, again=again), _own_folder(path) as folder:
-        temporary = folder / path.name
-        try:
-            yield temporary
-            sync_file(temporary)
-            temporary.replace(path)
-            sync_folder(path.parent)
-        finally:
-            with contextlib.suppress(OSError):  # would hide the first error
-                temporary.unlink(missing_ok=True)
+    with explain_errors(path, kept=kept, again=again):
+        _remove_leftovers(path.parent)
+        folder = path.with_name(f".partial-{secrets.token_hex(8)}")
+        with _locked(folder.with_suffix(".lock")):
+            temporary = folder / path.name
+            try:
+                folder.mkdir()
+                yield temporary
+                sync(temporary)
+                temporary.replace(path)
+                sync(path.parent)
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -143,8 +144,8 @@ def publish(stage: Path, out: Path) -> None:
             stage.rename(out)
         elif not _swap(stage, out):
             _rename_twice(stage, out)
-        sync_folder(out.parent)
-        sync_folder(stage.parent)
+        sync(out.parent)
+        sync(stage.parent)
 
 
 def was_cut_off(parent: Path, out: Path) -> bool:
@@ -161,7 +162,7 @@ def restore(parent: Path, out: Path) -> None:
     if was_cut_off(parent, out):
         with explain_errors(out, kept=f"the old folder is {str(old)!r}"):
             old.rename(out)
-            sync_folder(out.parent)
+            sync(out.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -170,6 +171,7 @@ def hold(path: Path, *, what: str) -> Iterator[None]:
     """Holds a lock file, for one process at a time; the system releases that of a killed process.
 
     Example:
+        >>> import tempfile
         >>> path = Path(tempfile.mkdtemp()) / "run.lock"
         >>> with hold(path, what="training to 'run'"):
         ...     with hold(path, what="training to 'run'"):
@@ -186,15 +188,32 @@ wait until it ends, or choose another place.
         FileExistsError: another process holds it; the message says which, where and since when.
         OSError: the file cannot be written.
     """
-    descriptor = None
-    try:
+    with contextlib.ExitStack() as stack:
         with explain_errors(path, kept="nothing was begun"):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = _lock_file(path, what)
+            try:
+                # It waits a moment, since the holder may be about to remove the file.
+                locked = stack.enter_context(_locked(path, timeout=0.1))
+            except filelock.Timeout:
+                holder = ""
+                with contextlib.suppress(OSError), path.open("rb") as file:
+                    file.seek(1)  # Windows lets no other read the first byte, which is locked
+                    holder = file.read(200).decode(errors="replace")
+                raise FileExistsError(
+                    f"Another {what} is at work: {holder or 'a process'}; wait until it ends, or "
+                    "choose another place."
+                ) from None
+            if isinstance(locked, OSError):
+                warnings.warn(
+                    f"The file system of {str(path.parent)!r} has no locks ({locked.strerror}): "
+                    f"make sure that no other {what} is at work.",
+                    stacklevel=2,
+                )
+            else:
+                now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+                holder = f"\nprocess {os.getpid()} on {socket.gethostname()}, since {now}"
+                os.truncate(locked, 0)
+                os.write(locked, holder.encode())
         yield
-    finally:
-        if descriptor is not None:
-            _release(descriptor, path)
 
 
 def check_unheld(path: Path, *, what: str) -> None:
@@ -206,25 +225,17 @@ def check_unheld(path: Path, *, what: str) -> None:
 
 def sync_tree(folder: Path) -> None:
     """Flushes every file and name under a folder to the disk."""
-    for entry in folder.iterdir():
-        if entry.is_dir():
-            sync_tree(entry)
-        else:
-            sync_file(entry)
-    sync_folder(folder)
+    for path in (*folder.rglob("*"), folder):
+        sync(path)
 
 
-def sync_file(file: Path) -> None:
-    """Flushes a file's content to the disk."""
-    with file.open("rb") as opened:
-        os.fsync(opened.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Flushes the names in a folder to the disk, where the system can do that."""
-    if not hasattr(os, "O_DIRECTORY"):
+def sync(path: Path) -> None:
+    """Flushes a file's content or, except on Windows, the names in a folder to the disk."""
+    is_windows = sys.platform == "win32"
+    if is_windows and path.is_dir():
         return
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    # Windows flushes only what is open for writing.
+    descriptor = os.open(path, os.O_RDWR if is_windows else os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -266,121 +277,44 @@ def _rename_twice(stage: Path, out: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _lock_file(path: Path, what: str) -> int:
-    """Opens and locks a file, writes into it which process holds it, and returns its descriptor."""
-    while True:
-        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
-        descriptor = os.open(path, flags, 0o644)
-        is_held = False
-        try:
-            _lock(descriptor, path, what)
-            is_held = _is_at(descriptor, path)  # else its holder removed it after it was opened
-            if is_held:
-                now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-                holder = f"process {os.getpid()} on {socket.gethostname()}, since {now}"
-                os.truncate(descriptor, 0)
-                os.write(descriptor, holder.encode())
-                return descriptor
-        except BaseException:  # an interruption, too
-            if is_held:
-                _release(descriptor, path)
-            else:
-                os.close(descriptor)
-            raise
-        os.close(descriptor)
-
-
-def _release(descriptor: int, path: Path) -> None:
-    # Removed first: a process that opened the file meanwhile sees that its name is gone.
-    with contextlib.suppress(OSError):
-        path.unlink(missing_ok=True)
-    os.close(descriptor)
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
-
-
-def _lock(descriptor: int, path: Path, what: str) -> None:
-    number = errno.ENOSYS
-    if fcntl is not None:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except OSError as error:
-            number = error.errno or errno.EIO
-    if number in (errno.EAGAIN, errno.EACCES):  # held by another
-        holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "a process"
-        raise FileExistsError(
-            f"Another {what} is at work: {holder}; wait until it ends, or choose another place."
-        )
-    if number not in _NO_LOCKS:
-        raise OSError(number, os.strerror(number), str(path))
-    warnings.warn(
-        f"The file system of {str(path.parent)!r} has no locks ({os.strerror(number)}): make sure "
-        f"that no other {what} is at work.",
-        stacklevel=2,
-    )
-
-
 @contextlib.contextmanager
-def _own_folder(path: Path) -> Iterator[Path]:
-    """Makes a hidden folder beside a file, and locks it, so that it is not taken for a leftover."""
-    _remove_leftovers(path)
-    while True:
-        folder = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
-        # Until it is locked, another process may take it for a leftover, lock it and remove it.
-        with contextlib.suppress(BlockingIOError, FileNotFoundError):
-            descriptor = _lock_folder(folder)
-            if folder.exists():
-                break
-            _close(descriptor)
-    try:
-        yield folder
-    finally:
-        with contextlib.suppress(OSError):
-            folder.rmdir()
-        _close(descriptor)
-
-
-def _remove_leftovers(path: Path) -> None:
-    pattern = re.compile(rf"\.{re.escape(path.name)}-[a-z0-9_]{{8}}")  # as tempfile names them
-    with os.scandir(path.parent) as entries:
-        leftovers = [entry.name for entry in entries if pattern.fullmatch(entry.name)]
-    for folder in map(path.parent.joinpath, leftovers):
-        with contextlib.suppress(OSError):
-            descriptor = _lock_folder(folder)
-            if descriptor is None:
-                continue
-            with contextlib.suppress(OSError):
-                (folder / path.name).unlink(missing_ok=True)
-                folder.rmdir()
-            os.close(descriptor)
-
-
-def _lock_folder(folder: Path) -> int | None:
-    """Locks a folder and returns its descriptor, or None where the file system has no locks.
+def _locked(path: Path, *, timeout: float = 60) -> Iterator[int | OSError]:
+    """Locks a file, which it makes and removes; yields its descriptor, or why there are no locks.
 
     Raises:
-        BlockingIOError: another process holds it.
-        FileNotFoundError: it is gone.
+        filelock.Timeout: another one holds it.
     """
-    if fcntl is None:
-        return None
-    descriptor = os.open(folder, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+    descriptors: list[int] = []
+    lock = filelock.FileLock(
+        path, timeout=timeout, thread_local=False, on_acquired=descriptors.append
+    )
+    is_there, refusal = False, None
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        while not is_there:  # if its holder removed it before it was locked
+            lock.release()
+            lock.acquire()
+            # filelock looks at the number of links, but NFS keeps one to a removed file.
+            with contextlib.suppress(FileNotFoundError):
+                opened = os.fstat(descriptors[-1])
+                is_there = sys.platform == "win32" or os.path.samestat(opened, path.stat())
     except OSError as error:
-        os.close(descriptor)
-        if error.errno in _NO_LOCKS:
-            return None
-        raise BlockingIOError(error.errno, "held by another process") from error
-    return descriptor
+        if error.errno not in _NO_LOCKS:
+            raise
+        refusal = error
+    try:
+        yield refusal or descriptors[-1]
+    finally:
+        # Before the release: a process that opened it meanwhile sees that its name is gone.
+        # Windows removes no open file; there, filelock removes it after the release.
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+        lock.release()
 
 
-def _close(descriptor: int | None) -> None:
-    if descriptor is not None:
-        os.close(descriptor)
+def _remove_leftovers(folder: Path) -> None:
+    for entry in folder.iterdir():
+        if _PARTIAL.fullmatch(entry.name):
+            lock = entry.with_suffix(".lock")
+            with contextlib.suppress(OSError), _locked(lock, timeout=0) as locked:
+                if not isinstance(locked, OSError):
+                    shutil.rmtree(entry.with_suffix(""))

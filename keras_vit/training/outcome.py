@@ -139,7 +139,7 @@ def _leave_run(folder: Path, loop: Loop) -> None:
         (folder / run.CONFIG).unlink(missing_ok=True)
         for file in sorted(stage.iterdir(), key=lambda file: file.name == run.CONFIG):
             file.replace(folder / file.name)
-        atomic.sync_folder(folder)
+        atomic.sync(folder)
 
 
 def _config(loop: Loop) -> dict[str, Any]:

@@ -386,7 +386,7 @@ def _download(url: str, path: Path, sha256: str | None, wait: _Wait) -> Path:
             _LOGGER.warning("%s Downloading it again.", error)
     partial.with_suffix(".version").unlink(missing_ok=True)
     partial.replace(path)
-    atomic.sync_folder(path.parent)
+    atomic.sync(path.parent)
     _LOGGER.info("Downloaded %s.", path.name)
     return path
 

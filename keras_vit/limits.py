@@ -1,4 +1,4 @@
-"""What numbers a network may have, JSON that may be hostile, and how messages show other values.
+"""What is believed of values and files from outside, and how messages show them.
 
 Knows no framework.
 """

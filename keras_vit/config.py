@@ -4,10 +4,10 @@ Knows no framework: importing this module costs nothing.
 """
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, get_args
 
-from keras_vit.limits import LIMITS, MAX_SIDE, is_grid, is_number, is_whole, shown
+from keras_vit.limits import MAX_SIDE, is_grid, is_number, is_whole, shown
 
 Pooling = Literal["token", "avg", "token_avg", "max", "map"]
 Activation = Literal["gelu_tanh", "gelu", "quick_gelu", "swiglu"]
@@ -24,27 +24,103 @@ STEM_WIDTH = 64
 # What the width of a token must be a multiple of, for position embeddings made of parts.
 WIDTH_MULTIPLES = {"learned_2d": 2, "sincos_2d": 4}
 
-# What the hand-written writers of checkpoints, ONNX and TFLite know: fields at any value, and some
-# values of two more. A network with any other field changed is none of theirs, docs/variants.md.
-WRITTEN = {
-    *("input_shape", "position_grid", "patch_size", "hidden_dim", "mlp_dim", "num_heads"),
-    *("num_layers", "classes"),
-    *("class_token", "representation_dim", "resnet_layers", "layer_norm_epsilon"),
-    *("dropout_rate", "attention_dropout_rate", "drop_path_rate", "patch_dropout_rate"),
-    *("remat", "scan_blocks", "antialias"),
-    *("classifier_activation", "include_preprocessing", "image_mean", "image_std"),
-}
-WRITTEN_VALUES: dict[str, tuple[Any, ...]] = {
-    "activation": ("gelu_tanh", "gelu"),
-    "pooling": ("token", "avg", "map", None),
-}
-
-_MAX_STAGES = 8
+# The most that a number may be: ten times that of any network we know of, so that a damaged file
+# ends in a sentence and not in a network that no machine can hold.
+MAX_HEADS, _MAX_LAYERS, _MAX_STAGES = 2**12, 1000, 8
 _MIN_STD = 1e-9  # in units of 1; the smallest in use is 1 / 255
-_RATES = ("dropout_rate", "attention_dropout_rate", "drop_path_rate", "patch_dropout_rate")
-_SWITCHES = (
-    *("class_token", "scan_blocks", "antialias", "include_preprocessing", "query_key_norm"),
-    *("distillation_token", "embedding_norm", "norm_after_pooling"),
+
+
+class Allowed(NamedTuple):
+    """What a value may be, and how a message says it."""
+
+    fits: Callable[[Any], bool]
+    text: str
+
+
+# What a field means to a checkpoint. The layouts of the original and the writers of ONNX and TFLite
+# hold any value of the first four, and the default alone of the last two.
+Role = Literal[
+    "architecture",  # the same in a file and the model that it fills
+    "shape",  # the shapes of arrays say it
+    "assumed",  # no array shows it; the published value where nobody says it
+    "training",  # matters in training alone
+    "input",  # what goes in and comes out: the caller's
+    "extension",  # beyond the published network; a layout without room for it says nothing
+    "own",  # beyond it, and in files of Keras alone
+]
+
+
+def _field(
+    default: Any,
+    role: Role,
+    allowed: Allowed | None = None,
+    *,
+    published: tuple[Any, ...] | None = None,
+    written: Any = (),
+) -> Any:
+    """Makes a field of `ViTConfig` that says all there is to say of it.
+
+    Args:
+        default: the value of the original's B/16.
+        role: what it means to a checkpoint.
+        allowed: what it may be by itself; None where other fields decide.
+        published: the values that the original's own layout holds; None for those of the role.
+        written: those that the writers of ONNX and TFLite know beside these; None for all.
+    """
+    if published is None and role in ("extension", "own"):
+        published = (default,)
+    metadata = {"allowed": allowed, "role": role, "published": published, "written": written}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def _or_none(allowed: Allowed) -> Allowed:
+    kind, comma, rest = allowed.text.partition(", at most")
+    text = f"{kind} or None{comma}{rest}"
+    return Allowed(lambda value: value is None or allowed.fits(value), text)
+
+
+def _whole(most: int, least: int = 1) -> Allowed:
+    text = "a positive integer" if least else "a whole number from 0"
+    return Allowed(lambda value: is_whole(value, least, most), f"{text}, at most {most}")
+
+
+def _above(least: int) -> Allowed:
+    return Allowed(lambda value: is_number(value) and value > least, f"above {least},")
+
+
+def _one_of(names: Any, *others: None) -> Allowed:
+    values = [*get_args(names), *others]
+    return Allowed(lambda value: value in values, f"one of {values}")
+
+
+def _is_shape(value: Any) -> bool:
+    if not isinstance(value, tuple) or len(value) != 3:
+        return False
+    sides = value[2:] if value[:2] == (None, None) else value
+    return all(is_whole(side, 1, MAX_SIDE) for side in sides)
+
+
+def _is_stages(value: Any) -> bool:
+    is_short = isinstance(value, tuple) and len(value) <= _MAX_STAGES
+    return is_short and all(is_whole(units, 1, _MAX_LAYERS) for units in value)
+
+
+_RATE = Allowed(lambda value: is_number(value) and 0 <= value < 1, "in [0, 1)")
+_SWITCH = Allowed(lambda value: isinstance(value, bool), "True or False")
+_NUMBER = Allowed(is_number, "a finite number")
+_EPSILON = Allowed(lambda value: is_number(value) and 0 < value < 1, "above 0 and below 1")
+_GRID = Allowed(
+    lambda value: value is None or is_grid(value), "two positive integers (rows, columns), or None"
+)
+_NAME = Allowed(lambda value: isinstance(value, str | None), "a name or None")
+_SHAPE = Allowed(
+    _is_shape,
+    f"three positive integers (height, width, channels), at most {MAX_SIDE}, or "
+    "(None, None, channels)",
+)
+_STAGES = Allowed(
+    lambda value: value is None or _is_stages(value),
+    f"a tuple of positive integers or None, at most {_MAX_STAGES} up to {_MAX_LAYERS}",
 )
 
 
@@ -130,48 +206,72 @@ class ViTConfig:
         ValueError: a number is out of range, or the parts do not fit each other.
     """
 
-    input_shape: InputShape = (224, 224, 3)
-    patch_size: int = 16
-    hidden_dim: int = 768
-    mlp_dim: int = 3072
-    num_heads: int = 12
-    num_layers: int = 12
-    classes: int | None = 1000
-    pooling: Pooling | None = "token"
-    class_token: bool = True
-    representation_dim: int | None = None
-    representation_activation: Literal["tanh"] | None = "tanh"
-    resnet_layers: tuple[int, ...] | None = None
-    activation: Activation = "gelu_tanh"
-    layer_norm_epsilon: float = 1e-6
-    dropout_rate: float = 0.0
-    attention_dropout_rate: float = 0.0
-    drop_path_rate: float = 0.0
-    patch_dropout_rate: float = 0.0
-    remat: bool | Literal["dots"] = False
-    scan_blocks: bool = False
-    antialias: bool = True
-    classifier_activation: str | None = None
-    include_preprocessing: bool = False
-    image_mean: tuple[float, ...] = (0.5, 0.5, 0.5)
-    image_std: tuple[float, ...] = (0.5, 0.5, 0.5)
-    position_embedding: PositionEmbedding | None = "learned"
-    position_grid: tuple[int, int] | None = None
-    position_placement: PositionPlacement = "input"
-    num_registers: int = 0
-    layer_scale: float | None = None
-    query_key_norm: bool = False
-    distillation_token: bool = False
-    embedding_norm: bool = False
-    norm_after_pooling: bool = False
-    pooling_heads: int | None = None
-    rotary_period: float | None = None
-    rotary_grid: tuple[int, int] | None = None
-    rotary_offset: float = 0.0
+    input_shape: InputShape = _field((224, 224, 3), "input", _SHAPE)
+    patch_size: int = _field(16, "architecture", _whole(4096))
+    hidden_dim: int = _field(768, "architecture", _whole(2**17))
+    mlp_dim: int = _field(3072, "architecture", _whole(2**20))
+    num_heads: int = _field(12, "architecture", _whole(MAX_HEADS))
+    num_layers: int = _field(12, "architecture", _whole(_MAX_LAYERS))
+    classes: int | None = _field(1000, "shape", _or_none(_whole(10**8)))
+    pooling: Pooling | None = _field(
+        "token", "shape", _one_of(Pooling, None), published=("token", "avg", "map", None)
+    )
+    class_token: bool = _field(True, "shape", _SWITCH)
+    representation_dim: int | None = _field(None, "shape", _or_none(_whole(2**17)))
+    representation_activation: Literal["tanh"] | None = _field(
+        "tanh", "extension", _one_of(Literal["tanh"], None), written=(None,)
+    )
+    resnet_layers: tuple[int, ...] | None = _field(None, "architecture", _STAGES)
+    activation: Activation = _field(
+        "gelu_tanh",
+        "assumed",
+        _one_of(Activation),
+        published=("gelu_tanh", "gelu"),
+        written=("quick_gelu",),
+    )
+    layer_norm_epsilon: float = _field(1e-6, "assumed", _EPSILON)
+    dropout_rate: float = _field(0.0, "training", _RATE)
+    attention_dropout_rate: float = _field(0.0, "training", _RATE)
+    drop_path_rate: float = _field(0.0, "training", _RATE)
+    patch_dropout_rate: float = _field(0.0, "training", _RATE)
+    remat: bool | Literal["dots"] = _field(False, "training", _one_of(Literal[True, False, "dots"]))
+    scan_blocks: bool = _field(False, "training", _SWITCH)
+    antialias: bool = _field(True, "input", _SWITCH)
+    classifier_activation: str | None = _field(None, "input", _NAME)
+    include_preprocessing: bool = _field(False, "input", _SWITCH)
+    image_mean: tuple[float, ...] = _field((0.5, 0.5, 0.5), "assumed")
+    image_std: tuple[float, ...] = _field((0.5, 0.5, 0.5), "assumed")
+    position_embedding: PositionEmbedding | None = _field(
+        "learned",
+        "extension",
+        _one_of(PositionEmbedding, None),
+        written=("learned_2d", "sincos_2d", None),
+    )
+    position_grid: tuple[int, int] | None = _field(None, "input")
+    position_placement: PositionPlacement = _field("input", "own", _one_of(PositionPlacement))
+    num_registers: int = _field(0, "extension", _whole(2**12, least=0), written=None)
+    layer_scale: float | None = _field(None, "extension", _or_none(_above(0)), written=None)
+    query_key_norm: bool = _field(False, "own", _SWITCH)
+    distillation_token: bool = _field(False, "extension", _SWITCH)
+    embedding_norm: bool = _field(False, "extension", _SWITCH, written=None)
+    norm_after_pooling: bool = _field(False, "extension", _SWITCH, written=None)
+    pooling_heads: int | None = _field(None, "extension", _or_none(_whole(2**12)))
+    rotary_period: float | None = _field(None, "extension", _or_none(_above(1)))
+    rotary_grid: tuple[int, int] | None = _field(None, "extension", _GRID)
+    rotary_offset: float = _field(0.0, "extension", _NUMBER)
 
     def __post_init__(self) -> None:
-        self._check_numbers()
-        self._check_choices()
+        for field in dataclasses.fields(self):
+            allowed = field.metadata.get("allowed")
+            if allowed is not None:
+                self._require(allowed.fits(getattr(self, field.name)), field.name, allowed.text)
+        divides = self.hidden_dim % self.num_heads == 0
+        self._require(divides, "hidden_dim", f"a multiple of num_heads={self.num_heads}")
+        if self.pooling in ("token", "token_avg") and not self.class_token:
+            raise ValueError(
+                f'pooling="{self.pooling}" needs class_token=True; without one use pooling="avg", '
+                '"max" or "map".'
+            )
         self._check_image()
         self._check_pixels()
         self._check_positions()
@@ -259,16 +359,30 @@ class ViTConfig:
         return scales, offsets
 
     @property
-    def departures(self) -> tuple[str, ...]:
+    def nonstandard_fields(self) -> tuple[str, ...]:
         """Fields in which the network departs from the published ones.
 
         The layouts of other libraries have no room for these, nor have the hand-written exports.
         """
+        return self._beyond("published")
+
+    @property
+    def unwritten_fields(self) -> tuple[str, ...]:
+        """Fields for which the writers of ONNX and TFLite cannot write the network by hand.
+
+        Example:
+            >>> ViTConfig(num_registers=4, activation="swiglu").unwritten_fields
+            ('activation',)
+        """
+        return self._beyond("published", "written")
+
+    def _beyond(self, *names: str) -> tuple[str, ...]:
+        """Returns the fields whose value none of these entries of their metadata holds."""
         return tuple(
             field.name
             for field in dataclasses.fields(self)
-            if field.name not in WRITTEN
-            and getattr(self, field.name) not in WRITTEN_VALUES.get(field.name, (field.default,))
+            for value in [getattr(self, field.name)]
+            if not any(_holds(field, name, value) for name in names)
         )
 
     def drop_path_rates(self) -> tuple[float, ...]:
@@ -316,58 +430,8 @@ class ViTConfig:
         }
         return cls(**values)
 
-    def _check_numbers(self) -> None:
-        for name, most in LIMITS.items():
-            value, least = getattr(self, name), int(name != "num_registers")
-            is_optional = name in ("classes", "representation_dim", "pooling_heads")
-            fits = is_whole(value, least, most) or (is_optional and value is None)
-            allowed = "a positive integer" if least else "a whole number from 0"
-            self._require(fits, name, allowed + " or None" * is_optional + f", at most {most}")
-        for name in _RATES:
-            rate = getattr(self, name)
-            self._require(is_number(rate) and 0 <= rate < 1, name, "in [0, 1)")
-        for name in _SWITCHES:
-            self._require(isinstance(getattr(self, name), bool), name, "True or False")
-        epsilon, scale = self.layer_norm_epsilon, self.layer_scale
-        fits = is_number(epsilon) and 0 < epsilon < 1
-        self._require(fits, "layer_norm_epsilon", "above 0 and below 1")
-        fits = scale is None or (is_number(scale) and scale > 0)
-        self._require(fits, "layer_scale", "above 0, or None")
-        divides = self.hidden_dim % self.num_heads == 0
-        self._require(divides, "hidden_dim", f"a multiple of num_heads={self.num_heads}")
-
-    def _check_choices(self) -> None:
-        choices = {
-            "pooling": [*get_args(Pooling), None],
-            "representation_activation": ["tanh", None],
-            "activation": list(get_args(Activation)),
-            "remat": [True, False, "dots"],
-            "position_embedding": [*get_args(PositionEmbedding), None],
-            "position_placement": list(get_args(PositionPlacement)),
-        }
-        for name, values in choices.items():
-            self._require(getattr(self, name) in values, name, f"one of {values}")
-        fits = isinstance(self.classifier_activation, str | None)
-        self._require(fits, "classifier_activation", "a name or None")
-        if self.pooling in ("token", "token_avg") and not self.class_token:
-            raise ValueError(
-                f'pooling="{self.pooling}" needs class_token=True; without one use pooling="avg", '
-                '"max" or "map".'
-            )
-        stages = () if self.resnet_layers is None else self.resnet_layers
-        most = LIMITS["num_layers"]
-        is_stages = isinstance(stages, tuple) and all(is_whole(n, 1, most) for n in stages)
-        is_stages = is_stages and len(stages) <= _MAX_STAGES
-        allowed = f"a tuple of positive integers or None, at most {_MAX_STAGES} up to {most}"
-        self._require(is_stages, "resnet_layers", allowed)
-
     def _check_image(self) -> None:
         shape, stride = self.input_shape, self.stride
-        is_shape = isinstance(shape, tuple) and len(shape) == 3
-        sides = shape[2:] if is_shape and shape[:2] == (None, None) else shape
-        is_shape = is_shape and all(is_whole(side, 1, MAX_SIDE) for side in sides)
-        allowed = f"three positive integers (height, width, channels), at most {MAX_SIDE}, or "
-        self._require(is_shape, "input_shape", allowed + "(None, None, channels)")
         if self.any_size:
             return
         if any(side % stride for side in self.image_size):
@@ -411,11 +475,6 @@ class ViTConfig:
 
     def _check_rotary(self) -> None:
         period, grid, offset = self.rotary_period, self.rotary_grid, self.rotary_offset
-        fits = period is None or (is_number(period) and period > 1)
-        self._require(fits, "rotary_period", "above 1, or None")
-        fits = grid is None or is_grid(grid)
-        self._require(fits, "rotary_grid", "two positive integers (rows, columns), or None")
-        self._require(is_number(offset), "rotary_offset", "a finite number")
         if (grid is not None and period is None) or (offset and grid is None):
             raise ValueError(
                 "rotary_grid needs rotary_period, and rotary_offset needs rotary_grid. Received: "
@@ -496,3 +555,19 @@ def stride_of(patch_size: int, resnet_layers: tuple[int, ...] | None) -> int:
     if resnet_layers is None:
         return patch_size
     return int(patch_size * ROOT_STRIDE * 2 ** max(len(resnet_layers) - 1, 0))
+
+
+def _holds(field: "dataclasses.Field[Any]", name: str, value: Any) -> bool:
+    values = field.metadata.get(name, (field.default,))
+    return values is None or value in values
+
+
+def fields_of(role: Role) -> tuple[str, ...]:
+    """Returns the names of the fields of a role."""
+    fields = dataclasses.fields(ViTConfig)
+    return tuple(field.name for field in fields if field.metadata["role"] == role)
+
+
+ARCHITECTURE, FROM_SHAPES = fields_of("architecture"), fields_of("shape")
+ASSUMED, EXTENSIONS = fields_of("assumed"), fields_of("extension")
+TRAINING = fields_of("training")

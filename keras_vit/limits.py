@@ -12,19 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# What a number may be at most: ten times that of any network we know of, so that a damaged file
-# ends in a sentence and not in a network that no machine can hold.
-LIMITS = {
-    "patch_size": 4096,
-    "hidden_dim": 2**17,
-    "mlp_dim": 2**20,
-    "num_heads": 2**12,
-    "num_layers": 1000,
-    "classes": 10**8,
-    "representation_dim": 2**17,
-    "num_registers": 2**12,
-    "pooling_heads": 2**12,
-}
 MAX_SIDE = 2**20  # pixels, or channels
 _MAX_NUMBER = 1e9  # of what pixels and rates are
 # Bytes of JSON; a settings file with the 21,843 labels of ImageNet-21k has 2 MB.

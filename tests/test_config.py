@@ -149,7 +149,7 @@ def test_bad_fields_are_refused_in_one_sentence() -> None:
 
 def test_a_published_network_departs_in_nothing() -> None:
     """No published variant has a field that other layouts have no room for; each such is named."""
-    assert {name for config in VARIANTS.values() for name in config.departures} == set()
+    assert {name for config in VARIANTS.values() for name in config.nonstandard_fields} == set()
     changed: dict[str, Any] = {
         "position_embedding": "sincos_2d",
         "position_placement": "every_block",
@@ -164,14 +164,14 @@ def test_a_published_network_departs_in_nothing() -> None:
         "rotary_period": 100.0,
     }
     for name, value in changed.items():
-        assert dataclasses.replace(TINY, **{name: value}).departures == (name,)
-    assert dataclasses.replace(TINY, patch_dropout_rate=0.5).departures == ()
+        assert dataclasses.replace(TINY, **{name: value}).nonstandard_fields == (name,)
+    assert dataclasses.replace(TINY, patch_dropout_rate=0.5).nonstandard_fields == ()
     counted: dict[str, Any] = {"rotary_period": 9.0, "rotary_grid": (16, 16), "rotary_offset": 0.5}
     several = {**counted, "activation": "quick_gelu", "pooling_heads": 4}
     config = dataclasses.replace(TINY, pooling="map", class_token=False, **several)
-    assert set(config.departures) == set(several)
+    assert set(config.nonstandard_fields) == set(several)
     double = dataclasses.replace(TINY, pooling="token_avg")
-    assert double.departures == ("pooling",)
+    assert double.nonstandard_fields == ("pooling",)
     with pytest.raises(ValueError, match="pooling='token_avg'"):
         check_published(double)
 
@@ -186,9 +186,9 @@ def test_a_field_that_the_writers_do_not_know_departs() -> None:
     fields: dict[str, Any] = {
         name: tuple(v) if isinstance(v, list) else v for name, v in TINY.to_dict().items()
     }
-    assert Wider(**fields).departures == ()
+    assert Wider(**fields).nonstandard_fields == ()
     wider = Wider(**fields, rotary=True)
-    assert wider.departures == ("rotary",)
+    assert wider.nonstandard_fields == ("rotary",)
     with pytest.raises(ValueError, match="rotary=True"):
         check_published(wider)
 

@@ -160,7 +160,7 @@ def test_a_file_without_settings_is_not_guessed(tmp_path: Path) -> None:
         keras_vit.load(folder)
     assert Path(seen[0].filename) == Path(__file__)
     VisionTransformer(TINY).save_weights(tmp_path / "vit.weights.h5")
-    with pytest.raises(ValueError, match="does not say its resnet_layers and patch_size and num"):
+    with pytest.raises(ValueError, match="does not say its patch_size and num_heads and resnet"):
         keras_vit.load(tmp_path / "vit.weights.h5")
 
 

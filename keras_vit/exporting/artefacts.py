@@ -419,13 +419,13 @@ def _check_targets(targets: Sequence[int], images: Sequence[samples.Image]) -> N
 def _check_network(formats: Sequence[str], exportable: Exportable) -> None:
     """Raises a ValueError for a network that one of the formats cannot hold."""
     config = exportable.config
-    if config is None or config.resnet_layers is None or not rebuild.unwritten(config):
+    if config is None or config.resnet_layers is None or not config.unwritten_fields:
         return
     if not set(formats).isdisjoint(tflite.FORMATS):
         # The conversion gives a group normalisation rank 5.
         raise ValueError(
             "TFLite files hold only hybrids as published; export this one as savedmodel or "
-            f"onnx. Received: a hybrid with {', '.join(rebuild.unwritten(config))} set."
+            f"onnx. Received: a hybrid with {', '.join(config.unwritten_fields)} set."
         )
 
 

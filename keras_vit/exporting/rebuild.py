@@ -31,15 +31,6 @@ _MODES = (None, "int8", "int4", "float8")
 _RANGE_FACTOR = 16.0
 _UNCHANGED_DTYPES = ("bool", "string", "uint8", "int8", "int16", "int32", "int64")
 
-# How a network may depart from the published ones, and TFLite and ONNX still write it by hand:
-# fields at any value, and some values of others. CLIP and DINOv2 need no more.
-_WRITTEN = {"embedding_norm", "layer_scale", "norm_after_pooling", "num_registers"}
-_WRITTEN_VALUES: dict[str, tuple[Any, ...]] = {
-    "activation": ("quick_gelu",),
-    "representation_activation": (None,),
-    "position_embedding": ("learned_2d", "sincos_2d", None),
-}
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Exportable:
@@ -71,7 +62,7 @@ class Exportable:
 
         None for other networks: these are converted operation by operation.
         """
-        return None if self.config is None or unwritten(self.config) else self.config
+        return None if self.config is None or self.config.unwritten_fields else self.config
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -178,20 +169,6 @@ def rebuild(model: keras.Model) -> Exportable:
     if isinstance(model, VisionTransformer):
         return _rebuild_alone(model)
     return _rebuild_around(model)
-
-
-def unwritten(config: ViTConfig) -> tuple[str, ...]:
-    """Returns the fields for which a network cannot be written by hand.
-
-    Example:
-        >>> unwritten(ViTConfig(num_registers=4, activation="swiglu"))
-        ('activation',)
-    """
-    return tuple(
-        name
-        for name in config.departures
-        if name not in _WRITTEN and getattr(config, name) not in _WRITTEN_VALUES.get(name, ())
-    )
 
 
 def folded_arrays(network: keras.Model, config: ViTConfig) -> dict[str, np.ndarray]:

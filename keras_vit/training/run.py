@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 import keras
 
 from keras_vit import atomic, weights
-from keras_vit.config import ViTConfig
+from keras_vit.config import TRAINING, ViTConfig
 from keras_vit.data import ImageData, image_size_of, load_data, loading
 from keras_vit.layers.dense import CHANGES
 from keras_vit.limits import FileError, read_json
@@ -39,12 +39,6 @@ _UNREADABLE = (
     *(ValueError, TypeError, LookupError, AttributeError, ArithmeticError),
     *(OSError, RuntimeError, ImportError, zipfile.BadZipFile, zlib.error),
 )
-# These may differ between the training and the saved model: its outputs do not depend on them.
-_TRAINING_ONLY = (
-    *("dropout_rate", "attention_dropout_rate", "drop_path_rate", "patch_dropout_rate"),
-    *("remat", "scan_blocks"),
-)
-
 # What to do if there is already a run or an unfinished training.
 Existing = Literal["refuse", "overwrite", "resume"]
 
@@ -300,7 +294,7 @@ def _vit_config(file: Path, settings: dict[str, Any]) -> ViTConfig | None:
 def _build(file: Path, settings: dict[str, Any], config: ViTConfig | None) -> keras.Model:
     """Builds the model of a file, or raises a ValueError if the file does not fit it."""
     try:
-        if config is None or config.departures or settings["config"].get(CHANGES):
+        if config is None or config.nonstandard_fields or settings["config"].get(CHANGES):
             return keras.saving.load_model(file, compile=False)
         model = VisionTransformer.from_config(settings["config"])
         weights.load(model, file)  # compares every array with the network
@@ -338,7 +332,7 @@ def _check_same_run(
     if vit_config is None:
         return
     fields = vit_config.to_dict()
-    for name in sorted(fields.keys() & recorded.keys() - {*_TRAINING_ONLY}):
+    for name in sorted(fields.keys() & recorded.keys() - {*TRAINING}):
         if fields[name] != recorded[name]:
             raise ValueError(
                 f"{file!r} and {MODEL} are not of the same run: {name} is "

@@ -8,15 +8,20 @@ from typing import Any
 
 import keras
 
-from keras_vit.config import InputShape, Pooling, ViTConfig, stride_of
+from keras_vit.config import (
+    ARCHITECTURE,
+    ASSUMED,
+    EXTENSIONS,
+    InputShape,
+    Pooling,
+    ViTConfig,
+    stride_of,
+)
 from keras_vit.layers.random import overwritten_weights
 from keras_vit.limits import naming
 from keras_vit.model import VisionTransformer
 from keras_vit.weights import loading
 from keras_vit.weights.checkpoint import (
-    ARCHITECTURE,
-    ASSUMED_FIELDS,
-    EXTENSION_FIELDS,
     Checkpoint,
     open_checkpoint,
 )
@@ -29,7 +34,7 @@ AUTO = "auto"
 # What a model does where its source holds weights alone.
 _DEFAULTS = {"classifier_activation": "softmax", "include_preprocessing": True}
 # What no argument decides: the file does.
-_FIXED_BY_FILE = ("class_token", *ASSUMED_FIELDS, "antialias", *EXTENSION_FIELDS)
+_FIXED_BY_FILE = ("class_token", *ASSUMED, "antialias", *EXTENSIONS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -287,7 +292,7 @@ def _refusal(checkpoint: Checkpoint, why: str) -> str:
 def _warn(checkpoint: Checkpoint, model: VisionTransformer, *, is_head_kept: bool) -> None:
     """Tells the caller of `load` or of a builder what a number hangs on that no file says."""
     level = 4  # this function, build, load or the builder, the caller
-    assumed = [name for name in ASSUMED_FIELDS if name not in checkpoint.fields]
+    assumed = [name for name in ASSUMED if name not in checkpoint.fields]
     if assumed:
         values = ", ".join(f"{name}={getattr(model.config, name)!r}" for name in assumed)
         warnings.warn(

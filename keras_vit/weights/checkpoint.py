@@ -60,31 +60,6 @@ from keras_vit.weights.torch_settings import (
 # By which Keras and a .keras file know the class.
 REGISTERED_NAME = "keras_vit>VisionTransformer"
 
-# ViTConfig fields that must be the same in a file and the model it fills.
-ARCHITECTURE = (
-    "resnet_layers",
-    "patch_size",
-    "hidden_dim",
-    "mlp_dim",
-    "num_heads",
-    "num_layers",
-)
-
-# ViTConfig fields that arrays alone decide, with those above.
-FIELDS_FROM_SHAPES = ("classes", "pooling", "class_token", "representation_dim")
-
-# ViTConfig fields beyond the published network; a layout without room for them says nothing.
-EXTENSION_FIELDS = (
-    *("representation_activation", "position_embedding", "num_registers", "distillation_token"),
-    *("layer_scale", "embedding_norm", "norm_after_pooling", "pooling_heads"),
-    *("rotary_period", "rotary_grid", "rotary_offset"),
-)
-
-# ViTConfig fields that no array shows, and every number depends on; the first are assumed where
-# nobody says them.
-ASSUMED_FIELDS = ("activation", "layer_norm_epsilon", "image_mean", "image_std")
-ROTARY_FIELDS = ("rotary_period", "rotary_grid", "rotary_offset")
-
 # Keras' names of the layers, and the places of their variables.
 _LAYERS = {
     "stem": "res_net_stem",
@@ -105,8 +80,8 @@ class Checkpoint:
     Attributes:
         path: where it lies.
         arrays: its arrays by name, not yet read.
-        fields: the ViTConfig fields that it, or what lies beside it, decides: `FIELDS_FROM_SHAPES`
-            and most of `ARCHITECTURE` at least, all of them where a whole config was kept.
+        fields: the ViTConfig fields that it, or what lies beside it, decides: those of the role
+            "shape" and most of "architecture" at least, all where a whole config was kept.
         rows: makes the rename table for a config.
         check: raises a ValueError for a config that the layout has no room for.
         grid: (height, width) of its position embeddings in patches, None where the file is silent.

@@ -9,19 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from keras_vit.config import ViTConfig
+from keras_vit.config import ASSUMED, ViTConfig
 from keras_vit.limits import shown
 from keras_vit.weights.arrays import MAX_ARRAYS, StoredArray, aligned_empty
 
 Arrays = Mapping[str, StoredArray]
-
-# What the published layout means without a word (vit_jax/models_vit.py, preprocess in its README).
-PUBLISHED: dict[str, Any] = {
-    "activation": "gelu_tanh",
-    "layer_norm_epsilon": 1e-6,
-    "image_mean": (0.5, 0.5, 0.5),
-    "image_std": (0.5, 0.5, 0.5),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,8 +63,8 @@ def check_original(config: ViTConfig) -> None:
     poolings = ["token" if config.class_token else "avg", "map"]
     is_scaled = config.rescaling == ViTConfig().rescaling
     is_read = {
-        "activation": config.activation == PUBLISHED["activation"],
-        "layer_norm_epsilon": config.layer_norm_epsilon == PUBLISHED["layer_norm_epsilon"],
+        "activation": config.activation == ViTConfig.activation,
+        "layer_norm_epsilon": config.layer_norm_epsilon == ViTConfig.layer_norm_epsilon,
         "image_mean": is_scaled,
         "image_std": is_scaled,
         "pooling": config.pooling in (poolings if config.classes else [*poolings, None]),
@@ -94,7 +86,7 @@ def check_held(config: ViTConfig, held: Collection[str], layout: str) -> None:
         held: names of fields that may depart.
         layout: what the message says of the layout.
     """
-    departures = [name for name in config.departures if name not in held]
+    departures = [name for name in config.nonstandard_fields if name not in held]
     if departures:
         received = ", ".join(f"{name}={getattr(config, name)!r}" for name in departures)
         raise ValueError(
@@ -209,7 +201,8 @@ def published_fields(arrays: Arrays) -> dict[str, Any]:
         "class_token": has_token,
         "representation_dim": width,
         "resnet_layers": _resnet_layers(shapes),
-        **PUBLISHED,
+        # What it means without a word (vit_jax/models_vit.py, preprocess in its README).
+        **{name: getattr(ViTConfig, name) for name in ASSUMED},
         "antialias": False,  # tf.image.resize without it: vit_jax/input_pipeline.py
     }
 

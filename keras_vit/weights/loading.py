@@ -15,15 +15,11 @@ import numpy as np
 
 from keras_vit import backend
 from keras_vit.atomic import whole_file
-from keras_vit.config import InputShape, ViTConfig
+from keras_vit.config import ARCHITECTURE, ASSUMED, FROM_SHAPES, InputShape, ViTConfig
 from keras_vit.limits import naming, shown
 from keras_vit.model import VisionTransformer
 from keras_vit.weights.arrays import FLOATS
 from keras_vit.weights.checkpoint import (
-    ARCHITECTURE,
-    ASSUMED_FIELDS,
-    FIELDS_FROM_SHAPES,
-    ROTARY_FIELDS,
     Checkpoint,
     open_checkpoint,
 )
@@ -273,8 +269,8 @@ def check_numbers(checkpoint: Checkpoint, config: ViTConfig) -> None:
     What the file does not say is not compared: then the config's word stands.
     """
     names = [
-        *ASSUMED_FIELDS,
-        *ROTARY_FIELDS,
+        *ASSUMED,
+        *("rotary_period", "rotary_grid", "rotary_offset"),
         *(["pooling_heads"] if config.pooling == "map" else []),
     ]
     numbers = {name: checkpoint.fields[name] for name in names if name in checkpoint.fields}
@@ -359,9 +355,7 @@ def _ignored_prefixes(
 ) -> tuple[str, ...]:
     """Returns the beginnings of array names that a model of this config may leave aside."""
     parts = {
-        name: v
-        for name, v in checkpoint.fields.items()
-        if name in (*ARCHITECTURE, *FIELDS_FROM_SHAPES)
+        name: v for name, v in checkpoint.fields.items() if name in (*ARCHITECTURE, *FROM_SHAPES)
     }
     try:
         stored_config = dataclasses.replace(config, **parts)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_vit.config import ViTConfig
+from keras_vit.config import EXTENSIONS, ViTConfig
 from keras_vit.layers.patches import BIAS_PREFIX
 from keras_vit.limits import shown
 from keras_vit.weights.arrays import StoredArray
@@ -31,11 +31,7 @@ from keras_vit.weights.torch_names import RotaryLayout, blocks_with, concatenate
 _TABLE = "attn.relative_position_bias_table"
 
 # Fields of a network beyond the published one that these files hold.
-_HELD = (
-    *("activation", "pooling", "position_embedding", "num_registers", "layer_scale"),
-    *("distillation_token", "embedding_norm", "norm_after_pooling", "pooling_heads"),
-    *("rotary_period", "rotary_grid", "rotary_offset", "representation_activation"),
-)
+_HELD = ("activation", "pooling", *EXTENSIONS)
 
 # What `layer_scale` is in the config of a loaded model: only fresh blocks would begin with it, as
 # those of most files did (timm's init_values).

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from keras_vit.limits import LIMITS, MAX_SIDE, is_number, naming, read_json, shown
+from keras_vit.config import MAX_HEADS
+from keras_vit.limits import MAX_SIDE, is_number, naming, read_json, shown
 from keras_vit.weights.torch_names import (
     ACTIVATIONS,
     HUGGING_FACE_TYPES,
@@ -265,10 +266,9 @@ def _number(value: Any, name: str, *, least: float = 0.0, most: float = math.inf
 
 
 def _heads(value: object) -> int:
-    if not isinstance(value, int) or not 0 < value <= LIMITS["num_heads"]:
+    if not isinstance(value, int) or not 0 < value <= MAX_HEADS:
         raise ValueError(
-            f"The file's number of heads is {shown(value)}; it must be from 1 to "
-            f"{LIMITS['num_heads']}."
+            f"The file's number of heads is {shown(value)}; it must be from 1 to {MAX_HEADS}."
         )
     return value
 

@@ -100,17 +100,17 @@ def test_the_command_line_answers_without_a_framework(arguments: str) -> None:
 
 
 def test_the_house_is_kept() -> None:
-    """A file has at most 500 lines, a function 40 beside its docstring; private names stay in."""
+    """A file has at most 700 lines, a function 60 beside its docstring; private names stay in."""
     broken = []
     for file in FILES:
         source = file.read_text(encoding="utf-8")
-        if source.count("\n") > 500:
+        if source.count("\n") > 700:
             broken.append(f"{file}: {source.count(chr(10))} lines")
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.FunctionDef):
                 has_text = ast.get_docstring(node) is not None and len(node.body) > 1
                 start = node.body[1].lineno if has_text else node.lineno
-                if (node.end_lineno or start) - start >= 40:
+                if (node.end_lineno or start) - start >= 60:
                     broken.append(f"{file}: {node.name}")
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("keras_vit"):
                 names = [each.name for each in node.names]

@@ -58,7 +58,7 @@ MODULES = [
 # A change may lower these, and raise none.
 CEILINGS = {
     "files": 144,
-    "lines": 36_155,
+    "lines": 36_151,
     "lines of tests": 24_893,
     "flags": 75,
     "public names": 158,

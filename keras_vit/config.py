@@ -4,7 +4,7 @@ Knows no framework: importing this module costs nothing.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
 from keras_vit.limits import MAX_SIDE, is_grid, is_number, is_whole, shown
@@ -37,8 +37,9 @@ class Allowed(NamedTuple):
     text: str
 
 
-# What a field means to a checkpoint. The layouts of the original and the writers of ONNX and TFLite
-# hold any value of the first four, and the default alone of the last two.
+# What a field means to a checkpoint. The original's layout and the writers of ONNX and TFLite hold
+# the default alone of an "extension" and of an "own", and any value of the others, unless the field
+# says otherwise.
 Role = Literal[
     "architecture",  # the same in a file and the model that it fills
     "shape",  # the shapes of arrays say it
@@ -85,12 +86,13 @@ def _whole(most: int, least: int = 1) -> Allowed:
 
 
 def _above(least: int) -> Allowed:
-    return Allowed(lambda value: is_number(value) and value > least, f"above {least},")
+    return Allowed(lambda value: is_number(value) and value > least, f"a number above {least}")
 
 
 def _one_of(names: Any, *others: None) -> Allowed:
     values = [*get_args(names), *others]
-    return Allowed(lambda value: value in values, f"one of {values}")
+    # An array cannot be hashed, and compares element by element.
+    return Allowed(lambda one: isinstance(one, Hashable) and one in values, f"one of {values}")
 
 
 def _is_shape(value: Any) -> bool:
@@ -120,7 +122,7 @@ _SHAPE = Allowed(
 )
 _STAGES = Allowed(
     lambda value: value is None or _is_stages(value),
-    f"a tuple of positive integers or None, at most {_MAX_STAGES} up to {_MAX_LAYERS}",
+    f"a tuple of at most {_MAX_STAGES} integers from 1 to {_MAX_LAYERS}, or None",
 )
 
 
@@ -418,8 +420,7 @@ class ViTConfig:
         """
         if not isinstance(fields, Mapping):
             raise ValueError(f"A ViTConfig is a dictionary of fields. Received: {shown(fields)}.")
-        allowed = {field.name for field in dataclasses.fields(cls)}
-        unknown = sorted(set(fields) - allowed)
+        unknown = sorted(set(fields) - {field.name for field in dataclasses.fields(cls)})
         if unknown:
             raise ValueError(
                 f"ViTConfig has no field {shown(unknown)}; help(keras_vit.ViTConfig) lists them."
@@ -451,8 +452,7 @@ class ViTConfig:
             allowed = f"a tuple of {channels} finite numbers, one for each channel"
             self._require(fits, name, allowed)
         self._require(len(self.image_mean) == len(self.image_std), "image_std", "as many as means")
-        fits = min(self.image_std) >= _MIN_STD
-        self._require(fits, "image_std", f"above 0, at least {_MIN_STD}")
+        self._require(min(self.image_std) >= _MIN_STD, "image_std", f"at least {_MIN_STD}")
 
     def _check_positions(self) -> None:
         kind = self.position_embedding

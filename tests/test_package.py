@@ -59,7 +59,7 @@ MODULES = [
 CEILINGS = {
     "files": 144,
     "lines": 36_151,
-    "lines of tests": 24_893,
+    "lines of tests": 24_891,
     "flags": 75,
     "public names": 158,
 }

@@ -254,13 +254,14 @@ def check_architecture(checkpoint: Checkpoint, config: ViTConfig) -> None:
     """Raises a ValueError unless the file's sizes are the config's, of a network that it holds."""
     with naming(checkpoint.path):
         checkpoint.check(config)
-    for name in ARCHITECTURE:
-        expected, stored = getattr(config, name), checkpoint.fields.get(name)
-        if name in checkpoint.fields and expected != stored:
-            raise ValueError(
-                f"{checkpoint.path} does not fit the model: its {name} is {shown(stored)}, the "
-                f"model's is {expected}."
-            )
+    ours, theirs = vars(config), checkpoint.fields
+    others = [
+        f"its {name} is {shown(theirs[name])}, the model's is {ours[name]}"
+        for name in ARCHITECTURE
+        if name in theirs and theirs[name] != ours[name]
+    ]
+    if others:
+        raise ValueError(f"{checkpoint.path} does not fit the model: {'; '.join(others)}.")
 
 
 def check_numbers(checkpoint: Checkpoint, config: ViTConfig) -> None:
@@ -354,9 +355,8 @@ def _ignored_prefixes(
     checkpoint: Checkpoint, config: ViTConfig, head: Literal["file", "fresh"]
 ) -> tuple[str, ...]:
     """Returns the beginnings of array names that a model of this config may leave aside."""
-    parts = {
-        name: v for name, v in checkpoint.fields.items() if name in (*ARCHITECTURE, *FROM_SHAPES)
-    }
+    names = {*ARCHITECTURE, *FROM_SHAPES} & checkpoint.fields.keys()
+    parts = {name: checkpoint.fields[name] for name in names}
     try:
         stored_config = dataclasses.replace(config, **parts)
     except ValueError as error:

@@ -111,18 +111,15 @@ _RATE = Allowed(lambda value: is_number(value) and 0 <= value < 1, "in [0, 1)")
 _SWITCH = Allowed(lambda value: isinstance(value, bool), "True or False")
 _NUMBER = Allowed(is_number, "a finite number")
 _EPSILON = Allowed(lambda value: is_number(value) and 0 < value < 1, "above 0 and below 1")
-_GRID = Allowed(
-    lambda value: value is None or is_grid(value), "two positive integers (rows, columns), or None"
-)
+_GRID = _or_none(Allowed(is_grid, "two positive integers (rows, columns)"))
 _NAME = Allowed(lambda value: isinstance(value, str | None), "a name or None")
 _SHAPE = Allowed(
     _is_shape,
     f"three positive integers (height, width, channels), at most {MAX_SIDE}, or "
     "(None, None, channels)",
 )
-_STAGES = Allowed(
-    lambda value: value is None or _is_stages(value),
-    f"a tuple of at most {_MAX_STAGES} integers from 1 to {_MAX_LAYERS}, or None",
+_STAGES = _or_none(
+    Allowed(_is_stages, f"a tuple of at most {_MAX_STAGES} integers from 1 to {_MAX_LAYERS}")
 )
 
 
@@ -364,7 +361,7 @@ class ViTConfig:
     def nonstandard_fields(self) -> tuple[str, ...]:
         """Fields in which the network departs from the published ones.
 
-        The layouts of other libraries have no room for these, nor have the hand-written exports.
+        The original's layouts have no room for these; other writers know some of them.
         """
         return self._beyond("published")
 
@@ -562,12 +559,12 @@ def _holds(field: "dataclasses.Field[Any]", name: str, value: Any) -> bool:
     return values is None or value in values
 
 
-def fields_of(role: Role) -> tuple[str, ...]:
+def _fields_of(role: Role) -> tuple[str, ...]:
     """Returns the names of the fields of a role."""
     fields = dataclasses.fields(ViTConfig)
     return tuple(field.name for field in fields if field.metadata["role"] == role)
 
 
-ARCHITECTURE, FROM_SHAPES = fields_of("architecture"), fields_of("shape")
-ASSUMED, EXTENSIONS = fields_of("assumed"), fields_of("extension")
-TRAINING = fields_of("training")
+ARCHITECTURE, FROM_SHAPES = _fields_of("architecture"), _fields_of("shape")
+ASSUMED, EXTENSIONS = _fields_of("assumed"), _fields_of("extension")
+TRAINING = _fields_of("training")

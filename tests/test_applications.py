@@ -197,7 +197,7 @@ def test_bad_arguments_are_refused() -> None:
 def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     """Another variant's with all sizes that differ; nothing is invented for a head."""
     path, _ = checkpoint(tmp_path, classes=7)
-    with pytest.raises(ValueError, match=r"its patch_size is 16, .*resnet_layers is None, the"):
+    with pytest.raises(ValueError, match=r"is 16, .*resnet_layers is None, the model's is \(\)"):
         keras_vit.RViTTi16(weights=path)
     path, _ = checkpoint(tmp_path, classes=None)
     with pytest.raises(ValueError, match="holds no classifier; pass classes=N"):

@@ -14,7 +14,6 @@ from keras_vit.variants import VARIANTS
 from keras_vit.weights.layouts import check_published
 
 ANY_SIZE = {"input_shape": (None, None, 3), "position_grid": (4, 6)}
-
 RELATIVE = {"position_embedding": "relative"}
 EVERY_BLOCK = {"position_placement": "every_block"}
 ROTARY, DISTILLED = {"rotary_period": 9.0}, {"distillation_token": True}
@@ -40,8 +39,11 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
         "activation must be one of .*'gelu_tanh', 'gelu', 'quick_gelu', 'swiglu'.*'relu'",
     ),
     ({"pooling": "token_avg", "class_token": False}, 'pooling="token_avg" needs class_token=True'),
-    ({"representation_activation": "gelu"}, r"activation must be one of \['tanh', None"),
-    ({"resnet_layers": (2, 0)}, "resnet_layers must be a tuple of at most 8"),
+    (
+        {"representation_activation": "gelu"},
+        r"representation_activation must be one of \['tanh', None",
+    ),
+    ({"resnet_layers": (2, 0)}, "resnet_layers must be a tuple of at most 8 integers from 1"),
     ({"input_shape": (32, 48)}, "input_shape must be three positive integers"),
     ({"input_shape": (30, 48, 3)}, r"multiples of 8.*\(30, 48, 3\).*nearest.*\(32, 48, 3\)"),
     ({"position_embedding": "2d"}, "position_embedding must be one of .*'relative', None.*'2d'"),
@@ -86,6 +88,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({**DISTILLED, "norm_after_pooling": True}, "needs norm_after_pooling=False"),
     ({"input_shape": (48, 48, 3), "resnet_layers": (1,)}, "multiples of 32"),
     ({"embedding_norm": 1}, "embedding_norm must be True or False.*1"),
+    ({"norm_after_pooling": "yes"}, "norm_after_pooling must be True or False.*'yes'"),
     ({"pooling": np.zeros(2)}, "pooling must be one of .*Received"),
     ({"pooling_heads": 0}, "pooling_heads must be a positive integer or None"),
     ({"pooling_heads": 2}, "pooling_heads needs pooling=\"map\".*pooling_heads=2, pooling='token'"),
@@ -181,9 +184,7 @@ def test_a_field_that_the_writers_do_not_know_departs() -> None:
     class Wider(ViTConfig):
         rotary: bool = False
 
-    fields: dict[str, Any] = {
-        name: tuple(v) if isinstance(v, list) else v for name, v in TINY.to_dict().items()
-    }
+    fields: dict[str, Any] = vars(TINY)
     assert Wider(**fields).nonstandard_fields == ()
     wider = Wider(**fields, rotary=True)
     assert wider.nonstandard_fields == ("rotary",)

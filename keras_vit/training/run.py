@@ -39,6 +39,7 @@ _UNREADABLE = (
     *(ValueError, TypeError, LookupError, AttributeError, ArithmeticError),
     *(OSError, RuntimeError, ImportError, zipfile.BadZipFile, zlib.error),
 )
+
 # What to do if there is already a run or an unfinished training.
 Existing = Literal["refuse", "overwrite", "resume"]
 
@@ -332,6 +333,7 @@ def _check_same_run(
     if vit_config is None:
         return
     fields = vit_config.to_dict()
+    # Fields of training alone may differ from the saved model: its outputs do not depend on them.
     for name in sorted(fields.keys() & recorded.keys() - {*TRAINING}):
         if fields[name] != recorded[name]:
             raise ValueError(

@@ -21,10 +21,7 @@ from keras_vit.layers.random import overwritten_weights
 from keras_vit.limits import naming
 from keras_vit.model import VisionTransformer
 from keras_vit.weights import loading
-from keras_vit.weights.checkpoint import (
-    Checkpoint,
-    open_checkpoint,
-)
+from keras_vit.weights.checkpoint import Checkpoint, open_checkpoint
 from keras_vit.weights.positions import Method, check_method
 from keras_vit.weights.sources import find
 from keras_vit.weights.torch_layouts import without_distillation

@@ -19,10 +19,7 @@ from keras_vit.config import ARCHITECTURE, ASSUMED, FROM_SHAPES, InputShape, ViT
 from keras_vit.limits import naming, shown
 from keras_vit.model import VisionTransformer
 from keras_vit.weights.arrays import FLOATS
-from keras_vit.weights.checkpoint import (
-    Checkpoint,
-    open_checkpoint,
-)
+from keras_vit.weights.checkpoint import Checkpoint, open_checkpoint
 from keras_vit.weights.layouts import Row, check_original, listed, original_rows
 from keras_vit.weights.positions import CELLS, Method, check_method, resample_variable
 from keras_vit.weights.sources import check_sha256

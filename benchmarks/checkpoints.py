@@ -4,13 +4,12 @@
     KERAS_BACKEND=jax python -m benchmarks.checkpoints --variants B/16 L/16 --rounds 5
 
 "at once" copies the state and writes a file of NumPy's before the next step; "meanwhile" is what
-trainings do. On TensorFlow they copy the state into memory that a thread makes during the first
-steps (the checkpoint "before the first step" of a new training makes its own), and a thread writes
-that file. On JAX they hand the arrays to orbax-checkpoint; then every array is changed once, as a
-step does: what that takes longer than without a checkpoint counts, because on CPUs it needs other
-memory meanwhile. The two take turns, each after the other's file is whole. "written" is the time
-until the checkpoint of "meanwhile" is whole. "copy" is the memory that it takes at its peak, in
-sizes of the state (AdamW).
+trainings do. On TensorFlow they copy the state into memory that the checkpoint before the first
+step makes, and a thread writes that file. On JAX they hand the arrays to orbax-checkpoint; then
+every array is changed once, as a step does: what that takes longer than without a checkpoint
+counts, because on CPUs it needs other memory meanwhile. The two take turns, each after the other's
+file is whole. "written" is the time until the checkpoint of "meanwhile" is whole. "copy" is the
+memory that it takes at its peak, in sizes of the state (AdamW).
 """
 
 import argparse
@@ -23,8 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.worker import memory
-
-_TOUCHING = 0.004  # seconds that steps go on while a MiB of fresh memory is made, at least
 
 
 def main() -> None:
@@ -47,9 +44,8 @@ def main() -> None:
             continue
         print(
             f"{variant} on {figures['backend']}, state of {figures['state_mib']:.0f} MiB: at once "
-            f"{figures['at_once']:.2f} s, meanwhile {figures['meanwhile']:.2f} s (the first "
-            f"{figures['first']:.2f}, that before the first step {figures['cold']:.2f}; until the "
-            f"next step begins {figures['begin']:.2f}), "
+            f"{figures['at_once']:.2f} s, meanwhile {figures['meanwhile']:.2f} s (before the first "
+            f"step {figures['cold']:.2f}; until the next step begins {figures['begin']:.2f}), "
             f"written after {figures['written']:.2f} s; copy {figures['copy']:.2f}, "
             f"peak {figures['peak_mib']:.0f} MiB",
             flush=True,
@@ -60,31 +56,28 @@ def measure(variant: str, *, rounds: int) -> dict[str, Any]:
     """Returns seconds, as medians of the turns, and sizes; "copy" is a multiple of the state."""
     import keras
 
+    from keras_vit import backend
     from keras_vit.training import Execution
-    from keras_vit.training.checkpoints import Checkpoints
-    from keras_vit.training.state import get_state
+    from keras_vit.training.checkpoints import WorkDirectory, state_variables
+    from keras_vit.training.train import make_engine
 
     model = _compiled(variant)
     change = _changing(model)
     change()
     names = ("at_once", "begin", "meanwhile", "written")
     times: dict[str, list[float]] = {name: [] for name in names}
-    size = sum(array.nbytes for array in get_state(model).values()) / 2**20
+    size = sum(backend.values_of(each).nbytes for each in state_variables(model)) / 2**20
     with tempfile.TemporaryDirectory() as folder:
-        checkpoints = Checkpoints(Path(folder), keep=1)
-        engine = Execution(strategy="none").make_engine()
-        saver = engine.make_saver(model, checkpoints)
-        for turn in range(rounds + 2):
-            if turn == 1:
-                saver = engine.make_saver(model, checkpoints)
-                saver.prepare()
-                time.sleep(size * _TOUCHING)
+        place, engine = WorkDirectory(Path(folder, "run")), make_engine(Execution(strategy="none"))
+        place.path.mkdir()
+        checkpoints = engine.make_checkpoints(model, place)
+        for turn in range(rounds + 1):
             _forget_peak()
             start = time.perf_counter()
             change()
             usual = time.perf_counter() - start
             before, start = memory("VmRSS"), time.perf_counter()
-            finish = saver.begin(2 * turn, progress={})
+            finish = checkpoints.begin(2 * turn, progress={}, best=[])
             times["begin"].append(time.perf_counter() - start)
             change()
             times["meanwhile"].append(time.perf_counter() - start - usual)
@@ -92,19 +85,16 @@ def measure(variant: str, *, rounds: int) -> dict[str, Any]:
             times["written"].append(time.perf_counter() - start)
             peak = memory("VmHWM")
             start = time.perf_counter()
-            checkpoints.save(2 * turn + 1, get_state(model), progress={})
+            checkpoints.begin(2 * turn + 1, progress={}, best=[])()
             times["at_once"].append(time.perf_counter() - start)
             if not turn:
                 cold, first_peak, copy = times["meanwhile"][0], peak, (peak - before) / size
-            elif turn == 1:
-                first = times["meanwhile"][1]
                 for name in names:
                     times[name].clear()
     return {
         "backend": keras.backend.backend(),
         **{name: statistics.median(seconds) for name, seconds in times.items()},
         "cold": cold,
-        "first": first,
         "state_mib": size,
         "copy": copy,
         "peak_mib": first_peak,
@@ -130,7 +120,7 @@ def _changing(model: Any) -> Any:
         return lambda: None
     import jax
 
-    from keras_vit.training.state import state_variables
+    from keras_vit.training.checkpoints import state_variables
 
     changed = jax.jit(lambda values: [value + 1 for value in values], donate_argnums=0)
 

@@ -47,7 +47,7 @@ def _steps(variant: str) -> dict[str, Callable[[], Any]]:
     import tensorflow as tf
 
     import keras_vit
-    from keras_vit.training import AdamW, MomentumSGD
+    from keras_vit.optimizers import AdamW, MomentumSGD
 
     variables = keras_vit.VisionTransformer(keras_vit.variant(variant)).trainable_variables
     gradients = [tf.random.normal(variable.shape, stddev=1e-3) for variable in variables]

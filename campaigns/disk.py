@@ -135,8 +135,8 @@ class _Run(_Folder):
 
     def work(self) -> None:
         with run.hold(self.path):
-            run.restore(self.path)
             unfinished = run.unfinished_path(self.path)
+            atomic.restore(unfinished, self.path)
             with atomic.explain_errors(unfinished):
                 unfinished.mkdir(exist_ok=True)
             with atomic.staging_folder(unfinished) as stage:
@@ -210,7 +210,7 @@ class _Training(_File):
                 dropout_rate=0.1,
             ),
             recipe=training.Recipe(steps=4, batch_size=640, learning_rate=1e-3),
-            execution=training.Execution(strategy="none", checkpoint_steps=1, keep_checkpoints=2),
+            execution=training.Execution(strategy="none", checkpoint_steps=1),
             existing="resume",
             on_event=measure,
         )

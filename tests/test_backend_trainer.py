@@ -13,7 +13,8 @@ import tensorflow as tf
 from conftest import FLOAT32, TINY, randomize
 
 from keras_vit import VisionTransformer, layers
-from keras_vit.training import Execution, MomentumSGD
+from keras_vit.optimizers import MomentumSGD
+from keras_vit.training import Execution
 
 GOLDEN = np.load(published.GOLDEN / "finetune.npz")
 CONFIG = dataclasses.replace(TINY, num_layers=1, classes=3)

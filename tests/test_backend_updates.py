@@ -9,7 +9,8 @@ import pytest
 import tensorflow as tf
 
 from keras_vit import backend
-from keras_vit.training import AdamW, Execution, MomentumSGD
+from keras_vit.optimizers import AdamW, MomentumSGD
+from keras_vit.training import Execution
 
 OPTIMIZERS = {
     "adam": functools.partial(AdamW, 0.1, weight_decay=0.3),

@@ -161,11 +161,11 @@ def test_resuming_a_finished_run_says_so(place: Path) -> None:
 STOPPING = """
 import signal, sys
 from keras_vit.cli import main
-from keras_vit.training import outcome
+import keras_vit.training
 def stop(*_):
     print("stopped", flush=True)
     signal.raise_signal(signal.SIGSTOP)
-outcome._make_run = stop
+sys.modules["keras_vit.training.train"]._make_run = stop
 sys.exit(main(sys.argv[1:]))
 """
 

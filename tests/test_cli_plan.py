@@ -13,6 +13,7 @@ import pytest
 from keras_vit import data, training
 from keras_vit.cli import flags, output, plan, recipe_flags
 from keras_vit.cli.main import make_parser
+from keras_vit.training.train import make_engine
 from keras_vit.weights import resolve
 
 ROW = resolve("Ti/16", "imagenet21k")
@@ -108,7 +109,7 @@ def test_the_first_step_is_guarded_by_smaller_parts(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where it exhausts memory, it is taken again in two parts, and the run has them."""
-    engine = type(training.Execution().make_engine())
+    engine = type(make_engine(training.Execution()))
     plain, failures = engine.step, [MemoryError()]
 
     def step(self: Any) -> Any:

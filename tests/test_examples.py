@@ -13,13 +13,15 @@ import threading
 from pathlib import Path
 
 import browser
+import numpy as np
 import pytest
 from conftest import TINY
 from exported import LABELS, photo
 from test_explain_attention import sharp
+from trainings import Listener
 
 import keras_vit
-from keras_vit import data, evaluation
+from keras_vit import data, evaluation, training
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -48,6 +50,18 @@ def test_the_quickstart_runs(tmp_path: Path) -> None:
     assert measured.startswith("Of 359 digits")
     assert "it reads a " in read
     assert {"model.keras", "sample.png"} <= {file.name for file in tmp_path.glob("digits-run/*")}
+
+
+def test_the_loop_is_short_and_has_the_losses_of_train(tmp_path: Path) -> None:
+    """Plain Keras on the package's layers, pipeline and optimizer, step by step; 38 of them."""
+    assert len((EXAMPLES / "loop.py").read_text().splitlines()) < 150
+    printed = run("loop.py", "--epochs", "2", folder=tmp_path).stdout
+    recipe = dataclasses.replace(training.RECIPES["digits"], epochs=2)
+    listener = Listener()
+    training.train(data.load_digits(), out=tmp_path / "run", recipe=recipe, on_event=listener)
+    expected = [each.loss for each in listener.events if isinstance(each, training.EpochDone)]
+    losses = [float(line.split()[3].rstrip(",")) for line in printed.splitlines()]
+    np.testing.assert_allclose(losses, expected, rtol=1e-3)
 
 
 @pytest.mark.full

@@ -13,16 +13,8 @@ from conftest import FLOAT32, TINY
 
 from keras_vit import VisionTransformer
 from keras_vit.config import PositionPlacement
-from keras_vit.losses import make_loss
-from keras_vit.optimizers import Decay
-from keras_vit.training import (
-    LAMB,
-    AdamW,
-    MomentumSGD,
-    SigmoidCrossEntropy,
-    WarmupDecay,
-    decayed_rates,
-)
+from keras_vit.losses import SigmoidCrossEntropy, make_loss
+from keras_vit.optimizers import LAMB, AdamW, Decay, MomentumSGD, WarmupDecay, decayed_rates
 
 GOLDEN = np.load(published.GOLDEN / "finetune.npz")
 

@@ -57,11 +57,11 @@ MODULES = [
 
 # A change may lower these, and raise none.
 CEILINGS = {
-    "files": 144,
-    "lines": 36_144,
-    "lines of tests": 24_892,
+    "files": 138,
+    "lines": 35_233,
+    "lines of tests": 24_884,
     "flags": 75,
-    "public names": 158,
+    "public names": 149,
 }
 
 # What lets the whole be used and passed on in products, beside the Apache licence of the package.

@@ -16,6 +16,7 @@ from keras_vit import backend, training
 from keras_vit.optimizers import Cooldown
 from keras_vit.training import Execution, PlanChanged, Recipe, Run, train
 from keras_vit.training.execution import Job, Resizing
+from keras_vit.training.train import make_engine
 
 # On noise, whose validation loss soon only rises.
 RECIPE = Recipe(epochs=20, batch_size=8, learning_rate=0.03, patience=3, average=0.5)
@@ -197,7 +198,7 @@ def test_exhausted_memory_halves_the_parts(tmp_path: Path, monkeypatch: pytest.M
     in_parts = dataclasses.replace(execution, accumulate=2)
     stopped(tmp_path / "other", at=6, recipe=FIXED, execution=execution)
     halved, _ = trained(tmp_path / "other", recipe=FIXED, execution=in_parts)
-    engine = type(execution.make_engine())
+    engine = type(make_engine(execution))
     monkeypatch.setattr(engine, "step", exhaust(engine, at=8, calls=[]))
     run, listener = trained(tmp_path / "run", recipe=FIXED, execution=execution)
     (change,) = changes(listener)
@@ -214,7 +215,7 @@ def test_memory_for_one_image_is_needed(tmp_path: Path, monkeypatch: pytest.Monk
     def step(self: Any) -> Any:
         raise MemoryError
 
-    monkeypatch.setattr(type(execution.make_engine()), "step", step)
+    monkeypatch.setattr(type(make_engine(execution)), "step", step)
     arguments = {**DEFAULTS, "recipe": FIXED, "execution": execution, "on_event": listener}
     with pytest.raises(MemoryError, match=r"step 1; .* are kept: free some memory and resume"):
         train(**arguments, out=tmp_path / "run")
@@ -235,14 +236,14 @@ def test_parts_are_halved_by_their_largest() -> None:
         (1, []),
     ):
         recipe = dataclasses.replace(FIXED, batch_size=2 * size)
-        smaller = Job(data, recipe=recipe, execution=Execution()).in_smaller_parts(replicas=2)
+        smaller = Job(data, recipe=recipe, execution=Execution()).with_more_accumulation(replicas=2)
         actual: list[int] = []
         while smaller is not None:
             actual.append(smaller.execution.accumulate)
-            smaller = smaller.in_smaller_parts(replicas=2)
+            smaller = smaller.with_more_accumulation(replicas=2)
         assert actual == parts, size
         single = Job(data, recipe=recipe, execution=Execution(accumulate=2 * size))
-        assert single.evaluated_at_once == 1
+        assert single.evaluation_batch_size == 1
 
 
 BALANCED = dataclasses.replace(

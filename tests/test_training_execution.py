@@ -10,14 +10,14 @@ import tensorflow as tf
 
 import keras_vit
 from keras_vit.training import Execution, is_first_worker
+from keras_vit.training.engine import TensorFlowEngine
 from keras_vit.training.execution import StrategyName
-from keras_vit.training.tensorflow_engine import TensorFlowEngine
+from keras_vit.training.train import make_engine
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("tensorflow", {"strategy": "parameter_server"}, "strategy must be one .*='parameter_server'"),
     ("tensorflow", {"precision": "int8"}, "precision must be one of .*='int8'"),
     ("tensorflow", {"accumulate": 0}, "accumulate must be a positive integer. .*: accumulate=0"),
-    ("tensorflow", {"keep_checkpoints": 0}, "keep_checkpoints must be a positive integer"),
     ("tensorflow", {"mesh": "data=2"}, "Meshes are for JAX: set KERAS_BACKEND=jax"),
     ("jax", {"strategy": "mirrored"}, "on JAX give a mesh, such as data=8, in place of"),
     ("jax", {"xla": False}, "XLA compiles every step on JAX"),
@@ -30,7 +30,7 @@ def test_what_cannot_be_done_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     for backend, fields, message in WRONG:
         monkeypatch.setattr(keras.backend, "backend", lambda name=backend: name)
         with pytest.raises(ValueError, match=message):
-            Execution(**fields).make_engine()
+            make_engine(Execution(**fields))
 
 
 def test_several_workers_need_their_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +82,7 @@ def test_each_evaluation_is_one_pass_over_all_images(strategy: StrategyName) -> 
     """However many there are of them; the last batch is short, and the second replica has none."""
     values = np.array([[1.0], [2.0], [4.0], [8.0], [16.0], [32.0]], np.float32)
     pairs = tf.data.Dataset.from_tensor_slices((values, values))
-    engine = Execution(strategy=strategy).make_engine()
+    engine = make_engine(Execution(strategy=strategy))
     with engine.scope():
         inputs = keras.Input((1,))
         outputs = keras.layers.Dense(1, kernel_initializer="zeros", use_bias=False)(inputs)
@@ -94,10 +94,3 @@ def test_each_evaluation_is_one_pass_over_all_images(strategy: StrategyName) -> 
     losses = [float(engine.evaluate()["loss"]) for _ in range(3)]
 
     np.testing.assert_allclose(losses, [(values**2).mean()] * 3, rtol=1e-6)
-
-
-def test_a_batch_is_checked_before_anything_is_made() -> None:
-    """Among replicas: what does not divide is told with what would; parts may differ in size."""
-    with pytest.raises(ValueError, match=r"7 images .* among 2 replicas; .* multiple of 2\."):
-        Execution().check_batch(7, replicas=2)
-    Execution(accumulate=3).check_batch(32, replicas=2)

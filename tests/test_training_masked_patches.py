@@ -230,26 +230,26 @@ def test_right_predictions_look_like_what_was_wanted(target: Target, pixels: boo
     """Where nothing is corrupted all are the image; where it is, the target's own coarseness."""
     knowing: Any = Knowing(target, pixels=pixels)
     images = images_for(knowing.config, 2)
-    actual = training.reconstruct(knowing, images)
+    image, hidden, predicted, wanted = masked_patches.reconstruct(knowing, images).values()
     scaled = images / 127.5 - 1 if pixels else images
-    np.testing.assert_allclose(actual.images, scaled, atol=1e-6)
-    np.testing.assert_allclose(actual.predicted, actual.wanted, atol=1e-6)
+    np.testing.assert_allclose(image, scaled, atol=1e-6)
+    np.testing.assert_allclose(predicted, wanted, atol=1e-6)
     is_corrupted = np.kron(np.arange(24).reshape(4, 6) % 3 == 0, np.ones((8, 8))) > 0
-    np.testing.assert_array_equal((actual.hidden == 0).all(axis=(0, 3)), is_corrupted)
-    np.testing.assert_allclose(actual.wanted[:, ~is_corrupted], scaled[:, ~is_corrupted], atol=1e-6)
+    np.testing.assert_array_equal((hidden == 0).all(axis=(0, 3)), is_corrupted)
+    np.testing.assert_allclose(wanted[:, ~is_corrupted], scaled[:, ~is_corrupted], atol=1e-6)
     side = {"mean_color": 8, "small_patch": 2, "pixels": 1}[target]
     parts = scaled.reshape(2, 32 // side, side, 48 // side, side, 3)
     means = parts.mean(axis=(2, 4)).repeat(side, axis=1).repeat(side, axis=2)
     # Of 8 levels none is further from its middle than a sixteenth of the range.
-    away = np.abs(actual.wanted - means)[:, is_corrupted].max()
+    away = np.abs(wanted - means)[:, is_corrupted].max()
     assert away <= (1e-5 if target == "pixels" else 0.125 + 1e-5)
 
 
 def test_another_prediction_is_another_picture() -> None:
     """What a random model predicts is drawn, and not the target."""
-    actual = training.reconstruct(randomize(MaskedPatchModel(TINY, seed=0)), images_for(TINY, 2))
-    assert actual.corrupted.sum() == 24
-    assert not np.allclose(actual.predicted, actual.wanted)
+    model = randomize(MaskedPatchModel(TINY, seed=0))
+    _, _, predicted, wanted = masked_patches.reconstruct(model, images_for(TINY, 2)).values()
+    assert not np.allclose(predicted, wanted)
 
 
 def test_the_picture_shows_some_images(tmp_path: Path) -> None:

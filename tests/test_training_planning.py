@@ -77,7 +77,8 @@ def test_data_and_machine_choose_the_model(
     assert (plan.model, plan.config and plan.config.image_size) == ("tiny", (72, 72))
     assert plan.choice_text.endswith("16 pixels do not divide 72x72 (height x width).")
     for count, has, model in ((999, True, "Ti/16"), (1000, True, "S/16"), (1000, False, "Ti/16")):
-        monkeypatch.setattr(planning, "has_accelerator", lambda has=has: has)
+        kind = "GPU" if has else "CPU"
+        monkeypatch.setattr(planning, "_devices", lambda kind=kind: (kind, []))
         assert planning.plan(two_classes(count)).model == model
 
 

@@ -12,7 +12,8 @@ from trainings import CONFIG, not_refused
 
 import keras_vit
 from keras_vit.data import Augmentation
-from keras_vit.training import LAMB, RECIPES, AdamW, Recipe
+from keras_vit.optimizers import LAMB, AdamW
+from keras_vit.training import RECIPES, Recipe
 from keras_vit.training.recipe import OptimizerName, Plan, make_optimizer
 
 # What a recipe has unless a row below says otherwise: fields of Recipe, and of its augmentation.
@@ -241,10 +242,13 @@ WRONG: list[tuple[Row, str]] = [
             ({"classes": 3}, "classes is decided by the data"),
             ({"input_shape": (8, 8, 3)}, "input_shape is decided by image_size .--image-size"),
             ({"drop_path_rate": 0.1}, "decided by the recipe's field of that name"),
-            ({"class_token": "no"}, "class_token must be true or false. Received: 'no'"),
-            ({"layer_scale": "small"}, "layer_scale must be a number. Received: 'small'"),
-            ({"layer_norm_epsilon": None}, "layer_norm_epsilon must be a number. Received: None"),
-            ({"attention_dropout_rate": True}, "must be a number. Received: True"),
+            ({"class_token": "no"}, "class_token must be True or False. Received: 'no'"),
+            (
+                {"layer_scale": "small"},
+                "layer_scale must be a number above 0 or None. Received: 'small'",
+            ),
+            ({"layer_norm_epsilon": None}, "must be above 0 and below 1. Received: None"),
+            ({"attention_dropout_rate": True}, r"must be in \[0, 1\)\. Received: True"),
         ]
     ),
 ]

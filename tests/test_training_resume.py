@@ -3,7 +3,9 @@
 tests/test_training_kills.py kills trainings in processes of their own.
 """
 
+import csv
 import dataclasses
+import errno
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -145,6 +147,36 @@ def test_what_can_be_resumed_can_be_used_too(unfinished: Path) -> None:
         train(**DEFAULTS, out=unfinished)
 
 
+def test_the_best_model_of_a_killed_training_can_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is what a finished run holds, no run of an interruption before; resuming reads none."""
+    arguments = {**DEFAULTS, "model": adapted(), "out": tmp_path / "run"}
+    folder = tmp_path / "run.unfinished"
+
+    def die(event: training.Event) -> None:
+        if isinstance(event, training.StepDone) and event.step == 5:
+            raise RuntimeError("killed")
+
+    monkeypatch.setattr("keras_vit.training.loop._JOIN_TIMEOUT", 120)  # each epoch is saved
+    stop(train, at=3, **arguments)
+    assert training.run.is_run(folder)
+    damage(folder / "model.keras", "cut")
+    with pytest.raises(RuntimeError, match="killed"):
+        train(**arguments, existing="resume", on_event=die)
+    assert not training.run.is_run(folder)
+    rows = csv.DictReader((folder / "history.csv").read_text().splitlines())
+    losses = [float(row["validation_loss"]) for row in rows]
+    saved = keras.saving.load_model(folder / "model.keras")
+    assert type(saved) is keras_vit.VisionTransformer
+    actual = evaluate(saved, DATA.validation, labels=DATA.labels)
+    assert actual.loss == pytest.approx(min(losses), rel=1e-5)
+    assert abs(np.diff(losses)) > 1e-3  # of two epochs
+
+    (folder / "model.keras").unlink()
+    assert train(**arguments, existing="resume").config["result"]["epochs"] == 3
+
+
 @pytest.mark.full
 def test_what_measures_a_run_belongs_to_it(tmp_path: Path) -> None:
     """A run that is not measured is not there; resuming measures it, and trains no step."""
@@ -166,26 +198,50 @@ def test_what_measures_a_run_belongs_to_it(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
 
 
+@pytest.mark.full
+def test_a_full_disk_ends_a_training(
+    trained: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error of the thread that writes comes out; what it wrote before is resumed."""
+    arguments = {**DEFAULTS, "out": tmp_path / "run", "existing": "resume"}
+    write = np.savez
+
+    def fill(file: Path, **members: np.ndarray) -> None:
+        if "-00000004" in str(file):
+            raise OSError(errno.ENOSPC, "full")
+        write(file, **members)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(np, "savez", fill)
+    monkeypatch.setattr("keras_vit.training.loop._JOIN_TIMEOUT", 120)
+    text = r"No space left .*04.npz' .* older checkpoints are kept; make"
+    with pytest.raises(OSError, match=text):
+        train(**arguments)
+    monkeypatch.undo()
+    listener = Listener()
+    resumed = train(**arguments, on_event=listener)
+    assert listener.events[0].step == 3
+    assert state(resumed) == state(trained)
+
+
 def damage(file: Path, how: str) -> None:
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content[: len(content) // 2] if how == "cut" else content)
-    if how == "gone":
-        file.unlink()
+    content, middle = bytearray(file.read_bytes()), file.stat().st_size // 2
+    for place in range(middle, middle + 200):  # more than a header, of which few bytes matter
+        content[place] ^= 1
+    file.write_bytes(content[:middle] if how == "cut" else content)
 
 
 # Which of the newest files, how, and the step that is left: an epoch has two.
-DAMAGES = [("checkpoint", 1, "flipped", 4), ("checkpoint", 2, "cut", 2), ("best", 1, "gone", 0)]
+DAMAGES = [(1, "flipped", 4), (2, "cut", 2)]
 
 
 @pytest.mark.full
 def test_a_damaged_file_is_left_out_and_said(
     trained: Run, interrupted: Path, tmp_path: Path
 ) -> None:
-    """An older checkpoint is used, or the best model is made anew; the run ends with its bits."""
-    for kind, count, how, step in DAMAGES:
+    """An older checkpoint is used; the run ends with its bits."""
+    for count, how, step in DAMAGES:
         folder = shutil.copytree(interrupted, tmp_path / how) / "run.unfinished"
-        files = sorted(folder.glob(f"{kind}-*"))[-count:]
+        files = sorted(folder.glob("checkpoint-*"))[-count:]
         for file in files:
             damage(file, how)
         listener = Listener()
@@ -195,8 +251,7 @@ def test_a_damaged_file_is_left_out_and_said(
             )
         said = "".join(str(warning.message) for warning in warned)
         assert all(f"{file.name}' is damaged" in said for file in files)
-        left = step or 2 * int(files[0].stem.removeprefix("best-"))
-        assert listener.events[0].step == left + 1
+        assert listener.events[0].step == step + 1
         assert state(resumed) == state(trained)
         assert not weights_differ(resumed.model, trained.model)
 
@@ -211,7 +266,7 @@ def test_damage_without_a_way_back_is_told_before_training(unfinished: Path) -> 
 
     with (
         pytest.warns(UserWarning, match="is damaged; an older one is used"),
-        pytest.raises(ValueError, match=r"No checkpoint in .*run.unfinished' is whole, .* put the"),
+        pytest.raises(ValueError, match=r"No checkpoint in .*run.unfinished' is whole; put the"),
     ):
         train(**arguments)
     assert sorted(entry.name for entry in folder.iterdir()) == before

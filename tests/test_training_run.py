@@ -24,7 +24,7 @@ from keras_vit import VisionTransformer
 from keras_vit.cli.main import main
 from keras_vit.data import load_digits
 from keras_vit.training import MODEL_NAMES, MODELS, Run, model_config, pretrained_model, run
-from keras_vit.training.settings import check_settings
+from keras_vit.training.checkpoints import check_settings
 
 
 def write_run(path: Path, *, content: str = "{}") -> Path:
@@ -198,9 +198,9 @@ DAMAGED: dict[str, tuple[Damage, str]] = {
     "one text": (says(labels="abc"), "does not say the labels"),
     "numbers": (says(labels=[1, 2]), "does not say the labels"),
     "few labels": (says(labels=["a"]), "has 1 labels, and model.keras has"),
-    "data": (says(data=[]), "does not say the labels and the data"),
-    "source": (says(data={"source": 3}), "does not say the labels and the data"),
-    "no model": (says(model=None), "does not say the model"),
+    "data": (says(data=[]), "does not say the labels, the data"),
+    "source": (says(data={"source": 3}), "does not say the labels, the data"),
+    "no model": (says(model=None), "data and the model of a run"),
     "other model": (says(model={"num_heads": 1}), "not of the same run: num_heads"),
     "nan": (says(model={"layer_norm_epsilon": float("nan")}), "not of the same run"),
     "pipe": (piped, "is not a run directory"),

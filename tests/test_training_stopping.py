@@ -1,4 +1,4 @@
-"""Tests of keras_vit.training.stopping."""
+"""Tests of what Ctrl-C and SIGTERM do while a model is trained."""
 
 import concurrent.futures
 import contextlib
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from keras_vit.cli.main import Interrupts
-from keras_vit.training.stopping import StopRequests
+from keras_vit.training.loop import StopRequests
 
 
 def test_before_the_steps_ctrl_c_interrupts_and_is_remembered() -> None:

@@ -105,9 +105,14 @@ def _pause(case: dict[str, Any], word: str, number: int) -> None:
 def _main(case: dict[str, Any]) -> int:
     each = [{**DEFAULTS, **one} for one in case.get("each", [case])]
     processes.make_devices(each[0]["replicas"])
+    import keras
+
     from keras_vit.training import checkpoints, loop
 
-    _listen(each[0], checkpoints.Checkpoints, loop.Loop)
+    kind: Any = checkpoints.NumpyCheckpoints
+    if keras.backend.backend() == "jax":
+        from keras_vit.training.jax_engine import OrbaxCheckpoints as kind
+    _listen(each[0], kind, loop.Loop)
     if "each" not in case:
         return _train(each[0])
     for one in each:
@@ -205,7 +210,7 @@ def _listen(case: dict[str, Any], checkpoints: Any, loop: Any) -> None:
         resume(self)
         _say("resumed", self.watcher.step)
 
-    checkpoints.save, checkpoints.publish = map(telling, (checkpoints.save, checkpoints.publish))
+    checkpoints.write = telling(checkpoints.write)
     loop.resume = telling_resume
 
 

@@ -20,7 +20,8 @@ import processes
 import tensorflow as tf
 
 import keras_vit
-from keras_vit.training import LAMB, DistillationModel
+from keras_vit.optimizers import LAMB
+from keras_vit.training import DistillationModel
 
 SIZE, IMAGES, BATCH, CLASSES = 16, 32, 8, 5
 CONFIG = keras_vit.ViTConfig(

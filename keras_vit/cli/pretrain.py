@@ -82,12 +82,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(arguments: argparse.Namespace) -> int:
     """Trains and prints."""
     from keras_vit import publishing, training
+    from keras_vit.training.train import make_engine
 
     start = time.monotonic()
     execution = flags.execution(arguments)
     training.check_free(arguments.out, existing=arguments.existing)
     _check(arguments)
-    execution.make_engine()  # before any TensorFlow operation: workers join a cluster first
+    make_engine(execution)  # before any TensorFlow operation: workers join a cluster first
     data = flags.load_data(
         arguments.data, labelled=False, strict=arguments.strict, json=arguments.json
     )

@@ -159,8 +159,10 @@ def _decide(
     arguments: argparse.Namespace, execution: "Execution"
 ) -> "tuple[ImageData, plan.Decision]":
     """Returns the images, and what is trained on them."""
+    from keras_vit.training.train import make_engine
+
     recipe, config = _said(arguments, execution)
-    execution.make_engine()  # before any TensorFlow operation: workers join a cluster first
+    make_engine(execution)  # before any TensorFlow operation: workers join a cluster first
     data = flags.load_data(arguments.data, strict=arguments.strict, json=arguments.json)
     start = functools.partial(_model, config, data, arguments)
     weights = None if arguments.weights == plan.NONE else arguments.weights

@@ -12,8 +12,7 @@ from typing import Any
 
 from keras_vit import atomic
 from keras_vit.training import Provenance, Run, read_fields
-from keras_vit.training.provenance import PROVENANCE
-from keras_vit.training.run import CARD, METRICS
+from keras_vit.training.run import CARD, METRICS, PROVENANCE
 
 # Stands for the address in a card that is not published yet; `push` puts in the right one.
 ADDRESS = "hf://owner/name"

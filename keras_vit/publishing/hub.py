@@ -10,7 +10,7 @@ from typing import Any
 from keras_vit import environment
 from keras_vit.publishing import card
 from keras_vit.training import Provenance, Run, run
-from keras_vit.training.provenance import PROVENANCE
+from keras_vit.training.run import PROVENANCE
 from keras_vit.weights.download import printable
 from keras_vit.weights.sources import FOLDER_FILES, hub_parts
 

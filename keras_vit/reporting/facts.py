@@ -16,8 +16,7 @@ from keras_vit.limits import counted
 from keras_vit.model import VisionTransformer
 from keras_vit.reporting.gallery import short
 from keras_vit.training import Provenance, Run
-from keras_vit.training.provenance import PROVENANCE
-from keras_vit.training.run import MODEL, SPLITS
+from keras_vit.training.run import MODEL, PROVENANCE, SPLITS
 
 Pairs = list[tuple[str, str]]
 

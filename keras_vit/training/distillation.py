@@ -19,55 +19,20 @@ TEMPERATURE, WEIGHT = 3.0, 0.5
 _MIN_PROBABILITY = 1e-7  # smaller ones are raised to it before the logarithm
 
 
-@keras.saving.register_keras_serializable(package="keras_vit")
-class DistillationLoss(keras.losses.Loss):
-    """The distance of a student's logits from a teacher's.
+def distillation_loss(
+    teacher: Any, student: Any, *, distillation: Distillation, temperature: float
+) -> Any:
+    """Returns the distance of a student's logits (B, C) from a teacher's, (B,).
 
-    Example:
-        >>> loss = DistillationLoss("hard")
-        >>> round(float(loss([[1.0, 0.0]], [[0.0, 0.0]])), 4)  # the logarithm of 2
-        0.6931
-
-    Args:
-        distillation: "soft" or "hard", see `DistillationModel`.
-        temperature: divides the logits; for "soft" only.
-
-    Raises:
-        ValueError: the distillation is unknown, or the temperature is not above 0.
+    See `DistillationModel` for the two kinds.
     """
-
-    def __init__(
-        self,
-        distillation: Distillation = "soft",
-        *,
-        temperature: float = TEMPERATURE,
-        name: str = "distillation",
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(name=name, **kwargs)
-        if distillation not in get_args(Distillation):
-            raise ValueError(
-                f"distillation must be one of {list(get_args(Distillation))}. "
-                f"Received: distillation={distillation!r}."
-            )
-        if not temperature > 0:
-            raise ValueError(f"temperature must be above 0. Received: temperature={temperature!r}.")
-        self.distillation, self.temperature = distillation, temperature
-
-    def call(self, y_true: Any, y_pred: Any) -> Any:
-        """Returns the loss of each image, (B,), for logits (B, C) of teacher and student."""
-        if self.distillation == "hard":
-            targets = keras.ops.argmax(y_true, axis=-1)
-            return keras.ops.sparse_categorical_crossentropy(targets, y_pred, from_logits=True)
-        teacher, student = (
-            keras.ops.log_softmax(logits / self.temperature, axis=-1) for logits in (y_true, y_pred)
-        )
-        divergence = keras.ops.sum(keras.ops.exp(teacher) * (teacher - student), axis=-1)
-        return self.temperature**2 * divergence
-
-    def get_config(self) -> dict[str, Any]:
-        fields = {"distillation": self.distillation, "temperature": self.temperature}
-        return {**super().get_config(), **fields}
+    if distillation == "hard":
+        targets = keras.ops.argmax(teacher, axis=-1)
+        return keras.ops.sparse_categorical_crossentropy(targets, student, from_logits=True)
+    taught, said = (
+        keras.ops.log_softmax(logits / temperature, axis=-1) for logits in (teacher, student)
+    )
+    return temperature**2 * keras.ops.sum(keras.ops.exp(taught) * (taught - said), axis=-1)
 
 
 class DistillationModel(backend.ExactTrainer, keras.Model):
@@ -115,11 +80,18 @@ class DistillationModel(backend.ExactTrainer, keras.Model):
         name: str | None = "distillation",
     ) -> None:
         super().__init__(name=name)
+        if distillation not in get_args(Distillation):
+            raise ValueError(
+                f"distillation must be one of {list(get_args(Distillation))}. "
+                f"Received: distillation={distillation!r}."
+            )
+        if not temperature > 0:
+            raise ValueError(f"temperature must be above 0. Received: temperature={temperature!r}.")
         if not 0 <= weight <= 1:
             raise ValueError(f"weight must be from 0 to 1. Received: weight={weight!r}.")
         _check_fit(student, teacher)
         self.student, self.weight = student, weight
-        self.teacher_loss = DistillationLoss(distillation, temperature=temperature)
+        self.distillation, self.temperature = distillation, temperature
         names = [name for name in ("head", "distillation_head") if name in student.feature_names]
         # In a namespace Keras does not find these models, and neither trains nor saves them.
         self._untracked = types.SimpleNamespace(
@@ -178,8 +150,12 @@ class DistillationModel(backend.ExactTrainer, keras.Model):
         if not training:
             return super().compute_loss(x, y, y_pred["answer"], sample_weight, training)
         label_loss = super().compute_loss(x, y, y_pred["label"], sample_weight, training)
-        # By `call`, because with several replicas a loss object divides by their number.
-        teacher_loss = self.teacher_loss.call(self.teacher_logits(x), y_pred["teacher"])
+        teacher_loss = distillation_loss(
+            self.teacher_logits(x),
+            y_pred["teacher"],
+            distillation=self.distillation,
+            temperature=self.temperature,
+        )
         return (1 - self.weight) * label_loss + self.weight * keras.ops.mean(teacher_loss)
 
 
@@ -208,18 +184,16 @@ def _check_fit(student: VisionTransformer, teacher: keras.Model) -> None:
             f"The teacher must take images (height, width, {config.input_shape[2]}) as the student "
             f"does. Received: a teacher for inputs of shape {teacher.input_shape}."
         )
-    pixels = getattr(getattr(teacher, "config", None), "include_preprocessing", None)
-    if pixels is not None and pixels != config.include_preprocessing:
-        raise ValueError(
-            "Teacher and student must take the same numbers. Received: "
-            f"include_preprocessing={pixels} of the teacher, {config.include_preprocessing} of the "
-            "student."
-        )
-    if pixels is False and teacher.config.rescaling != config.rescaling:
+    taught = getattr(teacher, "config", None)
+    if not isinstance(taught, ViTConfig):
+        return
+    is_scaled = config.include_preprocessing and taught.include_preprocessing
+    is_same = taught.include_preprocessing == config.include_preprocessing
+    if not is_same or (not is_scaled and taught.rescaling != config.rescaling):
         raise ValueError(
             "Teacher and student must take the same numbers; with include_preprocessing=True each "
-            "scales pixels itself. Received: images scaled to "
-            f"image_mean={teacher.config.image_mean}, image_std={teacher.config.image_std} for the "
-            f"teacher, image_mean={config.image_mean}, image_std={config.image_std} for the "
-            "student."
+            "scales pixels itself. Received: include_preprocessing="
+            f"{taught.include_preprocessing} of the teacher, {config.include_preprocessing} of the "
+            f"student, image_mean={taught.image_mean} and {config.image_mean}, "
+            f"image_std={taught.image_std} and {config.image_std}."
         )

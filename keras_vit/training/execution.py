@@ -1,12 +1,11 @@
 """Where a training runs, on which devices and workers, and what it does there besides its model."""
 
-import abc
-import contextlib
 import dataclasses
+import functools
 import json
 import os
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Literal, NamedTuple, TypeAlias
 
 import keras
 import numpy as np
@@ -15,8 +14,7 @@ import tensorflow as tf
 from keras_vit.config import ViTConfig
 from keras_vit.data import ImageData, evaluation_batches, mix_batch, train_batches
 from keras_vit.limits import is_number
-from keras_vit.training.checkpoints import Checkpoints, Saver
-from keras_vit.training.recipe import Plan, Recipe
+from keras_vit.training.recipe import Plan, Recipe, check_choices
 
 StrategyName = Literal["auto", "none", "mirrored", "multi_worker", "tpu"]
 Precision = Literal["float32", "mixed_bfloat16", "mixed_float16"]
@@ -47,7 +45,6 @@ class Execution:
         checkpoint_steps: steps between checkpoints; each epoch ends with one too. They are written
             while the training goes on: none is begun before the last one is written.
         checkpoint_minutes: after so many minutes without a checkpoint there is one.
-        keep_checkpoints: number of checkpoints that are kept.
     """
 
     strategy: StrategyName = "auto"
@@ -58,17 +55,10 @@ class Execution:
     xla: bool | Literal["auto"] = "auto"
     checkpoint_steps: int = 1000  # as the original's (vit_jax/configs/common.py)
     checkpoint_minutes: float = 10.0
-    keep_checkpoints: int = 3
 
     def __post_init__(self) -> None:
-        choices = {"strategy": get_args(StrategyName), "precision": get_args(Precision)}
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"{name} must be one of {list(allowed)}. "
-                    f"Received: {name}={getattr(self, name)!r}."
-                )
-        for name in ("accumulate", "checkpoint_steps", "keep_checkpoints"):
+        check_choices(self)
+        for name in ("accumulate", "checkpoint_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(
                     f"{name} must be a positive integer. Received: {name}={getattr(self, name)!r}."
@@ -84,50 +74,32 @@ class Execution:
         """Returns the config of the model to train, with `remat` set."""
         return config if self.remat is None else dataclasses.replace(config, remat=self.remat)
 
-    def check_batch(self, size: int, *, replicas: int) -> None:
-        """Raises a ValueError unless a batch of this size divides evenly among the replicas."""
-        if size % replicas:
-            raise ValueError(
-                f"A batch of {size} images cannot be divided evenly among {replicas} replicas; "
-                f"choose a multiple of {replicas}."
-            )
-
     def make_strategy(self) -> tf.distribute.Strategy:
-        """Returns the strategy, which all trainings in a process share; on TensorFlow alone.
+        """Returns the strategy, which all trainings in a process share; it is TensorFlow's.
 
         With several workers, call this before TensorFlow computes anything, such as decoding an
         image: after that it cannot join a cluster.
 
         Raises:
-            ValueError: TF_CONFIG names no other worker, it is too late to join a cluster, or the
-                backend is another.
+            ValueError: TF_CONFIG names no other worker, or it is too late to join a cluster.
         """
-        self._check_backend()
-        if keras.backend.backend() != "tensorflow":
+        name = _available() if self.strategy == "auto" else self.strategy
+        if name == "none":
+            return tf.distribute.get_strategy()
+        if name == "mirrored":
+            kind = "GPU" if tf.config.list_physical_devices("GPU") else "CPU"
+            return _mirrored(tuple(each.name for each in tf.config.list_logical_devices(kind)))
+        if name == "tpu":
+            return _tpu(os.environ.get("TPU_NAME"))
+        if len(cluster_workers()) < 2:
             raise ValueError(
-                "Strategies are TensorFlow's. Received: the backend "
-                f"{keras.backend.backend()!r}; name devices by mesh there."
+                'strategy="multi_worker" needs TF_CONFIG in the environment of each worker, with '
+                "cluster.worker listing two or more host:port and task.index saying which of them "
+                f"this is. Received: TF_CONFIG={os.environ.get('TF_CONFIG')!r}."
             )
-        from keras_vit.training import tensorflow_engine
+        return _multi_worker(os.environ["TF_CONFIG"])
 
-        return tensorflow_engine.make_strategy(self.strategy)
-
-    def make_engine(self) -> "Engine":
-        """Returns what the steps of a training run on; with several workers, as `make_strategy`.
-
-        Raises:
-            ValueError: this machine or backend cannot run it.
-        """
-        self._check_backend()
-        if keras.backend.backend() == "tensorflow":
-            from keras_vit.training import tensorflow_engine
-
-            return tensorflow_engine.TensorFlowEngine(self.make_strategy())
-        from keras_vit.training import jax_engine
-
-        return jax_engine.JAXEngine(self.mesh)
-
-    def _check_backend(self) -> None:
+    def check_backend(self) -> None:
         """Raises a ValueError for what Keras' backend cannot do."""
         name = keras.backend.backend()
         if name not in ("tensorflow", "jax"):
@@ -156,74 +128,39 @@ class Execution:
             )
 
 
-class Engine(abc.ABC):
-    """What the steps of one training run on: devices, processes and the framework that computes.
+@functools.cache
+def _mirrored(devices: tuple[str, ...]) -> tf.distribute.Strategy:
+    # One for all trainings of a process: a second strategy numbers its sums from the start again,
+    # and TensorFlow takes the gradients of two models for one tensor of two shapes.
+    return tf.distribute.MirroredStrategy(devices)
 
-    Attributes:
-        index: the index of this process; 0 writes the run directory.
-        count: the number of processes that train together; usually one.
-        replicas: the number of devices that share a batch.
-        model: the model that is trained, from `begin` on.
-    """
 
-    index = 0
-    count = 1
-    replicas = 1
-    model: keras.Model
+@functools.cache
+def _tpu(name: str | None) -> tf.distribute.Strategy:
+    resolver = tf.distribute.cluster_resolver.TPUClusterResolver(name)
+    tf.config.experimental_connect_to_cluster(resolver)
+    tf.tpu.experimental.initialize_tpu_system(resolver)
+    return tf.distribute.TPUStrategy(resolver)
 
-    @abc.abstractmethod
-    def scope(self) -> contextlib.AbstractContextManager[Any]:
-        """Returns the scope in which the model to train is made and compiled."""
 
-    @abc.abstractmethod
-    def gather(self, number: int) -> list[int]:
-        """Returns the number of each process; every process must call this."""
+@functools.cache
+def _multi_worker(tf_config: str) -> tf.distribute.Strategy:
+    try:
+        return tf.distribute.MultiWorkerMirroredStrategy()
+    except RuntimeError as error:
+        raise ValueError(
+            "TensorFlow has already computed something, and cannot join other workers after that; "
+            'call Execution(strategy="multi_worker").make_strategy() first, before images are '
+            f"loaded. Received: TF_CONFIG={tf_config!r} ({error})."
+        ) from error
 
-    @abc.abstractmethod
-    def begin(
-        self, model: keras.Model, *, training: Batches, validation: Batches, size: int
-    ) -> None:
-        """Prepares the steps of a compiled model.
 
-        Args:
-            model: made in `scope`.
-            training: makes this process's part of each training batch.
-            validation: makes the batches of this process's validation images.
-            size: images in a whole training batch.
-        """
-
-    @abc.abstractmethod
-    def step(self) -> dict[str, Any]:
-        """Takes one step: returns its logs, numbers of that step alone."""
-
-    @abc.abstractmethod
-    def evaluate(self) -> dict[str, Any]:
-        """Returns the logs over all validation images."""
-
-    def make_saver(self, model: keras.Model, checkpoints: Checkpoints) -> Saver:
-        """Returns what copies and restores the state of a compiled model.
-
-        Raises:
-            ImportError: a package is needed for it.
-        """
-        return Saver(model, checkpoints)
-
-    def settle(self) -> None:  # noqa: B027 - there may be nothing to do
-        """Gives the variables the values after the last step; until then they may have none."""
-
-    def forget(self) -> None:  # noqa: B027 - there may be nothing to do
-        """Gives up the values after the last step, whose memory an error may have taken."""
-
-    def is_out_of_memory(self, error: Exception) -> bool:
-        """Whether the framework raised an error because memory is exhausted."""
-        return isinstance(error, MemoryError)
-
-    def is_loss_of_process(self, error: Exception) -> bool:
-        """Whether the framework raised an error because another process is lost."""
-        return False
-
-    def leave(self) -> None:  # noqa: B027 - there may be nothing to do
-        """Lets this process end without the others, of which one is lost."""
+def _available() -> str:
+    if len(cluster_workers()) > 1:
+        return "multi_worker"
+    if os.environ.get("TPU_NAME"):
+        return "tpu"
+    return "mirrored" if len(tf.config.list_physical_devices("GPU")) > 1 else "none"
 
 
 def is_first_worker() -> bool:
@@ -248,8 +185,8 @@ def cluster_workers() -> list[str]:
     return workers
 
 
-EVALUATION_BATCH = 128
-MIXUP = 100  # gives mixing another random stream than the data pipeline has
+_EVALUATION_BATCH = 128
+_MIXUP = 100  # gives mixing another random stream than the data pipeline has
 
 
 class Resizing(NamedTuple):
@@ -264,12 +201,7 @@ class Job:
     """The settings of a training besides its model.
 
     Attributes:
-        data: images in three splits.
-        recipe: how to train.
-        execution: devices, precision, how often to save.
         seed: decides the order of the images and their augmentation.
-        has_labels: whether the training uses labels.
-        evaluation_batch: images in a batch of an evaluation.
     """
 
     data: ImageData
@@ -278,7 +210,6 @@ class Job:
     execution: Execution
     seed: int = 0
     has_labels: bool = True
-    evaluation_batch: int = EVALUATION_BATCH
 
     def __post_init__(self) -> None:
         if self.recipe.balance and not self.has_labels:
@@ -294,22 +225,20 @@ class Job:
         """The size of a target; without labels all images are of one class."""
         return max(len(self.data.labels), 1)
 
-    def in_smaller_parts(self, *, replicas: int) -> "Job | None":
-        """Returns the job with batches in parts of half as many images; None if these have one.
+    def with_more_accumulation(self, *, replicas: int) -> "Job | None":
+        """Returns the job with batches in parts of half as many images; None if these have one."""
 
-        The largest part counts: the first one also has what the others leave of the batch.
-        """
+        def largest(parts: int) -> int:  # the first, which also has what the others leave
+            return size - size // parts * (parts - 1)
+
         size, parts = self.plan.batch_size // replicas, self.execution.accumulate
-        most = (_largest_part(size, parts) + 1) // 2
         if parts >= size:
             return None
-        while _largest_part(size, parts) > most:
+        most = (largest(parts) + 1) // 2
+        while largest(parts) > most:
             parts += 1
-        return dataclasses.replace(
-            self,
-            execution=dataclasses.replace(self.execution, accumulate=parts),
-            evaluation_batch=max(self.evaluation_batch // 2, 1),
-        )
+        execution = dataclasses.replace(self.execution, accumulate=parts)
+        return dataclasses.replace(self, execution=execution)
 
     def class_weights(self) -> np.ndarray:
         """Returns what targets are multiplied by to weigh their images, float32 (classes, 1).
@@ -327,11 +256,11 @@ class Job:
         return unsmoothed.astype(np.float32)[:, np.newaxis]
 
     @property
-    def evaluated_at_once(self) -> int:
+    def evaluation_batch_size(self) -> int:
         """Validation images in a batch; where memory asks for parts, no more than one has."""
         parts = self.execution.accumulate
-        part = self.evaluation_batch if parts == 1 else max(self.plan.batch_size // parts, 1)
-        return min(self.evaluation_batch, part)
+        part = max(self.plan.batch_size // parts, 1)
+        return _EVALUATION_BATCH if parts == 1 else min(_EVALUATION_BATCH, part)
 
     def training_batches(
         self, resizing: Resizing, *, start_step: int, shard: tuple[int, int]
@@ -355,15 +284,13 @@ class Job:
                 cutmix=recipe.cutmix,
                 per=recipe.mix_per,
                 seed=tf.random.experimental.stateless_fold_in(
-                    tf.constant((self.seed, MIXUP), tf.int64), step
+                    tf.constant((self.seed, _MIXUP), tf.int64), step
                 ),
                 shard=shard,
             )
-            return (
-                images,
-                targets,
-                *([] if weights is None else [tf.squeeze(targets @ weights, -1)]),
-            )
+            if weights is None:
+                return images, targets
+            return images, targets, tf.squeeze(targets @ weights, -1)
 
         batches = train_batches(
             self.data.train,
@@ -386,13 +313,8 @@ class Job:
         batches = evaluation_batches(
             self.data.validation,
             image_size=resizing.size,
-            batch_size=self.evaluated_at_once,
+            batch_size=self.evaluation_batch_size,
             antialias=resizing.antialias,
             shard=shard,
         )
         return batches.map(lambda images, targets: (images, tf.one_hot(targets, self.width)))
-
-
-def _largest_part(size: int, parts: int) -> int:
-    """Returns the images of the first of so many parts, which also has the remainder."""
-    return size - size // parts * (parts - 1)

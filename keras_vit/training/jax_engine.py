@@ -2,18 +2,16 @@
 
 import atexit
 import contextlib
-import ctypes
 import functools
-import inspect
+import hashlib
 import itertools
+import json
 import math
 import os
 import re
 import shutil
-import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,27 +21,35 @@ import keras
 import numpy as np
 from jax.experimental import multihost_utils
 
-from keras_vit import atomic, parallel
+from keras_vit import atomic, environment, parallel
 from keras_vit.backend import private
-from keras_vit.training.checkpoints import SETTINGS, Checkpoints, Saver
-from keras_vit.training.execution import Batches, Engine
-from keras_vit.training.state import check_layout, layout_of, numbered, set_state, state_variables
+from keras_vit.training.checkpoints import (
+    SETTINGS,
+    Checkpoint,
+    Checkpoints,
+    DamagedError,
+    WorkDirectory,
+    check_readable,
+    named,
+    set_state,
+    state_variables,
+    unnamed,
+)
+from keras_vit.training.engine import Engine
+from keras_vit.training.execution import Batches
 
 _DATA, _FULLY_SHARDED, _MODEL = "data", "fsdp", "model"
 _ADDRESSES = "KERAS_DISTRIBUTION_JOB_ADDRESSES"
 _COUNT, _INDEX = "KERAS_DISTRIBUTION_NUM_PROCESSES", "KERAS_DISTRIBUTION_PROCESS_ID"
-_STATE = "state"
+_PACKAGE, _RECORD, _BEST = "orbax-checkpoint", "checkpoint.json", "best.npz"
+_HEARTBEAT = 20  # seconds without a sign of life, after which a process is lost
 # In the text of tensorstore's errors, of its newer and older versions.
 _SYSTEM_ERROR = re.compile(r"\[os_error_code='(\d+)'|\[OS error (\d+)")
 _EXHAUSTED = "RESOURCE_EXHAUSTED"  # XLA's errors differ by their text alone
 
 
 class JAXEngine(Engine):
-    """One compiled step, whose state lies in the memory of the devices between the steps.
-
-    Args:
-        mesh: see `Execution.mesh`.
-    """
+    """One compiled step, whose state lies in the memory of the devices between the steps."""
 
     def __init__(self, mesh: str | None) -> None:
         _join()
@@ -55,9 +61,8 @@ class JAXEngine(Engine):
             self.replicas = int(axes.shape[place])
         if self.replicas % self.count:
             raise ValueError(
-                f"{self.count} processes train together: a mesh must share the images among a "
-                f"multiple of {self.count} devices, as data={jax.device_count()} does. "
-                f"Received: mesh={mesh!r}."
+                f"{self.count} processes must share the images among a multiple of {self.count} "
+                f"devices, as data={jax.device_count()} does. Received: mesh={mesh!r}."
             )
         self._state: list[list[Any]] | None = None  # None while the variables have the values
 
@@ -96,20 +101,20 @@ class JAXEngine(Engine):
         self._state = list(state[:3])
         return dict(logs)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         if self._state is not None:
             for variables, values in zip(self._variables(), self._state, strict=True):
                 for variable, value in zip(variables, values, strict=True):
                     variable.assign(value)
             self._state = None
 
-    def forget(self) -> None:
+    def discard_state(self) -> None:
         self._state = None
 
     def evaluate(self) -> dict[str, Any]:
         # Copies, as the step takes its arguments' memory: averages share theirs with the optimizer.
-        trainable, others = [[jnp.copy(value) for value in each] for each in self._values()[:2]]
-        state: Any = (trainable, others, list(self._metrics))
+        state: Any = [[jnp.copy(value) for value in each] for each in self._values()[:2]]
+        state = (*state, list(self._metrics))
         batches = self._placed(itertools.islice(self._passes, self._pass_steps))
         logs: dict[str, Any] = {}
         with self.scope(), contextlib.suppress(StopIteration):
@@ -117,16 +122,8 @@ class JAXEngine(Engine):
                 logs, state = self.model.test_function(state, batches)
         return dict(logs)
 
-    def make_saver(self, model: keras.Model, checkpoints: Checkpoints) -> Saver:
-        try:
-            return ShardedSaver(model, checkpoints, engine=self)
-        except ImportError as error:
-            if self.count == 1:
-                return super().make_saver(model, checkpoints)
-            raise ImportError(
-                f"{self.count} processes on JAX save one checkpoint together, by "
-                "orbax-checkpoint, which is not installed; run: pip install orbax-checkpoint"
-            ) from error
+    def make_checkpoints(self, model: keras.Model, folder: WorkDirectory) -> "OrbaxCheckpoints":
+        return OrbaxCheckpoints(model, folder.common, engine=self)
 
     def is_out_of_memory(self, error: Exception) -> bool:
         is_of_xla = isinstance(error, jax.errors.JaxRuntimeError)
@@ -136,8 +133,13 @@ class JAXEngine(Engine):
         # The last is of orbax, whose threads wait for one another.
         return self.count > 1 and isinstance(error, jax.errors.JaxRuntimeError | TimeoutError)
 
-    def leave(self) -> None:
-        atexit.register(_end)  # the last that is registered is the first that runs
+    def shut_down(self) -> None:
+        @atexit.register  # the last that is registered is the first that runs
+        def end() -> None:  # JAX's own end waits for the processes that are lost
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError):
+                    stream.flush()
+            os._exit(75)
 
     def _variables(self) -> list[list[keras.Variable]]:
         model = self.model
@@ -178,8 +180,8 @@ class JAXEngine(Engine):
         return jax.make_array_from_callback(shape, sharding, lambda place: values[place])
 
 
-class ShardedSaver(Saver):
-    """Saves a state by orbax-checkpoint: each process writes the parts on its devices.
+class OrbaxCheckpoints(Checkpoints):
+    """Each a folder, of which every process writes the parts on its devices, by orbax-checkpoint.
 
     The processes need a common disk. Nothing is gathered: a part goes from its device to the memory
     of its host, and from there a thread of orbax's writes it. On CPUs the two memories are one: the
@@ -187,73 +189,98 @@ class ShardedSaver(Saver):
     takes other memory, and to touch that is slow.
     """
 
-    is_shared = True
+    suffix = ""
 
-    def __init__(self, model: keras.Model, checkpoints: Checkpoints, *, engine: JAXEngine) -> None:
-        import orbax.checkpoint as orbax
+    def __init__(self, model: keras.Model, folder: Path, *, engine: JAXEngine) -> None:
+        super().__init__(model, folder)
+        with environment.installed("A training on JAX is saved by orbax-checkpoint", _PACKAGE):
+            import orbax.checkpoint as orbax
 
-        self._model, self._checkpoints, self._engine = model, checkpoints, engine
-        self._args, self._arguments_of = orbax.args, orbax.checkpoint_utils.construct_restore_args
+        self._engine, self._library = engine, orbax
         # Weights are hardly smaller compressed.
         handler = orbax.PyTreeCheckpointHandler(use_compression=False)
         self._orbax = orbax.AsyncCheckpointer(handler)
         self._is_seen = False
         self._memory: list[jax.Array] = []
 
-    def prepare(self) -> None:
-        if not self._memory:
-            self._copied([variable.value for variable in state_variables(self._model)])
-
-    def begin(self, step: int, *, progress: dict[str, Any]) -> Callable[[], None]:
-        stage, variables = self._checkpoints.stage(step), state_variables(self._model)
-        self._check_seen(stage.parent)
+    def begin(
+        self, step: int, *, progress: dict[str, Any], best: list[np.ndarray]
+    ) -> Callable[[], None]:
+        stage, state = self._stage(step), _state_of(self._stage(step))
+        self._check_seen()
         if not self._engine.index:
             shutil.rmtree(stage, ignore_errors=True)
             stage.mkdir()
-        values = self._copied([variable.value for variable in variables])
         with _system_errors(stage):
-            self._orbax.save(_state_of(stage), args=self._args.PyTreeSave(numbered(values)))
-        record = {"progress": progress, "arrays": layout_of(variables)}
-        return functools.partial(self._finish, step, record)
+            self._orbax.save(state, args=self._library.args.PyTreeSave(_numbered(self._copied())))
+        return functools.partial(self.write, step, progress, best)
 
-    def _copied(self, values: list[jax.Array]) -> list[jax.Array]:
+    def write(self, step: int, progress: dict[str, Any], best: list[np.ndarray]) -> None:
+        """Waits for the parts of a checkpoint, publishes it, then removes the oldest."""
+        stage, folder = self._stage(step), self.path(step)
+        with _system_errors(stage):
+            self._orbax.wait_until_finished()
+            if self._engine.index:
+                return
+            np.savez(stage / _BEST, **named(best, ""))  # type: ignore[arg-type]
+            files = [file for file in sorted(stage.rglob("*")) if file.is_file()]
+            hashes = {file.relative_to(stage).as_posix(): _file_hash(file) for file in files}
+            content = json.dumps({"progress": progress, "files": hashes})
+            hashed = hashlib.sha256(content.encode()).hexdigest()
+            text = json.dumps({"sha256": hashed, "content": content})
+            (stage / _RECORD).write_text(text, "utf-8")
+            atomic.publish(stage, folder)
+            shutil.rmtree(stage, ignore_errors=True)  # one of the same step, which it replaced
+            self.remove_old()
+
+    def load(self, step: int) -> Checkpoint:
+        folder = self.path(step)
+        try:
+            text = json.loads((folder / _RECORD).read_text("utf-8"))
+            record: dict[str, Any] = json.loads(text["content"])
+            own = sorted(record["files"])[self._engine.index :: self._engine.count]
+            wrong = [name for name in own if _file_hash(folder / name) != record["files"][name]]
+            hashed = hashlib.sha256(text["content"].encode()).hexdigest()
+            if wrong or text["sha256"] != hashed:
+                raise ValueError(f"wrong hash of {wrong or _RECORD}")
+            with (folder / _BEST).open("rb") as stream, np.load(stream) as archive:
+                best = unnamed(archive, "")
+        except Exception as error:  # of JSON and of the system, of many kinds
+            check_readable(error, folder)
+            raise DamagedError(f"the checkpoint {str(folder)!r} is damaged") from error
+        restore = functools.partial(self._restore, step)
+        return Checkpoint(step, record["progress"], best, restore)
+
+    def _restore(self, step: int) -> None:
+        targets = _numbered(
+            jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=value.sharding)
+            for value in (variable.value for variable in state_variables(self._model))
+        )
+        kinds = self._library.checkpoint_utils.construct_restore_args(targets)
+        arguments = self._library.args.PyTreeRestore(targets, restore_args=kinds)
+        state = self._orbax.restore(_state_of(self.path(step)), args=arguments)
+        set_state(self._model, [value for _, value in sorted(state.items())])
+
+    def _copied(self) -> list[jax.Array]:
+        values = [variable.value for variable in state_variables(self._model)]
         if jax.default_backend() == "cpu":
             values = self._memory = _copy(values, self._memory)
         return values
 
-    def _finish(self, step: int, record: dict[str, Any]) -> None:
-        with _system_errors(self._checkpoints.stage(step)):
-            self._orbax.wait_until_finished()
-        if not self._engine.index:
-            self._checkpoints.publish(step, record=record)
-        self._checkpoints.remove_old(folders=not self._engine.index)
+    def _stage(self, step: int) -> Path:
+        """Returns where the parts are written, by all processes."""
+        return self._folder / f".{self.path(step).name}"
 
-    def _load_shared(self, step: int) -> tuple[Callable[[], None], dict[str, Any]]:
-        part = (self._engine.index, self._engine.count)
-        record = self._checkpoints.load_record(step, part=part)
-        return functools.partial(self._restore, step, record["arrays"]), record["progress"]
-
-    def _restore(self, step: int, layout: list[list[Any]]) -> None:
-        check_layout(self._model, layout)
-        targets = numbered(
-            jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=value.sharding)
-            for value in (variable.value for variable in state_variables(self._model))
-        )
-        arguments = self._args.PyTreeRestore(targets, restore_args=self._arguments_of(targets))
-        folder = self._checkpoints.shared(step)
-        set_state(self._model, self._orbax.restore(_state_of(folder), args=arguments))
-
-    def _check_seen(self, folder: Path) -> None:
+    def _check_seen(self) -> None:
         """Raises an OSError unless all processes see the common folder."""
         if self._is_seen or self._engine.count == 1:
             return
         self._engine.gather(0)  # the first process has made it
-        seen = self._engine.gather(int((folder / SETTINGS).is_file()))
+        seen = self._engine.gather(int((self._folder / SETTINGS).is_file()))
         if not all(seen):
+            blind = [index for index, is_seen in enumerate(seen) if not is_seen]
             raise OSError(
-                f"The processes on JAX save one checkpoint together: {str(folder)!r} must be on a "
-                f"disk that all of them see, and the processes "
-                f"{[index for index, is_seen in enumerate(seen) if not is_seen]} do not."
+                f"{str(self._folder)!r} must be on a disk that all processes see; {blind} do not."
             )
         self._is_seen = True
 
@@ -264,27 +291,18 @@ def _copy(values: list[jax.Array], memory: list[jax.Array]) -> list[jax.Array]:
     return [jnp.copy(value) for value in values]
 
 
-def reader() -> Callable[[Path, list[str]], dict[str, np.ndarray]]:
-    """Returns what reads a checkpoint's arrays of these names, on another backend.
-
-    Raises:
-        ImportError: orbax-checkpoint is not installed.
-    """
-    import orbax.checkpoint as orbax
-
-    def read(folder: Path, names: list[str]) -> dict[str, np.ndarray]:
-        kind = orbax.RestoreArgs(restore_type=np.ndarray)
-        arguments = orbax.args.PyTreeRestore(restore_args=dict.fromkeys(names, kind))
-        checkpointer = orbax.Checkpointer(orbax.PyTreeCheckpointHandler())
-        state: dict[str, np.ndarray] = checkpointer.restore(_state_of(folder), args=arguments)
-        return state
-
-    return read
+def _numbered(arrays: Iterable[Any]) -> dict[str, Any]:
+    return {f"{place:05d}": array for place, array in enumerate(arrays)}
 
 
 def _state_of(folder: Path) -> Path:
     """Returns orbax's folder in that of a checkpoint; orbax takes no relative path."""
-    return folder.absolute() / _STATE
+    return folder.absolute() / "state"
+
+
+def _file_hash(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 @contextlib.contextmanager
@@ -309,64 +327,16 @@ def _join() -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # What keras.distribution.initialize does, which takes no heartbeat.
     count, index = map(os.environ.get, (_COUNT, _INDEX))
-    _explain_aborts()
-    _is_joining.set()
     jax.distributed.initialize(
         coordinator_address=addresses.split(",")[0],
         num_processes=None if count is None else int(count),
         process_id=None if index is None else int(index),
-        heartbeat_timeout_seconds=HEARTBEAT,
+        heartbeat_timeout_seconds=_HEARTBEAT,
     )
-    _is_joining.clear()
-
-
-HEARTBEAT = 20  # seconds without a sign of life, after which a process is lost
-_is_joining = threading.Event()  # set while this process waits for the others to come
-_LOST_CODE = 75  # of WorkerLostError
-_LOST = (
-    b"Another worker was lost, or JAX failed in this one, as the lines above say; start all "
-    b"workers again and resume.\n"
-)
-
-
-def _explain_aborts() -> None:
-    """Makes JAX's abort of a process an exit with a sentence and WorkerLostError's code.
-
-    Where another process is lost, a thread of JAX's own aborts this one; no Python is asked, and
-    Python's handlers of signals run in its main thread alone, which an abort does not wait for.
-    """
-    if os.name != "posix":
-        return
-    library = ctypes.CDLL(None)
-    library.signal.argtypes, library.signal.restype = (ctypes.c_int, _HANDLER), ctypes.c_void_p
-    library.signal(signal.SIGABRT, _on_abort)
-
-
-def _end_as_lost(number: int) -> None:
-    # In a thread that is not Python's; Python's abort for other reasons, once all have come.
-    if _is_joining.is_set() or inspect.currentframe().f_back is None:  # type: ignore[union-attr]
-        _end(_LOST)
-
-
-def _end(last_words: bytes = b"") -> None:
-    """Ends this process at once: JAX's end waits for the processes that are lost."""
-    for stream in (sys.stdout, sys.stderr) if not last_words else ():
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os.write(2, last_words)
-    os._exit(_LOST_CODE)
-
-
-_HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)
-_on_abort = _HANDLER(_end_as_lost)  # lives as long as the process
 
 
 def make_distribution(mesh: str) -> keras.distribution.ModelParallel:
-    """Returns how a batch and the weights lie on the devices, see `Execution.mesh`.
-
-    Raises:
-        ValueError: the mesh is none, or of other devices than there are.
-    """
+    """Returns how a batch and the weights lie on the devices, see `Execution.mesh`."""
     sizes, devices = _sizes(mesh), keras.distribution.list_devices()
     count = math.prod(sizes.values())
     if count > len(devices):
@@ -398,8 +368,8 @@ def _sizes(mesh: str) -> dict[str, int]:
     pairs = [part.partition("=")[::2] for part in mesh.replace(" ", "").split(",")]
     names = [name for name, _ in pairs]
     is_known = set(names) <= {_DATA, _FULLY_SHARDED, _MODEL} and len(set(names)) == len(names)
-    is_one_kind = not {_DATA, _FULLY_SHARDED} <= set(names)
-    if not is_known or not is_one_kind or not all(re.fullmatch("[1-9][0-9]*", n) for _, n in pairs):
+    is_counted = all(re.fullmatch("[1-9][0-9]*", number) for _, number in pairs)
+    if not is_known or not is_counted or {_DATA, _FULLY_SHARDED} <= set(names):
         raise ValueError(
             'mesh names axes and their devices: "data=8" or "fsdp=8", alone or with "model=2" '
             f"after it. Received: mesh={mesh!r}."

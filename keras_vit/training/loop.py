@@ -3,249 +3,167 @@
 import concurrent.futures
 import contextlib
 import dataclasses
-import functools
 import gc
 import signal
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
+import keras
 import numpy as np
 
-from keras_vit import atomic, backend
+from keras_vit import backend
 from keras_vit.limits import counted
 from keras_vit.optimizers import begin_cooldown
-from keras_vit.training.checkpoints import DamagedError, Unfinished
-from keras_vit.training.execution import Engine, Job
+from keras_vit.training.checkpoints import Checkpoint, DamagedError, WorkDirectory
+from keras_vit.training.engine import Engine
+from keras_vit.training.execution import Job
 from keras_vit.training.objectives import Objective
-from keras_vit.training.progress import EpochDone, EventFiles, PlanChanged, Watcher
+from keras_vit.training.progress import EventFiles, PlanChanged, Watcher
 from keras_vit.training.recipe import make_schedule
-from keras_vit.training.state import Copies
-from keras_vit.training.stopping import StopRequests
 
 _NO_STEP = -1  # stands for "no checkpoint"
 # Seconds that a step waits for the checkpoint before to be written; after that it goes on without.
-_PATIENCE = 1.0
-_SAVE = (
-    1  # stands for "it is time for a checkpoint"; any signal that is handled has a higher number
-)
+_JOIN_TIMEOUT = 1.0
+_SAVE = 1  # asks for a checkpoint; any signal that is handled has a higher number
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class Writer:
-    """Writes files in a thread of its own, one piece of work at a time.
-
-    Example:
-        >>> writer = Writer()
-        >>> done = []
-        >>> writer.begin(lambda: done.append("written"))
-        >>> writer.wait()
-        >>> done
-        ['written']
-    """
-
-    def __init__(self) -> None:
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, "keras_vit-writer")
-        self._work: concurrent.futures.Future[None] | None = None
-
-    def begin(self, work: Callable[[], None]) -> None:
-        """Begins a piece of work, after the one before."""
-        self.wait()
-        self._work = self._thread.submit(work)
-
-    def is_free(self, *, within: float | None) -> bool:
-        """Whether the work is done, or will be within so many seconds, if any; raises its error."""
-        if self._work is None:
-            return True
-        if not concurrent.futures.wait([self._work], within).done:
-            return False
-        work, self._work = self._work, None
-        work.result()
-        return True
-
-    def wait(self) -> None:
-        """Waits until the work is done; raises its error."""
-        self.is_free(within=None)
-
-    def close(self, *, waits: bool = True) -> None:
-        """Takes no more work, and waits until what there is is done, without its error."""
-        self._thread.shutdown(wait=waits)
-
-
-class WorkerLostError(ConnectionError):
-    """Another worker is lost, so no further step is possible.
-
-    Attributes:
-        exit_code: 75, which tells a supervisor to start the workers again.
-    """
-
-    exit_code = 75  # EX_TEMPFAIL of sysexits.h
-
-
-class OutOfMemoryError(MemoryError):
-    """Memory is exhausted in a step or an evaluation, so that smaller parts may help."""
+def run_steps(loop: "Loop", stop: "StopRequests") -> int:
+    """Trains to the last step, or until any worker is to stop; returns the signal, or 0."""
+    while not loop.is_over(stop):  # asked before the first step, too: a signal may have come
+        loop.log(loop.engine.step())
+        if loop.ends_epoch():
+            loop.evaluate()
+        if loop.is_save_due():
+            loop.save_if_free()
+    if loop.signal_number:
+        loop.save()
+    return loop.signal_number
 
 
 class Loop:
     """One training in this process.
 
-    Args:
-        objective: the compiled objective.
-        engine: what the steps run on.
-        watcher: receives the logs of each step.
-        folder: holds the checkpoints and the best model.
-
     Attributes:
+        objective: compiled, in the scope of the engine.
+        watcher: receives the logs of each step.
+        folder: holds the checkpoints.
         job: data, recipe, execution and seed.
-        model: the model to train.
         plan: the lengths of an epoch and of the training.
         settings: the part of config.json that decides the result.
+        checkpoints: the last ones.
+        best: the weights of the best epoch, which nobody changes: they are replaced.
+        signal_number: of what any worker was stopped by, or 0.
     """
 
     def __init__(
-        self, objective: Objective, *, engine: Engine, watcher: Watcher, folder: Unfinished
+        self, objective: Objective, *, engine: Engine, watcher: Watcher, folder: WorkDirectory
     ) -> None:
         self.objective, self.job, self.model = objective, objective.job, objective.model
         self.engine, self.watcher, self.folder = engine, watcher, folder
-        self.plan = self.job.plan
-        self._best_model = objective.plain_copy()
-        self._resizing = objective.resizing
-        self._writer = Writer()
-        self._saver = engine.make_saver(self.model, folder.checkpoints)
-        self._best = Copies(objective.saved.weights)
-        self._best_epoch: int | None = None  # whose weights are in `_best` and on no disk
-        self._best_is_taken = threading.Event()  # by the writer; until then `_best` stays
-        self._best_is_taken.set()
-        self._last_save = time.monotonic()
-        self.settings = objective.settings()
+        self.plan, self.settings = self.job.plan, objective.settings()
+        self.signal_number = 0
+        self.best: list[np.ndarray] = []
+        # Made before the steps, by all workers together: what cannot be copied is told now.
+        self._plain = objective.plain_copy()
+        self._in_file = self.best  # those of the file of the run's model
+        self._last_save, self._is_late = time.monotonic(), False
+        self._open()
 
-    def resume(self) -> None:
-        """Restores the newest checkpoint that is whole on every worker, and its best model.
+    def _open(self) -> None:
+        # Writes one checkpoint at a time, while the steps go on.
+        self._writer = concurrent.futures.ThreadPoolExecutor(1, "keras_vit-writer")
+        self._writing: concurrent.futures.Future[None] | None = None
+        self.checkpoints = self.engine.make_checkpoints(self.model, self.folder)
 
-        A damaged checkpoint is skipped with a warning.
+    def is_over(self, stop: "StopRequests") -> bool:
+        """Whether the last step is taken, or any worker is asked to stop.
 
-        Raises:
-            ValueError: no checkpoint is whole, or the workers have none in common.
+        The workers agree by one sum for each step, also on whether a checkpoint is overdue.
         """
-        self.folder.remove_leftovers()
-        step, restore, progress = self._load_newest()
-        # One worker may be a save ahead of another, or have a damaged file.
-        common_step = min(self.engine.gather(step))
-        if step > common_step:
-            step, restore, progress = self._load_newest(at_most=common_step)
-        own_step = step if step == common_step else _NO_STEP
-        if min(self.engine.gather(own_step)) == _NO_STEP:
-            raise ValueError(
-                f"No checkpoint in {str(self.folder.path)!r} is whole"
-                + (" and in the folders of all workers" if self.engine.count > 1 else "")
-                + ", together with its best model; put the files back, or overwrite the training."
-            )
-        restore()
-        self.watcher.resume(progress)
-        if self.watcher.cooldown_epoch is not None:
-            self._end_after_cooldown(self.watcher.cooldown_epoch)
-        with self._explained():
-            self.folder.checkpoints.remove_after(step)
-        best = self.watcher.best
-        is_missing = best is not None and not self.folder.has_best(best.epoch)
-        if best is not None and max(self.engine.gather(int(is_missing))):
-            with self._averaged_weights():
-                copies = self._best.take()
-            if is_missing:
-                self._write_best(best.epoch, copies)
+        if self.watcher.step == self.plan.steps:
+            return True
+        minutes = (time.monotonic() - self._last_save) / 60
+        own = signal.SIGINT if self.watcher.stop_requested else stop.signal_number
+        own = int(own) or (_SAVE if minutes > self.job.execution.checkpoint_minutes else 0)
+        request = max(self.engine.gather(own))
+        self._is_late = request == _SAVE
+        self.signal_number = request if request > _SAVE else 0
+        return bool(self.signal_number)
 
-    def tell_raised(self, before: int) -> None:
-        """Reports that the training, just resumed, has more epochs than before.
+    def log(self, logs: dict[str, Any]) -> None:
+        """Records and reports one step."""
+        self.watcher.end_step(logs)
+        self._events.write_step(self.watcher.step, logs)
 
-        Raises:
-            ValueError: its learning rate already falls to its end, because the patience had run
-                out.
-        """
-        steps_before = before * self.plan.steps_per_epoch
-        if self.watcher.cooldown_epoch is not None:
-            raise ValueError(
-                f"The patience ran out after epoch {self.watcher.cooldown_epoch}, and the learning "
-                f"rate already falls: epochs (--epochs) cannot be raised any more. Resume with "
-                f"{counted(before, 'epoch')}, and train on from the finished run (--weights RUN)."
-            )
-        rate = float(self.model.optimizer.learning_rate)
-        end = float(make_schedule(self.job.recipe, self.plan)(self.plan.steps))
-        self.watcher.report(
-            self._changed(
-                "epochs",
-                f"Resumed at step {self.watcher.step} of {steps_before}, to train {self.plan.steps}"
-                f" steps ({self.plan.epochs} epochs in place of {before}): from here the learning "
-                f"rate is that of the longer schedule, {rate:.2g} now and {end:.2g} at the end.",
-            )
-        )
-
-    def restart(self, job: Job) -> None:
-        """Goes back to the last checkpoint, to go on with a job that needs less memory."""
-        step, parts = self.watcher.step, job.execution.accumulate
-        self.job = self.objective.job = job
-        with self.engine.scope():
-            self.objective.compile()
-        gc.collect()  # the old optimizer is in circles of references
-        self._writer = Writer()
-        self._saver = self.engine.make_saver(self.model, self.folder.checkpoints)
-        self._best_epoch = None
-        self._best_is_taken.set()
-        self.resume()
-        images = -(-self.plan.batch_size // self.engine.replicas // parts)
-        self.watcher.report(
-            self._changed(
-                "memory",
-                f"Memory was exhausted at step {step + 1}: from step {self.watcher.step + 1} on "
-                f"each batch is computed in {parts} parts of about {images} images "
-                f"(--accumulate {parts}), which changes the result by rounding alone.",
-            )
-        )
-
-    def _load_newest(
-        self, *, at_most: int | None = None
-    ) -> tuple[int, Callable[[], None], dict[str, Any]]:
-        """Returns the step, progress and what restores the newest whole checkpoint.
-
-        Without one the step is `_NO_STEP`.
-        """
-        for step in reversed(self.folder.checkpoints.steps()):
-            if at_most is not None and step > at_most:
-                continue
-            try:
-                restore, progress = self._saver.load(step)
-                self._check_best(progress)
-            except DamagedError as error:
-                warnings.warn(f"At step {step} {error}; an older one is used.", stacklevel=2)
-                continue
-            return step, restore, progress
-        return _NO_STEP, lambda: None, {}
-
-    def _check_best(self, progress: dict[str, Any]) -> None:
-        """Raises a DamagedError if the best model of a checkpoint is neither whole nor its own."""
-        epoch, step = progress["best_epoch"], progress["step"]
-        is_own = self._ends_epoch(step) and self._epochs_at(step) == epoch
-        if epoch is not None and not is_own and not self.folder.has_best(epoch):
-            file = str(self.folder.best_model(epoch))
-            raise DamagedError(f"the model {file!r} is damaged or gone")
-
-    def _epochs_at(self, step: int) -> int:
-        """Returns the number of epochs that are complete at a step."""
-        return self.plan.epochs if step == self.plan.steps else step // self.plan.steps_per_epoch
-
-    def _ends_epoch(self, step: int) -> bool:
+    def ends_epoch(self) -> bool:
+        """Whether the last step so far ends an epoch."""
+        step = self.watcher.step
         return step % self.plan.steps_per_epoch == 0 or step == self.plan.steps
 
-    def run(self, stop: StopRequests) -> int:
-        """Trains to the last step, or until a signal asks any worker to stop.
+    def evaluate(self) -> None:
+        """Measures the model on the validation images, keeps the best, and ends the epoch."""
+        self.engine.synchronize()
+        with self._averaged_weights():
+            logs = self.engine.evaluate()
+            names = [name for name in ("loss", "accuracy") if name in logs]
+            record = self.watcher.end_epoch(
+                {name: float(np.asarray(logs[name]).ravel()[0]) for name in names},
+                learning_rate=float(self.model.optimizer.learning_rate),
+            )
+            if record.is_best:
+                weights = self.objective.saved.weights
+                self.best = [np.array(backend.values_of(each)) for each in weights]
+        cooldown = self._cool_down_if_due()
+        best = self.watcher.best or record
+        is_last = self.watcher.step == self.plan.steps
+        self.folder.write_progress(self.watcher.history, best_epoch=best.epoch, is_last=is_last)
+        self._events.write_epoch(self.watcher.step, record)
+        self.watcher.report(record)
+        if cooldown is not None:
+            self._report_change("patience", cooldown)
+
+    def is_save_due(self) -> bool:
+        """Whether to save: after an epoch, so many steps, or so many minutes."""
+        is_regular = self.watcher.step % self.job.execution.checkpoint_steps == 0
+        return self._is_late or is_regular or self.ends_epoch()
+
+    def save_if_free(self) -> None:
+        """Begins a checkpoint, unless one is being written on any worker: then there is none.
+
+        That of the last step is waited for.
+        """
+        if self.watcher.step == self.plan.steps:
+            self.save()
+            return
+        is_written = self._is_written(within=0.0 if self._is_late else _JOIN_TIMEOUT)
+        if min(self.engine.gather(int(is_written))):
+            self._begin_save()
+
+    def save(self) -> None:
+        """Saves a checkpoint, and returns when it is on the disk."""
+        self._is_written()
+        self._begin_save()
+        self._is_written()
+        self.engine.gather(0)  # on the disks of all
+
+    def _is_written(self, *, within: float | None = None) -> bool:
+        """Whether the last checkpoint is on the disk, after so many seconds; raises its error."""
+        if self._writing is None:
+            return True
+        if not concurrent.futures.wait([self._writing], within).done:
+            return False
+        writing, self._writing = self._writing, None
+        writing.result()
+        return True
+
+    def run(self, stop: "StopRequests") -> int:
+        """Prepares and runs the steps; returns the number of the signal, or 0 after the last step.
 
         After an error the last checkpoints stay.
-
-        Args:
-            stop: receives the signals.
-
-        Returns:
-            0 after the last step, otherwise the number of the signal.
 
         Raises:
             FloatingPointError: the loss is not finite.
@@ -253,22 +171,30 @@ class Loop:
             OSError: the disk is full or gone.
             WorkerLostError: another worker is lost.
         """
-        events = EventFiles(self.folder.path, is_written=not self.engine.index)
-        is_lost = False
+        self._events = EventFiles(self.folder.path, is_written=not self.engine.index)
+        start_step, resizing, is_lost = self.watcher.step, self.objective.resizing, False
         stop.begin_steps()
-        with contextlib.closing(events):
+        with contextlib.closing(self._events):
             try:
-                return self._run_steps(stop, events)
+                self.engine.begin(
+                    self.model,
+                    training=lambda shard: self.job.training_batches(
+                        resizing, start_step=start_step, shard=shard
+                    ),
+                    validation=lambda shard: self.job.validation_batches(resizing, shard=shard),
+                    size=self.plan.batch_size,
+                )
+                return run_steps(self, stop)
             except FloatingPointError as error:
-                self._writer.close()
-                step = self.folder.checkpoints.steps()[-1]
+                self._writer.shutdown()
+                step = self.checkpoints.steps()[-1]
                 raise FloatingPointError(
                     f"{error}; the checkpoint of step {step} is kept in {str(self.folder.path)!r}. "
                     "Try a smaller learning rate."
                 ) from None
             except Exception as error:
                 if self.engine.is_out_of_memory(error):
-                    self.engine.forget()
+                    self.engine.discard_state()
                     raise OutOfMemoryError(
                         f"Out of memory at step {self.watcher.step + 1}; the checkpoints in "
                         f"{str(self.folder.path)!r} are kept: free some memory and resume, or "
@@ -279,83 +205,104 @@ class Loop:
                     raise self._worker_lost(error) from error
                 raise
             finally:
-                self.engine.settle()
-                self._writer.close(waits=not is_lost)  # which may wait for the lost one
+                self.engine.synchronize()
+                self._writer.shutdown(wait=not is_lost)  # which may wait for the lost one
+
+    def resume(self) -> None:
+        """Restores the newest checkpoint that is whole on every worker.
+
+        A damaged checkpoint is skipped with a warning.
+
+        Raises:
+            ValueError: no checkpoint is whole, or the workers have none in common.
+        """
+        self.folder.remove_leftovers()
+        found = self._load_newest()
+        # One worker may be a save ahead of another, or have a damaged file.
+        common_step = min(self.engine.gather(found.step if found else _NO_STEP))
+        if found is not None and found.step > common_step:
+            found = self._load_newest(at_most=common_step)
+        is_common = found is not None and found.step == common_step
+        if not min(self.engine.gather(int(is_common))) or found is None:
+            raise ValueError(
+                f"No checkpoint in {str(self.folder.path)!r} is whole"
+                + (" and in the folders of all workers" if self.engine.count > 1 else "")
+                + "; put the files back, or overwrite the training."
+            )
+        found.restore()
+        self.best = found.best
+        self.watcher.resume(found.progress)
+        if self.watcher.cooldown_epoch is not None:
+            self._end_after_cooldown(self.watcher.cooldown_epoch)
+        self.checkpoints.remove_after(found.step)
+
+    def notify_more_epochs(self, before: int) -> None:
+        """Reports that the training, just resumed, has more epochs; an error in its cooldown."""
+        if self.watcher.cooldown_epoch is not None:
+            raise ValueError(
+                f"The patience ran out after epoch {self.watcher.cooldown_epoch}, and the learning "
+                f"rate already falls: epochs (--epochs) cannot be raised any more. Resume with "
+                f"{counted(before, 'epoch')}, and train on from the finished run (--weights RUN)."
+            )
+        plan, rate = self.plan, float(self.model.optimizer.learning_rate)
+        end = float(make_schedule(self.job.recipe, plan)(plan.steps))
+        self._report_change(
+            "epochs",
+            f"Resumed at step {self.watcher.step} of {before * plan.steps_per_epoch}, to train "
+            f"{plan.steps} steps ({plan.epochs} epochs in place of {before}): from here the "
+            f"learning rate is that of the longer schedule, {rate:.2g} now and {end:.2g} at the "
+            "end.",
+        )
+
+    def best_model(self) -> keras.Model:
+        """Returns a plain copy of the model, the same each time, with the best weights."""
+        self._plain.set_weights(self.best)
+        return self._plain
+
+    def restart(self, job: Job) -> None:
+        """Goes back to the last checkpoint, to go on with a job that needs less memory."""
+        step, parts = self.watcher.step, job.execution.accumulate
+        self.job = self.objective.job = job
+        with self.engine.scope():
+            self.objective.compile()
+        gc.collect()  # the old optimizer is in circles of references
+        self._open()
+        self.resume()
+        images = -(-self.plan.batch_size // self.engine.replicas // parts)
+        self._report_change(
+            "memory",
+            f"Memory was exhausted at step {step + 1}: from step {self.watcher.step + 1} on "
+            f"each batch is computed in {parts} parts of about {images} images "
+            f"(--accumulate {parts}), which changes the result by rounding alone.",
+        )
 
     def wait_for_workers(self) -> None:
         """Waits until every worker calls this, or raises a WorkerLostError."""
         try:
             self.engine.gather(1)
         except Exception as error:
-            if not self.engine.is_loss_of_process(error):
-                raise
-            raise self._worker_lost(error) from error
+            if self.engine.is_loss_of_process(error):
+                raise self._worker_lost(error) from error
+            raise
 
-    def _worker_lost(self, error: Exception) -> WorkerLostError:
-        self.engine.leave()
+    def _worker_lost(self, error: Exception) -> "WorkerLostError":
+        self.engine.shut_down()
         return WorkerLostError(
             f"Another worker was lost at step {self.watcher.step + 1} "
             f"({type(error).__name__}); start all workers again and resume."
         )
 
-    def _run_steps(self, stop: StopRequests, events: EventFiles) -> int:
-        start_step = self.watcher.step
-        self.engine.begin(
-            self.model,
-            training=lambda shard: self.job.training_batches(
-                self._resizing, start_step=start_step, shard=shard
-            ),
-            validation=lambda shard: self.job.validation_batches(self._resizing, shard=shard),
-            size=self.plan.batch_size,
-        )
-        self._saver.prepare()
-        self._best.prepare()
-        while self.watcher.step < self.plan.steps:
-            own_signal = signal.SIGINT if self.watcher.stop_requested else stop.signal_number
-            own_request = int(own_signal) or (_SAVE if self._is_save_due() else 0)
-            request = max(self.engine.gather(own_request))
-            if request > _SAVE:
-                self.save()
-                return request
-            if request:
-                self._save_if_free(within=0.0)
-            self._end_step(self.engine.step(), events)
-        return 0
+    def _load_newest(self, *, at_most: int | None = None) -> Checkpoint | None:
+        for step in reversed(self.checkpoints.steps()):
+            if at_most is None or step <= at_most:
+                try:
+                    return self.checkpoints.load(step)
+                except DamagedError as error:
+                    text = f"At step {step} {error}; an older one is used."
+                    warnings.warn(text, stacklevel=2)
+        return None
 
-    def _end_step(self, logs: dict[str, Any], events: EventFiles) -> None:
-        self.watcher.end_step(logs)
-        step = self.watcher.step
-        events.write_step(step, logs)
-        if self._ends_epoch(step):
-            self._end_epoch(events)
-        elif step % self.job.execution.checkpoint_steps == 0:
-            self._save_if_free()
-
-    def _end_epoch(self, events: EventFiles) -> None:
-        self.engine.settle()
-        with self._averaged_weights():
-            validation = self._evaluate()
-            record = self.watcher.end_epoch(
-                validation, learning_rate=float(self.model.optimizer.learning_rate)
-            )
-            if record.is_best:
-                self._best_is_taken.wait()
-                self._best.take()
-                self._best_epoch = record.epoch
-        change = self._cool_down_if_due()
-        is_last = self.watcher.step == self.plan.steps
-        if is_last:
-            self.save()
-        else:
-            self._save_if_free()
-        best_epoch = self.watcher.best.epoch if self.watcher.best else record.epoch
-        self.folder.write_progress(self.watcher.history, best_epoch=best_epoch, is_last=is_last)
-        events.write_epoch(self.watcher.step, record)
-        self.watcher.report(record)
-        if change is not None:
-            self.watcher.report(change)
-
-    def _cool_down_if_due(self) -> PlanChanged | None:
+    def _cool_down_if_due(self) -> str | None:
         """Begins the cooldown once the patience has run out, unless the training ends as soon."""
         watcher, recipe = self.watcher, self.job.recipe
         if recipe.patience is None or watcher.cooldown_epoch is not None:
@@ -369,89 +316,35 @@ class Loop:
         begin_cooldown(self.model.optimizer)
         watcher.cooldown_epoch = epoch
         self._end_after_cooldown(epoch)
-        return self._changed(
-            "patience",
+        return (
             f"The validation loss has not fallen since epoch {epoch - stale}: the learning "
             f"rate falls from {rate:.2g} to 0, and the training ends after epoch "
-            f"{self.plan.epochs}.",
+            f"{self.plan.epochs}."
         )
 
     def _end_after_cooldown(self, epoch: int) -> None:
         epochs = epoch + self.job.recipe.cooldown_epochs
         self.plan = dataclasses.replace(self.plan, steps=epochs * self.plan.steps_per_epoch)
-        self.watcher.end_at(epochs=epochs, steps=self.plan.steps)
+        self.watcher.epochs, self.watcher.steps = epochs, self.plan.steps
 
-    def _changed(self, reason: Any, text: str) -> PlanChanged:
-        watcher = self.watcher
-        return PlanChanged(reason=reason, step=watcher.step, steps=self.plan.steps, text=text)
-
-    def save(self) -> None:
-        """Saves a checkpoint, and returns when it is on the disk."""
-        self._writer.wait()
-        self._begin_save()
-        self._writer.wait()
-        self.engine.gather(0)  # on the disks of all
-
-    def _is_save_due(self) -> bool:
-        seconds = time.monotonic() - self._last_save
-        return seconds > 60 * self.job.execution.checkpoint_minutes
-
-    def _save_if_free(self, *, within: float = _PATIENCE) -> None:
-        """Begins a checkpoint, unless one is being written on any worker: then there is none."""
-        is_busy = not self._writer.is_free(within=within)
-        if not max(self.engine.gather(int(is_busy))):
-            self._begin_save()
+    def _report_change(self, reason: Any, text: str) -> None:
+        step, steps = self.watcher.step, self.plan.steps
+        self.watcher.report(PlanChanged(reason=reason, step=step, steps=steps, text=text))
 
     def _begin_save(self) -> None:
-        self.engine.settle()
+        self.engine.synchronize()
         self._last_save = time.monotonic()
-        best_epoch, self._best_epoch = self._best_epoch, None
-        if best_epoch is not None:
-            self._best_is_taken.clear()
         progress = self.watcher.to_dict()
-        write_state = self._saver.begin(self.watcher.step, progress=progress)
-        work = functools.partial(
-            self._write, write_state, progress, list(self.watcher.history), best_epoch
-        )
-        self._writer.begin(work)
+        write = self.checkpoints.begin(self.watcher.step, progress=progress, best=self.best)
+        self._writing = self._writer.submit(self._save, write, self.best)
 
-    def _write(
-        self,
-        write_state: Callable[[], None],
-        progress: dict[str, Any],
-        history: list[EpochDone],
-        new_best: int | None,
-    ) -> None:
-        """Writes a checkpoint, after the best model that it needs, and removes what is old."""
-        with self._explained():
-            if new_best is not None:
-                self._write_best(new_best, self._best.taken)
-            write_state()
-            best_epochs = {progress["best_epoch"]} - {None}
-            for kept in self.folder.checkpoints.steps():  # any of them may be resumed
-                records = history[: self._epochs_at(kept)]
-                best_epochs.update([record.epoch for record in records if record.is_best][-1:])
-            self.folder.remove_old(best_epochs=best_epochs)
-
-    def _explained(self) -> contextlib.AbstractContextManager[None]:
-        """Says of an error of the disk, to remove files included, that resuming goes on."""
-        path = self.folder.path
-        return atomic.explain_errors(path, kept="the checkpoints are kept", again="resume")
-
-    def _write_best(self, epoch: int, weights: list[np.ndarray]) -> None:
-        is_written = not (self._saver.is_shared and self.engine.index)
-        try:
-            if is_written:
-                self._best_model.set_weights(weights)
-        finally:
-            self._best_is_taken.set()
-        if is_written:
-            self.folder.save_best(self._best_model, epoch=epoch)
-
-    def _evaluate(self) -> dict[str, float]:
-        logs = self.engine.evaluate()
-        names = [name for name in ("loss", "accuracy") if name in logs]
-        return {name: float(np.asarray(logs[name]).ravel()[0]) for name in names}
+    def _save(self, write: Callable[[], None], best: list[np.ndarray]) -> None:
+        """Writes a checkpoint, and the run's model of a new best epoch: nothing here reads it."""
+        write()
+        if best and best is not self._in_file and not self.engine.index:
+            self._plain.set_weights(best)
+            self.folder.write_model(self.objective.publish(self._plain))
+            self._in_file = best
 
     @contextlib.contextmanager
     def _averaged_weights(self) -> Iterator[None]:
@@ -468,3 +361,66 @@ class Loop:
             # From copies: a swap by sums and differences does not restore the same bits.
             for variable, value in zip(variables, values, strict=True):
                 variable.assign(value)
+
+
+class WorkerLostError(ConnectionError):
+    """Another worker is lost, so no further step is possible.
+
+    Attributes:
+        exit_code: 75, which tells a supervisor to start the workers again.
+    """
+
+    exit_code = 75  # EX_TEMPFAIL of sysexits.h
+
+
+class OutOfMemoryError(MemoryError):
+    """Memory is exhausted in a step or an evaluation, so that smaller parts may help."""
+
+
+class StopRequests:
+    """Handles SIGINT and SIGTERM inside a `with` block.
+
+    Before the steps, SIGINT interrupts at once. The signal is also remembered, because Python or
+    TensorFlow may swallow the KeyboardInterrupt while a model is built. During the steps the first
+    signal is only remembered, and a second SIGINT interrupts.
+
+    Attributes:
+        signal_number: the first signal received, or 0.
+    """
+
+    def __init__(self) -> None:
+        self.signal_number = 0
+        self._in_steps = self._after_steps = False
+        self._previous_handlers: dict[int, Any] = {}
+
+    def begin_steps(self) -> None:
+        """From now on the first signal is only remembered."""
+        self._in_steps = True
+
+    def end_steps(self) -> None:
+        """From now on each signal interrupts at once; so does one that is already remembered."""
+        self._in_steps, self._after_steps = False, True
+        if self.signal_number:
+            raise KeyboardInterrupt
+
+    def __enter__(self) -> "StopRequests":
+        # Only the main thread may set handlers; signals do not reach the other threads.
+        with contextlib.suppress(ValueError):
+            self._previous_handlers = {
+                number: signal.signal(number, self._handle) for number in _SIGNALS
+            }
+        # The command line remembers an interruption that was swallowed before.
+        if getattr(self._previous_handlers.get(signal.SIGINT), "received", False):
+            self.__exit__()
+            raise KeyboardInterrupt
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous_handlers.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        is_first = not self.signal_number
+        self.signal_number = self.signal_number or number
+        if self._after_steps or (number == signal.SIGINT and not (is_first and self._in_steps)):
+            raise KeyboardInterrupt

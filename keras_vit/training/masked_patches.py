@@ -179,7 +179,7 @@ def patch_targets(images: Any, config: ViTConfig, target: Target) -> Any:
     Returns:
         (B, patches, colours) classes, with one colour or 4x4; or (B, patches, values) pixels.
     """
-    images = as_colors(keras.ops.cast(images, "float32"), config)
+    images = _as_colors(keras.ops.cast(images, "float32"), config)
     (rows, columns), stride, channels = config.grid, config.stride, config.input_shape[2]
     side = _side(config, target)
     area = stride // side
@@ -195,7 +195,7 @@ def patch_targets(images: Any, config: ViTConfig, target: Target) -> Any:
     return keras.ops.cast(keras.ops.sum(levels * places, axis=-1), "int32")
 
 
-def as_colors(images: Any, config: ViTConfig) -> Any:
+def _as_colors(images: Any, config: ViTConfig) -> Any:
     """Converts float32 images, as the model takes them, to colours in [-1, 1]."""
     if config.include_preprocessing:
         return images / 127.5 - 1
@@ -206,36 +206,11 @@ def as_colors(images: Any, config: ViTConfig) -> Any:
     return pixels / keras.ops.array(scale, "float32") / 127.5 - 1
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Reconstructions:
-    """A model's predictions for corrupted patches, as pixels in [-1, 1], (B, H, W, channels).
+def reconstruct(model: MaskedPatchModel, images: np.ndarray) -> dict[str, np.ndarray]:
+    """Returns rows of pictures, pixels in [-1, 1]: of images that are corrupted as in evaluation.
 
-    Attributes:
-        images: the images.
-        hidden: the images with grey in place of the corrupted patches, even where the model gets
-            another patch there.
-        predicted: the images with the predictions in place of the corrupted patches.
-        wanted: the images with the targets there: the mean colour, the 4x4 colours, or the pixels.
-        corrupted: (B, patches), 0 or 1.
-    """
-
-    images: np.ndarray
-    hidden: np.ndarray
-    predicted: np.ndarray
-    wanted: np.ndarray
-    corrupted: np.ndarray
-
-
-def reconstruct(model: MaskedPatchModel, images: np.ndarray) -> Reconstructions:
-    """Returns a model's predictions for images that are corrupted as in evaluation.
-
-    Example:
-        >>> from keras_vit import ViTConfig
-        >>> model = MaskedPatchModel(ViTConfig(
-        ...     input_shape=(16, 24, 3), patch_size=8, hidden_dim=8, mlp_dim=16, num_heads=2,
-        ...     num_layers=1))
-        >>> reconstruct(model, np.zeros((2, 16, 24, 3), "float32")).predicted.shape
-        (2, 16, 24, 3)
+    In place of the corrupted patches the second row has grey, even where the model gets another
+    patch there, the third the predictions, the last the targets, as coarse as they are.
 
     Args:
         model: a masked patch model.
@@ -248,33 +223,27 @@ def reconstruct(model: MaskedPatchModel, images: np.ndarray) -> Reconstructions:
     if model.target != "pixels":
         colors = LEVELS ** config.input_shape[2]
         predictions = predictions.reshape(*targets.shape, colors).argmax(axis=-1)
-    pixels = to_numpy(as_colors(np.asarray(images, np.float32), config))
-    patches = _patches(pixels, model)  # (B, patches, stride, stride, channels)
+    patches = to_numpy(patch_targets(images, config, "pixels"))
+    patches = patches.reshape(*corrupted.shape, config.stride, config.stride, -1)
     is_corrupted = corrupted.astype(bool)[..., None, None, None]
-    replacements = (
-        np.zeros_like(patches),
-        _target_pixels(predictions, model),
-        _target_pixels(targets, model),
-    )
-    hidden, predicted, wanted = (
-        _image(np.where(is_corrupted, values, patches), model) for values in replacements
-    )
-    return Reconstructions(
-        images=pixels, hidden=hidden, predicted=predicted, wanted=wanted, corrupted=corrupted
-    )
+    rows: dict[str, Any] = {
+        "patches hidden": 0.0,
+        "predicted": _target_pixels(predictions, model),
+        f"target: {model.target.replace('_', ' ')}": _target_pixels(targets, model),
+    }
+    return {
+        "image": _image(patches, config),
+        **{
+            name: _image(np.where(is_corrupted, values, patches), config)
+            for name, values in rows.items()
+        },
+    }
 
 
 def plot_reconstructions(model: MaskedPatchModel, split: Split, file: Path, *, count: int) -> None:
     """Draws the first images of a split: whole, with hidden patches, with predictions and targets.
 
-    Args:
-        model: a model that takes pixels 0..255.
-        split: the images.
-        file: the PNG file to write.
-        count: the maximum number of images.
-
-    Raises:
-        ImportError: matplotlib is not installed.
+    The model takes pixels 0..255.
     """
     check_matplotlib()
     import matplotlib.figure
@@ -285,13 +254,7 @@ def plot_reconstructions(model: MaskedPatchModel, split: Split, file: Path, *, c
         split, image_size=size, batch_size=count, antialias=model.config.antialias
     )
     batch, _ = next(iter(batches))
-    pictures = reconstruct(model, batch.numpy())
-    rows = {
-        "image": pictures.images,
-        "patches hidden": pictures.hidden,
-        "predicted": pictures.predicted,
-        f"target: {model.target.replace('_', ' ')}": pictures.wanted,
-    }
+    rows = reconstruct(model, batch.numpy())
     figure = matplotlib.figure.Figure(figsize=(1.3 * count + 1.1, 5.6), layout="constrained")
     grid = figure.subplots(len(rows), count, squeeze=False)
     for row, (name, images) in zip(grid, rows.items(), strict=True):
@@ -342,14 +305,7 @@ def _target_pixels(targets: np.ndarray, model: MaskedPatchModel) -> np.ndarray:
     return squares.repeat(stride // side, axis=2).repeat(stride // side, axis=3)
 
 
-def _patches(images: np.ndarray, model: MaskedPatchModel) -> np.ndarray:
-    (rows, columns), stride = model.config.grid, model.config.stride
-    x = images.reshape(-1, rows, stride, columns, stride, images.shape[-1])
-    return x.transpose(0, 1, 3, 2, 4, 5).reshape(-1, rows * columns, stride, stride, x.shape[-1])
-
-
-def _image(patches: np.ndarray, model: MaskedPatchModel) -> np.ndarray:
-    (rows, columns), stride = model.config.grid, model.config.stride
-    x: Any = patches.reshape(-1, rows, columns, stride, stride, patches.shape[-1])
-    x = x.transpose(0, 1, 3, 2, 4, 5)
-    return np.asarray(x.reshape(-1, *model.config.image_size, model.config.input_shape[2]))
+def _image(patches: np.ndarray, config: ViTConfig) -> np.ndarray:
+    """Puts patches (B, patches, stride, stride, channels) together."""
+    x = patches.reshape(-1, *config.grid, *patches.shape[2:]).transpose(0, 1, 3, 2, 4, 5)
+    return np.asarray(x.reshape(-1, *config.image_size, patches.shape[-1]), np.float32)

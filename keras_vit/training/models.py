@@ -1,14 +1,22 @@
-"""The models to train: the small ones of this module, and the published variants."""
+"""Models by name or source: small ones, published variants, and whatever a command opens."""
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
 
 from keras_vit.applications import BUILDERS
 from keras_vit.config import ViTConfig
 from keras_vit.model import VisionTransformer
+from keras_vit.preprocessing import LABELLED, class_labels
+from keras_vit.training import run
+from keras_vit.training.run import Run, has_run_files, open_model
 from keras_vit.variants import VARIANTS
-from keras_vit.weights import building
+from keras_vit.weights import building, sources
+from keras_vit.weights.checkpoint import SUFFIXES, Checkpoint, open_checkpoint
 from keras_vit.weights.positions import Method
 
 # The images of 8 by 8 pixels are doubled, so that augmentation blurs them less. The sizes were
@@ -58,9 +66,6 @@ def model_config(
             as "Ti/16".
         image_size: (height, width) in pixels; None for the model's own.
         patch_size: side of a patch in pixels; None for the model's own.
-
-    Raises:
-        ValueError: the name is unknown, or the image size is not a multiple of the patch size.
     """
     _check_name(name, MODEL_NAMES)
     config = MODELS.get(name) or VARIANTS[name]
@@ -91,34 +96,145 @@ def pretrained_model(
         positions: how position embeddings are resampled to the image size, see
             `keras_vit.weights.resample_positions`.
         sha256: of the checkpoint's file; None if it is unknown.
-
-    Raises:
-        FileNotFoundError: the checkpoint does not exist.
-        ValueError: the name is unknown, or the checkpoint does not fit the variant.
     """
-    input_shape = None if image_size is None else (*image_size, 3)
+    options: dict[str, Any] = {
+        "classes": classes,
+        "input_shape": None if image_size is None else (*image_size, 3),
+        "classifier_activation": None,
+        "positions": positions,
+        "sha256": sha256,
+    }
     if name is None:
-        return building.load(
-            weights,
-            classes=classes,
-            input_shape=input_shape,
-            classifier_activation=None,
-            include_preprocessing=True,
-            positions=positions,
-            sha256=sha256,
-        )
+        return building.load(weights, include_preprocessing=True, **options)
     _check_name(name, tuple(VARIANTS))
-    model: VisionTransformer = BUILDERS[name](
-        weights=os.fspath(weights),
-        classes=classes,
-        input_shape=input_shape,
-        classifier_activation=None,
-        positions=positions,
-        sha256=sha256,
-    )
+    model: VisionTransformer = BUILDERS[name](weights=os.fspath(weights), **options)
     return model
 
 
 def _check_name(name: str, names: tuple[str, ...]) -> None:
     if name not in names:
         raise ValueError(f"There is no model {name!r}; choose one of {', '.join(names)}.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class OpenedModel:
+    """A model from any source, with the names of its classes.
+
+    Attributes:
+        source: what it was opened from, as the caller wrote it.
+        model: the model; it takes pixels 0..255.
+        labels: the name of each class, "0", "1", ... where nobody says them; of a model without
+            classifier those of its run's images, if any.
+        identifiers: what folders of images may be called instead, such as "n02123045"; the same as
+            `labels` where there is nothing else.
+        states_labels: whether the source says the names itself, so that they are not assumed.
+        run: the run that it is of, None for another source.
+        recipe: the recipe of that run, as in its config.json; empty if it is not known.
+        exported: whether it is an exported artefact, behind a model that only asks it.
+    """
+
+    source: str
+    model: keras.Model
+    labels: tuple[str, ...]
+    identifiers: tuple[str, ...]
+    states_labels: bool
+    run: Run | None = None
+    recipe: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    exported: bool = False
+
+    @property
+    def has_classifier(self) -> bool:
+        """Whether the model answers with scores of classes."""
+        if self.exported:
+            return bool(self.labels)
+        is_vit = isinstance(self.model, VisionTransformer)
+        return not is_vit or self.model.config.classes is not None
+
+    def folder_labels(self, folders: Sequence[str]) -> tuple[str, ...]:
+        """Returns what folders of images call the classes: `identifiers` where one has such a name.
+
+        Raises:
+            ValueError: a folder has the name of two classes.
+        """
+        has_identifiers = not set(folders).isdisjoint(self.identifiers)
+        names = self.identifiers if has_identifiers else self.labels
+        double = [name for name in folders if names.count(name) > 1]
+        if double:
+            raise ValueError(
+                f"{self.source} has two classes {double[0]!r}; name the folders of images by their "
+                "identifiers, such as n02123045, or give other images."
+            )
+        return names
+
+
+def open_source(source: str | os.PathLike[str]) -> OpenedModel:
+    """Opens the model of a run, or of what `keras_vit.load` takes, without running code in it.
+
+    Example:
+        >>> open_source("no-such-run")
+        Traceback (most recent call last):
+        FileNotFoundError: There is no run directory 'no-such-run'; check the path.
+
+    Raises:
+        OSError: there is no such run or file, or it cannot be fetched.
+        ValueError: it is damaged, or holds another network.
+    """
+    address = os.fsdecode(source)
+    if "://" not in address:
+        path = Path(address)
+        is_file = address.endswith(SUFFIXES) and not path.is_dir()
+        if not path.exists() and is_file:
+            raise FileNotFoundError(f"There is no model file {address!r}; check the path.")
+        if not path.exists() or has_run_files(path):
+            return _opened_run(address, Run.load(path))
+    file = sources.find(address)
+    if address.startswith("hf://") and file.name == run.MODEL and run.is_run(file.parent):
+        # Its images are elsewhere, and nothing is written beside it.
+        return dataclasses.replace(_opened_run(address, Run.load(file.parent)), run=None)
+    checkpoint = None if file.name.endswith(".keras") else open_checkpoint(file)
+    if checkpoint is None:
+        model = open_model(file)
+    else:
+        asked = building.Request(classifier_activation=None, include_preprocessing=True)
+        model = building.build(checkpoint, asked)
+    names, states_labels = _class_names(checkpoint, model)
+    return OpenedModel(
+        source=address,
+        model=model,
+        labels=tuple(name for _, name in names),
+        identifiers=tuple(identifier for identifier, _ in names),
+        states_labels=states_labels,
+    )
+
+
+def _opened_run(source: str, opened: Run) -> OpenedModel:
+    recipe = opened.config.get("recipe")
+    return OpenedModel(
+        source=source,
+        model=opened.model,
+        labels=opened.labels,
+        identifiers=opened.labels,
+        states_labels=True,
+        run=opened,
+        recipe=recipe if isinstance(recipe, dict) else {},
+    )
+
+
+def _class_names(
+    checkpoint: Checkpoint | None, model: keras.Model
+) -> tuple[tuple[tuple[str, str], ...], bool]:
+    """Returns (identifier, name) of each class, and whether the file's settings say them.
+
+    A .keras file says none, and has no checkpoint here.
+    """
+    classes = model.output_shape[-1]
+    is_backbone = isinstance(model, VisionTransformer) and model.config.classes is None
+    if is_backbone or not isinstance(classes, int):
+        return (), False
+    if checkpoint is None:
+        names = class_labels(classes) if classes in LABELLED else None
+        states_labels = False
+    else:
+        names = checkpoint.class_names
+        states_labels = bool(checkpoint.settings.labels) and names is not None
+    return names or tuple((str(index), str(index)) for index in range(classes)), states_labels

@@ -5,7 +5,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias, TypeVar
@@ -21,28 +20,21 @@ from keras_vit.exact import ExactModel
 from keras_vit.losses import make_loss
 from keras_vit.model import VisionTransformer
 from keras_vit.training import run
+from keras_vit.training.checkpoints import hash_of
 from keras_vit.training.distillation import DistillationModel, gives_probabilities
 from keras_vit.training.execution import Job, Resizing
 from keras_vit.training.masked_patches import MaskedPatchModel, plot_reconstructions
 from keras_vit.training.recipe import make_optimizer
-from keras_vit.training.state import weights_hash
 
 Model: TypeAlias = ViTConfig | keras.Model
-NUM_RECONSTRUCTIONS = 8  # validation images in RECONSTRUCTIONS
+_RECONSTRUCTIONS = 8  # validation images
 M = TypeVar("M", bound=keras.Model)
 
 
 def objective_of(model: Model | Callable[[], Model], job: Job) -> "Objective":
     """Returns the objective for a model; call it in the scope of the strategy.
 
-    Args:
-        model: a config, a model, or a function that makes either. A model is copied only where it
-            cannot be trained itself.
-        job: data, recipe, execution and seed.
-
-    Raises:
-        TypeError: there is no objective for such a model.
-        ValueError: the model does not fit the job.
+    A model is copied only where it cannot be trained itself.
     """
     if not isinstance(model, Model):
         model = model()
@@ -71,14 +63,10 @@ class Objective(abc.ABC):
 
     Create and `compile` it in the scope of the strategy.
 
-    Args:
-        model: the user's model, or a config.
-        job: data, recipe, execution and seed.
-
     Attributes:
         kind: its name in config.json.
         has_own_accuracy: whether the model itself measures its accuracy.
-        job: as in the arguments.
+        job: data, recipe, execution and seed.
         model: the model to train.
     """
 
@@ -92,11 +80,7 @@ class Objective(abc.ABC):
 
     @abc.abstractmethod
     def build(self, model: Any) -> ExactTrainer:
-        """Returns the model to train: the same one if it can be trained here, or a new one.
-
-        Raises:
-            ValueError: the model does not fit the job.
-        """
+        """Returns the model to train: the same one if it can be trained here, or a new one."""
 
     @property
     def saved(self) -> keras.Model:
@@ -106,7 +90,7 @@ class Objective(abc.ABC):
     @property
     def resizing(self) -> Resizing:
         """How images are resized for the model."""
-        return Resizing(image_size_of(self.saved), antialias_of(self.saved))
+        return Resizing(self.model.config.image_size, self.model.config.antialias)
 
     @abc.abstractmethod
     def plain_copy(self) -> keras.Model:
@@ -119,13 +103,11 @@ class Objective(abc.ABC):
     def compile(self) -> None:
         """Compiles the model, and builds all state that a checkpoint holds."""
         recipe, execution = self.job.recipe, self.job.execution
-        metrics = None
-        if not self.has_own_accuracy:
-            metrics = [keras.metrics.CategoricalAccuracy("accuracy")]
+        accuracy = [] if self.has_own_accuracy else [keras.metrics.CategoricalAccuracy("accuracy")]
         self.model.compile(
             make_optimizer(recipe, model=self.model, plan=self.job.plan),
             loss=self.loss(),
-            metrics=metrics,
+            metrics=accuracy or None,
             accumulate=execution.accumulate,
             sam_rho=recipe.sam_rho,
             report_gradient_norm=True,
@@ -157,32 +139,18 @@ class Objective(abc.ABC):
         """Returns the settings of this objective alone."""
         return {}
 
-    def write(self, best: Path, folder: Path) -> keras.Model:
-        """Writes the run's model and the other results, and returns the run's model.
-
-        Args:
-            best: the file of the best model, as trained.
-            folder: the folder of the run.
-        """
-        trained = keras.saving.load_model(best, compile=False)
+    def write(self, trained: keras.Model, folder: Path) -> keras.Model:
+        """Writes all that comes of a plain copy with the best weights; returns the run's model."""
         published = self.publish(trained)
-        if published is trained:
-            shutil.copy2(best, folder / run.MODEL)
-        else:
-            published.save(folder / run.MODEL)
+        published.save(folder / run.MODEL)
         self.report(trained, folder)
         return published
 
-    def read(self, best: Path) -> keras.Model:
-        """Returns the run's model without writing it."""
-        return self.publish(keras.saving.load_model(best, compile=False))
-
     def publish(self, trained: keras.Model) -> keras.Model:
-        """Returns the run's model: the best model, or a model derived from it."""
+        """Returns the run's model: that with the best weights, or a model derived from it."""
         return trained
 
-    @abc.abstractmethod
-    def report(self, trained: keras.Model, folder: Path) -> None:
+    def report(self, trained: keras.Model, folder: Path) -> None:  # noqa: B027 - often none
         """Writes the results besides the model."""
 
 
@@ -254,8 +222,8 @@ class DistillationObjective(ClassificationObjective):
         return DistillationModel(
             student,
             teacher,
-            distillation=model.teacher_loss.distillation,
-            temperature=model.teacher_loss.temperature,
+            distillation=model.distillation,
+            temperature=model.temperature,
             weight=model.weight,
         )
 
@@ -265,10 +233,10 @@ class DistillationObjective(ClassificationObjective):
 
     def details(self) -> dict[str, Any]:
         distillation = {
-            "kind": self.model.teacher_loss.distillation,
-            "temperature": self.model.teacher_loss.temperature,
+            "kind": self.model.distillation,
+            "temperature": self.model.temperature,
             "weight": self.model.weight,
-            "teacher_sha256": weights_hash(self.model.teacher),
+            "teacher_sha256": hash_of(self.model.teacher.weights),
         }
         return {"distillation": distillation, **super().details()}
 
@@ -278,27 +246,25 @@ class HandBuiltObjective(Objective):
 
     def build(self, model: keras.Model) -> ExactModel:
         _check_hand_built(model, self.job)
-        if not is_in_scope(model):
-            return _with_weights(ExactModel.from_model(keras.models.clone_model(model)), model)
+        model = model if is_in_scope(model) else _rebuilt(model)
         return model if isinstance(model, ExactModel) else ExactModel.from_model(model)
 
+    @property
+    def resizing(self) -> Resizing:
+        return Resizing(image_size_of(self.model), antialias_of(self.model))
+
     def plain_copy(self) -> keras.Model:
-        """Returns a copy, not compiled, with the precision of its layers."""
-        return _rebuilt(self.model)
+        return _rebuilt(self.model)  # with the precision of its layers
 
     def loss(self) -> keras.losses.Loss:
         return make_loss(self.job.recipe.loss, from_logits=not gives_probabilities(self.model))
 
     def architecture(self) -> dict[str, Any]:
-        """Returns the layers, and a hash of the model's `get_config`."""
         text = json.dumps(self.model.get_config(), sort_keys=True, default=str)
         return {
             "layers": [f"{type(layer).__name__} {layer.name}" for layer in self.model.layers],
             "sha256": hashlib.sha256(text.encode()).hexdigest(),
         }
-
-    def report(self, trained: keras.Model, folder: Path) -> None:
-        """Writes nothing: the model is the only result."""
 
 
 class MaskedPatchObjective(Objective):
@@ -319,10 +285,6 @@ class MaskedPatchObjective(Objective):
             return model
         return _rebuilt(model, {"config": changed.to_dict(), "dtype": execution.precision})
 
-    @property
-    def resizing(self) -> Resizing:
-        return Resizing(self.model.config.image_size, antialias_of(self.model))
-
     def plain_copy(self) -> MaskedPatchModel:
         return _rebuilt(self.model, {"dtype": "float32"})
 
@@ -334,14 +296,11 @@ class MaskedPatchObjective(Objective):
 
     def report(self, trained: MaskedPatchModel, folder: Path) -> None:
         images, file = self.job.data.validation, folder / run.RECONSTRUCTIONS
-        plot_reconstructions(trained, images, file, count=NUM_RECONSTRUCTIONS)
+        plot_reconstructions(trained, images, file, count=_RECONSTRUCTIONS)
 
 
 def _config_of_copy(model: VisionTransformer | MaskedPatchModel, job: Job) -> ViTConfig | None:
-    """Returns the config of the copy to train; None if the model itself can be trained.
-
-    A copy is necessary for another scope, precision, dropout or `remat`.
-    """
+    """Returns the config of the copy to train; None if the model itself can be trained."""
     config = job.recipe.regularized(job.execution.config(model.config))
     fields = {"config": config.to_dict(), "dtype": job.execution.precision}
     fits = is_in_scope(model) and fields.items() <= model.get_config().items()
@@ -349,13 +308,8 @@ def _config_of_copy(model: VisionTransformer | MaskedPatchModel, job: Job) -> Vi
 
 
 def _rebuilt(model: M, changes: Mapping[str, Any] | None = None) -> M:
-    """Returns a copy in this scope, with changes to its `get_config`."""
+    """Returns a copy in this scope, with changes to its `get_config`; what is frozen stays so."""
     copy: M = type(model).from_config({**model.get_config(), **(changes or {})})
-    return _with_weights(copy, model)
-
-
-def _with_weights(copy: M, model: keras.Model) -> M:
-    """Copies the weights of a model to its copy, and which of them are frozen."""
     copy.set_weights(model.get_weights())
     for variable, original in zip(copy.weights, model.weights, strict=True):
         variable.trainable = original.trainable
@@ -363,39 +317,35 @@ def _with_weights(copy: M, model: keras.Model) -> M:
 
 
 def _check_hand_built(model: keras.Model, job: Job) -> None:
-    """Raises a ValueError if a model does not fit the data, or the job would have to change it."""
-    shape, classes = model.input_shape, len(job.data.labels)
+    """Raises a ValueError where a model does not fit the data, or would have to be changed."""
+    shape, wanted = model.input_shape, (None, len(job.data.labels))
     if isinstance(shape, list | dict) or len(shape) != 4 or None in shape[1:3] or shape[3] != 3:
         raise ValueError(
             "The model must take RGB images of one size, (None, height, width, 3). "
             f"Received: a model for inputs of shape {shape}."
         )
-    if model.output_shape != (None, classes):
+    if model.output_shape != wanted:
         raise ValueError(
-            f"The model must give one number for each of the {classes} classes, (None, {classes}). "
+            f"The model must give one number for each of the {wanted[1]} classes, {wanted}. "
             f"Received: a model with outputs of shape {model.output_shape}."
         )
     inside = [layer for layer in layers_of(model) if isinstance(layer, VisionTransformer)]
-    scales = any(isinstance(layer, keras.layers.Rescaling) for layer in model.layers)
-    if any(not vit.config.include_preprocessing for vit in inside) and not scales:
+    takes_pixels = all(vit.config.include_preprocessing for vit in inside)
+    if not takes_pixels and not any(isinstance(x, keras.layers.Rescaling) for x in model.layers):
         raise ValueError(
             "The model must take pixels 0..255: make the Vision Transformer inside with "
             "include_preprocessing=True, or put a keras.layers.Rescaling before it. "
             "Received: include_preprocessing=False."
         )
-    changes = {
-        "layer_decay": job.recipe.layer_decay != 1,
-        "dropout_rate": job.recipe.dropout_rate is not None,
-        "drop_path_rate": job.recipe.drop_path_rate is not None,
-        "remat": job.execution.remat is not None,
-        "precision": job.execution.precision != "float32",
-    }
-    names = [name for name, is_changed in changes.items() if is_changed]
-    if names:
-        raise ValueError(
-            f"{names[0]} cannot be changed in a model that is built by hand; set it there, and "
-            f"leave {names[0]} at its default."
-        )
+    usual = {"layer_decay": 1, "precision": "float32"}
+    usual |= dict.fromkeys(("dropout_rate", "drop_path_rate", "remat"))
+    asked = vars(job.recipe) | vars(job.execution)
+    for name, value in usual.items():
+        if asked[name] != value:
+            raise ValueError(
+                f"{name} cannot be changed in a model that is built by hand; set it there, and "
+                f"leave {name} at its default."
+            )
 
 
 def _check_pixels(config: ViTConfig) -> None:

@@ -16,7 +16,7 @@ from keras_vit.data import ImageData
 from keras_vit.limits import counted
 from keras_vit.model import VisionTransformer
 from keras_vit.training import models, run
-from keras_vit.training.checkpoints import SETTINGS, Unfinished
+from keras_vit.training.checkpoints import SETTINGS, WorkDirectory
 from keras_vit.training.execution import Execution, Precision, cluster_workers
 from keras_vit.training.recipe import Recipe
 from keras_vit.training.recipes import RECIPES
@@ -36,11 +36,8 @@ class TrainingPlan:
     """What to train on images, and how.
 
     Attributes:
-        data: the images.
         model: the model's name, as in `MODEL_NAMES`.
         config: the model's sizes; None for a model that only its file describes.
-        recipe: how to train.
-        execution: where, with the precision.
         weights: the published weights that it starts from; None for fresh ones.
         place: where their file is: "cache", "mirror" or "network".
         unreached: why there are no published weights, where they were looked for.
@@ -59,9 +56,11 @@ class TrainingPlan:
         """Returns the model to give to `train`: weights are downloaded here, if need be."""
         if self.weights is None or self.config is None:
             return self.config
-        classes, size = len(self.data.labels), self.config.image_size
         return models.pretrained_model(
-            self.model, weights=self.weights, classes=classes, image_size=size
+            self.model,
+            weights=self.weights,
+            classes=len(self.data.labels),
+            image_size=self.config.image_size,
         )
 
     @property
@@ -142,16 +141,13 @@ def plan(
         image_size: (height, width) in pixels; None for the model's own.
         execution: where to train. None for the defaults of `Execution`, with the precision that the
             machine is fast in.
-
-    Raises:
-        ValueError: there are no published weights of that name.
     """
     published = PUBLISHED if weights == AUTO else weights
     place, unreached = None, None
     if data.source == "digits":
         name, recipe, execution = "digits-hybrid", RECIPES["digits"], execution or Execution()
     else:
-        name = "S/16" if has_accelerator() and len(data.train) >= _MANY else "Ti/16"
+        name = "S/16" if _devices()[0] != "CPU" and len(data.train) >= _MANY else "Ti/16"
         recipe = fine_tuning(len(data.train))
         place, unreached = _place(published, name, image_size)
         if place is None:
@@ -169,18 +165,12 @@ def plan(
 
 
 def fine_tuning(images: int) -> Recipe:
-    """Returns the recipe to fine-tune on so many images: few of them take small batches.
-
-    Example:
-        >>> [(recipe.batch_size, recipe.epochs) for recipe in map(fine_tuning, (5000, 300, 20))]
-        [(64, 10), (8, 10), (8, 100)]
-    """
+    """Returns the recipe to fine-tune on so many images: few of them take small batches."""
     recipe = RECIPES["fine-tune"]
     epochs = recipe.epochs or 1
     size = max(images * epochs // _STEPS, _SMALLEST_BATCH)
     size = min(2 ** (size.bit_length() - 1), recipe.batch_size)
-    epochs = max(epochs, -(-_STEPS // max(images // size, 1)))
-    epochs = min(epochs, _EPOCHS)
+    epochs = min(max(epochs, -(-_STEPS // max(images // size, 1))), _EPOCHS)
     patience = max(recipe.patience or 0, epochs // 3)
     return dataclasses.replace(recipe, batch_size=size, epochs=epochs, patience=patience)
 
@@ -213,13 +203,8 @@ def _class_counts(data: ImageData) -> list[int]:
     return [int(count) for count in np.bincount(targets, minlength=len(data.labels))]
 
 
-def has_accelerator() -> bool:
-    """Whether training runs on a GPU or TPU."""
-    return _devices()[0] != "CPU"
-
-
 def fast_precision(execution: Execution) -> Precision:
-    """Returns the precision that this machine trains fastest in, by the kind of its devices.
+    """Returns the precision that this machine trains fastest in.
 
     Of processors, those with AMX are 1.4 to 2.3 times as fast in mixed_bfloat16 under TensorFlow
     (docs/speed); XLA's code has no use for it. Of GPUs, those from Ampere on.
@@ -250,8 +235,9 @@ def _devices() -> tuple[str, list[str]]:
 
 def _devices_text() -> str:
     kind, versions = _devices()
-    devices = f"{len(versions)} {kind}" if versions else kind
-    return f"{environment.cores()} CPU cores" if kind == "CPU" else devices
+    if kind == "CPU":
+        return f"{environment.cores()} CPU cores"
+    return f"{len(versions)} {kind}" if versions else kind
 
 
 def is_one_of_several() -> bool:
@@ -270,11 +256,8 @@ class Started(NamedTuple):
 
     @classmethod
     def read(cls, out: str | os.PathLike[str]) -> Self | None:
-        """Reads it, so that what can be reached later does not change the model; None for nothing.
-
-        A model that its config alone does not describe is none: it comes by the arguments again.
-        """
-        unfinished = Unfinished(Path(out))
+        """Reads it; None for nothing, and for a model that its config alone does not describe."""
+        unfinished = WorkDirectory(Path(out))
         file = unfinished.path / SETTINGS if unfinished.exists() else Path(out) / run.CONFIG
         if not file.is_file():
             return None

@@ -115,19 +115,15 @@ class Watcher:
     The best epoch has the lowest validation loss. Accuracy is too coarse: over 179 images it is
     equal for many epochs, and then an early one wins by chance.
 
-    Args:
+    Attributes:
         epochs: epochs in all.
         steps: steps in all.
-        batch_size: images in a step.
-        keep: "best", or "last", which also saves one epoch in twenty on the way.
-        on_event: called with every event.
-
-    Attributes:
         step: steps so far.
         history: the epochs so far.
         best: the epoch whose model is kept, or None.
         cooldown_epoch: the epoch after which the patience had run out, or None.
-        keep: as in the arguments.
+        keep: "best", or "last", which also saves one epoch in twenty on the way.
+        on_event: called with every event.
         stop_requested: whether `on_event` raised a KeyboardInterrupt.
     """
 
@@ -140,14 +136,14 @@ class Watcher:
         keep: Keep = "best",
         on_event: Callable[[Event], None] | None = None,
     ) -> None:
-        self.step = 0
+        self.epochs, self.steps, self.step = epochs, steps, 0
         self.history: list[EpochDone] = []
         self.best: EpochDone | None = None
         self.cooldown_epoch: int | None = None
         self.stop_requested = False
         self.keep = keep
-        self._epochs, self._steps, self._batch_size = epochs, steps, batch_size
-        self._on_event = on_event or (lambda event: None)
+        self._batch_size = batch_size
+        self.on_event = on_event or (lambda event: None)
         self._sums = {"loss": 0.0, "accuracy": 0.0, "steps": 0.0}
         self._first_step = 0
         self._first_step_end = self._epoch_start = time.monotonic()
@@ -175,7 +171,7 @@ class Watcher:
         self.report(
             StepDone(
                 step=self.step,
-                steps=self._steps,
+                steps=self.steps,
                 epoch=len(self.history) + 1,
                 loss=loss,
                 gradient_norm=float(logs["gradient_norm"]),
@@ -186,19 +182,13 @@ class Watcher:
         )
 
     def end_epoch(self, validation: dict[str, float], *, learning_rate: float) -> EpochDone:
-        """Records an epoch, for the caller to `report`.
-
-        Args:
-            validation: "loss" of the validation images, and "accuracy" where there is one.
-            learning_rate: that of the epoch's last step.
-        """
-        steps = self._sums["steps"]
-        epoch, has_accuracy = len(self.history) + 1, "accuracy" in validation
+        """Records an epoch, for the caller to `report`; `validation` has its loss and accuracy."""
+        epoch, steps = len(self.history) + 1, self._sums["steps"]
         record = EpochDone(
             epoch=epoch,
-            epochs=self._epochs,
+            epochs=self.epochs,
             loss=self._sums["loss"] / steps,
-            accuracy=self._sums["accuracy"] / steps if has_accuracy else None,
+            accuracy=self._sums["accuracy"] / steps if "accuracy" in validation else None,
             validation_loss=validation["loss"],
             validation_accuracy=validation.get("accuracy"),
             learning_rate=learning_rate,
@@ -213,10 +203,6 @@ class Watcher:
         self._epoch_start = time.monotonic()
         return record
 
-    def end_at(self, *, epochs: int, steps: int) -> None:
-        """Takes other numbers of epochs and steps in all."""
-        self._epochs, self._steps = epochs, steps
-
     @property
     def stale_epochs(self) -> int:
         """The number of epochs since the one of lowest validation loss."""
@@ -225,15 +211,11 @@ class Watcher:
         return len(losses) - 1 - losses.index(lowest)
 
     def report(self, event: Event) -> None:
-        """Reports a step, an epoch that is saved, or a change of the plan."""
+        """Reports a step, an epoch, or a change of the plan."""
         try:
-            self._on_event(event)
+            self.on_event(event)
         except KeyboardInterrupt:  # the step is complete: the training stops after it
             self.stop_requested = True
-
-    def report_run(self, run: Run) -> None:
-        """Reports the run; an exception in `on_event` ends the training here."""
-        self._on_event(TrainingDone(run=run))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the state as plain values that JSON can carry."""
@@ -242,7 +224,7 @@ class Watcher:
             "history": [dataclasses.asdict(record) for record in self.history],
             "best_epoch": self.best.epoch if self.best else None,
             "cooldown_epoch": self.cooldown_epoch,
-            "sums": self._sums,
+            "sums": dict(self._sums),  # which the steps change while this is written
         }
 
     def resume(self, progress: dict[str, Any]) -> None:
@@ -258,49 +240,35 @@ class Watcher:
 
     def _is_best(self, epoch: int, validation_loss: float) -> bool:
         if self.keep == "last":
-            return epoch == self._epochs or epoch % max(self._epochs // 20, 1) == 0
+            return epoch == self.epochs or epoch % max(self.epochs // 20, 1) == 0
         return self.best is None or validation_loss < self.best.validation_loss
 
     def _seconds_left(self) -> float:
         seconds = time.monotonic() - self._first_step_end
-        return seconds / max(self.step - self._first_step, 1) * (self._steps - self.step)
-
-
-_COLUMNS = (
-    "epoch",
-    "loss",
-    "accuracy",
-    "validation_loss",
-    "validation_accuracy",
-    "learning_rate",
-    "seconds",
-)
+        return seconds / max(self.step - self._first_step, 1) * (self.steps - self.step)
 
 
 def write_history(history: Sequence[EpochDone], file: Path) -> None:
     """Writes one row per epoch as CSV."""
+    left_out = {"epochs", "seconds_left", "is_best"}
+    columns = [f.name for f in dataclasses.fields(EpochDone) if f.name not in left_out]
     with file.open("w", encoding="utf-8", newline="") as stream:
-        writer = csv.DictWriter(stream, _COLUMNS, extrasaction="ignore")
+        writer = csv.DictWriter(stream, columns, extrasaction="ignore")
         writer.writeheader()
         writer.writerows(map(dataclasses.asdict, history))
 
 
 def plot_curves(history: Sequence[EpochDone], file: Path, *, best_epoch: int) -> None:
-    """Plots the loss of each epoch, and the accuracy where there is one.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """Plots the loss of each epoch, and the accuracy where there is one."""
     check_matplotlib()
     import matplotlib.figure
     import matplotlib.ticker
 
     names = ("loss", "accuracy") if history[0].accuracy is not None else ("loss",)
     figure = matplotlib.figure.Figure(figsize=(4.5 * len(names), 3.6), layout="constrained")
-    panels = zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True)
     epochs = [record.epoch for record in history]
     marker = "o" if len(history) == 1 else None  # a line needs two points
-    for axes, name in panels:
+    for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
         training = [getattr(record, name) for record in history]
         validation = [getattr(record, f"validation_{name}") for record in history]
         # The line styles differ too, for readers who cannot tell the colours apart.
@@ -333,13 +301,12 @@ def _peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-EVERY = 10  # steps
+_LOG_EVERY_STEPS = 10
 _ERROR_NUMBERS = {
     tf.errors.ResourceExhaustedError: errno.ENOSPC,
     tf.errors.PermissionDeniedError: errno.EACCES,
     tf.errors.NotFoundError: errno.ENOENT,
 }
-
 # The same as in tf.summary.scalar, which works only where TensorBoard is installed.
 _SCALAR = tf.compat.v1.SummaryMetadata(
     plugin_data=tf.compat.v1.SummaryMetadata.PluginData(plugin_name="scalars")
@@ -347,12 +314,7 @@ _SCALAR = tf.compat.v1.SummaryMetadata(
 
 
 class EventFiles:
-    """The event files for TensorBoard, which TensorFlow writes on every backend.
-
-    Args:
-        folder: the folder of the training.
-        is_written: whether this process writes them.
-    """
+    """The event files for TensorBoard, which TensorFlow writes on every backend."""
 
     def __init__(self, folder: Path, *, is_written: bool) -> None:
         self._path = str(folder / EVENTS)
@@ -370,7 +332,7 @@ class EventFiles:
 
     def write_step(self, step: int, logs: dict[str, Any]) -> None:
         """Writes the logs of a step, for one step in ten."""
-        if step % EVERY == 0:
+        if step % _LOG_EVERY_STEPS == 0:
             self._write(step, {f"step/{name}": value for name, value in logs.items()})
 
     def write_epoch(self, step: int, record: EpochDone) -> None:
@@ -382,9 +344,16 @@ class EventFiles:
             "validation/accuracy": record.validation_accuracy,
             "learning_rate": record.learning_rate,
         }
-        self._write(step, {name: value for name, value in values.items() if value is not None})
+        self._write(step, values)
         with self._number_errors():
             self._writer.flush()
+
+    def _write(self, step: int, values: dict[str, Any]) -> None:
+        with self._number_errors(), self._writer.as_default(step=step):
+            for name, value in values.items():
+                if value is not None:
+                    number = tf.cast(tf.reshape(value, ()), tf.float32)
+                    tf.summary.write(name, number, metadata=_SCALAR)
 
     @contextlib.contextmanager
     def _number_errors(self) -> Iterator[None]:
@@ -395,9 +364,3 @@ class EventFiles:
             number = _ERROR_NUMBERS.get(type(error), errno.EIO)
             with atomic.explain_errors(self._path, kept="the checkpoints are kept", again="resume"):
                 raise OSError(number, "") from error
-
-    def _write(self, step: int, values: dict[str, Any]) -> None:
-        with self._number_errors(), self._writer.as_default(step=step):
-            for name, value in values.items():
-                number = tf.cast(tf.reshape(value, ()), tf.float32)
-                tf.summary.write(name, number, metadata=_SCALAR)

@@ -1,9 +1,10 @@
 """`Recipe`: how a model is trained, and its optimizer."""
 
 import dataclasses
+import json
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import keras
 
@@ -123,7 +124,7 @@ class Recipe:
     warmup: float = 0.1
     decay: Decay = "cosine"
     momentum: float = 0.9
-    accumulator_dtype: str = "bfloat16"
+    accumulator_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     betas: tuple[float, float] = (0.9, 0.999)
     epsilon: float = 1e-8
     weight_decay: float = 0.05
@@ -158,13 +159,16 @@ class Recipe:
                 raise ValueError(
                     f"{name} must lie between {low} and {high}. Received: {name}={value!r}."
                 )
-        for name, allowed in _CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"{name} must be one of {list(allowed)}. "
-                    f"Received: {name}={getattr(self, name)!r}."
-                )
-        self._check_optimizer()
+        check_choices(self)
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(
+                f"betas must be two numbers from 0 and below 1. Received: betas={self.betas!r}."
+            )
+        if self.optimizer == "lamb" and self.layer_decay != 1:
+            raise ValueError(
+                "LAMB scales the step of each variable by itself and takes no layer_decay; leave "
+                f'it at 1, or choose optimizer="adamw". Received: layer_decay={self.layer_decay!r}.'
+            )
         self._check_model()
 
     def plan(self, *, images: int) -> Plan:
@@ -188,15 +192,8 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields as plain values that JSON can carry."""
-        return {
-            **dataclasses.asdict(self),
-            "image_size": None if self.image_size is None else list(self.image_size),
-            "betas": list(self.betas),
-            "model": {
-                name: list(value) if isinstance(value, tuple) else value
-                for name, value in self.model.items()
-            },
-        }
+        fields: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
+        return fields
 
     def config(self, config: ViTConfig) -> ViTConfig:
         """Returns the config of a model that is made for the recipe.
@@ -207,17 +204,10 @@ class Recipe:
             >>> config = recipe.config(ViTConfig(hidden_dim=192, num_heads=3))
             >>> config.representation_dim, config.drop_path_rate
             (192, 0.1)
-
-        Args:
-            config: the config to change.
-
-        Raises:
-            ValueError: a field of `model` does not fit the others.
         """
         fields = dict(self.model)
-        width = fields.get("hidden_dim", config.hidden_dim)
         if fields.get("representation_dim") == "hidden_dim":
-            fields["representation_dim"] = width
+            fields["representation_dim"] = fields.get("hidden_dim", config.hidden_dim)
         return self.regularized(dataclasses.replace(config, **fields))
 
     def regularized(self, config: ViTConfig) -> ViTConfig:
@@ -229,45 +219,41 @@ class Recipe:
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "Recipe":
         """Rebuilds a recipe from `to_dict`."""
-        size = fields["image_size"]
-        return cls(
-            **{
-                **fields,
-                "image_size": None if size is None else tuple(size),
-                "betas": tuple(fields["betas"]),
-                "model": {
-                    name: tuple(value) if isinstance(value, list) else value
-                    for name, value in fields["model"].items()
-                },
-                "augmentation": Augmentation(**fields["augmentation"]),
-            }
-        )
-
-    def _check_optimizer(self) -> None:
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(
-                f"betas must be two numbers from 0 and below 1. Received: betas={self.betas!r}."
-            )
-        if self.optimizer == "lamb" and self.layer_decay != 1:
-            raise ValueError(
-                "LAMB scales the step of each variable by itself and takes no layer_decay; leave "
-                f'it at 1, or choose optimizer="adamw". Received: layer_decay={self.layer_decay!r}.'
-            )
+        model, augmentation = _with_tuples(fields["model"]), Augmentation(**fields["augmentation"])
+        return cls(**{**_with_tuples(fields), "model": model, "augmentation": augmentation})
 
     def _check_model(self) -> None:
-        hints = get_type_hints(ViTConfig)
-        allowed = [name for name in hints if name not in DECIDED]
+        fields = {field.name: field for field in dataclasses.fields(ViTConfig)}
         for name, value in self.model.items():
             if name in DECIDED:
                 raise ValueError(
                     f"The model's {name} is decided by {DECIDED[name]}; leave it out of `model`."
                 )
-            if name not in allowed:
+            if name not in fields:
                 raise ValueError(
-                    f"ViTConfig has no field {name!r} that a recipe may set; choose from {allowed}."
+                    f"ViTConfig has no field {name!r} that a recipe may set; choose from "
+                    f"{[each for each in fields if each not in DECIDED]}."
                 )
-            if (name, value) != ("representation_dim", "hidden_dim"):
-                _check_kind(name, value, hints[name])
+            allowed = fields[name].metadata["allowed"]
+            is_width = (name, value) == ("representation_dim", "hidden_dim")
+            if allowed is not None and not is_width and not allowed.fits(value):
+                raise ValueError(f"The model's {name} must be {allowed.text}. Received: {value!r}.")
+
+
+def _with_tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tuple(x) if isinstance(x, list) else x for name, x in fields.items()}
+
+
+def check_choices(settings: Any) -> None:
+    """Raises a ValueError for a field of a dataclass that has none of the values it may have."""
+    for name, hint in get_type_hints(type(settings)).items():
+        allowed = (False, True) if hint is bool else get_args(hint)
+        is_choice = hint is bool or get_origin(hint) is Literal
+        if is_choice and getattr(settings, name) not in allowed:
+            raise ValueError(
+                f"{name} must be one of {list(allowed)}. "
+                f"Received: {name}={getattr(settings, name)!r}."
+            )
 
 
 _LIMITS: dict[str, tuple[float, float]] = {
@@ -290,37 +276,12 @@ _LIMITS: dict[str, tuple[float, float]] = {
     "dropout_rate": (0, 0.99),
     "drop_path_rate": (0, 0.99),
 }
-_CHOICES = {
-    "optimizer": get_args(OptimizerName),
-    "decay": get_args(Decay),
-    "loss": get_args(LossName),
-    "mix_per": get_args(Mixing),
-    "keep": get_args(Keep),
-    "balance": (False, True),
-    "accumulator_dtype": ("bfloat16", "float32"),
-}
 
 
 def make_optimizer(
     recipe: Recipe, *, model: VisionTransformer, plan: Plan
 ) -> keras.optimizers.Optimizer:
-    """Returns the optimizer of a recipe for a model, built.
-
-    Example:
-        >>> from keras_vit import ViTConfig
-        >>> model = VisionTransformer(ViTConfig(
-        ...     input_shape=(16, 16, 3), patch_size=8, hidden_dim=8, mlp_dim=16, num_heads=2,
-        ...     num_layers=1, classes=3))
-        >>> recipe = Recipe(steps=100, batch_size=8, learning_rate=0.1)
-        >>> optimizer = make_optimizer(recipe, model=model, plan=recipe.plan(images=100))
-        >>> float(optimizer.learning_rate)  # the warm-up starts from zero
-        0.0
-
-    Args:
-        recipe: learning rate, warm-up, decay, patience, clipping, averaging.
-        model: the model to train.
-        plan: the recipe's plan for the number of images.
-    """
+    """Returns the optimizer of a recipe for a model, built."""
     schedule = make_schedule(recipe, plan)
     has_decay = recipe.layer_decay != 1
     rates = decayed_rates(model, model.config, recipe.layer_decay) if has_decay else None
@@ -354,14 +315,7 @@ def make_optimizer(
 
 
 def make_schedule(recipe: Recipe, plan: Plan) -> WarmupDecay | Cooldown:
-    """Returns the learning rate of a recipe by steps.
-
-    Example:
-        >>> recipe = Recipe(steps=100, batch_size=8, learning_rate=0.1, warmup=10)
-        >>> schedule = make_schedule(recipe, recipe.plan(images=100))
-        >>> [round(float(schedule(step)), 3) for step in (0, 5, 10, 55, 100)]
-        [0.0, 0.05, 0.1, 0.05, 0.0]
-    """
+    """Returns the learning rate of a recipe by steps."""
     schedule = WarmupDecay(
         recipe.learning_rate,
         steps=plan.steps,
@@ -371,13 +325,3 @@ def make_schedule(recipe: Recipe, plan: Plan) -> WarmupDecay | Cooldown:
     if recipe.patience is None:
         return schedule
     return Cooldown(schedule, steps=recipe.cooldown_epochs * plan.steps_per_epoch)
-
-
-def _check_kind(name: str, value: Any, hint: Any) -> None:
-    """Raises a ValueError for a value of another type: ViTConfig checks ranges, not types."""
-    kinds = {hint, *get_args(hint)}
-    if kinds == {bool} and not isinstance(value, bool):
-        raise ValueError(f"The model's {name} must be true or false. Received: {value!r}.")
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if float in kinds and not (is_number or (value is None and type(None) in kinds)):
-        raise ValueError(f"The model's {name} must be a number. Received: {value!r}.")

@@ -66,29 +66,32 @@ _DEIT3_FINETUNE: Mapping[tuple[int, str], float] = {
 # larger by this factor. Epsilon and the limit of the gradients' norm are too.
 _CLASSES = 1000
 
-# The fields that the pre-training recipes of the paper and of AugReg have in common, and those that
-# all recipes of DeiT and DeiT III have in common.
+# The fields that the pre-training recipes of the paper and of AugReg have in common, those of the
+# paper's classes without softmax, and those that all recipes of DeiT and DeiT III have in common.
 _pretraining = functools.partial(
     Recipe, batch_size=4096, image_size=(224, 224), warmup=10_000, keep="last"
+)
+_sigmoid = functools.partial(
+    _pretraining,
+    decay="linear",
+    gradient_norm=None,
+    loss="sigmoid",
+    head_bias=-10.0,
+    model=_MLP_HEAD,
+    augmentation=_CROPPED,
 )
 _deit = functools.partial(
     Recipe, mixup=0.8, cutmix=1.0, mix_per="batch", dropout_rate=0.0, keep="last"
 )
 
 
-def _jft(models: str, *, epochs: int, learning_rate: float) -> Recipe:
+def _jft(models: str, epochs: int, learning_rate: float) -> Recipe:
     """Returns a row of the paper's Table 3 for JFT-300M; rows of pure ResNets are left out."""
-    return _pretraining(
+    return _sigmoid(
         epochs=epochs,
         learning_rate=learning_rate,
-        decay="linear",
         weight_decay=0.1,
-        gradient_norm=None,
-        loss="sigmoid",
-        head_bias=-10.0,
         dropout_rate=0.0,
-        model=_MLP_HEAD,
-        augmentation=_CROPPED,
         source=f"{_PAPER}, Table 3, JFT-300M, {models}; loss: {_ISSUES} 34; the bias is that of "
         "ImageNet-21k (issue 2), JFT's is not published",
     )
@@ -96,10 +99,10 @@ def _jft(models: str, *, epochs: int, learning_rate: float) -> Recipe:
 
 def _fine_tune(
     data: str,
-    *,
     steps: int,
     learning_rate: float,
     rate_from: str,
+    *,
     warmup: int = 500,
     side: int = 384,
     average: float | None = None,
@@ -233,26 +236,16 @@ RECIPES: Mapping[str, Recipe] = {
         augmentation=Augmentation(crop=0.35, flip=True),
         source=f"batch and rate of our own; {_PAPER}, Appendix B.1.2, has Adam, 2e-4, batch 4096",
     ),
-    "vit-jft-b": _jft("ViT-B and R50+ViT-B", epochs=7, learning_rate=8e-4),
-    "vit-jft-l32": _jft("ViT-L/32", epochs=7, learning_rate=6e-4),
-    "vit-jft-l16": _jft(
-        "ViT-L/16 and R50+ViT-L/16, which it trains for 7 or 14 epochs",
-        epochs=7,
-        learning_rate=4e-4,
-    ),
-    "vit-jft-h14": _jft("ViT-H/14", epochs=14, learning_rate=3e-4),
-    "vit-jft-r50-l32": _jft("R50+ViT-L/32", epochs=7, learning_rate=2e-4),
-    "vit-imagenet21k": _pretraining(
+    "vit-jft-b": _jft("ViT-B and R50+ViT-B", 7, 8e-4),
+    "vit-jft-l32": _jft("ViT-L/32", 7, 6e-4),
+    "vit-jft-l16": _jft("ViT-L/16 and R50+ViT-L/16, which it trains for 7 or 14 epochs", 7, 4e-4),
+    "vit-jft-h14": _jft("ViT-H/14", 14, 3e-4),
+    "vit-jft-r50-l32": _jft("R50+ViT-L/32", 7, 2e-4),
+    "vit-imagenet21k": _sigmoid(
         epochs=90,
         learning_rate=1e-3,
-        decay="linear",
         weight_decay=0.03,
-        gradient_norm=None,
-        loss="sigmoid",
-        head_bias=-10.0,
         dropout_rate=0.1,
-        model=_MLP_HEAD,
-        augmentation=_CROPPED,
         source=f"{_PAPER}, Table 3, which trains ViT-L for 30 or 90 epochs; bias, end of the rate "
         f"and MLP head: {_ISSUES} 2 and 124; loss: issue 34",
     ),
@@ -265,63 +258,42 @@ RECIPES: Mapping[str, Recipe] = {
         augmentation=_CROPPED,
         source=f"{_PAPER}, Table 3 and Section 3.1; the loss is not published, softmax is ours",
     ),
-    "finetune-imagenet": _fine_tune(
-        "ImageNet", steps=20_000, learning_rate=0.03, rate_from=f"{_VIT_JAX}/common.py"
-    ),
-    "finetune-imagenet-512": _fine_tune(
-        "ImageNet, ViT-L/16 of Table 2 (Appendix B.1.1: 512 pixels, Polyak averaging by 0.9999)",
-        steps=20_000,
-        learning_rate=0.03,
-        rate_from=f"{_VIT_JAX}/common.py",
-        side=512,
-        average=0.9999,
-    ),
-    "finetune-imagenet-518": _fine_tune(
-        "ImageNet, ViT-H/14 of Table 2 (Appendix B.1.1: 518 pixels, Polyak averaging by 0.9999)",
-        steps=20_000,
-        learning_rate=0.03,
-        rate_from=f"{_VIT_JAX}/common.py",
-        side=518,
-        average=0.9999,
-    ),
-    "finetune-cifar10": _fine_tune(
-        "CIFAR-10", steps=10_000, learning_rate=0.01, rate_from=f"{_VIT_JAX}/vit.py (b16)"
-    ),
-    "finetune-cifar100": _fine_tune(
-        "CIFAR-100",
-        steps=10_000,
-        learning_rate=0.01,
-        rate_from=f"{_BIG_VISION}/transfer.py (B/32)",
-    ),
+    "finetune-imagenet": _fine_tune("ImageNet", 20_000, 0.03, f"{_VIT_JAX}/common.py"),
+    **{
+        f"finetune-imagenet-{side}": _fine_tune(
+            f"ImageNet, {model} of Table 2 (Appendix B.1.1: {side} pixels, Polyak averaging by "
+            "0.9999)",
+            20_000,
+            0.03,
+            f"{_VIT_JAX}/common.py",
+            side=side,
+            average=0.9999,
+        )
+        for side, model in ((512, "ViT-L/16"), (518, "ViT-H/14"))
+    },
+    "finetune-cifar10": _fine_tune("CIFAR-10", 10_000, 0.01, f"{_VIT_JAX}/vit.py (b16)"),
+    "finetune-cifar100": _fine_tune("CIFAR-100", 10_000, 0.01, f"{_BIG_VISION}/transfer.py (B/32)"),
     "finetune-pets": _fine_tune(
-        "Pets",
-        steps=500,
-        learning_rate=0.003,
-        rate_from=f"{_BIG_VISION}/transfer.py (B/32)",
-        warmup=100,
+        "Pets", 500, 0.003, f"{_BIG_VISION}/transfer.py (B/32)", warmup=100
     ),
     "finetune-flowers": _fine_tune(
-        "Flowers",
-        steps=500,
-        learning_rate=0.003,
-        rate_from=f"{_BIG_VISION}/transfer.py (B/32)",
-        warmup=100,
+        "Flowers", 500, 0.003, f"{_BIG_VISION}/transfer.py (B/32)", warmup=100
     ),
     # "The pre-processing used in Kolesnikov et al." (B.1.1), arXiv 1912.11370, Section 3.3: a
     # random square of a larger one and flips, except for tasks where they change the label.
     "finetune-vtab": _fine_tune(
         "VTAB (pre-processing: arXiv 1912.11370, Section 3.3, which resizes to a square first)",
-        steps=2_500,
-        learning_rate=0.01,
-        rate_from="the same",
+        2_500,
+        0.01,
+        "the same",
         augmentation=Augmentation(resize_small=448 / 384, flip=True),
     ),
     "finetune-vtab-spatial": _fine_tune(
         "VTAB, tasks of places, counts and directions (arXiv 1912.11370, Section 3.3: no flips or "
         "crops that change the label)",
-        steps=2_500,
-        learning_rate=0.01,
-        rate_from="the same",
+        2_500,
+        0.01,
+        "the same",
         augmentation=Augmentation(),
     ),
     **{f"augreg-{level}": _augreg(level, classes="ImageNet-21k") for level in AUGREG_LEVELS},

@@ -2,10 +2,12 @@
 
 import contextlib
 import dataclasses
+import json
 import os
+import urllib.parse
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -17,11 +19,12 @@ from keras_vit.data import ImageData, image_size_of, load_data, loading
 from keras_vit.layers.dense import CHANGES
 from keras_vit.limits import FileError, read_json
 from keras_vit.model import VisionTransformer
-from keras_vit.training.settings import MAX_TEXT, RESUME_OR_REPLACE
-from keras_vit.variants import parameter_count
+from keras_vit.variants import VARIANTS, parameter_count
+from keras_vit.weights.catalog import BASE_URL, LICENCE, repositories, resolve
 from keras_vit.weights.checkpoint import REGISTERED_NAME, keras_settings
 from keras_vit.weights.positions import Method
 
+PROVENANCE = "provenance"  # of config.json and settings.json; nothing in it decides the result
 # The files of a run directory; what is not _TRAINED is written when the run is measured.
 MODEL, CONFIG, LABELS, SPLITS = "model.keras", "config.json", "labels.txt", "splits.csv"
 HISTORY, CURVES, SAMPLE, EVENTS = "history.csv", "curves.png", "sample.png", "tensorboard"
@@ -31,6 +34,7 @@ _TRAINED = (MODEL, CONFIG, LABELS, SPLITS, HISTORY, CURVES, SAMPLE, RECONSTRUCTI
 TRACKERS = "trackers.json"  # of an unfinished training alone
 FILES = (*_TRAINED, EVENTS, METRICS, CONFUSION, REPORT, CARD)
 
+MAX_TEXT = 2**24  # bytes of a run's JSON file; one with 21,843 labels has about 1 MB
 # A config that asks for more parameters than the file can hold is an attack.
 _MAX_EXPANSION = 8
 _LONGEST_REASON = 300  # characters
@@ -39,7 +43,11 @@ _UNREADABLE = (
     *(ValueError, TypeError, LookupError, AttributeError, ArithmeticError),
     *(OSError, RuntimeError, ImportError, zipfile.BadZipFile, zlib.error),
 )
-
+# What a sentence advises where something is in the way.
+RESUME_OR_REPLACE = (
+    "resume it (--resume), replace it (--overwrite) or choose another --out; in Python "
+    'existing="resume" or "overwrite"'
+)
 # What to do if there is already a run or an unfinished training.
 Existing = Literal["refuse", "overwrite", "resume"]
 
@@ -83,7 +91,7 @@ class Run:
         directory = Path(path)
         if not directory.exists() and atomic.was_cut_off(unfinished_path(directory), directory):
             with hold(directory):
-                restore(directory)
+                atomic.restore(unfinished_path(directory), directory)
         if not directory.exists():
             raise FileNotFoundError(f"There is no run directory {str(path)!r}; check the path.")
         if not is_run(directory):
@@ -95,19 +103,18 @@ class Run:
         settings = keras_settings(directory / MODEL, limit=MAX_TEXT)
         vit_config = _vit_config(directory / MODEL, settings)
         _check_same_run(directory, config, vit_config)  # before anything is built
-        model = _build(directory / MODEL, settings, vit_config)
-        if vit_config is None:
-            _check_labels(directory, len(config["labels"]), model.output_shape[-1])
-        return cls(path=directory, model=model, labels=tuple(config["labels"]), config=config)
+        model, labels = _build(directory / MODEL, settings, vit_config), tuple(config["labels"])
+        classes = model.output_shape[-1] if vit_config is None else vit_config.classes
+        # A run of `pretrain` may have labels, but has no classifier.
+        if len(labels) != classes and (vit_config is None or classes is not None):
+            raise ValueError(
+                f"{str(directory / CONFIG)!r} has {len(labels)} labels, and {MODEL} has {classes} "
+                "classes; put back the files of one run."
+            )
+        return cls(path=directory, model=model, labels=labels, config=config)
 
     def data(self) -> ImageData:
-        """Returns the images of the training, in the same splits.
-
-        Raises:
-            FileNotFoundError: images are missing.
-            ImportError: the images are the digits, and scikit-learn is not installed.
-            ValueError: the images were only in memory.
-        """
+        """Returns the images of the training, in the same splits, unless they were in memory."""
         source = self.config["data"]["source"]
         if (self.path / SPLITS).is_file():
             return loading.read_splits(self.path / SPLITS, root=source, labels=self.labels)
@@ -135,10 +142,6 @@ class Run:
             image_size: (height, width) in pixels; None for that of the run.
             positions: how position embeddings are resampled to the image size, see
                 `keras_vit.weights.resample_positions`.
-
-        Raises:
-            ValueError: the run's model is not a `VisionTransformer`, or the image size is not a
-                multiple of the patch size.
         """
         model = self.model
         if not isinstance(model, VisionTransformer):
@@ -158,11 +161,6 @@ class Run:
 def open_model(path: str | os.PathLike[str]) -> keras.Model:
     """Opens a .keras file from any source, without running code in it.
 
-    Example:
-        >>> open_model("no-such.keras")
-        Traceback (most recent call last):
-        FileNotFoundError: There is no model file 'no-such.keras'; check the path.
-
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: the file is not a whole .keras file, asks for much more memory than it has
@@ -176,11 +174,7 @@ def open_model(path: str | os.PathLike[str]) -> keras.Model:
 
 
 def read_fields(file: Path) -> dict[str, Any]:
-    """Reads a JSON file of a run.
-
-    Raises:
-        ValueError: the file is too large, damaged, or not one JSON object.
-    """
+    """Reads a JSON file of a run; raises a ValueError for a damaged one."""
     try:
         return read_json(file, limit=MAX_TEXT, finite=False)
     except FileError as error:
@@ -188,6 +182,15 @@ def read_fields(file: Path) -> dict[str, Any]:
             f"{str(file)!r} is damaged: it is not one JSON object of at most {MAX_TEXT} bytes; put "
             "back the one that training wrote."
         ) from error
+
+
+def flat(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Turns {"a": {"b": 1}} into {"a.b": 1}."""
+    pairs: dict[str, Any] = {}
+    for name, value in fields.items():
+        inner = isinstance(value, dict)
+        pairs |= flat(value, f"{prefix}{name}.") if inner else {prefix + name: value}
+    return pairs
 
 
 def is_run(path: Path) -> bool:
@@ -200,33 +203,33 @@ def has_run_files(path: Path) -> bool:
     return is_run(path) or (path / HISTORY).is_file()
 
 
-def check_free(out: str | os.PathLike[str], *, existing: Existing) -> None:
-    """Raises an error if a run at `out` would replace what it may not.
-
-    Example:
-        >>> check_free("new-run", existing="refuse")
-
-    Raises:
-        FileExistsError: `out` holds something that may not be replaced.
-    """
-    out = Path(out)
+def check_free(out: Path, *, existing: Existing) -> None:
+    """Raises a FileExistsError if a run at `out` would replace what it may not."""
     if out.is_mount():
         raise FileExistsError(
             f"A file system is mounted at {str(out)!r}, so that nothing can be renamed to it; give "
             "a folder inside it."
         )
-    if out.is_symlink() or (out.exists() and not out.is_dir()):
-        raise FileExistsError(f"{str(out)!r} is not a folder; choose another out (--out).")
-    if not out.exists() or not any(out.iterdir()):
+    if not has_entries(out, FILES.__contains__, what="a run"):
         return
-    foreign = sorted(entry.name for entry in out.iterdir() if entry.name not in FILES)
-    if foreign or not is_run(out):
-        raise FileExistsError(
-            f"The folder {str(out)!r} holds other things than a run "
-            f"({(foreign or ['no whole run'])[0]!r}); choose another out (--out)."
-        )
+    if not is_run(out):
+        raise FileExistsError(f"{str(out)!r} holds no whole run; choose another out (--out).")
     if existing != "overwrite":
         raise FileExistsError(f"{str(out)!r} already holds a run; {RESUME_OR_REPLACE}.")
+
+
+def has_entries(folder: Path, is_own: Callable[[str], Any], *, what: str) -> bool:
+    """Whether a folder is there and not empty; raises a FileExistsError for foreign entries."""
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise FileExistsError(f"{str(folder)!r} is not a folder; choose another out (--out).")
+    names = sorted(each.name for each in folder.iterdir()) if folder.exists() else []
+    foreign = [name for name in names if not is_own(name)]
+    if foreign:
+        raise FileExistsError(
+            f"{str(folder)!r} holds other things than {what} ({foreign[0]!r}); choose another out "
+            "(--out)."
+        )
+    return bool(names)
 
 
 def unfinished_path(out: Path, *, worker: int = 0) -> Path:
@@ -235,25 +238,12 @@ def unfinished_path(out: Path, *, worker: int = 0) -> Path:
 
 
 def hold(out: Path, *, worker: int = 0) -> contextlib.AbstractContextManager[None]:
-    """Holds the lock of a run directory and of its unfinished folder.
-
-    Raises:
-        FileExistsError: another training holds it; the text says which process.
-    """
-    return atomic.hold(_lock(out, worker), what=f"training to {str(out)!r}")
+    """Holds the lock of a run directory and of its unfinished folder, or says who does."""
+    return atomic.hold(lock_of(out, worker), what=f"training to {str(out)!r}")
 
 
-def check_unheld(out: Path, *, worker: int = 0) -> None:
-    """Raises a FileExistsError if another training to this run directory is running."""
-    atomic.check_unheld(_lock(out, worker), what=f"training to {str(out)!r}")
-
-
-def restore(out: Path) -> None:
-    """Restores the old run if a training was killed while it replaced this run."""
-    atomic.restore(unfinished_path(out), out)
-
-
-def _lock(out: Path, worker: int) -> Path:
+def lock_of(out: Path, worker: int) -> Path:
+    """Returns the lock file of a run directory and of its unfinished folder."""
     folder = unfinished_path(out, worker=worker)
     return folder.with_name(f"{folder.name}.lock")
 
@@ -263,21 +253,29 @@ def _read_config(file: Path) -> dict[str, Any]:
     labels, data = config.get("labels"), config.get("data")
     has_labels = isinstance(labels, list) and all(isinstance(label, str) for label in labels)
     has_source = isinstance(data, dict) and isinstance(data.get("source"), str)
-    if not has_labels or not has_source:
+    if not has_labels or not has_source or not isinstance(config.get("model"), dict):
         raise ValueError(
-            f"{str(file)!r} does not say the labels and the data of a run; put back the one that "
-            "training wrote."
+            f"{str(file)!r} does not say the labels, the data and the model of a run; put back the "
+            "one that training wrote."
         )
     return config
 
 
-def _vit_config(file: Path, settings: dict[str, Any]) -> ViTConfig | None:
-    """Returns the config of a plain Vision Transformer, None for another model.
+def _check_same_run(directory: Path, config: dict[str, Any], vit_config: ViTConfig | None) -> None:
+    """Raises a ValueError where config.json has another network than the model's file."""
+    recorded, fields = config["model"], vit_config.to_dict() if vit_config else {}
+    # Fields of training alone may differ from the saved model: its outputs do not depend on them.
+    for name in sorted(fields.keys() & recorded.keys() - {*TRAINING}):
+        if fields[name] != recorded[name]:
+            raise ValueError(
+                f"{str(directory / CONFIG)!r} and {MODEL} are not of the same run: {name} is "
+                f"{repr(recorded[name])[:40]} in one and {repr(fields[name])[:40]} in the other; "
+                "put back the files of one run."
+            )
 
-    Raises:
-        ValueError: a config is wrong, or a network inside the model has too many parameters for
-            the size of the file.
-    """
+
+def _vit_config(file: Path, settings: dict[str, Any]) -> ViTConfig | None:
+    """Returns the config of a plain Vision Transformer, None for another model."""
     try:
         for fields in _inner_configs(settings):
             count, size = parameter_count(ViTConfig.from_dict(fields)), file.stat().st_size
@@ -323,31 +321,126 @@ def _opening_error(file: Path, error: Exception) -> ValueError:
     return ValueError(f"{str(file)!r} cannot be opened as a model: {reason}")
 
 
-def _check_same_run(
-    directory: Path, config: Mapping[str, Any], vit_config: ViTConfig | None
-) -> None:
-    """Compares the model and its classes in config.json with those in the model's file."""
-    recorded, file = config.get("model"), str(directory / CONFIG)
-    if not isinstance(recorded, dict):
-        raise ValueError(f"{file!r} does not say the model of the run; put back the right one.")
-    if vit_config is None:
-        return
-    fields = vit_config.to_dict()
-    # Fields of training alone may differ from the saved model: its outputs do not depend on them.
-    for name in sorted(fields.keys() & recorded.keys() - {*TRAINING}):
-        if fields[name] != recorded[name]:
-            raise ValueError(
-                f"{file!r} and {MODEL} are not of the same run: {name} is "
-                f"{repr(recorded[name])[:40]} in one and {repr(fields[name])[:40]} in the other; "
-                "put back the files of one run."
-            )
-    if vit_config.classes is not None:
-        _check_labels(directory, len(config["labels"]), vit_config.classes)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Provenance:
+    """What nobody can see in a model: how it was made, of what, and on what terms.
 
+    Attributes:
+        commands: the command lines of the training: the first, and those that resumed it otherwise.
+        weights: what it started from, such as "Ti/16 imagenet21k"; None for fresh weights, and
+            where nobody said it.
+        licence: of these weights; None where it is not known.
+        teacher: the model whose predictions it learnt; None for none.
+        teacher_licence: of the teacher's weights; None where it is not known.
+        forbids: what these licences forbid or ask, in sentences; "" for nothing.
+    """
 
-def _check_labels(directory: Path, labels: int, classes: int | None) -> None:
-    if labels != classes:
-        raise ValueError(
-            f"{str(directory / CONFIG)!r} has {labels} labels, and {MODEL} has {classes} classes; "
-            "put back the files of one run."
+    commands: tuple[str, ...] = ()
+    weights: str | None = None
+    licence: str | None = None
+    teacher: str | None = None
+    teacher_licence: str | None = None
+    forbids: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        command: str,
+        *,
+        weights: str | None = None,
+        model: str | None = None,
+        teacher: str | None = None,
+    ) -> Self:
+        """Returns that of a training, with licences from the catalogues or earlier runs.
+
+        Example:
+            >>> Provenance.of("keras-vit train", weights="imagenet21k", model="Ti/16").licence
+            'Apache-2.0'
+
+        Args:
+            command: the command line, of which the others are flags.
+            weights: as of `--weights`.
+            model: the variant that published weights are of; None for other weights.
+            teacher: as of `--teacher`.
+        """
+        licence, forbids = _terms(weights, model)
+        teacher_licence, also = _terms(teacher, None)
+        name = f"{model} {weights}" if model and weights else _without_secrets(weights)
+        return cls(
+            commands=(command,),
+            weights=name,
+            licence=licence,
+            teacher=_without_secrets(teacher),
+            teacher_licence=teacher_licence,
+            forbids=" ".join(dict.fromkeys(filter(None, (forbids, also)))),
         )
+
+    @classmethod
+    def read(cls, file: str | os.PathLike[str]) -> Self:
+        """Reads it from config.json or settings.json; an empty one where there is none."""
+        try:
+            fields = read_fields(Path(file))
+        except (OSError, ValueError):
+            return cls()
+        return cls.from_dict(fields.get(PROVENANCE))
+
+    @classmethod
+    def from_dict(cls, fields: Any) -> Self:
+        """Returns what `to_dict` gave, and nothing of what is no such record."""
+        if not isinstance(fields, dict):
+            return cls()
+        names = {field.name for field in dataclasses.fields(cls)} - {"commands"}
+        texts = {name: x for name, x in fields.items() if name in names and isinstance(x, str)}
+        commands = fields.get("commands")
+        listed = commands if isinstance(commands, list) else []
+        return cls(commands=tuple(one for one in listed if isinstance(one, str)), **texts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns it as plain values that JSON can carry."""
+        fields: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
+        return fields
+
+    def resumed(self, by: "Provenance") -> "Provenance":
+        """Returns that of a training that another command resumes: its weights stay."""
+        commands = tuple(dict.fromkeys((*self.commands, *by.commands)))
+        return dataclasses.replace(self if self.commands else by, commands=commands)
+
+    def public(self) -> "Provenance":
+        """Returns what concerns others: no command, and of a file its name alone."""
+        weights, teacher = (each and _short(each) for each in (self.weights, self.teacher))
+        return dataclasses.replace(self, commands=(), weights=weights, teacher=teacher)
+
+
+def _terms(weights: str | None, model: str | None) -> tuple[str | None, str]:
+    """Returns the licence of weights, None where it is not known, and what it forbids."""
+    if weights is None:
+        return None, ""
+    if Path(weights).is_dir():
+        earlier = Provenance.read(Path(weights) / CONFIG)
+        return earlier.licence, earlier.forbids
+    for row in repositories():
+        address = row.address.partition("@")[0]
+        if weights == address or weights.startswith((f"{address}@", f"{address}/")):
+            return row.licence, row.forbids
+    if weights.startswith(BASE_URL):
+        return LICENCE, ""
+    try:
+        return resolve(model or "", weights).licence, ""
+    except ValueError:  # a file
+        return None, ""
+
+
+def _short(weights: str) -> str:
+    """Returns a source, of a file or folder without the path to it."""
+    model, _, rest = weights.partition(" ")
+    if model in VARIANTS:
+        return f"{model} {_short(rest)}"
+    return weights if "://" in weights else Path(weights).name
+
+
+def _without_secrets(weights: str | None) -> str | None:
+    """Returns a source without a password or token, which may stand in a URL."""
+    if weights is None or "://" not in weights:
+        return weights
+    parts = urllib.parse.urlsplit(weights)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()

@@ -12,7 +12,6 @@ from typing import Any
 from keras_vit import atomic, environment
 from keras_vit.training import run
 from keras_vit.training.progress import EpochDone, Event, TrainingDone
-from keras_vit.training.settings import flat
 
 
 class Trackers(contextlib.AbstractContextManager["Trackers"]):
@@ -25,7 +24,7 @@ class Trackers(contextlib.AbstractContextManager["Trackers"]):
     def __init__(
         self, names: Iterable[str], *, out: str | Path, settings: dict[str, Any] | None = None
     ) -> None:
-        self.names, self._out, self._settings = tuple(names), Path(out), flat(settings or {})
+        self.names, self._out, self._settings = tuple(names), Path(out), run.flat(settings or {})
         self._runs: dict[str, Any] = {}
         for name in self.names:
             if name not in TRACKERS:
@@ -44,7 +43,7 @@ class Trackers(contextlib.AbstractContextManager["Trackers"]):
             logs = {name.replace("validation", "val"): n for name, n in _numbers(vars(event))}
             self._each(lambda opened, log: log(logs, step=event.epoch))
         elif isinstance(event, TrainingDone) and (event.run.path / run.METRICS).is_file():
-            results = dict(_numbers(flat(run.read_fields(event.run.path / run.METRICS))))
+            results = dict(_numbers(run.flat(run.read_fields(event.run.path / run.METRICS))))
             self._each(lambda opened, log: log(results))
 
     def _begin(self) -> None:
@@ -60,9 +59,8 @@ class Trackers(contextlib.AbstractContextManager["Trackers"]):
                 advice = f"{advice}, or train without --log {name}."
                 raise OSError(f"{name} cannot begin a run ({reason}); {advice}") from error
             self._runs[name] = opened, log
-        if known:
-            with atomic.whole_file(file) as temporary:
-                temporary.write_text(json.dumps(known), encoding="utf-8")
+        with atomic.whole_file(file) as temporary:
+            temporary.write_text(json.dumps(known), encoding="utf-8")
 
     def _each(self, use: Callable[..., object]) -> None:
         for name in [name for name in self.names if name in self._runs]:

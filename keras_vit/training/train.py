@@ -1,28 +1,57 @@
 """`train` and `pretrain`: train a model and write a run directory."""
 
 import dataclasses
+import datetime
+import json
 import os
+import platform
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
+import numpy as np
+import tensorflow as tf
 
+from keras_vit import atomic, version
 from keras_vit.config import ViTConfig
-from keras_vit.data import ImageData, naming_damaged
-from keras_vit.training import models, outcome, progress, run
-from keras_vit.training.checkpoints import SETTINGS, Unfinished
+from keras_vit.data import ImageData, loading, naming_damaged
+from keras_vit.limits import counted
+from keras_vit.training import models, progress, run
+from keras_vit.training.checkpoints import (
+    SETTINGS,
+    WorkDirectory,
+    check_settings,
+    hash_of,
+    state_variables,
+)
+from keras_vit.training.engine import Engine, TensorFlowEngine
 from keras_vit.training.execution import Execution, Job, worker_index
-from keras_vit.training.loop import Loop, OutOfMemoryError
+from keras_vit.training.loop import Loop, OutOfMemoryError, StopRequests
 from keras_vit.training.masked_patches import MaskedPatchModel
 from keras_vit.training.objectives import Model, objective_of
-from keras_vit.training.outcome import TrainingInterrupted
-from keras_vit.training.progress import Event, Watcher
-from keras_vit.training.provenance import PROVENANCE, Provenance
+from keras_vit.training.progress import Event, TrainingDone, Watcher
 from keras_vit.training.recipe import Recipe
 from keras_vit.training.recipes import RECIPES
-from keras_vit.training.stopping import StopRequests
+
+INTERRUPTED, TERMINATED = 130, 75  # exit codes; the second tells a supervisor to start again
+
+
+class TrainingInterrupted(KeyboardInterrupt):
+    """Raised after Ctrl-C or SIGTERM; the text says what is saved.
+
+    Attributes:
+        path: the folder of the training, which can be resumed; it is also a run directory once an
+            epoch is complete.
+        exit_code: 130 after Ctrl-C; 75 after SIGTERM, which tells a supervisor to start again.
+    """
+
+    def __init__(self, message: str, *, path: Path, signal_number: int = signal.SIGINT) -> None:
+        super().__init__(message)
+        self.path = path
+        self.exit_code = TERMINATED if signal_number == signal.SIGTERM else INTERRUPTED
 
 
 def train(
@@ -35,7 +64,7 @@ def train(
     existing: run.Existing = "refuse",
     execution: Execution | None = None,
     on_event: Callable[[Event], None] | None = None,
-    provenance: Provenance | None = None,
+    provenance: run.Provenance | None = None,
 ) -> run.Run:
     """Trains a model and writes a run directory: the model of the best epoch and how it was made.
 
@@ -80,28 +109,22 @@ def train(
         provenance: what config.json says of the command and of the weights that this starts from;
             None for nothing.
 
-    Returns:
-        The run, with the model of the best epoch.
-
     Raises:
         FileExistsError: `out` holds something that may not be replaced, or another training to it
             is running.
-        FloatingPointError: the loss is not finite; the last checkpoints are kept.
-        ImportError: matplotlib is not installed.
+        FloatingPointError: the loss is not finite.
         MemoryError: memory is exhausted even with batches in parts of one image; before that the
-            training went on from its last checkpoint in parts of half as many images. The last
-            checkpoints are kept.
+            training went on from its last checkpoint in parts of half as many images.
         OSError: the disk is full, read-only or gone; the text says what is kept and what to do.
         TrainingInterrupted: Ctrl-C or SIGTERM; the text says what is saved.
         ValueError: there are no training or validation images, the model does not fit the data,
             or a training is resumed with other settings.
         WorkerLostError: another worker is lost.
     """
-    execution = execution or Execution()
-    recipe = recipe or default_recipe(data)
+    small = models.MODELS["digits-hybrid" if data.source == "digits" else "tiny"]
+    recipe, execution = recipe or default_recipe(data), execution or Execution()
     job = Job(data, recipe=recipe, execution=execution, seed=seed)
-    options = _Options(Path(out), existing, on_event, provenance or Provenance())
-    return _run(model or default_config(data), job, options)
+    return _run(model or small, job, Path(out), existing, on_event, provenance)
 
 
 def pretrain(
@@ -114,7 +137,7 @@ def pretrain(
     existing: run.Existing = "refuse",
     execution: Execution | None = None,
     on_event: Callable[[Event], None] | None = None,
-    provenance: Provenance | None = None,
+    provenance: run.Provenance | None = None,
 ) -> run.Run:
     """Trains a model without labels, by masked patch prediction, and writes a run directory.
 
@@ -137,50 +160,56 @@ def pretrain(
         data: images in three splits; labels and the test split are not used.
         out: the run directory.
         model: a config, to predict mean colours without its classifier; or a `MaskedPatchModel`,
-            which sets the target and takes pixels 0..255; or a function that makes one, as in
-            `train`. None for the small model that suits the data.
+            which sets the target and takes pixels 0..255; or a function that makes one. None for
+            the small model that suits the data: without class token, which nothing would train.
         recipe: how to train, except `loss`, `label_smoothing` and `head_bias`, which have no
             effect. None for the recipe that suits the data.
-        seed: decides the fresh weights, the order of the images and their augmentation.
-        existing: as in `train`.
-        execution: as in `train`.
-        on_event: as in `train`.
-        provenance: as in `train`.
-
-    Returns:
-        The run, with the model of the best epoch.
+        seed: as in `train`, as are `existing`, `execution`, `on_event`, `provenance` and what is
+            returned.
 
     Raises:
         TypeError: the model is none of these.
     """
+    # No hybrid: the targets are the pixels of a patch.
+    small = models.MODELS["digits" if data.source == "digits" else "tiny"]
+    small = dataclasses.replace(small, pooling="avg", class_token=False)
     recipe, execution = recipe or default_pretrain_recipe(data), execution or Execution()
     job = Job(data, recipe=recipe, execution=execution, seed=seed, has_labels=False)
-    options = _Options(Path(out), existing, on_event, provenance or Provenance())
-    return _run(model or default_pretrain_config(data), job, options)
+    return _run(model or small, job, Path(out), existing, on_event, provenance)
 
 
-class _Options(NamedTuple):
-    """Arguments of `train` and `pretrain` that decide nothing of the result."""
+def make_engine(execution: Execution) -> Engine:
+    """Returns what the steps of a training run on; with several workers, as `make_strategy`."""
+    execution.check_backend()
+    if keras.backend.backend() == "tensorflow":
+        return TensorFlowEngine(execution.make_strategy())
+    from keras_vit.training.jax_engine import JAXEngine  # JAX may be missing elsewhere
 
-    out: Path
-    existing: run.Existing
-    on_event: Callable[[Event], None] | None
-    provenance: Provenance
+    return JAXEngine(execution.mesh)
 
 
-def _run(model: Model | Callable[[], Model], job: Job, options: _Options) -> run.Run:
+def _run(
+    model: Model | Callable[[], Model],
+    job: Job,
+    out: Path,
+    existing: run.Existing,
+    on_event: Callable[[Event], None] | None,
+    provenance: run.Provenance | None,
+) -> run.Run:
     """Trains a model, from its first step or from a checkpoint."""
-    out, existing = options.out, options.existing
     _check_data(job.data)
     progress.check_matplotlib()
-    engine, plan = job.execution.make_engine(), job.plan
-    job.execution.check_batch(plan.batch_size, replicas=engine.replicas)
+    engine, plan = make_engine(job.execution), job.plan
+    if plan.batch_size % engine.replicas:
+        raise ValueError(
+            f"A batch of {plan.batch_size} images cannot be divided evenly among "
+            f"{engine.replicas} replicas; choose a multiple of {engine.replicas}."
+        )
     _check_name(out)
     with run.hold(out, worker=engine.index), StopRequests() as stop:
         if not engine.index:
-            run.restore(out)
-        keep = job.execution.keep_checkpoints
-        folder = Unfinished(out, worker=engine.index, keep=keep)
+            atomic.restore(run.unfinished_path(out), out)
+        folder = WorkDirectory(out, worker=engine.index)
         _check_places(out, folder, existing=existing)
         keras.utils.set_random_seed(job.seed)
         with engine.scope():
@@ -191,33 +220,29 @@ def _run(model: Model | Callable[[], Model], job: Job, options: _Options) -> run
             steps=plan.steps,
             batch_size=plan.batch_size,
             keep=job.recipe.keep,
-            on_event=options.on_event,
+            on_event=on_event,
         )
         loop = Loop(objective, engine=engine, watcher=watcher, folder=folder)
-        finished = outcome.finished(loop, out=out) if existing == "resume" else None
+        finished = _finished(loop, out=out) if existing == "resume" else None
         if finished is not None:
             return finished
-        _begin(loop, options)
-        return _train(loop, stop, out=out)
-
-
-def _train(loop: Loop, stop: StopRequests, *, out: Path) -> run.Run:
-    with naming_damaged(loop.job.data.validation, trained=loop.job.data.train):
-        signal_number = _run_in_memory(loop, stop)
-    try:
-        if not signal_number:
+        _begin(loop, provenance or run.Provenance(), existing=existing)
+        with naming_damaged(job.data.validation, trained=job.data.train):
+            signal_number = _run_in_memory(loop, stop)
+        try:
+            if signal_number:
+                raise _interruption(loop, signal_number=signal_number)
             stop.end_steps()
-        return outcome.finish(loop, out=out, signal_number=signal_number)
-    except TrainingInterrupted:
-        raise
-    except KeyboardInterrupt:
-        folder = loop.folder.path
-        raise TrainingInterrupted(
-            f"Interrupted at the end of the training: all of it is in {str(folder)!r}, resume to "
-            "finish the run.",
-            path=folder,
-            signal_number=stop.signal_number or signal.SIGINT,
-        ) from None
+            return _finish(loop, out=out)
+        except TrainingInterrupted:
+            raise
+        except KeyboardInterrupt:
+            raise TrainingInterrupted(
+                f"Interrupted at the end of the training: all of it is in {str(folder.path)!r}, "
+                "resume to finish the run.",
+                path=folder.path,
+                signal_number=stop.signal_number or signal.SIGINT,
+            ) from None
 
 
 def _run_in_memory(loop: Loop, stop: StopRequests) -> int:
@@ -226,26 +251,30 @@ def _run_in_memory(loop: Loop, stop: StopRequests) -> int:
         try:
             return loop.run(stop)
         except OutOfMemoryError:
-            job = loop.job.in_smaller_parts(replicas=loop.engine.replicas)
+            job = loop.job.with_more_accumulation(replicas=loop.engine.replicas)
             if job is None or loop.engine.count > 1:  # the other workers wait for this one
                 raise
         loop.restart(job)  # here, where the error no longer holds what filled the memory
 
 
-def _begin(loop: Loop, options: _Options) -> None:
+def _begin(loop: Loop, provenance: run.Provenance, *, existing: run.Existing) -> None:
     """Restores the last checkpoint, or makes the folder and the first checkpoint."""
-    is_resumed = options.existing == "resume" and loop.folder.exists()
+    is_resumed = existing == "resume" and loop.folder.exists()
+    file = loop.folder.path / SETTINGS
+    settings = {**loop.settings, "backend": keras.backend.backend()}
+    # Before a checkpoint is looked for: each backend has a format of its own.
+    more = check_settings(file, settings) if is_resumed else None
+    # What resuming need not repeat: it may go on on another machine.
+    settings["execution"] = dataclasses.asdict(loop.job.execution)
     # One more than the last step of each worker, or 0.
-    last_steps = loop.engine.gather(1 + loop.folder.checkpoints.steps()[-1] if is_resumed else 0)
+    last_steps = loop.engine.gather(1 + loop.checkpoints.steps()[-1] if is_resumed else 0)
     if all(last_steps):
-        raised = loop.folder.check(loop.settings)
         loop.resume()
-        before = Provenance.read(loop.folder.path / SETTINGS)
-        provenance = before.resumed(options.provenance)
-        if raised is not None:
-            loop.tell_raised(raised)
-        if raised is not None or provenance != before:
-            loop.folder.write_settings(_recorded(loop, provenance))
+        before = run.Provenance.read(file)
+        settings[run.PROVENANCE] = before.resumed(provenance).to_dict()
+        if more is not None:
+            loop.notify_more_epochs(more)
+        loop.folder.write_settings(settings)
         return
     if max(last_steps) > 1:  # otherwise they were killed before the first step
         workers = [index for index, step in enumerate(last_steps) if not step]
@@ -253,17 +282,8 @@ def _begin(loop: Loop, options: _Options) -> None:
             f"The checkpoints of the workers {workers} are gone; put back the folders "
             f"{loop.folder.path.name}-N, or overwrite the training of all."
         )
-    loop.folder.start(_recorded(loop, options.provenance))
+    loop.folder.start({**settings, run.PROVENANCE: provenance.to_dict()})
     loop.save()
-
-
-def _recorded(loop: Loop, provenance: Provenance) -> dict[str, Any]:
-    """Returns the settings, and what resuming need not repeat: execution and provenance."""
-    return {
-        **loop.settings,
-        "execution": dataclasses.asdict(loop.job.execution),
-        PROVENANCE: provenance.to_dict(),
-    }
 
 
 def check_free(out: str | os.PathLike[str], *, existing: run.Existing = "refuse") -> None:
@@ -279,8 +299,8 @@ def check_free(out: str | os.PathLike[str], *, existing: run.Existing = "refuse"
     """
     out, worker = Path(out), worker_index()
     _check_name(out)
-    run.check_unheld(out, worker=worker)
-    _check_places(out, Unfinished(out, worker=worker), existing=existing)
+    atomic.check_unheld(run.lock_of(out, worker), what=f"training to {str(out)!r}")
+    _check_places(out, WorkDirectory(out, worker=worker), existing=existing)
 
 
 def _check_name(out: Path) -> None:
@@ -288,7 +308,7 @@ def _check_name(out: Path) -> None:
         raise ValueError(f"{str(out)!r} names no new folder; give the run a name of its own.")
 
 
-def _check_places(out: Path, folder: Unfinished, *, existing: run.Existing) -> None:
+def _check_places(out: Path, folder: WorkDirectory, *, existing: run.Existing) -> None:
     folder.check_free(existing=existing)
     if existing == "resume" and run.is_run(out) and not folder.exists():
         return  # the run is finished, so nothing is written
@@ -297,51 +317,13 @@ def _check_places(out: Path, folder: Unfinished, *, existing: run.Existing) -> N
     run.check_free(out, existing="overwrite" if is_resumed else existing)
 
 
-def default_config(data: ImageData) -> ViTConfig:
-    """Returns the config of the small model that suits the data.
-
-    Example:
-        >>> from keras_vit.data import load_digits
-        >>> default_config(load_digits()).input_shape
-        (16, 16, 3)
-    """
-    return models.MODELS["digits-hybrid" if data.source == "digits" else "tiny"]
-
-
-def default_pretrain_config(data: ImageData) -> ViTConfig:
-    """Returns the config to pre-train on the data without labels.
-
-    It pools by the average of the patches, because nothing trains a class token. It is not a
-    hybrid, because the targets are the pixels of a patch.
-
-    Example:
-        >>> from keras_vit.data import load_digits
-        >>> default_pretrain_config(load_digits()).pooling
-        'avg'
-    """
-    config = models.MODELS["digits" if data.source == "digits" else "tiny"]
-    return dataclasses.replace(config, pooling="avg", class_token=False)
-
-
 def default_recipe(data: ImageData) -> Recipe:
-    """Returns the recipe for training from scratch that suits the data.
-
-    Example:
-        >>> from keras_vit.data import load_digits
-        >>> default_recipe(load_digits()).epochs
-        200
-    """
+    """Returns the recipe for training from scratch that suits the data."""
     return RECIPES["digits" if data.source == "digits" else "scratch"]
 
 
 def default_pretrain_recipe(data: ImageData) -> Recipe:
-    """Returns the recipe for pre-training without labels, with the augmentation of `train`.
-
-    Example:
-        >>> from keras_vit.data import load_digits
-        >>> default_pretrain_recipe(load_digits()).augmentation.rotation
-        15
-    """
+    """Returns the recipe for pre-training without labels, with the augmentation of `train`."""
     augmentation = default_recipe(data).augmentation
     return dataclasses.replace(RECIPES["masked-patches"], augmentation=augmentation)
 
@@ -357,3 +339,132 @@ def _check_data(data: ImageData) -> None:
                 f"The class {label!r} cannot be a line of labels.txt: its name is empty, has a "
                 "line break, or bytes that are not UTF-8; rename it, or its folder."
             )
+
+
+def _finish(loop: Loop, *, out: Path) -> run.Run:
+    """Makes the run directory, after the last step."""
+    config = _config(loop)
+    if loop.engine.index:
+        model = loop.objective.publish(loop.best_model())
+    else:
+        model = _publish(loop, config, out)
+        # Before the other workers remove their folders: all of them are resumed together or none.
+        loop.folder.invalidate()
+    loop.wait_for_workers()  # no worker returns before the run exists
+    loop.folder.remove()
+    return _make_run(out, model, config)
+
+
+def _finished(loop: Loop, *, out: Path) -> run.Run | None:
+    """Returns the run at `out` if the first worker has finished it, otherwise None."""
+    is_visible = run.is_run(out)
+    if not loop.engine.gather(int(is_visible and not loop.folder.exists()))[0]:
+        return None
+    if not is_visible:
+        raise FileExistsError(
+            f"The first worker has finished the run {str(out)!r}; nothing is left to do here."
+        )
+    epochs = check_settings(out / run.CONFIG, loop.settings)
+    if epochs is not None:
+        raise ValueError(
+            f"The run {str(out)!r} is finished after {counted(epochs, 'epoch')}, and its "
+            f"checkpoints are gone. To train its model further, start from it in another run "
+            f"(--weights {out}; model=Run.load({str(out)!r}).model)."
+        )
+    loop.folder.remove()
+    return run.Run.load(out)
+
+
+def _publish(loop: Loop, config: dict[str, Any], out: Path) -> keras.Model:
+    """Assembles the run in the training's folder, reports it, and moves it to its place."""
+    folder = loop.folder.path
+    with atomic.staging_folder(folder) as stage:
+        with atomic.explain_errors(folder, kept="the checkpoints are kept", again="resume"):
+            for name in (run.HISTORY, run.CURVES):
+                shutil.copy2(folder / name, stage / name)
+            (stage / run.EVENTS).mkdir()
+            for file in (folder / run.EVENTS).iterdir():
+                shutil.copy2(file, stage / run.EVENTS / file.name)
+            model = _write(stage, loop, config)
+        # An exception of the caller ends the training here, as far as it has come.
+        loop.watcher.on_event(TrainingDone(run=_make_run(stage, model, config)))
+        atomic.publish(stage, out)
+    return model
+
+
+def _make_run(path: Path, model: keras.Model, config: dict[str, Any]) -> run.Run:
+    return run.Run(path=path, model=model, labels=tuple(config["labels"]), config=config)
+
+
+def _interruption(loop: Loop, *, signal_number: int) -> TrainingInterrupted:
+    watcher, folder = loop.watcher, loop.folder.path
+    text = (
+        f"Interrupted at step {watcher.step} of {loop.plan.steps}: a checkpoint is in "
+        f"{str(folder)!r}, resume from it"
+    )
+    if watcher.best is not None:
+        epoch = watcher.best.epoch
+        loop.folder.write_progress(watcher.history, best_epoch=epoch, is_last=True)
+        _leave_run(folder, loop)
+        text += (
+            f"; the model of epoch {epoch}, the {watcher.keep} so far, can be used from there too"
+        )
+    return TrainingInterrupted(f"{text}.", path=folder, signal_number=signal_number)
+
+
+def _leave_run(folder: Path, loop: Loop) -> None:
+    """Makes a run of the training's folder; config.json comes last, since it marks a run."""
+    with (
+        atomic.explain_errors(folder, kept="the checkpoints are kept", again="resume"),
+        atomic.staging_folder(folder) as stage,
+    ):
+        _write(stage, loop, _config(loop))
+        atomic.sync_tree(stage)
+        (folder / run.CONFIG).unlink(missing_ok=True)
+        for file in sorted(stage.iterdir(), key=lambda file: file.name == run.CONFIG):
+            file.replace(folder / file.name)
+        atomic.sync(folder)
+
+
+def _config(loop: Loop) -> dict[str, Any]:
+    """Returns the content of config.json: settings, execution, result and versions."""
+    best = loop.watcher.best or loop.watcher.history[-1]
+    return {
+        **loop.settings,
+        # A resumed training need not repeat this: it may run on another machine.
+        "execution": dataclasses.asdict(loop.job.execution),
+        run.PROVENANCE: run.Provenance.read(loop.folder.path / SETTINGS).to_dict(),
+        "result": {
+            "epochs": len(loop.watcher.history),
+            "steps": loop.watcher.step,
+            "finished": loop.watcher.step == loop.plan.steps,
+            "cooldown_epoch": loop.watcher.cooldown_epoch,
+            "best_epoch": best.epoch,
+            "validation_loss": best.validation_loss,
+            "validation_accuracy": best.validation_accuracy,
+            "replaced": list(loop.job.data.train.damage.names),
+            "state_sha256": hash_of(state_variables(loop.model)),
+        },
+        "versions": {
+            "keras_vit": version.__version__,
+            "backend": keras.backend.backend(),
+            "keras": keras.__version__,
+            "tensorflow": tf.__version__,
+            "numpy": np.__version__,
+            "python": platform.python_version(),
+        },
+        "made": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _write(folder: Path, loop: Loop, config: dict[str, Any]) -> keras.Model:
+    """Writes all files of a run but the history, curves and events; returns the model."""
+    data, model = loop.job.data, loop.objective.write(loop.best_model(), folder)
+    (folder / run.CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (folder / run.LABELS).write_text("".join(f"{label}\n" for label in data.labels), "utf-8")
+    if data.train.in_files:
+        loading.write_splits(data, folder / run.SPLITS)
+    elif data.test.in_memory and len(data.test):
+        png = tf.io.encode_png(data.test.pixels(0)).numpy()
+        (folder / run.SAMPLE).write_bytes(png)
+    return model

@@ -1,14 +1,14 @@
-"""Runs the steps of a training on TensorFlow, under its strategies."""
+"""`Engine`: what the steps of a training run on; on TensorFlow, the workers of a strategy."""
 
+import abc
 import contextlib
-import functools
-import os
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from keras_vit.training.execution import Batches, Engine, cluster_workers
+from keras_vit.training.checkpoints import Checkpoints, NumpyCheckpoints, WorkDirectory
+from keras_vit.training.execution import Batches
 
 # What the other workers raise when one of them is lost: their collective operations fail.
 _LOST_WORKER_ERRORS = (
@@ -18,6 +18,72 @@ _LOST_WORKER_ERRORS = (
     tf.errors.CancelledError,
     tf.errors.DeadlineExceededError,
 )
+
+
+class Engine(abc.ABC):
+    """What the steps of one training run on.
+
+    Attributes:
+        index: the index of this process; 0 writes the run directory.
+        count: the number of processes that train together; usually one.
+        replicas: the number of devices that share a batch.
+        model: the model that is trained, from `begin` on.
+    """
+
+    index = 0
+    count = 1
+    replicas = 1
+    model: keras.Model
+
+    @abc.abstractmethod
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
+        """Returns the scope in which the model to train is made and compiled."""
+
+    @abc.abstractmethod
+    def gather(self, number: int) -> list[int]:
+        """Returns the number of each process; every process must call this."""
+
+    @abc.abstractmethod
+    def begin(
+        self, model: keras.Model, *, training: Batches, validation: Batches, size: int
+    ) -> None:
+        """Prepares the steps of a compiled model.
+
+        Args:
+            model: made in `scope`.
+            training: makes this process's part of each training batch.
+            validation: makes the batches of this process's validation images.
+            size: images in a whole training batch.
+        """
+
+    @abc.abstractmethod
+    def step(self) -> dict[str, Any]:
+        """Takes one step: returns its logs, numbers of that step alone."""
+
+    @abc.abstractmethod
+    def evaluate(self) -> dict[str, Any]:
+        """Returns the logs over all validation images."""
+
+    @abc.abstractmethod
+    def make_checkpoints(self, model: keras.Model, folder: WorkDirectory) -> Checkpoints:
+        """Returns what copies and restores the state of a compiled model, in its own format."""
+
+    def synchronize(self) -> None:  # noqa: B027 - there may be nothing to do
+        """Gives the variables the values after the last step; until then they may have none."""
+
+    def discard_state(self) -> None:  # noqa: B027 - there may be nothing to do
+        """Gives up the values after the last step, whose memory an error may have taken."""
+
+    def is_out_of_memory(self, error: Exception) -> bool:
+        """Whether the framework raised an error because memory is exhausted."""
+        return isinstance(error, MemoryError)
+
+    def is_loss_of_process(self, error: Exception) -> bool:
+        """Whether the framework raised an error because another process is lost."""
+        return False
+
+    def shut_down(self) -> None:  # noqa: B027 - there may be nothing to do
+        """Lets this process end without the others, of which one is lost."""
 
 
 class TensorFlowEngine(Engine):
@@ -49,7 +115,8 @@ class TensorFlowEngine(Engine):
     ) -> None:
         self.model = model
         dataset = self.distribute(training, size)
-        self._validation = self._distribute_pass(validation)
+        one_pass = self.one_pass(validation)
+        self._validation = self._strategy.experimental_distribute_dataset(one_pass)
         # One iterator for all passes: over image files it takes half a second to make. Replicas
         # would fill the last batch of a pass up with images of the next one.
         is_plain = isinstance(self._validation, tf.data.Dataset)
@@ -80,6 +147,9 @@ class TensorFlowEngine(Engine):
         logs: dict[str, Any] = self.model.get_metrics_result()
         return logs
 
+    def make_checkpoints(self, model: keras.Model, folder: WorkDirectory) -> NumpyCheckpoints:
+        return NumpyCheckpoints(model, folder.path)
+
     def is_out_of_memory(self, error: Exception) -> bool:
         return isinstance(error, MemoryError | tf.errors.ResourceExhaustedError)
 
@@ -87,22 +157,13 @@ class TensorFlowEngine(Engine):
         return self.count > 1 and isinstance(error, _LOST_WORKER_ERRORS)
 
     def distribute(self, make: Batches, size: int) -> Any:
-        """Distributes batches over all replicas.
-
-        Args:
-            make: returns this worker's part of each batch.
-            size: images in a whole batch, see `Execution.check_batch`.
-        """
+        """Distributes batches over all replicas; a whole batch has `size` images."""
         if self.count == 1:
-            return self._distribute_pass(make)
+            return self._strategy.experimental_distribute_dataset(self.one_pass(make))
         part, local = make((self.index, self.count)), self.replicas // self.count
         return self._strategy.distribute_datasets_from_function(
             lambda _: part.rebatch(size // self.replicas) if local > 1 else part
         )
-
-    def _distribute_pass(self, make: Batches) -> Any:
-        """Distributes batches of which each replica of this worker gets a part; see `one_pass`."""
-        return self._strategy.experimental_distribute_dataset(self.one_pass(make))
 
     def one_pass(self, make: Batches) -> tf.data.Dataset:
         """Returns batches to be distributed: each image comes once, on one worker."""
@@ -126,57 +187,3 @@ class TensorFlowEngine(Engine):
             return context.all_reduce(tf.distribute.ReduceOp.SUM, tf.identity(numbers))
 
         return self._strategy.run(add, args=(numbers,))
-
-
-def make_strategy(name: str) -> tf.distribute.Strategy:
-    """Returns the strategy of a name in `Execution.strategy`, see `Execution.make_strategy`."""
-    name = _available() if name == "auto" else name
-    if name == "none":
-        return tf.distribute.get_strategy()
-    if name == "mirrored":
-        kind = "GPU" if tf.config.list_physical_devices("GPU") else "CPU"
-        return _mirrored(tuple(device.name for device in tf.config.list_logical_devices(kind)))
-    if name == "tpu":
-        return _tpu(os.environ.get("TPU_NAME"))
-    if len(cluster_workers()) < 2:
-        raise ValueError(
-            'strategy="multi_worker" needs TF_CONFIG in the environment of each worker, with '
-            "cluster.worker listing two or more host:port and task.index saying which of them "
-            f"this is. Received: TF_CONFIG={os.environ.get('TF_CONFIG')!r}."
-        )
-    return _multi_worker(os.environ["TF_CONFIG"])
-
-
-@functools.cache
-def _mirrored(devices: tuple[str, ...]) -> tf.distribute.Strategy:
-    # One for all trainings of a process: a second strategy numbers its sums from the start again,
-    # and TensorFlow takes the gradients of two models for one tensor of two shapes.
-    return tf.distribute.MirroredStrategy(devices)
-
-
-@functools.cache
-def _tpu(name: str | None) -> tf.distribute.Strategy:
-    resolver = tf.distribute.cluster_resolver.TPUClusterResolver(name)
-    tf.config.experimental_connect_to_cluster(resolver)
-    tf.tpu.experimental.initialize_tpu_system(resolver)
-    return tf.distribute.TPUStrategy(resolver)
-
-
-@functools.cache
-def _multi_worker(tf_config: str) -> tf.distribute.Strategy:
-    try:
-        return tf.distribute.MultiWorkerMirroredStrategy()
-    except RuntimeError as error:
-        raise ValueError(
-            "TensorFlow has already computed something, and cannot join other workers after that; "
-            'call Execution(strategy="multi_worker").make_strategy() first, before images are '
-            f"loaded. Received: TF_CONFIG={tf_config!r} ({error})."
-        ) from error
-
-
-def _available() -> str:
-    if len(cluster_workers()) > 1:
-        return "multi_worker"
-    if os.environ.get("TPU_NAME"):
-        return "tpu"
-    return "mirrored" if len(tf.config.list_physical_devices("GPU")) > 1 else "none"

@@ -81,7 +81,8 @@ def test_a_training_goes_on_on_its_own_backend_alone(tmp_path: Path) -> None:
     before = sorted(path.name for path in tmp_path.rglob("*"))
     refused = training_rig.told(training_rig.start({"KERAS_BACKEND": "tensorflow"}, **case))
     assert (first["code"], refused["code"]) == (["130"], ["1"])
-    assert "was started with backend='jax', not 'tensorflow'" in refused["errors"][0]
+    text = "was started with backend='jax', not 'tensorflow'; resume it with KERAS_BACKEND=jax"
+    assert text in refused["errors"][0]
     assert sorted(path.name for path in tmp_path.rglob("*")) == before
 
 

@@ -296,6 +296,8 @@ def check_settings(file: Path, settings: dict[str, Any]) -> int | None:
         advice = "resume it with the same settings, or delete the folder"
         if name.startswith("data."):
             advice = "put the images back as they were, or begin anew (--overwrite)"
+        if name == "backend":
+            advice = f"resume it with KERAS_BACKEND={stored.get(name)}, which began it"
         if name == _EPOCHS:
             advice = f"epochs (--epochs) may be raised, not lowered; {advice}"
         raise ValueError(

@@ -56,6 +56,8 @@ def test_what_is_saved_comes_back(tmp_path: Path) -> None:
     for array, expected in zip([*state_of(model), *found.best], [*before, *best], strict=True):
         assert array.dtype == expected.dtype
         np.testing.assert_array_equal(array, expected)
+    with pytest.raises(ValueError, match=r"of another model or optimizer: it has \d+ arrays"):
+        set_state(model, before[1:])
     checkpoints.remove_after(10)
     assert checkpoints.steps() == [9, 10]
 

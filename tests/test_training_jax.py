@@ -113,6 +113,8 @@ def test_meshes_that_are_none_are_refused() -> None:
     assert jax_engine._sizes("model=2") == {"data": 1, "model": 2}
     with pytest.raises(ValueError, match=r"mesh='data=64' needs 64 devices. Received: \d+ of JAX"):
         make_engine(training.Execution(mesh="data=64"))
+    with pytest.raises(ValueError, match=r"Strategies are TensorFlow's. Received: .* 'jax'"):
+        training.Execution().make_strategy()
 
 
 @pytest.mark.full
@@ -210,6 +212,9 @@ def test_a_save_is_of_its_moment_and_its_damage_is_found(
                 checkpoints.load(2)
         file.write_bytes(content)
     assert checkpoints.load(2).step == 2
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match=r"of another model or optimizer: it has \d+ arrays"):
+        checkpoints.load(2).restore()
     part.write_bytes(b"")
     engine.count, whole = 2, []
     for engine.index in range(2):  # each checks its own part

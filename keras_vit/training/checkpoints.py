@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -52,10 +52,28 @@ def state_variables(model: keras.Model) -> list[Any]:
     return [*model.variables, *model.optimizer.variables]
 
 
-def set_state(model: keras.Model, arrays: Iterable[Any]) -> None:
+def set_state(model: keras.Model, arrays: Sequence[Any]) -> None:
     """Gives the values to `state_variables`; those of another model raise a ValueError."""
+    check_layout(model, layout_of(arrays))
     for variable, value in zip(state_variables(model), arrays, strict=True):
         variable.assign(value)
+
+
+def layout_of(arrays: Iterable[Any]) -> list[list[Any]]:
+    """Returns the shape and dtype of arrays or variables, as JSON returns them."""
+    return [[list(array.shape), keras.backend.standardize_dtype(array.dtype)] for array in arrays]
+
+
+def check_layout(model: keras.Model, stored: list[list[Any]]) -> None:
+    """Raises a ValueError if a state, whose `layout_of` this is, is not of the model."""
+    expected = layout_of(state_variables(model))
+    if stored != expected:
+        pairs = enumerate(zip(stored, expected, strict=False))
+        differences = [f"number {place} is {a} and not {b}" for place, (a, b) in pairs if a != b]
+        raise ValueError(
+            f"The checkpoint is of another model or optimizer: it has {len(stored)} arrays, the "
+            f"training {len(expected)}, of which {(differences or ['the last are missing'])[0]}."
+        )
 
 
 def hash_of(variables: Iterable[Any]) -> str:

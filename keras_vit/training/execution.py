@@ -75,14 +75,21 @@ class Execution:
         return config if self.remat is None else dataclasses.replace(config, remat=self.remat)
 
     def make_strategy(self) -> tf.distribute.Strategy:
-        """Returns the strategy, which all trainings in a process share; it is TensorFlow's.
+        """Returns the strategy, which all trainings in a process share; on TensorFlow alone.
 
         With several workers, call this before TensorFlow computes anything, such as decoding an
         image: after that it cannot join a cluster.
 
         Raises:
-            ValueError: TF_CONFIG names no other worker, or it is too late to join a cluster.
+            ValueError: TF_CONFIG names no other worker, it is too late to join a cluster, or the
+                backend is another.
         """
+        self.check_backend()
+        if keras.backend.backend() != "tensorflow":
+            raise ValueError(
+                "Strategies are TensorFlow's. Received: the backend "
+                f"{keras.backend.backend()!r}; name devices by mesh there."
+            )
         name = _available() if self.strategy == "auto" else self.strategy
         if name == "none":
             return tf.distribute.get_strategy()

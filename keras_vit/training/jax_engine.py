@@ -29,7 +29,9 @@ from keras_vit.training.checkpoints import (
     Checkpoints,
     DamagedError,
     WorkDirectory,
+    check_layout,
     check_readable,
+    layout_of,
     named,
     set_state,
     state_variables,
@@ -225,7 +227,8 @@ class OrbaxCheckpoints(Checkpoints):
             np.savez(stage / _BEST, **named(best, ""))  # type: ignore[arg-type]
             files = [file for file in sorted(stage.rglob("*")) if file.is_file()]
             hashes = {file.relative_to(stage).as_posix(): _file_hash(file) for file in files}
-            content = json.dumps({"progress": progress, "files": hashes})
+            record = {"progress": progress, "arrays": layout_of(state_variables(self._model))}
+            content = json.dumps({**record, "files": hashes})
             hashed = hashlib.sha256(content.encode()).hexdigest()
             text = json.dumps({"sha256": hashed, "content": content})
             (stage / _RECORD).write_text(text, "utf-8")
@@ -248,10 +251,11 @@ class OrbaxCheckpoints(Checkpoints):
         except Exception as error:  # of JSON and of the system, of many kinds
             check_readable(error, folder)
             raise DamagedError(f"the checkpoint {str(folder)!r} is damaged") from error
-        restore = functools.partial(self._restore, step)
+        restore = functools.partial(self._restore, step, record["arrays"])
         return Checkpoint(step, record["progress"], best, restore)
 
-    def _restore(self, step: int) -> None:
+    def _restore(self, step: int, layout: list[list[Any]]) -> None:
+        check_layout(self._model, layout)
         targets = _numbered(
             jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=value.sharding)
             for value in (variable.value for variable in state_variables(self._model))

@@ -66,6 +66,9 @@ def model_config(
             as "Ti/16".
         image_size: (height, width) in pixels; None for the model's own.
         patch_size: side of a patch in pixels; None for the model's own.
+
+    Raises:
+        ValueError: the name is unknown, or the image size is not a multiple of the patch size.
     """
     _check_name(name, MODEL_NAMES)
     config = MODELS.get(name) or VARIANTS[name]
@@ -96,6 +99,10 @@ def pretrained_model(
         positions: how position embeddings are resampled to the image size, see
             `keras_vit.weights.resample_positions`.
         sha256: of the checkpoint's file; None if it is unknown.
+
+    Raises:
+        FileNotFoundError: the checkpoint does not exist.
+        ValueError: the name is unknown, or the checkpoint does not fit the variant.
     """
     options: dict[str, Any] = {
         "classes": classes,

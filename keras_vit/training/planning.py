@@ -36,8 +36,11 @@ class TrainingPlan:
     """What to train on images, and how.
 
     Attributes:
+        data: the images.
         model: the model's name, as in `MODEL_NAMES`.
         config: the model's sizes; None for a model that only its file describes.
+        recipe: how to train.
+        execution: where, with the precision.
         weights: the published weights that it starts from; None for fresh ones.
         place: where their file is: "cache", "mirror" or "network".
         unreached: why there are no published weights, where they were looked for.
@@ -141,6 +144,9 @@ def plan(
         image_size: (height, width) in pixels; None for the model's own.
         execution: where to train. None for the defaults of `Execution`, with the precision that the
             machine is fast in.
+
+    Raises:
+        ValueError: there are no published weights of that name.
     """
     published = PUBLISHED if weights == AUTO else weights
     place, unreached = None, None

@@ -204,6 +204,9 @@ class Recipe:
             >>> config = recipe.config(ViTConfig(hidden_dim=192, num_heads=3))
             >>> config.representation_dim, config.drop_path_rate
             (192, 0.1)
+
+        Raises:
+            ValueError: a field of `model` does not fit the others.
         """
         fields = dict(self.model)
         if fields.get("representation_dim") == "hidden_dim":

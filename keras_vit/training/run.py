@@ -114,7 +114,13 @@ class Run:
         return cls(path=directory, model=model, labels=labels, config=config)
 
     def data(self) -> ImageData:
-        """Returns the images of the training, in the same splits, unless they were in memory."""
+        """Returns the images of the training, in the same splits.
+
+        Raises:
+            FileNotFoundError: images are missing.
+            ImportError: the images are the digits, and scikit-learn is not installed.
+            ValueError: the images were only in memory.
+        """
         source = self.config["data"]["source"]
         if (self.path / SPLITS).is_file():
             return loading.read_splits(self.path / SPLITS, root=source, labels=self.labels)
@@ -142,6 +148,10 @@ class Run:
             image_size: (height, width) in pixels; None for that of the run.
             positions: how position embeddings are resampled to the image size, see
                 `keras_vit.weights.resample_positions`.
+
+        Raises:
+            ValueError: the run's model is not a `VisionTransformer`, or the image size is not a
+                multiple of the patch size.
         """
         model = self.model
         if not isinstance(model, VisionTransformer):
@@ -160,6 +170,11 @@ class Run:
 
 def open_model(path: str | os.PathLike[str]) -> keras.Model:
     """Opens a .keras file from any source, without running code in it.
+
+    Example:
+        >>> open_model("no-such.keras")
+        Traceback (most recent call last):
+        FileNotFoundError: There is no model file 'no-such.keras'; check the path.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -356,6 +371,8 @@ class Provenance:
         Example:
             >>> Provenance.of("keras-vit train", weights="imagenet21k", model="Ti/16").licence
             'Apache-2.0'
+            >>> Provenance.of("keras-vit train", weights="hf://timm/vit_base_patch16_224.mae").forbids
+            'No commercial use.'
 
         Args:
             command: the command line, of which the others are flags.

@@ -112,9 +112,11 @@ def train(
     Raises:
         FileExistsError: `out` holds something that may not be replaced, or another training to it
             is running.
-        FloatingPointError: the loss is not finite.
+        FloatingPointError: the loss is not finite; the last checkpoints are kept.
+        ImportError: matplotlib is not installed.
         MemoryError: memory is exhausted even with batches in parts of one image; before that the
-            training went on from its last checkpoint in parts of half as many images.
+            training went on from its last checkpoint in parts of half as many images. The last
+            checkpoints are kept.
         OSError: the disk is full, read-only or gone; the text says what is kept and what to do.
         TrainingInterrupted: Ctrl-C or SIGTERM; the text says what is saved.
         ValueError: there are no training or validation images, the model does not fit the data,
@@ -180,9 +182,9 @@ def pretrain(
 
 def make_engine(execution: Execution) -> Engine:
     """Returns what the steps of a training run on; with several workers, as `make_strategy`."""
-    execution.check_backend()
     if keras.backend.backend() == "tensorflow":
         return TensorFlowEngine(execution.make_strategy())
+    execution.check_backend()
     from keras_vit.training.jax_engine import JAXEngine  # JAX may be missing elsewhere
 
     return JAXEngine(execution.mesh)
@@ -318,12 +320,24 @@ def _check_places(out: Path, folder: WorkDirectory, *, existing: run.Existing) -
 
 
 def default_recipe(data: ImageData) -> Recipe:
-    """Returns the recipe for training from scratch that suits the data."""
+    """Returns the recipe for training from scratch that suits the data.
+
+    Example:
+        >>> from keras_vit.data import load_digits
+        >>> default_recipe(load_digits()).epochs
+        200
+    """
     return RECIPES["digits" if data.source == "digits" else "scratch"]
 
 
 def default_pretrain_recipe(data: ImageData) -> Recipe:
-    """Returns the recipe for pre-training without labels, with the augmentation of `train`."""
+    """Returns the recipe for pre-training without labels, with the augmentation of `train`.
+
+    Example:
+        >>> from keras_vit.data import load_digits
+        >>> default_pretrain_recipe(load_digits()).augmentation.rotation
+        15
+    """
     augmentation = default_recipe(data).augmentation
     return dataclasses.replace(RECIPES["masked-patches"], augmentation=augmentation)
 

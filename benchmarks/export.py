@@ -31,7 +31,7 @@ _OF_TFLITE = ("tflite", "tflite-fp16", "tflite-int8", "tflite-int8-weights")
 _OF_ONNX = ("onnx", "onnx-fp16", "onnx-int8", "onnx-int8-weights")
 FORMATS = ("savedmodel", *_OF_TFLITE, *_OF_ONNX)
 RUNTIMES = {
-    "savedmodel": ", C++ loader",
+    "savedmodel": ", session",
     **dict.fromkeys(_OF_ONNX, ", onnxruntime"),
     **dict.fromkeys(_OF_TFLITE, ", LiteRT"),
 }
@@ -42,7 +42,15 @@ CONTENDERS = (
     "onnx by tf2onnx, onnxruntime",
     "onnx, OpenVINO",
 )
-PACKAGES = ("tensorflow", "keras", "onnxruntime", "ai-edge-litert", "tf2onnx", "openvino")
+PACKAGES = (
+    "tensorflow",
+    "keras",
+    "onnxruntime",
+    "ai-edge-litert",
+    "ai-edge-quantizer",
+    "tf2onnx",
+    "openvino",
+)
 
 Runner = Callable[[np.ndarray], Any]
 
@@ -99,7 +107,7 @@ def make_runners(folder: Path, options: argparse.Namespace) -> dict[str, Runner]
 
     openers: dict[str, Callable[[], Runner]] = {
         "live model": lambda: model.predict_on_batch,
-        "savedmodel, C++ loader": lambda: _savedmodel(paths["savedmodel"]),
+        "savedmodel, session": lambda: _savedmodel(paths["savedmodel"]),
         "onnx by tf2onnx, onnxruntime": lambda: _converted_onnx(layers, folder, threads),
         "onnx, OpenVINO": lambda: _openvino(paths["onnx"], threads),
         "tflite of the layers, LiteRT": lambda: _converted_tflite(layers, folder, threads),
@@ -178,9 +186,9 @@ def about(model: str) -> dict[str, str]:
 
 
 def _savedmodel(path: Path) -> Runner:
-    from keras_vit.exporting.clean import loader
+    from keras_vit.exporting.clean import runners
 
-    model = loader.SavedModel(path)
+    model = runners.SavedModelRunner(path)
     return lambda images: model.run("image_tensor", {"images": images.astype(np.uint8)})
 
 
@@ -210,10 +218,10 @@ def _converted_onnx(layers: Any, folder: Path, threads: int) -> Runner:
 
 
 def _converted_tflite(layers: Any, folder: Path, threads: int) -> Runner:
-    from keras_vit.exporting import description, tflite
+    from keras_vit.exporting import rebuild, tflite
 
-    about = description.describe(layers, name="converted", labels=())
-    tflite.write_tflite(layers, {"tflite": folder / "converted.tflite"}, about=about)
+    about = rebuild.describe(layers, name="converted", labels=())
+    tflite.write(layers, {"tflite": folder / "converted.tflite"}, about=about)
     return _tflite(folder / "converted.tflite", threads)
 
 

@@ -27,12 +27,11 @@ _PEAK, _NOW = "VmHWM", "VmRSS"
 # The parts of an export: the module and the function that does each.
 _PARTS = (
     ("rebuild", "rebuild"),
-    ("samples", "make_references"),
     ("samples", "make_gate_images"),
     ("samples", "compare_rebuilt"),
-    ("savedmodel", "write_savedmodel"),
-    ("tflite", "write_tflite"),
-    ("onnx_files", "write_onnx"),
+    ("savedmodel", "write"),
+    ("tflite", "write"),
+    ("onnx_files", "write"),
     ("verification", "run_checks"),
     ("artefacts", "publish"),
 )

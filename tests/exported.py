@@ -6,7 +6,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from conftest import TINY, randomize
 from PIL import Image
 
@@ -35,12 +34,7 @@ def photo(
 ) -> bytes:
     """The bytes of an image file."""
     stream = io.BytesIO()
-    Image.fromarray(samples.draw(seed, height=height, width=width)).convert(mode).save(stream, kind)
+    Image.fromarray(samples.draw_scene(seed, height=height, width=width)).convert(mode).save(
+        stream, kind
+    )
     return stream.getvalue()
-
-
-def strings(*values: bytes) -> np.ndarray:
-    """Bytes as the array that signatures take."""
-    array = np.empty(len(values), object)
-    array[:] = values
-    return array

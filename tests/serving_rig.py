@@ -1,7 +1,7 @@
 """TensorFlow Serving for the tests.
 
-With the environment variable KERAS_VIT_SERVING_IMAGE it is that image, in docker. Otherwise the
-server's own C++ loader stands in for it, behind gRPC Predict and as much of REST as the client in
+With the environment variable KERAS_VIT_SERVING_IMAGE it is that image, in docker. Otherwise a
+session of TensorFlow stands in for it, behind gRPC Predict and as much of REST as the client in
 examples/serving asks for: files in rows. Versions, batches and metadata are the server's own.
 """
 
@@ -22,12 +22,20 @@ from typing import Any
 
 import numpy as np
 
-from keras_vit.exporting.clean import loader
+from keras_vit.exporting.clean.runners import SavedModelRunner
 
 IMAGE = os.environ.get("KERAS_VIT_SERVING_IMAGE")
 SECONDS = 120
 # http_server.cc, ToHTTPStatusCode
 HTTP_CODES = {"NOT_FOUND": 404, "RESOURCE_EXHAUSTED": 429, "UNAVAILABLE": 503}
+
+
+class ServingError(Exception):
+    """An error of the server, with the name of its code."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(f"{code}: {message}")
+        self.code = code
 
 
 class Served:
@@ -65,13 +73,13 @@ def serving(directory: Path) -> AbstractContextManager[Served]:
 @contextlib.contextmanager
 def _stand_in(directory: Path) -> Iterator[Served]:
     served = Served(directory.name, 0, 0)
-    model = loader.SavedModel(max(directory.glob("[0-9]*"), key=lambda version: int(version.name)))
+    model = SavedModelRunner(max(directory.glob("[0-9]*"), key=lambda version: int(version.name)))
 
     def run(name: str, signature: str, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         if served.refusals:
-            raise loader.ServingError(served.refusals.pop(0), "not now")
+            raise ServingError(served.refusals.pop(0), "not now")
         if name != served.name:
-            raise loader.ServingError("NOT_FOUND", f"Servable not found for request: {name}")
+            raise ServingError("NOT_FOUND", f"Servable not found for request: {name}")
         return model.run(signature, inputs)
 
     server, served.grpc_port = _grpc_server(run)
@@ -99,7 +107,7 @@ def _grpc_server(run: Any) -> tuple[Any, int]:
             inputs = {name: tf.make_ndarray(value) for name, value in request.inputs.items()}
             try:
                 outputs = run(asked.name, asked.signature_name, inputs)
-            except loader.ServingError as error:
+            except ServingError as error:
                 context.abort(getattr(grpc.StatusCode, error.code), str(error))
             for name, value in outputs.items():
                 response.outputs[name].CopyFrom(tf.make_tensor_proto(value))
@@ -114,12 +122,11 @@ def _rest_handler(run: Any) -> type[http.server.BaseHTTPRequestHandler]:
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            files = np.empty(len(body["instances"]), object)
-            files[:] = [base64.b64decode(each["b64"]) for each in body["instances"]]
+            files = np.array([base64.b64decode(each["b64"]) for each in body["instances"]], object)
             name = self.path.removeprefix("/v1/models/").removesuffix(":predict")
             try:
                 outputs = run(name, "serving_default", {"image_bytes": files})
-            except loader.ServingError as error:
+            except ServingError as error:
                 if error.code:
                     self._answer(HTTP_CODES[error.code], {"error": str(error)})
                 return

@@ -26,8 +26,7 @@ NAMES = {private.name for private in PRIVATE_NAMES}
 PUBLIC = {"_replace", "_ArgumentGroup", "_exit"}
 # What runs in a process of its own, where neither Keras nor the room may be imported.
 APART: dict[str, set[str]] = {
-    "exporting/clean/checker.py": {"_get_ops_details"},
-    "exporting/clean/loader.py": {"_ZN10tensorflow21DisableXlaCompilationEv"},
+    "exporting/clean/runners.py": {"_get_ops_details"},
 }
 
 

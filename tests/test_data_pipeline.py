@@ -34,14 +34,7 @@ from keras_vit.data import (
 from keras_vit.data.pipeline import steps_per_epoch
 from keras_vit.data.source import RecordSplit
 
-EVERYTHING = Augmentation(
-    rotation=10,
-    shift=0.1,
-    zoom=0.1,
-    crop=0.5,
-    flip=True,
-    erase=0.3,
-)
+EVERYTHING = Augmentation(rotation=10, shift=0.1, zoom=0.1, crop=0.5, flip=True, erase=0.3)
 VARIED = dataclasses.replace(EVERYTHING, randaugment_layers=2)  # takes seconds to trace
 
 

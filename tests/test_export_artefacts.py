@@ -19,11 +19,11 @@ from keras_vit.exporting import (
     checking,
     export,
     rebuild,
-    references,
+    samples,
     savedmodel,
     verification,
 )
-from keras_vit.exporting.clean import messages, runners
+from keras_vit.exporting.clean import checker, runners
 
 pytest.importorskip("onnxruntime")
 pytest.importorskip("ai_edge_litert")
@@ -43,14 +43,14 @@ def test_an_artefact_that_differs_is_put_nowhere(
     """If what was written is not what the model computes, no version appears and none is lost."""
     directory, model = tmp_path / "pets", served_model(num_layers=1)
     export(model, directory, verify=False)
-    before, write = content(directory / "1"), savedmodel.write_savedmodel
+    before, write = content(directory / "1"), savedmodel.write
 
-    def write_another(exportable: rebuild.Exportable, *arguments: Any, **options: Any) -> None:
+    def write_another(exportable: rebuild.Exportable, *arguments: Any, **options: Any) -> Any:
         head = exportable.network.get_layer("head")
         head.bias.assign_add(np.linspace(0, 1e-3, 7))
-        write(exportable, *arguments, **options)
+        return write(exportable, *arguments, **options)
 
-    monkeypatch.setattr(savedmodel, "write_savedmodel", write_another)
+    monkeypatch.setattr(savedmodel, "write", write_another)
     with pytest.raises(VerificationError, match=r"not put in place: .*difference.*limit"):
         export(model, directory)
     assert [child.name for child in directory.iterdir() if child.is_dir()] == ["1"]
@@ -62,8 +62,8 @@ def test_a_process_that_dies_is_told(tmp_path: Path) -> None:
     (tmp_path / "variables").mkdir()
     (tmp_path / "saved_model.pb").write_bytes(b"nothing")
     (tmp_path / "variables/variables.index").write_bytes(b"nothing")
-    request = messages.Request(
-        format="savedmodel", path=tmp_path, parameter_bytes=8, batch_sizes=(1,), labels=(), cases=()
+    request = checker.Request(
+        format="savedmodel", runtime="savedmodel", path=tmp_path, parameter_bytes=8
     )
     with pytest.raises(VerificationError, match="could not be checked"):
         verification.run_checks(request)
@@ -116,15 +116,11 @@ def test_a_kill_leaves_whole_versions_only(tmp_path: Path, monkeypatch: pytest.M
         assert len(leftovers) == 1  # the new one: what the killed process left is gone
 
 
-def test_the_next_version_follows_the_highest(tmp_path: Path) -> None:
-    """Names that are no number do not count, nor do gaps."""
+def test_one_export_at_a_time_makes_the_next_version(tmp_path: Path) -> None:
+    """A second one is refused while the first is at work; of names only numbers count."""
     for name in ("1", "7", ".staged-x", "notes", "8.txt"):
         (tmp_path / name).mkdir()
     assert artefacts.next_version([tmp_path, tmp_path / "absent"]) == 8
-
-
-def test_one_export_at_a_time(tmp_path: Path) -> None:
-    """A second export to the same directory is refused while the first is at work."""
     with artefacts.staging_folder(tmp_path), pytest.raises(OSError, match="Another export"):
         artefacts.staging_folder(tmp_path).__enter__()
     with artefacts.staging_folder(tmp_path) as stage:
@@ -255,17 +251,16 @@ def test_files_cut_short_missing_swapped_or_added_are_found(copy: Path) -> None:
     found = faults(folder)
     assert len(found) == 2
     assert all("bytes, and was exported with" in fault for fault in found)
-    first, second = copy / "2/saved_model.pb", copy / "2/fingerprint.pb"
-    second.write_bytes(first.read_bytes())
+    shutil.copyfile(copy / "2/saved_model.pb", copy / "2/fingerprint.pb")
     assert "bytes, and was exported with" in faults(copy / "2")[0]
 
 
 def rewritten(folder: Path, **fields: Any) -> None:
     """Writes a record with other fields, and the right hash of itself."""
     file = checking.record_file(folder)
-    record = {**json.loads(file.read_text()), **fields, verification.SELF: 64 * "0"}
+    record = {**json.loads(file.read_text()), **fields, checking.SELF: 64 * "0"}
     text = json.dumps(record)
-    own = verification._text_sha256(text)
+    own = checking._text_sha256(text)
     file.write_text(text.replace(64 * "0", own))
 
 
@@ -292,7 +287,10 @@ def test_a_file_alone_is_checked_and_named(
 
 
 def test_a_file_that_answers_otherwise_is_found(copy: Path) -> None:
-    """With the hash of another file in the record, its answers tell, by name and measure."""
+    """With the hash of another file in the record, its answers tell, by name and measure.
+
+    Nothing outside the folder is read, also with a right hash.
+    """
     folder = copy / "onnx/1"
     other = export(
         served_model(num_layers=1, layer_norm_epsilon=1e-2),
@@ -302,17 +300,13 @@ def test_a_file_that_answers_otherwise_is_found(copy: Path) -> None:
     )[0].path
     shutil.copyfile(other, folder / "pets.onnx")
     files = checking.read_record(folder)["files"]
-    content = {"bytes": other.stat().st_size, "sha256": verification.sha256(other)}
+    content = {"bytes": other.stat().st_size, "sha256": checking.sha256(other)}
     rewritten(folder, files={**files, "pets.onnx": content})
     assert not faults(folder)
     (fault,) = checking.check(folder).faults
     assert "does not answer as it did when it was exported: logits" in fault
-
-
-def test_a_record_from_elsewhere_reads_nothing_outside(copy: Path) -> None:
-    """Names that lead out of the folder are refused, also with a right hash."""
-    rewritten(copy / "onnx/1", files={"../../1/labels.txt": {"bytes": 1, "sha256": ""}})
-    (fault,) = faults(copy / "onnx")
+    rewritten(folder, files={"../../1/labels.txt": {"bytes": 1, "sha256": ""}})
+    (fault,) = faults(folder)
     assert "names files outside its folder" in fault
 
 
@@ -343,11 +337,10 @@ def test_what_is_no_export_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_reference_images_are_the_same_everywhere() -> None:
     """They are whole numbers, no two alike, and a few of them are kept of large answers."""
-    images = references.draw((32, 48, 3))
+    images = samples.draw_references((32, 48, 3))
     assert images.shape == (4, 32, 48, 3)
     assert int(images.astype(np.int64).sum()) == 2_411_158
     assert len({image.tobytes() for image in images}) == 4
-    case = messages.Case(signature="", inputs={"images": images}, expected={}, limit=1.0)
     large = {"features": np.zeros((4, 2**15), np.float32)}
-    (kept,) = references.record([case], [large])
+    kept = checking.to_record("", "images", large)
     assert kept["outputs"]["features"]["shape"] == [2, 2**15]

@@ -13,18 +13,18 @@ import pytest
 import tensorflow as tf
 from exported import served_model
 
-from keras_vit.exporting import clean, samples, verification
-from keras_vit.exporting.clean import agreement, checker, loader, messages
-from keras_vit.exporting.clean.agreement import Gate
+from keras_vit.exporting import FORMATS, samples, verification
+from keras_vit.exporting.clean import agreement, checker, runners
+from keras_vit.exporting.clean.agreement import Case, Gate
 from keras_vit.exporting.rebuild import Exportable, rebuild
 
 onnx = pytest.importorskip("onnx")
-onnxruntime = pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxruntime")
 
 from keras_vit.exporting import onnx_files  # noqa: E402
 
 RANDOM = np.random.default_rng(3)
-INT8 = verification.LIMITS["tflite-int8"]
+INT8 = FORMATS["tflite-int8"].limits
 
 
 @pytest.fixture(scope="module")
@@ -39,19 +39,17 @@ def gates(exportable: Exportable) -> dict[str, Gate]:
     images = [samples.draw_scene(seed, height=40, width=40) for seed in range(70)]
     known = samples.make_gate_images(exportable, images)
     targets = known.outputs["logits"].argmax(axis=1)
-    known = samples.GateImages(
-        pixels=known.pixels, outputs=known.outputs, targets=targets, about=""
-    )
-    return {name: verification.gate(exportable, name, known) for name in ("onnx", "tflite-int8")}
+    known = dataclasses.replace(known, targets=targets)
+    return {
+        name: verification.make_gate(exportable, FORMATS[name], known)
+        for name in ("onnx", "tflite-int8")
+    }
 
 
 def failures(model: Any, gate: Gate) -> list[str]:
     """The checks of the gate that a model in ONNX fails."""
-    session = onnxruntime.InferenceSession(model.SerializeToString())
-    names = [output.name for output in session.get_outputs()]
-    checks = messages.run_gate(
-        gate, lambda inputs: dict(zip(names, session.run(names, inputs), strict=True))
-    )
+    runner = runners.OnnxRunner(model.SerializeToString())
+    checks = agreement.run_gate(gate, lambda inputs: runner.run("", inputs))
     return [check.name.removeprefix("gate: ") for check in checks if not check.passed]
 
 
@@ -158,18 +156,14 @@ def head_gate(logits: np.ndarray, *, kind: str = "softmax", **fields: Any) -> Ga
     """A gate of int8 on logits alone."""
     fields = {"targets": np.full(len(logits), -1), **fields}
     return Gate(
-        signature="", inputs={}, outputs=("logits",), expected=logits, limits=INT8, kind=kind,
-        **fields,
+        signature="", images=np.empty(0), outputs=("logits",), expected=logits, limits=INT8,
+        kind=kind, **fields,
     )  # fmt: skip
 
 
 def refused(gate: Gate, answers: np.ndarray) -> set[str]:
-    measured = agreement.measure(gate, {gate.outputs[0]: answers})
-    return {
-        name
-        for name, (value, limit, is_least) in measured.items()
-        if (value < limit if is_least else value > limit)
-    }
+    checks = agreement.measure(gate, {gate.outputs[0]: answers})
+    return {check.name.removeprefix("gate: ") for check in checks if not check.passed}
 
 
 def logits_of(classes: int, *, bias: float = 0.0, count: int = 64) -> np.ndarray:
@@ -210,11 +204,12 @@ def test_every_head_is_held(name: str) -> None:
     assert refused(gate, np.empty(0))
 
 
-def test_the_issue_of_a_cosine_near_one_is_measured() -> None:
-    """Answers that a cosine calls equal to 0.9999 are refused, where a bias is what they share."""
+def test_answers_of_a_cosine_near_one_are_refused() -> None:
+    """What a cosine calls equal to 0.9999 is not, where a bias is what all images share."""
     logits = RANDOM.normal(-10, 0.1, (64, 21_843))
     wrong = logits + RANDOM.normal(0, 0.05, logits.shape)
-    assert messages.lowest_cosine(wrong, logits) > 0.9999
+    lengths = np.linalg.norm(logits, axis=1) * np.linalg.norm(wrong, axis=1)
+    assert ((logits * wrong).sum(axis=1) / lengths).min() > 0.9999
     assert "error / spread" in refused(head_gate(logits), wrong)
 
 
@@ -246,13 +241,13 @@ def test_probabilities_must_be_those_of_the_logits() -> None:
     """Right logits with the probabilities of other images are refused."""
     logits = logits_of(7)
     gate = head_gate(logits)
-    gate = Gate(**{**vars(gate), "outputs": ("logits", "probabilities")})
+    gate = dataclasses.replace(gate, outputs=("logits", "probabilities"))
     powers = np.exp(logits - logits.max(axis=1, keepdims=True))
     shares = powers / powers.sum(axis=1, keepdims=True)
     for probabilities, limit in ((shares, False), (shares[::-1], True), (np.empty(0), True)):
-        measured = agreement.measure(gate, {"logits": logits, "probabilities": probabilities})
-        value, least, _ = measured["probabilities beside its own logits'"]
-        assert (value > least) == limit
+        checks = agreement.measure(gate, {"logits": logits, "probabilities": probabilities})
+        assert checks[-1].name == "gate: probabilities beside its own logits'"
+        assert checks[-1].passed != limit
 
 
 def test_given_images_decide_and_drawn_ones_fill_up(tmp_path: Path) -> None:
@@ -263,7 +258,7 @@ def test_given_images_decide_and_drawn_ones_fill_up(tmp_path: Path) -> None:
     assert many.about == "40 of 80 given"
     assert sorted(many.targets) == list(range(1, 80, 2))
     np.testing.assert_array_equal(many.pixels[:, 0, 0, 0], many.targets)
-    kept = samples.calibration_pixels(exportable, images, most=100)
+    kept = samples.make_calibration(exportable, images)
     assert sorted(kept[:, 0, 0, 0]) == list(range(0, 80, 2))
     few = samples.make_gate_images(exportable, images[:3], [1, 1, 1])
     assert few.about == "3 of 3 given, 29 drawn"
@@ -271,8 +266,7 @@ def test_given_images_decide_and_drawn_ones_fill_up(tmp_path: Path) -> None:
     assert len(samples.make_gate_images(exportable, images, work=0).pixels) == samples.COUNT
 
 
-BOOTSTRAP = Path(clean.__file__).parent / "bootstrap.py"
-CASE = messages.Case(
+CASE = Case(
     signature="",
     inputs={"images": np.arange(4.0)},
     expected={"logits": RANDOM.normal(size=(4, 3))},
@@ -280,138 +274,86 @@ CASE = messages.Case(
 )
 
 
-def test_tensors_are_read_as_tensorflow_wrote_them() -> None:
-    """TensorProtos of every type that signatures use, packed, and one value for many elements."""
-    values: list[Any] = [
-        np.array([[0.5, -1], [2, 3]], np.float32),
-        np.array([[1, 255]], np.uint8),
-        np.array([-1, 7, 300], np.int32),
-        np.array([b"a", b"", b"\0bytes\0"], object),
-    ]
-    protos = list(map(tf.make_tensor_proto, values))
-    short = type(protos[0])(dtype=tf.uint8.as_datatype_enum, int_val=[127])
-    short.tensor_shape.CopyFrom(tf.TensorShape((2, 3)).as_proto())
-    values.append(np.full((2, 3), 127, np.uint8))
-    for proto, value in zip([*protos, short], values, strict=True):
-        np.testing.assert_array_equal(tf.make_ndarray(proto), value)
-        actual = checker.read_tensor(proto.SerializeToString())
-        np.testing.assert_array_equal(actual, value)
-
-
-@pytest.mark.parametrize("size", [1, 5, 9])
-def test_a_truncated_message_or_record_is_an_error(size: int, tmp_path: Path) -> None:
-    """A message or a TFRecord file that ends too early is never read as shorter."""
-    message = loader.field(1, 300) + loader.field(2, b"content")
-    assert list(loader.fields(message)) == [(1, 300), (2, b"content")]
-    with pytest.raises(ValueError, match="middle"):
-        list(loader.fields(message[: -size - 1] if size > 1 else message[:-1]))
-    file = tmp_path / "records"
-    with tf.io.TFRecordWriter(str(file)) as writer:
-        writer.write(message)
-    assert list(loader.records(file.read_bytes())) == [message]
-    with pytest.raises(ValueError, match="middle"):
-        list(loader.records(file.read_bytes()[: -size - 4]))
-
-
 def test_requests_survive_the_disk(tmp_path: Path) -> None:
     """What one process writes the other reads, bytes with zeros at their end included."""
-    files = np.empty(2, object)
-    files[:] = [b"\0image\0\0", b""]
+    files = np.array([b"\0image\0\0", b""], object)
     case = dataclasses.replace(CASE, inputs={"image_bytes": files})
-    written = messages.Request(
-        format="savedmodel", path=tmp_path, parameter_bytes=8, batch_sizes=(1, 2),
-        labels=("a", "é"), cases=(case,),
+    written = checker.Request(
+        format="savedmodel", runtime="savedmodel", path=tmp_path, parameter_bytes=8,
+        labels=["a", "é"], cases=(case,),
     )  # fmt: skip
-    messages.write_request(tmp_path, written)
-    read = messages.read_request(tmp_path)
+    checker.write(tmp_path, written)
+    read = checker.read_request(tmp_path)
     assert list(read.cases[0].inputs["image_bytes"]) == list(files)
     np.testing.assert_array_equal(read.cases[0].expected["logits"], CASE.expected["logits"])
-    for name in ("format", "path", "parameter_bytes", "batch_sizes", "labels", "library"):
+    for name in ("format", "runtime", "path", "parameter_bytes", "labels", "gate"):
         assert getattr(read, name) == getattr(written, name)
 
 
 def test_a_comparison_passes_the_same_and_fails_another() -> None:
     """Equal passes; a moved value, NaN, a missing output and another shape fail."""
-    case, logits = CASE, CASE.expected["logits"]
+    logits = CASE.expected["logits"]
     wrong = logits.copy()
     wrong[2, 1] += 1.0
     nan = np.where(wrong == wrong[2, 1], np.nan, logits)
-    verdicts = {
-        "same": messages.compare(case, {"logits": logits}, rows=4),
-        "moved": messages.compare(case, {"logits": wrong}, rows=4),
-        "nan": messages.compare(case, {"logits": nan}, rows=4),
-        "missing": messages.compare(case, {}, rows=4),
-        "shape": messages.compare(case, {"logits": logits[:, :2]}, rows=4),
-    }
-    passed = {name: checks[0].passed for name, checks in verdicts.items()}
-    assert passed == {"same": True, "moved": False, "nan": False, "missing": False, "shape": False}
+    assert agreement.compare(CASE, {"logits": logits}, rows=4)[0].passed
+    for answers in ({"logits": wrong}, {"logits": nan}, {}, {"logits": logits[:, :2]}):
+        assert not agreement.compare(CASE, answers, rows=4)[0].passed
 
 
-def test_an_answer_that_depends_on_the_batch_is_noticed() -> None:
-    """Batch invariance fails where one batch size gives other answers."""
+def test_answers_depend_on_the_batch_as_much_as_the_model_s() -> None:
+    """Where the model's first image alone moves the artefact's must as well; no further."""
     logits = CASE.expected["logits"]
 
-    def run(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        rows = len(inputs["images"])
-        return {"logits": logits[:rows] + (0.5 if rows == 2 else 0.0)}
+    def failed(alone: float, drifts: dict[int, float]) -> list[str]:
+        case = dataclasses.replace(
+            CASE, alone={"logits": logits[:1] + alone}, batch_sizes=(1, 2, 4)
+        )
 
-    failed = [check.name for check in messages.check_batches(CASE, run, (1, 2, 4))
-              if not check.passed]  # fmt: skip
-    assert failed == ["logits, batch 2, absolute difference", "batch invariance"]
+        def run(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+            rows = len(inputs["images"])
+            return {"logits": logits[:rows] + drifts.get(rows, 0.0)}
 
+        found = agreement.check_batches(case, run)
+        return [
+            each.name.removeprefix("logits, ").split(",")[0] for each in found if not each.passed
+        ]
 
-def test_the_first_image_alone_is_held_to_the_model_alone() -> None:
-    """Where the model's answer moves with the batch the artefact's must as well; no further."""
-    logits = CASE.expected["logits"]
-    case = dataclasses.replace(CASE, alone={"logits": logits[:1] + 1e-4})
-
-    def failed(drift: float) -> list[str]:
-        checks = messages.check_batches(
-            case, lambda inputs: {"logits": logits[: len(inputs["images"])] + drift
-                                  * (len(inputs["images"]) == 1)}, (1, 4)
-        )  # fmt: skip
-        return [check.name for check in checks if not check.passed]
-
-    assert failed(1e-4) == []
-    assert failed(0.0) == ["logits, batch 1, absolute difference"]
-    assert failed(2e-4) == ["logits, batch 1, absolute difference", "batch invariance"]
+    assert failed(0.0, {}) == failed(1e-4, {1: 1e-4}) == []
+    assert failed(0.0, {2: 0.5}) == ["batch 2", "batch invariance"]
+    assert failed(1e-4, {}) == ["batch 1"]
+    assert failed(1e-4, {1: 2e-4}) == ["batch 1", "batch invariance"]
 
 
 def test_neither_keras_nor_this_package_can_be_imported() -> None:
     """In the clean process their imports fail, those of their modules too."""
-    code = f"""
-import importlib, runpy
-runpy.run_path({str(BOOTSTRAP)!r})["block"]()
+    code = """
+import importlib
 for package in ("keras", "keras_vit", "keras.layers", "keras_vit.config"):
     try:
         importlib.import_module(package)
-    except ImportError as error:
-        print(error)
+    except ImportError:
+        print(package)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.count("an artefact must do without it") == 4
+    start = checker.START.replace("run(sys.argv[2])", code)
+    words = [sys.executable, "-P", "-c", start, str(Path(checker.__file__).parents[1])]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["keras", "keras_vit", "keras.layers", "keras_vit.config"]
 
 
 def test_forbidden_ops_and_xla_are_found(tmp_path: Path) -> None:
     """The scan of a SavedModel sees Python functions and functions compiled by XLA."""
 
-    def scan(function: Callable[[Any], Any]) -> tuple[set[str], bool]:
+    def scan(name: str, function: Callable[[Any], Any]) -> tuple[set[str], bool]:
         module = tf.Module()
         module.call = tf.function(function, input_signature=[tf.TensorSpec((None,), tf.float32)])
-        tf.saved_model.save(module, tmp_path / function.__name__)
-        content = (tmp_path / function.__name__ / "saved_model.pb").read_bytes()
-        operations, compiled = checker.graph_operations(content)
-        return operations & checker.FORBIDDEN, compiled > 0
+        tf.saved_model.save(module, tmp_path / name)
+        graph = runners.SavedModelRunner(tmp_path / name).meta_graph.graph_def
+        operations, compiled = runners.graph_operations(graph)
+        return operations & runners.FORBIDDEN, compiled > 0
 
-    def plain(x: Any) -> Any:
-        return x + 1
-
-    def python(x: Any) -> Any:
-        return tf.numpy_function(lambda y: y, [x], tf.float32)
-
-    def compiled(x: Any) -> Any:
-        return tf.function(lambda y: y * 2, jit_compile=True)(x)
-
-    assert scan(plain) == (set(), False)
-    assert scan(python) == ({"PyFunc"}, False)
-    assert scan(compiled)[1]
+    compiled = tf.function(lambda x: x * 2, jit_compile=True)
+    assert scan("plain", lambda x: x + 1) == (set(), False)
+    python = scan("python", lambda x: tf.numpy_function(lambda y: y, [x], tf.float32))
+    assert python == ({"PyFunc"}, False)
+    assert scan("compiled", lambda x: compiled(x))[1]

@@ -18,18 +18,9 @@ from tensorflow.lite.python import schema_py_generated as schema
 from keras_vit import cli
 from keras_vit.data import load_data, load_test_folder
 from keras_vit.evaluation import evaluate, log_probabilities
-from keras_vit.exporting import (
-    artefacts,
-    description,
-    export,
-    onnx_files,
-    opening,
-    tflite,
-    tflite_metadata,
-)
+from keras_vit.exporting import FORMATS, export, onnx_files, opening, tflite
 from keras_vit.exporting.clean import runners
-from keras_vit.exporting.description import Description
-from keras_vit.exporting.rebuild import Exportable, rebuild
+from keras_vit.exporting.rebuild import Description, Exportable, describe, rebuild, weights_sha256
 from keras_vit.model import VisionTransformer
 
 pytest.importorskip("onnxruntime")
@@ -61,9 +52,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def path_of(name: str, root: Path) -> Path:
-    ending, _, kind = name.partition("-")
-    folder = root / "pets" / artefacts.FOLDERS[name] / "1"
-    return folder if name == "savedmodel" else folder / f"pets{'-' * bool(kind)}{kind}.{ending}"
+    row = FORMATS[name]
+    folder = root / "pets" / row.folder / "1"
+    return folder / f"pets{row.suffix}" if row.suffix else folder
 
 
 def command(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[list[dict[str, Any]], str]:
@@ -80,7 +71,7 @@ def test_every_format_answers_like_the_model(place: Path) -> None:
     assert np.ptp(expected[:, 0]) > 0.05
     for name, limit in LIMITS.items():
         opened = opening.open_artefact(path_of(name, place))
-        assert (opened.format, opened.about.labels, opened.is_recorded) == (name, LABELS, True)
+        assert (opened.about.labels, opened.is_recorded) == (LABELS, True)
         answers = np.exp(log_probabilities(opened.model, photos))
         np.testing.assert_allclose(answers, expected, atol=limit, err_msg=name)
 
@@ -117,8 +108,7 @@ def test_an_export_that_is_not_as_it_was_is_refused(
     shutil.copytree(place / "pets", tmp_path / "pets")
     for name in LIMITS:
         path = path_of(name, tmp_path)
-        inner = "variables/variables.data-00000-of-00001" if name == "savedmodel" else ""
-        file = path / inner
+        file = path / "variables/variables.data-00000-of-00001" if path.is_dir() else path
         content = bytearray(file.read_bytes())
         content[len(content) // 2] ^= 1
         file.write_bytes(content)
@@ -176,7 +166,7 @@ def small(**fields: Any) -> Exportable:
 
 
 def about(**fields: Any) -> Description:
-    return description.describe(small(**fields), name="pets", labels=LABELS)
+    return describe(small(**fields), name="pets", labels=LABELS)
 
 
 @pytest.mark.parametrize("is_scaled", [True, False])
@@ -185,15 +175,12 @@ def test_a_description_prepares_images_as_the_model_does(is_scaled: bool) -> Non
     fields = {"include_preprocessing": is_scaled, "image_mean": MEAN, "image_std": DEVIATION}
     exportable, made = small(**fields), about(**fields)
     np.testing.assert_allclose(made.prepared(PIXELS), exportable.to_original(PIXELS), rtol=1e-6)
-    expected = exportable.normalized(PIXELS.astype(np.float32))
+    expected = exportable.normalized(PIXELS)
     np.testing.assert_allclose(made.normalized(PIXELS), expected, rtol=1e-6)
     low, high = (0.0, 255.0) if is_scaled else (-0.5 / 0.3, 0.6 / 0.2)
     low = low if is_scaled else min(-mean / std for mean, std in zip(MEAN, DEVIATION, strict=True))
     assert made.input_range == pytest.approx((low, high))
-
-
-def test_grey_images_stay_grey() -> None:
-    """The same mean for three channels is one for one channel."""
+    # The same mean for three channels is one for one channel.
     made = about(input_shape=(32, 48, 1), include_preprocessing=False)
     assert made.colours == "grey"
     assert made.prepared(PIXELS[..., :1]).shape == (2, 32, 48, 1)
@@ -215,29 +202,33 @@ def test_a_description_survives_json() -> None:
 def test_the_source_is_known_by_its_weights() -> None:
     """The hash is that of the values: another precision has the same, another bit has not."""
     model = served_model(num_layers=1)
-    before = description.weights_sha256(rebuild(model).network)
-    assert description.weights_sha256(rebuild(model.copy(dtype="mixed_bfloat16")).network) == before
+    before = weights_sha256(rebuild(model).network)
+    assert weights_sha256(rebuild(model.copy(dtype="mixed_bfloat16")).network) == before
     bias = model.get_layer("head").bias
     bias.assign(np.nextafter(np.asarray(bias), 1))
-    assert description.weights_sha256(rebuild(model).network) != before
+    assert weights_sha256(rebuild(model).network) != before
 
 
 def test_an_onnx_file_says_what_it_is(tmp_path: Path) -> None:
     """ONNX Runtime reads every field, and the names that the specification has for images."""
     made, file = about(), tmp_path / "pets.onnx"
-    onnx_files.write_onnx(small(), {"onnx": file}, about=made)
-    runner = runners.OnnxRunner(file)
-    assert description.read_onnx(runner.properties) == made
-    assert runner.properties["Image.BitmapPixelFormat"] == "Rgb8"
-    assert runner.properties["Image.NominalPixelRange"] == "NominalRange_0_255"
-    assert description.read_onnx({}) is None
+    onnx_files.write(small(), {"onnx": file}, about=made)
+    read = runners.OnnxRunner.describe(file)
+    assert read is not None
+    assert Description.from_dict(read) == made
+    properties = runners.OnnxRunner(file).session.get_modelmeta().custom_metadata_map
+    assert properties["Image.BitmapPixelFormat"] == "Rgb8"
+    assert properties["Image.NominalPixelRange"] == "NominalRange_0_255"
+    foreign = onnx_files.make_onnx(small())
+    file.write_bytes(foreign.SerializeToString())
+    assert runners.OnnxRunner.describe(file) is None
 
 
 def test_a_tflite_file_says_what_it_is(tmp_path: Path) -> None:
     """The tensors have names, outputs their order, and the archive the labels and the rest."""
     made, file = about(), tmp_path / "pets.tflite"
-    tflite.write_tflite(small(), {"tflite": file}, about=made)
-    read = runners.read_archive(file)
+    tflite.write(small(), {"tflite": file}, about=made)
+    read = runners.TfliteRunner.describe(file)
     assert read is not None
     assert Description.from_dict(read) == made
     with zipfile.ZipFile(file) as archive:
@@ -246,18 +237,16 @@ def test_a_tflite_file_says_what_it_is(tmp_path: Path) -> None:
     (graph,) = model.subgraphs
     names = [graph.tensors[index].name for index in (*graph.inputs, *graph.outputs)]
     assert names == [b"images", b"logits", b"probabilities", b"features"]
-    (field,) = [each for each in model.metadata if each.name == tflite_metadata.FIELD]
+    (field,) = [each for each in model.metadata if each.name == tflite.METADATA]
     metadata = bytes(bytearray(model.buffers[field.buffer].data))
-    assert metadata == tflite_metadata.make(made)
+    assert metadata == tflite.make_metadata(made)
 
 
 class Table(flatbuffers.table.Table):
     """A table of a flatbuffer, by the numbers of its fields in metadata_schema.fbs."""
 
     def offset(self, field: int) -> Any:
-        offset = self.Offset(4 + 2 * field)
-        assert offset, f"field {field} is missing"
-        return offset
+        return self.Offset(4 + 2 * field) or pytest.fail(f"field {field} is missing")
 
     def table(self, field: int) -> "Table":
         return Table(self.Bytes, self.Indirect(self.Pos + self.offset(field)))
@@ -279,7 +268,7 @@ class Table(flatbuffers.table.Table):
 
 def test_metadata_of_tflite_is_of_its_schema() -> None:
     """Every value is in the field that the schema has for it, scaling as (pixel - mean) / std."""
-    content = tflite_metadata.make(dataclasses.replace(about(), takes="normalized"))
+    content = tflite.make_metadata(dataclasses.replace(about(), takes="normalized"))
     assert content[4:8] == b"M001"
     root = Table(content, int.from_bytes(content[:4], "little"))
     assert (root.text(0), root.text(7)) == ("pets", "1.0.0")
@@ -303,12 +292,12 @@ def test_a_damaged_archive_is_told(tmp_path: Path) -> None:
     """A file without one has no description; a damaged one is an error."""
     file = tmp_path / "pets.tflite"
     file.write_bytes(b"no archive")
-    assert runners.read_archive(file) is None
+    assert runners.TfliteRunner.describe(file) is None
     with zipfile.ZipFile(file, "a") as archive:
         archive.writestr(runners.DESCRIPTION, '{"name": "pets"}')
-    assert runners.read_archive(file) == {"name": "pets"}
+    assert runners.TfliteRunner.describe(file) == {"name": "pets"}
     content = bytearray(file.read_bytes())
     content[content.index(b"pets")] ^= 1
     file.write_bytes(content)
     with pytest.raises(ValueError, match="archive behind it is damaged"):
-        runners.read_archive(file)
+        runners.TfliteRunner.describe(file)

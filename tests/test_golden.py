@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import published
 import pytest
-from conftest import answers
+from conftest import TINY, answers
 
 import keras_vit
 from keras_vit.layers.random import overwritten_weights
@@ -36,14 +36,8 @@ LOGITS = np.load(published.GOLDEN / "logits.npz")
 # Small models of big_vision's own code (google-research/big_vision, commit 0127fb6b, models/vit.py)
 # on weights and images by the same rule, under the names that it gives them.
 BIG_VISION_LOGITS = np.load(published.GOLDEN / "big_vision.npz")
-BIG_VISION = keras_vit.ViTConfig(
-    input_shape=(32, 48, 3),
-    patch_size=8,
-    hidden_dim=48,
-    mlp_dim=80,
-    num_heads=4,
-    num_layers=2,
-    classes=10,
+BIG_VISION = dataclasses.replace(
+    TINY, hidden_dim=48, mlp_dim=80, num_heads=4, num_layers=2, classes=10
 )
 BIG_VISION_MODELS: dict[str, dict[str, Any]] = {
     "map": {"pooling": "map", "class_token": False},

@@ -57,9 +57,9 @@ MODULES = [
 
 # A change may lower these, and raise none.
 CEILINGS = {
-    "files": 138,
-    "lines": 35_311,
-    "lines of tests": 24_892,
+    "files": 132,
+    "lines": 34_228,
+    "lines of tests": 24_891,
     "flags": 75,
     "public names": 149,
 }

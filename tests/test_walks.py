@@ -1,5 +1,6 @@
 """The walks of CONTRIBUTING.md: the functions that data passes, as a run passes them."""
 
+import dataclasses
 import functools
 import re
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 import image_files
 import numpy as np
 import pytest
+from conftest import TINY
 
 import keras_vit
 from keras_vit import data, evaluation, explain, training
@@ -21,15 +23,7 @@ ROOT = Path(keras_vit.__file__).parent
 TEXT = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
 COUNTS = re.findall(r"^\| (An? .+) \| (\d+) \| (\d+) \|$", TEXT, re.MULTILINE)
 WALKS = dict(re.findall(r"^(An? [^\n]+):\n\n```text\n(.+?)```", TEXT, re.MULTILINE | re.DOTALL))
-CONFIG = keras_vit.ViTConfig(
-    input_shape=(32, 32, 3),
-    patch_size=8,
-    hidden_dim=16,
-    mlp_dim=32,
-    num_heads=2,
-    num_layers=1,
-    classes=2,
-)
+CONFIG = dataclasses.replace(TINY, input_shape=(32, 32, 3), num_layers=1, classes=2)
 
 
 @pytest.fixture(scope="module")
@@ -124,9 +118,7 @@ def run(name: str, photos: Path, out: Path) -> Callable[[], Any]:
             epochs=1,
             batch_size=8,
             learning_rate=0.01,
-            augmentation=data.Augmentation(
-                erase=0.5, rotation=10, randaugment_layers=1, randaugment_magnitude=5
-            ),
+            augmentation=data.Augmentation(erase=0.5, rotation=10, randaugment_layers=1),
         )
         photo_data = data.load_data(photos)
         return lambda: training.train(photo_data, out=out, model=CONFIG, recipe=recipe)

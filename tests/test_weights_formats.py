@@ -18,15 +18,8 @@ from keras_vit.model import VisionTransformer
 from keras_vit.weights.checkpoint import open_checkpoint
 
 # The tiny models behind tests/golden/tiny_*.safetensors.
-TORCH = keras_vit.ViTConfig(
-    input_shape=(32, 48, 3),
-    patch_size=8,
-    hidden_dim=32,
-    mlp_dim=64,
-    num_heads=2,
-    num_layers=2,
-    classes=5,
-    activation="gelu",
+TORCH = dataclasses.replace(
+    TINY, hidden_dim=32, mlp_dim=64, num_heads=2, num_layers=2, classes=5, activation="gelu"
 )
 
 SUFFIXES = (".weights.h5", ".keras", ".npz")

@@ -147,7 +147,7 @@ PRIVATE_NAMES = (
     Private(
         "a TFLite interpreter",
         "_get_ops_details",
-        "the operators of a TFLite file (exporting/clean/checker.py); the analyzer only prints",
+        "the operators of a TFLite file (exporting/clean/runners.py); the analyzer only prints",
     ),
 )
 

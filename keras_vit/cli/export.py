@@ -3,24 +3,24 @@
 import argparse
 import dataclasses
 import shlex
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from keras_vit.cli import flags, output
+from keras_vit.exporting.formats import FORMATS
 
 if TYPE_CHECKING:
     from keras_vit.exporting import Artefact
     from keras_vit.training import OpenedModel, Run
 
-_FORMATS = """\
-savedmodel, tflite, tflite-fp16, tflite-int8, tflite-int8-weights, tflite-int8-full, onnx,
-onnx-fp16, onnx-int8, onnx-int8-weights"""
+_FORMATS = textwrap.fill(f"The formats: {', '.join(FORMATS)}.", 104, break_on_hyphens=False)
 _DESCRIPTION = f"""\
 Writes a trained model in the formats that servers and devices run. Each file is compared with the
 model before it is put in place, on the run's test images or on --images.
 
-The formats: {_FORMATS}.
+{_FORMATS}
 int8 multiplies in int8, the fastest on processors; int8-weights stores in int8 and computes in
 float32, for small files. docs/serving.md says which is fastest where.
 savedmodel is for TensorFlow Serving: DIR is its base path; DIR/1, DIR/2, ... are the versions.

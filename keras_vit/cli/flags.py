@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import rich.progress
 
 from keras_vit.cli import output
+from keras_vit.exporting import formats
 
 if TYPE_CHECKING:
     from keras_vit import ViTConfig
@@ -342,30 +343,23 @@ def add_source(parser: argparse.ArgumentParser, *, takes_exports: bool = False) 
     )
 
 
-# What lies beside or in an exported model; the servers' versions are numbers.
-_OF_EXPORTS = ("verification.json", "saved_model.pb")
-_EXPORTED = (".onnx", ".tflite", *_OF_EXPORTS)
-_EXPORT_FOLDERS = ("", "tflite", "onnx")
-
-
 def is_exported(source: str) -> bool:
     """Whether a SOURCE is what `keras-vit export` writes: its --out, a version in it, or a file.
 
     Example:
-        >>> is_exported("photos.onnx"), is_exported("hf://owner/photos.onnx")
-        (True, False)
+        >>> [is_exported(f"{place}photos.onnx") for place in ("", "hf://owner/")]
+        [True, False]
+        >>> is_exported("photos.keras")
+        False
     """
     path = Path(source)
-    if "://" in source or not path.is_dir():
-        return "://" not in source and source.endswith(_EXPORTED)
-    if any((path / name).is_file() for name in _OF_EXPORTS):
-        return True
-    return any(
-        child.name.isdecimal() and any((child / name).is_file() for name in _OF_EXPORTS)
-        for folder in map(path.joinpath, _EXPORT_FOLDERS)
-        if folder.is_dir()
-        for child in folder.iterdir()
-    )
+    if "://" in source:
+        return False
+    if path.is_dir():
+        return any(map(formats.is_version, (path, *formats.version_folders(path))))
+    rows = formats.FORMATS.values()
+    endings = {row.main_file or f".{row.suffix.rpartition('.')[2]}" for row in rows}
+    return source.endswith((formats.RECORD, *endings))
 
 
 def open_model(source: str) -> "OpenedModel":

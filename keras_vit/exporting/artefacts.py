@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import importlib.util
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,36 +10,13 @@ import keras
 import numpy as np
 
 from keras_vit import atomic
-from keras_vit.exporting import (
-    onnx_files,
-    rebuild,
-    references,
-    samples,
-    savedmodel,
-    sensitivity,
-    tflite,
-    verification,
-)
-from keras_vit.exporting.clean import messages
-from keras_vit.exporting.description import Description, describe
-from keras_vit.exporting.rebuild import Exportable
-
-FORMATS = ("savedmodel", *tflite.FORMATS, *onnx_files.FORMATS)
-TOP_K = 5
-CALIBRATION_MOST = 256  # images that set the ranges of int8 throughout
+from keras_vit.exporting import checking, rebuild, samples, savedmodel, sensitivity, verification
+from keras_vit.exporting.clean.agreement import Check
+from keras_vit.exporting.clean.checker import Report, Request
+from keras_vit.exporting.formats import FORMATS, Format, Options
+from keras_vit.exporting.rebuild import Description, Exportable
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-# The modules that each format needs, and the packages that contain them.
-_PACKAGES = {
-    **{name: {"onnx": "onnx", "onnxruntime": "onnxruntime"} for name in onnx_files.FORMATS},
-    **{name: {"ai_edge_litert": "ai-edge-litert"} for name in tflite.FORMATS},
-}
-# The folders under the export directory; the server reads versions in the directory itself.
-FOLDERS = {
-    "savedmodel": "",
-    **dict.fromkeys(onnx_files.FORMATS, "onnx"),
-    **dict.fromkeys(tflite.FORMATS, "tflite"),
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,7 +34,7 @@ class Artefact:
     format: str
     path: Path
     bytes: int
-    checks: tuple[messages.Check, ...]
+    checks: tuple[Check, ...]
     floats: tuple[str, ...] = ()
 
 
@@ -70,7 +46,7 @@ def export(
     labels: Sequence[str] | str | Path | None = None,
     images: Sequence[samples.Image] = (),
     targets: Sequence[int] = (),
-    top_k: int = TOP_K,
+    top_k: int = Options.top_k,
     tflite_batch_size: int = 1,
     opset: int | None = None,
     verify: bool = True,
@@ -119,197 +95,157 @@ def export(
         VerificationError: an artefact and the model differ.
         OSError: another export is at work in the directory.
     """
-    names = _parse_formats(formats, images=images, verify=verify)
-    _check_targets(targets, images)
+    rows = _parse_formats(formats, images=images, opset=opset, verify=verify)
+    if len(targets) not in (0, len(images)):
+        raise ValueError(
+            "targets must be the class of each image, or nothing. "
+            f"Received: {len(targets)} targets for {len(images)} images."
+        )
     for key, value in (("top_k", top_k), ("tflite_batch_size", tflite_batch_size)):
         if value < 1:
             raise ValueError(f"{key} must be at least 1. Received: {key}={value!r}.")
-    directory = _model_directory(path)
+    directory = Path(path).absolute()
+    if not _NAME.fullmatch(directory.name):
+        raise ValueError(
+            "The directory's name is the model's name in addresses and settings: letters, digits, "
+            f"'_', '-' and '.'. Received: {directory.name!r}."
+        )
     exportable = rebuild.rebuild(model)
-    _check_network(names, exportable)
-    if opset is not None:
-        _check_opset(names, exportable, opset)
-    expected = samples.make_references(exportable, images)
-    is_rounded = any(verification.is_rounded(name) for name in names)
+    top_k = min(top_k, exportable.classes or top_k)
+    options = Options(top_k=top_k, batch_size=tflite_batch_size, opset=opset)
+    for row in rows:
+        row.module.check(exportable, options)
+    is_rounded = any(row.weights != "float32" for row in rows)
     work = samples.ROUNDED_WORK if is_rounded else samples.FLOAT_WORK
     decisive = samples.make_gate_images(exportable, images, targets, work=work if verify else 0.0)
-    rebuilt = samples.compare_rebuilt(model, exportable, expected)
+    rebuilt = samples.compare_rebuilt(model, exportable, decisive.batch)
     verification.require([rebuilt], artefact="float32")
-    names_of_classes = _class_labels(labels, exportable)
+    if any(row.needs_images for row in rows):
+        calibration = samples.make_calibration(exportable, images)
+        options = dataclasses.replace(options, calibration=calibration)
+    names = _class_labels(labels, exportable)
     job = _Job(
-        directory=directory,
         exportable=exportable,
-        labels=names_of_classes,
-        about=describe(exportable, name=directory.name, labels=names_of_classes),
-        opset=opset,
-        top_k=min(top_k, exportable.classes or top_k),
-        images=tuple(images),
-        batch_size=tflite_batch_size,
-        verify=verify,
-        expected=expected,
+        about=rebuild.describe(exportable, name=directory.name, labels=names),
+        options=options,
+        images=images,
         decisive=decisive,
         rebuilt=rebuilt,
+        verify=verify,
     )
-    return job.run(names)
+    return job.run(rows, directory)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class _Job:
-    directory: Path
+    """What all formats of one export are written from and checked with."""
+
     exportable: Exportable
-    labels: tuple[str, ...]
-    top_k: int
-    images: tuple[samples.Image, ...]
-    batch_size: int
-    verify: bool
-    expected: samples.References
-    decisive: samples.GateImages
-    rebuilt: messages.Check
     about: Description
-    opset: int | None
+    options: Options
+    images: Sequence[samples.Image]
+    decisive: samples.GateImages
+    rebuilt: Check
+    verify: bool
 
-    def run(self, formats: Sequence[str]) -> tuple[Artefact, ...]:
+    def run(self, rows: Sequence[Format], directory: Path) -> tuple[Artefact, ...]:
         """Writes, checks and publishes the formats; the SavedModel appears last."""
-        folders = sorted({FOLDERS[name] for name in formats}, reverse=True)
-        artefacts: list[Artefact] = []
-        with staging_folder(self.directory) as stage:
-            version = next_version([self.directory / name for name in set(FOLDERS.values())])
+        made: dict[str, Artefact] = {}
+        with staging_folder(directory) as stage:
+            version = next_version([directory / row.folder for row in FORMATS.values()])
             moves = {}
-            for folder in folders:
-                names = [name for name in formats if FOLDERS[name] == folder]
+            for folder in sorted({row.folder for row in rows}, reverse=True):
                 staged = stage / (folder or "savedmodel")
-                final = self.directory / folder / str(version)
-                artefacts += self._export_folder(names, staged, final)
-                moves[staged] = final
-            if "savedmodel" in formats:
-                savedmodel.write_server_files(
-                    self.directory, exportable=self.exportable, labels=self.labels
-                )
+                moves[staged] = directory / folder / str(version)
+                for artefact in self._export_folder(
+                    [row for row in rows if row.folder == folder], staged
+                ):
+                    path = moves[staged] / artefact.path.relative_to(staged)
+                    made[artefact.format] = dataclasses.replace(artefact, path=path)
+            if any(row.has_signatures for row in rows):
+                savedmodel.write_server_files(directory, self.exportable, self.about.labels)
             publish(moves)
-        return tuple(sorted(artefacts, key=lambda artefact: formats.index(artefact.format)))
+        return tuple(made[row.name] for row in rows)
 
-    def _export_folder(self, names: Sequence[str], staged: Path, final: Path) -> list[Artefact]:
-        """Writes and checks the formats of one folder."""
-        paths = {name: staged / self._file_name(name) for name in names}
-        sizes = self._write(paths, staged)
-        checks, answers, runtime = {name: [self.rebuilt] for name in names}, {}, {}
-        floats: dict[str, tuple[str, ...]] = {}
-        for name, path in paths.items() if self.verify else ():
-            request = self._request(name, path, weight_bytes=sizes[name])
-            report, floats[name] = self._adjusted(request, staged)
-            checks[name] += report.checks
-            answers[name] = references.record(request.references, report.answers)
-            runtime.update(report.runtime)
-        if self.labels and "savedmodel" not in paths:
-            savedmodel.write_labels(staged / "labels.txt", self.labels)
-        verification.write_record(
-            staged,
-            self.about,
-            checks=checks,
-            answers=answers,
-            files={name: str(path.relative_to(staged)) for name, path in paths.items()},
-            floats={name: kept for name, kept in floats.items() if kept},
-            runtime=runtime,
-            images=self.decisive.about if self.verify else "none",
-        )
-        return [
-            Artefact(
-                format=name,
-                path=final / path.relative_to(staged),
-                bytes=_size(path),
-                checks=tuple(checks[name]),
-                floats=floats.get(name, ()),
+    def _export_folder(self, rows: Sequence[Format], staged: Path) -> list[Artefact]:
+        """Writes and checks the formats of one folder, and their record."""
+        staged.mkdir()
+        name = self.about.name
+        paths = {row.name: staged / (row.suffix and f"{name}{row.suffix}") for row in rows}
+        sizes = self._write(rows[0], paths)
+        artefacts: list[Artefact] = []
+        reports: dict[str, Report] = {}
+        for row in rows:
+            path, checks = paths[row.name], [self.rebuilt]
+            floats: tuple[str, ...] = ()
+            if self.verify:
+                request = self._request(row, path, weight_bytes=sizes[row.name])
+                reports[row.name], floats = self._checked(row, request)
+                checks += reports[row.name].checks
+            artefacts.append(
+                Artefact(
+                    format=row.name,
+                    path=path,
+                    bytes=_size(path),
+                    checks=tuple(checks),
+                    floats=floats,
+                )
             )
-            for name, path in paths.items()
-        ]
-
-    def _adjusted(
-        self, request: messages.Request, staged: Path
-    ) -> tuple[messages.Report, tuple[str, ...]]:
-        """Checks an artefact; where int8 fails, keeps the kernels in float32 that cost the most.
-
-        Returns:
-            The report of the file that passed, and the kernels that stayed float32.
-        """
-        name, share = request.format, 1.0
-        floats: tuple[str, ...] = ()
-        report = verification.run_checks(request)
-        costs: list[sensitivity.Cost] = []
-        for _ in range(sensitivity.attempts(self.exportable, name)):
-            excess = sensitivity.excess(report.checks)
-            if not 1.0 < excess < np.inf:
-                break
-            costs = costs or sensitivity.measure(self.exportable, request)
-            share *= (sensitivity.AIM / excess) ** 2
-            floats = sensitivity.choose(costs, share=share)
-            sizes = self._write({name: request.path}, staged, floats={name: floats})
-            request = dataclasses.replace(request, weight_bytes=sizes[name])
-            report = verification.run_checks(request)
-        verification.require(report.checks, artefact=name)
-        return report, floats
+        if self.about.labels:
+            savedmodel.write_labels(staged / rows[0].extras / "labels.txt", self.about.labels)
+        images = self.decisive.about if self.verify else "none"
+        checking.write_record(staged, rows[0].extras, self.about, artefacts, reports, images=images)
+        return artefacts
 
     def _write(
-        self,
-        paths: dict[str, Path],
-        staged: Path,
-        *,
-        floats: Mapping[str, Sequence[str]] | None = None,
+        self, row: Format, paths: Mapping[str, Path], floats: Sequence[str] = ()
     ) -> dict[str, int]:
-        """Writes formats of one folder, and returns the bytes of their weights."""
-        sizes = dict.fromkeys(paths, self.exportable.parameter_bytes)
-        if "savedmodel" in paths:
-            savedmodel.write_savedmodel(
-                self.exportable,
-                staged,
-                labels=self.labels,
-                top_k=self.top_k,
-                model_name=self.directory.name,
-            )
-            return sizes
-        staged.mkdir(exist_ok=True)
-        if not paths.keys().isdisjoint(onnx_files.FORMATS):
-            return onnx_files.write_onnx(
-                self.exportable, paths, about=self.about, opset=self.opset, floats=floats
-            )
-        return tflite.write_tflite(
-            self.exportable,
-            paths,
-            about=self.about,
-            batch_size=self.batch_size,
-            calibration=self._calibration_images() if "tflite-int8-full" in paths else (),
-            floats=floats,
+        """Writes formats of one runtime, and returns the bytes of the weights of each."""
+        sizes: dict[str, int] = row.module.write(
+            self.exportable, paths, about=self.about, options=self.options, floats=floats
         )
+        return sizes
 
-    def _file_name(self, name: str) -> str:
-        """Returns the name of a format's file, such as pets-int8.onnx for "onnx-int8"."""
-        if name == "savedmodel":
-            return ""
-        ending, _, kind = name.partition("-")
-        return f"{self.directory.name}{'-' * bool(kind)}{kind}.{ending}"
-
-    def _request(self, name: str, path: Path, *, weight_bytes: int) -> messages.Request:
-        exportable, expected = self.exportable, self.expected
-        gate = verification.gate(exportable, name, self.decisive)
-        if name == "savedmodel":
-            cases = verification.savedmodel_cases(exportable, expected, top_k=self.top_k)
+    def _request(self, row: Format, path: Path, *, weight_bytes: int) -> Request:
+        """Returns all that is asked of an artefact."""
+        exportable, batch = self.exportable, self.decisive.batch
+        gate = verification.make_gate(exportable, row, self.decisive)
+        if row.has_signatures:
+            cases = verification.savedmodel_cases(
+                exportable, row, batch, self.images, top_k=self.options.top_k
+            )
         else:
-            images, outputs = exportable.to_original(expected.pixels), expected.of_pixels.of_batch
-            cases = (verification.file_case(exportable, images, outputs, gate=gate),)
-        return messages.Request(
-            format=name,
+            cases = verification.file_cases(exportable, row, batch, gate)
+        return Request(
+            format=row.name,
+            runtime=row.runtime,
             path=path,
             parameter_bytes=exportable.parameter_bytes,
             weight_bytes=weight_bytes,
-            batch_sizes=samples.BATCH_SIZES,
-            labels=self.labels,
+            labels=self.about.labels,
             cases=cases,
-            references=references.make(name, self.about, cases=cases),
+            questions=verification.questions(row, self.about, cases),
             gate=gate,
         )
 
-    def _calibration_images(self) -> list[np.ndarray]:
-        pixels = samples.calibration_pixels(self.exportable, self.images, most=CALIBRATION_MOST)
-        return list(self.exportable.to_original(pixels))
+    def _checked(self, row: Format, request: Request) -> tuple[Report, tuple[str, ...]]:
+        """Checks an artefact; where int8 fails, keeps the kernels in float32 that cost the most."""
+        report = verification.run_checks(request)
+        floats: tuple[str, ...] = ()
+        costs: list[sensitivity.Cost] = []
+        share = 1.0
+        for _ in range(sensitivity.ATTEMPTS if row.is_mixed else 0):
+            excess = sensitivity.excess(report.checks)
+            if self.exportable.written_config is None or not 1.0 < excess < np.inf:
+                break
+            costs = costs or sensitivity.measure(self.exportable, row, request.gate)
+            share *= (sensitivity.AIM / excess) ** 2
+            floats = sensitivity.choose(costs, share=share)
+            sizes = self._write(row, {row.name: request.path}, floats)
+            request = dataclasses.replace(request, weight_bytes=sizes[row.name])
+            report = verification.run_checks(request)
+        verification.require(report.checks, artefact=row.name)
+        return report, floats
 
 
 @contextlib.contextmanager
@@ -370,78 +306,35 @@ def publish(stages: Mapping[Path, Path]) -> None:
         raise
 
 
-def _model_directory(path: str | Path) -> Path:
-    """Returns the absolute directory, whose name is the model's name."""
-    directory = Path(path).absolute()
-    if not _NAME.fullmatch(directory.name):
-        raise ValueError(
-            "The directory's name is the model's name in addresses and settings: letters, digits, "
-            f"'_', '-' and '.'. Received: {directory.name!r}."
-        )
-    return directory
-
-
 def _parse_formats(
-    formats: Iterable[str], *, images: Sequence[samples.Image], verify: bool
-) -> tuple[str, ...]:
-    """Returns the names of the formats, after checks of their names, images and packages."""
+    formats: Iterable[str], *, images: Sequence[samples.Image], opset: int | None, verify: bool
+) -> tuple[Format, ...]:
     names = (formats,) if isinstance(formats, str) else tuple(formats)
-    is_known = all(name in FORMATS for name in names)
-    if not names or not is_known or len(set(names)) < len(names):
+    if not names or not set(names) <= set(FORMATS) or len(set(names)) < len(names):
         raise ValueError(
             f"formats must be some of {', '.join(FORMATS)}, each once. Received: {names!r}."
         )
-    least = samples.CALIBRATION_LEAST
-    if "tflite-int8-full" in names and len(images) < least:
-        raise ValueError(
-            f"tflite-int8-full needs at least {least} images of the kind that the model will "
-            f"see, to set its ranges and to measure its accuracy. Received: {len(images)} images."
-        )
-    for name in names:
-        packages = _PACKAGES.get(name, {})
-        missing = [module for module in packages if importlib.util.find_spec(module) is None]
-        if missing and (verify or name not in tflite.FORMATS):
-            raise ImportError(
-                f"To export {name}, {missing[0]} is needed, which is not installed; "
-                f"run: pip install {' '.join(packages.values())}"
+    rows, least = tuple(FORMATS[name] for name in names), samples.CALIBRATION_LEAST
+    for row in rows:
+        if row.needs_images and len(images) < least:
+            raise ValueError(
+                f"{row.name} needs at least {least} images of the kind that the model will "
+                f"see, to set its ranges and to measure its accuracy. Received: {len(images)} "
+                "images."
             )
-    return names
-
-
-def _check_targets(targets: Sequence[int], images: Sequence[samples.Image]) -> None:
-    if len(targets) not in (0, len(images)):
-        raise ValueError(
-            "targets must be the class of each image, or nothing. "
-            f"Received: {len(targets)} targets for {len(images)} images."
-        )
-
-
-def _check_network(formats: Sequence[str], exportable: Exportable) -> None:
-    """Raises a ValueError for a network that one of the formats cannot hold."""
-    config = exportable.config
-    if config is None or config.resnet_layers is None or not config.unwritten_fields:
-        return
-    if not set(formats).isdisjoint(tflite.FORMATS):
-        # The conversion gives a group normalisation rank 5.
-        raise ValueError(
-            "TFLite files hold only hybrids as published; export this one as savedmodel or "
-            f"onnx. Received: a hybrid with {', '.join(config.unwritten_fields)} set."
-        )
-
-
-def _check_opset(formats: Sequence[str], exportable: Exportable, opset: int) -> None:
-    if set(formats).isdisjoint(onnx_files.FORMATS):
+    for row in rows:
+        row.require_to_write(verify=verify)
+    if opset is not None and all(row.runtime != "onnx" for row in rows):
         raise ValueError(
             "opset is that of an ONNX file; add onnx to the formats. "
-            f"Received: opset={opset!r}, formats={', '.join(formats)}."
+            f"Received: opset={opset!r}, formats={', '.join(names)}."
         )
-    onnx_files.check_opset(exportable, opset)
+    return rows
 
 
 def _class_labels(
     labels: Sequence[str] | str | Path | None, exportable: Exportable
 ) -> tuple[str, ...]:
-    """Returns a label for each class; none without classifier."""
     classes = exportable.classes
     if classes is None:
         return ()

@@ -1,17 +1,96 @@
-"""Compares exported files with their record, at any time after the export."""
+"""The record beside exported files: written at the export, compared with them at any time later."""
 
+import base64
+import contextlib
 import dataclasses
+import datetime
+import hashlib
+import importlib.metadata
+import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from keras_vit.exporting import artefacts, references, verification
-from keras_vit.exporting.clean import messages, runners
-from keras_vit.exporting.description import Description
-from keras_vit.limits import FileError, read_json
+import numpy as np
 
-SAVED_MODEL = "saved_model.pb"
+from keras_vit import version
+from keras_vit.exporting import formats, samples, verification
+from keras_vit.exporting.clean import agreement
+from keras_vit.exporting.clean.checker import Report, Request
+from keras_vit.exporting.formats import FORMATS, RECORD
+from keras_vit.exporting.rebuild import Description
+from keras_vit.limits import FileError, check_file, parse_json
+
+if TYPE_CHECKING:
+    from keras_vit.exporting.artefacts import Artefact
+
+SELF = "record_sha256"
+_NO_SHA256 = 64 * "0"
+_PACKAGES = {"tensorflow", "keras", "numpy", "tf2onnx", "ai-edge-litert"}.union(
+    *(row.packages for row in FORMATS.values())
+)
 _LARGEST_RECORD = 2**27  # bytes; a record holds a few answers
+_LARGEST_ANSWER = 2**18  # bytes of one output in it: of larger ones there are fewer images
+_EXTRAS = sorted({row.extras for row in FORMATS.values()} - {""})
+
+
+def write_record(
+    folder: Path,
+    extras: str,
+    about: Description,
+    artefacts: "Sequence[Artefact]",
+    reports: Mapping[str, Report],
+    *,
+    images: str,
+) -> None:
+    """Writes the record of a version's folder, into its `extras`.
+
+    `reports` are those of the formats that were verified, on `images`.
+    """
+    versions = {"keras-vit": version.__version__}
+    for package in sorted(_PACKAGES):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    for report in reports.values():
+        versions |= report.runtime
+    record = {
+        "verified": bool(reports),
+        "made": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "versions": versions,
+        "images": images,
+        "description": about.to_dict(),
+        "artefacts": {each.format: str(each.path.relative_to(folder)) for each in artefacts},
+        "float32": {each.format: list(each.floats) for each in artefacts if each.floats},
+        "files": {
+            str(file.relative_to(folder)): {"bytes": file.stat().st_size, "sha256": sha256(file)}
+            for file in sorted(folder.rglob("*"))
+            if file.is_file()
+        },
+        "checks": {each.format: list(map(dataclasses.asdict, each.checks)) for each in artefacts},
+        "answers": {
+            name: [to_record(**answer) for answer in report.answers]
+            for name, report in reports.items()
+        },
+        SELF: _NO_SHA256,
+    }
+    text = json.dumps(record, indent=1) + "\n"
+    text = text.replace(_NO_SHA256, _text_sha256(text))
+    (folder / extras / RECORD).write_text(text, encoding="utf-8")
+
+
+def to_record(signature: str, input: str, outputs: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Returns an answer as plain values for JSON, the numbers as the bytes of float32 in base64."""
+    most = [_LARGEST_ANSWER * len(each) // max(each.nbytes, 1) for each in outputs.values()]
+    kept = max(min(most), 1)
+    values = {
+        name: {
+            "shape": list(value[:kept].shape),
+            "float32": base64.b64encode(value[:kept].astype("<f4").tobytes()).decode(),
+        }
+        for name, value in outputs.items()
+    }
+    return {"signature": signature, "input": input, "outputs": values}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,20 +142,10 @@ def find_versions(path: Path) -> list[Path]:
         raise FileNotFoundError(f"There is no {str(path)!r}; check the path.")
     if path.is_file():
         inner = path.parent
-        return [inner.parent if inner.name == "assets.extra" else inner]
-    name = path.absolute().name  # that of "." too
-    if record_file(path).is_file() or (path / SAVED_MODEL).is_file() or name.isdecimal():
+        return [inner.parent if inner.name in _EXTRAS else inner]
+    if formats.is_version(path) or path.absolute().name.isdecimal():
         return [path]
-    folders = [path / each for each in dict.fromkeys(("", *artefacts.FOLDERS.values()))]
-    if name in artefacts.FOLDERS.values():
-        folders = [path]
-    versions = [
-        child
-        for folder in folders
-        if folder.is_dir()
-        for child in sorted(folder.iterdir(), key=lambda each: (len(each.name), each.name))
-        if child.name.isdecimal() and child.is_dir()
-    ]
+    versions = formats.version_folders(path)
     if not versions:
         raise FileNotFoundError(
             f"{str(path)!r} holds nothing that keras-vit export wrote; give its --out, one of the "
@@ -87,9 +156,8 @@ def find_versions(path: Path) -> list[Path]:
 
 def record_file(folder: Path) -> Path:
     """Returns where the record of a version is; in a SavedModel the server looks past it."""
-    inner = folder / "assets.extra" / verification.RECORD
-    is_saved_model = (folder / SAVED_MODEL).is_file() or inner.is_file()
-    return inner if is_saved_model else folder / verification.RECORD
+    places = [folder / extras / RECORD for extras in _EXTRAS]
+    return next((place for place in places if place.is_file()), folder / RECORD)
 
 
 def read_record(folder: Path) -> dict[str, Any]:
@@ -99,15 +167,17 @@ def read_record(folder: Path) -> dict[str, Any]:
         FileNotFoundError: there is none.
         ValueError: it is not as it was written.
     """
-    file = record_file(folder)
-    again = "export the model again"
+    file, again = record_file(folder), "export the model again"
     if not file.is_file():
         raise FileNotFoundError(
-            f"{str(folder)!r} has no {verification.RECORD}, which says what its files are; {again}."
+            f"{str(folder)!r} has no {RECORD}, which says what its files are; {again}."
         )
     try:
-        fields = read_json(file, limit=_LARGEST_RECORD, finite=False)
-        is_whole = verification.is_whole(file.read_text(encoding="utf-8"))
+        check_file(file)
+        with file.open("rb") as stream:
+            content = stream.read(_LARGEST_RECORD + 1)
+        fields = parse_json(content, file, limit=_LARGEST_RECORD, finite=False)
+        is_whole = _is_whole(content.decode())
     except FileError:
         is_whole = False
     if not is_whole:
@@ -118,6 +188,25 @@ def read_record(folder: Path) -> dict[str, Any]:
     if any(name.is_absolute() or ".." in name.parts for name in names):
         raise ValueError(f"{str(file)!r} names files outside its folder; {again}.")
     return fields
+
+
+def _is_whole(text: str) -> bool:
+    """Whether a record is as it was written: it holds the SHA-256 of itself with zeros for it."""
+    found = re.search(rf'"{SELF}": "([0-9a-f]{{64}})"', text)
+    if found is None:
+        return False
+    start, end = found.span(1)
+    return _text_sha256(text[:start] + _NO_SHA256 + text[end:]) == found[1]
+
+
+def _text_sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def sha256(file: Path) -> str:
+    """Returns the SHA-256 of a file."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def check(
@@ -139,7 +228,11 @@ def check(
         record = read_record(folder)
     except (OSError, ValueError) as error:
         return Checked(folder=folder, made="", verdicts=(), faults=(str(error),), unasked=())
-    found, only = _scope(folder, record, file)
+    found, only = list(record["artefacts"].items()), None
+    is_part = any(path == "." for _, path in found)
+    if not (file is None or is_part or file == record_file(folder)):
+        only = files_of(file.relative_to(folder).as_posix(), record)
+        found = [(name, path) for name, path in found if folder / path == file]
     wrong = dict(find_faults(folder, record, only=only, on_progress=on_progress))
     if only == []:
         wrong[str(file)] = f"{str(file)!r} was added after the export."
@@ -176,30 +269,21 @@ def find_faults(
 ) -> Iterator[tuple[str, str]]:
     """Yields the name of each file that is not as the record says, and a sentence on it.
 
-    Args:
-        folder: the version's.
-        record: from `read_record`.
-        only: the files to look at, none of which may have been added; None for all.
-        on_progress: called with (bytes read, bytes in all).
+    Where `only` names the files to look at, none is looked for that was added. `on_progress` is
+    called with (bytes read, bytes in all).
     """
-    recorded = {
-        name: each for name, each in record["files"].items() if only is None or name in only
-    }
-    owners = {each["sha256"]: name for name, each in record["files"].items()}
+    files = record["files"]
+    recorded = {name: files[name] for name in files if only is None or name in only}
     total, done = sum(each["bytes"] for each in recorded.values()), 0
     for name, expected in recorded.items():
         file = folder / name
         if not file.is_file():
             yield name, f"{str(file)!r} is missing."
-        elif (size := file.stat().st_size) != expected["bytes"]:
-            yield (
-                name,
-                f"{str(file)!r} has {size} bytes, and was exported with {expected['bytes']}.",
-            )
-        elif (found := verification.sha256(file)) != expected["sha256"]:
-            other = owners.get(found)
-            what = "other content than was exported" if other is None else f"the content of {other}"
-            yield name, f"{str(file)!r} has {what}: its SHA-256 is {found}."
+        elif (size := file.stat().st_size) != (was := expected["bytes"]):
+            yield name, f"{str(file)!r} has {size} bytes, and was exported with {was}."
+        elif (found := sha256(file)) != expected["sha256"]:
+            text = f"has other content than was exported: its SHA-256 is {found}."
+            yield name, f"{str(file)!r} {text}"
         done += expected["bytes"]
         if on_progress is not None:
             on_progress(done, total)
@@ -209,18 +293,6 @@ def find_faults(
             name = file.relative_to(folder).as_posix()
             if (file.is_file() or file.is_symlink()) and file != own and name not in recorded:
                 yield name, f"{str(file)!r} was added after the export."
-
-
-def _scope(
-    folder: Path, record: Mapping[str, Any], file: Path | None
-) -> tuple[list[tuple[str, str]], list[str] | None]:
-    """Returns the artefacts to check, and the files to compare; None for all."""
-    found = list(record["artefacts"].items())
-    is_part = any(path == "." for _, path in found)
-    if file is None or is_part or file == record_file(folder):
-        return found, None
-    of_file = [each for each in found if folder / each[1] == file]
-    return of_file, files_of(file.relative_to(folder).as_posix(), record)
 
 
 def files_of(path: str, record: Mapping[str, Any]) -> list[str]:
@@ -233,32 +305,45 @@ def files_of(path: str, record: Mapping[str, Any]) -> list[str]:
 def _change(folder: Path, name: str, path: str, record: Mapping[str, Any]) -> float:
     """Returns how far an artefact's answers are from those in the record.
 
-    Raises:
-        ImportError: the runtime is not installed, or there are none to compare with.
-        ValueError: they are further than they may be.
+    An ImportError says that they cannot be asked for, a ValueError that they are too far.
     """
     if name not in record["answers"]:
         raise ImportError(
             f"The record of {name} in {str(folder)!r} holds no answers, as the export was not "
             "verified."
         )
-    runners.require(name)
-    about = Description.from_dict(record["description"])
-    request = messages.Request(
+    row = formats.find(name)
+    row.require()
+    about, answers = Description.from_dict(record["description"]), record["answers"][name]
+    expected = [
+        {
+            key: np.frombuffer(base64.b64decode(value["float32"]), "<f4").reshape(value["shape"])
+            for key, value in answer["outputs"].items()
+        }
+        for answer in answers
+    ]
+    request = Request(
         format=name,
+        runtime=row.runtime,
         path=(folder / path).absolute(),
-        parameter_bytes=0,
-        batch_sizes=(),
-        labels=about.labels,
-        cases=(),
-        references=references.make(name, about, recorded=record["answers"][name]),
+        questions=[
+            samples.question(
+                row, about, answer["signature"], answer["input"], max(map(len, arrays.values()))
+            )
+            for answer, arrays in zip(answers, expected, strict=True)
+        ],
     )
-    report = verification.run_checks(request)
-    failed = [check for check in report.checks if not check.passed]
-    if failed:
-        raise ValueError(
-            f"{str(folder / path)!r} does not answer as it did when it was exported: "
-            f"{failed[0].name}: {failed[0].measured} (limit {failed[0].limit}); "
-            f"it ran in {', '.join(f'{key} {value}' for key, value in report.runtime.items())}."
-        )
-    return max(float(check.measured) for check in report.checks)
+    report, largest = verification.run_checks(request), 0.0
+    for answer, arrays in zip(report.answers, expected, strict=True):
+        for key, array in arrays.items():
+            change = agreement.spread_difference(answer["outputs"].get(key, np.empty(0)), array)
+            if change > row.drift:
+                what = f"{answer['signature']}: {key}".removeprefix(": ")
+                raise ValueError(
+                    f"{str(folder / path)!r} does not answer as it did when it was exported: "
+                    f"{what}, batch {len(array)}, difference over the spread: {change} "
+                    f"(limit {row.drift}); it ran in "
+                    f"{', '.join(f'{key} {value}' for key, value in report.runtime.items())}."
+                )
+            largest = max(largest, change)
+    return largest

@@ -1,8 +1,13 @@
-"""Writes ONNX files: published networks node by node, all others through tf2onnx."""
+"""Writes ONNX files: published networks node by node, all others through tf2onnx.
 
-import contextlib
-import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+Rounds them to float16, to int8 with products of int8, or their kernels alone to int8.
+"""
+
+import functools
+import json
+import logging.handlers
+import tempfile
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,20 +17,33 @@ import tensorflow as tf
 from keras_vit import environment
 from keras_vit.backend.tensorflow import portable_forms
 from keras_vit.config import ViTConfig
-from keras_vit.exporting import description, onnx_rounding
-from keras_vit.exporting.rebuild import Exportable, folded_arrays
+from keras_vit.exporting.formats import DEFAULTS, FORMATS, MIN_ELEMENTS, Format, Options
+from keras_vit.exporting.forward import folded_arrays, forward
+from keras_vit.exporting.rebuild import Description, Exportable
 from keras_vit.layers.resnet import GROUP_NORM_EPSILON, GROUPS
 
 if TYPE_CHECKING:
     import onnx
 
-FORMATS = ("onnx", *onnx_rounding.FORMATS)
 # The file format of each opset that may be chosen; LayerNormalization came with the first.
 IR_VERSIONS = {17: 8, 18: 8, 19: 9, 20: 9, 21: 10, 22: 10}
 OPSET = 20  # the first with Gelu
 CONVERTED_OPSET = 18  # the highest that tf2onnx 1.17 writes
 LARGEST = 1_900_000_000  # bytes of weights in one file: Protocol buffers end at 2 GiB
 ACTIVATIONS = {"softmax": "Softmax", "sigmoid": "Sigmoid"}
+
+# Products on processors without VNNI add two of 16 bits: two of 8 bits would saturate there.
+_REDUCED = True
+_MOST = 127
+# What stays float32 in float16: pixels of up to 255 and logits would lose what they differ by.
+_FLOAT_WEIGHTS = ("rescaling/", "head/")
+_FLOAT_OUTPUTS = ("probabilities",)
+# ONNX Runtime's mark of a graph whose shapes were inferred, without which it warns.
+_PREPARED = {"onnx.quant.pre_process": "onnxruntime.quant"}
+# The names that the ONNX specification has for the range of an image's values, and its colours.
+_RANGES = {(0.0, 255.0): "NominalRange_0_255", (-1.0, 1.0): "Normalized_1_1",
+           (0.0, 1.0): "Normalized_0_1"}  # fmt: skip
+_COLOURS = {"RGB": "Rgb8", "grey": "Gray8", "RGBA": "Rgba8"}
 
 
 def make_onnx(exportable: Exportable, *, opset: int = OPSET) -> "onnx.ModelProto":
@@ -38,117 +56,162 @@ def make_onnx(exportable: Exportable, *, opset: int = OPSET) -> "onnx.ModelProto
     config = exportable.written_config
     if config is None:
         raise ValueError("Only a network like the published ones, alone, is written directly.")
-    graph = _Graph(config, folded_arrays(exportable.network, config), opset=opset)
+    ops = OnnxOperations(config, folded_arrays(exportable.network, config), opset=opset)
     x = "images"
     if exportable.takes == "pixels":
         scale, offset = exportable.rescaling
-        x = graph.node("Mul", x, graph.weight("rescaling/scale", np.asarray(scale, np.float32)))
-        x = graph.node("Add", x, graph.weight("rescaling/offset", np.asarray(offset, np.float32)))
-    output = _forward(graph, x)
+        x = ops.node("Mul", x, ops.weight("rescaling/scale", value=np.float32(scale)))
+        x = ops.node("Add", x, ops.weight("rescaling/offset", value=np.float32(offset)))
+    outputs = forward(ops, ops.transpose(x, (0, 3, 1, 2)))
     if exportable.activation is not None:
+        ops.nodes[-1].output[0] = "logits"
         kind = ACTIVATIONS[exportable.activation.__name__]
         options = {"axis": -1} if kind == "Softmax" else {}
-        graph.node(kind, output, name="probabilities", **options)
-    return _model(graph, exportable)
+        ops.node(kind, "logits", names=("probabilities",), **options)
+    ops.node("Identity", outputs["features"], names=("features",))
+    return _model(ops, exportable)
 
 
-class _Graph:
-    """The nodes and weights that were added, and the arrays to take weights from."""
+class OnnxOperations:
+    """Operations that add nodes to an ONNX graph; a value is the name of a node's output.
 
-    def __init__(self, config: ViTConfig, arrays: dict[str, np.ndarray], *, opset: int) -> None:
+    Images are (B, channels, rows, columns).
+
+    Attributes:
+        config: of the network.
+        arrays: to take weights from.
+        opset: the version of the operators.
+        nodes: those that were added.
+        weights: those that were taken.
+    """
+
+    def __init__(self, config: ViTConfig, arrays: dict[str, Any], *, opset: int) -> None:
         self.config = config
-        self.opset = opset
         self.arrays = arrays
+        self.opset = opset
         self.nodes: list[onnx.NodeProto] = []
         self.weights: dict[str, np.ndarray] = {}
+        self._sizes = {"images": config.image_size}  # (rows, columns), which few nodes change
 
-    def node(self, kind: str, *inputs: str, name: str | None = None, **attributes: Any) -> str:
-        """Adds a node with one output and returns that output's name."""
-        return self.nodes_of(kind, *inputs, names=(name,), **attributes)[0]
-
-    def nodes_of(
-        self, kind: str, *inputs: str, names: Sequence[str | None], **attributes: Any
-    ) -> list[str]:
-        """Adds a node and returns the names of its outputs."""
+    def node(
+        self, kind: str, *inputs: str, names: Sequence[str | None] = (None,), **attributes: Any
+    ) -> Any:
+        """Adds a node, and returns the name of its output, or of all if they are several."""
         import onnx
 
         stem = f"{kind}_{len(self.nodes)}"
         outputs = [name or f"{stem}_{place}" for place, name in enumerate(names)]
         self.nodes.append(onnx.helper.make_node(kind, inputs, outputs, name=stem, **attributes))
-        return outputs
+        if inputs[0] in self._sizes:
+            self._sizes[outputs[0]] = self._sizes[inputs[0]]
+        return outputs[0] if len(outputs) == 1 else outputs
 
-    def split(self, x: str, count: int) -> list[str]:
-        """Splits the last axis into equal parts; up to opset 17 the outputs alone say how many."""
-        options = {} if self.opset < 18 else {"num_outputs": count}
-        return self.nodes_of("Split", x, names=(None,) * count, axis=-1, **options)
+    add = functools.partialmethod(node, "Add")
+    matmul = functools.partialmethod(node, "MatMul")
+    softmax = functools.partialmethod(node, "Softmax", axis=-1)
+    concat = functools.partialmethod(node, "Concat", axis=1)
 
-    def mean(self, x: str) -> str:
-        """Takes the mean over the tokens; up to opset 17 the axis is an attribute."""
-        if self.opset < 18:
-            return self.node("ReduceMean", x, axes=[1], keepdims=0)
-        return self.node("ReduceMean", x, self.constant([1]), keepdims=0)
+    def weight(self, path: str, *, like: Any = None, value: Any = None) -> str:
+        """As `Operations.weight`; with `value` also one that is not among the arrays."""
+        self.weights.setdefault(path, self.arrays[path] if value is None else value)
+        if like is None:
+            return path
+        batch = self.node("Shape", like, start=0, end=1)
+        shape = self.node("Concat", batch, self._integers(self.arrays[path].shape[1:]), axis=0)
+        return str(self.node("Expand", path, shape))
 
-    def gelu(self, x: str) -> str:
-        """Adds a GELU; up to opset 19 of the operators that runtimes recognise as one."""
-        is_tanh = self.config.activation == "gelu_tanh"
-        if self.opset >= 20:
-            return self.node("Gelu", x, approximate="tanh" if is_tanh else "none")
-        one, half = self.scalar("gelu_one", 1.0), self.scalar("gelu_half", 0.5)
-        if is_tanh:
-            cube = self.node("Mul", self.node("Mul", x, x), x)
-            cube = self.node("Mul", cube, self.scalar("gelu_cubic", 0.044715))
-            inner = self.scalar("gelu_inner", (2 / np.pi) ** 0.5)
-            curve = self.node("Tanh", self.node("Mul", self.node("Add", x, cube), inner))
-        else:
-            curve = self.node("Erf", self.node("Div", x, self.scalar("gelu_root", 2**0.5)))
-        return self.node("Mul", self.node("Mul", x, self.node("Add", curve, one)), half)
+    def dense(self, x: Any, path: str) -> Any:
+        x = self.matmul(x, self.weight(f"{path}/kernel"))
+        return self.add(x, self.weight(f"{path}/bias"))
 
-    def scalar(self, name: str, value: float) -> str:
-        """Adds a number."""
-        return self.weight(name, np.array(value, np.float32))
-
-    def weight(self, path: str, value: np.ndarray | None = None) -> str:
-        """Adds a weight, once, and returns its name."""
-        if path not in self.weights:
-            self.weights[path] = self.arrays[path] if value is None else value
-        return path
-
-    def constant(self, values: Sequence[int]) -> str:
-        """Adds a list of integers, such as a shape."""
-        label = "_".join(map(str, values)).replace("-", "minus")
-        return self.weight(f"constant_int64_{label}", np.array(values, np.int64))
-
-    def dense(self, x: str, path: str, *, name: str | None = None) -> str:
-        x = self.node("MatMul", x, self.weight(f"{path}/kernel"))
-        return self.node("Add", x, self.weight(f"{path}/bias"), name=name)
-
-    def layer_norm(self, x: str, path: str) -> str:
+    def layer_norm(self, x: Any, path: str) -> Any:
         gamma, beta = self.weight(f"{path}/gamma"), self.weight(f"{path}/beta")
         epsilon = self.config.layer_norm_epsilon
         return self.node("LayerNormalization", x, gamma, beta, axis=-1, epsilon=epsilon)
 
-    def mlp(self, x: str, path: str) -> str:
-        x = self.dense(x, f"{path}/fc1")
-        if self.config.activation == "quick_gelu":
-            factor = self.scalar("quick_gelu_factor", 1.702)
-            x = self.node("Mul", x, self.node("Sigmoid", self.node("Mul", x, factor)))
+    def activate(self, x: Any, kind: str) -> Any:
+        if kind == "quick_gelu":
+            slope = self.node("Mul", x, self._number("quick_gelu_factor", 1.702))
+            return self.node("Mul", x, self.node("Sigmoid", slope))
+        return self._gelu(x, kind) if "gelu" in kind else self.node(kind.capitalize(), x)
+
+    def _gelu(self, x: str, kind: str) -> Any:
+        """Adds a GELU; up to opset 19 of the operators that runtimes recognise as one."""
+        if self.opset >= 20:
+            return self.node("Gelu", x, approximate="tanh" if kind == "gelu_tanh" else "none")
+        one, half = self._number("gelu_one", 1.0), self._number("gelu_half", 0.5)
+        if kind == "gelu_tanh":
+            cube = self.node("Mul", self.node("Mul", x, x), x)
+            cube = self.node("Mul", cube, self._number("gelu_cubic", 0.044715))
+            inner = self._number("gelu_inner", (2 / np.pi) ** 0.5)
+            curve = self.node("Tanh", self.node("Mul", self.add(x, cube), inner))
         else:
-            x = self.gelu(x)
-        return self.dense(x, f"{path}/fc2")
+            curve = self.node("Erf", self.node("Div", x, self._number("gelu_root", 2**0.5)))
+        return self.node("Mul", self.node("Mul", x, self.add(curve, one)), half)
 
-    def kernel(self, path: str) -> str:
-        """Adds the kernel of a convolution in the layout of ONNX."""
-        name = f"{path}/kernel"
-        return self.weight(name, self.arrays[name].transpose(3, 2, 0, 1))
+    def split(self, x: Any, count: int) -> Any:
+        # Up to opset 17 the outputs alone say how many.
+        options = {} if self.opset < 18 else {"num_outputs": count}
+        return self.node("Split", x, names=(None,) * count, axis=-1, **options)
 
-    def repeat(self, path: str, *, like: str) -> str:
-        """Repeats a weight (1, N, D) for each image of the batch of `like`."""
-        batch = self.node("Shape", like, start=0, end=1)
-        shape = self.node("Concat", batch, self.constant(self.arrays[path].shape[1:]), axis=0)
-        return self.node("Expand", self.weight(path), shape)
+    def transpose(self, x: Any, order: tuple[int, ...]) -> Any:
+        return self.node("Transpose", x, perm=order)
 
-    def first_token(self, x: str) -> str:
-        return self.node("Slice", x, *map(self.constant, ([0], [1], [1])))  # (B, 1, D)
+    def reshape(self, x: Any, shape: tuple[int, ...]) -> Any:
+        return self.node("Reshape", x, self._integers(shape))
+
+    def tokens(self, x: Any, start: int, stop: int) -> Any:
+        return self.node("Slice", x, *map(self._integers, ([start], [stop], [1])))
+
+    def mean(self, x: Any) -> Any:
+        if self.opset < 18:  # the axis is an attribute
+            return self.node("ReduceMean", x, axes=[1], keepdims=0)
+        return self.node("ReduceMean", x, self._integers([1]), keepdims=0)
+
+    def squeeze(self, x: Any) -> Any:
+        return self.node("Squeeze", x, self._integers([1]))
+
+    def convolve(self, x: Any, path: str, *, stride: int) -> Any:
+        kernel = self.arrays[f"{path}/kernel"].transpose(3, 2, 0, 1)
+        weights = [self.weight(f"{path}/kernel", value=kernel)]
+        if f"{path}/bias" in self.arrays:
+            weights.append(self.weight(f"{path}/bias"))
+        return self._slide("Conv", x, *weights, kernel=kernel.shape[2:], stride=stride)
+
+    def max_pool(self, x: Any) -> Any:
+        return self._slide("MaxPool", x, kernel=(3, 3), stride=2)
+
+    def _slide(self, kind: str, *inputs: str, kernel: Sequence[int], stride: int) -> Any:
+        """Adds a node that slides a kernel over an image with "same" padding."""
+        size = self._sizes[inputs[0]]
+        pads = _same_padding(size, kernel=kernel[0], stride=stride)
+        x = self.node(kind, *inputs, kernel_shape=kernel, strides=(stride, stride), pads=pads)
+        self._sizes[x] = (-(-size[0] // stride), -(-size[1] // stride))
+        return x
+
+    def group_norm(self, x: Any, path: str) -> Any:
+        # GroupNormalization needs opset 21; InstanceNormalization of groups computes the same.
+        gamma, beta = (self.arrays[f"{path}/{name}"][:, None, None] for name in ("gamma", "beta"))
+        ones = self.weight("group_ones", value=np.ones(GROUPS, np.float32))
+        zeros = self.weight("group_zeros", value=np.zeros(GROUPS, np.float32))
+        rows, columns = self._sizes[x]
+        x = self.reshape(x, (0, GROUPS, len(gamma) // GROUPS * rows * columns))
+        x = self.node("InstanceNormalization", x, ones, zeros, epsilon=GROUP_NORM_EPSILON)
+        x = self.reshape(x, (0, len(gamma), rows, columns))
+        x = self.node("Mul", x, self.weight(f"{path}/gamma", value=gamma))
+        return self.node("Add", x, self.weight(f"{path}/beta", value=beta))
+
+    def flatten(self, x: Any) -> Any:
+        rows, columns = self._sizes[x]  # spelt out: -1 has no answer for an empty batch
+        return self.transpose(self.reshape(x, (0, 0, rows * columns)), (0, 2, 1))
+
+    def _number(self, name: str, value: float) -> str:
+        return self.weight(name, value=np.float32(value))
+
+    def _integers(self, values: Sequence[int]) -> str:
+        """Adds a list of integers, such as a shape."""
+        label = "_".join(map(str, values))
+        return self.weight(f"constant_int64_{label}", value=np.array(values, np.int64))
 
 
 def convert_to_onnx(exportable: Exportable, *, opset: int = CONVERTED_OPSET) -> "onnx.ModelProto":
@@ -170,43 +233,45 @@ def convert_to_onnx(exportable: Exportable, *, opset: int = CONVERTED_OPSET) -> 
 
     spec = tf.TensorSpec((None, *exportable.image_shape), tf.float32, name="images")
     function = tf.function(exportable.answer, input_signature=[spec], autograph=False)
-    with _collected_errors() as errors, portable_forms():
-        converted, _ = tf2onnx.convert.from_function(
-            function,
-            input_signature=[spec],
-            opset=opset,
-            custom_op_handlers={"Erfc": (_erfc, [])},
-        )
+    errors, logger = logging.handlers.BufferingHandler(1000), logging.getLogger("tf2onnx")
+    errors.setLevel(logging.ERROR)
+    logger.addHandler(errors)
+    try:
+        with portable_forms():
+            converted, _ = tf2onnx.convert.from_function(
+                function,
+                input_signature=[spec],
+                opset=opset,
+                custom_op_handlers={"Erfc": (_erfc, [])},
+            )
+    finally:
+        logger.removeHandler(errors)
     model: onnx.ModelProto = converted
+    reasons = [record.getMessage() for record in errors.buffer]
     domains = {node.domain for node in model.graph.node} - {"", "ai.onnx"}
-    if errors or domains:
-        raise ValueError(
-            "The model cannot be converted to ONNX: "
-            f"{errors[0] if errors else f'it needs operators of {sorted(domains)}'}."
-        )
-    _name_batch(model)
+    reasons += [f"it needs operators of {sorted(domains)}"] * bool(domains)
+    if reasons:
+        raise ValueError(f"The model cannot be converted to ONNX: {reasons[0]}.")
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.shape.dim[0].dim_param = "batch"
+    del model.graph.value_info[:]  # has the old, anonymous dimension
     outputs = {value.name: value for value in model.graph.output}
     del model.graph.output[:]
     model.graph.output.extend(outputs[name] for name in exportable.output_names)
     return model
 
 
-def to_onnx(exportable: Exportable, *, opset: int | None = None) -> "onnx.ModelProto":
-    """Returns an ONNX model: written node by node where it can be, otherwise converted."""
-    if _is_written(exportable):
-        return make_onnx(exportable, opset=opset or OPSET)
-    return convert_to_onnx(exportable, opset=opset or CONVERTED_OPSET)
-
-
-def check_opset(exportable: Exportable, opset: int) -> None:
+def check(exportable: Exportable, options: Options) -> None:
     """Raises a ValueError for an opset that a model cannot be written in."""
+    if options.opset is None:
+        return
     highest = max(IR_VERSIONS) if _is_written(exportable) else CONVERTED_OPSET
     lowest = min(IR_VERSIONS)
-    if not lowest <= opset <= highest:
+    if not lowest <= options.opset <= highest:
         why = "" if highest == max(IR_VERSIONS) else ", as tf2onnx has to convert it"
         raise ValueError(
             f"The opset of this model's ONNX file is {lowest} to {highest}{why}. "
-            f"Received: opset={opset!r}."
+            f"Received: opset={options.opset!r}."
         )
 
 
@@ -216,37 +281,29 @@ def _is_written(exportable: Exportable) -> bool:
     return exportable.written_config is not None and has_node
 
 
-def write_onnx(
+def write(
     exportable: Exportable,
     files: Mapping[str, Path],
     *,
-    about: description.Description,
-    opset: int | None = None,
-    floats: Mapping[str, Collection[str]] | None = None,
+    about: Description,
+    options: Options = DEFAULTS,
+    floats: Collection[str] = (),
     largest: int = LARGEST,
 ) -> dict[str, int]:
-    """Writes ONNX files, and `<name>.data` beside one whose weights exceed `largest` bytes.
-
-    Args:
-        exportable: the rebuilt model.
-        files: where each of `FORMATS` goes.
-        about: what the files say of themselves, in their `metadata_props`.
-        opset: the version of the operators, a key of `IR_VERSIONS`; None for the writer's own.
-        floats: the kernels that stay float32 in a format that rounds them.
-        largest: bytes of weights that stay within the file.
-
-    Returns:
-        The bytes of each file's weights.
-    """
+    """Writes ONNX files, and `<name>.data` beside one whose weights exceed `largest` bytes."""
     import onnx
 
-    model, sizes = to_onnx(exportable, opset=opset), {}
+    if _is_written(exportable):
+        model = make_onnx(exportable, opset=options.opset or OPSET)
+    else:
+        model = convert_to_onnx(exportable, opset=options.opset or CONVERTED_OPSET)
+    sizes = {}
     # Saving may move the model's own weights to their file, so that is last.
     for name, file in sorted(files.items(), key=lambda item: item[0] == "onnx"):
-        stays = (floats or {}).get(name, ())
-        sizes[name] = onnx_rounding.weight_bytes(model, name, floats=stays)
-        made = model if name == "onnx" else onnx_rounding.rounded(model, name, floats=stays)
-        description.describe_onnx(made, about)
+        row = FORMATS[name]
+        sizes[name] = weight_bytes(model, row, floats=floats)
+        made = model if row.weights == "float32" else rounded(model, row, floats=floats)
+        _describe(made, about)
         onnx.save_model(
             made,
             str(file),
@@ -254,136 +311,6 @@ def write_onnx(
             location=f"{file.name}.data",
         )
     return sizes
-
-
-def _forward(graph: _Graph, images: str) -> str:
-    config = graph.config
-    x = graph.node("Transpose", images, perm=(0, 3, 1, 2))  # (B, C, height, width)
-    if config.resnet_layers is not None:
-        x = _stem(graph, x)
-    x = _tokens(graph, x)  # (B, N, D)
-    for index in range(config.num_layers):
-        is_last = index == config.num_layers - 1
-        x = _block(graph, x, f"block_{index}", only_first=is_last and config.pooling == "token")
-    if not config.norm_after_pooling:
-        x = graph.layer_norm(x, "encoder_norm")
-    x = _pool(graph, x)  # (B, D), or (B, N, D) without pooling
-    if config.norm_after_pooling and config.pooling is not None:
-        x = graph.layer_norm(x, "pooling_norm")
-    if config.classes is not None:
-        x = graph.node("Identity", x, name="features")
-    if config.representation_dim is not None:
-        x = graph.dense(x, "representation")
-        if config.representation_activation is not None:
-            x = graph.node("Tanh", x)
-    if config.classes is None:
-        return graph.node("Identity", x, name="features")
-    return graph.dense(x, "head", name="logits")
-
-
-def _tokens(graph: _Graph, x: str) -> str:
-    config, size = graph.config, graph.config.patch_size
-    kernel = graph.kernel("patch_encoder/projection")
-    bias = graph.weight("patch_encoder/projection/bias")
-    x = graph.node("Conv", x, kernel, bias, kernel_shape=(size, size), strides=(size, size))
-    patches = config.grid[0] * config.grid[1]  # spelt out: -1 has no answer for an empty batch
-    x = graph.node("Reshape", x, graph.constant([0, config.hidden_dim, patches]))
-    x = graph.node("Transpose", x, perm=(0, 2, 1))  # (B, patches, D)
-    if "patch_encoder/position_embedding" in graph.arrays:
-        x = graph.node("Add", x, graph.weight("patch_encoder/position_embedding"))
-    if "patch_encoder/prefix" in graph.arrays:
-        x = graph.node("Concat", graph.repeat("patch_encoder/prefix", like=x), x, axis=1)
-    return graph.layer_norm(x, "embedding_norm") if config.embedding_norm else x  # (B, N, D)
-
-
-def _block(graph: _Graph, x: str, path: str, *, only_first: bool) -> str:
-    """One encoder block; with `only_first` it computes the class token's row alone."""
-    normed = graph.layer_norm(x, f"{path}/attention_norm")
-    qkv = graph.dense(normed, f"{path}/attention/qkv")
-    query, key, value = graph.split(qkv, 3)
-    if only_first:
-        query, x = graph.first_token(query), graph.first_token(x)
-    attended = graph.dense(_attention(graph, query, key, value), f"{path}/attention/out")
-    x = graph.node("Add", x, attended)
-    hidden = graph.mlp(graph.layer_norm(x, f"{path}/mlp_norm"), f"{path}/mlp")
-    return graph.node("Add", x, hidden)
-
-
-def _attention(graph: _Graph, query: str, key: str, value: str) -> str:
-    """Attention of queries that include the scale."""
-    heads, width = graph.config.num_heads, graph.config.hidden_dim
-    shape = graph.constant([0, 0, heads, width // heads])
-
-    def split(x: str, perm: tuple[int, ...]) -> str:
-        return graph.node("Transpose", graph.node("Reshape", x, shape), perm=perm)
-
-    logits = graph.node("MatMul", split(query, (0, 2, 1, 3)), split(key, (0, 2, 3, 1)))
-    weights = graph.node("Softmax", logits, axis=-1)  # (B, H, N, N)
-    x = graph.node("MatMul", weights, split(value, (0, 2, 1, 3)))
-    x = graph.node("Transpose", x, perm=(0, 2, 1, 3))
-    return graph.node("Reshape", x, graph.constant([0, 0, width]))  # (B, N, D)
-
-
-def _pool(graph: _Graph, x: str) -> str:
-    config = graph.config
-    if config.pooling is None:
-        return x
-    if config.pooling == "map":
-        x = _attention_pooling(graph, x)
-    elif config.pooling == "avg":
-        if config.num_prefix_tokens:
-            ends = ([config.num_prefix_tokens], [config.num_tokens], [1])
-            x = graph.node("Slice", x, *map(graph.constant, ends))
-        return graph.mean(x)
-    return graph.node("Squeeze", x, graph.constant([1]))  # (B, 1, D) to (B, D)
-
-
-def _attention_pooling(graph: _Graph, x: str) -> str:
-    query = graph.repeat("pooling/query", like=x)
-    pairs = graph.dense(x, "pooling/key_value")
-    key, value = graph.split(pairs, 2)
-    x = graph.dense(_attention(graph, query, key, value), "pooling/out")
-    hidden = graph.mlp(graph.layer_norm(x, "pooling/norm"), "pooling/mlp")
-    return graph.node("Add", x, hidden)  # (B, 1, D)
-
-
-def _stem(graph: _Graph, x: str) -> str:
-    height, width, _ = graph.config.input_shape
-    x, size = _convolution(graph, x, "stem/root_conv", size=(height, width), stride=2)
-    x = graph.node("Relu", _group_norm(graph, x, "stem/root_norm", size))
-    pads = _same_padding(size, kernel=3, stride=2)
-    x = graph.node("MaxPool", x, kernel_shape=(3, 3), strides=(2, 2), pads=pads)
-    size = (-(-size[0] // 2), -(-size[1] // 2))
-    for stage, units in enumerate(graph.config.resnet_layers or ()):
-        for unit in range(units):
-            stride = 2 if stage > 0 and unit == 0 else 1
-            path = f"stem/stage_{stage}_unit_{unit}"
-            x, size = _unit(graph, x, path, size=size, stride=stride)
-    return x
-
-
-def _unit(
-    graph: _Graph, x: str, path: str, *, size: tuple[int, int], stride: int
-) -> tuple[str, tuple[int, int]]:
-    shortcut = x
-    if f"{path}/projection/kernel" in graph.arrays:
-        shortcut, after = _convolution(graph, x, f"{path}/projection", size=size, stride=stride)
-        shortcut = _group_norm(graph, shortcut, f"{path}/projection_norm", after)
-    for place, step in ((1, 1), (2, stride), (3, 1)):
-        x, size = _convolution(graph, x, f"{path}/conv{place}", size=size, stride=step)
-        x = _group_norm(graph, x, f"{path}/norm{place}", size)
-        if place < 3:
-            x = graph.node("Relu", x)
-    return graph.node("Relu", graph.node("Add", shortcut, x)), size
-
-
-def _convolution(
-    graph: _Graph, x: str, path: str, *, size: tuple[int, int], stride: int
-) -> tuple[str, tuple[int, int]]:
-    shape, strides = graph.arrays[f"{path}/kernel"].shape[:2], (stride, stride)
-    pads = _same_padding(size, kernel=shape[0], stride=stride)
-    x = graph.node("Conv", x, graph.kernel(path), kernel_shape=shape, strides=strides, pads=pads)
-    return x, (-(-size[0] // stride), -(-size[1] // stride))
 
 
 def _same_padding(size: tuple[int, int], *, kernel: int, stride: int) -> list[int]:
@@ -397,20 +324,7 @@ def _same_padding(size: tuple[int, int], *, kernel: int, stride: int) -> list[in
     return [total // 2 for total in totals] + [total - total // 2 for total in totals]
 
 
-def _group_norm(graph: _Graph, x: str, path: str, size: tuple[int, int]) -> str:
-    # GroupNormalization needs opset 21; InstanceNormalization of groups computes the same.
-    gamma, beta = graph.arrays[f"{path}/gamma"], graph.arrays[f"{path}/beta"]
-    ones = graph.weight("group_ones", np.ones(GROUPS, np.float32))
-    zeros = graph.weight("group_zeros", np.zeros(GROUPS, np.float32))
-    cells = len(gamma) // GROUPS * size[0] * size[1]
-    x = graph.node("Reshape", x, graph.constant([0, GROUPS, cells]))
-    x = graph.node("InstanceNormalization", x, ones, zeros, epsilon=GROUP_NORM_EPSILON)
-    x = graph.node("Reshape", x, graph.constant([0, len(gamma), *size]))
-    x = graph.node("Mul", x, graph.weight(f"{path}/gamma", gamma[:, None, None]))
-    return graph.node("Add", x, graph.weight(f"{path}/beta", beta[:, None, None]))
-
-
-def _model(graph: _Graph, exportable: Exportable) -> "onnx.ModelProto":
+def _model(ops: OnnxOperations, exportable: Exportable) -> "onnx.ModelProto":
     import onnx
 
     def tensor(name: str, shape: Sequence[Any]) -> onnx.ValueInfoProto:
@@ -419,19 +333,19 @@ def _model(graph: _Graph, exportable: Exportable) -> "onnx.ModelProto":
     shapes = {name: tensor.shape[1:] for name, tensor in exportable.outputs().output.items()}
     shapes["probabilities"] = shapes.get("logits")
     graph_proto = onnx.helper.make_graph(
-        graph.nodes,
+        ops.nodes,
         exportable.network.name,
         [tensor("images", exportable.image_shape)],
         [tensor(name, shapes[name]) for name in exportable.output_names],
         [
             onnx.numpy_helper.from_array(np.ascontiguousarray(value), path)
-            for path, value in graph.weights.items()
+            for path, value in ops.weights.items()
         ],
     )
     return onnx.helper.make_model(
         graph_proto,
-        opset_imports=[onnx.helper.make_opsetid("", graph.opset)],
-        ir_version=IR_VERSIONS[graph.opset],
+        opset_imports=[onnx.helper.make_opsetid("", ops.opset)],
+        ir_version=IR_VERSIONS[ops.opset],
         producer_name="keras-vit",
     )
 
@@ -450,24 +364,173 @@ def _erfc(context: Any, node: Any, name: str, args: Any) -> Any:
     return result
 
 
-def _name_batch(model: "onnx.ModelProto") -> None:
-    for value in (*model.graph.input, *model.graph.output):
-        value.type.tensor_type.shape.dim[0].dim_param = "batch"
-    del model.graph.value_info[:]  # has the old, anonymous dimension
+def rounded(
+    model: "onnx.ModelProto", row: Format, *, floats: Collection[str] = ()
+) -> "onnx.ModelProto":
+    """Returns a rounded copy of a model, whose operators are those of ONNX."""
+    if row.weights == "float16":
+        made = _half(model)
+    else:
+        made = (_int8 if row.products == "int8" else _int8_weights)(model, floats)
+    del made.graph.value_info[:]
+    for domain in [each for each in made.opset_import if each.domain not in ("", "ai.onnx")]:
+        made.opset_import.remove(domain)
+    return made
 
 
-@contextlib.contextmanager
-def _collected_errors() -> Iterator[list[str]]:
-    """Collects what tf2onnx logs as errors."""
-    errors: list[str] = []
+def kernels(model: "onnx.ModelProto") -> dict[str, tuple[str, int]]:
+    """Returns each kernel of a dense product with the name of that product, and its elements.
 
-    class Collector(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            errors.append(record.getMessage())
+    The convolution that reads the image is none: to round its kernel costs the most accuracy.
+    """
+    weights = {each.name: each for each in model.graph.initializer}
+    found = {}
+    for node in model.graph.node:
+        kernel = weights.get(node.input[1]) if node.op_type == "MatMul" else None
+        if kernel is not None and len(kernel.dims) == 2:
+            count = int(np.prod(kernel.dims))
+            if count >= MIN_ELEMENTS:
+                found[kernel.name] = (node.name, count)
+    return found
 
-    handler, logger = Collector(logging.ERROR), logging.getLogger("tf2onnx")
-    logger.addHandler(handler)
-    try:
-        yield errors
-    finally:
-        logger.removeHandler(handler)
+
+def weight_bytes(model: "onnx.ModelProto", row: Format, *, floats: Collection[str] = ()) -> int:
+    """Returns the bytes of all weights in a file of a format."""
+    numbers = sum(int(np.prod(each.dims)) for each in model.graph.initializer)
+    if row.weights != "int8":
+        return int(4 * row.share * numbers)
+    return 4 * numbers - 3 * sum(
+        count for kernel, (_, count) in kernels(model).items() if kernel not in floats
+    )
+
+
+def _half(model: "onnx.ModelProto") -> "onnx.ModelProto":
+    """Computes in float16, with inputs and outputs in float32."""
+    from onnxruntime.transformers.float16 import convert_float_to_float16
+    from onnxruntime.transformers.onnx_model import OnnxModel
+
+    stays = [
+        node.name
+        for node in model.graph.node
+        if any(name.startswith(_FLOAT_WEIGHTS) for name in node.input)
+        or node.output[0] in _FLOAT_OUTPUTS
+    ]
+    made: onnx.ModelProto
+    with tempfile.TemporaryDirectory(prefix="keras-vit-") as folder:
+        made = convert_float_to_float16(
+            str(_saved(model, folder)), keep_io_types=True, node_block_list=stays
+        )
+    OnnxModel(made).topological_sort()
+    return made
+
+
+def _int8(model: "onnx.ModelProto", floats: Collection[str]) -> "onnx.ModelProto":
+    """Multiplies in int8: kernels by channel, inputs by what they range over, as they come."""
+    import onnx
+    from onnxruntime import quantization
+
+    nodes = [node for kernel, (node, _) in kernels(model).items() if kernel not in floats]
+    if not nodes:
+        copy = onnx.ModelProto()
+        copy.CopyFrom(model)
+        return copy
+    with tempfile.TemporaryDirectory(prefix="keras-vit-") as folder:
+        made = Path(folder) / "int8.onnx"
+        quantization.quantize_dynamic(
+            _saved(model, folder, properties=_PREPARED),
+            made,
+            op_types_to_quantize=["MatMul"],
+            nodes_to_quantize=nodes,
+            per_channel=True,
+            reduce_range=_REDUCED,
+            weight_type=quantization.QuantType.QInt8,
+        )
+        rounded_model: onnx.ModelProto = onnx.load(str(made))
+        return rounded_model
+
+
+def _int8_weights(model: "onnx.ModelProto", floats: Collection[str]) -> "onnx.ModelProto":
+    """Stores kernels in int8, from which runtimes make float32 when they load the file.
+
+    By Cast and Mul, which every runtime computes at once where they are constant. ONNX Runtime
+    leaves a DequantizeLinear in the graph, and repeats it for each image.
+    """
+    import onnx
+    from onnx import helper, numpy_helper
+
+    made = onnx.ModelProto()
+    made.CopyFrom(model)
+    chosen = kernels(made).keys() - set(floats)
+    nodes: list[Any] = []
+    for weight in [each for each in made.graph.initializer if each.name in chosen]:
+        name = weight.name
+        values, scales = quantized(numpy_helper.to_array(weight))
+        weight.CopyFrom(numpy_helper.from_array(values, f"{name}_int8"))
+        made.graph.initializer.append(numpy_helper.from_array(scales, f"{name}_scale"))
+        float_name = f"{name}_float"
+        nodes += [
+            helper.make_node("Cast", [weight.name], [float_name], to=1, name=f"{name}_cast"),
+            helper.make_node("Mul", [float_name, f"{name}_scale"], [name], name=f"{name}_rescale"),
+        ]
+    nodes += made.graph.node
+    del made.graph.node[:]
+    made.graph.node.extend(nodes)
+    return made
+
+
+def quantized(kernel: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rounds a kernel to int8, each output channel by a scale of its own.
+
+    Example:
+        >>> values, scales = quantized(np.array([[0.5, 2.0], [1.0, -4.0]], np.float32))
+        >>> values.tolist(), (127 * scales).tolist()
+        ([[64, 64], [127, -127]], [1.0, 4.0])
+
+    Args:
+        kernel: float32 (inputs, outputs).
+
+    Returns:
+        The kernel in int8, and the scales (outputs,).
+    """
+    largest = np.abs(kernel).max(axis=0)
+    scales = np.where(largest > 0, largest / _MOST, 1.0).astype(np.float32)
+    return np.round(kernel / scales).astype(np.int8), scales
+
+
+def _saved(
+    model: "onnx.ModelProto", folder: str, *, properties: Mapping[str, str] | None = None
+) -> Path:
+    """Saves a model of any size to read it again, with properties."""
+    import onnx
+
+    file, copy = Path(folder) / "float.onnx", onnx.ModelProto()
+    copy.CopyFrom(model)  # saving moves its weights to a file of their own
+    onnx.helper.set_model_props(copy, dict(properties or {}))
+    onnx.save_model(copy, str(file), save_as_external_data=True, location="weights")
+    return file
+
+
+def _describe(model: "onnx.ModelProto", about: Description) -> None:
+    """Writes a description into an ONNX model: each field as JSON, under its name.
+
+    The keys that begin with "Image." are those of the ONNX specification ("Optional metadata",
+    docs/MetadataProps.md).
+    """
+    import onnx
+
+    fields = {name: json.dumps(value) for name, value in about.to_dict().items()}
+    for key, value in (
+        ("Image.BitmapPixelFormat", _COLOURS.get(about.colours)),
+        ("Image.NominalPixelRange", _RANGES.get(about.input_range)),
+    ):
+        if value is not None:
+            fields[key] = value
+    onnx.helper.set_model_props(model, fields)
+    model.producer_name, model.producer_version = "keras-vit", about.keras_vit
+    (height, width, _), (low, high) = about.image_shape, about.input_range
+    what = f"{len(about.labels)} classes" if about.labels else "features"
+    model.doc_string = (
+        f"{about.name}: images {width} pixels wide and {height} high, "
+        f"{about.colours or 'channels'} last, values {low:g} to {high:g}; {what}. "
+        f"Written by keras-vit {about.keras_vit}."
+    )

@@ -11,11 +11,11 @@ import tensorflow as tf
 from keras_vit import environment
 from keras_vit.config import ViTConfig
 from keras_vit.data.images import to_grey
-from keras_vit.exporting import checking, description, verification
-from keras_vit.exporting.clean import runners
-from keras_vit.exporting.description import Description
+from keras_vit.exporting import checking, formats
+from keras_vit.exporting.clean.runners import Runner
+from keras_vit.exporting.formats import FORMATS, RECORD, Format
+from keras_vit.exporting.rebuild import Description
 
-_SIGNATURES = {"savedmodel": "pixels"}  # which takes float32; its uint8 would be rounded
 _GREY, _COLOURED = 1, 3
 
 
@@ -24,15 +24,11 @@ class OpenedArtefact:
     """An exported artefact that is loaded.
 
     Attributes:
-        format: one of `FORMATS`.
-        path: the file, or the folder of a SavedModel.
         about: what it says of itself.
         is_recorded: whether its files were compared with a record.
         model: from float32 pixels 0..255 (B, height, width, 3) to the source's own answer.
     """
 
-    format: str
-    path: Path
     about: Description
     is_recorded: bool
     model: keras.Model
@@ -55,21 +51,25 @@ def open_artefact(path: Path) -> OpenedArtefact:
         ValueError: there are several, it is not as its record says, or nothing says what it takes.
     """
     name, artefact, about, is_recorded = _find(path)
-    _check_channels(artefact, about)
-    runners.require(name)
+    if about.image_shape[2] not in (_GREY, _COLOURED):
+        raise ValueError(
+            f"Image files have 1 or 3 channels. Received: {str(artefact)!r}, which takes images "
+            f"of {about.image_shape[2]}."
+        )
+    row = formats.find(name)
+    row.require()
     try:
         with environment.without_log_lines():
-            model = _model(name, runners.open_runner(name, artefact), about)
+            ask = _Ask(row, row.runner(artefact), about)
     except Exception as error:  # each runtime has errors of its own
         raise ValueError(
             f"{str(artefact)!r} cannot be loaded ({str(error).splitlines()[0]}); export it again."
         ) from error
+    images = keras.Input((*about.image_shape[:2], 3))
     return OpenedArtefact(
-        format=name,
-        path=artefact,
         about=about,
         is_recorded=is_recorded,
-        model=model,
+        model=ExportedModel(images, ask(images), name=about.name),
     )
 
 
@@ -92,7 +92,7 @@ def _find(path: Path) -> tuple[str, Path, Description, bool]:
         raise ValueError(
             f"{str(path)!r} holds several exported models; give one of {listed}."
             if found
-            else f"{str(path)!r} is none of the models in the {verification.RECORD} beside it."
+            else f"{str(path)!r} is none of the models in the {RECORD} beside it."
         )
     ((name, inner, folder, record),) = found
     files = checking.files_of(inner, record)
@@ -104,16 +104,11 @@ def _find(path: Path) -> tuple[str, Path, Description, bool]:
 def _alone(file: Path) -> tuple[str, Path, Description, bool]:
     """Returns the same of a file without record, which describes itself."""
     name = file.suffix.removeprefix(".")
-    about = None
+    if name in FORMATS:
+        FORMATS[name].require()
     try:
-        runners.require(name)
-        if name == "onnx":
-            about = description.read_onnx(runners.OnnxRunner(file).properties)
-        elif name == "tflite":
-            fields = runners.read_archive(file)
-            about = None if fields is None else Description.from_dict(fields)
-    except ImportError:
-        raise
+        fields = FORMATS[name].runner.describe(file) if name in FORMATS else None
+        about = None if fields is None else Description.from_dict(fields)
     except Exception as error:  # each runtime has errors of its own
         raise ValueError(
             f"{str(file)!r} cannot be read ({str(error).splitlines()[0]}); export it again."
@@ -126,22 +121,6 @@ def _alone(file: Path) -> tuple[str, Path, Description, bool]:
     return name, file, about, False
 
 
-def _check_channels(artefact: Path, about: Description) -> None:
-    channels = about.image_shape[2]
-    if channels not in (_GREY, _COLOURED):
-        raise ValueError(
-            f"Image files have 1 or 3 channels. Received: {str(artefact)!r}, which takes images "
-            f"of {channels}."
-        )
-
-
-def _model(name: str, runner: runners.Runner, about: Description) -> ExportedModel:
-    height, width, _ = about.image_shape
-    images = keras.Input((height, width, 3))
-    outputs = _Ask(name, runner, about)(images)
-    return ExportedModel(images, outputs, name=about.name)
-
-
 class _Ask(keras.layers.Layer):
     """Asks an artefact for its answers to pixels.
 
@@ -149,11 +128,11 @@ class _Ask(keras.layers.Layer):
         config: how images are prepared for it; nothing else of it is true of the artefact.
     """
 
-    def __init__(self, name: str, runner: runners.Runner, about: Description) -> None:
+    def __init__(self, row: Format, runner: Runner, about: Description) -> None:
         super().__init__(name="artefact")
         self.supports_jit = False
         self.config = ViTConfig(antialias=about.antialias)
-        self._runner, self._about, self._format = runner, about, name
+        self._row, self._runner, self._about = row, runner, about
         # Of probabilities that are a softmax, the logits say more.
         is_softmax = about.activation == "softmax" and about.answers != "features"
         self._output = "logits" if is_softmax else about.answers
@@ -168,11 +147,10 @@ class _Ask(keras.layers.Layer):
         return tf.ensure_shape(answers, (None, *self._shape))
 
     def _answer(self, pixels: np.ndarray) -> np.ndarray:
-        about, kind = self._about, runners.family(self._format)
+        about = self._about
         if about.image_shape[2] == _GREY:
             pixels = np.asarray(to_grey(pixels))
-        if kind == "savedmodel":
-            inputs = {"pixel_values": about.normalized(pixels)}
-        else:
-            inputs = {"images": about.prepared(pixels)}
-        return self._runner.run(_SIGNATURES.get(kind, ""), inputs)[self._output]
+        signature, inputs = "", {"images": about.prepared(pixels)}
+        if self._row.has_signatures:  # of which this takes float32; uint8 would be rounded
+            signature, inputs = "pixels", {"pixel_values": about.normalized(pixels)}
+        return self._runner.run(signature, inputs)[self._output]

@@ -1,23 +1,28 @@
-"""Rebuilds a trained model in plain float32: other precisions do not export faithfully."""
+"""Rebuilds a trained model in plain float32, and says what its files say of themselves.
+
+Other precisions do not export faithfully.
+"""
 
 import dataclasses
 import functools
+import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import keras
 import numpy as np
 
+from keras_vit import version
 from keras_vit.adaptation import LoRAVisionTransformer
 from keras_vit.backend.private import layers_of
 from keras_vit.config import ViTConfig
-from keras_vit.layers import PatchEncoder, TokenDense
+from keras_vit.layers import TokenDense
 from keras_vit.layers.dense import CHANGES
 from keras_vit.layers.random import overwritten_weights
-from keras_vit.layers.resnet import STANDARDIZATION_EPSILON
 from keras_vit.model import VisionTransformer
 
 Range = Literal["pixels", "normalized"]
+Answer = Literal["logits", "probabilities", "features"]
 
 # What Keras adds to a layer for LoRA and quantisation; `_float_kernel` adds it to the kernel.
 _ADDED = (
@@ -29,6 +34,7 @@ _MODES = (None, "int8", "int4", "float8")
 # Layers before the Vision Transformer scale pixels if it then gets values of the range that it
 # takes, within this factor; a model that takes 0..1 or normalised values misses it by 64 or more.
 _RANGE_FACTOR = 16.0
+COLOURS: Mapping[int, str] = {1: "grey", 3: "RGB", 4: "RGBA"}
 _UNCHANGED_DTYPES = ("bool", "string", "uint8", "int8", "int16", "int32", "int64")
 
 
@@ -40,7 +46,6 @@ class Exportable:
         network: float32, from images to logits, or to features without classifier.
         takes: input range of the original model: "pixels" 0..255, or "normalized":
             (pixels / 255 - mean) / deviation, with those of its config.
-        network_takes: input range of `network`.
         activation: from logits to probabilities; None without classifier.
         answers: which output the original model returns.
         config: the network's config; None if there are layers around the Vision Transformer.
@@ -50,9 +55,8 @@ class Exportable:
 
     network: keras.Model
     takes: Range
-    network_takes: Range
     activation: Callable[[Any], Any] | None
-    answers: Literal["logits", "probabilities", "features"]
+    answers: Answer
     config: ViTConfig | None
     input_config: ViTConfig
 
@@ -80,21 +84,10 @@ class Exportable:
         """Bytes of all weights in float32."""
         return 4 * int(sum(np.prod(weight.shape) for weight in self.network.weights))
 
-    def from_pixels(self, images: Any) -> Any:
-        """Converts float32 pixels 0..255 to the range of `network`."""
-        return images if self.network_takes == "pixels" else self.normalized(images)
-
-    def from_normalized(self, images: Any) -> Any:
-        """Converts normalized float32 values to the range of `network`."""
-        if self.network_takes == "normalized":
-            return images
-        scale, offset = self.rescaling
-        return (images - offset) / scale
-
-    def normalized(self, pixels: Any) -> Any:
-        """Scales float32 pixels 0..255 like the model's own rescaling."""
-        scale, offset = self.rescaling
-        return pixels * scale + offset
+    @property
+    def network_takes(self) -> Range:
+        """Input range of `network`."""
+        return self.takes if self.config is None else "normalized"
 
     @property
     def rescaling(self) -> tuple[Any, Any]:
@@ -105,14 +98,22 @@ class Exportable:
         )
         return scale, offset
 
-    def from_original(self, images: Any) -> Any:
-        """Converts the original model's input to the range of `network`."""
-        return self.from_pixels(images) if self.takes == "pixels" else self.from_normalized(images)
+    def to_network(self, images: Any, given: Range) -> Any:
+        """Converts float32 images to the range of `network`."""
+        if given == self.network_takes:
+            return images
+        scale, offset = self.rescaling
+        return images * scale + offset if given == "pixels" else (images - offset) / scale
+
+    def normalized(self, pixels: np.ndarray) -> np.ndarray:
+        """Scales pixels 0..255 like the model's own rescaling, to float32."""
+        scale, offset = self.rescaling
+        return np.asarray(np.float32(pixels) * scale + offset)
 
     def to_original(self, pixels: np.ndarray) -> np.ndarray:
         """Converts pixels 0..255 to the original model's input, float32."""
-        images: np.ndarray = pixels.astype(np.float32)
-        return images if self.takes == "pixels" else np.asarray(self.normalized(images))
+        is_pixels = self.takes == "pixels"
+        return np.asarray(pixels, np.float32) if is_pixels else self.normalized(pixels)
 
     def outputs(self) -> keras.Model:
         """Returns a model with its outputs by name: "logits", "features" or both.
@@ -131,7 +132,7 @@ class Exportable:
 
     def answer(self, images: Any) -> dict[str, Any]:
         """Returns the outputs of a file by name, for inputs of the original model."""
-        return self.named(self.outputs()(self.from_original(images), training=False))
+        return self.named(self.outputs()(self.to_network(images, self.takes), training=False))
 
     def named(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
         """Adds the probabilities to the network's outputs, which have their names."""
@@ -146,6 +147,88 @@ class Exportable:
             return ("features",)
         names = ("logits", "probabilities")
         return names if self.config is None else (*names, "features")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Description:
+    """What a program must know to run an exported file without its model.
+
+    Each format has a place for it: `metadata_props` in ONNX, the metadata of TFLite, and for a
+    SavedModel, as for all, `verification.json` beside it.
+
+    Attributes:
+        name: the model's.
+        keras_vit: the version of this package that wrote the file.
+        weights_sha256: of the source, see `weights_sha256`.
+        image_shape: (height, width, channels) of the images.
+        colours: the order of the channels, "RGB" or "grey"; "" where they are no colours.
+        takes: "pixels" 0..255, or "normalized": (pixels / 255 - mean) / deviation.
+        image_mean: of the pixels over 255, for each channel.
+        image_std: their deviation.
+        filter: how images are resized.
+        antialias: whether that smooths where an image shrinks.
+        activation: from logits to probabilities; "" without classifier.
+        answers: the output that the source returns.
+        outputs: of an ONNX or TFLite file, in order.
+        labels: the name of each class, in the order of the outputs.
+    """
+
+    name: str
+    weights_sha256: str
+    image_shape: tuple[int, int, int]
+    colours: str
+    takes: Range
+    image_mean: tuple[float, ...]
+    image_std: tuple[float, ...]
+    antialias: bool
+    activation: str
+    answers: str
+    outputs: tuple[str, ...]
+    labels: tuple[str, ...]
+    filter: Literal["bilinear"] = "bilinear"
+    keras_vit: str = version.__version__
+
+    @property
+    def input_range(self) -> tuple[float, float]:
+        """The lowest and the highest value that an image may have in the file's input."""
+        values = self.prepared(np.array([[0.0], [255.0]], np.float32))
+        return float(values.min()), float(values.max())
+
+    def prepared(self, pixels: np.ndarray) -> np.ndarray:
+        """Converts pixels 0..255 to the file's input, float32."""
+        is_pixels = self.takes == "pixels"
+        return np.asarray(pixels, np.float32) if is_pixels else self.normalized(pixels)
+
+    def normalized(self, pixels: np.ndarray) -> np.ndarray:
+        """Scales pixels 0..255 by mean and deviation, as the model does."""
+        pairs = zip(self.image_mean, self.image_std, strict=True)
+        rows = [(1 / (255 * std), -mean / std) for mean, std in pairs]
+        rows = rows[:1] if len(set(rows)) == 1 else rows  # as for images of another depth
+        scale, offset = np.array(rows, np.float32).T
+        return np.asarray(np.float32(pixels) * scale + offset)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the fields and the range of the input, as plain values for JSON."""
+        return {**dataclasses.asdict(self), "input_range": self.input_range}
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> "Description":
+        """Reads what `to_dict` returned.
+
+        Raises:
+            ValueError: a field is missing or of another type.
+        """
+        names = {field.name: field for field in dataclasses.fields(cls)}
+        try:
+            values = {name: fields[name] for name in names}
+        except KeyError as error:
+            raise ValueError(f"its description lacks {error}") from None
+        for name, value in values.items():
+            if isinstance(value, list):
+                values[name] = tuple(value)
+            if str(names[name].type).startswith("tuple") != isinstance(values[name], tuple):
+                raise ValueError(f"its description has {name}={value!r}")
+        return cls(**values)
 
 
 def rebuild(model: keras.Model) -> Exportable:
@@ -166,104 +249,68 @@ def rebuild(model: keras.Model) -> Exportable:
             "to it: give it keras_vit.resize(model, (height, width, 3)). Keras' own "
             "model.export(path) writes a SavedModel for images of any size."
         )
+    network: keras.Model
     if isinstance(model, VisionTransformer):
-        return _rebuild_alone(model)
-    return _rebuild_around(model)
-
-
-def folded_arrays(network: keras.Model, config: ViTConfig) -> dict[str, np.ndarray]:
-    """Returns the float32 weights by path, with constant computations folded into them.
-
-    The attention scale 1/sqrt(K) is in the query's kernel and bias, layer scale in the last kernel
-    and bias of its branch, and the stem's kernels are standardised. `patch_encoder/prefix` holds
-    the tokens before the patches with their positions, (1, count, D), and
-    `patch_encoder/position_embedding` the patches' positions (1, N, D). `pooling/query` (1, 1, D)
-    replaces the probe and its projection. The patch kernel is that of a convolution, (P, P, C, D).
-    """
-    arrays = {
-        weight.path: np.asarray(keras.ops.convert_to_numpy(weight), np.float32)
-        for weight in network.weights
-    }
-    width, patch = config.hidden_dim, "patch_encoder/projection/kernel"
-    scale = np.float32((width // config.num_heads) ** -0.5)
-    for path, value in arrays.items():
-        layer, _, name = path.rpartition("/")
-        if layer.endswith("attention/qkv"):
-            parts = value[..., :width] * scale, value[..., width:]
-            arrays[path] = np.concatenate(parts, axis=-1)
-        elif layer == "pooling/query":
-            arrays[path] = value * scale
-        elif layer.startswith("stem/") and name == "kernel":
-            arrays[path] = _standardized(value)
-    arrays[patch] = arrays[patch].reshape(config.patch_size, config.patch_size, -1, width)
-    for index in range(config.num_layers if config.layer_scale is not None else 0):
-        for branch, last in (("attention", "out"), ("mlp", "fc2")):
-            factor = arrays.pop(f"block_{index}/{branch}_scale")
-            for name in ("kernel", "bias"):
-                arrays[f"block_{index}/{branch}/{last}/{name}"] *= factor
-    _fold_positions(arrays, network.get_layer("patch_encoder"))
-    if config.pooling == "map":
-        probe = arrays.pop("pooling/probe").astype(np.float64)
-        query = probe @ arrays.pop("pooling/query/kernel") + arrays.pop("pooling/query/bias")
-        arrays["pooling/query"] = query.astype(np.float32)
-    return arrays
-
-
-def _fold_positions(arrays: dict[str, np.ndarray], encoder: PatchEncoder) -> None:
-    """Replaces what the patch encoder adds to its tokens by two arrays, as `folded_arrays` says."""
-    path = encoder.path
-    tokens = [arrays.pop(f"{path}/{name}") for name, count in encoder.prefix if count]
-    count = sum(each.shape[1] for each in tokens)
-    for name in [name for name in arrays if name.startswith(f"{path}/position_")]:
-        arrays.pop(name)
-    if encoder.position_kind is not None:
-        table = np.asarray(keras.ops.convert_to_numpy(encoder.position_table()), np.float32)
-        tokens = [np.concatenate(tokens, axis=1) + table[:, :count]] if tokens else []
-        arrays[f"{path}/position_embedding"] = table[:, count:]
-    if tokens:
-        arrays[f"{path}/prefix"] = np.concatenate(tokens, axis=1)
-
-
-def _standardized(kernel: np.ndarray) -> np.ndarray:
-    wide = kernel.astype(np.float64)
-    centred = wide - wide.mean(axis=(0, 1, 2))
-    folded = centred / (wide.std(axis=(0, 1, 2)) + STANDARDIZATION_EPSILON)
-    return np.asarray(folded, np.float32)
-
-
-def _rebuild_alone(model: VisionTransformer) -> Exportable:
-    config = dataclasses.replace(
-        model.config, classifier_activation=None, include_preprocessing=False
-    )
-    with overwritten_weights():
-        network = VisionTransformer(config, name=model.name, dtype="float32")
-    _copy_weights(model, network)
-    activation = keras.activations.get(model.config.classifier_activation)
-    is_classifier = config.classes is not None and len(network.output_shape) == 2
-    return Exportable(
-        network=network,
-        takes="pixels" if model.config.include_preprocessing else "normalized",
-        network_takes="normalized",
-        config=config,
-        input_config=config,
-        **_ending(activation, is_classifier=is_classifier),
-    )
-
-
-def _rebuild_around(model: keras.Model) -> Exportable:
-    transformer = _transformer_inside(model)
-    network = _made_again(model)
-    _copy_weights(model, network)
-    takes = _input_range(network, transformer.config)
-    network, activation = _without_activation(network)
+        takes: Range = "pixels" if model.config.include_preprocessing else "normalized"
+        config = input_config = dataclasses.replace(
+            model.config, classifier_activation=None, include_preprocessing=False
+        )
+        with overwritten_weights():
+            network = VisionTransformer(config, name=model.name, dtype="float32")
+        _copy_weights(model, network)
+        activation = keras.activations.get(model.config.classifier_activation)
+        is_classifier = config.classes is not None
+    else:
+        config, input_config, is_classifier = None, _transformer_inside(model).config, True
+        network = _made_again(model)
+        _copy_weights(model, network)
+        takes = _input_range(network, input_config)
+        network, activation = _without_activation(network)
+    answers: Answer = "probabilities"
+    if not is_classifier or len(network.output_shape) != 2:
+        activation, answers = None, "features"
+    elif activation is keras.activations.linear:
+        activation, answers = keras.activations.softmax, "logits"
     return Exportable(
         network=network,
         takes=takes,
-        network_takes=takes,
-        config=None,
-        input_config=transformer.config,
-        **_ending(activation, is_classifier=len(network.output_shape) == 2),
+        activation=activation,
+        answers=answers,
+        config=config,
+        input_config=input_config,
     )
+
+
+def describe(exportable: Exportable, *, name: str, labels: tuple[str, ...]) -> Description:
+    """Returns the description of a model's files."""
+    config, activation = exportable.input_config, exportable.activation
+    return Description(
+        name=name,
+        weights_sha256=weights_sha256(exportable.network),
+        image_shape=exportable.image_shape,
+        colours=COLOURS.get(exportable.image_shape[2], ""),
+        takes=exportable.takes,
+        image_mean=tuple(config.image_mean),
+        image_std=tuple(config.image_std),
+        antialias=config.antialias,
+        activation="" if activation is None else getattr(activation, "__name__", ""),
+        answers=exportable.answers,
+        outputs=exportable.output_names,
+        labels=labels,
+    )
+
+
+def weights_sha256(network: keras.Model) -> str:
+    """Returns the SHA-256 of a model's weights: path and float32 values of each, by path.
+
+    It is the same for a model in another precision or file format that holds the same values.
+    """
+    digest = hashlib.sha256()
+    for weight in sorted(network.weights, key=lambda weight: str(weight.path)):
+        digest.update(f"{weight.path}\n".encode())
+        array = np.asarray(keras.ops.convert_to_numpy(weight), "<f4")
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()
 
 
 def _made_again(model: keras.Model) -> keras.Model:
@@ -404,14 +451,6 @@ def _without_activation(network: keras.Model) -> tuple[keras.Model, Callable[[An
     else:
         last.activation = keras.activations.linear
     return network, keras.activations.get(activation)
-
-
-def _ending(activation: Callable[[Any], Any], *, is_classifier: bool) -> dict[str, Any]:
-    if not is_classifier:
-        return {"activation": None, "answers": "features"}
-    if activation is keras.activations.linear:
-        return {"activation": keras.activations.softmax, "answers": "logits"}
-    return {"activation": activation, "answers": "probabilities"}
 
 
 def _copy_weights(source: keras.Model, target: keras.Model) -> None:

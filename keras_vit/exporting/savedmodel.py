@@ -1,9 +1,8 @@
 """Writes a SavedModel for TensorFlow Serving, with warm-up requests and the server's settings."""
 
-import functools
 import importlib.resources
 import string
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,9 @@ from tensorflow.core.framework import tensor_pb2
 from keras_vit import atomic
 from keras_vit.data import decoding, header
 from keras_vit.data import images as image_files
-from keras_vit.exporting.clean import loader
-from keras_vit.exporting.rebuild import Exportable
+from keras_vit.exporting.clean import runners
+from keras_vit.exporting.formats import DEFAULTS, Options
+from keras_vit.exporting.rebuild import Description, Exportable
 
 # The feature of a tf.Example with the file, as in the TensorFlow Model Garden.
 EXAMPLE_FEATURE = "image/encoded"
@@ -32,8 +32,6 @@ _TEMPLATES = (
 _GREY = 127
 
 SERVING_DEFAULT = "serving_default"
-# What `serving_default` may take: files of images, or pixels in a batch of one size.
-DEFAULT_SIGNATURES = ("image_bytes", "image_tensor")
 # The status of a file that was decoded, and what is said of others.
 OK = "OK"
 DAMAGED = "The image is damaged, or its end is missing."
@@ -44,116 +42,126 @@ SINGLE_PIXEL = "An image of a single pixel shows nothing; send the whole image."
 BLANK: Mapping[str, Any] = {"classes": "", "class_ids": -1, "scores": 0.0, "features": 0.0}
 _PARALLEL_ROWS = 8  # files of a batch that are decoded at the same time
 
-_Answer = Callable[[Any], dict[str, Any]]
+
+def check(exportable: Exportable, options: Options) -> None:
+    """Raises a ValueError for a model of images that no file can be decoded to."""
+    if exportable.image_shape[2] not in (1, 3):
+        raise ValueError(
+            "A SavedModel decodes image files, to colour or to grey. Received: a model of images "
+            f"{exportable.image_shape}; export it as tflite or onnx."
+        )
+
+
+def write(
+    exportable: Exportable,
+    files: Mapping[str, Path],
+    *,
+    about: Description,
+    options: Options = DEFAULTS,
+    floats: Collection[str] = (),
+) -> dict[str, int]:
+    """Writes a version directory.
+
+    The weights are attributes of a plain `tf.Module`: `model.export` and `ExportArchive.track`
+    write every weight twice (keras-team/keras#23553), and a Keras model is saved with its layers.
+    """
+    (folder,) = files.values()
+    functions = make_signatures(exportable, about.labels, top_k=options.top_k)
+    module = tf.Module(name="vit")
+    module.weights = [weight.value for weight in exportable.network.weights]
+    save_module(module, folder, functions)
+    requests = folder / runners.WARM_UP_FILE
+    requests.parent.mkdir()
+    write_warm_up(requests, exportable, functions, model_name=about.name)
+    return dict.fromkeys(files, exportable.parameter_bytes)
 
 
 def make_signatures(
-    exportable: Exportable,
-    *,
-    labels: tuple[str, ...],
-    top_k: int,
-    default: str = DEFAULT_SIGNATURES[0],
+    exportable: Exportable, labels: tuple[str, ...], *, top_k: int
 ) -> dict[str, Any]:
     """Makes a concrete function for every signature of the model.
 
     All call the same function for the network, so its graph is stored once.
-
-    Args:
-        exportable: the rebuilt model.
-        labels: a name for each class; empty without classifier.
-        top_k: classes in an answer.
-        default: which of `DEFAULT_SIGNATURES` is `serving_default`. "image_tensor" takes pixels;
-            files then have the signature `image_bytes`.
     """
-    shape = (None, *exportable.image_shape)
-    specs = {
-        "image_bytes": tf.TensorSpec((None,), tf.string, name="image_bytes"),
-        "images": tf.TensorSpec(shape, tf.uint8, name="images"),
-        "pixel_values": tf.TensorSpec(shape, tf.float32, name="pixel_values"),
-        "inputs": tf.TensorSpec((None,), tf.string, name="inputs"),
-    }
-    inputs, features = _Inputs(exportable), _only("features")
-    if exportable.activation is None:
-        functions = {
-            "image_bytes": ("image_bytes", inputs.files_to(features)),
-            "pixels": ("pixel_values", _chain(inputs.of_values, features)),
-            "features": ("images", _chain(inputs.of_images, features)),
-        }
-        of_pixels = functions["features"]
-    else:
-        best = _best(exportable.activation, labels=labels, top_k=top_k)
-        scores = _scores(exportable.activation)
-        functions = {
-            "image_bytes": ("image_bytes", inputs.files_to(best)),
-            "image_tensor": ("images", _chain(inputs.of_images, scores)),
-            "pixels": ("pixel_values", _chain(inputs.of_values, scores)),
-            "classify": ("inputs", inputs.examples_to(_chain(best, _only("classes", "scores")))),
-        }
-        of_pixels = functions["image_tensor"]
-        if exportable.config is not None:
-            functions["features"] = ("images", _chain(inputs.of_images, features))
-    is_tensor = default == "image_tensor"
-    first = of_pixels if is_tensor else functions.pop("image_bytes")
+    shape, made = (None, *exportable.image_shape), _Signatures(exportable, labels, top_k=top_k)
+    files = tf.TensorSpec((None,), tf.string, name="image_bytes")
+    images = tf.TensorSpec(shape, tf.uint8, name="images")
+    values = tf.TensorSpec(shape, tf.float32, name="pixel_values")
+    functions = {SERVING_DEFAULT: (made.serving_default, files), "pixels": (made.pixels, values)}
+    if exportable.activation is not None:
+        examples = tf.TensorSpec((None,), tf.string, name="inputs")
+        functions["image_tensor"] = (made.image_tensor, images)
+        functions["classify"] = (made.classify, examples)
+    if exportable.activation is None or exportable.config is not None:
+        functions["features"] = (made.features, images)
     return {
-        name: tf.function(function, autograph=False).get_concrete_function(specs[spec])
-        for name, (spec, function) in {SERVING_DEFAULT: first, **functions}.items()
+        name: tf.function(function, autograph=False).get_concrete_function(spec)
+        for name, (function, spec) in functions.items()
     }
 
 
-class _Inputs:
-    """One function for each kind of input, which returns the network's outputs by name."""
+class _Signatures:
+    """The signatures, each a function of its input."""
 
-    def __init__(self, exportable: Exportable) -> None:
-        self._exportable = exportable
-        model, shape = exportable.outputs(), (None, *exportable.image_shape)
+    def __init__(self, exportable: Exportable, labels: tuple[str, ...], *, top_k: int) -> None:
+        self._exportable, self._labels, self._top_k = exportable, labels, top_k
+        model, self._shape = exportable.outputs(), (None, *exportable.image_shape)
         self._network = tf.function(
             lambda images: model(images, training=False), autograph=False
-        ).get_concrete_function(tf.TensorSpec(shape, tf.float32))
+        ).get_concrete_function(tf.TensorSpec(self._shape, tf.float32))
+        self._decoding: dict[str, Any] = {
+            "size": exportable.image_shape[:2],
+            "antialias": exportable.input_config.antialias,
+        }
 
-    def of_values(self, pixel_values: Any) -> Any:
-        values = self._ensure_shape(pixel_values)
-        return self._network(self._exportable.from_normalized(values))
+    def serving_default(self, image_bytes: Any) -> dict[str, Any]:
+        """Answers files, with the status of each."""
+        images, status = decode_images(image_bytes, **self._decoding)
+        return self._best(images, tf.equal(status, OK)) | {"status": status}
 
-    def of_images(self, images: Any) -> Any:
-        pixels = tf.cast(self._ensure_shape(images), tf.float32)
-        return self._network(self._exportable.from_pixels(pixels))
-
-    def files_to(self, answer: _Answer) -> _Answer:
-        """Returns a function of image files to the answers, and the status of each file."""
-
-        def function(image_bytes: Any) -> dict[str, Any]:
-            images, status = decode_images(image_bytes, **self._decoding)
-            is_decoded = tf.equal(status, OK)
-            return self._answers(images, is_decoded, answer) | {"status": status}
-
-        return function
-
-    def examples_to(self, answer: _Answer) -> _Answer:
-        """Returns a function of tf.Examples to the answers.
-
-        They have no status: the server's Classify takes no output but classes and scores.
-        """
+    def classify(self, inputs: Any) -> dict[str, Any]:
+        """Answers tf.Examples: the server's Classify takes no output but classes and scores."""
 
         def read(row: Any) -> Any:
             feature = {EXAMPLE_FEATURE: tf.io.FixedLenFeature((), tf.string)}
             return tf.io.parse_single_example(row, feature)[EXAMPLE_FEATURE]
 
-        def function(inputs: Any) -> dict[str, Any]:
-            images, is_decoded = _decode_rows(inputs, read=read, **self._decoding)
-            return self._answers(images, is_decoded, answer)
+        answers = self._best(*_decode_rows(inputs, read=read, **self._decoding))
+        return {"classes": answers["classes"], "scores": answers["scores"]}
 
-        return function
+    def image_tensor(self, images: Any) -> dict[str, Any]:
+        """Answers uint8 images."""
+        return self._scores(self._of_images(images))
 
-    @property
-    def _decoding(self) -> dict[str, Any]:
-        config = self._exportable.input_config
-        return {"size": self._exportable.image_shape[:2], "antialias": config.antialias}
+    def pixels(self, pixel_values: Any) -> dict[str, Any]:
+        """Answers normalized images."""
+        values = tf.ensure_shape(pixel_values, self._shape)
+        return self._scores(self._network(self._exportable.to_network(values, "normalized")))
 
-    def _answers(self, images: Any, is_decoded: Any, answer: _Answer) -> dict[str, Any]:
-        """Returns the answers for decoded images, and `BLANK` for what could not be decoded."""
+    def features(self, images: Any) -> dict[str, Any]:
+        """Answers uint8 images by their features."""
+        return {"features": self._of_images(images)["features"]}
+
+    def _of_images(self, images: Any) -> Any:
+        # The server feeds any shape: images of half the height would give half as many outputs.
+        pixels = tf.cast(tf.ensure_shape(images, self._shape), tf.float32)
+        return self._network(self._exportable.to_network(pixels, "pixels"))
+
+    def _scores(self, outputs: Any) -> dict[str, Any]:
+        activation = self._exportable.activation
+        if activation is None:
+            return {"features": outputs["features"]}
+        return {"logits": outputs["logits"], "probabilities": activation(outputs["logits"])}
+
+    def _best(self, images: Any, is_decoded: Any) -> dict[str, Any]:
+        """Returns the best classes of decoded images, and `BLANK` for what was not decoded."""
         if self._exportable.image_shape[2] == 1:
             images = image_files.to_grey(images)
-        answers = answer(self._network(self._exportable.from_pixels(images)))
+        answers = self._scores(self._network(self._exportable.to_network(images, "pixels")))
+        if self._exportable.activation is not None:
+            scores, class_ids = tf.math.top_k(answers["probabilities"], k=self._top_k)
+            classes = tf.gather(tf.constant(self._labels), class_ids)  # (B, top_k)
+            answers = {"classes": classes, "class_ids": class_ids, "scores": scores}
         return {
             name: tf.where(
                 tf.reshape(is_decoded, (-1, *[1] * (value.shape.rank - 1))),
@@ -162,10 +170,6 @@ class _Inputs:
             )
             for name, value in answers.items()
         }
-
-    def _ensure_shape(self, images: Any) -> Any:
-        # The server feeds any shape: images of half the height would give half as many outputs.
-        return tf.ensure_shape(images, (None, *self._exportable.image_shape))
 
 
 def decode_images(contents: Any, *, size: tuple[int, int], antialias: bool) -> tuple[Any, Any]:
@@ -254,7 +258,7 @@ def _map_rows(function: Callable[[Any], Any], rows: Any, *, spec: tf.TensorSpec)
     return values, tf.equal(flags, 1)
 
 
-def write_server_files(directory: Path, *, exportable: Exportable, labels: tuple[str, ...]) -> None:
+def write_server_files(directory: Path, exportable: Exportable, labels: tuple[str, ...]) -> None:
     """Writes the server's settings, the labels, `serve.sh` and a README beside the versions."""
     height, width, _ = exportable.image_shape
     values = {
@@ -301,12 +305,25 @@ def write_warm_up(
     one request is enough: it makes their graph. A tensor of one repeated value is stored as that
     value, so the file is small.
     """
+    pixels = np.full((*exportable.image_shape[:2], 3), _GREY, np.uint8)
+    content = bytes(tf.io.encode_jpeg(pixels).numpy())
     with tf.io.TFRecordWriter(str(file)) as writer:
         for signature, function in functions.items():
             (spec,), _ = function.structured_input_signature
-            for batch_size in BATCH_SIZES if signature == SERVING_DEFAULT else (1,):
-                tensor = _grey_tensor(spec, exportable, signature, batch_size)
-                writer.write(_prediction_log(model_name, signature, {spec.name: tensor}))
+            for size in BATCH_SIZES if signature == SERVING_DEFAULT else (1,):
+                shape = tf.TensorShape((size, *spec.shape[1:])).as_proto()
+                tensor = tensor_pb2.TensorProto(
+                    dtype=spec.dtype.as_datatype_enum, tensor_shape=shape
+                )
+                if spec.dtype == tf.uint8:
+                    tensor.int_val.append(_GREY)
+                elif spec.dtype == tf.float32:
+                    tensor.float_val.append(0.0)
+                else:
+                    string = example(content) if signature == "classify" else content
+                    tensor.string_val.extend([string] * size)
+                given = spec.name, tensor.SerializeToString()
+                writer.write(runners.warm_up_log(model_name, signature, *given))
 
 
 def example(content: bytes) -> bytes:
@@ -316,103 +333,7 @@ def example(content: bytes) -> bytes:
     return bytes(tf.train.Example(features=features).SerializeToString())
 
 
-def write_savedmodel(
-    exportable: Exportable,
-    folder: Path,
-    *,
-    labels: tuple[str, ...],
-    top_k: int,
-    model_name: str,
-    default_signature: str = DEFAULT_SIGNATURES[0],
-) -> None:
-    """Writes a version directory.
-
-    The weights are attributes of a plain `tf.Module`: `model.export` and `ExportArchive.track`
-    write every weight twice (keras-team/keras#23553), and a Keras model is saved with its layers.
-
-    Args:
-        exportable: the rebuilt model.
-        folder: the directory to write; it need not exist.
-        labels: a name for each class; empty without classifier.
-        top_k: classes in an answer.
-        model_name: the model's name in the warm-up requests.
-        default_signature: see `make_signatures`.
-
-    Raises:
-        ValueError: the images have neither one nor three channels.
-    """
-    if exportable.image_shape[2] not in (1, 3):
-        raise ValueError(
-            "A SavedModel decodes image files, to colour or to grey. Received: a model of images "
-            f"{exportable.image_shape}; export it as tflite or onnx."
-        )
-    functions = make_signatures(exportable, labels=labels, top_k=top_k, default=default_signature)
-    module = tf.Module(name="vit")
-    module.weights = [weight.value for weight in exportable.network.weights]
-    save_module(module, folder, functions)
-    extra = folder / "assets.extra"
-    extra.mkdir()
-    if labels:
-        write_labels(extra / "labels.txt", labels)
-    write_warm_up(
-        extra / "tf_serving_warmup_requests", exportable, functions, model_name=model_name
-    )
-
-
 def save_module(module: tf.Module, folder: str | Path, signatures: Mapping[str, Any]) -> None:
     """Saves a module without its gradients, which would add functions for XLA."""
     options = tf.saved_model.SaveOptions(save_debug_info=False, experimental_custom_gradients=False)
     tf.saved_model.save(module, str(folder), signatures=signatures, options=options)
-
-
-def _chain(*functions: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda value: functools.reduce(lambda x, function: function(x), functions, value)
-
-
-def _only(*names: str) -> Callable[[Any], dict[str, Any]]:
-    return lambda outputs: {name: outputs[name] for name in names}
-
-
-def _scores(activation: Callable[[Any], Any]) -> Callable[[Any], dict[str, Any]]:
-    return lambda outputs: {
-        "logits": outputs["logits"],
-        "probabilities": activation(outputs["logits"]),
-    }
-
-
-def _best(
-    activation: Callable[[Any], Any], *, labels: tuple[str, ...], top_k: int
-) -> Callable[[Any], dict[str, Any]]:
-    def best(outputs: Any) -> dict[str, Any]:
-        scores, class_ids = tf.math.top_k(activation(outputs["logits"]), k=top_k)
-        classes = tf.gather(tf.constant(labels), class_ids)  # (B, top_k)
-        return {"classes": classes, "class_ids": class_ids, "scores": scores}
-
-    return best
-
-
-def _grey_tensor(
-    spec: tf.TensorSpec, exportable: Exportable, signature: str, batch_size: int
-) -> bytes:
-    shape = tf.TensorShape((batch_size, *spec.shape[1:])).as_proto()
-    tensor = tensor_pb2.TensorProto(dtype=spec.dtype.as_datatype_enum, tensor_shape=shape)
-    if spec.dtype == tf.uint8:
-        tensor.int_val.append(_GREY)
-    elif spec.dtype == tf.float32:
-        tensor.float_val.append(0.0)
-    else:
-        pixels = np.full((*exportable.image_shape[:2], 3), _GREY, np.uint8)
-        content = bytes(tf.io.encode_jpeg(pixels).numpy())
-        content = example(content) if signature == "classify" else content
-        tensor.string_val.extend([content] * batch_size)
-    return bytes(tensor.SerializeToString())
-
-
-def _prediction_log(model_name: str, signature: str, inputs: Mapping[str, bytes]) -> bytes:
-    # tensorflow_serving/apis: PredictionLog.predict_log = 6, PredictLog.request = 1;
-    # PredictRequest: model_spec = 1 (ModelSpec: name = 1, signature_name = 3), inputs = 2.
-    model = loader.field(1, model_name.encode()) + loader.field(3, signature.encode())
-    request = loader.field(1, model)
-    for name, tensor in inputs.items():
-        request += loader.field(2, loader.field(1, name.encode()) + loader.field(2, tensor))
-    return loader.field(6, loader.field(1, request))

@@ -1,235 +1,241 @@
-"""Writes TFLite files: float32, small weights, products of int8, or int8 throughout."""
+"""Writes TFLite files: float32, small weights, products of int8, or int8 throughout.
 
+Each names its tensors, and has metadata that MediaPipe and LiteRT tools read: a flatbuffer of the
+schema `metadata_schema.fbs` (MediaPipe, once TFLite Support) in a buffer of the model. The labels
+and this package's description are a zip archive behind the model, which runtimes do not read.
+"""
+
+import contextlib
 import functools
+import io
+import json
+import re
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+import zipfile
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import flatbuffers
 import numpy as np
 import tensorflow as tf
 from tensorflow.lite.python import schema_py_generated as schema
 
 from keras_vit.backend.tensorflow import portable_forms
 from keras_vit.config import ViTConfig
-from keras_vit.exporting import description, savedmodel, tflite_metadata, tflite_rounding
-from keras_vit.exporting.rebuild import Exportable, folded_arrays
+from keras_vit.exporting import savedmodel
+from keras_vit.exporting.clean import runners
+from keras_vit.exporting.formats import DEFAULTS, FORMATS, MIN_ELEMENTS, Format, Options
+from keras_vit.exporting.forward import folded_arrays, forward
+from keras_vit.exporting.rebuild import Description, Exportable
 from keras_vit.layers.resnet import GROUP_NORM_EPSILON, GROUPS
 
-FORMATS = ("tflite", *tflite_rounding.FORMATS, "tflite-int8", "tflite-int8-full")
-SIGNATURE = "serving_default"
+_PRODUCTS = {
+    schema.BuiltinOperator.CONV_2D: "CONV_2D",
+    schema.BuiltinOperator.FULLY_CONNECTED: "FULLY_CONNECTED",
+}
+_IMAGE_CHANNELS = 4  # a convolution of at most so many input channels reads the image
 
-# Bytes of a weight over the four that it has in float32.
-_SHARES = {"tflite": 1.0, "tflite-fp16": 0.5}
-_INT8_SHARE = 0.25
+METADATA, IDENTIFIER = b"TFLITE_METADATA", b"M001"
+_LABELS = "labels.txt"
+_PARSER_VERSION = "1.0.0"  # the first that reads what is written here
+_MADE = (1980, 1, 1, 0, 0, 0)  # so that a file is the same whenever it is written
+# metadata_schema.fbs: AssociatedFileType, ColorSpaceType, and the members of two unions.
+_AXIS_LABELS = 2
+_COLOURS = {"RGB": 1, "grey": 2}
+_FEATURE, _IMAGE, _NORMALIZATION = 1, 2, 1
 
 
 class EdgeForward(tf.Module):
-    """Computes the original model's outputs for batches of a fixed size.
+    """Operations of TensorFlow that become few in TFLite, and what they compute for batches.
 
     Args:
         exportable: a Vision Transformer with nothing around it.
         config: its config.
-        batch_size: images in a batch.
+        batch_size: images in a batch, which is fixed.
 
     Attributes:
+        config: that of the network.
+        arrays: its weights as variables.
         products: the elements of each kernel, in the order of the products and convolutions.
     """
 
+    add = staticmethod(tf.add)
+    matmul = staticmethod(tf.matmul)
+    softmax = staticmethod(tf.nn.softmax)
+    transpose = staticmethod(tf.transpose)
+    split = staticmethod(functools.partial(tf.split, axis=-1))
+    mean = staticmethod(functools.partial(tf.reduce_mean, axis=1))
+    max_pool = staticmethod(functools.partial(tf.nn.max_pool2d, ksize=3, strides=2, padding="SAME"))
+
     def __init__(self, exportable: Exportable, *, config: ViTConfig, batch_size: int) -> None:
         super().__init__(name="edge")
-        self._exportable = exportable
-        self._config = config
-        self._batch = batch_size
+        self.config = config
         self.products: dict[str, int] = {}
         arrays = folded_arrays(exportable.network, config)
         for path in {"patch_encoder/prefix", "pooling/query"} & set(arrays):
             arrays[path] = np.repeat(arrays[path], batch_size, axis=0)
-        self._weights = {path: tf.Variable(value) for path, value in arrays.items()}
+        self.arrays: dict[str, Any] = {path: tf.Variable(value) for path, value in arrays.items()}
         self.call = tf.function(
-            self._outputs,
+            lambda images: exportable.named(
+                forward(self, exportable.to_network(images, exportable.takes))
+            ),
             autograph=False,
             input_signature=[
                 tf.TensorSpec((batch_size, *exportable.image_shape), tf.float32, name="images")
             ],
         )
 
-    def _outputs(self, images: Any) -> dict[str, Any]:
-        exportable = self._exportable
-        features, output = self._network(exportable.from_original(images))
-        if exportable.activation is None:
-            return exportable.named({"features": output})
-        return exportable.named({"logits": output, "features": features})
+    def weight(self, path: str, *, like: Any = None) -> Any:
+        return self.arrays[path]
 
-    def _network(self, x: Any) -> tuple[Any, Any]:
-        """Returns the pooled tokens, and the network's output."""
-        config = self._config
-        if config.resnet_layers is not None:
-            x = self._stem(x)
-        x = self._tokens(x)  # (B, N, D)
-        for index in range(config.num_layers):
-            is_last = index == config.num_layers - 1
-            x = self._block(x, f"block_{index}", only_first=is_last and config.pooling == "token")
-        if not config.norm_after_pooling:
-            x = self._layer_norm(x, "encoder_norm")
-        x = self._pool(x)
-        if config.norm_after_pooling and config.pooling is not None:
-            x = self._layer_norm(x, "pooling_norm")
-        features = x
-        if config.representation_dim is not None:
-            x = self._dense(x, "representation")
-            x = x if config.representation_activation is None else tf.tanh(x)
-        return features, x if config.classes is None else self._dense(x, "head")
+    def dense(self, x: Any, path: str) -> Any:
+        rows = self.product(tf.matmul, tf.reshape(x, (-1, x.shape[-1])), path)
+        rows = rows + self.arrays[f"{path}/bias"]
+        return tf.reshape(rows, (*x.shape[:-1], rows.shape[-1]))
 
-    def _tokens(self, x: Any) -> Any:
-        config, size = self._config, self._config.patch_size
-        x = self._convolve(x, "patch_encoder/projection", stride=size, padding="VALID")
-        x = x + self._weights["patch_encoder/projection/bias"]
-        x = tf.reshape(x, (self._batch, -1, config.hidden_dim))
-        if "patch_encoder/position_embedding" in self._weights:
-            x = x + self._weights["patch_encoder/position_embedding"]
-        if "patch_encoder/prefix" in self._weights:
-            x = tf.concat([self._weights["patch_encoder/prefix"], x], axis=1)
-        return self._layer_norm(x, "embedding_norm") if config.embedding_norm else x
-
-    def _block(self, x: Any, path: str, *, only_first: bool) -> Any:
-        """One encoder block; with `only_first` it computes the class token's row alone."""
-        qkv = self._dense(self._layer_norm(x, f"{path}/attention_norm"), f"{path}/attention/qkv")
-        query, key, value = tf.split(qkv, 3, axis=-1)  # (B, N, D) each
-        if only_first:
-            query, x = query[:, :1], x[:, :1]
-        x = x + self._dense(self._attention(query, key, value), f"{path}/attention/out")
-        return x + self._mlp(self._layer_norm(x, f"{path}/mlp_norm"), f"{path}/mlp")
-
-    def _attention(self, query: Any, key: Any, value: Any) -> Any:
-        """Attention of queries that include the scale."""
-        query, key, value = map(self._split_heads, (query, key, value))
-        weights = tf.nn.softmax(tf.matmul(query, key, transpose_b=True))  # (B, H, N, N)
-        x = tf.transpose(tf.matmul(weights, value), (0, 2, 1, 3))  # (B, N, H, K)
-        return tf.reshape(x, (self._batch, -1, self._config.hidden_dim))
-
-    def _split_heads(self, x: Any) -> Any:
-        heads, width = self._config.num_heads, self._config.hidden_dim
-        x = tf.reshape(x, (self._batch, x.shape[1], heads, width // heads))
-        return tf.transpose(x, (0, 2, 1, 3))  # (B, H, N, K)
-
-    def _pool(self, x: Any) -> Any:
-        config = self._config
-        if config.pooling == "token":
-            return tf.reshape(x, (self._batch, config.hidden_dim))
-        if config.pooling == "avg":
-            return tf.reduce_mean(x[:, config.num_prefix_tokens :], axis=1)
-        if config.pooling == "map":
-            key, value = tf.split(self._dense(x, "pooling/key_value"), 2, axis=-1)
-            x = self._attention(self._weights["pooling/query"], key, value)  # (B, 1, D)
-            x = self._dense(x, "pooling/out")
-            x = x + self._mlp(self._layer_norm(x, "pooling/norm"), "pooling/mlp")
-            return tf.reshape(x, (self._batch, config.hidden_dim))
-        return x
-
-    def _mlp(self, x: Any, path: str) -> Any:
-        x = self._dense(x, f"{path}/fc1")
-        if self._config.activation == "quick_gelu":
-            x = x * tf.sigmoid(1.702 * x)
-        else:
-            x = tf.nn.gelu(x, self._config.activation == "gelu_tanh")
-        return self._dense(x, f"{path}/fc2")
-
-    def _dense(self, x: Any, path: str) -> Any:
-        kernel, bias = self._weights[f"{path}/kernel"], self._weights[f"{path}/bias"]
+    def product(self, multiply: Callable[[Any, Any], Any], x: Any, path: str) -> Any:
+        """Multiplies by a kernel."""
+        kernel = self.arrays[f"{path}/kernel"]
         self.products[f"{path}/kernel"] = int(np.prod(kernel.shape))
-        rows = tf.matmul(tf.reshape(x, (-1, x.shape[-1])), kernel) + bias
-        return tf.reshape(rows, (*x.shape[:-1], kernel.shape[-1]))
+        return multiply(x, kernel)
 
-    def _layer_norm(self, x: Any, path: str) -> Any:
-        centred = x - tf.reduce_mean(x, axis=-1, keepdims=True)
-        variance = tf.reduce_mean(tf.pow(centred, 2.0), axis=-1, keepdims=True)
-        x = centred / tf.sqrt(variance + self._config.layer_norm_epsilon)
-        return x * self._weights[f"{path}/gamma"] + self._weights[f"{path}/beta"]
+    def layer_norm(self, x: Any, path: str) -> Any:
+        x = _standardized(x, (-1,), self.config.layer_norm_epsilon)
+        return x * self.arrays[f"{path}/gamma"] + self.arrays[f"{path}/beta"]
 
-    def _stem(self, x: Any) -> Any:
-        x = self._group_norm(self._convolve(x, "stem/root_conv", stride=2), "stem/root_norm")
-        x = tf.nn.max_pool2d(tf.nn.relu(x), 3, 2, "SAME")
-        for stage, units in enumerate(self._config.resnet_layers or ()):
-            for unit in range(units):
-                stride = 2 if stage > 0 and unit == 0 else 1
-                x = self._unit(x, f"stem/stage_{stage}_unit_{unit}", stride=stride)
-        return x
+    def activate(self, x: Any, kind: str) -> Any:
+        if kind == "quick_gelu":
+            return x * tf.sigmoid(1.702 * x)
+        if kind in ("gelu", "gelu_tanh"):
+            return tf.nn.gelu(x, kind == "gelu_tanh")
+        return {"relu": tf.nn.relu, "tanh": tf.tanh}[kind](x)
 
-    def _unit(self, x: Any, path: str, *, stride: int) -> Any:
-        shortcut = x
-        if f"{path}/projection/kernel" in self._weights:
-            shortcut = self._convolve(x, f"{path}/projection", stride=stride)
-            shortcut = self._group_norm(shortcut, f"{path}/projection_norm")
-        for place, step in ((1, 1), (2, stride), (3, 1)):
-            x = self._convolve(x, f"{path}/conv{place}", stride=step)
-            x = self._group_norm(x, f"{path}/norm{place}")
-            if place < 3:
-                x = tf.nn.relu(x)
-        return tf.nn.relu(shortcut + x)
+    def reshape(self, x: Any, shape: tuple[int, ...]) -> Any:
+        return tf.reshape(x, [size or x.shape[axis] for axis, size in enumerate(shape)])
 
-    def _convolve(self, x: Any, path: str, *, stride: int, padding: str = "SAME") -> Any:
-        kernel = self._weights[f"{path}/kernel"]
-        self.products[f"{path}/kernel"] = int(np.prod(kernel.shape))
-        return tf.nn.conv2d(x, kernel, stride, padding)
+    def tokens(self, x: Any, start: int, stop: int) -> Any:
+        return x[:, start:stop]
 
-    def _group_norm(self, x: Any, path: str) -> Any:
-        _, height, width, channels = x.shape
-        grouped = tf.reshape(x, (self._batch, height * width, GROUPS, channels // GROUPS))
-        centred = grouped - tf.reduce_mean(grouped, axis=(1, 3), keepdims=True)
-        variance = tf.reduce_mean(tf.pow(centred, 2.0), axis=(1, 3), keepdims=True)
-        normed = tf.reshape(centred / tf.sqrt(variance + GROUP_NORM_EPSILON), x.shape)
-        return normed * self._weights[f"{path}/gamma"] + self._weights[f"{path}/beta"]
+    def concat(self, x: Any, y: Any) -> Any:
+        return tf.concat([x, y], axis=1)
+
+    def squeeze(self, x: Any) -> Any:
+        return tf.reshape(x, (x.shape[0], x.shape[-1]))
+
+    def convolve(self, x: Any, path: str, *, stride: int) -> Any:
+        # Patches need no padding, and without it the converter takes the rescaling into the kernel.
+        is_patch = stride == self.arrays[f"{path}/kernel"].shape[0]
+        options = {"strides": stride, "padding": "VALID" if is_patch else "SAME"}
+        x = self.product(functools.partial(tf.nn.conv2d, **options), x, path)
+        bias = self.arrays.get(f"{path}/bias")
+        return x if bias is None else x + bias
+
+    def group_norm(self, x: Any, path: str) -> Any:
+        batch, height, width, channels = x.shape
+        grouped = tf.reshape(x, (batch, height * width, GROUPS, channels // GROUPS))
+        normed = tf.reshape(_standardized(grouped, (1, 3), GROUP_NORM_EPSILON), x.shape)
+        return normed * self.arrays[f"{path}/gamma"] + self.arrays[f"{path}/beta"]
+
+    def flatten(self, x: Any) -> Any:
+        return tf.reshape(x, (x.shape[0], -1, x.shape[-1]))
 
 
-def write_tflite(
+def check(exportable: Exportable, options: Options) -> None:
+    """Raises a ValueError for a network that no TFLite file can hold."""
+    config = exportable.config
+    if config is None or config.resnet_layers is None or not config.unwritten_fields:
+        return
+    # The conversion gives a group normalisation rank 5.
+    raise ValueError(
+        "TFLite files hold only hybrids as published; export this one as savedmodel or "
+        f"onnx. Received: a hybrid with {', '.join(config.unwritten_fields)} set."
+    )
+
+
+def write(
     exportable: Exportable,
-    files: dict[str, Path],
+    files: Mapping[str, Path],
     *,
-    about: description.Description,
-    batch_size: int = 1,
-    calibration: Sequence[np.ndarray] = (),
-    floats: Mapping[str, Collection[str]] | None = None,
+    about: Description,
+    options: Options = DEFAULTS,
+    floats: Collection[str] = (),
 ) -> dict[str, int]:
-    """Writes a model in one or more TFLite formats, with built-in operators only.
-
-    Args:
-        exportable: the rebuilt model.
-        files: where each of `FORMATS` goes.
-        about: what the files say of themselves, in their metadata.
-        batch_size: the fixed number of images in a batch; delegates want it fixed.
-        calibration: images (H, W, C) as the original model takes them, for "tflite-int8-full".
-        floats: the kernels that stay float32 in a format that rounds them to int8.
-
-    Returns:
-        The bytes of each file's weights.
-    """
+    """Writes a model in one or more TFLite formats, with built-in operators only."""
     sizes = {}
     with tempfile.TemporaryDirectory(prefix="keras-vit-") as folder, portable_forms():
-        products = _save(exportable, folder, batch_size=batch_size)
-
-        @functools.cache
-        def convert(name: str) -> bytes:
-            converter = tf.lite.TFLiteConverter.from_saved_model(folder, [SIGNATURE])
-            _configure(converter, name, batch_size=batch_size, calibration=calibration)
-            content: bytes = converter.convert()
-            return content
-
+        products = _save(exportable, folder, batch_size=options.batch_size)
+        convert = functools.cache(functools.partial(_convert, folder, options))
+        places = [place for place, path in enumerate(products) if path in floats]
+        stays = sum(products[path] for path in products if path in floats)
         for name, file in files.items():
-            stays = (floats or {}).get(name, ())
-            places = [place for place, path in enumerate(products) if path in stays]
-            if name in tflite_rounding.FORMATS:
-                model = tflite_rounding.rounded(convert("tflite"), name, floats=places)
-            elif places:
-                whole = convert("tflite")
-                model = tflite_rounding.restored(convert(name), whole, places=places)
+            row = FORMATS[name]
+            if row.weights == "float32" or row.needs_images:
+                content = convert(calibrates=row.needs_images)
+                model = schema.ModelT.InitFromPackedBuf(content, 0)
             else:
-                model = schema.ModelT.InitFromPackedBuf(convert(name), 0)
-            tflite_metadata.write(file, model, about)
-            share = _SHARES.get(name, _INT8_SHARE)
-            more = 4 * (1 - share) * sum(products[path] for path in stays)
-            sizes[name] = int(share * exportable.parameter_bytes + more)
+                model = rounded(convert(calibrates=False), row, floats=places)
+            _write_file(file, model, about)
+            more = 4 * (1 - row.share) * stays
+            sizes[name] = int(row.share * exportable.parameter_bytes + more)
     return sizes
+
+
+def rounded(content: bytes, row: Format, *, floats: Collection[int] = ()) -> Any:
+    """Returns an object of a file with rounded kernels of products and convolutions.
+
+    Args:
+        content: the file in float32.
+        row: the format.
+        floats: which of the products and convolutions, counted from 0, stay float32.
+    """
+    from ai_edge_quantizer import qtyping, quantizer
+
+    bits, kind = (16, "FLOAT") if row.weights == "float16" else (8, "INT")
+    precision = "INTEGER" if row.products == "int8" else "FLOAT"
+    options = qtyping.OpQuantizationConfig(
+        weight_tensor_config=qtyping.TensorQuantizationConfig(
+            num_bits=bits, dtype=kind, granularity=qtyping.QuantGranularity.CHANNELWISE
+        ),
+        compute_precision=precision,
+        explicit_dequantize=precision == "FLOAT",
+    )
+    method = "float_casting" if kind == "FLOAT" else "min_max_uniform_quantize"
+    work = quantizer.Quantizer(content)
+    for place, (scope, operation, shape) in enumerate(_products(content)):
+        # Rounding the kernel that reads the image costs the most accuracy, unless inputs are too.
+        reads_image = len(shape) == 4 and shape[-1] <= _IMAGE_CHANNELS and precision == "FLOAT"
+        if np.prod(shape) >= MIN_ELEMENTS and place not in floats and not reads_image:
+            work.update_quantization_recipe(f"^{re.escape(scope)};?$", operation, options, method)
+    if work.get_quantization_recipe():
+        with contextlib.redirect_stderr(io.StringIO()):  # one of its bars heeds no argument
+            content = work.quantize(enable_progress_report=False).quantized_model
+    model = schema.ModelT.InitFromPackedBuf(content, 0)
+    for buffer in model.buffers:
+        if buffer.offset:  # above 256 KiB they stand behind the model, where old runtimes miss them
+            buffer.data = np.frombuffer(content, np.uint8, buffer.size, buffer.offset)
+            buffer.offset = buffer.size = 0
+    for operator in model.subgraphs[0].operators:
+        # Without XNNPACK inputs would have but 127 values on one side of 0.
+        if isinstance(operator.builtinOptions, schema.FullyConnectedOptionsT):
+            operator.builtinOptions.asymmetricQuantizeInputs = precision == "INTEGER"
+    return model
+
+
+def _products(content: bytes) -> Iterator[tuple[str, str, list[int]]]:
+    """Yields output, operator and shape of the kernel of each product and convolution, in order."""
+    model = schema.Model.GetRootAs(content)
+    graph = model.Subgraphs(0)
+    for place in range(graph.OperatorsLength()):
+        operator = graph.Operators(place)
+        code = model.OperatorCodes(operator.OpcodeIndex())
+        # Operators below 127 may be in the deprecated, narrower field.
+        kind = _PRODUCTS.get(max(code.BuiltinCode(), code.DeprecatedBuiltinCode()))
+        if kind is not None:
+            output, kernel = (
+                graph.Tensors(index) for index in (operator.Outputs(0), operator.Inputs(1))
+            )
+            yield output.Name().decode(), kind, kernel.ShapeAsNumpy().tolist()
 
 
 def _save(exportable: Exportable, folder: str, *, batch_size: int) -> dict[str, int]:
@@ -237,15 +243,15 @@ def _save(exportable: Exportable, folder: str, *, batch_size: int) -> dict[str, 
 
     The module and its weights are gone when the converter makes copies of its own.
     """
-    module = _module(exportable, batch_size=batch_size)
-    savedmodel.save_module(module, folder, {SIGNATURE: module.call})
+    module = make_module(exportable, batch_size=batch_size)
+    savedmodel.save_module(module, folder, {runners.SIGNATURE: module.call})
     return dict(getattr(module, "products", {}))
 
 
-def _module(exportable: Exportable, *, batch_size: int) -> Any:
+def make_module(exportable: Exportable, *, batch_size: int) -> Any:
+    """Returns a module whose `call` is converted: the network by hand, or as Keras has it."""
     if exportable.written_config is not None:
         return EdgeForward(exportable, config=exportable.written_config, batch_size=batch_size)
-    # The converter's from_concrete_functions loses the weights or the signature.
     module = tf.Module(name="edge")
     module.weights = [weight.value for weight in exportable.network.weights]
     spec = tf.TensorSpec((batch_size, *exportable.image_shape), tf.float32, name="images")
@@ -253,15 +259,120 @@ def _module(exportable: Exportable, *, batch_size: int) -> Any:
     return module
 
 
-def _configure(
-    converter: Any, name: str, *, batch_size: int, calibration: Sequence[np.ndarray]
-) -> None:
+def _convert(folder: str, options: Options, *, calibrates: bool) -> bytes:
+    """Converts what was saved: to float32, or to int8 throughout with images to calibrate on."""
+    # The converter's from_concrete_functions loses the weights or the signature.
+    converter = tf.lite.TFLiteConverter.from_saved_model(folder, [runners.SIGNATURE])
     converter.target_spec.supported_ops = [tf.lite.OpsSet.TFLITE_BUILTINS]
     converter.exclude_conversion_metadata = True  # which would pack the whole file once more
-    if name.startswith("tflite-int8"):
+    if calibrates:
         converter.optimizations = [tf.lite.Optimize.DEFAULT]
-    if name == "tflite-int8-full":
-        count = len(calibration) // batch_size * batch_size
-        batches = np.stack(calibration[:count]).reshape(-1, batch_size, *calibration[0].shape)
+        images, size = options.calibration, options.batch_size
+        batches = images[: len(images) // size * size].reshape(-1, size, *images.shape[1:])
         converter.representative_dataset = lambda: ([batch] for batch in batches)
         converter.target_spec.supported_ops = [tf.lite.OpsSet.TFLITE_BUILTINS_INT8]
+    content: bytes = converter.convert()
+    return content
+
+
+def _standardized(x: Any, axes: tuple[int, ...], epsilon: float) -> Any:
+    centred = x - tf.reduce_mean(x, axis=axes, keepdims=True)
+    variance = tf.reduce_mean(tf.pow(centred, 2.0), axis=axes, keepdims=True)
+    return centred / tf.sqrt(variance + epsilon)
+
+
+def _write_file(file: Path, model: Any, about: Description) -> None:
+    """Writes a converted model with tensors named as in its signature, its outputs in order."""
+    (graph,), (signature,) = model.subgraphs, model.signatureDefs
+    tensors = {
+        each.name.decode(): each.tensorIndex for each in (*signature.inputs, *signature.outputs)
+    }
+    for name, index in tensors.items():
+        graph.tensors[index].name = name.encode()
+    graph.outputs = [tensors[name] for name in about.outputs]
+    model.description = f"{about.name}, written by keras-vit {about.keras_vit}".encode()
+    buffer, field = schema.BufferT(), schema.MetadataT()
+    buffer.data = np.frombuffer(make_metadata(about), np.uint8)
+    field.name, field.buffer = METADATA, len(model.buffers)
+    model.buffers.append(buffer)
+    model.metadata = [*(model.metadata or ()), field]
+    weights = sum(len(each.data) for each in model.buffers if each.data is not None)
+    builder = flatbuffers.Builder(2**20 + weights + weights // 100)  # it need not grow
+    builder.Finish(model.Pack(builder), b"TFL3")
+    with file.open("wb") as stream:
+        stream.write(memoryview(builder.Bytes)[builder.Head() :])
+    texts = {runners.DESCRIPTION: json.dumps(about.to_dict(), indent=1)}
+    if about.labels:
+        texts[_LABELS] = "".join(f"{label}\n" for label in about.labels)
+    with zipfile.ZipFile(file, "a") as archive:
+        for name, text in texts.items():
+            archive.writestr(zipfile.ZipInfo(name, _MADE), text)
+
+
+def make_metadata(about: Description) -> bytes:
+    """Makes the metadata: of the image its colours, size and scaling, of each output its labels.
+
+    The mean and deviation are those of the schema, (pixel - mean) / deviation of pixels 0..255.
+    """
+    low, high = about.input_range
+    is_pixels = about.takes == "pixels"
+    mean = [0.0 if is_pixels else 255 * value for value in about.image_mean]
+    deviation = [1.0 if is_pixels else 255 * value for value in about.image_std]
+    height, width, _ = about.image_shape
+    size = {0: ("Uint32", width), 1: ("Uint32", height)}
+    colours = ("Int8", _COLOURS.get(about.colours, 0))
+    smooths = " that smooths where they shrink" * about.antialias
+    image = {
+        0: "images",
+        1: f"{about.colours} images, resized by a {about.filter} filter{smooths}.",
+        3: {0: ("Uint8", _IMAGE), 1: {0: colours, 1: size}},
+        4: [{0: ("Uint8", _NORMALIZATION), 1: {0: mean, 1: deviation}}],
+        5: {0: [high], 1: [low]},
+    }
+    texts = {
+        "logits": "the classifier's output",
+        "probabilities": f"{about.activation} of the logits",
+        "features": "what the network makes of an image before its classifier",
+    }
+    labels = [{0: _LABELS, 1: "one class a line", 2: ("Int8", _AXIS_LABELS)}]
+    outputs: list[dict[int, Any]] = [
+        {0: name, 1: texts[name], 3: {0: ("Uint8", _FEATURE), 1: {}}}
+        | ({6: labels} if about.labels and name != "features" else {})
+        for name in about.outputs
+    ]
+    root: dict[int, Any] = {
+        0: about.name,
+        1: f"A Vision Transformer, written by keras-vit {about.keras_vit}.",
+        2: about.weights_sha256,
+        3: [{2: [image], 3: outputs}],
+        6: [{0: runners.DESCRIPTION, 1: "all of this, and the source, as JSON"}],
+        7: _PARSER_VERSION,
+    }
+    builder = flatbuffers.Builder(1024)
+    builder.Finish(_pack(builder, root), IDENTIFIER)
+    return bytes(builder.Output())
+
+
+def _pack(builder: Any, value: Any) -> int:
+    """Writes text, floats, a table as its fields by number, or tables, and returns the offset.
+
+    A number in a table stands beside its type.
+    """
+    if isinstance(value, str):
+        return int(builder.CreateString(value))
+    if isinstance(value, list) and isinstance(value[0], float):
+        return int(builder.CreateNumpyVector(np.array(value, np.float32)))
+    if isinstance(value, list):
+        offsets = [_pack(builder, each) for each in value]
+        builder.StartVector(4, len(offsets), 4)
+        for offset in reversed(offsets):
+            builder.PrependUOffsetTRelative(offset)
+        return int(builder.EndVector())
+    inside = {
+        number: each if isinstance(each, tuple) else ("UOffsetTRelative", _pack(builder, each))
+        for number, each in value.items()
+    }
+    builder.StartObject(max(inside, default=-1) + 1)
+    for number, (kind, each) in inside.items():
+        getattr(builder, f"Prepend{kind}Slot")(number, each, 0)
+    return int(builder.EndObject())

@@ -1,56 +1,29 @@
-"""Checks artefacts on the disk, in a process where Keras and keras_vit cannot be imported."""
+"""Says what an artefact is asked, and asks it in a process without Keras and keras_vit."""
 
-import contextlib
 import dataclasses
-import datetime
-import hashlib
-import importlib.metadata
-import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from keras_vit import version
-from keras_vit.exporting import savedmodel
-from keras_vit.exporting.clean import agreement, messages
-from keras_vit.exporting.clean.agreement import Gate, Limits
-from keras_vit.exporting.description import Description
-from keras_vit.exporting.rebuild import Exportable
-from keras_vit.exporting.samples import Answers, GateImages, References
+from keras_vit.exporting import samples, savedmodel
+from keras_vit.exporting.clean import agreement, checker
+from keras_vit.exporting.clean.agreement import Case, Check, Gate
+from keras_vit.exporting.clean.checker import Question, Report, Request
+from keras_vit.exporting.formats import Format
+from keras_vit.exporting.rebuild import Description, Exportable
+from keras_vit.exporting.samples import Batch, GateImages
 
-RECORD = "verification.json"
-SELF = "record_sha256"
-_NO_SHA256 = 64 * "0"
 # Float32 sums in another order differ; measured up to 2e-6.
 SAVEDMODEL_LIMIT = 1e-5
 # Of all other float32 artefacts: absolute, for values of order 1.
 FLOAT_LIMIT = 1e-4
-# What decides about each artefact, in spreads of the model's answers. Measured on random networks
-# from two blocks to B/16: float32 errors of 4e-6 and at most 2e-5, exact GELU by its other formula
-# 2e-4; kernels in float16 2e-3 and 6e-3; in int8 0.09 and 0.4. A constant answer errs by 1.
-_FLOAT = Limits(error=5e-5, largest=5e-4, of_one=5e-4, best=1.0, accuracy=0.0)
-_HALF = Limits(error=5e-3, largest=0.03, of_one=0.03, best=1.0, accuracy=0.001)
-_HALF_PRODUCTS = Limits(error=0.01, largest=0.06, of_one=0.06, best=1.0, accuracy=0.001)
-_INT8 = Limits(error=0.1, largest=0.6, of_one=0.6, best=0.98, accuracy=0.01)
-_INT8_WEIGHTS = Limits(error=0.06, largest=0.3, of_one=0.3, best=0.98, accuracy=0.01)
-LIMITS: Mapping[str, Limits] = {
-    **dict.fromkeys(("savedmodel", "onnx", "tflite"), _FLOAT),
-    "tflite-fp16": _HALF,
-    "onnx-fp16": _HALF_PRODUCTS,
-    **dict.fromkeys(("tflite-int8", "onnx-int8"), _INT8),
-    **dict.fromkeys(("tflite-int8-weights", "onnx-int8-weights"), _INT8_WEIGHTS),
-    "tflite-int8-full": Limits(error=0.2, largest=1.0, of_one=0.8, best=0.98, accuracy=0.01),
-}
 TIE = 1e-5  # rounding may exchange two classes whose scores are closer
-_BOOTSTRAP = Path(__file__).parent / "clean" / "bootstrap.py"
-_PACKAGES = ("tensorflow", "keras", "numpy", "onnx", "onnxruntime", "tf2onnx", "ai-edge-litert")
 _MOST_LISTED = 3  # failed checks in a message
 
 
@@ -58,17 +31,17 @@ class VerificationError(ValueError):
     """An artefact and its model differ; nothing was published."""
 
 
-def run_checks(request: messages.Request) -> messages.Report:
+def run_checks(request: Request) -> Report:
     """Runs the checks of a request in a clean process, whatever they find.
 
     Raises:
         VerificationError: the process failed.
     """
     with tempfile.TemporaryDirectory(prefix="keras-vit-") as name:
-        folder = Path(name)
-        messages.write_request(folder, request)
+        checker.write(Path(name), request)
+        package = Path(checker.__file__).parents[1]
         finished = subprocess.run(
-            [sys.executable, "-P", str(_BOOTSTRAP), str(folder)],
+            [sys.executable, "-P", "-c", checker.START, str(package), name],
             capture_output=True,
             text=True,
             check=False,
@@ -76,14 +49,16 @@ def run_checks(request: messages.Request) -> messages.Report:
         )
         if finished.returncode:
             lines = finished.stderr.strip().splitlines() or ["no message"]
+            # TensorFlow tells the place in the graph after the error.
+            errors = [line for line in lines if re.match(r"[\w.]+Error\b", line)] or lines
             raise VerificationError(
                 f"The {request.format} artefact could not be checked: the process ended with code "
-                f"{finished.returncode}: {lines[-1]}"
+                f"{finished.returncode}: {errors[-1]}"
             )
-        return messages.read_report(folder)
+        return checker.read_report(Path(name))
 
 
-def require(checks: Iterable[messages.Check], *, artefact: str) -> None:
+def require(checks: Iterable[Check], *, artefact: str) -> None:
     """Raises a VerificationError that names the failed checks, if there are any."""
     failed = [check for check in checks if not check.passed]
     if failed:
@@ -96,165 +71,112 @@ def require(checks: Iterable[messages.Check], *, artefact: str) -> None:
         )
 
 
-def savedmodel_cases(
-    exportable: Exportable, references: References, *, top_k: int
-) -> tuple[messages.Case, ...]:
-    """Returns a case for every signature of a SavedModel."""
-
-    def case(
-        signature: str, name: str, value: np.ndarray, answers: Answers, *names: str
-    ) -> messages.Case:
-        return messages.Case(
-            signature=signature,
-            inputs={name: value},
-            expected={name: answers.of_batch[name] for name in names},
-            # "class_ids" is missing where rounding may exchange two classes.
-            alone={name: answers.of_first[name] for name in names if name in answers.of_first},
-            limit=SAVEDMODEL_LIMIT * _scale(answers.of_batch),
-        )
-
-    files, pixels, values = references.files, references.pixels, references.values
-    of_files, of_pixels, of_values = references.of_files, references.of_pixels, references.of_values
-    if exportable.activation is None:
-        return (
-            case("serving_default", "image_bytes", files, of_files, "features"),
-            case("pixels", "pixel_values", values, of_values, "features"),
-            case("features", "images", pixels, of_pixels, "features"),
-        )
-    best, best_of_first = (
-        _best(outputs["probabilities"], top_k=top_k)
-        for outputs in (of_files.of_batch, of_files.of_first)
-    )
-    answers = Answers(of_batch=of_files.of_batch | best, of_first=of_files.of_first | best_of_first)
-    examples = np.array([savedmodel.example(content) for content in files], object)
-    cases = [
-        case("serving_default", "image_bytes", files, answers, *best),
-        case("classify", "inputs", examples, answers, "scores"),
-        case("image_tensor", "images", pixels, of_pixels, "logits", "probabilities"),
-        case("pixels", "pixel_values", values, of_values, "logits", "probabilities"),
-    ]
-    if exportable.config is not None:
-        cases.append(case("features", "images", pixels, of_pixels, "features"))
-    return tuple(cases)
-
-
-def file_case(
-    exportable: Exportable, images: np.ndarray, expected: Mapping[str, np.ndarray], *, gate: Gate
-) -> messages.Case:
-    """Returns the case of an ONNX or TFLite file.
-
-    Args:
-        exportable: the rebuilt model.
-        images: a batch of the original model's input.
-        expected: the model's outputs for it, by name.
-        gate: that of the file, which says by how much rounded weights may change one answer.
-    """
+def file_cases(exportable: Exportable, row: Format, pixels: Batch, gate: Gate) -> list[Case]:
+    """Returns the case of an ONNX or TFLite file."""
     names = ["features"] if exportable.activation is None else ["logits", "probabilities"]
-    limit = FLOAT_LIMIT * _scale(expected)
-    if gate.limits is not _FLOAT:
-        names, limit = names[:1], gate.limits.largest * agreement.spread(gate)
-    return messages.Case(
-        signature="",
-        inputs={"images": images},
-        expected={name: expected[name] for name in names},
-        limit=limit,
-    )
+    limit = FLOAT_LIMIT * _scale(pixels.of_batch)
+    if row.weights != "float32":  # which may change one answer more
+        names, limit = names[:1], row.limits.largest * agreement.spread(gate)
+    return [
+        Case(
+            signature="",
+            inputs={"images": exportable.to_original(pixels.inputs)},
+            expected={name: pixels.of_batch[name] for name in names},
+            limit=limit,
+            batch_sizes=row.batch_sizes,
+        )
+    ]
 
 
-def is_rounded(artefact: str) -> bool:
-    """Whether a format rounds weights, so that its answers differ by more than float32's."""
-    return LIMITS[artefact] is not _FLOAT
+def questions(row: Format, about: Description, cases: Iterable[Case]) -> list[Question]:
+    """Returns what is asked for the record.
 
-
-def gate(exportable: Exportable, artefact: str, images: GateImages) -> Gate:
-    """Returns what decides about an artefact, for `run_checks`.
-
-    Args:
-        exportable: the rebuilt model.
-        artefact: the format.
-        images: those that decide.
+    All signatures have the same network, so that one of them is asked about all images.
     """
+    asked = [(case.signature, name) for case in cases for name in case.inputs if name != "inputs"]
+    counts = [samples.DRAWN] + [samples.DRAWN // 2] * (len(asked) - 1)
+    return [
+        samples.question(row, about, signature, name, count)
+        for (signature, name), count in zip(asked, counts, strict=True)
+    ]
+
+
+def make_gate(exportable: Exportable, row: Format, images: GateImages) -> Gate:
+    """Returns what decides about an artefact of a format."""
+    # A single logit without sigmoid is a value.
+    kind = getattr(exportable.activation, "__name__", "")
+    if not (kind == "sigmoid" or (kind == "softmax" and exportable.classes != 1)):
+        kind = "values"
     output = "features" if exportable.activation is None else "logits"
-    kind = _kind(exportable)
-    outputs = (output,) if kind == "values" else (output, "probabilities")
-    signature, inputs = "", {"images": exportable.to_original(images.pixels)}
-    if artefact == "savedmodel":
-        signature = "image_tensor" if output == "logits" else "features"
-        inputs = {"images": images.pixels}
+    signature, inputs = "", exportable.to_original(images.pixels)
+    if row.has_signatures:
+        signature, inputs = "image_tensor" if output == "logits" else "features", images.pixels
     return Gate(
         signature=signature,
-        inputs=inputs,
-        outputs=outputs,
+        images=inputs,
+        outputs=(output,) if kind == "values" else (output, "probabilities"),
         expected=images.outputs[output],
-        limits=LIMITS[artefact],
+        limits=row.limits,
         kind=kind,
         targets=images.targets,
     )
 
 
-def _kind(exportable: Exportable) -> str:
-    """Returns how the model decides; a single logit without sigmoid is a value."""
-    name = getattr(exportable.activation, "__name__", "")
-    is_decided = name == "sigmoid" or (name == "softmax" and exportable.classes != 1)
-    return name if is_decided else "values"
-
-
-def write_record(
-    folder: Path,
-    about: Description,
+def savedmodel_cases(
+    exportable: Exportable,
+    row: Format,
+    pixels: Batch,
+    images: Sequence[samples.Image] = (),
     *,
-    checks: Mapping[str, Iterable[messages.Check]],
-    answers: Mapping[str, Any],
-    files: Mapping[str, str],
-    floats: Mapping[str, Iterable[str]],
-    runtime: Mapping[str, str],
-    images: str,
-) -> None:
-    """Writes `verification.json` beside the files that it describes.
+    top_k: int,
+) -> list[Case]:
+    """Returns a case for every signature of a SavedModel; files are of the given images.
 
-    Args:
-        folder: where the files are.
-        about: what they say of themselves.
-        checks: the checks of each format.
-        answers: what each format answered, as `references.record` returns it.
-        files: the path of each format in the folder.
-        floats: of formats in int8, the kernels that stayed float32, where there are some.
-        runtime: versions of what ran the checks; empty if nothing ran.
-        images: a description of the images.
+    All of them call one function for the network, so one of them shows it at every batch size.
     """
-    versions = {"keras-vit": version.__version__}
-    for package in _PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    record = {
-        "verified": bool(runtime),
-        "made": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "versions": {**versions, **runtime},
-        "images": images,
-        "description": about.to_dict(),
-        "artefacts": dict(files),
-        "float32": {name: list(each) for name, each in floats.items()},
-        "files": {
-            str(file.relative_to(folder)): {"bytes": file.stat().st_size, "sha256": sha256(file)}
-            for file in sorted(folder.rglob("*"))
-            if file.is_file()
-        },
-        "checks": {name: list(map(dataclasses.asdict, each)) for name, each in checks.items()},
-        "answers": dict(answers),
-        SELF: _NO_SHA256,
-    }
-    text = json.dumps(record, indent=1) + "\n"
-    target = folder / "assets.extra" if "savedmodel" in checks else folder
-    (target / RECORD).write_text(text.replace(_NO_SHA256, _text_sha256(text)), encoding="utf-8")
+    contents = samples.make_files(exportable, images)
+    resized = samples.resize_files(exportable, contents)
+    files = samples.make_batch(exportable, contents, exportable.to_network(resized, "pixels"))
+    normalized = exportable.normalized(pixels.inputs)
+    if exportable.network_takes == "normalized":
+        values = dataclasses.replace(pixels, inputs=normalized)
+    else:  # which may amplify the rounding of the values
+        inputs = exportable.to_network(normalized, "normalized")
+        values = samples.make_batch(exportable, normalized, inputs)
 
+    def case(signature: str, given: str, batch: Batch, *names: str) -> Case:
+        return Case(
+            signature=signature,
+            inputs={given: batch.inputs},
+            expected={name: batch.of_batch[name] for name in names},
+            # "class_ids" is missing where rounding may exchange two classes.
+            alone={name: batch.of_first[name] for name in names if name in batch.of_first},
+            limit=SAVEDMODEL_LIMIT * _scale(batch.of_batch),
+            batch_sizes=row.batch_sizes if signature == savedmodel.SERVING_DEFAULT else (1, 3, 0),
+        )
 
-def is_whole(text: str) -> bool:
-    """Whether a record is as it was written: it holds the SHA-256 of itself with zeros for it."""
-    found = re.search(rf'"{SELF}": "([0-9a-f]{{64}})"', text)
-    if found is None:
-        return False
-    start, end = found.span(1)
-    return _text_sha256(text[:start] + _NO_SHA256 + text[end:]) == found[1]
+    if exportable.activation is None:
+        return [
+            case("serving_default", "image_bytes", files, "features"),
+            case("pixels", "pixel_values", values, "features"),
+            case("features", "images", pixels, "features"),
+        ]
+    best, of_first = (
+        _best(outputs["probabilities"], top_k=top_k) for outputs in (files.of_batch, files.of_first)
+    )
+    files = Batch(
+        inputs=contents, of_batch=files.of_batch | best, of_first=files.of_first | of_first
+    )
+    examples = np.array([savedmodel.example(content) for content in contents], object)
+    made = [
+        case("serving_default", "image_bytes", files, *best),
+        case("classify", "inputs", dataclasses.replace(files, inputs=examples), "scores"),
+        case("image_tensor", "images", pixels, "logits", "probabilities"),
+        case("pixels", "pixel_values", values, "logits", "probabilities"),
+    ]
+    if exportable.config is not None:
+        made.append(case("features", "images", pixels, "features"))
+    return made
 
 
 def _scale(outputs: Mapping[str, np.ndarray]) -> float:
@@ -272,13 +194,3 @@ def _best(probabilities: np.ndarray, *, top_k: int) -> dict[str, np.ndarray]:
     if gaps.min(initial=1.0) > TIE:
         best["class_ids"] = order[:, :top_k].astype(np.int32)
     return best
-
-
-def _text_sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def sha256(file: Path) -> str:
-    """Returns the SHA-256 of a file."""
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,17 +1,21 @@
-"""The gate of an artefact: its errors beside what the model's answers vary by, and its decisions.
+"""How far an artefact's answers are from the model's: one by one, at each batch size, in its gate.
 
 What all images share proves nothing: a bias of -10 makes every cosine 1, and an answer that no
-image changes is close to them all if one logit is large. So an error is measured in *spreads*: the
-standard deviation of the model's answers over the images, around each class's own mean. A constant
-answer then has an error of 1, whatever the head's biases are.
+image changes is close to them all if one logit is large. So a gate measures errors in *spreads*:
+the standard deviation of the model's answers over the images, around each class's own mean. A
+constant answer then has an error of 1, whatever the head's biases are.
 """
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
+from . import Limits
+
+GATE_BATCH = 8  # images that a gate runs at once
 # A spread counts as at least this share of the largest answer: rounding grows with that.
 LEAST_SPREAD = 1e-3
 # One class's spread counts as at least this share of the spread of all.
@@ -20,29 +24,67 @@ PROBABILITY = 0.02  # int8 throughout has 256 values
 # A best class is clear if it leads by so many times the error that is allowed.
 CLEAR = 6.0
 
-
-# By name: the measurement, its limit, and whether that is the least value.
-Measured = dict[str, tuple[float, float, bool]]
+Arrays = Mapping[str, np.ndarray]
+Run = Callable[[dict[str, np.ndarray]], Arrays]  # a signature, from inputs to outputs by name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Limits:
-    """What a format may differ by; errors are in spreads.
+class Check:
+    """The result of one check: the measurement, its limit (None for no limit), the verdict."""
+
+    name: str
+    measured: float | int | str
+    limit: float | int | str | None
+    passed: bool
+
+    @classmethod
+    def at_most(cls, name: str, measured: float, limit: float) -> "Check":
+        """A check that passes up to a limit."""
+        return cls(name=name, measured=measured, limit=limit, passed=measured <= limit)
+
+    @classmethod
+    def at_least(cls, name: str, measured: float, limit: float) -> "Check":
+        """A check that passes from a limit on."""
+        return cls(name=name, measured=measured, limit=limit, passed=measured >= limit)
+
+    @classmethod
+    def equal(cls, name: str, measured: int | str, limit: int | str) -> "Check":
+        """A check that passes for one value alone, such as nothing found."""
+        return cls(name=name, measured=measured, limit=limit, passed=measured == limit)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Case:
+    """A batch of inputs for one signature of an artefact, and the model's outputs for it.
 
     Attributes:
-        error: the root mean square error of all answers.
-        largest: the largest error of one answer.
-        of_one: the root mean square error of one class, or feature, over its own spread.
-        best: the least share of images with the model's best class. It is less where the model
-            itself hardly decides: what errors of the allowed size leave.
-        accuracy: the most that the accuracy on labelled images may fall.
+        signature: name of the signature; "" where a format has only one.
+        inputs: the inputs by name, strings as an object array of bytes.
+        expected: the outputs by name.
+        alone: the outputs for the first image in a batch of one, where convolutions may sum in
+            another order; empty to compare with the first row of `expected`.
+        limit: the largest difference that passes.
+        batch_sizes: those to run, up to the number of images; 0 asks for no answers to no images.
     """
 
-    error: float
-    largest: float
-    of_one: float
-    best: float
-    accuracy: float
+    signature: str
+    inputs: dict[str, np.ndarray]
+    expected: dict[str, np.ndarray]
+    limit: float
+    alone: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    batch_sizes: Sequence[int] = ()
+
+    @property
+    def limit_of_drift(self) -> float:
+        """How far an output may change with the batch: as the model's own for the first image."""
+        changes = [
+            np.abs(alone - self.expected[name][:1]).max() for name, alone in self.alone.items()
+        ]
+        return self.limit + float(max(changes, default=0.0))
+
+    def check_name(self, text: str) -> str:
+        """Returns the name of a check of this case."""
+        return f"{self.signature}: {text}".removeprefix(": ")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -51,7 +93,7 @@ class Gate:
 
     Attributes:
         signature: the signature of a SavedModel; "" where a format has only one.
-        inputs: the images (B, H, W, C) by the name of the input.
+        images: (B, H, W, C), as the input takes them.
         outputs: the names of the outputs to read: what is compared, "logits" or "features", and
             "probabilities", which must follow from the artefact's own logits.
         expected: the model's answers (B, classes) or (B, ...).
@@ -62,26 +104,108 @@ class Gate:
     """
 
     signature: str
-    inputs: dict[str, np.ndarray]
-    outputs: tuple[str, ...]
+    images: np.ndarray
+    outputs: Sequence[str]
     expected: np.ndarray
     limits: Limits
     kind: str
     targets: np.ndarray
 
 
-def measure(gate: Gate, answers: Mapping[str, np.ndarray]) -> Measured:
-    """Returns the measurements, each with its limit and whether that is the least value.
+def largest_difference(actual: np.ndarray, expected: np.ndarray) -> float:
+    """Returns the largest absolute difference; infinite for another shape, NaN or infinity.
+
+    Example:
+        >>> largest_difference(np.array([1.0, 2.5]), np.array([1.0, 2.0]))
+        0.5
+        >>> largest_difference(np.array([np.nan]), np.array([0.0]))
+        inf
+    """
+    if actual.shape != expected.shape or not np.isfinite(actual).all():
+        return float("inf")
+    difference = np.abs(np.asarray(actual, np.float64) - expected)
+    return float(difference.max(initial=0.0))
+
+
+def spread_difference(actual: np.ndarray, expected: np.ndarray) -> float:
+    """Returns the largest difference divided by the range of the expected values.
+
+    Example:
+        >>> spread_difference(np.array([-10.0, -9.5]), np.array([-10.0, -9.0]))
+        0.5
+    """
+    spread = float(np.ptp(expected)) if expected.size else 0.0
+    return largest_difference(actual, expected) / max(spread, 1e-6)
+
+
+def compare(case: Case, actual: Arrays, *, rows: int) -> list[Check]:
+    """Compares the outputs for the first rows of a case with the expected ones."""
+    return [
+        Check.at_most(
+            case.check_name(f"{name}, batch {rows}, absolute difference"),
+            largest_difference(actual.get(name, np.empty(0)), expected[:rows]),
+            case.limit,
+        )
+        for name, expected in {**case.expected, **(case.alone if rows == 1 else {})}.items()
+    ]
+
+
+def check_batches(case: Case, run: Run) -> Iterator[Check]:
+    """Compares a case with the model at every batch size, and the sizes with each other.
+
+    Outputs may change with the batch as much as the model's own do.
+    """
+    outputs = {}
+    sizes = sorted(filter(None, case.batch_sizes))
+    for size in sizes:
+        outputs[size] = run({name: value[:size] for name, value in case.inputs.items()})
+        yield from compare(case, outputs[size], rows=size)
+    if len(sizes) > 1:
+        whole = outputs[sizes[-1]]
+        drift = max(
+            largest_difference(outputs[size][name], whole[name][:size])
+            for size in sizes
+            for name in case.expected
+        )
+        yield Check.at_most(case.check_name("batch invariance"), drift, case.limit_of_drift)
+    if 0 in case.batch_sizes:
+        try:
+            none = run({name: value[:0] for name, value in case.inputs.items()})
+            fault = ", ".join(
+                name
+                for name, value in case.expected.items()
+                if none.get(name, np.empty(())).shape != (0, *value.shape[1:])
+            )
+        except Exception as error:  # each runtime has errors of its own
+            fault = str(error).splitlines()[0] or type(error).__name__
+        yield Check.equal(case.check_name("batch 0"), fault, "")
+
+
+def run_gate(gate: Gate, run: Run) -> list[Check]:
+    """Runs the images of a gate in batches of eight, and holds the answers to its limits."""
+    starts = range(0, len(gate.images), GATE_BATCH)
+    parts = [run({"images": gate.images[start : start + GATE_BATCH]}) for start in starts]
+    answers = {}
+    for name in gate.outputs:
+        arrays = [part[name] for part in parts if name in part]
+        is_whole = len(arrays) == len(parts) and len({array.ndim for array in arrays}) == 1
+        answers[name] = np.concatenate(arrays) if is_whole else np.empty(0)
+    count = Check(name="gate: images", measured=len(gate.expected), limit=None, passed=True)
+    return [count, *measure(gate, answers)]
+
+
+def measure(gate: Gate, answers: Arrays) -> list[Check]:
+    """Measures the answers to the images of a gate.
 
     Example:
         >>> logits = np.array([[1.0, -1.0], [-1.0, 1.0]])
         >>> limits = Limits(error=0.1, largest=0.5, of_one=0.5, best=1.0, accuracy=0.0)
-        >>> gate = Gate(signature="", inputs={}, outputs=("logits",), expected=logits,
+        >>> gate = Gate(signature="", images=np.empty(0), outputs=("logits",), expected=logits,
         ...             limits=limits, kind="softmax", targets=np.array([0, 1]))
-        >>> measure(gate, {"logits": logits + 5})["error / spread"]
-        (0.0, 0.1, False)
-        >>> measure(gate, {"logits": logits * 0})["error / spread"]
-        (1.0, 0.1, False)
+        >>> measure(gate, {"logits": logits + 5})[0]
+        Check(name='gate: error / spread', measured=0.0, limit=0.1, passed=True)
+        >>> measure(gate, {"logits": logits * 0})[0]
+        Check(name='gate: error / spread', measured=1.0, limit=0.1, passed=False)
     """
     limits, expected = gate.limits, centred(gate, gate.expected)
     actual = answers[gate.outputs[0]]
@@ -91,22 +215,21 @@ def measure(gate: Gate, answers: Mapping[str, np.ndarray]) -> Measured:
     else:
         errors = centred(gate, actual) - expected
     spreads, spread = _spreads(gate, expected)
+    one = "value" if gate.kind == "values" else "class"
     with np.errstate(invalid="ignore"):
-        of_each = np.sqrt(np.mean(np.square(errors), axis=0))
-        results: Measured = {
-            "error / spread": (_root_mean_square(errors) / spread, limits.error, False),
-            "largest error / spread": (np.abs(errors).max() / spread, limits.largest, False),
-            f"error / spread of the worst {_ONE[gate.kind]}": (
-                (of_each / spreads).max(), limits.of_one, False
-            ),
-        }  # fmt: skip
-        results |= _decisions(gate, actual, spread)
+        of_each = np.sqrt(np.mean(np.square(errors), axis=0)) / spreads
+        checks = [
+            _at_most("error / spread", _root_mean_square(errors) / spread, limits.error),
+            _at_most("largest error / spread", np.abs(errors).max() / spread, limits.largest),
+            _at_most(f"error / spread of the worst {one}", of_each.max(), limits.of_one),
+            *_decisions(gate, actual, limits.error * spread),
+        ]
         if "probabilities" in gate.outputs:
-            results |= _probabilities(gate, actual, answers["probabilities"])
-    return {
-        name: (float(np.nan_to_num(value, nan=np.inf, posinf=np.inf)), limit, is_least)
-        for name, (value, limit, is_least) in results.items()
-    }
+            own = _probabilities(gate, actual)
+            is_same = answers["probabilities"].shape == own.shape  # NaN is told by the difference
+            difference = np.abs(answers["probabilities"] - own).max() if is_same else np.inf
+            checks.append(_at_most("probabilities beside its own logits'", difference, PROBABILITY))
+    return checks
 
 
 def spread(gate: Gate) -> float:
@@ -122,9 +245,6 @@ def centred(gate: Gate, answers: np.ndarray) -> np.ndarray:
     return rows
 
 
-_ONE = {"softmax": "class", "sigmoid": "class", "values": "value"}
-
-
 def _spreads(gate: Gate, expected: np.ndarray) -> tuple[np.ndarray, float]:
     """Returns the spread of each class or feature (values,), and that of all."""
     of_each = expected.std(axis=0)
@@ -137,57 +257,39 @@ def _root_mean_square(values: np.ndarray) -> float:
     return float(np.sqrt(np.mean(np.square(values))))
 
 
-def _decisions(gate: Gate, actual: np.ndarray, spread: float) -> Measured:
-    error = gate.limits.error * spread
+def _decisions(gate: Gate, actual: np.ndarray, error: float) -> list[Check]:
+    """Compares what is decided by answers that may have this error."""
     if gate.kind == "values":
-        return _own_nearest(gate, actual, error)
-    results: Measured = {}
+        return [_own_nearest(gate, actual, error)]
+    checks = []
     if gate.kind == "sigmoid":
         same, margins = (actual > 0) == (gate.expected > 0), np.abs(gate.expected)
-        results |= _shares("decision at zero", same, margins > CLEAR * error, gate.limits.best)
+        checks += _shares("decision at zero", same, margins > CLEAR * error, gate.limits.best)
     if gate.expected.shape[1] > 1:
         logits = np.sort(gate.expected, axis=1)
         same = actual.argmax(axis=1) == gate.expected.argmax(axis=1)
         same &= np.isfinite(actual).all(axis=1)
         margins = logits[:, -1] - logits[:, -2]
-        limit = min(gate.limits.best, _expected_share(margins, error))
-        results |= _shares("best class", same, margins > CLEAR * error, limit)
-        results |= _accuracy(gate, actual)
-    return results
+        # The two best logits err independently, so that their difference errs by sqrt(2) as much.
+        flips = np.array([0.5 * math.erfc(margin / (2 * error)) for margin in margins])
+        deviation = math.sqrt(np.sum(flips * (1 - flips))) / len(flips)
+        limit = min(gate.limits.best, float(1 - flips.mean() - 3 * deviation))
+        checks += _shares("best class", same, margins > CLEAR * error, limit)
+        is_known = gate.targets >= 0
+        if is_known.any():
+            targets = gate.targets[is_known]
+            ours, theirs = (
+                float(np.mean(each[is_known].argmax(axis=1) == targets))
+                for each in (gate.expected, actual)
+            )
+            # Fewer images than 1 / limit cannot resolve it: one of them may change.
+            limit = max(gate.limits.accuracy, 1 / len(targets))
+            checks.append(Check.at_least("gate: accuracy", theirs, ours - limit))
+    return checks
 
 
-def _expected_share(margins: np.ndarray, error: float) -> float:
-    """Returns the share of best classes that errors of this deviation leave, less three of its own.
-
-    The two best logits err independently, so their difference errs by sqrt(2) as much.
-    """
-    flips = np.array([0.5 * math.erfc(margin / (2 * error)) for margin in margins])
-    deviation = math.sqrt(np.sum(flips * (1 - flips))) / len(flips)
-    return float(1 - flips.mean() - 3 * deviation)
-
-
-def _shares(name: str, same: np.ndarray, is_clear: np.ndarray, limit: float) -> Measured:
-    return {
-        f"{name}, where the model's is clear": (_share(same, is_clear), 1.0, True),
-        name: (float(same.mean()), limit, True),
-    }
-
-
-def _accuracy(gate: Gate, actual: np.ndarray) -> Measured:
-    is_known = gate.targets >= 0
-    if not is_known.any():
-        return {}
-    targets = gate.targets[is_known]
-    ours, theirs = (
-        float(np.mean(each[is_known].argmax(axis=1) == targets)) for each in (gate.expected, actual)
-    )
-    # Fewer images than 1 / limit cannot resolve it: one of them may change.
-    limit = max(gate.limits.accuracy, 1 / len(targets))
-    return {"accuracy": (theirs, ours - limit, True)}
-
-
-def _own_nearest(gate: Gate, actual: np.ndarray, error: float) -> Measured:
-    """Returns the share of images whose answer is nearest to the model's for the same image.
+def _own_nearest(gate: Gate, actual: np.ndarray, error: float) -> Check:
+    """Checks that the answer for each image is nearest to the model's for the same image.
 
     Only images count that the model itself tells from all others by more than the errors.
     """
@@ -197,19 +299,25 @@ def _own_nearest(gate: Gate, actual: np.ndarray, error: float) -> Measured:
     is_clear = others.min(axis=1) > CLEAR * error * np.sqrt(ours.shape[1])
     nearest = np.array([np.linalg.norm(ours - row, axis=1).argmin() for row in theirs])
     same = (nearest == np.arange(len(ours))) & np.isfinite(theirs).all(axis=1)
-    return {"nearest to the model's own, where that is clear": (_share(same, is_clear), 1.0, True)}
+    share = float(same[is_clear].mean()) if is_clear.any() else 1.0
+    return Check.at_least("gate: nearest to the model's own, where that is clear", share, 1.0)
 
 
-def _probabilities(gate: Gate, logits: np.ndarray, probabilities: np.ndarray) -> Measured:
+def _probabilities(gate: Gate, logits: np.ndarray) -> np.ndarray:
     if gate.kind == "softmax":
         powers = np.exp(logits - logits.max(axis=1, keepdims=True))
-        own = powers / powers.sum(axis=1, keepdims=True)
-    else:
-        own = 1 / (1 + np.exp(-logits))
-    is_same = probabilities.shape == own.shape and np.isfinite(probabilities).all()
-    difference = np.abs(probabilities - own).max() if is_same else np.inf
-    return {"probabilities beside its own logits'": (difference, PROBABILITY, False)}
+        return np.asarray(powers / powers.sum(axis=1, keepdims=True))
+    return np.asarray(1 / (1 + np.exp(-logits)))
 
 
-def _share(same: np.ndarray, is_clear: np.ndarray) -> float:
-    return float(same[is_clear].mean()) if is_clear.any() else 1.0
+def _shares(name: str, same: np.ndarray, is_clear: np.ndarray, limit: float) -> list[Check]:
+    clear = float(same[is_clear].mean()) if is_clear.any() else 1.0
+    return [
+        Check.at_least(f"gate: {name}, where the model's is clear", clear, 1.0),
+        Check.at_least(f"gate: {name}", float(same.mean()), limit),
+    ]
+
+
+def _at_most(name: str, measured: Any, limit: float) -> Check:
+    number = float(np.nan_to_num(measured, nan=np.inf, posinf=np.inf))
+    return Check.at_most(f"gate: {name}", number, limit)

@@ -16,7 +16,7 @@ from keras_vit.cli.main import make_parser
 from keras_vit.exporting import artefacts
 
 # One more than these is a command that nobody has tried here; test_demo.py and
-# test_export_check.py try demo and check.
+# test_export_artefacts.py try demo and check.
 COMMANDS = {
     *("train", "pretrain", "predict", "evaluate", "explain", "demo", "export", "push", "list"),
     "check",

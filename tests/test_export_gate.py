@@ -280,13 +280,15 @@ def test_requests_survive_the_disk(tmp_path: Path) -> None:
     case = dataclasses.replace(CASE, inputs={"image_bytes": files})
     written = checker.Request(
         format="savedmodel", runtime="savedmodel", path=tmp_path, parameter_bytes=8,
-        labels=["a", "é"], cases=(case,),
+        weight_bytes=8, labels=["a", "é"], cases=(case,), gate=head_gate(logits_of(7)),
     )  # fmt: skip
     checker.write(tmp_path, written)
     read = checker.read_request(tmp_path)
     assert list(read.cases[0].inputs["image_bytes"]) == list(files)
     np.testing.assert_array_equal(read.cases[0].expected["logits"], CASE.expected["logits"])
-    for name in ("format", "runtime", "path", "parameter_bytes", "labels", "gate"):
+    np.testing.assert_array_equal(read.gate.expected, written.gate.expected)
+    assert read.gate.limits == INT8
+    for name in ("format", "runtime", "path", "parameter_bytes", "weight_bytes", "labels"):
         assert getattr(read, name) == getattr(written, name)
 
 

@@ -57,10 +57,10 @@ MODULES = [
 
 # A change may lower these, and raise none.
 CEILINGS = {
-    "files": 132,
-    "lines": 34_228,
-    "lines of tests": 24_891,
-    "flags": 75,
+    "files": 131,
+    "lines": 34_018,
+    "lines of tests": 24_849,
+    "flags": 74,
     "public names": 149,
 }
 

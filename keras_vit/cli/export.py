@@ -1,18 +1,23 @@
-"""`keras-vit export`: a trained model for TensorFlow Serving, TFLite and ONNX."""
+"""`keras-vit export` and `check`: a trained model for TensorFlow Serving, TFLite and ONNX."""
 
 import argparse
 import dataclasses
 import shlex
+import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import rich.progress
+
 from keras_vit.cli import flags, output
 from keras_vit.exporting.formats import FORMATS
+from keras_vit.limits import counted
 
 if TYPE_CHECKING:
     from keras_vit.exporting import Artefact
+    from keras_vit.exporting.records import Checked
     from keras_vit.training import OpenedModel, Run
 
 _FORMATS = textwrap.fill(f"The formats: {', '.join(FORMATS)}.", 104, break_on_hyphens=False)
@@ -31,6 +36,24 @@ examples:
   keras-vit export photos-run --out export/photos --formats savedmodel,tflite,tflite-int8,onnx
   keras-vit export model.keras --labels labels.txt --out export/mine --images photos/*.jpg
   keras-vit export hf://google/vit-base-patch16-224 --out export/vit
+"""
+_CHECK = """\
+Compares exported files with their record, verification.json, at any time after the export and on
+any machine: a copy that was cut short, a flipped bit on a disk, a file that was swapped, changed,
+deleted or added. A damaged file often runs and answers wrongly, so nothing else would say so.
+
+PATH is what keras-vit export wrote: its --out (all versions are checked), one of the versions, or a
+file; of a SavedModel all files are checked. Neither the run nor the model is needed. What
+lies beside the versions, the settings of the server, may be edited and is not checked. The record
+guards against accidents. It does not guard against someone who changes a file and writes a new
+record. keras-vit evaluate PATH runs the model on this machine.
+
+The exit code is 1 if a fault was found.
+
+examples:
+  keras-vit check export/digits
+  keras-vit check export/digits/onnx/1
+  keras-vit check export/digits --json
 """
 
 
@@ -94,6 +117,21 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-verify", action="store_true", help="do not check the files (default: check them)"
     )
+
+
+def add_check(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds the subcommand `check`."""
+    parser = flags.add_command(
+        commands,
+        "check",
+        check,
+        summary="compare exported files with their record",
+        description=_CHECK,
+    )
+    parser.add_argument(
+        "path", metavar="PATH", help="the --out of keras-vit export, a version in it, or a file"
+    )
+    flags.add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -171,3 +209,65 @@ def _show(artefact: "Artefact", *, is_json: bool, is_verified: bool) -> None:
     kept = f"{len(artefact.floats)} kernels in float32, "
     kept = kept if artefact.floats else ""
     output.say(f"{artefact.format}: {artefact.path} ({size}, {kept}{checks})")
+
+
+def check(arguments: argparse.Namespace) -> int:
+    """Compares each version with its record, and prints what was found."""
+    from keras_vit.exporting.records import find_versions  # needs no framework
+
+    path = Path(arguments.path)
+    found = []
+    for folder in find_versions(path):
+        found.append(_checked(folder, path, is_json=arguments.json))
+        _show_checked(found[-1], place=path if path.is_file() else folder, is_json=arguments.json)
+    faults = sum(len(each.faults) for each in found)
+    if not arguments.json:
+        _say_result(found, faults=faults)
+    return 1 if faults else 0
+
+
+def _checked(folder: Path, path: Path, *, is_json: bool) -> "Checked":
+    from keras_vit.exporting.records import compare
+
+    columns = *rich.progress.Progress.get_default_columns(), rich.progress.DownloadColumn()
+    is_hidden = is_json or not output.is_terminal()
+    with rich.progress.Progress(*columns, transient=True, disable=is_hidden) as bar:
+        task = bar.add_task(f"reading {output.plain(folder)}", total=None)
+        return compare(
+            folder,
+            file=path if path.is_file() else None,
+            on_progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+
+
+def _show_checked(checked: "Checked", *, place: Path, is_json: bool) -> None:
+    if is_json:
+        verdicts = [
+            {**dataclasses.asdict(each), "path": str(each.path)} for each in checked.verdicts
+        ]
+        fields = {"folder": str(checked.folder), "made": checked.made, "artefacts": verdicts}
+        output.print_json("checked", **fields, faults=checked.faults)
+        return
+    output.say(f"{place}" + (f" ({checked.made})" if checked.made else ""))
+    if checked.verdicts:
+        output.show_verdicts(checked.verdicts)
+    for text in checked.faults:
+        output.say(f"keras-vit: error: {text}", file=sys.stderr)
+
+
+def _say_result(found: "list[Checked]", *, faults: int) -> None:
+    """Says the result, and the next command."""
+    if faults:
+        place = f"{counted(faults, 'fault')} in {counted(len(found), 'version')}"
+        output.say(f"{place}: export the model again, or copy it again.")
+        output.say_next("export", "--help")
+        return
+    paths = [verdict.path for each in found for verdict in each.verdicts]
+    place = f"{counted(len(paths), 'artefact')} of {counted(len(found), 'version')}"
+    output.say(f"No fault in {place}.")
+    scripts = [each.folder.parent / "serve.sh" for each in found]
+    script = next((each for each in scripts if each.is_file()), None)
+    if script is not None:
+        output.say(f"Next: {shlex.quote(str(script))}")
+    else:
+        output.say_next("evaluate", "--help")

@@ -17,7 +17,6 @@ from typing import NoReturn
 from keras_vit import environment, version
 from keras_vit.cli import (
     catalog,
-    check,
     demo,
     evaluate,
     explain,
@@ -114,12 +113,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _is_about_exports(arguments: argparse.Namespace) -> bool:
     if arguments.run in (predict.run, evaluate.run):
         return flags.is_exported(arguments.source)
-    return arguments.run in (export.run, check.run)
+    return arguments.run is export.run
 
 
 def _run(arguments: argparse.Namespace) -> int:
     try:
-        if arguments.run is not catalog.run:
+        if arguments.run not in (catalog.run, export.check):
             _import_frameworks()
         exit_code: int = arguments.run(arguments)
     except KeyboardInterrupt as interruption:
@@ -161,7 +160,7 @@ def make_parser() -> argparse.ArgumentParser:
         explain.add_parser,
         demo.add_parser,
         export.add_parser,
-        check.add_parser,
+        export.add_check,
         push.add_parser,
         catalog.add_parser,
     ):

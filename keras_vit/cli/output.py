@@ -21,7 +21,7 @@ from keras_vit.limits import counted
 if TYPE_CHECKING:
     from keras_vit.data import ImageData, LeftOut
     from keras_vit.evaluation import Evaluation, Prediction
-    from keras_vit.exporting.checking import Verdict
+    from keras_vit.exporting.records import Verdict
     from keras_vit.training import EpochDone, Event, Run, StepDone
 
 # With more classes than this the table has only the worst.
@@ -409,12 +409,9 @@ def show_verdicts(verdicts: "Sequence[Verdict]") -> None:
     table = _table("format", "artefact")
     table.add_column("size", justify="right")
     table.add_column("files")
-    table.add_column("answers")
     for each in verdicts:
-        answers = "not asked" if each.change is None else f"the same ({each.change:.0e})"
         files = "as exported" if each.is_whole else "CHANGED"
-        name = plain(each.path.name)
-        table.add_row(each.format, name, f"{each.bytes / 1e6:.1f} MB", files, answers)
+        table.add_row(each.format, plain(each.path.name), f"{each.bytes / 1e6:.1f} MB", files)
     _print_table(table)
 
 

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 from keras_vit import atomic
-from keras_vit.exporting import checking, rebuild, samples, savedmodel, sensitivity, verification
+from keras_vit.exporting import rebuild, records, samples, savedmodel, sensitivity, verification
 from keras_vit.exporting.clean.agreement import Check
 from keras_vit.exporting.clean.checker import Report, Request
 from keras_vit.exporting.formats import FORMATS, Format, Options
@@ -194,7 +194,7 @@ class _Job:
         if self.about.labels:
             savedmodel.write_labels(staged / rows[0].extras / "labels.txt", self.about.labels)
         images = self.decisive.about if self.verify else "none"
-        checking.write_record(staged, rows[0].extras, self.about, artefacts, reports, images=images)
+        records.write_record(staged, rows[0].extras, self.about, artefacts, reports, images=images)
         return artefacts
 
     def _write(
@@ -224,7 +224,6 @@ class _Job:
             weight_bytes=weight_bytes,
             labels=self.about.labels,
             cases=cases,
-            questions=verification.questions(row, self.about, cases),
             gate=gate,
         )
 

@@ -29,9 +29,6 @@ _INT8 = Limits(error=0.1, largest=0.6, of_one=0.6, best=0.98, accuracy=0.01)
 _INT8_WEIGHTS = Limits(error=0.06, largest=0.3, of_one=0.3, best=0.98, accuracy=0.01)
 _INT8_FULL = Limits(error=0.2, largest=1.0, of_one=0.8, best=0.98, accuracy=0.01)
 
-# By how much of their spread answers may have changed at a later check. Processors compute float16
-# and int8 each in their own way.
-_DRIFTS = {"float32": 1e-3, "float16": 1e-2, "int8": 5e-2}
 _SHARES = {"float32": 1.0, "float16": 0.5, "int8": 0.25}
 
 Kind = Literal["float32", "float16", "int8"]
@@ -108,11 +105,6 @@ class Format:
     def share(self) -> float:
         """Bytes of a weight over the four that it has in float32."""
         return _SHARES[self.weights]
-
-    @property
-    def drift(self) -> float:
-        """By how much of their spread its answers may have changed at a later check."""
-        return _DRIFTS[self.products]
 
     @property
     def module(self) -> Any:

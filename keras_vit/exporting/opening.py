@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras_vit import environment
 from keras_vit.config import ViTConfig
 from keras_vit.data.images import to_grey
-from keras_vit.exporting import checking, formats
+from keras_vit.exporting import formats, records
 from keras_vit.exporting.clean.runners import Runner
 from keras_vit.exporting.formats import FORMATS, RECORD, Format
 from keras_vit.exporting.rebuild import Description
@@ -75,15 +75,15 @@ def open_artefact(path: Path) -> OpenedArtefact:
 
 def _find(path: Path) -> tuple[str, Path, Description, bool]:
     """Returns format, path and description of an artefact, and whether a record vouches for it."""
-    if path.is_file() and not checking.record_file(path.parent).is_file():
+    if path.is_file() and not records.record_file(path.parent).is_file():
         return _alone(path)
-    versions = checking.find_versions(path)
+    versions = records.find_versions(path)
     newest = max(versions, key=lambda folder: (len(folder.name), folder.name)).name
     found = [
         (name, inner, folder, record)
         for folder in versions
         if folder.name == newest
-        for record in [checking.read_record(folder)]
+        for record in [records.read_record(folder)]
         for name, inner in record["artefacts"].items()
         if path.is_dir() or inner == "." or folder / inner == path
     ]
@@ -95,8 +95,8 @@ def _find(path: Path) -> tuple[str, Path, Description, bool]:
             else f"{str(path)!r} is none of the models in the {RECORD} beside it."
         )
     ((name, inner, folder, record),) = found
-    files = checking.files_of(inner, record)
-    for _, fault in checking.find_faults(folder, record, only=files):
+    files = records.files_of(inner, record)
+    for _, fault in records.find_faults(folder, record, only=files):
         raise ValueError(f"{fault.rstrip('.')}; export the model again, or copy it again.")
     return name, folder / inner, Description.from_dict(record["description"]), True
 

@@ -13,14 +13,11 @@ from keras_vit.data import decoding, header
 from keras_vit.data import images as image_files
 from keras_vit.exporting.clean import agreement
 from keras_vit.exporting.clean.agreement import Check
-from keras_vit.exporting.clean.checker import Question
-from keras_vit.exporting.formats import Format
-from keras_vit.exporting.rebuild import Description, Exportable
+from keras_vit.exporting.rebuild import Exportable
 
 # A file, or pixels 0..255, uint8 (height, width, 3).
 Image = str | Path | np.ndarray
 COUNT = 8  # images in the largest batch
-DRAWN = 4  # images whose answers stand in the record
 CALIBRATION_LEAST = 16  # given images, from which on half of them are for calibration
 CALIBRATION_MOST = 256  # images that set the ranges of int8 throughout
 
@@ -156,31 +153,6 @@ def compare_rebuilt(model: keras.Model, exportable: Exportable, batch: Batch) ->
     lengths = np.linalg.norm(rows, axis=1) * np.linalg.norm(others, axis=1)
     cosine = float(((rows * others).sum(axis=1) / lengths).min())
     return Check.at_least("model and its float32 copy, cosine", cosine, LOW_PRECISION_COSINE)
-
-
-def question(row: Format, about: Description, signature: str, given: str, count: int) -> Question:
-    """Returns a question on drawn images; `given` is the name of the input."""
-    pixels = draw_references(about.image_shape, count)
-    if given == "image_bytes":
-        return signature, {given: np.array(list(map(_png, pixels)), object)}
-    if given == "pixel_values":
-        return signature, {given: about.normalized(pixels)}
-    return signature, {given: pixels if row.has_signatures else about.prepared(pixels)}
-
-
-def draw_references(shape: tuple[int, int, int], count: int = DRAWN) -> np.ndarray:
-    """Draws smooth images by whole numbers alone, uint8 (count, height, width, channels).
-
-    Example:
-        >>> draw_references((2, 2, 3), 1)[0, :, 0].tolist()
-        [[0, 85, 170], [60, 145, 230]]
-    """
-    height, width, channels = shape
-    number, y, x, channel = np.ogrid[:count, :height, :width, :channels]
-    steps = 480 * (number + 1) * y // (4 * height) + 480 * (3 + number) * x // (4 * width)
-    wave = (steps + 85 * channel + 37 * number) % 512
-    images: np.ndarray = np.where(wave < 256, wave, 511 - wave).astype(np.uint8)
-    return images
 
 
 def _png(pixels: np.ndarray) -> bytes:

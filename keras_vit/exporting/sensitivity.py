@@ -36,18 +36,18 @@ class Cost:
     size: int
 
 
-def measure(exportable: Exportable, row: Format, gate: Gate | None) -> list[Cost]:
+def measure(exportable: Exportable, row: Format, gate: Gate) -> list[Cost]:
     """Measures the cost of each kernel of the dense products.
 
     The errors of several kernels nearly add up, as they have little to do with each other. Of the
     gate the first images are taken.
 
     Raises:
-        ValueError: there is no gate, or kernels have no names.
+        ValueError: the kernels have no names.
     """
     config = exportable.written_config
-    if gate is None or config is None:
-        raise ValueError(f"There are no images, or no kernels, to measure on: {row.name}.")
+    if config is None:
+        raise ValueError("Only the kernels of a network like the published ones have names.")
     products = sum(weight.path.endswith("/kernel") for weight in exportable.network.weights)
     work = products * config.num_tokens * exportable.parameter_bytes / 4
     images = gate.images[: int(np.clip(WORK / work, *COUNTS))]

@@ -14,9 +14,9 @@ import numpy as np
 from keras_vit.exporting import samples, savedmodel
 from keras_vit.exporting.clean import agreement, checker
 from keras_vit.exporting.clean.agreement import Case, Check, Gate
-from keras_vit.exporting.clean.checker import Question, Report, Request
+from keras_vit.exporting.clean.checker import Report, Request
 from keras_vit.exporting.formats import Format
-from keras_vit.exporting.rebuild import Description, Exportable
+from keras_vit.exporting.rebuild import Exportable
 from keras_vit.exporting.samples import Batch, GateImages
 
 # Float32 sums in another order differ; measured up to 2e-6.
@@ -85,19 +85,6 @@ def file_cases(exportable: Exportable, row: Format, pixels: Batch, gate: Gate) -
             limit=limit,
             batch_sizes=row.batch_sizes,
         )
-    ]
-
-
-def questions(row: Format, about: Description, cases: Iterable[Case]) -> list[Question]:
-    """Returns what is asked for the record.
-
-    All signatures have the same network, so that one of them is asked about all images.
-    """
-    asked = [(case.signature, name) for case in cases for name in case.inputs if name != "inputs"]
-    counts = [samples.DRAWN] + [samples.DRAWN // 2] * (len(asked) - 1)
-    return [
-        samples.question(row, about, signature, name, count)
-        for (signature, name), count in zip(asked, counts, strict=True)
     ]
 
 

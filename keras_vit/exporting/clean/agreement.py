@@ -127,17 +127,6 @@ def largest_difference(actual: np.ndarray, expected: np.ndarray) -> float:
     return float(difference.max(initial=0.0))
 
 
-def spread_difference(actual: np.ndarray, expected: np.ndarray) -> float:
-    """Returns the largest difference divided by the range of the expected values.
-
-    Example:
-        >>> spread_difference(np.array([-10.0, -9.5]), np.array([-10.0, -9.0]))
-        0.5
-    """
-    spread = float(np.ptp(expected)) if expected.size else 0.0
-    return largest_difference(actual, expected) / max(spread, 1e-6)
-
-
 def compare(case: Case, actual: Arrays, *, rows: int) -> list[Check]:
     """Compares the outputs for the first rows of a case with the expected ones."""
     return [

@@ -28,8 +28,6 @@ run(sys.argv[2])
 """
 _ARRAY, _STRINGS = "$array", "$strings"  # what stands for an array in JSON
 
-Question = tuple[str, dict[str, np.ndarray]]  # a signature, and its input by name
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Request:
@@ -43,19 +41,17 @@ class Request:
         weight_bytes: bytes that they take in an ONNX or TFLite file.
         labels: a name for each class.
         cases: what to run.
-        questions: what the artefact is to answer for the record.
-        gate: what decides whether the artefact answers like the model; None to run the rest alone.
+        gate: what decides whether the artefact answers like the model.
     """
 
     format: str
     runtime: str
     path: Path
-    parameter_bytes: int = 0
-    weight_bytes: int = 0
-    labels: Sequence[str] = ()
-    cases: Sequence[Case] = ()
-    questions: Sequence[Question] = ()
-    gate: Gate | None = None
+    parameter_bytes: int
+    weight_bytes: int
+    labels: Sequence[str]
+    cases: Sequence[Case]
+    gate: Gate
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -65,29 +61,19 @@ class Report:
     Attributes:
         checks: the results.
         runtime: versions of what ran the artefact.
-        answers: to each of the questions its signature, the name of the input, and the outputs that
-            are numbers by name.
     """
 
     checks: list[Check]
     runtime: dict[str, str]
-    answers: list[dict[str, Any]]
 
 
 def run(folder: str) -> None:
     """Reads the request in a folder, checks its artefact, and writes the report into the folder."""
     request = read_request(Path(folder))
     runner = runners.RUNNERS[request.runtime](request.path)
-    checks = [*runner.checks(request)] if request.cases else []
-    if request.gate is not None:
-        gate = functools.partial(runner.run, request.gate.signature)
-        checks += agreement.run_gate(request.gate, gate)
-    answers = []
-    for signature, inputs in request.questions:
-        outputs = runner.run(signature, inputs).items()
-        numbers = {name: value for name, value in outputs if value.dtype == np.float32}
-        answers.append({"signature": signature, "input": next(iter(inputs)), "outputs": numbers})
-    write(Path(folder), Report(checks, runner.versions, answers))
+    gate = functools.partial(runner.run, request.gate.signature)
+    checks = [*runner.checks(request), *agreement.run_gate(request.gate, gate)]
+    write(Path(folder), Report(checks, runner.versions))
 
 
 def write(folder: Path, message: Request | Report) -> None:
@@ -111,10 +97,10 @@ def write(folder: Path, message: Request | Report) -> None:
 def read_request(folder: Path) -> Request:
     """Reads the request in a folder."""
     fields = _read(folder / Request.__name__)
-    gate = fields["gate"]
+    gate, limits = fields["gate"], fields["gate"]["limits"]
     fields["path"] = Path(fields["path"])
     fields["cases"] = [Case(**case) for case in fields["cases"]]
-    fields["gate"] = gate and Gate(**{**gate, "limits": Limits(**gate["limits"])})
+    fields["gate"] = Gate(**{**gate, "limits": Limits(**limits)})
     return Request(**fields)
 
 

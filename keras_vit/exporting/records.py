@@ -1,6 +1,5 @@
 """The record beside exported files: written at the export, compared with them at any time later."""
 
-import base64
 import contextlib
 import dataclasses
 import datetime
@@ -12,35 +11,31 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from keras_vit import version
-from keras_vit.exporting import formats, samples, verification
-from keras_vit.exporting.clean import agreement
-from keras_vit.exporting.clean.checker import Report, Request
+from keras_vit.exporting import formats
 from keras_vit.exporting.formats import FORMATS, RECORD
-from keras_vit.exporting.rebuild import Description
 from keras_vit.limits import FileError, check_file, parse_json
 
 if TYPE_CHECKING:
     from keras_vit.exporting.artefacts import Artefact
+    from keras_vit.exporting.clean.checker import Report
+    from keras_vit.exporting.rebuild import Description
 
 SELF = "record_sha256"
 _NO_SHA256 = 64 * "0"
 _PACKAGES = {"tensorflow", "keras", "numpy", "tf2onnx", "ai-edge-litert"}.union(
     *(row.packages for row in FORMATS.values())
 )
-_LARGEST_RECORD = 2**27  # bytes; a record holds a few answers
-_LARGEST_ANSWER = 2**18  # bytes of one output in it: of larger ones there are fewer images
+_LARGEST_RECORD = 2**27  # bytes
 _EXTRAS = sorted({row.extras for row in FORMATS.values()} - {""})
 
 
 def write_record(
     folder: Path,
     extras: str,
-    about: Description,
+    about: "Description",
     artefacts: "Sequence[Artefact]",
-    reports: Mapping[str, Report],
+    reports: "Mapping[str, Report]",
     *,
     images: str,
 ) -> None:
@@ -68,29 +63,11 @@ def write_record(
             if file.is_file()
         },
         "checks": {each.format: list(map(dataclasses.asdict, each.checks)) for each in artefacts},
-        "answers": {
-            name: [to_record(**answer) for answer in report.answers]
-            for name, report in reports.items()
-        },
         SELF: _NO_SHA256,
     }
     text = json.dumps(record, indent=1) + "\n"
     text = text.replace(_NO_SHA256, _text_sha256(text))
     (folder / extras / RECORD).write_text(text, encoding="utf-8")
-
-
-def to_record(signature: str, input: str, outputs: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Returns an answer as plain values for JSON, the numbers as the bytes of float32 in base64."""
-    most = [_LARGEST_ANSWER * len(each) // max(each.nbytes, 1) for each in outputs.values()]
-    kept = max(min(most), 1)
-    values = {
-        name: {
-            "shape": list(value[:kept].shape),
-            "float32": base64.b64encode(value[:kept].astype("<f4").tobytes()).decode(),
-        }
-        for name, value in outputs.items()
-    }
-    return {"signature": signature, "input": input, "outputs": values}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,15 +79,12 @@ class Verdict:
         path: the file, or the folder of a SavedModel.
         bytes: its size.
         is_whole: whether every file is as it was exported.
-        change: how far the answers are from those in the record, over their spread; None where they
-            were not asked for.
     """
 
     format: str
     path: Path
     bytes: int
     is_whole: bool
-    change: float | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,14 +96,12 @@ class Checked:
         made: when it was exported, and by which version; "" if nobody says it.
         verdicts: of each artefact.
         faults: a sentence for each fault.
-        unasked: sentences on what could not be asked for its answers.
     """
 
     folder: Path
     made: str
     verdicts: tuple[Verdict, ...]
     faults: tuple[str, ...]
-    unasked: tuple[str, ...]
 
 
 def find_versions(path: Path) -> list[Path]:
@@ -209,25 +181,23 @@ def sha256(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def check(
+def compare(
     folder: Path,
     *,
     file: Path | None = None,
-    quick: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Checked:
-    """Compares the files of a version with its record, and then its answers.
+    """Compares the files of a version with its record.
 
     Args:
         folder: the version's.
         file: the one to look at, if it is not part of a SavedModel; None for all.
-        quick: whether to compare the files alone.
         on_progress: called with (bytes read, bytes in all).
     """
     try:
         record = read_record(folder)
     except (OSError, ValueError) as error:
-        return Checked(folder=folder, made="", verdicts=(), faults=(str(error),), unasked=())
+        return Checked(folder=folder, made="", verdicts=(), faults=(str(error),))
     found, only = list(record["artefacts"].items()), None
     is_part = any(path == "." for _, path in found)
     if not (file is None or is_part or file == record_file(folder)):
@@ -236,27 +206,16 @@ def check(
     wrong = dict(find_faults(folder, record, only=only, on_progress=on_progress))
     if only == []:
         wrong[str(file)] = f"{str(file)!r} was added after the export."
-    faults, unasked, verdicts = list(wrong.values()), [], []
+    verdicts = []
     for name, path in found:
         is_whole = not any(path == "." or each in files_of(path, record) for each in wrong)
-        change = None
-        try:
-            if is_whole and not quick:
-                change = _change(folder, name, path, record)
-        except ImportError as error:
-            unasked.append(str(error))
-        except ValueError as error:
-            faults.append(str(error))
         size = sum(int(record["files"][each]["bytes"]) for each in files_of(path, record))
-        verdicts.append(
-            Verdict(format=name, path=folder / path, bytes=size, is_whole=is_whole, change=change)
-        )
+        verdicts.append(Verdict(format=name, path=folder / path, bytes=size, is_whole=is_whole))
     return Checked(
         folder=folder,
         made=f"{record['made']}, keras-vit {record['versions']['keras-vit']}",
         verdicts=tuple(verdicts),
-        faults=tuple(faults),
-        unasked=tuple(unasked),
+        faults=tuple(wrong.values()),
     )
 
 
@@ -300,50 +259,3 @@ def files_of(path: str, record: Mapping[str, Any]) -> list[str]:
     if path == ".":
         return list(record["files"])
     return [name for name in record["files"] if name == path or name == f"{path}.data"]
-
-
-def _change(folder: Path, name: str, path: str, record: Mapping[str, Any]) -> float:
-    """Returns how far an artefact's answers are from those in the record.
-
-    An ImportError says that they cannot be asked for, a ValueError that they are too far.
-    """
-    if name not in record["answers"]:
-        raise ImportError(
-            f"The record of {name} in {str(folder)!r} holds no answers, as the export was not "
-            "verified."
-        )
-    row = formats.find(name)
-    row.require()
-    about, answers = Description.from_dict(record["description"]), record["answers"][name]
-    expected = [
-        {
-            key: np.frombuffer(base64.b64decode(value["float32"]), "<f4").reshape(value["shape"])
-            for key, value in answer["outputs"].items()
-        }
-        for answer in answers
-    ]
-    request = Request(
-        format=name,
-        runtime=row.runtime,
-        path=(folder / path).absolute(),
-        questions=[
-            samples.question(
-                row, about, answer["signature"], answer["input"], max(map(len, arrays.values()))
-            )
-            for answer, arrays in zip(answers, expected, strict=True)
-        ],
-    )
-    report, largest = verification.run_checks(request), 0.0
-    for answer, arrays in zip(report.answers, expected, strict=True):
-        for key, array in arrays.items():
-            change = agreement.spread_difference(answer["outputs"].get(key, np.empty(0)), array)
-            if change > row.drift:
-                what = f"{answer['signature']}: {key}".removeprefix(": ")
-                raise ValueError(
-                    f"{str(folder / path)!r} does not answer as it did when it was exported: "
-                    f"{what}, batch {len(array)}, difference over the spread: {change} "
-                    f"(limit {row.drift}); it ran in "
-                    f"{', '.join(f'{key} {value}' for key, value in report.runtime.items())}."
-                )
-            largest = max(largest, change)
-    return largest

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from keras_vit.config import ViTConfig
 from keras_vit.exporting.clean import agreement
 from keras_vit.exporting.clean.agreement import Check, Gate
 from keras_vit.exporting.formats import MIN_ELEMENTS, Format
-from keras_vit.exporting.forward import forward
 from keras_vit.exporting.rebuild import Exportable
 from keras_vit.exporting.tflite import EdgeForward
 
@@ -51,20 +51,16 @@ def measure(exportable: Exportable, row: Format, gate: Gate) -> list[Cost]:
     products = sum(weight.path.endswith("/kernel") for weight in exportable.network.weights)
     work = products * config.num_tokens * exportable.parameter_bytes / 4
     images = gate.images[: int(np.clip(WORK / work, *COUNTS))]
-    module = _Rounding(exportable, config=config, batch_size=len(images))
-    module.row = row
-    if row.runtime == "tflite":
-        module.fold_norms()
+    module = _Rounding(exportable, row, config=config, batch_size=len(images))
 
-    def answer(kernel: str = "") -> np.ndarray:
-        module.kernel = kernel
-        outputs = forward(module, exportable.to_network(images, exportable.takes))
-        return agreement.centred(gate, np.asarray(outputs[gate.outputs[0]]))
+    def answer(place: int = -1) -> np.ndarray:
+        module.chosen.assign(place)
+        return agreement.centred(gate, np.asarray(module.call(images)[gate.outputs[0]]))
 
     plain = answer()
     return [
-        Cost(kernel=kernel, error=float(np.mean(np.square(answer(kernel) - plain))), size=size)
-        for kernel, size in module.sizes().items()
+        Cost(kernel=kernel, error=float(np.mean(np.square(answer(place) - plain))), size=size)
+        for place, (kernel, size) in enumerate(module.sizes.items())
     ]
 
 
@@ -110,12 +106,30 @@ def excess(checks: Iterable[Check]) -> float:
 
 
 class _Rounding(EdgeForward):
-    """The forward pass, in which one kernel, by its path, and its inputs are rounded."""
+    """The forward pass, in which one kernel and its inputs are rounded.
 
-    row: Format
-    kernel = ""
+    Attributes:
+        chosen: the place of this kernel in `sizes`; -1 for none.
+        sizes: the elements of each kernel that files of the format round.
+    """
 
-    def fold_norms(self) -> None:
+    def __init__(
+        self, exportable: Exportable, row: Format, *, config: ViTConfig, batch_size: int
+    ) -> None:
+        super().__init__(exportable, config=config, batch_size=batch_size)
+        self._row, self.chosen = row, tf.Variable(-1)
+        rounds_images = row.runtime == "tflite" and row.products == "int8"
+        self.sizes = {
+            path: int(np.prod(value.shape))
+            for path, value in self.arrays.items()
+            if path.endswith("/kernel")
+            and np.prod(value.shape) >= MIN_ELEMENTS
+            and (len(value.shape) == 2 or rounds_images)
+        }
+        if row.runtime == "tflite":
+            self._fold_norms()
+
+    def _fold_norms(self) -> None:
         """Takes the factor of a normalisation into the next kernel, as TFLite's converter does."""
         for norm, path in (("attention_norm", "attention/qkv"), ("mlp_norm", "mlp/fc1")):
             for block in (f"block_{index}" for index in range(self.config.num_layers)):
@@ -127,22 +141,18 @@ class _Rounding(EdgeForward):
                 gamma.assign(tf.ones_like(gamma))
                 beta.assign(tf.zeros_like(beta))
 
-    def sizes(self) -> dict[str, int]:
-        """Returns the elements of each kernel that files of the format round."""
-        rounds_images = self.row.runtime == "tflite" and self.row.products == "int8"
-        return {
-            path: int(np.prod(value.shape))
-            for path, value in self.arrays.items()
-            if path.endswith("/kernel")
-            and np.prod(value.shape) >= MIN_ELEMENTS
-            and (len(value.shape) == 2 or rounds_images)
-        }
-
     def product(self, multiply: Callable[[Any, Any], Any], x: Any, path: str) -> Any:
-        kernel = self.arrays[f"{path}/kernel"]
-        if self.kernel != f"{path}/kernel":
-            return multiply(x, kernel)
-        rounds_inputs, is_onnx = self.row.products == "int8", self.row.runtime == "onnx"
+        kernel, kernels = self.arrays[f"{path}/kernel"], list(self.sizes)
+        if f"{path}/kernel" in kernels:  # in one graph: operation by operation is slower
+            x, kernel = tf.cond(
+                self.chosen == kernels.index(f"{path}/kernel"),
+                lambda: self._rounded(x, kernel),
+                lambda: (x, tf.convert_to_tensor(kernel)),
+            )
+        return multiply(x, kernel)
+
+    def _rounded(self, x: Any, kernel: Any) -> tuple[Any, Any]:
+        rounds_inputs, is_onnx = self._row.products == "int8", self._row.runtime == "onnx"
         axes = list(range(len(kernel.shape) - 1))
         most = tf.reduce_max(tf.abs(kernel), axis=axes, keepdims=True)
         kernel = _round(kernel, most / (_ONNX_LEVELS if rounds_inputs and is_onnx else _LEVELS))
@@ -152,7 +162,7 @@ class _Rounding(EdgeForward):
             low = tf.minimum(tf.reduce_min(x, axis=rows, keepdims=True), 0.0)
             high = tf.maximum(tf.reduce_max(x, axis=rows, keepdims=True), 0.0)
             x = _round(x, (high - low) / 255)
-        return multiply(x, kernel)
+        return x, kernel
 
 
 def _round(values: Any, scale: Any) -> Any:

@@ -213,31 +213,18 @@ def _show(artefact: "Artefact", *, is_json: bool, is_verified: bool) -> None:
 
 def check(arguments: argparse.Namespace) -> int:
     """Compares each version with its record, and prints what was found."""
-    from keras_vit.exporting.records import find_versions  # needs no framework
+    from keras_vit.exporting.records import compare, find_versions  # need no framework
 
-    path = Path(arguments.path)
-    found = []
+    path, column = Path(arguments.path), rich.progress.DownloadColumn()
+    file, found = path if path.is_file() else None, []
     for folder in find_versions(path):
-        found.append(_checked(folder, path, is_json=arguments.json))
-        _show_checked(found[-1], place=path if path.is_file() else folder, is_json=arguments.json)
+        with output.progress(f"reading {folder}", column, json=arguments.json) as on_progress:
+            found.append(compare(folder, file=file, on_progress=on_progress))
+        _show_checked(found[-1], place=file or folder, is_json=arguments.json)
     faults = sum(len(each.faults) for each in found)
     if not arguments.json:
         _say_result(found, faults=faults)
     return 1 if faults else 0
-
-
-def _checked(folder: Path, path: Path, *, is_json: bool) -> "Checked":
-    from keras_vit.exporting.records import compare
-
-    columns = *rich.progress.Progress.get_default_columns(), rich.progress.DownloadColumn()
-    is_hidden = is_json or not output.is_terminal()
-    with rich.progress.Progress(*columns, transient=True, disable=is_hidden) as bar:
-        task = bar.add_task(f"reading {output.plain(folder)}", total=None)
-        return compare(
-            folder,
-            file=path if path.is_file() else None,
-            on_progress=lambda done, total: bar.update(task, completed=done, total=total),
-        )
 
 
 def _show_checked(checked: "Checked", *, place: Path, is_json: bool) -> None:

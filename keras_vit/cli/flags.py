@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import rich.progress
-
 from keras_vit.cli import output
 from keras_vit.exporting import formats
 
@@ -312,13 +310,7 @@ def load_data(
     """
     from keras_vit import data
 
-    is_hidden = json or not output.is_terminal()
-    with rich.progress.Progress(transient=True, disable=is_hidden) as bar:
-        task = bar.add_task("reading the images", total=None)
-
-        def on_progress(completed: int, total: int) -> None:
-            bar.update(task, completed=completed, total=total)
-
+    with output.progress("reading the images", json=json) as on_progress:
         if labels is None:
             images = data.load_data(path, labelled=labelled, strict=strict, on_progress=on_progress)
         else:

@@ -1,11 +1,12 @@
 """What the subcommands print: lines and tables for people, JSON lines for machines."""
 
 import collections
+import contextlib
 import dataclasses
 import json as json_format
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
@@ -402,6 +403,17 @@ def show_evaluations(evaluations: "Mapping[str, Evaluation]", *, json: bool) -> 
             + f"loss {evaluation.loss:.4f}"
         )
     _print_table(_class_table(evaluation))
+
+
+@contextlib.contextmanager
+def progress(
+    text: str, *columns: rich.progress.ProgressColumn, json: bool
+) -> Iterator[Callable[[int, int], None]]:
+    """Gives what takes (completed, total); the bar is drawn on a terminal, without JSON."""
+    shown = *rich.progress.Progress.get_default_columns(), *columns
+    with rich.progress.Progress(*shown, transient=True, disable=json or not is_terminal()) as bar:
+        task = bar.add_task(plain(text), total=None)
+        yield lambda completed, total: bar.update(task, completed=completed, total=total)
 
 
 def show_verdicts(verdicts: "Sequence[Verdict]") -> None:

@@ -152,7 +152,7 @@ class _Job:
         """Writes, checks and publishes the formats; the SavedModel appears last."""
         made: dict[str, Artefact] = {}
         with staging_folder(directory) as stage:
-            version = next_version([directory / row.folder for row in FORMATS.values()])
+            version = next_version({directory / row.folder for row in FORMATS.values()})
             moves = {}
             for folder in sorted({row.folder for row in rows}, reverse=True):
                 staged = stage / (folder or "savedmodel")
@@ -266,7 +266,7 @@ def staging_folder(directory: Path) -> Iterator[Path]:
         yield stage
 
 
-def next_version(directories: Sequence[Path]) -> int:
+def next_version(directories: Iterable[Path]) -> int:
     """Returns the number after the highest version in any of the directories.
 
     Example:

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -109,7 +110,7 @@ def make_gate_images(
     order = np.random.default_rng(0).permutation(len(chosen))[:most]
     drawn = max(min(least, most) - len(order), 0)
     scenes = [draw_scene(seed, height=height, width=width) for seed in range(drawn)]
-    pixels = to_pixels(exportable, [*(chosen[place] for place in order), *scenes])
+    pixels = to_pixels(exportable, [*(file_bytes(chosen[place]) for place in order), *scenes])
     true = [known[place] if known else -1 for place in order] + [-1] * drawn
     inputs = exportable.to_network(pixels.astype(np.float32), "pixels")
     starts = range(0, len(inputs), COUNT)
@@ -127,12 +128,12 @@ def make_gate_images(
 def make_calibration(exportable: Exportable, images: Sequence[Image]) -> np.ndarray:
     """Returns the images that decide nothing, as the original model takes them."""
     chosen = list(images)[::2][:CALIBRATION_MOST]
-    return exportable.to_original(to_pixels(exportable, chosen))
+    return exportable.to_original(to_pixels(exportable, map(file_bytes, chosen)))
 
 
-def to_pixels(exportable: Exportable, images: Iterable[Image]) -> np.ndarray:
+def to_pixels(exportable: Exportable, images: Iterable[bytes | np.ndarray]) -> np.ndarray:
     """Returns images as a model takes pixels 0..255, rounded to uint8 (B, H, W, C)."""
-    return np.round(resize_files(exportable, map(file_bytes, images))).astype(np.uint8)
+    return np.round(resize_images(exportable, images)).astype(np.uint8)
 
 
 def compare_rebuilt(model: keras.Model, exportable: Exportable, batch: Batch) -> Check:
@@ -169,17 +170,15 @@ def file_bytes(image: Image) -> bytes:
     return contents if is_taken else _png(pixels)
 
 
-def resize_files(exportable: Exportable, files: Iterable[bytes]) -> np.ndarray:
-    """Decodes and resizes image files as evaluation does: float32 (B, height, width, channels)."""
+def resize_images(exportable: Exportable, images: Iterable[bytes | np.ndarray]) -> np.ndarray:
+    """Decodes and resizes images as evaluation does: float32 (B, height, width, channels).
+
+    An image is the content of a file, or pixels 0..255, uint8 (height, width, 3).
+    """
     height, width, channels = exportable.image_shape
-    antialias = exportable.input_config.antialias
-    images = [np.asarray(decoding.decode_image(content)) for content in files]
-    resized = np.stack(
-        [
-            image_files.resize_image(image, size=(height, width), antialias=antialias)
-            for image in images
-        ]
-    )
+    options: Any = {"size": (height, width), "antialias": exportable.input_config.antialias}
+    decoded = (decoding.decode_image(each) if isinstance(each, bytes) else each for each in images)
+    resized = np.stack([image_files.resize_image(image, **options) for image in decoded])
     if channels == 1:
         return np.asarray(image_files.to_grey(resized))
     return resized[..., np.arange(channels) % 3]  # no file has other numbers of them

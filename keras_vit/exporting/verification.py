@@ -122,7 +122,7 @@ def savedmodel_cases(
     All of them call one function for the network, so one of them shows it at every batch size.
     """
     contents = samples.make_files(exportable, images)
-    resized = samples.resize_files(exportable, contents)
+    resized = samples.resize_images(exportable, contents)
     files = samples.make_batch(exportable, contents, exportable.to_network(resized, "pixels"))
     normalized = exportable.normalized(pixels.inputs)
     if exportable.network_takes == "normalized":

@@ -2,6 +2,7 @@
 
     python -m benchmarks.input --rounds 5
     python -m benchmarks.input --processor --rounds 5
+    python -m benchmarks.input --records 1.15
 
 Every contender reads the same random JPEGs (500 by 375 pixels), cuts an Inception crop, resizes it
 to 224 by 224 and applies RandAugment with two operations. The peers get the crop from our pipeline.
@@ -11,16 +12,21 @@ Contenders that are not installed are left out.
 
 With --processor it measures the processor's time of an image, of all threads together, in batches
 of 128: ours, and TensorFlow's operations for decoding, crop and resizing alone.
+
+With --records it writes so many GiB of such JPEGs as a dataset of TensorFlow Datasets, in
+array_record files, and reads it by number, in batches of 64 with crop and flip.
 """
 
 import argparse
 import functools
 import importlib.metadata
 import importlib.util
+import io
 import json
 import os
 import platform
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -54,8 +60,12 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument("--out", type=Path, help="write the figures as JSON (default: do not)")
     parser.add_argument("--processor", action="store_true", help="measure the processor's time")
+    parser.add_argument("--records", type=float, metavar="GIB", help="read records by number")
     options = parser.parse_args()
     jpegs = make_jpegs(64)
+    if options.records:
+        measure_records(jpegs, options)
+        return
     if options.processor:
         measure_processor(jpegs, options)
         return
@@ -149,6 +159,59 @@ def measure_processor(jpegs: list[bytes], options: argparse.Namespace) -> None:
     if options.out:
         figures = {"machine": machine(), "processor_seconds_per_image": turns}
         options.out.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def measure_records(jpegs: list[bytes], options: argparse.Namespace) -> None:
+    """Prints how fast a dataset on the disk is opened and read, and the peak of memory."""
+    import tensorflow_datasets as tfds
+
+    from keras_vit.data import Augmentation, load_tfds, train_batches
+
+    size = sum(map(len, jpegs)) / len(jpegs)
+    images = [jpegs[number % len(jpegs)] for number in range(int(options.records * 2**30 / size))]
+    with tempfile.TemporaryDirectory() as folder:
+        features = {
+            "image": tfds.features.Image(),
+            "label": tfds.features.ClassLabel(num_classes=1),
+        }
+        identity = tfds.core.DatasetIdentity(
+            name="jpegs", version=tfds.core.Version("1.0.0"), data_dir=folder, module_name="jpegs"
+        )
+        info = tfds.core.DatasetInfo(
+            builder=identity,
+            features=tfds.features.FeaturesDict(features),
+            supervised_keys=("image", "label"),
+        )
+        writer = tfds.core.SequentialWriter(info, len(images) // 16, file_format="array_record")
+        writer.initialize_splits(["train"])
+        writer.add_examples({"train": [{"image": io.BytesIO(x), "label": 0} for x in images]})
+        writer.close_all()
+        start = time.perf_counter()
+        split = load_tfds(tfds.builder_from_directory(folder)).train
+        opened = time.perf_counter()
+        batches = iter(
+            train_batches(
+                split,
+                image_size=SIZE,
+                batch_size=64,
+                epochs=1000,
+                seed=0,
+                augmentation=Augmentation(crop=0.05, flip=True),
+            )
+        )
+        next(batches)
+        print(f"{machine()}; {len(images)} images of {size:.0f} bytes, {type(split).__name__}")
+        print(
+            f"opened in {opened - start:.2f} s, first batch after {time.perf_counter() - start:.2f}"
+        )
+        for _ in range(options.rounds):
+            start, processor = time.perf_counter(), time.process_time()
+            for _ in range(60):
+                next(batches)
+            seconds, busy = time.perf_counter() - start, time.process_time() - processor
+            print(
+                f"{60 * 64 / seconds:.0f} images/s, {1000 * busy / 60 / 64:.2f} ms of a core each"
+            )
 
 
 def epochs(name: str, jpegs: list[bytes], count: int) -> Any:

@@ -22,12 +22,12 @@ from PIL import Image
 import keras_vit
 from campaigns import mutations, oracle
 from keras_vit.cli.main import main
-from keras_vit.data import decoding, images
+from keras_vit.data import images
 from keras_vit.training import run
 
 _SIZE = (32, 48)  # height and width of the sound pictures
 # So few that reading an image three times takes less memory than `oracle.MEGABYTES`.
-os.environ[decoding.MAX_PIXELS_VARIABLE] = str(2**22)
+os.environ[images.MAX_PIXELS_VARIABLE] = str(2**22)
 _SIDES = (0, 1, 2**14 - 1, 2**16 - 1, 30_000, 2**31 - 1, 2**31, 2**32 - 1)
 Header = Callable[[bytearray, np.random.Generator], str]
 
@@ -76,7 +76,7 @@ class Campaign:
         """Reads a file as prediction does; listing and training must have the same result."""
         contents = file.read_bytes()
         pixels, is_sound = self._decode(contents)
-        if images.is_sound(contents) != bool(is_sound):
+        if images.is_decodable(contents) != bool(is_sound):
             raise RuntimeError(f"{file.name}: listing and training differ")
         try:
             read = images.read_image(file)
@@ -107,7 +107,7 @@ class Campaign:
 def _try_decode(contents: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """Decodes as training does, whose datasets skip errors."""
     black = tf.data.Dataset.from_tensors((tf.zeros((0, 0, 3), tf.uint8), False))
-    image = tf.data.Dataset.from_tensors(contents).map(lambda x: (decoding.decode_image(x), True))
+    image = tf.data.Dataset.from_tensors(contents).map(lambda x: (images.decode_image(x), True))
     first = image.ignore_errors(log_warning=False).concatenate(black).take(1)
     pixels, is_sound = first.get_single_element()
     return pixels, is_sound

@@ -1,18 +1,19 @@
 """Tests of keras_vit.data.datasets, all offline."""
 
 import importlib
+import json
+import os
 import pickle
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import tensorflow as tf
 
 from keras_vit.data import (
     Augmentation,
-    Stream,
     datasets,
     load_data,
     load_tfds,
@@ -33,8 +34,11 @@ def tfds() -> Any:
 
 
 def test_a_name_of_the_catalogue_is_loaded(monkeypatch: pytest.MonkeyPatch, tfds: Any) -> None:
-    """`tfds:cifar10`, with the package's own mock of its data."""
+    """`tfds:cifar10`, with the package's own mock of its data, as if of TFRecord files."""
     real = tfds.builder
+
+    def not_by_number(builder: Any, split: str, **options: Any) -> None:
+        raise NotImplementedError
 
     def with_splits(name: str, **options: Any) -> object:
         builder = real(name, **options)
@@ -46,7 +50,11 @@ def test_a_name_of_the_catalogue_is_loaded(monkeypatch: pytest.MonkeyPatch, tfds
         return builder
 
     monkeypatch.setattr(tfds, "builder", with_splits)
-    with tfds.testing.mock_data(num_examples=40, policy=tfds.testing.MockPolicy.USE_CODE):
+    with tfds.testing.mock_data(
+        num_examples=40,
+        policy=tfds.testing.MockPolicy.USE_CODE,
+        as_data_source_fn=not_by_number,
+    ):
         data = load_data("tfds:cifar10")
 
     assert data.source == "tfds:cifar10"
@@ -82,31 +90,74 @@ def write_records(
     return tfds.builder_from_directory(str(root))
 
 
-@pytest.mark.parametrize("per_file", [5, 16, 23])
-def test_record_files_give_what_the_package_gives(
-    tmp_path: Path, tfds: Any, per_file: int, monkeypatch: pytest.MonkeyPatch
+def test_tfrecord_files_are_held_or_refused_with_the_command_that_converts_them(
+    tmp_path: Path, tfds: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same images, classes and names; the same hundredths as of the package's own order."""
-    builder = write_records(tfds, tmp_path / "made", per_file=per_file, kind="tfrecord")
-    config = tfds.ReadConfig(add_tfds_id=True, try_autocache=False)
+    """Small ones give the package's images and classes; large ones cannot be read by number."""
+    builder = write_records(tfds, tmp_path / "made", per_file=23, kind="tfrecord")
     decoders = {"image": tfds.decode.SkipDecoding()}
-    examples = builder.as_dataset(split="train", decoders=decoders, read_config=config)
-    expected = [(x["tfds_id"], x["image"], x["label"]) for x in examples.as_numpy_iterator()]
-    monkeypatch.setattr(datasets, "MEMORY", 0)
+    examples = builder.as_dataset(split="train", decoders=decoders).as_numpy_iterator()
     data = load_tfds(builder)
 
-    parts = {
-        name: [(key, x, y) for x, y, key in data.split(name).items().as_numpy_iterator()]
-        for name in ("train", "validation", "test")
-    }
-    assert isinstance(data.train, Stream)
-    assert data.train.records is not None
-    assert data.counts == {name: len(part) for name, part in parts.items()}
-    assert parts["validation"] == sorted(expected[0::100])
-    assert parts["test"] == sorted(expected[1::100])
-    assert sorted(one for part in parts.values() for one in part) == sorted(expected)
-    copied = pickle.loads(pickle.dumps(data.train))
-    assert copied.take([-1, 7]).name(0) == data.train.take([-1]).name(0)
+    held = [data.split(name) for name in source.SPLITS]
+    rows = [row for part in held for row in zip(part.images, part.targets, strict=True)]
+    assert sorted(rows) == sorted((each["image"], each["label"]) for each in examples)
+    monkeypatch.setattr(datasets, "MEMORY", 0)
+    with pytest.raises(
+        ValueError, match=r"tfds convert_format --dataset_version_dir=.*/made --out"
+    ):
+        load_tfds(builder)
+
+
+def test_a_dataset_that_is_not_there_is_made_to_be_read_by_number(
+    tmp_path: Path, tfds: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As array_record; what was converted in its place is found; what was there stays."""
+
+    class Builder(tfds.core.GeneratorBasedBuilder):
+        name = "forty"
+        VERSION = tfds.core.Version("1.0.0")
+        pkg_dir_path = tmp_path
+
+        def _info(self) -> Any:
+            features = {
+                "image": tfds.features.Image(shape=(None, None, 3)),
+                "label": tfds.features.ClassLabel(names=["cat", "dog"]),
+            }
+            return tfds.core.DatasetInfo(
+                builder=self,
+                features=tfds.features.FeaturesDict(features),
+                supervised_keys=("image", "label"),
+            )
+
+        def _split_generators(self, _: Any) -> Any:
+            return {"train": self._generate_examples(40)}
+
+        def _generate_examples(self, count: int) -> Any:
+            for number in range(count):
+                image = np.full((4, 4, 3), number, np.uint8)
+                yield number, {"image": image, "label": number % 2}
+
+    monkeypatch.setattr(tfds, "builder", lambda name, data_dir: Builder(data_dir=data_dir))
+    monkeypatch.setattr(datasets, "MEMORY", 0)
+    data = load_tfds("forty", data_dir=tmp_path)
+
+    assert list((tmp_path / "forty" / "1.0.0").glob("*train.array_record*"))
+    assert isinstance(data.train, source.RecordSplit)
+    assert data.counts == {"train": 38, "validation": 1, "test": 1}
+    there = Builder(data_dir=tmp_path / "other")
+    there.download_and_prepare(file_format="tfrecord")
+    monkeypatch.setattr(datasets, "MEMORY", 2**20)
+    held = load_tfds("forty", data_dir=tmp_path / "other")
+    assert sum(held.counts.values()) == 40
+    assert not list((tmp_path / "other").rglob("*array_record*"))
+    info = tmp_path / "other" / "forty" / "1.0.0" / "dataset_info.json"
+    told = json.loads(info.read_text())
+    info.write_text(json.dumps({**told, "alternativeFileFormats": ["array_record"]}))
+    for file in (tmp_path / "forty" / "1.0.0").glob("*array_record*"):
+        shutil.copy(file, info.parent)
+    monkeypatch.setattr(datasets, "MEMORY", 0)
+    assert isinstance(load_tfds("forty", data_dir=tmp_path / "other").train, source.RecordSplit)
 
 
 def test_given_splits_are_the_dataset_s(tmp_path: Path, tfds: Any) -> None:
@@ -119,40 +170,14 @@ def test_given_splits_are_the_dataset_s(tmp_path: Path, tfds: Any) -> None:
     assert data.source == "tfds:made"
     assert data.labels == ("cat", "dog")
     assert data.counts == dict.fromkeys(source.SPLITS, 250)
-    assert all(data.train.name(place).startswith("made-train") for place in range(12))
+    assert [data.train.name(place) for place in range(12)] == [
+        f"train image {place}" for place in range(12)
+    ]
     options: dict[str, Any] = {"image_size": (8, 8), "batch_size": 12, "epochs": 1, "seed": 0}
     crop = Augmentation(crop=0.5)
     (batch, targets), *_ = train_batches(data.train.take(range(12)), augmentation=crop, **options)
     assert batch.shape == (12, 8, 8, 3)
     assert sorted(targets.numpy()) == [0] * 6 + [1] * 6
-
-
-def test_files_that_are_not_wanted_are_not_opened(
-    tmp_path: Path, tfds: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without the files of the first half the second of two workers trains, the first does not."""
-    builder = write_records(tfds, tmp_path / "made", per_file=25, kind="tfrecord")
-    monkeypatch.setattr(datasets, "MEMORY", 0)
-    monkeypatch.setattr(datasets, "BUFFER", 64)
-    train = load_tfds(builder).train
-
-    def run(part: slice, first_step: int = 0) -> int:
-        passes = source.Passes(
-            key=lambda epoch: tf.stack([epoch, epoch]),
-            batch_size=8,
-            first_step=first_step,
-            epochs=1,
-            rows=part,
-        )
-        return sum(1 for _ in train.shuffled_batches(passes))
-
-    assert run(slice(0, 8)) == 30
-    for file in sorted((tmp_path / "made").glob("*tfrecord*"))[:4]:
-        file.unlink()
-    assert run(slice(4, 8)) == 30
-    assert run(slice(4, 8), first_step=28) == 2
-    with pytest.raises(tf.errors.NotFoundError):
-        run(slice(0, 4))
 
 
 def test_array_record_files_are_read_by_number(
@@ -164,7 +189,7 @@ def test_array_record_files_are_read_by_number(
     monkeypatch.setattr(datasets, "MEMORY", 0)
     data = load_tfds(builder)
 
-    assert type(held.train).__name__ == "EncodedSplit"
+    assert all(isinstance(contents, bytes) for contents in held.train.images)
     assert isinstance(data.train, source.RecordSplit)
     assert data.counts == {"train": 244, "validation": 3, "test": 3}
     part = pickle.loads(pickle.dumps(data.train)).take([200, 0])
@@ -183,6 +208,14 @@ def test_what_cannot_be_trained_on_is_an_error(tmp_path: Path, tfds: Any) -> Non
         pytest.raises(ValueError, match="must give an image and one class"),
     ):
         load_data("tfds:imdb_reviews")
+    with pytest.raises(ValueError, match=r"no dataset '' \(Parsing .*\); choose one"):
+        load_data("tfds:")
+    cut = write_records(tfds, tmp_path / "cut", per_file=250, kind="array_record")
+    file = next((tmp_path / "cut").glob("*array_record*"))
+    for length in (1000, 0):
+        os.truncate(file, length)
+        with pytest.raises(ValueError, match=r"'made' is damaged; remove '.*cut', so that"):
+            load_tfds(cut)
     folds = write_records(tfds, tmp_path / "made", per_file=250, kind="tfrecord", splits=("fold1",))
     with pytest.raises(ValueError, match="no labelled split called train; it has fold1"):
         load_tfds(folds)

@@ -1,14 +1,23 @@
 """Tests of keras_vit.data.datasets, with the real layers of keras-cv 0.9 too."""
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
+import sklearn.datasets
 import tensorflow as tf
 
-from keras_vit.data import Augmentation, Stream, datasets, from_dataset, source, train_batches
+from keras_vit.data import (
+    Augmentation,
+    datasets,
+    from_dataset,
+    load_digits,
+    source,
+    train_batches,
+)
 
 LABELS = ("dark", "bright")
 COUNT = 40
@@ -57,27 +66,26 @@ def flat(lists: list[list[int]]) -> list[int]:
     return [number for part in lists for number in part]
 
 
-@pytest.mark.parametrize("memory", [2**20, 0], ids=["held", "stream"])
 @pytest.mark.parametrize("make", [encoded, ragged, even])
-def test_any_dataset_is_taken(make: Any, memory: int) -> None:
-    """Bytes, pixels and grey pixels, held or as a stream: each image keeps its number and class."""
-    data = from_dataset(make(), make(6), test=make(4), labels=LABELS, memory=memory)
+def test_any_dataset_is_taken(make: Any) -> None:
+    """Bytes, pixels and grey pixels: each image keeps its number and class."""
+    data = from_dataset(make(), make(6), test=make(4), labels=LABELS)
 
     assert data.counts == {"train": COUNT, "validation": 6, "test": 4}
-    assert isinstance(data.train, Stream) == (memory == 0)
     assert data.train.targets.tolist() == [0, 1] * (COUNT // 2)
     train = data.train.take(range(COUNT))
     assert train.targets.tolist() == [0, 1] * (COUNT // 2)
     for place, image in enumerate(train.images):
         is_file = isinstance(image, bytes)
+        assert is_file != (make is even)
         assert train.name(place) == f"train image {place}"
         assert (np.asarray(tf.io.decode_png(image, 3) if is_file else image) == place).all()
 
 
-@pytest.mark.parametrize(("make", "memory"), [(encoded, 2**20), (ragged, 0)])
-def test_what_was_taken_trains(make: Any, memory: int) -> None:
-    """Files in memory, and a stream of pixels: images keep number and class, and are shuffled."""
-    data = from_dataset(make(), make(6), test=make(4), labels=LABELS, memory=memory)
+@pytest.mark.parametrize("make", [encoded, ragged])
+def test_what_was_taken_trains(make: Any) -> None:
+    """Files in memory: images keep number and class, and are shuffled."""
+    data = from_dataset(make(), make(6), test=make(4), labels=LABELS)
     made = batches(data.train)
     for images, targets in made:
         assert (images == images[:, :1, :1, :1]).all()
@@ -87,23 +95,12 @@ def test_what_was_taken_trains(make: Any, memory: int) -> None:
     assert first != sorted(first)
 
 
-@pytest.mark.full
-def test_a_stream_s_blocks_hold_other_images_in_each_epoch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Shuffling by blocks of ten brings together what other blocks held in other epochs."""
-    monkeypatch.setattr(datasets, "BUFFER", 10)
-    train = from_dataset(encoded(), encoded(), test=encoded(), labels=LABELS, memory=0).train
-    made = numbers(batches(train, batch_size=10, epochs=4))
-    assert len({frozenset(row) for row in made[3::4]}) > 1
-
-
 def test_missing_splits_are_carved_out() -> None:
-    """A tenth of each class if held; of a stream every hundredth image, none twice."""
+    """A tenth of each class if held; of records every hundredth image, none twice."""
     held = from_dataset(encoded(), None, labels=LABELS)
-    long: Any = from_dataset(even(250), None, labels=LABELS, memory=0)
+    long = from_dataset(list(encoded(250).as_numpy_iterator()), None, labels=LABELS, memory=0)
     parts = [
-        [int(name.split()[-1]) for *_, name in long.split(split).dataset.as_numpy_iterator()]
+        [int(name.split()[-1]) for *_, name in long.split(split).items().as_numpy_iterator()]
         for split in ("train", "validation", "test")
     ]
 
@@ -119,6 +116,7 @@ class Asked(list[tuple[bytes, int]]):
     """A list of records, and the numbers that it was asked for."""
 
     asked: list[int]
+    nbytes = 0
 
     def __getitem__(self, number: Any) -> Any:
         self.asked.append(number)
@@ -126,10 +124,12 @@ class Asked(list[tuple[bytes, int]]):
 
 
 def test_records_with_numbers_are_read_when_they_are_needed() -> None:
-    """Small ones are held; of others a worker reads its own rows, each image once in an epoch."""
+    """Small ones are held; of others a worker reads its own, a resumed training what is left."""
     records = Asked(encoded(120).as_numpy_iterator())
     records.asked = []
-    assert isinstance(from_dataset(records, None, labels=LABELS).train, source.EncodedSplit)
+    held = from_dataset(records, None, labels=LABELS).train
+    assert not isinstance(held, source.RecordSplit)
+    assert all(isinstance(contents, bytes) for contents in held.images)
 
     data = from_dataset(records, None, labels=LABELS, memory=0)
 
@@ -141,22 +141,34 @@ def test_records_with_numbers_are_read_when_they_are_needed() -> None:
     made = batches(data.train, batch_size=58, epochs=1, shard=(1, 2))
     assert len(set(records.asked)) == len(records.asked) == 58
     assert {*flat(numbers(made))} == {*records.asked}
-    with pytest.raises(ValueError, match=r"must be a tf\.data\.Dataset, or have `len`"):
-        from_dataset(iter(records), None, labels=LABELS)
+    records.asked.clear()
+    records.nbytes = 1001
+    large = from_dataset(records, even(), test=even(), labels=LABELS, memory=1000).train
+    assert (len(large), records.asked) == (120, [0])  # to see what it gives
+    records.asked.clear()
+    rest = batches(data.train, batch_size=29, epochs=1, start_step=3)
+    assert len(records.asked) == 29
+    assert {*flat(numbers(rest))} == {*records.asked}
+    for wrong in (iter(records), {"a": 1}, [1, 2], [(np.zeros((4, 4, 3)), 1)], [(b"", 0.5)]):
+        with pytest.raises(ValueError, match=r"must be a tf\.data\.Dataset, or have `len`"):
+            from_dataset(wrong, None, labels=LABELS)
+    with pytest.raises(ValueError, match="The train dataset holds no images"):
+        from_dataset([], None, labels=LABELS)
 
 
 def test_damaged_images_are_left_out_and_named() -> None:
-    """Held images are decoded once, and strictness makes it an error; a stream's in training."""
+    """Held images are decoded once, and strictness makes it an error; records in training."""
     data = from_dataset(encoded(damaged=(3, 9)), encoded(4), test=encoded(4), labels=LABELS)
 
     assert data.damaged == ("train image 3", "train image 9")
     assert len(data.train) == COUNT - 2
     with pytest.raises(ValueError, match="2 of 40 images cannot be decoded, the first is 'train"):
         from_dataset(encoded(damaged=(3, 9)), encoded(4), labels=LABELS, strict=True)
-    good = encoded(4)
-    stream = from_dataset(encoded(damaged=(3, 9)), good, test=good, labels=LABELS, memory=0).train
-    made = batches(stream, batch_size=40, epochs=1)
-    assert stream.damage.names == ("train image 3", "train image 9")
+    records, good = list(encoded(damaged=(3, 9)).as_numpy_iterator()), encoded(4)
+    train = from_dataset(records, good, test=good, labels=LABELS, memory=1000).train
+    assert isinstance(train, source.RecordSplit)
+    made = batches(train, batch_size=40, epochs=1)
+    assert train.damage.names == ("train image 3", "train image 9")
     assert not {3, 9} & set(numbers(made)[0])
 
 
@@ -175,10 +187,13 @@ BAD: dict[str, tuple[Callable[[tf.data.Dataset], tf.data.Dataset], str]] = {
 
 
 def test_what_cannot_be_taken_is_an_error() -> None:
-    """One sentence says what a dataset has to be."""
+    """One sentence says what a dataset has to be, and what is larger than may be in memory."""
     for spoil, message in BAD.values():
         with pytest.raises(ValueError, match=message):
             from_dataset(spoil(even()), None, labels=LABELS)
+    for make in (encoded, ragged, even):
+        with pytest.raises(ValueError, match=r"more than the 100 bytes .* raise `memory`, or give"):
+            from_dataset(make(), None, labels=LABELS, memory=100)
 
 
 CLASSES = 5
@@ -245,3 +260,37 @@ def test_what_is_no_such_layer_is_an_error() -> None:
         adapted(Half())(*map(tf.constant, batch()))
     with pytest.raises(TypeError, match="layers that are made already"):
         datasets.from_keras_cv([Half])
+
+
+def test_every_digit_is_there_once_with_its_target() -> None:
+    """The three splits together are scikit-learn's 1,797 images, in grey levels 0..255."""
+    data, original = load_digits(), sklearn.datasets.load_digits()
+    grey = np.round(original.images * 255 / 16).astype(np.uint8)
+    known = {image.tobytes(): target for image, target in zip(grey, original.target, strict=True)}
+    splits = [data.split(name) for name in source.SPLITS]
+    actual = np.concatenate([split.images for split in splits])
+
+    assert actual.shape == (1797, 8, 8, 3)
+    assert np.array_equal(np.unique(actual[..., 0], axis=0), np.unique(grey, axis=0))
+    assert np.array_equal(actual[..., 0], actual[..., 2])
+    for split in splits:
+        targets = [known[image[..., 0].tobytes()] for image in split.images]
+        assert targets == split.targets.tolist()
+
+
+def test_splits_are_stratified_and_always_the_same() -> None:
+    """Every class has its share in every split, and a second load gives the same images."""
+    first, second = load_digits(), load_digits()
+
+    assert np.array_equal(first.test.images, second.test.images)
+    assert set(np.bincount(first.test.targets)) <= {35, 36, 37}
+    assert set(np.bincount(first.validation.targets)) <= {17, 18}
+
+
+def test_without_scikit_learn_the_pip_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says what to run."""
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+
+    with pytest.raises(ImportError, match=r"pip install scikit-learn"):
+        load_digits()

@@ -1,5 +1,6 @@
-"""Tests of keras_vit.data.folder."""
+"""Tests of keras_vit.data.folder: folders of images, what a run wrote of them, named images."""
 
+import io
 import os
 from pathlib import Path
 
@@ -8,13 +9,15 @@ import numpy as np
 import pytest
 
 from keras_vit.data import (
+    LeftOut,
+    NamedImage,
     folder,
     images,
     load_data,
     load_folder,
     load_test_folder,
     load_unlabelled_folder,
-    loading,
+    named_images,
     source,
 )
 
@@ -233,8 +236,8 @@ def test_images_without_classes_are_taken_at_any_depth(tmp_path: Path) -> None:
     assert data.counts == {"train": 17, "validation": 2, "test": 0}
     assert (data.labels, set(data.train.targets)) == ((), {0})
     assert data.damaged == (str(tmp_path / "0.png"),)
-    loading.write_splits(data, tmp_path / "splits.csv")
-    again = loading.read_splits(tmp_path / "splits.csv", root=data.source, labels=())
+    folder.write_splits(data, tmp_path / "splits.csv")
+    again = folder.read_splits(tmp_path / "splits.csv", root=data.source, labels=())
     assert again.train.images.tolist() == data.train.images.tolist()
     assert again.counts == data.counts
 
@@ -265,3 +268,151 @@ def test_too_few_images_are_an_error(tmp_path: Path) -> None:
         load_unlabelled_folder(tmp_path)
     with pytest.raises(FileNotFoundError, match="no folder 'gone'"):
         load_unlabelled_folder("gone")
+
+
+def test_other_words_are_folders(tmp_path: Path) -> None:
+    """A path is a folder, whatever its name."""
+    root = image_files.write_classes(tmp_path / "digits")
+    assert load_data(root).source == str(root)
+    assert load_data("digits").source == "digits"
+    with pytest.raises(FileNotFoundError, match="There is no folder 'nowhere'"):
+        load_data("nowhere")
+
+
+def test_splits_come_back_as_they_were_written(tmp_path: Path) -> None:
+    """Files, targets and order survive, also after the folder has grown, and has moved.
+
+    Evaluating on what is left of it would be another number, so it is an error.
+    """
+    data = load_folder(image_files.write_classes(tmp_path / "images"))
+    record, moved = tmp_path / "splits.csv", tmp_path / "moved"
+    folder.write_splits(data, record)
+    image_files.write_image(tmp_path / "images" / "plain" / "new.png")
+
+    actual = folder.read_splits(record, root=data.source, labels=data.labels)
+
+    for name in source.SPLITS:
+        assert actual.split(name).images.tolist() == data.split(name).images.tolist()
+        assert np.array_equal(actual.split(name).targets, data.split(name).targets)
+    (tmp_path / "images").rename(moved)
+    test = folder.read_splits(record, root=moved, labels=data.labels).test
+    assert Path(test.images[0]).is_file()
+    Path(test.images[0]).unlink()
+    with pytest.raises(
+        FileNotFoundError, match=r"1 of the 20 images of .*splits\.csv' are no longer in"
+    ):
+        folder.read_splits(record, root=moved, labels=data.labels)
+
+
+ROWS = {
+    "empty": "",
+    "other columns": "a,b\n1,2\n",
+    "short": "split,label,path\ntest,plain\n",
+    "long": "split,label,path\ntest,plain,a.png,b\n",
+    "endless field": 'split,label,path\ntest,plain,"' + "x" * 300_000,
+    "split": "split,label,path\nothers,plain,plain/000.jpg\n",
+    "label": "split,label,path\ntest,cat,plain/000.jpg\n",
+    "absolute": "split,label,path\ntest,plain,/etc/hostname\n",
+    "above": "split,label,path\ntest,plain,../other/000.jpg\n",
+}
+
+
+def test_a_damaged_record_is_refused_by_name(tmp_path: Path) -> None:
+    """Nor is a file read that lies outside of the folder."""
+    for name, rows in ROWS.items():
+        (tmp_path / "splits.csv").write_text(rows)
+        with pytest.raises(ValueError, match=r"splits.csv' is (damaged|not of this run)") as error:
+            folder.read_splits(tmp_path / "splits.csv", root=tmp_path, labels=("plain",))
+        assert len(str(error.value)) < 600, name
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Photos in folders, names with spaces and accents, and what is no photo."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("photos/b/ä 1.jpg", "photos/a.png", "photos/[1].jpg", "one.jpg"):
+        image_files.write_image(tmp_path / name)
+    (tmp_path / "photos" / "notes.txt").write_text("notes")
+    (tmp_path / "photos" / ".hidden.jpg").write_text("hidden")
+    (tmp_path / "photos" / "broken.jpg").symlink_to("nowhere.jpg")
+    (tmp_path / "empty").mkdir()
+    return tmp_path
+
+
+def names(arguments: list[str], pipe: bytes | None = None) -> list[str]:
+    stream = None if pipe is None else io.BufferedReader(io.BytesIO(pipe))
+    found = named_images(arguments, pipe=stream)
+    return [one.name for one in found if isinstance(one, NamedImage) and one.problem is None]
+
+
+PHOTOS = ["photos/[1].jpg", "photos/a.png", "photos/b/ä 1.jpg"]
+
+
+def test_files_folders_and_patterns(place: Path) -> None:
+    """A folder is walked, a pattern expanded, a file with brackets taken by its name, once each."""
+    assert names(["photos"]) == PHOTOS
+    matching = ["photos/[1].jpg", "photos/b/ä 1.jpg", "photos/broken.jpg"]
+    assert names(["photos/**/*.jpg"]) == matching  # as a shell expands it
+    assert names(["photos/[1].jpg", "one.jpg"]) == ["photos/[1].jpg", "one.jpg"]
+    assert names(["one.jpg", "./one.jpg", "photos", "photos/a.png"]) == ["one.jpg", *PHOTOS]
+    left_out = {one.name for one in named_images(["photos"]) if isinstance(one, LeftOut)}
+    assert left_out == {"photos/notes.txt", "photos/.hidden.jpg", "photos/broken.jpg"}
+
+
+def test_what_is_not_there_is_told_when_it_is_read(place: Path) -> None:
+    """No match, an empty folder, a missing file."""
+    problems = {
+        "*.webp": "No file matches",
+        "empty": "holds no JPEG",
+        "gone.jpg": "There is no image file",
+    }
+    for name, problem in problems.items():
+        (image,) = named_images([name])
+        assert isinstance(image, NamedImage)
+        with pytest.raises((ValueError, OSError), match=problem):
+            image.read()
+
+
+def piped(contents: bytes) -> NamedImage:
+    (image,) = named_images(["-"], pipe=io.BufferedReader(io.BytesIO(contents)))
+    assert isinstance(image, NamedImage)
+    return image
+
+
+def test_an_image_comes_through_a_pipe(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each format; what is neither an image nor a list of names, and a huge one, are refused."""
+    for kind in ("jpg", "png", "bmp", "gif", "webp", "tif", "avif"):
+        contents = image_files.write_image(place / f"image.{kind}").read_bytes()
+        image = piped(contents)
+        assert (image.name, image.contents) == ("-", contents)
+        assert image.read().shape[2] == 3
+    for contents in (b"%PDF-1.7\x01\x02" + bytes(100), b"\x7fELF\x02\x01\x01"):
+        with pytest.raises(ValueError, match="neither a JPEG"):
+            piped(contents).read()
+    monkeypatch.setenv("KERAS_VIT_MAX_PIXELS", "10")
+    with pytest.raises(ValueError, match="make the image smaller"):
+        piped(b"\xff\xd8\xff" + bytes(images.largest_file() + 1)).read()
+    assert names(["-"], pipe=b"") == []
+
+
+@pytest.mark.parametrize("separator", [b"\n", b"\r\n", b"\0"])
+@pytest.mark.parametrize("has_end", [False, True])
+def test_names_come_through_a_pipe(separator: bytes, has_end: bool, place: Path) -> None:
+    """One a line or with NULs between; folders are walked, patterns are names."""
+    odd = os.fsdecode(b"odd-\xff.jpg")
+    listed = ["BMW/1.jpg", "one.jpg", "photos/[1].jpg", "GIF8.gif", odd]
+    if separator == b"\0":
+        listed.append("two\nlines.jpg")
+    pipe = separator.join(map(os.fsencode, listed)) + separator * has_end
+    assert names(["-"], pipe=pipe) == listed
+    assert names(["-", "one.jpg"], pipe=b"photos\n") == [*PHOTOS, "one.jpg"]
+
+
+def test_a_long_list_is_read_as_it_comes(place: Path) -> None:
+    """The first name comes before the last is read."""
+    listed = [f"{number:06}.jpg" for number in range(50_000)]
+    pipe = io.BufferedReader(io.BytesIO("\n".join(listed).encode()))
+    found = named_images(["-"], pipe=pipe)
+    assert next(found).name == "000000.jpg"
+    assert pipe.tell() < 2**18
+    assert sum(1 for _ in found) == 49_999

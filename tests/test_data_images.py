@@ -1,4 +1,4 @@
-"""Tests of keras_vit.data.images."""
+"""Tests of keras_vit.data.images: every kind of file gives pixels, and photos are upright."""
 
 import dataclasses
 import functools
@@ -9,16 +9,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from conftest import TINY
+from image_files import as_pillow, photo, picture
 from PIL import Image
 
-from keras_vit.data import decoding, images
+from keras_vit.data import images, pipeline
 from keras_vit.model import VisionTransformer
 
 # Pillow's mode and format; tolerance 2 where decoders may round their colour transform differently.
@@ -57,7 +58,7 @@ def colors() -> np.ndarray:
 
 
 def difference(contents: bytes, expected: np.ndarray) -> int:
-    actual = decoding.decode_image(tf.constant(contents)).numpy()
+    actual = images.decode_image(tf.constant(contents)).numpy()
     assert actual.dtype == np.uint8
     assert actual.shape == expected.shape
     return int(np.abs(actual.astype(int) - expected).max())
@@ -116,13 +117,13 @@ def test_every_kind_of_file_gives_the_pixels_that_pillow_gives() -> None:
 
 def test_a_graph_decodes_as_eager_code_does_and_half_a_file_is_an_error() -> None:
     """One traced function serves all formats; a truncated image is never half a picture."""
-    graph = tf.function(decoding.decode_image, input_signature=[tf.TensorSpec((), tf.string)])
+    graph = tf.function(images.decode_image, input_signature=[tf.TensorSpec((), tf.string)])
 
     for form in FORMS:
         contents = encoded(Image.fromarray(colors()), form)
-        assert np.array_equal(graph(contents), decoding.decode_image(tf.constant(contents)))
+        assert np.array_equal(graph(contents), images.decode_image(tf.constant(contents)))
         with pytest.raises(tf.errors.InvalidArgumentError):
-            decoding.decode_image(tf.constant(contents[: len(contents) // 2]))
+            images.decode_image(tf.constant(contents[: len(contents) // 2]))
 
 
 def photograph() -> np.ndarray:
@@ -169,13 +170,13 @@ def test_a_model_says_how_its_images_are_resized() -> None:
     )
     image = keras.Input(TINY.input_shape)
 
-    assert images.antialias_of(smooth)
-    assert not images.antialias_of(plain)
-    assert not images.antialias_of(keras.Sequential([keras.Sequential([plain])]))
-    assert not images.antialias_of(keras.Model(image, plain(image)))
+    assert pipeline.antialias_of(smooth)
+    assert not pipeline.antialias_of(plain)
+    assert not pipeline.antialias_of(keras.Sequential([keras.Sequential([plain])]))
+    assert not pipeline.antialias_of(keras.Model(image, plain(image)))
     both = keras.Model(image, [plain(image), smooth(image)])
     with pytest.raises(ValueError, match="with antialias=True and with antialias=False"):
-        images.antialias_of(both)
+        pipeline.antialias_of(both)
 
 
 def test_a_file_reads_as_its_bytes_do(tmp_path: Path) -> None:
@@ -229,8 +230,8 @@ def test_a_part_has_the_pixels_of_the_whole(form: str) -> None:
     for part in ((0, 0, 60, 80), (3, 1, 7, 9), (20, 33, 40, 47), (59, 79, 1, 1)):
         top, left, height, width = part
         choose = functools.partial(lambda chosen, _: chosen, tf.constant(part))
-        actual = decoding.decode_part(contents, choose=choose).numpy()
-        whole = decoding.decode_image(contents).numpy()[top : top + height, left : left + width]
+        actual = images.decode_part(contents, choose=choose).numpy()
+        whole = images.decode_image(contents).numpy()[top : top + height, left : left + width]
 
         assert actual.shape == (height, width, 3)
         apart = np.abs(actual.astype(int) - whole)
@@ -245,7 +246,7 @@ from keras_vit.data import images
 def peak():
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
-images.is_sound(Path(sys.argv[2]).read_bytes())
+images.is_decodable(Path(sys.argv[2]).read_bytes())
 before = peak()
 try:
     images.read_image(sys.argv[1])
@@ -282,14 +283,14 @@ def test_an_image_above_the_budget_is_refused_everywhere(
         contents = encoded(Image.fromarray(colors()), form)
         file.write_bytes(contents)
         monkeypatch.setenv("KERAS_VIT_MAX_PIXELS", str(24 * 32))
-        assert images.is_sound(contents)
+        assert images.is_decodable(contents)
         assert images.read_image(file).shape == (24, 32, 3)
         monkeypatch.setenv("KERAS_VIT_MAX_PIXELS", str(24 * 32 - 1))
-        assert not images.is_sound(contents)
+        assert not images.is_decodable(contents)
         with pytest.raises(ValueError, match=r"large.png' has 768 pixels, more than the 767 that"):
             images.read_image(file)
         with pytest.raises(tf.errors.InvalidArgumentError, match="more pixels than are decoded"):
-            decoding.decode_part(
+            images.decode_part(
                 tf.constant(contents), choose=lambda shape: tf.constant([0, 0, 1, 1])
             )
     for text in ("", "0", "-1", "1e6", "many", "9" * 30):
@@ -303,9 +304,9 @@ def test_only_the_first_frame_counts() -> None:
     frames = [Image.fromarray(colors()[..., ::step]) for step in (1, -1)]
     for form in ("GIF", "WEBP"):
         moving = encoded(frames[0], form, save_all=True, append_images=frames[1:], lossless=True)
-        assert decoding.declared_pixels(moving) == 24 * 32
+        assert images.declared_pixels(moving) == 24 * 32
     for contents in (b"", b"<html>", b"RIFF", encoded(frames[0], "PNG").replace(b"IHDR", b"tEXt")):
-        assert decoding.declared_pixels(contents) is None
+        assert images.declared_pixels(contents) is None
 
 
 QUIET = """
@@ -314,7 +315,7 @@ from PIL import Image
 from keras_vit.data import images
 for most in (500, 300):  # Pillow warns above it, and refuses above twice as many
     Image.MAX_IMAGE_PIXELS = most
-    print(images.is_sound(open(sys.argv[1], "rb").read()))
+    print(images.is_decodable(open(sys.argv[1], "rb").read()))
 """
 
 
@@ -335,5 +336,151 @@ def test_laying_on_white_in_integers_is_laying_on_white(monkeypatch: pytest.Monk
     expected = np.round(pixels[..., :3] * share + 255 * (1 - share)).astype(np.uint8)
     contents = encoded(Image.fromarray(pixels, "RGBA"), "PNG")
     assert difference(contents, expected) == 0
-    monkeypatch.setattr(decoding, "_STRIP", 1000)
+    monkeypatch.setattr(images, "_STRIP", 1000)
     assert difference(contents, expected) == 0
+
+
+TAG = 0x0112
+TURNS = range(1, 9)
+# Formats with EXIF, and how far decoders may round apart.
+WITH_EXIF = {"JPEG": 6, "PNG": 0, "WEBP": 0}
+GRAPH = tf.function(images.decode_image, input_signature=[tf.TensorSpec((), tf.string)])
+
+
+def distance(actual: np.ndarray, expected: np.ndarray) -> float:
+    assert actual.shape == expected.shape
+    return float(np.abs(np.asarray(actual, np.float32) - expected).max())
+
+
+@pytest.mark.parametrize("form", WITH_EXIF)
+@pytest.mark.parametrize("turn", [0, *TURNS, 9])
+def test_every_orientation_is_as_pillow_shows_it(turn: int, form: str) -> None:
+    """Eagerly and in a graph; 0 and 9 are none. A part is chosen and cut in the upright photo."""
+    contents, shapes = photo(turn, form), []
+    expected = as_pillow(contents)
+
+    assert distance(images.read_image(contents), expected) <= WITH_EXIF[form]
+    assert np.array_equal(GRAPH(contents), images.read_image(contents))
+    if turn in TURNS[1:]:
+        stored = np.asarray(Image.open(io.BytesIO(contents)).convert("RGB"))
+        assert stored.shape != expected.shape or distance(stored, expected) > 100
+
+    def choose(shape: tf.Tensor) -> tf.Tensor:
+        shapes.append(shape.numpy().tolist())
+        return tf.constant([3, 7, 17, 23])
+
+    part = images.decode_part(tf.constant(contents), choose=choose).numpy()
+    assert shapes == [[36, 52] if 5 <= turn <= 8 else [52, 36]]
+    assert distance(part[1:-1, 1:-1], expected[4:19, 8:29]) <= WITH_EXIF[form]
+
+
+def segment(marker: int, body: bytes) -> bytes:
+    return bytes([0xFF, marker]) + (len(body) + 2).to_bytes(2, "big") + body
+
+
+def tiff(
+    order: Literal["little", "big"], entries: list[tuple[int, int, int, bytes]], *, start: int = 8
+) -> bytes:
+    """IFD0 in either byte order: (tag, type, count, the value's four bytes)."""
+    head = (b"II*\0" if order == "little" else b"MM\0*") + start.to_bytes(4, order)
+    rows = [
+        tag.to_bytes(2, order) + kind.to_bytes(2, order) + count.to_bytes(4, order) + value
+        for tag, kind, count, value in entries
+    ]
+    return head + len(rows).to_bytes(2, order) + b"".join(rows) + b"\0\0\0\0"
+
+
+def with_segments(*segments: bytes) -> bytes:
+    """A JPEG with these segments before its tables."""
+    stream = io.BytesIO()
+    Image.fromarray(picture()).save(stream, "JPEG")
+    whole = stream.getvalue()
+    return whole[:2] + b"".join(segments) + whole[2:]
+
+
+SIX = {"little": b"\6\0\0\0", "big": b"\0\6\0\0"}
+LONG_SIX = {"little": b"\6\0\0\0", "big": b"\0\0\0\6"}
+
+
+@pytest.mark.parametrize("order", ["little", "big"])
+def test_both_byte_orders_and_any_segments_before_are_read(order: Literal["little", "big"]) -> None:
+    """Comments, fill bytes, another APP1 and other tags stand before the tag, which may be long."""
+    other = (0x010F, 2, 4, b"abc\0")
+    for entry in ((TAG, 3, 1, SIX[order]), (TAG, 4, 1, LONG_SIX[order])):
+        exif = segment(0xE1, b"Exif\0\0" + tiff(order, [other, entry]))
+        xmp = segment(0xE1, b"http://ns.adobe.com/xap/1.0/\0")
+        file = with_segments(segment(0xFE, b"hello"), b"\xff\xff\xff", xmp, exif)
+        assert int(images.read_orientation(tf.constant(file))) == 6
+        assert images.read_image(file).shape == (36, 52, 3)
+
+
+def test_a_damaged_block_is_upright() -> None:
+    """Cut anywhere, with lengths and offsets that lead nowhere, or of other types: no error."""
+    six = tiff("big", [(TAG, 3, 1, SIX["big"])])
+    bodies = [b"Exif\0\0" + six[:cut] for cut in range(len(six) - 5)]
+    bodies += [
+        b"Exif\0\0" + tiff("big", [(TAG, 3, 1, SIX["big"])], start=start)
+        for start in (0, 9, 2**16, 2**31 - 1, 2**32 - 1)
+    ]
+    bodies += [
+        b"Exif\0\0" + tiff("big", [(TAG, *entry)])
+        for entry in (
+            (3, 2, SIX["big"]),
+            (2, 1, b"6\0\0\0"),
+            (3, 1, b"\0\x09\0\0"),
+            (4, 1, b"\xff" * 4),
+        )
+    ]
+    bodies += [b"Exif\0\0XX" + six[2:], b"Exif\0\0", b"Exif\0", b""]
+    for body in bodies:
+        assert images.read_image(with_segments(segment(0xE1, body))).shape == (52, 36, 3)
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG"])
+def test_no_bytes_make_the_search_fail_or_go_on_for_ever(form: str) -> None:
+    """Every cut of a file, bytes changed at random, and megabytes of nothing give 1 to 8."""
+    file, generator = photo(6, form), np.random.default_rng(0)
+    spoilt = [file[:cut] for cut in range(0, min(len(file), 120), 3)]
+    for _ in range(100):
+        changed = bytearray(file)
+        for place in generator.integers(8, min(len(file), 160), 4):
+            changed[place] = generator.integers(256)
+        spoilt.append(bytes(changed))
+    spoilt += [file[:12] + byte * 3_000_000 for byte in (b"\0", b"\xff")]
+    spoilt += [b"\xff\xd8" + b"\xff" * 3_000_000, b"", b"\x89PNG"]
+    actual = [int(images.read_orientation(tf.constant(one))) for one in spoilt]
+
+    assert set(actual) <= set(TURNS)
+    assert 1 in actual
+
+
+def test_a_plain_file_is_told_from_its_first_bytes() -> None:
+    """What encoders write without EXIF costs no search; what may have an orientation does."""
+    for plain in (tf.io.encode_jpeg(tf.constant(picture())), tf.constant(b"GIF89a")):
+        assert not bool(images.may_have_orientation(plain))
+    for form in ("JPEG", "PNG"):
+        assert bool(images.may_have_orientation(tf.constant(photo(6, form))))
+
+
+def test_the_whole_path_can_fail() -> None:
+    """A photo whose tag is taken out no longer is what Pillow showed."""
+    stored, stream = Image.open(io.BytesIO(photo(6))), io.BytesIO()
+    Image.fromarray(np.asarray(stored)).save(stream, "JPEG", quality=95)
+
+    assert images.read_image(stream.getvalue()).shape != as_pillow(photo(6)).shape
+
+
+def test_one_op_is_traced_once_for_all_graphs() -> None:
+    """Each graph calls the same function; another shape or constant is another."""
+    traces = []
+
+    @images.one_op
+    def scaled(x: tf.Tensor, *, by: int) -> tf.Tensor:
+        traces.append((tuple(x.shape), by))
+        return x * by
+
+    for _ in range(2):
+        assert list(tf.data.Dataset.range(3).map(lambda x: scaled(x, by=2))) == [0, 2, 4]
+    assert scaled(tf.constant(3, tf.int64), by=2) == 6
+    assert scaled(tf.constant([1, 2]), by=3).numpy().tolist() == [3, 6]
+    assert traces == [((), 2), ((2,), 3)]

@@ -17,10 +17,8 @@ from keras_vit.data import (
     Augmentation,
     Damage,
     Split,
-    Stream,
     Views,
     augment,
-    datasets,
     evaluation_batches,
     from_dataset,
     images,
@@ -80,11 +78,10 @@ def files(tmp_path: Path) -> Split:
     )
 
 
-def streamed(files: Split) -> Stream:
-    """The same files, their bytes in a dataset."""
+def recorded(files: Split) -> RecordSplit:
+    """The same files, as records that are read by number."""
     contents = [Path(path).read_bytes() for path in files.images]
-    rows = (contents, files.targets, [str(place) for place in range(len(files))])
-    return Stream(tf.data.Dataset.from_tensor_slices(rows), count=len(files))
+    return RecordSplit(list(zip(contents, files.targets.tolist(), strict=True)))
 
 
 def test_an_epoch_shows_each_image_at_most_once_in_an_order_of_its_own() -> None:
@@ -112,7 +109,7 @@ RUNS = {
     "pixels": EVERYTHING,
     "resized pixels": Augmentation(rotation=10, flip=True, erase=0.5),
     "files": VARIED,
-    "stream": EVERYTHING,
+    "records": EVERYTHING,
 }
 
 
@@ -122,8 +119,7 @@ def test_batches_are_a_function_of_seed_and_step(
     kind: str, files: Split, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From any step, on each of three workers, at any parallelism: the same bits of one run."""
-    monkeypatch.setattr(datasets, "BUFFER", 7)
-    split = {"files": files, "stream": streamed(files)}.get(kind, numbered(20))
+    split = {"files": files, "records": recorded(files)}.get(kind, numbered(20))
     run: Any = functools.partial(batches, split, batch_size=6, augmentation=RUNS[kind])
     whole = run()
     tf.random.set_seed(3)
@@ -377,13 +373,11 @@ def test_no_iterator_starts_the_thread_that_its_end_may_wait_for(
 ) -> None:
     """TensorFlow's tuning is off in all datasets that are made of splits, and where one is read."""
     contents = [Path(path).read_bytes() for path in files.images]
-    stream = streamed(files)
     splits = {
         "pixels": numbered(),
         "encoded": Split(images=np.array(contents, object), targets=files.targets),
         "files": files,
-        "records": RecordSplit(list(zip(contents, files.targets.tolist(), strict=True))),
-        "stream": stream,
+        "records": recorded(files),
     }
     options: dict[str, Any] = {"image_size": (4, 4), "batch_size": 2}
     train: Any = functools.partial(train_batches, **options, epochs=1, seed=0)
@@ -405,9 +399,11 @@ def test_no_iterator_starts_the_thread_that_its_end_may_wait_for(
     for split in splits.values():
         split.take([0]).pixels(0)
         assert len(split.targets) == len(split)
-    pairs = stream.dataset.map(lambda contents, target, name: (contents, target))
-    for memory in (0, 2**30):
-        assert from_dataset(pairs, pairs, labels="abc", test=pairs, memory=memory).train
+    pairs: Any = tf.data.Dataset.from_tensor_slices((contents, files.targets))
+    for given in (pairs, recorded(files).source):
+        assert from_dataset(given, given, labels="abc", test=given).train
+    few = pairs.take(1)
+    assert from_dataset(recorded(files).source, few, labels="abc", test=few, memory=2**14).train
 
     tuned = [name for name, each in made.items() if each.options().autotune.enabled is not False]
     assert tuned == []

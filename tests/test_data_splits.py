@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_vit.data import Split, Stream, datasets, source
+from keras_vit.data import Split, source
 
 PIXELS = np.arange(5 * 48, dtype=np.uint8).reshape(5, 4, 4, 3)
 TARGETS = np.array([0, 1, 0, 1, 2], np.int32)
@@ -22,28 +22,20 @@ def encoded() -> np.ndarray:
     return array
 
 
-def stream() -> Stream:
-    names = [f"image {place}" for place in range(len(PIXELS))]
-    records = tf.data.Dataset.from_tensor_slices((list(encoded()), TARGETS, names))
-    return Stream(records, count=len(PIXELS))
-
-
-@pytest.fixture(params=["PixelSplit", "EncodedSplit", "FileSplit", "RecordSplit", "Stream"])
+@pytest.fixture(params=["pixels", "encoded", "files", "records"])
 def split(request: pytest.FixtureRequest, tmp_path: Path) -> Split:
     """The same five images in each kind of split."""
-    if request.param == "Stream":
-        return stream()
     held = encoded()
-    if request.param == "RecordSplit":
+    if request.param == "records":
         return source.RecordSplit(list(zip(held, TARGETS, strict=True)), prefix="image ")
-    if request.param == "PixelSplit":
+    if request.param == "pixels":
         held = PIXELS
-    if request.param == "FileSplit":
+    if request.param == "files":
         for place, contents in enumerate(held):
             (tmp_path / f"{place}.png").write_bytes(contents)
         held = np.array([str(tmp_path / f"{place}.png") for place in range(len(held))], object)
     made = Split(images=held, targets=TARGETS)
-    assert type(made).__name__ == request.param
+    assert (made.in_memory, made.in_files) == (request.param == "pixels", request.param == "files")
     return made
 
 
@@ -91,106 +83,29 @@ def test_every_kind_can_be_taken_from_replaced_copied_and_pickled(split: Split) 
         assert type(copied) is type(split)
         assert equal(copied, split)
         assert copied.damage.names == ("7.png",)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        anything.damage = None
     assert not equal(split.take([1]), split.take([2]))
     with pytest.raises(IndexError):
         split.take([5])
 
 
-class Numbered:
-    """Records that are their own numbers, and which of them were read."""
+def test_records_are_not_read_before_they_are_needed() -> None:
+    """`repr`, `len` and a part of them read none of these, which cannot be read."""
 
-    places = 20
+    class Unread:
+        def __len__(self) -> int:
+            return 3
 
-    def __init__(self, count: int) -> None:
-        self.count, self.was_read = count, tf.Variable(tf.zeros(count, tf.bool))
+        def __getitem__(self, number: int) -> Any:
+            raise RuntimeError("read")
 
-    def read(self, start: Any, stop: Any) -> tf.data.Dataset:
-        def note(number: tf.Tensor) -> tuple[tf.Tensor, ...]:
-            self.was_read.scatter_update(tf.IndexedSlices(True, number))
-            return b"", tf.cast(number, tf.int32), tf.as_string(number)
+    unread = source.RecordSplit(Unread())
 
-        return tf.data.Dataset.range(start, stop).map(note)
-
-    def order(self) -> np.ndarray:
-        return np.arange(self.count)
-
-
-def rows(split: Split, *, first_step: int = 0, part: slice = slice(0, 16)) -> list[list[int]]:
-    """The classes in the batches of two epochs, which are the numbers of the records."""
-    passes = source.Passes(
-        key=lambda epoch: tf.stack([tf.constant(7, tf.int64), epoch]),
-        batch_size=16,
-        first_step=first_step,
-        epochs=2,
-        rows=part,
-    )
-    return [item[1].numpy().tolist() for item in split.shuffled_batches(passes)]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("is_placed", [True, False])
-def test_workers_and_resumed_trainings_see_the_same_rows_of_a_stream(
-    monkeypatch: pytest.MonkeyPatch, is_placed: bool
-) -> None:
-    """For any number of workers, from any step of any epoch; each image once in an epoch."""
-    monkeypatch.setattr(datasets, "BUFFER", 64)
-    records = Numbered(403)
-    held = records if is_placed else None
-    split = Stream(records.read(0, 403), count=403, records=held)
-    whole = rows(split)
-
-    assert [split.lanes(size) for size in (7, 8, 16, 32)] == [
-        1,
-        *((8, 16, 16) if is_placed else (1, 1, 1)),
-    ]
-    assert len(whole) == 50
-    for epoch in (whole[:25], whole[25:]):
-        assert len({number for row in epoch for number in row}) == 400
-    assert whole[:25] != whole[25:]
-    for part in (slice(0, 8), slice(12, 16), slice(5, 6)):
-        assert rows(split, part=part) == [row[part] for row in whole]
-    for step in (1, 13, 24, 25, 49):
-        assert rows(split, first_step=step) == whole[step:]
-
-
-def test_a_worker_reads_its_part_of_a_stream_and_a_resumed_training_the_rest(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The last of four workers reads the last quarter; the last step, the ends of the lanes."""
-    monkeypatch.setattr(datasets, "BUFFER", 64)
-    records = Numbered(1600)
-    split = Stream(records.read(0, 1600), count=1600, records=records)
-    records.was_read.assign(tf.zeros(1600, tf.bool))
-
-    rows(split, part=slice(12, 16))
-
-    assert np.flatnonzero(records.was_read).tolist() == list(range(1200, 1600))
-    records.was_read.assign(tf.zeros(1600, tf.bool))
-    rows(split, first_step=199)
-    read = np.flatnonzero(records.was_read)
-    assert set(read // 100) == set(range(16))
-    assert (read % 100).min() >= 96  # the last row of a lane is in its last block, of 4 at most
-
-
-def test_a_stream_says_what_it_is_without_being_read() -> None:
-    """`repr` reads nothing: this dataset would fail. One that calls Python is not pickled."""
-
-    def fail(place: tf.Tensor) -> tuple[tf.Tensor, ...]:
-        with tf.control_dependencies([tf.debugging.Assert(place < 0, ["read"])]):
-            return tf.constant(b""), tf.constant(1), tf.constant(b"")
-
-    unread = Stream(tf.data.Dataset.range(3).map(fail), count=3)
-
-    assert "count=3" in repr(unread)
-    assert len(dataclasses.replace(unread, count=2)) == 2
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        unread.count = 4  # type: ignore[misc]
-    with pytest.raises(tf.errors.InvalidArgumentError):
+    assert "prefix='record '" in repr(unread)
+    assert (len(unread), len(unread.take([0, 2]))) == (3, 2)
+    with pytest.raises(tf.errors.UnknownError, match="read"):
         unread.targets.tolist()
-    spec = (tf.TensorSpec((), tf.string), tf.TensorSpec((), tf.int32), tf.TensorSpec((), tf.string))
-    python = tf.data.Dataset.from_generator(lambda: iter([(b"", 0, b"")]), output_signature=spec)
-    with pytest.raises(TypeError, match="calls Python, or keeps state, cannot be pickled"):
-        pickle.dumps(Stream(python, count=1))
 
 
 # Images that no split can hold.
@@ -204,14 +119,12 @@ WRONG = {
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    """Images of no kind, other counts, another kind's images, and a split that is none."""
+    """Images of no kind, other counts, and a split that is none."""
     for wrong in WRONG.values():
         with pytest.raises(ValueError, match="The images of a split are pixels"):
             Split(images=wrong, targets=np.zeros(2, np.int32))
     with pytest.raises(ValueError, match="5 images and 4 targets"):
         Split(images=PIXELS, targets=TARGETS[:4])
-    with pytest.raises(ValueError, match="A FileSplit cannot hold these images, a PixelSplit can"):
-        source.FileSplit(images=PIXELS, targets=TARGETS)
     five = Split(images=PIXELS, targets=TARGETS)
     data = source.ImageData(source="x", labels=(), train=five, validation=five, test=five)
     with pytest.raises(ValueError, match="no split 'val'; the splits are train, validation, test"):

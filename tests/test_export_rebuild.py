@@ -18,7 +18,6 @@ from exported import SERVED, served_model
 from PIL import Image
 
 import keras_vit
-from keras_vit.data.images import to_grey
 from keras_vit.exporting import export, onnx_files, samples, tflite
 from keras_vit.exporting.clean import runners
 from keras_vit.exporting.rebuild import Exportable, rebuild
@@ -258,7 +257,7 @@ def test_what_cannot_be_copied_is_refused() -> None:
 def test_grey_images_have_the_levels_of_pillow(mode: str) -> None:
     """Colour and grey files get the levels of Pillow's mode "L", which rounds them."""
     image = Image.open(io.BytesIO(exported.photo(1, mode=mode)))
-    levels = to_grey(np.asarray(image.convert("RGB"), "float32"))[..., 0]
+    levels = samples.to_grey(np.asarray(image.convert("RGB"), "float32"))[..., 0]
     np.testing.assert_allclose(levels, np.asarray(image.convert("L"), "float32"), atol=0.51)
 
 

@@ -57,11 +57,11 @@ MODULES = [
 
 # A change may lower these, and raise none.
 CEILINGS = {
-    "files": 131,
-    "lines": 34_018,
-    "lines of tests": 24_849,
+    "files": 126,
+    "lines": 33_319,
+    "lines of tests": 24_775,
     "flags": 74,
-    "public names": 149,
+    "public names": 148,
 }
 
 # What lets the whole be used and passed on in products, beside the Apache licence of the package.

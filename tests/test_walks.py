@@ -17,7 +17,7 @@ from conftest import TINY
 
 import keras_vit
 from keras_vit import data, evaluation, explain, training
-from keras_vit.data import decoding
+from keras_vit.data import images
 
 ROOT = Path(keras_vit.__file__).parent
 TEXT = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -149,7 +149,7 @@ def test_data_passes_what_contributing_lists(name: str, photos: Path, tmp_path: 
         for function in names.split(", ")
     ]
 
-    decoding._decoder.cache_clear()  # or a graph of another test decodes the image
+    images._decoder.cache_clear()  # or a graph of another test decodes the image
 
     assert trace(run(name, photos, tmp_path / "out"), functions) == WALKS[name]
 
@@ -159,7 +159,7 @@ def test_contributing_says_how_many_rooms_run(photos: Path, tmp_path: Path) -> N
     """All that run, on the list or not."""
     counted = []
     for name in WALKS:
-        decoding._decoder.cache_clear()
+        images._decoder.cache_clear()
         counted.append(
             (name, *map(str, count(run(name, photos, tmp_path / name.replace(" ", "-")))))
         )

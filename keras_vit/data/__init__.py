@@ -10,23 +10,25 @@ import keras
 import tensorflow as tf
 
 from keras_vit.data.augment import Augmentation, mix_batch
-from keras_vit.data.datasets import Stream, from_dataset, from_keras_cv
-from keras_vit.data.decoding import decode_image
-from keras_vit.data.folder import load_folder, load_test_folder, load_unlabelled_folder
-from keras_vit.data.images import (
-    FORMATS,
-    Damage,
-    antialias_of,
-    image_size_of,
-    read_image,
-    read_images,
-    resize_image,
+from keras_vit.data.datasets import from_dataset, from_keras_cv, load_data, load_digits, load_tfds
+from keras_vit.data.folder import (
+    PIPE,
+    NamedImage,
+    load_folder,
+    load_test_folder,
+    load_unlabelled_folder,
+    named_images,
 )
-from keras_vit.data.inputs import PIPE, NamedImage, named_images
-from keras_vit.data.loading import load_data, load_digits, load_tfds
-from keras_vit.data.pipeline import evaluation_batches, naming_damaged, train_batches
-from keras_vit.data.source import ImageData, LeftOut, Split
-from keras_vit.data.views import Views
+from keras_vit.data.images import FORMATS, decode_image, read_image, read_images, resize_image
+from keras_vit.data.pipeline import (
+    Views,
+    antialias_of,
+    evaluation_batches,
+    image_size_of,
+    naming_damaged,
+    train_batches,
+)
+from keras_vit.data.source import Damage, ImageData, LeftOut, Split
 
 if keras.backend.backend() != "tensorflow":
     for _kind in ("GPU", "TPU"):
@@ -42,7 +44,6 @@ __all__ = [
     "LeftOut",
     "NamedImage",
     "Split",
-    "Stream",
     "Views",
     "antialias_of",
     "decode_image",

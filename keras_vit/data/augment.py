@@ -7,6 +7,14 @@ from typing import Literal
 import tensorflow as tf
 
 WHOLE = (0, 1)  # (index, count) of the only worker
+# Width over height of a random crop: the default of `tf.image.sample_distorted_bounding_box`, for
+# the originals pass none (vit_jax/input_pipeline.py; big_vision, pp/ops_image.py).
+ASPECT = (0.75, 1.33)
+# Of erased rectangles: area as a fraction of the image, and aspect, from Section 4.2 of the paper.
+ERASED_AREA = (0.02, 0.4)
+ERASED_ASPECT = (0.3, 1 / 0.3)
+Mixing = Literal["image", "batch"]
+TINY = 1e-30
 
 
 def draw_key(seed: int, use: int, step: tf.Tensor) -> tf.Tensor:
@@ -81,11 +89,6 @@ def inside(starts: tf.Tensor, ends: tf.Tensor, *, shape: tf.Tensor, channels: in
     return rows[:, :, None] & tf.repeat(columns, channels, axis=1)[:, None, :]
 
 
-# Width over height of a random crop: the default of `tf.image.sample_distorted_bounding_box`, for
-# the originals pass none (vit_jax/input_pipeline.py; big_vision, pp/ops_image.py).
-ASPECT = (0.75, 1.33)
-
-
 def inception_part(shape: tf.Tensor, *, smallest_area: float, seed: tf.Tensor) -> tf.Tensor:
     """Returns a random part with a random area and aspect, as the originals draw it.
 
@@ -147,11 +150,6 @@ def small_part(
     return _part_at(shape, part * tf.reduce_min(sides / part) / ratio, place=place)
 
 
-# Area as a fraction of the image and aspect, from Section 4.2 of the paper.
-ERASED_AREA = (0.02, 0.4)
-ERASED_ASPECT = (0.3, 1 / 0.3)
-
-
 def erase_rectangles(
     images: tf.Tensor,
     *,
@@ -197,10 +195,6 @@ def erase_rectangles(
     noise = tf.reshape(_noise(images, seed=seed, shard=shard), tf.shape(mask))
     erased = tf.where(mask, noise, tf.reshape(images, tf.shape(mask)))
     return tf.ensure_shape(tf.reshape(erased, shape), images.shape)
-
-
-Mixing = Literal["image", "batch"]
-TINY = 1e-30
 
 
 def mix_batch(

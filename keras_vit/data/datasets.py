@@ -1,29 +1,220 @@
-"""Data sets of others: `tf.data`, TensorFlow Datasets, keras-cv's layers."""
+"""Finds data by its name, takes that of TensorFlow Datasets and `tf.data`; keras-cv's layers."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
-import functools
-import math
+import os
+import shlex
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from keras_vit import environment
-from keras_vit.data import images, source
-from keras_vit.data.images import Damage
-from keras_vit.data.source import (
-    EncodedSplit,
-    Item,
-    Loader,
-    Part,
-    Passes,
-    Records,
-    RecordSplit,
-    Split,
-)
+from keras_vit.data import folder, images, source
+from keras_vit.data.source import Damage, ImageData, RecordSplit, Split
+
+TFDS = "tfds:"  # begins the name of a dataset of TensorFlow Datasets
+# Bytes of a split that are held in memory; a larger one is read by number, again in each epoch.
+MEMORY = 2**30
+_INK = 16  # the digits count ink in 0..16
+_DIGITS_FOR_TESTING = 0.2  # an error is then 0.3 per cent, not 0.6
+# Of records every hundredth is for validation, or testing: no more than the original takes of
+# ImageNet (vit_jax/configs/common.py).
+_HUNDRED = 100
+
+
+def load_data(
+    spec: str | os.PathLike[str],
+    *,
+    labelled: bool = True,
+    strict: bool = False,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> ImageData:
+    """Loads images in three splits.
+
+    Example:
+        >>> load_data("digits").counts
+        {'train': 1259, 'validation': 179, 'test': 359}
+
+    Args:
+        spec: "digits"; "tfds:NAME", such as "tfds:oxford_flowers102"; or the path of a folder. A
+            folder called digits is "./digits".
+        labelled: whether a folder must have class folders; if not, see `load_unlabelled_folder`.
+        strict: whether a damaged image is an error, instead of being left out and counted.
+        on_progress: called with (files checked, files in all), for each split of a folder.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+        ImportError: what "digits" or "tfds:NAME" needs is not installed.
+        ValueError: there is no such dataset, or the images do not do, see `load_folder`.
+    """
+    if spec == "digits":
+        return load_digits()
+    text = os.fspath(spec)
+    if text.startswith(TFDS):
+        return load_tfds(text.removeprefix(TFDS), strict=strict)
+    load = folder.load_folder if labelled else folder.load_unlabelled_folder
+    return load(spec, strict=strict, on_progress=on_progress)
+
+
+def load_digits() -> ImageData:
+    """Loads the digits, white on black, 8 by 8 pixels, in three fixed splits.
+
+    The images are the test set of the "Optical Recognition of Handwritten Digits" (E. Alpaydin and
+    C. Kaynak, UCI Machine Learning Repository, 1998), as scikit-learn distributes them.
+
+    Example:
+        >>> data = load_digits()
+        >>> data.counts
+        {'train': 1259, 'validation': 179, 'test': 359}
+        >>> data.train.images.shape
+        (1259, 8, 8, 3)
+
+    Raises:
+        ImportError: scikit-learn is not installed.
+    """
+    with environment.installed("The digits come with scikit-learn", "scikit-learn"):
+        import sklearn.datasets
+    digits = sklearn.datasets.load_digits()
+    grey = np.round(digits.images * 255 / _INK).astype(np.uint8)
+    everything = Split(
+        images=np.repeat(grey[..., None], 3, axis=-1), targets=digits.target.astype(np.int32)
+    )
+    names = [str(index) for index in range(len(everything))]
+    splits = source.carve({"train": everything}, names, test=_DIGITS_FOR_TESTING)
+    labels = tuple(map(str, digits.target_names))
+    return ImageData(source="digits", labels=labels, left_out=(), **splits)
+
+
+def load_tfds(
+    name: Any, *, data_dir: str | os.PathLike[str] | None = None, strict: bool = False
+) -> ImageData:
+    """Loads a dataset of TensorFlow Datasets, which is downloaded if it is not there.
+
+    The splits train, validation and test are the dataset's own. Where validation or test is
+    missing, or has no classes, it is carved out of the training images, see
+    `keras_vit.data.from_dataset`.
+
+    Example:
+        >>> load_tfds("no_such_dataset", data_dir="/nowhere")  # doctest: +SKIP
+        Traceback (most recent call last):
+        ValueError: TensorFlow Datasets has no dataset 'no_such_dataset'; ...
+
+    Args:
+        name: as in https://www.tensorflow.org/datasets/catalog, such as "oxford_flowers102"; or a
+            builder of that package, whose data is there.
+        data_dir: where the package keeps its data; None for its own choice.
+        strict: whether a damaged image is an error, instead of being left out and counted.
+
+    Raises:
+        ImportError: tensorflow-datasets is not installed.
+        ValueError: there is no such dataset, it is damaged or does not hold labelled images, or a
+            split of it is more than 1 GiB of TFRecord files.
+    """
+    # TensorFlow Datasets imports importlib-resources, and declares it for Python 3.8 alone.
+    with environment.installed(
+        f"{TFDS}NAME needs TensorFlow Datasets", "tensorflow-datasets", "importlib-resources"
+    ):
+        import tensorflow_datasets as tfds
+    builder = name
+    if isinstance(name, str):
+        try:
+            builder = tfds.builder(name, data_dir=data_dir)
+        except (ValueError, AssertionError) as error:
+            reason = str(error).splitlines()[0].rstrip(".")  # the others say how a name is made
+            raise ValueError(
+                f"TensorFlow Datasets has no dataset {name!r} ({reason}); choose one of "
+                "https://www.tensorflow.org/datasets/catalog."
+            ) from None
+    image, label = _keys(builder)
+    if isinstance(name, str):
+        builder.download_and_prepare(file_format="array_record")  # if it is not there
+        if builder.is_prepared():  # the folder also says what format it was converted to
+            builder = tfds.builder_from_directory(builder.data_dir)
+    records = {
+        split: _records_of(builder, split, image=image, label=label)
+        for split in source.SPLITS
+        if split in builder.info.splits
+    }
+    try:  # the test images of ImageNet are all of class -1
+        labelled = {key: each for key, each in records.items() if len(each) and each[0][1] >= 0}
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"The dataset {builder.name!r} is damaged; remove {str(builder.data_dir)!r}, so that "
+            f"it is made again. {error}"
+        ) from None
+    if "train" not in labelled:
+        raise ValueError(
+            f"The dataset {builder.name!r} has no labelled split called train; it has "
+            f"{', '.join(builder.info.splits) or 'none'}."
+        )
+    return from_dataset(
+        labelled["train"],
+        labelled.get("validation"),
+        test=labelled.get("test"),
+        labels=builder.info.features[label].names,
+        name=f"{TFDS}{name}" if isinstance(name, str) else TFDS + builder.name,
+        strict=strict,
+        memory=MEMORY,
+    )
+
+
+def from_dataset(
+    train: Any,
+    validation: Any,
+    *,
+    labels: Sequence[str],
+    test: Any = None,
+    name: str = "dataset",
+    strict: bool = False,
+    memory: int = MEMORY,
+) -> ImageData:
+    """Takes labelled images from datasets.
+
+    What is missing is carved out of the training images: of each class a tenth, of records that are
+    not held in memory every hundredth image.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> pixels = tf.zeros((20, 8, 8, 3), tf.uint8)
+        >>> dataset = tf.data.Dataset.from_tensor_slices((pixels, [0, 1] * 10))
+        >>> from_dataset(dataset, None, labels=["cat", "dog"]).counts
+        {'train': 16, 'validation': 2, 'test': 2}
+
+    Args:
+        train: a tf.data.Dataset of pairs of an image and its class, and maybe its name. An image is
+            the bytes of a file, or pixels 0..255, uint8 of shape (height, width, 3 or 1). The order
+            must be the same each time, or training is not a function of its seed. Or anything with
+            `len` that gives such pairs, of bytes, by number, as the records of array_record: it is
+            shuffled as a whole, each worker reads its own images, and a resumed training no others.
+        validation: such a dataset, or None.
+        labels: the name of each class.
+        test: such a dataset, or None.
+        name: what to call the source.
+        strict: whether a damaged image is an error, instead of being left out and counted. Those of
+            records that are not held are looked at in training only.
+        memory: bytes of a split that may be held in memory; of a larger one, records are read by
+            number when they are needed. Records that have `nbytes` are not read to know their size.
+
+    Raises:
+        ValueError: the elements are something else, a dataset has no end or no images, a
+            tf.data.Dataset is larger than `memory`, or a class is not among the labels.
+    """
+    damage = Damage(strict=strict)
+    datasets = {"train": train, "validation": validation, "test": test}
+    available = {
+        split: _take(dataset, split=split, damage=damage, memory=memory)
+        for split, dataset in datasets.items()
+        if dataset is not None
+    }
+    splits = _carve(available)
+    for split, images_of_split in splits.items():
+        _check(images_of_split, split=split, labels=labels)
+    left_out = tuple(source.LeftOut(each, source.DAMAGED) for each in damage.names)
+    return ImageData(source=name, labels=tuple(labels), left_out=left_out, **splits)
 
 
 def from_keras_cv(
@@ -80,305 +271,115 @@ def from_keras_cv(
     return vary
 
 
-# Encoded images of a stream that are shuffled at a time: 0.9 GB of ImageNet. The next ones are read
-# meanwhile, so that twice as many are held.
-BUFFER = 8192
-# Places that a stream is read at, of one that can be read from any place.
-_LANES = 64
+def _keys(builder: Any) -> tuple[str, str]:
+    """The names of a dataset's image and class."""
+    features, keys = builder.info.features, builder.info.supervised_keys
+    kinds = [type(features[key]).__name__ for key in keys or () if key in features]
+    if kinds != ["Image", "ClassLabel"]:
+        raise ValueError(
+            f"The dataset {builder.name!r} must give an image and one class; it gives "
+            f"{', '.join(kinds) or 'no such pair'}. Choose an image classification dataset."
+        )
+    return keys[0], keys[1]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Stream(Split):
-    """Images that do not fit into memory: they are read again in each epoch.
+def _records_of(builder: Any, split: str, *, image: str, label: str) -> Sequence[Any]:
+    """The bytes and the class of each image of a split, by number."""
+    from tensorflow_datasets import ReadConfig, decode
 
-    Blocks of the stream are shuffled; where they begin is drawn too, so that the blocks of two
-    epochs hold different images. While one is given, the next one is read.
+    decoders, size = {image: decode.SkipDecoding()}, builder.info.splits[split].num_bytes
+    with contextlib.suppress(NotImplementedError):  # of TFRecord files, which are read in order
+        return _Records(builder.as_data_source(split, decoders=decoders), image, label, size)
+    if size > MEMORY:
+        raise ValueError(
+            f"The {split} split of the dataset {builder.name!r} is {size / 2**30:.1f} GiB of "
+            "TFRecord files, of which no image can be read by its number; convert them once: pip "
+            "install apache-beam mlcroissant && tfds convert_format --dataset_version_dir="
+            f"{shlex.quote(builder.data_dir)} --out_file_format=array_record"
+        )
+    config = ReadConfig(try_autocache=False)
+    dataset = builder.as_dataset(split=split, decoders=decoders, read_config=config)
+    return [(each[image], each[label]) for each in source.untuned(dataset).as_numpy_iterator()]
 
-    With `records`, so many places are read at once that a batch has images of all parts of the
-    stream; a worker reads the parts that its images come from, and a resumed training what is left
-    of the epoch. Without, each worker reads all, and a resumed training what comes before, too.
 
-    Example:
-        >>> import tensorflow as tf
-        >>> image = tf.io.encode_png(tf.zeros((4, 4, 3), tf.uint8))
-        >>> dataset = tf.data.Dataset.from_tensors((image, 1, "first")).repeat(3)
-        >>> stream = Stream(dataset, count=3)
-        >>> len(stream), stream.targets.tolist()
-        (3, [1, 1, 1])
+@dataclasses.dataclass(frozen=True)
+class _Records(Sequence[tuple[bytes, int]]):
+    """The bytes and the class of each of the package's examples."""
 
-    Attributes:
-        dataset: gives the bytes, the class (int32) and the name of each image; always in the same
-            order.
-        count: how many.
-        records: reads the same from any place; None where that cannot be had.
-        damage: where training writes the names of images that it could not decode.
-    """
-
-    dataset: tf.data.Dataset
-    _: dataclasses.KW_ONLY
-    count: int
-    records: Records | None = None
-    damage: Damage = dataclasses.field(default_factory=Damage)
+    examples: Any
+    image: str
+    label: str
+    nbytes: int
 
     def __len__(self) -> int:
-        return self.count
+        return len(self.examples)
 
-    @functools.cached_property
-    def targets(self) -> np.ndarray:  # type: ignore[override]  # nobody assigns to it
-        """The class of each image, int32 of shape (count,); the first use reads all images."""
-        classes = self.items().map(lambda contents, target, name: target)
-        return np.fromiter(classes.as_numpy_iterator(), np.int32, len(self))
+    def __getitem__(self, number: Any) -> Any:
+        return self.__getitems__([number])[0]
 
-    def items(self) -> tf.data.Dataset:
-        return source.untuned(self.dataset)
-
-    def read(self, start: Any, stop: Any) -> tf.data.Dataset:
-        """Returns the records at the positions from `start` to `stop`."""
-        if self.records is not None:
-            return self.records.read(start, stop)
-        return self.dataset.skip(start).take(stop - start)
-
-    def lanes(self, batch_size: int) -> int:
-        """Returns how many parts of the stream are read at once, each of them shuffled by itself.
-
-        The stream and the batch decide it, not the workers: they see the same batches.
-        """
-        if self.records is None or len(self) < BUFFER:
-            return 1
-        lanes = math.gcd(batch_size, _LANES)
-        while lanes > max(self.records.places, 1):
-            lanes //= 2
-        return lanes
-
-    def shuffled_batches(self, passes: Passes) -> tf.data.Dataset:
-        lanes = self.lanes(passes.batch_size)
-        height = passes.batch_size // lanes  # rows of a batch that come from one lane
-        start, stop, _ = passes.rows.indices(passes.batch_size)
-        own = range(start // height, -(-stop // height))
-        rows = tf.data.Dataset.range(own.start, own.stop).interleave(
-            functools.partial(self._lane, lanes=lanes, passes=passes),
-            cycle_length=len(own),
-            block_length=height,
-        )
-        part = slice(start - own.start * height, stop - own.start * height)
-        batches = rows.batch(len(own) * height, drop_remainder=True)
-        return batches.map(lambda *item: tuple(values[part] for values in item))
-
-    def _lane(self, lane: tf.Tensor, *, lanes: int, passes: Passes) -> tf.data.Dataset:
-        """The shuffled records of one lane in all epochs."""
-        steps, height = passes.steps(len(self)), passes.batch_size // lanes
-        first_epoch, first_step = divmod(passes.first_step, steps)
-        start, stop = len(self) * lane // lanes, len(self) * (lane + 1) // lanes
-        size = tf.constant(max(BUFFER // lanes, 1), tf.int64)
-
-        def blocks(epoch: tf.Tensor) -> tf.data.Dataset:
-            # Not `Dataset.shuffle`: it also depends on TensorFlow's global seed.
-            seed = tf.random.experimental.stateless_fold_in(passes.key(epoch), lane)
-            drawn = tf.random.stateless_uniform((), seed, 1, size + 1, tf.int64)
-            first = tf.where(stop - start > size, drawn, stop - start)
-            given = tf.where(epoch == first_epoch, tf.cast(first_step * height, tf.int64), 0)
-            block = (given - first + size) // size  # of the first row that is wanted
-            # The first block of an epoch is short: blanks before it make it as long as the others.
-            begin = first + (block - 1) * size
-            nothing = tuple(tf.zeros((), spec.dtype) for spec in self.dataset.element_spec)
-            blanks = tf.data.Dataset.from_tensors(nothing).repeat(tf.maximum(-begin, 0))
-            records = blanks.concatenate(self.read(start + tf.maximum(begin, 0), stop))
-
-            def shuffled(number: tf.Tensor, item: Item) -> tuple[tf.Tensor, Item]:
-                at = first + (number - 1) * size
-                places = tf.range(tf.maximum(-at, 0), tf.size(item[1], tf.int64))
-                block_seed = tf.random.experimental.stateless_fold_in(seed, number)
-                order = tf.random.experimental.stateless_shuffle(places, seed=block_seed)
-                row = tf.maximum(at, 0)
-                skipped = tf.maximum(given - row, 0)
-                return order[skipped : tf.maximum(steps * height - row, 0)], item
-
-            return records.batch(size).enumerate(block).map(shuffled)
-
-        def give(order: tf.Tensor, item: Item) -> tf.data.Dataset:
-            # One by one: a block that is gathered as a whole would be in memory twice.
-            places = tf.data.Dataset.from_tensor_slices(order)
-            return places.map(lambda place: tuple(values[place] for values in item))
-
-        epochs = tf.data.Dataset.range(first_epoch, passes.epochs)
-        return epochs.flat_map(blocks).prefetch(1).flat_map(give)
-
-    def loader(self) -> Loader:
-        return Loader(
-            lambda item, choose: source.decode_contents(item[0], choose), lambda item: item[1]
-        )
-
-    def name(self, place: Any) -> str:
-        if not isinstance(place, bytes):
-            return self.take([place]).name(0)
-        return place.decode(errors="replace")
-
-    def take(self, indices: Iterable[int]) -> Split:
-        """Reads the images at these positions into memory, as they are encoded.
-
-        Raises:
-            IndexError: there is no such position.
-        """
-        places = [index + len(self) if index < 0 else index for index in indices]
-        outside = [place for place in places if not 0 <= place < len(self)]
-        if outside:
-            raise IndexError(
-                f"The stream has {len(self)} images, counted from 0. Received: {outside[0]}."
-            )
-        unique_places = tf.constant(sorted(set(places)), tf.int64)
-        first, last = min(places, default=0), max(places, default=-1)
-        records = (
-            source.untuned(self.read(first, last + 1))
-            .enumerate(first)
-            .filter(lambda place, record: tf.reduce_any(tf.equal(place, unique_places)))
-        )
-        records_at = dict(records.as_numpy_iterator())
-        selection = [records_at[place] for place in places]
-        return EncodedSplit(
-            images=source.objects(record[0] for record in selection),
-            targets=np.array([record[1] for record in selection], np.int32),
-            names=source.objects(self.name(record[2]) for record in selection),
-            damage=self.damage,
-        )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles what makes the records; Python functions among it cannot be."""
-        if self.records is not None:
-            return stream_of, (self.records, self.count, self.damage)
-        try:
-            graph = tf.raw_ops.DatasetToGraphV2(
-                input_dataset=tf.data.experimental.to_variant(self.dataset),
-                external_state_policy=2,  # an error
-                strip_device_assignment=True,
-            )
-        except tf.errors.OpError as error:
-            raise TypeError(
-                "A stream whose dataset calls Python, or keeps state, cannot be pickled; make it "
-                f"again in the other process ({error.message})."
-            ) from None
-        return _stream_of_graph, (graph.numpy(), self.dataset.element_spec, self.count, self.damage)
-
-
-def stream_of(records: Records, count: int, damage: Damage) -> Stream:
-    """Returns the stream of so many records."""
-    return Stream(records.read(0, count), count=count, records=records, damage=damage)
-
-
-def _stream_of_graph(graph: bytes, spec: Any, count: int, damage: Damage) -> Stream:
-    variant = tf.raw_ops.DatasetFromGraph(graph_def=graph)
-    return Stream(tf.data.experimental.from_variant(variant, spec), count=count, damage=damage)
-
-
-# Bytes of a split that are held in memory; a larger split is read again in each epoch.
-MEMORY = 2**30
-
-# Fractions of a training split that has no others beside it. Of a stream, no more than the
-# original takes of ImageNet (vit_jax/configs/common.py).
-VALIDATION, TEST = 0.1, 0.1
-_STREAM_PART = 100
-
-
-def from_dataset(
-    train: Any,
-    validation: Any,
-    *,
-    labels: Sequence[str],
-    test: Any = None,
-    name: str = "dataset",
-    strict: bool = False,
-    memory: int = MEMORY,
-) -> source.ImageData:
-    """Takes labelled images from datasets.
-
-    What is missing is carved out of the training images: of each class a tenth, of a stream every
-    hundredth image.
-
-    Example:
-        >>> import tensorflow as tf
-        >>> pixels = tf.zeros((20, 8, 8, 3), tf.uint8)
-        >>> dataset = tf.data.Dataset.from_tensor_slices((pixels, [0, 1] * 10))
-        >>> from_dataset(dataset, None, labels=["cat", "dog"]).counts
-        {'train': 16, 'validation': 2, 'test': 2}
-
-    Args:
-        train: a tf.data.Dataset of pairs of an image and its class, and maybe its name. An image is
-            the bytes of a file, or pixels 0..255, uint8 of shape (height, width, 3 or 1). The order
-            must be the same each time, or training is not a function of its seed. Or anything with
-            `len` that gives such pairs, of bytes, by number, as the records of array_record: it is
-            shuffled as a whole, each worker reads its own images, and a resumed training no others.
-            Or a `Stream`.
-        validation: such a dataset, or None.
-        labels: the name of each class.
-        test: such a dataset, or None.
-        name: what to call the source.
-        strict: whether a damaged image is an error, instead of being left out and counted. Those of
-            a stream are looked at in training only.
-        memory: bytes of a split that may be held in memory; a larger one is a stream.
-
-    Raises:
-        ValueError: the elements are something else, a dataset has no end or no images, or a class
-            is not among the labels.
-    """
-    damage = Damage(strict=strict)
-    datasets = {"train": train, "validation": validation, "test": test}
-    available = {
-        split: _take(dataset, split=split, damage=damage, memory=memory)
-        for split, dataset in datasets.items()
-        if dataset is not None
-    }
-    splits = _carve(available)
-    for split, images_of_split in splits.items():
-        _check(images_of_split, split=split, labels=labels)
-    return source.ImageData(
-        source=name,
-        labels=tuple(labels),
-        train=splits["train"],
-        validation=splits["validation"],
-        test=splits["test"],
-        left_out=tuple(source.LeftOut(name, source.DAMAGED) for name in damage.names),
-    )
+    def __getitems__(self, numbers: Sequence[int]) -> list[tuple[bytes, int]]:
+        examples = self.examples.__getitems__(numbers)
+        return [(each[self.image], each[self.label]) for each in examples]
 
 
 def _take(given: Any, *, split: str, damage: Damage, memory: int) -> Split:
-    """Holds a dataset in memory, or reads it in each epoch."""
-    if isinstance(given, Stream):
-        return dataclasses.replace(given, damage=Damage(strict=damage.strict))
-    unheld = None
+    """Holds a dataset in memory, or reads records of it when they are needed."""
+    records = None
     if not isinstance(given, tf.data.Dataset):
-        unheld = _record_split(given, split=split, strict=damage.strict)
-    dataset = source.untuned(given) if unheld is None else unheld.items()
+        if not _gives_pairs(given):
+            raise ValueError(
+                f"The {split} dataset must be a tf.data.Dataset, or have `len` and give pairs of "
+                "the bytes of an image file and its class by number. Received: "
+                f"{type(given).__name__}."
+            )
+        own_damage = Damage(strict=damage.strict)
+        records = RecordSplit(given, prefix=f"{split} image ", damage=own_damage)
+        if getattr(given, "nbytes", 0) > memory:
+            return records
+    dataset = source.untuned(given) if records is None else records.items()
     _check_elements(dataset, split=split)
     if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
         raise ValueError(f"The {split} dataset has no end; give it without `repeat`.")
-    shape = dataset.element_spec[0].shape
-    pixels = shape.rank == 3 and shape.is_fully_defined()
-    records, size = [], 0
-    for record in (dataset if pixels else _encode(dataset, split=split)).as_numpy_iterator():
-        records.append(record)
-        size += record[0].nbytes if pixels else len(record[0])
+    image = dataset.element_spec[0]
+    pixels = image.shape.rank == 3 and image.shape.is_fully_defined()
+    if image.dtype != tf.string and not pixels:  # of many sizes: as PNGs, which lose nothing
+        dataset = dataset.map(lambda contents, *others: (tf.io.encode_png(contents), *others))
+    rows, size = [], 0
+    for row in dataset.as_numpy_iterator():
+        rows.append(row)
+        size += row[0].nbytes if pixels else len(row[0])
+        if size > memory and records is not None:
+            return records
         if size > memory:
-            return unheld if unheld is not None else _stream(dataset, split=split, damage=damage)
-    if not records:
+            raise ValueError(
+                f"The {split} dataset holds more than the {memory} bytes that may be in memory, "
+                "and gives its images in order alone; raise `memory`, or give anything with `len` "
+                "that gives pairs of a file's bytes and its class by number."
+            )
+    if not rows:
         raise ValueError(f"The {split} dataset holds no images; give it some.")
-    contents, targets = [record[0] for record in records], [record[1] for record in records]
-    names = [_name(record, place, split=split) for place, record in enumerate(records)]
+    contents = [row[0] for row in rows]
     array: np.ndarray = np.stack(contents) if pixels else np.array(contents, object)
+    names = [
+        row[2].decode(errors="replace") if len(row) == 3 else f"{split} image {place}"
+        for place, row in enumerate(rows)
+    ]
     in_memory = Split(
         images=np.broadcast_to(array, (*array.shape[:3], 3)) if pixels else array,
-        targets=np.array(targets, np.int32),
+        targets=np.array([row[1] for row in rows], np.int32),
         names=np.array(names, object),
         damage=Damage(strict=damage.strict),
     )
     return in_memory if pixels else _drop_damaged(in_memory, damage=damage)
 
 
-def _record_split(given: Any, *, split: str, strict: bool) -> RecordSplit:
-    if not (hasattr(given, "__len__") and hasattr(given, "__getitem__")):
-        raise ValueError(
-            f"The {split} dataset must be a tf.data.Dataset, or have `len` and give pairs of an "
-            f"image and its class by number. Received: {type(given).__name__}."
-        )
-    return RecordSplit(given, prefix=f"{split} image ", damage=Damage(strict=strict))
+def _gives_pairs(given: Any) -> bool:
+    """Whether records give what `RecordSplit` takes; of none that is not known."""
+    try:
+        contents, target = given[0][:2] if len(given) else (b"", 0)
+        return isinstance(contents, bytes) and np.issubdtype(np.asarray(target).dtype, np.integer)
+    except (TypeError, KeyError, ValueError):
+        return False
 
 
 def _check_elements(dataset: tf.data.Dataset, *, split: str) -> None:
@@ -396,37 +397,9 @@ def _check_elements(dataset: tf.data.Dataset, *, split: str) -> None:
     )
 
 
-def _encode(dataset: tf.data.Dataset, *, split: str) -> tf.data.Dataset:
-    """The bytes, the class and the name of each image; pixels become a PNG, which loses nothing."""
-
-    def encode(place: tf.Tensor, record: tuple[tf.Tensor, ...]) -> tuple[tf.Tensor, ...]:
-        contents = record[0]
-        if contents.dtype != tf.string:
-            contents = tf.io.encode_png(contents)
-        name = (
-            record[2]
-            if len(record) == 3
-            else tf.strings.join([f"{split} image ", tf.as_string(place)])
-        )
-        return contents, tf.cast(record[1], tf.int32), name
-
-    return dataset.enumerate().map(encode)
-
-
-def _name(record: tuple[bytes, ...], place: int, *, split: str) -> str:
-    return record[2].decode(errors="replace") if len(record) == 3 else f"{split} image {place}"
-
-
-def _stream(dataset: tf.data.Dataset, *, split: str, damage: Damage) -> Stream:
-    count = int(dataset.cardinality())
-    if count < 0:
-        count = int(dataset.reduce(np.int64(0), lambda count, _: count + 1))
-    return Stream(_encode(dataset, split=split), count=count, damage=Damage(strict=damage.strict))
-
-
 def _drop_damaged(split: Split, *, damage: Damage) -> Split:
     with concurrent.futures.ThreadPoolExecutor(environment.cores()) as threads:
-        sound = list(threads.map(images.is_sound, split.images))
+        sound = list(threads.map(images.is_decodable, split.images))
     damaged = [split.name(place) for place, is_sound in enumerate(sound) if not is_sound]
     if damaged and damage.strict:
         raise ValueError(
@@ -441,54 +414,19 @@ def _drop_damaged(split: Split, *, damage: Damage) -> Split:
 def _carve(splits: dict[str, Split]) -> dict[str, Split]:
     """Takes the splits that are missing out of the training images."""
     train = splits["train"]
-    if isinstance(train, Stream):
-        missing = [name for name in ("validation", "test") if name not in splits]
-        streams = {name: _every(train, [place]) for place, name in enumerate(missing)}
-        training = _every(train, range(len(missing), _STREAM_PART))
-        return {**splits, **streams, "train": training}
-    if isinstance(train, RecordSplit):
-        missing = [name for name in ("validation", "test") if name not in splits]
-        hundredths = np.arange(len(train)) % _STREAM_PART
-        carved = {
-            name: train.take(np.flatnonzero(hundredths == place))
-            for place, name in enumerate(missing)
-        }
-        rest = train.take(np.flatnonzero(hundredths >= len(missing)))
-        return {**splits, **carved, "train": rest}
-    names = [train.name(place) for place in range(len(train))]
-    indices = source.assign_splits(
-        names,
-        train.targets,
-        validation=0 if "validation" in splits else VALIDATION,
-        test=0 if "test" in splits else TEST,
-    )
-    parts = {name: train.take(indices[name]) for name in source.SPLITS if name not in splits}
-    return {**splits, **parts, "train": train.take(indices["train"])}
-
-
-def _every(stream: Stream, places: Sequence[int]) -> Stream:
-    """The images at some of each hundred places."""
-    first, last = places[0], places[-1]
-    if stream.records is not None:
-        hundredths = np.arange(len(stream)) % _STREAM_PART
-        chosen = (first <= hundredths) & (hundredths <= last)
-        are_left_out = len(places) > _STREAM_PART // 2
-        positions = np.sort(stream.records.order()[chosen != are_left_out])
-        part = Part(stream.records, positions, are_left_out)
-        return stream_of(part, int(chosen.sum()), stream.damage)
-
-    def is_among(place: tf.Tensor, record: tuple[tf.Tensor, ...]) -> tf.Tensor:
-        return (place % _STREAM_PART >= first) & (place % _STREAM_PART <= last)
-
-    records = stream.dataset.enumerate().filter(is_among).map(lambda place, record: record)
-    full, over = divmod(len(stream), _STREAM_PART)
-    count = full * len(places) + sum(place < over for place in places)
-    return Stream(records, count=count, damage=stream.damage)
+    if not isinstance(train, RecordSplit):
+        return source.carve(splits, [train.name(place) for place in range(len(train))])
+    missing = [name for name in source.SPLITS if name not in splits]
+    hundredths = np.arange(len(train)) % _HUNDRED
+    carved = {
+        name: train.take(np.flatnonzero(hundredths == place)) for place, name in enumerate(missing)
+    }
+    return {**splits, **carved, "train": train.take(np.flatnonzero(hundredths >= len(missing)))}
 
 
 def _check(images_of_split: Split, *, split: str, labels: Sequence[str]) -> None:
-    if isinstance(images_of_split, Stream | RecordSplit) or not len(images_of_split):
-        return  # a stream's classes would have to be read
+    if isinstance(images_of_split, RecordSplit) or not len(images_of_split):
+        return  # the classes of records would have to be read
     low, high = images_of_split.targets.min(), images_of_split.targets.max()
     if low < 0 or high >= len(labels):
         raise ValueError(

@@ -1,17 +1,20 @@
-"""Images in folders: one folder per class, or without labels."""
+"""Images in folders: class folders, splits, images without labels, and those that a user names."""
 
 import concurrent.futures
+import csv
 import dataclasses
+import glob
+import io
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from keras_vit import environment
 from keras_vit.data import images, source
-from keras_vit.data.images import Damage
-from keras_vit.data.source import FileSplit
+from keras_vit.data.source import Damage, ImageData, LeftOut, Split
 
 _SHOWN = 10
 
@@ -24,99 +27,130 @@ NO_FILE = "are neither files nor folders"
 HIDDEN = "are hidden: their names begin with a dot"
 OUTSIDE = "lie outside of the folders of classes or splits"
 
+_COLUMNS = ("split", "label", "path")  # of the file that says which images a run has seen
+
+# Stands for the pipe in a list of names.
+PIPE = "-"
+_PIECE = 2**16  # bytes that are read of a pipe at a time
+# How images begin: a BMP has zeros where a name such as BMW/1.jpg has text.
+_IMAGE = re.compile(
+    rb"\xff\xd8\xff|\x89PNG|RIFF....WEBP|GIF8[79]a|BM....\0\0\0\0|II\*\0|MM\0\*|....ftypavi[fs]",
+    re.DOTALL,
+)
+_TEXT = frozenset(b"\n\r\t\0") | frozenset(range(32, 256))
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Listing:
+class _Listing:
     """Image files of one folder, each with the name of its class."""
 
     root: Path
     files: tuple[Path, ...] = ()
     names: tuple[str, ...] = ()
-    left_out: tuple[source.LeftOut, ...] = ()
+    left_out: tuple[LeftOut, ...] = ()
 
 
-def existing_folder(path: str | os.PathLike[str]) -> Path:
-    """Returns the absolute path of a folder; raises an error if it is none."""
-    if not Path(path).exists():
-        raise FileNotFoundError(f"There is no folder {str(path)!r}; check the path.")
-    if not Path(path).is_dir():
-        raise NotADirectoryError(
-            f"{str(path)!r} is a file; give a folder with one sub-folder per class."
-        )
-    return Path(path).resolve()
+def load_folder(
+    path: str | os.PathLike[str],
+    *,
+    strict: bool = False,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> ImageData:
+    """Lists a folder that has one sub-folder per class.
 
+    Or one that has `train/`, `validation/` and `test/`, which have those. Where validation or test
+    is missing, a tenth of each class is carved out of the training images: always the same ones for
+    the same file names. Every file is decoded once, to know the damaged ones before training
+    starts; the pixels are not kept.
 
-def split_folders(root: Path) -> dict[str, Path]:
-    """The folders that hold class folders, by the name of their split."""
-    train = root / "train"
-    if not (train.is_dir() and any(folders(train))):
-        return {"train": root}  # also when "train" is one of the classes
-    return {name: root / name for name in source.SPLITS if (root / name).is_dir()}
+    Example:
+        >>> import pathlib, tempfile, tensorflow as tf
+        >>> root = pathlib.Path(tempfile.mkdtemp())
+        >>> for index in range(8):
+        ...     file = root / ["cat", "dog"][index % 2] / f"{index}.png"
+        ...     file.parent.mkdir(exist_ok=True)
+        ...     _ = file.write_bytes(tf.io.encode_png(tf.zeros((4, 4, 3), tf.uint8)).numpy())
+        >>> data = load_folder(root)
+        >>> data.labels, data.counts
+        (('cat', 'dog'), {'train': 4, 'validation': 2, 'test': 2})
 
+    Args:
+        path: the folder.
+        strict: whether a damaged image is an error, instead of being left out and named.
+        on_progress: called with (files checked, files in all), for each split.
 
-def folders(root: Path) -> Iterator[Path]:
-    """The folders in a folder that are not hidden, in order."""
-    entries = sorted(root.iterdir())
-    return (entry for entry in entries if entry.is_dir() and not entry.name.startswith("."))
-
-
-def find_images(root: Path) -> tuple[list[Path], list[source.LeftOut]]:
-    """Returns the image files below a folder, at any depth, in order, and what is not taken."""
-    paths: list[Path] = []
-    left_out: list[source.LeftOut] = []
-
-    def note(error: OSError) -> None:
-        left_out.append(source.LeftOut(str(error.filename), UNREADABLE))
-
-    for folder, inner, names in os.walk(root, onerror=note):
-        for path in [Path(folder, name) for name in (*inner, *names)]:
-            reason = _reason(path)
-            if reason is not None:
-                left_out.append(source.LeftOut(str(path), reason))
-            elif not path.is_dir():
-                paths.append(path)
-        inner[:] = [name for name in inner if not name.startswith(".")]
-    return sorted(paths), sorted(left_out, key=lambda one: one.name)
-
-
-def outside(root: Path, used: Collection[Path]) -> tuple[source.LeftOut, ...]:
-    """Returns what lies in a folder beside the folders that are used, in order."""
-    others = [path for path in sorted(root.iterdir()) if path not in used]
-    return tuple(source.LeftOut(str(path), _hidden_or_broken(path) or OUTSIDE) for path in others)
-
-
-def without_damaged(
-    listing: Listing, *, strict: bool, on_progress: Callable[[int, int], None] | None
-) -> Listing:
-    """Moves files that cannot be decoded to `left_out`; with `strict` they are an error."""
-    faults = _faults(listing, on_progress=on_progress)
-    rows = list(zip(listing.files, listing.names, faults, strict=True))
-    sound = [row for row in rows if row[2] is None]
-    faulty = [source.LeftOut(str(file), fault) for file, _, fault in rows if fault is not None]
-    if faulty and strict:
-        raise ValueError(
-            f"{len(faulty)} of {len(rows)} images in {str(listing.root)!r} cannot be decoded or "
-            f"read: {some([one.name for one in faulty])}; repair or remove them, or do not ask for "
-            "strictness."
-        )
-    empty = sorted(set(listing.names) - {name for _, name, _ in sound})
-    if empty:
-        raise ValueError(
-            f"In {str(listing.root)!r} none of the images of class {empty[0]!r} can be decoded; "
-            "repair them, or remove the class folder."
-        )
-    return dataclasses.replace(
-        listing,
-        files=tuple(file for file, _, _ in sound),
-        names=tuple(name for _, name, _ in sound),
-        left_out=(*listing.left_out, *faulty),
+    Raises:
+        FileNotFoundError: there is no such folder.
+        ValueError: there are no images, fewer than two classes, too few images for three splits,
+            a class that training does not know, or, with `strict`, a damaged image.
+    """
+    root = _existing_folder(path)
+    parts = _split_folders(root)
+    listings = {
+        name: _without_damaged(_list_classes(part), strict=strict, on_progress=on_progress)
+        for name, part in parts.items()
+    }
+    beside = () if root in parts.values() else _outside(root, parts.values())
+    labels, damage = _labels(listings["train"]), Damage(strict=strict)
+    listed = {name: _split(each, labels=labels, damage=damage) for name, each in listings.items()}
+    splits = source.carve(listed, _names_in(root, listed["train"]))
+    for name, split in splits.items():
+        if not len(split):
+            raise ValueError(
+                f"The {len(listed['train'])} images in {str(root)!r} are too few for a {name} "
+                "split; give at least one class three images, or better thirty."
+            )
+    return ImageData(
+        source=str(root),
+        labels=labels,
+        left_out=(*beside, *(one for part in listings.values() for one in part.left_out)),
+        **splits,
     )
 
 
-def some(names: Sequence[str]) -> str:
-    """Names the first few."""
-    text = ", ".join(map(repr, names[:_SHOWN]))
-    return text if len(names) <= _SHOWN else f"{text} and {len(names) - _SHOWN} more"
+def load_test_folder(
+    path: str | os.PathLike[str],
+    *,
+    labels: Sequence[str],
+    strict: bool = False,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> ImageData:
+    """Lists a folder to evaluate on: its `test/` if it has splits, otherwise all its class folders.
+
+    Example:
+        >>> import pathlib, tempfile, tensorflow as tf
+        >>> file = pathlib.Path(tempfile.mkdtemp(), "dog", "1.png")
+        >>> file.parent.mkdir()
+        >>> _ = file.write_bytes(tf.io.encode_png(tf.zeros((4, 4, 3), tf.uint8)).numpy())
+        >>> load_test_folder(file.parents[1], labels=["cat", "dog"]).test.targets.tolist()
+        [1]
+
+    Args:
+        path: the folder.
+        labels: the classes that the model knows; the folder may lack some of them.
+        strict: whether a damaged image is an error, instead of being left out and named.
+        on_progress: called with (files looked at, files in all).
+
+    Returns:
+        The images as the test split; the two others are empty.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+        ValueError: there are no images, a class that the model does not know, or, with `strict`,
+            a damaged image.
+    """
+    root = _existing_folder(path)
+    part = _split_folders(root).get("test", root)
+    listing = _without_damaged(_list_classes(part), strict=strict, on_progress=on_progress)
+    none, test = _split(_Listing(root=root), labels=labels), _split(listing, labels=labels)
+    return ImageData(
+        source=str(root),
+        labels=tuple(labels),
+        train=none,
+        validation=none,
+        test=test,
+        left_out=listing.left_out,
+    )
 
 
 def load_unlabelled_folder(
@@ -124,7 +158,7 @@ def load_unlabelled_folder(
     *,
     strict: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
-) -> source.ImageData:
+) -> ImageData:
     """Lists a folder for training without labels.
 
     With class folders it is `load_folder`, so that the same images stay unseen that a classifier is
@@ -154,143 +188,236 @@ def load_unlabelled_folder(
         FileNotFoundError: there is no such folder.
         ValueError: there are too few images, or, with `strict`, a damaged one.
     """
-    root = existing_folder(path)
+    root = _existing_folder(path)
     if _has_classes(root):
         return load_folder(root, strict=strict, on_progress=on_progress)
     has_splits = bool(_images(root / "train"))
     parts = {name: root / name for name in source.SPLITS} if has_splits else {"train": root}
     listings = {
-        name: without_damaged(_listing(part), strict=strict, on_progress=on_progress)
+        name: _without_damaged(_listing(part), strict=strict, on_progress=on_progress)
         for name, part in parts.items()
     }
-    beside = outside(root, parts.values()) if has_splits else ()
+    beside = _outside(root, parts.values()) if has_splits else ()
     damage = Damage(strict=strict)
-    splits = {name: _split_unlabelled(listing, damage) for name, listing in listings.items()}
-    none = _split_unlabelled(Listing(root=root), damage)
-    train, validation = splits["train"], splits.get("validation", none)
-    if not len(validation):
-        names = [Path(image).relative_to(root).as_posix() for image in train.images]
-        indices = source.assign_splits(names, train.targets, validation=VALIDATION, test=0)
-        train, validation = train.take(indices["train"]), train.take(indices["validation"])
-    if not len(train) or not len(validation):
+    listed = {
+        name: _split(listing, labels=(listing.root.name,), damage=damage)
+        for name, listing in listings.items()
+        if name == "train" or listing.files
+    }
+    splits = source.carve(listed, _names_in(root, listed["train"]), test=0)
+    if not len(splits["train"]) or not len(splits["validation"]):
         raise ValueError(
             f"The folder {str(root)!r} holds too few images to train and validate on; it needs at "
             f"least two {images.FORMATS} files, or better thousands."
         )
-    return source.ImageData(
+    return ImageData(
         source=str(root),
         labels=(),
-        train=train,
-        validation=validation,
-        test=splits.get("test", none),
         left_out=(*beside, *(one for part in listings.values() for one in part.left_out)),
+        **splits,
     )
 
 
-# Fractions of a folder that has no splits of its own.
-VALIDATION, TEST = 0.1, 0.1
-
-
-def load_folder(
-    path: str | os.PathLike[str],
-    *,
-    strict: bool = False,
-    on_progress: Callable[[int, int], None] | None = None,
-) -> source.ImageData:
-    """Lists a folder that has one sub-folder per class.
-
-    Or one that has `train/`, `validation/` and `test/`, which have those. Where validation or test
-    is missing, a tenth of each class is carved out of the training images: always the same ones for
-    the same file names. Every file is decoded once, to know the damaged ones before training
-    starts; the pixels are not kept.
-
-    Example:
-        >>> import pathlib, tempfile, tensorflow as tf
-        >>> root = pathlib.Path(tempfile.mkdtemp())
-        >>> for index in range(8):
-        ...     file = root / ["cat", "dog"][index % 2] / f"{index}.png"
-        ...     file.parent.mkdir(exist_ok=True)
-        ...     _ = file.write_bytes(tf.io.encode_png(tf.zeros((4, 4, 3), tf.uint8)).numpy())
-        >>> data = load_folder(root)
-        >>> data.labels, data.counts
-        (('cat', 'dog'), {'train': 4, 'validation': 2, 'test': 2})
+def write_splits(data: ImageData, file: Path) -> None:
+    """Writes a CSV file with the columns split, label and path.
 
     Args:
-        path: the folder.
-        strict: whether a damaged image is an error, instead of being left out and named.
-        on_progress: called with (files checked, files in all), for each split.
-
-    Raises:
-        FileNotFoundError: there is no such folder.
-        ValueError: there are no images, fewer than two classes, too few images for three splits,
-            a class that training does not know, or, with `strict`, a damaged image.
+        data: images of a folder.
+        file: where to write; the paths in it are relative to `data.source`.
     """
-    root = existing_folder(path)
-    parts = split_folders(root)
-    listings = {
-        name: without_damaged(_list_classes(part), strict=strict, on_progress=on_progress)
-        for name, part in parts.items()
-    }
-    beside = () if root in parts.values() else outside(root, parts.values())
-    labels = _labels(listings["train"])
-    damage = Damage(strict=strict)
-    splits = {
-        name: dataclasses.replace(_split(listing, labels=labels), damage=damage)
-        for name, listing in listings.items()
-    }
-    splits = _carve(splits, root=root)
-    return source.ImageData(
-        source=str(root),
-        labels=labels,
-        train=splits["train"],
-        validation=splits["validation"],
-        test=splits["test"],
-        left_out=(*beside, *(one for part in listings.values() for one in part.left_out)),
-    )
+    with file.open("w", encoding="utf-8", errors="surrogateescape", newline="") as stream:
+        writer = csv.writer(stream)
+        writer.writerow(_COLUMNS)
+        for name in source.SPLITS:
+            split = data.split(name)
+            for image, target in zip(split.images, split.targets, strict=True):
+                path = Path(image).relative_to(data.source).as_posix()
+                writer.writerow([name, data.labels[target] if data.labels else "", path])
 
 
-def load_test_folder(
-    path: str | os.PathLike[str],
-    *,
-    labels: Sequence[str],
-    strict: bool = False,
-    on_progress: Callable[[int, int], None] | None = None,
-) -> source.ImageData:
-    """Lists a folder to evaluate on: its `test/` if it has splits, otherwise all its class folders.
-
-    Example:
-        >>> import pathlib, tempfile, tensorflow as tf
-        >>> file = pathlib.Path(tempfile.mkdtemp(), "dog", "1.png")
-        >>> file.parent.mkdir()
-        >>> _ = file.write_bytes(tf.io.encode_png(tf.zeros((4, 4, 3), tf.uint8)).numpy())
-        >>> load_test_folder(file.parents[1], labels=["cat", "dog"]).test.targets.tolist()
-        [1]
+def read_splits(file: Path, *, root: str | os.PathLike[str], labels: Sequence[str]) -> ImageData:
+    """Returns the images that `write_splits` wrote down.
 
     Args:
-        path: the folder.
-        labels: the classes that the model knows; the folder may lack some of them.
-        strict: whether a damaged image is an error, instead of being left out and named.
-        on_progress: called with (files looked at, files in all).
-
-    Returns:
-        The images as the test split; the two others are empty.
+        file: the CSV file.
+        root: the folder that its paths are relative to.
+        labels: the classes, in the order of the model's outputs.
 
     Raises:
-        FileNotFoundError: there is no such folder.
-        ValueError: there are no images, a class that the model does not know, or, with `strict`,
-            a damaged image.
+        FileNotFoundError: an image is no longer there.
+        ValueError: the file is damaged, or names a class or a split that there is not, or an image
+            outside of the folder.
     """
-    root = existing_folder(path)
-    part = split_folders(root).get("test", root)
-    listing = without_damaged(_list_classes(part), strict=strict, on_progress=on_progress)
-    return source.ImageData(
-        source=str(root),
-        labels=tuple(labels),
-        train=_split(Listing(root=root), labels=labels),
-        validation=_split(Listing(root=root), labels=labels),
-        test=_split(listing, labels=labels),
-        left_out=listing.left_out,
+    rows = _rows(file)
+    allowed = set(labels or ("",))
+    for number, row in enumerate(rows, start=2):
+        path = row["path"]
+        is_inside = path and not Path(path).is_absolute() and ".." not in Path(path).parts
+        if row["split"] not in source.SPLITS or row["label"] not in allowed or not is_inside:
+            raise ValueError(
+                f"Line {number} of {str(file)!r} is not of this run: split {row['split'][:40]!r}, "
+                f"label {row['label'][:40]!r}, path {path[:80]!r}; put back the one that training "
+                "wrote, or name a folder to evaluate on."
+            )
+    missing = [row["path"] for row in rows if not _is_file(Path(root, row["path"]))]
+    if missing:
+        raise FileNotFoundError(
+            f"{len(missing)} of the {len(rows)} images of {str(file)!r} are no longer in "
+            f"{repr(str(root))[:200]}, the first is {missing[0][:200]!r}; put them back, or name a "
+            "folder to evaluate on."
+        )
+    places = {label: place for place, label in enumerate(labels or ("",))}  # "" without labels
+    splits = {}
+    for name in source.SPLITS:
+        part = [row for row in rows if row["split"] == name]
+        splits[name] = Split(
+            images=np.array([str(Path(root, row["path"])) for row in part], object),
+            targets=np.array([places[row["label"]] for row in part], np.int32),
+        )
+    return ImageData(source=str(root), labels=tuple(labels), left_out=(), **splits)
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedImage:
+    """One image that a user named, not read yet.
+
+    Attributes:
+        name: what to call it, as the user wrote it.
+        contents: the bytes of an image from a pipe; None for a file, whose path is the name.
+        problem: a sentence, if it cannot be read.
+    """
+
+    name: str
+    contents: bytes | None = None
+    problem: str | None = None
+
+    def read(self) -> np.ndarray:
+        """Returns the pixels 0..255, uint8 of shape (height, width, 3).
+
+        Raises:
+            OSError: the file is not there, or cannot be read.
+            ValueError: it is no image, or is damaged.
+        """
+        if self.problem is not None:
+            raise ValueError(self.problem)
+        return images.read_image(self.name if self.contents is None else self.contents)
+
+
+def named_images(
+    names: Iterable[str], *, pipe: io.BufferedIOBase | None = None
+) -> Iterator[NamedImage | LeftOut]:
+    """Yields the images that names mean, each once, without reading them.
+
+    A name is that of a file; of a folder, whose images are taken at any depth as training takes
+    them; a pattern such as "photos/**/*.jpg", where there is no such file; or "-" for the pipe. If
+    the pipe holds an image, it is that image. Otherwise it holds names of files and folders, one a
+    line, or with a NUL after each as `find -print0` prints them.
+
+    Example:
+        >>> import tempfile
+        >>> place = Path(tempfile.mkdtemp())
+        >>> for name in ("b.jpg", "a.jpg", "notes.txt"):
+        ...     (place / name).touch()
+        >>> [Path(each.name).name for each in named_images([str(place / "*.jpg")])]
+        ['a.jpg', 'b.jpg']
+
+    Args:
+        names: what the user wrote.
+        pipe: what "-" reads.
+
+    Yields:
+        Each image; and what a folder holds beside images.
+    """
+    seen = set()
+    for image in _each(names, pipe):
+        key = image.name if isinstance(image, LeftOut) else _key(image)
+        if key not in seen:
+            seen.add(key)
+            yield image
+
+
+def _existing_folder(path: str | os.PathLike[str]) -> Path:
+    """Returns the absolute path of a folder; raises an error if it is none."""
+    if not Path(path).exists():
+        raise FileNotFoundError(f"There is no folder {str(path)!r}; check the path.")
+    if not Path(path).is_dir():
+        raise NotADirectoryError(
+            f"{str(path)!r} is a file; give a folder with one sub-folder per class."
+        )
+    return Path(path).resolve()
+
+
+def _split_folders(root: Path) -> dict[str, Path]:
+    """The folders that hold class folders, by the name of their split."""
+    train = root / "train"
+    if not (train.is_dir() and any(_folders(train))):
+        return {"train": root}  # also when "train" is one of the classes
+    return {name: root / name for name in source.SPLITS if (root / name).is_dir()}
+
+
+def _folders(root: Path) -> Iterator[Path]:
+    """The folders in a folder that are not hidden, in order."""
+    entries = sorted(root.iterdir())
+    return (entry for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+
+
+def find_images(root: Path) -> tuple[list[Path], list[LeftOut]]:
+    """Returns the image files below a folder, at any depth, in order, and what is not taken."""
+    paths: list[Path] = []
+    left_out: list[LeftOut] = []
+
+    def note(error: OSError) -> None:
+        left_out.append(LeftOut(str(error.filename), UNREADABLE))
+
+    for folder, inner, names in os.walk(root, onerror=note):
+        for path in [Path(folder, name) for name in (*inner, *names)]:
+            reason = _reason(path)
+            if reason is not None:
+                left_out.append(LeftOut(str(path), reason))
+            elif not path.is_dir():
+                paths.append(path)
+        inner[:] = [name for name in inner if not name.startswith(".")]
+    return sorted(paths), sorted(left_out, key=lambda one: one.name)
+
+
+def _outside(root: Path, used: Collection[Path]) -> tuple[LeftOut, ...]:
+    """Returns what lies in a folder beside the folders that are used, in order."""
+    others = [path for path in sorted(root.iterdir()) if path not in used]
+    return tuple(LeftOut(str(path), _hidden_or_broken(path) or OUTSIDE) for path in others)
+
+
+def _without_damaged(
+    listing: _Listing, *, strict: bool, on_progress: Callable[[int, int], None] | None
+) -> _Listing:
+    """Moves files that cannot be decoded to `left_out`; with `strict` they are an error."""
+    faults = _faults(listing, on_progress=on_progress)
+    rows = list(zip(listing.files, listing.names, faults, strict=True))
+    sound = [row for row in rows if row[2] is None]
+    faulty = [LeftOut(str(file), fault) for file, _, fault in rows if fault is not None]
+    if faulty and strict:
+        raise ValueError(
+            f"{len(faulty)} of {len(rows)} images in {str(listing.root)!r} cannot be decoded or "
+            f"read: {some([one.name for one in faulty])}; repair or remove them, or do not ask for "
+            "strictness."
+        )
+    empty = sorted(set(listing.names) - {name for _, name, _ in sound})
+    if empty:
+        raise ValueError(
+            f"In {str(listing.root)!r} none of the images of class {empty[0]!r} can be decoded; "
+            "repair them, or remove the class folder."
+        )
+    return dataclasses.replace(
+        listing,
+        files=tuple(file for file, _, _ in sound),
+        names=tuple(name for _, name, _ in sound),
+        left_out=(*listing.left_out, *faulty),
     )
+
+
+def some(names: Sequence[str]) -> str:
+    """Names the first few."""
+    text = ", ".join(map(repr, names[:_SHOWN]))
+    return text if len(names) <= _SHOWN else f"{text} and {len(names) - _SHOWN} more"
 
 
 def _reason(path: Path) -> str | None:
@@ -312,7 +439,7 @@ def _hidden_or_broken(path: Path) -> str | None:
 
 
 def _faults(
-    listing: Listing, *, on_progress: Callable[[int, int], None] | None
+    listing: _Listing, *, on_progress: Callable[[int, int], None] | None
 ) -> list[str | None]:
     """Why each file cannot be used, or None; decodes all of them."""
     faults: list[str | None] = []
@@ -326,7 +453,7 @@ def _faults(
 
 def _fault(file: Path) -> str | None:
     try:
-        return None if images.is_sound(images.read_bytes(file)) else source.DAMAGED
+        return None if images.is_decodable(images.read_bytes(file)) else source.DAMAGED
     except OSError:
         return UNREADABLE
     except ValueError:
@@ -336,8 +463,8 @@ def _fault(file: Path) -> str | None:
 def _has_classes(root: Path) -> bool:
     """Whether images lie in class folders, two or more, and nowhere else."""
     train = root / "train"
-    root = train if train.is_dir() and any(folders(train)) else root
-    classes = list(folders(root))
+    root = train if train.is_dir() and any(_folders(train)) else root
+    classes = list(_folders(root))
     if len(classes) < 2 or any(entry.name in source.SPLITS for entry in classes):
         return False
     has_stray = any(file.suffix.lower() in images.SUFFIXES for file in root.iterdir())
@@ -349,46 +476,37 @@ def _images(root: Path) -> list[Path]:
     return find_images(root)[0] if root.is_dir() else []
 
 
-def _listing(root: Path) -> Listing:
+def _listing(root: Path) -> _Listing:
     files, left_out = find_images(root) if root.is_dir() else ([], [])
-    return Listing(
+    return _Listing(
         root=root, files=tuple(files), names=(root.name,) * len(files), left_out=tuple(left_out)
     )
 
 
-def _split_unlabelled(listing: Listing, damage: Damage) -> FileSplit:
-    return FileSplit(
-        images=np.array([str(file) for file in listing.files], object),
-        targets=np.zeros(len(listing.files), np.int32),
-        damage=damage,
-    )
-
-
-def _list_classes(root: Path) -> Listing:
-    classes = list(folders(root))
-    listing = Listing(root=root, left_out=outside(root, classes))
+def _list_classes(root: Path) -> _Listing:
+    classes = list(_folders(root))
+    files: list[Path] = []
+    names: list[str] = []
+    left_out = list(_outside(root, classes))
     for folder in classes:
-        files, left_out = find_images(folder)
-        if not files:
+        paths, others = find_images(folder)
+        if not paths:
             raise ValueError(
                 f"The class folder {str(folder)!r} holds no {images.FORMATS} file; "
                 "put images into it, or remove it."
             )
-        listing = dataclasses.replace(
-            listing,
-            files=(*listing.files, *files),
-            names=(*listing.names, *[folder.name] * len(files)),
-            left_out=(*listing.left_out, *left_out),
-        )
-    if not listing.files:
+        files += paths
+        names += [folder.name] * len(paths)
+        left_out += others
+    if not files:
         raise ValueError(
             f"The folder {str(root)!r} holds no class folders; it needs one sub-folder per class, "
             f"with {images.FORMATS} files inside."
         )
-    return listing
+    return _Listing(root=root, files=tuple(files), names=tuple(names), left_out=tuple(left_out))
 
 
-def _labels(listing: Listing) -> tuple[str, ...]:
+def _labels(listing: _Listing) -> tuple[str, ...]:
     labels = tuple(sorted(set(listing.names)))
     if len(labels) < 2:
         raise ValueError(
@@ -398,7 +516,12 @@ def _labels(listing: Listing) -> tuple[str, ...]:
     return labels
 
 
-def _split(listing: Listing, *, labels: Sequence[str]) -> FileSplit:
+def _names_in(root: Path, split: Split) -> list[str]:
+    """The names of the files of a split that decide how it is divided, on every machine."""
+    return [Path(image).relative_to(root).as_posix() for image in split.images]
+
+
+def _split(listing: _Listing, *, labels: Sequence[str], damage: Damage | None = None) -> Split:
     places = {label: place for place, label in enumerate(labels)}
     unknown = sorted(set(listing.names) - set(labels))
     if unknown:
@@ -406,27 +529,104 @@ def _split(listing: Listing, *, labels: Sequence[str]) -> FileSplit:
             f"The folder {str(listing.root)!r} has classes that the model is not trained for: "
             f"{some(unknown)}; those it is trained for are {some(labels)}."
         )
-    return FileSplit(
+    return Split(
         images=np.array([str(file) for file in listing.files], object),
         targets=np.array([places[name] for name in listing.names], np.int32),
+        damage=damage or Damage(),
     )
 
 
-def _carve(splits: dict[str, FileSplit], *, root: Path) -> dict[str, FileSplit]:
-    """Takes the splits that are missing out of the training images."""
-    train = splits["train"]
-    indices = source.assign_splits(
-        [Path(image).relative_to(root).as_posix() for image in train.images],
-        train.targets,
-        validation=0 if "validation" in splits else VALIDATION,
-        test=0 if "test" in splits else TEST,
-    )
-    full_splits = {name: splits.get(name, train.take(indices[name])) for name in source.SPLITS}
-    full_splits["train"] = train.take(indices["train"])
-    for name, split in full_splits.items():
-        if not len(split):
-            raise ValueError(
-                f"The {len(train)} images in {str(root)!r} are too few for a {name} split; "
-                "give at least one class three images, or better thirty."
-            )
-    return full_splits
+def _rows(file: Path) -> list[dict[str, str]]:
+    try:
+        with file.open(encoding="utf-8", errors="surrogateescape", newline="") as stream:
+            rows = list(csv.DictReader(stream, strict=True))
+    except csv.Error:
+        rows = [{}]
+    if not rows or any(tuple(row) != _COLUMNS or None in row.values() for row in rows):
+        raise ValueError(
+            f"{str(file)!r} is damaged: it is not lines of {', '.join(_COLUMNS)}; put back the one "
+            "that training wrote, or name a folder to evaluate on."
+        )
+    return rows
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a name that no file can have
+        return False
+
+
+def _key(image: NamedImage) -> str:
+    return PIPE if image.contents is not None else os.path.normpath(image.name)
+
+
+def _each(names: Iterable[str], pipe: io.BufferedIOBase | None) -> Iterator[NamedImage | LeftOut]:
+    for name in names:
+        if name != PIPE or pipe is None:
+            yield from _expand(name, takes_patterns=True)
+            continue
+        for found in _from_pipe(pipe):
+            if found.contents is not None or found.problem is not None:
+                yield found
+            else:
+                yield from _expand(found.name, takes_patterns=False)
+
+
+def _expand(name: str, *, takes_patterns: bool) -> Iterator[NamedImage | LeftOut]:
+    if os.path.isdir(name):  # noqa: PTH112 - a name that no file can have is none, not an error
+        yield from _in_folder(Path(name))
+    elif not takes_patterns or os.path.lexists(name) or not any(char in name for char in "*?["):
+        yield NamedImage(name)
+    else:
+        matches = sorted(glob.glob(name, recursive=True))  # noqa: PTH207 - names as they are written
+        if not matches:
+            yield NamedImage(name, problem=f"No file matches {name!r}; check the pattern.")
+        for match in matches:
+            yield from _expand(match, takes_patterns=False)
+
+
+def _in_folder(root: Path) -> Iterator[NamedImage | LeftOut]:
+    paths, left_out = find_images(root)
+    for one in left_out:
+        if one.reason == UNREADABLE:
+            yield NamedImage(one.name, problem=f"The folder {one.name!r} cannot be read.")
+        else:
+            yield one
+    if not paths:
+        problem = f"The folder {str(root)!r} holds no {images.FORMATS} files."
+        yield NamedImage(str(root), problem=problem)
+    yield from (NamedImage(str(path)) for path in paths)
+
+
+def _from_pipe(pipe: io.BufferedIOBase) -> Iterator[NamedImage]:
+    """Yields the one image that a pipe holds, or the names that it lists."""
+    head = pipe.read(16)
+    if _IMAGE.match(head):
+        most = images.largest_file()
+        contents = head + pipe.read(most)
+        if len(contents) > most:
+            problem = f"The pipe holds more than {most} bytes; make the image smaller."
+            yield NamedImage(PIPE, problem=problem)
+        else:
+            yield NamedImage(PIPE, contents=contents)
+        return
+    piece = head + pipe.read1(_PIECE)
+    if not _TEXT.issuperset(piece):
+        problem = f"The pipe holds neither a {images.FORMATS} file nor names of files."
+        yield NamedImage(PIPE, problem=problem)
+        return
+    separator = b"\0" if b"\0" in piece else b"\n"
+    rest = b""
+    while piece:
+        *names, rest = (rest + piece).split(separator)
+        yield from _names(names, separator)
+        piece = pipe.read1(_PIECE)
+    yield from _names([rest], separator)
+
+
+def _names(names: list[bytes], separator: bytes) -> Iterator[NamedImage]:
+    for name in names:
+        text = name.removesuffix(b"\r") if separator == b"\n" else name
+        if text:
+            yield NamedImage(os.fsdecode(text))

@@ -1,53 +1,30 @@
-"""Feeds a model: training batches that depend on (seed, step) alone, evaluation batches."""
+"""Feeds a model: training batches that depend on (seed, step) alone, evaluation batches, views.
+
+Shapes: images are float32 (batch, height, width, 3) in 0..255, targets int32 (batch,).
+"""
 
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from keras_vit import environment
-from keras_vit.data import augment, decoding, images, randaugment
-from keras_vit.data.images import replace_damaged
-from keras_vit.data.source import Choice, Item, Loader, Passes, Split, untuned
-from keras_vit.data.views import Views
+from keras_vit.config import ViTConfig
+from keras_vit.data import augment, images, randaugment
+from keras_vit.data.source import Choice, Item, Split, untuned
 
 # What a draw is for; folded into the seed, so that no two uses share one stream.
 _SHUFFLE, _CROP, _TRANSFORM, _ERASE, _RANDAUGMENT = range(5)
+# Where the crops of test-time augmentation lie.
+_CENTER = (0.5, 0.5)
+_CORNERS = ((0.0, 0.0), (0.0, 1.0), (1.0, 0.0), (1.0, 1.0))
 # What is made at once: single images, and whole batches, which memory must hold.
 _PARALLEL = environment.cores()
 _BATCHES, _READY = min(_PARALLEL, 8), 2
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Plan:
-    """The arguments of `train_batches`; `count` images of each batch are this worker's."""
-
-    image_size: tuple[int, int]
-    batch_size: int
-    steps: int
-    epochs: int
-    seed: int
-    augmentation: augment.Augmentation
-    antialias: bool
-    start_step: int
-    shard: tuple[int, int]
-
-    def resize(self, image: tf.Tensor) -> tf.Tensor:
-        return images.resize_image(image, size=self.image_size, antialias=self.antialias)
-
-    @property
-    def count(self) -> int:
-        return self.batch_size // self.shard[1]
-
-    @property
-    def rows(self) -> slice:
-        return slice(self.count * self.shard[0], self.count * (self.shard[0] + 1))
-
-    def key(self, use: int, step: tf.Tensor) -> tf.Tensor:
-        return augment.draw_key(self.seed, use, step)
 
 
 def steps_per_epoch(split: Split, *, batch_size: int) -> int:
@@ -106,10 +83,10 @@ def train_batches(
     """
     batch_size = min(batch_size, len(split))
     _check_shard(shard, batch_size)
-    plan = _Plan(
+    training = _Training(
+        split=split,
         image_size=image_size,
         batch_size=batch_size,
-        steps=steps_per_epoch(split, batch_size=batch_size),
         epochs=epochs,
         seed=seed,
         augmentation=augmentation,
@@ -117,23 +94,95 @@ def train_batches(
         start_step=start_step,
         shard=shard,
     )
-    alone = augmentation.is_cropped or augmentation.randaugment_layers or not split.in_memory
-    batches = _load_singly(split, plan) if alone else _load_together(split, plan)
-    remaining = dataclasses.replace(augmentation, flip=augmentation.flip and not alone)
+    is_alone = augmentation.is_cropped or augmentation.randaugment_layers or not split.in_memory
+    batches = training.load_singly() if is_alone else training.load_together()
+    remaining = dataclasses.replace(augmentation, flip=augmentation.flip and not is_alone)
 
     @tf.autograph.experimental.do_not_convert
     def transform(
         step: tf.Tensor, batch: tf.Tensor, targets: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
         transformed = augment.transform_batch(
-            batch, augmentation=remaining, seed=plan.key(_TRANSFORM, step), shard=shard
+            batch, augmentation=remaining, seed=training.key(_TRANSFORM, step), shard=shard
         )
         augmented = augment.erase_rectangles(
-            transformed, probability=augmentation.erase, seed=plan.key(_ERASE, step), shard=shard
+            transformed,
+            probability=augmentation.erase,
+            seed=training.key(_ERASE, step),
+            shard=shard,
         )
         return augmented, targets
 
     return batches.map(transform, num_parallel_calls=_BATCHES).prefetch(_READY)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Views:
+    """The views of an image in test-time augmentation: crops at several scales, and their mirrors.
+
+    The first view is the whole image, which is what a model sees without test-time augmentation.
+    Crops have the aspect of the image, and are resized as the whole is.
+
+    Example:
+        >>> views = Views(flip=True)
+        >>> views.count
+        14
+        >>> views.stack(tf.zeros((60, 80, 3), tf.uint8), size=(32, 32)).shape.as_list()
+        [14, 32, 32, 3]
+
+    Attributes:
+        flip: whether each view is seen mirrored, too; right where training mirrored images.
+        scales: sides of the crops from the middle, as fractions of those of the image, beside the
+            whole.
+        shifted: side of the crops from the four corners, as such a fraction; None for none.
+
+    Raises:
+        ValueError: a side is not above 0 and below 1.
+    """
+
+    flip: bool = False
+    scales: tuple[float, ...] = (0.9, 0.8)
+    shifted: float | None = 0.9
+
+    def __post_init__(self) -> None:
+        sides = (*self.scales, *(() if self.shifted is None else (self.shifted,)))
+        if not all(0 < side < 1 for side in sides):
+            raise ValueError(
+                "The crops of test-time augmentation have sides above 0 and below 1. "
+                f"Received: scales={self.scales!r}, shifted={self.shifted!r}."
+            )
+
+    @property
+    def crops(self) -> tuple[tuple[float, tuple[float, float]], ...]:
+        """The side of each crop, and its place, (0, 0) for top left to (1, 1) for bottom right."""
+        corners = [(self.shifted, place) for place in _CORNERS] if self.shifted else []
+        return ((1.0, _CENTER), *((side, _CENTER) for side in self.scales), *corners)
+
+    @property
+    def count(self) -> int:
+        """How many views there are of an image."""
+        return len(self.crops) * (2 if self.flip else 1)
+
+    def stack(self, image: Any, *, size: tuple[int, int], antialias: bool = True) -> tf.Tensor:
+        """Returns the views of one image.
+
+        Args:
+            image: pixels of shape (height, width, 3).
+            size: (height, width) in pixels that each view is resized to.
+            antialias: see `keras_vit.data.resize_image`.
+
+        Returns:
+            The pixels, float32 in 0..255 of shape (count, height, width, 3).
+        """
+        image = tf.convert_to_tensor(image)
+        parts = [_crop(image, side, place) for side, place in self.crops]
+        seen = [images.resize_image(part, size=size, antialias=antialias) for part in parts]
+        mirrored = [view[:, ::-1] for view in seen] if self.flip else []
+        return tf.ensure_shape(tf.stack([*seen, *mirrored]), (self.count, *size, 3))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns what was used as plain values that JSON can carry."""
+        return {**dataclasses.asdict(self), "scales": list(self.scales), "views": self.count}
 
 
 def evaluation_batches(
@@ -198,6 +247,50 @@ def evaluation_batches(
     return batches.prefetch(_READY)
 
 
+def antialias_of(model: Any) -> bool:
+    """Returns whether the images of a model are downscaled with anti-aliasing.
+
+    Example:
+        >>> import keras
+        >>> antialias_of(keras.Sequential([keras.layers.Flatten()]))
+        True
+
+    Args:
+        model: a model with a `ViTConfig`, or around one, which decides; any other is anti-aliased.
+
+    Raises:
+        ValueError: it contains two that differ.
+    """
+    choices = {config.antialias for config in _configs(model)}
+    if len(choices) > 1:
+        raise ValueError(
+            f"The model {model.name!r} contains Vision Transformers with antialias=True and with "
+            "antialias=False, so that no image is right for both; rebuild one of them."
+        )
+    return choices.pop() if choices else True
+
+
+def image_size_of(model: Any) -> tuple[int, int]:
+    """Returns the (height, width) that images are resized to for a model.
+
+    Example:
+        >>> import keras
+        >>> image_size_of(keras.Sequential([keras.Input((32, 48, 3)), keras.layers.Flatten()]))
+        (32, 48)
+
+    Raises:
+        ValueError: the model takes images of any size.
+    """
+    height, width = model.input_shape[1:3]
+    if height is None or width is None:
+        raise ValueError(
+            "Images are resized to the size that the model takes, and this model takes any; give "
+            "one for images of one size, as keras_vit.resize(model, (height, width, 3)) makes it. "
+            f"Received: a model for inputs of shape {model.input_shape}."
+        )
+    return height, width
+
+
 @contextlib.contextmanager
 def naming_damaged(split: Split, *, trained: Split | None = None) -> Iterator[None]:
     """Names the images that cannot be decoded, where the use of a split's batches ends in an error.
@@ -233,11 +326,30 @@ def naming_damaged(split: Split, *, trained: Split | None = None) -> Iterator[No
         ) from None
 
 
+def _crop(image: tf.Tensor, side: float, place: tuple[float, float]) -> tf.Tensor:
+    if side == 1:
+        return image
+    shape = tf.cast(tf.shape(image)[:2], tf.float32)
+    size = tf.maximum(tf.round(side * shape), 1)
+    start = tf.cast(tf.round(tf.constant(place) * (shape - size)), tf.int32)
+    end = start + tf.cast(size, tf.int32)
+    return image[start[0] : end[0], start[1] : end[1]]
+
+
+def _configs(layer: Any) -> Iterator[ViTConfig]:
+    config = getattr(layer, "config", None)
+    if isinstance(config, ViTConfig):
+        yield config
+        return
+    for inner in getattr(layer, "layers", ()):
+        yield from _configs(inner)
+
+
 def _damaged_names(split: Split) -> list[str]:
     loader = split.loader()
 
     def look(place: tf.Tensor, item: Item) -> tf.Tensor:
-        return decoding.once_made(place, loader.pixels(item, None))
+        return images.with_control_dependency(place, loader.pixels(item, None))
 
     loaded = split.items().enumerate().map(look, num_parallel_calls=_PARALLEL)
     sound = set(loaded.ignore_errors(log_warning=False).as_numpy_iterator())
@@ -258,122 +370,165 @@ def _check_shard(shard: tuple[int, int], batch_size: int) -> None:
         )
 
 
-def _load_together(split: Split, plan: _Plan) -> tf.data.Dataset:
-    """Steps, images and targets of pixels in memory that are only resized, a batch at a time."""
-    pixels, targets = tf.constant(split.images), tf.constant(split.targets)
-
-    def load(step: tf.Tensor, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        return step, plan.resize(tf.gather(pixels, indices)), tf.gather(targets, indices)
-
-    items = _steps_and_items(split, plan).map(lambda step, item: (step, item[0]))
-    return items.map(load, num_parallel_calls=_BATCHES)
-
-
-def _load_singly(split: Split, plan: _Plan) -> tf.data.Dataset:
-    """Steps, images and targets, each image decoded, cropped and varied by itself."""
-    singly = _Singly(split, split.loader(), plan)
-    batches = _steps_and_items(split, plan).map(singly.attach)
-    return batches.interleave(
-        singly.load_batch, cycle_length=2, num_parallel_calls=2, deterministic=True
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Singly:
-    """How the images of a batch are loaded one by one, each with random numbers of its own."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Training:
+    """The arguments of `train_batches`, and how its images are loaded."""
 
     split: Split
-    loader: Loader
-    plan: _Plan
+    image_size: tuple[int, int]
+    batch_size: int
+    epochs: int
+    seed: int
+    augmentation: augment.Augmentation
+    antialias: bool
+    start_step: int
+    shard: tuple[int, int]
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        return (*self.plan.image_size, 3)
+    def count(self) -> int:
+        """Images of a batch that are this worker's."""
+        return self.batch_size // self.shard[1]
 
-    def attach(self, step: tf.Tensor, item: Item) -> tuple[tf.Tensor, ...]:
-        """Gives each item of a batch the seed of its crop and the numbers that vary it."""
-        plan = self.plan
-        cropping = augment.draw_keys(plan.count, seed=plan.key(_CROP, step), shard=plan.shard)
-        varying = augment.draw_uniform(
-            randaugment.DRAWS * plan.augmentation.randaugment_layers,
-            plan.count,
-            seed=plan.key(_RANDAUGMENT, step),
-            shard=plan.shard,
+    def key(self, use: int, step: tf.Tensor) -> tf.Tensor:
+        return augment.draw_key(self.seed, use, step)
+
+    def resize(self, image: tf.Tensor) -> tf.Tensor:
+        return images.resize_image(image, size=self.image_size, antialias=self.antialias)
+
+    def items(self) -> tf.data.Dataset:
+        """The steps with this worker's items, each epoch in an order of its own."""
+        steps = steps_per_epoch(self.split, batch_size=self.batch_size)
+        first_epoch, first_step = divmod(self.start_step, steps)
+        rows = slice(self.count * self.shard[0], self.count * (self.shard[0] + 1))
+
+        def epoch_batches(epoch: tf.Tensor) -> tf.data.Dataset:
+            places, seed = tf.range(len(self.split)), self.key(_SHUFFLE, epoch)
+            order = tf.random.experimental.stateless_shuffle(places, seed=seed)
+            return tf.data.Dataset.from_tensor_slices(order).batch(self.batch_size).take(steps)
+
+        batches = tf.data.Dataset.range(first_epoch, self.epochs).flat_map(epoch_batches)
+        positions = batches.skip(first_step).map(
+            lambda batch: tf.ensure_shape(batch, (self.batch_size,))[rows]
         )
-        key = plan.key(_TRANSFORM, step)
-        mirroring = augment.draw_transforms(plan.count, seed=key, shard=plan.shard)[-1]
+        numbers = tf.data.Dataset.range(self.start_step, steps * self.epochs)
+        return tf.data.Dataset.zip(untuned(numbers), self.split.items_at(positions))
+
+    def load_together(self) -> tf.data.Dataset:
+        """Steps, images and targets of pixels that are only resized, a batch at a time."""
+        pixels, targets = tf.constant(self.split.images), tf.constant(self.split.targets)
+
+        def load(step: tf.Tensor, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+            return step, self.resize(tf.gather(pixels, indices)), tf.gather(targets, indices)
+
+        items = self.items().map(lambda step, item: (step, item[0]))
+        return items.map(load, num_parallel_calls=_BATCHES)
+
+    def load_singly(self) -> tf.data.Dataset:
+        """Steps, images and targets, each image decoded, cropped and varied by itself."""
+        loader, shape = self.split.loader(), (*self.image_size, 3)
+
+        @tf.autograph.experimental.do_not_convert
+        def load_one(
+            item: Item, crop_seed: tf.Tensor, varying: tf.Tensor, mirroring: tf.Tensor
+        ) -> tuple[tf.Tensor, tf.Tensor]:
+            pixels = loader.pixels(item, self._choice(crop_seed))
+            image = tf.ensure_shape(self.resize(pixels), shape)
+            uniform = images.with_control_dependency(varying, image)
+            magnitude = self.augmentation.randaugment_magnitude
+            image = randaugment.distort(image, magnitude=magnitude, uniform=uniform)
+            if self.augmentation.flip:
+                image = augment.mirror(image, uniform=mirroring)
+            return image, loader.target(item)
+
+        def load_batch(step: tf.Tensor, *parts: tf.Tensor) -> tf.data.Dataset:
+            """One batch; where that is an error, what can be loaded of it is made a batch."""
+            single = tf.data.Dataset.from_tensor_slices(parts)
+            examples = single.map(load_one, num_parallel_calls=_PARALLEL)
+            batch = examples.batch(self.count, drop_remainder=True)
+            if not self.split.in_memory:
+                placed = single.enumerate().map(
+                    lambda place, each: (place, *load_one(*each)), num_parallel_calls=_PARALLEL
+                )
+                sound = placed.ignore_errors(log_warning=False).batch(self.count)
+                nothing = (np.zeros(0, np.int64), np.zeros((0, *shape), np.float32))
+                none = tf.data.Dataset.from_tensors((*nothing, np.zeros(0, np.int32)))
+                replace = functools.partial(_replace_damaged, self.split, parts[0][-1])
+                substitute = sound.concatenate(none).take(1).map(replace)
+                batch = batch.ignore_errors(log_warning=False).concatenate(substitute).take(1)
+            return batch.map(lambda images, targets: (step, images, targets))
+
+        batches = self.items().map(self._with_draws)
+        return batches.interleave(
+            load_batch, cycle_length=2, num_parallel_calls=2, deterministic=True
+        )
+
+    def _with_draws(self, step: tf.Tensor, item: Item) -> tuple[tf.Tensor, ...]:
+        """Gives each item of a batch the seed of its crop and the numbers that vary it."""
+        cropping = augment.draw_keys(self.count, seed=self.key(_CROP, step), shard=self.shard)
+        varying = augment.draw_uniform(
+            randaugment.DRAWS * self.augmentation.randaugment_layers,
+            self.count,
+            seed=self.key(_RANDAUGMENT, step),
+            shard=self.shard,
+        )
+        key = self.key(_TRANSFORM, step)
+        mirroring = augment.draw_transforms(self.count, seed=key, shard=self.shard)[-1]
         return step, item, cropping, tf.transpose(varying), mirroring
 
-    def load_batch(self, step: tf.Tensor, *parts: tf.Tensor) -> tf.data.Dataset:
-        """One batch; where that is an error, what can be loaded of it is made a batch."""
-        single, count = tf.data.Dataset.from_tensor_slices(parts), self.plan.count
-        examples = single.map(self._load_one, num_parallel_calls=_PARALLEL)
-        batch = examples.batch(count, drop_remainder=True)
-        if not self.split.in_memory:
-            placed = single.enumerate().map(self._load_placed, num_parallel_calls=_PARALLEL)
-            sound = placed.ignore_errors(log_warning=False).batch(count)
-            nothing = (np.zeros(0, np.int64), np.zeros((0, *self.shape), np.float32))
-            none = tf.data.Dataset.from_tensors((*nothing, np.zeros(0, np.int32)))
-            substitute = sound.concatenate(none).take(1).map(self._mend(names=parts[0][-1]))
-            batch = batch.ignore_errors(log_warning=False).concatenate(substitute).take(1)
-        return batch.map(lambda images, targets: (step, images, targets))
+    def _choice(self, seed: tf.Tensor) -> Choice | None:
+        """How a part of an image is chosen at random, or None if it is not."""
+        ratio = self.augmentation.resize_small
 
-    @tf.autograph.experimental.do_not_convert
-    def _load_one(
-        self, item: Item, crop_seed: tf.Tensor, varying: tf.Tensor, mirroring: tf.Tensor
-    ) -> tuple[tf.Tensor, tf.Tensor]:
-        image, augmentation = self._load(item, crop_seed), self.plan.augmentation
-        uniform = decoding.once_made(varying, image)
-        magnitude = augmentation.randaugment_magnitude
-        varied = randaugment.distort(image, magnitude=magnitude, uniform=uniform)
-        mirrored = augment.mirror(varied, uniform=mirroring) if augmentation.flip else varied
-        return mirrored, self.loader.target(item)
+        def choose(shape: tf.Tensor) -> tf.Tensor:
+            if ratio:
+                place = tf.random.stateless_uniform((2,), seed)
+                return augment.small_part(shape, size=self.image_size, ratio=ratio, place=place)
+            return augment.inception_part(shape, smallest_area=self.augmentation.crop, seed=seed)
 
-    @tf.autograph.experimental.do_not_convert
-    def _load_placed(
-        self, place: tf.Tensor, parts: tuple[Item, tf.Tensor, tf.Tensor, tf.Tensor]
-    ) -> tuple[tf.Tensor, ...]:
-        return place, *self._load_one(*parts)
-
-    def _load(self, item: Item, crop_seed: tf.Tensor) -> tf.Tensor:
-        pixels = self.loader.pixels(item, _choice(self.plan, seed=crop_seed))
-        return tf.ensure_shape(self.plan.resize(pixels), self.shape)
-
-    def _mend(self, *, names: tf.Tensor) -> Callable[..., tuple[tf.Tensor, tf.Tensor]]:
-        split = self.split
-
-        def mend(
-            places: tf.Tensor, images: tf.Tensor, targets: tf.Tensor
-        ) -> tuple[tf.Tensor, tf.Tensor]:
-            return replace_damaged(
-                images, targets, places=places, names=names, damage=split.damage, name=split.name
-            )
-
-        return mend
+        return choose if self.augmentation.is_cropped else None
 
 
-def _steps_and_items(split: Split, plan: _Plan) -> tf.data.Dataset:
-    """The steps with this worker's items, each epoch in an order of its own."""
-    passes = Passes(
-        key=functools.partial(plan.key, _SHUFFLE),
-        batch_size=plan.batch_size,
-        epochs=plan.epochs,
-        first_step=plan.start_step,
-        rows=plan.rows,
-    )
-    steps = tf.data.Dataset.range(plan.start_step, plan.steps * plan.epochs)
-    return tf.data.Dataset.zip(untuned(steps), split.shuffled_batches(passes))
+def _replace_damaged(
+    split: Split, names: tf.Tensor, places: tf.Tensor, images: tf.Tensor, targets: tf.Tensor
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Makes a batch of what could be loaded of it.
 
+    In the place of each damaged image stands the next sound one, with its target.
 
-def _choice(plan: _Plan, *, seed: tf.Tensor) -> Choice | None:
-    """How a part of an image is chosen at random, or None if it is not."""
-    augmentation = plan.augmentation
+    Args:
+        split: makes a name of one of `names`, and keeps those of the damaged.
+        names: the last element of the item of each image of the batch, shape (batch,).
+        places: where in the batch those stand that could be loaded, int64 of shape (sound,).
+        images: these, in the order of the batch, (sound, height, width, 3).
+        targets: theirs, shape (sound,).
 
-    def choose(shape: tf.Tensor) -> tf.Tensor:
-        if augmentation.resize_small:
-            place = tf.random.stateless_uniform((2,), seed)
-            ratio = augmentation.resize_small
-            return augment.small_part(shape, size=plan.image_size, ratio=ratio, place=place)
-        return augment.inception_part(shape, smallest_area=augmentation.crop, seed=seed)
+    Returns:
+        Images and targets of the whole batch.
 
-    return choose if augmentation.is_cropped else None
+    Raises:
+        ValueError: none of the batch could be loaded; or one could not, where `damage` is strict.
+            From `tf.data` it comes as `tf.errors.InvalidArgumentError`.
+    """
+    damage = split.damage
+
+    def record(damaged: np.ndarray, any_sound: np.ndarray) -> None:
+        damaged_names = [split.name(one) for one in damaged]
+        if damage.strict or not any_sound:
+            reason = "be decoded" if damage.strict else "be decoded, which is all of a batch"
+            listed = ", ".join(map(repr, damaged_names))
+            damage.fatal = f"{listed} cannot {reason}; repair or remove the images."
+            raise ValueError(damage.fatal)
+        for one in damaged_names:
+            damage.add(one)
+
+    def replaced() -> tuple[tf.Tensor, tf.Tensor]:
+        batch_places = tf.range(tf.size(names, tf.int64))
+        sound = tf.reduce_any(tf.equal(batch_places[:, None], places), axis=1)
+        done = tf.numpy_function(record, [tf.boolean_mask(names, ~sound), tf.reduce_any(sound)], [])
+        with tf.control_dependencies([] if done is None else [done]):
+            following = tf.searchsorted(places, batch_places) % tf.size(places)
+        return tf.gather(images, following), tf.gather(targets, following)
+
+    is_whole = tf.equal(tf.size(places), tf.size(names))
+    pair = tf.cond(is_whole, lambda: (images, targets), replaced)
+    return pair[0], pair[1]

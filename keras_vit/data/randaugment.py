@@ -10,6 +10,12 @@ GREY = 128
 
 # Pillow's weights of red, green and blue, in 65536ths (ITU-R 601-2): exact in float32.
 _LUMA = (19595.0, 38470.0, 7471.0)
+DRAWS = 4  # random numbers for each operation: which one, its direction, its place
+
+# At magnitude 10; the lengths are fractions of an image of 224 pixels.
+_DEGREES, _SHEAR, _SHIFT, _CUT = 30.0, 0.3, 100 / 224, 40 / 224
+_BITS, _THRESHOLD, _ADDITION = 4, 256, 110
+Operation = Callable[[tf.Tensor, float, tf.Tensor], tf.Tensor]
 
 
 def autocontrast(image: tf.Tensor) -> tf.Tensor:
@@ -151,14 +157,6 @@ def cutout(image: tf.Tensor, half: int, *, place: tf.Tensor) -> tf.Tensor:
     mask = rows[:, None] * tf.repeat(columns, 3)
     visible = tf.reshape(image, tf.shape(mask)) * (1 - mask)
     return tf.reshape(visible + GREY * mask, tf.shape(image))
-
-
-DRAWS = 4  # random numbers for each operation: which one, its direction, its place
-
-# At magnitude 10; the lengths are fractions of an image of 224 pixels.
-_DEGREES, _SHEAR, _SHIFT, _CUT = 30.0, 0.3, 100 / 224, 40 / 224
-_BITS, _THRESHOLD, _ADDITION = 4, 256, 110
-Operation = Callable[[tf.Tensor, float, tf.Tensor], tf.Tensor]
 
 
 def distort(image: tf.Tensor, *, magnitude: float, uniform: tf.Tensor) -> tf.Tensor:

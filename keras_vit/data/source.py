@@ -1,20 +1,25 @@
-"""Images in splits: pixels, encoded images, files or streams, with their labels."""
+"""Labelled images in splits: pixels, encoded images, files, or records that are read by number."""
 
 import dataclasses
 import functools
 import hashlib
+import logging
 import os
+import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import tensorflow as tf
 
-from keras_vit.data import decoding
-from keras_vit.data.images import Damage
+from keras_vit.data import images
 
-# Records that are asked of a source at a time.
-_READ = 64
+SPLITS = ("train", "validation", "test")
+# Fractions of the training images that become the splits that are missing.
+VALIDATION, TEST = 0.1, 0.1
+DAMAGED = "cannot be decoded"
+_READ = 64  # records that are asked of a source at a time
+_LOGGER = logging.getLogger(__name__)
 Item = tuple[tf.Tensor, ...]
 
 # Takes (height, width) of an image, gives (top, left, height, width) of a part.
@@ -35,64 +40,66 @@ class Loader(NamedTuple):
     target: Callable[[Item], tf.Tensor]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Passes:
-    """Shuffled passes over a split, in batches, and what one worker takes of them.
+class Damage:
+    """The names of the images that could not be decoded while training.
+
+    Example:
+        >>> damage = Damage()
+        >>> damage.add("cat/7.jpg")
+        >>> damage.names
+        ('cat/7.jpg',)
+
+    Args:
+        strict: whether such an image ends the training, instead of being replaced and named.
 
     Attributes:
-        key: gives the two integers that decide the order of an epoch.
-        batch_size: images in a batch, of all workers together, not above those of the split.
-        first_step: first batch, counted over all epochs.
-        epochs: passes over the split; the incomplete last batch of each is dropped.
-        rows: the worker's part of each batch.
+        fatal: the sentence that a training ended with, as an error in a graph loses its type.
     """
 
-    key: Callable[[tf.Tensor], tf.Tensor]
-    batch_size: int
-    first_step: int
-    epochs: int
-    rows: slice
+    def __init__(self, *, strict: bool = False) -> None:
+        self.strict = strict
+        self.fatal: str | None = None
+        self._names: set[str] = set()
+        self._lock = threading.Lock()  # tf.data calls from several threads
 
-    def steps(self, count: int) -> int:
-        """Full batches in a pass over so many images."""
-        return max(count // self.batch_size, 1)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _with_names, (self.strict, self.names)  # a lock cannot be copied
 
-    def order(self, count: int) -> tf.data.Dataset:
-        """Returns the worker's part of batches of positions, each pass shuffled as a whole."""
-        steps = self.steps(count)
-        first_epoch, first_step = divmod(self.first_step, steps)
+    def add(self, name: str) -> None:
+        """Adds a name, and logs it the first time."""
+        with self._lock:
+            is_known = name in self._names
+            self._names.add(name)
+        if not is_known:
+            _LOGGER.warning("%r cannot be decoded; another image stands in for it.", name)
 
-        def epoch_batches(epoch: tf.Tensor) -> tf.data.Dataset:
-            order = tf.random.experimental.stateless_shuffle(tf.range(count), seed=self.key(epoch))
-            batches = tf.data.Dataset.from_tensor_slices(order).batch(self.batch_size)
-            return batches.take(steps)
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names so far, in alphabetic order."""
+        with self._lock:
+            return tuple(sorted(self._names))
 
-        batches = tf.data.Dataset.range(first_epoch, self.epochs).flat_map(epoch_batches)
-        return batches.skip(first_step).map(self._own)
 
-    def _own(self, positions: tf.Tensor) -> tf.Tensor:
-        return tf.ensure_shape(positions, (self.batch_size,))[self.rows]
+def _with_names(strict: bool, names: tuple[str, ...]) -> Damage:
+    damage = Damage(strict=strict)
+    damage._names.update(names)
+    return damage
 
 
 class Split:
-    """Labelled images of one split.
-
-    `Split(images=..., targets=...)` makes the kind that the images are of: `PixelSplit`,
-    `EncodedSplit` or `FileSplit`. `RecordSplit` and `Stream` are made by themselves.
+    """Labelled images of one split: `Split(images=..., targets=...)`, or a `RecordSplit`.
 
     Example:
         >>> split = Split(images=np.zeros((3, 8, 8, 3), np.uint8), targets=np.array([0, 1, 1]))
-        >>> type(split).__name__, len(split), len(split.take([0, 2])), split.in_memory
-        ('PixelSplit', 3, 2, True)
+        >>> len(split), len(split.take([0, 2])), split.in_memory, split.in_files
+        (3, 2, True, False)
 
     Attributes:
         images: pixels 0..255, uint8 of shape (count, height, width, 3), the paths of image files,
-            or the bytes of such files, both of shape (count,); a stream has none.
+            or the bytes of such files, both of shape (count,); records have none.
         targets: the class of each image, int32 of shape (count,).
         names: what to call each image, shape (count,); None for its path or its place.
         damage: where training writes the names of images that it could not decode.
-        in_memory: whether `images` are pixels, with nothing left to decode.
-        in_files: whether `images` are paths.
 
     Raises:
         ValueError: the images are of no such kind, or are not as many as the targets.
@@ -101,12 +108,19 @@ class Split:
     images: np.ndarray
     targets: np.ndarray
     damage: Damage
-    in_memory: ClassVar[bool] = False
-    in_files: ClassVar[bool] = False
 
     def __new__(cls, *arguments: Any, **fields: Any) -> "Split":
-        kind = _kind(fields["images"]) if cls is Split and "images" in fields else cls
-        return super().__new__(kind)
+        return super().__new__(_HeldSplit if cls is Split else cls)
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether `images` are pixels, with nothing left to decode."""
+        return False
+
+    @property
+    def in_files(self) -> bool:
+        """Whether `images` are paths."""
+        return False
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -115,8 +129,8 @@ class Split:
         """Returns the items of one pass, in order."""
         raise NotImplementedError
 
-    def shuffled_batches(self, passes: Passes) -> tf.data.Dataset:
-        """Returns the items of a training, a worker's part of a batch at a time, none decoded."""
+    def items_at(self, positions: tf.data.Dataset) -> tf.data.Dataset:
+        """Returns the items at batches of positions, integers (batch,); none is decoded."""
         raise NotImplementedError
 
     def loader(self) -> Loader:
@@ -127,8 +141,12 @@ class Split:
         """Returns what to call an image, from the last element of its item or its position."""
         raise NotImplementedError
 
-    def take(self, indices: Iterable[int]) -> "Split":
-        """Returns the images at these positions."""
+    def take(self, indices: Iterable[int]) -> Self:
+        """Returns the images at these positions.
+
+        Raises:
+            IndexError: there is no such position.
+        """
         raise NotImplementedError
 
     def pixels(self, place: int) -> np.ndarray:
@@ -144,7 +162,7 @@ class Split:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class _HeldSplit(Split):
-    """Images in memory: an item is an index of the arrays."""
+    """Pixels, bytes of files, or paths in an array: an item is a place in it."""
 
     images: np.ndarray
     targets: np.ndarray
@@ -152,10 +170,13 @@ class _HeldSplit(Split):
     damage: Damage = dataclasses.field(default_factory=Damage)
 
     def __post_init__(self) -> None:
-        if not isinstance(self, _kind(self.images)):
+        shape, kind = np.shape(self.images), getattr(self.images, "dtype", None)
+        are_pixels = len(shape) == 4 and shape[3] == 3 and kind == np.uint8
+        if not are_pixels and (len(shape) != 1 or kind is None or kind.kind not in "OSU"):
             raise ValueError(
-                f"A {type(self).__name__} cannot hold these images, a "
-                f"{_kind(self.images).__name__} can; make it by Split(images=..., targets=...)."
+                "The images of a split are pixels 0..255, a uint8 array of shape (count, height, "
+                "width, 3), or an array of paths or of the bytes of files, of shape (count,). "
+                f"Received: {type(self.images).__name__} of shape {shape} and type {kind}."
             )
         if len(self.images) != len(self.targets):
             raise ValueError(
@@ -166,22 +187,40 @@ class _HeldSplit(Split):
     def __len__(self) -> int:
         return len(self.targets)
 
+    @property
+    def in_memory(self) -> bool:
+        return self.images.ndim == 4
+
+    @property
+    def in_files(self) -> bool:
+        return not self.in_memory and not any(isinstance(one, bytes) for one in self.images[:1])
+
     def items(self) -> tf.data.Dataset:
         return untuned(tf.data.Dataset.range(len(self))).map(lambda place: (place,))
 
-    def shuffled_batches(self, passes: Passes) -> tf.data.Dataset:
-        return passes.order(len(self)).map(lambda positions: (positions,))
+    def items_at(self, positions: tf.data.Dataset) -> tf.data.Dataset:
+        return positions.map(lambda places: (places,))
 
     def loader(self) -> Loader:
         # Made here, not inside of the function: a graph must not hold the images.
-        contents, targets = self._contents(), tf.constant(self.targets)
-        return Loader(
-            lambda item, choose: self._decode(contents[item[0]], choose),
-            lambda item: targets[item[0]],
-        )
+        in_files, targets = self.in_files, tf.constant(self.targets)
+        if in_files:  # also with names that are not UTF-8
+            held = tf.constant([os.fsencode(path) for path in self.images], tf.string)
+        else:
+            held = tf.constant(self.images)
+
+        def load(item: Item, choose: Choice | None) -> tf.Tensor:
+            one = held[item[0]]
+            if self.in_memory:
+                return one if choose is None else images.cut_part(one, choose=choose)
+            return _decode(tf.io.read_file(one) if in_files else one, choose)
+
+        return Loader(load, lambda item: targets[item[0]])
 
     def name(self, place: Any) -> str:
-        return f"image {place}" if self.names is None else str(self.names[place])
+        if self.names is not None:
+            return str(self.names[place])
+        return str(self.images[place]) if self.in_files else f"image {place}"
 
     def take(self, indices: Iterable[int]) -> Self:
         positions = np.fromiter(indices, np.int64)
@@ -189,49 +228,6 @@ class _HeldSplit(Split):
         return dataclasses.replace(
             self, images=self.images[positions], targets=self.targets[positions], names=names
         )
-
-    def _contents(self) -> tf.Tensor:
-        return tf.constant(self.images)
-
-    @staticmethod
-    def _decode(content: tf.Tensor, choose: Choice | None) -> tf.Tensor:
-        """Makes pixels of what stands in `images`."""
-        raise NotImplementedError
-
-
-class PixelSplit(_HeldSplit):
-    """Pixels of one size, in memory."""
-
-    in_memory = True
-
-    @staticmethod
-    def _decode(content: tf.Tensor, choose: Choice | None) -> tf.Tensor:
-        return content if choose is None else decoding.cut_part(content, choose=choose)
-
-
-class EncodedSplit(_HeldSplit):
-    """The bytes of image files, in memory."""
-
-    @staticmethod
-    def _decode(content: tf.Tensor, choose: Choice | None) -> tf.Tensor:
-        return decode_contents(content, choose)
-
-
-class FileSplit(_HeldSplit):
-    """The paths of image files."""
-
-    in_files = True
-
-    def name(self, place: Any) -> str:
-        return super().name(place) if self.names is not None else str(self.images[place])
-
-    def _contents(self) -> tf.Tensor:
-        # Also names that are not UTF-8.
-        return tf.constant([os.fsencode(path) for path in self.images], tf.string)
-
-    @staticmethod
-    def _decode(content: tf.Tensor, choose: Choice | None) -> tf.Tensor:
-        return decode_contents(tf.io.read_file(content), choose)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -270,19 +266,18 @@ class RecordSplit(Split):
     def items(self) -> tf.data.Dataset:
         return untuned(tf.data.Dataset.range(len(self)).batch(_READ)).map(self._read).unbatch()
 
-    def shuffled_batches(self, passes: Passes) -> tf.data.Dataset:
-        batches = passes.order(len(self)).map(self._read, num_parallel_calls=2, deterministic=True)
-        return batches.prefetch(1)
+    def items_at(self, positions: tf.data.Dataset) -> tf.data.Dataset:
+        return positions.map(self._read, num_parallel_calls=2, deterministic=True).prefetch(1)
 
     def loader(self) -> Loader:
-        return Loader(lambda item, choose: decode_contents(item[0], choose), lambda item: item[1])
+        return Loader(lambda item, choose: _decode(item[0], choose), lambda item: item[1])
 
     def name(self, place: Any) -> str:
         if not isinstance(place, bytes):
             place = self._records(np.array([place]))[2][0]
         return place.decode(errors="replace") if isinstance(place, bytes) else str(place)
 
-    def take(self, indices: Iterable[int]) -> "RecordSplit":
+    def take(self, indices: Iterable[int]) -> Self:
         every = np.arange(len(self)) if self.places is None else self.places
         return dataclasses.replace(self, places=every[np.fromiter(indices, np.int64)])
 
@@ -300,78 +295,7 @@ class RecordSplit(Split):
             for row, number in zip(rows, numbers, strict=True)
         ]
         contents, targets = [row[0] for row in rows], [row[1] for row in rows]
-        return objects(contents), np.array(targets, np.int32), objects(names)
-
-
-class Records(Protocol):
-    """Records of images that can be read from any place without those before it.
-
-    Attributes:
-        places: how many places may be read at once, so that little is read twice.
-    """
-
-    @property
-    def places(self) -> int: ...
-
-    def read(self, start: Any, stop: Any) -> tf.data.Dataset:
-        """Returns the bytes, the class (int32) and the name of the images at these positions."""
-
-    def order(self) -> np.ndarray:
-        """Returns the positions in the order in which every hundredth image is counted."""
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Part:
-    """Some of the records, those at `positions` or all others; the positions ascend."""
-
-    records: Records
-    positions: np.ndarray
-    are_left_out: bool
-
-    @property
-    def places(self) -> int:
-        return self.records.places
-
-    def read(self, start: Any, stop: Any) -> tf.data.Dataset:
-        first, last = self._original(start), self._original(stop - 1)
-        positions = tf.constant(self.positions, tf.int64)
-
-        def is_among(position: tf.Tensor, record: Item) -> tf.Tensor:
-            at = tf.searchsorted(positions, position[None])[0]
-            listed = positions[tf.minimum(at, len(self.positions) - 1)] == position
-            return tf.not_equal(listed, self.are_left_out)
-
-        records = self.records.read(first, tf.where(stop > start, last + 1, first))
-        return records.enumerate(first).filter(is_among).map(lambda position, record: record)
-
-    def order(self) -> np.ndarray:
-        raise NotImplementedError
-
-    def _original(self, place: Any) -> tf.Tensor:
-        if not self.are_left_out:
-            return tf.constant(self.positions, tf.int64)[place]
-        kept_before = tf.constant(self.positions - np.arange(len(self.positions)), tf.int64)
-        place = tf.cast(place, tf.int64)
-        return place + tf.searchsorted(kept_before, place[None], "right", tf.int64)[0]
-
-
-def decode_contents(contents: tf.Tensor, choose: Choice | None) -> tf.Tensor:
-    """Makes pixels of the bytes of an image file, or those of a part."""
-    if choose is None:
-        return decoding.decode_image(contents)
-    return decoding.decode_part(contents, choose=choose)
-
-
-def objects(values: Iterable[Any]) -> np.ndarray:
-    """Returns an array of objects, which NumPy does not look into."""
-    listed = list(values)
-    array = np.empty(len(listed), object)
-    array[:] = listed
-    return array
-
-
-SPLITS = ("train", "validation", "test")
-DAMAGED = "cannot be decoded"
+        return _objects(contents), np.array(targets, np.int32), _objects(names)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -481,17 +405,35 @@ def assign_splits(
     return {name: sorted(indices) for name, indices in splits.items()}
 
 
-def _kind(images: Any) -> type[_HeldSplit]:
-    shape, kind = np.shape(images), getattr(images, "dtype", None)
-    if len(shape) == 4 and shape[3] == 3 and kind == np.uint8:
-        return PixelSplit
-    if len(shape) == 1 and kind is not None and kind.kind in "OSU":
-        return EncodedSplit if any(isinstance(one, bytes) for one in images[:1]) else FileSplit
-    raise ValueError(
-        "The images of a split are pixels 0..255, a uint8 array of shape (count, height, width, "
-        "3), or an array of paths or of the bytes of files, of shape (count,). Received: "
-        f"{type(images).__name__} of shape {shape} and type {kind}."
-    )
+def carve(
+    splits: dict[str, Split],
+    names: Sequence[str],
+    *,
+    validation: float = VALIDATION,
+    test: float = TEST,
+) -> dict[str, Split]:
+    """Takes the splits that are missing out of the training images, see `assign_splits`."""
+    train = splits["train"]
+    fractions = {"validation": validation, "test": test}
+    fractions = {name: 0 if name in splits else share for name, share in fractions.items()}
+    indices = assign_splits(names, train.targets, **fractions)
+    taken = {name: train.take(indices[name]) for name in SPLITS}
+    return {**taken, **splits, "train": taken["train"]}
+
+
+def _decode(contents: tf.Tensor, choose: Choice | None) -> tf.Tensor:
+    """Makes pixels of the bytes of an image file, or those of a part."""
+    if choose is None:
+        return images.decode_image(contents)
+    return images.decode_part(contents, choose=choose)
+
+
+def _objects(values: Iterable[Any]) -> np.ndarray:
+    """Returns an array of objects, which NumPy does not look into."""
+    listed = list(values)
+    array = np.empty(len(listed), object)
+    array[:] = listed
+    return array
 
 
 def _share(count: int, fraction: float, *, at_least_one_from: int) -> int:

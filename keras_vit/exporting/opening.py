@@ -10,11 +10,11 @@ import tensorflow as tf
 
 from keras_vit import environment
 from keras_vit.config import ViTConfig
-from keras_vit.data.images import to_grey
 from keras_vit.exporting import formats, records
 from keras_vit.exporting.clean.runners import Runner
 from keras_vit.exporting.formats import FORMATS, RECORD, Format
 from keras_vit.exporting.rebuild import Description
+from keras_vit.exporting.samples import to_grey
 
 _GREY, _COLOURED = 1, 3
 

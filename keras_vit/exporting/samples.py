@@ -10,7 +10,6 @@ import numpy as np
 import tensorflow as tf
 
 from keras_vit.backend.private import layers_of
-from keras_vit.data import decoding, header
 from keras_vit.data import images as image_files
 from keras_vit.exporting.clean import agreement
 from keras_vit.exporting.clean.agreement import Check
@@ -166,7 +165,7 @@ def file_bytes(image: Image) -> bytes:
         return _png(image)
     pixels = image_files.read_image(image)  # raises a clear error if it is not an image
     contents = Path(image).read_bytes()
-    is_taken = contents.startswith((header.JPEG, header.PNG))
+    is_taken = contents.startswith((image_files.JPEG, image_files.PNG))
     return contents if is_taken else _png(pixels)
 
 
@@ -177,11 +176,24 @@ def resize_images(exportable: Exportable, images: Iterable[bytes | np.ndarray]) 
     """
     height, width, channels = exportable.image_shape
     options: Any = {"size": (height, width), "antialias": exportable.input_config.antialias}
-    decoded = (decoding.decode_image(each) if isinstance(each, bytes) else each for each in images)
+    decoded = (
+        image_files.decode_image(each) if isinstance(each, bytes) else each for each in images
+    )
     resized = np.stack([image_files.resize_image(image, **options) for image in decoded])
     if channels == 1:
-        return np.asarray(image_files.to_grey(resized))
+        return np.asarray(to_grey(resized))
     return resized[..., np.arange(channels) % 3]  # no file has other numbers of them
+
+
+def to_grey(images: Any) -> tf.Tensor:
+    """Returns the luma of pixels (..., 3) as (..., 1), weighted as in Pillow's mode "L".
+
+    Example:
+        >>> to_grey([[[100.0, 100.0, 100.0], [255.0, 0.0, 0.0]]]).numpy().round().tolist()
+        [[[100.0], [76.0]]]
+    """
+    red, green, blue = tf.split(images, 3, axis=-1)
+    return 0.299 * red + 0.587 * green + 0.114 * blue  # Rec. ITU-R BT.601
 
 
 def outputs(exportable: Exportable, images: np.ndarray) -> dict[str, np.ndarray]:

@@ -11,11 +11,11 @@ import tensorflow as tf
 from tensorflow.core.framework import tensor_pb2
 
 from keras_vit import atomic
-from keras_vit.data import decoding, header
 from keras_vit.data import images as image_files
 from keras_vit.exporting.clean import runners
 from keras_vit.exporting.formats import DEFAULTS, Options
 from keras_vit.exporting.rebuild import Description, Exportable
+from keras_vit.exporting.samples import to_grey
 
 # The feature of a tf.Example with the file, as in the TensorFlow Model Garden.
 EXAMPLE_FEATURE = "image/encoded"
@@ -156,7 +156,7 @@ class _Signatures:
     def _best(self, images: Any, is_decoded: Any) -> dict[str, Any]:
         """Returns the best classes of decoded images, and `BLANK` for what was not decoded."""
         if self._exportable.image_shape[2] == 1:
-            images = image_files.to_grey(images)
+            images = to_grey(images)
         answers = self._scores(self._network(self._exportable.to_network(images, "pixels")))
         if self._exportable.activation is not None:
             scores, class_ids = tf.math.top_k(answers["probabilities"], k=self._top_k)
@@ -197,7 +197,7 @@ def _decode_rows(
     """Decodes the file that `read` finds in each row; returns pixels and whether there are any."""
 
     def decode(row: Any) -> Any:
-        image = decoding.decode_image(read(row), others=False)
+        image = image_files.decode_image(read(row), others=False)
         shape = tf.shape(image)
         check = tf.debugging.Assert(shape[0] * shape[1] > 1, [SINGLE_PIXEL])
         with tf.control_dependencies([check] if check is not None else []):
@@ -206,19 +206,19 @@ def _decode_rows(
     return _map_rows(decode, rows, spec=tf.TensorSpec((*size, 3), tf.float32))
 
 
-@header.one_op
+@image_files.one_op
 def _explain(contents: Any) -> Any:
     """Says of each file (B,) why it could not be decoded."""
-    reasons = (DAMAGED, EMPTY, UNKNOWN, decoding.TOO_LARGE, SINGLE_PIXEL)
-    most = decoding.max_pixels()
+    reasons = (DAMAGED, EMPTY, UNKNOWN, image_files.TOO_LARGE, SINGLE_PIXEL)
+    most = image_files.max_pixels()
 
     def explain(content: Any) -> Any:
-        is_jpeg = header.starts_with(content, header.JPEG)
-        is_png = header.starts_with(content, header.PNG)
+        is_jpeg = image_files.starts_with(content, image_files.JPEG)
+        is_png = image_files.starts_with(content, image_files.PNG)
         pixels = tf.case(
             [
-                (is_jpeg, lambda: header.pixels_of_jpeg(content)),
-                (is_png, lambda: header.pixels_of_png(content)),
+                (is_jpeg, lambda: image_files.pixels_of_jpeg(content)),
+                (is_png, lambda: image_files.pixels_of_png(content)),
             ],
             default=lambda: tf.constant(0, tf.int64),
         )

@@ -15,7 +15,8 @@ import keras
 
 from keras_vit import atomic, weights
 from keras_vit.config import TRAINING, ViTConfig
-from keras_vit.data import ImageData, image_size_of, load_data, loading
+from keras_vit.data import ImageData, image_size_of, load_data
+from keras_vit.data.folder import read_splits
 from keras_vit.layers.dense import CHANGES
 from keras_vit.limits import FileError, read_json
 from keras_vit.model import VisionTransformer
@@ -123,7 +124,7 @@ class Run:
         """
         source = self.config["data"]["source"]
         if (self.path / SPLITS).is_file():
-            return loading.read_splits(self.path / SPLITS, root=source, labels=self.labels)
+            return read_splits(self.path / SPLITS, root=source, labels=self.labels)
         if source != "digits" and not source.startswith("tfds:"):
             raise ValueError(
                 f"The images of the run {str(self.path)!r} were in memory and are gone; "

@@ -17,7 +17,8 @@ import tensorflow as tf
 
 from keras_vit import atomic, version
 from keras_vit.config import ViTConfig
-from keras_vit.data import ImageData, loading, naming_damaged
+from keras_vit.data import ImageData, naming_damaged
+from keras_vit.data.folder import write_splits
 from keras_vit.limits import counted
 from keras_vit.training import models, progress, run
 from keras_vit.training.checkpoints import (
@@ -477,7 +478,7 @@ def _write(folder: Path, loop: Loop, config: dict[str, Any]) -> keras.Model:
     (folder / run.CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     (folder / run.LABELS).write_text("".join(f"{label}\n" for label in data.labels), "utf-8")
     if data.train.in_files:
-        loading.write_splits(data, folder / run.SPLITS)
+        write_splits(data, folder / run.SPLITS)
     elif data.test.in_memory and len(data.test):
         png = tf.io.encode_png(data.test.pixels(0)).numpy()
         (folder / run.SAMPLE).write_bytes(png)

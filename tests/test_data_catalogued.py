@@ -170,9 +170,7 @@ def test_given_splits_are_the_dataset_s(tmp_path: Path, tfds: Any) -> None:
     assert data.source == "tfds:made"
     assert data.labels == ("cat", "dog")
     assert data.counts == dict.fromkeys(source.SPLITS, 250)
-    assert [data.train.name(place) for place in range(12)] == [
-        f"train image {place}" for place in range(12)
-    ]
+    assert all(data.train.name(place).startswith("made-train") for place in range(12))
     options: dict[str, Any] = {"image_size": (8, 8), "batch_size": 12, "epochs": 1, "seed": 0}
     crop = Augmentation(crop=0.5)
     (batch, targets), *_ = train_batches(data.train.take(range(12)), augmentation=crop, **options)

@@ -59,7 +59,7 @@ MODULES = [
 CEILINGS = {
     "files": 126,
     "lines": 33_319,
-    "lines of tests": 24_775,
+    "lines of tests": 24_773,
     "flags": 74,
     "public names": 148,
 }

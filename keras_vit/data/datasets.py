@@ -134,13 +134,13 @@ def load_tfds(
         builder.download_and_prepare(file_format="array_record")  # if it is not there
         if builder.is_prepared():  # the folder also says what format it was converted to
             builder = tfds.builder_from_directory(builder.data_dir)
-    records = {
-        split: _records_of(builder, split, image=image, label=label)
+    given = {
+        split: _given(builder, split, image=image, label=label)
         for split in source.SPLITS
         if split in builder.info.splits
     }
-    try:  # the test images of ImageNet are all of class -1
-        labelled = {key: each for key, each in records.items() if len(each) and each[0][1] >= 0}
+    try:
+        labelled = {split: each for split, each in given.items() if _is_labelled(each)}
     except (RuntimeError, TypeError) as error:
         raise ValueError(
             f"The dataset {builder.name!r} is damaged; remove {str(builder.data_dir)!r}, so that "
@@ -283,8 +283,8 @@ def _keys(builder: Any) -> tuple[str, str]:
     return keys[0], keys[1]
 
 
-def _records_of(builder: Any, split: str, *, image: str, label: str) -> Sequence[Any]:
-    """The bytes and the class of each image of a split, by number."""
+def _given(builder: Any, split: str, *, image: str, label: str) -> Any:
+    """What `from_dataset` makes a split of."""
     from tensorflow_datasets import ReadConfig, decode
 
     decoders, size = {image: decode.SkipDecoding()}, builder.info.splits[split].num_bytes
@@ -297,9 +297,16 @@ def _records_of(builder: Any, split: str, *, image: str, label: str) -> Sequence
             "install apache-beam mlcroissant && tfds convert_format --dataset_version_dir="
             f"{shlex.quote(builder.data_dir)} --out_file_format=array_record"
         )
-    config = ReadConfig(try_autocache=False)
-    dataset = builder.as_dataset(split=split, decoders=decoders, read_config=config)
-    return [(each[image], each[label]) for each in source.untuned(dataset).as_numpy_iterator()]
+    config = ReadConfig(add_tfds_id=True, try_autocache=False)
+    examples = builder.as_dataset(split=split, decoders=decoders, read_config=config)
+    return examples.map(lambda each: (each[image], each[label], each["tfds_id"]))
+
+
+def _is_labelled(given: Any) -> bool:
+    """Whether the first image has a class: the test images of ImageNet are all of class -1."""
+    if isinstance(given, tf.data.Dataset):
+        given = list(source.untuned(given).take(1).as_numpy_iterator())
+    return not len(given) or bool(given[0][1] >= 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -417,11 +424,9 @@ def _carve(splits: dict[str, Split]) -> dict[str, Split]:
     if not isinstance(train, RecordSplit):
         return source.carve(splits, [train.name(place) for place in range(len(train))])
     missing = [name for name in source.SPLITS if name not in splits]
-    hundredths = np.arange(len(train)) % _HUNDRED
-    carved = {
-        name: train.take(np.flatnonzero(hundredths == place)) for place, name in enumerate(missing)
-    }
-    return {**splits, **carved, "train": train.take(np.flatnonzero(hundredths >= len(missing)))}
+    parts = np.arange(len(train)) % _HUNDRED
+    carved = {name: train.take(np.flatnonzero(parts == n)) for n, name in enumerate(missing)}
+    return {**splits, **carved, "train": train.take(np.flatnonzero(parts >= len(missing)))}
 
 
 def _check(images_of_split: Split, *, split: str, labels: Sequence[str]) -> None:

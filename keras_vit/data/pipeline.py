@@ -19,8 +19,7 @@ from keras_vit.data.source import Choice, Item, Split, untuned
 
 # What a draw is for; folded into the seed, so that no two uses share one stream.
 _SHUFFLE, _CROP, _TRANSFORM, _ERASE, _RANDAUGMENT = range(5)
-# Where the crops of test-time augmentation lie.
-_CENTER = (0.5, 0.5)
+_CENTER = (0.5, 0.5)  # where the crops of test-time augmentation lie
 _CORNERS = ((0.0, 0.0), (0.0, 1.0), (1.0, 0.0), (1.0, 1.0))
 # What is made at once: single images, and whole batches, which memory must hold.
 _PARALLEL = environment.cores()
@@ -83,7 +82,7 @@ def train_batches(
     """
     batch_size = min(batch_size, len(split))
     _check_shard(shard, batch_size)
-    training = _Training(
+    plan = _Training(
         split=split,
         image_size=image_size,
         batch_size=batch_size,
@@ -95,7 +94,7 @@ def train_batches(
         shard=shard,
     )
     is_alone = augmentation.is_cropped or augmentation.randaugment_layers or not split.in_memory
-    batches = training.load_singly() if is_alone else training.load_together()
+    batches = plan.load_singly() if is_alone else plan.load_together()
     remaining = dataclasses.replace(augmentation, flip=augmentation.flip and not is_alone)
 
     @tf.autograph.experimental.do_not_convert
@@ -103,13 +102,10 @@ def train_batches(
         step: tf.Tensor, batch: tf.Tensor, targets: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
         transformed = augment.transform_batch(
-            batch, augmentation=remaining, seed=training.key(_TRANSFORM, step), shard=shard
+            batch, augmentation=remaining, seed=plan.key(_TRANSFORM, step), shard=shard
         )
         augmented = augment.erase_rectangles(
-            transformed,
-            probability=augmentation.erase,
-            seed=training.key(_ERASE, step),
-            shard=shard,
+            transformed, probability=augmentation.erase, seed=plan.key(_ERASE, step), shard=shard
         )
         return augmented, targets
 
@@ -238,7 +234,7 @@ def evaluation_batches(
         return prepare(pixels), loader.target(item)
 
     loader = split.loader()
-    # A stream does not know its length by itself.
+    # Records do not know their number by themselves.
     items = split.items().apply(tf.data.experimental.assert_cardinality(len(split)))
     examples = items.shard(count, index).map(load, num_parallel_calls=_PARALLEL)
     batches = examples.batch(batch_size)
@@ -457,8 +453,8 @@ class _Training:
                 batch = batch.ignore_errors(log_warning=False).concatenate(substitute).take(1)
             return batch.map(lambda images, targets: (step, images, targets))
 
-        batches = self.items().map(self._with_draws)
-        return batches.interleave(
+        items = self.items().map(self._with_draws)
+        return items.interleave(
             load_batch, cycle_length=2, num_parallel_calls=2, deterministic=True
         )
 

@@ -21,7 +21,6 @@ DAMAGED = "cannot be decoded"
 _READ = 64  # records that are asked of a source at a time
 _LOGGER = logging.getLogger(__name__)
 Item = tuple[tf.Tensor, ...]
-
 # Takes (height, width) of an image, gives (top, left, height, width) of a part.
 Choice = Callable[[tf.Tensor], tf.Tensor]
 

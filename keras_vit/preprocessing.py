@@ -102,6 +102,18 @@ def decode_predictions(predictions: Any, top: int = 5) -> list[list[tuple[str, s
     ]
 
 
+def resample(images: np.ndarray, size: tuple[int, ...], *, antialias: bool) -> np.ndarray:
+    """Resizes images (B, H, W, channels) to (height, width), as `keras_vit.data.resize_image`."""
+    shrinks = images.shape[1] > size[0] or images.shape[2] > size[1]
+    resized = keras.ops.image.resize(
+        images.astype(np.float32),
+        size,
+        antialias=antialias and shrinks,
+        data_format="channels_last",
+    )
+    return np.asarray(keras.ops.convert_to_numpy(resized))
+
+
 def as_float32(x: Any) -> Any:
     """Returns an array or tensor of the same kind in float32."""
     if isinstance(x, np.ndarray | np.generic | list | tuple | int | float):

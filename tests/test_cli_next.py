@@ -10,7 +10,7 @@ import image_files
 import pytest
 from cli_rig import Result
 
-from keras_vit import publishing, training
+from keras_vit import reporting, training
 from keras_vit.cli import next_command, output
 from keras_vit.cli.main import make_parser
 from keras_vit.exporting import artefacts
@@ -105,9 +105,9 @@ def test_publishing_goes_on(
     said: Callable[..., list[str]], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What uploads and exports is tested elsewhere; so is what a demo says at its end."""
-    published = publishing.Published(address="hf://a/b", url="x", commit="y", files=())
+    published = reporting.Published(address="hf://a/b", url="x", commit="y", files=())
     artefact = artefacts.Artefact(format="onnx", path=folder / "onnx", bytes=9, checks=())
-    monkeypatch.setattr(publishing, "push", lambda *_, **__: published)
+    monkeypatch.setattr(reporting, "push", lambda *_, **__: published)
     monkeypatch.setattr(artefacts, "export", lambda *_, **__: [artefact])
     assert said("push", "my run", "hf://a/b") == ["export", "hf://a/b", "--out", "export"]
     image_files.write_image(folder / "my run" / "sample.png")

@@ -182,7 +182,7 @@ def test_a_run_and_a_file_are_explained(run: Path, tmp_path: Path) -> None:
     assert "8 pixels wide and 8 high; it was resampled to 24 pixels wide and 16 high" in said
     assert f"Open {out / 'index.html'} in a browser." in said
     page = (out / "index.html").read_text(encoding="utf-8")
-    assert "speak for 7:" in page
+    assert "relevance for 7:" in page
     assert "digit.png" in page
     assert (out / "rollout.png").stat().st_size > 5000
 
@@ -193,7 +193,7 @@ def test_a_run_and_a_file_are_explained(run: Path, tmp_path: Path) -> None:
     (event,) = cli_rig.done("explain", tmp_path / "model.keras", image, *more).events
     assert {Path(file) for file in event["files"]} == set((tmp_path / "more").iterdir())
     assert (event["image"], event["taken"]) == ([8, 8], [16, 24])
-    assert "speak for tabby" in (tmp_path / "more" / "index.html").read_text(encoding="utf-8")
+    assert "relevance for tabby" in (tmp_path / "more" / "index.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.full

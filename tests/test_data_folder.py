@@ -236,7 +236,7 @@ def test_images_without_classes_are_taken_at_any_depth(tmp_path: Path) -> None:
     assert data.counts == {"train": 17, "validation": 2, "test": 0}
     assert (data.labels, set(data.train.targets)) == ((), {0})
     assert data.damaged == (str(tmp_path / "0.png"),)
-    folder.write_splits(data, tmp_path / "splits.csv")
+    data.write_splits(tmp_path / "splits.csv")
     again = folder.read_splits(tmp_path / "splits.csv", root=data.source, labels=())
     assert again.train.images.tolist() == data.train.images.tolist()
     assert again.counts == data.counts
@@ -286,7 +286,7 @@ def test_splits_come_back_as_they_were_written(tmp_path: Path) -> None:
     """
     data = load_folder(image_files.write_classes(tmp_path / "images"))
     record, moved = tmp_path / "splits.csv", tmp_path / "moved"
-    folder.write_splits(data, record)
+    data.write_splits(record)
     image_files.write_image(tmp_path / "images" / "plain" / "new.png")
 
     actual = folder.read_splits(record, root=data.source, labels=data.labels)

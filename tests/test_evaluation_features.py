@@ -1,4 +1,4 @@
-"""Tests of keras_vit.evaluation.features."""
+"""Tests of what frozen features are worth, in keras_vit.evaluation.metrics."""
 
 import dataclasses
 from typing import Any
@@ -7,16 +7,14 @@ import keras
 import numpy as np
 import pytest
 import sklearn.neighbors
-from conftest import TINY, randomize
+from conftest import randomize
+from test_evaluation_report import SMALL
 
 from keras_vit.data import load_digits
-from keras_vit.evaluation import features
-from keras_vit.evaluation.features import FewShot, draw_shots, few_shot, fit_linear
+from keras_vit.evaluation import FewShot, few_shot, nearest_neighbors
+from keras_vit.evaluation.metrics import draw_shots, fit_linear, neighbor_classifier
 from keras_vit.model import VisionTransformer
 
-SMALL = dataclasses.replace(
-    TINY, input_shape=(8, 8, 3), patch_size=4, num_layers=1, classes=10, include_preprocessing=True
-)
 FLAT = keras.Sequential([keras.Input((8, 8, 3)), keras.layers.Flatten()])
 
 
@@ -50,14 +48,14 @@ def test_the_closed_form_is_least_squares(rows: int, width: int, strength: float
     """With more rows than features or fewer, the scores are those of `numpy.linalg.lstsq`."""
     x, targets = sample(rows, width)
     asked, _ = sample(30, width, seed=1)
-    actual = fit_linear(x, targets, regularization=strength).scores(asked)
+    actual = fit_linear(x, targets, regularization=strength).decision_function(asked)
     np.testing.assert_allclose(actual, expected_scores(x, targets, asked, strength), atol=1e-7)
 
 
 def test_the_comparison_sees_another_strength() -> None:
     """It fails for a regularisation that is a tenth off."""
     x, targets = sample(60, 12)
-    actual = fit_linear(x, targets, regularization=11.0).scores(x)
+    actual = fit_linear(x, targets, regularization=11.0).decision_function(x)
     assert np.abs(actual - expected_scores(x, targets, x, 10.0)).max() > 1e-4
 
 
@@ -107,29 +105,24 @@ def test_a_vit_is_measured_by_its_frozen_features() -> None:
 
 
 @pytest.mark.parametrize(("count", "temperature"), [(1, 0.07), (5, 0.5), (20, 0.07)])
-def test_votes_are_scikit_learns(
-    count: int, temperature: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Shares of the votes are those of scikit-learn's classifier with the same weights."""
-    monkeypatch.setattr(features, "_ROWS", 7)  # several blocks of rows
+def test_votes_are_weighted_by_similarity(count: int, temperature: float) -> None:
+    """Shares of the votes are those of a walk over the neighbours in NumPy."""
     generator = np.random.default_rng(0)
     known, asked = generator.standard_normal((50, 6)), generator.standard_normal((20, 6))
     targets = generator.integers(0, 4, 50)
-    votes = features.neighbor_votes(known, targets, asked, neighbors=count, temperature=temperature)
-    reference = sklearn.neighbors.KNeighborsClassifier(
-        count,
-        metric="cosine",
-        algorithm="brute",
-        weights=lambda distance: np.exp((1 - distance) / temperature),
-    ).fit(known, targets)
-    shares = votes / votes.sum(axis=1, keepdims=True)
-    np.testing.assert_allclose(shares, reference.predict_proba(asked), atol=1e-9)
+    actual = neighbor_classifier(count, temperature).fit(known, targets).predict_proba(asked)
+    for row, query in zip(actual, asked, strict=True):
+        cosines = known @ query / np.linalg.norm(known, axis=1) / np.linalg.norm(query)
+        votes = np.zeros(4)
+        for place in sorted(range(50), key=lambda place: -cosines[place])[:count]:
+            votes[targets[place]] += np.exp(cosines[place] / temperature)
+        np.testing.assert_allclose(row, votes / votes.sum(), atol=1e-9)
 
 
 def test_digits_are_told_apart_by_their_pixels() -> None:
     """On raw pixels the accuracy is scikit-learn's."""
     data = load_digits()
-    actual = features.nearest_neighbors(FLAT, train=data.train, test=data.test, neighbors=1)
+    actual = nearest_neighbors(FLAT, train=data.train, test=data.test, neighbors=1)
     flat = [split.images.reshape(len(split), -1) for split in (data.train, data.test)]
     reference = sklearn.neighbors.KNeighborsClassifier(1, metric="cosine")
     reference.fit(flat[0], data.train.targets)
@@ -140,7 +133,7 @@ def test_digits_are_told_apart_by_their_pixels() -> None:
 def test_a_low_temperature_does_not_overflow() -> None:
     """Weights stay finite where the exponent alone would not."""
     known = np.eye(3)
-    votes = features.neighbor_votes(known, np.arange(3), known, neighbors=2, temperature=1e-4)
+    votes = neighbor_classifier(2, 1e-4).fit(known, np.arange(3)).predict_proba(known)
     np.testing.assert_allclose(votes, np.eye(3), atol=1e-12)
 
 
@@ -150,9 +143,9 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (few_shot, {"shots": (0,)}, r"shots=\(0,\)"),
     (few_shot, {"seeds": 0}, "seeds=0"),
     (few_shot, {"regularization": 0.0}, "regularization=0.0"),
-    (features.nearest_neighbors, {"neighbors": 0}, "neighbors=0"),
-    (features.nearest_neighbors, {"neighbors": 2000}, "1 to the 1259 train images"),
-    (features.nearest_neighbors, {"temperature": 0.0}, "temperature=0.0"),
+    (nearest_neighbors, {"neighbors": 0}, "neighbors=0"),
+    (nearest_neighbors, {"neighbors": 2000}, "1 to the 1259 train images"),
+    (nearest_neighbors, {"temperature": 0.0}, "temperature=0.0"),
 ]
 
 

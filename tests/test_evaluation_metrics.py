@@ -1,4 +1,4 @@
-"""Tests of keras_vit.evaluation.metrics and keras_vit.evaluation.outputs."""
+"""Tests of keras_vit.evaluation.metrics, and of what predictions.py makes of a split."""
 
 import dataclasses
 import json
@@ -12,17 +12,16 @@ import scipy.special
 import sklearn.metrics
 import variants_oracle
 from conftest import TINY, randomize
+from test_evaluation_report import SMALL
 
 from keras_vit import evaluation
 from keras_vit.data import Split
-from keras_vit.evaluation import Evaluation, calibration, evaluate, metrics, outputs
-from keras_vit.evaluation.outputs import log_softmax
+from keras_vit.evaluation import Evaluation, calibration, evaluate, metrics, predictions
+from keras_vit.evaluation.predictions import log_softmax
 from keras_vit.model import VisionTransformer
 
 LABELS = tuple("abcdefg")
-CONFIG = dataclasses.replace(
-    TINY, input_shape=(8, 8, 3), patch_size=4, num_layers=1, include_preprocessing=True
-)
+CONFIG = dataclasses.replace(SMALL, classes=7)
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +202,7 @@ def test_features_are_what_the_classifier_would_see(fields: dict[str, Any], name
     """They are the model's own named result before the head, over every batch."""
     model = randomize(VisionTransformer(dataclasses.replace(CONFIG, **fields)))
     data = random_split()
-    actual = outputs.frozen_features(model, data, batch_size=25)
+    actual = predictions.frozen_features(model, data, batch_size=25)
     expected = model.features(data.images.astype(np.float32), [name])[name]
     np.testing.assert_allclose(actual, expected, atol=1e-5)
 
@@ -213,8 +212,8 @@ def test_tokens_and_no_images_are_no_features() -> None:
     model = VisionTransformer(dataclasses.replace(CONFIG, classes=None, pooling=None))
     data = random_split()
     with pytest.raises(ValueError, match="with pooling"):
-        outputs.frozen_features(model, data)
-    for function in (outputs.frozen_features, outputs.log_probabilities):
+        predictions.frozen_features(model, data)
+    for function in (predictions.frozen_features, predictions.log_probabilities):
         with pytest.raises(ValueError, match="no images"):
             function(VisionTransformer(CONFIG), data.take([]))
 

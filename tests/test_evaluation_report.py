@@ -1,8 +1,7 @@
-"""Tests of keras_vit.evaluation.report."""
+"""Tests of what an evaluation leaves: numbers, pictures, mistakes."""
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,8 @@ from conftest import TINY, randomize
 from PIL import Image
 
 from keras_vit.data import Split, load_digits
-from keras_vit.evaluation import Evaluation, plot_confusion, report, write_report
+from keras_vit.evaluation import Evaluation, confident_mistakes, evaluate, write_report
+from keras_vit.figures import plot_confusion, plot_mistakes
 from keras_vit.model import VisionTransformer
 
 SMALL = dataclasses.replace(
@@ -55,7 +55,9 @@ def test_the_report_is_numbers_and_a_picture(tmp_path: Path) -> None:
 def test_a_confusion_of_any_size_is_drawn(tmp_path: Path) -> None:
     """Of two to very many classes, called "$x_$" or by eighty letters, it has ink and opens."""
     for classes, labels in ((2, ("$x_$", "a" * 80)), (20, None), (100, None), (150, None)):
-        plot_confusion(evaluation(classes, labels=labels), tmp_path / "confusion.png")
+        measured = evaluation(classes, labels=labels)
+        figure = plot_confusion(measured.confusion, measured.labels)
+        figure.savefig(tmp_path / "confusion.png", dpi=120)
         image = Image.open(tmp_path / "confusion.png").convert("L")
         assert 500 < image.width < 2500
         assert np.asarray(image).min() < 100
@@ -64,7 +66,7 @@ def test_a_confusion_of_any_size_is_drawn(tmp_path: Path) -> None:
 def test_a_failure_keeps_the_old_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error while drawing leaves what was there, and no temporary file."""
     (tmp_path / "confusion.png").write_text("old")
-    monkeypatch.setattr("keras_vit.evaluation.report._number_cells", None)
+    monkeypatch.setattr("keras_vit.figures._number_cells", None)
 
     with pytest.raises(TypeError):
         write_report(tmp_path, {"test": evaluation(3)})
@@ -81,7 +83,7 @@ def model() -> VisionTransformer:
 def test_mistakes_are_wrong_and_sorted_by_how_sure(model: VisionTransformer) -> None:
     """Nothing surer is left out, nothing right is in, names and numbers are those of the image."""
     split = load_digits().test
-    mistakes = report.confident_mistakes(model, split, labels=LABELS, count=12)
+    mistakes = confident_mistakes(evaluate(model, split, labels=LABELS), split, count=12)
     scores = keras.ops.convert_to_numpy(model(split.images.astype(np.float32)))
     probabilities = keras.ops.convert_to_numpy(keras.ops.softmax(scores))
     wrong = scores.argmax(axis=1) != split.targets
@@ -98,16 +100,21 @@ def test_a_perfect_model_makes_none(model: VisionTransformer) -> None:
     split = load_digits().validation
     predictions = keras.ops.convert_to_numpy(model(split.images.astype(np.float32))).argmax(axis=1)
     perfect = Split(images=split.images, targets=predictions.astype(np.int32))
-    assert report.confident_mistakes(model, perfect, labels=LABELS) == ()
+    measured = evaluate(model, perfect, labels=LABELS)
+    assert confident_mistakes(measured, perfect) == ()
     with pytest.raises(ValueError, match="no mistakes"):
-        report.plot_mistakes((), perfect, "nowhere.png")
-    wrong: dict[str, dict[str, Any]] = {
-        "count=0": {"count": 0},
-        "10 classes.*1 labels": {"labels": "a"},
+        plot_mistakes((), ())
+    bare = dataclasses.replace(measured, answers=None)
+    wrong: dict[str, tuple[Any, ...]] = {
+        "count=0": (measured, perfect, 0),
+        "Received: 179 answers, 359 images": (measured, load_digits().test, 1),
+        "Received: 0 answers": (bare, perfect, 1),
     }
-    for message, arguments in wrong.items():
+    for message, (about, images, count) in wrong.items():
         with pytest.raises(ValueError, match=message):
-            report.confident_mistakes(model, split, **{"labels": LABELS, **arguments})
+            confident_mistakes(about, images, count=count)
+    with pytest.raises(ValueError, match=r"10 classes, the data 1"):
+        evaluate(model, split, labels="a")
 
 
 @pytest.mark.full
@@ -118,18 +125,10 @@ def test_mistakes_are_drawn_from_files_too(model: VisionTransformer, tmp_path: P
     for path, image in zip(paths, digits.images, strict=True):
         path.write_bytes(tf.io.encode_png(image).numpy())
     split = Split(images=np.array([str(path) for path in paths]), targets=digits.targets)
-    mistakes = report.confident_mistakes(model, split, labels=LABELS, count=6)
+    mistakes = confident_mistakes(evaluate(model, split, labels=LABELS), split, count=6)
     assert len({each.name for each in mistakes} & {str(path) for path in paths}) == 6
     for count in (1, 6):
-        report.plot_mistakes(mistakes[:count], split, tmp_path / f"{count}.png")
+        shown = mistakes[:count]
+        figure = plot_mistakes(shown, [split.pixels(each.index) for each in shown])
+        figure.savefig(tmp_path / f"{count}.png")
         assert matplotlib.image.imread(tmp_path / f"{count}.png").std() > 0.05
-
-
-def test_without_matplotlib_the_pip_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error says what to run."""
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"pip install matplotlib"):
-        plot_confusion(evaluation(2), Path("nowhere.png"))
-    with pytest.raises(ImportError, match=r"pip install matplotlib"):
-        report.plot_mistakes((), load_digits().test, "nowhere.png")

@@ -1,4 +1,4 @@
-"""Tests of keras_vit.explain.attention, and of what keras_vit.explain.pictures compares."""
+"""Tests of keras_vit.explain.attention."""
 
 import concurrent.futures
 import dataclasses
@@ -292,7 +292,7 @@ def test_listening_changes_neither_the_answer_nor_the_model() -> None:
         model, images = sharp(CONFIGS[name]), images_for(CONFIGS[name])
         before = [vars(layer).get("call") for layer in model._flatten_layers()]
         expected = keras.ops.convert_to_numpy(model(images))
-        recorded = attention.record_attention(model, model, images)
+        (recorded,) = attention.records(model, [images])
         np.testing.assert_allclose(recorded.outputs, expected, atol=FLOAT32)
         np.testing.assert_array_equal(model(images), expected)
         assert [vars(layer).get("call") for layer in model._flatten_layers()] == before

@@ -1,4 +1,4 @@
-"""Tests of keras_vit.explain.page and of the maps on it, in keras_vit.explain.maps."""
+"""Tests of keras_vit.explain.page, and of the maps on it."""
 
 import base64
 import dataclasses
@@ -19,7 +19,7 @@ from test_explain_attention import CONFIGS, images_for, sharp
 
 from keras_vit import explain
 from keras_vit.config import ViTConfig
-from keras_vit.explain import maps
+from keras_vit.explain import attention, page
 from keras_vit.model import VisionTransformer
 
 CHARTS = {"distance", "positions", "filters"}
@@ -66,7 +66,8 @@ def test_heads_are_those_of_the_attention(name: str) -> None:
     first = config.num_prefix_tokens
     rows = weights[:, :, 0] if config.class_token else weights[:, :, first:].mean(axis=2)
     expected = rows[..., first:].reshape(*rows.shape[:2], *config.grid)
-    actual = np.stack(maps.head_attention(model, images))
+    (record,) = attention.records(model, [images])
+    actual = np.stack(attention.head_attention(record))
     assert actual.std() > 1e-3
     np.testing.assert_allclose(actual, expected, atol=FLOAT32)
 
@@ -75,11 +76,12 @@ def test_the_pooling_is_a_layer_with_heads_of_its_own() -> None:
     """Its number of heads may differ from that of the blocks."""
     config = dataclasses.replace(CONFIGS["map"], pooling_heads=1)
     model, images = sharp(config), images_for(config)[:1]
-    layers = maps.head_attention(model, images)
+    (record,) = attention.records(model, [images])
+    layers = attention.head_attention(record)
     assert [len(layer) for layer in layers] == [config.num_heads] * config.num_layers + [1]
     expected = explain.pooling_attention(model, images)[0].reshape(1, *config.grid)
     np.testing.assert_allclose(layers[-1], expected, atol=FLOAT32)
-    shown = maps.view(maps.make_subject(model, photo(32, 48)), [], layers)
+    shown = page.view(page.make_subject(model, photo(32, 48)), [], layers)
     names = [layer["name"] for layer in shown["layers"]]
     assert names == ["layer 0", "layer 1", "layer 2", "pooling"]
 
@@ -87,11 +89,11 @@ def test_the_pooling_is_a_layer_with_heads_of_its_own() -> None:
 def test_what_the_page_shows_is_within_a_level() -> None:
     """Maps are written in 256 levels, each from its own least value to its most."""
     model = sharp(TINY)
-    subject = maps.make_subject(model, photo(40, 40))
-    targets = maps.explained_classes(np.arange(7.0))
-    overlays = list(maps.overlays(subject, targets, "abcdefg"))
-    layers = maps.head_attention(model, subject.inputs)
-    shown = maps.view(subject, overlays, layers)
+    subject = page.make_subject(model, photo(40, 40))
+    subject = dataclasses.replace(subject, scores=np.arange(7.0))
+    overlays = page.overlays(subject, "abcdefg")
+    layers = attention.head_attention(subject.record)
+    shown = page.view(subject, overlays, layers)
     assert [each["name"] for each in shown["maps"]][:4] == [
         *("Relevance for g", "Relevance for f", "Relevance for e"),
         "Attention rollout",
@@ -105,7 +107,7 @@ def test_what_the_page_shows_is_within_a_level() -> None:
 
 def test_a_flat_map_stays_what_it_is() -> None:
     """Without an extent there is one level, and no number is lost to a division by zero."""
-    actual = unpacked(maps._packed(np.full((2, 3, 4), 0.25)), [3, 4])
+    actual = unpacked(page._packed(np.full((2, 3, 4), 0.25)), [3, 4])
     np.testing.assert_array_equal(actual, 0.25)
 
 
@@ -122,8 +124,8 @@ SHOWN = [
 def test_a_picture_has_its_own_size(tiny: VisionTransformer) -> None:
     """It is enlarged where it is tiny, reduced where it is huge, and keeps its aspect."""
     for shape, width, crisp, notes in SHOWN:
-        subject = maps.make_subject(tiny, photo(*shape))
-        shown = maps._shown(subject.image)
+        subject = page.make_subject(tiny, photo(*shape))
+        shown = page._shown(subject.image)
         assert (shown["width"], shown["crisp"]) == (width, crisp)
         aspect = subject.image.shape[1] / subject.image.shape[0]
         assert aspect == pytest.approx(shape[1] / shape[0], rel=0.01)
@@ -132,17 +134,17 @@ def test_a_picture_has_its_own_size(tiny: VisionTransformer) -> None:
         assert "It was resampled to 48 pixels wide" in subject.notes[0]
     for other in ((32, 48), (32, 48, 4), (1, 32, 48, 3)):
         with pytest.raises(ValueError, match=r"An image has the shape \(height, width, 3\)"):
-            maps.make_subject(tiny, np.zeros(other, np.uint8))
+            page.make_subject(tiny, np.zeros(other, np.uint8))
 
 
 def test_the_class_asked_for_comes_first() -> None:
     """Then the likeliest, each once; a class that is not there is an error."""
     scores = np.array([0.1, 0.6, 0.3])
-    assert maps.explained_classes(scores) == [1, 2, 0]
-    assert maps.explained_classes(scores, 2) == [2, 1, 0]
+    assert page.explained_classes(scores) == [1, 2, 0]
+    assert page.explained_classes(scores, 2) == [2, 1, 0]
     for target in (3, -1):
         with pytest.raises(ValueError, match=f"There is no class {target}; the model has 3"):
-            maps.explained_classes(scores, target)
+            page.explained_classes(scores, target)
 
 
 # The charts and pictures that a model lacks: a hybrid's filters act on features, attention with
@@ -190,7 +192,7 @@ def test_the_page_holds_everything_itself(tmp_path: Path) -> None:
     assert "What the model sees in a <b>.png" in actual.said
     assert "48 pixels wide and 32 high, as the model takes it" in actual.said
     shown = actual.view
-    assert shown["maps"][0]["caption"].startswith("Which patches speak for <gnu>:")
+    assert shown["maps"][0]["caption"].startswith("Class relevance for <gnu>:")
     assert [layer["name"] for layer in shown["layers"]] == ["layer 0", "layer 1", "layer 2"]
     assert len(text) < 3e6
 
@@ -250,7 +252,7 @@ def test_the_page_is_well_made_and_its_control_shows_the_chosen_head(tmp_path: P
     model, image = sharp(TINY), pixels(TINY)
     written = explain.write_explanation(model, image, tmp_path)[-1]
     assert browser.check_page(written) == []
-    layers = maps.head_attention(model, maps.make_subject(model, image).inputs)
+    layers = attention.head_attention(page.make_subject(model, image).record)
     with (
         browser.opened_browser() as chromium,
         browser.opened_page(chromium, written.as_uri(), width=390) as (opened, heard),

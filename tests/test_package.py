@@ -57,11 +57,11 @@ MODULES = [
 
 # A change may lower these, and raise none.
 CEILINGS = {
-    "files": 126,
-    "lines": 33_319,
+    "files": 118,
+    "lines": 33_057,
     "lines of tests": 24_773,
     "flags": 74,
-    "public names": 148,
+    "public names": 147,
 }
 
 # What lets the whole be used and passed on in products, beside the Apache licence of the package.

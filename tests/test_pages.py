@@ -55,7 +55,7 @@ def test_the_policy_allows_the_pages_own_words_and_nothing_else() -> None:
 def test_templates_have_nothing_that_the_policy_forbids() -> None:
     """No style or handler in an attribute, no address, and no end of a script inside of one."""
     shown = "http://127.0.0.1:8000"  # the text of a command
-    for file in sorted((Path(keras_vit.__path__[0]) / "pages" / "templates").iterdir()):
+    for file in sorted((Path(keras_vit.__path__[0]) / "templates").iterdir()):
         text = file.read_text(encoding="utf-8")
         assert not re.search(r"\s(style|on[a-z]+)=", text), file
         addresses = re.findall(r"https?://[^\s\"'<]*", text)

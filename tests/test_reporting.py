@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 from conftest import made
 
-from keras_vit import evaluation, reporting
+from keras_vit import evaluation, pages, reporting
 from keras_vit.data import ImageData, Split
 from keras_vit.evaluation import Answers
-from keras_vit.pages import rendering
-from keras_vit.reporting import facts, gallery
+from keras_vit.reporting import gallery, report
 from keras_vit.training import Provenance, Run
 
 HOSTILE = (
@@ -119,10 +118,10 @@ def test_the_head_of_a_report_says_one_and_names_files_in_their_folder(tmp_path:
         "provenance": Provenance.of("x", teacher="hf://timm/vit_base_patch16_224.mae").to_dict(),
     }
     run = Run(path=tmp_path, model=made(CONFIG), labels=("cat", "dog"), config=config)
-    said = dict(facts.summary(run.model, run, None))
+    said = dict(report._summary(run.model, run, None))
     assert said["Left out, damaged"] == "2: cat/a b.jpg, /elsewhere/c.jpg"
     assert said["Trained for"] == "1 epoch, 1 step of 1 image; epoch 1 was kept"
-    assert said["Learnt from the teacher"].endswith(".mae, licence CC-BY-NC-4.0")
+    assert said["Distilled from"].endswith(".mae, licence CC-BY-NC-4.0")
     assert said["Their terms"] == "No commercial use."
 
 
@@ -205,7 +204,7 @@ def test_a_training_does_not_fail_with_its_report(
 ) -> None:
     """The run is measured again without Jinja2: the numbers are there, and a warning."""
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    rendering._templates.cache_clear()
+    pages._templates.cache_clear()
     result = cli_rig.done("evaluate", place / "a", "--out", place / "again")
     assert "pip install jinja2" in result.errors[-1]
     assert {file.name for file in (place / "again").iterdir()} == {"metrics.json", "confusion.png"}

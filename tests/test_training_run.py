@@ -46,15 +46,17 @@ def test_a_run_is_replaced_only_on_demand(tmp_path: Path) -> None:
 
 
 def test_a_training_is_resumed_on_the_images_of_its_start(tmp_path: Path) -> None:
-    """The number of epochs may rise; other images are put back, or it begins anew."""
+    """The number of epochs may rise; other images and settings are refused, emptied ones too."""
     record = tmp_path / "settings.json"
-    record.write_text(json.dumps({"data": {"images": {"train": 240}}, "recipe": {"epochs": 3}}))
+    recipe = {"epochs": 3, "model": {"pooling": "avg"}}
+    record.write_text(json.dumps({"data": {"images": {"train": 240}}, "recipe": recipe}))
     more = {"data": {"images": {"train": 240}}, "recipe": {"epochs": 4}}
     assert check_settings(record, more) == 3
     assert check_settings(record, {**more, "recipe": {"epochs": 3}}) is None
-    others = {**more, "data": {"images": {"train": 212}}}
     with pytest.raises(ValueError, match="train=240, not 212; put the images back as they were"):
-        check_settings(record, others)
+        check_settings(record, {**more, "data": {"images": {"train": 212}}})
+    with pytest.raises(ValueError, match=r"recipe\.model=None, not {}"):
+        check_settings(record, {**more, "recipe": {"epochs": 3, "model": {}}})
 
 
 def test_what_is_no_run_is_never_replaced(tmp_path: Path) -> None:

@@ -76,8 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def look(opened: "OpenedModel", image: "np.ndarray") -> "tuple[dict[str, float] | None, Maps, str]":
     """Returns the probabilities of the likeliest classes, maps with their names, and notes."""
-    from keras_vit import evaluation
-    from keras_vit.explain import maps, pictures
+    from keras_vit import evaluation, figures
+    from keras_vit.explain import page
 
     counts = collections.Counter(opened.labels)  # ImageNet has two classes "crane"
     names = [
@@ -89,13 +89,11 @@ def look(opened: "OpenedModel", image: "np.ndarray") -> "tuple[dict[str, float] 
         (found,) = evaluation.predict(opened.model, [image], labels=names)
         classes, notes = {each.label: each.probability for each in found}, []
     try:
-        subject = maps.make_subject(opened.model, image)
-        scores = maps.class_scores(subject)
-        targets = [] if scores is None else maps.explained_classes(scores)
-        overlays = list(maps.overlays(subject, targets, names))
+        subject = page.make_subject(opened.model, image)
+        maps = page.overlays(subject, names)
     except ValueError as error:  # it holds no Vision Transformer, or pools by maximum
         return classes, [], " ".join([*notes, str(error)])
-    shown = [(pictures.lit(subject.image / 255, each.values), each.name) for each in overlays]
+    shown = [(figures.lit(subject.image / 255, each.values), each.name) for each in maps]
     return classes, shown, " ".join([*notes, *subject.notes])
 
 

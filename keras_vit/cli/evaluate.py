@@ -85,7 +85,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(arguments: argparse.Namespace) -> int:
     """Evaluates, prints, and writes the report to `--out`."""
-    from keras_vit import evaluation, publishing
+    from keras_vit import evaluation, reporting
 
     opened = inference.open_model(arguments)
     if not opened.has_classifier:
@@ -105,10 +105,10 @@ def run(arguments: argparse.Namespace) -> int:
     if out is not None:
         written = _write(out, opened, data, evaluations, arguments)
         if opened.run is not None and out == unmeasured:
-            publishing.write_card(opened.run)
+            reporting.write_card(opened.run)
     output.show_evaluations(evaluations, json=arguments.json)
     if arguments.more:
-        _show_more(model, data, out=arguments.out, views=views, json=arguments.json)
+        _show_more(model, data, evaluations.get("test"), out=arguments.out, json=arguments.json)
     if arguments.real is not None:
         _show_real(model, data, file=arguments.real, views=views, json=arguments.json)
     if not arguments.json:
@@ -250,22 +250,24 @@ def _print_features(measures: dict[str, Any]) -> None:
 def _show_more(
     model: "keras.Model",
     data: "ImageData",
+    measured: "Evaluation | None",
     *,
     out: str | None,
-    views: "Views | None",
     json: bool,
 ) -> None:
     """Prints calibration error, features and mistakes on the test images."""
-    import numpy as np
-
     from keras_vit import evaluation
+    from keras_vit.atomic import whole_file
 
-    mistakes = evaluation.confident_mistakes(model, data.test, labels=data.labels, tta=views)
-    probabilities = np.exp(evaluation.log_probabilities(model, data.test, tta=views))
-    error = evaluation.calibration(probabilities, data.test.targets).error
+    if measured is None or measured.answers is None:
+        raise ValueError(f"{data.source!r} holds no test images, which --more is about.")
+    error = measured.answers.calibration.error
+    mistakes = evaluation.confident_mistakes(measured, data.test)
     features = _measure_features(model, data)
     if out is not None and mistakes:
-        evaluation.plot_mistakes(mistakes, data.test, Path(out) / _MISTAKES)
+        images = [data.test.pixels(mistake.index) for mistake in mistakes]
+        with whole_file(Path(out) / _MISTAKES) as file:
+            evaluation.plot_mistakes(mistakes, images).savefig(file, dpi=120, format="png")
     if json:
         rows = [dataclasses.asdict(mistake) for mistake in mistakes]
         output.print_json("more", calibration_error=error, **features, mistakes=rows)

@@ -81,7 +81,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(arguments: argparse.Namespace) -> int:
     """Trains and prints."""
-    from keras_vit import publishing, training
+    from keras_vit import reporting, training
     from keras_vit.training.train import make_engine
 
     start = time.monotonic()
@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
         display.show(event)
         if isinstance(event, training.TrainingDone):  # the run directory appears after this
             _write_report(event.run, arguments)
-            publishing.write_card(event.run, name=Path(arguments.out).name)
+            reporting.write_card(event.run, name=Path(arguments.out).name)
         track(event)
 
     with display, tracking.trackers(arguments, recipe) as track:

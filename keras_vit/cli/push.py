@@ -53,9 +53,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(arguments: argparse.Namespace) -> int:
     """Uploads, and prints the address."""
-    from keras_vit import publishing
+    from keras_vit import reporting
 
-    published = publishing.push(
+    published = reporting.push(
         arguments.run_path,
         arguments.address,
         private=arguments.private,

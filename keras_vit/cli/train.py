@@ -276,7 +276,7 @@ def _evaluate(
     result: "Run", data: "ImageData", arguments: argparse.Namespace
 ) -> "dict[str, Evaluation]":
     """Evaluates a run on its validation and test images; writes its report and card into it."""
-    from keras_vit import evaluation, publishing, reporting
+    from keras_vit import evaluation, reporting
     from keras_vit.training import run as training_run
 
     evaluations = {
@@ -293,7 +293,7 @@ def _evaluate(
         command=arguments.command,
     )
     output.warn(reporting.try_report(result.path / training_run.REPORT, subject))
-    publishing.write_card(result, name=Path(arguments.out).name)
+    reporting.write_card(result, name=Path(arguments.out).name)
     return evaluations
 
 

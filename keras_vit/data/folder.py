@@ -14,7 +14,7 @@ import numpy as np
 
 from keras_vit import environment
 from keras_vit.data import images, source
-from keras_vit.data.source import Damage, ImageData, LeftOut, Split
+from keras_vit.data.source import SPLIT_COLUMNS, Damage, ImageData, LeftOut, Split
 
 _SHOWN = 10
 
@@ -27,7 +27,6 @@ NO_FILE = "are neither files nor folders"
 HIDDEN = "are hidden: their names begin with a dot"
 OUTSIDE = "lie outside of the folders of classes or splits"
 
-_COLUMNS = ("split", "label", "path")  # of the file that says which images a run has seen
 
 # Stands for the pipe in a list of names.
 PIPE = "-"
@@ -218,25 +217,8 @@ def load_unlabelled_folder(
     )
 
 
-def write_splits(data: ImageData, file: Path) -> None:
-    """Writes a CSV file with the columns split, label and path.
-
-    Args:
-        data: images of a folder.
-        file: where to write; the paths in it are relative to `data.source`.
-    """
-    with file.open("w", encoding="utf-8", errors="surrogateescape", newline="") as stream:
-        writer = csv.writer(stream)
-        writer.writerow(_COLUMNS)
-        for name in source.SPLITS:
-            split = data.split(name)
-            for image, target in zip(split.images, split.targets, strict=True):
-                path = Path(image).relative_to(data.source).as_posix()
-                writer.writerow([name, data.labels[target] if data.labels else "", path])
-
-
 def read_splits(file: Path, *, root: str | os.PathLike[str], labels: Sequence[str]) -> ImageData:
-    """Returns the images that `write_splits` wrote down.
+    """Returns the images that `ImageData.write_splits` wrote down.
 
     Args:
         file: the CSV file.
@@ -542,10 +524,10 @@ def _rows(file: Path) -> list[dict[str, str]]:
             rows = list(csv.DictReader(stream, strict=True))
     except csv.Error:
         rows = [{}]
-    if not rows or any(tuple(row) != _COLUMNS or None in row.values() for row in rows):
+    if not rows or any(tuple(row) != SPLIT_COLUMNS or None in row.values() for row in rows):
         raise ValueError(
-            f"{str(file)!r} is damaged: it is not lines of {', '.join(_COLUMNS)}; put back the one "
-            "that training wrote, or name a folder to evaluate on."
+            f"{str(file)!r} is damaged: it is not lines of {', '.join(SPLIT_COLUMNS)}; put back "
+            "the one that training wrote, or name a folder to evaluate on."
         )
     return rows
 

@@ -1,5 +1,6 @@
 """Labelled images in splits: pixels, encoded images, files, or records that are read by number."""
 
+import csv
 import dataclasses
 import functools
 import hashlib
@@ -7,6 +8,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -15,6 +17,7 @@ import tensorflow as tf
 from keras_vit.data import images
 
 SPLITS = ("train", "validation", "test")
+SPLIT_COLUMNS = ("split", "label", "path")  # of the file that says which images a run has seen
 # Fractions of the training images that become the splits that are missing.
 VALIDATION, TEST = 0.1, 0.1
 DAMAGED = "cannot be decoded"
@@ -360,6 +363,17 @@ class ImageData:
     def counts(self) -> dict[str, int]:
         """Number of images in each split."""
         return {name: len(self.split(name)) for name in SPLITS}
+
+    def write_splits(self, file: Path) -> None:
+        """Writes which image of a folder is in which split as CSV; paths are relative to it."""
+        with file.open("w", encoding="utf-8", errors="surrogateescape", newline="") as stream:
+            writer = csv.writer(stream)
+            writer.writerow(SPLIT_COLUMNS)
+            for name in SPLITS:
+                split = self.split(name)
+                for image, target in zip(split.images, split.targets, strict=True):
+                    path = Path(image).relative_to(self.source).as_posix()
+                    writer.writerow([name, self.labels[target] if self.labels else "", path])
 
 
 def assign_splits(

@@ -1,35 +1,37 @@
 """Measures classifiers and names what images show. TensorFlow only."""
 
 from keras_vit.environment import has_bfloat16_units
-from keras_vit.evaluation.features import NEIGHBORS, SHOTS, FewShot, few_shot, nearest_neighbors
 from keras_vit.evaluation.metrics import (
+    METRICS,
+    NEIGHBORS,
+    SHOTS,
     Answers,
     Calibration,
     ClassScore,
     Evaluation,
+    FewShot,
+    Mistake,
     calibration,
-    calibration_of_answers,
+    confident_mistakes,
     evaluate,
+    few_shot,
+    nearest_neighbors,
     read_real_labels,
     real_accuracy,
+    write_report,
 )
-from keras_vit.evaluation.outputs import (
+from keras_vit.evaluation.predictions import (
     PRECISIONS,
+    Prediction,
     frozen_features,
     in_precision,
     log_probabilities,
+    predict,
+    predict_files,
     prediction_batch_size,
     sensible_batch_size,
 )
-from keras_vit.evaluation.predictions import Prediction, predict, predict_files
-from keras_vit.evaluation.report import (
-    METRICS,
-    Mistake,
-    confident_mistakes,
-    plot_confusion,
-    plot_mistakes,
-    write_report,
-)
+from keras_vit.figures import plot_confusion, plot_mistakes
 
 __all__ = [
     "METRICS",
@@ -44,7 +46,6 @@ __all__ = [
     "Mistake",
     "Prediction",
     "calibration",
-    "calibration_of_answers",
     "confident_mistakes",
     "evaluate",
     "few_shot",

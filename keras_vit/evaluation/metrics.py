@@ -1,4 +1,4 @@
-"""Measures a classifier: accuracy, loss, confusions, calibration, and ImageNet ReaL."""
+"""Measures a model: accuracy, confusions, mistakes, calibration, and its frozen features."""
 
 import dataclasses
 import json
@@ -10,149 +10,24 @@ from typing import Any
 import keras
 import numpy as np
 
+from keras_vit import environment
+from keras_vit.atomic import whole_file
 from keras_vit.data import Split, Views
-from keras_vit.evaluation.outputs import log_probabilities
+from keras_vit.evaluation.predictions import frozen_features, log_probabilities
+from keras_vit.figures import plot_confusion
 
+METRICS, CONFUSION = "metrics.json", "confusion.png"
+TOP = 5
 # Guo et al., "On Calibration of Modern Neural Networks" (arXiv 1706.04599, Section 5).
 BINS = 15
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Calibration:
-    """How sure a model is, and how often it is right, in bins of equal width.
-
-    Attributes:
-        images: (bins,) how many images fall into each.
-        confidence: (bins,) mean probability of the likeliest class; NaN in an empty bin.
-        accuracy: (bins,) fraction of them that are right; NaN in an empty bin.
-    """
-
-    images: np.ndarray
-    confidence: np.ndarray
-    accuracy: np.ndarray
-
-    @property
-    def error(self) -> float:
-        """The expected calibration error: the mean gap of the bins, weighted by their images."""
-        gap = np.abs(self.accuracy - self.confidence)
-        return float(np.nansum(self.images * gap) / self.images.sum())
-
-    @property
-    def largest_gap(self) -> float:
-        """The maximum calibration error: the gap of the worst bin."""
-        return float(np.nanmax(np.abs(self.accuracy - self.confidence)))
-
-
-def calibration(probabilities: np.ndarray, targets: np.ndarray, *, bins: int = BINS) -> Calibration:
-    """Compares how sure a classifier is with how often it is right.
-
-    Example:
-        >>> sure = calibration(np.array([[0.9, 0.1]] * 10), np.array([0] * 7 + [1] * 3))
-        >>> round(sure.error, 3)  # sure by 0.9, right in 0.7
-        0.2
-
-    Args:
-        probabilities: (count, C), each row with sum 1.
-        targets: (count,) the right classes.
-        bins: how many equal parts of 0..1.
-
-    Raises:
-        ValueError: the rows are not probabilities, or the counts differ.
-    """
-    probabilities = np.asarray(probabilities, np.float64)
-    targets = np.asarray(targets)
-    if probabilities.ndim != 2 or probabilities.shape[:1] != targets.shape or bins < 1:
-        raise ValueError(
-            "calibration takes probabilities (count, classes), targets (count,), bins above 0. "
-            f"Received: shapes {probabilities.shape} and {targets.shape}, bins={bins!r}."
-        )
-    if not len(targets) or np.abs(probabilities.sum(axis=1) - 1).max() > 1e-3:
-        raise ValueError(
-            "Each row must be probabilities with sum 1; apply softmax to logits first, and give at "
-            f"least one row. Received: {len(targets)} rows."
-        )
-    return calibration_of_answers(
-        probabilities.max(axis=1), probabilities.argmax(axis=1) == targets, bins=bins
-    )
-
-
-def calibration_of_answers(
-    confidence: np.ndarray, right: np.ndarray, *, bins: int = BINS
-) -> Calibration:
-    """Returns the `calibration` of likeliest classes alone.
-
-    Example:
-        >>> answers = calibration_of_answers(np.full(10, 0.9), np.arange(10) < 7)
-        >>> round(answers.error, 3)
-        0.2
-
-    Args:
-        confidence: (count,) probability of the likeliest class.
-        right: (count,) whether it is the right one.
-        bins: how many equal parts of 0..1.
-    """
-    # A bin holds its upper edge, as in the paper: ((m - 1) / M, m / M].
-    place = np.clip(np.ceil(confidence * bins).astype(int) - 1, 0, bins - 1)
-    images = np.bincount(place, minlength=bins)
-    with np.errstate(invalid="ignore"):
-        return Calibration(
-            images,
-            np.bincount(place, weights=confidence, minlength=bins) / images,
-            np.bincount(place, weights=right, minlength=bins) / images,
-        )
-
-
-def read_real_labels(path: str | os.PathLike[str]) -> tuple[frozenset[int], ...]:
-    """Reads real.json: the classes that each validation image shows, in the order of their names.
-
-    Returns:
-        For each image the right classes; none for an image that shows none of the 1,000.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file is not a list of lists of class numbers.
-    """
-    try:
-        rows = json.loads(Path(path).read_text(encoding="utf-8"))
-        return tuple(frozenset(_class_number(target) for target in row) for row in rows)
-    except (TypeError, UnicodeDecodeError, ValueError) as error:
-        raise ValueError(
-            f"{str(path)!r} is not a list of lists of class numbers ({error}); fetch real.json of "
-            "google-research/reassessed-imagenet."
-        ) from error
-
-
-def real_accuracy(scores: np.ndarray, labels: Sequence[Collection[int]]) -> float:
-    """Returns the fraction of images whose likeliest class is among the right ones.
-
-    Images without a right class do not count.
-
-    Example:
-        >>> scores = np.array([[0.9, 0.1, 0], [0.2, 0.7, 0.1], [0, 0, 1.0]])
-        >>> real_accuracy(scores, [{0, 2}, {0}, set()])
-        0.5
-
-    Args:
-        scores: (count, C) logits or probabilities.
-        labels: the right classes of each image, as `read_real_labels` gives them.
-
-    Raises:
-        ValueError: the counts differ, or no image has a right class.
-    """
-    scores = np.asarray(scores)
-    if scores.ndim != 2 or len(scores) != len(labels):
-        raise ValueError(
-            "real_accuracy takes scores (count, classes) and as many sets of labels. "
-            f"Received: shape {scores.shape} and {len(labels)} sets."
-        )
-    predicted = scores.argmax(axis=1).tolist()
-    right = [guess in allowed for guess, allowed in zip(predicted, labels, strict=True) if allowed]
-    if not right:
-        raise ValueError("No image has a right class; there is nothing to measure.")
-    return sum(right) / len(right)
-
-
-TOP = 5
+# facebookresearch/dino, eval_knn.py (arXiv 2104.14294, Section 4.1).
+NEIGHBORS, TEMPERATURE = 20, 0.07
+# google-research/big_vision, evaluators/fewshot_lsr.py.
+SHOTS, REGULARIZATION = (1, 5, 10, 25), 2.0**10
+# A constant feature stands for the bias: so large that regularisation hardly sees it.
+BIAS_FEATURE = 100.0
+# Added to the standard deviation before features are divided by it.
+DEVIATION_EPSILON = 1e-5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -185,6 +60,22 @@ class Answers:
     targets: np.ndarray
     predicted: np.ndarray
     confidence: np.ndarray
+
+    @property
+    def right(self) -> np.ndarray:
+        """Whether the likeliest class is the right one, of each image."""
+        return np.asarray(self.predicted == self.targets)
+
+    @property
+    def mistakes(self) -> np.ndarray:
+        """Positions of the images with another likeliest class, the surest first."""
+        surest = np.argsort(-self.confidence, kind="stable")
+        return np.asarray(surest[~self.right[surest]])
+
+    @property
+    def calibration(self) -> "Calibration":
+        """How sure the model is, and how often it is right."""
+        return _calibration(self.confidence, self.right, bins=BINS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -283,8 +174,6 @@ def evaluate(
     Raises:
         ValueError: the split is empty, or the model has another number of classes.
     """
-    if not len(split):
-        raise ValueError("There are no images to evaluate on; give a split that has some.")
     if model.output_shape[-1] != len(labels):
         raise ValueError(
             f"The model has {model.output_shape[-1]} classes, the data {len(labels)}; "
@@ -292,12 +181,6 @@ def evaluate(
         )
     scores = log_probabilities(model, split, batch_size=batch_size, tta=tta)
     return _measure(scores, split.targets, labels=tuple(labels), tta=tta)
-
-
-def _class_number(target: object) -> int:
-    if not isinstance(target, int) or isinstance(target, bool) or target < 0:
-        raise ValueError(f"found {target!r}")
-    return target
 
 
 def _measure(
@@ -321,3 +204,396 @@ def _measure(
         ),
         test_time_augmentation=None if tta is None else tta.to_dict(),
     )
+
+
+def write_report(
+    directory: str | os.PathLike[str], evaluations: Mapping[str, Evaluation], *, drawn: str = "test"
+) -> None:
+    """Writes `metrics.json` with every evaluation and `confusion.png` with one.
+
+    Example:
+        >>> import tempfile
+        >>> evaluation = Evaluation(labels=("cat", "dog"), confusion=np.array([[3, 1], [0, 4]]),
+        ...                         loss=0.5, top5_accuracy=None)
+        >>> folder = tempfile.mkdtemp()
+        >>> write_report(folder, {"test": evaluation})
+        >>> sorted(os.listdir(folder))
+        ['confusion.png', 'metrics.json']
+
+    Args:
+        directory: where to write; it must exist.
+        evaluations: evaluations by the name of their split.
+        drawn: the one to draw; where there is none of that name, the last is.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: there is no evaluation.
+    """
+    directory = Path(directory)
+    numbers = {name: evaluation.to_dict() for name, evaluation in evaluations.items()}
+    if not evaluations:
+        raise ValueError("A report needs the evaluation of a split; give one or more.")
+    name = drawn if drawn in evaluations else list(evaluations)[-1]
+    figure = plot_confusion(evaluations[name].confusion, evaluations[name].labels)
+    with whole_file(directory / CONFUSION) as file:
+        figure.savefig(file, dpi=120)
+    with whole_file(directory / METRICS) as file:
+        file.write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
+
+
+@dataclasses.dataclass(frozen=True)
+class Mistake:
+    """One image that was taken for another class.
+
+    Attributes:
+        index: its place in the split.
+        name: its path, or its number where the images are in memory.
+        label: the class that it is filed under.
+        predicted: the class that it was taken for.
+        probability: of the class that it was taken for, 0..1.
+    """
+
+    index: int
+    name: str
+    label: str
+    predicted: str
+    probability: float
+
+
+def confident_mistakes(
+    evaluation: Evaluation, split: Split, *, count: int = 16
+) -> tuple[Mistake, ...]:
+    """Returns the mistakes that a model is surest of, the surest first.
+
+    Args:
+        evaluation: of the model on the split, by `evaluate`.
+        split: the images and their targets.
+        count: how many; fewer where fewer were made.
+
+    Raises:
+        ValueError: the evaluation has no answers to the images of this split, or `count` is below
+            one.
+    """
+    answers = evaluation.answers
+    if count < 1 or answers is None or not np.array_equal(answers.targets, split.targets):
+        raise ValueError(
+            "confident_mistakes takes an evaluation with its answers, the split that it is of, and "
+            f"a count above 0. Received: {0 if answers is None else len(answers.targets)} answers, "
+            f"{len(split)} images, count={count!r}."
+        )
+    return tuple(
+        Mistake(
+            index=int(index),
+            name=split.name(int(index)),
+            label=evaluation.labels[answers.targets[index]],
+            predicted=evaluation.labels[answers.predicted[index]],
+            probability=float(answers.confidence[index]),
+        )
+        for index in answers.mistakes[:count]
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Calibration:
+    """How sure a model is, and how often it is right, in bins of equal width.
+
+    Attributes:
+        images: (bins,) how many images fall into each.
+        confidence: (bins,) mean probability of the likeliest class; NaN in an empty bin.
+        accuracy: (bins,) fraction of them that are right; NaN in an empty bin.
+    """
+
+    images: np.ndarray
+    confidence: np.ndarray
+    accuracy: np.ndarray
+
+    @property
+    def error(self) -> float:
+        """The expected calibration error: the mean gap of the bins, weighted by their images."""
+        gap = np.abs(self.accuracy - self.confidence)
+        return float(np.nansum(self.images * gap) / self.images.sum())
+
+    @property
+    def largest_gap(self) -> float:
+        """The maximum calibration error: the gap of the worst bin."""
+        return float(np.nanmax(np.abs(self.accuracy - self.confidence)))
+
+
+def calibration(probabilities: np.ndarray, targets: np.ndarray, *, bins: int = BINS) -> Calibration:
+    """Compares how sure a classifier is with how often it is right.
+
+    Example:
+        >>> sure = calibration(np.array([[0.9, 0.1]] * 10), np.array([0] * 7 + [1] * 3))
+        >>> round(sure.error, 3)  # sure by 0.9, right in 0.7
+        0.2
+
+    Args:
+        probabilities: (count, C), each row with sum 1.
+        targets: (count,) the right classes.
+        bins: how many equal parts of 0..1.
+
+    Raises:
+        ValueError: the rows are not probabilities, or the counts differ.
+    """
+    probabilities = np.asarray(probabilities, np.float64)
+    targets = np.asarray(targets)
+    if probabilities.ndim != 2 or probabilities.shape[:1] != targets.shape or bins < 1:
+        raise ValueError(
+            "calibration takes probabilities (count, classes), targets (count,), bins above 0. "
+            f"Received: shapes {probabilities.shape} and {targets.shape}, bins={bins!r}."
+        )
+    if not len(targets) or np.abs(probabilities.sum(axis=1) - 1).max() > 1e-3:
+        raise ValueError(
+            "Each row must be probabilities with sum 1; apply softmax to logits first, and give at "
+            f"least one row. Received: {len(targets)} rows."
+        )
+    right = probabilities.argmax(axis=1) == targets
+    return _calibration(probabilities.max(axis=1), right, bins=bins)
+
+
+def _calibration(confidence: np.ndarray, right: np.ndarray, *, bins: int) -> Calibration:
+    # A bin holds its upper edge, as in the paper: ((m - 1) / M, m / M].
+    place = np.clip(np.ceil(confidence * bins).astype(int) - 1, 0, bins - 1)
+    images = np.bincount(place, minlength=bins)
+    with np.errstate(invalid="ignore"):
+        return Calibration(
+            images,
+            np.bincount(place, weights=confidence, minlength=bins) / images,
+            np.bincount(place, weights=right, minlength=bins) / images,
+        )
+
+
+def read_real_labels(path: str | os.PathLike[str]) -> tuple[frozenset[int], ...]:
+    """Reads real.json: the classes that each validation image shows, in the order of their names.
+
+    Returns:
+        For each image the right classes; none for an image that shows none of the 1,000.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is not a list of lists of class numbers.
+    """
+    try:
+        rows = json.loads(Path(path).read_text(encoding="utf-8"))
+        return tuple(frozenset(_class_number(target) for target in row) for row in rows)
+    except (TypeError, UnicodeDecodeError, ValueError) as error:
+        raise ValueError(
+            f"{str(path)!r} is not a list of lists of class numbers ({error}); fetch real.json of "
+            "google-research/reassessed-imagenet."
+        ) from error
+
+
+def real_accuracy(scores: np.ndarray, labels: Sequence[Collection[int]]) -> float:
+    """Returns the fraction of images whose likeliest class is among the right ones.
+
+    Images without a right class do not count.
+
+    Example:
+        >>> scores = np.array([[0.9, 0.1, 0], [0.2, 0.7, 0.1], [0, 0, 1.0]])
+        >>> real_accuracy(scores, [{0, 2}, {0}, set()])
+        0.5
+
+    Args:
+        scores: (count, C) logits or probabilities.
+        labels: the right classes of each image, as `read_real_labels` gives them.
+
+    Raises:
+        ValueError: the counts differ, or no image has a right class.
+    """
+    scores = np.asarray(scores)
+    if scores.ndim != 2 or len(scores) != len(labels):
+        raise ValueError(
+            "real_accuracy takes scores (count, classes) and as many sets of labels. "
+            f"Received: shape {scores.shape} and {len(labels)} sets."
+        )
+    predicted = scores.argmax(axis=1).tolist()
+    right = [guess in allowed for guess, allowed in zip(predicted, labels, strict=True) if allowed]
+    if not right:
+        raise ValueError("No image has a right class; there is nothing to measure.")
+    return sum(right) / len(right)
+
+
+def _class_number(target: object) -> int:
+    if not isinstance(target, int) or isinstance(target, bool) or target < 0:
+        raise ValueError(f"found {target!r}")
+    return target
+
+
+@dataclasses.dataclass(frozen=True)
+class FewShot:
+    """The accuracy with some number of labelled images of each class.
+
+    Attributes:
+        shots: labelled images of each class.
+        accuracies: fraction of test images named rightly, for each seed.
+    """
+
+    shots: int
+    accuracies: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        """The mean over seeds."""
+        return float(np.mean(self.accuracies))
+
+    @property
+    def spread(self) -> float:
+        """The standard deviation over seeds (of the sample); 0 with one seed."""
+        return float(np.std(self.accuracies, ddof=1)) if len(self.accuracies) > 1 else 0.0
+
+
+def few_shot(
+    model: keras.Model,
+    *,
+    train: Split,
+    test: Split,
+    shots: Sequence[int] = SHOTS,
+    seeds: int = 5,
+    regularization: float = REGULARIZATION,
+) -> tuple[FewShot, ...]:
+    """Measures a frozen model by linear classifiers fitted to a few images of each class.
+
+    A regularised least-squares regression onto targets in {-1, 1}, in closed form (arXiv
+    2010.11929, Section 4.1). Every seed draws other images; a larger number of shots holds the
+    images of the smaller.
+
+    Example:
+        >>> import keras_vit
+        >>> from keras_vit.data import load_digits
+        >>> config = keras_vit.ViTConfig(
+        ...     input_shape=(8, 8, 3), patch_size=4, hidden_dim=8, mlp_dim=8, num_heads=1,
+        ...     num_layers=1, classes=None, include_preprocessing=True)
+        >>> model, data = keras_vit.VisionTransformer(config), load_digits()
+        >>> results = few_shot(model, train=data.train, test=data.test, shots=(1, 5))
+        >>> [(result.shots, len(result.accuracies)) for result in results]
+        [(1, 5), (5, 5)]
+
+    Args:
+        model: as `frozen_features` takes it.
+        train: images to draw the labelled ones from.
+        test: images to measure on.
+        shots: labelled images of each class.
+        seeds: how many draws; number `seed` is a function of it and of the targets alone.
+        regularization: the weight of the squared weights, as in big_vision.
+
+    Returns:
+        One result for each number of shots, in that order.
+
+    Raises:
+        ImportError: scikit-learn is not installed.
+        ValueError: a class of `train` has fewer images than shots, or a number is out of range.
+    """
+    _check(train, test, shots=shots, seeds=seeds, regularization=regularization)
+    train_features, test_features = (frozen_features(model, split) for split in (train, test))
+    accuracies: dict[int, list[float]] = {count: [] for count in shots}
+    for seed in range(seeds):
+        for count, indices in draw_shots(train.targets, shots=shots, seed=seed).items():
+            features, targets = train_features[indices], train.targets[indices]
+            classifier = fit_linear(features, targets, regularization=regularization)
+            accuracies[count].append(float(classifier.score(test_features, test.targets)))
+    return tuple(FewShot(count, tuple(values)) for count, values in accuracies.items())
+
+
+def nearest_neighbors(
+    model: keras.Model,
+    *,
+    train: Split,
+    test: Split,
+    neighbors: int = NEIGHBORS,
+    temperature: float = TEMPERATURE,
+) -> float:
+    """Measures a frozen model by k nearest neighbours: no training, nothing to tune.
+
+    The `neighbors` train images of highest cosine similarity vote, each with the weight
+    exp(similarity / temperature).
+
+    Args:
+        model: as `frozen_features` takes it.
+        train: images that vote.
+        test: images to measure on.
+        neighbors: how many vote.
+        temperature: a lower one favours the most similar images.
+
+    Returns:
+        The fraction of test images named rightly.
+
+    Raises:
+        ImportError: scikit-learn is not installed.
+        ValueError: there are fewer train images than neighbours, or a number is out of range.
+    """
+    if not 1 <= neighbors <= len(train) or temperature <= 0:
+        raise ValueError(
+            f"neighbors must be from 1 to the {len(train)} train images, temperature above 0. "
+            f"Received: neighbors={neighbors!r}, temperature={temperature!r}."
+        )
+    references, queries = (frozen_features(model, split) for split in (train, test))
+    classifier = neighbor_classifier(neighbors, temperature)
+    return float(classifier.fit(references, train.targets).score(queries, test.targets))
+
+
+def neighbor_classifier(neighbors: int, temperature: float) -> Any:
+    """Returns scikit-learn's classifier in which the most similar features vote."""
+    with environment.installed("Neighbours are found by scikit-learn", "scikit-learn"):
+        import sklearn.neighbors
+        import sklearn.pipeline
+        import sklearn.preprocessing
+
+    def weights(distances: np.ndarray) -> np.ndarray:
+        # Of unit vectors the squared distance is 2 - 2 cos. The most similar counts 1: the exponent
+        # cannot overflow, and the order stays.
+        nearest = distances.min(axis=1, keepdims=True)
+        return np.asarray(np.exp((nearest - distances) / (2 * temperature)))
+
+    voters = sklearn.neighbors.KNeighborsClassifier(
+        neighbors, metric="sqeuclidean", algorithm="brute", weights=weights
+    )
+    return sklearn.pipeline.make_pipeline(sklearn.preprocessing.Normalizer(), voters)
+
+
+def draw_shots(targets: np.ndarray, *, shots: Sequence[int], seed: int) -> dict[int, np.ndarray]:
+    """Draws so many images of each class: their positions, by the number of shots."""
+    generator = np.random.default_rng(seed)
+    orders = [
+        generator.permutation(np.flatnonzero(targets == target)) for target in np.unique(targets)
+    ]
+    return {count: np.concatenate([order[:count] for order in orders]) for count in shots}
+
+
+def fit_linear(features: np.ndarray, targets: np.ndarray, *, regularization: float) -> Any:
+    """Fits scikit-learn's least-squares classifier onto {-1, 1} to whitened features (count, D)."""
+    with environment.installed("Features are classified by scikit-learn", "scikit-learn"):
+        import sklearn.linear_model
+        import sklearn.pipeline
+        import sklearn.preprocessing
+
+    mean = features.mean(axis=0, dtype=np.float64)
+    deviation = features.std(axis=0, dtype=np.float64) + DEVIATION_EPSILON
+
+    def whiten(features: np.ndarray) -> np.ndarray:
+        whitened = (features.astype(np.float64) - mean) / deviation
+        return np.pad(whitened, ((0, 0), (0, 1)), constant_values=BIAS_FEATURE)
+
+    ridge = sklearn.linear_model.RidgeClassifier(
+        alpha=regularization, fit_intercept=False, solver="cholesky"
+    )
+    whitening = sklearn.preprocessing.FunctionTransformer(whiten)
+    return sklearn.pipeline.make_pipeline(whitening, ridge).fit(features, targets)
+
+
+def _check(
+    train: Split, test: Split, *, shots: Sequence[int], seeds: int, regularization: float
+) -> None:
+    if not shots or min(shots) < 1 or seeds < 1 or regularization <= 0:
+        raise ValueError(
+            "shots, seeds and regularization must be above 0. "
+            f"Received: shots={tuple(shots)}, seeds={seeds}, regularization={regularization}."
+        )
+    classes, counts = np.unique(train.targets, return_counts=True)
+    if len(counts) and counts.min() < max(shots):
+        raise ValueError(
+            f"Class {classes[counts.argmin()]} has {counts.min()} images to draw from, fewer than "
+            f"the {max(shots)} shots asked for; ask for fewer, or bring more images."
+        )
+    unknown = sorted(set(test.targets.tolist()) - set(classes.tolist()))
+    if unknown:
+        raise ValueError(f"The test images show class {unknown[0]}, the images to draw from not.")

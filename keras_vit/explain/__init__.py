@@ -4,20 +4,20 @@ from keras_vit.explain.attention import (
     attention_rollout,
     attention_weights,
     class_relevance,
+    embedding_filters,
     mean_attention_distance,
     pooling_attention,
+    position_similarity,
+    token_similarity,
 )
 from keras_vit.explain.page import write_explanation
-from keras_vit.explain.pictures import (
+from keras_vit.figures import (
     Filters,
-    embedding_filters,
     plot_attention_distance,
     plot_filters,
     plot_heads,
     plot_heatmap,
     plot_position_similarity,
-    position_similarity,
-    token_similarity,
 )
 
 __all__ = [

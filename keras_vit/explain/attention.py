@@ -1,16 +1,24 @@
-"""What attends to what: attention weights, rollout, distance, and relevance for a class."""
+"""What attends to what, from one recorded pass, and what the model has learned about patches.
+
+Shapes: B images, L blocks, H heads, N tokens (the patches in row order are the last), D the width
+of a token, (h, w) the grid of patches.
+"""
 
 import dataclasses
+import functools
+import itertools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal
 
 import keras
 import numpy as np
 
 from keras_vit.config import ViTConfig
-from keras_vit.layers.attention import Records, changing, recording
-from keras_vit.model import VisionTransformer
+from keras_vit.figures import Filters
+from keras_vit.layers.attention import Change, recording
+from keras_vit.model import VisionTransformer, position_layer
+from keras_vit.preprocessing import resample
 
 BATCH_SIZE = 8
 
@@ -40,8 +48,8 @@ def find_vit(model: keras.Model) -> VisionTransformer:
     return vit
 
 
-def image_batches(model: keras.Model, images: Any) -> Iterator[np.ndarray]:
-    """Yields images in small batches, resampled to the size that the model takes.
+def image_batches(model: keras.Model, images: Any) -> list[np.ndarray]:
+    """Returns images in small batches, resampled to the size that the model takes.
 
     Raises:
         ValueError: the images are not of shape (B, H, W, channels).
@@ -60,8 +68,7 @@ def image_batches(model: keras.Model, images: Any) -> Iterator[np.ndarray]:
             stacklevel=3,
         )
         images = resample(images, size, antialias=find_vit(model).config.antialias)
-    for start in range(0, len(images), BATCH_SIZE):
-        yield images[start : start + BATCH_SIZE]
+    return [images[start : start + BATCH_SIZE] for start in range(0, len(images), BATCH_SIZE)]
 
 
 def sides(size: Sequence[int]) -> str:
@@ -72,18 +79,6 @@ def sides(size: Sequence[int]) -> str:
         '640 pixels wide and 480 high'
     """
     return f"{size[1]} pixels wide and {size[0]} high"
-
-
-def resample(images: np.ndarray, size: tuple[int, ...], *, antialias: bool) -> np.ndarray:
-    """Resizes images (B, H, W, channels) to (height, width), as `keras_vit.data.resize_image`."""
-    shrinks = images.shape[1] > size[0] or images.shape[2] > size[1]
-    resized = keras.ops.image.resize(
-        images.astype(np.float32),
-        size,
-        antialias=antialias and shrinks,
-        data_format="channels_last",
-    )
-    return np.asarray(keras.ops.convert_to_numpy(resized))
 
 
 def image_size(model: keras.Model) -> tuple[int, int] | None:
@@ -97,25 +92,129 @@ def image_size(model: keras.Model) -> tuple[int, int] | None:
     return shape[1], shape[2]
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Record:
+    """What a model computed in one forward pass, as tensors.
+
+    Attributes:
+        config: of the Vision Transformer.
+        blocks: the attention weights (B, H, N, N) of each block.
+        pooling: those of attention pooling, (B, H, 1, N); empty without it.
+        tokens: (B, N, D) after the last block.
+        outputs: those of the model; with gradients in float32, and of a `VisionTransformer` its
+            logits.
+        backpropagate: from the gradient of a score with respect to `outputs` to those with respect
+            to each of `blocks` and `pooling`; None where gradients were not asked for.
+    """
+
+    config: ViTConfig
+    blocks: Sequence[Any]
+    pooling: Sequence[Any]
+    tokens: Any
+    outputs: Any
+    backpropagate: Any = None
+
+
+def records(
+    model: keras.Model, batches: Iterable[np.ndarray], *, gradients: int = 0
+) -> Iterator[Record]:
+    """Runs a model once for each batch, eagerly, and yields what it computed.
+
+    What takes records one by one should not keep them: each holds the attention weights of all
+    layers, with gradients all else that the backward pass needs.
+
+    Args:
+        model: a `VisionTransformer`, or any Keras model with one inside.
+        batches: images (B, H, W, channels) as that model takes them.
+        gradients: how often `Record.backpropagate` will be called, of a classifier: called once, it
+            gives the memory of each layer back as it goes.
+
+    Raises:
+        ValueError: a layer was not called, or only inside a compiled function; or gradients are
+            wanted and the backend has none.
+    """
+    vit = find_vit(model)
+    config, backend = vit.config, keras.backend.backend()
+    blocks = [vit.get_layer(f"block_{index}") for index in range(config.num_layers)]
+    pooling = [vit.get_layer("pooling")] if config.pooling == "map" else []
+    layers = [*(block.attention for block in blocks), *pooling, blocks[-1]]
+    if gradients and backend not in ("tensorflow", "jax"):
+        raise ValueError(
+            f"Class relevance differentiates with TensorFlow or JAX. Received: {backend!r}; set "
+            "KERAS_BACKEND=tensorflow or KERAS_BACKEND=jax."
+        )
+    logits = "logits" if config.distillation_token else "head"
+    has_logits = gradients and model is vit and config.classes
+    # The softmax of a sure classifier is flat: its logits have the gradient.
+    scorer = vit.feature_extractor([logits]) if has_logits else model
+
+    def scores(batch: np.ndarray, change: Change | None = None) -> tuple[Any, list[Any]]:
+        outputs, values = run(scorer, batch, layers, change=change)
+        return keras.ops.cast(outputs[logits] if has_logits else outputs, "float32"), values
+
+    def record(outputs: Any, values: list[Any], backpropagate: Any = None) -> Record:
+        *weights, tokens = values
+        blocks, pooling = weights[: config.num_layers], weights[config.num_layers :]
+        return Record(config, blocks, pooling, tokens, outputs, backpropagate)
+
+    for batch in batches:
+        if gradients:
+            yield record(*_differentiate(scores, batch, layers, is_repeated=gradients > 1))
+        else:
+            yield record(*run(model, batch, layers))
+
+
 def run(
-    model: keras.Model, images: Any, layers: Sequence[keras.layers.Layer]
-) -> tuple[Any, Records]:
-    """Runs a model once, eagerly; returns its outputs, and what these layers computed.
+    model: keras.Model,
+    images: Any,
+    layers: Sequence[keras.layers.Layer],
+    *,
+    change: Change | None = None,
+) -> tuple[Any, list[Any]]:
+    """Runs a model once, eagerly; returns its outputs, and what each of these layers computed.
 
     The model is not changed: it is as fast as before, and other threads may call it meanwhile.
 
     Raises:
         ValueError: a layer was not called, or only inside a compiled function.
     """
-    with recording(*layers) as records:
+    with recording(*layers, change=change) as computed:
         outputs = model(images, training=False)
-    silent = [layer.path for layer, values in records.items() if not values]
+    silent = [layer.path for layer, values in computed.items() if not values]
     if silent:
         raise ValueError(
             f"The model {model.name!r} did not run its layer {silent[0]!r} eagerly, so nothing can "
             "be read from it; call the Vision Transformer outside of tf.function, or give it alone."
         )
-    return outputs, records
+    return outputs, [computed[layer][0] for layer in layers]
+
+
+def _differentiate(
+    scores: Callable[..., tuple[Any, list[Any]]],
+    batch: np.ndarray,
+    layers: Sequence[keras.layers.Layer],
+    *,
+    is_repeated: bool,
+) -> tuple[Any, list[Any], Callable[[Any], Sequence[Any]]]:
+    """Returns outputs, values, and what makes of the outputs' gradient that of each value."""
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        with tf.GradientTape(persistent=is_repeated) as tape:
+            outputs, values = scores(batch)
+        pull = functools.partial(tape.gradient, outputs, values, unconnected_gradients="zero")
+        return outputs, values, lambda gradient: pull(output_gradients=gradient)
+    import jax
+
+    # JAX differentiates with respect to arguments: here to what is added to the values.
+    def changed(changes: Sequence[Any]) -> tuple[Any, list[Any]]:
+        added = dict(zip(layers, changes, strict=True))
+        return scores(batch, lambda layer, value: value + added[layer])
+
+    _, shapes = jax.eval_shape(lambda: scores(batch, lambda layer, value: value))
+    nothing = [keras.ops.zeros(each.shape, each.dtype) for each in shapes]
+    outputs, pull, values = jax.vjp(changed, nothing, has_aux=True)
+    return outputs, values, lambda gradient: pull(gradient)[0]
 
 
 def choose(selection: int | Sequence[int] | None, count: int, *, word: str) -> list[int]:
@@ -139,79 +238,6 @@ def choose(selection: int | Sequence[int] | None, count: int, *, word: str) -> l
 def to_numpy(tensor: Any) -> np.ndarray:
     """Returns a tensor of any precision as a float32 array."""
     return np.asarray(keras.ops.convert_to_numpy(keras.ops.cast(tensor, "float32")))
-
-
-def class_relevance(
-    model: keras.Model, images: Any, classes: int | Sequence[int] | None = None
-) -> np.ndarray:
-    """Returns how much each patch speaks for a class.
-
-    In each layer attention is weighted by the gradient of the class's score, what is negative is
-    dropped, heads are averaged, and the result A is added up through the layers as R + A R
-    (Chefer et al., arXiv 2103.15679, Equations 5 and 6).
-
-    Example:
-        >>> from keras_vit.config import ViTConfig
-        >>> from keras_vit.model import VisionTransformer
-        >>> config = ViTConfig(input_shape=(16, 24, 3), patch_size=8, hidden_dim=8, mlp_dim=16,
-        ...                    num_heads=2, num_layers=2, classes=5)
-        >>> class_relevance(VisionTransformer(config), np.zeros((2, 16, 24, 3)), [0, 4]).shape
-        (2, 2, 3)
-
-    Args:
-        model: a classifier: a `VisionTransformer`, or any Keras model with one inside and outputs
-            (B, C).
-        images: (B, H, W, channels) as that model takes them.
-        classes: the class to explain: one, one for each image, or None for the likeliest of each.
-
-    Returns:
-        (B, h, w), not negative, in units of the model's score. The score is the logit where the
-        model is a `VisionTransformer`, softmax or not, and the model's output otherwise.
-
-    Raises:
-        ValueError: the model is not a classifier, or has no such class.
-    """
-    vit = find_vit(model)
-    targets = _targets(model, len(np.asarray(images)), classes)
-    # The softmax of a sure classifier is flat: its logits have the gradient.
-    name = "logits" if vit.config.distillation_token else "head"
-    scorer = vit.feature_extractor([name]) if model is vit and vit.config.classes else model
-    parts, start = [], 0
-    for batch in image_batches(model, images):
-        batch_targets = None if targets is None else targets[start : start + len(batch)]
-
-        def run(
-            batch: np.ndarray = batch, batch_targets: Any = batch_targets
-        ) -> tuple[Any, list[Any]]:
-            attention = record_attention(scorer, vit, batch)
-            outputs = (
-                attention.outputs[name]
-                if isinstance(attention.outputs, dict)
-                else attention.outputs
-            )
-            return _score(outputs, batch_targets), [*attention.blocks, *attention.pooling]
-
-        weights = [_positive_part(*pair) for pair in _with_gradients(run)]
-        pooling = weights.pop() if vit.config.pooling == "map" else None
-        row = answer_row(vit.config, pooling, _accumulate(weights))
-        parts.append(on_grid(vit.config, row))
-        start += len(batch)
-    return np.concatenate(parts)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class AttentionPass:
-    """The attention weights of one forward pass, as tensors.
-
-    Attributes:
-        blocks: the attention weights (B, H, N, N) of each block.
-        pooling: those of attention pooling, (B, H, 1, N); empty without it.
-        outputs: those of the model.
-    """
-
-    blocks: list[Any]
-    pooling: list[Any]
-    outputs: Any
 
 
 def attention_weights(
@@ -250,12 +276,11 @@ def attention_weights(
     vit = find_vit(model)
     rows = choose(layers, vit.config.num_layers, word="layer")
     columns = choose(heads, vit.config.num_heads, word="head")
-    parts = []
-    for batch in image_batches(model, images):
-        blocks = record_attention(model, vit, batch).blocks
-        weights = np.stack([to_numpy(blocks[row]) for row in rows], axis=1)
-        parts.append(weights[:, :, columns])
-    return np.concatenate(parts)
+
+    def chosen(record: Record) -> np.ndarray:
+        return np.stack([to_numpy(record.blocks[row]) for row in rows], axis=1)[:, :, columns]
+
+    return np.concatenate(list(map(chosen, records(model, image_batches(model, images)))))
 
 
 def pooling_attention(model: keras.Model, images: Any) -> np.ndarray:
@@ -270,7 +295,7 @@ def pooling_attention(model: keras.Model, images: Any) -> np.ndarray:
             'Only models with pooling="map" pool by attention. '
             f"Received: a model with pooling={vit.config.pooling!r}."
         )
-    passes = (record_attention(model, vit, batch) for batch in image_batches(model, images))
+    passes = records(model, image_batches(model, images))
     return np.concatenate([to_numpy(each.pooling[0])[:, :, 0] for each in passes])
 
 
@@ -294,14 +319,77 @@ def attention_rollout(model: keras.Model, images: Any) -> np.ndarray:
     Returns:
         (B, h, w) shares in [0, 1]. With the shares of the tokens before the patches they make 1.
     """
-    vit = find_vit(model)
-    parts = []
-    for batch in image_batches(model, images):
-        attention = record_attention(model, vit, batch)
-        blocks = [to_numpy(weights).mean(axis=1) for weights in attention.blocks]
-        pooling = to_numpy(attention.pooling[0]).mean(axis=1) if attention.pooling else None
-        parts.append(on_grid(vit.config, answer_row(vit.config, pooling, roll(blocks))))
-    return np.concatenate(parts)
+    return np.concatenate(list(map(rollout, records(model, image_batches(model, images)))))
+
+
+def rollout(record: Record) -> np.ndarray:
+    """Returns the `attention_rollout` (B, h, w)."""
+    blocks = [to_numpy(weights).mean(axis=1) for weights in record.blocks]
+    identity = np.eye(record.config.num_tokens)
+    shares = np.broadcast_to(identity, blocks[0].shape)
+    for weights in blocks:
+        mixed = weights + identity
+        shares = mixed / mixed.sum(axis=-1, keepdims=True) @ shares
+    pooling = to_numpy(record.pooling[0]).mean(axis=1) if record.pooling else None
+    return on_grid(record.config, answer_row(record.config, pooling, shares))
+
+
+def class_relevance(
+    model: keras.Model, images: Any, classes: int | Sequence[int] | None = None
+) -> np.ndarray:
+    """Returns how much each patch speaks for a class.
+
+    In each layer attention is weighted by the gradient of the class's score, what is negative is
+    dropped, heads are averaged, and the result A is added up through the layers as R + A R
+    (Chefer et al., arXiv 2103.15679, Equations 5 and 6).
+
+    Example:
+        >>> from keras_vit.config import ViTConfig
+        >>> from keras_vit.model import VisionTransformer
+        >>> config = ViTConfig(input_shape=(16, 24, 3), patch_size=8, hidden_dim=8, mlp_dim=16,
+        ...                    num_heads=2, num_layers=2, classes=5)
+        >>> class_relevance(VisionTransformer(config), np.zeros((2, 16, 24, 3)), [0, 4]).shape
+        (2, 2, 3)
+
+    Args:
+        model: a classifier: a `VisionTransformer`, or any Keras model with one inside and outputs
+            (B, C).
+        images: (B, H, W, channels) as that model takes them.
+        classes: the class to explain: one, one for each image, or None for the likeliest of each.
+
+    Returns:
+        (B, h, w), not negative, in units of the model's score. The score is the logit where the
+        model is a `VisionTransformer`, softmax or not, and the model's output otherwise.
+
+    Raises:
+        ValueError: the model is not a classifier, or has no such class.
+    """
+    count = len(np.asarray(images))
+    targets = _targets(model, count, classes)
+    chunks: Iterable[Any] = itertools.repeat(None)
+    if targets is not None:
+        chunks = (targets[start : start + BATCH_SIZE] for start in range(0, count, BATCH_SIZE))
+    passes = records(model, image_batches(model, images), gradients=1)
+    return np.concatenate(list(map(relevance, passes, chunks)))
+
+
+def relevance(record: Record, targets: Any = None) -> np.ndarray:
+    """Returns the `class_relevance` of one class for each image, None for the likeliest of each."""
+    outputs, config = record.outputs, record.config
+    if targets is None:
+        targets = keras.ops.argmax(outputs, axis=-1)
+    # No image sees another, so the gradients of all images' scores stay apart.
+    gradients = record.backpropagate(keras.ops.one_hot(targets, outputs.shape[-1], dtype="float32"))
+    weights = [*record.blocks, *record.pooling]
+    positive = [
+        np.maximum(to_numpy(weight) * to_numpy(gradient), 0).mean(axis=1)  # (B, N, N)
+        for weight, gradient in zip(weights, gradients, strict=False)
+    ]
+    pooling = positive.pop() if record.pooling else None
+    total = np.broadcast_to(np.eye(config.num_tokens), (len(outputs), *(config.num_tokens,) * 2))
+    for each in positive:
+        total = total + each @ total
+    return on_grid(config, answer_row(config, pooling, total))
 
 
 def mean_attention_distance(model: keras.Model, images: Any) -> np.ndarray:
@@ -318,46 +406,140 @@ def mean_attention_distance(model: keras.Model, images: Any) -> np.ndarray:
     Returns:
         (L, H) distances in pixels of the Vision Transformer's input.
     """
-    vit = find_vit(model)
-    first = vit.config.num_prefix_tokens
-    distances = patch_distances(vit.config)
-    total, count = np.zeros((vit.config.num_layers, vit.config.num_heads)), 0
-    for batch in image_batches(model, images):
-        blocks = record_attention(model, vit, batch).blocks
-        for index, weights in enumerate(blocks):
-            patches = to_numpy(weights)[:, :, first:, first:].astype(np.float64)
-            patches /= patches.sum(axis=-1, keepdims=True)
-            total[index] += (patches * distances).sum(axis=-1).mean(axis=-1).sum(axis=0)
-        count += len(batch)
-    return total / count
+    batches = image_batches(model, images)
+    totals = map(total_distance, records(model, batches))
+    return np.asarray(sum(totals) / sum(map(len, batches)))
 
 
-def patch_distances(config: ViTConfig) -> np.ndarray:
-    """Returns the distance in pixels between the centres of every two patches, (h*w, h*w)."""
+def total_distance(record: Record) -> np.ndarray:
+    """Returns the sum of the images' `mean_attention_distance`, (L, H)."""
+    config, first = record.config, record.config.num_prefix_tokens
     rows, columns = np.indices(config.grid).reshape(2, -1) * config.stride
-    return np.asarray(np.hypot(rows[:, None] - rows, columns[:, None] - columns))
+    distances = np.hypot(rows[:, None] - rows, columns[:, None] - columns)  # of any two patches
+    totals = []
+    for weights in record.blocks:
+        patches = to_numpy(weights)[:, :, first:, first:].astype(np.float64)
+        patches /= patches.sum(axis=-1, keepdims=True)
+        totals.append((patches * distances).sum(axis=-1).mean(axis=-1).sum(axis=0))
+    return np.stack(totals)
 
 
-def record_attention(model: keras.Model, vit: VisionTransformer, images: Any) -> AttentionPass:
-    """Runs a model once and keeps the attention weights that it used, as they were used."""
-    attentions = [vit.get_layer(f"block_{i}").attention for i in range(vit.config.num_layers)]
-    pooling = [vit.get_layer("pooling")] if vit.config.pooling == "map" else []
-    outputs, records = run(model, images, [*attentions, *pooling])
-    return AttentionPass(
-        blocks=[records[layer][0] for layer in attentions],
-        pooling=[records[layer][0] for layer in pooling],
-        outputs=outputs,
+def head_attention(record: Record) -> list[np.ndarray]:
+    """Returns what the class token of one image takes from each patch, by layer and head.
+
+    Without a class token, what the average patch takes. With attention pooling, what it takes comes
+    as one more layer at the end, which may have another number of heads.
+
+    Args:
+        record: of one image.
+
+    Returns:
+        Of each layer the attention weights (heads, h, w).
+    """
+    config, first = record.config, record.config.num_prefix_tokens
+    layers = []
+    for weights in record.blocks:  # (1, H, N, N), of which one row of each head is kept
+        asking = weights[:, :, :1] if config.class_token else weights[:, :, first:]
+        layers.append(to_numpy(asking)[0].mean(axis=1))
+    layers += [to_numpy(weights)[0, :, 0] for weights in record.pooling]
+    return [rows[:, first:].reshape(-1, *config.grid) for rows in layers]
+
+
+def token_similarity(
+    model: keras.Model,
+    images: Any,
+    *,
+    token: tuple[int, int] | Literal["class"] = "class",
+    layer: int = -1,
+) -> np.ndarray:
+    """Returns how like each patch's token is to one chosen token, after any block.
+
+    Args:
+        model: a `VisionTransformer`, or any Keras model with one inside.
+        images: (B, H, W, channels) as that model takes them.
+        token: (row, column) of a patch in the grid, or "class" for the class token.
+        layer: after which block, 0 the first, -1 the last.
+
+    Returns:
+        (B, h, w) cosine similarities from -1 to 1.
+
+    Raises:
+        ValueError: there is no such token or layer.
+    """
+    vit = find_vit(model)
+    (index,) = choose(layer, vit.config.num_layers, word="layer")
+    place = _place(vit.config, token)
+    block = vit.get_layer(f"block_{index}")
+    parts = []
+    for batch in image_batches(model, images):
+        _, (tokens,) = run(model, batch, [block])
+        parts.append(similarity(vit.config, tokens, place))
+    return np.concatenate(parts)
+
+
+def similarity(config: ViTConfig, tokens: Any, place: int) -> np.ndarray:
+    """Returns the cosine similarity (B, h, w) of each patch's token (B, N, D) to one of them."""
+    directions = _unit(to_numpy(tokens))
+    return on_grid(config, (directions @ directions[:, place, :, None])[..., 0])
+
+
+def position_similarity(model: keras.Model) -> np.ndarray:
+    """Returns the cosine similarity of the position embeddings (arXiv 2010.11929, Figure 7 centre).
+
+    Example:
+        >>> from keras_vit.config import ViTConfig
+        >>> from keras_vit.model import VisionTransformer
+        >>> config = ViTConfig(input_shape=(16, 24, 3), patch_size=8, hidden_dim=8, mlp_dim=16,
+        ...                    num_heads=2, num_layers=1, classes=5)
+        >>> position_similarity(VisionTransformer(config)).shape
+        (2, 3, 2, 3)
+
+    Args:
+        model: a `VisionTransformer`, or any Keras model with one inside.
+
+    Returns:
+        (h, w, h, w): of the patch in a row and column with every other, from -1 to 1. Where
+        every block has a table, of the first block's.
+
+    Raises:
+        ValueError: the model adds no position embeddings to its tokens.
+    """
+    vit = find_vit(model)
+    if not vit.config.adds_positions:
+        raise ValueError(
+            "The model adds no position embeddings to its tokens. Received: a model with "
+            f"position_embedding={vit.config.position_embedding!r}."
+        )
+    layer = vit.get_layer(position_layer(vit.config, 0) or "patch_encoder")
+    directions = _unit(to_numpy(layer.position_table())[0, vit.config.num_prefix_tokens :])
+    return np.asarray((directions @ directions.T).reshape(*vit.config.grid, *vit.config.grid))
+
+
+def embedding_filters(model: keras.Model, *, count: int = 28) -> Filters:
+    """Returns the principal components of the patch embedding (arXiv 2010.11929, Figure 7 left).
+
+    The signs are arbitrary; each component's largest value is made positive.
+
+    Args:
+        model: a `VisionTransformer`, or any Keras model with one inside.
+        count: how many; the paper shows 28. Fewer where there are fewer.
+
+    Raises:
+        ValueError: `count` is not positive.
+    """
+    if count < 1:
+        raise ValueError(f"count must be a positive integer. Received: count={count!r}.")
+    vit = find_vit(model)
+    kernel = to_numpy(vit.get_layer("patch_encoder").projection.kernel)  # (P*P*C, D)
+    filters = kernel.T - kernel.mean(axis=1)
+    _, strength, components = np.linalg.svd(filters, full_matrices=False)
+    largest = np.take_along_axis(
+        components, np.abs(components).argmax(axis=1, keepdims=True), axis=1
     )
-
-
-def roll(blocks: Sequence[np.ndarray]) -> np.ndarray:
-    """Multiplies weights (B, N, N) through the layers, each mixed in halves with the identity."""
-    tokens = blocks[0].shape[-1]
-    rollout = np.broadcast_to(np.eye(tokens), blocks[0].shape)
-    for weights in blocks:
-        mixed = weights + np.eye(tokens)
-        rollout = mixed / mixed.sum(axis=-1, keepdims=True) @ rollout
-    return rollout
+    size, channels = vit.config.patch_size, vit.config.patch_channels
+    components = (components * np.sign(largest)).reshape(-1, size, size, channels)
+    total = max(float((strength**2).sum()), np.finfo(np.float32).tiny)
+    return Filters(components[:count], strength[:count] ** 2 / total)
 
 
 def answer_row(config: ViTConfig, pooling: np.ndarray | None, tokens: np.ndarray) -> np.ndarray:
@@ -420,62 +602,23 @@ def _targets(
     return np.broadcast_to(targets, (images,))
 
 
-def _score(outputs: Any, targets: np.ndarray | None) -> Any:
-    """Sums the scores of the images' classes; no image sees another, so gradients stay apart."""
-    if targets is None:
-        targets = keras.ops.argmax(outputs, axis=-1)
-    one_hot = keras.ops.one_hot(targets, outputs.shape[-1], dtype="float32")
-    return keras.ops.sum(keras.ops.cast(outputs, "float32") * one_hot)
-
-
-def _with_gradients(
-    run: Callable[[], tuple[Any, list[Any]]],
-) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Returns each attention weight and the gradient of the score with respect to it."""
-    backend = keras.backend.backend()
-    if backend not in _DERIVATIVES:
+def _place(config: ViTConfig, token: tuple[int, int] | str) -> int:
+    if token == "class":
+        if config.class_token:
+            return 0
         raise ValueError(
-            f"Class relevance differentiates with TensorFlow or JAX. Received: {backend!r}; set "
-            "KERAS_BACKEND=tensorflow or KERAS_BACKEND=jax."
+            "The model has no class token; choose a patch by its (row, column) in the grid of "
+            f"{config.grid[0]} rows and {config.grid[1]} columns of patches."
         )
-    weights, gradients = _DERIVATIVES[backend](run)
-    return [
-        (to_numpy(weight), to_numpy(gradient))
-        for weight, gradient in zip(weights, gradients, strict=True)
-    ]
+    rows, columns = config.grid
+    if isinstance(token, str) or not (0 <= token[0] < rows and 0 <= token[1] < columns):
+        raise ValueError(
+            f"There is no patch {token!r}; the grid has {rows} rows and {columns} columns, "
+            'numbered from 0. Give (row, column), or "class".'
+        )
+    return token[0] * columns + token[1] + config.num_prefix_tokens
 
 
-def _derive_with_tensorflow(run: Callable[[], tuple[Any, list[Any]]]) -> tuple[Any, Any]:
-    import tensorflow as tf
-
-    with tf.GradientTape() as tape:
-        score, weights = run()
-    return weights, tape.gradient(score, weights, unconnected_gradients="zero")
-
-
-def _derive_with_jax(run: Callable[[], tuple[Any, list[Any]]]) -> tuple[Any, Any]:
-    import jax
-
-    def changed(changes: list[Any]) -> tuple[Any, list[Any]]:
-        with changing(changes):
-            return run()
-
-    _, weights = run()
-    nothing = [keras.ops.zeros_like(weight) for weight in weights]
-    gradients, _ = jax.grad(changed, has_aux=True)(nothing)
-    return weights, gradients
-
-
-_DERIVATIVES = {"tensorflow": _derive_with_tensorflow, "jax": _derive_with_jax}
-
-
-def _positive_part(weights: np.ndarray, gradients: np.ndarray) -> np.ndarray:
-    return np.asarray(np.maximum(weights * gradients, 0).mean(axis=1))  # (B, N, N)
-
-
-def _accumulate(weights: list[np.ndarray]) -> np.ndarray:
-    tokens = weights[0].shape[-1]
-    relevance = np.broadcast_to(np.eye(tokens), weights[0].shape)
-    for attention_of_layer in weights:
-        relevance = relevance + attention_of_layer @ relevance
-    return relevance
+def _unit(vectors: np.ndarray) -> np.ndarray:
+    length = np.linalg.norm(vectors, axis=-1, keepdims=True)
+    return np.asarray(vectors / np.maximum(length, np.finfo(np.float32).tiny))

@@ -1,5 +1,6 @@
-"""Writes everything there is to see about a model and one image as PNG files and one page."""
+"""Everything there is to see about a model and one image: maps over its patches, charts, a page."""
 
+import base64
 import dataclasses
 import functools
 import io
@@ -11,17 +12,59 @@ from typing import TYPE_CHECKING, Any
 import keras
 import numpy as np
 
-from keras_vit import pages
+from keras_vit import figures, pages
 from keras_vit.atomic import whole_file
-from keras_vit.explain import attention, maps, pictures
+from keras_vit.explain import attention
+from keras_vit.preprocessing import resample
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PAGE = "index.html"
 TOP = 5
+SHOWN_CLASSES = 3  # whose relevance is shown; each costs a backward pass
 _DPI = 160
 _PIXELS_PER_INCH = 96  # in the page, so that its letters are as large as drawn
+# A larger picture is drawn smaller. A tiny one is drawn larger, each pixel a square.
+_LONGEST, _TINY, _ENLARGED = 1024, 128, 256
+_QUALITY = 85
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Subject:
+    """What is explained.
+
+    Attributes:
+        model: a `VisionTransformer`, or any Keras model with one inside.
+        image: (H, W, channels) pixels 0..255, as given but for its size, of at most 1024 pixels a
+            side.
+        record: what the model computed of the image, with gradients if it may be a classifier.
+        scores: (C,) probabilities of the classes; None of a model that is not a classifier.
+        notes: what a reader should know of the sizes, in sentences.
+    """
+
+    model: keras.Model
+    image: np.ndarray
+    record: attention.Record
+    scores: np.ndarray | None
+    notes: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Overlay:
+    """One map over the patches of an image.
+
+    Attributes:
+        name: what a control calls it.
+        caption: what it shows, a sentence.
+        unit: what its numbers count.
+        values: (h, w).
+    """
+
+    name: str
+    caption: str
+    unit: str
+    values: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -64,32 +107,151 @@ def write_explanation(
         ImportError: matplotlib or Jinja2 is not installed.
         ValueError: the image has another shape, or there is no such class.
     """
-    subject = maps.make_subject(model, image)
-    scores = maps.class_scores(subject)
-    names = _names(labels, scores)
-    targets = [] if scores is None else maps.explained_classes(scores, target)
-    overlays = list(maps.overlays(subject, targets, names))
-    layers = maps.head_attention(model, subject.inputs)
-    view = maps.view(subject, overlays, layers)
-    panels, charts = list(_panels(subject, overlays, layers)), list(_charts(subject))
+    subject = make_subject(model, image)
+    names = _names(labels, subject.scores)
+    maps = overlays(subject, names, target)
+    layers = attention.head_attention(subject.record)
+    panels, charts = list(_panels(subject, maps, layers)), list(_charts(subject))
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     files = {each.name: out / f"{each.name}.png" for each in (*panels, *charts)}
     for each in (*panels, *charts):
         with whole_file(files[each.name]) as temporary:
             each.draw().savefig(temporary, dpi=_DPI)
+    scores = np.empty(0) if subject.scores is None else subject.scores
+    best = np.argsort(-scores, kind="stable")[:TOP]
+    notes = [] if len(scores) else ["The model has no classifier."]
     pages.write_page(
         out / PAGE,
         "explain.html",
         title=f"What the model sees in {title}",
         styles=("viewer.css",),
         scripts=("viewer.js",),
-        notes=[*subject.notes, *([] if scores is not None else ["The model has no classifier."])],
-        classes=_likeliest(scores, names),
-        view=view,
+        notes=[*subject.notes, *notes],
+        classes=[(names[index], float(scores[index])) for index in best],
+        view=view(subject, maps, layers),
         charts=[_written(chart, files[chart.name]) for chart in charts],
     )
     return (*files.values(), out / PAGE)
+
+
+def make_subject(model: keras.Model, image: np.ndarray) -> Subject:
+    """Prepares an image for a model, and runs the model on it once.
+
+    Raises:
+        ValueError: the image has another shape, or the model not one Vision Transformer.
+    """
+    image = np.asarray(image)
+    if image.ndim != 3 or image.shape[2] not in (1, 3):
+        raise ValueError(
+            "An image has the shape (height, width, 3) or (height, width, 1). "
+            f"Received: shape {image.shape}."
+        )
+    vit = attention.find_vit(model)
+    size = attention.image_size(model) or image.shape[:2]
+    inputs = resample(image[None], size, antialias=vit.config.antialias)
+    pixels = np.asarray(vit.preprocess_input(inputs)) if model is vit else inputs
+    has_classes = not (model is vit and vit.config.classes is None)
+    gradients = SHOWN_CLASSES if has_classes else 0
+    (record,) = attention.records(model, [pixels], gradients=gradients)
+    scores = _probabilities(record.outputs, are_logits=model is vit) if has_classes else None
+    drawn, longest = image, max(image.shape[:2])
+    if longest > _LONGEST:
+        smaller = tuple(max(1, round(side * _LONGEST / longest)) for side in image.shape[:2])
+        drawn = resample(image[None], smaller, antialias=True)[0]
+    return Subject(model, drawn, record, scores, tuple(_notes(image, drawn, size)))
+
+
+def overlays(subject: Subject, names: Sequence[str], target: int | None = None) -> list[Overlay]:
+    """Returns the maps of an image: relevance of classes, rollout, similarity of patches.
+
+    Args:
+        subject: the image and the model.
+        names: the name of each class.
+        target: the class whose relevance is shown first; None for the likeliest.
+
+    Raises:
+        ValueError: there is no such class, or the model's answer has no one way back to patches.
+    """
+    record, maps = subject.record, []
+    for each in [] if subject.scores is None else explained_classes(subject.scores, target):
+        caption = f"Class relevance for {names[each]}: gradient-weighted attention rollout."
+        relevance = attention.relevance(record, [each])[0]  # gradients of one class at a time
+        maps.append(Overlay(f"Relevance for {names[each]}", caption, "score", relevance))
+    rollout = attention.rollout(record)[0]
+    caption = "How much of each patch reaches the answer by way of attention, through all layers."
+    maps.append(Overlay("Attention rollout", caption, "share of the patch", rollout))
+    row, column = (int(place) for place in np.unravel_index(rollout.argmax(), rollout.shape))
+    place = record.config.num_prefix_tokens + row * rollout.shape[1] + column
+    similarity = attention.similarity(record.config, record.tokens, place)[0]
+    name = f"Similarity to patch ({row}, {column})"
+    caption = (
+        f"Cosine similarity of each patch's last token to that of the patch in row {row}, column "
+        f"{column}, from which the rollout takes most."
+    )
+    maps.append(Overlay(name, caption, "cosine similarity", similarity))
+    return maps
+
+
+def view(subject: Subject, maps: Sequence[Overlay], layers: Sequence[np.ndarray]) -> dict[str, Any]:
+    """Returns what `viewer.js` shows, as JSON takes it; maps are written in bytes.
+
+    Args:
+        subject: the image and the model.
+        maps: the maps to choose among, the first shown first.
+        layers: of each layer (heads, h, w), of `head_attention` for this image.
+    """
+    config = subject.record.config
+    names = [f"layer {index}" for index in range(config.num_layers)]
+    names += ["pooling"] * (len(layers) - len(names))
+    return {
+        "image": _shown(subject.image),
+        "grid": list(config.grid),
+        "maps": [
+            {"name": each.name, "caption": each.caption, "unit": each.unit}
+            | _packed(each.values[None])
+            for each in maps
+        ],
+        "who": _query_token_name(subject),
+        "layers": [
+            {"name": name} | _packed(heads) for name, heads in zip(names, layers, strict=True)
+        ],
+    }
+
+
+def explained_classes(scores: np.ndarray, target: int | None = None) -> list[int]:
+    """Returns the classes whose relevance is shown: the one asked for, then the likeliest.
+
+    Example:
+        >>> explained_classes(np.array([0.1, 0.2, 0.3, 0.4]), target=0)
+        [0, 3, 2]
+
+    Raises:
+        ValueError: there is no such class.
+    """
+    if target is not None and not 0 <= target < len(scores):
+        raise ValueError(
+            f"There is no class {target}; the model has {len(scores)}, numbered from 0."
+        )
+    likeliest = [int(index) for index in np.argsort(-scores, kind="stable")]
+    first = [] if target is None else [target]
+    return [*first, *(index for index in likeliest if index != target)][:SHOWN_CLASSES]
+
+
+def _probabilities(outputs: Any, *, are_logits: bool) -> np.ndarray | None:
+    """Returns probabilities (C,), or None of what is not the answer of a classifier."""
+    numbers = np.asarray(attention.to_numpy(outputs)[0], np.float64)
+    if numbers.ndim != 1:
+        return None
+    if not are_logits and numbers.min() >= 0 and abs(numbers.sum() - 1) < 1e-3:
+        return numbers
+    powers = np.exp(numbers - numbers.max())
+    return np.asarray(powers / powers.sum())
+
+
+def _query_token_name(subject: Subject) -> str:
+    """Returns whose attention `head_attention` returns, in words."""
+    return "the class token" if subject.record.config.class_token else "the average patch"
 
 
 def _names(labels: Sequence[str] | None, scores: np.ndarray | None) -> list[str]:
@@ -100,57 +262,49 @@ def _names(labels: Sequence[str] | None, scores: np.ndarray | None) -> list[str]
     return list(labels or (f"class {index}" for index in range(len(scores))))
 
 
-def _likeliest(scores: np.ndarray | None, names: list[str]) -> list[tuple[str, float]]:
-    if scores is None:
-        return []
-    best = np.argsort(-scores, kind="stable")[:TOP]
-    return [(names[index], float(scores[index])) for index in best]
-
-
 def _panels(
-    subject: maps.Subject, overlays: Sequence[maps.Overlay], layers: Sequence[np.ndarray]
+    subject: Subject, maps: Sequence[Overlay], layers: Sequence[np.ndarray]
 ) -> Iterator[_Picture]:
     """Yields the pictures of what the page shows over the image, for use elsewhere."""
-    *relevance, rollout, similarity = overlays
+    *relevance, rollout, similarity = maps
     named = {"rollout": rollout, "similarity": similarity}
     if relevance:
         named["relevance"] = relevance[0]
     for name, overlay in named.items():
         title = f"{overlay.name[0].lower()}{overlay.name[1:]}"
         draw = functools.partial(
-            pictures.plot_heatmap, subject.image, overlay.values, title=title, unit=overlay.unit
+            figures.plot_heatmap, subject.image, overlay.values, title=title, unit=overlay.unit
         )
         yield _Picture(name, draw)
-    config = attention.find_vit(subject.model).config
-    title = f"what {maps.asker(subject.model)} takes from each patch in layer {len(layers) - 1}"
-    if config.pooling == "map":
+    title = f"what {_query_token_name(subject)} takes from each patch in layer {len(layers) - 1}"
+    if subject.record.config.pooling == "map":
         title = "what attention pooling takes from each patch"
-    draw = functools.partial(pictures.plot_heads, layers[-1], title=title, unit="attention weight")
+    draw = functools.partial(figures.plot_heads, layers[-1], title=title, unit="attention weight")
     yield _Picture("heads", draw)
 
 
-def _charts(subject: maps.Subject) -> Iterator[_Picture]:
+def _charts(subject: Subject) -> Iterator[_Picture]:
     """Yields what is drawn beside the image: of the model, or of all its layers."""
     model = subject.model
-    distances = attention.mean_attention_distance(model, subject.inputs)
+    distances = attention.total_distance(subject.record)
     yield _Picture(
         "distance",
-        functools.partial(pictures.plot_attention_distance, distances),
+        functools.partial(figures.plot_attention_distance, distances),
         "How far each head looks, in this image alone; the paper averages over 128 images.",
     )
-    if attention.find_vit(model).config.adds_positions:
+    if subject.record.config.adds_positions:
         yield _Picture(
             "positions",
             functools.partial(
-                pictures.plot_position_similarity, pictures.position_similarity(model)
+                figures.plot_position_similarity, attention.position_similarity(model)
             ),
             "Which places are alike in the model's position embeddings, whatever the image.",
         )
-    filters = pictures.embedding_filters(model)
+    filters = attention.embedding_filters(model)
     if filters.components.shape[-1] in (1, 3):
         yield _Picture(
             "filters",
-            functools.partial(pictures.plot_filters, filters),
+            functools.partial(figures.plot_filters, filters),
             "What the patch embedding looks for in a patch, whatever the image.",
         )
 
@@ -158,7 +312,7 @@ def _charts(subject: maps.Subject) -> Iterator[_Picture]:
 def _written(chart: _Picture, file: Path) -> dict[str, Any]:
     """Returns a chart for the page, in its light and in its dark scheme."""
     dark = io.BytesIO()
-    with pictures.light_on_dark():
+    with figures.light_on_dark():
         figure = chart.draw()
         figure.savefig(dark, dpi=_DPI, transparent=True)
     return {
@@ -167,4 +321,40 @@ def _written(chart: _Picture, file: Path) -> dict[str, Any]:
         "day": pages.data_uri(file.read_bytes()),
         "night": pages.data_uri(dark.getvalue()),
         "width": round(_PIXELS_PER_INCH * figure.get_figwidth()),
+    }
+
+
+def _notes(image: np.ndarray, drawn: np.ndarray, size: Sequence[int]) -> Iterator[str]:
+    own = attention.sides(image.shape)
+    if image.shape[:2] == tuple(size):
+        yield f"The image is {own}, as the model takes it."
+    else:
+        taken = attention.sides(size)
+        yield f"The image is {own}. It was resampled to {taken}, the size that the model takes."
+    if image.shape != drawn.shape:
+        yield f"It is drawn {attention.sides(drawn.shape)}."
+
+
+def _shown(image: np.ndarray) -> dict[str, Any]:
+    """Returns an image as the page shows it: at its own size, or larger if it is tiny."""
+    pixels = image if image.shape[2] == 3 else image[..., 0]
+    longest = max(image.shape[:2])
+    factor = _ENLARGED // longest if longest < _TINY else 1
+    return {
+        "source": pages.thumbnail(pixels, side=_LONGEST, quality=_QUALITY),
+        "width": factor * image.shape[1],
+        "crisp": factor > 1,
+    }
+
+
+def _packed(maps: np.ndarray) -> dict[str, Any]:
+    """Writes maps (n, h, w) in bytes, each from its least value to its most."""
+    maps = np.nan_to_num(np.asarray(maps, np.float64))
+    least, most = maps.min(axis=(1, 2)), maps.max(axis=(1, 2))
+    extent = np.maximum(most - least, np.finfo(np.float32).tiny)[:, None, None]
+    levels = np.rint(255 * (maps - least[:, None, None]) / extent).astype(np.uint8)
+    return {
+        "values": base64.b64encode(levels.tobytes()).decode(),
+        "least": [float(f"{value:.6g}") for value in least],
+        "most": [float(f"{value:.6g}") for value in most],
     }

@@ -2,7 +2,7 @@
 
 import contextlib
 import contextvars
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -14,14 +14,13 @@ from keras_vit.layers.patches import POSITION_STDDEV, bias_index, bias_rows, flo
 from keras_vit.layers.random import RandomLayer, dropout, initializer, split_seed
 
 Records = dict[keras.layers.Layer, list[Any]]
-_records: contextvars.ContextVar[Mapping[keras.layers.Layer, list[Any]] | None]
-_records = contextvars.ContextVar("records", default=None)
-_changes: contextvars.ContextVar[Iterator[Any] | None]
-_changes = contextvars.ContextVar("changes", default=None)
+Change = Callable[[keras.layers.Layer, Any], Any]
+_recorder: contextvars.ContextVar[tuple[Records, Change | None] | None]
+_recorder = contextvars.ContextVar("recorder", default=None)
 
 
 @contextlib.contextmanager
-def recording(*layers: keras.layers.Layer) -> Iterator[Records]:
+def recording(*layers: keras.layers.Layer, change: Change | None = None) -> Iterator[Records]:
     """Records what the given layers compute in this scope, each time they are called.
 
     Attention records its weights (B, H, N, N), attention pooling its own (B, H, 1, N), a block its
@@ -35,47 +34,40 @@ def recording(*layers: keras.layers.Layer) -> Iterator[Records]:
         ...     _ = attention(keras.ops.ones((1, 5, 8)))
         >>> records[attention][0].shape
         TensorShape([1, 2, 5, 5])
+
+    Args:
+        layers: the layers.
+        change: gets each recorded layer and what it computed, and returns what takes its place, for
+            a gradient with respect to it; with it, values are recorded while JAX traces, too.
     """
     records: Records = {layer: [] for layer in layers}
-    token = _records.set(records)
+    token = _recorder.set((records, change))
     try:
         yield records
     finally:
-        _records.reset(token)
-
-
-@contextlib.contextmanager
-def changing(changes: Iterable[Any]) -> Iterator[None]:
-    """Adds a change to each value that is recorded in this scope, in the order of the calls.
-
-    The gradient with respect to a change is that with respect to what a layer computed.
-    """
-    token = _changes.set(iter(changes))
-    try:
-        yield
-    finally:
-        _changes.reset(token)
+        _recorder.reset(token)
 
 
 def is_recorded(layer: keras.layers.Layer, x: Any) -> bool:
     """Whether a layer that now computes with x is recorded."""
-    records = _records.get()
-    has_values = _changes.get() is not None or backend.is_concrete(x)
-    return records is not None and layer in records and has_values
+    if (recorder := _recorder.get()) is None:
+        return False
+    records, change = recorder
+    return layer in records and (change is not None or backend.is_concrete(x))
 
 
 def is_recording() -> bool:
     """Whether any layer is recorded."""
-    return _records.get() is not None
+    return _recorder.get() is not None
 
 
 def record(layer: keras.layers.Layer, value: Any) -> Any:
     """Adds what a layer has computed to its records, if it is recorded, and returns it."""
-    records, changes = _records.get(), _changes.get()
-    if records is None or not is_recorded(layer, value):
+    recorder = _recorder.get()
+    if recorder is None or not is_recorded(layer, value):
         return value
-    if changes is not None:
-        value = value + next(changes)
+    records, change = recorder
+    value = value if change is None else change(layer, value)
     records[layer].append(value)
     return value
 

@@ -1,5 +1,14 @@
-"""What stands in the report of a run."""
+"""What others see of a run: its report, its model card, its repository on the Hugging Face Hub."""
 
-from keras_vit.reporting.page import Subject, try_report, write_report_page
+from keras_vit.reporting.hub import Published, model_card, push, write_card
+from keras_vit.reporting.report import Subject, try_report, write_report_page
 
-__all__ = ["Subject", "try_report", "write_report_page"]
+__all__ = [
+    "Published",
+    "Subject",
+    "model_card",
+    "push",
+    "try_report",
+    "write_card",
+    "write_report_page",
+]

@@ -1,6 +1,5 @@
 """The images of a report: which are shown, small copies of them, and what a model attends to."""
 
-import dataclasses
 import io
 import os
 from collections.abc import Sequence
@@ -23,21 +22,6 @@ _VIEWS, _VIEW_SIDE = 6, 320
 _LARGEST_ATTENTION = 2**30  # bytes of the attention weights of one image
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Gallery:
-    """Small copies of images of a split.
-
-    Attributes:
-        images: what the page shows of each: data address, name, classes, probability.
-        mistakes: places in `images` of the most confident mistakes, the surest first.
-        cells: places in `images` by "true class,predicted class".
-    """
-
-    images: list[dict[str, Any]]
-    mistakes: list[int]
-    cells: dict[str, list[int]]
-
-
 def choose_images(answers: Answers, *, limit: int = _IMAGES) -> list[int]:
     """Returns positions of images to show: confident mistakes, then some of each confused pair.
 
@@ -51,12 +35,10 @@ def choose_images(answers: Answers, *, limit: int = _IMAGES) -> list[int]:
         answers: those of the model to all images.
         limit: how many.
     """
-    wrong = answers.targets != answers.predicted
-    sure = np.argsort(-answers.confidence, kind="stable")
-    mistakes = sure[wrong[sure]]
-    recognised = sure[::-1][~wrong[sure[::-1]]]
-    chosen = dict.fromkeys(mistakes[:MISTAKES].tolist())
-    for order, most in ((mistakes, _OF_PAIR), (recognised, _OF_CLASS)):
+    unsure = np.argsort(-answers.confidence, kind="stable")[::-1]
+    recognised = unsure[answers.right[unsure]]
+    chosen = dict.fromkeys(answers.mistakes[:MISTAKES].tolist())
+    for order, most in ((answers.mistakes, _OF_PAIR), (recognised, _OF_CLASS)):
         chosen.update(dict.fromkeys(_in_turns(answers, order, most)))
     return list(chosen)[:limit]
 
@@ -71,28 +53,43 @@ def _in_turns(answers: Answers, order: np.ndarray, most: int) -> list[int]:
     return [cell[turn] for turn in range(most) for cell in cells if turn < len(cell)]
 
 
-def make_gallery(split: Split, answers: Answers, *, source: str) -> Gallery:
+def make_gallery(
+    split: Split, answers: Answers, *, source: str
+) -> tuple[list[dict[str, Any]], dict[str, list[int]], list[int]]:
     """Returns small copies of the images that `choose_images` chooses, within 1.7 MB.
 
     Args:
         split: the images.
         answers: those of the model to them.
         source: the folder of the images; names are shown without it.
+
+    Returns:
+        What the page shows of each image; their places by "true class,predicted class"; the places
+        of the most confident mistakes, the surest first.
     """
     chosen = choose_images(answers)
-    thumbnails = _thumbnails(split, chosen)
+    order = sorted(chosen)
+    part = split.take(order)
+    loader = part.loader()
+    decoded = part.items().map(lambda *item: loader.pixels(item, None), num_parallel_calls=2)
+    pairs = zip(order, decoded.as_numpy_iterator(), strict=True)
+    thumbnails = {
+        place: (pages.thumbnail(pixels, side=_SIDE), max(pixels.shape[:2]) < _SIDE // 2)
+        for place, pixels in pairs
+    }
     images: list[dict[str, Any]] = []
     cells: dict[str, list[int]] = {}
+    mistakes: list[int] = []
     used = 0
-    places = {}
-    for place in chosen:
+    for turn, place in enumerate(chosen):
         address, crisp = thumbnails[place]
         if used + len(address) > _BYTES:
             continue
         used += len(address)
         truth, taken = int(answers.targets[place]), int(answers.predicted[place])
-        places[place] = len(images)
         cells.setdefault(f"{truth},{taken}", []).append(len(images))
+        if truth != taken and turn < MISTAKES:
+            mistakes.append(len(images))
         images.append(
             {
                 "source": address,
@@ -103,22 +100,7 @@ def make_gallery(split: Split, answers: Answers, *, source: str) -> Gallery:
                 "crisp": crisp,
             }
         )
-    wrong = [
-        place for place in chosen[:MISTAKES] if answers.targets[place] != answers.predicted[place]
-    ]
-    return Gallery(images, [places[place] for place in wrong if place in places], cells)
-
-
-def _thumbnails(split: Split, chosen: Sequence[int]) -> dict[int, tuple[str, bool]]:
-    """Returns the data address of each image by its position, and whether its pixels are few."""
-    order = sorted(chosen)
-    part = split.take(order)
-    loader = part.loader()
-    decoded = part.items().map(lambda *item: loader.pixels(item, None), num_parallel_calls=2)
-    return {
-        place: (pages.thumbnail(pixels, side=_SIDE), max(pixels.shape[:2]) < _SIDE // 2)
-        for place, pixels in zip(order, decoded.as_numpy_iterator(), strict=True)
-    }
+    return images, cells, mistakes
 
 
 def attention_views(
@@ -137,12 +119,22 @@ def attention_views(
     size = 4 * config.num_layers * config.num_heads * (rows * columns + 2) ** 2
     if size > _LARGEST_ATTENTION:
         return [], "One image has too many patches for its attention to be shown here."
-    places = _viewed(answers)
-    images = _inputs(model, split, places)
-    views = []
+    mistakes, recognised = answers.mistakes[:2].tolist(), np.flatnonzero(answers.right)
+    count = min(_VIEWS - len(mistakes), len(recognised))
+    spread = np.linspace(0, max(len(recognised) - 1, 0), count).astype(int)
+    places = [*recognised[spread].tolist(), *mistakes]
+    order = sorted(places)
+    batches = evaluation_batches(
+        split.take(order),
+        image_size=image_size_of(model),
+        batch_size=1,
+        antialias=antialias_of(model),
+    )
+    images = {place: np.asarray(one) for place, (one, _) in zip(order, batches, strict=True)}
+    is_vit, views = isinstance(model, VisionTransformer), []
     for place in places:
         image = images[place]
-        inputs = np.asarray(model.preprocess_input(image)) if _scales(model) else image
+        inputs = np.asarray(model.preprocess_input(image)) if is_vit else image
         share = explain.attention_rollout(model, inputs)[0]
         truth, taken = labels[answers.targets[place]], labels[answers.predicted[place]]
         said = truth if truth == taken else f"{truth} taken for {taken}"
@@ -160,19 +152,6 @@ def attention_views(
     return views, f"The model cuts an image into {rows} rows of {columns} patches."
 
 
-def _inputs(model: keras.Model, split: Split, places: Sequence[int]) -> dict[int, np.ndarray]:
-    """Returns images (1, height, width, 3) of the size that the model takes, by position."""
-    order = sorted(places)
-    batches = evaluation_batches(
-        split.take(order),
-        image_size=image_size_of(model),
-        batch_size=1,
-        antialias=antialias_of(model),
-    )
-    pairs = zip(order, batches, strict=True)
-    return {place: np.asarray(images) for place, (images, _) in pairs}
-
-
 def short(text: str, most: int = 60) -> str:
     """Returns text of at most so many characters, cut in its middle.
 
@@ -182,20 +161,6 @@ def short(text: str, most: int = 60) -> str:
     """
     half = (most - 1) // 2
     return text if len(text) <= most else f"{text[:half]}…{text[-half:]}"
-
-
-def _scales(model: keras.Model) -> bool:
-    return isinstance(model, VisionTransformer)
-
-
-def _viewed(answers: Answers) -> list[int]:
-    wrong = answers.targets != answers.predicted
-    sure = np.argsort(-answers.confidence, kind="stable")
-    mistakes = sure[wrong[sure]][:2].tolist()
-    recognised = np.flatnonzero(~wrong)
-    count = min(_VIEWS - len(mistakes), len(recognised))
-    spread = np.linspace(0, max(len(recognised) - 1, 0), count).astype(int)
-    return [*recognised[spread].tolist(), *mistakes]
 
 
 def _shade(share: np.ndarray) -> str:

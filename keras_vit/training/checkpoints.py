@@ -24,7 +24,7 @@ import keras
 import ml_dtypes
 import numpy as np
 
-from keras_vit import atomic, backend
+from keras_vit import atomic, backend, figures
 from keras_vit.training import progress, run
 from keras_vit.training.progress import EpochDone
 
@@ -279,7 +279,7 @@ class WorkDirectory:
             return
         self._last_plot = now
         with _whole_file(self.path / run.CURVES) as temporary:
-            progress.plot_curves(history, temporary, best_epoch=best_epoch)
+            figures.plot_curves(history, best_epoch=best_epoch).savefig(temporary, dpi=120)
 
     def write_model(self, model: keras.Model) -> None:
         """Replaces the run's model of the best epoch, for whoever wants it before the end."""

@@ -7,13 +7,12 @@ from typing import Any, Literal, get_args
 import keras
 import numpy as np
 
-from keras_vit import backend
+from keras_vit import backend, figures
 from keras_vit.config import ViTConfig
 from keras_vit.data import Split, evaluation_batches
 from keras_vit.layers import TokenDense
 from keras_vit.layers.random import ReplicaSeedGenerator
 from keras_vit.model import VisionTransformer
-from keras_vit.training.progress import check_matplotlib
 
 Target = Literal["mean_color", "small_patch", "pixels"]
 
@@ -245,24 +244,13 @@ def plot_reconstructions(model: MaskedPatchModel, split: Split, file: Path, *, c
 
     The model takes pixels 0..255.
     """
-    check_matplotlib()
-    import matplotlib.figure
-
     count = min(count, len(split))
     size = model.config.image_size
     batches = evaluation_batches(
         split, image_size=size, batch_size=count, antialias=model.config.antialias
     )
     batch, _ = next(iter(batches))
-    rows = reconstruct(model, batch.numpy())
-    figure = matplotlib.figure.Figure(figsize=(1.3 * count + 1.1, 5.6), layout="constrained")
-    grid = figure.subplots(len(rows), count, squeeze=False)
-    for row, (name, images) in zip(grid, rows.items(), strict=True):
-        row[0].set_ylabel(name)
-        for axes, image in zip(row, images, strict=True):
-            axes.imshow(np.clip((image + 1) / 2, 0, 1), interpolation="nearest")
-            axes.set(xticks=[], yticks=[])
-    figure.savefig(file, dpi=120, format="png")
+    figures.plot_rows(reconstruct(model, batch.numpy())).savefig(file, dpi=120, format="png")
 
 
 def _side(config: ViTConfig, target: Target) -> int:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
-from keras_vit import atomic, environment
+from keras_vit import atomic
 from keras_vit.training.run import EVENTS, Run
 
 Keep = Literal["best", "last"]
@@ -256,40 +256,6 @@ def write_history(history: Sequence[EpochDone], file: Path) -> None:
         writer = csv.DictWriter(stream, columns, extrasaction="ignore")
         writer.writeheader()
         writer.writerows(map(dataclasses.asdict, history))
-
-
-def plot_curves(history: Sequence[EpochDone], file: Path, *, best_epoch: int) -> None:
-    """Plots the loss of each epoch, and the accuracy where there is one."""
-    check_matplotlib()
-    import matplotlib.figure
-    import matplotlib.ticker
-
-    names = ("loss", "accuracy") if history[0].accuracy is not None else ("loss",)
-    figure = matplotlib.figure.Figure(figsize=(4.5 * len(names), 3.6), layout="constrained")
-    epochs = [record.epoch for record in history]
-    marker = "o" if len(history) == 1 else None  # a line needs two points
-    for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
-        training = [getattr(record, name) for record in history]
-        validation = [getattr(record, f"validation_{name}") for record in history]
-        # The line styles differ too, for readers who cannot tell the colours apart.
-        axes.plot(epochs, training, "--", color="0.45", marker=marker, label="training (varied)")
-        axes.plot(epochs, validation, "-", color="tab:blue", marker=marker, label="validation")
-        axes.axvline(best_epoch, color="black", linestyle=":", linewidth=1, label="epoch kept")
-        axes.set(xlabel="epoch", ylabel=name)
-        axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
-        axes.grid(alpha=0.3)
-        axes.legend()
-    figure.axes[0].set_ylabel("cross-entropy loss" if len(names) > 1 else "mean squared error")
-    figure.axes[0].set_ylim(bottom=0)
-    for axes in figure.axes[1:]:
-        axes.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1))
-    figure.savefig(file, dpi=120)
-
-
-def check_matplotlib() -> None:
-    """Raises an ImportError that names the package to install, unless matplotlib is there."""
-    with environment.pictures():
-        import matplotlib  # noqa: F401
 
 
 def _peak_memory() -> int:

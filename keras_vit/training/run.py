@@ -75,6 +75,11 @@ class Run:
         """(height, width) in pixels of the images that the model takes."""
         return image_size_of(self.model)
 
+    @property
+    def provenance(self) -> "Provenance":
+        """The commands that trained the model, and the weights that it started from."""
+        return Provenance.from_dict(self.config.get(PROVENANCE))
+
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
         """Opens a run directory.
@@ -201,10 +206,10 @@ def read_fields(file: Path) -> dict[str, Any]:
 
 
 def flat(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Turns {"a": {"b": 1}} into {"a.b": 1}."""
+    """Turns {"a": {"b": 1}, "c": {}} into {"a.b": 1, "c": {}}."""
     pairs: dict[str, Any] = {}
     for name, value in fields.items():
-        inner = isinstance(value, dict)
+        inner = isinstance(value, dict) and value
         pairs |= flat(value, f"{prefix}{name}.") if inner else {prefix + name: value}
     return pairs
 

@@ -15,12 +15,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_vit import atomic, version
+from keras_vit import atomic, environment, version
 from keras_vit.config import ViTConfig
 from keras_vit.data import ImageData, naming_damaged
-from keras_vit.data.folder import write_splits
 from keras_vit.limits import counted
-from keras_vit.training import models, progress, run
+from keras_vit.training import models, run
 from keras_vit.training.checkpoints import (
     SETTINGS,
     WorkDirectory,
@@ -201,7 +200,8 @@ def _run(
 ) -> run.Run:
     """Trains a model, from its first step or from a checkpoint."""
     _check_data(job.data)
-    progress.check_matplotlib()
+    with environment.pictures():
+        import matplotlib  # noqa: F401
     engine, plan = make_engine(job.execution), job.plan
     if plan.batch_size % engine.replicas:
         raise ValueError(
@@ -478,7 +478,7 @@ def _write(folder: Path, loop: Loop, config: dict[str, Any]) -> keras.Model:
     (folder / run.CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     (folder / run.LABELS).write_text("".join(f"{label}\n" for label in data.labels), "utf-8")
     if data.train.in_files:
-        write_splits(data, folder / run.SPLITS)
+        data.write_splits(folder / run.SPLITS)
     elif data.test.in_memory and len(data.test):
         png = tf.io.encode_png(data.test.pixels(0)).numpy()
         (folder / run.SAMPLE).write_bytes(png)

@@ -1,6 +1,8 @@
-"""Tests of keras_vit.explain.pictures."""
+"""Tests of keras_vit.figures."""
 
 import sys
+import types
+from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib
@@ -10,14 +12,13 @@ import variants_oracle
 from conftest import TINY
 from matplotlib.figure import Figure
 
-from keras_vit import explain
-from keras_vit.explain import pictures
+from keras_vit import explain, figures
 from keras_vit.model import VisionTransformer
 
 GENERATOR = np.random.default_rng(0)
 IMAGE = GENERATOR.integers(0, 256, (32, 48, 3), dtype=np.uint8)
 HEATMAP = GENERATOR.uniform(0, 1, (4, 6))
-FIGURES = {
+FIGURES: dict[str, Callable[[], Figure]] = {
     "heatmap": lambda: explain.plot_heatmap(IMAGE, HEATMAP, title="rollout", unit="share"),
     "grey image": lambda: explain.plot_heatmap(IMAGE[..., :1], HEATMAP, title="x", unit="y"),
     "heads": lambda: explain.plot_heads(
@@ -109,7 +110,7 @@ def test_a_large_grid_shows_evenly_spaced_positions() -> None:
 
 def test_the_colours_survive_a_grey_print() -> None:
     """Lightness rises with every step of the colour map."""
-    colors = matplotlib.colormaps[pictures.COLORS](np.linspace(0, 1, 64))[:, :3]
+    colors = matplotlib.colormaps[figures.COLORS](np.linspace(0, 1, 64))[:, :3]
     lightness = colors @ (0.2126, 0.7152, 0.0722)
     assert np.diff(lightness).min() > 0
 
@@ -124,13 +125,20 @@ def test_what_cannot_be_drawn_is_refused() -> None:
         explain.embedding_filters(VisionTransformer(TINY), count=0)
 
 
-def test_without_matplotlib_the_error_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The pip command is in it; the arrays need no matplotlib."""
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"pip install matplotlib"):
-        explain.plot_attention_distance(np.ones((2, 2)))
+def test_without_matplotlib_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pip command is in it, of every figure; the arrays need no matplotlib."""
+    epoch = types.SimpleNamespace(epoch=1, loss=1.0, validation_loss=1.0, accuracy=None)
+    others: list[Callable[[], Figure]] = [
+        lambda: figures.plot_confusion(np.eye(2), ("a", "b")),
+        lambda: figures.plot_mistakes((), ()),
+        lambda: figures.plot_curves([epoch], best_epoch=1),
+        lambda: figures.plot_rows({"image": np.zeros((1, 2, 2, 3))}),
+    ]
+    for module in ("matplotlib.figure", "matplotlib"):
+        monkeypatch.setitem(sys.modules, module, None)
+        for draw in (*FIGURES.values(), *others):
+            with pytest.raises(ImportError, match=r"pip install matplotlib"):
+                draw()
 
 
 def test_filters_are_the_eigenvectors_of_the_filters_covariance(tiny: VisionTransformer) -> None:

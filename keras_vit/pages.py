@@ -133,7 +133,7 @@ def _templates() -> "jinja2.Environment":
     with environment.installed("Pages are made by Jinja2", "jinja2"):
         import jinja2
     templates = jinja2.Environment(
-        loader=jinja2.PackageLoader("keras_vit.pages"),
+        loader=jinja2.PackageLoader("keras_vit"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -147,7 +147,7 @@ def _templates() -> "jinja2.Environment":
 @functools.cache
 def _source(name: str) -> str:
     """Returns a style sheet or script of `templates/`."""
-    return (importlib.resources.files("keras_vit.pages") / "templates" / name).read_text("utf-8")
+    return (importlib.resources.files("keras_vit") / "templates" / name).read_text("utf-8")
 
 
 def _policy(sheets: Sequence[str], programs: Sequence[str]) -> str:

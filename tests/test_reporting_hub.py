@@ -1,4 +1,4 @@
-"""Tests of keras_vit.publishing: the model card, and a run on the Hub and back."""
+"""Tests of keras_vit.reporting.hub: the model card, and a run on the Hub and back."""
 
 import dataclasses
 import json
@@ -17,7 +17,7 @@ import yaml
 from conftest import FLOAT32, TINY, made
 
 import keras_vit
-from keras_vit import publishing
+from keras_vit import reporting
 from keras_vit.cli.main import main
 from keras_vit.training import RECIPES, Provenance, Run, open_source
 
@@ -66,7 +66,7 @@ def run(tmp_path: Path) -> Path:
     (folder / "tensorboard").mkdir()
     (folder / "tensorboard" / "events").write_bytes(b"events")
     image_files.write_image(folder / "sample.png")
-    publishing.write_card(Run.load(folder))
+    reporting.write_card(Run.load(folder))
     return folder
 
 
@@ -138,7 +138,7 @@ def test_the_card_has_the_licence_of_the_first_weights(run: Path) -> None:
             config = json.loads((run / "config.json").read_text())
             config["provenance"] = provenance.to_dict()
             (run / "config.json").write_text(json.dumps(config))
-            text = publishing.write_card(Run.load(run)).read_text(encoding="utf-8")
+            text = reporting.write_card(Run.load(run)).read_text(encoding="utf-8")
             if provenance is first:
                 assert fields.items() <= header(text).items()
                 assert words in text
@@ -188,10 +188,10 @@ def test_a_run_goes_to_the_hub_and_back(
 
 def test_pushing_again_keeps_what_a_user_wrote(run: Path, hub: hub_rig.Hub) -> None:
     """An edited card is published as it is, beside the images where these are asked for."""
-    publishing.push(run, "hf://owner/photos")
+    reporting.push(run, "hf://owner/photos")
     card = (run / "README.md").read_text(encoding="utf-8")
     (run / "README.md").write_text(f"{card}\nMy own words, hf://owner/name.\n", encoding="utf-8")
-    published = publishing.push(run, "hf://owner/photos", images=True)
+    published = reporting.push(run, "hf://owner/photos", images=True)
     files = hub.repositories["owner/photos"]
 
     assert len(hub.commits) == 2

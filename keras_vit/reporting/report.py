@@ -2,6 +2,8 @@
 
 import csv
 import dataclasses
+import hashlib
+import json
 import math
 import os
 import shlex
@@ -12,18 +14,35 @@ import keras
 import numpy as np
 
 from keras_vit import pages, version
-from keras_vit.data import ImageData, naming_damaged
-from keras_vit.evaluation import Answers, Calibration, Evaluation, calibration_of_answers
+from keras_vit.data import ImageData, image_size_of, naming_damaged
+from keras_vit.evaluation import Answers, Calibration, Evaluation
 from keras_vit.limits import counted
-from keras_vit.reporting import facts
+from keras_vit.model import VisionTransformer
 from keras_vit.reporting.gallery import attention_views, make_gallery, short
 from keras_vit.training import Run
-from keras_vit.training.run import HISTORY, RECONSTRUCTIONS
+from keras_vit.training.run import HISTORY, MODEL, RECONSTRUCTIONS, SPLITS, flat
+
+Pairs = list[tuple[str, str]]
 
 # Up to so many classes the page has a confusion matrix, above it the most confused pairs.
 _MATRIX = 30
 _PAIRS, _CLASSES, _POINTS = 50, 1000, 500
 _DRAWN = "test"
+
+_PAPER = """\
+@inproceedings{dosovitskiy2021image,
+  title     = {An Image is Worth 16x16 Words: Transformers for Image Recognition at Scale},
+  author    = {Dosovitskiy, Alexey and Beyer, Lucas and Kolesnikov, Alexander and Weissenborn, Dirk
+               and Zhai, Xiaohua and Unterthiner, Thomas and Dehghani, Mostafa and Minderer,
+               Matthias and Heigold, Georg and Gelly, Sylvain and Uszkoreit, Jakob and
+               Houlsby, Neil},
+  booktitle = {International Conference on Learning Representations},
+  year      = {2021}
+}
+@software{keras_vit,
+  title   = {keras-vit: Vision Transformers in Keras},
+  version = {VERSION}
+}"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -73,11 +92,11 @@ def write_report_page(path: str | os.PathLike[str], subject: Subject) -> int:
         scripts=("charts.js", "report.js"),
         data=data,
         reconstructions=_reconstructions(subject.run),
-        facts=facts.summary(subject.model, subject.run, subject.data),
-        tables=facts.tables(subject.model, subject.run),
-        uses=facts.uses(subject.name, subject.model, subject.run),
+        facts=_summary(subject.model, subject.run, subject.data),
+        tables=_tables(subject.model, subject.run),
+        uses=_uses(subject.name, subject.model, subject.run),
         command=subject.command,
-        trained_by=() if subject.run is None else facts.provenance(subject.run).commands,
+        trained_by=() if subject.run is None else subject.run.provenance.commands,
         version=version.__version__,
         **content,
     )
@@ -150,23 +169,26 @@ def _measured(subject: Subject) -> dict[str, Any]:
     """Returns what the page says of the measured split: the test images, or else the others."""
     name = _DRAWN if _DRAWN in subject.evaluations else next(iter(subject.evaluations), None)
     if name is None or subject.data is None:
-        return {**_UNMEASURED, "verdict": facts.unmeasured(subject.run)}
+        return {"measured": None, "notes": [], "verdict": _why_not_evaluated(subject.run)}
     evaluation, split = subject.evaluations[name], subject.data.split(name)
     answers = evaluation.answers
     if answers is None:
         raise ValueError("A report needs the answers to the single images; evaluate the model.")
     labels = [short(label) for label in evaluation.labels]
     with naming_damaged(split):
-        gallery = make_gallery(split, answers, source=subject.data.source)
+        images, cells, mistakes = make_gallery(split, answers, source=subject.data.source)
         views, note = attention_views(subject.model, split, answers, labels)
-    bins = calibration_of_answers(answers.confidence, answers.targets == answers.predicted)
+    bins = answers.calibration
     scores, pairs = _scores(evaluation, labels), _pairs(evaluation)
     is_matrix = len(labels) <= _MATRIX
+    # The shade of each cell of the matrix: 0 empty, 1 to 4 by its share of the row.
+    totals = np.maximum(evaluation.confusion.sum(axis=1, keepdims=True), 1)
+    shades = np.digitize(evaluation.confusion / totals, [1e-12, 0.1, 0.4, 0.8]).tolist()
     data = {
         "labels": labels,
         "matrix": evaluation.confusion.tolist() if is_matrix else None,
-        "images": gallery.images,
-        "cells": gallery.cells,
+        "images": images,
+        "cells": cells,
         "counts": _counts(evaluation, pairs, is_matrix=is_matrix),
         "calibration": _bins(bins),
     }
@@ -179,17 +201,14 @@ def _measured(subject: Subject) -> dict[str, Any]:
             f"recognised: accuracy {evaluation.accuracy:.2%}."
         ),
         "notes": _notes(answers, evaluation),
-        "shares": _shares(evaluation) if is_matrix else None,
+        "shares": shades if is_matrix else None,
         "pairs": pairs,
         "classes": scores[:_CLASSES],
         "hidden_classes": max(len(scores) - _CLASSES, 0),
-        "mistakes": gallery.mistakes,
+        "mistakes": mistakes,
         "views": views,
         "attention_note": note,
     }
-
-
-_UNMEASURED: dict[str, Any] = {"measured": None, "notes": []}
 
 
 def _scores(evaluation: Evaluation, labels: Sequence[str]) -> list[dict[str, Any]]:
@@ -225,13 +244,6 @@ def _counts(
     else:
         places = [(truth, taken) for truth, taken, *_ in pairs]
     return {f"{row},{column}": int(evaluation.confusion[row, column]) for row, column in places}
-
-
-def _shares(evaluation: Evaluation) -> list[list[int]]:
-    """Returns the shade of each cell of the matrix: 0 empty, 1 to 4 by its share of the row."""
-    totals = np.maximum(evaluation.confusion.sum(axis=1, keepdims=True), 1)
-    shades = np.digitize(evaluation.confusion / totals, [1e-12, 0.1, 0.4, 0.8])
-    return [[int(shade) for shade in row] for row in shades]
 
 
 def _bins(bins: Calibration) -> list[dict[str, float]]:
@@ -278,3 +290,168 @@ def _notes(answers: Answers, evaluation: Evaluation) -> list[str]:
             "more often than this model."
         )
     return notes
+
+
+def _summary(model: keras.Model, run: Run | None, data: ImageData | None) -> Pairs:
+    """Returns the facts at the head of a report: model, images, training."""
+    height, width = image_size_of(model)
+    pairs = [("Model", _model_name(model))]
+    if not _is_exported(model):
+        pairs.append(("Parameters", f"{model.count_params():,}"))
+    pairs.append(("Takes images of", f"{height}x{width} pixels (height x width)"))
+    if run is not None:
+        pairs += _training(run)
+    labels = data.labels if data is not None else (run.labels if run is not None else ())
+    if labels:
+        listed = ", ".join(short(label, 30) for label in labels[:12])
+        more = f" and {len(labels) - 12:,} more" if len(labels) > 12 else ""
+        pairs.append(("Classes", f"{len(labels):,}: {listed}{more}"))
+    if data is not None and (run is None or data.source != run.config["data"]["source"]):
+        counts = ", ".join(f"{n:,} {name}" for name, n in data.counts.items() if n)
+        pairs.append(("Measured on", f"{short(data.source, 200)}: {counts} images"))
+    return pairs
+
+
+def _training(run: Run) -> Pairs:
+    config = run.config
+    data, result, recipe = config["data"], config.get("result", {}), config.get("recipe", {})
+    images = data.get("images", {})
+    pairs = [("Images from", short(data["source"], 200))]
+    if isinstance(images, Mapping) and images:
+        pairs.append(("Images", ", ".join(f"{n:,} {name}" for name, n in images.items())))
+    for word, files in (
+        ("Left out, damaged", data.get("damaged")),
+        ("Replaced, damaged", result.get("replaced")),
+    ):
+        if files:
+            pairs.append((word, _files(files, source=data["source"])))
+    epochs, best = result.get("epochs"), result.get("best_epoch")
+    if epochs:
+        pairs.append(
+            (
+                "Trained for",
+                f"{counted(epochs, 'epoch')}, {counted(result.get('steps'), 'step')} of "
+                f"{counted(recipe.get('batch_size'), 'image')}; epoch {best} was kept",
+            )
+        )
+    origin = run.provenance
+    if origin.weights is not None:
+        licence = f", licence {origin.licence}" if origin.licence else ""
+        pairs.append(("Started from", short(f"{origin.weights}{licence}", 200)))
+    if origin.teacher is not None:
+        licence = f", licence {origin.teacher_licence}" if origin.teacher_licence else ""
+        pairs.append(("Distilled from", short(f"{origin.teacher}{licence}", 200)))
+    if origin.forbids:
+        pairs.append(("Their terms", origin.forbids))
+    if not result.get("finished", True):
+        pairs.append(("Interrupted", "this training has not run to its end"))
+    if config.get("objective"):
+        pairs.append(("Objective", _shown(config["objective"])))
+    pairs.append(("Trained at", str(config.get("made", "unknown"))))
+    return pairs
+
+
+def _files(names: Sequence[str], *, source: str) -> str:
+    """Returns the number of files, and the first of them, inside the folder of the images."""
+    inside = (str(name).removeprefix(f"{source}{os.sep}") for name in names[:5])
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"{len(names)}: {', '.join(short(name) for name in inside)}{more}"
+
+
+def _why_not_evaluated(run: Run | None) -> str:
+    """Returns the first sentence of the report of a run that has no classifier."""
+    if run is None:
+        return "No images were measured."
+    loss = run.config.get("result", {}).get("validation_loss")
+    said = "" if loss is None else f" Its validation loss is {loss:.4f}."
+    return f"The model was trained without labels, and has no classifier.{said}"
+
+
+def _tables(model: keras.Model, run: Run | None) -> list[tuple[str, Pairs]]:
+    """Returns the settings, versions and hashes, each with a heading."""
+    config = model.config if isinstance(model, VisionTransformer) else None
+    named: list[tuple[str, Mapping[str, Any]]]
+    if run is None:
+        fields = {} if config is None else config.to_dict()
+        versions = {"keras_vit": version.__version__, "keras": keras.__version__}
+        named = [("Model", fields), ("Versions", versions)]
+    else:
+        read = run.config
+        names = ("seed", "objective", "trained_parameters")
+        others: dict[str, Any] = {name: read[name] for name in names if name in read}
+        named = [
+            ("Recipe", dict(read.get("recipe", {})) | others),
+            ("Model", read.get("model", {})),
+            ("Execution", read.get("execution", {})),
+            ("Versions", read.get("versions", {})),
+            ("Hashes", _hashes(run)),
+        ]
+    pairs = {name: flat(dict(one)).items() for name, one in named if one}
+    return [(name, [(k, _shown(v)) for k, v in each]) for name, each in pairs.items()]
+
+
+def _shown(value: Any) -> str:
+    """Returns a setting as text of a sensible length."""
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return short(text, 200)
+
+
+def _hashes(run: Run) -> dict[str, str]:
+    hashes = {}
+    for name in (MODEL, SPLITS):
+        if (run.path / name).is_file():
+            with (run.path / name).open("rb") as stream:
+                digest = hashlib.file_digest(stream, "sha256").hexdigest()
+            hashes[f"SHA-256 of {name}"] = digest
+    state = run.config.get("result", {}).get("state_sha256")
+    return hashes | ({"state of the training": state} if state else {})
+
+
+def _uses(name: str, model: keras.Model, run: Run | None) -> Pairs:
+    """Returns commands to go on with, each with a heading, and how to cite."""
+    path = shlex.quote(name)
+    cite = ("Cite", _PAPER.replace("VERSION", version.__version__))
+    if isinstance(model, VisionTransformer) and model.config.classes is None:
+        source = shlex.quote(run.config["data"]["source"]) if run is not None else "photos"
+        train = f"keras-vit train --data {source} --out NEW-RUN --weights {path}"
+        return [("Train a classifier from it", train), ("In Python", _python(name, False)), cite]
+    if _is_exported(model):
+        predict = f"keras-vit predict {path} IMAGE.jpg\nkeras-vit check {path}"
+        return [("Predict, and see whether it is as it was exported", predict), cite]
+    predict = f"keras-vit predict {path} IMAGE.jpg\nkeras-vit explain {path} IMAGE.jpg --out seen"
+    serve = f"keras-vit export {path} --out EXPORT\n# EXPORT/README.md says how to serve it"
+    return [
+        ("Predict, and see why", predict),
+        ("Export and serve", serve),
+        ("In Python", _python(name, run is not None)),
+        cite,
+    ]
+
+
+def _python(name: str, is_run: bool) -> str:
+    if not is_run:
+        return f"import keras_vit\n\nmodel = keras_vit.load({name!r})"
+    return (
+        "from keras_vit import data, evaluation, training\n\n"
+        f"run = training.Run.load({name!r})\n"
+        'image = data.read_image("IMAGE.jpg")\n'
+        "print(evaluation.predict(run.model, [image], labels=run.labels))"
+    )
+
+
+def _is_exported(model: keras.Model) -> bool:
+    """Whether a model has no weights of its own, and asks an exported file."""
+    return not model.count_params()
+
+
+def _model_name(model: keras.Model) -> str:
+    if _is_exported(model):
+        return f"{short(model.name)}, exported"
+    if not isinstance(model, VisionTransformer):
+        return f"{type(model).__name__} {short(model.name)}"
+    config = model.config
+    patch = config.patch_size
+    return (
+        f"Vision Transformer, {config.num_layers} layers of width {config.hidden_dim}, "
+        f"{config.num_heads} heads, patches of {patch}"
+    )

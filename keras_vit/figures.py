@@ -1,17 +1,28 @@
-"""What the model has learned about places and patches, and pictures of what it has."""
+"""All figures that matplotlib draws, from arrays: what a model sees, training curves, confusions.
+
+Each function returns a `matplotlib.figure.Figure`, which `savefig` writes to a file.
+"""
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import keras
 import numpy as np
 
 from keras_vit import environment
-from keras_vit.config import ViTConfig
-from keras_vit.explain import attention
-from keras_vit.model import position_layer
+from keras_vit.preprocessing import resample
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Its lightness rises evenly, so a grey print shows the same order.
+COLORS = "magma"
+# The paper shows every other position of its 14x14 grid.
+SHOWN_POSITIONS = 7
+# Up to so many classes each cell shows its number and each row its label.
+_NUMBERED, _LABELLED = 20, 100
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -25,132 +36,6 @@ class Filters:
 
     components: np.ndarray
     variance: np.ndarray
-
-
-def position_similarity(model: keras.Model) -> np.ndarray:
-    """Returns the cosine similarity of the position embeddings (arXiv 2010.11929, Figure 7 centre).
-
-    Example:
-        >>> from keras_vit.config import ViTConfig
-        >>> from keras_vit.model import VisionTransformer
-        >>> config = ViTConfig(input_shape=(16, 24, 3), patch_size=8, hidden_dim=8, mlp_dim=16,
-        ...                    num_heads=2, num_layers=1, classes=5)
-        >>> position_similarity(VisionTransformer(config)).shape
-        (2, 3, 2, 3)
-
-    Args:
-        model: a `VisionTransformer`, or any Keras model with one inside.
-
-    Returns:
-        (h, w, h, w): of the patch in a row and column with every other, from -1 to 1. Where
-        every block has a table, of the first block's.
-
-    Raises:
-        ValueError: the model adds no position embeddings to its tokens.
-    """
-    vit = attention.find_vit(model)
-    if not vit.config.adds_positions:
-        raise ValueError(
-            "The model adds no position embeddings to its tokens. Received: a model with "
-            f"position_embedding={vit.config.position_embedding!r}."
-        )
-    layer = vit.get_layer(position_layer(vit.config, 0) or "patch_encoder")
-    directions = _unit(
-        attention.to_numpy(layer.position_table())[0, vit.config.num_prefix_tokens :]
-    )
-    return np.asarray((directions @ directions.T).reshape(*vit.config.grid, *vit.config.grid))
-
-
-def embedding_filters(model: keras.Model, *, count: int = 28) -> Filters:
-    """Returns the principal components of the patch embedding (arXiv 2010.11929, Figure 7 left).
-
-    The signs are arbitrary; each component's largest value is made positive.
-
-    Args:
-        model: a `VisionTransformer`, or any Keras model with one inside.
-        count: how many; the paper shows 28. Fewer where there are fewer.
-
-    Raises:
-        ValueError: `count` is not positive.
-    """
-    if count < 1:
-        raise ValueError(f"count must be a positive integer. Received: count={count!r}.")
-    vit = attention.find_vit(model)
-    kernel = attention.to_numpy(vit.get_layer("patch_encoder").projection.kernel)  # (P*P*C, D)
-    filters = kernel.T - kernel.mean(axis=1)
-    _, strength, components = np.linalg.svd(filters, full_matrices=False)
-    largest = np.take_along_axis(
-        components, np.abs(components).argmax(axis=1, keepdims=True), axis=1
-    )
-    size, channels = vit.config.patch_size, vit.config.patch_channels
-    components = (components * np.sign(largest)).reshape(-1, size, size, channels)
-    total = max(float((strength**2).sum()), np.finfo(np.float32).tiny)
-    return Filters(components[:count], strength[:count] ** 2 / total)
-
-
-def token_similarity(
-    model: keras.Model,
-    images: Any,
-    *,
-    token: tuple[int, int] | Literal["class"] = "class",
-    layer: int = -1,
-) -> np.ndarray:
-    """Returns how like each patch's token is to one chosen token, after any block.
-
-    Args:
-        model: a `VisionTransformer`, or any Keras model with one inside.
-        images: (B, H, W, channels) as that model takes them.
-        token: (row, column) of a patch in the grid, or "class" for the class token.
-        layer: after which block, 0 the first, -1 the last.
-
-    Returns:
-        (B, h, w) cosine similarities from -1 to 1.
-
-    Raises:
-        ValueError: there is no such token or layer.
-    """
-    vit = attention.find_vit(model)
-    (index,) = attention.choose(layer, vit.config.num_layers, word="layer")
-    place = _place(vit.config, token)
-    block = vit.get_layer(f"block_{index}")
-    parts = []
-    for batch in attention.image_batches(model, images):
-        _, records = attention.run(model, batch, [block])
-        directions = _unit(attention.to_numpy(records[block][0]))
-        similarity = (directions @ directions[:, place, :, None])[..., 0]
-        parts.append(attention.on_grid(vit.config, similarity))
-    return np.concatenate(parts)
-
-
-def _place(config: ViTConfig, token: tuple[int, int] | str) -> int:
-    if token == "class":
-        if config.class_token:
-            return 0
-        raise ValueError(
-            "The model has no class token; choose a patch by its (row, column) in the grid of "
-            f"{config.grid[0]} rows and {config.grid[1]} columns of patches."
-        )
-    rows, columns = config.grid
-    if isinstance(token, str) or not (0 <= token[0] < rows and 0 <= token[1] < columns):
-        raise ValueError(
-            f"There is no patch {token!r}; the grid has {rows} rows and {columns} columns, "
-            'numbered from 0. Give (row, column), or "class".'
-        )
-    return token[0] * columns + token[1] + config.num_prefix_tokens
-
-
-def _unit(vectors: np.ndarray) -> np.ndarray:
-    length = np.linalg.norm(vectors, axis=-1, keepdims=True)
-    return np.asarray(vectors / np.maximum(length, np.finfo(np.float32).tiny))
-
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-# Its lightness rises evenly, so a grey print shows the same order.
-COLORS = "magma"
-# The paper shows every other position of its 14x14 grid.
-SHOWN_POSITIONS = 7
 
 
 @contextlib.contextmanager
@@ -234,7 +119,8 @@ def plot_heads(heatmaps: np.ndarray, *, title: str, unit: str) -> "Figure":
             continue
         artist = each.imshow(heatmaps[index], cmap=COLORS, vmin=0, vmax=heatmaps.max())
         each.set_title(f"head {index}")
-        _count_patches(each, heatmaps.shape[1:])
+        each.set_xticks(_spaced_indices(heatmaps.shape[2], 4))
+        each.set_yticks(_spaced_indices(heatmaps.shape[1], 4))
     figure.suptitle(title)
     figure.supxlabel("column of the patch")
     figure.supylabel("row of the patch")
@@ -346,14 +232,130 @@ def plot_filters(filters: Filters) -> "Figure":
 def lit(picture: np.ndarray, heatmap: np.ndarray) -> np.ndarray:
     """Returns a picture, 0..1, multiplied by a heatmap (h, w), smoothed to its size, 1 at most."""
     color = picture if picture.ndim == 3 else np.repeat(picture[..., None], 3, axis=-1)
-    light = attention.resample(heatmap[None, ..., None], color.shape[:2], antialias=True)[0]
+    light = resample(heatmap[None, ..., None], color.shape[:2], antialias=True)[0]
     low, high = float(light.min()), float(light.max())
     return np.asarray(color * (0.1 + 0.9 * (light - low) / max(high - low, 1e-12)))
 
 
-def _count_patches(axes: Any, grid: tuple[int, ...]) -> None:
-    axes.set_xticks(_spaced_indices(grid[1], 4))
-    axes.set_yticks(_spaced_indices(grid[0], 4))
+def plot_confusion(confusion: np.ndarray, labels: Sequence[str]) -> "Figure":
+    """Draws which class (row) was taken for which (column), each row in per cent of its images.
+
+    Args:
+        confusion: (C, C) images of each class (row) taken for each class (column).
+        labels: the name of each class.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    side = min(max(3.5 + 0.45 * len(labels), 4.5), 14)
+    figure = _figure(side + 0.8, side)
+    import matplotlib.colors
+
+    axes = figure.subplots()
+    share = 100 * confusion / np.maximum(confusion.sum(axis=1, keepdims=True), 1)
+    # The square root lets one image in a hundred be seen.
+    scale = matplotlib.colors.PowerNorm(0.5, vmin=0, vmax=100)
+    picture = axes.imshow(share, cmap="Greys", norm=scale)
+    figure.colorbar(picture, ax=axes, label="per cent of the class", shrink=0.8)
+    right = 100 * float(np.trace(confusion)) / int(confusion.sum())
+    axes.set(
+        xlabel="predicted class",
+        ylabel="true class",
+        title=f"{int(confusion.sum())} images, {right:.2f} % right",
+    )
+    _label_axes(axes, labels)
+    if len(labels) <= _NUMBERED:
+        _number_cells(axes, confusion, share)
+    return figure
+
+
+def plot_mistakes(mistakes: Sequence[Any], images: Sequence[np.ndarray]) -> "Figure":
+    """Draws mistakes with their images: what each is filed under, what it was taken for.
+
+    Args:
+        mistakes: from `evaluation.confident_mistakes`.
+        images: (H, W, 3) pixels of each of them.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: there are no mistakes to draw.
+    """
+    with environment.pictures():
+        import matplotlib.figure  # noqa: F401
+    if not mistakes:
+        raise ValueError("There are no mistakes to draw.")
+    columns = min(len(mistakes), 4)
+    rows = -(-len(mistakes) // columns)
+    figure = _figure(2.6 * columns, 3.0 * rows, h_pad=0.15)
+    all_axes: Any = figure.subplots(rows, columns, squeeze=False)
+    for axes, mistake, image in zip(all_axes.flat, mistakes, images, strict=False):
+        axes.imshow(image)
+        axes.set_title(
+            f"{_short(mistake.label)}\ntaken for {_short(mistake.predicted)}, "
+            f"{100 * mistake.probability:.1f} %",
+            fontsize=9,
+            parse_math=False,
+        )
+        axes.set_xlabel(_short(Path(mistake.name).name), fontsize=7, parse_math=False)
+    for axes in all_axes.flat:
+        axes.set(xticks=[], yticks=[])
+    for axes in all_axes.flat[len(mistakes) :]:
+        axes.set_axis_off()
+    return figure
+
+
+def plot_curves(history: Sequence[Any], *, best_epoch: int) -> "Figure":
+    """Draws the loss of each epoch, and the accuracy where there is one.
+
+    Args:
+        history: `training.EpochDone` of each epoch.
+        best_epoch: the epoch whose model is kept.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    names = ("loss", "accuracy") if history[0].accuracy is not None else ("loss",)
+    figure = _figure(4.5 * len(names), 3.6)
+    import matplotlib.ticker
+
+    epochs = [record.epoch for record in history]
+    marker = "o" if len(history) == 1 else None  # a line needs two points
+    for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
+        training = [getattr(record, name) for record in history]
+        validation = [getattr(record, f"validation_{name}") for record in history]
+        # The line styles differ too, for readers who cannot tell the colours apart.
+        axes.plot(epochs, training, "--", color="0.45", marker=marker, label="training (varied)")
+        axes.plot(epochs, validation, "-", color="tab:blue", marker=marker, label="validation")
+        axes.axvline(best_epoch, color="black", linestyle=":", linewidth=1, label="epoch kept")
+        axes.set(xlabel="epoch", ylabel=name)
+        axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.axes[0].set_ylabel("cross-entropy loss" if len(names) > 1 else "mean squared error")
+    figure.axes[0].set_ylim(bottom=0)
+    for axes in figure.axes[1:]:
+        axes.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1))
+    return figure
+
+
+def plot_rows(rows: Mapping[str, np.ndarray]) -> "Figure":
+    """Draws rows of images, each with its name, for instance of reconstructions.
+
+    Args:
+        rows: (B, H, W, channels) pixels in [-1, 1] by the name of the row.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    count = len(next(iter(rows.values())))
+    figure = _figure(1.3 * count + 1.1, 5.6)
+    grid = figure.subplots(len(rows), count, squeeze=False)
+    for row, (name, images) in zip(grid, rows.items(), strict=True):
+        row[0].set_ylabel(name)
+        for axes, image in zip(row, images, strict=True):
+            axes.imshow(np.clip((image + 1) / 2, 0, 1), interpolation="nearest")
+            axes.set(xticks=[], yticks=[])
+    return figure
 
 
 def _spaced_indices(count: int, most: int = SHOWN_POSITIONS) -> list[int]:
@@ -372,7 +374,30 @@ def _displayable(image: np.ndarray) -> np.ndarray:
     return scaled if image.shape[2] == 3 else scaled[..., 0]
 
 
-def _figure(width: float, height: float) -> "Figure":
+def _short(text: str) -> str:
+    return text if len(text) <= 20 else f"{text[:19]}…"
+
+
+def _label_axes(axes: Any, labels: Sequence[str]) -> None:
+    every = -(-len(labels) // _LABELLED)  # of very many classes each second, each third, ...
+    places = range(0, len(labels), every)
+    short = [_short(labels[place]) for place in places]
+    size = 10 if len(labels) <= _NUMBERED else 7 if len(labels) <= 50 else 5
+    turn = 90 if max(map(len, short)) > 2 else 0
+    axes.set_xticks(places, short, rotation=turn, fontsize=size, parse_math=False)
+    axes.set_yticks(places, short, fontsize=size, parse_math=False)
+
+
+def _number_cells(axes: Any, confusion: np.ndarray, share: np.ndarray) -> None:
+    for (row, column), count in np.ndenumerate(confusion):
+        if count:
+            color = "white" if share[row, column] > 25 else "black"
+            axes.text(column, row, str(count), ha="center", va="center", color=color)
+
+
+def _figure(width: float, height: float, **padding: Any) -> "Figure":
     with environment.pictures():
         import matplotlib.figure
-    return matplotlib.figure.Figure(figsize=(width, height), layout="constrained")
+        import matplotlib.layout_engine
+    layout = matplotlib.layout_engine.ConstrainedLayoutEngine(**padding)
+    return matplotlib.figure.Figure(figsize=(width, height), layout=layout)

@@ -1,13 +1,14 @@
 """Tests of what frozen features are worth, in keras_vit.evaluation.metrics."""
 
 import dataclasses
+import sys
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
-import sklearn.neighbors
 from conftest import randomize
+from sklearn.neighbors import KNeighborsClassifier
 from test_evaluation_report import SMALL
 
 from keras_vit.data import load_digits
@@ -123,10 +124,9 @@ def test_digits_are_told_apart_by_their_pixels() -> None:
     """On raw pixels the accuracy is scikit-learn's."""
     data = load_digits()
     actual = nearest_neighbors(FLAT, train=data.train, test=data.test, neighbors=1)
-    flat = [split.images.reshape(len(split), -1) for split in (data.train, data.test)]
-    reference = sklearn.neighbors.KNeighborsClassifier(1, metric="cosine")
-    reference.fit(flat[0], data.train.targets)
-    assert actual == pytest.approx(reference.score(flat[1], data.test.targets), abs=1e-9)
+    known, asked = (split.images.reshape(len(split), -1) for split in (data.train, data.test))
+    reference = KNeighborsClassifier(1, metric="cosine").fit(known, data.train.targets)
+    assert actual == pytest.approx(reference.score(asked, data.test.targets), abs=1e-9)
     assert actual > 0.95
 
 
@@ -149,8 +149,8 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
 ]
 
 
-def test_bad_numbers_are_refused() -> None:
-    """The error says what there is; so it does of a class that is tested and never shown."""
+def test_bad_numbers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says what there is, of a class never shown too, and what is not installed."""
     data = load_digits()
     for measure, arguments, message in WRONG:
         with pytest.raises(ValueError, match=message):
@@ -158,3 +158,7 @@ def test_bad_numbers_are_refused() -> None:
     train = data.train.take(np.flatnonzero(data.train.targets != 7))
     with pytest.raises(ValueError, match="test images show class 7"):
         few_shot(FLAT, train=train, test=data.test, shots=(1,))
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    for measure in (few_shot, nearest_neighbors):
+        with pytest.raises(ImportError, match="pip install scikit-learn"):
+            measure(FLAT, train=data.train, test=data.test)

@@ -66,8 +66,7 @@ def test_heads_are_those_of_the_attention(name: str) -> None:
     first = config.num_prefix_tokens
     rows = weights[:, :, 0] if config.class_token else weights[:, :, first:].mean(axis=2)
     expected = rows[..., first:].reshape(*rows.shape[:2], *config.grid)
-    (record,) = attention.records(model, [images])
-    actual = np.stack(attention.head_attention(record))
+    actual = np.stack(attention.head_attention(next(attention.records(model, [images]))))
     assert actual.std() > 1e-3
     np.testing.assert_allclose(actual, expected, atol=FLOAT32)
 
@@ -76,8 +75,7 @@ def test_the_pooling_is_a_layer_with_heads_of_its_own() -> None:
     """Its number of heads may differ from that of the blocks."""
     config = dataclasses.replace(CONFIGS["map"], pooling_heads=1)
     model, images = sharp(config), images_for(config)[:1]
-    (record,) = attention.records(model, [images])
-    layers = attention.head_attention(record)
+    layers = attention.head_attention(next(attention.records(model, [images])))
     assert [len(layer) for layer in layers] == [config.num_heads] * config.num_layers + [1]
     expected = explain.pooling_attention(model, images)[0].reshape(1, *config.grid)
     np.testing.assert_allclose(layers[-1], expected, atol=FLOAT32)

@@ -17,6 +17,7 @@ from keras_vit.model import VisionTransformer
 
 GENERATOR = np.random.default_rng(0)
 IMAGE = GENERATOR.integers(0, 256, (32, 48, 3), dtype=np.uint8)
+EPOCH = types.SimpleNamespace(epoch=1, loss=1.0, validation_loss=1.0, accuracy=None)
 HEATMAP = GENERATOR.uniform(0, 1, (4, 6))
 FIGURES: dict[str, Callable[[], Figure]] = {
     "heatmap": lambda: explain.plot_heatmap(IMAGE, HEATMAP, title="rollout", unit="share"),
@@ -30,6 +31,9 @@ FIGURES: dict[str, Callable[[], Figure]] = {
     "filters": lambda: explain.plot_filters(
         explain.Filters(GENERATOR.standard_normal((10, 8, 8, 3)), np.full(10, 0.1))
     ),
+    "confusion": lambda: figures.plot_confusion(np.array([[3, 1], [0, 2]]), ("a", "b")),
+    "curves": lambda: figures.plot_curves([EPOCH], best_epoch=1),
+    "rows": lambda: figures.plot_rows({"image": GENERATOR.uniform(-1, 1, (2, 8, 8, 3))}),
 }
 
 
@@ -127,16 +131,9 @@ def test_what_cannot_be_drawn_is_refused() -> None:
 
 def test_without_matplotlib_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pip command is in it, of every figure; the arrays need no matplotlib."""
-    epoch = types.SimpleNamespace(epoch=1, loss=1.0, validation_loss=1.0, accuracy=None)
-    others: list[Callable[[], Figure]] = [
-        lambda: figures.plot_confusion(np.eye(2), ("a", "b")),
-        lambda: figures.plot_mistakes((), ()),
-        lambda: figures.plot_curves([epoch], best_epoch=1),
-        lambda: figures.plot_rows({"image": np.zeros((1, 2, 2, 3))}),
-    ]
     for module in ("matplotlib.figure", "matplotlib"):
         monkeypatch.setitem(sys.modules, module, None)
-        for draw in (*FIGURES.values(), *others):
+        for draw in (FIGURES | {"mistakes": lambda: figures.plot_mistakes((), ())}).values():
             with pytest.raises(ImportError, match=r"pip install matplotlib"):
                 draw()
 

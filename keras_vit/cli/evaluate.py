@@ -217,21 +217,24 @@ def _measure_features(model: "keras.Model", data: "ImageData") -> dict[str, Any]
     import numpy as np
 
     from keras_vit import evaluation
+    from keras_vit.evaluation.metrics import both_features
 
     measures: dict[str, Any] = {"few_shot": [], "nearest_neighbors": None}
     if not len(data.train):
         return measures
+    splits: dict[str, Any] = {"train": data.train, "test": data.test}
+    features = both_features(model, **splits)
     smallest = int(np.bincount(data.train.targets, minlength=len(data.labels)).min())
     shots = [count for count in evaluation.SHOTS if count <= smallest]
     if shots:
-        results = evaluation.few_shot(model, train=data.train, test=data.test, shots=shots)
+        results = evaluation.few_shot(model, **splits, shots=shots, features=features)
         measures["few_shot"] = [
             {**dataclasses.asdict(result), "mean": result.mean, "spread": result.spread}
             for result in results
         ]
     neighbors = min(evaluation.NEIGHBORS, len(data.train))
     measures["nearest_neighbors"] = evaluation.nearest_neighbors(
-        model, train=data.train, test=data.test, neighbors=neighbors
+        model, **splits, neighbors=neighbors, features=features
     )
     return measures
 

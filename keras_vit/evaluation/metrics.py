@@ -1,5 +1,6 @@
 """Measures a model: accuracy, confusions, mistakes, calibration, and its frozen features."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -450,6 +451,7 @@ def few_shot(
     shots: Sequence[int] = SHOTS,
     seeds: int = 5,
     regularization: float = REGULARIZATION,
+    features: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> tuple[FewShot, ...]:
     """Measures a frozen model by linear classifiers fitted to a few images of each class.
 
@@ -475,6 +477,7 @@ def few_shot(
         shots: labelled images of each class.
         seeds: how many draws; number `seed` is a function of it and of the targets alone.
         regularization: the weight of the squared weights, as in big_vision.
+        features: those of `train` and `test`, by `frozen_features`; None to compute them.
 
     Returns:
         One result for each number of shots, in that order.
@@ -484,12 +487,12 @@ def few_shot(
         ValueError: a class of `train` has fewer images than shots, or a number is out of range.
     """
     _check(train, test, shots=shots, seeds=seeds, regularization=regularization)
-    train_features, test_features = (frozen_features(model, split) for split in (train, test))
+    train_features, test_features = features or both_features(model, train, test)
     accuracies: dict[int, list[float]] = {count: [] for count in shots}
     for seed in range(seeds):
         for count, indices in draw_shots(train.targets, shots=shots, seed=seed).items():
-            features, targets = train_features[indices], train.targets[indices]
-            classifier = fit_linear(features, targets, regularization=regularization)
+            shown, targets = train_features[indices], train.targets[indices]
+            classifier = fit_linear(shown, targets, regularization=regularization)
             accuracies[count].append(float(classifier.score(test_features, test.targets)))
     return tuple(FewShot(count, tuple(values)) for count, values in accuracies.items())
 
@@ -501,6 +504,7 @@ def nearest_neighbors(
     test: Split,
     neighbors: int = NEIGHBORS,
     temperature: float = TEMPERATURE,
+    features: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> float:
     """Measures a frozen model by k nearest neighbours: no training, nothing to tune.
 
@@ -513,6 +517,7 @@ def nearest_neighbors(
         test: images to measure on.
         neighbors: how many vote.
         temperature: a lower one favours the most similar images.
+        features: as in `few_shot`.
 
     Returns:
         The fraction of test images named rightly.
@@ -526,14 +531,25 @@ def nearest_neighbors(
             f"neighbors must be from 1 to the {len(train)} train images, temperature above 0. "
             f"Received: neighbors={neighbors!r}, temperature={temperature!r}."
         )
-    references, queries = (frozen_features(model, split) for split in (train, test))
+    references, queries = features or both_features(model, train, test)
     classifier = neighbor_classifier(neighbors, temperature)
     return float(classifier.fit(references, train.targets).score(queries, test.targets))
 
 
+def both_features(model: keras.Model, train: Split, test: Split) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the `frozen_features` of two splits, for what scikit-learn measures of them."""
+    with _sklearn():  # features can take hours: it must be there
+        import sklearn  # noqa: F401
+    return frozen_features(model, train), frozen_features(model, test)
+
+
+def _sklearn() -> contextlib.AbstractContextManager[None]:
+    return environment.installed("Features are measured by scikit-learn", "scikit-learn")
+
+
 def neighbor_classifier(neighbors: int, temperature: float) -> Any:
     """Returns scikit-learn's classifier in which the most similar features vote."""
-    with environment.installed("Neighbours are found by scikit-learn", "scikit-learn"):
+    with _sklearn():
         import sklearn.neighbors
         import sklearn.pipeline
         import sklearn.preprocessing
@@ -561,7 +577,7 @@ def draw_shots(targets: np.ndarray, *, shots: Sequence[int], seed: int) -> dict[
 
 def fit_linear(features: np.ndarray, targets: np.ndarray, *, regularization: float) -> Any:
     """Fits scikit-learn's least-squares classifier onto {-1, 1} to whitened features (count, D)."""
-    with environment.installed("Features are classified by scikit-learn", "scikit-learn"):
+    with _sklearn():
         import sklearn.linear_model
         import sklearn.pipeline
         import sklearn.preprocessing

@@ -201,8 +201,7 @@ def test_the_page_names_the_likeliest_classes(tmp_path: Path) -> None:
     logits, image = sharp(TINY), pixels(TINY)
     softmax = VisionTransformer(dataclasses.replace(TINY, classifier_activation="softmax"))
     softmax.set_weights(logits.get_weights())
-    inputs = (image[None].astype(np.float32) - 127.5) / 127.5
-    scores = keras.ops.convert_to_numpy(softmax(inputs))[0]
+    scores = keras.ops.convert_to_numpy(softmax((image[None] - np.float32(127.5)) / 127.5))[0]
     best = int(scores.argmax())
     inside = VisionTransformer(dataclasses.replace(TINY, include_preprocessing=True))
     inside.set_weights(logits.get_weights())
@@ -216,6 +215,8 @@ def test_the_page_names_the_likeliest_classes(tmp_path: Path) -> None:
     nested = keras.Model(outer, keras.layers.Dense(2, activation="softmax")(logits(scaled)))
     written = explain.write_explanation(nested, image, tmp_path, labels=["yes", "no"])[-1]
     assert re.search(r"(yes|no) [\d.]+% (yes|no) [\d.]+%", Page(written.read_text()).said)
+    two = keras.Model(outer, [nested.output, nested.output])
+    assert "no classifier" in explain.write_explanation(two, image, tmp_path)[-1].read_text()
 
 
 def test_bad_input_writes_nothing(tmp_path: Path) -> None:

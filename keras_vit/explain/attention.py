@@ -150,7 +150,9 @@ def records(
 
     def scores(batch: np.ndarray, change: Change | None = None) -> tuple[Any, list[Any]]:
         outputs, values = run(scorer, batch, layers, change=change)
-        return keras.ops.cast(outputs[logits] if has_logits else outputs, "float32"), values
+        outputs = outputs[logits] if has_logits else outputs
+        is_one = hasattr(outputs, "shape")  # a model of several outputs is no classifier
+        return keras.ops.cast(outputs, "float32") if is_one else outputs, values
 
     def record(outputs: Any, values: list[Any], backpropagate: Any = None) -> Record:
         *weights, tokens = values

@@ -240,9 +240,9 @@ def explained_classes(scores: np.ndarray, target: int | None = None) -> list[int
 
 def _probabilities(outputs: Any, *, are_logits: bool) -> np.ndarray | None:
     """Returns probabilities (C,), or None of what is not the answer of a classifier."""
-    numbers = np.asarray(attention.to_numpy(outputs)[0], np.float64)
-    if numbers.ndim != 1:
+    if len(getattr(outputs, "shape", ())) != 2:
         return None
+    numbers = np.asarray(attention.to_numpy(outputs)[0], np.float64)
     if not are_logits and numbers.min() >= 0 and abs(numbers.sum() - 1) < 1e-3:
         return numbers
     powers = np.exp(numbers - numbers.max())

@@ -52,6 +52,12 @@ class ClassScore:
 class Answers:
     """What a model answers to each image of a split, each of shape (count,).
 
+    Example:
+        >>> answers = Answers(targets=np.array([0, 1, 1]), predicted=np.array([0, 1, 0]),
+        ...                   confidence=np.array([0.9, 0.8, 0.7]))
+        >>> answers.mistakes.tolist(), round(answers.calibration.error, 3)
+        ([2], 0.333)
+
     Attributes:
         targets: the right class.
         predicted: the likeliest class.

@@ -10,8 +10,8 @@ from keras_vit.cli import flags, inference, output
 if TYPE_CHECKING:
     import keras
 
-    from keras_vit.data import ImageData, Views
-    from keras_vit.evaluation import Evaluation
+    from keras_vit.data import ImageData
+    from keras_vit.evaluation import Answers, Evaluation
     from keras_vit.training import OpenedModel
 
 
@@ -108,9 +108,9 @@ def run(arguments: argparse.Namespace) -> int:
             reporting.write_card(opened.run)
     output.show_evaluations(evaluations, json=arguments.json)
     if arguments.more:
-        _show_more(model, data, evaluations.get("test"), out=arguments.out, json=arguments.json)
+        _show_more(model, data, evaluations, out=arguments.out, json=arguments.json)
     if arguments.real is not None:
-        _show_real(model, data, file=arguments.real, views=views, json=arguments.json)
+        _show_real(data, evaluations, file=arguments.real, json=arguments.json)
     if not arguments.json:
         if views is not None:
             print(f"With test-time augmentation: the mean of {views.count} views of each image.")
@@ -250,10 +250,20 @@ def _print_features(measures: dict[str, Any]) -> None:
         print(f"Nearest neighbours of the train images: accuracy {accuracy:.2%}")
 
 
+def _on_test(
+    evaluations: "dict[str, Evaluation]", data: "ImageData"
+) -> "tuple[Evaluation, Answers]":
+    """Returns what was measured on the test images, and the answers to them."""
+    measured = evaluations.get("test")
+    if measured is None or measured.answers is None:
+        raise ValueError(f"{data.source!r} holds no test images, which --more and --real measure.")
+    return measured, measured.answers
+
+
 def _show_more(
     model: "keras.Model",
     data: "ImageData",
-    measured: "Evaluation | None",
+    evaluations: "dict[str, Evaluation]",
     *,
     out: str | None,
     json: bool,
@@ -262,9 +272,8 @@ def _show_more(
     from keras_vit import evaluation
     from keras_vit.atomic import whole_file
 
-    if measured is None or measured.answers is None:
-        raise ValueError(f"{data.source!r} holds no test images, which --more is about.")
-    error = measured.answers.calibration.error
+    measured, answers = _on_test(evaluations, data)
+    error = answers.calibration.error
     mistakes = evaluation.confident_mistakes(measured, data.test)
     features = _measure_features(model, data)
     if out is not None and mistakes:
@@ -285,15 +294,18 @@ def _show_more(
 
 
 def _show_real(
-    model: "keras.Model", data: "ImageData", *, file: str, views: "Views | None", json: bool
+    data: "ImageData", evaluations: "dict[str, Evaluation]", *, file: str, json: bool
 ) -> None:
     """Prints the accuracy on the labels of ImageNet ReaL, which are in order of the file names."""
+    import numpy as np
+
     from keras_vit import evaluation
 
     labels = evaluation.read_real_labels(file)
     names = [Path(data.test.name(place)).name for place in range(len(data.test))]
     order = sorted(range(len(names)), key=names.__getitem__)
-    scores = evaluation.log_probabilities(model, data.test, tta=views)[order]
+    predicted = _on_test(evaluations, data)[1].predicted[order]
+    scores = predicted[:, None] == np.arange(len(data.labels))  # 1 for the class that was named
     accuracy = evaluation.real_accuracy(scores, labels)
     if json:
         output.print_json("real", accuracy=accuracy)

@@ -1,6 +1,5 @@
 """Measures a model: accuracy, confusions, mistakes, calibration, and its frozen features."""
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -29,6 +28,7 @@ SHOTS, REGULARIZATION = (1, 5, 10, 25), 2.0**10
 BIAS_FEATURE = 100.0
 # Added to the standard deviation before features are divided by it.
 DEVIATION_EPSILON = 1e-5
+_SKLEARN = ("Features are measured by scikit-learn", "scikit-learn")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -544,18 +544,14 @@ def nearest_neighbors(
 
 def both_features(model: keras.Model, train: Split, test: Split) -> tuple[np.ndarray, np.ndarray]:
     """Returns the `frozen_features` of two splits, for what scikit-learn measures of them."""
-    with _sklearn():  # features can take hours: it must be there
+    with environment.installed(*_SKLEARN):  # features can take hours: it must be there
         import sklearn  # noqa: F401
     return frozen_features(model, train), frozen_features(model, test)
 
 
-def _sklearn() -> contextlib.AbstractContextManager[None]:
-    return environment.installed("Features are measured by scikit-learn", "scikit-learn")
-
-
 def neighbor_classifier(neighbors: int, temperature: float) -> Any:
     """Returns scikit-learn's classifier in which the most similar features vote."""
-    with _sklearn():
+    with environment.installed(*_SKLEARN):
         import sklearn.neighbors
         import sklearn.pipeline
         import sklearn.preprocessing
@@ -583,7 +579,7 @@ def draw_shots(targets: np.ndarray, *, shots: Sequence[int], seed: int) -> dict[
 
 def fit_linear(features: np.ndarray, targets: np.ndarray, *, regularization: float) -> Any:
     """Fits scikit-learn's least-squares classifier onto {-1, 1} to whitened features (count, D)."""
-    with _sklearn():
+    with environment.installed(*_SKLEARN):
         import sklearn.linear_model
         import sklearn.pipeline
         import sklearn.preprocessing

@@ -5,7 +5,6 @@ of a token, (h, w) the grid of patches.
 """
 
 import dataclasses
-import functools
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -204,8 +203,8 @@ def _differentiate(
 
         with tf.GradientTape(persistent=is_repeated) as tape:
             outputs, values = scores(batch)
-        pull = functools.partial(tape.gradient, outputs, values, unconnected_gradients="zero")
-        return outputs, values, lambda gradient: pull(output_gradients=gradient)
+        options = {"unconnected_gradients": "zero"}
+        return outputs, values, lambda gradient: tape.gradient(outputs, values, gradient, **options)
     import jax
 
     # JAX differentiates with respect to arguments: here to what is added to the values.

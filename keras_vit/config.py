@@ -321,11 +321,6 @@ class ViTConfig:
         return self.num_prefix_tokens + self.grid[0] * self.grid[1]
 
     @property
-    def num_placed_tokens(self) -> int:
-        """Tokens before the patches' that have a place: all of these but registers."""
-        return self.num_prefix_tokens - self.num_registers
-
-    @property
     def pooled_dim(self) -> int:
         """Width of what pooling makes of the tokens, or of each token without pooling."""
         return self.hidden_dim * (2 if self.pooling == "token_avg" else 1)

@@ -8,9 +8,10 @@ import json
 import math
 import reprlib
 import stat
-from collections.abc import Iterator
+import types
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 MAX_SIDE = 2**20  # pixels, or channels
 _MAX_NUMBER = 1e9  # of what pixels and rates are
@@ -57,6 +58,46 @@ def is_grid(value: object) -> bool:
 def is_whole(value: object, least: int, most: int) -> bool:
     """Whether a value is a whole number in this range."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def check_fields(settings: object, ranges: Mapping[str, tuple[float, float]]) -> None:
+    """Raises a ValueError for a field of a dataclass that has another type, or is out of range."""
+    for name, hint in get_type_hints(type(settings)).items():
+        value = getattr(settings, name)
+        if not _has_type(value, hint):
+            raise ValueError(f"{name} must be {_named(hint)}. Received: {name}={shown(value)}.")
+    for name, (low, high) in ranges.items():
+        value = getattr(settings, name)
+        if value is not None and not low <= value <= high:
+            raise ValueError(
+                f"{name} must lie between {low} and {high}. Received: {name}={value!r}."
+            )
+
+
+def _has_type(value: Any, hint: Any) -> bool:
+    kind, parts = get_origin(hint), get_args(hint)
+    if kind is Literal:
+        return isinstance(value, str) and value in parts
+    if kind in (Union, types.UnionType):
+        return any(_has_type(value, part) for part in parts)
+    if kind is tuple:
+        is_long = isinstance(value, tuple) and len(value) == len(parts)
+        return is_long and all(map(_has_type, value, parts))
+    if hint is float:  # its range is checked elsewhere
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, kind or hint) and (hint is bool) == isinstance(value, bool)
+
+
+def _named(hint: Any) -> str:
+    kind, parts = get_origin(hint), get_args(hint)
+    if kind is Literal:
+        return f"one of {list(parts)}"
+    if kind in (Union, types.UnionType):
+        return " or ".join(map(_named, parts))
+    if kind is tuple:
+        return f"a tuple of {len(parts)} numbers"
+    names = {bool: "one of [False, True]", int: "a whole number", float: "a number"}
+    return names.get(hint) or ("None" if hint is types.NoneType else f"a {hint.__name__}")
 
 
 class FileError(ValueError):

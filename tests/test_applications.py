@@ -54,11 +54,7 @@ CHECKPOINTS: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     (SEVEN, {"input_shape": (48, 64, 3)}, {"input_shape": (48, 64, 3)}),
     (WIDE, {}, WIDE),
     (WIDE, {"classes": 4}, {"classes": 4, "representation_dim": None}),
-    (
-        WIDE,
-        {"include_top": False},
-        {"classes": None, "representation_dim": None, "pooling": None},
-    ),
+    (WIDE, {"include_top": False}, {"classes": None, "representation_dim": None, "pooling": None}),
     ({"classes": None}, {"classes": 3}, {"classes": 3}),
     ({"classes": None}, {"include_top": False, "pooling": "token"}, {"pooling": "token"}),
     (AVERAGE, {}, AVERAGE),

@@ -25,9 +25,7 @@ NAMES = {private.name for private in PRIVATE_NAMES}
 # Private by their look alone: of a named tuple, and of the standard library.
 PUBLIC = {"_replace", "_ArgumentGroup", "_exit"}
 # What runs in a process of its own, where neither Keras nor the room may be imported.
-APART: dict[str, set[str]] = {
-    "exporting/clean/runners.py": {"_get_ops_details"},
-}
+APART: dict[str, set[str]] = {"exporting/clean/runners.py": {"_get_ops_details"}}
 
 
 def fitted() -> keras.Model:

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import os
+import re
 import sys
 from collections.abc import Callable
 from typing import Any, get_args
@@ -11,9 +12,9 @@ import cli_rig
 import pytest
 
 from keras_vit import environment
-from keras_vit.cli import flags, recipe_flags, train
+from keras_vit.cli import flags, train
 from keras_vit.cli.main import make_parser
-from keras_vit.training import MODELS, RECIPES
+from keras_vit.training import MODELS, RECIPES, Execution
 from keras_vit.weights.positions import Method
 
 
@@ -27,6 +28,41 @@ def test_help_shows_examples_and_every_default() -> None:
                 assert "default" in str(action.help), (command, action.dest)
 
 
+# The flags of each command, in the order of its help. A number that few change is no flag, but a
+# setting.
+NAMES = {
+    "train": "--data --out --model --image-size --weights --weights-sha256 --positions --epochs "
+    "--batch-size --learning-rate --set --seed --recipe --strategy --mesh --precision --accumulate "
+    "--log --freeze --lora --lora-targets --teacher --teacher-sha256 --strict --overwrite --resume "
+    "--json --plan",
+    "pretrain": "--data --out --model --image-size --epochs --batch-size --learning-rate --set "
+    "--seed --strategy --mesh --precision --accumulate --log --strict --overwrite --resume --json "
+    "--target",
+    "predict": "SOURCE IMAGE --top --csv --precision --tta --json",
+    "evaluate": "SOURCE --data --out --strict --precision --tta --more --real --json",
+    "explain": "SOURCE IMAGE --out --class --json",
+    "demo": "SOURCE --port --no-browser",
+    "export": "SOURCE --out --formats --labels --images --top --tflite-batch --opset --no-verify "
+    "--json",
+    "check": "PATH --json",
+    "push": "RUN ADDRESS --private --license --images --json",
+    "list": "--variant --family --json",
+}
+
+
+def test_flags_come_and_go_by_decision() -> None:
+    """Each command has these, and no flag is taken by the first letters of its name."""
+    parsers: Any = make_parser()._subparsers
+    found = {
+        command: {
+            *(name for action in parser._actions for name in action.option_strings),
+            *(str(action.metavar) for action in parser._actions if not action.option_strings),
+        }
+        for command, parser in parsers._group_actions[0].choices.items()
+    }
+    assert found == {name: {*text.split(), "-h", "--help"} for name, text in NAMES.items()}
+
+
 def test_the_defaults_in_the_help_are_the_tables() -> None:
     """The numbers of the help text are those of the recipes and models."""
     shown = " ".join(cli_rig.done("train", "--help").out.split())
@@ -34,10 +70,10 @@ def test_the_defaults_in_the_help_are_the_tables() -> None:
 
     for text in (
         f"{digits.epochs} for the digits, {scratch.epochs} for a folder, "
-        f"{tuned.epochs} with --weights",
+        f"{tuned.epochs} with --weights; {RECIPES['masked-patches'].epochs} in pretrain",
         f"images per step, over all devices (default: {scratch.batch_size})",
         f"{digits.learning_rate} for the digits, {scratch.learning_rate} for a folder, "
-        f"{tuned.learning_rate} with --weights",
+        f"{tuned.learning_rate} with --weights; {RECIPES['masked-patches'].learning_rate} in pre",
         f"{MODELS['digits'].input_shape[0]} for digits, {MODELS['tiny'].input_shape[0]} for tiny",
         f"{MODELS['digits'].patch_size} for digits, {MODELS['tiny'].patch_size} for tiny",
     ):
@@ -45,32 +81,24 @@ def test_the_defaults_in_the_help_are_the_tables() -> None:
     assert digits.batch_size == scratch.batch_size == tuned.batch_size
 
 
-WORDS = flags.words(("qkv", "out"))
 RIGHT: list[tuple[Callable[[str], Any], dict[str, Any]]] = [
-    (flags.count, {"12": 12}),
-    (flags.seed, {"0": 0, str(2**32 - 1): 2**32 - 1}),
-    (flags.positive, {"1e-3": 0.001}),
-    (flags.index, {"0": 0}),
-    (flags.fraction, {"0.75": 0.75, "1": 1.0}),
-    (flags.not_negative, {"0": 0.0, "1e-4": 0.0001}),
-    (flags.share, {"0.9999": 0.9999}),
+    (flags.whole(1), {"12": 12}),
+    (flags.whole(0, 2**32 - 1), {"0": 0, str(2**32 - 1): 2**32 - 1}),
     (flags.setting, {"pooling=avg": ("pooling", "avg"), "layer_scale=1e-4": ("layer_scale", 1e-4)}),
     (flags.setting, {"class_token=False": ("class_token", False), "a=4": ("a", 4)}),
     (flags.setting, {"a=none": ("a", None), "a=3,4,9": ("a", (3, 4, 9))}),
-    (WORDS, {"out,qkv": ("out", "qkv")}),
+    (flags.setting, {"mesh=a=2,b=1": ("mesh", "a=2,b=1"), "strategy=none": ("strategy", "none")}),
+    (flags.words(("qkv", "out")), {"out,qkv": ("out", "qkv")}),
     (flags.size, {"64": (64, 64), "48x64": (48, 64)}),
+    (flags.matching("(?i).*\\.csv", "x"), {"a.CSV": "a.CSV"}),
 ]
 WRONG: list[tuple[Callable[[str], Any], tuple[str, ...]]] = [
-    (flags.count, ("0", "-1", "2.5")),
-    (flags.seed, ("-1", str(2**32))),
-    (flags.positive, ("0", "nan", "inf", "fast")),
-    (flags.index, ("-1",)),
-    (flags.fraction, ("1.5", "0")),
-    (flags.not_negative, ("-0.1", "nan", "much")),
-    (flags.share, ("1",)),
+    (flags.whole(1), ("0", "-1", "2.5", "")),
+    (flags.whole(0, 2**32 - 1), ("-1", str(2**32))),
     (flags.setting, ("pooling", "=avg", "pooling=")),
-    (WORDS, ("qkv,head",)),
+    (flags.words(("qkv", "out")), ("qkv,head",)),
     (flags.size, ("0", "4x5x6", "x")),
+    (flags.SHA256, ("0" * 63, "g" * 64)),
 ]
 
 
@@ -86,47 +114,63 @@ def test_values_are_read_or_repeated_in_the_error() -> None:
     assert get_args(Method) == train.POSITIONS
 
 
-def parsed(argv: str, *, command: str = "train") -> argparse.Namespace:
-    return make_parser().parse_args([command, "--data", "x", "--out", "y", *argv.split()])
+def settings(argv: str, command: str = "train", objective: Any = flags.TEACHING) -> flags.Settings:
+    words = [command, "--data", "x", "--out", "y", *argv.split()]
+    return flags.Settings.of(make_parser().parse_args(words), objective)
 
 
-FLAGS: dict[str, dict[str, Any]] = {
+RECIPE: dict[str, dict[str, Any]] = {
     "": {},
-    "--weight-decay 0": {"weight_decay": 0.0},
-    "--drop-path 0.2": {"drop_path_rate": 0.2},
-    "--average 0.99": {"average": 0.99},
-    "--average 0": {"average": None},
-    "--patience 7": {"patience": 7},
-    "--patience 0": {"patience": None},
-    "--balance": {"balance": True},
-    "--sam-rho 0.05": {"sam_rho": 0.05},
-    "--mixup 0.8 --cutmix 1": {"mixup": 0.8, "cutmix": 1.0},
-    "--layer-decay 0.7": {"layer_decay": 0.7},
-    "--set dropout_rate=0.1": {"dropout_rate": 0.1},
-    "--set pooling=avg --set class_token=false": {
-        "model": {"pooling": "avg", "class_token": False}
+    "--epochs 7": {"epochs": 7},
+    "--set steps=7": {"epochs": None, "steps": 7},
+    "--batch-size 8 --set batch_size=9": {"batch_size": 9},
+    "--set weight_decay=0 drop_path_rate=0.2": {"weight_decay": 0.0, "drop_path_rate": 0.2},
+    "--set average=0.99 --set average=none": {"average": None},
+    "--set patience=7": {"patience": 7},
+    "--set balance=true sam_rho=0.05": {"balance": True, "sam_rho": 0.05},
+    "--set mixup=0.8 cutmix=1": {"mixup": 0.8, "cutmix": 1.0},
+    "--set layer_decay=0.7 betas=0.9,0.95": {"layer_decay": 0.7, "betas": (0.9, 0.95)},
+    "--set flip=true": {
+        "augmentation": dataclasses.replace(RECIPES["scratch"].augmentation, flip=True)
     },
+    "--set dropout_rate=0.1": {"dropout_rate": 0.1},
+    "--set pooling=avg class_token=false": {"model": {"pooling": "avg", "class_token": False}},
 }
 
 
-def test_flags_change_single_numbers_of_the_recipe() -> None:
-    """Each flag its own field, and nothing else; of the model what is set, and no other field."""
+def test_settings_change_single_numbers_of_the_recipe() -> None:
+    """Each its own field, and nothing else; of the model what is set, and no other field."""
     recipe = dataclasses.replace(RECIPES["scratch"], average=0.5)
-    for argv, changes in FLAGS.items():
-        actual = recipe_flags.override_recipe(recipe, parsed(argv))
+    for argv, changes in RECIPE.items():
+        found = settings(argv)
+        actual = found.change(recipe)
         assert actual == dataclasses.replace(recipe, **changes), argv
     paper = RECIPES["plain-s16"]
-    model = recipe_flags.override_recipe(paper, parsed("--set position_embedding=learned")).model
+    model = paper.changed(position_embedding="learned").model
     assert model == {**paper.model, "position_embedding": "learned"}
 
 
-def test_memory_and_xla_are_flags() -> None:
-    """Of both commands that train."""
-    cases = {"": (None, "auto"), "--remat --xla": (True, True), "--no-xla": (None, False)}
-    for argv, expected in cases.items():
-        for command in ("train", "pretrain"):
-            execution = flags.execution(parsed(argv, command=command))
-            assert (execution.remat, execution.xla) == expected, argv
+def test_settings_go_to_what_takes_them() -> None:
+    """The execution's, the teacher's and those of a fresh model; the recipe has none of them."""
+    found = settings("--set remat=true xla=false temperature=2 distillation_weight=1 patch_size=4")
+    assert Execution(**found.execution) == Execution(remat=True, xla=False)
+    assert (found.objective, found.model) == ({"temperature": 2, "weight": 1}, {"patch_size": 4})
+    assert found.change(RECIPES["scratch"]) == RECIPES["scratch"]
+    found = settings("--accumulate 2 --precision mixed_float16", "pretrain")
+    assert Execution(**found.execution) == Execution(accumulate=2, precision="mixed_float16")
+
+
+def test_the_settings_of_the_help_are_settings() -> None:
+    """Each that the help shows, with the value that it shows."""
+    for command, objective in (("train", flags.TEACHING), ("pretrain", flags.MASKING)):
+        text = cli_rig.done(command, "--help").out.partition("\nsettings, ")[2]
+        shown = re.findall(r"^  (\w+=.*?)(?:  |$)", text, re.MULTILINE)
+        assert len(shown) > 12
+        for words in shown:
+            found = settings(f"--set {words}", command, objective)
+            assert found.change(RECIPES["scratch"]).config(MODELS["tiny"])
+            assert Execution(**found.execution)
+            assert len(found.objective) + len(found.recipe) + len(found.execution) in (0, 1)
 
 
 def test_what_is_no_remark_is_said_later(capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,9 @@
-"""Tests of keras_vit.cli.plan: what `keras-vit train` chooses, shows and keeps."""
+"""Tests of the command line: what `train` chooses, shows and keeps, and what comes next."""
 
+import argparse
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +13,10 @@ import image_files
 import published
 import pytest
 
-from keras_vit import data, training
-from keras_vit.cli import flags, output, plan, recipe_flags
+from keras_vit import data, reporting, training
+from keras_vit.cli import flags, output, train
 from keras_vit.cli.main import make_parser
+from keras_vit.exporting import artefacts
 from keras_vit.training.train import make_engine
 from keras_vit.weights import resolve
 
@@ -46,14 +50,19 @@ def reached(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
-def decided(photos: Path, *argv: str) -> plan.Decision:
-    """What `train` would train."""
+def decided(photos: Path, *argv: str) -> tuple[training.TrainingPlan, object]:
+    """What `train` would train, and its model."""
     arguments = make_parser().parse_args(["train", "--data", str(photos), "--out", "run", *argv])
-    execution = flags.execution(arguments)
-    recipe = recipe_flags.override_recipe(training.RECIPES["scratch"], arguments)
-    given = plan.Decision(recipe, execution, lambda: "the flags' model")
-    config = training.MODELS["tiny"]
-    return plan.decide(arguments, data.load_data(photos), config=config, given=given)
+    settings = flags.Settings.of(arguments, flags.TEACHING)
+    given = training.TrainingPlan(
+        data=data.load_data(photos),
+        model="tiny",
+        config=training.MODELS["tiny"],
+        recipe=settings.change(training.RECIPES["scratch"]),
+        execution=training.Execution(**settings.execution),
+    )
+    plan, make_model = train.decide(arguments, settings, given, lambda: "the flags' model")
+    return plan, make_model()
 
 
 def test_flags_that_say_what_to_train_are_followed(
@@ -65,32 +74,36 @@ def test_flags_that_say_what_to_train_are_followed(
     """Nothing is looked for, and nothing is said; several workers could each choose otherwise."""
     for argv in (
         *(["--model", "tiny"], ["--recipe", "scratch"], ["--set", "pooling=avg"]),
-        *(["--patch-size", "4"], ["--teacher", "run"]),
+        *(["--set", "patch_size=4"], ["--teacher", "run"]),
     ):
-        decision = decided(photos, *argv)
-        assert decision.start() == "the flags' model"
-        assert decision.execution == training.Execution()
+        plan, model = decided(photos, *argv)
+        assert model == "the flags' model"
+        assert plan.execution == training.Execution()
         assert not capsys.readouterr().out
-    assert decided(photos, "--weights", "none").start() == training.MODELS["tiny"]
+    assert decided(photos, "--weights", "none")[1] == training.MODELS["tiny"]
     capsys.readouterr()
     cluster = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}
     workers = {"TF_CONFIG": json.dumps(cluster), "KERAS_DISTRIBUTION_NUM_PROCESSES": "2"}
     for name, value in workers.items():
         with monkeypatch.context() as patched:
             patched.setenv(name, value)
-            assert decided(photos).start() == "the flags' model"
+            assert decided(photos)[1] == "the flags' model"
         assert "nothing is chosen, the flags decide" in capsys.readouterr().out
     assert not reached
 
 
-def test_other_flags_change_what_is_chosen(photos: Path, reached: list[str]) -> None:
+def test_other_flags_change_what_is_chosen(
+    photos: Path, reached: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Single numbers, as of any recipe; precision and parts of the user's own stay."""
-    decision = decided(photos, "--epochs", "3", "--no-flip", "--precision", "mixed_float16")
-    assert reached == ["Ti/16"]
-    assert (decision.recipe.epochs, decision.recipe.batch_size) == (3, 8)
-    assert decision.recipe.learning_rate == training.RECIPES["fine-tune"].learning_rate
-    assert not decision.recipe.augmentation.flip
-    assert decision.execution.precision == "mixed_float16"
+    monkeypatch.setattr(training.TrainingPlan, "make_model", lambda plan: plan.model)
+    argv = ("--epochs", "3", "--set", "flip=false", "--precision", "mixed_float16")
+    plan, model = decided(photos, *argv)
+    assert (reached, model) == (["Ti/16"], "Ti/16")
+    assert (plan.recipe.epochs, plan.recipe.batch_size) == (3, 8)
+    assert plan.recipe.learning_rate == training.RECIPES["fine-tune"].learning_rate
+    assert not plan.recipe.augmentation.flip
+    assert plan.execution.precision == "mixed_float16"
 
 
 def test_plan_shows_and_writes_nothing(photos: Path, tmp_path: Path) -> None:
@@ -118,8 +131,8 @@ def test_the_first_step_is_guarded_by_smaller_parts(
         return plain(self)
 
     monkeypatch.setattr(engine, "step", step)
-    flags = ("--weights", "none", "--steps", "1", "--batch-size", "8", "--image-size", "16")
-    shown = cli_rig.done("train", "--data", photos, "--out", "run", *flags, folder=tmp_path)
+    small = ("--weights", "none", "--set", "steps=1", "batch_size=8", "--image-size", "16")
+    shown = cli_rig.done("train", "--data", photos, "--out", "run", *small, folder=tmp_path)
     assert "Memory was exhausted at step 1: from step 1 on each batch is computed in 2" in shown.out
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert (config["execution"]["accumulate"], config["result"]["steps"]) == (2, 1)
@@ -127,21 +140,12 @@ def test_the_first_step_is_guarded_by_smaller_parts(
 
 def test_a_log_says_how_long_it_will_take(capsys: pytest.CaptureFixture[str]) -> None:
     """After twenty steps, if no epoch has said it before; a program reads it from the epochs."""
+    numbers = {"loss": 1.0, "gradient_norm": 1.0, "images_per_second": 9.0, "memory": 1}
     for count, is_json, expected in ((30, False, 1), (30, True, 0), (19, False, 0)):
         display = output.TrainDisplay(json=is_json)
-        for number in range(1, count + 1):
-            display.show(
-                training.StepDone(
-                    step=number,
-                    steps=600,
-                    epoch=1,
-                    loss=1.0,
-                    gradient_norm=1.0,
-                    images_per_second=9.0,
-                    memory=1,
-                    seconds_left=740.0 - number,
-                )
-            )
+        for step in range(1, count + 1):
+            left: Any = {**numbers, "seconds_left": 740.0 - step}
+            display.show(training.StepDone(step=step, steps=600, epoch=1, **left))
         assert capsys.readouterr().out.count("time left about 12:00") == expected
 
 
@@ -150,7 +154,7 @@ def test_classes_without_test_images_are_named(
 ) -> None:
     image_files.write_classes(tmp_path, count=12, classes=("cat", "dog"))
     image_files.write_classes(tmp_path, count=1, classes=("owl",))
-    images = flags.load_data(str(tmp_path), strict=False, json=False)
+    images = flags.load_data(argparse.Namespace(data=str(tmp_path), strict=False, json=False))
     assert images.counts["test"] == 2
     said = "Without test images, so that nothing is measured of them: 1 (owl)"
     assert said in capsys.readouterr().out
@@ -191,4 +195,110 @@ def test_a_folder_is_fine_tuned_and_resumed_as_it_was_chosen(
     assert (run.model.config.hidden_dim, run.image_size) == (192, (32, 32))
     assert run.config["execution"]["precision"] == settings["execution"]["precision"]
     assert len(run.config["recipe"]) == len(settings["recipe"])
-    assert "is a finished run" in cli_rig.done(*command, "--resume").out
+    assert "was already finished" in cli_rig.done(*command, "--resume").out
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Photos, and runs with and without classifier, made without a training; all with spaces."""
+    root = tmp_path_factory.mktemp("next command") / "it's here"
+    photos = image_files.write_classes(root / "my photos", count=3)
+    for name in ("my run", "features 1"):
+        settings: dict[str, Any] = {
+            "data": {"source": str(photos)},
+            "result": {"validation_loss": 1.0, "best_epoch": 1, "validation_accuracy": None},
+        }
+        fields: dict[str, Any] = {}
+        if name.startswith("features"):
+            settings["objective"], fields = "masked-patches", cli_rig.FEATURES
+        cli_rig.make_run(root / name, settings=settings, **fields)
+        files = ("train,plain,plain/000.jpg", "test,plain,plain/001.png")
+        (root / name / "splits.csv").write_text("\n".join(["split,label,path", *files]) + "\n")
+    return root
+
+
+def checked(result: cli_rig.Result) -> list[str]:
+    """The words of the last line; what they name is there."""
+    arguments = vars(make_parser().parse_args(result.next))
+    named = [arguments.get(name) for name in ("data", "image")]
+    named += [arguments.get(name, "") for name in ("source", "weights")]
+    for name in filter(None, named):
+        is_address = name not in named[:2] and " " not in name
+        assert is_address or name in ("photos", "digits") or Path(name).exists(), result.next
+    return result.next
+
+
+@pytest.fixture
+def said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """Runs a command in the folder, and returns the words of its last line."""
+    monkeypatch.chdir(folder)
+    return lambda *argv: checked(cli_rig.done(*argv))
+
+
+def test_a_plan_goes_on_to_its_training(said: Callable[..., list[str]]) -> None:
+    """With its own flags; without --out to a folder with the name of the data."""
+    expected = ["train", "--data", "my photos", "--weights", "none", "--epochs", "7"]
+    assert said(*expected, "--plan") == [*expected, "--out", "my photos-run"]
+    named = ["train", "--data", "my photos", "--out", "a run", "--model", "digits"]
+    assert said(named[0], "--plan", *named[1:]) == named
+
+
+@pytest.mark.full
+def test_measuring_goes_on(said: Callable[..., list[str]], folder: Path) -> None:
+    """With names that have spaces and quotes."""
+    photo = str(Path("my photos", "plain", "001.png"))
+    assert said("explain", "my run", photo, "--out", "seen a") == ["evaluate", "my run"]
+    assert said("evaluate", "my run", "--out", "a report")[:2] == ["export", "my run"]
+    assert said("evaluate", "features 1")[:3] == ["train", "--data", str(folder / "my photos")]
+
+
+def test_predictions_and_lists_go_on(said: Callable[..., list[str]], folder: Path) -> None:
+    """A name that a terminal would not show as it is, is not named; nothing where a program reads.
+
+    A name that would be a flag is a path.
+    """
+    photo = folder / "my photos" / "plain" / "001.png"
+    for name in ("-1.png", "a\tb.png", "a b.png"):
+        shutil.copy(photo, folder / name)
+    assert said("predict", "my run", "a b.png") == ["explain", "my run", "a b.png", "--out", "seen"]
+    assert said("predict", "my run", "--", "-1.png")[2] == "./-1.png"
+    assert said("predict", "my run", "a\tb.png") == ["evaluate", "my run"]
+    assert "Next" not in cli_rig.done("predict", "my run", photo, "--json").out
+    for words in ("", "--variant Ti/16", "--variant B/16", "--variant g/14", "--family dinov2"):
+        assert said("list", *words.split())[0] in ("list", "train", "export")
+
+
+def test_publishing_goes_on(
+    said: Callable[..., list[str]], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What uploads and exports is tested elsewhere; so is what a demo says at its end."""
+    published = reporting.Published(address="hf://a/b", url="x", commit="y", files=())
+    artefact = artefacts.Artefact(format="onnx", path=folder / "onnx", bytes=9, checks=())
+    monkeypatch.setattr(reporting, "push", lambda *_, **__: published)
+    monkeypatch.setattr(artefacts, "export", lambda *_, **__: [artefact])
+    assert said("push", "my run", "hf://a/b") == ["export", "hf://a/b", "--out", "export"]
+    image_files.write_image(folder / "my run" / "sample.png")
+    assert said("push", "my run", "hf://a/b") == ["predict", "hf://a/b", "my run/sample.png"]
+    assert said("export", "my run", "--out", "x y", "--formats", "onnx") == ["check", "x y"]
+    (folder / "my run" / "sample.png").unlink()
+
+
+def test_trainings_go_on(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A sample beside the run, or a measurement; a classifier after labels, a file without."""
+    output.TrainDisplay(json=False).show_finished(training.Run.load(folder / "features 1"))
+    words = checked(cli_rig.Result(0, capsys.readouterr().out, []))
+    assert (words[0], words[-2:]) == ("train", ["--weights", str(folder / "features 1")])
+
+    out, data = str(tmp_path), {"source": str(folder / "my photos")}
+    pretraining: dict[str, Any] = {"data": data, "objective": "masked-patches"}
+    for file, config, labels, expected in (
+        ("none", {"data": data}, ("a", "b"), ["evaluate", out]),
+        ("none", pretraining, ("a", "b"), ["train", "--data", data["source"]]),
+        ("none", pretraining, (), ["export", out, "--out", "export"]),
+        ("sample.png", {"data": data}, ("a", "b"), ["predict", out, f"{out}/sample.png"]),
+    ):
+        (tmp_path / file).write_text("")
+        run: Any = training.Run(path=tmp_path, model=None, labels=labels, config=config)
+        words = [str(word) for word in output.after_training(run)]
+        assert words[: len(expected)] == expected
+        make_parser().parse_args(words)

@@ -90,7 +90,7 @@ def test_a_folder_is_predicted_and_written_to_a_table(predict: Predict, place: P
         for row in table
     } == rows(lines)
     assert "29 images; " in written.out
-    assert "Without prediction: 1" in written.out
+    assert "1 image failed (see the errors above)" in written.out
     assert "Written: found.csv" in written.out
     assert "000.jpg" not in written.out.partition("Next:")[0]
 

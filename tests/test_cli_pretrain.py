@@ -15,11 +15,10 @@ from keras_vit.training import RECIPES, Run
 
 pytestmark = pytest.mark.full
 
-SMALL = ("--model", "digits", "--batch-size", "8", "--steps", "1")
+SMALL = ("--model", "digits", "--batch-size", "8", "--set", "steps=1")
 ALL = (
-    *("--weight-decay", "0.2", "--drop-path", "0.1", "--average", "0.9"),
-    *("--mixup", "0.4", "--cutmix", "1", "--remat", "--no-xla"),
-    *("--set", "pooling=avg", "--set", "class_token=false", "--set", "num_layers=2"),
+    *("--set", "weight_decay=0.2", "drop_path_rate=0.1", "average=0.9", "mixup=0.4", "cutmix=1"),
+    *("remat=true", "xla=false", "pooling=avg", "class_token=false", "num_layers=2"),
     *("--set", "representation_dim=hidden_dim"),
 )
 FILES = {
@@ -61,7 +60,7 @@ def test_a_run_is_whole_and_says_what_comes_next(said: dict[str, str], place: Pa
     """With class folders and without, with an accuracy and without."""
     for name, next_words, labels in (
         ("images", f"train --data {place / 'images'} ", ["plain", "striped"]),
-        ("flat", f"explain {place / 'flat-run'} {place / 'flat'}", []),
+        ("flat", f"export {place / 'flat-run'} --out export", []),
     ):
         run = place / f"{name}-run"
         assert {file.name for file in run.iterdir()} == FILES
@@ -79,8 +78,8 @@ def test_a_run_is_whole_and_says_what_comes_next(said: dict[str, str], place: Pa
 def test_pretraining_takes_the_flags_that_mean_something(place: Path, tmp_path: Path) -> None:
     """Fields of the network and of the recipe; each line for machines is an event."""
     flags = ("--data", place / "flat", "--out", tmp_path / "run", *SMALL, "--json")
-    given = ("--set", "num_layers=1", "--set", "layer_scale=0.1", "--weight-decay", "0.3")
-    more = ("--average", "0.9", "--drop-path", "0.1", "--remat", "--target", "pixels")
+    given = ("--set", "num_layers=1", "layer_scale=0.1", "weight_decay=0.3", "average=0.9")
+    more = ("drop_path_rate=0.1", "remat=true", "--target", "pixels")
     events = cli_rig.done("pretrain", *flags, *given, *more).events
     assert [event["event"] for event in events] == ["data", "epoch", "done"]
     assert events[1]["validation_accuracy"] is None
@@ -140,7 +139,7 @@ def test_config_json_records_every_flag(trained: Path) -> None:
 def test_flags_go_over_those_of_a_model_that_has_weights(trained: Path) -> None:
     """What training does is the flags', the network the run's; the first block keeps its bits."""
     flags = ("--data", trained / "images", "--out", trained / "tuned", *SMALL[2:4])
-    changes = ("--no-remat", "--drop-path", "0.3", "--freeze", "1", "--layer-decay", "0.5")
+    changes = ("--freeze", "1", "--set", "remat=false", "drop_path_rate=0.3", "layer_decay=0.5")
     cli_rig.done("train", *flags, "--epochs", "1", "--weights", trained / "run", *changes)
     run, base = Run.load(trained / "tuned"), Run.load(trained / "run")
     model = run.model.config
@@ -155,8 +154,8 @@ def test_a_student_is_made_for_the_recipe(trained: Path, tmp_path: Path) -> None
     """The model that learns from a run has the recipe's fields too; LAMB and SAM train it."""
     flags = ("--data", trained / "images", "--out", tmp_path / "student", *SMALL)
     recipe = ("--recipe", "deit3-s16", "--image-size", "16")
-    teacher = ("--teacher", trained / "run", "--distillation", "hard", "--temperature", "2")
-    cli_rig.done("train", *flags, *recipe, *teacher, "--sam-rho", "0.05", "--learning-rate", "1e-3")
+    teacher = ("--teacher", trained / "run", "--set", "distillation=hard", "temperature=2")
+    cli_rig.done("train", *flags, *recipe, *teacher, "sam_rho=0.05", "--learning-rate", "1e-3")
     run = Run.load(tmp_path / "student")
 
     assert (run.model.config.layer_scale, run.model.config.activation) == (1e-4, "gelu")

@@ -152,7 +152,7 @@ def test_train_takes_the_model_of_the_source(family: str, image: Path, tmp_path:
     before = keras_vit.load(MODERN / family)
     side = 3 * before.config.stride
     out = tmp_path / "run"
-    flags = ("--steps", "1", "--batch-size", "2", "--learning-rate", "1e-12", "--image-size", side)
+    flags = ("--set", "steps=1", "batch_size=2", "learning_rate=1e-12", "--image-size", side)
     source = ("--data", image.parents[1], "--weights", MODERN / family)
     cli_rig.done("train", *source, "--out", out, *flags)
     trained = Run.load(out)

@@ -157,12 +157,7 @@ def test_workers_erase_as_one_does() -> None:
 
 
 def mixed(
-    alpha: float,
-    *,
-    count: int = 400,
-    seed: tuple[int, int] = SEED,
-    side: int = 2,
-    **options: Any,
+    alpha: float, *, count: int = 400, seed: tuple[int, int] = SEED, side: int = 2, **options: Any
 ) -> tuple[np.ndarray, ...]:
     """Mixes images that are their own number everywhere, and targets that name it."""
     images = np.broadcast_to(

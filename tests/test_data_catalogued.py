@@ -12,14 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from keras_vit.data import (
-    Augmentation,
-    datasets,
-    load_data,
-    load_tfds,
-    source,
-    train_batches,
-)
+from keras_vit.data import Augmentation, datasets, load_data, load_tfds, source, train_batches
 
 pytestmark = [
     pytest.mark.full,  # importing the package takes seconds
@@ -51,9 +44,7 @@ def test_a_name_of_the_catalogue_is_loaded(monkeypatch: pytest.MonkeyPatch, tfds
 
     monkeypatch.setattr(tfds, "builder", with_splits)
     with tfds.testing.mock_data(
-        num_examples=40,
-        policy=tfds.testing.MockPolicy.USE_CODE,
-        as_data_source_fn=not_by_number,
+        num_examples=40, policy=tfds.testing.MockPolicy.USE_CODE, as_data_source_fn=not_by_number
     ):
         data = load_data("tfds:cifar10")
 

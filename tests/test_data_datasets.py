@@ -10,14 +10,7 @@ import pytest
 import sklearn.datasets
 import tensorflow as tf
 
-from keras_vit.data import (
-    Augmentation,
-    datasets,
-    from_dataset,
-    load_digits,
-    source,
-    train_batches,
-)
+from keras_vit.data import Augmentation, datasets, from_dataset, load_digits, source, train_batches
 
 LABELS = ("dark", "bright")
 COUNT = 40

@@ -40,8 +40,7 @@ def numbered(count: int = 10) -> Split:
     """Images that show their own number."""
     numbers = np.arange(count, dtype=np.uint8)
     return Split(
-        images=np.tile(numbers[:, None, None, None], (1, 4, 4, 3)),
-        targets=numbers.astype(np.int32),
+        images=np.tile(numbers[:, None, None, None], (1, 4, 4, 3)), targets=numbers.astype(np.int32)
     )
 
 

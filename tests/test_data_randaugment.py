@@ -105,10 +105,7 @@ def test_solarize_add_adds_to_the_dark_alone() -> None:
 
 def test_cutout_greys_one_square_cut_at_the_border() -> None:
     """A square of six pixels around the place, and nothing else."""
-    for place, rows, columns in (
-        ((0.5, 0.5), (17, 23), (22, 28)),
-        ((0.0, 0.99), (0, 3), (46, 50)),
-    ):
+    for place, rows, columns in (((0.5, 0.5), (17, 23), (22, 28)), ((0.0, 0.99), (0, 3), (46, 50))):
         expected = blotches()
         expected[slice(*rows), slice(*columns)] = randaugment.GREY
         actual = randaugment.cutout(tf.constant(blotches()), 3, place=tf.constant(place))

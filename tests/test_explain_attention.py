@@ -379,8 +379,7 @@ RELEVANT = {
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(x, marks=pytest.mark.full) if x in VARIANTS else x for x in RELEVANT],
+    "name", [pytest.param(x, marks=pytest.mark.full) if x in VARIANTS else x for x in RELEVANT]
 )
 def test_relevance_is_that_of_finite_differences(name: str) -> None:
     """With every gradient found by nudging a weight in NumPy, the relevance is the same.

@@ -13,14 +13,7 @@ import pytest
 from exported import LABELS, export_for_ever, served_model
 
 from keras_vit import cli
-from keras_vit.exporting import (
-    VerificationError,
-    artefacts,
-    export,
-    rebuild,
-    records,
-    savedmodel,
-)
+from keras_vit.exporting import VerificationError, artefacts, export, rebuild, records, savedmodel
 
 pytest.importorskip("onnxruntime")
 pytest.importorskip("ai_edge_litert")

@@ -98,10 +98,7 @@ def test_the_distance_is_drawn_by_depth() -> None:
     np.testing.assert_allclose(np.asarray(mean.get_ydata()), distances.mean(axis=1))
     legend = axes.get_legend()
     assert legend is not None
-    assert [text.get_text() for text in legend.get_texts()] == [
-        "one head",
-        "mean of the heads",
-    ]
+    assert [text.get_text() for text in legend.get_texts()] == ["one head", "mean of the heads"]
     assert axes.get_ylim()[1] > distances.max()
 
 

@@ -39,10 +39,7 @@ MAP_PATHS = [
     *paths(DENSE, "pooling/mlp/fc1", "pooling/mlp/fc2"),
     *paths(DENSE, "pooling/query", "pooling/key_value", "pooling/out"),
 ]
-ENCODER_PATHS = [
-    "patch_encoder/position_embedding",
-    *paths(DENSE, "patch_encoder/projection"),
-]
+ENCODER_PATHS = ["patch_encoder/position_embedding", *paths(DENSE, "patch_encoder/projection")]
 
 POOLINGS = [
     ({"pooling": "token"}, (2, 7)),

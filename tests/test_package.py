@@ -57,11 +57,11 @@ MODULES = [
 
 # A change may lower these, and raise none.
 CEILINGS = {
-    "files": 118,
-    "lines": 33_091,
-    "lines of tests": 24_773,
-    "flags": 74,
-    "public names": 147,
+    "files": 110,
+    "lines": 32_447,
+    "lines of tests": 24_752,
+    "flags": 49,
+    "public names": 146,
 }
 
 # What lets the whole be used and passed on in products, beside the Apache licence of the package.
@@ -167,9 +167,7 @@ def test_docstring_examples_run(name: str) -> None:
     globs = {**vars(importlib.import_module("keras_vit")), **vars(module)}
     globs["keras"] = importlib.import_module("keras")
     failed, _ = doctest.testmod(
-        module,
-        extraglobs=globs,
-        optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS,
+        module, extraglobs=globs, optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
     )
     assert failed == 0
 

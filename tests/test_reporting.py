@@ -153,14 +153,18 @@ def test_a_report_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
     """A folder in its place, and answers that are missing; nothing is raised."""
     subject = subject_of(("yes", "no"))
     (tmp_path / "report.html").mkdir()
-    said = reporting.try_report(tmp_path / "report.html", subject)
+    said = reporting.write_files(tmp_path, subject)
     assert said is not None
     assert "report.html was not written, all else is" in said
+    files = {entry.name for entry in tmp_path.iterdir() if entry.is_file()}
+    assert files == {"confusion.png", "metrics.json"}
+    (tmp_path / "report.html").rmdir()
     bare = dataclasses.replace(subject.evaluations["test"], answers=None)
     lacking = dataclasses.replace(subject, evaluations={"test": bare})
-    assert "needs the answers" in str(reporting.try_report(tmp_path / "other.html", lacking))
-    assert reporting.try_report(tmp_path / "fine.html", subject) is None
-    assert [entry.name for entry in tmp_path.iterdir() if entry.is_file()] == ["fine.html"]
+    assert "needs the answers" in str(reporting.write_files(tmp_path, lacking))
+    assert not (tmp_path / "report.html").exists()
+    assert reporting.write_files(tmp_path, subject) is None
+    assert (tmp_path / "report.html").is_file()
 
 
 @pytest.fixture(scope="module")

@@ -203,10 +203,7 @@ def test_pushing_again_keeps_what_a_user_wrote(run: Path, hub: hub_rig.Hub) -> N
 
 
 def test_what_is_refused_is_a_sentence(
-    run: Path,
-    hub: hub_rig.Hub,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    run: Path, hub: hub_rig.Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nothing is committed, and one line says what to do."""
 

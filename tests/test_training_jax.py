@@ -128,7 +128,7 @@ def test_the_command_line_trains_on_jax_and_exports(tmp_path: Path) -> None:
         return output
 
     out = tmp_path / "run"
-    way = ("--mesh", "data=2,model=2", "--remat", "dots", "--set", "scan_blocks=true")
+    way = ("--mesh", "data=2,model=2", "--set", "remat=dots", "scan_blocks=true")
     command("train", "--data", "digits", "--out", "run", "--epochs", 1, *way)
     config = json.loads((out / "config.json").read_text())
     assert config["execution"]["mesh"] == "data=2,model=2"

@@ -227,7 +227,7 @@ WRONG: list[tuple[Row, str]] = [
     *(
         ({name: value}, f"{name} must be one of .* Received: {name}='{value}'")
         for name, value in [
-            *(("optimizer", "lion"), ("decay", "step"), ("loss", "hinge"), ("mix_per", "pair")),
+            *(("optimizer", "lion"), ("decay", "step"), ("loss", "hinge"), ("mix_per", "pair"))
         ]
     ),
     ({"steps": 3}, "either epochs or steps"),

@@ -135,11 +135,7 @@ def _train(case: dict[str, Any]) -> int:
 
     try:
         run = training.train(
-            _data(),
-            out=Path(case["out"]),
-            existing="resume",
-            on_event=on_event,
-            **_settings(case),
+            _data(), out=Path(case["out"]), existing="resume", on_event=on_event, **_settings(case)
         )
     except training.TrainingInterrupted as interruption:
         _say("stopped", interruption.exit_code)

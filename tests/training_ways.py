@@ -210,9 +210,7 @@ def _cross_entropy(**arguments: Any) -> keras.losses.Loss:
 
 
 def _subclass(
-    compiled: Callable[..., Any] = _compiled,
-    loss: keras.losses.Loss | None = None,
-    **methods: Any,
+    compiled: Callable[..., Any] = _compiled, loss: keras.losses.Loss | None = None, **methods: Any
 ) -> Any:
     mine = type("Mine", (keras_vit.VisionTransformer,), methods)
     return compiled(mine(CONFIG), loss=loss, metrics=None)

@@ -104,7 +104,7 @@ class ExactTrainer(StepOptions, private.StepHooks):
             # Remat takes gradients of the variables, in whose place SAM uses other tensors.
             raise ValueError(
                 f"sam_rho={sam_rho} and remat=True do not go together: recomputed blocks would not "
-                "be trained; choose one of them (--sam-rho 0, or --no-remat)."
+                "be trained; choose one of them (sam_rho=0, or remat=False)."
             )
         super().compile(self.scaled(optimizer), *args, **kwargs, jit_compile=False)
         self._check_strategy()

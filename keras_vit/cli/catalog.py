@@ -43,21 +43,15 @@ _MARKS = {"classifier": "", "fine-tuned": "f", "linear": "l", "k-NN": "k", "zero
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Adds the subcommand."""
-    parser = flags.add_command(
-        commands, "list", run, summary="list the published weights", description=_DESCRIPTION
+    parser = flags.add_command(commands, "list", run, "list the published weights", _DESCRIPTION)
+    flags.add(
+        parser.add_mutually_exclusive_group(),
+        """
+  --variant NAME  list only Google's files of this variant, such as B/16 (default: all)
+  --family NAME  list only the repositories of this family, such as dinov2 (default: all)
+""",
     )
-    group = parser.add_mutually_exclusive_group()
-    group.add_argument(
-        "--variant",
-        metavar="NAME",
-        help="list only Google's files of this variant, such as B/16 (default: all)",
-    )
-    group.add_argument(
-        "--family",
-        metavar="NAME",
-        help="list only the repositories of this family, such as dinov2 (default: all)",
-    )
-    flags.add_json(parser)
+    flags.add(parser, flags.JSON)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -71,40 +65,30 @@ def run(arguments: argparse.Namespace) -> int:
     files = [row for row in catalog() if family is None and variant in (None, row.variant)]
     listed = repositories(family) if variant is None else ()
     if arguments.json:
-        _print_json(files, listed)
-    elif variant is not None and not files:
+        for file in files:
+            derived = {"url": file.url, "parameters": file.parameters, "paper": file.paper}
+            print(json.dumps({**dataclasses.asdict(file), **derived}))
+        for row in listed:
+            print(json.dumps({**dataclasses.asdict(row), "card": row.card}))
+        return 0
+    if files:
+        _print_table(files, with_files=variant is not None)
+    if files and listed:
+        print()
+    if listed:
+        _print_repositories(listed, with_sources=family is not None)
+    if family is not None:
+        address = min(listed, key=lambda row: row.parameters).address
+        output.say_next("export", address, "--out", "export")
+    elif variant is None:
+        output.say_next("list", "--variant", "Ti/16")
+    elif files:
+        file = min(files, key=lambda row: row.image_size)
+        output.say_next(*_TRAIN, "--model", variant, "--weights", file.words[1])
+    else:
         print(f"No weights of {variant} are published; it trains from scratch.")
         output.say_next(*_TRAIN, "--model", variant)
-    else:
-        if files:
-            _print_table(files, with_files=variant is not None)
-        if files and listed:
-            print()
-        if listed:
-            _print_repositories(listed, with_sources=family is not None)
-        _say_next(arguments, files, listed)
     return 0
-
-
-def _say_next(
-    arguments: argparse.Namespace, files: "Sequence[CatalogRow]", listed: "Sequence[Repository]"
-) -> None:
-    if arguments.variant is not None:
-        file = min(files, key=lambda row: row.image_size)
-        output.say_next(*_TRAIN, "--model", file.variant, "--weights", file.words[1])
-    elif arguments.family is not None and listed:
-        row = min(listed, key=lambda row: row.parameters)
-        output.say_next("export", row.address, "--out", "export")
-    else:
-        output.say_next("list", "--variant", "Ti/16")
-
-
-def _print_json(files: "Sequence[CatalogRow]", listed: "Sequence[Repository]") -> None:
-    for file in files:
-        derived = {"url": file.url, "parameters": file.parameters, "paper": file.paper}
-        print(json.dumps({**dataclasses.asdict(file), **derived}))
-    for row in listed:
-        print(json.dumps({**dataclasses.asdict(row), "card": row.card}))
 
 
 def _print_table(rows: "Sequence[CatalogRow]", *, with_files: bool) -> None:
@@ -139,8 +123,10 @@ def _print_repositories(rows: "Sequence[Repository]", *, with_sources: bool) -> 
         mark = str(restrictions.index(row.forbids) + 1) if row.forbids else ""
         accuracy = "" if row.accuracy is None else f"{row.accuracy:.2f}"
         kind = _MARKS[row.accuracy_kind] if row.accuracy_kind else ""
+        millions = row.parameters / 1e6
+        size = f"{millions:.{int(millions < 100)}f} M"  # three digits or more
         print(
-            f"{row.address:<{width}}{row.image_size:>5}{_millions(row.parameters):>7} "
+            f"{row.address:<{width}}{row.image_size:>5}{size:>7} "
             f"{row.licence:<12} {mark:<1} {accuracy:<5}{kind}".rstrip()
         )
         if with_sources:
@@ -179,9 +165,3 @@ def _print_footnotes(rows: "Sequence[Repository]", restrictions: Sequence[str]) 
 
 def _wrapped(text: str, *, indent: str = "") -> list[str]:
     return textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=indent or "   ")
-
-
-def _millions(count: int) -> str:
-    """Returns a number of parameters with three digits or more."""
-    millions = count / 1e6
-    return f"{millions:.1f} M" if millions < 100 else f"{millions:.0f} M"

@@ -5,7 +5,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from keras_vit.cli import flags, inference, output
+from keras_vit.cli import flags, output
 
 if TYPE_CHECKING:
     import keras
@@ -44,83 +44,78 @@ examples:
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Adds the subcommand."""
-    parser = flags.add_command(
-        commands,
-        "evaluate",
-        run,
-        summary="measure a model",
-        description=_DESCRIPTION,
-    )
+    parser = flags.add_command(commands, "evaluate", run, "measure a model", _DESCRIPTION)
     flags.add_source(parser, takes_exports=True)
-    parser.add_argument(
-        "--data", metavar="PATH", help="a folder of other images (default: the run's own)"
+    flags.add(
+        parser,
+        f"""
+  --data PATH  a folder of other images (default: the run's own)
+  --out DIR  write metrics.json, confusion.png and report.html to this folder (default: none; the
+      run's if it lacks them after an interruption)
+  --strict  with --data, stop at damaged images (default: leave them out)
+{flags.INFERENCE}
+  --more  also print the calibration error, the few-shot and nearest-neighbour accuracy of the
+      features, and the most confident mistakes, drawn to {_MISTAKES} in --out (default: no)
+  --real FILE  also print the accuracy on the labels of ImageNet ReaL: real.json of
+      google-research/reassessed-imagenet; the test images must be ImageNet's 50,000 validation
+      images (default: no)
+{flags.JSON}""",
+        precision=flags.PRECISION,
     )
-    parser.add_argument(
-        "--out",
-        metavar="DIR",
-        help="write metrics.json, confusion.png and report.html to this folder (default: "
-        "none; the run's if it lacks them after an interruption)",
-    )
-    parser.add_argument(
-        "--strict",
-        action="store_true",
-        help="with --data, stop at damaged images (default: leave them out)",
-    )
-    inference.add_inference(parser)
-    parser.add_argument(
-        "--more",
-        action="store_true",
-        help="also print the calibration error, the few-shot and nearest-neighbour accuracy of the "
-        f"features, and the most confident mistakes, drawn to {_MISTAKES} in --out (default: no)",
-    )
-    parser.add_argument(
-        "--real",
-        metavar="FILE",
-        help="also print the accuracy on the labels of ImageNet ReaL: real.json of "
-        "google-research/reassessed-imagenet; the test images must be ImageNet's 50,000 "
-        "validation images (default: no)",
-    )
-    flags.add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Evaluates, prints, and writes the report to `--out`."""
-    from keras_vit import evaluation, reporting
+    from keras_vit import evaluation, reporting, training
 
-    opened = inference.open_model(arguments)
+    if arguments.more and flags.is_exported(arguments.source):
+        raise ValueError(
+            "--more measures features beside the answers, which are of the run or the model; give "
+            f"evaluate that one. Received: {arguments.source}, an exported model."
+        )
+    opened = flags.open_to_run(arguments)
     if not opened.has_classifier:
         _evaluate_features(opened, arguments)
         return 0
-    recorded, unmeasured = _recorded(opened, arguments)
-    model, data = opened.model, _labelled_data(opened, arguments)
-    views = inference.views(opened, arguments)
+    real = None if arguments.real is None else evaluation.read_real_labels(arguments.real)
+    is_other = arguments.data is not None or arguments.precision != "float32" or arguments.tta
+    run = None if is_other else opened.run  # the numbers are those of its metrics.json
+    metrics = None if run is None else run.path / training.run.METRICS
+    recorded = training.read_fields(metrics) if metrics is not None and metrics.is_file() else None
+    data, views = _labelled_data(opened, arguments), flags.views(opened, arguments)
     evaluations = {
-        name: evaluation.evaluate(model, data.split(name), labels=data.labels, tta=views)
+        name: evaluation.evaluate(opened.model, data.split(name), labels=data.labels, tta=views)
         for name in ("validation", "test")
         if len(data.split(name))
     }
     if not evaluations:
         raise ValueError(f"{data.source!r} holds no validation or test images to evaluate on.")
-    out, written = Path(arguments.out) if arguments.out else unmeasured, []
+    out, written = arguments.out, []
+    if out is None and run is not None and recorded is None:
+        out = run.path
     if out is not None:
-        written = _write(out, opened, data, evaluations, arguments)
-        if opened.run is not None and out == unmeasured:
-            reporting.write_card(opened.run)
+        written = _write(Path(out), opened, data, evaluations, arguments)
+    if run is not None and out is not None and Path(out) == run.path:
+        reporting.write_card(run)
     output.show_evaluations(evaluations, json=arguments.json)
     if arguments.more:
-        _show_more(model, data, evaluations, out=arguments.out, json=arguments.json)
-    if arguments.real is not None:
-        _show_real(data, evaluations, file=arguments.real, json=arguments.json)
-    if not arguments.json:
-        if views is not None:
-            print(f"With test-time augmentation: the mean of {views.count} views of each image.")
-        _show_recorded(evaluations, recorded=recorded)
-        if out is not None:
-            output.say(f"Written to {out}: {', '.join(written)}")
-        if opened.exported:
-            output.say_next("check", arguments.source)
-        else:
-            output.say_next("export", arguments.source, "--out", "export")
+        _show_more(opened.model, data, evaluations, out=arguments.out, json=arguments.json)
+    if real is not None:
+        _show_real(data, evaluations, real, json=arguments.json)
+    if arguments.json:
+        return 0
+    if views is not None:
+        print(f"With test-time augmentation: the mean of {views.count} views of each image.")
+    if recorded is not None:
+        is_same = recorded == {name: each.to_dict() for name, each in evaluations.items()}
+        verb = "matches" if is_same else "DIFFERS from"
+        print(f"The result {verb} the one recorded in metrics.json.")
+    if out is not None:
+        output.say(f"Written to {out}: {', '.join(written)}")
+    if opened.exported:
+        output.say_next("check", arguments.source)
+    else:
+        output.say_next("export", arguments.source, "--out", "export")
     return 0
 
 
@@ -132,10 +127,9 @@ def _write(
     arguments: argparse.Namespace,
 ) -> list[str]:
     """Writes the files of an evaluation to a folder, and returns their names."""
-    from keras_vit import evaluation, reporting, training
+    from keras_vit import reporting, training
 
     out.mkdir(parents=True, exist_ok=True)
-    evaluation.write_report(out, evaluations)
     subject = reporting.Subject(
         name=arguments.source,
         model=opened.model,
@@ -144,34 +138,18 @@ def _write(
         evaluations=evaluations,
         command=arguments.command,
     )
-    warning = reporting.try_report(out / training.run.REPORT, subject)
+    warning = reporting.write_files(out, subject)
     output.warn(warning)
-    names = [evaluation.METRICS, training.run.CONFUSION]
+    names = [training.run.METRICS, training.run.CONFUSION]
     return names if warning else [*names, training.run.REPORT]
-
-
-def _recorded(
-    opened: "OpenedModel", arguments: argparse.Namespace
-) -> tuple[dict[str, Any] | None, Path | None]:
-    """Returns the numbers in a run's metrics.json, or the folder of a run that lacks it."""
-    from keras_vit import evaluation, training
-
-    is_other = arguments.data is not None or arguments.precision != "float32" or arguments.tta
-    if opened.run is None or is_other:
-        return None, None
-    file = opened.run.path / evaluation.METRICS
-    return (training.read_fields(file), None) if file.is_file() else (None, opened.run.path)
 
 
 def _labelled_data(opened: "OpenedModel", arguments: argparse.Namespace) -> "ImageData":
     """Returns the images of the run, or those of `--data` with the model's classes."""
     if arguments.data is not None:
-        return flags.load_data(
-            arguments.data,
-            strict=arguments.strict,
-            json=arguments.json,
-            labels=opened.folder_labels(_folder_names(arguments.data)),
-        )
+        folders = [Path(arguments.data), Path(arguments.data, "test")]
+        names = {each.name for one in folders if one.is_dir() for each in one.iterdir()}
+        return flags.load_data(arguments, labels=opened.folder_labels(sorted(names)))
     if opened.run is None:
         raise ValueError(
             f"{opened.source} has no images of its own; give --data with a folder that has one "
@@ -180,18 +158,12 @@ def _labelled_data(opened: "OpenedModel", arguments: argparse.Namespace) -> "Ima
     return opened.run.data()
 
 
-def _folder_names(path: str) -> list[str]:
-    """Returns the names of the sub-folders of a folder and of its test/."""
-    folders = [folder for folder in (Path(path), Path(path, "test")) if folder.is_dir()]
-    return sorted({entry.name for folder in folders for entry in folder.iterdir()})
-
-
 def _evaluate_features(opened: "OpenedModel", arguments: argparse.Namespace) -> None:
     """Measures the features of a model without classifier, and prints."""
     if arguments.real is not None:
         raise ValueError(f"{opened.source!r} has no classifier; --real measures one.")
     if arguments.data is not None:
-        data = flags.load_data(arguments.data, strict=arguments.strict, json=arguments.json)
+        data = flags.load_data(arguments)
     elif opened.run is not None and opened.labels:
         data = opened.run.data()
     else:
@@ -202,11 +174,11 @@ def _evaluate_features(opened: "OpenedModel", arguments: argparse.Namespace) -> 
     measures = _measure_features(opened.model, data)
     if arguments.json:
         output.print_json("features", **measures)
+        return
+    _print_features(measures)
+    if opened.exported:
+        output.say_next("check", arguments.source)
     else:
-        _print_features(measures)
-        if opened.exported:
-            output.say_next("check", arguments.source)
-            return
         name = opened.run.path.name if opened.run is not None else "features"
         new = ("--out", f"{name}-classifier", "--weights", arguments.source)
         output.say_next("train", "--data", data.source, *new)
@@ -294,14 +266,17 @@ def _show_more(
 
 
 def _show_real(
-    data: "ImageData", evaluations: "dict[str, Evaluation]", *, file: str, json: bool
+    data: "ImageData",
+    evaluations: "dict[str, Evaluation]",
+    labels: "tuple[frozenset[int], ...]",
+    *,
+    json: bool,
 ) -> None:
     """Prints the accuracy on the labels of ImageNet ReaL, which are in order of the file names."""
     import numpy as np
 
     from keras_vit import evaluation
 
-    labels = evaluation.read_real_labels(file)
     names = [Path(data.test.name(place)).name for place in range(len(data.test))]
     order = sorted(range(len(names)), key=names.__getitem__)
     predicted = _on_test(evaluations, data)[1].predicted[order]
@@ -311,13 +286,3 @@ def _show_real(
         output.print_json("real", accuracy=accuracy)
     else:
         print(f"Accuracy on the labels of ReaL: {accuracy:.2%}")
-
-
-def _show_recorded(
-    evaluations: "dict[str, Evaluation]", *, recorded: dict[str, Any] | None
-) -> None:
-    """Compares with the run's metrics.json."""
-    if recorded is not None:
-        numbers = {name: evaluation.to_dict() for name, evaluation in evaluations.items()}
-        verdict = "the same numbers" if numbers == recorded else "OTHER numbers"
-        print(f"The run's metrics.json holds {verdict}.")

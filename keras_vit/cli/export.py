@@ -1,9 +1,8 @@
-"""`keras-vit export` and `check`: a trained model for TensorFlow Serving, TFLite and ONNX."""
+"""`keras-vit export`, `check` and `push`: a trained model for servers, devices and the Hub."""
 
 import argparse
 import dataclasses
 import shlex
-import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from keras_vit.limits import counted
 if TYPE_CHECKING:
     from keras_vit.exporting import Artefact
     from keras_vit.exporting.records import Checked
-    from keras_vit.training import OpenedModel, Run
+    from keras_vit.training import Run
 
 _FORMATS = textwrap.fill(f"The formats: {', '.join(FORMATS)}.", 104, break_on_hyphens=False)
 _DESCRIPTION = f"""\
@@ -55,83 +54,62 @@ examples:
   keras-vit check export/digits/onnx/1
   keras-vit check export/digits --json
 """
+_PUSH = """\
+Uploads the files of a run to a repository on the Hugging Face Hub, in one commit, with its model
+card README.md. The repository is made if there is none.
+
+keras-vit predict, evaluate, explain and export, and keras_vit.load, take its address. Files that
+show images of yours, or name them, stay here unless you give --images.
+
+It needs pip install huggingface-hub, and a token that may write: hf auth login, or HF_TOKEN.
+
+examples:
+  keras-vit push photos-run hf://owner/photos
+  keras-vit push photos-run hf://owner/photos --private
+  keras-vit push photos-run hf://owner/photos --license apache-2.0 --images
+"""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Adds the subcommand."""
     parser = flags.add_command(
-        commands,
-        "export",
-        run,
-        summary="write a model for servers and devices",
-        description=_DESCRIPTION,
+        commands, "export", run, "write a model for servers and devices", _DESCRIPTION
     )
     flags.add_source(parser)
-    parser.add_argument("--out", metavar="DIR", required=True, help="directory to export to")
-    parser.add_argument(
-        "--formats",
-        metavar="LIST",
-        default="savedmodel",
-        help="formats to write, with commas between (default: savedmodel)",
-    )
-    parser.add_argument(
-        "--labels",
-        metavar="FILE",
-        help="text file with one label per line (default: the source's; 0, 1, ... where it "
-        "names no classes)",
-    )
-    parser.add_argument(
-        "--images",
-        metavar="IMAGE",
-        nargs="+",
-        help="image files to compare on and to calibrate with, with their classes if they lie in "
-        "folders named after them (default: the run's test images; for another source generated "
-        "ones)",
-    )
-    _add_settings(parser)
-    flags.add_json(parser)
-
-
-def _add_settings(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--top",
-        type=flags.count,
-        default=5,
-        metavar="N",
-        help="number of classes that the server returns for each image (default: 5)",
-    )
-    parser.add_argument(
-        "--tflite-batch",
-        type=flags.count,
-        default=1,
-        metavar="N",
-        help="number of images in a batch of a TFLite file (default: 1)",
-    )
-    parser.add_argument(
-        "--opset",
-        type=flags.count,
-        metavar="N",
-        help="version of ONNX's operators, 17 to 22, for runtimes that know no later one; a model "
-        "that tf2onnx has to convert can be 17 or 18 (default: 20, or 18 if converted)",
-    )
-    parser.add_argument(
-        "--no-verify", action="store_true", help="do not check the files (default: check them)"
+    flags.add(
+        parser,
+        f"""
+  --out DIR  directory to export to
+  --formats LIST  formats to write, with commas between (default: savedmodel)
+  --labels FILE  text file with one label per line (default: the source's; 0, 1, ... where it names
+      no classes)
+  --images IMAGE  image files to compare on and to calibrate with, with their classes if they lie
+      in folders named after them (default: the run's test images; for another source generated
+      ones)
+  --top N  number of classes that the server returns for each image (default: 5)
+  --tflite-batch N  number of images in a batch of a TFLite file (default: 1)
+  --opset N  version of ONNX's operators, 17 to 22, for runtimes that know no later one; a model
+      that tf2onnx has to convert can be 17 or 18 (default: 20, or 18 if converted)
+  --no-verify  do not check the files (default: check them)
+{flags.JSON}""",
+        out={"required": True},
+        formats={"default": "savedmodel"},
+        images={"nargs": "+"},
+        top={"type": flags.whole(1), "default": 5},
+        tflite_batch={"type": flags.whole(1), "default": 1},
+        opset={"type": flags.whole(1)},
     )
 
 
 def add_check(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Adds the subcommand `check`."""
     parser = flags.add_command(
-        commands,
-        "check",
-        check,
-        summary="compare exported files with their record",
-        description=_CHECK,
+        commands, "check", check, "compare exported files with their record", _CHECK
     )
     parser.add_argument(
         "path", metavar="PATH", help="the --out of keras-vit export, a version in it, or a file"
     )
-    flags.add_json(parser)
+    flags.add(parser, flags.JSON)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -143,40 +121,33 @@ def run(arguments: argparse.Namespace) -> int:
     targets = _folder_targets(images, labels)
     if opened.run is not None and not images:
         images, targets = _test_images(opened.run, is_json=arguments.json)
-    try:
-        exported = artefacts.export(
-            opened.model,
-            arguments.out,
-            formats=[name.strip() for name in arguments.formats.split(",")],
-            labels=labels,
-            images=images,
-            targets=targets,
-            top_k=arguments.top,
-            tflite_batch_size=arguments.tflite_batch,
-            opset=arguments.opset,
-            verify=not arguments.no_verify,
-        )
-    except TypeError as error:
-        if str(error).startswith("export "):  # what it takes: no fault, but a sentence to print
-            raise ValueError(str(error)) from error
-        raise
+    exported = artefacts.export(
+        opened.model,
+        arguments.out,
+        formats=[name.strip() for name in arguments.formats.split(",")],
+        labels=labels,
+        images=images,
+        targets=targets,
+        top_k=arguments.top,
+        tflite_batch_size=arguments.tflite_batch,
+        opset=arguments.opset,
+        verify=not arguments.no_verify,
+    )
     for artefact in exported:
         _show(artefact, is_json=arguments.json, is_verified=not arguments.no_verify)
     if not arguments.json:
-        _say_next(exported, opened, arguments)
+        is_served = any(artefact.format == "savedmodel" for artefact in exported)
+        script = Path(arguments.out) / "serve.sh"
+        _say_next(script if is_served else None, ("check", arguments.out))
     return 0
 
 
-def _say_next(
-    exported: "Sequence[Artefact]", opened: "OpenedModel", arguments: argparse.Namespace
-) -> None:
-    if any(artefact.format == "savedmodel" for artefact in exported):
-        output.say(f"Next: {shlex.quote(str(Path(arguments.out) / 'serve.sh'))}")
-    elif opened.run is not None and opened.has_classifier:
-        output.say_next("evaluate", arguments.source)
+def _say_next(script: Path | None, other: Sequence[object]) -> None:
+    """Says to start a server by its script, or without one the other command."""
+    if script is not None:
+        output.say(f"Next: {shlex.quote(str(script))}")
     else:
-        formats = ("--formats", "savedmodel")
-        output.say_next("export", arguments.source, "--out", arguments.out, *formats)
+        output.say_next(*other)
 
 
 def _test_images(run: "Run", *, is_json: bool) -> tuple[Sequence[Any], Sequence[int]]:
@@ -237,9 +208,18 @@ def _show_checked(checked: "Checked", *, place: Path, is_json: bool) -> None:
         return
     output.say(f"{place}" + (f" ({checked.made})" if checked.made else ""))
     if checked.verdicts:
-        output.show_verdicts(checked.verdicts)
+        rows = [
+            (
+                each.format,
+                each.path.name,
+                f"{each.bytes / 1e6:.1f} MB",
+                "as exported" if each.is_whole else "CHANGED",
+            )
+            for each in checked.verdicts
+        ]
+        output.print_table(rows, "format", "artefact", ">size", "files")
     for text in checked.faults:
-        output.say(f"keras-vit: error: {text}", file=sys.stderr)
+        output.remark(f"error: {text}")
 
 
 def _say_result(found: "list[Checked]", *, faults: int) -> None:
@@ -254,7 +234,45 @@ def _say_result(found: "list[Checked]", *, faults: int) -> None:
     output.say(f"No fault in {place}.")
     scripts = [each.folder.parent / "serve.sh" for each in found]
     script = next((each for each in scripts if each.is_file()), None)
-    if script is not None:
-        output.say(f"Next: {shlex.quote(str(script))}")
+    _say_next(script, ("evaluate", "--help"))
+
+
+def add_push(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds the subcommand."""
+    parser = flags.add_command(commands, "push", push, "put a run on the Hugging Face Hub", _PUSH)
+    parser.add_argument("run_path", metavar="RUN", help="run directory, the --out of a training")
+    parser.add_argument("address", metavar="ADDRESS", help="hf://owner/name")
+    flags.add(
+        parser,
+        f"""
+  --private  make a new repository private (default: as its owner's settings say, usually public)
+  --license NAME  licence in the model card, as the Hub writes it, such as apache-2.0 (default:
+      what the card says, unknown in a new one)
+  --images  also upload report.html, sample.png, reconstructions.png and splits.csv, which show
+      images of yours or name their files (default: no)
+{flags.JSON}""",
+        license={"type": flags.matching("[a-z0-9][a-z0-9.-]*", "a name such as apache-2.0")},
+    )
+
+
+def push(arguments: argparse.Namespace) -> int:
+    """Uploads, and prints the address."""
+    from keras_vit import reporting
+
+    published = reporting.push(
+        arguments.run_path,
+        arguments.address,
+        private=arguments.private,
+        license=arguments.license,
+        images=arguments.images,
+    )
+    if arguments.json:
+        output.print_json("pushed", **dataclasses.asdict(published))
+        return 0
+    output.say(f"{len(published.files)} files, commit {published.commit}: {published.url}")
+    sample = Path(arguments.run_path) / "sample.png"
+    if sample.is_file():
+        output.say_next("predict", published.address, sample)
     else:
-        output.say_next("evaluate", "--help")
+        output.say_next("export", published.address, "--out", "export")
+    return 0

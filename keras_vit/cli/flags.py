@@ -2,71 +2,50 @@
 
 import argparse
 import contextlib
+import dataclasses
+import functools
 import re
-import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from keras_vit.cli import output
 from keras_vit.exporting import formats
+from keras_vit.limits import shown
 
 if TYPE_CHECKING:
-    from keras_vit import ViTConfig
-    from keras_vit.data import ImageData
-    from keras_vit.training import Execution, OpenedModel
+    from keras_vit.data import ImageData, Views
+    from keras_vit.training import OpenedModel, Recipe
+
+Reader = Callable[[str], Any]
 
 
-def count(text: str) -> int:
-    """Reads a whole number above 0."""
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
+def whole(least: int, most: int | None = None) -> Reader:
+    """Returns a reader of whole numbers in a range; None for no end."""
+    span = "a whole number above 0" if least else "a whole number from 0"
+    span += "" if most is None else f" to {most}"
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or not least <= int(text) <= (most or int(text)):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {span}")
+        return int(text)
+
+    return read
 
 
-def index(text: str) -> int:
-    """Reads a whole number from 0."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0")
-    return int(text)
+def matching(pattern: str, meaning: str) -> Reader:
+    """Returns a reader of text that matches a pattern whole."""
+
+    def read(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {meaning}")
+        return text
+
+    return read
 
 
-def seed(text: str) -> int:
-    """Reads a seed: NumPy takes 32 bits."""
-    if not text.isdecimal() or int(text) >= 2**32:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to {2**32 - 1}")
-    return int(text)
-
-
-def sha256(text: str) -> str:
-    """Reads a SHA-256."""
-    if not re.fullmatch("[0-9a-fA-F]{64}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not 64 hexadecimal digits")
-    return text.lower()
-
-
-def positive(text: str) -> float:
-    """Reads a finite number above 0."""
-    return _number(text, lambda x: 0 < x < float("inf"), "above 0")
-
-
-def not_negative(text: str) -> float:
-    """Reads a finite number from 0."""
-    return _number(text, lambda x: 0 <= x < float("inf"), "from 0")
-
-
-def share(text: str) -> float:
-    """Reads a number from 0, below 1."""
-    return _number(text, lambda x: 0 <= x < 1, "from 0, below 1")
-
-
-def fraction(text: str) -> float:
-    """Reads a number above 0, at most 1."""
-    return _number(text, lambda x: 0 < x <= 1, "above 0, at most 1")
-
-
-def words(allowed: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+def words(allowed: Sequence[str]) -> Reader:
     """Returns a reader of some of these words, with commas between."""
 
     def read(text: str) -> tuple[str, ...]:
@@ -84,9 +63,23 @@ def setting(text: str) -> tuple[str, Any]:
     """Reads "name=value": true, false, none, a number, a word, or several with commas between."""
     name, equals, value = text.partition("=")
     if not (name and equals and value):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a setting such as pooling=avg")
-    parts = tuple(map(_plain, value.split(",")))
-    return name, parts if len(parts) > 1 else parts[0]
+        raise argparse.ArgumentTypeError(f"{text!r} is not a setting such as mixup=0.2")
+    return _value(name, value)
+
+
+def _value(name: str, text: str) -> tuple[str, Any]:
+    values = tuple(map(_plain, text.split(",")))
+    return name, text if name in _WORDS else values if len(values) > 1 else values[0]
+
+
+def _plain(text: str) -> bool | int | float | str | None:
+    constants = {"true": True, "false": False, "none": None}
+    if text.lower() in constants:
+        return constants[text.lower()]
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
 
 
 def size(text: str) -> tuple[int, int]:
@@ -97,228 +90,65 @@ def size(text: str) -> tuple[int, int]:
     return int(sides[0]), int(sides[-1])
 
 
+SHA256 = matching("[0-9a-fA-F]{64}", "a SHA-256 of 64 hexadecimal digits")
+
+
 def add_command(
     commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
     name: str,
     run: Callable[[argparse.Namespace], int],
-    *,
     summary: str,
     description: str,
+    after: str | None = None,
 ) -> argparse.ArgumentParser:
     """Adds a subcommand whose help keeps the lines of its description, and returns its parser."""
     parser = commands.add_parser(
         name,
         help=summary,
         description=description,
+        epilog=after,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, refuse=parser.error)
     return parser
 
 
-def add_json(parser: argparse.ArgumentParser) -> None:
-    """Adds `--json`."""
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="print JSON, one object per line, and nothing else (default: text)",
-    )
-
-
-def add_paths(parser: argparse.ArgumentParser, *, needs_out: bool = True) -> None:
-    """Adds `--data` and `--out`."""
-    group = parser.add_argument_group("required")
-    group.add_argument(
-        "--data", required=True, metavar="PATH", help='a folder, "tfds:NAME" or "digits"'
-    )
-    instead = "" if needs_out else " (default: none, with --plan)"
-    group.add_argument(
-        "--out", required=needs_out, metavar="RUN", help=f"run directory to write{instead}"
-    )
-
-
-def add_model(group: argparse._ArgumentGroup) -> None:
-    """Adds `--model`, `--image-size`, `--patch-size` and `--set`."""
-    group.add_argument(
-        "--model",
-        metavar="NAME",
-        help='"tiny", "digits", "digits-hybrid", or a published variant such as Ti/16, S/16, B/16 '
-        "(default: for the digits digits-hybrid, or digits without labels; otherwise tiny)",
-    )
-    group.add_argument(
-        "--image-size",
-        type=size,
-        metavar="N or HxW",
-        help="size of the model's input in pixels, height x width (default: the recipe's; "
-        "otherwise 16 for digits, 64 for tiny, 224 for the variants)",
-    )
-    group.add_argument(
-        "--patch-size",
-        type=count,
-        metavar="N",
-        help="side of a patch in pixels, or for a hybrid in cells of its feature map; must divide "
-        "the image size (default: the model's own, 4 for digits, 8 for tiny)",
-    )
-    group.add_argument(
-        "--set",
-        type=setting,
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="set a field of ViTConfig of a model with fresh weights, such as pooling=avg, "
-        "class_token=false, position_embedding=sincos_2d or layer_scale=1e-4; may be repeated "
-        "(default: the recipe's, otherwise the model's own)",
-    )
-
-
-def add_execution(group: argparse._ArgumentGroup) -> None:
-    """Adds the flags of `training.Execution`: devices, precision, memory, checkpoints."""
-    group.add_argument(
-        "--strategy",
-        choices=("auto", "none", "mirrored", "multi_worker", "tpu"),
-        default="auto",
-        help="devices to train on: none is one device, mirrored all GPUs of this machine, "
-        "multi_worker the machines of TF_CONFIG; the result is the same (default: auto)",
-    )
-    group.add_argument(
-        "--mesh",
-        metavar="AXES",
-        help="with KERAS_BACKEND=jax, devices to train on, and what they share: data=8 the batch, "
-        "fsdp=8 the batch and the weights, data=4,model=2 also products (default: one device)",
-    )
-    group.add_argument(
-        "--precision",
-        choices=("float32", "mixed_bfloat16", "mixed_float16"),
-        help="dtype that layers compute in; weights stay float32 (default: float32; where train "
-        "chooses the model, mixed_bfloat16 if the machine is faster in it)",
-    )
-    group.add_argument(
-        "--accumulate",
-        type=count,
-        metavar="N",
-        help="split each batch into N parts and sum their gradients, to save memory (default: 1, "
-        "or in train as many as memory asks for)",
-    )
-    _add_step(group)
-
-
-def _add_step(group: argparse._ArgumentGroup) -> None:
-    """Adds how a step is computed, and when its result is saved."""
-    group.add_argument(
-        "--remat",
-        nargs="?",
-        const=True,
-        choices=("dots",),
-        help="recompute blocks for the gradient, to save memory, with the same numbers; dots, on "
-        "JAX: not their products (default: as the model's config says; a fresh model: no)",
-    )
-    no = "keep all for the gradient (default: as the model's config says)"
-    group.add_argument("--no-remat", dest="remat", action="store_false", default=None, help=no)
-    group.add_argument(
-        "--xla",
-        action=argparse.BooleanOptionalAction,
-        help="compile forward and backward pass with XLA (default: on GPUs)",
-    )
-    group.add_argument(
-        "--checkpoint-steps",
-        type=count,
-        default=1000,
-        metavar="N",
-        help="steps between checkpoints; one more is saved after each epoch. They are written "
-        "while the training goes on, one at a time (default: 1000)",
-    )
-    group.add_argument(
-        "--checkpoint-minutes",
-        type=positive,
-        default=10.0,
-        metavar="N",
-        help="minutes without a checkpoint after which there is one (default: 10)",
-    )
-
-
-def add_existing(parser: argparse.ArgumentParser) -> None:
-    """Adds `--strict`, `--overwrite` and `--resume`."""
-    parser.add_argument(
-        "--strict", action="store_true", help="stop at damaged images (default: leave them out)"
-    )
-    existing = parser.add_mutually_exclusive_group()
-    existing.add_argument(
-        "--overwrite",
-        dest="existing",
-        action="store_const",
-        const="overwrite",
-        default="refuse",
-        help="replace the run at --out once the new one is complete (default: refuse)",
-    )
-    existing.add_argument(
-        "--resume",
-        dest="existing",
-        action="store_const",
-        const="resume",
-        help="continue the unfinished training to --out, or start one (default: refuse)",
-    )
-
-
-def execution(arguments: argparse.Namespace) -> "Execution":
-    """Returns the execution that the flags of `add_execution` describe."""
-    from keras_vit import training
-
-    return training.Execution(
-        strategy=arguments.strategy,
-        mesh=arguments.mesh,
-        precision=arguments.precision or training.Execution.precision,
-        accumulate=arguments.accumulate or training.Execution.accumulate,
-        remat=arguments.remat,
-        xla="auto" if arguments.xla is None else arguments.xla,
-        checkpoint_steps=arguments.checkpoint_steps,
-        checkpoint_minutes=arguments.checkpoint_minutes,
-    )
-
-
-def model_config(
-    arguments: argparse.Namespace, *, image_size: tuple[int, int] | None, default: str
-) -> "ViTConfig":
-    """Returns the config that the flags of `add_model` name.
-
-    Args:
-        arguments: the command line's.
-        image_size: (height, width) in pixels; None for the model's own.
-        default: the model for the digits, where none is named.
-    """
-    from keras_vit import training
-
-    name = arguments.model or (default if arguments.data == "digits" else "tiny")
-    return training.model_config(name, image_size=image_size, patch_size=arguments.patch_size)
-
-
-def load_data(
-    path: str,
+def add(
+    to: argparse._ActionsContainer,
+    text: str,
     *,
-    strict: bool,
-    json: bool,
-    labels: Sequence[str] | None = None,
-    labelled: bool = True,
-) -> "ImageData":
-    """Loads the images that `--data` names, with a progress bar, and prints a summary.
+    is_setting: bool = False,
+    **options: Mapping[str, Any],
+) -> None:
+    r"""Adds the flags of a text, which has them as `--help` shows them.
+
+    Example:
+        >>> parser = argparse.ArgumentParser()
+        >>> text = "  --top N  classes to name (default: 5)\n  --tta  average views (default: no)"
+        >>> add(parser, text, top={"type": int, "default": 5})
+        >>> parser.parse_args(["--tta"])
+        Namespace(top=5, tta=True)
 
     Args:
-        path: "digits", "tfds:NAME", or a folder.
-        strict: whether damaged images are an error.
-        json: whether to print JSON.
-        labels: the known classes, to load a folder as test images alone.
-        labelled: whether a folder must have class folders.
+        to: a parser, or a group of one.
+        text: two blanks, a flag, its value unless it is a switch, two blanks or more, its help.
+        is_setting: whether the flags are short for --set.
+        options: of `add_argument`, by the name of the flag.
     """
-    from keras_vit import data
+    for entry in re.split(r"^  (?=--)", text, flags=re.MULTILINE)[1:]:
+        head, _, help = entry.partition("  ")
+        flag, _, value = head.strip().partition(" ")
+        name = flag[2:].replace("-", "_")
+        more = {"metavar": value} if value else {"action": "store_true"}
+        if is_setting:
+            more |= {"dest": "set", "action": "append", "type": functools.partial(_value, name)}
+        to.add_argument(flag, help=" ".join(help.split()), **{**more, **options.get(name, {})})
 
-    with output.progress("reading the images", json=json) as on_progress:
-        if labels is None:
-            images = data.load_data(path, labelled=labelled, strict=strict, on_progress=on_progress)
-        else:
-            images = data.load_test_folder(
-                path, labels=labels, strict=strict, on_progress=on_progress
-            )
-    output.show_data(images, json=json)
-    return images
+
+JSON = """
+  --json  print JSON, one object per line, and nothing else (default: text)
+"""
 
 
 def add_source(parser: argparse.ArgumentParser, *, takes_exports: bool = False) -> None:
@@ -333,6 +163,198 @@ def add_source(parser: argparse.ArgumentParser, *, takes_exports: bool = False) 
         + exports
         * takes_exports,
     )
+
+
+# What --set may name besides the fields of Recipe, Augmentation, Execution and ViTConfig, with the
+# argument that it is: of the teacher in `train`, of the objective in `pretrain`.
+TEACHING = {
+    "distillation": "distillation",
+    "temperature": "temperature",
+    "distillation_weight": "weight",
+}
+MASKING = {"corruption": "corruption"}
+
+SETTINGS = """\
+settings, as --set NAME=VALUE, each by default the recipe's or the model's own:
+  steps=1000             training steps in all, one batch each, instead of --epochs
+  patience=5             end early once the validation loss has not fallen for 5 epochs: the
+                         learning rate then falls to 0 within a third as many; none never does
+  flip=false             mirror no image left to right, where the sides differ, as in writing
+  weight_decay=0.05      of the kernels, multiplied by the learning rate
+  drop_path_rate=0.1     stochastic depth: probability of skipping a branch of the last block
+  average=0.9999         moving average of the weights, which is evaluated and saved
+  layer_decay=0.75       factor of the learning rate from each block to the one before it
+  sam_rho=0.1            radius of sharpness-aware minimisation, in twice the time
+  remat=true             recompute blocks for the gradient, to save memory, with the same numbers;
+                         on JAX also dots: not their products
+  xla=true               compile forward and backward pass with XLA (auto: on GPUs)
+  checkpoint_steps=1000  steps between checkpoints, of which each epoch has one more
+  checkpoint_minutes=10  minutes without a checkpoint after which there is one
+  patch_size=16          side of a patch in pixels (4 for digits, 8 for tiny, that of the variant's
+                         name), or for a hybrid in cells of its feature map
+  pooling=avg class_token=false position_embedding=sincos_2d layer_scale=1e-4 num_registers=4
+                         and other fields of ViTConfig, of a model with fresh weights
+"""
+AFTER = (
+    "Every field of keras_vit.training.Recipe and Execution, keras_vit.data.Augmentation and\n"
+    "keras_vit.ViTConfig is a setting; help(keras_vit.training.Recipe) in Python explains them."
+)
+
+
+_WORDS = ("mesh", "strategy")  # settings whose text is taken as it is
+ALWAYS_LOGGED = ("tensorboard", "csv")
+
+
+_MODEL = """
+  --model NAME  "tiny", "digits", "digits-hybrid", or a published variant such as Ti/16, S/16, B/16
+      (default: for the digits digits-hybrid, or digits without labels; otherwise tiny)
+  --image-size N or HxW  size of the model's input in pixels, height x width (default: the
+      recipe's; otherwise 16 for digits, 64 for tiny, 224 for the variants)
+"""
+# These are short for --set.
+_RECIPE = """
+  --epochs N  passes over the training images; with --resume, more than before continue the
+      training by the longer schedule (default: 200 for the digits, 100 for a folder, 10 with
+      --weights; 100 in pretrain)
+  --batch-size N  images per step, over all devices (default: 64)
+  --learning-rate X  peak learning rate, at the end of the warm-up (default: 0.002 for the digits,
+      0.001 for a folder, 0.0001 with --weights; 0.001 in pretrain)
+"""
+_EXECUTION = """
+  --strategy NAME  devices to train on: none is one device, mirrored all GPUs of this machine,
+      multi_worker the machines of TF_CONFIG, tpu a TPU; the result is the same (default: auto)
+  --mesh AXES  with KERAS_BACKEND=jax, devices to train on, and what they share: data=8 the batch,
+      fsdp=8 the batch and the weights, data=4,model=2 also products (default: one device)
+  --precision DTYPE  dtype that layers compute in, float32, mixed_bfloat16 or mixed_float16;
+      weights stay float32 (default: float32; where train chooses the model, mixed_bfloat16 if the
+      machine is faster in it)
+  --accumulate N  gradient accumulation: split each batch into N parts and sum their gradients, to
+      save memory (default: 1, or in train as many as memory asks for)
+"""
+_MORE = """
+  --set NAME=VALUE  change other numbers of the recipe, the execution or a fresh model, see the
+      settings below (default: none)
+  --seed N  random seed of fresh weights, and of the order and augmentation of images (default: 0)
+"""
+_LOG = """
+  --log LIST  where the numbers of each epoch go, with commas between: tensorboard and csv, which
+      are always written, mlflow, wandb; the last two take their usual environment variables, such
+      as MLFLOW_TRACKING_URI and WANDB_MODE (default: tensorboard,csv)
+"""
+_EXISTING = """
+  --overwrite  replace the run at --out once the new one is complete (default: refuse)
+  --resume  continue the unfinished training to --out, or start one (default: refuse)
+"""
+
+
+def add_training(
+    parser: argparse.ArgumentParser, *, needs_out: bool
+) -> tuple[argparse._ArgumentGroup, argparse._ArgumentGroup]:
+    """Adds the flags that `train` and `pretrain` share; returns the groups of model and recipe."""
+    names = ("required", "model", "recipe", "execution")
+    required, model, recipe, execution = map(parser.add_argument_group, names)
+    instead = "" if needs_out else " (default: none, with --plan)"
+    add(required, '  --data PATH  a folder, "tfds:NAME" or "digits"', data={"required": True})
+    add(required, f"  --out RUN  run directory to write{instead}", out={"required": needs_out})
+    add(model, _MODEL, image_size={"type": size})
+    add(recipe, _RECIPE, is_setting=True)
+    seed = {"type": whole(0, 2**32 - 1), "default": 0}  # NumPy takes 32 bits
+    add(recipe, _MORE, set={"type": setting, "action": "extend", "nargs": "+"}, seed=seed)
+    add(execution, _EXECUTION, is_setting=True)
+    names = (*ALWAYS_LOGGED, "mlflow", "wandb")
+    add(execution, _LOG, log={"type": words(names), "default": ALWAYS_LOGGED})
+    add(parser, f"  --strict  stop at damaged images (default: leave them out){JSON}")
+    existing = {"dest": "existing", "action": "store_const", "default": "refuse"}
+    add(
+        parser.add_mutually_exclusive_group(),
+        _EXISTING,
+        overwrite={**existing, "const": "overwrite"},
+        resume={**existing, "const": "resume"},
+    )
+    parser.set_defaults(set=[])
+    return model, recipe
+
+
+class Settings(NamedTuple):
+    """What --set and the flags short for it say, by what takes it."""
+
+    recipe: dict[str, Any]  # as `Recipe.changed` takes them
+    execution: dict[str, Any]
+    model: dict[str, Any]  # fields of ViTConfig of a fresh model
+    objective: dict[str, Any]
+
+    def change(self, recipe: "Recipe") -> "Recipe":
+        """Returns the recipe with what they say of it, and of its model but the size of patches."""
+        model = {name: value for name, value in self.model.items() if name != "patch_size"}
+        return recipe.changed(**self.recipe, **model)
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace, objective: Mapping[str, str]) -> "Settings":
+        """Sorts them; the objective's are its arguments by the name of their setting.
+
+        Raises:
+            ValueError: nothing takes one of them.
+        """
+        from keras_vit import ViTConfig, data, training
+
+        types = (training.Recipe, data.Augmentation, training.Execution, ViTConfig)
+        recipe, augmentation, execution, model = (
+            dict.fromkeys(field.name for field in dataclasses.fields(each)) for each in types
+        )
+        for name in ("model", "augmentation", "image_size", "source"):
+            del recipe[name]
+        sorts = (recipe | augmentation, execution, model, objective)
+        found: tuple[dict[str, Any], ...] = ({}, {}, {}, {})
+        for name, value in dict(arguments.set).items():
+            place = next((place for place, names in enumerate(sorts) if name in names), None)
+            if place is None:
+                known = ", ".join(dict.fromkeys(name for names in sorts for name in names))
+                raise ValueError(f"There is no setting {shown(name)}; --set takes one of {known}.")
+            found[place][objective.get(name, name)] = value
+        return cls(*found)
+
+
+def default_model(arguments: argparse.Namespace, of_digits: str) -> str:
+    """Returns the name of the model where no flag says it."""
+    return of_digits if arguments.data == "digits" else "tiny"
+
+
+def load_data(
+    arguments: argparse.Namespace,
+    *,
+    labels: Sequence[str] | None = None,
+    labelled: bool = True,
+) -> "ImageData":
+    """Loads the images that `--data` names, with a progress bar, and prints a summary.
+
+    Args:
+        arguments: the command line's: data, strict and json.
+        labels: the known classes, to load a folder as test images alone.
+        labelled: whether a folder must have class folders.
+    """
+    from keras_vit import data
+
+    is_json = arguments.json
+    with output.progress("reading the images", json=is_json) as on_progress:
+        more: dict[str, Any] = {"strict": arguments.strict, "on_progress": on_progress}
+        if labels is None:
+            images = data.load_data(arguments.data, labelled=labelled, **more)
+        else:
+            images = data.load_test_folder(arguments.data, labels=labels, **more)
+    output.show_data(images, json=is_json)
+    return images
+
+
+# Of `predict` and `evaluate`.
+INFERENCE = """
+  --precision DTYPE  dtype that the model computes in, float32 or bfloat16; the latter is faster on
+      processors that have units for it, slower on all others; an exported model has its own
+      (default: float32)
+  --tta  test-time augmentation: average the probabilities of 7 views of each image, the whole and
+      crops at two scales, or of 14 where the run's recipe mirrors images; it takes as many times
+      the time (default: the whole image alone)
+"""
+PRECISION = {"choices": ("float32", "bfloat16"), "default": "float32"}
 
 
 def is_exported(source: str) -> bool:
@@ -371,6 +393,66 @@ def open_model(source: str) -> "OpenedModel":
         return training.open_source(source)
 
 
+def open_to_run(arguments: argparse.Namespace) -> "OpenedModel":
+    """Opens the model of `predict` and `evaluate` in their precision, or an exported one."""
+    from keras_vit import evaluation
+    from keras_vit.model import VisionTransformer
+
+    if is_exported(arguments.source):
+        return _open_exported(arguments)
+    opened = open_model(arguments.source)
+    if arguments.precision == "bfloat16" and not isinstance(opened.model, VisionTransformer):
+        raise ValueError(
+            f"Only a VisionTransformer alone runs in bfloat16; leave --precision out. Received: "
+            f"{opened.source}, a model with other layers."
+        )
+    if arguments.precision == "bfloat16" and not evaluation.has_bfloat16_units():
+        output.remark("this processor has no units for bfloat16; float32 is faster on it.")
+    model = evaluation.in_precision(opened.model, arguments.precision)
+    return dataclasses.replace(opened, model=model)
+
+
+def _open_exported(arguments: argparse.Namespace) -> "OpenedModel":
+    """Opens an exported model, whose precision and outputs are as they are."""
+    if arguments.precision != "float32":
+        raise ValueError(
+            "An exported model computes in the precision that it was exported in; leave "
+            f"--precision out. Received: {arguments.source}."
+        )
+    from keras_vit import preprocessing, training
+    from keras_vit.exporting import opening
+
+    opened = opening.open_artefact(Path(arguments.source))
+    if not opened.is_recorded:
+        output.remark(
+            f"{arguments.source} has no verification.json beside it: whether it is as it was "
+            "exported is not known."
+        )
+    labels = identifiers = opened.about.labels
+    if len(labels) in preprocessing.LABELLED:
+        published = preprocessing.class_labels(len(labels))
+        if labels == tuple(name for _, name in published):
+            identifiers = tuple(identifier for identifier, _ in published)
+    return training.OpenedModel(
+        source=arguments.source,
+        model=opened.model,
+        labels=labels,
+        identifiers=identifiers,
+        states_labels=True,
+        exported=True,
+    )
+
+
+def views(opened: "OpenedModel", arguments: argparse.Namespace) -> "Views | None":
+    """Returns the views of `--tta`; they are mirrored where the run's training mirrored images."""
+    from keras_vit.data import Views
+
+    if not arguments.tta:
+        return None
+    augmentation = opened.recipe.get("augmentation")
+    return Views(flip=isinstance(augmentation, dict) and augmentation.get("flip") is True)
+
+
 @contextlib.contextmanager
 def saying_warnings() -> Iterator[None]:
     """Prints each warning for the user on a line of stderr, without the place in the code."""
@@ -379,26 +461,4 @@ def saying_warnings() -> Iterator[None]:
         yield
     for warning in caught:
         if issubclass(warning.category, UserWarning):
-            output.say(f"keras-vit: {' '.join(str(warning.message).split())}", file=sys.stderr)
-
-
-def _number(text: str, is_allowed: Callable[[float], bool], allowed: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = float("nan")
-    if not is_allowed(number):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number {allowed}")
-    return number
-
-
-def _plain(text: str) -> bool | int | float | str | None:
-    constants = {"true": True, "false": False, "none": None}
-    if text.lower() in constants:
-        return constants[text.lower()]
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
+            output.remark(" ".join(str(warning.message).split()))

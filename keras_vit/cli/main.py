@@ -15,19 +15,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from keras_vit import environment, version
-from keras_vit.cli import (
-    catalog,
-    demo,
-    evaluate,
-    explain,
-    export,
-    flags,
-    output,
-    predict,
-    pretrain,
-    push,
-    train,
-)
+from keras_vit.cli import catalog, evaluate, explain, export, flags, output, predict, train
 
 PROGRAM = "keras-vit"
 _DESCRIPTION = """\
@@ -100,30 +88,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     environment.silence_tensorflow()  # its errors still arrive as exceptions
-    arguments = make_parser().parse_args(argv)
+    arguments, unknown = make_parser().parse_known_args(argv)
+    if unknown:
+        arguments.refuse(f"unrecognized arguments: {' '.join(unknown)}")
     if arguments.run is train.run:
         train.check_usage(arguments)
     arguments.command = shlex.join([PROGRAM, *(sys.argv[1:] if argv is None else argv)])
-    if _is_about_exports(arguments) and "keras" not in sys.modules:
+    is_about_exports = arguments.run is export.run
+    if arguments.run in (predict.run, evaluate.run):
+        is_about_exports = flags.is_exported(arguments.source)
+    if is_about_exports and "keras" not in sys.modules:
         os.environ["KERAS_BACKEND"] = "tensorflow"  # its graphs are written, whatever trained
     with Interrupts():
         return _run(arguments)
 
 
-def _is_about_exports(arguments: argparse.Namespace) -> bool:
-    if arguments.run in (predict.run, evaluate.run):
-        return flags.is_exported(arguments.source)
-    return arguments.run is export.run
-
-
 def _run(arguments: argparse.Namespace) -> int:
     try:
         if arguments.run not in (catalog.run, export.check):
-            _import_frameworks()
+            # Registers the classes with Keras; TensorFlow reads the images on every backend.
+            with environment.without_log_lines(), environment.without_collection():
+                importlib.import_module("keras_vit.names")
+                importlib.import_module("keras_vit.data")
         exit_code: int = arguments.run(arguments)
     except KeyboardInterrupt as interruption:
         message = str(interruption) or "Interrupted: nothing was saved."
-        output.say(f"{PROGRAM}: {message}", file=sys.stderr)
+        output.remark(message)
         return getattr(interruption, "exit_code", 130)
     except BrokenPipeError:
         # The reader has gone, as in `keras-vit list | head`; Python would print an error at exit.
@@ -131,16 +121,9 @@ def _run(arguments: argparse.Namespace) -> int:
         return 0
     except (ValueError, OSError, ImportError, FloatingPointError, MemoryError) as error:
         message = " ".join(str(error).split()) or "Out of memory: nothing was written."
-        output.say(f"{PROGRAM}: error: {message}", file=sys.stderr)
+        output.remark(f"error: {message}")
         return getattr(error, "exit_code", 1)
     return exit_code
-
-
-def _import_frameworks() -> None:
-    """Registers the classes with Keras; TensorFlow reads the images on every backend."""
-    with environment.without_log_lines(), environment.without_collection():
-        importlib.import_module("keras_vit.names")
-        importlib.import_module("keras_vit.data")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -149,19 +132,20 @@ def make_parser() -> argparse.ArgumentParser:
         prog=PROGRAM,
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=version.__version__)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for add_parser in (
         train.add_parser,
-        pretrain.add_parser,
+        train.add_pretrain,
         predict.add_parser,
         evaluate.add_parser,
         explain.add_parser,
-        demo.add_parser,
+        explain.add_demo,
         export.add_parser,
         export.add_check,
-        push.add_parser,
+        export.add_push,
         catalog.add_parser,
     ):
         add_parser(commands)

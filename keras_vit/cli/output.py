@@ -6,32 +6,27 @@ import dataclasses
 import json as json_format
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 import rich.box
 import rich.console
 import rich.progress
 import rich.table
 
-from keras_vit.cli import next_command
 from keras_vit.limits import counted
 
 if TYPE_CHECKING:
     from keras_vit.data import ImageData, LeftOut
     from keras_vit.evaluation import Evaluation, Prediction
-    from keras_vit.exporting.records import Verdict
-    from keras_vit.training import EpochDone, Event, Run, StepDone
+    from keras_vit.training import EpochDone, Event, OpenedModel, Run, StepDone
 
-# With more classes than this the table has only the worst.
-_MAX_CLASSES = 30
+_MAX_CLASSES = 30  # with more classes the table has only the worst
 # A training of more epochs than this has about so many lines.
 _MANY_EPOCHS, _EPOCH_LINES = 40, 25
-# Up to so many images are a table, more a line each.
-_MAX_ROWS = 20
-_TIMED = 20  # steps
+_MAX_ROWS = 20  # images in a table; more are a line each
+_TIMED = 20  # steps until a log says how long it will take
 
 
 def plain(text: object) -> str:
@@ -52,10 +47,47 @@ def say(text: object, *, file: TextIO | None = None) -> None:
     print(plain(text), file=file, flush=True)
 
 
+def remark(message: str) -> None:
+    """Prints a sentence that is not of the result to standard error."""
+    say(f"keras-vit: {message}", file=sys.stderr)
+
+
 def warn(message: str | None) -> None:
     """Prints a warning to standard error, if there is one."""
     if message is not None:
-        say(f"keras-vit: warning: {message}", file=sys.stderr)
+        remark(f"warning: {message}")
+
+
+def say_next(*words: object) -> None:
+    """Prints the next command, to be run as it is printed.
+
+    Example:
+        >>> say_next("predict", "my run", "cat.jpg")
+        Next: keras-vit predict 'my run' cat.jpg
+    """
+    # A name such as "-5.png" would be a flag.
+    typed = [f"./{w}" if w[:1] == "-" and Path(w).exists() else w for w in map(str, words)]
+    say(f"Next: {shlex.join(['keras-vit', *typed])}")
+
+
+def after_looking(opened: "OpenedModel") -> tuple[object, ...]:
+    """Returns the command that comes after a model was asked for images."""
+    if opened.exported:
+        return "check", opened.source
+    if opened.run is not None and opened.has_classifier:
+        return "evaluate", opened.source
+    return "export", opened.source, "--out", "export"
+
+
+def after_training(run: "Run") -> tuple[object, ...]:
+    """Returns the command that comes after a training."""
+    if run.config.get("objective") != "masked-patches":
+        sample = run.path / "sample.png"
+        return ("predict", run.path, sample) if sample.is_file() else ("evaluate", run.path)
+    if run.labels:
+        new = run.path.with_name(f"{run.path.name}-classifier")
+        return "train", "--data", run.config["data"]["source"], "--out", new, "--weights", run.path
+    return "export", run.path, "--out", "export"
 
 
 def show_data(data: "ImageData", *, json: bool) -> None:
@@ -90,7 +122,65 @@ def _untested(data: "ImageData") -> list[str]:
     ]
 
 
-class TrainDisplay:
+def show_left_out(left_out: "Sequence[LeftOut]", *, root: str = "") -> None:
+    """Prints what was found beside images, by the reason why it is not among them.
+
+    Args:
+        left_out: what was found.
+        root: the folder of the data, from which paths inside it are shown.
+    """
+    reasons: dict[str, list[str]] = {}
+    for one in left_out:
+        inside = root and Path(one.name).is_relative_to(root)
+        name = str(Path(one.name).relative_to(root)) if inside else one.name
+        reasons.setdefault(one.reason, []).append(name)
+    for reason, names in reasons.items():
+        say(f"Left out because they {reason}: {_summary(names)}")
+
+
+class _Display(contextlib.AbstractContextManager["_Display"]):
+    """A progress bar on a terminal, and lines above it.
+
+    Args:
+        columns: the columns of the bar.
+        json: whether JSON is printed, and no bar.
+        task: what the bar says at first.
+        redirect_stderr: whether errors are printed above the bar, as lines of stdout.
+        options: as of `Progress.add_task`.
+    """
+
+    def __init__(
+        self,
+        *columns: rich.progress.ProgressColumn,
+        json: bool,
+        task: str,
+        redirect_stderr: bool = True,
+        **options: Any,
+    ) -> None:
+        self._json = json
+        self._bar = rich.progress.Progress(
+            *columns,
+            transient=True,
+            disable=json or not is_terminal(),
+            redirect_stderr=redirect_stderr,
+        )
+        self._task = self._bar.add_task(task, **options)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def _print(self, line: str) -> None:
+        if self._bar.disable:
+            say(line)
+        else:
+            self._bar.console.print(plain(line), highlight=False, markup=False, soft_wrap=True)
+
+
+class TrainDisplay(_Display):
     """Shows the progress of a training: a progress bar and one line per epoch, or JSON.
 
     Args:
@@ -101,33 +191,21 @@ class TrainDisplay:
     """
 
     def __init__(self, *, json: bool) -> None:
-        self.has_ended = False
-        self._json = json
-        self._bar = rich.progress.Progress(
+        super().__init__(
             rich.progress.TextColumn("{task.description}"),
             rich.progress.BarColumn(),
             rich.progress.TaskProgressColumn(),
             rich.progress.TextColumn("{task.fields[numbers]}"),
-            transient=True,
-            disable=json or not is_terminal(),
+            json=json,
+            task="compiling",
+            total=None,
+            numbers="",
         )
-        self._task = self._bar.add_task("compiling", total=None, numbers="")
+        self.has_ended = False
         self._has_best = False  # among the epochs since the last line
         self._has_head = json
         # Steps until a log says how long it will take, as a terminal's bar and each epoch do.
         self._untimed = 0 if json or is_terminal() else _TIMED
-
-    def __enter__(self) -> "TrainDisplay":
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._bar.stop()
 
     def show(self, event: "Event") -> None:
         """Shows one event of the training; the first of its steps comes after the table's head."""
@@ -178,26 +256,27 @@ class TrainDisplay:
     def finish(
         self, run: "Run", evaluations: "Mapping[str, Evaluation]", *, seconds: float
     ) -> None:
-        """Prints the result of `train` and the next command."""
+        """Prints the result of a training, evaluated or not, and the next command."""
+        result = run.config["result"]
         if self._json:
             numbers = {name: evaluation.to_dict() for name, evaluation in evaluations.items()}
-            print_json(
-                "done", run=str(run.path), seconds=seconds, **run.config["result"], **numbers
-            )
+            print_json("done", run=str(run.path), seconds=seconds, **result, **numbers)
             return
-        test, validation = evaluations["test"], evaluations["validation"]
-        self._print(
-            f"Epoch kept (*): {run.config['result']['best_epoch']}, "
-            f"validation accuracy {validation.accuracy:.2%}."
-        )
-        self._print(
-            f"Test accuracy: {test.accuracy:.2%} of {counted(test.images, 'image')}, after "
-            f"{seconds:.0f} s."
-        )
-        replaced = run.config["result"]["replaced"]
-        if replaced:
-            self._print(f"Replaced while training, because damaged: {_summary(replaced)}")
-        self._say_saved(run)
+        test = evaluations.get("test")
+        if test is None:
+            self._print(f"{_saved_epoch(result)}, after {seconds:.0f} s.")
+            self._print(f"Look at {run.path / 'reconstructions.png'}.")
+        else:
+            self._print(f"{_saved_epoch(result)}.")
+            images = counted(test.images, "image")
+            self._print(f"Test accuracy: {test.accuracy:.2%} of {images}, after {seconds:.0f} s.")
+        if test is not None and result["replaced"]:
+            files = _summary(result["replaced"])
+            self._print(f"Replaced while training, because damaged: {files}")
+        report = run.path / "report.html"
+        look = f"; open {report} in a browser" if report.is_file() else ""
+        self._print(f"Saved in {run.path}{look}.")
+        say_next(*after_training(run))
 
     def show_finished(self, run: "Run") -> None:
         """Prints the result of a run that was finished before."""
@@ -205,47 +284,24 @@ class TrainDisplay:
         if self._json:
             print_json("finished", run=str(run.path), **result)
             return
-        self._print(f"{run.path} is a finished run of these settings: nothing was left to do.")
-        accuracy = result["validation_accuracy"]
-        shown = "" if accuracy is None else f", accuracy {accuracy:.2%}"
-        self._print(
-            f"Epoch kept (*): {result['best_epoch']}, validation loss "
-            f"{result['validation_loss']:.4f}{shown}."
-        )
-        say_next(*next_command.after_training(run))
-
-    def finish_pretraining(self, run: "Run", *, seconds: float) -> None:
-        """Prints the result of `pretrain` and the next command."""
-        result = run.config["result"]
-        if self._json:
-            print_json("done", run=str(run.path), seconds=seconds, **result)
-            return
-        self._print(
-            f"Epoch kept (*): {result['best_epoch']}, validation loss "
-            f"{result['validation_loss']:.4f}, after {seconds:.0f} s."
-        )
-        self._print(f"Look at {run.path / 'reconstructions.png'}.")
-        self._say_saved(run)
-
-    def _say_saved(self, run: "Run") -> None:
-        report = run.path / "report.html"
-        look = f"; open {report} in a browser" if report.is_file() else ""
-        self._print(f"Saved in {run.path}{look}.")
-        say_next(*next_command.after_training(run))
-
-    def _print(self, line: str) -> None:
-        self._bar.console.print(plain(line), highlight=False, markup=False, soft_wrap=True)
+        self._print(f"{run.path} was already finished with these settings; nothing to do.")
+        self._print(f"{_saved_epoch(result)}.")
+        say_next(*after_training(run))
 
 
-class PredictDisplay:
+def _saved_epoch(result: Mapping[str, Any]) -> str:
+    accuracy = result["validation_accuracy"]
+    shown = "" if accuracy is None else f", accuracy {accuracy:.2%}"
+    loss = f"validation loss {result['validation_loss']:.4f}"
+    return f"Saved epoch (*): {result['best_epoch']}, {loss}{shown}"
+
+
+class PredictDisplay(_Display):
     """Shows predictions as they come: JSON, a table of a few images, or a line for each of many.
-
-    A progress bar shows how many are done.
 
     Args:
         total: number of images; None if it is not known.
         is_listed: whether each image is shown, or only how many each class has.
-        left_out: what folders hold beside images; more may be added until the end.
         json: whether to print JSON.
 
     Attributes:
@@ -254,53 +310,32 @@ class PredictDisplay:
         first: the name of the first that was predicted.
     """
 
-    def __init__(
-        self,
-        *,
-        total: int | None,
-        is_listed: bool,
-        left_out: "Sequence[LeftOut]",
-        json: bool,
-    ) -> None:
+    def __init__(self, *, total: int | None, is_listed: bool, json: bool) -> None:
+        super().__init__(
+            *rich.progress.Progress.get_default_columns(),
+            rich.progress.MofNCompleteColumn(),
+            json=json,
+            task="predicting",
+            redirect_stderr=False,
+            total=total,
+        )
         self.images = self.failures = 0
         self.first: str | None = None
-        self._is_listed, self._json = is_listed, json
-        self._left_out = left_out
+        self._is_listed = is_listed
         self._counts: collections.Counter[str] = collections.Counter()
         self._few: list[tuple[str, Sequence[Prediction]]] = []
         self._messages: list[str] = []
-        self._has_bar = not json and is_terminal()
-        self._bar = rich.progress.Progress(
-            *rich.progress.Progress.get_default_columns(),
-            rich.progress.MofNCompleteColumn(),
-            transient=True,
-            disable=not self._has_bar,
-            redirect_stderr=False,
-        )
-        self._task = self._bar.add_task("predicting", total=total)
 
-    def __enter__(self) -> "PredictDisplay":
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bar.stop()
         for message in self._messages:
-            say(message, file=sys.stderr)
+            remark(message)
 
     def fail(self, message: str) -> None:
         """Says on stderr why an image has no prediction; after the end where a bar is shown."""
         self.failures += 1
         self._bar.advance(self._task)
-        if self._has_bar:
-            self._messages.append(message)
-        else:
-            say(message, file=sys.stderr)
+        (remark if self._bar.disable else self._messages.append)(message)
 
     def show(self, image: str, classes: "Sequence[Prediction]") -> None:
         """Shows the most probable classes of an image."""
@@ -314,95 +349,66 @@ class PredictDisplay:
         elif self._is_listed:
             self._few.append((image, classes))
             if self.images > _MAX_ROWS:
-                self._flush()
+                self._print_lines()
 
-    def finish(self) -> None:
-        """Prints the table of a few images, or how many images each class has, and the rest."""
+    def finish(self, left_out: "Sequence[LeftOut]") -> None:
+        """Prints the table of a few images, or how many images each class has, and the rest.
+
+        Args:
+            left_out: what folders hold beside images.
+        """
         if self._json:
             return
         if self._few and self.images <= _MAX_ROWS:
-            _print_table(_prediction_table(self._few))
+            rows: list[Sequence[str]] = []
+            for image, classes in self._few:
+                for rank, one in enumerate(classes):
+                    rows.append(("" if rank else image, one.label, f"{one.probability:.2%}"))
+                rows.append(())
+            print_table(rows, "image", "label", ">probability")
         elif self.images:
-            self._flush()
+            self._print_lines()
             most = self._counts.most_common(_MAX_ROWS)
             rest = len(self._counts) - len(most)
             more = f", and {rest} more classes" if rest else ""
             say(f"{self.images} images; {', '.join(f'{label}: {n}' for label, n in most)}{more}")
         if self.failures:
-            print(f"Without prediction: {self.failures}, as told on stderr.")
-        show_left_out(self._left_out)
+            print(f"{counted(self.failures, 'image')} failed (see the errors above).")
+        show_left_out(left_out)
 
-    def _flush(self) -> None:
+    def _print_lines(self) -> None:
         for image, classes in self._few:
             named = ", ".join(f"{one.label} {one.probability:.2%}" for one in classes)
-            line = plain(f"{image}: {named}")
-            if self._has_bar:
-                self._bar.console.print(line, highlight=False, markup=False, soft_wrap=True)
-            else:
-                print(line, flush=True)
+            self._print(f"{image}: {named}")
         self._few = []
-
-
-def _prediction_table(rows: "Sequence[tuple[str, Sequence[Prediction]]]") -> rich.table.Table:
-    table = _table("image", "label")
-    table.add_column("probability", justify="right")
-    for image, classes in rows:
-        for rank, prediction in enumerate(classes):
-            table.add_row(
-                "" if rank else plain(image),
-                plain(prediction.label),
-                f"{prediction.probability:.2%}",
-                end_section=rank == len(classes) - 1,
-            )
-    return table
-
-
-def say_next(*words: object) -> None:
-    """Prints the next command, to be run as it is printed.
-
-    Example:
-        >>> say_next("predict", "my run", "cat.jpg")
-        Next: keras-vit predict 'my run' cat.jpg
-    """
-    typed = [_typed(str(word)) for word in words]
-    say(f"Next: {shlex.join(['keras-vit', *typed])}")
-
-
-def _typed(word: str) -> str:
-    """Returns a word that is no flag where it names a file like "-5.png"."""
-    return f"./{word}" if word.startswith("-") and Path(word).exists() else word
-
-
-def show_left_out(left_out: "Sequence[LeftOut]", *, root: str = "") -> None:
-    """Prints what was found beside images, by the reason why it is not among them.
-
-    Args:
-        left_out: what was found.
-        root: the folder of the data, from which paths inside it are shown.
-    """
-    reasons: dict[str, list[str]] = {}
-    for one in left_out:
-        inside = root and Path(one.name).is_relative_to(root)
-        name = str(Path(one.name).relative_to(root)) if inside else one.name
-        reasons.setdefault(one.reason, []).append(name)
-    for reason, names in reasons.items():
-        say(f"Left out because they {reason}: {_summary(names)}")
 
 
 def show_evaluations(evaluations: "Mapping[str, Evaluation]", *, json: bool) -> None:
     """Prints the metrics of each split, and a table of the classes of the last."""
-    if json:
-        for name, evaluation in evaluations.items():
-            print_json("evaluation", split=name, **evaluation.to_dict())
-        return
     for name, evaluation in evaluations.items():
+        if json:
+            print_json("evaluation", split=name, **evaluation.to_dict())
+            continue
         top5 = evaluation.top5_accuracy
         print(
             f"{name}: {counted(evaluation.images, 'image')}, accuracy {evaluation.accuracy:.2%}, "
             + ("" if top5 is None else f"top-5 accuracy {top5:.2%}, ")
             + f"loss {evaluation.loss:.4f}"
         )
-    _print_table(_class_table(evaluation))
+    if not json:
+        _print_classes(evaluation)
+
+
+def _print_classes(evaluation: "Evaluation") -> None:
+    scores, title = list(evaluation.class_scores), None
+    if len(scores) > _MAX_CLASSES:
+        scores = sorted(scores, key=lambda score: 2 if score.recall is None else score.recall)
+        title = f"the {_MAX_CLASSES} classes of {len(scores)} with the lowest recall"
+    rows = [
+        (each.label, str(each.images), _per_cent(each.recall), _per_cent(each.precision))
+        for each in scores[:_MAX_CLASSES]
+    ]
+    print_table(rows, "class", ">images", ">recall", ">precision", title=title)
 
 
 @contextlib.contextmanager
@@ -414,33 +420,6 @@ def progress(
     with rich.progress.Progress(*shown, transient=True, disable=json or not is_terminal()) as bar:
         task = bar.add_task(plain(text), total=None)
         yield lambda completed, total: bar.update(task, completed=completed, total=total)
-
-
-def show_verdicts(verdicts: "Sequence[Verdict]") -> None:
-    """Prints what `keras-vit check` found of each artefact."""
-    table = _table("format", "artefact")
-    table.add_column("size", justify="right")
-    table.add_column("files")
-    for each in verdicts:
-        files = "as exported" if each.is_whole else "CHANGED"
-        table.add_row(each.format, plain(each.path.name), f"{each.bytes / 1e6:.1f} MB", files)
-    _print_table(table)
-
-
-def _class_table(evaluation: "Evaluation") -> rich.table.Table:
-    scores = list(evaluation.class_scores)
-    title = None
-    if len(scores) > _MAX_CLASSES:
-        scores = sorted(scores, key=lambda score: 2 if score.recall is None else score.recall)
-        title = f"the {_MAX_CLASSES} classes of {len(scores)} with the lowest recall"
-        scores = scores[:_MAX_CLASSES]
-    table = _table("class", title=title)
-    for name in ("images", "recognised", "right when named"):
-        table.add_column(name, justify="right")
-    for score in scores:
-        rates = _per_cent(score.recall), _per_cent(score.precision)
-        table.add_row(plain(score.label), str(score.images), *rates)
-    return table
 
 
 def _numbers(event: "StepDone") -> str:
@@ -464,11 +443,16 @@ def print_json(event: str, **fields: Any) -> None:
     print(json_format.dumps({"event": event, **fields}), flush=True)
 
 
-def _table(*columns: str, title: str | None = None) -> rich.table.Table:
-    return rich.table.Table(*columns, title=title, box=rich.box.SIMPLE, pad_edge=False)
-
-
-def _print_table(table: rich.table.Table) -> None:
+def print_table(rows: Iterable[Sequence[str]], *columns: str, title: str | None = None) -> None:
+    """Prints a table; a column that begins with ">" is of numbers, a row of nothing is a line."""
+    table = rich.table.Table(title=title, box=rich.box.SIMPLE, pad_edge=False)
+    for name in columns:
+        table.add_column(name.removeprefix(">"), justify="right" if name[0] == ">" else "left")
+    for row in rows:
+        if row:
+            table.add_row(*map(plain, row))
+        else:
+            table.add_section()
     console = rich.console.Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = 200  # a pipe has no width: do not break lines

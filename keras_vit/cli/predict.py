@@ -5,11 +5,11 @@ import contextlib
 import csv
 import io
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
-from keras_vit.cli import flags, inference, next_command, output
+from keras_vit.cli import flags, output
 from keras_vit.limits import counted
 
 if TYPE_CHECKING:
@@ -42,9 +42,7 @@ examples:
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Adds the subcommand."""
-    parser = flags.add_command(
-        commands, "predict", run, summary="classify images", description=_DESCRIPTION
-    )
+    parser = flags.add_command(commands, "predict", run, "classify images", _DESCRIPTION)
     flags.add_source(parser, takes_exports=True)
     parser.add_argument(
         "images",
@@ -52,69 +50,81 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         nargs="+",
         help="image files, folders, patterns in quotes, or - for a pipe",
     )
-    parser.add_argument(
-        "--top",
-        type=flags.count,
-        default=5,
-        metavar="N",
-        help="number of classes to name for each image (default: 5)",
+    flags.add(
+        parser,
+        f"""
+  --top N  number of classes to name for each image (default: 5)
+  --csv FILE  write a table to this .csv file, one row an image; whole, or not at all after an
+      interruption (default: none)
+{flags.INFERENCE}{flags.JSON}""",
+        top={"type": flags.whole(1), "default": 5},
+        # So that no image is replaced by mistake.
+        csv={"type": flags.matching(r"(?i).*\.csv", "a name that ends in .csv")},
+        precision=flags.PRECISION,
     )
-    parser.add_argument(
-        "--csv",
-        type=_csv_name,
-        metavar="FILE",
-        help="write a table to this .csv file, one row an image; whole, or not at all after an "
-        "interruption (default: none)",
-    )
-    inference.add_inference(parser)
-    flags.add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Predicts, prints and writes."""
+    if arguments.csv is not None:  # before anything takes time
+        path = Path(arguments.csv)
+        if path.is_dir():
+            raise IsADirectoryError(f"{str(path)!r} is a folder; give the name of a .csv file.")
+        if not path.parent.is_dir():
+            raise FileNotFoundError(
+                f"There is no folder {str(path.parent)!r} to write {path.name!r} to; make it."
+            )
+    opened = flags.open_to_run(arguments)
+    _check_classifier(opened)
+    left_out: list[LeftOut] = []
+    images, count = _images(arguments, left_out)
+    is_listed = arguments.json or arguments.csv is None
+    display = output.PredictDisplay(total=count, is_listed=is_listed, json=arguments.json)
+    with _csv(arguments.csv) as write:
+        _predict(opened, images, display, write, arguments)
+    display.finish(left_out)
+    if arguments.json:
+        return 1 if display.failures else 0
     if arguments.csv is not None:
-        _check_writable(Path(arguments.csv))  # before anything takes time
-    model = inference.open_model(arguments)
-    _check_classifier(model)
-    with contextlib.ExitStack() as stack:
-        table = None
-        if arguments.csv is not None:
-            table = stack.enter_context(_csv(Path(arguments.csv)))
-        display = _predict(model, arguments, table)
-    display.finish()
-    _finish(display, model, arguments)
+        output.say(f"Written: {arguments.csv}")
+    first = display.first or ""
+    if not opened.exported and first.isprintable() and Path(first).is_file():
+        output.say_next("explain", arguments.source, first, "--out", "seen")
+    else:
+        output.say_next(*output.after_looking(opened))
     return 1 if display.failures else 0
 
 
 def _predict(
-    model: "OpenedModel", arguments: argparse.Namespace, table: Any
-) -> output.PredictDisplay:
+    opened: "OpenedModel",
+    images: "Iterator[NamedImage]",
+    display: output.PredictDisplay,
+    write: Callable[[list[object]], object],
+    arguments: argparse.Namespace,
+) -> None:
+    """Shows the classes of each image, and writes them to the table."""
     from keras_vit import data, evaluation
 
-    left_out: list[LeftOut] = []
-    images, count = _images(arguments, left_out)
-    is_listed = arguments.json or table is None
-    display = output.PredictDisplay(
-        total=count, is_listed=is_listed, left_out=left_out, json=arguments.json
-    )
-    top = min(arguments.top, len(model.labels))
-    if table is not None:
-        table.writerow(_columns(top))
-    found = evaluation.predict_files(
-        model.model, images, labels=model.labels, top=top, tta=inference.views(model, arguments)
-    )
-    with display, contextlib.closing(found), _telling(display, arguments):
-        for image, predictions in found:
-            if isinstance(predictions, Exception):
-                display.fail(f"keras-vit: error: {predictions}")
-                continue
-            if table is not None:
+    top = min(arguments.top, len(opened.labels))
+    numbers = ["", *(f"_{place}" for place in range(2, top + 1))]
+    write(["image", *(f"{name}{n}" for n in numbers for name in ("label", "probability"))])
+    views = flags.views(opened, arguments)
+    found = evaluation.predict_files(opened.model, images, labels=opened.labels, top=top, tta=views)
+    try:
+        with display, contextlib.closing(found):
+            for image, predictions in found:
+                if isinstance(predictions, Exception):
+                    display.fail(f"error: {predictions}")
+                    continue
                 pairs = ((one.label, one.probability) for one in predictions)
-                table.writerow([image.name, *(value for pair in pairs for value in pair)])
-            display.show(image.name, predictions)
+                write([image.name, *(value for pair in pairs for value in pair)])
+                display.show(image.name, predictions)
+    except KeyboardInterrupt:
+        table = "" if arguments.csv is None else f"; {arguments.csv} was not written"
+        done = f"Interrupted after {counted(display.images, 'image')}{table}."
+        raise KeyboardInterrupt(done) from None
     if not display.images and not display.failures:
         raise ValueError(f"There are no {data.FORMATS} files to predict; check the names.")
-    return display
 
 
 def _images(
@@ -142,81 +152,28 @@ def _images(
     return iter(listed), len(listed)
 
 
-@contextlib.contextmanager
-def _telling(display: output.PredictDisplay, arguments: argparse.Namespace) -> Iterator[None]:
-    """Says after Ctrl-C what is there."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        table = "" if arguments.csv is None else f"; {arguments.csv} was not written"
-        told = f"Interrupted after {counted(display.images, 'image')}{table}."
-        raise KeyboardInterrupt(told) from None
-
-
 def _check_classifier(model: "OpenedModel") -> None:
-    if model.exported and not model.has_classifier:
-        raise ValueError(
-            f"{model.source} has no classifier, so that it names no class; keras-vit evaluate "
-            "measures its features, and predict takes an exported classifier."
-        )
-    if not model.has_classifier:
-        raise ValueError(
-            f"{model.source} has no classifier, so that it names no class; train one on images of "
-            f"yours with keras-vit train --data FOLDER --out RUN --weights {model.source}."
-        )
-
-
-def _finish(
-    display: output.PredictDisplay, model: "OpenedModel", arguments: argparse.Namespace
-) -> None:
-    """Names the file that was written, and the next command."""
-    if arguments.json:
+    if model.has_classifier:
         return
-    if arguments.csv is not None:
-        output.say(f"Written: {arguments.csv}")
-    first = display.first
-    if model.exported:
-        output.say_next("check", arguments.source)
-    elif first is not None and Path(first).is_file() and next_command.is_typed(first):
-        output.say_next("explain", arguments.source, first, "--out", "seen")
-    elif model.run is not None:
-        output.say_next("evaluate", arguments.source)
-    else:
-        output.say_next("export", arguments.source, "--out", "export")
-
-
-def _csv_name(text: str) -> str:
-    """Reads the name of a .csv file, so that no image is replaced by mistake."""
-    if not text.lower().endswith(".csv"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a name that ends in .csv")
-    return text
-
-
-def _check_writable(path: Path) -> None:
-    if path.is_dir():
-        raise IsADirectoryError(f"{str(path)!r} is a folder; give the name of a .csv file.")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(
-            f"There is no folder {str(path.parent)!r} to write {path.name!r} to; make it."
-        )
+    advice = (
+        "keras-vit evaluate measures its features, and predict takes an exported classifier"
+        if model.exported
+        else "train one on images of yours with keras-vit train --data FOLDER --out RUN --weights "
+        f"{model.source}"
+    )
+    raise ValueError(f"{model.source} has no classifier, so that it names no class; {advice}.")
 
 
 @contextlib.contextmanager
-def _csv(path: Path) -> Iterator[Any]:
+def _csv(name: str | None) -> Iterator[Callable[[list[object]], object]]:
+    """Gives what writes a row of the table, which is there at the end; nothing without a name."""
     from keras_vit import atomic
 
-    kept = "nothing was written"
+    if name is None:
+        yield lambda row: None
+        return
     with (
-        atomic.whole_file(path, kept=kept) as temporary,
+        atomic.whole_file(Path(name), kept="nothing was written") as temporary,
         temporary.open("w", encoding="utf-8", errors="surrogateescape", newline="") as stream,
     ):
-        yield csv.writer(stream)
-
-
-def _columns(top: int) -> list[str]:
-    """Returns the names of the columns: image, label, probability, label_2, probability_2, ..."""
-    numbers = ["", *(f"_{place}" for place in range(2, top + 1))]
-    return [
-        "image",
-        *(f"{name}{number}" for number in numbers for name in ("label", "probability")),
-    ]
+        yield csv.writer(stream).writerow

@@ -1,24 +1,35 @@
-"""`keras-vit train`: trains a classifier, from fresh or from published weights."""
+"""`keras-vit train` and `pretrain`: from images to a run."""
 
 import argparse
 import dataclasses
 import functools
+import shlex
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from keras_vit.cli import flags, output, plan, recipe_flags, tracking
+from keras_vit.cli import flags, output
 
 if TYPE_CHECKING:
     from keras_vit import VisionTransformer, ViTConfig
     from keras_vit.data import ImageData
     from keras_vit.evaluation import Evaluation
-    from keras_vit.training import DistillationModel, Execution, Recipe, Run
+    from keras_vit.training import DistillationModel, Provenance, Recipe, Run, TrainingPlan
     from keras_vit.weights.positions import Method
+
+    Start = Callable[[], Any]  # makes the model to train
 
 # As in keras_vit.weights.positions, which imports NumPy.
 POSITIONS = ("original", "bilinear", "bicubic", "bicubic_antialias")
-_LORA_TARGETS = ("qkv", "out", "fc1", "fc2")
+TARGETS = ("mean_color", "small_patch", "pixels")
+# Settings that change nothing, or nothing that is meant, without labels.
+_OF_CLASSIFIERS = (
+    *("representation_dim", "distillation_token", "loss", "head_bias", "label_smoothing"),
+    *("balance", "mixup", "cutmix", "mix_per"),
+)
+# --weights of this name are fresh ones, and nothing is asked for.
+NONE = "none"
 _DESCRIPTION = """\
 Trains a Vision Transformer and writes a run directory.
 
@@ -48,63 +59,138 @@ examples:
   keras-vit train --data digits --out digits-run
   keras-vit train --data photos --plan
   keras-vit train --data photos --out photos-run
-  keras-vit train --data photos --out photos-run --image-size 96 --epochs 200 --no-flip
+  keras-vit train --data photos --out photos-run --image-size 96 --epochs 200 --set flip=false
   keras-vit train --data photos --out tuned-run --model Ti/16 --weights imagenet21k
   keras-vit train --data photos --out paper-run --model B/16 --weights imagenet21k \\
       --recipe finetune-pets --batch-size 64 --accumulate 4 --precision mixed_bfloat16
   keras-vit train --data photos --out s16-run --model S/16 --recipe plain-s16 --batch-size 256
-  keras-vit train --data photos --out gap-run --set pooling=avg --set class_token=false
-  keras-vit train --data photos --out few-run --weights pretrained-run --layer-decay 0.75
+  keras-vit train --data photos --out gap-run --set pooling=avg class_token=false
+  keras-vit train --data photos --out few-run --weights pretrained-run --set layer_decay=0.75
   keras-vit train --data photos --out dino-run --weights hf://facebook/dinov2-small --image-size 224
   keras-vit train --data photos --out lora-run --model B/16 --weights imagenet21k --lora 8
-  keras-vit train --data photos --out small-run --teacher tuned-run --distillation hard
-  keras-vit train --data photos --out balanced-run --balance
+  keras-vit train --data photos --out small-run --teacher tuned-run --set distillation=hard
+  keras-vit train --data photos --out balanced-run --set balance=true
   keras-vit train --data photos --out photos-run --resume --epochs 150
+"""
+_SETTINGS = (
+    flags.SETTINGS
+    + """\
+  balance=true           weigh the loss of each image so that all classes count the same
+  mixup=0.2              alpha of MixUp, which blends two images
+  cutmix=1               alpha of CutMix, which pastes a part of another image; with mixup each
+                         batch gets one of the two
+  distillation=hard      what to learn from --teacher: soft, its probabilities (the default), or
+                         hard, its most probable class
+  temperature=3          of soft distillation, which divides the logits
+  distillation_weight=0.5
+                         of the teacher's loss; the labels' loss has the remainder
+"""
+)
+_PRETRAINING = """\
+Trains a Vision Transformer without labels and writes a run directory.
+
+The objective masked-patches corrupts half of the patches of each image and predicts them from the
+others (arXiv 2010.11929, Appendix B.1.2). The target of a patch is its mean colour, as one of 512
+classes; 4x4 such colours; or all of its pixels.
+
+--data is a folder of images, with or without class folders. Without them, a tenth of the images is
+set aside for validation; with them, also the test images of a later training. It may also be
+tfds:NAME or the word digits, as in keras-vit train. --resume and several GPUs work as there.
+
+The run's model.keras has no classifier and pools by the average of the patches.
+reconstructions.png shows its predictions. Continue with keras-vit train --weights RUN, or measure
+the features with keras-vit evaluate RUN.
+
+examples:
+  keras-vit pretrain --data digits --out pretrained-run
+  keras-vit pretrain --target pixels --data photos --out pretrained-run
+  keras-vit evaluate pretrained-run
+  keras-vit train --data digits --out few-run --weights pretrained-run
+"""
+_MASKING = """\
+  corruption=0.5         fraction of the patches to corrupt, above 0, at most 1
+"""
+
+
+_WEIGHTS = """
+  --weights SOURCE or NAME  weights to start from, which also decide --model: a run of pretrain or
+      train; a .keras, .safetensors or .npz file; a folder with config.json and model.safetensors;
+      a URL; hf://owner/name[@revision]; or, with --model, a checkpoint of that variant or the name
+      of published weights, such as imagenet21k, which are downloaded; none for fresh weights
+      (default: for a folder, imagenet21k of Ti/16 or S/16 if no flag names a model or recipe and
+      they can be reached; otherwise none)
+  --weights-sha256 HEX  expected SHA-256 of the file of --weights, or of the run's model.keras;
+      checked before the file is read (default: a download is compared with its first use)
+  --positions METHOD  how the position embeddings of --weights are resampled to --image-size:
+      original, as the original's fine-tuning does, or as PyTorch's interpolate does: bilinear,
+      bicubic, or bicubic_antialias, which is timm's (default: original)
+"""
+_RECIPE = """
+  --recipe NAME  training recipe: digits, scratch, fine-tune, or one of the papers:
+      vit-imagenet21k, vit-imagenet, vit-jft-b to -h14, finetune-imagenet, -imagenet-512, -cifar10,
+      -cifar100, -pets, -flowers, -vtab, augreg-none to augreg-strong2, augreg-imagenet-none to
+      -strong2, augreg-finetune, plain-s16, deit, deit-384, deit3-s16 to -h14, deit3-384-b16;
+      docs/training.md lists all of them (default: digits for the digits, fine-tune with --weights,
+      otherwise scratch); --set changes single numbers of it
+"""
+_LEARNING = """
+  --freeze N  with --weights, freeze the patch embedding and the first N blocks; 0 freezes the
+      patch embedding alone (default: train everything)
+  --lora RANK  with --weights, train low-rank adapters (LoRA) of this rank and the classifier, not
+      the kernels; model.keras has the adapters merged, adapter.safetensors has them alone
+      (default: train the kernels)
+  --lora-targets LIST  layers that --lora adapts, some of qkv,out,fc1,fc2 (default: qkv)
+  --teacher SOURCE  also learn from the predictions of this model (distillation): a run with the
+      same classes, a .keras file of any Keras classifier that takes pixels 0..255, or another
+      source as of --weights (default: learn from labels alone)
+  --teacher-sha256 HEX  expected SHA-256 of the teacher's file, checked before it is read (default:
+      none)
+"""
+_PLAN = """
+  --plan  look at the images and the machine, print what would be trained, and end; nothing is
+      downloaded or written (default: train)
 """
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Adds the subcommand."""
+    """Adds the subcommand `train`."""
     parser = flags.add_command(
-        commands, "train", run, summary="train a model on images", description=_DESCRIPTION
+        commands, "train", run, "train a model on images", _DESCRIPTION, _SETTINGS + flags.AFTER
     )
-    flags.add_paths(parser, needs_out=False)
-    group = parser.add_argument_group("model")
-    flags.add_model(group)
-    group.add_argument(
-        "--weights",
-        metavar="SOURCE or NAME",
-        help="weights to start from, which also decide --model: a run of pretrain or train; a "
-        ".keras, .safetensors or .npz file; a folder with config.json and model.safetensors; a "
-        "URL; hf://owner/name[@revision]; or, with --model, a checkpoint of that variant or the "
-        "name of published weights, such as imagenet21k, which are downloaded; none for fresh "
-        "weights (default: for a folder, imagenet21k of Ti/16 or S/16 if no flag names a model "
-        "or recipe and they can be reached; otherwise none)",
+    model, recipe = flags.add_training(parser, needs_out=False)
+    sha256 = {"type": flags.SHA256}
+    flags.add(model, _WEIGHTS, weights_sha256=sha256, positions={"choices": POSITIONS})
+    flags.add(recipe, _RECIPE)
+    flags.add(
+        parser.add_argument_group("fine-tuning and distillation"),
+        _LEARNING,
+        freeze={"type": flags.whole(0)},
+        lora={"type": flags.whole(1)},
+        lora_targets={"type": flags.words(("qkv", "out", "fc1", "fc2")), "default": ("qkv",)},
+        teacher_sha256=sha256,
     )
-    group.add_argument(
-        "--weights-sha256",
-        type=flags.sha256,
-        metavar="HEX",
-        help="expected SHA-256 of the file of --weights, or of the run's model.keras; checked "
-        "before the file is read (default: a download is compared with its first use)",
+    flags.add(parser, _PLAN)
+
+
+def add_pretrain(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds the subcommand `pretrain`."""
+    parser = flags.add_command(
+        commands,
+        "pretrain",
+        pretrain,
+        "train a model on images without labels",
+        _PRETRAINING,
+        flags.SETTINGS + _MASKING + flags.AFTER,
     )
-    group.add_argument(
-        "--positions",
-        choices=POSITIONS,
-        help="how the position embeddings of --weights are resampled to --image-size: original, as "
-        "the original's fine-tuning does, or as PyTorch's interpolate does; bicubic_antialias is "
-        "timm's (default: original)",
+    flags.add(
+        parser,
+        """
+  --target NAME  what to predict of a patch: mean_color, its mean colour; small_patch, 4x4 colours;
+      or pixels, all of them (default: mean_color)
+""",
+        target={"choices": TARGETS, "default": TARGETS[0]},
     )
-    _add_recipe_flags(parser.add_argument_group("recipe"))
-    _add_fine_tuning(parser.add_argument_group("fine-tuning"))
-    _add_distillation(parser.add_argument_group("distillation"))
-    group = parser.add_argument_group("execution")
-    flags.add_execution(group)
-    tracking.add_log(group)
-    plan.add_flag(parser)
-    flags.add_existing(parser)
-    flags.add_json(parser)
-    parser.set_defaults(refuse=parser.error)
+    flags.add_training(parser, needs_out=True)
 
 
 def check_usage(arguments: argparse.Namespace) -> None:
@@ -115,237 +201,259 @@ def check_usage(arguments: argparse.Namespace) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Trains, evaluates and prints."""
-    from keras_vit import evaluation, training
+    from keras_vit import VARIANTS, training
+    from keras_vit.training.train import make_engine
 
-    start = time.monotonic()
-    execution = flags.execution(arguments)
+    began = time.monotonic()
+    settings = flags.Settings.of(arguments, flags.TEACHING)
+    execution = training.Execution(**settings.execution)
     if not arguments.plan:
         training.check_free(arguments.out, existing=arguments.existing)
-    data, decision = _decide(arguments, execution)
+    is_fresh = arguments.weights in (None, NONE)
+    _check(arguments, settings, is_fresh=is_fresh)
+    recipe = _recipe(arguments, settings, is_fresh=is_fresh)
+    size = arguments.image_size or recipe.image_size
+    name, config = arguments.model, None
+    if is_fresh:
+        name = name or flags.default_model(arguments, "digits-hybrid")
+        config = training.model_config(
+            name, image_size=size, patch_size=settings.model.get("patch_size")
+        )
+        config = recipe.config(execution.config(config))
+    make_engine(execution)  # before any TensorFlow operation: workers join a cluster first
+    data = flags.load_data(arguments)
+    make_model: Start = functools.partial(_model, config, data, settings, arguments, size=size)
+    if not is_fresh and name in VARIANTS:
+        config = training.model_config(name, image_size=size)
+    given = training.TrainingPlan(
+        data=data,
+        model=name or "the model",
+        config=config,
+        recipe=recipe,
+        execution=execution,
+        weights=None if is_fresh else arguments.weights,
+    )
+    plan, make_model = decide(arguments, settings, given, make_model)
     if arguments.plan:
         return 0
+    provenance = training.Provenance.of(
+        arguments.command,
+        weights=plan.weights,
+        model=plan.model if plan.model in VARIANTS else None,
+        teacher=arguments.teacher,
+    )
+    train = functools.partial(training.train, data, recipe=plan.recipe, execution=plan.execution)
+    return _carry_out(train, make_model, provenance, arguments, data, began=began)
+
+
+def pretrain(arguments: argparse.Namespace) -> int:
+    """Trains without labels and prints."""
+    from keras_vit import training
+    from keras_vit.training.train import make_engine
+
+    began = time.monotonic()
+    settings = flags.Settings.of(arguments, flags.MASKING)
+    execution = training.Execution(**settings.execution)
+    training.check_free(arguments.out, existing=arguments.existing)
+    for name, _ in arguments.set:
+        if name in _OF_CLASSIFIERS:
+            raise ValueError(
+                f"--set {name} belongs to a classifier, and pretrain makes none; give it to "
+                "keras-vit train."
+            )
+    make_engine(execution)  # before any TensorFlow operation: workers join a cluster first
+    data = flags.load_data(arguments, labelled=False)
+
+    def make_model() -> training.MaskedPatchModel:
+        name = arguments.model or flags.default_model(arguments, "digits")
+        size, patch_size = arguments.image_size, settings.model.get("patch_size")
+        config = training.model_config(name, image_size=size, patch_size=patch_size)
+        config = recipe.config(dataclasses.replace(config, pooling="avg", class_token=False))
+        return training.MaskedPatchModel(
+            dataclasses.replace(config, include_preprocessing=True),
+            target=arguments.target,
+            seed=arguments.seed,
+            **settings.objective,
+        )
+
+    recipe = settings.change(training.default_pretrain_recipe(data))
+    train = functools.partial(training.pretrain, data, recipe=recipe, execution=execution)
+    provenance = training.Provenance.of(arguments.command)
+    return _carry_out(train, make_model, provenance, arguments, data, began=began)
+
+
+def _carry_out(
+    train: "functools.partial[Run]",
+    make_model: "Start",
+    provenance: "Provenance",
+    arguments: argparse.Namespace,
+    data: "ImageData",
+    *,
+    began: float,
+) -> int:
+    """Trains, puts the report and the card into the run before it appears, and prints."""
+    from keras_vit import evaluation, training
+
     display = output.TrainDisplay(json=arguments.json)
     evaluations: dict[str, evaluation.Evaluation] = {}
+    is_first, has_labels = training.is_first_worker(), train.func is training.train
+
+    def make_quietly() -> Any:
+        with flags.saying_warnings():
+            return make_model()
 
     def on_event(event: training.Event) -> None:
         display.show(event)
         if isinstance(event, training.TrainingDone):  # the run directory appears after this
-            evaluations.update(_evaluate(event.run, data, arguments))
+            evaluations.update(_report(event.run, data, arguments, has_labels=has_labels))
         track(event)
 
-    with display, tracking.trackers(arguments, decision.recipe) as track:
-        result = training.train(
-            data,
+    names = [name for name in arguments.log if name not in flags.ALWAYS_LOGGED and is_first]
+    logged = {name: getattr(arguments, name) for name in ("data", "model", "seed")}
+    logged["recipe"] = train.keywords["recipe"].to_dict()
+    with display, training.Trackers(names, out=arguments.out, settings=logged) as track:
+        result = train(
             out=arguments.out,
-            model=decision.start,
-            recipe=decision.recipe,
+            model=make_quietly,
             seed=arguments.seed,
             existing=arguments.existing,
-            execution=decision.execution,
             on_event=on_event,
-            provenance=training.Provenance.of(
-                arguments.command,
-                weights=decision.weights,
-                model=decision.variant,
-                teacher=decision.teacher,
-            ),
+            provenance=provenance,
         )
-    if training.is_first_worker():
-        _finish(result, display, evaluations, data, arguments, start=start)
+    if not is_first:
+        return 0
+    is_measured = not has_labels or (result.path / training.run.METRICS).is_file()
+    if not display.has_ended and is_measured:
+        display.show_finished(result)
+        return 0
+    if has_labels and not evaluations:  # the training was finished without this command
+        evaluations.update(_report(result, data, arguments, has_labels=True))
+    display.finish(result, evaluations, seconds=time.monotonic() - began)
     return 0
 
 
-def _decide(
-    arguments: argparse.Namespace, execution: "Execution"
-) -> "tuple[ImageData, plan.Decision]":
-    """Returns the images, and what is trained on them."""
-    from keras_vit.training.train import make_engine
-
-    recipe, config = _said(arguments, execution)
-    make_engine(execution)  # before any TensorFlow operation: workers join a cluster first
-    data = flags.load_data(arguments.data, strict=arguments.strict, json=arguments.json)
-    start = functools.partial(_model, config, data, arguments)
-    weights = None if arguments.weights == plan.NONE else arguments.weights
-    given = plan.Decision(recipe, execution, start, weights, arguments.model, arguments.teacher)
-    return data, plan.decide(arguments, data, config=config, given=given)
-
-
-def _said(
-    arguments: argparse.Namespace, execution: "Execution"
-) -> "tuple[Recipe, ViTConfig | None]":
-    """Returns the recipe of the flags, and the model with fresh weights; checks both."""
-    is_fresh = arguments.weights in (None, plan.NONE)
-    _check(arguments, is_fresh=is_fresh)
-    recipe = _recipe(arguments, is_fresh=is_fresh)
-    if not is_fresh:
-        return recipe, None
-    config = flags.model_config(
-        arguments, image_size=_image_size(arguments), default="digits-hybrid"
-    )
-    return recipe, recipe.config(execution.config(config))
-
-
-def _finish(
-    result: "Run",
-    display: output.TrainDisplay,
-    evaluations: "dict[str, Evaluation]",
-    data: "ImageData",
-    arguments: argparse.Namespace,
-    *,
-    start: float,
-) -> None:
-    """Prints the result of a training, or that the run was finished before."""
-    from keras_vit import evaluation
-
-    if not display.has_ended and (result.path / evaluation.METRICS).is_file():
-        display.show_finished(result)
-        return
-    if not evaluations:  # the training was finished without this command
-        evaluations.update(_evaluate(result, data, arguments))
-    display.finish(result, evaluations, seconds=time.monotonic() - start)
-
-
-def _add_fine_tuning(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--layer-decay",
-        type=flags.fraction,
-        metavar="X",
-        help="factor of the learning rate from each block to the one before it, such as 0.75 "
-        "(default: 1, the same for all)",
-    )
-    group.add_argument(
-        "--freeze",
-        type=flags.index,
-        metavar="N",
-        help="with --weights, freeze the patch embedding and the first N blocks; 0 freezes the "
-        "patch embedding alone (default: train everything)",
-    )
-    group.add_argument(
-        "--lora",
-        type=flags.count,
-        metavar="RANK",
-        help="with --weights, train low-rank adapters (LoRA) of this rank and the classifier, not "
-        "the kernels; model.keras has the adapters merged, adapter.safetensors has them alone "
-        "(default: train the kernels)",
-    )
-    group.add_argument(
-        "--lora-targets",
-        type=flags.words(_LORA_TARGETS),
-        default=("qkv",),
-        metavar="LIST",
-        help=f"layers that --lora adapts, some of {','.join(_LORA_TARGETS)} (default: qkv)",
-    )
-
-
-def _add_distillation(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--teacher",
-        metavar="SOURCE",
-        help="also learn from the predictions of this model (distillation): a run with the same "
-        "classes, a .keras file of any Keras classifier that takes pixels 0..255, or another "
-        "source as of --weights (default: learn from labels alone)",
-    )
-    group.add_argument(
-        "--teacher-sha256",
-        type=flags.sha256,
-        metavar="HEX",
-        help="expected SHA-256 of the teacher's file, checked before it is read (default: none)",
-    )
-    group.add_argument(
-        "--distillation",
-        choices=("soft", "hard"),
-        help="what to learn from the teacher: soft, its probabilities, or hard, its most probable "
-        "class (default: soft)",
-    )
-    group.add_argument(
-        "--temperature",
-        type=flags.positive,
-        metavar="X",
-        help="temperature of soft distillation, which divides the logits (default: 3)",
-    )
-    group.add_argument(
-        "--distillation-weight",
-        type=flags.fraction,
-        metavar="X",
-        help="weight of the teacher's loss, above 0, at most 1; the labels' loss has the remainder "
-        "(default: 0.5)",
-    )
-
-
-def _evaluate(
-    result: "Run", data: "ImageData", arguments: argparse.Namespace
+def _report(
+    result: "Run", data: "ImageData", arguments: argparse.Namespace, *, has_labels: bool
 ) -> "dict[str, Evaluation]":
     """Evaluates a run on its validation and test images; writes its report and card into it."""
     from keras_vit import evaluation, reporting
-    from keras_vit.training import run as training_run
 
     evaluations = {
         name: evaluation.evaluate(result.model, data.split(name), labels=data.labels)
         for name in ("validation", "test")
+        if has_labels
     }
-    evaluation.write_report(result.path, evaluations)
     subject = reporting.Subject(
         name=arguments.out,
         model=result.model,
         run=result,
-        data=data,
+        data=data if has_labels else None,
         evaluations=evaluations,
         command=arguments.command,
     )
-    output.warn(reporting.try_report(result.path / training_run.REPORT, subject))
+    output.warn(reporting.write_files(result.path, subject))
     reporting.write_card(result, name=Path(arguments.out).name)
     return evaluations
 
 
-def _add_recipe_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--recipe",
-        metavar="NAME",
-        help="training recipe: digits, scratch, fine-tune, or one of the papers: vit-imagenet21k, "
-        "vit-imagenet, vit-jft-b to -h14, finetune-imagenet, -imagenet-512, -cifar10, -cifar100, "
-        "-pets, -flowers, -vtab, augreg-none to augreg-strong2, augreg-imagenet-none to -strong2, "
-        "augreg-finetune, plain-s16, deit, deit-384, deit3-s16 to -h14, deit3-384-b16; "
-        "docs/training.md lists all of them (default: digits for the digits, fine-tune with "
-        "--weights, otherwise scratch); the flags below change single numbers of it",
-    )
-    recipe_flags.add_schedule(
-        group,
-        epochs="200 for the digits, 100 for a folder, 10 with --weights",
-        patience="30 for a folder, 5 with --weights; 0 for the digits and the papers' recipes",
-        batch_size="64",
-        learning_rate="0.002 for the digits, 0.001 for a folder, 0.0001 with --weights",
-    )
-    recipe_flags.add_regularization(group, is_labelled=True)
+def decide(
+    arguments: argparse.Namespace,
+    settings: flags.Settings,
+    given: "TrainingPlan",
+    make_model: "Start",
+) -> "tuple[TrainingPlan, Start]":
+    """Returns what to train: as it was started, as the flags say, or else what suits the images.
+
+    Args:
+        arguments: the command line's.
+        settings: what --set says.
+        given: what the flags say.
+        make_model: makes the model that the flags say.
+    """
+    from keras_vit import training
+    from keras_vit.training import planning
+
+    says = (arguments.model, arguments.recipe, arguments.teacher, settings.model)
+    is_open = arguments.data != "digits" and arguments.weights in (None, NONE) and not any(says)
+    is_resumed = arguments.existing == "resume" and arguments.out is not None
+    started = planning.Started.read(arguments.out) if is_resumed else None
+    plan = given
+    if started is not None:  # it goes on, whatever can be reached now
+        kept = {"precision": started.precision, "accumulate": started.accumulate}
+        execution = dataclasses.replace(given.execution, **{**kept, **settings.execution})
+        given = dataclasses.replace(given, execution=execution)
+        if is_open:
+            recipe = started.recipe.changed(**settings.recipe)
+            given = dataclasses.replace(given, recipe=recipe)
+            make_model = lambda: started.config  # noqa: E731
+        plan = dataclasses.replace(given, model="as started", config=started.config, weights=None)
+    elif planning.is_one_of_several():
+        if is_open and training.is_first_worker() and not arguments.json:
+            output.say("Several workers train together: nothing is chosen, the flags decide.")
+        return given, make_model
+    elif is_open:
+        given = plan = _chosen(arguments, settings, given)
+        make_model = given.make_model
+    if arguments.plan or (is_open and started is None):
+        _show(arguments, plan, is_started=started is not None)
+    return given, make_model
 
 
-def _check(arguments: argparse.Namespace, *, is_fresh: bool) -> None:
+def _chosen(
+    arguments: argparse.Namespace, settings: flags.Settings, given: "TrainingPlan"
+) -> "TrainingPlan":
+    """Returns what suits the images and the machine; the settings change single numbers of it."""
+    from keras_vit import training
+    from keras_vit.training import planning
+
+    execution = given.execution
+    if "precision" not in settings.execution:
+        execution = dataclasses.replace(execution, precision=planning.fast_precision(execution))
+    plan = training.plan(
+        given.data,
+        weights=None if arguments.weights == NONE else planning.AUTO,
+        image_size=arguments.image_size,
+        execution=execution,
+    )
+    return dataclasses.replace(plan, recipe=plan.recipe.changed(**settings.recipe))
+
+
+def _show(arguments: argparse.Namespace, plan: "TrainingPlan", *, is_started: bool) -> None:
+    if arguments.json:
+        output.print_json("plan", **plan.to_dict())
+        return
+    choice = f"{arguments.out} goes on as it was started:" if is_started else plan.choice_text
+    output.say(f"{choice} {plan.steps_text}")
+    if arguments.plan:
+        words = [word for word in shlex.split(arguments.command)[1:] if word != "--plan"]
+        name = Path(arguments.data.rpartition(":")[2]).resolve().name or "new"
+        output.say_next(*words, *(() if arguments.out else ("--out", f"{name}-run")))
+
+
+def _check(arguments: argparse.Namespace, settings: flags.Settings, *, is_fresh: bool) -> None:
     """Raises a ValueError for flags that contradict or need each other."""
     if arguments.freeze is not None and arguments.lora is not None:
         raise ValueError("--lora freezes every kernel already; leave out --freeze.")
-    for name in ("distillation", "temperature", "distillation_weight", "teacher_sha256"):
-        if arguments.teacher is None and getattr(arguments, name) is not None:
-            raise ValueError(f"--{name.replace('_', '-')} needs --teacher.")
+    if arguments.teacher is None and arguments.teacher_sha256 is not None:
+        raise ValueError("--teacher-sha256 needs --teacher.")
+    if arguments.teacher is None and settings.objective:
+        name = next(name for name, _ in arguments.set if name in flags.TEACHING)
+        raise ValueError(f"--set {name} needs --teacher.")
     if is_fresh:
-        _check_fresh(arguments)
+        for name in ("freeze", "lora", "weights_sha256", "positions"):
+            if getattr(arguments, name) is not None:
+                raise ValueError(f"--{name.replace('_', '-')} needs --weights.")
         return
-    if arguments.set:
+    if settings.model:
         raise ValueError(
-            f"--set {arguments.set[0][0]} is for fresh weights; leave it out together with "
+            f"--set {next(iter(settings.model))} is for fresh weights; leave it out together with "
             "--weights, which come with their model."
         )
-    if arguments.patch_size is not None:
-        raise ValueError("--patch-size is the checkpoint's; leave it out together with --weights.")
     if _is_run(arguments.weights):
         if arguments.model is not None:
             raise ValueError("--model is the run's; leave it out together with --weights RUN.")
     elif arguments.model is None:
         _check_source(arguments.weights)
-
-
-def _check_fresh(arguments: argparse.Namespace) -> None:
-    for name in ("freeze", "lora", "weights_sha256", "positions"):
-        if getattr(arguments, name) is not None:
-            raise ValueError(f"--{name.replace('_', '-')} needs --weights.")
 
 
 def _check_source(weights: str) -> None:
@@ -368,26 +476,51 @@ def _is_run(weights: str) -> bool:
     return training.has_run_files(Path(weights))
 
 
+def _recipe(arguments: argparse.Namespace, settings: flags.Settings, *, is_fresh: bool) -> "Recipe":
+    from keras_vit import training
+
+    own = training.RECIPES["digits" if arguments.data == "digits" else "scratch"]
+    recipe = own
+    if arguments.recipe is not None:
+        if arguments.recipe not in training.RECIPES:
+            names = ", ".join(training.RECIPES)
+            raise ValueError(f"There is no recipe {arguments.recipe!r}; choose one of {names}.")
+        recipe = training.RECIPES[arguments.recipe]
+    elif not is_fresh:
+        recipe = dataclasses.replace(training.RECIPES["fine-tune"], augmentation=own.augmentation)
+        if arguments.data == "digits":
+            recipe = recipe.changed(patience=None)
+    return settings.change(recipe)
+
+
 def _model(
-    config: "ViTConfig | None", data: "ImageData", arguments: argparse.Namespace
+    config: "ViTConfig | None",
+    data: "ImageData",
+    settings: flags.Settings,
+    arguments: argparse.Namespace,
+    *,
+    size: tuple[int, int] | None,
 ) -> "ViTConfig | VisionTransformer | DistillationModel":
-    start = config or _adapt(_pretrained(arguments, data), arguments)
-    return start if arguments.teacher is None else _with_teacher(start, data, arguments)
-
-
-def _adapt(model: "VisionTransformer", arguments: argparse.Namespace) -> "VisionTransformer":
-    """Returns the model, frozen by `--freeze` or adapted by `--lora`."""
+    """Makes the model that the flags say, frozen, adapted or with its teacher."""
     import keras_vit
 
-    if arguments.freeze is not None:
-        keras_vit.freeze(model, blocks=arguments.freeze)
-    if arguments.lora is not None:
-        return keras_vit.lora(model, rank=arguments.lora, targets=arguments.lora_targets)
-    return model
+    start: ViTConfig | VisionTransformer
+    if config is None:
+        start = _pretrained(arguments, data, size=size)
+        if arguments.freeze is not None:
+            keras_vit.freeze(start, blocks=arguments.freeze)
+        if arguments.lora is not None:
+            start = keras_vit.lora(start, rank=arguments.lora, targets=arguments.lora_targets)
+    else:
+        start = config
+    return start if arguments.teacher is None else _with_teacher(start, data, settings, arguments)
 
 
 def _with_teacher(
-    student: "VisionTransformer | ViTConfig", data: "ImageData", arguments: argparse.Namespace
+    student: "VisionTransformer | ViTConfig",
+    data: "ImageData",
+    settings: flags.Settings,
+    arguments: argparse.Namespace,
 ) -> "DistillationModel":
     """Returns the student with the teacher of the flags."""
     from keras_vit import VisionTransformer, ViTConfig, training
@@ -405,64 +538,27 @@ def _with_teacher(
             f"The teacher {arguments.teacher!r} has the classes {', '.join(names[0][:5])}, the "
             f"data has {', '.join(data.labels[:5])}; both must have the same, in the same order."
         )
-    options = {
-        "distillation": arguments.distillation,
-        "temperature": arguments.temperature,
-        "weight": arguments.distillation_weight,
-    }
-    options = {name: value for name, value in options.items() if value is not None}
-    return training.DistillationModel(student, teacher.model, **options)
+    return training.DistillationModel(student, teacher.model, **settings.objective)
 
 
-def _pretrained(arguments: argparse.Namespace, data: "ImageData") -> "VisionTransformer":
+def _pretrained(
+    arguments: argparse.Namespace, data: "ImageData", *, size: tuple[int, int] | None
+) -> "VisionTransformer":
     from keras_vit import training
     from keras_vit.weights.sources import find
 
-    size, sha256 = _image_size(arguments), arguments.weights_sha256
+    sha256 = arguments.weights_sha256
     positions: Method = arguments.positions or "original"
     if _is_run(arguments.weights):
         if sha256 is not None:
             find(arguments.weights, sha256=sha256)
         trained = training.Run.load(arguments.weights)
         return trained.classifier(data.labels, image_size=size, positions=positions)
-    with flags.saying_warnings():
-        return training.pretrained_model(
-            arguments.model,
-            weights=arguments.weights,
-            classes=len(data.labels),
-            image_size=size,
-            positions=positions,
-            sha256=sha256,
-        )
-
-
-def _recipe(arguments: argparse.Namespace, *, is_fresh: bool) -> "Recipe":
-    from keras_vit import training
-
-    recipe = training.RECIPES["digits" if arguments.data == "digits" else "scratch"]
-    if arguments.recipe is not None:
-        recipe = _named_recipe(arguments.recipe)
-    elif not is_fresh:
-        augmentation = recipe.augmentation
-        recipe = dataclasses.replace(training.RECIPES["fine-tune"], augmentation=augmentation)
-        if arguments.data == "digits":
-            recipe = dataclasses.replace(recipe, patience=None)
-    return recipe_flags.override_recipe(recipe, arguments)
-
-
-def _named_recipe(name: str) -> "Recipe":
-    from keras_vit import training
-
-    if name not in training.RECIPES:
-        raise ValueError(
-            f"There is no recipe {name!r}; choose one of {', '.join(training.RECIPES)}."
-        )
-    return training.RECIPES[name]
-
-
-def _image_size(arguments: argparse.Namespace) -> tuple[int, int] | None:
-    """Returns the size of `--image-size`, or the recipe's; None for the model's own."""
-    if arguments.image_size is not None or arguments.recipe is None:
-        size: tuple[int, int] | None = arguments.image_size
-        return size
-    return _named_recipe(arguments.recipe).image_size
+    return training.pretrained_model(
+        arguments.model,
+        weights=arguments.weights,
+        classes=len(data.labels),
+        image_size=size,
+        positions=positions,
+        sha256=sha256,
+    )

@@ -6,6 +6,8 @@ from typing import Literal
 
 import tensorflow as tf
 
+from keras_vit.limits import check_fields
+
 WHOLE = (0, 1)  # (index, count) of the only worker
 # Width over height of a random crop: the default of `tf.image.sample_distorted_bounding_box`, for
 # the originals pass none (vit_jax/input_pipeline.py; big_vision, pp/ops_image.py).
@@ -291,22 +293,19 @@ class Augmentation:
     erase: float = 0.0
 
     def __post_init__(self) -> None:
-        limits = {
-            "rotation": (0, 180),
-            "shift": (0, 1),
-            "zoom": (0, 0.9),
-            "crop": (0.01, 1),
-            "resize_small": (0, 10),
-            "randaugment_layers": (0, 16),
-            "randaugment_magnitude": (0, 30),
-            "erase": (0, 1),
-        }
-        for name, (low, high) in limits.items():
-            if not low <= getattr(self, name) <= high:
-                raise ValueError(
-                    f"{name} must lie between {low} and {high}. "
-                    f"Received: {name}={getattr(self, name)!r}."
-                )
+        check_fields(
+            self,
+            {
+                "rotation": (0, 180),
+                "shift": (0, 1),
+                "zoom": (0, 0.9),
+                "crop": (0.01, 1),
+                "resize_small": (0, 10),
+                "randaugment_layers": (0, 16),
+                "randaugment_magnitude": (0, 30),
+                "erase": (0, 1),
+            },
+        )
         if 0 < self.resize_small < 1 or (self.resize_small and self.crop < 1):
             raise ValueError(
                 "resize_small must be 0, or at least 1 and then without crop; choose one of the "

@@ -2,7 +2,6 @@
 
 from keras_vit.environment import has_bfloat16_units
 from keras_vit.evaluation.metrics import (
-    METRICS,
     NEIGHBORS,
     SHOTS,
     Answers,
@@ -34,7 +33,6 @@ from keras_vit.evaluation.predictions import (
 from keras_vit.figures import plot_confusion, plot_mistakes
 
 __all__ = [
-    "METRICS",
     "NEIGHBORS",
     "PRECISIONS",
     "SHOTS",

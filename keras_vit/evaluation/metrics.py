@@ -15,6 +15,7 @@ from keras_vit.atomic import whole_file
 from keras_vit.data import Split, Views
 from keras_vit.evaluation.predictions import frozen_features, log_probabilities
 from keras_vit.figures import plot_confusion
+from keras_vit.limits import check_file
 
 METRICS, CONFUSION = "metrics.json", "confusion.png"
 TOP = 5
@@ -380,6 +381,7 @@ def read_real_labels(path: str | os.PathLike[str]) -> tuple[frozenset[int], ...]
         FileNotFoundError: there is no such file.
         ValueError: the file is not a list of lists of class numbers.
     """
+    check_file(Path(path))
     try:
         rows = json.loads(Path(path).read_text(encoding="utf-8"))
         return tuple(frozenset(_class_number(target) for target in row) for row in rows)

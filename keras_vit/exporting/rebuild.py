@@ -38,6 +38,10 @@ COLOURS: Mapping[int, str] = {1: "grey", 3: "RGB", 4: "RGBA"}
 _UNCHANGED_DTYPES = ("bool", "string", "uint8", "int8", "int16", "int32", "int64")
 
 
+class UnsupportedModelError(TypeError, ValueError):
+    """A model of a kind that export does not take; the text says what it takes."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Exportable:
     """A model as the exporters take it.
@@ -242,7 +246,9 @@ def rebuild(model: keras.Model) -> Exportable:
         ValueError: it takes images of any size, or its weights cannot be copied.
     """
     if not isinstance(model, keras.Model):
-        raise TypeError(f"export takes a keras.Model. Received: {type(model).__name__}.")
+        raise UnsupportedModelError(
+            f"export takes a keras.Model. Received: {type(model).__name__}."
+        )
     if isinstance(model, VisionTransformer) and model.config.any_size:
         raise ValueError(
             "keras_vit.export writes models for images of one size, since a server resizes images "
@@ -329,7 +335,7 @@ def _made_again(model: keras.Model) -> keras.Model:
         first: BaseException = error
         while first.__context__ is not None:
             first = first.__context__
-        raise TypeError(
+        raise UnsupportedModelError(
             f"export makes {model.name!r} again in float32 from the get_config of its layers, "
             "which Keras cannot; give your own classes a get_config with all arguments of "
             f"__init__, and **kwargs. Received: {str(first).splitlines()[0]}"
@@ -348,13 +354,13 @@ def _transformer_inside(model: keras.Model) -> VisionTransformer:
     transformers = [layer for layer in layers_of(model) if isinstance(layer, VisionTransformer)]
     inputs, outputs = (getattr(model, name, None) or () for name in ("inputs", "outputs"))
     if len(transformers) == 1 and not (inputs and outputs):
-        raise TypeError(
+        raise UnsupportedModelError(
             "export takes a model that knows its input. Received: "
             f"{model.name!r}, a {type(model).__name__} without one; give export "
             "keras.Model(images, model(images)) with images = keras.Input((height, width, 3))."
         )
     if len(transformers) != 1 or not len(inputs) == len(outputs) == 1:
-        raise TypeError(
+        raise UnsupportedModelError(
             "export takes a VisionTransformer, or a functional or Sequential model from one batch "
             f"of images to one output with one VisionTransformer inside. Received: {model.name!r} "
             f"with {len(transformers)} inside, {len(inputs)} inputs and {len(outputs)} outputs."
@@ -439,7 +445,7 @@ def _without_activation(network: keras.Model) -> tuple[keras.Model, Callable[[An
     ending = type(last).__name__.lower()
     if ending in ("softmax", "sigmoid"):  # a layer or an operation of its own
         if within is not network or getattr(last, "axis", -1) != -1:
-            raise TypeError(
+            raise UnsupportedModelError(
                 "export takes a model that ends in logits, or in probabilities along the last "
                 f"axis that its outermost model computes. Received: one that ends in {last.name!r} "
                 f"of {within.name!r}; use Activation({ending!r})."

@@ -8,6 +8,7 @@ import math
 import os
 import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -15,12 +16,12 @@ import numpy as np
 
 from keras_vit import pages, version
 from keras_vit.data import ImageData, image_size_of, naming_damaged
-from keras_vit.evaluation import Answers, Calibration, Evaluation
+from keras_vit.evaluation import Answers, Calibration, Evaluation, write_report
 from keras_vit.limits import counted
 from keras_vit.model import VisionTransformer
 from keras_vit.reporting.gallery import attention_views, make_gallery, short
 from keras_vit.training import Run
-from keras_vit.training.run import HISTORY, MODEL, RECONSTRUCTIONS, SPLITS, flat
+from keras_vit.training.run import HISTORY, MODEL, RECONSTRUCTIONS, REPORT, SPLITS, flat
 
 Pairs = list[tuple[str, str]]
 
@@ -102,13 +103,16 @@ def write_report_page(path: str | os.PathLike[str], subject: Subject) -> int:
     )
 
 
-def try_report(path: str | os.PathLike[str], subject: Subject) -> str | None:
-    """Writes the report as `write_report_page`, and returns None, or why it could not be written.
+def write_files(out: str | os.PathLike[str], subject: Subject) -> str | None:
+    """Writes metrics.json, confusion.png and report.html, and returns why the last is missing.
 
-    A report that cannot be written must not end what made its numbers.
+    The first two are of its evaluations, where it has some. A report that cannot be written must
+    not end what made its numbers.
     """
+    if subject.evaluations:
+        write_report(out, subject.evaluations)
     try:
-        write_report_page(path, subject)
+        write_report_page(Path(out) / REPORT, subject)
     except Exception as error:  # whatever is wrong with a page, a template, an image
         reason = " ".join(str(error).split()) or type(error).__name__
         again = f"keras-vit evaluate {shlex.quote(subject.name)} --out FOLDER"

@@ -13,8 +13,8 @@ import tensorflow as tf
 
 from keras_vit.config import ViTConfig
 from keras_vit.data import ImageData, evaluation_batches, mix_batch, train_batches
-from keras_vit.limits import is_number
-from keras_vit.training.recipe import Plan, Recipe, check_choices
+from keras_vit.limits import check_fields, is_number
+from keras_vit.training.recipe import Plan, Recipe
 
 StrategyName = Literal["auto", "none", "mirrored", "multi_worker", "tpu"]
 Precision = Literal["float32", "mixed_bfloat16", "mixed_float16"]
@@ -57,13 +57,12 @@ class Execution:
     checkpoint_minutes: float = 10.0
 
     def __post_init__(self) -> None:
-        check_choices(self)
+        check_fields(self, {})
         for name in ("accumulate", "checkpoint_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(
                     f"{name} must be a positive integer. Received: {name}={getattr(self, name)!r}."
                 )
-
         if not is_number(self.checkpoint_minutes) or self.checkpoint_minutes <= 0:
             raise ValueError(
                 "checkpoint_minutes must be a number above 0. "

@@ -4,13 +4,14 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
 import keras
 
 from keras_vit.config import ViTConfig
 from keras_vit.data import Augmentation
 from keras_vit.data.augment import Mixing
+from keras_vit.limits import check_fields
 from keras_vit.losses import LossName
 from keras_vit.model import VisionTransformer
 from keras_vit.optimizers import (
@@ -29,13 +30,13 @@ OptimizerName = Literal["adamw", "lamb", "momentum"]
 # Fields of ViTConfig that `Recipe.model` may not set, and what sets them.
 DECIDED: Mapping[str, str] = {
     "input_shape": "image_size (--image-size)",
-    "patch_size": "the choice of the model (--patch-size)",
+    "patch_size": "the choice of the model",
     "classes": "the data",
     "classifier_activation": "the training, which needs logits",
     "include_preprocessing": "the training, which feeds pixels 0..255",
     "dropout_rate": "the recipe's field of that name, a number",
-    "drop_path_rate": "the recipe's field of that name (--drop-path)",
-    "remat": "Execution (--remat)",
+    "drop_path_rate": "the recipe's field of that name, a number",
+    "remat": "Execution",
 }
 
 
@@ -148,19 +149,13 @@ class Recipe:
     source: str = ""
 
     def __post_init__(self) -> None:
+        check_fields(self, _LIMITS)
         if (self.epochs is None) == (self.steps is None):
             raise ValueError(
                 "A recipe has either epochs or steps. "
                 f"Received: epochs={self.epochs!r}, steps={self.steps!r}."
             )
-        for name, (low, high) in _LIMITS.items():
-            value = getattr(self, name)
-            if value is not None and not low <= value <= high:
-                raise ValueError(
-                    f"{name} must lie between {low} and {high}. Received: {name}={value!r}."
-                )
-        check_choices(self)
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+        if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(
                 f"betas must be two numbers from 0 and below 1. Received: betas={self.betas!r}."
             )
@@ -183,6 +178,37 @@ class Recipe:
             steps_per_epoch=steps_per_epoch,
             steps=steps,
             warmup_steps=round(self.warmup if self.warmup >= 1 else self.warmup * steps),
+        )
+
+    def changed(self, **settings: Any) -> "Recipe":
+        """Returns the recipe with other values of its fields, its augmentation's or its model's.
+
+        Example:
+            >>> recipe = Recipe(epochs=10, batch_size=64, learning_rate=1e-3)
+            >>> changed = recipe.changed(steps=500, flip=True, pooling="avg")
+            >>> changed.epochs, changed.steps, changed.augmentation.flip, changed.model
+            (None, 500, True, {'pooling': 'avg'})
+
+        Args:
+            settings: fields of `Recipe`, of which steps displace epochs and epochs steps; of
+                `Augmentation`; any other is one of `ViTConfig`, in `model`.
+
+        Raises:
+            ValueError: there is no such field, or it may not have this value.
+        """
+        own, augmenting = (
+            {each.name for each in dataclasses.fields(of)} for of in (Recipe, Augmentation)
+        )
+        changes = {name: settings[name] for name in own & settings.keys()}
+        if changes.keys() & {"epochs", "steps"}:
+            changes = {"epochs": None, "steps": None, **changes}
+        augmentation = {name: settings[name] for name in augmenting & settings.keys()}
+        model = {name: settings[name] for name in settings.keys() - own - augmenting}
+        return dataclasses.replace(
+            self,
+            augmentation=dataclasses.replace(self.augmentation, **augmentation),
+            model={**self.model, **model},
+            **changes,
         )
 
     @property
@@ -247,18 +273,6 @@ def _with_tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: tuple(x) if isinstance(x, list) else x for name, x in fields.items()}
 
 
-def check_choices(settings: Any) -> None:
-    """Raises a ValueError for a field of a dataclass that has none of the values it may have."""
-    for name, hint in get_type_hints(type(settings)).items():
-        allowed = (False, True) if hint is bool else get_args(hint)
-        is_choice = hint is bool or get_origin(hint) is Literal
-        if is_choice and getattr(settings, name) not in allowed:
-            raise ValueError(
-                f"{name} must be one of {list(allowed)}. "
-                f"Received: {name}={getattr(settings, name)!r}."
-            )
-
-
 _LIMITS: dict[str, tuple[float, float]] = {
     "epochs": (1, 1_000_000),
     "steps": (1, 1_000_000_000),
@@ -272,7 +286,7 @@ _LIMITS: dict[str, tuple[float, float]] = {
     "label_smoothing": (0, 0.99),
     "mixup": (0, 100),
     "cutmix": (0, 100),
-    "average": (0, 1),
+    "average": (0, 1 - 1e-9),  # of 1 it would never leave the first weights
     "patience": (1, 1_000_000),
     "layer_decay": (0.01, 1),
     "sam_rho": (0, 10),

@@ -86,7 +86,7 @@ RIGHT: list[tuple[Callable[[str], Any], dict[str, Any]]] = [
     (flags.whole(0, 2**32 - 1), {"0": 0, str(2**32 - 1): 2**32 - 1}),
     (flags.setting, {"pooling=avg": ("pooling", "avg"), "layer_scale=1e-4": ("layer_scale", 1e-4)}),
     (flags.setting, {"class_token=False": ("class_token", False), "a=4": ("a", 4)}),
-    (flags.setting, {"a=none": ("a", None), "a=3,4,9": ("a", (3, 4, 9))}),
+    (flags.setting, {"a=none": ("a", None), "a=3,4": ("a", (3, 4)), "a=no": ("a", False)}),
     (flags.setting, {"mesh=a=2,b=1": ("mesh", "a=2,b=1"), "strategy=none": ("strategy", "none")}),
     (flags.words(("qkv", "out")), {"out,qkv": ("out", "qkv")}),
     (flags.size, {"64": (64, 64), "48x64": (48, 64)}),

@@ -60,7 +60,7 @@ def words(allowed: Sequence[str]) -> Reader:
 
 
 def setting(text: str) -> tuple[str, Any]:
-    """Reads "name=value": true, false, none, a number, a word, or several with commas between."""
+    """Reads "name=value": yes, no, true, false, none, a number, a word, or several with commas."""
     name, equals, value = text.partition("=")
     if not (name and equals and value):
         raise argparse.ArgumentTypeError(f"{text!r} is not a setting such as mixup=0.2")
@@ -73,7 +73,7 @@ def _value(name: str, text: str) -> tuple[str, Any]:
 
 
 def _plain(text: str) -> bool | int | float | str | None:
-    constants = {"true": True, "false": False, "none": None}
+    constants = {"true": True, "yes": True, "false": False, "no": False, "none": None}
     if text.lower() in constants:
         return constants[text.lower()]
     for kind in (int, float):

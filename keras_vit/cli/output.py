@@ -81,7 +81,7 @@ def after_looking(opened: "OpenedModel") -> tuple[object, ...]:
 
 def after_training(run: "Run") -> tuple[object, ...]:
     """Returns the command that comes after a training."""
-    if run.config.get("objective") != "masked-patches":
+    if run.has_classifier:
         sample = run.path / "sample.png"
         return ("predict", run.path, sample) if sample.is_file() else ("evaluate", run.path)
     if run.labels:

@@ -296,7 +296,7 @@ def _carry_out(
 
     display = output.TrainDisplay(json=arguments.json)
     evaluations: dict[str, evaluation.Evaluation] = {}
-    is_first, has_labels = training.is_first_worker(), train.func is training.train
+    is_first = training.is_first_worker()
 
     def make_quietly() -> Any:
         with flags.saying_warnings():
@@ -305,7 +305,7 @@ def _carry_out(
     def on_event(event: training.Event) -> None:
         display.show(event)
         if isinstance(event, training.TrainingDone):  # the run directory appears after this
-            evaluations.update(_report(event.run, data, arguments, has_labels=has_labels))
+            evaluations.update(_report(event.run, data, arguments))
         track(event)
 
     names = [name for name in arguments.log if name not in flags.ALWAYS_LOGGED and is_first]
@@ -322,18 +322,18 @@ def _carry_out(
         )
     if not is_first:
         return 0
-    is_measured = not has_labels or (result.path / training.run.METRICS).is_file()
-    if not display.has_ended and is_measured:
+    is_unmeasured = result.has_classifier and not (result.path / training.run.METRICS).is_file()
+    if not display.has_ended and not is_unmeasured:
         display.show_finished(result)
         return 0
-    if has_labels and not evaluations:  # the training was finished without this command
-        evaluations.update(_report(result, data, arguments, has_labels=True))
+    if result.has_classifier and not evaluations:  # it was finished without this command
+        evaluations.update(_report(result, data, arguments))
     display.finish(result, evaluations, seconds=time.monotonic() - began)
     return 0
 
 
 def _report(
-    result: "Run", data: "ImageData", arguments: argparse.Namespace, *, has_labels: bool
+    result: "Run", data: "ImageData", arguments: argparse.Namespace
 ) -> "dict[str, Evaluation]":
     """Evaluates a run on its validation and test images; writes its report and card into it."""
     from keras_vit import evaluation, reporting
@@ -341,13 +341,13 @@ def _report(
     evaluations = {
         name: evaluation.evaluate(result.model, data.split(name), labels=data.labels)
         for name in ("validation", "test")
-        if has_labels
+        if result.has_classifier
     }
     subject = reporting.Subject(
         name=arguments.out,
         model=result.model,
         run=result,
-        data=data if has_labels else None,
+        data=data if result.has_classifier else None,
         evaluations=evaluations,
         command=arguments.command,
     )

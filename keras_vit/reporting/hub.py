@@ -189,7 +189,7 @@ def model_card(run: Run, metrics: Mapping[str, Any], *, name: str | None = None)
         f"A Vision Transformer that tells {len(run.labels)} classes, trained by keras-vit on "
         f"{_escaped(_data_name(run))}."
     )
-    if not _has_classifier(run):
+    if not run.has_classifier:
         use = f"keras-vit train --data photos --out photos-run --weights {ADDRESS}"
         summary = (
             "A Vision Transformer without classifier, trained by keras-vit on unlabelled images."
@@ -215,7 +215,7 @@ def model_card(run: Run, metrics: Mapping[str, Any], *, name: str | None = None)
 
 def _header(run: Run, metrics: Mapping[str, Any], *, name: str) -> str:
     """Returns the lines that the Hub reads: the licence, the task, and results for each split."""
-    task = "image-classification" if _has_classifier(run) else "image-feature-extraction"
+    task = "image-classification" if run.has_classifier else "image-feature-extraction"
     origin = run.provenance.public()
     licence = (origin.licence or "unknown").lower()
     fields: dict[str, Any] = {"license": licence}
@@ -225,7 +225,7 @@ def _header(run: Run, metrics: Mapping[str, Any], *, name: str) -> str:
         fields["base_model"] = base[1]
     fields |= {"library_name": "keras", "pipeline_tag": task}
     fields["tags"] = ["keras-vit", "vision-transformer", task]
-    if _has_classifier(run) and metrics:
+    if run.has_classifier and metrics:
         data = _data_name(run)
         kind = "imagefolder" if Path(run.config["data"]["source"]).is_absolute() else data
         results = [
@@ -320,10 +320,6 @@ def _terms(run: Run) -> str:
         licence = "not known" if origin.teacher_licence is None else origin.teacher_licence
         text += f" It learnt from the predictions of `{origin.teacher}`; its licence is {licence}."
     return f"{text} {_escaped(origin.forbids)}".rstrip()
-
-
-def _has_classifier(run: Run) -> bool:
-    return run.config.get("objective") != "masked-patches"
 
 
 def _fields(run: Run, name: str) -> dict[str, Any]:

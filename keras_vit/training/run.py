@@ -76,6 +76,11 @@ class Run:
         return image_size_of(self.model)
 
     @property
+    def has_classifier(self) -> bool:
+        """Whether the model names classes; one of `pretrain` does not."""
+        return self.config.get("objective") != "masked-patches"
+
+    @property
     def provenance(self) -> "Provenance":
         """The commands that trained the model, and the weights that it started from."""
         return Provenance.from_dict(self.config.get(PROVENANCE))

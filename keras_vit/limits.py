@@ -6,6 +6,7 @@ Knows no framework.
 import contextlib
 import json
 import math
+import numbers
 import reprlib
 import stat
 import types
@@ -47,6 +48,11 @@ def is_number(value: object) -> bool:
     """Whether a value is a number that pixels and rates can be, no NaN."""
     is_real = isinstance(value, int | float) and not isinstance(value, bool)
     return is_real and -_MAX_NUMBER < value < _MAX_NUMBER  # type: ignore[operator]
+
+
+def is_real(value: object) -> bool:
+    """Whether a value is a real number, of Python or NumPy."""
+    return isinstance(value, numbers.Real)
 
 
 def is_grid(value: object) -> bool:

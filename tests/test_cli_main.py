@@ -145,6 +145,8 @@ def test_settings_change_single_numbers_of_the_recipe() -> None:
         found = settings(argv)
         actual = found.change(recipe)
         assert actual == dataclasses.replace(recipe, **changes), argv
+    with pytest.raises(ValueError, match="no field 'augmentation' that a recipe may set"):
+        recipe.changed(augmentation=recipe.augmentation)
     paper = RECIPES["plain-s16"]
     model = paper.changed(position_embedding="learned").model
     assert model == {**paper.model, "position_embedding": "learned"}

@@ -10,7 +10,7 @@ import keras
 
 from keras_vit import backend
 from keras_vit.config import ViTConfig
-from keras_vit.limits import is_number
+from keras_vit.limits import is_real
 from keras_vit.model import VisionTransformer
 
 Distillation = Literal["soft", "hard"]
@@ -86,9 +86,9 @@ class DistillationModel(backend.ExactTrainer, keras.Model):
                 f"distillation must be one of {list(get_args(Distillation))}. "
                 f"Received: distillation={distillation!r}."
             )
-        if not is_number(temperature) or temperature <= 0:
+        if not is_real(temperature) or not 0 < temperature < float("inf"):
             raise ValueError(f"temperature must be above 0. Received: temperature={temperature!r}.")
-        if not is_number(weight) or not 0 <= weight <= 1:
+        if not is_real(weight) or not 0 <= weight <= 1:
             raise ValueError(f"weight must be from 0 to 1. Received: weight={weight!r}.")
         _check_fit(student, teacher)
         self.student, self.weight = student, weight

@@ -12,7 +12,7 @@ from keras_vit.config import ViTConfig
 from keras_vit.data import Split, evaluation_batches
 from keras_vit.layers import TokenDense
 from keras_vit.layers.random import ReplicaSeedGenerator
-from keras_vit.limits import is_number
+from keras_vit.limits import is_real
 from keras_vit.model import VisionTransformer
 
 Target = Literal["mean_color", "small_patch", "pixels"]
@@ -268,7 +268,7 @@ def _check(config: ViTConfig, *, target: str, corruption: float) -> None:
             "Masked patches are predicted at every place: set patch_dropout_rate to 0. Received: "
             f"patch_dropout_rate={config.patch_dropout_rate}."
         )
-    if not is_number(corruption) or not 0 < corruption <= 1:
+    if not is_real(corruption) or not 0 < corruption <= 1:
         raise ValueError(f"corruption must be above 0, at most 1. Received: {corruption!r}.")
     if target == "small_patch" and config.stride % SMALL_SIDE:
         raise ValueError(

@@ -199,15 +199,19 @@ class Recipe:
         own, augmenting = (
             {each.name for each in dataclasses.fields(of)} for of in (Recipe, Augmentation)
         )
-        changes = {name: settings[name] for name in own & settings.keys()}
+        own -= {"augmentation", "model"}
+        changes: dict[str, Any] = {}
+        augmentation: dict[str, Any] = {}
+        model = dict(self.model)
+        for name, value in settings.items():
+            taker = changes if name in own else augmentation if name in augmenting else model
+            taker[name] = value
         if changes.keys() & {"epochs", "steps"}:
             changes = {"epochs": None, "steps": None, **changes}
-        augmentation = {name: settings[name] for name in augmenting & settings.keys()}
-        model = {name: settings[name] for name in settings.keys() - own - augmenting}
         return dataclasses.replace(
             self,
             augmentation=dataclasses.replace(self.augmentation, **augmentation),
-            model={**self.model, **model},
+            model=model,
             **changes,
         )
 

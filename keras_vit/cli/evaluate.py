@@ -53,15 +53,14 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
   --out DIR  write metrics.json, confusion.png and report.html to this folder (default: none; the
       run's if it lacks them after an interruption)
   --strict  with --data, stop at damaged images (default: leave them out)
-{flags.INFERENCE}
   --more  also print the calibration error, the few-shot and nearest-neighbour accuracy of the
       features, and the most confident mistakes, drawn to {_MISTAKES} in --out (default: no)
   --real FILE  also print the accuracy on the labels of ImageNet ReaL: real.json of
       google-research/reassessed-imagenet; the test images must be ImageNet's 50,000 validation
       images (default: no)
 {flags.JSON}""",
-        precision=flags.PRECISION,
     )
+    flags.add_inference(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

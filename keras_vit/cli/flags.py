@@ -334,19 +334,17 @@ def load_data(
     """
     from keras_vit import data
 
-    is_json = arguments.json
-    with output.progress("reading the images", json=is_json) as on_progress:
+    with output.progress("reading the images", json=arguments.json) as on_progress:
         more: dict[str, Any] = {"strict": arguments.strict, "on_progress": on_progress}
         if labels is None:
             images = data.load_data(arguments.data, labelled=labelled, **more)
         else:
             images = data.load_test_folder(arguments.data, labels=labels, **more)
-    output.show_data(images, json=is_json)
+    output.show_data(images, json=arguments.json)
     return images
 
 
-# Of `predict` and `evaluate`.
-INFERENCE = """
+_INFERENCE = """
   --precision DTYPE  dtype that the model computes in, float32 or bfloat16; the latter is faster on
       processors that have units for it, slower on all others; an exported model has its own
       (default: float32)
@@ -354,7 +352,11 @@ INFERENCE = """
       crops at two scales, or of 14 where the run's recipe mirrors images; it takes as many times
       the time (default: the whole image alone)
 """
-PRECISION = {"choices": ("float32", "bfloat16"), "default": "float32"}
+
+
+def add_inference(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of `predict` and `evaluate`: `--precision` and `--tta`."""
+    add(parser, _INFERENCE, precision={"choices": ("float32", "bfloat16"), "default": "float32"})
 
 
 def is_exported(source: str) -> bool:

@@ -56,12 +56,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
   --top N  number of classes to name for each image (default: 5)
   --csv FILE  write a table to this .csv file, one row an image; whole, or not at all after an
       interruption (default: none)
-{flags.INFERENCE}{flags.JSON}""",
+{flags.JSON}""",
         top={"type": flags.whole(1), "default": 5},
         # So that no image is replaced by mistake.
         csv={"type": flags.matching(r"(?i).*\.csv", "a name that ends in .csv")},
-        precision=flags.PRECISION,
     )
+    flags.add_inference(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

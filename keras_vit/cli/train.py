@@ -292,10 +292,10 @@ def _carry_out(
     began: float,
 ) -> int:
     """Trains, puts the report and the card into the run before it appears, and prints."""
-    from keras_vit import evaluation, training
+    from keras_vit import training
 
     display = output.TrainDisplay(json=arguments.json)
-    evaluations: dict[str, evaluation.Evaluation] = {}
+    evaluations: dict[str, Evaluation] = {}
     is_first = training.is_first_worker()
 
     def make_quietly() -> Any:
@@ -384,8 +384,8 @@ def decide(
         given = dataclasses.replace(given, execution=execution)
         if is_open:
             recipe = started.recipe.changed(**settings.recipe)
-            given = dataclasses.replace(given, recipe=recipe)
-            make_model = lambda: started.config  # noqa: E731
+            given = dataclasses.replace(given, recipe=recipe, config=started.config)
+            make_model = given.make_model
         plan = dataclasses.replace(given, model="as started", config=started.config, weights=None)
     elif planning.is_one_of_several():
         if is_open and training.is_first_worker() and not arguments.json:
@@ -479,8 +479,7 @@ def _is_run(weights: str) -> bool:
 def _recipe(arguments: argparse.Namespace, settings: flags.Settings, *, is_fresh: bool) -> "Recipe":
     from keras_vit import training
 
-    own = training.RECIPES["digits" if arguments.data == "digits" else "scratch"]
-    recipe = own
+    recipe = own = training.RECIPES["digits" if arguments.data == "digits" else "scratch"]
     if arguments.recipe is not None:
         if arguments.recipe not in training.RECIPES:
             names = ", ".join(training.RECIPES)

@@ -1,34 +1,105 @@
 """Vision Transformers in Keras: models, published weights, training, export."""
 
 import importlib
-import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from keras_vit import environment
-from keras_vit.version import __version__ as __version__
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "VARIANTS",
+    "ExactModel",
+    "ExactTrainer",
+    "FullySharded",
+    "R26ViTB32",
+    "R26ViTS32",
+    "R50ViTB16",
+    "R50ViTL32",
+    "RViTTi16",
+    "ViTB8",
+    "ViTB16",
+    "ViTB32",
+    "ViTConfig",
+    "ViTG14",
+    "ViTH14",
+    "ViTL16",
+    "ViTL32",
+    "ViTS16",
+    "ViTS32",
+    "ViTSo400m14",
+    "ViTTi16",
+    "ViTg14",
+    "VisionTransformer",
+    "decode_predictions",
+    "freeze",
+    "layers",
+    "layout_map",
+    "load",
+    "load_adapter",
+    "lora",
+    "losses",
+    "merge_lora",
+    "optimizers",
+    "parameter_count",
+    "preprocess_input",
+    "resize",
+    "save_adapter",
+    "variant",
+    "weights",
+]
 
 environment.enable_onednn()
+# A saved model loads only where Keras knows its classes, so a program that imports the package gets
+# them all. The command line imports what it needs: its help waits for no framework.
 if TYPE_CHECKING or not environment.is_command():
     with environment.without_collection():
-        from keras_vit.names import *  # noqa: F403
-        from keras_vit.names import __all__ as __all__
+        import keras
+
+        from keras_vit import layers, losses, optimizers, weights
+        from keras_vit.adaptation import freeze, load_adapter, lora, merge_lora, save_adapter
+        from keras_vit.applications import (
+            R26ViTB32,
+            R26ViTS32,
+            R50ViTB16,
+            R50ViTL32,
+            RViTTi16,
+            ViTB8,
+            ViTB16,
+            ViTB32,
+            ViTG14,
+            ViTg14,
+            ViTH14,
+            ViTL16,
+            ViTL32,
+            ViTS16,
+            ViTS32,
+            ViTSo400m14,
+            ViTTi16,
+        )
+        from keras_vit.backend import ExactTrainer
+        from keras_vit.config import ViTConfig
+        from keras_vit.model import ExactModel, VisionTransformer
+        from keras_vit.parallel import FullySharded, layout_map
+        from keras_vit.preprocessing import decode_predictions, preprocess_input
+        from keras_vit.variants import VARIANTS, parameter_count, variant
+        from keras_vit.weights import resize
+        from keras_vit.weights.building import load
+    if keras.backend.backend() == "tensorflow":
+        # TensorFlow alone can do this.
+        from keras_vit.exporting import export
+
+        __all__ += ["export"]
 
 # They come when they are asked for: each brings TensorFlow's data sets, or matplotlib.
 _LATER = ("data", "evaluation", "explain", "training")
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LATER or (environment.is_command() and _is_module(name)):
+    if name in _LATER:
         return importlib.import_module(f"{__name__}.{name}")
-    if name in __dir__():
-        return getattr(importlib.import_module(f"{__name__}.names"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    names = importlib.import_module(f"{__name__}.names").__all__
-    return sorted([*names, *_LATER])
-
-
-def _is_module(name: str) -> bool:
-    return importlib.util.find_spec(f"{__name__}.{name}") is not None
+    return sorted([*__all__, *_LATER])

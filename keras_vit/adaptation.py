@@ -53,7 +53,12 @@ class LoRAVisionTransformer(VisionTransformer):
         super().__init__(config, name=name, dtype=dtype, trainable=trainable)
         self.rank, self.targets, self.alpha = rank, _target_names(targets), alpha
         for layer in self.adapted_layers():
-            layer.enable_lora(rank, alpha, _lora_initializer())
+            # Up to 1 / sqrt(width): microsoft/LoRA, loralib/layers.py, reset_parameters. One for
+            # each layer: an initializer draws its seed where it is made.
+            uniform = keras.initializers.VarianceScaling(
+                1 / 3, mode="fan_in", distribution="uniform"
+            )
+            layer.enable_lora(rank, alpha, uniform)
         for variable in self.trainable_variables:
             variable.trainable = _is_adapter(variable.path)
 
@@ -275,14 +280,6 @@ def freeze(model: VisionTransformer, *, blocks: int) -> None:
     first = min((names.index(name) for name in starts if name in names), default=len(names))
     for place, layer in enumerate(model.layers):
         layer.trainable = place >= first
-
-
-def _lora_initializer() -> keras.initializers.Initializer:
-    """Uniform up to 1 / sqrt(width): microsoft/LoRA, loralib/layers.py, reset_parameters.
-
-    One for each layer: an initializer draws its seed where it is made.
-    """
-    return keras.initializers.VarianceScaling(1 / 3, mode="fan_in", distribution="uniform")
 
 
 def _target_names(targets: str | Iterable[str]) -> tuple[str, ...]:

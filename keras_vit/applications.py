@@ -6,8 +6,7 @@ from typing import Any, Protocol
 import keras
 
 from keras_vit.config import InputShape, Pooling, ViTConfig
-from keras_vit.exact import ExactModel
-from keras_vit.model import VisionTransformer
+from keras_vit.model import ExactModel, VisionTransformer
 from keras_vit.variants import VARIANTS, parameter_count
 from keras_vit.weights import building
 from keras_vit.weights.building import Request
@@ -135,21 +134,21 @@ def _builder(variant: str) -> Builder:
             training=training,
         )
         if weights is None:
-            _check_no_sha256(sha256)
+            if sha256 is not None:
+                raise ValueError("sha256 is of a checkpoint; leave it out with weights=None.")
             model = VisionTransformer(_fresh_config(VARIANTS[variant], request), name=request.name)
         else:
             checkpoint = _open_fitting(variant, weights, request, sha256=sha256)
             model = building.build(checkpoint, request, base=VARIANTS[variant])
-        return model if input_tensor is None else _on_tensor(model, input_tensor)
+        if input_tensor is None:
+            return model
+        inputs = keras.utils.get_source_inputs(input_tensor)
+        inputs = inputs[0] if len(inputs) == 1 else inputs
+        return ExactModel(inputs, model(input_tensor), name=f"{model.name}_on_tensor")
 
     build.__name__ = build.__qualname__ = _function_name(variant)
     build.__doc__ = _documentation(variant)
     return build
-
-
-def _check_no_sha256(sha256: str | None) -> None:
-    if sha256 is not None:
-        raise ValueError("sha256 is of a checkpoint; leave it out with weights=None.")
 
 
 def _open_fitting(
@@ -193,12 +192,6 @@ def _input_shape(input_shape: InputShape | None, input_tensor: Any) -> InputShap
             f"input_tensor has an open shape {shape}; give its height and width, or input_shape."
         )
     return input_shape or shape
-
-
-def _on_tensor(model: VisionTransformer, input_tensor: Any) -> keras.Model:
-    inputs = keras.utils.get_source_inputs(input_tensor)
-    inputs = inputs[0] if len(inputs) == 1 else inputs
-    return ExactModel(inputs, model(input_tensor), name=f"{model.name}_on_tensor")
 
 
 def _function_name(variant: str) -> str:

@@ -372,12 +372,12 @@ class ViTConfig:
 
     def _beyond(self, *names: str) -> tuple[str, ...]:
         """Returns the fields whose value none of these entries of their metadata holds."""
-        return tuple(
-            field.name
-            for field in dataclasses.fields(self)
-            for value in [getattr(self, field.name)]
-            if not any(_holds(field, name, value) for name in names)
-        )
+        fields = []
+        for field in dataclasses.fields(self):
+            held = [field.metadata.get(name, (field.default,)) for name in names]
+            if not any(values is None or getattr(self, field.name) in values for values in held):
+                fields.append(field.name)
+        return tuple(fields)
 
     def drop_path_rates(self) -> tuple[float, ...]:
         """Returns each block's stochastic depth: 0 at the first, rising to `drop_path_rate`."""
@@ -547,11 +547,6 @@ def stride_of(patch_size: int, resnet_layers: tuple[int, ...] | None) -> int:
     if resnet_layers is None:
         return patch_size
     return int(patch_size * ROOT_STRIDE * 2 ** max(len(resnet_layers) - 1, 0))
-
-
-def _holds(field: "dataclasses.Field[Any]", name: str, value: Any) -> bool:
-    values = field.metadata.get(name, (field.default,))
-    return values is None or value in values
 
 
 def _fields_of(role: Role) -> tuple[str, ...]:

@@ -31,6 +31,9 @@ _ONEDNN_FEATURES = {"avx512_vnni", "avx_vnni", "avx512_bf16", "amx_tile"}
 _AVX512_CORE = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 _MAX_ISA = "ONEDNN_MAX_CPU_ISA"
 _BELOW_AVX512 = {"sse41", "avx", "avx2", "avx2_vnni", "avx2_vnni_2"}
+# What lets a processor multiply bfloat16, by its name in /proc/cpuinfo; the first, whole tiles.
+BFLOAT16_TILES = "amx_bf16"
+_BFLOAT16_UNITS = (BFLOAT16_TILES, "avx512_bf16", "bf16")
 
 
 @functools.cache
@@ -153,11 +156,6 @@ def installed(needs: str, *packages: str) -> Iterator[None]:
 def pictures() -> contextlib.AbstractContextManager[None]:
     """Turns an ImportError of matplotlib in the block into one that says what to install."""
     return installed("Pictures are drawn by matplotlib", "matplotlib")
-
-
-# What lets a processor multiply bfloat16, by its name in /proc/cpuinfo; the first, whole tiles.
-BFLOAT16_TILES = "amx_bf16"
-_BFLOAT16_UNITS = (BFLOAT16_TILES, "avx512_bf16", "bf16")
 
 
 def has_bfloat16_units(*, among: tuple[str, ...] = _BFLOAT16_UNITS) -> bool:

@@ -76,7 +76,15 @@ def plot_heatmap(image: np.ndarray, heatmap: np.ndarray, *, title: str, unit: st
     Raises:
         ImportError: matplotlib is not installed.
     """
-    picture = _displayable(image)
+    image = np.asarray(image)
+    if image.ndim != 3 or image.shape[2] not in (1, 3):
+        raise ValueError(
+            "An image to draw has the shape (height, width, 3) or (height, width, 1). "
+            f"Received: shape {image.shape}."
+        )
+    picture = np.clip(image.astype(np.float32) / 255, 0, 1)
+    if image.shape[2] == 1:
+        picture = picture[..., 0]
     height, width = picture.shape[:2]
     extent = (0, width, height, 0)
     figure = _figure(10.5, 0.6 + 3.4 * min(max(height / width, 0.5), 1.6))
@@ -263,7 +271,13 @@ def plot_confusion(confusion: np.ndarray, labels: Sequence[str]) -> "Figure":
         ylabel="true class",
         title=f"{int(confusion.sum())} images, {right:.2f} % right",
     )
-    _label_axes(axes, labels)
+    every = -(-len(labels) // _LABELLED)  # of very many classes each second, each third, ...
+    places = range(0, len(labels), every)
+    short = [_short(labels[place]) for place in places]
+    size = 10 if len(labels) <= _NUMBERED else 7 if len(labels) <= 50 else 5
+    turn = 90 if max(map(len, short)) > 2 else 0
+    axes.set_xticks(places, short, rotation=turn, fontsize=size, parse_math=False)
+    axes.set_yticks(places, short, fontsize=size, parse_math=False)
     if len(labels) <= _NUMBERED:
         _number_cells(axes, confusion, share)
     return figure
@@ -363,29 +377,8 @@ def _spaced_indices(count: int, most: int = SHOWN_POSITIONS) -> list[int]:
     return sorted({round(x) for x in np.linspace(0, count - 1, min(count, most))})
 
 
-def _displayable(image: np.ndarray) -> np.ndarray:
-    image = np.asarray(image)
-    if image.ndim != 3 or image.shape[2] not in (1, 3):
-        raise ValueError(
-            "An image to draw has the shape (height, width, 3) or (height, width, 1). "
-            f"Received: shape {image.shape}."
-        )
-    scaled = np.clip(image.astype(np.float32) / 255, 0, 1)
-    return scaled if image.shape[2] == 3 else scaled[..., 0]
-
-
 def _short(text: str) -> str:
     return text if len(text) <= 20 else f"{text[:19]}…"
-
-
-def _label_axes(axes: Any, labels: Sequence[str]) -> None:
-    every = -(-len(labels) // _LABELLED)  # of very many classes each second, each third, ...
-    places = range(0, len(labels), every)
-    short = [_short(labels[place]) for place in places]
-    size = 10 if len(labels) <= _NUMBERED else 7 if len(labels) <= 50 else 5
-    turn = 90 if max(map(len, short)) > 2 else 0
-    axes.set_xticks(places, short, rotation=turn, fontsize=size, parse_math=False)
-    axes.set_yticks(places, short, fontsize=size, parse_math=False)
 
 
 def _number_cells(axes: Any, confusion: np.ndarray, share: np.ndarray) -> None:

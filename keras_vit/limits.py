@@ -18,6 +18,8 @@ MAX_SIDE = 2**20  # pixels, or channels
 _MAX_NUMBER = 1e9  # of what pixels and rates are
 # Bytes of JSON; a settings file with the 21,843 labels of ImageNet-21k has 2 MB.
 MAX_TEXT = 3 * 2**20
+_REPR = reprlib.Repr()
+_REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlong = 3, 90, 90, 40
 
 
 def shown(value: object) -> str:
@@ -214,7 +216,3 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(items) < len(pairs):
         raise ValueError("it has a key twice")
     return items
-
-
-_REPR = reprlib.Repr()
-_REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlong = 3, 90, 90, 40

@@ -1,4 +1,4 @@
-"""The Vision Transformer: the whole network on one page, a shape on each line.
+"""The Vision Transformer: the whole network, a shape on each line; and exact Keras models.
 
 Letters: B batch, H and W image height and width, N tokens, D hidden width, C classes.
 """
@@ -10,12 +10,71 @@ from typing import Any
 
 import keras
 
-from keras_vit import layers, preprocessing
+from keras_vit import backend, layers, preprocessing
+from keras_vit.backend.private import Functional
 from keras_vit.config import ViTConfig
-from keras_vit.exact import ExactModel
 from keras_vit.layers.block import run_blocks
 from keras_vit.layers.dense import CHANGES, change_dense, dense_changes
 from keras_vit.layers.random import overwritten_weights
+
+
+@keras.saving.register_keras_serializable(package="keras_vit")
+class ExactModel(backend.ExactTrainer, Functional):
+    """A functional `keras.Model` that trains the same on one device and under any strategy.
+
+    It is `keras.Model(inputs, outputs)` with another `compile` and `fit`: gradients are summed over
+    replicas before they are clipped, replicas with fewer images count less, the loss is scaled if
+    any layer computes in float16, XLA also compiles under a strategy, and `compile` takes
+    `accumulate`, `sam_rho` and `report_gradient_norm`. Subclass it for your own `train_step` or
+    `compute_loss`. A model that is a class with a `call` takes `ExactTrainer` as its first base:
+    `class Mine(keras_vit.ExactTrainer, keras.Model)`.
+
+    Example:
+        >>> import keras_vit
+        >>> base = keras_vit.ViTTi16(weights=None, include_top=False, pooling="avg",
+        ...                          input_shape=(32, 32, 3))
+        >>> images = keras.Input((32, 32, 3))
+        >>> model = ExactModel(images, keras.layers.Dense(5)(base(images)))
+        >>> model.compile("adam", "mse", accumulate=2)
+        >>> model.output_shape
+        (None, 5)
+
+    Args:
+        inputs: Keras tensors, in any structure.
+        outputs: Keras tensors computed from them.
+        name: name of the model.
+    """
+
+    @classmethod
+    def from_model(cls, model: keras.Model) -> "ExactModel":
+        """Returns an exact model with the layers of a functional or sequential one, not compiled.
+
+        Example:
+            >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+            >>> ExactModel.from_model(model).layers[-1] is model.layers[-1]
+            True
+
+        Raises:
+            TypeError: the model is neither functional nor sequential.
+            ValueError: the model is not built, so its inputs are unknown.
+        """
+        if not isinstance(model, Functional | keras.Sequential):
+            raise TypeError(
+                "from_model takes a functional or sequential model; for a class with a call, make "
+                "keras_vit.ExactTrainer its first base. "
+                f"Received: {type(model).__name__}."
+            )
+        if not model.built:
+            raise ValueError(
+                f"The model {model.name!r} is not built; call it on a batch of images first, or "
+                "give it a keras.Input."
+            )
+        if isinstance(model, keras.Sequential):
+            inputs, outputs = model.inputs[0], model.outputs[0]
+        else:  # `inputs` and `outputs` are flat lists, these have the structure
+            inputs, outputs = model.input, model.output
+        with backend.scope_of(model):
+            return cls(inputs, outputs, name=model.name)
 
 
 @keras.saving.register_keras_serializable(package="keras_vit")
@@ -134,10 +193,12 @@ class VisionTransformer(ExactModel):
             return features
         sides = keras.ops.shape(images)[1:3] if self.config.any_size else self.config.image_size
         rows, columns = (side // self.config.stride for side in sides)
-        return {
-            name: _on_grid(self.config, value, (rows, columns)) if len(value.shape) == 3 else value
-            for name, value in features.items()
-        }
+        for name, value in features.items():
+            if len(value.shape) == 3:  # tokens (B, N, D)
+                patches = value[:, self.config.num_prefix_tokens :]
+                shape = (-1, rows, columns, value.shape[-1])
+                features[name] = keras.ops.reshape(patches, shape)  # (B, h, w, D)
+        return features
 
     def feature_extractor(self, names: Iterable[str] | None = None) -> ExactModel:
         """Returns a model from images to a dictionary of `features`, sharing this one's weights."""
@@ -247,12 +308,6 @@ def _ends(model: VisionTransformer) -> tuple[keras.Model, keras.Model]:
     return keras.Model(model.input, first.input), keras.Model(last.output, model.output)
 
 
-def _on_grid(config: ViTConfig, tokens: Any, grid: tuple[Any, Any]) -> Any:
-    """Lays the patches of tokens (B, N, D) out as (B, h, w, D)."""
-    patches = tokens[:, config.num_prefix_tokens :]
-    return keras.ops.reshape(patches, (-1, *grid, tokens.shape[-1]))
-
-
 def position_layer(config: ViTConfig, block: int) -> str | None:
     """Returns the name of the layer that adds positions before a block; None for no such layer."""
     names = {"every_block": f"positions_{block}", "every_block_shared": "positions"}
@@ -317,12 +372,14 @@ def _patches(config: ViTConfig, dtype: str, images: Any) -> Any:
     """Cuts images, or what the stem makes of them, into patches (B, h, w, P*P*channels)."""
     x = images
     if config.include_preprocessing:
-        scale, offset = map(_per_channel, config.rescaling)
+        # As (1, 1, channels), which Keras' layer leaves so in any of its data formats.
+        scale, offset = (
+            [[list(value)]] if isinstance(value, tuple) else value for value in config.rescaling
+        )
         x = keras.layers.Rescaling(scale, offset=offset, dtype="float32", name="rescaling")(x)
     if config.resnet_layers is not None:
-        x = layers.ResNetStem(config.resnet_layers, dtype=dtype, name="stem")(
-            x
-        )  # (B, H/S, W/S, 64..)
+        stem = layers.ResNetStem(config.resnet_layers, dtype=dtype, name="stem")
+        x = stem(x)  # (B, H/S, W/S, 64..)
     return layers.Patches(config.patch_size, dtype=dtype, name="patches")(x)
 
 
@@ -342,11 +399,6 @@ def _tokens(config: ViTConfig, dtype: str, patches: Any) -> Any:
     )(patches)  # (B, N, D)
 
 
-def _per_channel(value: float | tuple[float, ...]) -> Any:
-    """As (1, 1, channels), which Keras' layer leaves so in any of its data formats."""
-    return [[list(value)]] if isinstance(value, tuple) else value
-
-
 def _encoder(config: ViTConfig, dtype: str, tokens: Any, patches: Any) -> Any:
     """Applies the blocks, and positions before them, to tokens (B, N, D).
 
@@ -356,6 +408,9 @@ def _encoder(config: ViTConfig, dtype: str, tokens: Any, patches: Any) -> Any:
     if config.embedding_norm:
         x = _norm(config, dtype, "embedding_norm")(x)
     shape_of = {"patches": patches} if config.any_size else {}
+    rotary = None  # where blocks compute no rotary positions of their own
+    if config.rotary_period is not None and not config.any_size:
+        rotary = {"grid": config.grid, **_rotary_places(config)}
     position_layers = {}
     for index, drop_path_rate in enumerate(config.drop_path_rates()):
         positions = position_layer(config, index)
@@ -375,7 +430,7 @@ def _encoder(config: ViTConfig, dtype: str, tokens: Any, patches: Any) -> Any:
             layer_scale=config.layer_scale,
             query_key_norm=config.query_key_norm,
             relative_grid=config.grid if config.position_embedding == "relative" else None,
-            rotary=_rotary(config),
+            rotary=rotary,
             dtype=dtype,
             name=f"block_{index}",
         )(x, **turns)  # (B, N, D)
@@ -384,13 +439,6 @@ def _encoder(config: ViTConfig, dtype: str, tokens: Any, patches: Any) -> Any:
 
 def _norm(config: ViTConfig, dtype: str, name: str) -> keras.layers.Layer:
     return layers.LayerNormalization(epsilon=config.layer_norm_epsilon, dtype=dtype, name=name)
-
-
-def _rotary(config: ViTConfig) -> dict[str, Any] | None:
-    """Returns what blocks compute rotary positions from, None where they have none of their own."""
-    if config.rotary_period is None or config.any_size:
-        return None
-    return {"grid": config.grid, **_rotary_places(config)}
 
 
 def _rotary_places(config: ViTConfig) -> dict[str, Any]:

@@ -219,7 +219,10 @@ class LAMB(private.OwnWeightDecay, keras.optimizers.Adam):
         if self.weight_decay and private.is_decayed(self, variable):
             value = ops.convert_to_tensor(variable)
             step = step + self.weight_decay * value
-            rate = rate * _trust_ratio(_norm(value), _norm(step))
+            norm, step_norm = (ops.sqrt(ops.sum(ops.square(x))) for x in (value, step))
+            is_finite = ops.logical_and(norm > 0, step_norm > 0)
+            # The trust ratio: norm / step_norm, or 1 where either is zero.
+            rate = rate * ops.where(is_finite, norm / ops.where(is_finite, step_norm, 1.0), 1.0)
         self.assign_sub(variable, rate * step)
 
     def get_config(self) -> dict[str, Any]:
@@ -383,13 +386,3 @@ def _layout_of(variable: keras.Variable) -> Any:
     """
     distribution = keras.distribution.distribution()
     return None if distribution is None else distribution.get_variable_layout(variable)
-
-
-def _norm(values: Any) -> Any:
-    return keras.ops.sqrt(keras.ops.sum(keras.ops.square(values)))
-
-
-def _trust_ratio(norm: Any, step_norm: Any) -> Any:
-    """Returns norm / step_norm, or 1 where either is zero."""
-    is_finite = keras.ops.logical_and(norm > 0, step_norm > 0)
-    return keras.ops.where(is_finite, norm / keras.ops.where(is_finite, step_norm, 1.0), 1.0)

@@ -66,8 +66,9 @@ def render(
 
     sheets = [_source(name) for name in (_STYLE, *styles)]
     programs = [_source(name) for name in (_SCHEME, *scripts)]
+    rules = _POLICY | {"style-src": _hashes(sheets), "script-src": _hashes(programs)}
     page = {
-        "policy": _policy(sheets, programs),
+        "policy": "; ".join(f"{name} {value}" for name, value in rules.items()),
         "styles": [markupsafe.Markup(text) for text in sheets],  # noqa: S704  # our own files
         "head_script": markupsafe.Markup(programs[0]),  # noqa: S704
         "scripts": [markupsafe.Markup(text) for text in programs[1:]],  # noqa: S704
@@ -146,13 +147,7 @@ def _templates() -> "jinja2.Environment":
 
 @functools.cache
 def _source(name: str) -> str:
-    """Returns a style sheet or script of `templates/`."""
     return (importlib.resources.files("keras_vit") / "templates" / name).read_text("utf-8")
-
-
-def _policy(sheets: Sequence[str], programs: Sequence[str]) -> str:
-    rules = _POLICY | {"style-src": _hashes(sheets), "script-src": _hashes(programs)}
-    return "; ".join(f"{name} {value}" for name, value in rules.items())
 
 
 def _hashes(texts: Sequence[str]) -> str:

@@ -9,7 +9,6 @@ from typing import Any
 
 import keras
 import numpy as np
-import numpy.typing as npt
 
 # Rows of labels/, by the size of the classifier: ImageNet-1k, and ImageNet-21k in Google's order.
 _LABEL_FILES = {1000: "imagenet2012.txt", 21843: "imagenet21k.txt.gz"}
@@ -86,7 +85,10 @@ def decode_predictions(predictions: Any, top: int = 5) -> list[list[tuple[str, s
     Raises:
         ValueError: the scores are not of such a shape, or `top` is not from 1 to C.
     """
-    scores = _numpy(predictions)
+    is_array = isinstance(predictions, np.ndarray | list)
+    scores = np.asarray(predictions if is_array else keras.ops.convert_to_numpy(predictions))
+    if scores.dtype != np.float64:
+        scores = scores.astype(np.float32)
     if scores.ndim != 2 or scores.shape[1] not in _LABEL_FILES:
         raise ValueError(
             "decode_predictions takes scores of shape (batch, 1000) or (batch, 21843). "
@@ -148,11 +150,7 @@ def class_labels(classes: int) -> tuple[tuple[str, str], ...]:
     content = file.read_bytes()
     text = (gzip.decompress(content) if file.name.endswith(".gz") else content).decode()
     rows = (line.split("\t") for line in text.splitlines())
-    return tuple((identifier, _first_word(words)) for identifier, words in rows)
-
-
-def _first_word(words: str) -> str:
-    return words.split(", ", 1)[0].replace(" ", "_")
+    return tuple((name, words.split(", ", 1)[0].replace(" ", "_")) for name, words in rows)
 
 
 def _of_channels(name: str, value: float | Sequence[float], shape: Any, axis: int) -> Any:
@@ -170,8 +168,3 @@ def _of_channels(name: str, value: float | Sequence[float], shape: Any, axis: in
             f"{shape} have other channels; give their layout by data_format, or one number."
         )
     return np.reshape(255 * numbers, (-1, *(1,) * (-axis - 1))).astype(np.float32)
-
-
-def _numpy(x: Any) -> npt.NDArray[Any]:
-    array = np.asarray(x if isinstance(x, np.ndarray | list) else keras.ops.convert_to_numpy(x))
-    return array if array.dtype == np.float64 else array.astype(np.float32)

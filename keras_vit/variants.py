@@ -17,12 +17,7 @@ SIZES: Mapping[str, tuple[int, int, int, int]] = {
     "H": (1280, 5120, 16, 32),  # arXiv 2010.11929, Table 1
     "g": (1408, 6144, 16, 40),  # arXiv 2106.04560, Table 2
     "G": (1664, 8192, 16, 48),  # arXiv 2106.04560, Table 2
-    "So400m": (
-        1152,
-        4304,
-        16,
-        27,
-    ),  # arXiv 2305.13035, Section 5 (shape-optimised for 400 M parameters)
+    "So400m": (1152, 4304, 16, 27),  # arXiv 2305.13035, Section 5: shaped for 400 M parameters
 }
 
 

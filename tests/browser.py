@@ -69,7 +69,6 @@ def check_page(page: Path, *, press: bool = True) -> list[str]:
 
 @contextlib.contextmanager
 def opened_browser() -> Iterator[Browser]:
-    """Yields the system's Chromium."""
     program = next((path for name in PROGRAMS if (path := shutil.which(name))), None)
     if program is None:
         raise FileNotFoundError("This test opens Chromium; install it: apt-get install chromium.")
@@ -120,7 +119,6 @@ def _weigh(url: str, address: str, heard: list[str]) -> None:
 
 
 def _look(opened: Page) -> list[str]:
-    """Returns what is wrong with a page as it stands."""
     opened.evaluate(UNFOLD)
     problems = [f"wider than the window: {node}" for node in opened.evaluate(WIDE)]
     problems += [f"does not decode: {image}" for image in opened.evaluate(BROKEN)]
@@ -141,7 +139,6 @@ def _axe(opened: Page) -> list[str]:
 
 
 def _press_all(opened: Page) -> list[str]:
-    """Presses every control there is, and looks again at what the page has become."""
     controls = [one for one in opened.query_selector_all(CONTROLS) if one.is_visible()]
     step = max(len(controls) // MOST_PRESSED, 1)
     unpressed = []

@@ -8,6 +8,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import pytest
 from conftest import TINY, made
 
 from keras_vit.cli.main import main, make_parser
@@ -21,17 +22,22 @@ CONFIG = dataclasses.replace(
 FEATURES: dict[str, Any] = {"classes": None, "pooling": "avg", "class_token": False}
 
 
+@pytest.fixture(name="nowhere", autouse=True)
+def nowhere_fixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No weights are in the cache, nor in the mirror; for the files that name it."""
+    monkeypatch.setenv("KERAS_HOME", str(tmp_path / "keras"))
+    monkeypatch.setenv("KERAS_VIT_MIRROR", str(tmp_path / "no-mirror"))
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+
+
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a command that ended has left."""
-
     code: int
     out: str
     errors: list[str]
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """The JSON lines of stdout."""
         return [json.loads(line) for line in self.out.splitlines()]
 
     @property
@@ -45,7 +51,6 @@ class Result:
 
 
 def run(*argv: object, folder: Path | str = ".") -> Result:
-    """Runs a command in a folder."""
     out, errors = io.StringIO(), io.StringIO()
     with (
         contextlib.chdir(folder),

@@ -5,16 +5,16 @@ import keras_vit  # noqa: F401  # isort: skip
 
 import dataclasses
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import keras
 import numpy as np
 import pytest
 
-from keras_vit.config import ViTConfig
+from keras_vit import VisionTransformer, ViTConfig
 from keras_vit.layers.random import overwritten_weights
-from keras_vit.model import VisionTransformer
 
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
@@ -35,6 +35,7 @@ gc.freeze()
 gc.set_threshold(50_000, 20, 50)
 
 Model = TypeVar("Model", bound=keras.Model)
+CROSS_ENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 # How far two forward passes in float32 may be apart: each sums some hundreds of numbers of order 1,
 # and every processor in an order of its own. Up to 2e-6 is measured; the wrong GELU, or an epsilon
@@ -64,6 +65,8 @@ VARIED = dataclasses.replace(
     activation="swiglu",
     distillation_token=True,
 )
+# They take longest: what follows them fills the other process's time.
+FIRST = ("test_digits", "test_training_ways", "test_training_kills", "test_backend_trainer")
 
 
 def randomize(model: Model, seed: int = 0) -> Model:
@@ -123,10 +126,42 @@ def assert_same_steps(actual: Any, expected: Any, name: str = "") -> None:
     np.testing.assert_allclose(actual, expected, rtol=1e-3, err_msg=name)
 
 
+def assert_same_arrays(actual: Iterable[Any], expected: Iterable[Any], name: str = "") -> None:
+    """All of them, to the bit."""
+    for place, (one, other) in enumerate(zip(actual, expected, strict=True)):
+        said = f"{name} {getattr(one, 'path', place)}"
+        np.testing.assert_array_equal(one, other, err_msg=said)
+
+
+def every_dropout(rate: float) -> dict[str, Any]:
+    """The fields of all random parts that leave every token in."""
+    return dict.fromkeys(("dropout_rate", "attention_dropout_rate", "drop_path_rate"), rate)
+
+
+def images_for(config: ViTConfig, count: int = 2, *, seed: int = 1) -> np.ndarray:
+    """Images that a model of this config takes, in [-1, 1]."""
+    shape = (count, *config.input_shape)
+    return np.random.default_rng(seed).uniform(-1, 1, shape).astype(np.float32)
+
+
+def reloaded(model: keras.Model, folder: Path) -> Any:
+    """The model that comes of its .keras file."""
+    model.save(folder / "model.keras")
+    return keras.saving.load_model(folder / "model.keras")
+
+
 def weights_differ(left: keras.Model, right: keras.Model) -> bool:
     """Whether any bit does."""
     pairs = zip(left.get_weights(), right.get_weights(), strict=True)
     return not all(np.array_equal(a, b) for a, b in pairs)
+
+
+@pytest.fixture(scope="session")
+def strategy() -> Any:
+    """Two replicas in this process, the strategy of all its tests."""
+    from keras_vit.training import Execution
+
+    return Execution(strategy="mirrored").make_strategy()
 
 
 @pytest.fixture(scope="session")
@@ -137,12 +172,7 @@ def tiny() -> VisionTransformer:
 
 @pytest.fixture
 def images() -> np.ndarray:
-    """Two images for `tiny`, in [-1, 1]."""
-    return np.random.default_rng(1).uniform(-1, 1, (2, 32, 48, 3)).astype(np.float32)
-
-
-# They take longest: what follows them fills the other process's time.
-FIRST = ("test_digits", "test_training_ways", "test_training_kills", "test_backend_trainer")
+    return images_for(TINY)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -19,6 +19,8 @@ DTYPES: dict[int, np.dtype[Any]] = {
 NUMBERS = {dtype: number for number, dtype in DTYPES.items()}
 # What is fed and what is fetched, by the names of the tensors.
 Request = tuple[Mapping[str, np.ndarray], Sequence[str]]
+POINTERS = ("NewStatus", "NewGraph", "NewSessionOptions", "LoadSessionFromSavedModel",
+            "GraphOperationByName", "AllocateTensor", "TensorData")  # fmt: skip
 
 
 class Pointer(ctypes.c_void_p):
@@ -27,10 +29,6 @@ class Pointer(ctypes.c_void_p):
 
 class Output(ctypes.Structure):
     _fields_ = (("operation", ctypes.c_void_p), ("index", ctypes.c_int))
-
-
-POINTERS = ("NewStatus", "NewGraph", "NewSessionOptions", "LoadSessionFromSavedModel",
-            "GraphOperationByName", "AllocateTensor", "TensorData")  # fmt: skip
 
 
 def run_all(path: Path, requests: Sequence[Request], library: Path) -> tuple[str, list[Any]]:

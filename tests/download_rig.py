@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import processes
 import pytest
 
 import keras_vit
@@ -33,6 +34,8 @@ for name in ("keras_vit", "keras_vit.weights"):
 from keras_vit.weights import download
 """
 FETCH = CHILD + "print(download.fetch(sys.argv[2], wait=lambda _: None))"
+NAME = "/vit_models/imagenet21k/ViT-B_16.npz"
+ELSEWHERE = "/elsewhere.npz"  # where faults may send a client; without faults itself
 
 
 class Server(http.server.ThreadingHTTPServer):
@@ -184,21 +187,15 @@ def archive(seed: int, *, floats: int = 50_000) -> bytes:
 BODY = archive(0)
 OTHER = archive(1)
 MIDDLE = len(BODY) // 2
-NAME = "/vit_models/imagenet21k/ViT-B_16.npz"
-ELSEWHERE = "/elsewhere.npz"  # where faults may send a client; without faults itself
 
 
 @contextlib.contextmanager
 def serving() -> Iterator[Server]:
     """Runs a server that holds BODY under NAME, and elsewhere."""
-    with Server() as server:
+    with processes.serving(Server()) as server:
         server.files = {NAME: BODY, ELSEWHERE: BODY}
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
         yield server
         server.released.set()
-        server.shutdown()
-        thread.join()
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import keras
 import numpy as np
 
 import keras_vit
@@ -105,9 +104,3 @@ def relevance(
         row = first_share(values, config, 0) @ total
     heatmap: np.ndarray = row[first_patch(config) :].reshape(config.grid)
     return heatmap
-
-
-def tokens_before(model: keras.Model, images: np.ndarray) -> np.ndarray:
-    """Returns what a hybrid's stem makes of images: the oracle starts there."""
-    stem = keras.ops.convert_to_numpy(model.features(images, ["stem"])["stem"])
-    return np.asarray(stem, np.float64)

@@ -10,6 +10,7 @@ from conftest import TINY, randomize
 from PIL import Image
 
 from keras_vit.exporting import export, samples
+from keras_vit.exporting.clean import agreement, runners
 from keras_vit.model import VisionTransformer
 
 LABELS = ("ant", "bee", "cat", "dog", "eel", "fox", "gnu")
@@ -29,10 +30,15 @@ def export_for_ever(directory: Path, connection: Connection) -> None:
         connection.send(True)
 
 
+def failures(runner: runners.Runner, gate: agreement.Gate) -> list[str]:
+    """The checks of a gate that a file fails."""
+    checks = agreement.run_gate(gate, lambda inputs: runner.run("", inputs))
+    return [check.name.removeprefix("gate: ") for check in checks if not check.passed]
+
+
 def photo(
     seed: int = 0, *, height: int = 40, width: int = 56, kind: str = "PNG", mode: str = "RGB"
 ) -> bytes:
-    """The bytes of an image file."""
     stream = io.BytesIO()
     Image.fromarray(samples.draw_scene(seed, height=height, width=width)).convert(mode).save(
         stream, kind

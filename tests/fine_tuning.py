@@ -41,7 +41,6 @@ LAYOUTS = {"both": (4, 2), "fully": (8, 1)}
 
 
 def batch(number: int) -> tuple[np.ndarray, np.ndarray]:
-    """The original's batch of that number."""
     generator = np.random.default_rng(zlib.crc32(f"batch {number}".encode()))
     images = generator.uniform(-1, 1, (16, 32, 48, 3)).astype(np.float32)
     return images, generator.integers(0, 10, 16)
@@ -103,7 +102,6 @@ def start(each: list[dict[str, Any]]) -> list[processes.Started]:
 
 
 def start_two(each: list[dict[str, Any]]) -> list[processes.Started]:
-    """Starts two processes that train together."""
     (address,) = processes.free_addresses(1)
     return [
         _start({"each": each, "index": index, "address": address}, DEVICES // PROCESSES)

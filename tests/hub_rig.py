@@ -5,13 +5,13 @@ import hashlib
 import http.server
 import json
 import re
-import threading
 import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub.constants
+import processes
 import pytest
 
 TOKEN = "hf_of_the_tests"
@@ -133,7 +133,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 @pytest.fixture(name="hub")
 def hub_fixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A Hub that the Hub's own library, as this process has it, asks."""
-    with Hub() as server:
+    with processes.serving(Hub()) as server:
         settings = {
             "ENDPOINT": server.url,
             "HUGGINGFACE_CO_URL_TEMPLATE": server.url + "/{repo_id}/resolve/{revision}/{filename}",
@@ -146,8 +146,4 @@ def hub_fixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         monkeypatch.setenv("KERAS_HOME", str(tmp_path / "keras"))
         monkeypatch.setenv("no_proxy", "127.0.0.1")
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
         yield server
-        server.shutdown()
-        thread.join()

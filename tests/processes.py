@@ -11,9 +11,12 @@ import os
 import runpy
 import signal
 import socket
+import socketserver
 import subprocess
 import sys
 import tempfile
+import threading
+from collections.abc import Iterator
 from multiprocessing import reduction
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -21,6 +24,8 @@ from typing import Any, Self, TextIO
 
 import filelock
 import keras
+
+_PORTS: list[filelock.FileLock] = []  # those that are held until this process ends
 
 
 class Process:
@@ -64,11 +69,9 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """Its number."""
         return self._process.pid or 0
 
     def poll(self) -> int | None:
-        """Returns its exit code, or None while it runs."""
         return self.returncode
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
@@ -83,12 +86,10 @@ class Process:
         return output, errors
 
     def send_signal(self, number: int) -> None:
-        """Sends it a signal, if it still runs."""
         if self.returncode is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Kills it."""
         self._process.kill()
 
 
@@ -111,7 +112,6 @@ def _server() -> ForkServerContext:
 
 
 def _run(arguments: list[str], variables: dict[str, str], folder: str, outputs: list[Any]) -> None:
-    """What a forked process does."""
     for number, output in enumerate(outputs, start=1):
         os.dup2(output.detach(), number)
     os.environ.clear()
@@ -142,6 +142,30 @@ def start(script: str, case: Any, environment: dict[str, str] | None = None) -> 
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+@contextlib.contextmanager
+def serving(server: socketserver.BaseServer) -> Iterator[Any]:
+    """Lets a server answer, in a thread, while the block runs."""
+    with server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def python(
+    *words: object, folder: Path | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs Python to a good end; what it says is text."""
+    environment = {**os.environ, **variables}
+    command = [sys.executable, *map(str, words)]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done
 
 
 def result(process: Started, *, seconds: float = 1500) -> Any:
@@ -185,9 +209,6 @@ def cluster(count: int) -> list[dict[str, str]]:
         {"TF_CONFIG": json.dumps({"cluster": workers, "task": {"type": "worker", "index": index}})}
         for index in range(count)
     ]
-
-
-_PORTS: list[filelock.FileLock] = []  # those that are held until this process ends
 
 
 def free_addresses(count: int) -> list[str]:

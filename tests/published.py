@@ -63,7 +63,6 @@ def linen(named: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(path: Path, config: ViTConfig) -> Path:
-    """Writes the checkpoint for this config and returns its path."""
     np.savez(path, **arrays(config))
     return path
 

@@ -11,7 +11,6 @@ import http.server
 import json
 import os
 import subprocess
-import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import processes
 
 from keras_vit.exporting.clean.runners import SavedModelRunner
 
@@ -31,8 +31,6 @@ HTTP_CODES = {"NOT_FOUND": 404, "RESOURCE_EXHAUSTED": 429, "UNAVAILABLE": 503}
 
 
 class ServingError(Exception):
-    """An error of the server, with the name of its code."""
-
     def __init__(self, code: str, message: str) -> None:
         super().__init__(f"{code}: {message}")
         self.code = code
@@ -50,7 +48,6 @@ class Served:
         self.refusals: list[str] = []
 
     def predict(self, signature: str, **inputs: Any) -> dict[str, np.ndarray]:
-        """Asks over gRPC and returns the outputs as arrays."""
         import grpc
         import tensorflow as tf
         from tensorflow_serving.apis import predict_pb2, prediction_service_pb2_grpc
@@ -83,17 +80,14 @@ def _stand_in(directory: Path) -> Iterator[Served]:
         return model.run(signature, inputs)
 
     server, served.grpc_port = _grpc_server(run)
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _rest_handler(run)) as rest:
+    rest = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _rest_handler(run))
+    with processes.serving(rest):
         served.rest_port = rest.server_address[1]
-        thread = threading.Thread(target=rest.serve_forever)
-        thread.start()
         server.start()
         try:
             yield served
         finally:
             server.stop(None).wait()
-            rest.shutdown()
-            thread.join()
 
 
 def _grpc_server(run: Any) -> tuple[Any, int]:

@@ -2,26 +2,23 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
+import processes
 import pytest
 import safetensors.numpy
-from conftest import FLOAT32, TINY, VARIED, randomize
+from conftest import CROSS_ENTROPY, FLOAT32, TINY, VARIED, randomize
 from trainings import not_refused
 
 import keras_vit
-from keras_vit import adaptation, explain
+from keras_vit import VisionTransformer, adaptation, explain
 from keras_vit.config import PositionPlacement
-from keras_vit.model import VisionTransformer
 
 ALL = adaptation.TARGETS
-CROSS_ENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 HYBRID = dataclasses.replace(
     TINY, input_shape=(32, 32, 3), patch_size=2, resnet_layers=(1,), pooling="map",
     class_token=False, num_layers=1,
@@ -194,7 +191,7 @@ def test_adapted_models_are_saved_as_keras_files(
         "np.savez('out.npz', a=model.predict(np.load('images.npy'), verbose=0), "
         "names=[v.path for v in model.trainable_variables])"
     )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, capture_output=True)
+    processes.python("-c", code, tmp_path)
     out = np.load(tmp_path / "out.npz")
     np.testing.assert_array_equal(out["a"], adapted.predict(images, verbose=0))
     assert out["names"].tolist() == [v.path for v in adapted.trainable_variables]
@@ -259,30 +256,26 @@ def test_what_cannot_be_adapted_or_merged_is_refused(plain: VisionTransformer) -
     assert not not_refused(calls, (ValueError, TypeError))
 
 
-def first_trained(model: VisionTransformer, blocks: int) -> str:
-    """Freezes so many blocks; returns which layer then trains first."""
+def left_to_train(model: VisionTransformer, blocks: int) -> list[str]:
+    """Freezes so many blocks; returns the layers that then train."""
     keras_vit.freeze(model, blocks=blocks)
-    return str(model.trainable_variables[0].path.split("/")[0])
+    return [variable.path.split("/")[0] for variable in model.trainable_variables]
 
 
 def test_positions_freeze_with_their_block() -> None:
-    """Those of a block that trains do, those of all blocks freeze with the first."""
+    """Those of a block that trains do, those of all blocks freeze with the first.
+
+    All before the blocks is frozen, the first norm too; last norm, pooling and classifier train.
+    """
     names: dict[PositionPlacement, str] = {
         "every_block": "positions",
         "every_block_shared": "block",
     }
     for placement, name in names.items():
         model = VisionTransformer(dataclasses.replace(TINY, position_placement=placement))
-        assert first_trained(model, 1) == f"{name}_1"
-        assert first_trained(model, 0) == f"{name}_0"
-
-
-def test_what_follows_the_blocks_is_not_frozen() -> None:
-    """All before them is, the first norm too; the last norm, pooling and classifier train."""
-    model = VisionTransformer(TINY)
-    keras_vit.freeze(model, blocks=2)
-    trained = {v.path.split("/")[0] for v in model.trainable_variables}
-    assert trained == {"block_2", "encoder_norm", "head"}
+        assert left_to_train(model, 1)[0] == f"{name}_1"
+        assert left_to_train(model, 0)[0] == f"{name}_0"
+    assert set(left_to_train(VisionTransformer(TINY), 2)) == {"block_2", "encoder_norm", "head"}
     rests: list[tuple[dict[str, Any], set[str]]] = [
         ({"pooling": "avg", "embedding_norm": True}, {"pooling_norm", "head"}),
         ({"pooling": "map"}, {"pooling", "pooling_norm", "head"}),
@@ -292,6 +285,5 @@ def test_what_follows_the_blocks_is_not_frozen() -> None:
     ]
     for fields, rest in rests:
         model = VisionTransformer(dataclasses.replace(TINY, norm_after_pooling=True, **fields))
-        keras_vit.freeze(model, blocks=3)
-        assert {v.path.split("/")[0] for v in model.trainable_variables} == rest, fields
-        assert first_trained(model, 0) == "block_0"
+        assert set(left_to_train(model, 3)) == rest, fields
+        assert left_to_train(model, 0)[0] == "block_0"

@@ -11,9 +11,8 @@ import published
 import pytest
 
 import keras_vit
+from keras_vit import VARIANTS, ViTConfig
 from keras_vit.applications import BUILDERS
-from keras_vit.config import ViTConfig
-from keras_vit.variants import VARIANTS
 from keras_vit.weights.positions import Method
 
 TI16 = VARIANTS["Ti/16"]
@@ -61,6 +60,16 @@ CHECKPOINTS: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     (MAP, {}, MAP),
     (MAP, {"include_top": False}, {"pooling": None, "classes": None}),
 ]
+ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"input_shape": (30, 48, 3)}, ValueError, "multiples of 16.*nearest that fits is"),
+    ({"positions": "nearest"}, ValueError, "resampled by one of.*bicubic_antialias.*'nearest'"),
+    ({"pooling": "mean"}, ValueError, "pooling must be one of"),
+    ({"classes": 0}, ValueError, "classes must be a positive integer"),
+    ({"classifier_activation": "sofmax"}, ValueError, "sofmax"),
+    ({"weights": "nowhere.npz"}, FileNotFoundError, "There is no file 'nowhere.npz'"),
+    ({"input_tensor": np.zeros((1, 32, 32, 3))}, TypeError, "must be a Keras tensor.*ndarray"),
+    ({"input_tensor": keras.Input((None, None, 3))}, ValueError, "open shape"),
+]
 
 
 def checkpoint(tmp_path: Path, **fields: Any) -> tuple[Path, ViTConfig]:
@@ -98,14 +107,13 @@ def test_builders_build_their_variants() -> None:
 
 
 def test_arguments_without_weights() -> None:
-    """Arguments left open take the variant's values, the others are obeyed."""
+    """Arguments left open take the variant's values, the others are obeyed.
+
+    As in keras.applications: pixels 0..255 in, softmax over 1,000 classes out.
+    """
     for arguments, fields in FRESH:
         model = keras_vit.ViTTi16(input_shape=SMALL, **arguments)
         assert {name: getattr(model.config, name) for name in fields} == fields
-
-
-def test_default_is_probabilities_from_pixels() -> None:
-    """As in keras.applications: pixels 0..255 in, softmax over 1,000 classes out."""
     model = keras_vit.ViTTi16(input_shape=SMALL)
     out = model(np.full((1, *SMALL), 255, np.uint8))
     np.testing.assert_allclose(out, np.full((1, 1000), 1e-3), atol=1e-6)
@@ -171,27 +179,11 @@ def test_input_tensor_is_built_upon() -> None:
     assert [v.shape for v in again.weights] == [v.shape for v in model.weights]
 
 
-ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"input_shape": (30, 48, 3)}, ValueError, "multiples of 16.*nearest that fits is"),
-    ({"positions": "nearest"}, ValueError, "resampled by one of.*bicubic_antialias.*'nearest'"),
-    ({"pooling": "mean"}, ValueError, "pooling must be one of"),
-    ({"classes": 0}, ValueError, "classes must be a positive integer"),
-    ({"classifier_activation": "sofmax"}, ValueError, "sofmax"),
-    ({"weights": "nowhere.npz"}, FileNotFoundError, "There is no file 'nowhere.npz'"),
-    ({"input_tensor": np.zeros((1, 32, 32, 3))}, TypeError, "must be a Keras tensor.*ndarray"),
-    ({"input_tensor": keras.Input((None, None, 3))}, ValueError, "open shape"),
-]
-
-
-def test_bad_arguments_are_refused() -> None:
-    """Each wrong argument gets one sentence."""
+def test_bad_arguments_are_refused(tmp_path: Path) -> None:
+    """One sentence each; another variant's file with all sizes that differ, no head invented."""
     for arguments, kind, message in ERRORS:
         with pytest.raises(kind, match=message):
             keras_vit.ViTTi16(**arguments)
-
-
-def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    """Another variant's with all sizes that differ; nothing is invented for a head."""
     path, _ = checkpoint(tmp_path, classes=7)
     with pytest.raises(ValueError, match=r"is 16, .*resnet_layers is None, the model's is \(\)"):
         keras_vit.RViTTi16(weights=path)

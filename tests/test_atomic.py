@@ -77,6 +77,15 @@ while done < 30:
     except FileExistsError:
         time.sleep(0.0005)
 """
+ADVICE = {
+    errno.ENOSPC: "No space left on device: .*; make room and try again",
+    errno.EDQUOT: "quota exceeded: .*; make room",
+    errno.EROFS: "Read-only file system: .*; make it writable or choose another place",
+    errno.EACCES: "Permission denied: .*; make it writable or choose another place",
+    errno.EIO: "Input/output error: .*; check the disk",
+    errno.EMFILE: r"Too many open files: .*; allow more open files \(ulimit -n\)",
+    errno.EFBIG: r"File too large: .*; allow larger files \(ulimit -f\)",
+}
 
 
 def start(code: str, *arguments: object) -> subprocess.Popen[str]:
@@ -92,7 +101,6 @@ def ended(*started: subprocess.Popen[str]) -> list[tuple[int, str]]:
 
 
 def write(folder: Path, content: str, names: tuple[str, ...] = ("model", "config")) -> Path:
-    """Writes files of one content."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:
         (folder / name).write_text(content)
@@ -249,17 +257,6 @@ def test_a_file_system_without_locks_is_told(
     with atomic.whole_file(tmp_path / "file") as temporary:
         temporary.write_text("whole")
     assert contents(tmp_path) == {"whole"}
-
-
-ADVICE = {
-    errno.ENOSPC: "No space left on device: .*; make room and try again",
-    errno.EDQUOT: "quota exceeded: .*; make room",
-    errno.EROFS: "Read-only file system: .*; make it writable or choose another place",
-    errno.EACCES: "Permission denied: .*; make it writable or choose another place",
-    errno.EIO: "Input/output error: .*; check the disk",
-    errno.EMFILE: r"Too many open files: .*; allow more open files \(ulimit -n\)",
-    errno.EFBIG: r"File too large: .*; allow larger files \(ulimit -f\)",
-}
 
 
 def test_an_error_of_the_disk_says_what_to_do(tmp_path: Path) -> None:

@@ -9,14 +9,8 @@ import pytest
 from keras_vit import backend
 from keras_vit.backend import plain
 
-
-def normal(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-
-
 # Largest difference between the two forms, as a fraction of the largest value.
 TOLERANCES = {"float32": 1e-5, "bfloat16": 2e-2}
-
 # Form, shapes of what it takes, its other arguments.
 FORMS: dict[str, tuple[str, list[tuple[int, ...]], dict[str, Any]]] = {
     **{
@@ -29,8 +23,11 @@ FORMS: dict[str, tuple[str, list[tuple[int, ...]], dict[str, Any]]] = {
 }
 
 
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
 def relative(ours: Any, expected: Any) -> float:
-    """Returns the largest difference as a fraction of the largest expected value."""
     ours, expected = (
         keras.ops.convert_to_numpy(keras.ops.cast(x, "float32")) for x in (ours, expected)
     )
@@ -39,10 +36,9 @@ def relative(ours: Any, expected: Any) -> float:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("name", FORMS)
-def test_forms_equal_the_plain_ones(name: str, dtype: str) -> None:
+@pytest.mark.parametrize(("function", "shapes", "arguments"), FORMS.values(), ids=FORMS)
+def test_forms_equal_the_plain_ones(function: str, shapes: Any, arguments: Any, dtype: str) -> None:
     """Every form of this backend gives the plain form's numbers, outside a graph."""
-    function, shapes, arguments = FORMS[name]
     arrays = [keras.ops.cast(normal(*shape, seed=k), dtype) for k, shape in enumerate(shapes)]
     ours = getattr(backend, function)(*arrays, **arguments)
     expected = getattr(plain, function)(*arrays, **arguments)

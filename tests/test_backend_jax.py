@@ -7,15 +7,14 @@ import dataclasses
 import doctest
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
+import processes
 import pytest
-from conftest import TINY, randomize
+from conftest import TINY, every_dropout, randomize
 
 from keras_vit.backend import plain
 
@@ -26,12 +25,59 @@ import jax
 import jax.numpy as jnp
 from jax._src.cudnn import fused_attention_stablehlo
 
-from keras_vit import backend
+from keras_vit import VisionTransformer, ViTConfig, backend
 from keras_vit.backend import jax as forms
 from keras_vit.backend import jax_kernels
-from keras_vit.config import ViTConfig
 from keras_vit.layers import MultiHeadSelfAttention
-from keras_vit.model import VisionTransformer
+
+TURNS: dict[str, Any] = {"rotary": {"grid": (7, 7), "period": 100.0}}
+MANY: dict[str, Any] = {"query_key_norm": True, **TURNS, "relative_grid": (7, 7)}
+UNOPTIMIZED = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+PARTITIONED = """
+import jax
+import jax.numpy as jnp
+from keras_vit.backend import jax_kernels
+
+auto = jax.sharding.AxisType.Auto
+mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(auto, auto))
+place = lambda x: jax.device_put(x, jax.NamedSharding(mesh, jax.P("data", None, None)))
+qkv, x = (place(jax.random.normal(jax.random.key(k), (8, 5, w))) for k, w in ((0, 96), (1, 32)))
+vector = jnp.ones(32)
+
+def attention(qkv):
+    y, pull_back = jax.vjp(lambda qkv: jax_kernels.attention(qkv, 2), qkv)
+    return y, pull_back(y)[0]
+
+def norm(x, gamma, beta):
+    y, pull_back = jax.vjp(lambda *a: jax_kernels.layer_norm(*a, 1e-6), x, gamma, beta)
+    return y, *pull_back(y)
+
+for function, arrays in ((attention, (qkv,)), (norm, (x, vector, vector))):
+    compiled = jax.jit(function).lower(*arrays).compile()
+    text = compiled.as_text()
+    assert not any(word in text for word in ("all-gather", "all-to-all", "collective-permute"))
+    whole = jax.jit(function)(*map(jax.device_get, arrays))
+    for one, other in zip(compiled(*arrays), whole):
+        assert jnp.allclose(one, other, atol=1e-5)
+    assert compiled(*arrays)[0].sharding.spec[0] == "data"
+
+import keras
+import numpy as np
+import keras_vit
+from keras_vit import ViTConfig
+
+devices = keras.distribution.list_devices()
+mesh = keras.distribution.DeviceMesh((8,), ("batch",), devices)
+layout_map = keras.distribution.LayoutMap(mesh)
+keras.distribution.set_distribution(keras_vit.FullySharded(layout_map=layout_map))
+config = ViTConfig(input_shape=(32, 32, 3), patch_size=8, hidden_dim=64, mlp_dim=256, num_heads=4,
+                   num_layers=2, classes=8, drop_path_rate=0.1)
+model = keras_vit.VisionTransformer(config)
+model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+model.train_on_batch(np.ones((8, 32, 32, 3)), np.arange(8))
+model.predict_on_batch(np.ones((3, 32, 32, 3)))
+print("done")
+"""
 
 
 def normal(*shape: int, seed: int = 0) -> Any:
@@ -126,17 +172,9 @@ LAYERS: dict[str, tuple[dict[str, Any], int, str]] = {  # options, width of a he
     "plain, 72": ({}, 72, CUDNN),
     "plain, 20": ({}, 20, CUDNN),
     "query-key norm": ({"query_key_norm": True}, 64, OURS),
-    "rotary": ({"rotary": {"grid": (7, 7), "period": 100.0}}, 80, OURS),
+    "rotary": (TURNS, 80, OURS),
     "relative": ({"relative_grid": (7, 7)}, 64, CUDNN),
-    "all": (
-        {
-            "query_key_norm": True,
-            "rotary": {"grid": (7, 7), "period": 100.0},
-            "relative_grid": (7, 7),
-        },
-        20,
-        CUDNN,
-    ),
+    "all": (MANY, 20, CUDNN),
 }
 
 
@@ -162,10 +200,9 @@ def weights_in(program: str) -> list[str]:
 
 
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize("name", LAYERS)
-def test_a_gpu_stores_no_attention_weights(name: str) -> None:
+@pytest.mark.parametrize(("options", "size", "kernel"), LAYERS.values(), ids=LAYERS)
+def test_a_gpu_stores_no_attention_weights(options: Any, size: int, kernel: str) -> None:
     """Forward and gradient are a fused kernel's, and no array has the weights (B, H, N, N)."""
-    options, size, kernel = LAYERS[name]
     program = lowered(options, size)
     assert program.count(f"custom_call @{kernel}") == 2
     assert not weights_in(program)
@@ -214,19 +251,9 @@ def test_one_sentence_says_that_heads_are_too_wide_for_cudnn(
         assert weights_in(lowered({}, 136))
 
 
-UNOPTIMIZED = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-RANDOM = dataclasses.replace(
-    TINY,
-    num_layers=4,
-    dropout_rate=0.1,
-    attention_dropout_rate=0.1,
-    drop_path_rate=0.3,
-    patch_dropout_rate=0.5,
-    layer_scale=0.1,
-    query_key_norm=True,
-    rotary_period=100.0,
-    num_registers=2,
-)
+RANDOM = dataclasses.replace(TINY, num_layers=4, num_registers=2, **every_dropout(0.1))
+RANDOM = dataclasses.replace(RANDOM, drop_path_rate=0.3, patch_dropout_rate=0.5, layer_scale=0.1)
+RANDOM = dataclasses.replace(RANDOM, query_key_norm=True, rotary_period=100.0)
 
 
 def traced(config: ViTConfig, freeze: int = 0) -> tuple[Any, Any]:
@@ -280,63 +307,13 @@ def test_remat_computes_products_again_but_those_that_it_keeps(remat: Any, again
     assert counts[1] - counts[0] == again
 
 
-PARTITIONED = """
-import jax
-import jax.numpy as jnp
-from keras_vit.backend import jax_kernels
-
-auto = jax.sharding.AxisType.Auto
-mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(auto, auto))
-place = lambda x: jax.device_put(x, jax.NamedSharding(mesh, jax.P("data", None, None)))
-qkv, x = (place(jax.random.normal(jax.random.key(k), (8, 5, w))) for k, w in ((0, 96), (1, 32)))
-vector = jnp.ones(32)
-
-def attention(qkv):
-    y, pull_back = jax.vjp(lambda qkv: jax_kernels.attention(qkv, 2), qkv)
-    return y, pull_back(y)[0]
-
-def norm(x, gamma, beta):
-    y, pull_back = jax.vjp(lambda *a: jax_kernels.layer_norm(*a, 1e-6), x, gamma, beta)
-    return y, *pull_back(y)
-
-for function, arrays in ((attention, (qkv,)), (norm, (x, vector, vector))):
-    compiled = jax.jit(function).lower(*arrays).compile()
-    text = compiled.as_text()
-    assert not any(word in text for word in ("all-gather", "all-to-all", "collective-permute"))
-    whole = jax.jit(function)(*map(jax.device_get, arrays))
-    for one, other in zip(compiled(*arrays), whole):
-        assert jnp.allclose(one, other, atol=1e-5)
-    assert compiled(*arrays)[0].sharding.spec[0] == "data"
-
-import keras
-import numpy as np
-import keras_vit
-from keras_vit.config import ViTConfig
-
-devices = keras.distribution.list_devices()
-mesh = keras.distribution.DeviceMesh((8,), ("batch",), devices)
-layout_map = keras.distribution.LayoutMap(mesh)
-keras.distribution.set_distribution(keras_vit.FullySharded(layout_map=layout_map))
-config = ViTConfig(input_shape=(32, 32, 3), patch_size=8, hidden_dim=64, mlp_dim=256, num_heads=4,
-                   num_layers=2, classes=8, drop_path_rate=0.1)
-model = keras_vit.VisionTransformer(config)
-model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-model.train_on_batch(np.ones((8, 32, 32, 3)), np.arange(8))
-model.predict_on_batch(np.ones((3, 32, 32, 3)))
-print("done")
-"""
-
-
 def test_images_divided_among_devices_stay_where_they_are() -> None:
     """On a mesh of 4 by 2 no array is gathered, and the numbers are those of one device.
 
     Under `FullySharded` XLA warns of tokens that it gathers for want of a better way.
     """
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
-    environment = {**os.environ, "XLA_FLAGS": flags, "TF_CPP_MIN_LOG_LEVEL": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", PARTITIONED], capture_output=True, text=True, env=environment
-    )
+    done = processes.python("-c", PARTITIONED, XLA_FLAGS=flags, TF_CPP_MIN_LOG_LEVEL="0")
     assert done.stdout.strip() == "done", done.stderr[-2000:]
     assert "rematerialization" not in done.stderr
 
@@ -350,10 +327,5 @@ def test_xla_leaves_products_to_cublas_unless_one_says_otherwise() -> None:
         ("--xla_cpu_enable_fast_math=false", f"--xla_cpu_enable_fast_math=false --{name}=false"),
         (f"--{name}=true", f"--{name}=true"),
     ):
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            capture_output=True,
-            text=True,
-            env={**os.environ, "XLA_FLAGS": given},
-        )
+        done = processes.python("-c", code, XLA_FLAGS=given)
         assert done.stdout.strip() == expected, done.stderr

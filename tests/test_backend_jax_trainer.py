@@ -11,11 +11,10 @@ import numpy as np
 import processes
 import published
 import pytest
-from conftest import assert_same_steps
+from conftest import CROSS_ENTROPY, assert_same_steps
 
-from keras_vit import backend
+from keras_vit import ExactModel, backend
 from keras_vit.backend import plain
-from keras_vit.exact import ExactModel
 
 if keras.backend.backend() != "jax":
     pytest.skip("JAX's part", allow_module_level=True)
@@ -41,7 +40,19 @@ CASES: dict[str, dict[str, Any]] = {
 }
 # The part of the weights that a device has; biases and small arrays are whole.
 LEAST_PART = {"data": 1.0, "both": 0.5, "fully": 0.125}
-CROSS_ENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    (
+        {"loss": keras.losses.SparseCategoricalCrossentropy(reduction="mean_with_sample_weight")},
+        {"sample_weight": np.ones(4)},
+        "Received: mean_with_sample_weight; leave accum",
+    ),
+    ({"accumulate": 5}, {}, "A batch of 4 images cannot be split into accumulate=5 parts"),
+    (
+        {"loss": keras.losses.SparseCategoricalCrossentropy(ignore_class=1)},
+        {},
+        "Received: SparseCategoricalCrossentropy; leave accumulate at 1",
+    ),
+]
 
 
 def assert_same(actual: dict[str, Any], expected: dict[str, Any], name: str) -> None:
@@ -124,21 +135,6 @@ def test_half_precision_is_trained_on_a_cpu() -> None:
     )
     assert actual.dtype == "float16"
     np.testing.assert_allclose(actual, expected, atol=0.02)
-
-
-BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    (
-        {"loss": keras.losses.SparseCategoricalCrossentropy(reduction="mean_with_sample_weight")},
-        {"sample_weight": np.ones(4)},
-        "Received: mean_with_sample_weight; leave accum",
-    ),
-    ({"accumulate": 5}, {}, "A batch of 4 images cannot be split into accumulate=5 parts"),
-    (
-        {"loss": keras.losses.SparseCategoricalCrossentropy(ignore_class=1)},
-        {},
-        "Received: SparseCategoricalCrossentropy; leave accumulate at 1",
-    ),
-]
 
 
 @pytest.mark.parametrize(("options", "arguments", "message"), BAD)

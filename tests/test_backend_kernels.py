@@ -20,9 +20,8 @@ from tensorflow.python.eager import context
 from tensorflow.python.util import _pywrap_util_port
 from test_backend import TOLERANCES, relative
 
-from keras_vit import backend, environment
+from keras_vit import VisionTransformer, backend, environment
 from keras_vit.backend import plain, tensorflow
-from keras_vit.model import VisionTransformer
 
 needs_onednn = pytest.mark.skipif(
     not _pywrap_util_port.IsMklEnabled(), reason="oneDNN is not in this TensorFlow, or off"

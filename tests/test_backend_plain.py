@@ -13,31 +13,23 @@ import keras
 import numpy as np
 import pytest
 import variants_oracle
-from conftest import TINY, randomize
+from conftest import CROSS_ENTROPY, TINY, every_dropout, images_for, randomize, reloaded
 
 import keras_vit
-from keras_vit import layers
+from keras_vit import VisionTransformer, layers
 from keras_vit.backend import plain
 from keras_vit.layers.random import ReplicaSeedGenerator, drop_samples, dropout, split_seed
-from keras_vit.model import VisionTransformer
 
 if keras.backend.backend() == "tensorflow":
     pytest.skip("JAX's and PyTorch's part", allow_module_level=True)
 
-RANDOM = dataclasses.replace(
-    TINY,
-    num_layers=2,
-    dropout_rate=0.3,
-    attention_dropout_rate=0.3,
-    drop_path_rate=0.3,
-    patch_dropout_rate=0.3,
-)
-CROSS_ENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-
-
-def images_for(count: int = 8) -> np.ndarray:
-    images = np.random.default_rng(3).normal(size=(count, *TINY.input_shape))
-    return images.astype(np.float32)
+RANDOM = dataclasses.replace(TINY, num_layers=2, patch_dropout_rate=0.3, **every_dropout(0.3))
+IMAGES = images_for(TINY, 8)
+COPIES: dict[str, Callable[[VisionTransformer], VisionTransformer]] = {
+    "copy": lambda model: model.copy(),
+    "resize": lambda model: keras_vit.resize(model, (48, 48, 3)),
+    "lora": lambda model: keras_vit.lora(model, rank=2),
+}
 
 
 @pytest.mark.parametrize("remat", [False, True])
@@ -45,13 +37,12 @@ def test_a_model_with_every_dropout_learns(remat: bool, tmp_path: Path) -> None:
     """The loss of eight images falls, and a saved file answers as the trained model."""
     keras.utils.set_random_seed(0)
     model = VisionTransformer(dataclasses.replace(RANDOM, remat=remat))
-    images, labels = images_for(), np.arange(8) % 7
+    images, labels = IMAGES, np.arange(8) % 7
     model.compile(keras.optimizers.Adam(1e-2), CROSS_ENTROPY)
     losses = model.fit(images, labels, epochs=12, batch_size=8, verbose=0).history["loss"]
     assert losses[-1] < 0.85 * losses[0]
     expected = model.predict(images, verbose=0)
-    model.save(tmp_path / "model.keras")
-    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    loaded = reloaded(model, tmp_path)
     np.testing.assert_allclose(loaded.predict(images, verbose=0), expected, atol=1e-5)
     assert loaded.evaluate(images, labels, verbose=0) == pytest.approx(
         model.evaluate(images, labels, verbose=0), abs=1e-5
@@ -62,7 +53,7 @@ def test_a_model_with_every_dropout_learns(remat: bool, tmp_path: Path) -> None:
 def test_later_variants_have_the_numbers_of_numpy(fields: dict[str, Any]) -> None:
     """Rotary positions, norms elsewhere and quick_gelu, against a float64 walk."""
     config = dataclasses.replace(TINY, num_layers=2, **fields)
-    model, images = randomize(VisionTransformer(config)), images_for(2)
+    model, images = randomize(VisionTransformer(config)), IMAGES[:2]
     expected = variants_oracle.run(variants_oracle.arrays(model), images, config).logits
     np.testing.assert_allclose(model.predict(images, verbose=0), expected, atol=1e-5)
 
@@ -101,7 +92,7 @@ def test_what_keras_step_lacks_is_refused(option: str, value: object) -> None:
 def test_int8_and_lora_work(tmp_path: Path) -> None:
     """A quantised, adapted model trains and comes back."""
     config = dataclasses.replace(TINY, num_layers=1)
-    model, images = randomize(VisionTransformer(config)), images_for()
+    model, images = randomize(VisionTransformer(config)), IMAGES
     before = model.predict(images, verbose=0)
     for layer in model._flatten_layers():
         if isinstance(layer, layers.TokenDense):
@@ -111,8 +102,7 @@ def test_int8_and_lora_work(tmp_path: Path) -> None:
     assert (before * after).sum() / np.linalg.norm(before) / np.linalg.norm(after) > 0.99
     model.compile("adam", CROSS_ENTROPY)
     model.fit(images, np.arange(8) % 7, verbose=0)
-    model.save(tmp_path / "model.keras")
-    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    loaded = reloaded(model, tmp_path)
     np.testing.assert_allclose(
         loaded.predict(images, verbose=0), model.predict(images, verbose=0), atol=1e-5
     )
@@ -125,23 +115,16 @@ def test_each_backend_has_its_step() -> None:
     assert (VisionTransformer.train_step is keras.Model.train_step) is is_plain
 
 
-COPIES: dict[str, Callable[[VisionTransformer], VisionTransformer]] = {
-    "copy": lambda model: model.copy(),
-    "resize": lambda model: keras_vit.resize(model, (48, 48, 3)),
-    "lora": lambda model: keras_vit.lora(model, rank=2),
-}
-
-
 @pytest.mark.parametrize("name", COPIES)
 def test_a_copy_has_arrays_of_its_own(name: str) -> None:
     """The model answers as before when its copy has predicted and trained, and the copy too."""
     model = VisionTransformer(TINY)
-    expected = keras.ops.convert_to_numpy(model(images_for()))
+    expected = keras.ops.convert_to_numpy(model(IMAGES))
     copy = COPIES[name](model)
     images = np.zeros((4, *copy.input_shape[1:]), np.float32)
     copy.predict(images, verbose=0)
     copy.compile(keras.optimizers.SGD(0.1), CROSS_ENTROPY)
     copy.fit(images, np.arange(4), verbose=0)
-    np.testing.assert_array_equal(keras.ops.convert_to_numpy(model(images_for())), expected)
-    model.predict(images_for(), verbose=0)
+    np.testing.assert_array_equal(keras.ops.convert_to_numpy(model(IMAGES)), expected)
+    model.predict(IMAGES, verbose=0)
     assert np.isfinite(keras.ops.convert_to_numpy(copy(images))).all()

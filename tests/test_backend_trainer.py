@@ -10,27 +10,23 @@ import numpy as np
 import published
 import pytest
 import tensorflow as tf
-from conftest import FLOAT32, TINY, randomize
+from conftest import CROSS_ENTROPY, FLOAT32, TINY, every_dropout, randomize
 
 from keras_vit import VisionTransformer, layers
 from keras_vit.optimizers import MomentumSGD
-from keras_vit.training import Execution
 
 GOLDEN = np.load(published.GOLDEN / "finetune.npz")
 CONFIG = dataclasses.replace(TINY, num_layers=1, classes=3)
 
 
 def test_twelve_steps_are_the_originals() -> None:
-    """Clipping, momentum and schedule: the losses of the original's loop, in float32."""
+    """Clipping, momentum and schedule: the losses of the original's loop, in float32.
+
+    With the original's dtype of momentum, bfloat16, its norms too and what it ends with.
+    """
     _, logs = fine_tuning.trained()
-
     np.testing.assert_allclose(logs["loss"], GOLDEN["losses_float32_momentum"], rtol=0, atol=1e-4)
-
-
-def test_twelve_steps_in_its_bfloat16_are_the_originals() -> None:
-    """With the original's dtype of momentum: its losses, its norms and what it ends with."""
     model, logs = fine_tuning.trained(accumulator_dtype="bfloat16")
-
     np.testing.assert_allclose(logs["loss"], GOLDEN["losses"], rtol=0, atol=2e-3)
     np.testing.assert_allclose(logs["gradient_norm"], GOLDEN["gradient_norms"], rtol=5e-3)
     # A momentum of 8 bits rounds float noise to the other side now and then.
@@ -44,11 +40,8 @@ def test_twelve_steps_in_its_bfloat16_are_the_originals() -> None:
 
 def compiled(**arguments: Any) -> VisionTransformer:
     model = randomize(VisionTransformer(CONFIG))
-    model.compile(
-        arguments.pop("optimizer", None) or MomentumSGD(0.1, accumulator_dtype="float32"),
-        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        **arguments,
-    )
+    optimizer = MomentumSGD(0.1, accumulator_dtype="float32")
+    model.compile(loss=CROSS_ENTROPY, **{"optimizer": optimizer, **arguments})
     return model
 
 
@@ -66,17 +59,9 @@ def test_one_batch_is_predicted_as_any_other() -> None:
         np.testing.assert_allclose(several, expected, atol=FLOAT32)
 
 
-@pytest.fixture(scope="module")
-def strategy() -> tf.distribute.Strategy:
-    """Two replicas in this process, the strategy of all its tests; conftest makes the devices."""
-    return Execution(strategy="mirrored").make_strategy()
-
-
 def test_masks_differ_between_replicas(strategy: tf.distribute.Strategy) -> None:
     """Dropout and drop path; on one device the same layers draw anew in each call."""
-    config = dataclasses.replace(
-        CONFIG, dropout_rate=0.5, attention_dropout_rate=0.5, drop_path_rate=0.5, num_layers=2
-    )
+    config = dataclasses.replace(CONFIG, num_layers=2, **every_dropout(0.5))
     ones = tf.ones((8, 32, 48, 3))
     with strategy.scope():
         model = randomize(VisionTransformer(config))
@@ -113,9 +98,7 @@ def test_replicas_leave_out_other_patches(strategy: tf.distribute.Strategy) -> N
 )
 def test_recomputed_blocks_drop_the_same_again(jit_compile: bool | None) -> None:
     """With dropout and drop path the gradients are those of blocks that keep everything."""
-    rates: dict[str, Any] = dict.fromkeys(
-        ("dropout_rate", "attention_dropout_rate", "drop_path_rate"), 0.3
-    )
+    rates = every_dropout(0.3)
     config = dataclasses.replace(CONFIG, num_layers=2, patch_dropout_rate=0.5, **rates)
     kept = randomize(VisionTransformer(config))
     recomputed = VisionTransformer(dataclasses.replace(config, remat=True))

@@ -4,12 +4,12 @@ import itertools
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import keras
+import processes
 import pytest
 
 import benchmarks.__main__ as benchmarks_main
@@ -29,6 +29,44 @@ TINY = keras_vit.ViTConfig(
     num_layers=1,
     classes=8,
 )
+WRONG: list[tuple[Any, list[str], str]] = [
+    (benchmarks_main, ["--variants", "X/16"], "a size of tiny, Ti, S, B, L.*Received: X/16"),
+    (benchmarks_main, ["--image-sizes", "225"], "16 pixels do not divide images of 225"),
+    (benchmarks_main, ["--batches", "8", "--replicas", "3"], "batch of 8, 3 replicas"),
+    (benchmarks_main, ["--rounds", "0"], "must be 1 or more. Received: 0"),
+    (benchmarks_main, ["--peers-python", "nowhere"], "must be a Python. Received: nowhere"),
+    (profile, ["--variant", "B/0"], "Received: B/0"),
+    (parts, ["--batch", "0"], "a batch of 0"),
+    (parts, ["--rounds", "0"], "must be 1 or more. Received: 0"),
+    (parts, [], "pip install torch"),
+    (scale, ["--batch", "9"], "8 devices divide the batch. Received: --batch 9"),
+    (scale, ["--models", "X/16"], "X/16"),
+    (scale, ["--models", "R50+B/16"], "hybrid are not counted here. Received: R50.B/16"),
+    (scale, ["--disk", "0"], "--disk must be above 0. Received: 0"),
+    (benchmarks_main, ["--only", "timm"], r"Nothing to .* is installed. Received: \['timm'\]"),
+]
+TRANSFERS = [
+    ("%a = bf16[8,4]{1,0} all-gather(%x), channel_id=1", 48),
+    ("%a = ((bf16[2,4]), (bf16[8,4])) all-gather-start(%x), channel_id=1", 48),
+    ("%a = f32[2,4]{1,0} reduce-scatter(%x), channel_id=1", 96),
+    ("%a = ((f32[8,4]), (f32[2,4])) reduce-scatter-start(%x), channel_id=1", 96),
+    ("%a = (f32[8,4], f32[]) all-reduce(%x, %y), channel_id=1", 198),
+    ("%a = f32[8,4] add(%all-reduce.1, %x)", 0),
+]
+_COMPILE = """
+import json, keras_vit, sys
+from benchmarks import ahead
+tiny = keras_vit.ViTConfig.from_dict(json.loads(sys.argv[1]))
+steps = {
+    mesh: ahead.compile_step(tiny, batch=8, mesh=mesh, target="cpu:4") for mesh in ("data", "fsdp")
+}
+print(json.dumps({mesh: [step.state, step.temporary, sum(step.collectives.sent.values())]
+                  for mesh, step in steps.items()}))
+try:
+    ahead.devices_of("cpu:99")
+except ValueError as error:
+    print(error)
+"""
 
 
 def test_operations_are_those_of_the_paper() -> None:
@@ -70,24 +108,6 @@ def test_ratios_compare_with_the_best_peer_turn_by_turn() -> None:
     assert ratio("OpenVINO", figure="speed") is None
 
 
-WRONG: list[tuple[Any, list[str], str]] = [
-    (benchmarks_main, ["--variants", "X/16"], "a size of tiny, Ti, S, B, L.*Received: X/16"),
-    (benchmarks_main, ["--image-sizes", "225"], "16 pixels do not divide images of 225"),
-    (benchmarks_main, ["--batches", "8", "--replicas", "3"], "batch of 8, 3 replicas"),
-    (benchmarks_main, ["--rounds", "0"], "must be 1 or more. Received: 0"),
-    (benchmarks_main, ["--peers-python", "nowhere"], "must be a Python. Received: nowhere"),
-    (profile, ["--variant", "B/0"], "Received: B/0"),
-    (parts, ["--batch", "0"], "a batch of 0"),
-    (parts, ["--rounds", "0"], "must be 1 or more. Received: 0"),
-    (parts, [], "pip install torch"),
-    (scale, ["--batch", "9"], "8 devices divide the batch. Received: --batch 9"),
-    (scale, ["--models", "X/16"], "X/16"),
-    (scale, ["--models", "R50+B/16"], "hybrid are not counted here. Received: R50.B/16"),
-    (scale, ["--disk", "0"], "--disk must be above 0. Received: 0"),
-    (benchmarks_main, ["--only", "timm"], r"Nothing to .* is installed. Received: \['timm'\]"),
-]
-
-
 def test_wrong_options_get_one_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -103,16 +123,6 @@ def test_wrong_options_get_one_sentence(
         assert "Traceback" not in said
 
 
-TRANSFERS = [
-    ("%a = bf16[8,4]{1,0} all-gather(%x), channel_id=1", 48),
-    ("%a = ((bf16[2,4]), (bf16[8,4])) all-gather-start(%x), channel_id=1", 48),
-    ("%a = f32[2,4]{1,0} reduce-scatter(%x), channel_id=1", 96),
-    ("%a = ((f32[8,4]), (f32[2,4])) reduce-scatter-start(%x), channel_id=1", 96),
-    ("%a = (f32[8,4], f32[]) all-reduce(%x, %y), channel_id=1", 198),
-    ("%a = f32[8,4] add(%all-reduce.1, %x)", 0),
-]
-
-
 def test_transfers_are_counted_once() -> None:
     """A ring of four sends three quarters of what is gathered or scattered, twice that of a sum."""
     for line, sent in TRANSFERS:
@@ -123,16 +133,7 @@ def test_transfers_are_counted_once() -> None:
 
 def run(*words: str, **environment: str) -> str:
     """Runs Python in the repository's folder; returns what it printed."""
-    done = subprocess.run(
-        [sys.executable, *words],
-        cwd=ROOT,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return processes.python(*words, folder=ROOT, CUDA_VISIBLE_DEVICES="", **environment).stdout
 
 
 @pytest.mark.full
@@ -170,28 +171,12 @@ def test_the_profile_names_kernels() -> None:
     assert any(row[:2] == ["XLA", "loop"] for row in rows)
 
 
-_COMPILE = """
-import dataclasses, json
-from benchmarks import ahead
-from tests.test_benchmarks import TINY
-steps = {
-    mesh: ahead.compile_step(TINY, batch=8, mesh=mesh, target="cpu:4") for mesh in ("data", "fsdp")
-}
-print(json.dumps({mesh: [step.state, step.temporary, sum(step.collectives.sent.values())]
-                  for mesh, step in steps.items()}))
-try:
-    ahead.devices_of("cpu:99")
-except ValueError as error:
-    print(error)
-"""
-
-
 @pytest.mark.skipif(keras.backend.backend() != "jax", reason="JAX's part")
 def test_a_compiled_step_has_these_sizes() -> None:
     """On devices that share the weights, and on devices that do not; none makes an array."""
     fast = "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count=4"
     flags = f"{os.environ.get('XLA_FLAGS', '')} {fast}"
-    printed = run("-c", _COMPILE, XLA_FLAGS=flags.strip())
+    printed = run("-c", _COMPILE, json.dumps(TINY.to_dict()), XLA_FLAGS=flags.strip())
     sizes, error = printed.strip().splitlines()[-2:]
     assert "Received: 'cpu:99' (there are 4 virtual devices)" in error
     compiled = json.loads(sizes)

@@ -1,16 +1,26 @@
 """Tests of campaigns: every way that a case ends is told apart; disturbed files are old or new."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
+import processes
 import pytest
 from campaign_rig import WAYS, Campaign
 
 from campaigns import disk, mutations, oracle, runner
+
+# A process of its own: one in which TensorFlow has computed something cannot be forked.
+SCRIPT = """
+import errno, json, sys
+from pathlib import Path
+from campaigns import disk, oracle
+campaign = disk.Campaign(Path(sys.argv[1]))
+exec(sys.argv[3])
+for case in eval(sys.argv[2]):
+    verdict = oracle.judge(case)
+    print(json.dumps([verdict.kind, verdict.what, verdict.message]))
+"""
 
 
 def test_the_oracle_tells_the_ways_apart(tmp_path: Path) -> None:
@@ -42,28 +52,10 @@ def test_a_seed_repeats_a_mutation() -> None:
     assert len(set(changed)) > 150
 
 
-# A process of its own: one in which TensorFlow has computed something cannot be forked.
-SCRIPT = """
-import errno, json, sys
-from pathlib import Path
-from campaigns import disk, oracle
-campaign = disk.Campaign(Path(sys.argv[1]))
-exec(sys.argv[3])
-for case in eval(sys.argv[2]):
-    verdict = oracle.judge(case)
-    print(json.dumps([verdict.kind, verdict.what, verdict.message]))
-"""
-
-
 def judged(folder: Path, cases: str, *, before: str = "") -> list[list[str]]:
     """What became of the cases that an expression gives, after some code: kind, what, message."""
-    ended = subprocess.run(
-        [sys.executable, "-c", SCRIPT, folder, cases, before],
-        env={**os.environ, "PYTHONPATH": str(Path(disk.__file__).parents[1])},
-        stdout=subprocess.PIPE,
-        check=True,
-        text=True,
-    )
+    root = str(Path(disk.__file__).parents[1])
+    ended = processes.python("-c", SCRIPT, folder, cases, before, PYTHONPATH=root)
     return [json.loads(line) for line in ended.stdout.splitlines()]
 
 

@@ -17,12 +17,30 @@ FILES = {
     *("README.md", "config.json", "confusion.png", "curves.png", "history.csv", "labels.txt"),
     *("metrics.json", "model.keras", "report.html", "splits.csv", "tensorboard"),
 }
+# Flags that are not those of the run, and the field that the sentence names with both values.
+CHANGES = {
+    "--seed 1": "seed=0, not 1",
+    "--set mixup=0.2": "recipe.mixup=0.0, not 0.2",
+    "--set average=0.9": "recipe.average=None, not 0.9",
+    "--set remat=true": "model.remat=False, not True",
+    "--set num_layers=2": "model.num_layers=4, not 2",
+}
+# A training that stops itself once its run is written beside its place; next it is measured.
+STOPPING = """
+import signal, sys
+from keras_vit.cli import main
+import keras_vit.training
+def stop(*_):
+    print("stopped", flush=True)
+    signal.raise_signal(signal.SIGSTOP)
+sys.modules["keras_vit.training.train"]._make_run = stop
+sys.exit(main(sys.argv[1:]))
+"""
 
 
 def start(
     *argv: object, folder: Path, environment: dict[str, str] | None = None
 ) -> processes.Process:
-    """Starts a command in a process of its own."""
     return processes.Process(["-m", "keras_vit", *map(str, argv)], environment, folder)
 
 
@@ -127,16 +145,6 @@ def test_ctrl_c_leaves_a_whole_model_or_nothing(place: Path, tmp_path: Path) -> 
     assert (late_run / "metrics.json").is_file()
 
 
-# Flags that are not those of the run, and the field that the sentence names with both values.
-CHANGES = {
-    "--seed 1": "seed=0, not 1",
-    "--set mixup=0.2": "recipe.mixup=0.0, not 0.2",
-    "--set average=0.9": "recipe.average=None, not 0.9",
-    "--set remat=true": "model.remat=False, not True",
-    "--set num_layers=2": "model.num_layers=4, not 2",
-}
-
-
 @pytest.mark.full
 def test_resuming_a_finished_run_says_so(place: Path) -> None:
     """Exit code 0 and nothing done; one that was not measured is measured, other flags refused."""
@@ -158,19 +166,6 @@ def test_resuming_a_finished_run_says_so(place: Path) -> None:
         assert refused.code == 1
         assert f"was started with {change}" in refused.errors[0]
         assert "val. loss" not in refused.out
-
-
-# A training that stops itself once its run is written beside its place; next it is measured.
-STOPPING = """
-import signal, sys
-from keras_vit.cli import main
-import keras_vit.training
-def stop(*_):
-    print("stopped", flush=True)
-    signal.raise_signal(signal.SIGSTOP)
-sys.modules["keras_vit.training.train"]._make_run = stop
-sys.exit(main(sys.argv[1:]))
-"""
 
 
 @pytest.mark.full

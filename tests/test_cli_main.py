@@ -17,17 +17,6 @@ from keras_vit.cli.main import make_parser
 from keras_vit.training import MODELS, RECIPES, Execution
 from keras_vit.weights.positions import Method
 
-
-def test_help_shows_examples_and_every_default() -> None:
-    """Each subcommand explains itself, gives examples, and no flag hides its default."""
-    parsers: Any = make_parser()._subparsers
-    for command in ("train", "pretrain", "predict", "evaluate", "push"):
-        assert f"examples:\n  keras-vit {command} " in cli_rig.done(command, "--help").out
-        for action in parsers._group_actions[0].choices[command]._actions:
-            if action.option_strings and not action.required and action.dest != "help":
-                assert "default" in str(action.help), (command, action.dest)
-
-
 # The flags of each command, in the order of its help. A number that few change is no flag, but a
 # setting.
 NAMES = {
@@ -48,6 +37,52 @@ NAMES = {
     "push": "RUN ADDRESS --private --license --images --json",
     "list": "--variant --family --json",
 }
+RIGHT: list[tuple[Callable[[str], Any], dict[str, Any]]] = [
+    (flags.whole(1), {"12": 12}),
+    (flags.whole(0, 2**32 - 1), {"0": 0, str(2**32 - 1): 2**32 - 1}),
+    (flags.setting, {"pooling=avg": ("pooling", "avg"), "layer_scale=1e-4": ("layer_scale", 1e-4)}),
+    (flags.setting, {"class_token=False": ("class_token", False), "a=4": ("a", 4)}),
+    (flags.setting, {"a=none": ("a", None), "a=3,4": ("a", (3, 4)), "a=no": ("a", False)}),
+    (flags.setting, {"mesh=a=2,b=1": ("mesh", "a=2,b=1"), "strategy=none": ("strategy", "none")}),
+    (flags.words(("qkv", "out")), {"out,qkv": ("out", "qkv")}),
+    (flags.size, {"64": (64, 64), "48x64": (48, 64)}),
+    (flags.matching("(?i).*\\.csv", "x"), {"a.CSV": "a.CSV"}),
+]
+WRONG: list[tuple[Callable[[str], Any], tuple[str, ...]]] = [
+    (flags.whole(1), ("0", "-1", "2.5", "")),
+    (flags.whole(0, 2**32 - 1), ("-1", str(2**32))),
+    (flags.setting, ("pooling", "=avg", "pooling=")),
+    (flags.words(("qkv", "out")), ("qkv,head",)),
+    (flags.size, ("0", "4x5x6", "x")),
+    (flags.SHA256, ("0" * 63, "g" * 64)),
+]
+RECIPE: dict[str, dict[str, Any]] = {
+    "": {},
+    "--epochs 7": {"epochs": 7},
+    "--set steps=7": {"epochs": None, "steps": 7},
+    "--batch-size 8 --set batch_size=9": {"batch_size": 9},
+    "--set weight_decay=0 drop_path_rate=0.2": {"weight_decay": 0.0, "drop_path_rate": 0.2},
+    "--set average=0.99 --set average=none": {"average": None},
+    "--set patience=7": {"patience": 7},
+    "--set balance=true sam_rho=0.05": {"balance": True, "sam_rho": 0.05},
+    "--set mixup=0.8 cutmix=1": {"mixup": 0.8, "cutmix": 1.0},
+    "--set layer_decay=0.7 betas=0.9,0.95": {"layer_decay": 0.7, "betas": (0.9, 0.95)},
+    "--set flip=true": {
+        "augmentation": dataclasses.replace(RECIPES["scratch"].augmentation, flip=True)
+    },
+    "--set dropout_rate=0.1": {"dropout_rate": 0.1},
+    "--set pooling=avg class_token=false": {"model": {"pooling": "avg", "class_token": False}},
+}
+
+
+def test_help_shows_examples_and_every_default() -> None:
+    """Each subcommand explains itself, gives examples, and no flag hides its default."""
+    parsers: Any = make_parser()._subparsers
+    for command in ("train", "pretrain", "predict", "evaluate", "push"):
+        assert f"examples:\n  keras-vit {command} " in cli_rig.done(command, "--help").out
+        for action in parsers._group_actions[0].choices[command]._actions:
+            if action.option_strings and not action.required and action.dest != "help":
+                assert "default" in str(action.help), (command, action.dest)
 
 
 def test_flags_come_and_go_by_decision() -> None:
@@ -81,27 +116,6 @@ def test_the_defaults_in_the_help_are_the_tables() -> None:
     assert digits.batch_size == scratch.batch_size == tuned.batch_size
 
 
-RIGHT: list[tuple[Callable[[str], Any], dict[str, Any]]] = [
-    (flags.whole(1), {"12": 12}),
-    (flags.whole(0, 2**32 - 1), {"0": 0, str(2**32 - 1): 2**32 - 1}),
-    (flags.setting, {"pooling=avg": ("pooling", "avg"), "layer_scale=1e-4": ("layer_scale", 1e-4)}),
-    (flags.setting, {"class_token=False": ("class_token", False), "a=4": ("a", 4)}),
-    (flags.setting, {"a=none": ("a", None), "a=3,4": ("a", (3, 4)), "a=no": ("a", False)}),
-    (flags.setting, {"mesh=a=2,b=1": ("mesh", "a=2,b=1"), "strategy=none": ("strategy", "none")}),
-    (flags.words(("qkv", "out")), {"out,qkv": ("out", "qkv")}),
-    (flags.size, {"64": (64, 64), "48x64": (48, 64)}),
-    (flags.matching("(?i).*\\.csv", "x"), {"a.CSV": "a.CSV"}),
-]
-WRONG: list[tuple[Callable[[str], Any], tuple[str, ...]]] = [
-    (flags.whole(1), ("0", "-1", "2.5", "")),
-    (flags.whole(0, 2**32 - 1), ("-1", str(2**32))),
-    (flags.setting, ("pooling", "=avg", "pooling=")),
-    (flags.words(("qkv", "out")), ("qkv,head",)),
-    (flags.size, ("0", "4x5x6", "x")),
-    (flags.SHA256, ("0" * 63, "g" * 64)),
-]
-
-
 def test_values_are_read_or_repeated_in_the_error() -> None:
     """Each kind reads as documented; the sentence shows what was received and what is allowed."""
     for read, values in RIGHT:
@@ -117,25 +131,6 @@ def test_values_are_read_or_repeated_in_the_error() -> None:
 def settings(argv: str, command: str = "train", objective: Any = flags.TEACHING) -> flags.Settings:
     words = [command, "--data", "x", "--out", "y", *argv.split()]
     return flags.Settings.of(make_parser().parse_args(words), objective)
-
-
-RECIPE: dict[str, dict[str, Any]] = {
-    "": {},
-    "--epochs 7": {"epochs": 7},
-    "--set steps=7": {"epochs": None, "steps": 7},
-    "--batch-size 8 --set batch_size=9": {"batch_size": 9},
-    "--set weight_decay=0 drop_path_rate=0.2": {"weight_decay": 0.0, "drop_path_rate": 0.2},
-    "--set average=0.99 --set average=none": {"average": None},
-    "--set patience=7": {"patience": 7},
-    "--set balance=true sam_rho=0.05": {"balance": True, "sam_rho": 0.05},
-    "--set mixup=0.8 cutmix=1": {"mixup": 0.8, "cutmix": 1.0},
-    "--set layer_decay=0.7 betas=0.9,0.95": {"layer_decay": 0.7, "betas": (0.9, 0.95)},
-    "--set flip=true": {
-        "augmentation": dataclasses.replace(RECIPES["scratch"].augmentation, flip=True)
-    },
-    "--set dropout_rate=0.1": {"dropout_rate": 0.1},
-    "--set pooling=avg class_token=false": {"model": {"pooling": "avg", "class_token": False}},
-}
 
 
 def test_settings_change_single_numbers_of_the_recipe() -> None:

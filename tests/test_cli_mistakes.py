@@ -16,6 +16,7 @@ import pytest
 from keras_vit.cli import train
 from keras_vit.cli.main import main
 
+nowhere = cli_rig.nowhere_fixture
 ZEROS = "0" * 64
 BACKBONE = published.GOLDEN / "modern" / "hf_dinov2"
 
@@ -139,7 +140,6 @@ USAGE = {
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with images, models and things that are neither."""
     folder = tmp_path_factory.mktemp("mistakes")
     image_files.write_classes(folder / "images")
     image_files.damage(folder / "images" / "plain" / "001.png")
@@ -164,15 +164,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(autouse=True)
-def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No weights are in the cache, nor in the mirror."""
-    monkeypatch.setenv("KERAS_HOME", str(tmp_path / "keras"))
-    monkeypatch.setenv("KERAS_VIT_MIRROR", str(tmp_path / "no-mirror"))
-
-
 def contents(folder: Path) -> dict[str, tuple[int, int]]:
-    """Every file of a folder, with its size and time."""
     return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*")}
 
 
@@ -194,9 +186,15 @@ def faults(command: str, text: str, place: Path, *, code: int) -> list[str]:
     return [f"{command}: {fault}" for fault, is_right in checks.items() if not is_right]
 
 
-def test_what_is_wrong_is_one_sentence(place: Path) -> None:
-    """One line on stderr that says what to do, exit code 1, nothing written or lost."""
+def test_what_is_wrong_is_one_sentence(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line on stderr that says what to do, exit code 1, nothing written or lost.
+
+    What is not installed is named, with the command that installs it.
+    """
     assert [each for pair in WRONG.items() for each in faults(*pair, place, code=1)] == []
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    command = "train --data digits --out new --model digits"
+    assert faults(command, "pip install scikit-learn", place, code=1) == []
 
 
 def test_wrong_usage_is_one_line(place: Path) -> None:
@@ -204,13 +202,6 @@ def test_wrong_usage_is_one_line(place: Path) -> None:
     assert [each for pair in USAGE.items() for each in faults(*pair, place, code=2)] == []
     process = subprocess.run([sys.executable, "-m", "keras_vit", "fly"], capture_output=True)
     assert process.returncode == 2
-
-
-def test_what_is_not_installed_is_named(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the command that installs it."""
-    monkeypatch.setitem(sys.modules, "sklearn", None)
-    command = "train --data digits --out new --model digits"
-    assert faults(command, "pip install scikit-learn", place, code=1) == []
 
 
 def test_errors_are_one_line(

@@ -20,21 +20,13 @@ from keras_vit.exporting import artefacts
 from keras_vit.training.train import make_engine
 from keras_vit.weights import resolve
 
+nowhere = cli_rig.nowhere_fixture
 ROW = resolve("Ti/16", "imagenet21k")
 
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six images of each of two classes."""
     return image_files.write_classes(tmp_path_factory.mktemp("cli-plan") / "photos", count=6)
-
-
-@pytest.fixture(autouse=True)
-def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No weights are in the cache, nor in the mirror."""
-    monkeypatch.setenv("KERAS_HOME", str(tmp_path / "keras"))
-    monkeypatch.setenv("KERAS_VIT_MIRROR", str(tmp_path / "no-mirror"))
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
 
 
 @pytest.fixture

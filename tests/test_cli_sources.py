@@ -96,16 +96,6 @@ def test_predict_without_names_has_numbers(image: Path, tmp_path: Path) -> None:
         assert_predicts(source, image, [*"0123456"])
 
 
-def imagenet(folder: Path) -> Path:
-    """Gives the classifier of a folder a thousand classes, which have no names."""
-    arrays = safetensors.numpy.load_file(folder / "model.safetensors")
-    generator = np.random.default_rng(0)
-    arrays["classifier.weight"] = generator.standard_normal((1000, 16)).astype(np.float32)
-    arrays["classifier.bias"] = np.zeros(1000, np.float32)
-    safetensors.numpy.save_file(arrays, folder / "model.safetensors")
-    return named(folder, ["LABEL_0", "LABEL_1"])
-
-
 @pytest.mark.full
 def test_evaluate_takes_names_and_identifiers_of_folders(
     folder: Path, image: Path, tmp_path: Path
@@ -117,7 +107,12 @@ def test_evaluate_takes_names_and_identifiers_of_folders(
 
     shutil.copytree(images / "striped", tmp_path / "val" / "n02123045")
     shutil.copytree(images / "plain", tmp_path / "val" / "n01440764")
-    command = ("evaluate", imagenet(folder), "--data")
+    arrays = safetensors.numpy.load_file(folder / "model.safetensors")
+    generator = np.random.default_rng(0)
+    arrays["classifier.weight"] = generator.standard_normal((1000, 16)).astype(np.float32)
+    arrays["classifier.bias"] = np.zeros(1000, np.float32)
+    safetensors.numpy.save_file(arrays, folder / "model.safetensors")
+    command = ("evaluate", named(folder, ["LABEL_0", "LABEL_1"]), "--data")  # which name none
     out = tmp_path / "report"
     assert "test: 12 images" in cli_rig.done(*command, tmp_path / "val", "--out", out).out
     assert (out / "metrics.json").is_file()

@@ -9,8 +9,7 @@ import pytest
 import test_model_variants
 from conftest import TINY
 
-from keras_vit.config import ViTConfig
-from keras_vit.variants import VARIANTS
+from keras_vit import VARIANTS, ViTConfig
 from keras_vit.weights.layouts import check_published
 
 ANY_SIZE = {"input_shape": (None, None, 3), "position_grid": (4, 6)}

@@ -11,6 +11,27 @@ import tensorflow as tf
 from keras_vit.data import Augmentation, augment, mix_batch
 
 SEED = (3, 5)
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"rotation": 181}, "rotation must lie between"),
+    ({"shift": -0.1}, "shift must lie between"),
+    ({"zoom": 1}, "zoom must lie between"),
+    ({"crop": 0}, "crop must lie between"),
+    ({"crop": 1.5}, "crop must lie between"),
+    ({"erase": 2}, "erase must lie between"),
+    ({"randaugment_layers": -1}, "randaugment_layers must lie between"),
+    ({"randaugment_magnitude": 31}, "randaugment_magnitude must lie between"),
+    ({"resize_small": 11}, "resize_small must lie between"),
+    ({"resize_small": 0.9}, "at least 1 and then without crop"),
+    ({"resize_small": 1.1, "crop": 0.5}, "at least 1 and then without crop"),
+]
+VALUE = 300.0  # no noise has it
+COUNT = 3000
+# Two samples of COUNT from one distribution lie further apart once in ten thousand times
+# (Kolmogorov and Smirnov: sqrt(log(2 / 1e-4) / COUNT)).
+BOUND = 0.058
+# Shapes of images, from photographs to strips in which hardly a part of the aspect fits.
+SHAPES = [(375, 500), (500, 375), (64, 64), (90, 800), (800, 90), (7, 5)]
+AREAS = [0.05, 0.3]
 
 
 def picture(batch: int = 64, height: int = 9, width: int = 11) -> np.ndarray:
@@ -56,12 +77,6 @@ def test_flipping_mirrors_about_half_of_the_images_exactly() -> None:
     assert 60 < mirrored.sum() < 140
 
 
-def center_of_mass(images: np.ndarray) -> np.ndarray:
-    weights = images[..., 0] / images[..., 0].sum(axis=(1, 2), keepdims=True)
-    rows, columns = np.indices(weights.shape[1:])
-    return np.stack([(weights * rows).sum((1, 2)), (weights * columns).sum((1, 2))], axis=1)
-
-
 def test_moves_stay_within_their_limits_and_reach_them() -> None:
     """A shift of a tenth of the side to all sides; 30 degrees about the middle; a zoom by 1.25."""
 
@@ -69,7 +84,10 @@ def test_moves_stay_within_their_limits_and_reach_them() -> None:
         """Where a bright pixel ends in 300 images, from the middle."""
         images = np.zeros((300, side, side, 3), np.float32)
         images[:, row, column] = 200
-        return center_of_mass(moved(images, **fields)) - side // 2
+        light = moved(images, **fields)[..., 0]
+        weights = light / light.sum(axis=(1, 2), keepdims=True)
+        centers = [(weights * place).sum((1, 2)) for place in np.indices((side, side))]
+        return np.stack(centers, axis=1) - side // 2
 
     shifts = places(10, 10, shift=0.1)
     assert np.abs(shifts).max() <= 2.1 + 1e-4
@@ -88,29 +106,11 @@ def test_moves_stay_within_their_limits_and_reach_them() -> None:
     assert 9.3 < distances.max() <= 8 * 1.25 + 0.3
 
 
-WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"rotation": 181}, "rotation must lie between"),
-    ({"shift": -0.1}, "shift must lie between"),
-    ({"zoom": 1}, "zoom must lie between"),
-    ({"crop": 0}, "crop must lie between"),
-    ({"crop": 1.5}, "crop must lie between"),
-    ({"erase": 2}, "erase must lie between"),
-    ({"randaugment_layers": -1}, "randaugment_layers must lie between"),
-    ({"randaugment_magnitude": 31}, "randaugment_magnitude must lie between"),
-    ({"resize_small": 11}, "resize_small must lie between"),
-    ({"resize_small": 0.9}, "at least 1 and then without crop"),
-    ({"resize_small": 1.1, "crop": 0.5}, "at least 1 and then without crop"),
-]
-
-
 def test_impossible_strengths_are_errors() -> None:
     """One out of range is named with its limits; two kinds of crops exclude each other."""
     for fields, message in WRONG:
         with pytest.raises(ValueError, match=message):
             Augmentation(**fields)
-
-
-VALUE = 300.0  # no noise has it
 
 
 def erased(probability: float, *, count: int = 400, **options: Any) -> np.ndarray:
@@ -139,19 +139,14 @@ def test_one_rectangle_of_the_paper_s_sizes_is_lost() -> None:
 
 
 def test_what_is_lost_becomes_noise_of_the_whole_range() -> None:
-    """Each value is random, and another one in each channel and image."""
+    """Each value is random, another in each channel and image; workers' parts are the whole's."""
     actual = erased(1.0, count=60)
     noise = actual[actual != VALUE]
 
     assert set(np.unique(noise)) == set(range(256))
     assert noise.mean() == pytest.approx(127.5, abs=2)
     assert noise.std() == pytest.approx(np.arange(256).std(), abs=2)
-
-
-def test_workers_erase_as_one_does() -> None:
-    """The parts of two workers are the whole to the bit, and nothing is lost at 0."""
     parts = [erased(0.5, count=20, shard=(index, 2)) for index in (0, 1)]
-
     assert np.array_equal(np.concatenate(parts), erased(0.5, count=40))
     assert (erased(0.0) == VALUE).all()
 
@@ -285,15 +280,6 @@ def test_workers_share_the_draw_for_a_batch() -> None:
     whole = mixed(0.3, count=8, per="batch")[1].max()
     parts = [mixed(0.3, count=4, per="batch", shard=(index, 2))[1].max() for index in (0, 1)]
     assert parts == [whole, whole]
-
-
-COUNT = 3000
-# Two samples of COUNT from one distribution lie further apart once in ten thousand times
-# (Kolmogorov and Smirnov: sqrt(log(2 / 1e-4) / COUNT)).
-BOUND = 0.058
-# Shapes of images, from photographs to strips in which hardly a part of the aspect fits.
-SHAPES = [(375, 500), (500, 375), (64, 64), (90, 800), (800, 90), (7, 5)]
-AREAS = [0.05, 0.3]
 
 
 def sampled(draw: Callable[[tf.Tensor], tf.Tensor]) -> np.ndarray:

@@ -22,7 +22,6 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def tfds() -> Any:
-    """The package, which is imported late."""
     return importlib.import_module("tensorflow_datasets")
 
 

@@ -8,18 +8,27 @@ import image_files
 import numpy as np
 import pytest
 
-from keras_vit.data import (
-    LeftOut,
-    NamedImage,
-    folder,
-    images,
-    load_data,
-    load_folder,
-    load_test_folder,
-    load_unlabelled_folder,
-    named_images,
-    source,
-)
+from keras_vit.data import datasets, folder, images, load_folder, source
+
+# Which splits a folder has, and how many images each split gets of its twenty.
+GIVEN = [
+    (("train", "validation", "test"), {"train": 20, "validation": 20, "test": 20}),
+    (("train",), {"train": 16, "validation": 2, "test": 2}),
+    (("train", "test"), {"train": 18, "validation": 2, "test": 20}),
+    (("train", "validation"), {"train": 18, "validation": 20, "test": 2}),
+]
+ROWS = {
+    "empty": "",
+    "other columns": "a,b\n1,2\n",
+    "short": "split,label,path\ntest,plain\n",
+    "long": "split,label,path\ntest,plain,a.png,b\n",
+    "endless field": 'split,label,path\ntest,plain,"' + "x" * 300_000,
+    "split": "split,label,path\nothers,plain,plain/000.jpg\n",
+    "label": "split,label,path\ntest,cat,plain/000.jpg\n",
+    "absolute": "split,label,path\ntest,plain,/etc/hostname\n",
+    "above": "split,label,path\ntest,plain,../other/000.jpg\n",
+}
+PHOTOS = ["photos/[1].jpg", "photos/a.png", "photos/b/ä 1.jpg"]
 
 
 def test_classes_become_labels_and_every_file_is_used_once(tmp_path: Path) -> None:
@@ -34,15 +43,6 @@ def test_classes_become_labels_and_every_file_is_used_once(tmp_path: Path) -> No
         split = data.split(name)
         parents = [Path(image).parent.name for image in split.images]
         assert parents == [data.labels[target] for target in split.targets]
-
-
-# Which splits a folder has, and how many images each split gets of its twenty.
-GIVEN = [
-    (("train", "validation", "test"), {"train": 20, "validation": 20, "test": 20}),
-    (("train",), {"train": 16, "validation": 2, "test": 2}),
-    (("train", "test"), {"train": 18, "validation": 2, "test": 20}),
-    (("train", "validation"), {"train": 18, "validation": 20, "test": 2}),
-]
 
 
 @pytest.mark.parametrize(("given", "expected"), GIVEN)
@@ -60,13 +60,6 @@ def test_given_splits_are_kept_and_missing_ones_carved_out_of_training(
         place = name if name in given else "train"
         assert all(Path(image).parts[-3] == place for image in data.split(name).images)
     assert not set(data.train.images) & {*data.validation.images, *data.test.images}
-
-
-def test_train_may_be_the_name_of_a_class(tmp_path: Path) -> None:
-    """A folder "train" with pictures of trains and no folders inside is a class."""
-    image_files.write_classes(tmp_path, classes=("car", "train"))
-
-    assert load_folder(tmp_path).labels == ("car", "train")
 
 
 def test_damaged_images_are_left_out_and_named(tmp_path: Path) -> None:
@@ -140,7 +133,7 @@ def test_what_lies_beside_given_splits_is_named(tmp_path: Path) -> None:
     data = load_folder(tmp_path)
 
     assert [Path(name).name for name in data.reasons[folder.OUTSIDE]] == ["extra", "labels.csv"]
-    assert load_test_folder(tmp_path, labels=data.labels).left_out == ()
+    assert folder.load_test_folder(tmp_path, labels=data.labels).left_out == ()
 
 
 def test_files_are_judged_as_they_are_now(tmp_path: Path) -> None:
@@ -195,27 +188,29 @@ def test_a_folder_to_evaluate_on_is_taken_whole(tmp_path: Path) -> None:
     image_files.write_classes(tmp_path / "flat", count=3, classes=("b", "c"))
     labels = ("a", "b", "c")
 
-    data = load_test_folder(tmp_path / "flat", labels=labels)
+    data = folder.load_test_folder(tmp_path / "flat", labels=labels)
 
     assert data.counts == {"train": 0, "validation": 0, "test": 6}
     assert data.test.targets.tolist() == [1, 1, 1, 2, 2, 2]
     with pytest.raises(ValueError, match="not trained for: 'c'"):
-        load_test_folder(tmp_path / "flat", labels=("a", "b"))
+        folder.load_test_folder(tmp_path / "flat", labels=("a", "b"))
     for name, count in (("train", 4), ("test", 3)):  # of given splits the training is not tested on
         image_files.write_classes(tmp_path / "given" / name, count=count)
-    assert len(load_test_folder(tmp_path / "given", labels=("plain", "striped")).test) == 6
+    assert len(folder.load_test_folder(tmp_path / "given", labels=("plain", "striped")).test) == 6
 
 
 def test_file_names_of_any_alphabet_are_read(tmp_path: Path) -> None:
-    """Names with spaces and other scripts are kept; a message about a thousand is a sentence."""
-    image_files.write_classes(tmp_path, count=4, classes=("Äpfel und Birnen", "猫"))
+    """Names with spaces and other scripts are kept; a message about a thousand is a sentence.
 
-    data = load_folder(tmp_path)
-
+    A folder "train" with pictures of trains and no folders inside is a class.
+    """
+    for classes in (("Äpfel und Birnen", "猫"), ("car", "train")):
+        root = image_files.write_classes(tmp_path / classes[0], count=4, classes=classes)
+        data = load_folder(root)
+        assert data.labels == classes
+        assert np.bincount(data.train.targets).tolist() == [2, 2]
     listed = folder.some([f"{index}.png" for index in range(1000)])
     assert listed.endswith("'9.png' and 990 more")
-    assert data.labels == ("Äpfel und Birnen", "猫")
-    assert np.bincount(data.train.targets).tolist() == [2, 2]
 
 
 def scatter(root: Path, *, count: int = 20, below: str = "") -> Path:
@@ -230,7 +225,7 @@ def test_images_without_classes_are_taken_at_any_depth(tmp_path: Path) -> None:
     """Each once; a tenth is carved out; a damaged one is named; splits.csv has no labels then."""
     scatter(tmp_path)
     image_files.damage(tmp_path / "0.png")
-    data = load_unlabelled_folder(tmp_path)
+    data = folder.load_unlabelled_folder(tmp_path)
     actual = [Path(image).name for part in (data.train, data.validation) for image in part.images]
     assert sorted(actual) == sorted(f"{index}.png" for index in range(1, 20))
     assert data.counts == {"train": 17, "validation": 2, "test": 0}
@@ -245,38 +240,46 @@ def test_images_without_classes_are_taken_at_any_depth(tmp_path: Path) -> None:
 def test_class_folders_keep_their_splits_without_labels(tmp_path: Path) -> None:
     """What a classifier would be tested on stays unseen."""
     root = image_files.write_classes(tmp_path)
-    without, labelled = load_unlabelled_folder(root), load_folder(root)
+    without, labelled = folder.load_unlabelled_folder(root), load_folder(root)
     assert without.labels == labelled.labels
     assert without.test.images.tolist() == labelled.test.images.tolist()
-    assert load_data(root, labelled=False).counts == labelled.counts
+    assert datasets.load_data(root, labelled=False).counts == labelled.counts
 
 
 def test_given_splits_without_classes_are_kept(tmp_path: Path) -> None:
     """A flat train/ and validation/ are splits, not two classes."""
     scatter(tmp_path, below="train")
-    assert load_unlabelled_folder(tmp_path).counts == {"train": 18, "validation": 2, "test": 0}
+    assert folder.load_unlabelled_folder(tmp_path).counts == {
+        "train": 18,
+        "validation": 2,
+        "test": 0,
+    }
     scatter(tmp_path, below="validation", count=4)
-    assert load_unlabelled_folder(tmp_path).counts == {"train": 20, "validation": 4, "test": 0}
+    assert folder.load_unlabelled_folder(tmp_path).counts == {
+        "train": 20,
+        "validation": 4,
+        "test": 0,
+    }
 
 
 def test_too_few_images_are_an_error(tmp_path: Path) -> None:
     """None, or one alone, cannot be trained and validated on; a missing folder is named."""
     with pytest.raises(ValueError, match="too few images"):
-        load_unlabelled_folder(tmp_path)
+        folder.load_unlabelled_folder(tmp_path)
     scatter(tmp_path, count=1)
     with pytest.raises(ValueError, match="too few images"):
-        load_unlabelled_folder(tmp_path)
+        folder.load_unlabelled_folder(tmp_path)
     with pytest.raises(FileNotFoundError, match="no folder 'gone'"):
-        load_unlabelled_folder("gone")
+        folder.load_unlabelled_folder("gone")
 
 
 def test_other_words_are_folders(tmp_path: Path) -> None:
     """A path is a folder, whatever its name."""
     root = image_files.write_classes(tmp_path / "digits")
-    assert load_data(root).source == str(root)
-    assert load_data("digits").source == "digits"
+    assert datasets.load_data(root).source == str(root)
+    assert datasets.load_data("digits").source == "digits"
     with pytest.raises(FileNotFoundError, match="There is no folder 'nowhere'"):
-        load_data("nowhere")
+        datasets.load_data("nowhere")
 
 
 def test_splits_come_back_as_they_were_written(tmp_path: Path) -> None:
@@ -304,19 +307,6 @@ def test_splits_come_back_as_they_were_written(tmp_path: Path) -> None:
         folder.read_splits(record, root=moved, labels=data.labels)
 
 
-ROWS = {
-    "empty": "",
-    "other columns": "a,b\n1,2\n",
-    "short": "split,label,path\ntest,plain\n",
-    "long": "split,label,path\ntest,plain,a.png,b\n",
-    "endless field": 'split,label,path\ntest,plain,"' + "x" * 300_000,
-    "split": "split,label,path\nothers,plain,plain/000.jpg\n",
-    "label": "split,label,path\ntest,cat,plain/000.jpg\n",
-    "absolute": "split,label,path\ntest,plain,/etc/hostname\n",
-    "above": "split,label,path\ntest,plain,../other/000.jpg\n",
-}
-
-
 def test_a_damaged_record_is_refused_by_name(tmp_path: Path) -> None:
     """Nor is a file read that lies outside of the folder."""
     for name, rows in ROWS.items():
@@ -341,11 +331,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def names(arguments: list[str], pipe: bytes | None = None) -> list[str]:
     stream = None if pipe is None else io.BufferedReader(io.BytesIO(pipe))
-    found = named_images(arguments, pipe=stream)
-    return [one.name for one in found if isinstance(one, NamedImage) and one.problem is None]
-
-
-PHOTOS = ["photos/[1].jpg", "photos/a.png", "photos/b/ä 1.jpg"]
+    found = folder.named_images(arguments, pipe=stream)
+    return [one.name for one in found if isinstance(one, folder.NamedImage) and one.problem is None]
 
 
 def test_files_folders_and_patterns(place: Path) -> None:
@@ -355,7 +342,9 @@ def test_files_folders_and_patterns(place: Path) -> None:
     assert names(["photos/**/*.jpg"]) == matching  # as a shell expands it
     assert names(["photos/[1].jpg", "one.jpg"]) == ["photos/[1].jpg", "one.jpg"]
     assert names(["one.jpg", "./one.jpg", "photos", "photos/a.png"]) == ["one.jpg", *PHOTOS]
-    left_out = {one.name for one in named_images(["photos"]) if isinstance(one, LeftOut)}
+    left_out = {
+        one.name for one in folder.named_images(["photos"]) if isinstance(one, source.LeftOut)
+    }
     assert left_out == {"photos/notes.txt", "photos/.hidden.jpg", "photos/broken.jpg"}
 
 
@@ -367,15 +356,15 @@ def test_what_is_not_there_is_told_when_it_is_read(place: Path) -> None:
         "gone.jpg": "There is no image file",
     }
     for name, problem in problems.items():
-        (image,) = named_images([name])
-        assert isinstance(image, NamedImage)
+        (image,) = folder.named_images([name])
+        assert isinstance(image, folder.NamedImage)
         with pytest.raises((ValueError, OSError), match=problem):
             image.read()
 
 
-def piped(contents: bytes) -> NamedImage:
-    (image,) = named_images(["-"], pipe=io.BufferedReader(io.BytesIO(contents)))
-    assert isinstance(image, NamedImage)
+def piped(contents: bytes) -> folder.NamedImage:
+    (image,) = folder.named_images(["-"], pipe=io.BufferedReader(io.BytesIO(contents)))
+    assert isinstance(image, folder.NamedImage)
     return image
 
 
@@ -412,7 +401,7 @@ def test_a_long_list_is_read_as_it_comes(place: Path) -> None:
     """The first name comes before the last is read."""
     listed = [f"{number:06}.jpg" for number in range(50_000)]
     pipe = io.BufferedReader(io.BytesIO("\n".join(listed).encode()))
-    found = named_images(["-"], pipe=pipe)
+    found = folder.named_images(["-"], pipe=pipe)
     assert next(found).name == "000000.jpg"
     assert pipe.tell() < 2**18
     assert sum(1 for _ in found) == 49_999

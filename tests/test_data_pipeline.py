@@ -3,37 +3,53 @@
 import dataclasses
 import functools
 import logging
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import image_files
 import numpy as np
+import processes
 import pytest
 import tensorflow as tf
 
-from keras_vit.data import (
-    Augmentation,
-    Damage,
-    Split,
-    Views,
-    augment,
-    evaluation_batches,
-    from_dataset,
-    images,
-    load_folder,
-    naming_damaged,
-    pipeline,
-    read_images,
-    resize_image,
-    train_batches,
-)
-from keras_vit.data.pipeline import steps_per_epoch
-from keras_vit.data.source import RecordSplit
+from keras_vit.data import Augmentation, Split, Views, augment, images, pipeline, source
+from keras_vit.data.datasets import from_dataset
+from keras_vit.data.folder import load_folder
+from keras_vit.data.images import read_images, resize_image
+from keras_vit.data.pipeline import evaluation_batches, train_batches
 
 EVERYTHING = Augmentation(rotation=10, shift=0.1, zoom=0.1, crop=0.5, flip=True, erase=0.3)
 VARIED = dataclasses.replace(EVERYTHING, randaugment_layers=2)  # takes seconds to trace
+# Pixels without a crop are resized as whole images; VARIED takes seconds to trace.
+RUNS = {
+    "pixels": EVERYTHING,
+    "resized pixels": Augmentation(rotation=10, flip=True, erase=0.5),
+    "files": VARIED,
+    "records": EVERYTHING,
+}
+# Which places of a batch hold a sound image, and which of them stands at each place afterwards.
+DAMAGED = [
+    ([True, False, True, True], [0, 2, 2, 3]),
+    ([False, False, True, True], [2, 2, 2, 3]),
+    ([True, True, True, False], [0, 1, 2, 0]),
+    ([False, True, False, False], [1, 1, 1, 1]),
+]
+IMAGE = np.random.default_rng(0).integers(0, 255, (20, 30, 3), dtype=np.uint8)
+OLD_ITERATORS = """
+import time, numpy as np
+from keras_vit.data import Augmentation, Split, train_batches
+
+split = Split(images=np.zeros((8, 4, 4, 3), np.uint8), targets=np.zeros(8, np.int32))
+options = {"image_size": (4, 4), "batch_size": 2, "epochs": 1000, "seed": 0}
+batches = train_batches(split, **options, augmentation=Augmentation())
+iterators = [iter(batches) for _ in range(20)]
+for iterator in iterators:
+    next(iterator)
+time.sleep(30)
+start = time.perf_counter()
+del iterator, iterators
+print(time.perf_counter() - start)
+"""
 
 
 def numbered(count: int = 10) -> Split:
@@ -77,39 +93,29 @@ def files(tmp_path: Path) -> Split:
     )
 
 
-def recorded(files: Split) -> RecordSplit:
+def recorded(files: Split) -> source.RecordSplit:
     """The same files, as records that are read by number."""
     contents = [Path(path).read_bytes() for path in files.images]
-    return RecordSplit(list(zip(contents, files.targets.tolist(), strict=True)))
+    return source.RecordSplit(list(zip(contents, files.targets.tolist(), strict=True)))
 
 
 def test_an_epoch_shows_each_image_at_most_once_in_an_order_of_its_own() -> None:
-    """Three full batches of ten images: nine different ones, another order in the next epoch."""
+    """Three full batches of ten images: nine different ones, in another order in the next epoch.
+
+    Two images and a batch of 64 train on both in each step.
+    """
     run = batches(numbered())
     first = np.concatenate([targets for _, targets in run[:3]])
     second = np.concatenate([targets for _, targets in run[3:]])
 
     assert len(run) == 6
     assert len(set(first.tolist())) == len(set(second.tolist())) == 9
+    assert pipeline.steps_per_epoch(numbered(2), batch_size=64) == 1
+    assert [sorted(targets) for _, targets in batches(numbered(2), batch_size=64)] == [[0, 1]] * 2
     assert first.tolist() != sorted(first.tolist())
     assert first.tolist() != second.tolist()
     for batch, targets in run:  # an image still shows its target
         assert batch[:, 0, 0, 0].tolist() == targets.tolist()
-
-
-def test_a_split_smaller_than_a_batch_is_one_batch() -> None:
-    """Two images and a batch of 64 train on both in each step."""
-    assert steps_per_epoch(numbered(2), batch_size=64) == 1
-    assert [sorted(targets) for _, targets in batches(numbered(2), batch_size=64)] == [[0, 1]] * 2
-
-
-# Pixels without a crop are resized as whole images; VARIED takes seconds to trace.
-RUNS = {
-    "pixels": EVERYTHING,
-    "resized pixels": Augmentation(rotation=10, flip=True, erase=0.5),
-    "files": VARIED,
-    "records": EVERYTHING,
-}
 
 
 @pytest.mark.full
@@ -181,20 +187,14 @@ def test_a_worker_decodes_no_more_than_its_own(files: Split) -> None:
     """What is another worker's may be gone: it is not read."""
     options = {"batch_size": 20, "epochs": 1}
     whole = batches(files, **options)[0]
-    for path in paths_of(whole[0], files)[:10]:
-        Path(path).unlink()
+    pixels = read_images(list(files.images), size=(4, 4))
+    for image in whole[0][:10]:
+        Path(files.images[np.abs(pixels - image).sum(axis=(1, 2, 3)).argmin()]).unlink()
 
     second = batches(files, **options, shard=(1, 2))
 
     assert np.array_equal(second[0][1], whole[1][10:])
     assert files.damage.names == ()
-
-
-def paths_of(batch: np.ndarray, files: Split) -> list[str]:
-    """The path of each image of a batch that nothing varies."""
-    expected = read_images(list(files.images), size=(4, 4))
-    places = [int(np.abs(expected - image).sum(axis=(1, 2, 3)).argmin()) for image in batch]
-    return [str(files.images[place]) for place in places]
 
 
 def test_workers_that_cannot_be_are_an_error() -> None:
@@ -229,7 +229,7 @@ def test_evaluation_can_cut_out_the_middle(files: Split) -> None:
         assert abs(2 * top + height - pixels.shape[0]) <= 1
         assert abs(2 * left + width - pixels.shape[1]) <= 1
         part = pixels[top : top + height, left : left + width]
-        expected = images.resize_image(part, size=(12, 12)).numpy()
+        expected = resize_image(part, size=(12, 12)).numpy()
         assert np.abs(image - expected)[1:-1, 1:-1].max() <= 5  # JPEG's colours at the edges
 
 
@@ -243,17 +243,8 @@ def pngs(count: int, *damaged: int, **options: bool) -> Split:
         images=np.array(contents, object),
         targets=np.arange(count, dtype=np.int32),
         names=np.array([f"image {number}" for number in range(count)]),
-        damage=Damage(**options),
+        damage=source.Damage(**options),
     )
-
-
-# Which places of a batch hold a sound image, and which of them stands at each place afterwards.
-DAMAGED = [
-    ([True, False, True, True], [0, 2, 2, 3]),
-    ([False, False, True, True], [2, 2, 2, 3]),
-    ([True, True, True, False], [0, 1, 2, 0]),
-    ([False, True, False, False], [1, 1, 1, 1]),
-]
 
 
 @pytest.mark.parametrize(
@@ -306,12 +297,9 @@ def test_the_advice_does_not_end_a_training() -> None:
     for options, advice in advices:
         with (
             pytest.raises(ValueError, match=rf"1 of 1 images cannot be decoded, .*; {advice}\.$"),
-            naming_damaged(broken, **options),
+            pipeline.naming_damaged(broken, **options),
         ):
             next(iter(made))
-
-
-IMAGE = np.random.default_rng(0).integers(0, 255, (20, 30, 3), dtype=np.uint8)
 
 
 def test_views_are_crops_and_mirrors() -> None:
@@ -348,23 +336,6 @@ def test_batches_hold_the_views_of_each_image_together(antialias: bool) -> None:
     actual = np.concatenate([np.asarray(pixels) for pixels, _ in made])
     expected = [views.stack(image, size=(8, 12), antialias=antialias) for image in images]
     np.testing.assert_array_equal(actual, np.concatenate(expected))
-
-
-OLD_ITERATORS = """
-import time, numpy as np
-from keras_vit.data import Augmentation, Split, train_batches
-
-split = Split(images=np.zeros((8, 4, 4, 3), np.uint8), targets=np.zeros(8, np.int32))
-options = {"image_size": (4, 4), "batch_size": 2, "epochs": 1000, "seed": 0}
-batches = train_batches(split, **options, augmentation=Augmentation())
-iterators = [iter(batches) for _ in range(20)]
-for iterator in iterators:
-    next(iterator)
-time.sleep(30)
-start = time.perf_counter()
-del iterator, iterators
-print(time.perf_counter() - start)
-"""
 
 
 def test_no_iterator_starts_the_thread_that_its_end_may_wait_for(
@@ -415,10 +386,7 @@ def test_old_iterators_die_at_once() -> None:
 
     In a process of its own: `conftest` switches the tuning of all iterators off.
     """
-    command = [sys.executable, "-c", OLD_ITERATORS]
-    process = subprocess.run(command, capture_output=True, text=True, check=True)
-
-    assert float(process.stdout) < 1
+    assert float(processes.python("-c", OLD_ITERATORS).stdout) < 1
 
 
 def test_comparing_runs_can_fail() -> None:

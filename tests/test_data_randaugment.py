@@ -12,14 +12,30 @@ from keras_vit.data import augment, randaugment
 
 GREY = (randaugment.GREY,) * 3
 NAMES = list(randaugment.OPERATIONS)
+# What magnitude 10 means, on an image of 224 pixels: the argument of the original's code.
+AT_TEN: list[tuple[str, Callable[[tf.Tensor], tf.Tensor]]] = [
+    ("rotate", lambda image: randaugment.rotate(image, math.radians(-30))),
+    ("posterize", lambda image: randaugment.posterize(image, 4)),
+    ("solarize", lambda image: image),
+    ("solarize_add", lambda image: randaugment.solarize_add(image, 110)),
+    ("color", lambda image: randaugment.color(image, 1.9)),
+    ("contrast", lambda image: randaugment.contrast(image, 1.9)),
+    ("brightness", lambda image: randaugment.brightness(image, 1.9)),
+    ("sharpness", lambda image: randaugment.sharpness(image, 1.9)),
+    ("shear_x", lambda image: randaugment.shear_x(image, -0.3)),
+    ("shear_y", lambda image: randaugment.shear_y(image, -0.3)),
+    ("translate_x", lambda image: randaugment.translate_x(image, -100)),
+    ("translate_y", lambda image: randaugment.translate_y(image, -100)),
+    ("cutout", lambda image: randaugment.cutout(image, 40, place=tf.constant([0.3, 0.6]))),
+]
 
 
-def blotches(low: int = 20, high: int = 230) -> np.ndarray:
+def blotches() -> np.ndarray:
     """Soft blotches with some noise."""
     generator = np.random.default_rng(0)
     soft = tf.image.resize(generator.integers(0, 256, (5, 6, 3)), (40, 50), method="bicubic")
     noisy = soft.numpy() + generator.normal(0, 8, (40, 50, 3))
-    return np.asarray(np.clip(noisy, low, high), np.uint8)
+    return np.asarray(np.clip(noisy, 20, 230), np.uint8)
 
 
 def affine(*numbers: float) -> object:
@@ -86,48 +102,25 @@ def test_operations_are_pillow_s() -> None:
     }
 
 
-def test_one_colour_stays_what_it_is() -> None:
-    """An image without contrast has none to stretch."""
+def test_solarize_add_adds_to_the_dark_alone() -> None:
+    """Values below 128 grow, up to 255; an image without contrast has none to stretch.
+
+    Cutout greys a square of six pixels around the place, cut at the border, and nothing else.
+    """
     flat = tf.fill((6, 7, 3), tf.constant(77, tf.uint8))
     for operation in (randaugment.autocontrast, randaugment.equalize):
         assert np.array_equal(operation(flat), flat)
-
-
-def test_solarize_add_adds_to_the_dark_alone() -> None:
-    """Values below 128 grow, up to 255; the others stay."""
     values = np.arange(256)
     image = tf.constant(np.repeat(values[:, None, None], 3, -1), tf.uint8)
     for addition in (0, 55, 110, 330):
         expected = np.where(values < 128, np.minimum(values + addition, 255), values)
         actual = randaugment.solarize_add(image, addition).numpy()
         assert np.array_equal(actual, np.repeat(expected[:, None, None], 3, -1))
-
-
-def test_cutout_greys_one_square_cut_at_the_border() -> None:
-    """A square of six pixels around the place, and nothing else."""
     for place, rows, columns in (((0.5, 0.5), (17, 23), (22, 28)), ((0.0, 0.99), (0, 3), (46, 50))):
         expected = blotches()
         expected[slice(*rows), slice(*columns)] = randaugment.GREY
         actual = randaugment.cutout(tf.constant(blotches()), 3, place=tf.constant(place))
         assert np.array_equal(actual, expected)
-
-
-# What magnitude 10 means, on an image of 224 pixels: the argument of the original's code.
-AT_TEN: list[tuple[str, Callable[[tf.Tensor], tf.Tensor]]] = [
-    ("rotate", lambda image: randaugment.rotate(image, math.radians(-30))),
-    ("posterize", lambda image: randaugment.posterize(image, 4)),
-    ("solarize", lambda image: image),
-    ("solarize_add", lambda image: randaugment.solarize_add(image, 110)),
-    ("color", lambda image: randaugment.color(image, 1.9)),
-    ("contrast", lambda image: randaugment.contrast(image, 1.9)),
-    ("brightness", lambda image: randaugment.brightness(image, 1.9)),
-    ("sharpness", lambda image: randaugment.sharpness(image, 1.9)),
-    ("shear_x", lambda image: randaugment.shear_x(image, -0.3)),
-    ("shear_y", lambda image: randaugment.shear_y(image, -0.3)),
-    ("translate_x", lambda image: randaugment.translate_x(image, -100)),
-    ("translate_y", lambda image: randaugment.translate_y(image, -100)),
-    ("cutout", lambda image: randaugment.cutout(image, 40, place=tf.constant([0.3, 0.6]))),
-]
 
 
 def picture(side: int = 224) -> tf.Tensor:

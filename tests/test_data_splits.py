@@ -14,6 +14,25 @@ from keras_vit.data import Split, source
 
 PIXELS = np.arange(5 * 48, dtype=np.uint8).reshape(5, 4, 4, 3)
 TARGETS = np.array([0, 1, 0, 1, 2], np.int32)
+# Images that no split can hold.
+WRONG = {
+    "floats": np.zeros((2, 4, 4, 3), np.float32),
+    "grey": np.zeros((2, 4, 4, 1), np.uint8),
+    "one image": np.zeros((4, 4, 3), np.uint8),
+    "numbers": np.zeros(2, np.int32),
+    "a list": ["a.png", "b.png"],
+}
+# Images in a class, fractions -> (train, validation, test).
+TENTHS: dict[str, Any] = {"validation": 0.1, "test": 0.1}
+SHARES: list[tuple[int, dict[str, Any], tuple[int, ...]]] = [
+    (1, TENTHS, (1, 0, 0)),
+    (2, TENTHS, (1, 1, 0)),
+    (3, TENTHS, (1, 1, 1)),
+    (10, TENTHS, (8, 1, 1)),
+    (100, TENTHS, (80, 10, 10)),
+    (10, {"validation": 0, "test": 0}, (10, 0, 0)),
+    (2, {"validation": 0.1, "test": 0}, (1, 1, 0)),
+]
 
 
 def encoded() -> np.ndarray:
@@ -108,16 +127,6 @@ def test_records_are_not_read_before_they_are_needed() -> None:
         unread.targets.tolist()
 
 
-# Images that no split can hold.
-WRONG = {
-    "floats": np.zeros((2, 4, 4, 3), np.float32),
-    "grey": np.zeros((2, 4, 4, 1), np.uint8),
-    "one image": np.zeros((4, 4, 3), np.uint8),
-    "numbers": np.zeros(2, np.int32),
-    "a list": ["a.png", "b.png"],
-}
-
-
 def test_what_does_not_fit_is_refused() -> None:
     """Images of no kind, other counts, and a split that is none."""
     for wrong in WRONG.values():
@@ -129,19 +138,6 @@ def test_what_does_not_fit_is_refused() -> None:
     data = source.ImageData(source="x", labels=(), train=five, validation=five, test=five)
     with pytest.raises(ValueError, match="no split 'val'; the splits are train, validation, test"):
         data.split("val")
-
-
-# Images in a class, fractions -> (train, validation, test).
-TENTHS: dict[str, Any] = {"validation": 0.1, "test": 0.1}
-SHARES: list[tuple[int, dict[str, Any], tuple[int, ...]]] = [
-    (1, TENTHS, (1, 0, 0)),
-    (2, TENTHS, (1, 1, 0)),
-    (3, TENTHS, (1, 1, 1)),
-    (10, TENTHS, (8, 1, 1)),
-    (100, TENTHS, (80, 10, 10)),
-    (10, {"validation": 0, "test": 0}, (10, 0, 0)),
-    (2, {"validation": 0.1, "test": 0}, (1, 1, 0)),
-]
 
 
 def assigned(names: list[str], *, classes: int = 1, **fractions: float) -> dict[str, set[str]]:

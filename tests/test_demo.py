@@ -1,4 +1,4 @@
-"""Tests of keras_vit.cli.explain: a page on this machine to try a model, by the real Gradio."""
+"""Tests of keras_vit.cli.predict: a page on this machine to try a model, by the real Gradio."""
 
 import re
 import signal
@@ -18,7 +18,7 @@ import pytest
 from exported import LABELS, photo, served_model
 
 from keras_vit import data, evaluation, training
-from keras_vit.cli import explain
+from keras_vit.cli import predict
 
 
 def opened(model: keras.Model, labels: tuple[str, ...]) -> training.OpenedModel:
@@ -33,7 +33,7 @@ def test_an_image_is_named_as_predict_names_it() -> None:
     labels = ("crane", *LABELS[1:-1], "crane")
     names = ("crane (0)", *LABELS[1:-1], "crane (6)")
     (expected,) = evaluation.predict(model, [image], labels=names)
-    classes, shown, note = explain.look(opened(model, labels), image)
+    classes, shown, note = predict.look(opened(model, labels), image)
     assert classes == {each.label: each.probability for each in expected}
     relevance = [f"Relevance for {each.label}" for each in expected[:3]]
     assert [name for _, name in shown][:4] == [*relevance, "Attention rollout"]
@@ -46,11 +46,11 @@ def test_a_model_that_is_half_of_one_is_shown_as_far_as_it_goes() -> None:
     """The page says why there are no maps, or why it names no class."""
     layers = [keras.Input((8, 8, 3)), keras.layers.Flatten(), keras.layers.Dense(7)]
     other, image = opened(keras.Sequential(layers), LABELS), np.zeros((9, 9, 3), np.uint8)
-    classes, shown, note = explain.look(other, image)
+    classes, shown, note = predict.look(other, image)
     assert (len(classes or ()), shown) == (5, [])
     assert "contains 0 Vision Transformers" in note
     features = opened(served_model(classes=None, classifier_activation=None), ())
-    classes, shown, note = explain.look(features, image)
+    classes, shown, note = predict.look(features, image)
     assert (classes, shown[0][1]) == (None, "Attention rollout")
     assert note.startswith("The model has no classifier, so that it names no class. The image is")
 

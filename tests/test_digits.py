@@ -2,13 +2,12 @@
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import processes
 import pytest
 import tensorflow as tf
 
@@ -25,44 +24,37 @@ EPOCHS = int(os.environ.get("KERAS_VIT_TEST_EPOCHS", "30"))
 LEAST = 0.986 if EPOCHS >= 200 else 0.95
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run on the digits, by README's command, and its export in every format."""
-    folder = tmp_path_factory.mktemp("digits")
-    command("train", "--data", "digits", "--epochs", EPOCHS, "--out", "run", folder=folder)
-    command("export", "run", "--out", "exported", "--formats", ",".join(FORMATS), folder=folder)
-    return folder
-
-
 def command(*words: object, folder: Path) -> list[dict[str, Any]]:
     """Runs a command in a process of its own; returns the objects it printed."""
-    done = subprocess.run(
-        [sys.executable, "-m", "keras_vit", *map(str, words), "--json"],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    variables = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    done = processes.python("-m", "keras_vit", *words, "--json", folder=folder, **variables)
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_the_whole_job(place: Path) -> None:
-    """Accuracy on unseen digits; `evaluate` finds it again; a prediction; every format agrees."""
-    metrics = json.loads((place / "run" / "metrics.json").read_text())
-    evaluated = command("evaluate", "run", folder=place)
-    predicted = command("predict", "run", "run/sample.png", folder=place)
+def test_the_whole_job(tmp_path: Path) -> None:
+    """By README's commands: accuracy on unseen digits; `evaluate` finds it again; a prediction.
+
+    An export in every format agrees.
+    """
+    command("train", "--data", "digits", "--epochs", EPOCHS, "--out", "run", folder=tmp_path)
+    command("export", "run", "--out", "exported", "--formats", ",".join(FORMATS), folder=tmp_path)
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    evaluated = command("evaluate", "run", folder=tmp_path)
+    predicted = command("predict", "run", "run/sample.png", folder=tmp_path)
 
     assert metrics["test"]["accuracy"] >= LEAST
     assert {event.pop("split"): event for event in evaluated if event.pop("event")} == metrics
     assert predicted[0]["predictions"][0]["label"] == "8"  # the first of the test digits
 
-    run, test = training.Run.load(place / "run"), data.load_digits().test
+    run, test = training.Run.load(tmp_path / "run"), data.load_digits().test
     pixels = np.asarray(data.resize_image(test.images, size=run.image_size))
     model = np.asarray(run.model(pixels)).argmax(-1)
-    files = [*place.glob("exported/*/1/*.tflite"), *place.glob("exported/*/1/*.onnx")]
+    files = [*tmp_path.glob("exported/*/1/*.tflite"), *tmp_path.glob("exported/*/1/*.onnx")]
     classes = {path.name: runner(path)(pixels).argmax(-1) for path in files}
-    classes["savedmodel"] = saved_classes(place / "exported", test.images)
+    (saved,) = (path.parent for path in tmp_path.glob("exported/*/saved_model.pb"))
+    serve = tf.saved_model.load(str(saved)).signatures["serving_default"]
+    pngs = tf.constant([tf.io.encode_png(image).numpy() for image in test.images])
+    classes["savedmodel"] = np.asarray(serve(image_bytes=pngs)["class_ids"])[:, 0]
     assert len(classes) == len(FORMATS), classes.keys()
     # An image between two classes goes to either in other arithmetic.
     same = {name: np.mean(found == model) for name, found in classes.items()}
@@ -79,17 +71,3 @@ def runner(path: Path) -> Callable[[np.ndarray], np.ndarray]:
     return lambda images: np.concatenate(
         [signature(images=image[None])["logits"] for image in images]
     )
-
-
-def png_files(images: np.ndarray) -> np.ndarray:
-    """The images as PNG files, an array of bytes."""
-    files = np.empty(len(images), object)
-    files[:] = [tf.io.encode_png(image).numpy() for image in images]
-    return files
-
-
-def saved_classes(exported: Path, images: np.ndarray) -> np.ndarray:
-    """The classes that a SavedModel names for the images, sent as PNG files."""
-    (path,) = (path.parent for path in exported.glob("*/saved_model.pb"))
-    serve = tf.saved_model.load(str(path)).signatures["serving_default"]
-    return np.asarray(serve(image_bytes=tf.constant(png_files(images)))["class_ids"])[:, 0]

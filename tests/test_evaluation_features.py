@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from conftest import randomize
+from conftest import assert_same_arrays, randomize
 from sklearn.neighbors import KNeighborsClassifier
 from test_evaluation_report import SMALL
 
@@ -17,6 +17,16 @@ from keras_vit.evaluation.metrics import draw_shots, fit_linear, neighbor_classi
 from keras_vit.model import VisionTransformer
 
 FLAT = keras.Sequential([keras.Input((8, 8, 3)), keras.layers.Flatten()])
+WRONG: list[tuple[Any, dict[str, Any], str]] = [
+    (few_shot, {"shots": (1, 500)}, "fewer than the 500 shots asked for"),
+    (few_shot, {"shots": ()}, r"shots=\(\)"),
+    (few_shot, {"shots": (0,)}, r"shots=\(0,\)"),
+    (few_shot, {"seeds": 0}, "seeds=0"),
+    (few_shot, {"regularization": 0.0}, "regularization=0.0"),
+    (nearest_neighbors, {"neighbors": 0}, "neighbors=0"),
+    (nearest_neighbors, {"neighbors": 2000}, "1 to the 1259 train images"),
+    (nearest_neighbors, {"temperature": 0.0}, "temperature=0.0"),
+]
 
 
 def sample(rows: int, width: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -98,8 +108,7 @@ def test_a_vit_is_measured_by_its_frozen_features() -> None:
     model.get_layer("head").kernel.assign(np.zeros((24, 10)))
     before = model.get_weights()
     assert few_shot(model, **arguments) == first
-    for old, new in zip(before, model.get_weights(), strict=True):
-        np.testing.assert_array_equal(old, new)
+    assert_same_arrays(model.get_weights(), before)
     headless = VisionTransformer(dataclasses.replace(SMALL, classes=None))
     headless.set_weights(before[:-2])
     assert few_shot(headless, **arguments) == first
@@ -121,32 +130,16 @@ def test_votes_are_weighted_by_similarity(count: int, temperature: float) -> Non
 
 
 def test_digits_are_told_apart_by_their_pixels() -> None:
-    """On raw pixels the accuracy is scikit-learn's."""
+    """On raw pixels the accuracy is scikit-learn's; at a low temperature weights stay finite."""
     data = load_digits()
     actual = nearest_neighbors(FLAT, train=data.train, test=data.test, neighbors=1)
     known, asked = (split.images.reshape(len(split), -1) for split in (data.train, data.test))
     reference = KNeighborsClassifier(1, metric="cosine").fit(known, data.train.targets)
     assert actual == pytest.approx(reference.score(asked, data.test.targets), abs=1e-9)
     assert actual > 0.95
-
-
-def test_a_low_temperature_does_not_overflow() -> None:
-    """Weights stay finite where the exponent alone would not."""
     known = np.eye(3)
     votes = neighbor_classifier(2, 1e-4).fit(known, np.arange(3)).predict_proba(known)
     np.testing.assert_allclose(votes, np.eye(3), atol=1e-12)
-
-
-WRONG: list[tuple[Any, dict[str, Any], str]] = [
-    (few_shot, {"shots": (1, 500)}, "fewer than the 500 shots asked for"),
-    (few_shot, {"shots": ()}, r"shots=\(\)"),
-    (few_shot, {"shots": (0,)}, r"shots=\(0,\)"),
-    (few_shot, {"seeds": 0}, "seeds=0"),
-    (few_shot, {"regularization": 0.0}, "regularization=0.0"),
-    (nearest_neighbors, {"neighbors": 0}, "neighbors=0"),
-    (nearest_neighbors, {"neighbors": 2000}, "1 to the 1259 train images"),
-    (nearest_neighbors, {"temperature": 0.0}, "temperature=0.0"),
-]
 
 
 def test_bad_numbers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,14 +14,33 @@ import variants_oracle
 from conftest import TINY, randomize
 from test_evaluation_report import SMALL
 
-from keras_vit import evaluation
+from keras_vit import VisionTransformer, evaluation
 from keras_vit.data import Split
 from keras_vit.evaluation import Evaluation, calibration, evaluate, metrics, predictions
 from keras_vit.evaluation.predictions import log_softmax
-from keras_vit.model import VisionTransformer
 
 LABELS = tuple("abcdefg")
 CONFIG = dataclasses.replace(SMALL, classes=7)
+MISFITS: list[tuple[Any, np.ndarray, Any, str]] = [
+    (calibration, np.ones((2, 3)), np.zeros(2), "apply softmax"),
+    (calibration, np.ones((2, 3)), np.zeros(3), r"\(2, 3\) and \(3,\)"),
+    (calibration, np.ones(3), np.zeros(3), r"\(3,\)"),
+    (calibration, np.ones((0, 3)), np.zeros(0), "at least one row"),
+    (metrics.real_accuracy, np.zeros((2, 3)), [{0}], r"\(2, 3\) and 1 sets"),
+    (metrics.real_accuracy, np.zeros(3), [{0}] * 3, r"\(3,\)"),
+    (metrics.real_accuracy, np.zeros((2, 3)), [set(), set()], "No image has a right class"),
+]
+# What departs from CONFIG, and the model's own name of what its classifier sees.
+SEEN: list[tuple[dict[str, Any], str]] = [
+    ({}, "pooling"),
+    ({"representation_dim": 5, "classifier_activation": "softmax"}, "representation"),
+    ({"pooling": "avg", "class_token": False}, "pooling"),
+    ({"pooling": "map", "class_token": False}, "pooling"),
+    ({"classes": None}, "pooling"),
+    ({"norm_after_pooling": True, "pooling": "avg"}, "pooling_norm"),
+    ({"norm_after_pooling": True, "pooling": "avg", "classes": None}, "pooling_norm"),
+    (variants_oracle.MODERN, "pooling_norm"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -108,17 +127,13 @@ def test_what_cannot_be_measured_is_an_error(model: VisionTransformer) -> None:
             log_softmax(np.array([[0.0, wrong]], np.float32), model=model)
 
 
-def cases(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    generator = np.random.default_rng(seed)
-    probabilities = scipy.special.softmax(3 * generator.standard_normal((count, 5)), axis=1)
-    return probabilities, generator.integers(0, 5, count)
-
-
 @pytest.mark.parametrize("bins", [1, 10, 15])
 @pytest.mark.parametrize("seed", range(3))
 def test_the_error_is_that_of_a_walk_over_the_bins(bins: int, seed: int) -> None:
     """Error and largest gap equal the paper's sums, bin by bin and image by image."""
-    probabilities, targets = cases(200, seed)
+    generator = np.random.default_rng(seed)
+    probabilities = scipy.special.softmax(3 * generator.standard_normal((200, 5)), axis=1)
+    targets = generator.integers(0, 5, 200)
     gaps, weights = [], []
     for place in range(bins):
         inside = [
@@ -166,35 +181,11 @@ def test_the_labels_of_imagenet_real_are_read(tmp_path: Path) -> None:
         metrics.read_real_labels(tmp_path / "nothing.json")
 
 
-MISFITS: list[tuple[Any, np.ndarray, Any, str]] = [
-    (calibration, np.ones((2, 3)), np.zeros(2), "apply softmax"),
-    (calibration, np.ones((2, 3)), np.zeros(3), r"\(2, 3\) and \(3,\)"),
-    (calibration, np.ones(3), np.zeros(3), r"\(3,\)"),
-    (calibration, np.ones((0, 3)), np.zeros(0), "at least one row"),
-    (metrics.real_accuracy, np.zeros((2, 3)), [{0}], r"\(2, 3\) and 1 sets"),
-    (metrics.real_accuracy, np.zeros(3), [{0}] * 3, r"\(3,\)"),
-    (metrics.real_accuracy, np.zeros((2, 3)), [set(), set()], "No image has a right class"),
-]
-
-
 def test_what_does_not_fit_is_refused() -> None:
     """Logits, other counts and nothing at all: the error says what was received."""
     for measure, scores, targets, message in MISFITS:
         with pytest.raises(ValueError, match=message):
             measure(scores, targets)
-
-
-# What departs from CONFIG, and the model's own name of what its classifier sees.
-SEEN: list[tuple[dict[str, Any], str]] = [
-    ({}, "pooling"),
-    ({"representation_dim": 5, "classifier_activation": "softmax"}, "representation"),
-    ({"pooling": "avg", "class_token": False}, "pooling"),
-    ({"pooling": "map", "class_token": False}, "pooling"),
-    ({"classes": None}, "pooling"),
-    ({"norm_after_pooling": True, "pooling": "avg"}, "pooling_norm"),
-    ({"norm_after_pooling": True, "pooling": "avg", "classes": None}, "pooling_norm"),
-    (variants_oracle.MODERN, "pooling_norm"),
-]
 
 
 @pytest.mark.parametrize(("fields", "name"), SEEN)
@@ -221,17 +212,16 @@ def test_tokens_and_no_images_are_no_features() -> None:
 def test_bfloat16_is_near_and_float32_the_model_itself(
     tiny: VisionTransformer, images: np.ndarray
 ) -> None:
-    """Answers differ by bfloat16's rounding, and do differ; the original is left as it is."""
+    """Answers differ by bfloat16's rounding, and do differ; the original is left as it is.
+
+    Another precision, another kind of model and an adapter are told.
+    """
     copy = evaluation.in_precision(tiny, "bfloat16")
     expected, actual = (np.asarray(model(images), np.float32) for model in (tiny, copy))
     error = np.abs(actual - expected).max() / np.abs(expected).max()
     assert 1e-5 < error < 2e-2
     assert tiny.get_layer("block_0").dtype == "float32"
     assert evaluation.in_precision(tiny, "float32") is tiny
-
-
-def test_what_cannot_be_converted_is_an_error(tiny: VisionTransformer) -> None:
-    """Another precision, another kind of model and an adapter are told."""
     with pytest.raises(ValueError, match=r"precision must be one of.*'float16'"):
         evaluation.in_precision(tiny, "float16")
     with pytest.raises(TypeError, match=r"Only a VisionTransformer.*Received: Sequential"):

@@ -10,18 +10,10 @@ import numpy as np
 import pytest
 from conftest import FLOAT32, TINY, randomize
 
+from keras_vit import VisionTransformer, variant
 from keras_vit.data import Split, Views, read_image, resize_image
-from keras_vit.evaluation import (
-    evaluate,
-    log_probabilities,
-    predict,
-    predict_files,
-    prediction_batch_size,
-    predictions,
-)
+from keras_vit.evaluation import evaluate, predict, predictions
 from keras_vit.layers.random import overwritten_weights
-from keras_vit.model import VisionTransformer
-from keras_vit.variants import variant
 
 LABELS = ["a", "b", "c"]
 
@@ -74,7 +66,7 @@ def noise(count: int) -> list[np.ndarray]:
 
 def test_numbers_do_not_depend_on_the_other_images(model: VisionTransformer) -> None:
     """To the bit, at one place of the batch; at another place other lanes may sum otherwise."""
-    images = noise(prediction_batch_size(model) + 3)
+    images = noise(predictions.prediction_batch_size(model) + 3)
     together = predict(model, images, labels=LABELS)
     assert len({found[0].probability for found in together}) == len(images)
     for count in (1, 6):
@@ -92,9 +84,9 @@ def test_numbers_do_not_depend_on_the_other_images(model: VisionTransformer) -> 
 
 def test_the_batch_grows_as_the_model_shrinks(model: VisionTransformer) -> None:
     """One image of B/16 keeps a processor busy; of a small model many do."""
-    assert prediction_batch_size(model) == 32
+    assert predictions.prediction_batch_size(model) == 32
     with overwritten_weights():  # nobody asks for their values
-        assert prediction_batch_size(VisionTransformer(variant("B/16"))) == 1
+        assert predictions.prediction_batch_size(VisionTransformer(variant("B/16"))) == 1
 
 
 def test_views_are_averaged(model: VisionTransformer) -> None:
@@ -108,7 +100,7 @@ def test_views_are_averaged(model: VisionTransformer) -> None:
         expected.append(chances.mean(axis=0))
     found = predict(model, images, labels=LABELS, tta=views)
     split = Split(images=np.stack(images), targets=np.array([0, 1, 2, 0], np.int32))
-    scores = log_probabilities(model, split, tta=views)
+    scores = predictions.log_probabilities(model, split, tta=views)
 
     for one, chances in zip(found, expected, strict=True):
         assert {p.label: p.probability for p in one} == pytest.approx(
@@ -129,7 +121,7 @@ def test_files_are_predicted_in_order(model: VisionTransformer, tmp_path: Path) 
     files = [image_files.write_image(tmp_path / f"{n}.png", seed=n) for n in range(40)]
     image_files.damage(files[3])
     files[35].unlink()
-    found = dict(predict_files(model, files, labels=LABELS, top=2))
+    found = dict(predictions.predict_files(model, files, labels=LABELS, top=2))
     sound = [file for place, file in enumerate(files) if place not in (3, 35)]
 
     assert list(found) == files
@@ -139,7 +131,7 @@ def test_files_are_predicted_in_order(model: VisionTransformer, tmp_path: Path) 
     assert isinstance(found[files[3]], ValueError)
     assert isinstance(found[files[35]], FileNotFoundError)
     with pytest.raises(ValueError, match="Received: 1 labels"):
-        next(predict_files(model, files, labels=["a"]))
+        next(predictions.predict_files(model, files, labels=["a"]))
 
 
 def test_few_files_are_held_however_many_there_are(
@@ -157,8 +149,8 @@ def test_few_files_are_held_however_many_there_are(
         return image
 
     monkeypatch.setattr(predictions, "read_image", read_one)
-    batch = prediction_batch_size(model)
-    found = predict_files(model, map(str, itertools.count()), labels=LABELS)
+    batch = predictions.prediction_batch_size(model)
+    found = predictions.predict_files(model, map(str, itertools.count()), labels=LABELS)
     for taken, (path, _) in enumerate(found, start=1):
         assert path == str(taken - 1)
         assert len(read) <= taken + 8 * batch

@@ -1,4 +1,4 @@
-"""Tests of keras_vit.exact: what people build around a Vision Transformer trains as exactly."""
+"""Tests of `ExactModel`: what people build around a Vision Transformer trains as exactly."""
 
 import dataclasses
 from pathlib import Path
@@ -8,11 +8,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import TINY, randomize
+from conftest import TINY, randomize, reloaded
 
 import keras_vit
 from keras_vit import ExactModel, VisionTransformer
-from keras_vit.training import Execution
 
 CONFIG = dataclasses.replace(TINY, num_layers=1, classes=3)
 IMAGES = np.random.default_rng(0).uniform(-1, 1, (4, 32, 48, 3)).astype(np.float32)
@@ -32,8 +31,7 @@ def test_it_is_a_keras_model_in_all_else(tmp_path: Path) -> None:
     inputs, outputs = wrapped()
     plain, exact = keras.Model(inputs, outputs), ExactModel(inputs, outputs)
     randomize(exact)
-    exact.save(tmp_path / "model.keras")
-    again = keras.saving.load_model(tmp_path / "model.keras")
+    again = reloaded(exact, tmp_path)
 
     assert isinstance(again, ExactModel)
     for name in ("kind", "color"):
@@ -43,7 +41,7 @@ def test_it_is_a_keras_model_in_all_else(tmp_path: Path) -> None:
 
 
 def test_an_existing_model_is_made_exact_in_one_line() -> None:
-    """Its layers, weights, name and structure; a sequential model too."""
+    """Its layers, weights, name and structure; a sequential model too, but none without inputs."""
     plain = keras.Model(*wrapped(), name="mine")
     exact = ExactModel.from_model(plain)
     sequential = keras.Sequential([keras.Input((32, 48, 3)), VisionTransformer(CONFIG)])
@@ -52,10 +50,6 @@ def test_an_existing_model_is_made_exact_in_one_line() -> None:
     assert set(exact.output) == {"kind", "color"}
     assert [id(v) for v in exact.weights] == [id(v) for v in plain.weights]
     assert ExactModel.from_model(sequential).output_shape == (None, 3)
-
-
-def test_what_has_no_inputs_is_refused() -> None:
-    """Each with what to do."""
 
     class Called(keras.Model):
         def call(self, x: Any) -> Any:
@@ -90,11 +84,6 @@ def test_a_clone_of_a_compiled_model_trains_exactly() -> None:
     assert compiled["accumulate"] == 2
     np.testing.assert_array_equal(clone(IMAGES), model(IMAGES))
     assert isinstance(keras_vit.lora(model, rank=1), VisionTransformer)
-
-
-@pytest.fixture(scope="module")
-def strategy() -> tf.distribute.Strategy:
-    return Execution(strategy="mirrored").make_strategy()
 
 
 def test_training_by_keras_own_step_on_replicas_warns(strategy: tf.distribute.Strategy) -> None:

@@ -4,16 +4,14 @@ import dataclasses
 import functools
 import http.server
 import json
-import os
 import shutil
 import subprocess
-import sys
 import tarfile
-import threading
 from pathlib import Path
 
 import browser
 import numpy as np
+import processes
 import pytest
 from conftest import TINY
 from exported import LABELS, photo
@@ -28,14 +26,8 @@ EXAMPLES = ROOT / "examples"
 
 
 def run(script: str, *argv: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(EXAMPLES / script), *argv],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    variables = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    return processes.python(EXAMPLES / script, *argv, folder=folder, **variables)
 
 
 def test_the_quickstart_is_short() -> None:
@@ -124,25 +116,22 @@ def test_the_page_in_a_browser_names_what_predict_names(
         file.write_bytes(photo(seed, height=side, width=side + 7, mode=mode))
     expected = evaluation.predict(model, list(map(data.read_image, files)), labels=LABELS, top=5)
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever).start()
-        page = f"http://127.0.0.1:{server.server_address[1]}/index.html"
-        page += "?model=pets/onnx/1&runtime=package/dist/"
-        try:
-            with (
-                browser.opened_browser() as chromium,
-                browser.opened_page(chromium, page) as (opened, heard),
-            ):
-                opened.wait_for_selector("#file:enabled")
-                for file, classes in zip(files, expected, strict=True):
-                    opened.set_input_files("#file", file)
-                    opened.get_by_text(file.name, exact=True).wait_for()
-                    rows = [row.inner_text().split() for row in opened.locator("#classes tr").all()]
-                    assert [label for label, *_ in rows] == [each.label for each in classes]
-                    shares = [float(share) / 100 for _, share, _ in rows]
-                    assert shares == pytest.approx([each.probability for each in classes], abs=1e-4)
-                opened.set_input_files("#file", EXAMPLES / "quickstart.py")
-                opened.get_by_text("quickstart.py is not an image").wait_for()
-                assert heard == []
-        finally:
-            server.shutdown()
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    page = f"http://127.0.0.1:{server.server_address[1]}/index.html"
+    page += "?model=pets/onnx/1&runtime=package/dist/"
+    with (
+        processes.serving(server),
+        browser.opened_browser() as chromium,
+        browser.opened_page(chromium, page) as (opened, heard),
+    ):
+        opened.wait_for_selector("#file:enabled")
+        for file, classes in zip(files, expected, strict=True):
+            opened.set_input_files("#file", file)
+            opened.get_by_text(file.name, exact=True).wait_for()
+            rows = [row.inner_text().split() for row in opened.locator("#classes tr").all()]
+            assert [label for label, *_ in rows] == [each.label for each in classes]
+            shares = [float(share) / 100 for _, share, _ in rows]
+            assert shares == pytest.approx([each.probability for each in classes], abs=1e-4)
+        opened.set_input_files("#file", EXAMPLES / "quickstart.py")
+        opened.get_by_text("quickstart.py is not an image").wait_for()
+        assert heard == []

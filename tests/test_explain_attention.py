@@ -14,12 +14,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import variants_oracle
-from conftest import FLOAT32, TINY, randomize
+from conftest import CROSS_ENTROPY, FLOAT32, TINY, images_for, randomize, reloaded
 
-from keras_vit import explain
-from keras_vit.config import ViTConfig
+from keras_vit import VisionTransformer, ViTConfig, explain
 from keras_vit.explain import attention
-from keras_vit.model import VisionTransformer
 
 # Oblong and square; with and without class token; every pooling; a hybrid whose stride is 16.
 PLAIN: dict[str, dict[str, Any]] = {
@@ -58,6 +56,42 @@ SMALL = dataclasses.replace(
 # Of attention as far from uniform as that of `sharp`: 5e-6 is measured, and a transposed grid moves
 # it by more than 5e-3.
 SHARP = 5 * FLOAT32
+# What is asked for, of which model, and what the error says.
+REFUSED: list[tuple[Callable[..., Any], dict[str, Any], dict[str, Any], str]] = [
+    (explain.attention_weights, {}, {"layers": 3}, "no layer 3; .* 3, numbered 0 to 2"),
+    (explain.attention_weights, {}, {"layers": [0, -4]}, "no layer -4"),
+    (explain.attention_weights, {}, {"heads": 9}, "no head 9; the model has 3"),
+    (explain.attention_weights, {}, {"heads": []}, r"no head \[\]"),
+    (explain.pooling_attention, {}, {}, "pooling='token'"),
+    (explain.attention_rollout, {"pooling": "max"}, {}, 'pooling="max".*attention_weights'),
+    (explain.token_similarity, {}, {"token": (4, 0)}, r"\(4, 0\); .* 4 rows and 6 columns"),
+    (explain.token_similarity, {}, {"token": (0, -1)}, r"no patch \(0, -1\)"),
+    (explain.token_similarity, {}, {"token": "head"}, "no patch 'head'"),
+    (explain.token_similarity, {}, {"layer": 3}, "no layer 3"),
+    (
+        explain.token_similarity,
+        {"pooling": "avg", "class_token": False},
+        {},
+        "no class token.*4 rows and 6 columns",
+    ),
+    (explain.class_relevance, {}, {"classes": 7}, "no class 7; .* 7, numbered from 0"),
+    (explain.class_relevance, {}, {"classes": [1, -1]}, "no class -1"),
+    (explain.class_relevance, {}, {"classes": [1, 2, 3]}, "one for each of the 2 images"),
+    (
+        explain.class_relevance,
+        {"classes": None, "pooling": None},
+        {"classes": 0},
+        r"shape \(None, 25, 24\)",
+    ),
+]
+RELEVANT = {
+    "token": SMALL,
+    "token, square": dataclasses.replace(SMALL, input_shape=(16, 16, 3)),
+    "avg": dataclasses.replace(SMALL, **PLAIN["avg"]),
+    "map": dataclasses.replace(SMALL, **PLAIN["map"]),
+    "hybrid": dataclasses.replace(SMALL, input_shape=(32, 48, 3), patch_size=4, resnet_layers=()),
+    **{name: dataclasses.replace(SMALL, **fields) for name, fields in VARIANTS.items()},
+}
 
 
 def sharp(config: ViTConfig, **options: Any) -> VisionTransformer:
@@ -67,11 +101,6 @@ def sharp(config: ViTConfig, **options: Any) -> VisionTransformer:
         qkv = model.get_layer(f"block_{index}").attention.qkv
         qkv.kernel.assign(qkv.kernel * 4)
     return model
-
-
-def images_for(config: ViTConfig, count: int = 2) -> np.ndarray:
-    shape = (count, *config.input_shape)
-    return np.random.default_rng(5).uniform(-1, 1, shape).astype(np.float32)
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +123,9 @@ def oracle_of(model: VisionTransformer) -> Callable[..., explain_oracle.Pass]:
 
 def seen(model: VisionTransformer, images: np.ndarray) -> np.ndarray:
     """The images, or what a hybrid's stem makes of them: the oracle starts there."""
-    is_hybrid = model.config.resnet_layers is not None
-    return explain_oracle.tokens_before(model, images) if is_hybrid else images
+    if model.config.resnet_layers is None:
+        return images
+    return np.asarray(model.features(images, ["stem"])["stem"], np.float64)
 
 
 def unit(vectors: np.ndarray) -> np.ndarray:
@@ -103,10 +133,9 @@ def unit(vectors: np.ndarray) -> np.ndarray:
     return directions
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_attention_is_that_of_numpy(name: str) -> None:
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_attention_is_that_of_numpy(config: ViTConfig) -> None:
     """Weights, rollout, distance and pooling equal a NumPy walk over the same weights."""
-    config = CONFIGS[name]
     model, images = sharp(config), images_for(config)
     expected = oracle_of(model)(seen(model, images))
     weights = explain.attention_weights(model, images)
@@ -127,10 +156,9 @@ def test_attention_is_that_of_numpy(name: str) -> None:
         np.testing.assert_allclose(pooled, expected.pooling[:, :, 0], atol=SHARP)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_tokens_and_positions_are_those_of_numpy(name: str) -> None:
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_tokens_and_positions_are_those_of_numpy(config: ViTConfig) -> None:
     """Cosines of each patch with one, and of every two positions, whatever stands before them."""
-    config = CONFIGS[name]
     model, images = sharp(config), images_for(config)
     (rows, columns), prefix = config.grid, variants_oracle.prefix_of(config)
     tokens = oracle_of(model)(seen(model, images)).tokens[1]
@@ -165,46 +193,15 @@ def test_the_comparison_sees_a_transposed_grid(
     assert np.abs(wrong - expected).max() > 100 * SHARP
 
 
-def test_layers_and_heads_are_chosen_by_index(model: VisionTransformer, images: np.ndarray) -> None:
-    """One, several in any order, or counted from the end; the axes stay."""
+def test_what_there_is_not_is_refused(model: VisionTransformer, images: np.ndarray) -> None:
+    """A layer, head, patch, class or pooling: the error says which there are.
+
+    Of what there is one is chosen, several in any order, or counted from the end; the axes stay.
+    """
     everything = explain.attention_weights(model, images)
     chosen = explain.attention_weights(model, images, layers=[2, 0], heads=-1)
     np.testing.assert_array_equal(chosen, everything[:, [2, 0]][:, :, [2]])
     assert explain.attention_weights(model, images, layers=1).shape == (2, 1, 3, 25, 25)
-
-
-# What is asked for, of which model, and what the error says.
-REFUSED: list[tuple[Callable[..., Any], dict[str, Any], dict[str, Any], str]] = [
-    (explain.attention_weights, {}, {"layers": 3}, "no layer 3; .* 3, numbered 0 to 2"),
-    (explain.attention_weights, {}, {"layers": [0, -4]}, "no layer -4"),
-    (explain.attention_weights, {}, {"heads": 9}, "no head 9; the model has 3"),
-    (explain.attention_weights, {}, {"heads": []}, r"no head \[\]"),
-    (explain.pooling_attention, {}, {}, "pooling='token'"),
-    (explain.attention_rollout, {"pooling": "max"}, {}, 'pooling="max".*attention_weights'),
-    (explain.token_similarity, {}, {"token": (4, 0)}, r"\(4, 0\); .* 4 rows and 6 columns"),
-    (explain.token_similarity, {}, {"token": (0, -1)}, r"no patch \(0, -1\)"),
-    (explain.token_similarity, {}, {"token": "head"}, "no patch 'head'"),
-    (explain.token_similarity, {}, {"layer": 3}, "no layer 3"),
-    (
-        explain.token_similarity,
-        {"pooling": "avg", "class_token": False},
-        {},
-        "no class token.*4 rows and 6 columns",
-    ),
-    (explain.class_relevance, {}, {"classes": 7}, "no class 7; .* 7, numbered from 0"),
-    (explain.class_relevance, {}, {"classes": [1, -1]}, "no class -1"),
-    (explain.class_relevance, {}, {"classes": [1, 2, 3]}, "one for each of the 2 images"),
-    (
-        explain.class_relevance,
-        {"classes": None, "pooling": None},
-        {"classes": 0},
-        r"shape \(None, 25, 24\)",
-    ),
-]
-
-
-def test_what_there_is_not_is_refused(model: VisionTransformer, images: np.ndarray) -> None:
-    """A layer, head, patch, class or pooling: the error says which there are."""
     for function, fields, arguments, message in REFUSED:
         asked = VisionTransformer(dataclasses.replace(TINY, **fields)) if fields else model
         with pytest.raises(ValueError, match=message):
@@ -232,8 +229,7 @@ def test_nested_models_are_explained_as_the_user_calls_them(
     sequential = keras.Sequential(
         [keras.layers.Rescaling(1 / 50, offset=-128 / 50), model, keras.layers.Dense(2)]
     )
-    functional.save(tmp_path / "model.keras")
-    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    loaded = reloaded(functional, tmp_path)
     expected = explain.attention_weights(model, images)
     for nested in (functional, sequential, Subclassed(model), loaded):
         actual = explain.attention_weights(nested, images * 50 + 128)
@@ -258,8 +254,7 @@ def test_a_fine_tuned_model_is_explained_by_its_new_weights(images: np.ndarray) 
     """After `fit`, compiled, the weights are those of the trained variables."""
     model = sharp(TINY)
     before = explain.attention_weights(model, images)
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.SGD(0.1), loss)
+    model.compile(keras.optimizers.SGD(0.1), CROSS_ENTROPY)
     model.fit(images, np.array([0, 1]), verbose=0)
     after = explain.attention_weights(model, images)
     expected = oracle_of(model)(images)
@@ -272,16 +267,13 @@ def test_mixed_precision_is_near(
     policy: str, tiny: VisionTransformer, small: VisionTransformer, images: np.ndarray
 ) -> None:
     """Half precision gives float32 arrays near the float32 model's."""
-    mixed = VisionTransformer(TINY, dtype=policy)
-    mixed.set_weights(tiny.get_weights())
+    mixed = tiny.copy(dtype=policy)
     for function in (explain.attention_weights, explain.attention_rollout):
         actual = function(mixed, images)
         assert actual.dtype.kind == "f"
         np.testing.assert_allclose(actual, function(tiny, images), atol=0.01)
-    mixed = VisionTransformer(SMALL, dtype=policy)
-    mixed.set_weights(small.get_weights())
     expected = explain.class_relevance(small, images_for(SMALL), 1)
-    actual = explain.class_relevance(mixed, images_for(SMALL), 1)
+    actual = explain.class_relevance(small.copy(dtype=policy), images_for(SMALL), 1)
     assert actual.dtype.kind == "f"
     np.testing.assert_allclose(actual, expected, atol=0.1 * float(expected.max()))
 
@@ -368,16 +360,6 @@ def test_images_are_taken_in_batches(small: VisionTransformer) -> None:
     )
 
 
-RELEVANT = {
-    "token": SMALL,
-    "token, square": dataclasses.replace(SMALL, input_shape=(16, 16, 3)),
-    "avg": dataclasses.replace(SMALL, **PLAIN["avg"]),
-    "map": dataclasses.replace(SMALL, **PLAIN["map"]),
-    "hybrid": dataclasses.replace(SMALL, input_shape=(32, 48, 3), patch_size=4, resnet_layers=()),
-    **{name: dataclasses.replace(SMALL, **fields) for name, fields in VARIANTS.items()},
-}
-
-
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=pytest.mark.full) if x in VARIANTS else x for x in RELEVANT]
 )
@@ -397,33 +379,22 @@ def test_relevance_is_that_of_finite_differences(name: str) -> None:
     np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=2e-6)
 
 
-def test_the_comparison_tells_classes_apart(small: VisionTransformer) -> None:
-    """Another class has another relevance, by far more than the tolerance."""
-    one, other = (explain.class_relevance(small, images_for(SMALL), target) for target in (3, 6))
-    assert np.abs(one - other).max() > 20 * 2e-5
+def test_the_relevance_is_that_of_the_class_asked_for(small: VisionTransformer) -> None:
+    """Another class has another relevance, by far more than the tolerance.
 
-
-def test_without_a_class_the_likeliest_counts(small: VisionTransformer) -> None:
-    """None asks for each image's own likeliest class."""
+    None asks for each image's own likeliest class. The gradient is that of the logit, also where
+    the model ends in softmax.
+    """
     images = images_for(SMALL, 10)
+    one, other = (explain.class_relevance(small, images[:2], target) for target in (3, 6))
+    assert np.abs(one - other).max() > 20 * 2e-5
     likeliest = keras.ops.convert_to_numpy(small(images)).argmax(axis=-1)
     assert len(set(likeliest.tolist())) > 1
-    np.testing.assert_allclose(
-        explain.class_relevance(small, images),
-        explain.class_relevance(small, images, likeliest.tolist()),
-        atol=1e-7,
-    )
-
-
-def test_softmax_does_not_change_the_relevance(small: VisionTransformer) -> None:
-    """The gradient is that of the logit, also where the model ends in softmax."""
-    softmax = VisionTransformer(dataclasses.replace(SMALL, classifier_activation="softmax"))
-    softmax.set_weights(small.get_weights())
-    np.testing.assert_allclose(
-        explain.class_relevance(softmax, images_for(SMALL), 2),
-        explain.class_relevance(small, images_for(SMALL), 2),
-        atol=1e-7,
-    )
+    expected = explain.class_relevance(small, images, likeliest.tolist())
+    np.testing.assert_allclose(explain.class_relevance(small, images), expected, atol=1e-7)
+    softmax = small.copy(config=dataclasses.replace(SMALL, classifier_activation="softmax"))
+    actual, expected = (explain.class_relevance(x, images[:2], 2) for x in (softmax, small))
+    np.testing.assert_allclose(actual, expected, atol=1e-7)
 
 
 def test_a_users_classifier_is_asked_for_its_own_classes() -> None:

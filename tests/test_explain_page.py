@@ -14,17 +14,43 @@ import keras
 import matplotlib.image
 import numpy as np
 import pytest
-from conftest import FLOAT32, TINY
-from test_explain_attention import CONFIGS, images_for, sharp
+from conftest import FLOAT32, TINY, images_for
+from test_explain_attention import CONFIGS, sharp
 
-from keras_vit import explain
-from keras_vit.config import ViTConfig
+from keras_vit import VisionTransformer, ViTConfig, explain
 from keras_vit.explain import attention, page
-from keras_vit.model import VisionTransformer
 
 CHARTS = {"distance", "positions", "filters"}
 NAMES = {"rollout", "relevance", "heads", "similarity", *CHARTS}
 LABELS = ("ant", "bee", "cat", "dog", "elk", "fox", "<gnu>")
+GENERATOR = np.random.default_rng(5)
+# The height and width of an image, the width it is shown with, whether each of its pixels is a
+# square, and what the page says of it.
+SHOWN = [
+    ((8, 8), 256, True, 1),
+    ((20, 127), 254, True, 1),
+    ((150, 200), 200, False, 1),  # its own size
+    ((1000, 3000), 1024, False, 2),  # and the page says so
+]
+# The charts and pictures that a model lacks: a hybrid's filters act on features, attention with
+# relative or rotary positions adds none, and features have no class.
+LACKING = {
+    "hybrid": (CONFIGS["hybrid"], {"filters"}),
+    "avg": (CONFIGS["avg"], set()),
+    "map": (CONFIGS["map"], set()),
+    "relative": (CONFIGS["relative"], {"positions"}),
+    "every block": (CONFIGS["every block"], set()),
+    "modern": (CONFIGS["modern"], {"positions"}),
+    "features": (dataclasses.replace(TINY, classes=None), {"relevance"}),
+}
+# The row and column of the brightest patch of the map, as it is drawn.
+BRIGHTEST = """() => {
+    const map = document.querySelector(".map");
+    const { data } = map.getContext("2d").getImageData(0, 0, map.width, map.height);
+    const light = Array.from({ length: data.length / 4 }, (_, i) => data[4 * i] + data[4 * i + 1]);
+    const place = light.indexOf(Math.max(...light));
+    return [Math.floor(place / map.width), place % map.width];
+}"""
 
 
 def pixels(config: ViTConfig) -> np.ndarray:
@@ -43,11 +69,8 @@ class Page:
         self.view: dict[str, Any] = json.loads(match[1])
 
 
-GENERATOR = np.random.default_rng(5)
-
-
-def photo(height: int, width: int, channels: int = 3) -> np.ndarray:
-    return GENERATOR.integers(0, 256, (height, width, channels), dtype=np.uint8)
+def photo(height: int, width: int) -> np.ndarray:
+    return GENERATOR.integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
 def unpacked(packed: dict[str, Any], grid: list[int]) -> np.ndarray:
@@ -85,7 +108,7 @@ def test_the_pooling_is_a_layer_with_heads_of_its_own() -> None:
 
 
 def test_what_the_page_shows_is_within_a_level() -> None:
-    """Maps are written in 256 levels, each from its own least value to its most."""
+    """Maps are written in 256 levels, from each its least value to its most; flat ones in one."""
     model = sharp(TINY)
     subject = page.make_subject(model, photo(40, 40))
     subject = dataclasses.replace(subject, scores=np.arange(7.0))
@@ -101,22 +124,8 @@ def test_what_the_page_shows_is_within_a_level() -> None:
         level = np.ptp(expected, axis=(1, 2), keepdims=True) / 255
         assert (level > 0).all()
         assert (np.abs(unpacked(packed, shown["grid"]) - expected) <= 0.51 * level + 1e-7).all()
-
-
-def test_a_flat_map_stays_what_it_is() -> None:
-    """Without an extent there is one level, and no number is lost to a division by zero."""
     actual = unpacked(page._packed(np.full((2, 3, 4), 0.25)), [3, 4])
     np.testing.assert_array_equal(actual, 0.25)
-
-
-# The height and width of an image, the width it is shown with, whether each of its pixels is a
-# square, and what the page says of it.
-SHOWN = [
-    ((8, 8), 256, True, 1),
-    ((20, 127), 254, True, 1),
-    ((150, 200), 200, False, 1),  # its own size
-    ((1000, 3000), 1024, False, 2),  # and the page says so
-]
 
 
 def test_a_picture_has_its_own_size(tiny: VisionTransformer) -> None:
@@ -143,19 +152,6 @@ def test_the_class_asked_for_comes_first() -> None:
     for target in (3, -1):
         with pytest.raises(ValueError, match=f"There is no class {target}; the model has 3"):
             page.explained_classes(scores, target)
-
-
-# The charts and pictures that a model lacks: a hybrid's filters act on features, attention with
-# relative or rotary positions adds none, and features have no class.
-LACKING = {
-    "hybrid": (CONFIGS["hybrid"], {"filters"}),
-    "avg": (CONFIGS["avg"], set()),
-    "map": (CONFIGS["map"], set()),
-    "relative": (CONFIGS["relative"], {"positions"}),
-    "every block": (CONFIGS["every block"], set()),
-    "modern": (CONFIGS["modern"], {"positions"}),
-    "features": (dataclasses.replace(TINY, classes=None), {"relevance"}),
-}
 
 
 @pytest.mark.full
@@ -233,16 +229,6 @@ def test_bad_input_writes_nothing(tmp_path: Path) -> None:
                 model, out=tmp_path / "out", **{"image": pixels(TINY), **fields}
             )
     assert not (tmp_path / "out").exists()
-
-
-# The row and column of the brightest patch of the map, as it is drawn.
-BRIGHTEST = """() => {
-    const map = document.querySelector(".map");
-    const { data } = map.getContext("2d").getImageData(0, 0, map.width, map.height);
-    const light = Array.from({ length: data.length / 4 }, (_, i) => data[4 * i] + data[4 * i + 1]);
-    const place = light.indexOf(Math.max(...light));
-    return [Math.floor(place / map.width), place % map.width];
-}"""
 
 
 @pytest.mark.full

@@ -18,6 +18,8 @@ from keras_vit.exporting import VerificationError, artefacts, export, rebuild, r
 pytest.importorskip("onnxruntime")
 pytest.importorskip("ai_edge_litert")
 
+FORMATS = ("onnx", "onnx-int8", "tflite", "tflite-int8")
+
 
 def content(folder: Path) -> dict[str, bytes]:
     return {
@@ -133,9 +135,6 @@ def test_a_failed_rename_takes_the_others_back(tmp_path: Path) -> None:
         assert not (directory / "1").exists()
 
 
-FORMATS = ("onnx", "onnx-int8", "tflite", "tflite-int8")
-
-
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One version of a tiny model in every format; the SavedModel is not verified, to save time."""
@@ -148,7 +147,6 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copy(exported: Path, tmp_path: Path) -> Path:
-    """A copy to damage."""
     return Path(shutil.copytree(exported, tmp_path / "pets"))
 
 
@@ -248,15 +246,6 @@ def test_files_cut_short_missing_swapped_or_added_are_found(copy: Path) -> None:
     assert "bytes, and was exported with" in faults(copy / "2")[0]
 
 
-def rewritten(folder: Path, **fields: Any) -> None:
-    """Writes a record with other fields, and the right hash of itself."""
-    file = records.record_file(folder)
-    record = {**json.loads(file.read_text()), **fields, records.SELF: 64 * "0"}
-    text = json.dumps(record)
-    own = records._text_sha256(text)
-    file.write_text(text.replace(64 * "0", own))
-
-
 def test_a_file_alone_is_checked_and_named(
     copy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -281,7 +270,11 @@ def test_a_file_alone_is_checked_and_named(
 
 def test_a_record_from_elsewhere_reads_nothing_outside(copy: Path) -> None:
     """Names that lead out of the folder are refused, also with a right hash."""
-    rewritten(copy / "onnx/1", files={"../../1/labels.txt": {"bytes": 1, "sha256": ""}})
+    file = records.record_file(copy / "onnx/1")
+    outside = {"../../1/labels.txt": {"bytes": 1, "sha256": ""}}
+    record = {**json.loads(file.read_text()), "files": outside, records.SELF: 64 * "0"}
+    text = json.dumps(record)
+    file.write_text(text.replace(64 * "0", records._text_sha256(text)))
     (fault,) = faults(copy / "onnx")
     assert "names files outside its folder" in fault
 

@@ -2,13 +2,13 @@
 
 import copy
 import dataclasses
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import exported
 import numpy as np
+import processes
 import pytest
 import tensorflow as tf
 from exported import served_model
@@ -25,6 +25,24 @@ from keras_vit.exporting import onnx_files  # noqa: E402
 
 RANDOM = np.random.default_rng(3)
 INT8 = FORMATS["tflite-int8"].limits
+WRONG: dict[str, Callable[[Any, Gate], Any]] = {
+    "a layer of zeros": lambda m, _: change(m, "block_1/mlp/fc1/kernel", np.zeros_like),
+    "two classes swapped": lambda m, _: change_head(m, lambda v: v[..., [0, 2, 1, 3, 4, 5, 6]]),
+    "labels in another order": lambda m, _: change_head(m, lambda v: np.roll(v, 1, axis=-1)),
+    "0..1 for -1..1": lambda m, _: scale_from_zero(m),
+    "BGR for RGB": lambda m, _: change(
+        m, "patch_encoder/projection/kernel", lambda v: v[:, ::-1]
+    ),
+    "rows for columns": lambda m, _: swap_sides(m),
+    "a scale of twice": lambda m, _: change(m, "block_0/attention/out/kernel", lambda v: v * 2),
+    "no second block": lambda m, _: leave_out_a_block(m),
+    "a constant answer": lambda m, gate: answer_always(m, gate, slice(None)),
+    "one constant logit": lambda m, gate: answer_always(m, gate, 4),
+    "weights of another epoch": lambda m, _: age(m),
+    "NaN in one weight": lambda m, _: change(
+        m, "block_2/mlp/fc2/bias", lambda v: np.where(np.arange(len(v)) == 3, np.nan, v)
+    ),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +65,7 @@ def gates(exportable: Exportable) -> dict[str, Gate]:
 
 
 def failures(model: Any, gate: Gate) -> list[str]:
-    """The checks of the gate that a model in ONNX fails."""
-    runner = runners.OnnxRunner(model.SerializeToString())
-    checks = agreement.run_gate(gate, lambda inputs: runner.run("", inputs))
-    return [check.name.removeprefix("gate: ") for check in checks if not check.passed]
+    return exported.failures(runners.OnnxRunner(model.SerializeToString()), gate)
 
 
 def change(model: Any, path: str, function: Callable[[np.ndarray], Any]) -> None:
@@ -106,26 +121,6 @@ def answer_always(model: Any, gate: Gate, classes: Any) -> None:
         return value
 
     change_head(model, constant)
-
-
-WRONG: dict[str, Callable[[Any, Gate], Any]] = {
-    "a layer of zeros": lambda m, _: change(m, "block_1/mlp/fc1/kernel", np.zeros_like),
-    "two classes swapped": lambda m, _: change_head(m, lambda v: v[..., [0, 2, 1, 3, 4, 5, 6]]),
-    "labels in another order": lambda m, _: change_head(m, lambda v: np.roll(v, 1, axis=-1)),
-    "0..1 for -1..1": lambda m, _: scale_from_zero(m),
-    "BGR for RGB": lambda m, _: change(
-        m, "patch_encoder/projection/kernel", lambda v: v[:, ::-1]
-    ),
-    "rows for columns": lambda m, _: swap_sides(m),
-    "a scale of twice": lambda m, _: change(m, "block_0/attention/out/kernel", lambda v: v * 2),
-    "no second block": lambda m, _: leave_out_a_block(m),
-    "a constant answer": lambda m, gate: answer_always(m, gate, slice(None)),
-    "one constant logit": lambda m, gate: answer_always(m, gate, 4),
-    "weights of another epoch": lambda m, _: age(m),
-    "NaN in one weight": lambda m, _: change(
-        m, "block_2/mlp/fc2/bias", lambda v: np.where(np.arange(len(v)) == 3, np.nan, v)
-    ),
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("limits", ["onnx", "tflite-int8"])
@@ -186,10 +181,9 @@ HEADS = {
 }
 
 
-@pytest.mark.parametrize("name", HEADS)
-def test_every_head_is_held(name: str) -> None:
+@pytest.mark.parametrize(("logits", "kind"), HEADS.values(), ids=HEADS)
+def test_every_head_is_held(logits: np.ndarray, kind: str) -> None:
     """Errors of 3 per cent of the spread pass; a constant, NaN, zeros and other images' do not."""
-    logits, kind = HEADS[name]
     gate = head_gate(logits, kind=kind)
     spread = agreement.spread(gate)
     assert 0.5 < spread < 4
@@ -205,16 +199,15 @@ def test_every_head_is_held(name: str) -> None:
 
 
 def test_answers_of_a_cosine_near_one_are_refused() -> None:
-    """What a cosine calls equal to 0.9999 is not, where a bias is what all images share."""
+    """What a cosine calls equal to 0.9999 is not, where a bias is what all images share.
+
+    All logits may move together, as softmax does not see it; those of independent classes may not.
+    """
     logits = RANDOM.normal(-10, 0.1, (64, 21_843))
     wrong = logits + RANDOM.normal(0, 0.05, logits.shape)
     lengths = np.linalg.norm(logits, axis=1) * np.linalg.norm(wrong, axis=1)
     assert ((logits * wrong).sum(axis=1) / lengths).min() > 0.9999
     assert "error / spread" in refused(head_gate(logits), wrong)
-
-
-def test_what_softmax_does_not_see_is_no_error() -> None:
-    """All logits may move together; those of independent classes may not."""
     logits = logits_of(7)
     assert refused(head_gate(logits), logits + 5) == set()
     assert "error / spread" in refused(head_gate(logits, kind="sigmoid"), logits + 5)
@@ -278,7 +271,7 @@ def test_requests_survive_the_disk(tmp_path: Path) -> None:
     """What one process writes the other reads, bytes with zeros at their end included."""
     files = np.array([b"\0image\0\0", b""], object)
     case = dataclasses.replace(CASE, inputs={"image_bytes": files})
-    written = checker.Request(
+    written = agreement.Request(
         format="savedmodel", runtime="savedmodel", path=tmp_path, parameter_bytes=8,
         weight_bytes=8, labels=["a", "é"], cases=(case,), gate=head_gate(logits_of(7)),
     )  # fmt: skip
@@ -338,8 +331,7 @@ for package in ("keras", "keras_vit", "keras.layers", "keras_vit.config"):
         print(package)
 """
     start = checker.START.replace("run(sys.argv[2])", code)
-    words = [sys.executable, "-P", "-c", start, str(Path(checker.__file__).parents[1])]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    done = processes.python("-P", "-c", start, Path(checker.__file__).parents[1])
     assert done.stdout.split() == ["keras", "keras_vit", "keras.layers", "keras_vit.config"]
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from conftest import FLOAT32
-from exported import LABELS, served_model
+from exported import LABELS, failures, served_model
 from tensorflow.lite.python import schema_py_generated as schema
 
 from benchmarks.export import make_model
@@ -20,7 +20,6 @@ from keras_vit.exporting import (
     export,
     onnx_files,
     samples,
-    sensitivity,
     tflite,
     verification,
 )
@@ -88,6 +87,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "ResNet root": {"resnet_layers": (), "patch_size": 2},
     "ResNet stages": {"resnet_layers": (2, 1), "patch_size": 1},
 }  # fmt: skip
+FIELDS: dict[str, Any] = {"hidden_dim": 48, "mlp_dim": 96, "num_layers": 2}
+# Of each block, and the head: those of at least 1024 elements.
+KERNELS = {
+    f"block_{block}/{name}/kernel"
+    for block in range(2)
+    for name in ("attention/qkv", "attention/out", "mlp/fc1", "mlp/fc2")
+}
+# In LiteRT kernels have their outputs first.
+SHAPES = [[144, 48], [48, 48], [96, 48], [48, 96]]
 
 
 def assert_answers(
@@ -149,8 +157,13 @@ def test_another_opset_is_written(name: str) -> None:
         assert_answers(made, model, exportable, PIXELS)
 
 
-def test_an_opset_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    """One sentence says which can, and a format without operators of ONNX has none."""
+def test_an_opset_that_cannot_be_written_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One sentence says which can, and a format without operators of ONNX has none.
+
+    Without onnx the message says what to install.
+    """
     for opset, name, message in (
         (16, "onnx", "is 17 to 22. Received: opset=16"),
         (23, "onnx", "is 17 to 22. Received: opset=23"),
@@ -161,6 +174,11 @@ def test_an_opset_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     converted = rebuild(served_model(activation="swiglu", num_layers=1))
     with pytest.raises(ValueError, match="17 to 18, as tf2onnx has to convert it"):
         onnx_files.check(converted, Options(opset=20))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"pip install onnx"):
+        export(served_model(), tmp_path / "pets", formats=["onnx"])
+    with pytest.raises(ImportError, match="pip install ai-edge-quantizer"):
+        export(served_model(), tmp_path / "pets", formats=["tflite-fp16"], verify=False)
 
 
 @pytest.mark.full
@@ -181,30 +199,11 @@ def test_an_op_that_onnx_lacks_is_an_error(tmp_path: Path) -> None:
     assert not (tmp_path / "odd" / "onnx").exists()
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Without onnx the message says what to install."""
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"pip install onnx"):
-        export(served_model(), tmp_path / "pets", formats=["onnx"])
-    with pytest.raises(ImportError, match="pip install ai-edge-quantizer"):
-        export(served_model(), tmp_path / "pets", formats=["tflite-fp16"], verify=False)
-
-
 def write(exportable: Exportable, folder: Path, *names: str) -> dict[str, Path]:
-    """A TFLite file of each format."""
     about = describe(exportable, name="pets", labels=LABELS)
     files = {name: folder / f"{name}.tflite" for name in names}
     tflite.write(exportable, files, about=about)
     return files
-
-
-FIELDS: dict[str, Any] = {"hidden_dim": 48, "mlp_dim": 96, "num_layers": 2}
-# Of each block, and the head: those of at least 1024 elements.
-KERNELS = {
-    f"block_{block}/{name}/kernel"
-    for block in range(2)
-    for name in ("attention/qkv", "attention/out", "mlp/fc1", "mlp/fc2")
-}
 
 
 @pytest.fixture(scope="module")
@@ -224,11 +223,6 @@ def images(exportable: Exportable) -> samples.GateImages:
 
 def gate_of(exportable: Exportable, name: str, images: samples.GateImages) -> Gate:
     return verification.make_gate(exportable, FORMATS[name], images)
-
-
-def failures(runner: runners.Runner, gate: Gate) -> list[str]:
-    checks = agreement.run_gate(gate, lambda inputs: runner.run("", inputs))
-    return [f"{check.name} {check.measured}" for check in checks if not check.passed]
 
 
 def types(model: Any) -> dict[str, int]:
@@ -304,16 +298,11 @@ def interpreted(file: Path) -> Any:
 
 
 def stored(file: Path, dtype: type) -> list[dict[str, Any]]:
-    """The tensors of a type in a TFLite file."""
     return [each for each in interpreted(file).get_tensor_details() if each["dtype"] == dtype]
 
 
 def shapes(file: Path, dtype: type) -> list[list[int]]:
     return sorted(each["shape"].tolist() for each in stored(file, dtype))
-
-
-# In LiteRT kernels have their outputs first.
-SHAPES = [[144, 48], [48, 48], [96, 48], [48, 96]]
 
 
 def test_tflite_files_answer_as_the_model(exportable: Exportable, written: dict[str, Path]) -> None:
@@ -401,7 +390,7 @@ def test_what_costs_most_stays_float(
     assert record["float32"] == {name: list(made.floats)}
     assert set(made.floats) < {*KERNELS, "patch_encoder/projection/kernel"}
     if name == "onnx-int8":
-        monkeypatch.setattr(sensitivity, "ATTEMPTS", 0)
+        monkeypatch.setattr(tflite, "ATTEMPTS", 0)
         with pytest.raises(verification.VerificationError, match="does not do what the model"):
             export(fragile_model(**FIELDS), tmp_path / "failed", formats=[name], labels=LABELS)
 
@@ -449,7 +438,7 @@ def test_the_costs_of_kernels_are_measured(
     """They add up to the error of the file with all of them rounded, and choosing follows them."""
     name = "onnx-int8"
     gate = gate_of(exportable, name, images)
-    costs = sensitivity.measure(exportable, FORMATS[name], gate)
+    costs = tflite.measure(exportable, FORMATS[name], gate)
     assert {cost.kernel for cost in costs} == KERNELS
     runner = runners.OnnxRunner(onnx_files.rounded(made, FORMATS[name]).SerializeToString())
     chosen = {"images": gate.images[:8]}
@@ -457,10 +446,10 @@ def test_the_costs_of_kernels_are_measured(
     error -= agreement.centred(gate, gate.expected[:8])
     together = sum(cost.error for cost in costs)
     assert 0.5 < np.mean(np.square(error)) / together < 2
-    half = sensitivity.choose(costs, share=0.5)
+    half = tflite.choose(costs, share=0.5)
     assert sum(cost.error for cost in costs if cost.kernel not in half) <= 0.5 * together
-    assert set(sensitivity.choose(costs, share=0.0)) == KERNELS
-    assert sensitivity.choose(costs, share=1.0) == ()
+    assert set(tflite.choose(costs, share=0.0)) == KERNELS
+    assert tflite.choose(costs, share=1.0) == ()
 
 
 @pytest.mark.full

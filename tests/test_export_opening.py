@@ -15,13 +15,12 @@ import pytest
 from exported import served_model
 from tensorflow.lite.python import schema_py_generated as schema
 
-from keras_vit import cli
+from keras_vit import VisionTransformer, cli
 from keras_vit.data import load_data, load_test_folder
 from keras_vit.evaluation import evaluate, log_probabilities
 from keras_vit.exporting import FORMATS, export, onnx_files, opening, tflite
 from keras_vit.exporting.clean import runners
 from keras_vit.exporting.rebuild import Description, Exportable, describe, rebuild, weights_sha256
-from keras_vit.model import VisionTransformer
 
 pytest.importorskip("onnxruntime")
 pytest.importorskip("ai_edge_litert")
@@ -30,6 +29,7 @@ LABELS = ("plain", "striped")
 # By how much probabilities may differ: rounded weights err, all others do not.
 LIMITS = {"savedmodel": 1e-5, "onnx": 1e-5, "tflite": 1e-5, "tflite-fp16": 1e-3,
           "tflite-int8": 0.03, "onnx-int8": 0.03}  # fmt: skip
+PIXELS = np.random.default_rng(3).integers(0, 256, (2, 32, 48, 3))
 
 
 def made() -> VisionTransformer:
@@ -158,7 +158,6 @@ def test_what_an_export_cannot_do_is_refused(
 
 
 MEAN, DEVIATION = (0.4, 0.5, 0.6), (0.2, 0.3, 0.25)
-PIXELS = np.random.default_rng(3).integers(0, 256, (2, 32, 48, 3))
 
 
 def small(**fields: Any) -> Exportable:

@@ -24,10 +24,25 @@ from keras_vit.exporting.rebuild import Exportable, rebuild
 from keras_vit.model import VisionTransformer
 
 PIXELS = np.random.default_rng(5).integers(0, 256, (3, 32, 48, 3)).astype("float32")
+BLOCKS = keras.quantizers.Int4QuantizationConfig(block_size=8)
+NORMALIZED: dict[str, Any] = {"include_preprocessing": False}
+# How far a copy in float32 may be from a model in another precision.
+HALF = 0.02
+ALL = {"num_layers": 2, **variants_oracle.ALL}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "relative": {**ALL, "position_embedding": "relative"},
+    "every block": {
+        **ALL, "position_embedding": "learned_2d", "position_placement": "every_block"
+    },
+    "modern": {"num_layers": 2, **variants_oracle.MODERN},
+    "counted": {"num_layers": 1, "norm_after_pooling": True, **variants_oracle.COUNTED},
+}  # fmt: skip
+FORMATS = ("savedmodel", "tflite", "tflite-fp16", "tflite-int8", "onnx")
+ROUNDED = ("onnx-fp16", "onnx-int8", "onnx-int8-weights", "tflite-int8-weights")
+BARE = {"classes": None, "classifier_activation": None}
 
 
 def said(model: keras.Model, images: np.ndarray = PIXELS) -> np.ndarray:
-    """What the model itself answers."""
     return np.asarray(model(images, training=False), "float32")
 
 
@@ -89,12 +104,10 @@ class Unknowing(keras.Model):
 
 
 def base(**fields: Any) -> VisionTransformer:
-    """A tiny model that gives features."""
     return served_model(classes=None, classifier_activation=None, **fields)
 
 
 def with_layers(*layers: Any, shape: tuple[int | None, ...] = (32, 48, 3)) -> keras.Model:
-    """A functional model of layers and functions, one after another."""
     images = x = keras.Input(shape)
     for layer in layers:
         x = layer(x)
@@ -125,10 +138,6 @@ def around(dtype: str, activation: str) -> keras.Model:
     return with_layers(keras.layers.RandomFlip("horizontal"), inner, last)
 
 
-BLOCKS = keras.quantizers.Int4QuantizationConfig(block_size=8)
-NORMALIZED: dict[str, Any] = {"include_preprocessing": False}
-# How far a copy in float32 may be from a model in another precision.
-HALF = 0.02
 MODELS: dict[str, tuple[Callable[[], keras.Model], float]] = {
     **{
         f"{activation}{', normalized' * is_normalized}": (
@@ -284,17 +293,6 @@ def test_a_copy_that_differs_is_noticed() -> None:
     assert not samples.compare_rebuilt(model, exportable, expected).passed
 
 
-ALL = {"num_layers": 2, **variants_oracle.ALL}
-VARIANTS: dict[str, dict[str, Any]] = {
-    "relative": {**ALL, "position_embedding": "relative"},
-    "every block": {
-        **ALL, "position_embedding": "learned_2d", "position_placement": "every_block"
-    },
-    "modern": {"num_layers": 2, **variants_oracle.MODERN},
-    "counted": {"num_layers": 1, "norm_after_pooling": True, **variants_oracle.COUNTED},
-}  # fmt: skip
-
-
 def grey_hybrid() -> keras.Model:
     """Of one block: of random ones int8 loses more than its gate lets pass."""
     fields: dict[str, Any] = {"resnet_layers": (1,), "patch_size": 2, "num_layers": 1}
@@ -303,10 +301,7 @@ def grey_hybrid() -> keras.Model:
     return model
 
 
-FORMATS = ("savedmodel", "tflite", "tflite-fp16", "tflite-int8", "onnx")
 SAVED, TFLITE, ONNX = FORMATS[:1], FORMATS[1:4], FORMATS[4:]
-ROUNDED = ("onnx-fp16", "onnx-int8", "onnx-int8-weights", "tflite-int8-weights")
-BARE = {"classes": None, "classifier_activation": None}
 # Models, or the fields of those that are to be served, and their formats.
 KINDS: dict[str, tuple[Any, tuple[str, ...]]] = {
     # What no writer knows by heart is converted.

@@ -34,6 +34,21 @@ LIMIT = 1e-5  # float32 rounding in another order of the same sums; measured up 
 SIZE = (32, 48)
 # Pixels of its own.
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+FILES = {
+    "PNG": photo(0),
+    "JPEG": photo(1, height=61, width=17, kind="JPEG"),
+    "grey": photo(4, mode="L"),
+    "RGBA": photo(5, mode="RGBA"),
+    "palette": photo(6, mode="P"),
+    "two pixels": photo(8, height=2, width=1),
+}
+BEST = {"classes": ("string", (-1, 3)), "scores": ("float32", (-1, 3))}
+# Of BatchingParameters in tensorflow/serving, servables/tensorflow/session_bundle_config.proto.
+BATCHING = {
+    "max_batch_size", "batch_timeout_micros", "max_enqueued_batches", "num_batch_threads",
+    "max_execution_batch_size", "enable_large_batch_splitting", "allowed_batch_sizes",
+}  # fmt: skip
+LIBRARIES = ("libtensorflow_cc.so.2", "libtensorflow_framework.so.2")
 
 
 def bomb(kind: str) -> bytes:
@@ -56,18 +71,9 @@ HOSTILE = {
     "one pixel": (photo(height=1, width=1), "single pixel"),
     **{f"{kind} bomb": (bomb(kind), "more pixels than") for kind in ("PNG", "JPEG")},
 }
-FILES = {
-    "PNG": photo(0),
-    "JPEG": photo(1, height=61, width=17, kind="JPEG"),
-    "grey": photo(4, mode="L"),
-    "RGBA": photo(5, mode="RGBA"),
-    "palette": photo(6, mode="P"),
-    "two pixels": photo(8, height=2, width=1),
-}
 # Inputs and outputs with their types and shapes, as docs/serving.md has them.
 IMAGES, SCORES = ("uint8", (-1, *SIZE, 3)), ("float32", (-1, 7))
 PROBABILITIES = {"logits": SCORES, "probabilities": SCORES}
-BEST = {"classes": ("string", (-1, 3)), "scores": ("float32", (-1, 3))}
 SIGNATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "serving_default": (
         {"image_bytes": ("string", (-1,))},
@@ -130,7 +136,6 @@ def evaluated(model: VisionTransformer, contents: Iterable[bytes]) -> np.ndarray
 
 
 def best_of(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The three best classes, and their scores."""
     order = np.argsort(-scores, axis=1)[:, :3]
     return order, np.take_along_axis(scores, order, 1)
 
@@ -172,13 +177,6 @@ def test_the_record_tells_what_was_checked(artefact: Artefact) -> None:
     assert (about["image_mean"], about["image_std"]) == (list(MEAN), list(STD))
     readme = (artefact.path.parent / "README.md").read_text()
     assert "(0..255 / 255 - (0.485, 0.456, 0.406)) / (0.229, 0.224, 0.225)" in readme
-
-
-# Of BatchingParameters in tensorflow/serving, servables/tensorflow/session_bundle_config.proto.
-BATCHING = {
-    "max_batch_size", "batch_timeout_micros", "max_enqueued_batches", "num_batch_threads",
-    "max_execution_batch_size", "enable_large_batch_splitting", "allowed_batch_sizes",
-}  # fmt: skip
 
 
 def test_the_settings_are_what_the_server_parses(directory: Path) -> None:
@@ -319,7 +317,6 @@ def address(kind: str, server: Served, *, port: int | None = None) -> tuple[str,
 
 
 def run_client(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Runs a client of examples/serving as a user does."""
     script = Path(__file__).parents[1] / "examples" / "serving" / f"{name}_client.py"
     command = [sys.executable, str(script), "--timeout", "300", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
@@ -363,9 +360,6 @@ def test_the_clients_give_up_after_the_retries(kind: str, served: Served, tmp_pa
             process = run_client(kind, file, *where, "--retries", 1)
             assert (process.returncode, process.stdout) == (1, "")
             assert process.stderr.splitlines()[-1].startswith(f"{file}: ")
-
-
-LIBRARIES = ("libtensorflow_cc.so.2", "libtensorflow_framework.so.2")
 
 
 def library(version: str, folder: Path) -> Path:

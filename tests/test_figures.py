@@ -12,8 +12,7 @@ import variants_oracle
 from conftest import TINY
 from matplotlib.figure import Figure
 
-from keras_vit import explain, figures
-from keras_vit.model import VisionTransformer
+from keras_vit import VisionTransformer, explain, figures
 
 GENERATOR = np.random.default_rng(0)
 IMAGE = GENERATOR.integers(0, 256, (32, 48, 3), dtype=np.uint8)
@@ -37,14 +36,6 @@ FIGURES: dict[str, Callable[[], Figure]] = {
 }
 
 
-def texts(figure: Figure) -> set[str]:
-    """Returns every label and title of a figure."""
-    actual = {figure.get_supxlabel(), figure.get_supylabel(), figure.get_suptitle()}
-    for axes in figure.axes:
-        actual |= {axes.get_xlabel(), axes.get_ylabel(), axes.get_title()}
-    return actual
-
-
 # What stands on the axes and scales of some of them.
 WORDS = {
     "heatmap": {"pixels", "share", "rollout", "image"},
@@ -61,23 +52,24 @@ def test_every_picture_is_drawn(name: str, tmp_path: Path) -> None:
     figure = FIGURES[name]()
     figure.savefig(tmp_path / "picture.png", dpi=50)
     assert matplotlib.image.imread(tmp_path / "picture.png").std() > 0.02
-    assert WORDS.get(name, set()) <= texts(figure)
+    texts = {figure.get_supxlabel(), figure.get_supylabel(), figure.get_suptitle()}
+    for axes in figure.axes:
+        texts |= {axes.get_xlabel(), axes.get_ylabel(), axes.get_title()}
+    assert WORDS.get(name, set()) <= texts
 
 
 def test_the_heatmap_lies_over_the_image() -> None:
-    """All three panels share the image's extent in pixels, oblong images too."""
-    figure = FIGURES["heatmap"]()
-    panels = [axes.get_images()[0] for axes in figure.axes[:3]]
-    assert [tuple(panel.get_extent()) for panel in panels] == [(0, 48, 32, 0)] * 3
-    np.testing.assert_array_equal(panels[1].get_array(), HEATMAP)
+    """All three panels share the image's extent in pixels, oblong images too.
 
-
-def test_what_is_relevant_is_lit() -> None:
-    """The last panel is bright where the heatmap is high and dark where it is low."""
+    The last panel is bright where the heatmap is high and dark where it is low.
+    """
     heatmap = np.zeros((4, 6))
     heatmap[1, 4] = 1
     figure = explain.plot_heatmap(np.full((32, 48, 3), 255), heatmap, title="", unit="")
-    lit = np.asarray(figure.axes[2].get_images()[0].get_array())
+    panels = [axes.get_images()[0] for axes in figure.axes[:3]]
+    assert [tuple(panel.get_extent()) for panel in panels] == [(0, 48, 32, 0)] * 3
+    np.testing.assert_array_equal(panels[1].get_array(), heatmap)
+    lit = np.asarray(panels[2].get_array())
     assert lit[12, 36].min() > 0.95
     assert lit[28, 4].max() < 0.15
 

@@ -34,7 +34,6 @@ def test_fails(number):
 
 
 def outcome(content: str, folder: Path, patch: pytest.MonkeyPatch) -> Any:
-    """What the gate says of a file of tests."""
     (folder / "test_it.py").write_text(content)
     patch.setattr(gate, "ROOT", folder)
     light = ("-p", "no:hypothesispytest", "-p", "no:xdist", "-p", "no:anyio")

@@ -57,18 +57,6 @@ def empty(config: keras_vit.ViTConfig) -> keras_vit.VisionTransformer:
         return keras_vit.VisionTransformer(config)
 
 
-def logits(config: keras_vit.ViTConfig, folder: Path) -> np.ndarray:
-    path = published.write(folder / "weights.npz", config)
-    model = empty(config)
-    keras_vit.weights.load(model, path)
-    return answers(model, published.images(config))
-
-
-def test_every_golden_array_is_tested() -> None:
-    """No array of the original is left out."""
-    assert set(LOGITS.files) == set(MODELS)
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -79,10 +67,13 @@ def test_every_golden_array_is_tested() -> None:
     ],
 )
 def test_logits_are_the_originals(name: str, tmp_path: Path) -> None:
-    """Full-size models give the original's logits in float32."""
-    np.testing.assert_allclose(
-        logits(config_of(name), tmp_path), LOGITS[name], rtol=0, atol=TOLERANCE
-    )
+    """Full-size models give the original's logits in float32; no array of it is left out."""
+    config = config_of(name)
+    model = empty(config)
+    keras_vit.weights.load(model, published.write(tmp_path / "weights.npz", config))
+    actual = answers(model, published.images(config))
+    np.testing.assert_allclose(actual, LOGITS[name], rtol=0, atol=TOLERANCE)
+    assert set(LOGITS.files) == set(MODELS)
 
 
 def test_the_tolerance_tells_the_exact_gelu_apart(tmp_path: Path) -> None:
@@ -96,19 +87,17 @@ def test_the_tolerance_tells_the_exact_gelu_apart(tmp_path: Path) -> None:
     assert np.abs(mistaken - LOGITS["ViT-Ti_16"]).max() > 5 * TOLERANCE
 
 
-def big_vision_arrays(config: keras_vit.ViTConfig) -> dict[str, Any]:
-    """Returns the arrays as big_vision names them, with positions of the patches only."""
-    shapes = {n: a.shape for n, a in published.arrays(config).items()}
-    positions = shapes.pop("Transformer/posembed_input/pos_embedding")
-    shapes["pos_embedding"] = (1, config.grid[0] * config.grid[1], positions[2])
-    return {name: published.array(name, shape) for name, shape in published.linen(shapes).items()}
-
-
 @pytest.mark.parametrize("name", BIG_VISION_MODELS)
 def test_logits_are_big_visions(name: str, tmp_path: Path) -> None:
     """Attention pooling, average pooling and a folded class position give big_vision's logits."""
     config = dataclasses.replace(BIG_VISION, **BIG_VISION_MODELS[name])
-    np.savez(tmp_path / "weights.npz", **big_vision_arrays(config))
+    shapes = {n: a.shape for n, a in published.arrays(config).items()}
+    positions = shapes.pop("Transformer/posembed_input/pos_embedding")
+    shapes["pos_embedding"] = (1, config.grid[0] * config.grid[1], positions[2])  # of patches only
+    arrays: dict[str, Any] = {
+        n: published.array(n, shape) for n, shape in published.linen(shapes).items()
+    }
+    np.savez(tmp_path / "weights.npz", **arrays)
     model = empty(config)
     keras_vit.weights.load(model, tmp_path / "weights.npz")
     actual = answers(model, published.images(config))

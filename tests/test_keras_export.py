@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import variants_oracle
-from conftest import FLOAT32, TINY, VARIED, randomize
+from conftest import CROSS_ENTROPY, FLOAT32, TINY, VARIED, answers, randomize
 
 from keras_vit.applications import ViTTi16
 from keras_vit.model import VisionTransformer
@@ -34,6 +34,8 @@ CONFIGS = {
         TINY, input_shape=(32, 32, 3), patch_size=2, resnet_layers=(1,), num_layers=1
     ),
 }
+IMAGES = np.random.default_rng(3).normal(size=(4, *TINY.input_shape)).astype(np.float32)
+LABELS = np.arange(4) % 7
 
 
 def functional(vit: VisionTransformer) -> keras.Model:
@@ -118,23 +120,10 @@ def test_prediction_stays_fused_after_an_export(tmp_path: Path) -> None:
     assert "FusedBatchNormV3" in kinds or tf.config.list_physical_devices("GPU")
 
 
-CROSS_ENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-IMAGES = np.random.default_rng(3).normal(size=(4, *TINY.input_shape)).astype(np.float32)
-LABELS = np.arange(4) % 7
-
-
 @pytest.fixture
 def model(tiny: VisionTransformer) -> VisionTransformer:
     """A copy to change."""
     return tiny.copy()
-
-
-def answer(model: Any) -> np.ndarray:
-    return np.asarray(keras.ops.convert_to_numpy(model(IMAGES, training=False)))
-
-
-def same(left: keras.Model, right: keras.Model) -> None:
-    np.testing.assert_allclose(answer(left), answer(right), atol=FLOAT32)
 
 
 def test_saved_as_hdf5(tiny: VisionTransformer, tmp_path: Path) -> None:
@@ -145,7 +134,8 @@ def test_saved_as_hdf5(tiny: VisionTransformer, tmp_path: Path) -> None:
     custom_objects = {
         each.__name__: each for each in classes if not each.__module__.startswith(builtin)
     }
-    same(keras.saving.load_model(tmp_path / "model.h5", custom_objects=custom_objects), tiny)
+    loaded = keras.saving.load_model(tmp_path / "model.h5", custom_objects=custom_objects)
+    np.testing.assert_allclose(answers(loaded, IMAGES), answers(tiny, IMAGES), atol=FLOAT32)
 
 
 def test_looked_into(tiny: VisionTransformer) -> None:
@@ -159,7 +149,7 @@ def test_looked_into(tiny: VisionTransformer) -> None:
     assert tiny.count_params() == sum(int(np.prod(v.shape)) for v in tiny.weights)
     middle = tiny.layers[len(tiny.layers) // 2]
     features, logits = keras.Model(tiny.input, [middle.output, tiny.output])(IMAGES)
-    np.testing.assert_allclose(logits, answer(tiny), atol=FLOAT32)
+    np.testing.assert_allclose(logits, answers(tiny, IMAGES), atol=FLOAT32)
     assert features.shape[1:] == middle.output.shape[1:]
 
 
@@ -211,7 +201,7 @@ def test_inside_a_subclassed_model(model: VisionTransformer, tmp_path: Path) -> 
     own = Own()
     own.compile(keras.optimizers.SGD(1e-3), "sparse_categorical_crossentropy")
     own.fit(IMAGES, LABELS, verbose=0)
-    np.testing.assert_allclose(answer(own).sum(axis=1), 1, atol=1e-5)
+    np.testing.assert_allclose(answers(own, IMAGES).sum(axis=1), 1, atol=1e-5)
     own.save_weights(tmp_path / "own.weights.h5")
 
 

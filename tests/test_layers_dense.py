@@ -6,11 +6,10 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
-from conftest import FLOAT32, TINY, VARIED, randomize
+from conftest import FLOAT32, TINY, VARIED, answers, images_for, randomize, reloaded
 
-from keras_vit import layers
+from keras_vit import VisionTransformer, layers
 from keras_vit.layers.dense import MODES
-from keras_vit.model import VisionTransformer
 
 # Keras says of each layer without matrix products that it has no such method.
 pytestmark = pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method")
@@ -28,21 +27,8 @@ CONFIGS = {
 }
 
 
-def images_for(count: int = 4) -> np.ndarray:
-    images = np.random.default_rng(3).normal(size=(count, *TINY.input_shape))
-    return images.astype(np.float32)
-
-
 def dense_layers(model: keras.Model) -> list[keras.layers.Dense]:
     return [each for each in model._flatten_layers() if isinstance(each, keras.layers.Dense)]
-
-
-def answer(model: keras.Model, images: np.ndarray) -> np.ndarray:
-    return np.asarray(keras.ops.convert_to_numpy(model(images, training=False)))
-
-
-def cosine(left: np.ndarray, right: np.ndarray) -> float:
-    return float((left * right).sum() / np.linalg.norm(left) / np.linalg.norm(right))
 
 
 @pytest.mark.parametrize("name", ["map", pytest.param("varied", marks=pytest.mark.full)])
@@ -51,47 +37,47 @@ def test_every_dense_layer_is_quantised_and_comes_back(
     mode: str, name: str, tmp_path: Path
 ) -> None:
     """Answers stay near, and a file, a weights file and a clone give the quantised one's bits."""
-    model, images = randomize(VisionTransformer(CONFIGS[name])), images_for()
-    before = answer(model, images)
+    model, images = randomize(VisionTransformer(CONFIGS[name])), images_for(TINY, 4)
+    before = answers(model, images)
     model.predict(images, verbose=0)  # a function that must not be used again
     model.quantize(mode)
     assert {layer.quantization_mode for layer in dense_layers(model)} == {mode}
-    after = answer(model, images)
-    assert NEAR[mode] < cosine(before, after) < 1 - 1e-7
+    after = answers(model, images)
+    cosine = (before * after).sum() / np.linalg.norm(before) / np.linalg.norm(after)
+    assert NEAR[mode] < cosine < 1 - 1e-7
     np.testing.assert_allclose(model.predict(images, verbose=0), after, atol=FLOAT32)
-    model.save(tmp_path / "model.keras")
-    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    loaded = reloaded(model, tmp_path)
     assert type(loaded) is VisionTransformer
-    np.testing.assert_array_equal(answer(loaded, images), after)
+    np.testing.assert_array_equal(answers(loaded, images), after)
     model.save_weights(tmp_path / "model.weights.h5")
     for copy in (
         VisionTransformer.from_config(model.get_config()),
         keras.models.clone_model(model),
     ):
         copy.load_weights(tmp_path / "model.weights.h5")
-        np.testing.assert_array_equal(answer(copy, images), after)
+        np.testing.assert_array_equal(answers(copy, images), after)
 
 
 @pytest.mark.parametrize("mode", [None, "int8"])
 def test_adapted_layers_train_and_come_back(mode: str | None, tmp_path: Path) -> None:
     """Keras' own `enable_lora` on every layer: what trains, and the same bits from a file."""
-    model, images = randomize(VisionTransformer(CONFIGS["representation"])), images_for()
+    model, images = randomize(VisionTransformer(CONFIGS["representation"])), images_for(TINY, 4)
     if mode is not None:
         model.quantize(mode, filters="block_")
     inner = [layer for layer in dense_layers(model) if "block_" in layer.path]
-    before = answer(model, images)
+    before = answers(model, images)
     for layer in inner:
         layer.enable_lora(2, lora_alpha=6)
-    np.testing.assert_allclose(answer(model, images), before, atol=FLOAT32)
+    np.testing.assert_allclose(answers(model, images), before, atol=FLOAT32)
     model.compile(keras.optimizers.Adam(0.02), "sparse_categorical_crossentropy")
     model.fit(images, np.arange(4), verbose=0)
-    after = answer(model, images)
+    after = answers(model, images)
     assert np.abs(after - before).max() > 1e-3
     thin = [v for layer in inner for v in (layer.lora_kernel_a, layer.lora_kernel_b)]
     assert all(np.abs(v).max() > 0 for v in thin)
     model.save(tmp_path / "model.keras")
     loaded = keras.saving.load_model(tmp_path / "model.keras", compile=False)
-    np.testing.assert_array_equal(answer(loaded, images), after)
+    np.testing.assert_array_equal(answers(loaded, images), after)
     paths = [v.path for v in loaded.trainable_variables]
     assert "block_0/attention/qkv/lora_kernel_a" in paths
     assert "block_0/attention/qkv/kernel" not in paths
@@ -109,27 +95,26 @@ def test_layers_in_a_model_of_the_users_come_back_too(tmp_path: Path) -> None:
     ):
         x = layer(x)
     model = randomize(keras.Model(inputs, x))
-    images = images_for()[:, :16, :16]
+    images = images_for(TINY, 4)[:, :16, :16]
     model.quantize("int8")
     model.layers[3].mlp.fc1.enable_lora(2)
-    after = answer(model, images)
-    model.save(tmp_path / "model.keras")
-    loaded = keras.saving.load_model(tmp_path / "model.keras")
-    np.testing.assert_array_equal(answer(loaded, images), after)
+    after = answers(model, images)
+    loaded = reloaded(model, tmp_path)
+    np.testing.assert_array_equal(answers(loaded, images), after)
     clone = keras.models.clone_model(model)
     clone.set_weights(model.get_weights())
-    np.testing.assert_array_equal(answer(clone, images), after)
+    np.testing.assert_array_equal(answers(clone, images), after)
 
 
 def test_weights_from_before_adaptation_load_into_an_adapted_layer(tmp_path: Path) -> None:
     """They answer as they did: the product of the thin matrices becomes zero."""
-    plain, images = randomize(VisionTransformer(TINY)), images_for()
+    plain, images = randomize(VisionTransformer(TINY)), images_for(TINY, 4)
     plain.save_weights(tmp_path / "plain.weights.h5")
     model = randomize(VisionTransformer(TINY), seed=1)
     qkv = model.get_layer("block_0").attention.qkv
     qkv.enable_lora(2, b_initializer="ones")
     model.load_weights(tmp_path / "plain.weights.h5")
-    np.testing.assert_allclose(answer(model, images), answer(plain, images), atol=FLOAT32)
+    np.testing.assert_allclose(answers(model, images), answers(plain, images), atol=FLOAT32)
     assert np.abs(qkv.lora_kernel_a).max() > 0  # could train on
 
 

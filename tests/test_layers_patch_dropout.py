@@ -7,22 +7,16 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from conftest import FLOAT32, TINY, answers, made, whole
+from conftest import CROSS_ENTROPY, FLOAT32, TINY, answers, images_for, made, reloaded, whole
 
-from keras_vit import layers
-from keras_vit.config import ViTConfig
-from keras_vit.model import VisionTransformer
+from keras_vit import VisionTransformer, layers
 
 HALF = dataclasses.replace(TINY, num_layers=1, patch_dropout_rate=0.5)
-LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 ON_TENSORFLOW = pytest.mark.skipif(
     keras.backend.backend() != "tensorflow", reason="gradients are taken with TensorFlow"
 )
-
-
-def images_for(config: ViTConfig, count: int = 4) -> np.ndarray:
-    shape = (count, *config.input_shape)
-    return np.random.default_rng(2).uniform(-1, 1, shape).astype(np.float32)
+ROTARY = {"rotary_period": 100.0, "position_embedding": None, "hidden_dim": 24, "num_heads": 2}
+ANY_SIZE = {"input_shape": (None, None, 3), "position_grid": (4, 6)}
 
 
 def numbered(batch: int, *, prefix: int = 1) -> np.ndarray:
@@ -44,7 +38,10 @@ def trained(model: VisionTransformer, images: np.ndarray) -> np.ndarray:
 
 
 def test_a_rounded_part_of_the_patches_goes_on() -> None:
-    """Different ones, in row order, one at least, as they are; tokens before them always do."""
+    """Different ones, in row order, one at least, as they are; tokens before them always do.
+
+    Over calls and images each stays at its rate; images of one call differ.
+    """
     for rate, count in ((0.01, 24), (0.1, 22), (0.5, 12), (0.75, 6), (0.9, 2), (0.99, 1)):
         for prefix in (0, 1, 4):
             left = places_left(layers.PatchDropout(rate, num_prefix_tokens=prefix), 50)
@@ -52,19 +49,12 @@ def test_a_rounded_part_of_the_patches_goes_on() -> None:
             assert (left[:, :prefix] == -1 - np.arange(prefix)).all()
             assert (np.diff(left[:, prefix:], axis=1) > 0).all()
             assert set(np.unique(left[:, prefix:])) <= set(range(24))
-
-
-def test_every_patch_is_as_likely_as_every_other() -> None:
-    """Over calls and images each stays at its rate; images of one call differ."""
     keras.utils.set_random_seed(0)
     layer = layers.PatchDropout(0.75)
     left = np.concatenate([places_left(layer, 500)[:, 1:] for _ in range(4)])
     shares = np.array([(left == place).any(axis=1).mean() for place in range(24)])
     np.testing.assert_allclose(shares, 0.25, atol=0.04)
     assert len(np.unique(left, axis=0)) > 1900
-
-
-ROTARY = {"rotary_period": 100.0, "position_embedding": None, "hidden_dim": 24, "num_heads": 2}
 
 
 def test_rotary_positions_go_on_with_their_patches() -> None:
@@ -108,9 +98,6 @@ def test_blocks_turn_what_is_left_as_they_turn_all(remat: bool, extra: dict[str,
     assert np.abs(keras.ops.convert_to_numpy(keras.ops.subtract(together, others))).max() > 1e-3
 
 
-ANY_SIZE = {"input_shape": (None, None, 3), "position_grid": (4, 6)}
-
-
 @pytest.mark.parametrize(
     "fields", [{}, ROTARY, {**ROTARY, **ANY_SIZE}], ids=["learned", "rotary", "any size"]
 )
@@ -134,7 +121,7 @@ def test_models_drop_and_learn(fields: dict[str, Any]) -> None:
     assert "patch_dropout" not in [layer.name for layer in plain.layers]
     assert "patch_dropout" not in dropping.feature_names
     before = [np.array(keras.ops.convert_to_numpy(v)) for v in dropping.trainable_variables]
-    dropping.compile(keras.optimizers.SGD(0.1), LOSS)
+    dropping.compile(keras.optimizers.SGD(0.1), CROSS_ENTROPY)
     dropping.fit(images, labels, batch_size=8, verbose=0)
     for old, variable in zip(before, dropping.trainable_variables, strict=True):
         assert not np.array_equal(old, variable), variable.path
@@ -146,7 +133,7 @@ def test_every_pooling_takes_fewer_tokens() -> None:
         fields: dict[str, Any] = {"pooling": pooling, "remat": pooling != "avg"}
         config = dataclasses.replace(HALF, num_registers=2, **fields)
         shape = (4, 7) if pooling else (4, 15, 7)
-        assert trained(made(config), images_for(config)).shape == shape, pooling
+        assert trained(made(config), images_for(config, 4)).shape == shape, pooling
 
 
 @pytest.mark.parametrize(
@@ -158,12 +145,11 @@ def test_models_train_in_a_graph(dtype: str, jit_compile: bool, tmp_path: Path) 
     keras.utils.set_random_seed(0)
     config = dataclasses.replace(HALF, remat=True, dropout_rate=0.1, drop_path_rate=0.1)
     model = VisionTransformer(config, dtype=dtype)
-    model.compile(keras.optimizers.Adam(0.01), LOSS, jit_compile=jit_compile)
+    model.compile(keras.optimizers.Adam(0.01), CROSS_ENTROPY, jit_compile=jit_compile)
     images, labels = images_for(config, 8), np.arange(8) % 7
     losses = model.fit(images, labels, epochs=15, batch_size=8, verbose=0).history["loss"]
     assert losses[-1] < 0.9 * losses[0]
-    model.save(tmp_path / "model.keras")
-    again = keras.saving.load_model(tmp_path / "model.keras")
+    again = reloaded(model, tmp_path)
     np.testing.assert_allclose(answers(again, images), answers(model, images), atol=FLOAT32)
 
 
@@ -173,7 +159,7 @@ def test_only_what_is_left_has_gradients() -> None:
     import tensorflow as tf
 
     model = made(HALF)
-    images = tf.constant(images_for(HALF))
+    images = tf.constant(images_for(HALF, 4))
     with tf.GradientTape() as tape:
         tape.watch(images)
         score = tf.reduce_sum(model(images, training=True) ** 2)

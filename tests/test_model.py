@@ -2,22 +2,54 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
 from itertools import starmap
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
+import processes
 import pytest
-from conftest import FLOAT32, TINY, randomize, weights_differ
+from conftest import FLOAT32, TINY, randomize, reloaded, weights_differ
 
 import keras_vit
-from keras_vit import backend
-from keras_vit.model import VisionTransformer
+from keras_vit import VisionTransformer, backend
 
 NORM, DENSE = ("gamma", "beta"), ("kernel", "bias")
+POOLINGS = [
+    ({"pooling": "token"}, (2, 7)),
+    ({"pooling": "avg"}, (2, 7)),
+    ({"pooling": "avg", "class_token": False}, (2, 7)),
+    ({"pooling": "map", "class_token": False}, (2, 7)),
+    ({"pooling": None, "classes": None}, (2, 25, 24)),
+    ({"pooling": None, "classes": None, "class_token": False}, (2, 24, 24)),
+    ({"classes": None}, (2, 24)),
+    ({"classes": None, "representation_dim": 5}, (2, 5)),
+]
+OWN_PIXELS: dict[str, Any] = {
+    "image_mean": (0.485, 0.456, 0.406),
+    "image_std": (0.229, 0.224, 0.225),
+}
+IN_A_NEW_PROCESS = """
+import json, os, sys
+import keras, keras_vit, numpy as np
+os.chdir(sys.argv[1])
+keras.utils.set_random_seed(0)
+with open("model.json") as file:
+    fresh = keras_vit.lora(keras.models.model_from_json(file.read()), rank=2)
+np.savez("fresh.npz", *fresh.get_weights())
+model = keras.saving.load_model("model.keras")
+again = keras_vit.VisionTransformer(model.config)
+again.load_weights("model.weights.h5")
+images = np.load("images.npy")
+np.savez("answers.npz", a=model.predict(images, verbose=0), b=again.predict(images, verbose=0))
+optimizer = keras.saving.load_model("compiled.keras").optimizer
+print(json.dumps([
+    [variable.path for variable in model.weights],
+    str(type(optimizer)),
+    "keras_vit.training" in sys.modules,
+]))
+"""
 
 
 def paths(leaves: tuple[str, ...], *layers: str) -> list[str]:
@@ -41,20 +73,9 @@ MAP_PATHS = [
 ]
 ENCODER_PATHS = ["patch_encoder/position_embedding", *paths(DENSE, "patch_encoder/projection")]
 
-POOLINGS = [
-    ({"pooling": "token"}, (2, 7)),
-    ({"pooling": "avg"}, (2, 7)),
-    ({"pooling": "avg", "class_token": False}, (2, 7)),
-    ({"pooling": "map", "class_token": False}, (2, 7)),
-    ({"pooling": None, "classes": None}, (2, 25, 24)),
-    ({"pooling": None, "classes": None, "class_token": False}, (2, 24, 24)),
-    ({"classes": None}, (2, 24)),
-    ({"classes": None, "representation_dim": 5}, (2, 5)),
-]
-
 
 def test_variable_paths_are_golden() -> None:
-    """Every path of a plain model is as it was when the first file was written."""
+    """Every path is as it was when the first file was written, of stems and pooling too."""
     model = VisionTransformer(dataclasses.replace(TINY, num_layers=2, representation_dim=5))
     expected = [
         "patch_encoder/class_token",
@@ -65,19 +86,8 @@ def test_variable_paths_are_golden() -> None:
         *paths(DENSE, "head"),
     ]
     assert [variable.path for variable in model.weights] == expected
-
-
-def test_variable_paths_of_a_hybrid_are_golden() -> None:
-    """So are those of the ResNet stem and of attention pooling."""
-    config = dataclasses.replace(
-        TINY,
-        input_shape=(32, 32, 3),
-        num_layers=1,
-        patch_size=1,
-        resnet_layers=(2, 1),
-        pooling="map",
-        class_token=False,
-    )
+    hybrid: dict[str, Any] = {"input_shape": (32, 32, 3), "patch_size": 1, "resnet_layers": (2, 1)}
+    config = dataclasses.replace(TINY, num_layers=1, pooling="map", class_token=False, **hybrid)
     units = {"stage_0_unit_0": True, "stage_0_unit_1": False, "stage_1_unit_0": True}
     expected = [
         *("stem/root_conv/kernel", "stem/root_norm/gamma", "stem/root_norm/beta"),
@@ -105,22 +115,12 @@ def test_output_shapes(fields: dict[str, Any], shape: tuple[int, ...], images: n
 
 
 def test_a_batch_is_its_images_one_by_one(tiny: VisionTransformer, images: np.ndarray) -> None:
-    """No image sees another of its batch."""
+    """No image sees another of its batch; one of another size is an error, not a silent crop."""
     single = np.concatenate([tiny(image[None]) for image in images])
     np.testing.assert_allclose(tiny(images), single, atol=FLOAT32)
-
-
-def test_another_image_size_is_refused(tiny: VisionTransformer) -> None:
-    """An image of another size is an error, not a silent crop."""
     for size in ((31, 48), (32, 40), (48, 32)):
         with pytest.raises(ValueError, match="32, 48"):
             tiny(np.zeros((1, *size, 3), np.float32))
-
-
-OWN_PIXELS: dict[str, Any] = {
-    "image_mean": (0.485, 0.456, 0.406),
-    "image_std": (0.229, 0.224, 0.225),
-}
 
 
 @pytest.mark.parametrize("data_format", ["channels_last", "channels_first"])
@@ -282,28 +282,6 @@ def test_a_model_made_in_a_scope_is_copied_whole(images: np.ndarray) -> None:
         np.testing.assert_array_equal(model.copy()(images), expected)
 
 
-IN_A_NEW_PROCESS = """
-import json, os, sys
-import keras, keras_vit, numpy as np
-os.chdir(sys.argv[1])
-keras.utils.set_random_seed(0)
-with open("model.json") as file:
-    fresh = keras_vit.lora(keras.models.model_from_json(file.read()), rank=2)
-np.savez("fresh.npz", *fresh.get_weights())
-model = keras.saving.load_model("model.keras")
-again = keras_vit.VisionTransformer(model.config)
-again.load_weights("model.weights.h5")
-images = np.load("images.npy")
-np.savez("answers.npz", a=model.predict(images, verbose=0), b=again.predict(images, verbose=0))
-optimizer = keras.saving.load_model("compiled.keras").optimizer
-print(json.dumps([
-    [variable.path for variable in model.weights],
-    str(type(optimizer)),
-    "keras_vit.training" in sys.modules,
-]))
-"""
-
-
 def test_a_process_that_only_imported_the_package_loads_files(
     tiny: VisionTransformer, tmp_path: Path
 ) -> None:
@@ -321,8 +299,7 @@ def test_a_process_that_only_imported_the_package_loads_files(
     schedule = keras_vit.optimizers.WarmupDecay(0.1, steps=9)
     compiled.compile(keras_vit.optimizers.AdamW(schedule), keras_vit.losses.SigmoidCrossEntropy())
     compiled.save(tmp_path / "compiled.keras")
-    command = [sys.executable, "-c", IN_A_NEW_PROCESS, str(tmp_path)]
-    process = subprocess.run(command, check=True, capture_output=True, text=True)
+    process = processes.python("-c", IN_A_NEW_PROCESS, tmp_path)
     paths, *printed = json.loads(process.stdout.splitlines()[-1])
     assert paths == [variable.path for variable in tiny.weights]
     assert printed == ["<class 'keras_vit.optimizers.AdamW'>", False]
@@ -343,8 +320,7 @@ def test_model_works_inside_another(
     """Nested in a user's model it computes, saves and loads, and its features still answer."""
     inputs = keras.Input((32, 48, 3))
     model = keras.Model(inputs, keras.layers.Dense(2, name="mine")(tiny(inputs)))
-    model.save(tmp_path / "model.keras")
-    again = keras.saving.load_model(tmp_path / "model.keras")
+    again = reloaded(model, tmp_path)
     np.testing.assert_allclose(again(images), model(images), atol=FLOAT32)
     np.testing.assert_allclose(
         again.get_layer("vit").features(images)["head"], tiny(images), atol=FLOAT32

@@ -5,17 +5,15 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import conftest
 import keras
 import numpy as np
 import pytest
 import variants_oracle
-from conftest import FLOAT32, TINY, answers, made, randomize, whole
+from conftest import FLOAT32, TINY, answers, images_for, made, randomize, whole
 
 import keras_vit
-from keras_vit.config import ViTConfig
-from keras_vit.layers import MultiHeadSelfAttention
-from keras_vit.layers.attention import rotary_angles
-from keras_vit.layers.patches import PositionedLayer
+from keras_vit.layers.positions import PositionedLayer, rotary_angles
 from keras_vit.model import VisionTransformer
 from keras_vit.weights.positions import CELLS, resample_variable
 
@@ -79,11 +77,35 @@ CONFIGS = {
 }
 PUBLISHED = ("plain", "representation", "exact GELU")
 EVERYTHING = ("all, relative", "all, every block", "modern")
-
-
-def images_for(config: ViTConfig) -> np.ndarray:
-    shape = (2, *config.input_shape)
-    return np.random.default_rng(1).uniform(-1, 1, shape).astype(np.float32)
+LEFT_OUT: list[tuple[str, dict[str, Any]]] = [
+    ("learned in 2-D", {"position_embedding": None}),
+    ("sines", {"position_embedding": None}),
+    ("relative", {"position_embedding": None}),
+    ("every block, shared", {"position_placement": "input", "position_embedding": None}),
+    ("query and key norm", {"query_key_norm": False}),
+    ("embedding norm", {"embedding_norm": False}),
+    ("norm after pooling, average", {"norm_after_pooling": False}),
+    ("norm after attention pooling", {"norm_after_pooling": False}),
+    ("norm after attention pooling", {"pooling_heads": None}),
+    ("quick GELU", {"activation": "gelu"}),
+    ("quick GELU", {"activation": "gelu_tanh"}),
+    ("rotary", {"rotary_period": None}),
+    ("rotary", {"rotary_period": 10.0}),
+    ("rotary, counted", {"rotary_grid": (3, 5)}),
+    ("rotary, counted", {"rotary_offset": 0.0}),
+    ("rotary, relative", {"rotary_period": None}),
+]
+# One of the fields that a sentence about the variant has to name.
+CHANGED = {
+    "relative": "position_embedding",
+    "all": "num_registers",
+    "every block, shared": "position_placement",
+}
+# What no array shows, as it shows no GELU: a .weights.h5 file of these is that of another network.
+UNSHOWN = (
+    *("norm after pooling", "norm after pooling, average", "norm after attention pooling"),
+    *("quick GELU", "rotary, square, average"),
+)
 
 
 @functools.cache
@@ -114,34 +136,13 @@ def test_variant_equals_the_same_network_in_numpy(name: str) -> None:
     assert keras_vit.parameter_count(CONFIGS[name]) == model_of(name).count_params()
 
 
-LEFT_OUT: list[tuple[str, dict[str, Any]]] = [
-    ("learned in 2-D", {"position_embedding": None}),
-    ("sines", {"position_embedding": None}),
-    ("relative", {"position_embedding": None}),
-    ("every block, shared", {"position_placement": "input", "position_embedding": None}),
-    ("query and key norm", {"query_key_norm": False}),
-    ("embedding norm", {"embedding_norm": False}),
-    ("norm after pooling, average", {"norm_after_pooling": False}),
-    ("norm after attention pooling", {"norm_after_pooling": False}),
-    ("norm after attention pooling", {"pooling_heads": None}),
-    ("quick GELU", {"activation": "gelu"}),
-    ("quick GELU", {"activation": "gelu_tanh"}),
-    ("rotary", {"rotary_period": None}),
-    ("rotary", {"rotary_period": 10.0}),
-    ("rotary, counted", {"rotary_grid": (3, 5)}),
-    ("rotary, counted", {"rotary_offset": 0.0}),
-    ("rotary, relative", {"rotary_period": None}),
-]
-
-
 def test_the_comparison_sees_a_part_left_out() -> None:
     """Without what the variant adds, the logits are far away."""
     for name, wrong in LEFT_OUT:
-        model = model_of(name)
-        arrays = variants_oracle.arrays(model)
+        arrays = variants_oracle.arrays(model_of(name))
         for path in [path for path in arrays if path.startswith("pooling_norm/")]:
             arrays[path.replace("pooling", "encoder")] = arrays[path]
-        config = dataclasses.replace(model.config, **wrong)
+        config = dataclasses.replace(CONFIGS[name], **wrong)
         expected = variants_oracle.run(arrays, images_for(config), config).logits
         assert np.abs(answer_of(name) - expected).max() > 1e-3, (name, wrong)
 
@@ -203,7 +204,7 @@ def test_nothing_of_a_variant_is_in_a_plain_model(monkeypatch: pytest.MonkeyPatc
         *(model.get_layer(f"block_{index}").drop_path.name for index in range(TINY.num_layers)),
     }
     assert len(model.weights) == 4 + 12 * TINY.num_layers + 2 + 2
-    monkeypatch.delattr(MultiHeadSelfAttention, "_heads")
+    monkeypatch.delattr("keras_vit.layers.attention.attention_weights")
     monkeypatch.delattr(PositionedLayer, "_parts")
     monkeypatch.delattr("keras_vit.layers.attention.rotate")
     monkeypatch.delattr("keras_vit.layers.block.draw_places")
@@ -213,9 +214,7 @@ def test_nothing_of_a_variant_is_in_a_plain_model(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("name", EVERYTHING)
 def test_lora_adapts_every_variant(name: str) -> None:
     """At first it changes nothing; merged, a changed adapter computes the same."""
-    model = model_of(name)
-    images = images_for(model.config)
-    adapted = keras_vit.lora(model, rank=2)
+    images, adapted = images_for(CONFIGS[name]), keras_vit.lora(model_of(name), rank=2)
     np.testing.assert_allclose(answers(adapted, images), answer_of(name), atol=FLOAT32)
     answer = answers(randomize(adapted), images)
     assert np.abs(answer - answer_of(name)).max() > 1e-3
@@ -263,15 +262,12 @@ def test_recomputed_gradients_are_the_kept_ones(name: str) -> None:
     kept = made(CONFIGS[name])
     thrifty = VisionTransformer(dataclasses.replace(kept.config, remat=True))
     thrifty.set_weights(kept.get_weights())
-    rates: dict[str, Any] = dict.fromkeys(
-        ("dropout_rate", "attention_dropout_rate", "drop_path_rate"), 0.1
-    )
-    mixed = made(dataclasses.replace(thrifty.config, **rates), dtype="mixed_bfloat16")
+    random = dataclasses.replace(thrifty.config, **conftest.every_dropout(0.1))
+    mixed = made(random, dtype="mixed_bfloat16")
     before = kept.get_weights()
     images, labels = images_for(kept.config), np.array([1, 2])
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     for model in (kept, thrifty):
-        model.compile(keras.optimizers.SGD(1.0), loss)
+        model.compile(keras.optimizers.SGD(1.0), conftest.CROSS_ENTROPY)
         model.fit(images, labels, verbose=0)
     for old, one, two in zip(before, kept.weights, thrifty.weights, strict=True):
         np.testing.assert_allclose(one, two, atol=1e-5, err_msg=one.path)
@@ -279,7 +275,7 @@ def test_recomputed_gradients_are_the_kept_ones(name: str) -> None:
         if not one.path.endswith("key_norm/beta"):
             assert not np.array_equal(old, one), one.path
     keras.utils.set_random_seed(0)
-    mixed.compile(keras.optimizers.SGD(0.1), loss)
+    mixed.compile(keras.optimizers.SGD(0.1), conftest.CROSS_ENTROPY)
     losses = mixed.fit(images, labels, epochs=16, verbose=0).history["loss"]
     assert np.mean(losses[-4:]) < losses[0]
 
@@ -327,20 +323,6 @@ def test_dropout_of_attention_leaves_rotation_in() -> None:
     many = np.repeat(tokens, 400, axis=0).astype(np.float32)
     mean = np.asarray(attention(many, training=True)).mean(axis=0)
     assert np.abs(mean - exact[0]).max() < 0.2 * np.abs(without - exact).max()
-
-
-# One of the fields that a sentence about the variant has to name.
-CHANGED = {
-    "relative": "position_embedding",
-    "all": "num_registers",
-    "every block, shared": "position_placement",
-}
-
-# What no array shows, as it shows no GELU: a .weights.h5 file of these is that of another network.
-UNSHOWN = (
-    *("norm after pooling", "norm after pooling, average", "norm after attention pooling"),
-    *("quick GELU", "rotary, square, average"),
-)
 
 
 @pytest.mark.parametrize(

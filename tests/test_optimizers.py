@@ -95,7 +95,10 @@ def test_it_is_serialized(saved: Any) -> None:
 
 
 def test_rates_fall_from_the_head_to_the_patches() -> None:
-    """One factor for each block, as BEiT counts them; every variable has one."""
+    """One factor for each block, as BEiT counts them; every variable has one.
+
+    The norm of the embedding counts with the patches, that after pooling with the head.
+    """
     model = VisionTransformer(dataclasses.replace(TINY, num_layers=3))
     rates = decayed_rates(model, model.config, 0.5)
 
@@ -103,6 +106,10 @@ def test_rates_fall_from_the_head_to_the_patches() -> None:
     assert rates["head/kernel"] == rates["encoder_norm/gamma"] == 1
     assert [rates[f"block_{index}/mlp/fc1/kernel"] for index in range(3)] == [0.125, 0.25, 0.5]
     assert rates["patch_encoder/position_embedding"] == 0.0625
+    config = dataclasses.replace(TINY, embedding_norm=True, norm_after_pooling=True)
+    normed = decayed_rates(VisionTransformer(config), config, 0.5)
+    assert normed["embedding_norm/gamma"] == normed["patch_encoder/class_token"] == 0.0625
+    assert normed["pooling_norm/gamma"] == 1
     placements: list[tuple[PositionPlacement, str, float]] = [
         ("every_block", "positions_1", 0.25), ("every_block_shared", "positions", 0.0625)
     ]  # fmt: skip
@@ -110,15 +117,6 @@ def test_rates_fall_from_the_head_to_the_patches() -> None:
         model = VisionTransformer(dataclasses.replace(model.config, position_placement=placement))
         rates = decayed_rates(model, model.config, 0.5)
         assert rates[f"{name}/position_embedding"] == expected
-
-
-def test_norms_fall_with_what_they_follow() -> None:
-    """That of the embedding counts with the patches, that after pooling with the head."""
-    config = dataclasses.replace(TINY, embedding_norm=True, norm_after_pooling=True)
-    rates = decayed_rates(VisionTransformer(config), config, 0.5)
-
-    assert rates["embedding_norm/gamma"] == rates["patch_encoder/class_token"] == 0.0625
-    assert rates["pooling_norm/gamma"] == 1
 
 
 @pytest.mark.parametrize("decay", ["cosine", "linear"])
@@ -178,7 +176,7 @@ def test_steps_are_those_of_the_source(start: float) -> None:
 
 
 def test_sigmoid_is_the_sum_over_classes_and_the_mean_over_images() -> None:
-    """The closed form, on logits and soft targets."""
+    """The closed form, on logits and soft targets; it needs logits, and says how to get them."""
     generator = np.random.default_rng(0)
     logits = generator.standard_normal((4, 5)).astype(np.float32)
     targets = generator.uniform(0, 1, (4, 5)).astype(np.float32)
@@ -186,6 +184,8 @@ def test_sigmoid_is_the_sum_over_classes_and_the_mean_over_images() -> None:
     expected = -(targets * np.log(chances) + (1 - targets) * np.log(1 - chances)).sum(1).mean()
 
     assert float(SigmoidCrossEntropy()(targets, logits)) == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(ValueError, match="classifier_activation=None"):
+        make_loss("sigmoid", from_logits=False)
 
 
 def test_softmax_takes_logits_and_probabilities() -> None:
@@ -196,9 +196,3 @@ def test_softmax_takes_logits_and_probabilities() -> None:
     assert float(make_loss("softmax")(targets, logits)) == pytest.approx(
         float(make_loss("softmax", from_logits=False)(targets, chances)), rel=1e-5
     )
-
-
-def test_sigmoid_needs_logits() -> None:
-    """The sentence says how the model is made."""
-    with pytest.raises(ValueError, match="classifier_activation=None"):
-        make_loss("sigmoid", from_logits=False)

@@ -50,6 +50,20 @@ KINDS = {
 
 MEAN, STD = (0.485, 0.456), (0.229, 0.224)
 OWN = (PIXELS / 255 - np.array(MEAN)) / np.array(STD)
+BAD_PIXELS: list[tuple[dict[str, Any], str]] = [
+    ({"data_format": "NHWC"}, "Received: 'NHWC'"),
+    ({"mean": (0.1, 0.2, 0.3)}, "mean has 3 numbers.*data_format"),
+    ({"mean": float("inf")}, "mean must be a finite number"),
+    ({"std": 0.0}, "std must be above 0"),
+    ({"std": [[0.5]]}, "std must be a finite number, or one for each channel"),
+    ({"mean": ()}, "mean must be a finite number"),
+]
+# Scores and how many classes of them are named.
+BAD_SCORES: list[tuple[tuple[int, ...], dict[str, Any], str]] = [
+    *((shape, {}, "Received: shape") for shape in ((1000,), (2, 999), (2, 21841), (2, 1, 1000))),
+    ((), {}, "Received: shape"),
+    *(((1, 1000), {"top": top}, "top must be from 1 to 1000") for top in (0, -1, 1001)),
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -108,22 +122,6 @@ def test_the_data_format_says_where_channels_are() -> None:
     np.testing.assert_allclose(result.transpose(0, 2, 3, 1), OWN, rtol=0, atol=1e-6)
 
 
-BAD_PIXELS: list[tuple[dict[str, Any], str]] = [
-    ({"data_format": "NHWC"}, "Received: 'NHWC'"),
-    ({"mean": (0.1, 0.2, 0.3)}, "mean has 3 numbers.*data_format"),
-    ({"mean": float("inf")}, "mean must be a finite number"),
-    ({"std": 0.0}, "std must be above 0"),
-    ({"std": [[0.5]]}, "std must be a finite number, or one for each channel"),
-    ({"mean": ()}, "mean must be a finite number"),
-]
-# Scores and how many classes of them are named.
-BAD_SCORES: list[tuple[tuple[int, ...], dict[str, Any], str]] = [
-    *((shape, {}, "Received: shape") for shape in ((1000,), (2, 999), (2, 21841), (2, 1, 1000))),
-    ((), {}, "Received: shape"),
-    *(((1, 1000), {"top": top}, "top must be from 1 to 1000") for top in (0, -1, 1001)),
-]
-
-
 def test_what_does_not_fit_is_refused() -> None:
     """Nothing is broadcast into something that was not meant; only the ImageNets have names."""
     for arguments, message in BAD_PIXELS:
@@ -151,11 +149,16 @@ def test_labels_are_in_order(classes: int, known: dict[int, tuple[str, str]]) ->
 
 
 def test_both_tables_agree() -> None:
-    """Every class of ImageNet-1k but teddy is one of ImageNet-21k, under the same word."""
+    """Every class of ImageNet-1k but teddy is one of ImageNet-21k, under the same word.
+
+    WordNet's copyright notice stands beside its words, as its licence asks.
+    """
     small = dict(preprocessing.class_labels(1000))
     large = dict(preprocessing.class_labels(21843))
 
     assert {name for name in small if small[name] != large.get(name)} == {"n04399382"}
+    notice = importlib.resources.files("keras_vit") / "labels" / "NOTICE"
+    assert "WordNet 3.0 Copyright 2006 by Princeton University" in notice.read_text()
 
 
 @pytest.mark.parametrize("kind", ["array", "list", "tensor"])
@@ -178,21 +181,8 @@ def test_highest_scores_are_named(kind: str, classes: int) -> None:
 
 
 def test_five_by_default() -> None:
-    """As in keras.applications, five classes are named, the first of equal ones first."""
+    """As in keras.applications, the first of equal classes first; bfloat16 scores are read too."""
     ((first, *_, last),) = preprocessing.decode_predictions(np.zeros((1, 1000)))
-
     assert (first[1], last[1]) == ("tench", "hammerhead")
-
-
-def test_low_precision_scores() -> None:
-    """bfloat16 scores, as under mixed precision, are read too."""
     scores = keras.ops.cast(np.eye(1, 1000), "bfloat16")
-
     assert preprocessing.decode_predictions(scores, top=1) == [[("n01440764", "tench", 1.0)]]
-
-
-def test_labels_come_with_their_licence() -> None:
-    """WordNet's copyright notice stands beside its words, as its licence asks."""
-    notice = importlib.resources.files("keras_vit") / "labels" / "NOTICE"
-
-    assert "WordNet 3.0 Copyright 2006 by Princeton University" in notice.read_text()

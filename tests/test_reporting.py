@@ -55,7 +55,6 @@ def written(subject: reporting.Subject, folder: Path) -> tuple[str, dict[str, An
 
 
 def read(page: Path) -> tuple[str, dict[str, Any]]:
-    """A page, and what it gives to its script."""
     text = page.read_text(encoding="utf-8")
     found = re.search(r'(?s)<script type="application/json" id="data">(.*?)</script>', text)
     assert found is not None
@@ -169,7 +168,6 @@ def test_a_report_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a trained run."""
     folder = tmp_path_factory.mktemp("reporting")
     small = ("--epochs", "2", "--set", "num_layers=1", "--model", "digits")
     cli_rig.done("train", "--data", "digits", "--out", folder / "a", *small)

@@ -2,9 +2,6 @@
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +9,7 @@ import hub_rig
 import huggingface_hub.constants
 import image_files
 import numpy as np
+import processes
 import pytest
 import yaml
 from conftest import FLOAT32, TINY, made
@@ -32,6 +30,35 @@ METRICS: dict[str, Any] = {
     split: {"images": 9, "accuracy": accuracy, "loss": 0.25, "classes": []}
     for split, accuracy in (("validation", 7 / 9), ("test", 8 / 9))
 }
+ORIGINS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({}, {"license": "unknown"}, "Nothing is known of the licence: say it by `keras-vit push"),
+    (
+        {"weights": "imagenet21k", "model": "Ti/16"},
+        {"license": "apache-2.0"},
+        "started from `Ti/16 imagenet21k`, whose licence is Apache-2.0.",
+    ),
+    (
+        {"weights": "hf://timm/vit_base_patch16_224.mae@main"},
+        {"license": "cc-by-nc-4.0", "base_model": "timm/vit_base_patch16_224.mae"},
+        "whose licence is CC-BY-NC-4.0. No commercial use.",
+    ),
+    (
+        {"weights": "hf://facebook/dinov3-vits16-pretrain-lvd1689m"},
+        {"license": "other", "license_name": "dinov3"},
+        "No use for military purposes",
+    ),
+    (
+        {"weights": "/home/someone/secret/b16.npz", "model": "B/16"},
+        {"license": "unknown"},
+        "Nothing is known of the licence of `B/16 b16.npz`: say it",
+    ),
+    (
+        {"teacher": "hf://timm/vit_base_patch16_224.mae"},
+        {"license": "unknown"},
+        "predictions of `hf://timm/vit_base_patch16_224.mae`; its licence is CC-BY-NC-4.0. No "
+        "commercial use.",
+    ),
+]
 
 
 @pytest.fixture
@@ -96,37 +123,6 @@ def test_the_card_says_what_the_run_is(run: Path) -> None:
     for words in ("72 train, 9 validation, 9 test", "88.89%", r"a\_b, dog: \[small\], größer."):
         assert words in text
     assert "secret" not in text
-
-
-ORIGINS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({}, {"license": "unknown"}, "Nothing is known of the licence: say it by `keras-vit push"),
-    (
-        {"weights": "imagenet21k", "model": "Ti/16"},
-        {"license": "apache-2.0"},
-        "started from `Ti/16 imagenet21k`, whose licence is Apache-2.0.",
-    ),
-    (
-        {"weights": "hf://timm/vit_base_patch16_224.mae@main"},
-        {"license": "cc-by-nc-4.0", "base_model": "timm/vit_base_patch16_224.mae"},
-        "whose licence is CC-BY-NC-4.0. No commercial use.",
-    ),
-    (
-        {"weights": "hf://facebook/dinov3-vits16-pretrain-lvd1689m"},
-        {"license": "other", "license_name": "dinov3"},
-        "No use for military purposes",
-    ),
-    (
-        {"weights": "/home/someone/secret/b16.npz", "model": "B/16"},
-        {"license": "unknown"},
-        "Nothing is known of the licence of `B/16 b16.npz`: say it",
-    ),
-    (
-        {"teacher": "hf://timm/vit_base_patch16_224.mae"},
-        {"license": "unknown"},
-        "predictions of `hf://timm/vit_base_patch16_224.mae`; its licence is CC-BY-NC-4.0. No "
-        "commercial use.",
-    ),
-]
 
 
 def test_the_card_has_the_licence_of_the_first_weights(run: Path) -> None:
@@ -232,8 +228,7 @@ def test_it_works_with_the_librarys_own_settings(
     run: Path, hub: hub_rig.Hub, tmp_path: Path
 ) -> None:
     """A process of its own that is told the address by HF_ENDPOINT alone pushes and loads."""
-    environment = {
-        **os.environ,
+    variables: dict[str, Any] = {
         "HF_ENDPOINT": hub.url,
         "HF_HOME": str(tmp_path / "home"),
         "HF_HUB_DISABLE_XET": "1",
@@ -246,13 +241,6 @@ from keras_vit.cli import main
 push = main(["push", sys.argv[1], "hf://owner/own"])
 sys.exit(push or main(["predict", "hf://owner/own", sys.argv[1] + "/sample.png", "--json"]))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(run)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = processes.python("-c", code, run, **variables)
 
-    assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["predictions"][0]["label"] in LABELS

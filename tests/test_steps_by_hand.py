@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_vit.exact import ExactModel
+from keras_vit.model import ExactModel
 
 if keras.backend.backend() not in ("tensorflow", "jax"):
     pytest.skip("the step of TensorFlow and of JAX", allow_module_level=True)

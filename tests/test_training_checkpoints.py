@@ -4,33 +4,25 @@ import contextlib
 import dataclasses
 from pathlib import Path
 
-import keras
 import numpy as np
 import pytest
-from conftest import TINY, randomize
+from conftest import CROSS_ENTROPY, TINY, randomize
 
 from keras_vit import VisionTransformer, backend
 from keras_vit.optimizers import MomentumSGD
-from keras_vit.training.checkpoints import (
-    DamagedError,
-    NumpyCheckpoints,
-    set_state,
-    state_variables,
-)
+from keras_vit.training import checkpoints as saving
 
 
 def compiled(*, jit_compile: bool = False) -> VisionTransformer:
     config = dataclasses.replace(TINY, num_layers=1, dropout_rate=0.2, patch_dropout_rate=0.2)
     model = VisionTransformer(config)
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(MomentumSGD(0.1), loss, jit_compile=jit_compile)
+    model.compile(MomentumSGD(0.1), CROSS_ENTROPY, jit_compile=jit_compile)
     model.optimizer.build(model.trainable_variables)
     return model
 
 
 def state_of(model: VisionTransformer) -> list[np.ndarray]:
-    """What a checkpoint holds, as it is now."""
-    return [np.array(backend.values_of(variable)) for variable in state_variables(model)]
+    return [np.array(backend.values_of(variable)) for variable in saving.state_variables(model)]
 
 
 def test_what_is_saved_comes_back(tmp_path: Path) -> None:
@@ -43,13 +35,13 @@ def test_what_is_saved_comes_back(tmp_path: Path) -> None:
     model = compiled()  # whose momentum is in bfloat16
     assert "bfloat16" in {str(array.dtype) for array in state_of(model)}
     randomize(model)
-    checkpoints, before = NumpyCheckpoints(model, tmp_path), state_of(model)
+    checkpoints, before = saving.NumpyCheckpoints(model, tmp_path), state_of(model)
     best = [array + 1 for array in before[:3]]
     for step in (8, 9, 10, 100_000_000):
         checkpoints.begin(step, progress={"loss": 1 / 3}, best=best)()
     assert checkpoints.steps() == [9, 10, 100_000_000]
     assert len(list(tmp_path.iterdir())) == 5
-    set_state(model, [np.zeros_like(array) for array in before])
+    saving.set_state(model, [np.zeros_like(array) for array in before])
     found = checkpoints.load(10)
     assert (found.step, found.progress) == (10, {"loss": 1 / 3})
     found.restore()
@@ -57,7 +49,7 @@ def test_what_is_saved_comes_back(tmp_path: Path) -> None:
         assert array.dtype == expected.dtype
         np.testing.assert_array_equal(array, expected)
     with pytest.raises(ValueError, match=r"of another model or optimizer: it has \d+ arrays"):
-        set_state(model, before[1:])
+        saving.set_state(model, before[1:])
     checkpoints.remove_after(10)
     assert checkpoints.steps() == [9, 10]
 
@@ -65,13 +57,13 @@ def test_what_is_saved_comes_back(tmp_path: Path) -> None:
 def test_damage_is_told(tmp_path: Path) -> None:
     """Any flipped bit that would change a value, and a file that is cut, are named."""
     model = compiled()
-    checkpoints, expected = NumpyCheckpoints(model, tmp_path), state_of(model)
+    checkpoints, expected = saving.NumpyCheckpoints(model, tmp_path), state_of(model)
     checkpoints.begin(1, progress={}, best=[])()
     file = checkpoints.path(1)
     content, harmless = file.read_bytes(), 0
     for place in range(0, len(content), len(content) // 50):
         file.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
-        with contextlib.suppress(DamagedError):
+        with contextlib.suppress(saving.DamagedError):
             loaded = checkpoints.load(1)
             loaded.restore()
             for array, before in zip(state_of(model), expected, strict=True):
@@ -79,7 +71,7 @@ def test_damage_is_told(tmp_path: Path) -> None:
             harmless += 1  # a byte of a header that says nothing, as a time
     assert harmless < 25
     file.write_bytes(content[:300])
-    with pytest.raises(DamagedError, match=r"checkpoint-00000001.npz' is damaged$"):
+    with pytest.raises(saving.DamagedError, match=r"checkpoint-00000001.npz' is damaged$"):
         checkpoints.load(1)
 
 
@@ -89,7 +81,7 @@ def test_a_copy_does_not_change_with_the_model(jit_compile: bool, tmp_path: Path
     """Every variable, the optimizer's and random states too, in the same memory each time."""
     model = compiled(jit_compile=jit_compile)
     images = np.zeros((2, *TINY.input_shape), np.float32)
-    checkpoints = NumpyCheckpoints(model, tmp_path)
+    checkpoints = saving.NumpyCheckpoints(model, tmp_path)
     places: set[tuple[int, ...]] = set()
     for step in range(3):
         expected = state_of(model)
@@ -101,6 +93,6 @@ def test_a_copy_does_not_change_with_the_model(jit_compile: bool, tmp_path: Path
         checkpoints.load(step).restore()
         for before, restored in zip(expected, state_of(model), strict=True):
             np.testing.assert_array_equal(restored, before)
-        set_state(model, after)
+        saving.set_state(model, after)
     assert sum(not np.array_equal(a, b) for a, b in zip(after, expected, strict=True)) > 10
     assert len(places) == 1

@@ -26,6 +26,9 @@ SKEWED = np.array([0] * 20 + [1] * 8 + [2] * 4, np.int32)
 
 DATA = in_memory(noise(SKEWED), noise(np.arange(16) % 3))
 DEFAULTS: dict[str, Any] = {"data": DATA, "model": CONFIG, "recipe": RECIPE}
+BALANCED = dataclasses.replace(
+    FIXED, balance=True, label_smoothing=0.1, mixup=0.4, epochs=2, average=None
+)
 
 
 def trained(out: Path, **options: Any) -> tuple[Run, Listener]:
@@ -44,7 +47,6 @@ def changes(listener: Listener) -> list[PlanChanged]:
 
 
 def rates(run: Run) -> list[float]:
-    """The learning rate after each epoch."""
     lines = (run.path / "history.csv").read_text().splitlines()
     place = lines[0].split(",").index("learning_rate")
     return [float(line.split(",")[place]) for line in lines[1:]]
@@ -244,11 +246,6 @@ def test_parts_are_halved_by_their_largest() -> None:
         assert actual == parts, size
         single = Job(data, recipe=recipe, execution=Execution(accumulate=2 * size))
         assert single.evaluation_batch_size == 1
-
-
-BALANCED = dataclasses.replace(
-    FIXED, balance=True, label_smoothing=0.1, mixup=0.4, epochs=2, average=None
-)
 
 
 def test_weights_of_classes_have_a_mean_of_one() -> None:

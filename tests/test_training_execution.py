@@ -10,8 +10,7 @@ import tensorflow as tf
 
 import keras_vit
 from keras_vit.training import Execution, is_first_worker
-from keras_vit.training.engine import TensorFlowEngine
-from keras_vit.training.execution import StrategyName
+from keras_vit.training.execution import StrategyName, TensorFlowEngine
 from keras_vit.training.train import make_engine
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [
@@ -53,9 +52,8 @@ def test_the_first_worker_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [*actual, is_first_worker()] == [True, False, True]
 
 
-def test_all_devices_of_the_machine_are_used() -> None:
+def test_all_devices_of_the_machine_are_used(strategy: tf.distribute.Strategy) -> None:
     """Here two logical CPUs; a second strategy would break off the sums of another model."""
-    strategy = Execution(strategy="mirrored").make_strategy()
     engine = TensorFlowEngine(strategy)
 
     assert strategy.num_replicas_in_sync == 2

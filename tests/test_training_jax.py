@@ -34,18 +34,15 @@ jax = pytest.importorskip("jax")
 FLAGS = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4".strip()
 DEVICES = {"XLA_FLAGS": FLAGS}
 STEPS = 24
-
-
-def losses(said: dict[str, list[str]]) -> np.ndarray:
-    """The losses of the steps that a training of the rig told."""
-    return np.array(said["loss"], float)
-
-
 MESHES = {
     "data, then fsdp and model": ("data=4", "fsdp=2,model=2"),
     "fsdp, then one device": ("fsdp=4", None),
 }
 Said = dict[str, list[str]]
+
+
+def losses(said: dict[str, list[str]]) -> np.ndarray:
+    return np.array(said["loss"], float)
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +152,6 @@ def test_a_tensorflow_reader_leaves_the_accelerators(data: ImageData) -> None:
 
 @pytest.fixture(scope="module")
 def data() -> ImageData:
-    """A few digits."""
     digits = load_digits()
     train, validation = (digits.split(name).take(range(24)) for name in ("train", "validation"))
     return dataclasses.replace(digits, train=train, validation=validation)

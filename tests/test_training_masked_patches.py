@@ -5,21 +5,21 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import conftest
 import image_files
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 import variants_oracle
-from conftest import TINY, randomize, weights_differ
+from conftest import TINY, randomize, reloaded, weights_differ
 from PIL import Image
 from scipy.special import log_softmax
 from trainings import Listener, not_refused
 
-from keras_vit import ViTConfig, training
+from keras_vit import VisionTransformer, ViTConfig, training
 from keras_vit.data import Augmentation, Split, load_folder
-from keras_vit.model import VisionTransformer
-from keras_vit.training import EpochDone, Execution, MaskedPatchModel, Run, masked_patches
+from keras_vit.training import EpochDone, MaskedPatchModel, Run, masked_patches
 from keras_vit.training.masked_patches import Target, patch_targets, plot_reconstructions
 
 TARGETS: tuple[Target, ...] = ("mean_color", "small_patch", "pixels")
@@ -38,12 +38,19 @@ CONFIGS = {
     "rotary, norms": dataclasses.replace(TINY, **variants_oracle.MODERN),
     "shared positions": dataclasses.replace(TINY, position_placement="every_block_shared"),
 }
+# Fields of the network, arguments, and what is said.
+WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({}, {"target": "words"}, r"one of \['mean_color', 'small_patch', 'pixels'\].*'words'"),
+    ({}, {"corruption": 0.0}, "corruption must be above 0.*0.0"),
+    ({"input_shape": (24, 24, 3), "patch_size": 6}, {"target": "small_patch"}, "of 4.*6"),
+    ({"input_shape": (32, 48, 5)}, {}, "5 channels"),
+    ({"patch_dropout_rate": 0.5}, {}, "set patch_dropout_rate to 0.*patch_dropout_rate=0.5"),
+]
 
 
 def images_for(config: ViTConfig, count: int = 4) -> np.ndarray:
-    generator = np.random.default_rng(3)
-    low, high = (0, 255) if config.include_preprocessing else (-1, 1)
-    return generator.uniform(low, high, (count, *config.input_shape)).astype(np.float32)
+    images = conftest.images_for(config, count)
+    return (images + 1) * np.float32(127.5) if config.include_preprocessing else images
 
 
 def expected_targets(images: np.ndarray, target: Target, *, pixels: bool) -> np.ndarray:
@@ -87,13 +94,12 @@ def test_targets_do_not_depend_on_how_pixels_are_scaled() -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("name", CONFIGS)
-def test_the_loss_is_that_of_the_corrupted_patches(target: Target, name: str) -> None:
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_the_loss_is_that_of_the_corrupted_patches(target: Target, config: ViTConfig) -> None:
     """From the predictions, NumPy's mean over corrupted patches alone is the loss.
 
     Its targets are colours of 3 bits, of whole patches or 4x4 parts, and pixels, on oblong images.
     """
-    config = CONFIGS[name]
     model = randomize(MaskedPatchModel(config, target=target, seed=0))
     images = images_for(config)
     answer = model(images)
@@ -132,14 +138,13 @@ def test_patches_are_corrupted_in_the_papers_proportions() -> None:
     assert abs(chosen.mean(axis=0) - 0.5).max() < 0.1  # no place is favoured
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_without_corruption_the_network_is_the_vits(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    config: ViTConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where every corrupted patch is kept, predictions come of the model's own last tokens."""
     monkeypatch.setattr(masked_patches, "MASKED", 0.0)
     monkeypatch.setattr(masked_patches, "SWAPPED", 0.0)
-    config = CONFIGS[name]
     model = randomize(MaskedPatchModel(config, seed=0))
     images = images_for(config)
     last = "block_2" if config.norm_after_pooling else "encoder_norm"
@@ -168,8 +173,7 @@ def test_fit_lowers_the_loss_and_moves_every_weight() -> None:
 def test_it_is_saved_as_a_keras_file(tmp_path: Path) -> None:
     """After loading, the Vision Transformer inside has the same bits, and the settings are back."""
     model = randomize(MaskedPatchModel(TINY, target="pixels", corruption=0.25, seed=3))
-    model.save(tmp_path / "model.keras")
-    again = keras.saving.load_model(tmp_path / "model.keras")
+    again = reloaded(model, tmp_path)
     assert again.get_config() == model.get_config()
     images = images_for(TINY)
     np.testing.assert_array_equal(again.vit(images), model.vit(images))
@@ -186,16 +190,6 @@ def test_mixed_precision_predicts_in_float32() -> None:
     assert model.vit.get_layer("block_0").compute_dtype == "bfloat16"
     model.compile("adam")
     assert np.isfinite(model.fit(images, verbose=0).history["loss"][0])
-
-
-# Fields of the network, arguments, and what is said.
-WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({}, {"target": "words"}, r"one of \['mean_color', 'small_patch', 'pixels'\].*'words'"),
-    ({}, {"corruption": 0.0}, "corruption must be above 0.*0.0"),
-    ({"input_shape": (24, 24, 3), "patch_size": 6}, {"target": "small_patch"}, "of 4.*6"),
-    ({"input_shape": (32, 48, 5)}, {}, "5 channels"),
-    ({"patch_dropout_rate": 0.5}, {}, "set patch_dropout_rate to 0.*patch_dropout_rate=0.5"),
-]
 
 
 def test_bad_arguments_are_refused() -> None:
@@ -308,9 +302,8 @@ def test_pretraining_learns_whatever_is_predicted(target: Target, tmp_path: Path
         assert np.asarray(picture.convert("L")).min() < 100
 
 
-def test_replicas_corrupt_other_patches() -> None:
+def test_replicas_corrupt_other_patches(strategy: tf.distribute.Strategy) -> None:
     """On two replicas the same images lose other patches, and a step moves the state once."""
-    strategy = Execution(strategy="mirrored").make_strategy()
     with strategy.scope():
         model = MaskedPatchModel(TINY, seed=0)
     image = tf.constant(images_for(TINY, 1))

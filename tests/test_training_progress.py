@@ -1,4 +1,4 @@
-"""Tests of keras_vit.training.progress and trackers: what is told of a training, and to whom."""
+"""Tests of keras_vit.training.progress: what is told of a training, and to whom."""
 
 import csv
 import json
@@ -12,7 +12,7 @@ from PIL import Image
 
 from keras_vit.cli import main
 from keras_vit.figures import plot_curves
-from keras_vit.training import EpochDone, Event, Run, StepDone, Trackers, TrainingDone, trackers
+from keras_vit.training import EpochDone, Event, Run, StepDone, Trackers, TrainingDone, progress
 from keras_vit.training.progress import Watcher, write_history
 from keras_vit.training.run import unfinished_path
 
@@ -33,14 +33,16 @@ def watch(epochs: list[tuple[float | None, float]], **fields: Any) -> Watcher:
 
 
 def told(epochs: list[tuple[float | None, float]]) -> list[Any]:
-    """The events of it."""
     events: list[Any] = []
     watch(epochs, on_event=events.append)
     return events
 
 
 def test_the_best_epoch_is_the_one_of_least_validation_loss() -> None:
-    """Whatever came after, and the first of equals."""
+    """Whatever came after, and the first of equals.
+
+    Or the last one is kept; on the way one in twenty is, in case of an interruption.
+    """
     cases: list[tuple[list[tuple[float | None, float]], int]] = [
         ([(0.5, 1.0), (0.9, 2.0), (0.8, 0.1)], 3),
         ([(0.9, 0.5), (0.9, 0.4), (0.9, 0.6)], 2),
@@ -50,10 +52,6 @@ def test_the_best_epoch_is_the_one_of_least_validation_loss() -> None:
         watcher = watch(epochs)
         assert watcher.best is not None
         assert watcher.best.epoch == best, epochs
-
-
-def test_the_last_epoch_can_be_the_one_that_is_kept() -> None:
-    """Whatever its loss; on the way one epoch in twenty is, in case of an interruption."""
     for count, kept in ((3, [1, 2, 3]), (50, [*range(2, 51, 2)])):
         watcher = watch([(0.5, float(epoch)) for epoch in range(1, count + 1)], keep="last")
         assert watcher.best is not None
@@ -91,17 +89,13 @@ def history(epochs: int) -> list[EpochDone]:
 
 
 def test_the_table_has_a_row_per_epoch(tmp_path: Path) -> None:
-    """history.csv reads back as the numbers that were written."""
+    """history.csv reads back as the numbers that were written; of one and many there are curves."""
     write_history(history(3), tmp_path / "history.csv")
     with (tmp_path / "history.csv").open() as stream:
         rows = list(csv.DictReader(stream))
 
     assert [row["epoch"] for row in rows] == ["1", "2", "3"]
     assert float(rows[1]["validation_accuracy"]) == 1 - 0.7 / 2
-
-
-def test_the_curves_are_a_picture_with_ink(tmp_path: Path) -> None:
-    """One epoch draws as well as many."""
     for epochs in (1, 30):
         plot_curves(history(epochs), best_epoch=1).savefig(tmp_path / "curves.png")
         image = Image.open(tmp_path / "curves.png").convert("L")
@@ -225,7 +219,7 @@ def test_a_missing_package_is_told_before_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One line, and no trace of a training."""
-    for name in trackers.TRACKERS:
+    for name in progress.TRACKERS:
         monkeypatch.setitem(sys.modules, name, None)
         argv = ["train", "--data", "digits", "--out", str(tmp_path / "run"), "--log", f"csv,{name}"]
         assert main(argv) == 1

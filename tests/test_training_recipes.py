@@ -21,10 +21,49 @@ from keras_vit.training.recipe import OptimizerName, Plan, make_optimizer
 NOTHING = Recipe(steps=1, batch_size=1, learning_rate=1.0, keep="last")
 OURS = {"digits", "scratch", "fine-tune", "masked-patches"}
 Row = dict[str, Any]
+SCRATCH = RECIPES["scratch"]
+RANGE = "must lie between .* Received: "
+WRONG: list[tuple[Row, str]] = [
+    *(
+        ({name: value}, f"{name} {RANGE}{name}={value}")
+        for name, value in [
+            *(("epochs", 0), ("batch_size", 0), ("learning_rate", -1.0), ("warmup", -1)),
+            *(("learning_rate", float("nan")), ("average", 1.5), ("layer_decay", 0.0)),
+            *(("weight_decay", -0.1), ("gradient_norm", 0.0), ("label_smoothing", 1.0)),
+        ]
+    ),
+    *(
+        ({name: value}, f"{name} must be one of .* Received: {name}='{value}'")
+        for name, value in [
+            *(("optimizer", "lion"), ("decay", "step"), ("loss", "hinge"), ("mix_per", "pair"))
+        ]
+    ),
+    ({"steps": 3}, "either epochs or steps"),
+    ({"epochs": None}, "either epochs or steps"),
+    # Averages that never forget, and LAMB with rates for each layer.
+    ({"betas": (0.9, 1.0)}, r"betas must be two numbers .*=\(0.9, 1.0\)"),
+    ({"optimizer": "lamb", "layer_decay": 0.75}, r"LAMB .* takes no layer_decay"),
+    *(
+        ({"model": model}, text)
+        for model, text in [
+            ({"width": 3}, "no field 'width' that a recipe may set; choose from .*pooling"),
+            ({"classes": 3}, "classes is decided by the data"),
+            ({"input_shape": (8, 8, 3)}, "input_shape is decided by image_size .--image-size"),
+            ({"drop_path_rate": 0.1}, "decided by the recipe's field of that name"),
+            ({"class_token": "no"}, "class_token must be True or False. Received: 'no'"),
+            (
+                {"layer_scale": "small"},
+                "layer_scale must be a number above 0 or None. Received: 'small'",
+            ),
+            ({"layer_norm_epsilon": None}, "must be above 0 and below 1. Received: None"),
+            ({"attention_dropout_rate": True}, r"must be in \[0, 1\)\. Received: True"),
+        ]
+    ),
+]
+MODEL = dataclasses.replace(CONFIG, classes=3, dropout_rate=0.0)
 
 
 def row(*rows: Row, **fields: Any) -> Row:
-    """A row with what other rows have, and more."""
     return functools.reduce(dict.__or__, [*rows, fields])
 
 
@@ -213,47 +252,6 @@ def test_every_recipe_can_be_used_and_looked_up() -> None:
     assert not RECIPES["digits"].augmentation.flip
 
 
-SCRATCH = RECIPES["scratch"]
-RANGE = "must lie between .* Received: "
-WRONG: list[tuple[Row, str]] = [
-    *(
-        ({name: value}, f"{name} {RANGE}{name}={value}")
-        for name, value in [
-            *(("epochs", 0), ("batch_size", 0), ("learning_rate", -1.0), ("warmup", -1)),
-            *(("learning_rate", float("nan")), ("average", 1.5), ("layer_decay", 0.0)),
-            *(("weight_decay", -0.1), ("gradient_norm", 0.0), ("label_smoothing", 1.0)),
-        ]
-    ),
-    *(
-        ({name: value}, f"{name} must be one of .* Received: {name}='{value}'")
-        for name, value in [
-            *(("optimizer", "lion"), ("decay", "step"), ("loss", "hinge"), ("mix_per", "pair"))
-        ]
-    ),
-    ({"steps": 3}, "either epochs or steps"),
-    ({"epochs": None}, "either epochs or steps"),
-    # Averages that never forget, and LAMB with rates for each layer.
-    ({"betas": (0.9, 1.0)}, r"betas must be two numbers .*=\(0.9, 1.0\)"),
-    ({"optimizer": "lamb", "layer_decay": 0.75}, r"LAMB .* takes no layer_decay"),
-    *(
-        ({"model": model}, text)
-        for model, text in [
-            ({"width": 3}, "no field 'width' that a recipe may set; choose from .*pooling"),
-            ({"classes": 3}, "classes is decided by the data"),
-            ({"input_shape": (8, 8, 3)}, "input_shape is decided by image_size .--image-size"),
-            ({"drop_path_rate": 0.1}, "decided by the recipe's field of that name"),
-            ({"class_token": "no"}, "class_token must be True or False. Received: 'no'"),
-            (
-                {"layer_scale": "small"},
-                "layer_scale must be a number above 0 or None. Received: 'small'",
-            ),
-            ({"layer_norm_epsilon": None}, "must be above 0 and below 1. Received: None"),
-            ({"attention_dropout_rate": True}, r"must be in \[0, 1\)\. Received: True"),
-        ]
-    ),
-]
-
-
 def test_recipes_that_mean_nothing_are_refused() -> None:
     """With what is allowed and what was received, when the recipe is made."""
 
@@ -289,9 +287,6 @@ def test_a_recipe_makes_the_model_it_was_published_for() -> None:
     assert wider.config(keras_vit.VARIANTS["S/16"]).representation_dim == 768
     stages = dataclasses.replace(recipe, model={"resnet_layers": (3, 4, 9)})
     assert Recipe.from_dict(json.loads(json.dumps(stages.to_dict()))) == stages
-
-
-MODEL = dataclasses.replace(CONFIG, classes=3, dropout_rate=0.0)
 
 
 @pytest.mark.parametrize(

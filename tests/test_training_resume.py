@@ -36,6 +36,8 @@ RECIPE = dataclasses.replace(
 )
 PIXELS = dataclasses.replace(CONFIG, classes=3, include_preprocessing=True)
 DEFAULTS: dict[str, Any] = {"data": DATA, "model": CONFIG, "recipe": RECIPE}
+# Which of the newest files, how, and the step that is left: an epoch has two.
+DAMAGES = [(1, "flipped", 4), (2, "cut", 2)]
 
 
 def distilled(teacher: int = 2) -> training.DistillationModel:
@@ -228,10 +230,6 @@ def damage(file: Path, how: str) -> None:
     for place in range(middle, middle + 200):  # more than a header, of which few bytes matter
         content[place] ^= 1
     file.write_bytes(content[:middle] if how == "cut" else content)
-
-
-# Which of the newest files, how, and the step that is left: an epoch has two.
-DAMAGES = [(1, "flipped", 4), (2, "cut", 2)]
 
 
 @pytest.mark.full

@@ -26,6 +26,9 @@ from keras_vit.data import load_digits
 from keras_vit.training import MODEL_NAMES, MODELS, Run, model_config, pretrained_model, run
 from keras_vit.training.checkpoints import check_settings
 
+LABELS = [f"class {place}" for place in range(CLASSES)]
+Damage = Callable[[Path], Any]
+
 
 def write_run(path: Path, *, content: str = "{}") -> Path:
     """Writes what counts as a run, without a real model."""
@@ -33,16 +36,6 @@ def write_run(path: Path, *, content: str = "{}") -> Path:
     (path / run.MODEL).write_text(content)
     (path / run.CONFIG).write_text(content)
     return path
-
-
-def test_a_run_is_replaced_only_on_demand(tmp_path: Path) -> None:
-    """A new name and an empty folder may be written to; without `overwrite` a run is safe."""
-    run.check_free(tmp_path / "new", existing="refuse")
-    run.check_free(tmp_path, existing="refuse")
-    write_run(tmp_path / "run")
-    with pytest.raises(FileExistsError, match="already holds a run"):
-        run.check_free(tmp_path / "run", existing="refuse")
-    run.check_free(tmp_path / "run", existing="overwrite")
 
 
 def test_a_training_is_resumed_on_the_images_of_its_start(tmp_path: Path) -> None:
@@ -60,9 +53,17 @@ def test_a_training_is_resumed_on_the_images_of_its_start(tmp_path: Path) -> Non
 
 
 def test_what_is_no_run_is_never_replaced(tmp_path: Path) -> None:
-    """A file, a link, a folder of other things, and a run with notes in it are all refused."""
+    """A file, a link, a folder of other things, and a run with notes in it are all refused.
+
+    A new name and an empty folder may be written to; without `overwrite` a run is safe.
+    """
+    run.check_free(tmp_path / "new", existing="refuse")
+    run.check_free(tmp_path, existing="refuse")
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to(write_run(tmp_path / "run"))
+    with pytest.raises(FileExistsError, match="already holds a run"):
+        run.check_free(tmp_path / "run", existing="refuse")
+    run.check_free(tmp_path / "run", existing="overwrite")
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "a.jpg").touch()
     (write_run(tmp_path / "noted") / "notes.txt").touch()
@@ -85,7 +86,7 @@ def test_what_is_no_run_is_never_replaced(tmp_path: Path) -> None:
 
 
 def test_what_is_no_run_is_not_opened(tmp_path: Path) -> None:
-    """A missing path and another folder each give a sentence."""
+    """A missing path and another folder each give a sentence; digits are found, pixels are gone."""
     calls: list[tuple[Callable[[], object], str]] = [
         (lambda: Run.load(tmp_path / "gone"), r"FileNotFoundError: .*no run directory '.*gone'"),
         (lambda: Run.load(tmp_path), r"is not a run directory: it lacks model\.keras"),
@@ -95,10 +96,6 @@ def test_what_is_no_run_is_not_opened(tmp_path: Path) -> None:
         ),
     ]
     assert not not_refused(calls, (FileNotFoundError, ValueError))
-
-
-def test_a_run_finds_its_images(tmp_path: Path) -> None:
-    """The digits are always the same, so nothing of them is written down; pixels are gone."""
     opened = run.Run(path=tmp_path, model=None, labels=(), config={"data": {"source": "digits"}})
     assert opened.data().counts == load_digits().counts
     opened = run.Run(path=tmp_path, model=None, labels=(), config={"data": {"source": "memory"}})
@@ -106,13 +103,8 @@ def test_a_run_finds_its_images(tmp_path: Path) -> None:
         opened.data()
 
 
-LABELS = [f"class {place}" for place in range(CLASSES)]
-Damage = Callable[[Path], Any]
-
-
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of a tiny random model."""
     folder = tmp_path_factory.mktemp("sound") / "run"
     folder.mkdir()
     randomize(VisionTransformer(TINY)).save(folder / run.MODEL)

@@ -32,16 +32,12 @@ def test_between_steps_the_first_signal_waits(kind: signal.Signals) -> None:
 
 
 def test_handlers_are_put_back() -> None:
-    """After an error too."""
+    """After an error too; other threads train without: the main thread alone gets signals."""
     before = signal.getsignal(signal.SIGTERM)
     with contextlib.suppress(ZeroDivisionError), StopRequests():
         assert signal.getsignal(signal.SIGTERM) != before
         raise ZeroDivisionError
     assert signal.getsignal(signal.SIGTERM) == before
-
-
-def test_other_threads_train_without_signals() -> None:
-    """Python gives signals to the main thread alone."""
 
     def run() -> int:
         with StopRequests() as requests:

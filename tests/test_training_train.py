@@ -38,7 +38,6 @@ PIXELS = in_memory(noise(np.arange(16) % 2), noise(np.arange(4) % 2), labels="ab
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> ImageData:
-    """Twenty image files of two classes."""
     return load_folder(image_files.write_classes(tmp_path_factory.mktemp("images")))
 
 

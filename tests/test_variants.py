@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 from conftest import TINY
 
-from keras_vit.model import VisionTransformer
-from keras_vit.variants import VARIANTS, parameter_count, variant
+from keras_vit import VARIANTS, VisionTransformer, parameter_count, variant
 from keras_vit.weights.catalog import resolve
 
 # vit_jax/models_test.py has the first fourteen. The scaled-up three are this project's own count of
@@ -34,17 +33,6 @@ PARAMETERS = {
 
 # The same file's models without class token.
 GAP_PARAMETERS = {"S/16": 22_049_896, "S/32": 22_878_184, "B/16": 86_566_120, "B/32": 88_222_696}
-
-
-def test_variants_have_the_published_number_of_parameters() -> None:
-    """Every variant's count is held here; one added without a number fails."""
-    assert {name: parameter_count(config) for name, config in VARIANTS.items()} == PARAMETERS
-    # Average pooling drops the class token and its position.
-    fields: dict[str, Any] = {"pooling": "avg", "class_token": False}
-    bare = {name: dataclasses.replace(VARIANTS[name], **fields) for name in GAP_PARAMETERS}
-    assert {name: parameter_count(config) for name, config in bare.items()} == GAP_PARAMETERS
-
-
 BUILT: list[dict[str, Any]] = [
     *({"resnet_layers": layers, "patch_size": 1} for layers in ((), (1,), (2, 1), (1, 1, 1))),
     {"classes": None, "representation_dim": 5, "representation_activation": None},
@@ -54,6 +42,15 @@ BUILT: list[dict[str, Any]] = [
     {"input_shape": (8, 16, 1), "position_embedding": "relative", "classes": 1},
     {"pooling": "map", "class_token": False, "pooling_heads": 6, "classes": None},
 ]
+
+
+def test_variants_have_the_published_number_of_parameters() -> None:
+    """Every variant's count is held here; one added without a number fails."""
+    assert {name: parameter_count(config) for name, config in VARIANTS.items()} == PARAMETERS
+    # Average pooling drops the class token and its position.
+    fields: dict[str, Any] = {"pooling": "avg", "class_token": False}
+    bare = {name: dataclasses.replace(VARIANTS[name], **fields) for name in GAP_PARAMETERS}
+    assert {name: parameter_count(config) for name, config in bare.items()} == GAP_PARAMETERS
 
 
 def test_closed_form_equals_the_built_model() -> None:

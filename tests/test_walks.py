@@ -111,7 +111,6 @@ def trace(walk: Callable[[], Any], functions: list[str]) -> str:
 
 
 def run(name: str, photos: Path, out: Path) -> Callable[[], Any]:
-    """Returns one of the walks, ready to run."""
     photo = photos / "plain" / "000.jpg"
     if name == "A training image to the step":
         recipe = training.Recipe(

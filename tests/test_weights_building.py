@@ -11,16 +11,46 @@ import numpy as np
 import published
 import pytest
 import safetensors.numpy
-from conftest import TINY, VARIED, randomize
+from conftest import TINY, VARIED, assert_same_arrays, randomize
 from published import MODERN
 
 import keras_vit
 from keras_vit.model import VisionTransformer
 from keras_vit.weights.torch_layouts import torch_rows
 
+# A family, a part of its settings, its new values (None: there is none), and what is said then.
+CHANGED: list[tuple[str, str, dict[str, Any], str]] = [
+    ("timm_vit", "", {"architecture": "vit_base_patch16_rpn_224"},
+     "timm's 'vit_base_patch16_rpn_224' are not known.*keras_vit.weights.load"),
+    ("timm_vit", "", {"architecture": None}, "names no timm architecture"),
+    ("hf_vit_cls", "", {"model_type": None}, "names no model_type"),
+    ("hf_vit_cls", "", {"model_type": "yolos"}, "type 'yolos'"),
+    ("hf_vit_cls", "", {"hidden_act": "relu"}, "activation is 'relu'"),
+    ("hf_vit_model", "", {"pooler_act": "relu"}, "pooler_act"),
+    ("timm_vit", "model_args", {"act_layer": "relu"}, "activation is 'relu'"),
+    ("timm_vit", "model_args", {"norm_layer": "rmsnorm"}, "norm_layer='rmsnorm'"),
+    ("timm_vit", "model_args", {"global_pool": "max"}, "'max'"),
+    ("timm_vit", "model_args", {"global_pool": "map"}, "no attention pooling"),
+    ("timm_vit", "model_args", {"num_heads": 3}, "says 3 heads, which do not divide the width"),
+    ("hf_vit_cls", "", {"num_attention_heads": None}, "say its num_heads"),
+    ("timm_vit", "", {"model_args": [1]}, "model_args"),
+    ("timm_vit", "pretrained_cfg", {"mean": [0.1, 0.2], "std": [0.5, 0.5]},
+     r"model\.safetensors: image_mean must be a tuple of 3"),
+    ("timm_vit", "pretrained_cfg", {"mean": "imagenet"}, "image_mean is 'imagenet'"),
+]  # fmt: skip
+PROCESSORS: list[tuple[dict[str, Any], tuple[float, ...], tuple[float, ...]]] = [
+    ({"image_mean": [0.1, 0.2, 0.3], "image_std": [1, 2, 3]}, (0.1, 0.2, 0.3), (1.0, 2.0, 3.0)),
+    ({"do_normalize": False}, (0.0,), (1.0,)),
+    ({"rescale_factor": 1 / 127.5, "image_mean": 1.0, "image_std": 1.0}, (0.5,), (0.5,)),
+    (
+        {"do_rescale": False, "image_mean": [127.5] * 3, "image_std": [127.5] * 3},
+        (0.5,) * 3,
+        (0.5,) * 3,
+    ),
+]
+
 
 def copied(family: str, folder: Path) -> Path:
-    """A copy of a family's folder that may be changed."""
     return Path(shutil.copytree(MODERN / family, folder / family))
 
 
@@ -84,7 +114,9 @@ def test_a_builder_takes_a_folder_with_its_pixels(tmp_path: Path) -> None:
     config = dataclasses.replace(
         keras_vit.variant("Ti/16"), input_shape=(32, 32, 3), classes=5, num_layers=12
     )
-    arrays = timm_arrays(config)
+    rows = torch_rows(config, rotary_layout=None)
+    pairs = [pair for row in rows for pair in zip(row.names, row.shapes, strict=True)]
+    arrays = {name: np.full(shape, 0.01, np.float32) for name, shape in pairs}
     safetensors.numpy.save_file(arrays, tmp_path / "model.safetensors")
     shutil.copy(MODERN / "timm_deit" / "config.json", tmp_path / "config.json")
     edit(tmp_path, {"model_args": {"num_heads": 3, "img_size": [32, 32]}})
@@ -96,34 +128,6 @@ def test_a_builder_takes_a_folder_with_its_pixels(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"assumed activation='gelu', .*config\.json") as seen:
         assert keras_vit.ViTTi16(weights=tmp_path).config.image_std == (0.5, 0.5, 0.5)
     assert Path(seen[0].filename) == Path(__file__)
-
-
-def timm_arrays(config: keras_vit.ViTConfig) -> dict[str, np.ndarray]:
-    rows = torch_rows(config, rotary_layout=None)
-    pairs = [pair for row in rows for pair in zip(row.names, row.shapes, strict=True)]
-    return {name: np.full(shape, 0.01, np.float32) for name, shape in pairs}  # fmt: skip
-
-
-# A family, a part of its settings, its new values (None: there is none), and what is said then.
-CHANGED: list[tuple[str, str, dict[str, Any], str]] = [
-    ("timm_vit", "", {"architecture": "vit_base_patch16_rpn_224"},
-     "timm's 'vit_base_patch16_rpn_224' are not known.*keras_vit.weights.load"),
-    ("timm_vit", "", {"architecture": None}, "names no timm architecture"),
-    ("hf_vit_cls", "", {"model_type": None}, "names no model_type"),
-    ("hf_vit_cls", "", {"model_type": "yolos"}, "type 'yolos'"),
-    ("hf_vit_cls", "", {"hidden_act": "relu"}, "activation is 'relu'"),
-    ("hf_vit_model", "", {"pooler_act": "relu"}, "pooler_act"),
-    ("timm_vit", "model_args", {"act_layer": "relu"}, "activation is 'relu'"),
-    ("timm_vit", "model_args", {"norm_layer": "rmsnorm"}, "norm_layer='rmsnorm'"),
-    ("timm_vit", "model_args", {"global_pool": "max"}, "'max'"),
-    ("timm_vit", "model_args", {"global_pool": "map"}, "no attention pooling"),
-    ("timm_vit", "model_args", {"num_heads": 3}, "says 3 heads, which do not divide the width"),
-    ("hf_vit_cls", "", {"num_attention_heads": None}, "say its num_heads"),
-    ("timm_vit", "", {"model_args": [1]}, "model_args"),
-    ("timm_vit", "pretrained_cfg", {"mean": [0.1, 0.2], "std": [0.5, 0.5]},
-     r"model\.safetensors: image_mean must be a tuple of 3"),
-    ("timm_vit", "pretrained_cfg", {"mean": "imagenet"}, "image_mean is 'imagenet'"),
-]  # fmt: skip
 
 
 def test_what_is_not_known_is_refused(tmp_path: Path) -> None:
@@ -144,8 +148,7 @@ def test_an_unknown_name_fills_a_model_of_a_known_config(tmp_path: Path) -> None
     edit(folder, {"architecture": "vit_of_tomorrow"})
     model = VisionTransformer(right.config)
     keras_vit.weights.load(model, folder / "model.safetensors")
-    for variable, other in zip(right.weights, model.weights, strict=True):
-        np.testing.assert_array_equal(variable, other)
+    assert_same_arrays(model.weights, right.weights)
 
 
 def test_a_file_without_settings_is_not_guessed(tmp_path: Path) -> None:
@@ -162,18 +165,6 @@ def test_a_file_without_settings_is_not_guessed(tmp_path: Path) -> None:
     VisionTransformer(TINY).save_weights(tmp_path / "vit.weights.h5")
     with pytest.raises(ValueError, match="does not say its patch_size and num_heads and resnet"):
         keras_vit.load(tmp_path / "vit.weights.h5")
-
-
-PROCESSORS: list[tuple[dict[str, Any], tuple[float, ...], tuple[float, ...]]] = [
-    ({"image_mean": [0.1, 0.2, 0.3], "image_std": [1, 2, 3]}, (0.1, 0.2, 0.3), (1.0, 2.0, 3.0)),
-    ({"do_normalize": False}, (0.0,), (1.0,)),
-    ({"rescale_factor": 1 / 127.5, "image_mean": 1.0, "image_std": 1.0}, (0.5,), (0.5,)),
-    (
-        {"do_rescale": False, "image_mean": [127.5] * 3, "image_std": [127.5] * 3},
-        (0.5,) * 3,
-        (0.5,) * 3,
-    ),
-]
 
 
 def test_pixels_of_an_image_processor(tmp_path: Path) -> None:
@@ -201,7 +192,13 @@ def other_numbers(folder: Path) -> list[tuple[Path, keras_vit.ViTConfig]]:
 
 
 def test_weights_of_other_numbers_are_refused(tmp_path: Path) -> None:
-    """Another activation, epsilon or scaling of pixels is a sentence; the model is as it was."""
+    """Another activation, epsilon or scaling of pixels is a sentence; the model is as it was.
+
+    0.5 for one channel is 0.5 for three; a mean that was rounded is the same mean.
+    """
+    near: dict[str, Any] = {"image_mean": (0.5 + 1e-9,), "image_std": (0.5,)}
+    path = published.write(tmp_path / "a.npz", TINY)
+    keras_vit.weights.load(VisionTransformer(dataclasses.replace(TINY, **near)), path)
     for path, config in other_numbers(tmp_path):
         keras_vit.weights.load(VisionTransformer(config), path)
         fields: dict[str, Any] = {
@@ -216,16 +213,7 @@ def test_weights_of_other_numbers_are_refused(tmp_path: Path) -> None:
             message = rf"belongs to a model with {name}=.*keras_vit\.load"
             with pytest.raises(ValueError, match=message):
                 keras_vit.weights.load(model, path)
-            for old, new in zip(before, model.get_weights(), strict=True):
-                np.testing.assert_array_equal(new, old, err_msg=f"{path} {name}")
-
-
-def test_equal_numbers_are_equal_however_they_are_written(tmp_path: Path) -> None:
-    """0.5 for one channel is 0.5 for three; a mean that was rounded is the same mean."""
-    path = published.write(tmp_path / "a.npz", TINY)
-    near = (0.5 + 1e-9,)
-    model = VisionTransformer(dataclasses.replace(TINY, image_mean=near, image_std=(0.5,)))
-    keras_vit.weights.load(model, path)
+            assert_same_arrays(model.get_weights(), before, f"{path} {name}")
 
 
 def test_folders_hold_one_checkpoint(tmp_path: Path) -> None:
@@ -245,22 +233,17 @@ def test_folders_hold_one_checkpoint(tmp_path: Path) -> None:
     assert keras_vit.load(tmp_path).config == TINY
 
 
-def test_sources_that_are_none() -> None:
-    """Each is one sentence that says what a source is."""
+def test_sources_that_are_none(tmp_path: Path) -> None:
+    """Each is one sentence that says what a source is; a departing .keras file is for Keras."""
+    VisionTransformer(VARIED).save(tmp_path / "vit.keras")
     for source, kind, message in (
+        (str(tmp_path / "vit.keras"), ValueError, r"keras\.saving\.load_model"),
         ("nowhere", FileNotFoundError, "no file or folder 'nowhere'.*builders"),
         ("imagenet21k", FileNotFoundError, "Published names belong to builders"),
         ("hf://owner", ValueError, "A Hub address is hf://owner/name"),
     ):
         with pytest.raises(kind, match=message):
             keras_vit.load(source)
-
-
-def test_a_network_of_ours_that_no_layout_holds_names_keras(tmp_path: Path) -> None:
-    """A departing .keras file is Keras' to load."""
-    VisionTransformer(VARIED).save(tmp_path / "vit.keras")
-    with pytest.raises(ValueError, match=r"keras\.saving\.load_model"):
-        keras_vit.load(tmp_path / "vit.keras")
 
 
 def test_a_url_brings_its_settings_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,18 +166,16 @@ def test_every_name_finds_its_row() -> None:
 
 
 def test_short_names_mean_the_recommended_files() -> None:
-    """Of the publishers' own tables; of 224 and 384 pixels the nearer, or the larger."""
+    """Of the publishers' own tables; of 224 and 384 pixels the nearer, or the larger.
+
+    Only variants without AugReg files come with a blank ImageNet-21k classifier.
+    """
     found = [(v, w, size, resolve(v, w, image_size=size).name) for v, w, size, _ in RESOLVED]
     assert found == RESOLVED
     tuned = {size: resolve("S/16", "imagenet21k+imagenet2012", image_size=size) for size in SIZES}
     assert {size: row.image_size for size, row in tuned.items()} == SIZES
-
-
-def test_imagenet21k_heads_are_trained_where_augreg_exists() -> None:
-    """Only variants without AugReg files come with a blank ImageNet-21k classifier."""
     rows = {row.variant: row for row in catalog() if "imagenet21k" in row.words}
     blank = {variant for variant in rows if resolve(variant, "imagenet21k").head == "zeros"}
-
     assert blank == {"H/14", "L/32", "R50+B/16", "R26+B/32"}
 
 

@@ -50,16 +50,14 @@ def test_download_needs_no_framework(url: str) -> None:
     assert (child.stdout.splitlines()[-1], child.stderr) == ("[]", "")
 
 
-def limit() -> None:
-    """Lets no file of this process grow beyond half of the download."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (rig.MIDDLE, rig.MIDDLE))
-
-
 @pytest.mark.parametrize("length", [True, False])
 def test_no_room(length: bool, server: rig.Server, url: str, home: Path) -> None:
     """What does not fit is refused while it is written, and leaves nothing."""
     server.length = length
-    child = rig.run_child(rig.FETCH, url, preexec_fn=limit)
+    limits = (rig.MIDDLE, rig.MIDDLE)  # of the size of a file: half of the download
+    child = rig.run_child(
+        rig.FETCH, url, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    )
 
     assert rig.kept(home) == set()
     assert child.returncode == 1

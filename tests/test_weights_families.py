@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from conftest import FLOAT32, answers
+from conftest import FLOAT32, answers, assert_same_arrays
 from published import MODERN, rewritten
 
 import keras_vit
@@ -23,48 +23,6 @@ TOLERANCE = 2e-5  # of the largest value; float noise stays below 3e-6
 # transformers' CLIP gives its tokens before the last normalisation.
 NOT_NORMALISED = ("hf_clip", "hf_clip_proj")
 Arrays = dict[str, np.ndarray]
-
-
-def reference(family: str) -> Arrays:
-    with np.load(MODERN / family / "reference.npz") as arrays:
-        return {name: arrays[name] for name in arrays}
-
-
-def loaded(folder: Path, **arguments: Any) -> VisionTransformer:
-    return keras_vit.load(folder, classifier_activation=None, **arguments)
-
-
-def feature(model: VisionTransformer, images: np.ndarray, name: str) -> np.ndarray:
-    return np.asarray(keras.ops.convert_to_numpy(model.features(images, [name])[name]))
-
-
-def difference(found: np.ndarray, expected: np.ndarray) -> float:
-    assert found.shape == expected.shape
-    return float(np.abs(found - expected).max() / np.abs(expected).max())
-
-
-def expected_answer(family: str) -> np.ndarray:
-    numbers = reference(family)
-    return numbers["logits" if "logits" in numbers else "pooled"]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_folder_gives_its_librarys_numbers(family: str) -> None:
-    """From uint8 pixels: sizes, parts, pixels, activation and epsilon all come from the folder."""
-    numbers = reference(family)
-    images, model = numbers["images"], loaded(MODERN / family)
-    for name in {"logits", "pooled"} & set(numbers):
-        assert difference(answers(model, images), numbers[name]) < TOLERANCE
-    if "tokens" in numbers:
-        is_last = model.config.norm_after_pooling or family in NOT_NORMALISED
-        tokens = feature(model, images, "block_1" if is_last else "encoder_norm")
-        assert difference(tokens, numbers["tokens"]) < TOLERANCE
-    for name, head in (("cls_logits", "head"), ("distillation_logits", "distillation_head")):
-        if name in numbers:
-            assert difference(feature(model, images, head), numbers[name]) < TOLERANCE
-    assert model.count_params() == keras_vit.parameter_count(model.config)
-
-
 WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "pixels": ("timm_deit", {"image_mean": (0.5,) * 3, "image_std": (0.5,) * 3}),
     "tanh": ("timm_siglip_tanh", {"activation": "gelu"}),
@@ -75,152 +33,6 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "rotary grid": ("timm_sbb_rope", {"rotary_grid": (14, 14)}),
     "rotary offset": ("timm_pe_core", {"rotary_offset": 0.0}),
 }
-
-
-@pytest.mark.parametrize("mistake", WRONG)
-def test_the_comparison_can_fail(mistake: str) -> None:
-    """Each of what comes from beside the arrays moves the numbers by more than the tolerance."""
-    family, fields = WRONG[mistake]
-    right = loaded(MODERN / family)
-    wrong = VisionTransformer(dataclasses.replace(right.config, **fields))
-    wrong.set_weights(right.get_weights())
-    found = answers(wrong, reference(family)["images"])
-    assert difference(found, expected_answer(family)) > 5 * TOLERANCE
-
-
-@pytest.mark.parametrize("family", ["timm_pe_core", "timm_sbb_rope"])
-def test_the_comparison_sees_the_order_of_rotary_channels(family: str) -> None:
-    """Query and key as they stand in the file turn otherwise."""
-    right = loaded(MODERN / family)
-    checkpoint = open_checkpoint(MODERN / family / "model.safetensors")
-    rows = torch_rows(right.config, rotary_layout="halves")
-    variables = {variable.path: variable for variable in right.weights}
-    for row in rows:
-        variables[row.path].assign(row.join(*(checkpoint.arrays[n].read() for n in row.names)))
-    found = answers(right, reference(family)["images"])
-    assert difference(found, expected_answer(family)) > 5 * TOLERANCE
-
-
-def test_another_size_is_the_same_as_resizing() -> None:
-    """Tables of positions and offsets are resampled, rotary positions computed anew."""
-    for family in (
-        *("hf_beit", "hf_clip_proj", "hf_deit_cls", "hf_dinov2_cls", "hf_dinov2_reg", "timm_deit3"),
-        *("timm_deit_distilled", "timm_pe_core", "timm_sbb_rope"),
-    ):
-        model = loaded(MODERN / family)
-        stride = model.config.stride
-        shape = (6 * stride, 5 * stride, 3)
-        larger, resized = loaded(MODERN / family, input_shape=shape), keras_vit.resize(model, shape)
-        assert larger.config == resized.config
-        for variable, other in zip(larger.weights, resized.weights, strict=True):
-            np.testing.assert_array_equal(variable, other, err_msg=f"{family}: {variable.path}")
-
-
-def test_without_top_every_token_is_the_librarys() -> None:
-    """Heads, their poolings and what they normalise are left aside by name.
-
-    Asked for the average it is that of the library's patches, whatever the file's own pooling.
-    """
-    averaged = ("timm_deit_distilled", "timm_pe_core")
-    for family in (*averaged, "timm_sbb_rope", "timm_dinov2_reg4", "timm_clip"):
-        model, numbers = keras_vit.load(MODERN / family, include_top=False), reference(family)
-        assert difference(answers(model, numbers["images"]), numbers["tokens"]) < TOLERANCE, family
-        if family in averaged:
-            model = keras_vit.load(MODERN / family, include_top=False, pooling="avg")
-            mean = numbers["tokens"][:, -16:].mean(axis=1)
-            assert difference(answers(model, numbers["images"]), mean) < TOLERANCE, family
-
-
-def test_a_fresh_head_is_as_wide_as_the_pooling() -> None:
-    """Another number of classes leaves all of the file's classifiers aside."""
-    for family in ("timm_deit_distilled", "hf_dinov2_cls", "timm_beit"):
-        model = loaded(MODERN / family, classes=3)
-        assert model.output_shape == (None, 3)
-        heads = [w for w in model.weights if w.path.startswith(("head/", "distillation_head/"))]
-        assert not any(np.any(keras.ops.convert_to_numpy(weight)) for weight in heads), family
-
-
-def test_a_model_of_another_rotation_is_refused() -> None:
-    """No array shows the period, and every number depends on it."""
-    path = MODERN / "hf_dinov3" / "model.safetensors"
-    config = keras_vit.load(MODERN / "hf_dinov3").config
-    keras_vit.weights.load(VisionTransformer(config), path)
-    for fields in ({"rotary_period": 50.0}, {"rotary_period": None}):
-        model = VisionTransformer(dataclasses.replace(config, **fields))
-        with pytest.raises(ValueError, match=r"belongs to a model with rotary_period=100\.0"):
-            keras_vit.weights.load(model, path)
-
-
-def test_what_these_files_cannot_hold_is_refused() -> None:
-    """A network of another kind of positions, or with normalised queries, has no such file."""
-    config = keras_vit.load(MODERN / "timm_vit").config
-    path = MODERN / "timm_vit" / "model.safetensors"
-    for fields in ({"position_embedding": "sincos_2d"}, {"query_key_norm": True}):
-        model = VisionTransformer(dataclasses.replace(config, **fields))
-        with pytest.raises(ValueError, match="layouts of timm and transformers hold other network"):
-            keras_vit.weights.load(model, path)
-
-
-def two_towers(arrays: Arrays, settings: dict[str, Any]) -> None:
-    """As transformers' CLIPModel and SiglipModel write it; heads that are the default go unsaid."""
-    kind = settings.pop("model_type")
-    tower = {**settings, "model_type": kind}
-    settings.clear()
-    settings |= {"model_type": kind.removesuffix("_vision_model"), "vision_config": tower}
-    for name in [name for name in arrays if not name.startswith(("vision_model.", "visual_p"))]:
-        arrays[f"vision_model.{name}"] = arrays.pop(name)
-    arrays |= {
-        "text_model.embeddings.token_embedding.weight": np.ones((3, 3), np.float32),
-        "text_projection.weight": np.ones((3, 3), np.float32),
-        "logit_scale": np.ones((), np.float32),
-        "vision_model.embeddings.position_ids": np.arange(17)[None],
-    }
-
-
-@pytest.mark.parametrize("family", ["hf_clip_proj", "hf_siglip"])
-def test_a_text_tower_is_left_aside(family: str, tmp_path: Path) -> None:
-    """The image tower of a model of two gives the same numbers."""
-    model = loaded(rewritten(family, tmp_path, two_towers))
-    found = answers(model, reference(family)["images"])
-    assert difference(found, expected_answer(family)) < TOLERANCE
-
-
-def shared_bias(arrays: Arrays, settings: dict[str, Any]) -> None:
-    """One table of offsets for all blocks, as BEiT's pre-training has it."""
-    start = "beit.encoder.layer.{}.attention.attention."
-    name = "relative_position_bias.relative_position_bias_table"
-    arrays[f"beit.encoder.{name}"] = arrays.pop(start.format(0) + name)
-    del arrays[start.format(1) + name]
-    arrays["beit.encoder.relative_position_bias.relative_position_index"] = np.zeros((17, 17))
-
-
-def equal_bias(arrays: Arrays, settings: dict[str, Any]) -> None:
-    names = sorted(name for name in arrays if name.endswith("relative_position_bias_table"))
-    arrays[names[1]] = arrays[names[0]]
-
-
-def test_a_shared_bias_is_every_blocks(tmp_path: Path) -> None:
-    """As if each block had the same table."""
-    images = reference("hf_beit")["images"]
-    shared = loaded(rewritten("hf_beit", tmp_path / "shared", shared_bias))
-    equal = loaded(rewritten("hf_beit", tmp_path / "equal", equal_bias))
-    np.testing.assert_array_equal(answers(shared, images), answers(equal, images))
-
-
-def gated_in_parts(arrays: Arrays, settings: dict[str, Any]) -> None:
-    """As timm's SwiGLU keeps gate and value; transformers' DINOv3 likewise."""
-    for name in [name for name in arrays if ".mlp.fc1." in name]:
-        gate, value = np.split(arrays.pop(name), 2)
-        arrays[name.replace("fc1", "fc1_g")], arrays[name.replace("fc1", "fc1_x")] = gate, value
-
-
-def test_a_gate_in_parts_is_the_same_network(tmp_path: Path) -> None:
-    """Gate and value stand side by side in our kernel."""
-    model = loaded(rewritten("timm_dinov2_giant", tmp_path, gated_in_parts))
-    found = answers(model, reference("timm_dinov2_giant")["images"])
-    assert difference(found, expected_answer("timm_dinov2_giant")) < TOLERANCE
-
-
 ONE = np.ones(16, np.float32)
 NORMS = {f"blocks.{block}.mlp.norm.weight": ONE for block in (0, 1)}
 TABLES = {
@@ -272,6 +84,187 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("timm_pe_core", {}, {"architecture": "vit_base_patch16_siglip_224"},
      "leaves the class token out"),
 ]  # fmt: skip
+
+
+def reference(family: str) -> Arrays:
+    with np.load(MODERN / family / "reference.npz") as arrays:
+        return {name: arrays[name] for name in arrays}
+
+
+def loaded(folder: Path, **arguments: Any) -> VisionTransformer:
+    return keras_vit.load(folder, classifier_activation=None, **arguments)
+
+
+def feature(model: VisionTransformer, images: np.ndarray, name: str) -> np.ndarray:
+    return np.asarray(keras.ops.convert_to_numpy(model.features(images, [name])[name]))
+
+
+def difference(found: np.ndarray, expected: np.ndarray) -> float:
+    assert found.shape == expected.shape
+    return float(np.abs(found - expected).max() / np.abs(expected).max())
+
+
+def expected_answer(family: str) -> np.ndarray:
+    numbers = reference(family)
+    return numbers["logits" if "logits" in numbers else "pooled"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder_gives_its_librarys_numbers(family: str) -> None:
+    """From uint8 pixels: sizes, parts, pixels, activation and epsilon all come from the folder."""
+    numbers = reference(family)
+    images, model = numbers["images"], loaded(MODERN / family)
+    for name in {"logits", "pooled"} & set(numbers):
+        assert difference(answers(model, images), numbers[name]) < TOLERANCE
+    if "tokens" in numbers:
+        is_last = model.config.norm_after_pooling or family in NOT_NORMALISED
+        tokens = feature(model, images, "block_1" if is_last else "encoder_norm")
+        assert difference(tokens, numbers["tokens"]) < TOLERANCE
+    for name, head in (("cls_logits", "head"), ("distillation_logits", "distillation_head")):
+        if name in numbers:
+            assert difference(feature(model, images, head), numbers[name]) < TOLERANCE
+    assert model.count_params() == keras_vit.parameter_count(model.config)
+
+
+@pytest.mark.parametrize(("family", "fields"), WRONG.values(), ids=WRONG)
+def test_the_comparison_can_fail(family: str, fields: dict[str, Any]) -> None:
+    """Each of what comes from beside the arrays moves the numbers by more than the tolerance."""
+    right = loaded(MODERN / family)
+    wrong = VisionTransformer(dataclasses.replace(right.config, **fields))
+    wrong.set_weights(right.get_weights())
+    found = answers(wrong, reference(family)["images"])
+    assert difference(found, expected_answer(family)) > 5 * TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["timm_pe_core", "timm_sbb_rope"])
+def test_the_comparison_sees_the_order_of_rotary_channels(family: str) -> None:
+    """Query and key as they stand in the file turn otherwise."""
+    right = loaded(MODERN / family)
+    checkpoint = open_checkpoint(MODERN / family / "model.safetensors")
+    rows = torch_rows(right.config, rotary_layout="halves")
+    variables = {variable.path: variable for variable in right.weights}
+    for row in rows:
+        variables[row.path].assign(row.join(*(checkpoint.arrays[n].read() for n in row.names)))
+    found = answers(right, reference(family)["images"])
+    assert difference(found, expected_answer(family)) > 5 * TOLERANCE
+
+
+def test_another_size_is_the_same_as_resizing() -> None:
+    """Tables of positions and offsets are resampled, rotary positions computed anew."""
+    for family in (
+        *("hf_beit", "hf_clip_proj", "hf_deit_cls", "hf_dinov2_cls", "hf_dinov2_reg", "timm_deit3"),
+        *("timm_deit_distilled", "timm_pe_core", "timm_sbb_rope"),
+    ):
+        model = loaded(MODERN / family)
+        stride = model.config.stride
+        shape = (6 * stride, 5 * stride, 3)
+        larger, resized = loaded(MODERN / family, input_shape=shape), keras_vit.resize(model, shape)
+        assert larger.config == resized.config
+        assert_same_arrays(larger.weights, resized.weights, family)
+
+
+def test_without_top_every_token_is_the_librarys() -> None:
+    """Heads, their poolings and what they normalise are left aside by name.
+
+    Asked for the average it is that of the library's patches, whatever the file's own pooling.
+    """
+    averaged = ("timm_deit_distilled", "timm_pe_core")
+    for family in (*averaged, "timm_sbb_rope", "timm_dinov2_reg4", "timm_clip"):
+        model, numbers = keras_vit.load(MODERN / family, include_top=False), reference(family)
+        assert difference(answers(model, numbers["images"]), numbers["tokens"]) < TOLERANCE, family
+        if family in averaged:
+            model = keras_vit.load(MODERN / family, include_top=False, pooling="avg")
+            mean = numbers["tokens"][:, -16:].mean(axis=1)
+            assert difference(answers(model, numbers["images"]), mean) < TOLERANCE, family
+
+
+def test_a_fresh_head_is_as_wide_as_the_pooling() -> None:
+    """Another number of classes leaves all of the file's classifiers aside."""
+    for family in ("timm_deit_distilled", "hf_dinov2_cls", "timm_beit"):
+        model = loaded(MODERN / family, classes=3)
+        assert model.output_shape == (None, 3)
+        heads = [w for w in model.weights if w.path.startswith(("head/", "distillation_head/"))]
+        assert not any(np.any(keras.ops.convert_to_numpy(weight)) for weight in heads), family
+
+
+def test_a_model_of_another_rotation_is_refused() -> None:
+    """No array shows the period, and every number depends on it."""
+    path = MODERN / "hf_dinov3" / "model.safetensors"
+    config = keras_vit.load(MODERN / "hf_dinov3").config
+    keras_vit.weights.load(VisionTransformer(config), path)
+    no_period = r"belongs to a model with rotary_period=100\.0"
+    no_room = "layouts of timm and transformers hold other network"
+    plain = keras_vit.load(MODERN / "timm_vit").config
+    cases: list[tuple[keras_vit.ViTConfig, str, dict[str, Any]]] = [
+        (config, no_period, {"rotary_period": 50.0}),
+        (config, no_period, {"rotary_period": None}),
+        (plain, no_room, {"position_embedding": "sincos_2d"}),
+        (plain, no_room, {"query_key_norm": True}),
+    ]
+    for config, message, fields in cases:
+        path = MODERN / ("timm_vit" if config is plain else "hf_dinov3") / "model.safetensors"
+        with pytest.raises(ValueError, match=message):
+            keras_vit.weights.load(VisionTransformer(dataclasses.replace(config, **fields)), path)
+
+
+def two_towers(arrays: Arrays, settings: dict[str, Any]) -> None:
+    """As transformers' CLIPModel and SiglipModel write it; heads that are the default go unsaid."""
+    kind = settings.pop("model_type")
+    tower = {**settings, "model_type": kind}
+    settings.clear()
+    settings |= {"model_type": kind.removesuffix("_vision_model"), "vision_config": tower}
+    for name in [name for name in arrays if not name.startswith(("vision_model.", "visual_p"))]:
+        arrays[f"vision_model.{name}"] = arrays.pop(name)
+    arrays |= {
+        "text_model.embeddings.token_embedding.weight": np.ones((3, 3), np.float32),
+        "text_projection.weight": np.ones((3, 3), np.float32),
+        "logit_scale": np.ones((), np.float32),
+        "vision_model.embeddings.position_ids": np.arange(17)[None],
+    }
+
+
+def shared_bias(arrays: Arrays, settings: dict[str, Any]) -> None:
+    """One table of offsets for all blocks, as BEiT's pre-training has it."""
+    start = "beit.encoder.layer.{}.attention.attention."
+    name = "relative_position_bias.relative_position_bias_table"
+    arrays[f"beit.encoder.{name}"] = arrays.pop(start.format(0) + name)
+    del arrays[start.format(1) + name]
+    arrays["beit.encoder.relative_position_bias.relative_position_index"] = np.zeros((17, 17))
+
+
+def equal_bias(arrays: Arrays, settings: dict[str, Any]) -> None:
+    names = sorted(name for name in arrays if name.endswith("relative_position_bias_table"))
+    arrays[names[1]] = arrays[names[0]]
+
+
+def test_a_shared_bias_is_every_blocks(tmp_path: Path) -> None:
+    """As if each block had the same table."""
+    images = reference("hf_beit")["images"]
+    shared = loaded(rewritten("hf_beit", tmp_path / "shared", shared_bias))
+    equal = loaded(rewritten("hf_beit", tmp_path / "equal", equal_bias))
+    np.testing.assert_array_equal(answers(shared, images), answers(equal, images))
+
+
+def gated_in_parts(arrays: Arrays, settings: dict[str, Any]) -> None:
+    """As timm's SwiGLU keeps gate and value; transformers' DINOv3 likewise."""
+    for name in [name for name in arrays if ".mlp.fc1." in name]:
+        gate, value = np.split(arrays.pop(name), 2)
+        arrays[name.replace("fc1", "fc1_g")], arrays[name.replace("fc1", "fc1_x")] = gate, value
+
+
+REWRITTEN = {
+    "hf_clip_proj": two_towers,
+    "hf_siglip": two_towers,
+    "timm_dinov2_giant": gated_in_parts,
+}
+
+
+@pytest.mark.parametrize("family", REWRITTEN)
+def test_other_files_of_a_network_give_the_same_numbers(family: str, tmp_path: Path) -> None:
+    """A text tower is left aside; a gate in parts stands beside its value in our kernel."""
+    model = loaded(rewritten(family, tmp_path, REWRITTEN[family]))
+    found = answers(model, reference(family)["images"])
+    assert difference(found, expected_answer(family)) < TOLERANCE
 
 
 def test_another_network_is_refused_in_a_sentence(tmp_path: Path) -> None:

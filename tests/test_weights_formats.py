@@ -11,7 +11,7 @@ import numpy as np
 import published
 import pytest
 import safetensors.numpy
-from conftest import TINY, randomize
+from conftest import TINY, assert_same_arrays, randomize
 
 import keras_vit
 from keras_vit.model import VisionTransformer
@@ -50,23 +50,26 @@ KINDS = {
 }
 # Those that the layout of an .npz cannot say.
 NOT_SAID = ("plain", "average beside a class token", "exact GELU", "pixels", "one channel")
+NOT_ORIGINAL: dict[str, dict[str, Any]] = {
+    "activation='gelu'": {"activation": "gelu"},
+    "layer_norm_epsilon=1e-05": {"layer_norm_epsilon": 1e-5},
+    r"image_mean=\(0.1, 0.2, 0.3\), image_std=\(0.5, 0.5, 0.5\)": {"image_mean": (0.1, 0.2, 0.3)},
+    "pooling='avg'": {"pooling": "avg"},
+    "pooling='max'": {"pooling": "max"},
+    "pooling=None": {"pooling": None},
+    r"grid=\(4, 6\)": {"input_shape": TINY.input_shape},
+}
 
 
-@pytest.fixture
-def hugging_face(tmp_path: Path) -> Path:
-    """The folder that transformers' `save_pretrained` writes."""
-    shutil.copy(published.GOLDEN / "tiny_hf.safetensors", tmp_path / "model.safetensors")
-    shutil.copy(published.GOLDEN / "tiny_hf_config.json", tmp_path / "config.json")
-    return tmp_path / "model.safetensors"
-
-
-def test_hugging_face_grid_comes_from_its_config(hugging_face: Path) -> None:
+def test_hugging_face_grid_comes_from_its_config(tmp_path: Path) -> None:
     """24 positions are no square: only config.json knows that they are 4 x 6, and the epsilon."""
-    checkpoint = open_checkpoint(hugging_face)
+    weights = shutil.copy(published.GOLDEN / "tiny_hf.safetensors", tmp_path / "model.safetensors")
+    shutil.copy(published.GOLDEN / "tiny_hf_config.json", tmp_path / "config.json")
+    checkpoint = open_checkpoint(weights)
     assert (checkpoint.grid, checkpoint.fields["layer_norm_epsilon"]) == ((4, 6), 1e-12)
     config = dataclasses.replace(TORCH, input_shape=(48, 48, 3), layer_norm_epsilon=1e-12)
     model = VisionTransformer(config)
-    keras_vit.weights.load(model, hugging_face)
+    keras_vit.weights.load(model, weights)
     assert model.get_layer("patch_encoder").position_embedding.shape == (1, 37, 32)
 
 
@@ -86,7 +89,6 @@ def test_bfloat16_is_read_exactly(tmp_path: Path) -> None:
 
 
 def save(model: VisionTransformer, path: Path) -> None:
-    """Writes a file of the format that the suffix says."""
     if path.suffix == ".npz":
         keras_vit.weights.save_npz(model, path)
     else:
@@ -106,17 +108,6 @@ def test_half_a_file_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="whole") as caught:
             open_checkpoint(path)
         assert str(path) in str(caught.value)
-
-
-NOT_ORIGINAL: dict[str, dict[str, Any]] = {
-    "activation='gelu'": {"activation": "gelu"},
-    "layer_norm_epsilon=1e-05": {"layer_norm_epsilon": 1e-5},
-    r"image_mean=\(0.1, 0.2, 0.3\), image_std=\(0.5, 0.5, 0.5\)": {"image_mean": (0.1, 0.2, 0.3)},
-    "pooling='avg'": {"pooling": "avg"},
-    "pooling='max'": {"pooling": "max"},
-    "pooling=None": {"pooling": None},
-    r"grid=\(4, 6\)": {"input_shape": TINY.input_shape},
-}
 
 
 @pytest.mark.parametrize("received", NOT_ORIGINAL)
@@ -147,8 +138,7 @@ def test_own_files_come_back_bit_for_bit(kind: str, tmp_path: Path) -> None:
         built = filled if suffix == ".weights.h5" else keras_vit.load(path)
         assert built.config == model.config or suffix == ".npz"
         for again in (filled, built):
-            for variable, other in zip(model.weights, again.weights, strict=True):
-                np.testing.assert_array_equal(variable, other, err_msg=variable.path)
+            assert_same_arrays(again.weights, model.weights)
 
 
 def test_builder_takes_weights_alone(tmp_path: Path) -> None:

@@ -15,6 +15,16 @@ NUMBERED = {str(place): word for place, word in enumerate(WORDS)}
 MEANINGS = {"dog": "dog, Canis familiaris", "owl": 3, "stranger": "x"}
 IMAGENET = preprocessing.class_labels(1000)
 SYNONYMS = {str(i): f"{word.replace('_', ' ')}, other" for i, (_, word) in enumerate(IMAGENET)}
+UNUSABLE: dict[str, Any] = {
+    "placeholders": {str(place): f"LABEL_{place}" for place in range(7)},
+    "none": None,
+    "too few": {"0": "cat", "1": "dog"},
+    "a gap": {str(place): "x" for place in range(1, 8)},
+    "no text": {**NUMBERED, "3": ["owl"]},
+    "nothing": {**NUMBERED, "3": " "},
+    "a list of lists": [[]],
+    "a number": 7,
+}
 
 
 def source(family: str, folder: Path, *, classes: int | None = None, **more: Any) -> Path:
@@ -50,18 +60,6 @@ def test_names_of_timm(tmp_path: Path) -> None:
         assert keras_vit.weights.labels(folder) == expected
 
 
-UNUSABLE: dict[str, Any] = {
-    "placeholders": {str(place): f"LABEL_{place}" for place in range(7)},
-    "none": None,
-    "too few": {"0": "cat", "1": "dog"},
-    "a gap": {str(place): "x" for place in range(1, 8)},
-    "no text": {**NUMBERED, "3": ["owl"]},
-    "nothing": {**NUMBERED, "3": " "},
-    "a list of lists": [[]],
-    "a number": 7,
-}
-
-
 def test_what_names_no_class_is_left_aside(tmp_path: Path) -> None:
     """The model loads as it does without; nobody says its classes then. Features are none."""
     assert keras_vit.weights.labels(MODERN / "hf_dinov2") is None
@@ -73,21 +71,21 @@ def test_what_names_no_class_is_left_aside(tmp_path: Path) -> None:
 
 
 def test_a_thousand_classes_are_imagenets(tmp_path: Path) -> None:
-    """As decode_predictions takes them, where the source has no names of its own."""
+    """As decode_predictions takes them, where the source has no names of its own.
+
+    transformers' files lack what ImageNet's folders are called; in another order they stay.
+    """
     for family in ("hf_vit_cls", "timm_deit"):
         assert keras_vit.weights.labels(source(family, tmp_path, classes=1000)) == IMAGENET
-    # Names that do not fit are not replaced by others that are as likely wrong.
-    folder = source("hf_vit_cls", tmp_path / "fewer", classes=1000, id2label=NUMBERED)
-    assert keras_vit.weights.labels(folder) is None
-
-
-def test_imagenets_names_get_their_identifiers(tmp_path: Path) -> None:
-    """transformers' files lack what ImageNet's folders are called; in another order they stay."""
-    folder = source("hf_vit_cls", tmp_path, classes=1000, id2label=SYNONYMS)
-    expected = tuple((IMAGENET[i][0], SYNONYMS[str(i)]) for i in range(1000))
-    assert keras_vit.weights.labels(folder) == expected
     turned = {str(999 - i): SYNONYMS[str(i)] for i in range(1000)}
-    folder = source("hf_vit_cls", tmp_path / "turned", classes=1000, id2label=turned)
-    labels = keras_vit.weights.labels(folder)
-    assert labels is not None
-    assert labels[0] == (turned["0"], turned["0"])
+    fewer, named, other = (
+        keras_vit.weights.labels(
+            source("hf_vit_cls", tmp_path / str(place), classes=1000, id2label=names)
+        )
+        for place, names in enumerate((NUMBERED, SYNONYMS, turned))
+    )
+    # Names that do not fit are not replaced by others that are as likely wrong.
+    assert fewer is None
+    assert named == tuple((IMAGENET[i][0], SYNONYMS[str(i)]) for i in range(1000))
+    assert other is not None
+    assert other[0] == (turned["0"], turned["0"])

@@ -23,6 +23,17 @@ ANTIALIAS = np.load(published.GOLDEN / "positions_antialias.npz")
 
 sides = st.integers(1, 6)
 fast = hypothesis.settings(deadline=None, derandomize=True, max_examples=25)
+# torch 2.13: interpolate(mode=..., align_corners=False) of arange(4) as a 1x4 row to 1x6.
+TORCH_ROWS: dict[Method, list[float]] = {
+    "bilinear": [0.0, 0.5, 1.1666666, 1.8333334, 2.5, 3.0],
+    "bicubic": [-0.0868056, 0.40625, 1.2129627, 1.7870371, 2.59375, 3.0868058],
+}
+KINDS = {  # cells of a table for a grid of 6x4, what stands before them, and its cells for 3x9
+    "position_embedding": ((6, 4), 1, (3, 9)),
+    "position_x": ((1, 4), 0, (1, 9)),
+    "position_y": ((6, 1), 0, (3, 1)),
+    "relative_bias": ((11, 7), 3, (5, 17)),
+}
 
 
 def table(height: int, width: int, prefix: int = 1) -> np.ndarray:
@@ -52,13 +63,6 @@ def test_original_equals_scipy_zoom(h: int, w: int, new_h: int, new_w: int) -> N
     np.testing.assert_array_equal(made[0, 0], positions[0, 0])
 
 
-# torch 2.13: interpolate(mode=..., align_corners=False) of arange(4) as a 1x4 row to 1x6.
-TORCH_ROWS: dict[Method, list[float]] = {
-    "bilinear": [0.0, 0.5, 1.1666666, 1.8333334, 2.5, 3.0],
-    "bicubic": [-0.0868056, 0.40625, 1.2129627, 1.7870371, 2.59375, 3.0868058],
-}
-
-
 def test_half_pixel_methods_are_pytorchs() -> None:
     """A ramp becomes what PyTorch's interpolate makes of it."""
     ramp = np.arange(4.0).reshape(1, 4, 1)
@@ -81,14 +85,6 @@ def test_antialiasing_is_pytorchs() -> None:
         assert antialias_error(name, "bicubic_antialias") < 1e-12, name
         # Without it the numbers are others, also where a grid grows.
         assert antialias_error(name, "bicubic") > 1e-2, name
-
-
-KINDS = {  # cells of a table for a grid of 6x4, what stands before them, and its cells for 3x9
-    "position_embedding": ((6, 4), 1, (3, 9)),
-    "position_x": ((1, 4), 0, (1, 9)),
-    "position_y": ((6, 1), 0, (3, 1)),
-    "relative_bias": ((11, 7), 3, (5, 17)),
-}
 
 
 def test_every_kind_of_table_is_resampled_alike() -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import download_rig as rig
-import numpy as np
 import published
 import pytest
 import safetensors.numpy
+from conftest import assert_same_arrays
 from published import MODERN
 
 import keras_vit
@@ -21,6 +21,13 @@ from keras_vit.weights import sources
 
 INDEX = "model.safetensors.index.json"
 SHARDS = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
+NOT_THERE = "does not have there"
+NOT_HERE = "names files that are not beside it"
+NOT_A_NAME = "which is not the name of a .safetensors file beside it"
+NO_NAMES = (
+    *("../model.safetensors", "a/model.safetensors", "a\\model.safetensors", "/model.safetensors"),
+    *(f"{SHARDS[0]}\n", ".safetensors", "model.bin", INDEX, 3),
+)
 
 
 @pytest.fixture
@@ -33,8 +40,7 @@ def index(tmp_path: Path) -> Path:
 
 def assert_same(left: VisionTransformer, right: VisionTransformer) -> None:
     assert left.config == right.config
-    for variable, other in zip(left.weights, right.weights, strict=True):
-        np.testing.assert_array_equal(variable, other, err_msg=variable.path)
+    assert_same_arrays(left.weights, right.weights)
 
 
 def test_shards_load_as_one_file_does(tmp_path: Path) -> None:
@@ -117,13 +123,6 @@ def lose(*shards: str) -> Callable[[Path], None]:
     return remove
 
 
-NOT_THERE = "does not have there"
-NOT_HERE = "names files that are not beside it"
-NOT_A_NAME = "which is not the name of a .safetensors file beside it"
-NO_NAMES = (
-    *("../model.safetensors", "a/model.safetensors", "a\\model.safetensors", "/model.safetensors"),
-    *(f"{SHARDS[0]}\n", ".safetensors", "model.bin", INDEX, 3),
-)
 BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no shard": (lose(*SHARDS), f"{NOT_HERE}: {', '.join(SHARDS)}."),
     "one shard missing": (lose(SHARDS[1]), f"{NOT_HERE}: {SHARDS[1]}."),
@@ -148,10 +147,9 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", BROKEN)
-def test_what_does_not_fit_is_refused(case: str, index: Path) -> None:
+@pytest.mark.parametrize(("change", "message"), BROKEN.values(), ids=BROKEN)
+def test_what_does_not_fit_is_refused(change: Any, message: str, index: Path) -> None:
     """In one sentence that names the file; nothing outside the folder is read."""
-    change, message = BROKEN[case]
     change(index)
     with pytest.raises((ValueError, FileNotFoundError)) as caught:
         keras_vit.load(index.parent)

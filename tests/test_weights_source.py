@@ -1,11 +1,10 @@
 """Tests of weights.sources: published names and layouts, the Hub, URLs, and what is in reach."""
 
-import contextlib
 import dataclasses
 import hashlib
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,28 +25,38 @@ server, home, hub = rig.server_fixture, rig.home_fixture, hub_rig.hub_fixture
 
 LAYOUTS = {(row.variant, row.image_size, row.representation_dim): row for row in catalog()}
 TINY_AUGREG = "augreg/Ti_16-i21k-300ep-lr_0.001-aug_none-wd_0.03-do_0.0-sd_0.0"
-
-
-def constant_arrays(config: keras_vit.ViTConfig) -> dict[str, Any]:
-    """Returns the arrays of a checkpoint, each filled with a number of its own."""
-    shapes = [
-        pair for row in original_rows(config) for pair in zip(row.names, row.shapes, strict=True)
-    ]
-    return {name: np.full(s, 1 + i / 64, np.float32) for i, (name, s) in enumerate(shapes)}
-
-
-@contextlib.contextmanager
-def counted_assignments(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    paths: list[str] = []
-    assign = keras.Variable.assign
-
-    def counting(variable: keras.Variable, value: object) -> object:
-        paths.append(variable.path)
-        return assign(variable, value)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(keras.Variable, "assign", counting)
-        yield paths
+HUB_FILES = {
+    "config.json": published.GOLDEN / "tiny_hf_config.json",
+    "model.safetensors": published.GOLDEN / "tiny_hf.safetensors",
+    "preprocessor_config.json": published.GOLDEN / "modern/hf_vit_msn/preprocessor_config.json",
+}
+ADDRESSES = {
+    "hf://someone/tiny-vit": "main",
+    "hf://someone/tiny-vit@v1.0": "v1.0",
+    "hf://someone/tiny-vit@refs%2Fpr%2F1": "refs%2Fpr%2F1",
+    "hf://someone/tiny-vit@v1.0/model.safetensors": "v1.0",
+    "hf://someone/tiny-vit/model.safetensors": "main",
+    f"hf://someone/tiny-vit@{'a' * 40}": "a" * 40,
+}
+BAD_ADDRESSES = [
+    "hf://someone",
+    "hf://someone/tiny-vit/",
+    "hf://someone/tiny-vit@",
+    "hf://someone/tiny-vit@a/b/../c.npz",
+    "hf://someone/tiny-vit@a@b",
+    "hf://someone/tiny-vit/pytorch_model.bin",
+    "hf://some one/tiny-vit",
+    "hf://someone/tiny-vit@main?token=hunter2",
+]
+SHA256_ENTRANCES = ["load", "model", "builder", "path", "folder", "url", "hub", "name"]
+ROW = keras_vit.weights.resolve("Ti/16", "imagenet21k")
+UNREACHABLE: dict[rig.Fault, str] = {
+    rig.status(404): r"no file at .*404",
+    rig.status(403): r"was refused \(403",
+    rig.status(503): r"^127\.0\.0\.1:\d+: 503",
+    rig.raw(b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n\r\n<html>"): "with a web page",
+    lambda handler, _: handler.server.released.wait(): "127",  # says nothing
+}
 
 
 @pytest.mark.parametrize(
@@ -63,10 +72,23 @@ def test_every_published_layout_loads(
 ) -> None:
     """A file of the row's layout, one block deep, fills every variable exactly once."""
     config = dataclasses.replace(row.config, num_layers=1, classes=9)
-    arrays = constant_arrays(config)
+    shapes = {name: array.shape for name, array in published.arrays(config).items()}
+    # Each is filled with a number of its own.
+    arrays: dict[str, Any] = {
+        name: np.full(shape, 1 + i / 64, np.float32)
+        for i, (name, shape) in enumerate(shapes.items())
+    }
     np.savez(tmp_path / "weights.npz", **arrays)
     model = keras_vit.VisionTransformer(config)
-    with counted_assignments(monkeypatch) as assigned:
+    assigned: list[str] = []
+    assign = keras.Variable.assign
+
+    def counting(variable: keras.Variable, value: object) -> object:
+        assigned.append(variable.path)
+        return assign(variable, value)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(keras.Variable, "assign", counting)
         keras_vit.weights.load(model, tmp_path / "weights.npz")
     assert sorted(assigned) == sorted(variable.path for variable in model.weights)
     sources = {r.path: r.names for r in original_rows(config)}
@@ -137,16 +159,11 @@ def test_input_shape_chooses_among_files(mirror: Path) -> None:
 
 
 def test_unknown_name_lists_what_there_is() -> None:
-    """A misspelt name is a sentence with the names of that variant."""
+    """A misspelt name is a sentence with those of that variant; a SHA-256 of nothing a mistake."""
     with pytest.raises(ValueError, match=r"no weights 'imagenet' for H/14.*original/imagenet21k"):
         keras_vit.ViTH14(weights="imagenet")
-
-
-HUB_FILES = {
-    "config.json": published.GOLDEN / "tiny_hf_config.json",
-    "model.safetensors": published.GOLDEN / "tiny_hf.safetensors",
-    "preprocessor_config.json": published.GOLDEN / "modern/hf_vit_msn/preprocessor_config.json",
-}
+    with pytest.raises(ValueError, match="weights=None"):
+        keras_vit.ViTTi16(weights=None, sha256="0" * 64)
 
 
 @pytest.fixture
@@ -167,16 +184,6 @@ def test_a_hub_repository_gives_its_librarys_logits() -> None:
 
     assert model.config.image_mean == (0.485, 0.456, 0.406)
     np.testing.assert_allclose(model(images), expected, rtol=0, atol=FLOAT32)
-
-
-ADDRESSES = {
-    "hf://someone/tiny-vit": "main",
-    "hf://someone/tiny-vit@v1.0": "v1.0",
-    "hf://someone/tiny-vit@refs%2Fpr%2F1": "refs%2Fpr%2F1",
-    "hf://someone/tiny-vit@v1.0/model.safetensors": "v1.0",
-    "hf://someone/tiny-vit/model.safetensors": "main",
-    f"hf://someone/tiny-vit@{'a' * 40}": "a" * 40,
-}
 
 
 @pytest.mark.parametrize("address", ADDRESSES)
@@ -258,18 +265,6 @@ def test_hub_file_that_changed() -> None:
         sources.find(address)
 
 
-BAD_ADDRESSES = [
-    "hf://someone",
-    "hf://someone/tiny-vit/",
-    "hf://someone/tiny-vit@",
-    "hf://someone/tiny-vit@a/b/../c.npz",
-    "hf://someone/tiny-vit@a@b",
-    "hf://someone/tiny-vit/pytorch_model.bin",
-    "hf://some one/tiny-vit",
-    "hf://someone/tiny-vit@main?token=hunter2",
-]
-
-
 def test_addresses_that_are_none_of_the_hub(hub: hub_rig.Hub) -> None:
     """What is no address is refused before anyone is asked."""
     for address in BAD_ADDRESSES:
@@ -277,9 +272,6 @@ def test_addresses_that_are_none_of_the_hub(hub: hub_rig.Hub) -> None:
             sources.find(address)
         assert "hunter2" not in str(raised.value)
     assert hub.revisions == []
-
-
-SHA256_ENTRANCES = ["load", "model", "builder", "path", "folder", "url", "hub", "name"]
 
 
 @pytest.mark.parametrize("entrance", SHA256_ENTRANCES)
@@ -320,12 +312,6 @@ def test_sha256_is_compared_before_anything_is_read(
         road(digest.upper())
 
 
-def test_sha256_without_weights() -> None:
-    """A SHA-256 of nothing is a mistake."""
-    with pytest.raises(ValueError, match="weights=None"):
-        keras_vit.ViTTi16(weights=None, sha256="0" * 64)
-
-
 def test_changed_settings_beside_a_url_are_not_read(server: rig.Server) -> None:
     """A config.json that is no longer what it was stops the model; a missing one does not."""
     server.files["/a/vit.safetensors"] = rig.safetensors()
@@ -335,16 +321,6 @@ def test_changed_settings_beside_a_url_are_not_read(server: rig.Server) -> None:
     (path.parent / "config.json").write_bytes(b'{"a": 1}')
     with pytest.raises(ValueError, match=r"config\.json\.sha256 holds another"):
         sources.find(f"{server.url}/a/vit.safetensors")
-
-
-ROW = keras_vit.weights.resolve("Ti/16", "imagenet21k")
-UNREACHABLE: dict[rig.Fault, str] = {
-    rig.status(404): r"no file at .*404",
-    rig.status(403): r"was refused \(403",
-    rig.status(503): r"^127\.0\.0\.1:\d+: 503",
-    rig.raw(b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n\r\n<html>"): "with a web page",
-    lambda handler, _: handler.server.released.wait(): "127",  # says nothing
-}
 
 
 def test_reach_of_a_server(server: rig.Server, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,6 @@ def _by_first_word(output: str) -> dict[str, list[str]]:
 
 
 def run(**case: Any) -> dict[str, list[str]]:
-    """Runs a training to wherever it ends."""
     return told(start(**case))
 
 

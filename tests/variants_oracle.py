@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 import numpy as np
-import oracle
+import scipy.special
 from explain_oracle import Pass
 
 from keras_vit.config import ViTConfig
@@ -187,7 +187,10 @@ def mlp(p: Arrays, path: str, x: np.ndarray, config: ViTConfig) -> np.ndarray:
         return dense(p, f"{path}/fc2", gate / (1 + np.exp(-gate)) * value)
     if config.activation == "quick_gelu":
         return dense(p, f"{path}/fc2", y / (1 + np.exp(-1.702 * y)))
-    return dense(p, f"{path}/fc2", oracle.gelu(y, exact=config.activation == "gelu"))
+    if config.activation == "gelu":
+        return dense(p, f"{path}/fc2", y * (1 + scipy.special.erf(y / np.sqrt(2))) / 2)
+    tanh = np.tanh(np.sqrt(2 / np.pi) * (y + 0.044715 * y**3))
+    return dense(p, f"{path}/fc2", y * (1 + tanh) / 2)
 
 
 def pool(p: Arrays, x: np.ndarray, config: ViTConfig, delta: Any) -> Any:

@@ -24,11 +24,30 @@ else:
 
 environment.prefer_cublas()
 
+# What takes the place of `plain`'s.
+__all__ = [
+    "ExactTrainer",
+    "by_images",
+    "is_concrete",
+    "layer_norm",
+    "remat",
+    "scan_layers",
+    "self_attention",
+    "values_of",
+]
+
 _HALF = ("float16", "bfloat16")
 # cuDNN's flash attention takes heads of a width that is a multiple of 8, up to 128.
 _CUDNN_STEP, _CUDNN_WIDEST = 8, 128
 # What hides a key: JAX's own numbers for cuDNN (jax/_src/cudnn/fused_attention_stablehlo.py).
 _MASKS = {"float16": -(2.0**15), "bfloat16": -(2.0**41)}
+# What remat may keep, by the name of its choice. Attention's own product is in a kernel, or has the
+# batch among its dimensions.
+_KEPT = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
+_BY_WEIGHTS = "mean_with_sample_weight"
+_MEANS = ("sum_over_batch_size", "mean", _BY_WEIGHTS)
+_NORM = "gradient_norm"
+_Data = tuple[Any, Any, Any]  # inputs, targets, sample weights
 
 
 def is_concrete(x: Any) -> bool:
@@ -155,11 +174,6 @@ def by_images(x: Any) -> Any:
     return keras.distribution.distribute_tensor(x, layout)
 
 
-# What remat may keep, by the name of its choice. Attention's own product is in a kernel, or has the
-# batch among its dimensions.
-_KEPT = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
-
-
 def remat(function: Callable[..., Any], kept: str | None = None) -> Callable[..., Any]:
     """Returns a function of tensors that is computed again for its gradient.
 
@@ -206,12 +220,6 @@ def _has_kernels(x: Any) -> bool:
     major = str(getattr(device, "compute_capability", "0")).partition(".")[0]
     # GPUs of other makers have a name in place of this number.
     return getattr(device, "platform", device) == "gpu" and major.isdigit() and int(major) >= 8
-
-
-_BY_WEIGHTS = "mean_with_sample_weight"
-_MEANS = ("sum_over_batch_size", "mean", _BY_WEIGHTS)
-_NORM = "gradient_norm"
-_Data = tuple[Any, Any, Any]  # inputs, targets, sample weights
 
 
 class ExactTrainer(StepOptions, _Model):
@@ -278,7 +286,10 @@ class ExactTrainer(StepOptions, _Model):
         self.check_trainable()
         trainable, others, optimizer, metrics = state
         data = keras.utils.unpack_x_y_sample_weight(data)
-        scale = self._scale(optimizer)
+        # What the optimizer multiplies losses by.
+        mapping = list(zip(self.optimizer.variables, optimizer, strict=True))
+        with keras.StatelessScope(state_mapping=mapping):
+            scale = jnp.asarray(self.optimizer.scale_loss(1.0), "float32")
         point = trainable
         if self._sam_rho:
             # The other variables stay, so that the second pass draws the same masks.
@@ -295,12 +306,6 @@ class ExactTrainer(StepOptions, _Model):
         trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
         logs, metrics = self._updated(metrics, loss, norm, y_pred, data)
         return logs, (trainable, others, optimizer, metrics)
-
-    def _scale(self, optimizer: Any) -> Any:
-        """Returns what the optimizer multiplies losses by."""
-        mapping = list(zip(self.optimizer.variables, optimizer, strict=True))
-        with keras.StatelessScope(state_mapping=mapping):
-            return jnp.asarray(self.optimizer.scale_loss(1.0), "float32")
 
     def _pass(self, point: Any, others: Any, metrics: Any, optimizer: Any, data: _Data) -> Any:
         """Runs forward and backward at a point: returns loss, predictions, states and gradients."""

@@ -17,6 +17,32 @@ if TYPE_CHECKING:
 else:
     _Model = object
 
+# What every backend has, and `keras_vit.backend` gives.
+__all__ = [
+    "ACTIVATIONS",
+    "ALIGNMENT",
+    "ExactTrainer",
+    "adam_step",
+    "adopt",
+    "by_images",
+    "dense",
+    "folds_scale",
+    "is_concrete",
+    "is_in_scope",
+    "layer_norm",
+    "momentum_step",
+    "remat",
+    "replica_id",
+    "scan_layers",
+    "scope_of",
+    "self_attention",
+    "softmax",
+    "space_to_depth",
+    "uninitialized",
+    "values_of",
+    "warn_of_keras_step",
+]
+
 ALIGNMENT = 1  # bytes
 SAM_EPSILON = 1e-12  # keeps the division of sharpness-aware minimisation finite
 # Options of `compile` that Keras' own step does not have.
@@ -160,7 +186,7 @@ def is_in_scope(model: keras.Model) -> bool:
     )
 
 
-def warn_of_keras_step(training: bool | None) -> None:
+def warn_of_keras_step() -> None:
     """Does not warn: Keras' own training step is exact here."""
 
 

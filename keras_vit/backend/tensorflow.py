@@ -17,6 +17,34 @@ import tensorflow as tf
 
 from keras_vit.backend import plain, private
 
+# What takes the place of `plain`'s.
+__all__ = [
+    "ACTIVATIONS",
+    "ALIGNMENT",
+    "adopt",
+    "dense",
+    "folds_scale",
+    "is_concrete",
+    "layer_norm",
+    "replica_id",
+    "self_attention",
+    "softmax",
+    "space_to_depth",
+    "uninitialized",
+    "values_of",
+]
+
+Form = Callable[[Any, Any, Any], Any]
+
+# Bytes; Eigen's largest vectors (EIGEN_MAX_ALIGN_BYTES).
+ALIGNMENT = 64
+
+_SQRT_HALF = math.sqrt(0.5)
+_SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
+_GELU_CUBIC = 0.044715  # arXiv 1606.08415, Section 2
+_QUICK = 1.702  # likewise
+
+_portable = contextvars.ContextVar("portable", default=False)
 # The constants of each graph, by name: a reference to a tensor would keep its graph alive.
 _constants: weakref.WeakKeyDictionary[tf.Graph, dict[Any, str]] = weakref.WeakKeyDictionary()
 
@@ -71,13 +99,6 @@ def swap_middle(x: Any) -> Any:
     return tf.raw_ops.Transpose(x=x, perm=constant((0, 2, 1, 3), tf.int32, beside=x))
 
 
-Form = Callable[[Any, Any, Any], Any]
-_SQRT_HALF = math.sqrt(0.5)
-_SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
-_GELU_CUBIC = 0.044715  # arXiv 1606.08415, Section 2
-_QUICK = 1.702  # likewise
-
-
 def gelu(x: Any) -> Any:
     """Returns exact GELU; it fuses like `tf.nn.gelu`, whose Erfc ONNX does not have."""
     return 0.5 * x * (1 + tf.math.erf(_SQRT_HALF * x))
@@ -93,7 +114,16 @@ def quick_gelu(x: Any) -> Any:
     return x * tf.sigmoid(_QUICK * x)
 
 
-GELUS = {"gelu": gelu, "gelu_tanh": gelu_tanh, "quick_gelu": quick_gelu}
+GELUS: dict[str | None, Callable[[Any], Any]] = {
+    "gelu_tanh": gelu_tanh,
+    "gelu": gelu,
+    "quick_gelu": quick_gelu,
+}
+ACTIVATIONS: dict[str | None, Callable[[Any], Any]] = {
+    None: lambda x: x,
+    **GELUS,
+    "tanh": tf.math.tanh,
+}
 
 
 def _gelu_derivative(x: Any) -> Any:
@@ -134,7 +164,7 @@ def dense_gelu(activation: str) -> Form:
 
         def backward(dy: Any) -> tuple[Any, Any, Any]:
             x = hidden if is_stored else _linear(rows, _barrier(kernel, after=dy), bias)
-            dx = _gelu_gradient(activation)(x, dy)
+            dx = _gelu_gradient(x, dy, activation)
             return (
                 tf.matmul(dx, kernel, transpose_b=True),
                 tf.matmul(rows, dx, transpose_a=True),
@@ -142,7 +172,7 @@ def dense_gelu(activation: str) -> Form:
             )
 
         if is_stored:
-            return _gelu(activation)(hidden), backward
+            return _gelu(hidden, activation), backward
         return GELUS[activation](hidden), backward
 
     form: Form = tf.custom_gradient(forward)
@@ -205,19 +235,6 @@ def attend(query: Any, key: Any, value: Any) -> Any:
     return y, backward
 
 
-# Bytes; Eigen's largest vectors (EIGEN_MAX_ALIGN_BYTES).
-ALIGNMENT = 64
-ACTIVATIONS: dict[str | None, Callable[[Any], Any]] = {
-    None: lambda x: x,
-    "gelu_tanh": gelu_tanh,
-    "gelu": gelu,
-    "quick_gelu": quick_gelu,
-    "tanh": tf.math.tanh,
-}
-
-_portable = contextvars.ContextVar("portable", default=False)
-
-
 @contextlib.contextmanager
 def portable_forms() -> Iterator[None]:
     """A scope in which graphs have no form that only TensorFlow runs; for converters."""
@@ -238,7 +255,10 @@ def dense(
     which they are not with an unknown batch.
     """
     kernel, bias = tf.convert_to_tensor(kernel), tf.convert_to_tensor(bias)
-    rows = _dense(as_rows(x), kernel, bias, activation)
+    if activation in GELUS:
+        rows = dense_gelu(activation)(as_rows(x), kernel, bias)
+    else:
+        rows = ACTIVATIONS[activation](_linear(as_rows(x), kernel, bias))
     if residual is not None:
         rows = tf.add_n([as_rows(residual), rows])
     return reshape(rows, (-1, *_shape(x)[1:-1], kernel.shape[-1]))
@@ -387,29 +407,17 @@ def _barrier(value: Any, *, after: Any) -> Any:
         return tf.raw_ops.PlaceholderWithDefault(input=value, shape=value.shape)
 
 
-@functools.cache
-def _gelu(activation: str) -> Callable[[Any], Any]:
+@tf.function(jit_compile=True, autograph=False)
+def _gelu(x: Any, activation: str) -> Any:
     """Returns GELU as one XLA loop."""
-
-    @tf.function(jit_compile=True, autograph=False)
-    def loop(x: Any) -> Any:
-        return GELUS[activation](x)
-
-    compiled: Callable[[Any], Any] = loop
-    return compiled
+    return GELUS[activation](x)
 
 
-@functools.cache
-def _gelu_gradient(activation: str) -> Callable[[Any, Any], Any]:
+@tf.function(jit_compile=True, autograph=False)
+def _gelu_gradient(x: Any, dy: Any, activation: str) -> Any:
     """Returns the gradient of GELU as one XLA loop, in float32."""
-
-    @tf.function(jit_compile=True, autograph=False)
-    def loop(x: Any, dy: Any) -> Any:
-        derivative = _GELU_DERIVATIVES[activation](tf.cast(x, tf.float32))
-        return tf.cast(derivative * tf.cast(dy, tf.float32), dy.dtype)
-
-    compiled: Callable[[Any, Any], Any] = loop
-    return compiled
+    derivative = _GELU_DERIVATIVES[activation](tf.cast(x, tf.float32))
+    return tf.cast(derivative * tf.cast(dy, tf.float32), dy.dtype)
 
 
 def _normalize(rows: Any, epsilon: float) -> Any:
@@ -438,12 +446,6 @@ def _shape(x: Any) -> tuple[Any, ...]:
     """
     shape = tuple(x.shape)
     return keras.ops.shape(x) if None in shape[1:] else shape
-
-
-def _dense(rows: Any, kernel: Any, bias: Any, activation: str | None) -> Any:
-    if activation in GELUS:
-        return dense_gelu(activation)(rows, kernel, bias)
-    return ACTIVATIONS[activation](_linear(rows, kernel, bias))
 
 
 def _may_fuse() -> bool:

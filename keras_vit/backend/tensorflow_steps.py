@@ -16,6 +16,8 @@ import tensorflow as tf
 from keras_vit.backend import private
 
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
+# TensorFlow's errors when two strategies gave their sums the same numbers.
+_COLLISIONS = ("Shape mismatch in the collective instance", "is joining a group with size")
 
 
 class Totals(NamedTuple):
@@ -146,10 +148,6 @@ class _PartTerm:
         if not self.loss.call(y_true, y_pred).shape.rank:  # Keras does not divide a scalar
             factor = factor / keras_replicas()
         return value * tf.cast(factor, value.dtype)
-
-
-# TensorFlow's errors when two strategies gave their sums the same numbers.
-_COLLISIONS = ("Shape mismatch in the collective instance", "is joining a group with size")
 
 
 def global_norm(gradients: Sequence[Any]) -> tf.Tensor:

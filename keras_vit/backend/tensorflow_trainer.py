@@ -39,6 +39,13 @@ from keras_vit.backend.tensorflow_steps import (
     without_sum,
 )
 
+__all__ = [
+    "ExactTrainer",
+    "is_in_scope",
+    "scope_of",
+    "warn_of_keras_step",
+]
+
 _STEP_ERRORS = (tf.errors.InvalidArgumentError, tf.errors.InternalError, tf.errors.CancelledError)
 _BATCH_SIZE = 32  # Keras' default
 
@@ -375,9 +382,9 @@ def is_in_scope(model: keras.Model) -> bool:
     return private.strategy_of(model) is strategy
 
 
-def warn_of_keras_step(training: bool | None) -> None:
+def warn_of_keras_step() -> None:
     """Warns if a layer is trained on several replicas by Keras' own training step."""
-    if not training or replicas() == 1:
+    if replicas() == 1:
         return
     model = private.called_layer()
     if isinstance(model, keras.Model) and not isinstance(model, ExactTrainer):

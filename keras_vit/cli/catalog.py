@@ -110,7 +110,7 @@ def _print_table(rows: "Sequence[CatalogRow]", *, with_files: bool) -> None:
 
 
 def _print_repositories(rows: "Sequence[Repository]", *, with_sources: bool) -> None:
-    from keras_vit.weights.catalog import FAMILIES
+    from keras_vit.weights.catalog import ACCURACY_KINDS, FAMILIES
 
     width = max(len(row.address) for row in rows)
     restrictions = list(dict.fromkeys(row.forbids for row in rows if row.forbids))
@@ -131,7 +131,13 @@ def _print_repositories(rows: "Sequence[Repository]", *, with_sources: bool) -> 
         )
         if with_sources:
             print("\n".join(_sources(row)))
-    _print_footnotes(rows, restrictions)
+    notes = [f"{place}: {text}" for place, text in enumerate(restrictions, start=1)]
+    kinds = {row.accuracy_kind for row in rows}
+    notes += [f"{_MARKS[k] or 'top-1'}: {text}" for k, text in ACCURACY_KINDS.items() if k in kinds]
+    if any("@" in row.address for row in rows):
+        notes.append("@: a pull request of the Hub's converter, which the owner had not merged")
+    for note in notes:
+        print("\n".join(_wrapped(note)))
     if not with_sources:
         print("--family NAME shows the data, notes and sources of its rows")
 
@@ -149,18 +155,6 @@ def _sources(row: "Repository") -> Iterator[str]:
     if row.accuracy_kind is not None:
         yield f"  top-1 {ACCURACY_KINDS[row.accuracy_kind]}, by"
         yield f"  {row.accuracy_source}"
-
-
-def _print_footnotes(rows: "Sequence[Repository]", restrictions: Sequence[str]) -> None:
-    from keras_vit.weights.catalog import ACCURACY_KINDS
-
-    notes = [f"{place}: {text}" for place, text in enumerate(restrictions, start=1)]
-    kinds = {row.accuracy_kind for row in rows}
-    notes += [f"{_MARKS[k] or 'top-1'}: {text}" for k, text in ACCURACY_KINDS.items() if k in kinds]
-    if any("@" in row.address for row in rows):
-        notes.append("@: a pull request of the Hub's converter, which the owner had not merged")
-    for note in notes:
-        print("\n".join(_wrapped(note)))
 
 
 def _wrapped(text: str, *, indent: str = "") -> list[str]:

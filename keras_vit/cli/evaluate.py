@@ -158,7 +158,6 @@ def _labelled_data(opened: "OpenedModel", arguments: argparse.Namespace) -> "Ima
 
 
 def _evaluate_features(opened: "OpenedModel", arguments: argparse.Namespace) -> None:
-    """Measures the features of a model without classifier, and prints."""
     if arguments.real is not None:
         raise ValueError(f"{opened.source!r} has no classifier; --real measures one.")
     if arguments.data is not None:

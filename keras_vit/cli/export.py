@@ -6,7 +6,7 @@ import shlex
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import rich.progress
 
@@ -15,9 +15,7 @@ from keras_vit.exporting.formats import FORMATS
 from keras_vit.limits import counted
 
 if TYPE_CHECKING:
-    from keras_vit.exporting import Artefact
     from keras_vit.exporting.records import Checked
-    from keras_vit.training import Run
 
 _FORMATS = textwrap.fill(f"The formats: {', '.join(FORMATS)}.", 104, break_on_hyphens=False)
 _DESCRIPTION = f"""\
@@ -118,9 +116,22 @@ def run(arguments: argparse.Namespace) -> int:
 
     opened = flags.open_model(arguments.source)
     labels, images = arguments.labels or opened.labels or None, arguments.images or ()
-    targets = _folder_targets(images, labels)
-    if opened.run is not None and not images:
-        images, targets = _test_images(opened.run, is_json=arguments.json)
+    targets: Sequence[int] = ()
+    if images:  # their classes, where all of them lie in folders named after classes
+        names = labels or ()
+        if arguments.labels:
+            names = Path(arguments.labels).read_text(encoding="utf-8").splitlines()
+        places = {label: place for place, label in enumerate(names)}
+        folders = [Path(image).absolute().parent.name for image in images]
+        if set(folders) <= set(places):
+            targets = [places[name] for name in folders]
+    elif opened.run is not None:
+        try:
+            test = opened.run.data().test
+            images, targets = list(test.images), [int(target) for target in test.targets]
+        except (ValueError, OSError, ImportError) as error:
+            if not arguments.json:
+                output.say(f"Checking on generated images, as the run's cannot be loaded: {error}")
     exported = artefacts.export(
         opened.model,
         arguments.out,
@@ -134,7 +145,14 @@ def run(arguments: argparse.Namespace) -> int:
         verify=not arguments.no_verify,
     )
     for artefact in exported:
-        _show(artefact, is_json=arguments.json, is_verified=not arguments.no_verify)
+        if arguments.json:
+            fields = {**dataclasses.asdict(artefact), "path": str(artefact.path)}
+            output.print_json("artefact", **fields)
+            continue
+        size = f"{artefact.bytes / 1e6:.1f} MB"
+        checks = "not checked" if arguments.no_verify else f"{len(artefact.checks)} checks passed"
+        kept = f"{len(artefact.floats)} kernels in float32, " if artefact.floats else ""
+        output.say(f"{artefact.format}: {artefact.path} ({size}, {kept}{checks})")
     if not arguments.json:
         is_served = any(artefact.format == "savedmodel" for artefact in exported)
         script = Path(arguments.out) / "serve.sh"
@@ -148,38 +166,6 @@ def _say_next(script: Path | None, other: Sequence[object]) -> None:
         output.say(f"Next: {shlex.quote(str(script))}")
     else:
         output.say_next(*other)
-
-
-def _test_images(run: "Run", *, is_json: bool) -> tuple[Sequence[Any], Sequence[int]]:
-    """Returns the run's test images and their classes, or nothing."""
-    try:
-        test = run.data().test
-        return list(test.images), [int(target) for target in test.targets]
-    except (ValueError, OSError, ImportError) as error:
-        if not is_json:
-            output.say(f"Checking on generated images, as the run's cannot be loaded: {error}")
-        return (), ()
-
-
-def _folder_targets(images: Sequence[str], labels: Sequence[str] | str | None) -> Sequence[int]:
-    """Returns the class of each image if all of them lie in folders named after classes."""
-    if isinstance(labels, str):
-        labels = Path(labels).read_text(encoding="utf-8").splitlines() if images else ()
-    folders = [Path(image).absolute().parent.name for image in images]
-    places = {label: place for place, label in enumerate(labels or ())}
-    return [places[name] for name in folders] if set(folders) <= set(places) else ()
-
-
-def _show(artefact: "Artefact", *, is_json: bool, is_verified: bool) -> None:
-    if is_json:
-        fields = {**dataclasses.asdict(artefact), "path": str(artefact.path)}
-        output.print_json("artefact", **fields)
-        return
-    size = f"{artefact.bytes / 1e6:.1f} MB"
-    checks = f"{len(artefact.checks)} checks passed" if is_verified else "not checked"
-    kept = f"{len(artefact.floats)} kernels in float32, "
-    kept = kept if artefact.floats else ""
-    output.say(f"{artefact.format}: {artefact.path} ({size}, {kept}{checks})")
 
 
 def check(arguments: argparse.Namespace) -> int:
@@ -223,7 +209,6 @@ def _show_checked(checked: "Checked", *, place: Path, is_json: bool) -> None:
 
 
 def _say_result(found: "list[Checked]", *, faults: int) -> None:
-    """Says the result, and the next command."""
     if faults:
         place = f"{counted(faults, 'fault')} in {counted(len(found), 'version')}"
         output.say(f"{place}: export the model again, or copy it again.")

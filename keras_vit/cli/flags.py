@@ -295,7 +295,8 @@ class Settings(NamedTuple):
         Raises:
             ValueError: nothing takes one of them.
         """
-        from keras_vit import ViTConfig, data, training
+        from keras_vit import data, training
+        from keras_vit.config import ViTConfig
 
         types = (training.Recipe, data.Augmentation, training.Execution, ViTConfig)
         recipe, augmentation, execution, model = (
@@ -415,7 +416,6 @@ def open_to_run(arguments: argparse.Namespace) -> "OpenedModel":
 
 
 def _open_exported(arguments: argparse.Namespace) -> "OpenedModel":
-    """Opens an exported model, whose precision and outputs are as they are."""
     if arguments.precision != "float32":
         raise ValueError(
             "An exported model computes in the precision that it was exported in; leave "

@@ -14,8 +14,8 @@ import threading
 from collections.abc import Sequence
 from typing import NoReturn
 
-from keras_vit import environment, version
-from keras_vit.cli import catalog, evaluate, explain, export, flags, output, predict, train
+from keras_vit import __version__, environment
+from keras_vit.cli import catalog, evaluate, export, flags, output, predict, train
 
 PROGRAM = "keras-vit"
 _DESCRIPTION = """\
@@ -106,10 +106,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     try:
         if arguments.run not in (catalog.run, export.check):
-            # Registers the classes with Keras; TensorFlow reads the images on every backend.
             with environment.without_log_lines(), environment.without_collection():
-                importlib.import_module("keras_vit.names")
-                importlib.import_module("keras_vit.data")
+                # They register the classes with Keras; TensorFlow reads the images everywhere.
+                for name in ("adaptation", "applications", "optimizers", "losses", "data"):
+                    importlib.import_module(f"keras_vit.{name}")
         exit_code: int = arguments.run(arguments)
     except KeyboardInterrupt as interruption:
         message = str(interruption) or "Interrupted: nothing was saved."
@@ -134,15 +134,15 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=version.__version__)
+    parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for add_parser in (
         train.add_parser,
         train.add_pretrain,
         predict.add_parser,
         evaluate.add_parser,
-        explain.add_parser,
-        explain.add_demo,
+        predict.add_explain,
+        predict.add_demo,
         export.add_parser,
         export.add_check,
         export.add_push,

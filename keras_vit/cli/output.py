@@ -20,7 +20,7 @@ from keras_vit.limits import counted
 if TYPE_CHECKING:
     from keras_vit.data import ImageData, LeftOut
     from keras_vit.evaluation import Evaluation, Prediction
-    from keras_vit.training import EpochDone, Event, OpenedModel, Run, StepDone
+    from keras_vit.training import EpochDone, Event, OpenedModel, Run
 
 _MAX_CLASSES = 30  # with more classes the table has only the worst
 # A training of more epochs than this has about so many lines.
@@ -106,20 +106,11 @@ def show_data(data: "ImageData", *, json: bool) -> None:
     classes = f"{len(data.labels)} classes" if data.labels else "no classes"
     say(f"{data.source}: {classes}; images: {counts}")
     show_left_out(data.left_out, root=data.source)
-    untested = _untested(data)
-    if untested:
-        say(f"Without test images, so that nothing is measured of them: {_summary(untested)}")
-
-
-def _untested(data: "ImageData") -> list[str]:
-    """Returns the classes without test images, where there are others that have some."""
-    has_targets = hasattr(data.test, "images") and len(data.test)
-    tested = set(data.test.targets.tolist()) if has_targets and data.labels else None
-    return [
-        label
-        for place, label in enumerate(data.labels)
-        if tested is not None and place not in tested
-    ]
+    if hasattr(data.test, "images") and len(data.test) and data.labels:
+        tested = set(data.test.targets.tolist())
+        rest = [label for place, label in enumerate(data.labels) if place not in tested]
+        if rest:
+            say(f"Without test images, so that nothing is measured of them: {_summary(rest)}")
 
 
 def show_left_out(left_out: "Sequence[LeftOut]", *, root: str = "") -> None:
@@ -139,22 +130,14 @@ def show_left_out(left_out: "Sequence[LeftOut]", *, root: str = "") -> None:
 
 
 class _Display(contextlib.AbstractContextManager["_Display"]):
-    """A progress bar on a terminal, and lines above it.
-
-    Args:
-        columns: the columns of the bar.
-        json: whether JSON is printed, and no bar.
-        task: what the bar says at first.
-        redirect_stderr: whether errors are printed above the bar, as lines of stdout.
-        options: as of `Progress.add_task`.
-    """
+    """A progress bar on a terminal, unless JSON is printed, and lines above it."""
 
     def __init__(
         self,
         *columns: rich.progress.ProgressColumn,
         json: bool,
         task: str,
-        redirect_stderr: bool = True,
+        redirect_stderr: bool = True,  # above the bar, as lines of stdout
         **options: Any,
     ) -> None:
         self._json = json
@@ -218,12 +201,18 @@ class TrainDisplay(_Display):
             self.has_ended = True
             self._bar.stop()
         elif isinstance(event, training.StepDone):
+            numbers = f"loss {event.loss:.3f}  {event.memory / 2**30:.1f} GiB"
+            if event.images_per_second is not None and event.seconds_left is not None:
+                numbers = (
+                    f"loss {event.loss:.3f}  {event.images_per_second:.0f} images/s  "
+                    f"{event.memory / 2**30:.1f} GiB  {_clock(event.seconds_left)} left"
+                )
             self._bar.update(
                 self._task,
                 completed=event.step,
                 total=event.steps,
                 description=f"epoch {event.epoch}",
-                numbers=_numbers(event),
+                numbers=numbers,
             )
             self._untimed -= 1
             if self._untimed == 0 and event.seconds_left is not None:
@@ -395,11 +384,8 @@ def show_evaluations(evaluations: "Mapping[str, Evaluation]", *, json: bool) -> 
             + ("" if top5 is None else f"top-5 accuracy {top5:.2%}, ")
             + f"loss {evaluation.loss:.4f}"
         )
-    if not json:
-        _print_classes(evaluation)
-
-
-def _print_classes(evaluation: "Evaluation") -> None:
+    if json:
+        return
     scores, title = list(evaluation.class_scores), None
     if len(scores) > _MAX_CLASSES:
         scores = sorted(scores, key=lambda score: 2 if score.recall is None else score.recall)
@@ -420,17 +406,6 @@ def progress(
     with rich.progress.Progress(*shown, transient=True, disable=json or not is_terminal()) as bar:
         task = bar.add_task(plain(text), total=None)
         yield lambda completed, total: bar.update(task, completed=completed, total=total)
-
-
-def _numbers(event: "StepDone") -> str:
-    """Returns the text after the bar: loss, speed, memory, time left."""
-    memory = f"{event.memory / 2**30:.1f} GiB"
-    if event.images_per_second is None or event.seconds_left is None:
-        return f"loss {event.loss:.3f}  {memory}"
-    return (
-        f"loss {event.loss:.3f}  {event.images_per_second:.0f} images/s  {memory}  "
-        f"{_clock(event.seconds_left)} left"
-    )
 
 
 def _summary(files: Sequence[str]) -> str:

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 from keras_vit.cli import flags, output
 
 if TYPE_CHECKING:
-    from keras_vit import VisionTransformer, ViTConfig
+    from keras_vit.config import ViTConfig
     from keras_vit.data import ImageData
     from keras_vit.evaluation import Evaluation
+    from keras_vit.model import VisionTransformer
     from keras_vit.training import DistillationModel, Provenance, Recipe, Run, TrainingPlan
     from keras_vit.weights.positions import Method
 
@@ -201,8 +202,9 @@ def check_usage(arguments: argparse.Namespace) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Trains, evaluates and prints."""
-    from keras_vit import VARIANTS, training
+    from keras_vit import training
     from keras_vit.training.train import make_engine
+    from keras_vit.variants import VARIANTS
 
     began = time.monotonic()
     settings = flags.Settings.of(arguments, flags.TEACHING)
@@ -392,30 +394,21 @@ def decide(
             output.say("Several workers train together: nothing is chosen, the flags decide.")
         return given, make_model
     elif is_open:
-        given = plan = _chosen(arguments, settings, given)
+        execution = given.execution
+        if "precision" not in settings.execution:
+            precision = planning.fast_precision(execution)
+            execution = dataclasses.replace(execution, precision=precision)
+        plan = training.plan(
+            given.data,
+            weights=None if arguments.weights == NONE else planning.AUTO,
+            image_size=arguments.image_size,
+            execution=execution,
+        )
+        given = plan = dataclasses.replace(plan, recipe=plan.recipe.changed(**settings.recipe))
         make_model = given.make_model
     if arguments.plan or (is_open and started is None):
         _show(arguments, plan, is_started=started is not None)
     return given, make_model
-
-
-def _chosen(
-    arguments: argparse.Namespace, settings: flags.Settings, given: "TrainingPlan"
-) -> "TrainingPlan":
-    """Returns what suits the images and the machine; the settings change single numbers of it."""
-    from keras_vit import training
-    from keras_vit.training import planning
-
-    execution = given.execution
-    if "precision" not in settings.execution:
-        execution = dataclasses.replace(execution, precision=planning.fast_precision(execution))
-    plan = training.plan(
-        given.data,
-        weights=None if arguments.weights == NONE else planning.AUTO,
-        image_size=arguments.image_size,
-        execution=execution,
-    )
-    return dataclasses.replace(plan, recipe=plan.recipe.changed(**settings.recipe))
 
 
 def _show(arguments: argparse.Namespace, plan: "TrainingPlan", *, is_started: bool) -> None:
@@ -431,7 +424,11 @@ def _show(arguments: argparse.Namespace, plan: "TrainingPlan", *, is_started: bo
 
 
 def _check(arguments: argparse.Namespace, settings: flags.Settings, *, is_fresh: bool) -> None:
-    """Raises a ValueError for flags that contradict or need each other."""
+    """Raises an error for flags that contradict or need each other."""
+    from keras_vit import training
+    from keras_vit.weights.checkpoint import SUFFIXES
+
+    weights = arguments.weights
     if arguments.freeze is not None and arguments.lora is not None:
         raise ValueError("--lora freezes every kernel already; leave out --freeze.")
     if arguments.teacher is None and arguments.teacher_sha256 is not None:
@@ -449,31 +446,16 @@ def _check(arguments: argparse.Namespace, settings: flags.Settings, *, is_fresh:
             f"--set {next(iter(settings.model))} is for fresh weights; leave it out together with "
             "--weights, which come with their model."
         )
-    if _is_run(arguments.weights):
+    if training.has_run_files(Path(weights)):
         if arguments.model is not None:
             raise ValueError("--model is the run's; leave it out together with --weights RUN.")
-    elif arguments.model is None:
-        _check_source(arguments.weights)
-
-
-def _check_source(weights: str) -> None:
-    """Raises an error for what cannot say its own model: a published name, or nothing at all."""
-    from keras_vit.weights.checkpoint import SUFFIXES
-
-    if "://" in weights or Path(weights).exists():
-        return
-    if weights.endswith(SUFFIXES):
-        raise FileNotFoundError(f"There is no model file {weights!r}; check the path.")
-    raise ValueError(
-        f"--weights {weights} is no file or folder, and as a published name it needs --model with "
-        "the variant that it belongs to, such as --model B/16."
-    )
-
-
-def _is_run(weights: str) -> bool:
-    from keras_vit import training
-
-    return training.has_run_files(Path(weights))
+    elif arguments.model is None and "://" not in weights and not Path(weights).exists():
+        if weights.endswith(SUFFIXES):
+            raise FileNotFoundError(f"There is no model file {weights!r}; check the path.")
+        raise ValueError(
+            f"--weights {weights} is no file or folder, and as a published name it needs --model "
+            "with the variant that it belongs to, such as --model B/16."
+        )
 
 
 def _recipe(arguments: argparse.Namespace, settings: flags.Settings, *, is_fresh: bool) -> "Recipe":
@@ -500,34 +482,24 @@ def _model(
     *,
     size: tuple[int, int] | None,
 ) -> "ViTConfig | VisionTransformer | DistillationModel":
-    """Makes the model that the flags say, frozen, adapted or with its teacher."""
-    import keras_vit
+    from keras_vit import training
+    from keras_vit.adaptation import freeze, lora
+    from keras_vit.model import VisionTransformer
+    from keras_vit.weights.sources import find
 
-    start: ViTConfig | VisionTransformer
+    if config is not None and arguments.teacher is None:
+        return config
     if config is None:
         start = _pretrained(arguments, data, size=size)
         if arguments.freeze is not None:
-            keras_vit.freeze(start, blocks=arguments.freeze)
+            freeze(start, blocks=arguments.freeze)
         if arguments.lora is not None:
-            start = keras_vit.lora(start, rank=arguments.lora, targets=arguments.lora_targets)
+            start = lora(start, rank=arguments.lora, targets=arguments.lora_targets)
     else:
-        start = config
-    return start if arguments.teacher is None else _with_teacher(start, data, settings, arguments)
-
-
-def _with_teacher(
-    student: "VisionTransformer | ViTConfig",
-    data: "ImageData",
-    settings: flags.Settings,
-    arguments: argparse.Namespace,
-) -> "DistillationModel":
-    """Returns the student with the teacher of the flags."""
-    from keras_vit import VisionTransformer, ViTConfig, training
-    from keras_vit.weights.sources import find
-
-    if isinstance(student, ViTConfig):
-        config = dataclasses.replace(student, classes=len(data.labels), include_preprocessing=True)
-        student = VisionTransformer(config)
+        config = dataclasses.replace(config, classes=len(data.labels), include_preprocessing=True)
+        start = VisionTransformer(config)
+    if arguments.teacher is None:
+        return start
     if arguments.teacher_sha256 is not None:
         find(arguments.teacher, sha256=arguments.teacher_sha256)
     teacher = flags.open_model(arguments.teacher)
@@ -537,7 +509,7 @@ def _with_teacher(
             f"The teacher {arguments.teacher!r} has the classes {', '.join(names[0][:5])}, the "
             f"data has {', '.join(data.labels[:5])}; both must have the same, in the same order."
         )
-    return training.DistillationModel(student, teacher.model, **settings.objective)
+    return training.DistillationModel(start, teacher.model, **settings.objective)
 
 
 def _pretrained(
@@ -548,7 +520,7 @@ def _pretrained(
 
     sha256 = arguments.weights_sha256
     positions: Method = arguments.positions or "original"
-    if _is_run(arguments.weights):
+    if training.has_run_files(Path(arguments.weights)):
         if sha256 is not None:
             find(arguments.weights, sha256=sha256)
         trained = training.Run.load(arguments.weights)

@@ -148,8 +148,12 @@ def small_part(
         (top, left, height, width) in pixels, int32 of shape (4,).
     """
     sides = tf.cast(shape, tf.float32)
-    part = tf.constant(size, tf.float32)
-    return _part_at(shape, part * tf.reduce_min(sides / part) / ratio, place=place)
+    seen = tf.constant(size, tf.float32)
+    seen = seen * tf.reduce_min(sides / seen) / ratio
+    part = tf.clip_by_value(tf.cast(tf.round(seen), tf.int32), 1, shape)
+    free = tf.cast(shape - part, tf.float32)
+    start = tf.minimum(tf.cast(place * (free + 1), tf.int32), shape - part)
+    return tf.concat([start, part], axis=0)
 
 
 def erase_rectangles(
@@ -246,16 +250,15 @@ def mix_batch(
     count = tf.shape(images)[0]
     keys = tf.random.experimental.stateless_split(tf.convert_to_tensor(seed), 2)
     size = tf.shape(images)[1:3]
+    drawn = count
     if per == "batch":  # one draw, the same on every worker
         partners = tf.roll(tf.range(count), shift=1, axis=0)
-        weights, share = _weights(size, 1, alpha=alpha, cutmix=cutmix, seed=keys[0], shard=WHOLE)
+        drawn, shard = 1, WHOLE
     else:
         # Another permutation on each worker; the shares are those of its part of the whole batch.
         order = tf.random.experimental.stateless_fold_in(keys[1], shard[0]) if shard[0] else keys[1]
         partners = tf.random.experimental.stateless_shuffle(tf.range(count), seed=order)
-        weights, share = _weights(
-            size, count, alpha=alpha, cutmix=cutmix, seed=keys[0], shard=shard
-        )
+    weights, share = _weights(size, drawn, alpha=alpha, cutmix=cutmix, seed=keys[0], shard=shard)
     images = images * weights + tf.gather(images, partners) * (1 - weights)
     share = share[:, None]
     return images, targets * share + tf.gather(targets, partners) * (1 - share)
@@ -392,14 +395,6 @@ def transform_batch(
     return tf.ensure_shape(transformed, images.shape)
 
 
-def _part_at(shape: tf.Tensor, size: tf.Tensor, *, place: tf.Tensor) -> tf.Tensor:
-    """Rounds a part to pixels, and puts it where all of it lies in the image."""
-    part = tf.clip_by_value(tf.cast(tf.round(size), tf.int32), 1, shape)
-    free = tf.cast(shape - part, tf.float32)
-    start = tf.minimum(tf.cast(place * (free + 1), tf.int32), shape - part)
-    return tf.concat([start, part], axis=0)
-
-
 def _noise(images: tf.Tensor, *, seed: tf.Tensor, shard: tuple[int, int]) -> tf.Tensor:
     """Random values 0..255 of the shape of the images, those of an image from its own seed."""
     shape = tf.shape(images)
@@ -439,21 +434,16 @@ def _weights(
     uniform = draw_uniform(3, count, seed=keys[0], shard=shard)
     gammas = _gammas(count, alpha=cutmix, seed=keys[1], shard=shard)
     share = gammas[0] / tf.reduce_sum(gammas, axis=0)
-    rectangles = _rectangles(size, share=share, center=uniform[:2])
+    # Rectangles of the area 1 - share around a centre, cut at the border.
+    sides = tf.cast(size[:, None], tf.float32)
+    lengths = tf.cast(tf.sqrt(1 - share) * sides, tf.int32)
+    first = tf.cast(uniform[:2] * sides, tf.int32) - lengths // 2
+    ends = tf.minimum(first + lengths, size[:, None])
+    rectangles = inside(tf.maximum(first, 0), ends, shape=size)[..., None]
     outside = 1 - tf.cast(rectangles, tf.float32)
     is_cut = (uniform[2] < 0.5) if alpha else tf.ones(count, tf.bool)
     pixels = tf.where(is_cut[:, None, None, None], outside, shares[:, None, None, None])
     return pixels, tf.where(is_cut, tf.reduce_mean(outside, axis=(1, 2, 3)), shares)
-
-
-def _rectangles(shape: tf.Tensor, *, share: tf.Tensor, center: tf.Tensor) -> tf.Tensor:
-    """Rectangles of the area 1 - share around a centre, cut at the border."""
-    size = tf.cast(shape[:, None], tf.float32)
-    middle = tf.cast(center * size, tf.int32)
-    lengths = tf.cast(tf.sqrt(1 - share) * size, tf.int32)
-    starts = tf.maximum(middle - lengths // 2, 0)
-    ends = tf.minimum(middle - lengths // 2 + lengths, shape[:, None])
-    return inside(starts, ends, shape=shape)[..., None]
 
 
 def _gammas(

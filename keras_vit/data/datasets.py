@@ -156,7 +156,7 @@ def load_tfds(
         labelled.get("validation"),
         test=labelled.get("test"),
         labels=builder.info.features[label].names,
-        name=f"{TFDS}{name}" if isinstance(name, str) else TFDS + builder.name,
+        name=TFDS + (name if isinstance(name, str) else builder.name),
         strict=strict,
         memory=MEMORY,
     )
@@ -210,9 +210,24 @@ def from_dataset(
         for split, dataset in datasets.items()
         if dataset is not None
     }
-    splits = _carve(available)
-    for split, images_of_split in splits.items():
-        _check(images_of_split, split=split, labels=labels)
+    held = available["train"]
+    if isinstance(held, RecordSplit):
+        missing = [split for split in source.SPLITS if split not in available]
+        parts = np.arange(len(held)) % _HUNDRED
+        carved = {split: held.take(np.flatnonzero(parts == n)) for n, split in enumerate(missing)}
+        rest = held.take(np.flatnonzero(parts >= len(missing)))
+        splits = {**available, **carved, "train": rest}
+    else:
+        splits = source.carve(available, [held.name(place) for place in range(len(held))])
+    for split, part in splits.items():
+        if isinstance(part, RecordSplit) or not len(part):
+            continue  # the classes of records would have to be read
+        low, high = part.targets.min(), part.targets.max()
+        if low < 0 or high >= len(labels):
+            raise ValueError(
+                f"The classes of the {split} images must lie between 0 and {len(labels) - 1}, as "
+                f"there are {len(labels)} labels; give all labels. Received: {low} to {high}."
+            )
     left_out = tuple(source.LeftOut(each, source.DAMAGED) for each in damage.names)
     return ImageData(source=name, labels=tuple(labels), left_out=left_out, **splits)
 
@@ -272,7 +287,6 @@ def from_keras_cv(
 
 
 def _keys(builder: Any) -> tuple[str, str]:
-    """The names of a dataset's image and class."""
     features, keys = builder.info.features, builder.info.supervised_keys
     kinds = [type(features[key]).__name__ for key in keys or () if key in features]
     if kinds != ["Image", "ClassLabel"]:
@@ -284,7 +298,6 @@ def _keys(builder: Any) -> tuple[str, str]:
 
 
 def _given(builder: Any, split: str, *, image: str, label: str) -> Any:
-    """What `from_dataset` makes a split of."""
     from tensorflow_datasets import ReadConfig, decode
 
     decoders, size = {image: decode.SkipDecoding()}, builder.info.splits[split].num_bytes
@@ -416,25 +429,3 @@ def _drop_damaged(split: Split, *, damage: Damage) -> Split:
     for name in damaged:
         damage.add(name)
     return split.take(np.flatnonzero(sound))
-
-
-def _carve(splits: dict[str, Split]) -> dict[str, Split]:
-    """Takes the splits that are missing out of the training images."""
-    train = splits["train"]
-    if not isinstance(train, RecordSplit):
-        return source.carve(splits, [train.name(place) for place in range(len(train))])
-    missing = [name for name in source.SPLITS if name not in splits]
-    parts = np.arange(len(train)) % _HUNDRED
-    carved = {name: train.take(np.flatnonzero(parts == n)) for n, name in enumerate(missing)}
-    return {**splits, **carved, "train": train.take(np.flatnonzero(parts >= len(missing)))}
-
-
-def _check(images_of_split: Split, *, split: str, labels: Sequence[str]) -> None:
-    if isinstance(images_of_split, RecordSplit) or not len(images_of_split):
-        return  # the classes of records would have to be read
-    low, high = images_of_split.targets.min(), images_of_split.targets.max()
-    if low < 0 or high >= len(labels):
-        raise ValueError(
-            f"The classes of the {split} images must lie between 0 and {len(labels) - 1}, as there "
-            f"are {len(labels)} labels; give all labels. Received: {low} to {high}."
-        )

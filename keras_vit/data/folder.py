@@ -27,7 +27,6 @@ NO_FILE = "are neither files nor folders"
 HIDDEN = "are hidden: their names begin with a dot"
 OUTSIDE = "lie outside of the folders of classes or splits"
 
-
 # Stands for the pipe in a list of names.
 PIPE = "-"
 _PIECE = 2**16  # bytes that are read of a pipe at a time
@@ -44,9 +43,8 @@ class _Listing:
     """Image files of one folder, each with the name of its class."""
 
     root: Path
-    files: tuple[Path, ...] = ()
-    names: tuple[str, ...] = ()
-    left_out: tuple[LeftOut, ...] = ()
+    rows: Sequence[tuple[Path, str]] = ()
+    left_out: Sequence[LeftOut] = ()
 
 
 def load_folder(
@@ -89,8 +87,15 @@ def load_folder(
         name: _without_damaged(_list_classes(part), strict=strict, on_progress=on_progress)
         for name, part in parts.items()
     }
-    beside = () if root in parts.values() else _outside(root, parts.values())
-    labels, damage = _labels(listings["train"]), Damage(strict=strict)
+    beside = [] if root in parts.values() else _outside(root, parts.values())
+    train = listings["train"]
+    labels = tuple(sorted({name for _, name in train.rows}))
+    if len(labels) < 2:
+        raise ValueError(
+            f"The folder {str(train.root)!r} has one class, {labels[0]!r}; a classifier needs "
+            "at least two sub-folders with images."
+        )
+    damage = Damage(strict=strict)
     listed = {name: _split(each, labels=labels, damage=damage) for name, each in listings.items()}
     splits = source.carve(listed, _names_in(root, listed["train"]))
     for name, split in splits.items():
@@ -148,7 +153,7 @@ def load_test_folder(
         train=none,
         validation=none,
         test=test,
-        left_out=listing.left_out,
+        left_out=tuple(listing.left_out),
     )
 
 
@@ -188,20 +193,26 @@ def load_unlabelled_folder(
         ValueError: there are too few images, or, with `strict`, a damaged one.
     """
     root = _existing_folder(path)
-    if _has_classes(root):
+    train = _split_folders(root)["train"]
+    classes = list(_folders(train))
+    are_classes = len(classes) > 1 and not any(each.name in source.SPLITS for each in classes)
+    has_stray = any(file.suffix.lower() in images.SUFFIXES for file in train.iterdir())
+    if are_classes and not has_stray and all(find_images(folder)[0] for folder in classes):
         return load_folder(root, strict=strict, on_progress=on_progress)
-    has_splits = bool(_images(root / "train"))
+    has_splits = bool(find_images(root / "train")[0])
     parts = {name: root / name for name in source.SPLITS} if has_splits else {"train": root}
-    listings = {
-        name: _without_damaged(_listing(part), strict=strict, on_progress=on_progress)
-        for name, part in parts.items()
-    }
-    beside = _outside(root, parts.values()) if has_splits else ()
+    listings = {}
+    for name, part in parts.items():
+        files, left_out = find_images(part)
+        rows = [(file, part.name) for file in files]
+        listing = _Listing(root=part, rows=rows, left_out=left_out)
+        listings[name] = _without_damaged(listing, strict=strict, on_progress=on_progress)
+    beside = _outside(root, parts.values()) if has_splits else []
     damage = Damage(strict=strict)
     listed = {
         name: _split(listing, labels=(listing.root.name,), damage=damage)
         for name, listing in listings.items()
-        if name == "train" or listing.files
+        if name == "train" or listing.rows
     }
     splits = source.carve(listed, _names_in(root, listed["train"]), test=0)
     if not len(splits["train"]) or not len(splits["validation"]):
@@ -241,7 +252,9 @@ def read_splits(file: Path, *, root: str | os.PathLike[str], labels: Sequence[st
                 f"label {row['label'][:40]!r}, path {path[:80]!r}; put back the one that training "
                 "wrote, or name a folder to evaluate on."
             )
-    missing = [row["path"] for row in rows if not _is_file(Path(root, row["path"]))]
+    paths = [row["path"] for row in rows]
+    # `Path.is_file` raises an error for a name that no file can have.
+    missing = [path for path in paths if not os.path.isfile(Path(root, path))]  # noqa: PTH113
     if missing:
         raise FileNotFoundError(
             f"{len(missing)} of the {len(rows)} images of {str(file)!r} are no longer in "
@@ -311,15 +324,21 @@ def named_images(
         Each image; and what a folder holds beside images.
     """
     seen = set()
-    for image in _each(names, pipe):
-        key = image.name if isinstance(image, LeftOut) else _key(image)
-        if key not in seen:
-            seen.add(key)
-            yield image
+    for name in names:
+        if name == PIPE and pipe is not None:
+            found = _from_pipe(pipe)
+        else:
+            found = _expand(name, takes_patterns=True)
+        for image in found:
+            key = image.name
+            if isinstance(image, NamedImage):
+                key = PIPE if image.contents is not None else os.path.normpath(key)
+            if key not in seen:
+                seen.add(key)
+                yield image
 
 
 def _existing_folder(path: str | os.PathLike[str]) -> Path:
-    """Returns the absolute path of a folder; raises an error if it is none."""
     if not Path(path).exists():
         raise FileNotFoundError(f"There is no folder {str(path)!r}; check the path.")
     if not Path(path).is_dir():
@@ -344,7 +363,12 @@ def _folders(root: Path) -> Iterator[Path]:
 
 
 def find_images(root: Path) -> tuple[list[Path], list[LeftOut]]:
-    """Returns the image files below a folder, at any depth, in order, and what is not taken."""
+    """Returns the image files below a folder, at any depth, in order, and what is not taken.
+
+    There is neither where there is no such folder.
+    """
+    if not root.is_dir():
+        return [], []
     paths: list[Path] = []
     left_out: list[LeftOut] = []
 
@@ -362,38 +386,41 @@ def find_images(root: Path) -> tuple[list[Path], list[LeftOut]]:
     return sorted(paths), sorted(left_out, key=lambda one: one.name)
 
 
-def _outside(root: Path, used: Collection[Path]) -> tuple[LeftOut, ...]:
+def _outside(root: Path, used: Collection[Path]) -> list[LeftOut]:
     """Returns what lies in a folder beside the folders that are used, in order."""
     others = [path for path in sorted(root.iterdir()) if path not in used]
-    return tuple(LeftOut(str(path), _hidden_or_broken(path) or OUTSIDE) for path in others)
+    return [LeftOut(str(path), _hidden_or_broken(path) or OUTSIDE) for path in others]
 
 
 def _without_damaged(
     listing: _Listing, *, strict: bool, on_progress: Callable[[int, int], None] | None
 ) -> _Listing:
     """Moves files that cannot be decoded to `left_out`; with `strict` they are an error."""
-    faults = _faults(listing, on_progress=on_progress)
-    rows = list(zip(listing.files, listing.names, faults, strict=True))
-    sound = [row for row in rows if row[2] is None]
-    faulty = [LeftOut(str(file), fault) for file, _, fault in rows if fault is not None]
+    sound: list[tuple[Path, str]] = []
+    faulty: list[LeftOut] = []
+    count = len(listing.rows)
+    with concurrent.futures.ThreadPoolExecutor(environment.cores()) as threads:
+        faults = threads.map(_fault, [file for file, _ in listing.rows])
+        for done, (row, fault) in enumerate(zip(listing.rows, faults, strict=True), start=1):
+            if fault is None:
+                sound.append(row)
+            else:
+                faulty.append(LeftOut(str(row[0]), fault))
+            if on_progress is not None:
+                on_progress(done, count)
     if faulty and strict:
         raise ValueError(
-            f"{len(faulty)} of {len(rows)} images in {str(listing.root)!r} cannot be decoded or "
+            f"{len(faulty)} of {count} images in {str(listing.root)!r} cannot be decoded or "
             f"read: {some([one.name for one in faulty])}; repair or remove them, or do not ask for "
             "strictness."
         )
-    empty = sorted(set(listing.names) - {name for _, name, _ in sound})
+    empty = sorted({name for _, name in listing.rows} - {name for _, name in sound})
     if empty:
         raise ValueError(
             f"In {str(listing.root)!r} none of the images of class {empty[0]!r} can be decoded; "
             "repair them, or remove the class folder."
         )
-    return dataclasses.replace(
-        listing,
-        files=tuple(file for file, _, _ in sound),
-        names=tuple(name for _, name, _ in sound),
-        left_out=(*listing.left_out, *faulty),
-    )
+    return dataclasses.replace(listing, rows=sound, left_out=[*listing.left_out, *faulty])
 
 
 def some(names: Sequence[str]) -> str:
@@ -420,20 +447,8 @@ def _hidden_or_broken(path: Path) -> str | None:
     return HIDDEN if path.name.startswith(".") else None
 
 
-def _faults(
-    listing: _Listing, *, on_progress: Callable[[int, int], None] | None
-) -> list[str | None]:
-    """Why each file cannot be used, or None; decodes all of them."""
-    faults: list[str | None] = []
-    with concurrent.futures.ThreadPoolExecutor(environment.cores()) as threads:
-        for fault in threads.map(_fault, listing.files):
-            faults.append(fault)
-            if on_progress is not None:
-                on_progress(len(faults), len(listing.files))
-    return faults
-
-
 def _fault(file: Path) -> str | None:
+    """Returns why a file cannot be used, None for a sound image."""
     try:
         return None if images.is_decodable(images.read_bytes(file)) else source.DAMAGED
     except OSError:
@@ -442,34 +457,10 @@ def _fault(file: Path) -> str | None:
         return source.DAMAGED
 
 
-def _has_classes(root: Path) -> bool:
-    """Whether images lie in class folders, two or more, and nowhere else."""
-    train = root / "train"
-    root = train if train.is_dir() and any(_folders(train)) else root
-    classes = list(_folders(root))
-    if len(classes) < 2 or any(entry.name in source.SPLITS for entry in classes):
-        return False
-    has_stray = any(file.suffix.lower() in images.SUFFIXES for file in root.iterdir())
-    return not has_stray and all(_images(entry) for entry in classes)
-
-
-def _images(root: Path) -> list[Path]:
-    """The image files below a folder, or none if there is no such folder."""
-    return find_images(root)[0] if root.is_dir() else []
-
-
-def _listing(root: Path) -> _Listing:
-    files, left_out = find_images(root) if root.is_dir() else ([], [])
-    return _Listing(
-        root=root, files=tuple(files), names=(root.name,) * len(files), left_out=tuple(left_out)
-    )
-
-
 def _list_classes(root: Path) -> _Listing:
     classes = list(_folders(root))
-    files: list[Path] = []
-    names: list[str] = []
-    left_out = list(_outside(root, classes))
+    rows: list[tuple[Path, str]] = []
+    left_out = _outside(root, classes)
     for folder in classes:
         paths, others = find_images(folder)
         if not paths:
@@ -477,25 +468,14 @@ def _list_classes(root: Path) -> _Listing:
                 f"The class folder {str(folder)!r} holds no {images.FORMATS} file; "
                 "put images into it, or remove it."
             )
-        files += paths
-        names += [folder.name] * len(paths)
+        rows += [(path, folder.name) for path in paths]
         left_out += others
-    if not files:
+    if not rows:
         raise ValueError(
             f"The folder {str(root)!r} holds no class folders; it needs one sub-folder per class, "
             f"with {images.FORMATS} files inside."
         )
-    return _Listing(root=root, files=tuple(files), names=tuple(names), left_out=tuple(left_out))
-
-
-def _labels(listing: _Listing) -> tuple[str, ...]:
-    labels = tuple(sorted(set(listing.names)))
-    if len(labels) < 2:
-        raise ValueError(
-            f"The folder {str(listing.root)!r} has one class, {labels[0]!r}; a classifier needs "
-            "at least two sub-folders with images."
-        )
-    return labels
+    return _Listing(root=root, rows=rows, left_out=left_out)
 
 
 def _names_in(root: Path, split: Split) -> list[str]:
@@ -505,15 +485,15 @@ def _names_in(root: Path, split: Split) -> list[str]:
 
 def _split(listing: _Listing, *, labels: Sequence[str], damage: Damage | None = None) -> Split:
     places = {label: place for place, label in enumerate(labels)}
-    unknown = sorted(set(listing.names) - set(labels))
+    unknown = sorted({name for _, name in listing.rows} - set(labels))
     if unknown:
         raise ValueError(
             f"The folder {str(listing.root)!r} has classes that the model is not trained for: "
             f"{some(unknown)}; those it is trained for are {some(labels)}."
         )
     return Split(
-        images=np.array([str(file) for file in listing.files], object),
-        targets=np.array([places[name] for name in listing.names], np.int32),
+        images=np.array([str(file) for file, _ in listing.rows], object),
+        targets=np.array([places[name] for _, name in listing.rows], np.int32),
         damage=damage or Damage(),
     )
 
@@ -530,29 +510,6 @@ def _rows(file: Path) -> list[dict[str, str]]:
             "the one that training wrote, or name a folder to evaluate on."
         )
     return rows
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except (OSError, ValueError):  # a name that no file can have
-        return False
-
-
-def _key(image: NamedImage) -> str:
-    return PIPE if image.contents is not None else os.path.normpath(image.name)
-
-
-def _each(names: Iterable[str], pipe: io.BufferedIOBase | None) -> Iterator[NamedImage | LeftOut]:
-    for name in names:
-        if name != PIPE or pipe is None:
-            yield from _expand(name, takes_patterns=True)
-            continue
-        for found in _from_pipe(pipe):
-            if found.contents is not None or found.problem is not None:
-                yield found
-            else:
-                yield from _expand(found.name, takes_patterns=False)
 
 
 def _expand(name: str, *, takes_patterns: bool) -> Iterator[NamedImage | LeftOut]:
@@ -581,8 +538,8 @@ def _in_folder(root: Path) -> Iterator[NamedImage | LeftOut]:
     yield from (NamedImage(str(path)) for path in paths)
 
 
-def _from_pipe(pipe: io.BufferedIOBase) -> Iterator[NamedImage]:
-    """Yields the one image that a pipe holds, or the names that it lists."""
+def _from_pipe(pipe: io.BufferedIOBase) -> Iterator[NamedImage | LeftOut]:
+    """Yields the one image that a pipe holds, or those whose names it lists."""
     head = pipe.read(16)
     if _IMAGE.match(head):
         most = images.largest_file()
@@ -602,13 +559,13 @@ def _from_pipe(pipe: io.BufferedIOBase) -> Iterator[NamedImage]:
     rest = b""
     while piece:
         *names, rest = (rest + piece).split(separator)
-        yield from _names(names, separator)
+        yield from _listed(names, separator)
         piece = pipe.read1(_PIECE)
-    yield from _names([rest], separator)
+    yield from _listed([rest], separator)
 
 
-def _names(names: list[bytes], separator: bytes) -> Iterator[NamedImage]:
+def _listed(names: list[bytes], separator: bytes) -> Iterator[NamedImage | LeftOut]:
     for name in names:
         text = name.removesuffix(b"\r") if separator == b"\n" else name
         if text:
-            yield NamedImage(os.fsdecode(text))
+            yield from _expand(os.fsdecode(text), takes_patterns=False)

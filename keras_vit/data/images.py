@@ -90,9 +90,15 @@ def read_image(path: str | os.PathLike[str] | bytes) -> np.ndarray:
         FileNotFoundError: there is no such file.
         ValueError: the file is not an image, or is damaged.
     """
-    if isinstance(path, bytes):
-        return _decode(path, name=f"An image of {len(path)} bytes")
-    return _decode(read_bytes(path), name=repr(str(path)))
+    contents = path if isinstance(path, bytes) else read_bytes(path)
+    name = f"An image of {len(path)} bytes" if isinstance(path, bytes) else repr(str(path))
+    try:
+        return np.asarray(decode_bytes(contents))
+    except DECODER_ERRORS:
+        _check_head(contents, name=name)
+        raise ValueError(
+            f"{name} is not an image that can be read, or is damaged; give a {FORMATS} file."
+        ) from None
 
 
 def read_bytes(path: str | os.PathLike[str]) -> bytes:
@@ -388,16 +394,6 @@ def _check_file(file: IO[bytes], *, name: str) -> None:
         file.seek(0)
 
 
-def _decode(contents: bytes, *, name: str) -> np.ndarray:
-    try:
-        return np.asarray(decode_bytes(contents))
-    except DECODER_ERRORS:
-        _check_head(contents, name=name)
-        raise ValueError(
-            f"{name} is not an image that can be read, or is damaged; give a {FORMATS} file."
-        ) from None
-
-
 def _check_head(contents: bytes, *, name: str) -> None:
     """Raises an error if the head of a file says that it holds too many pixels."""
     pixels, most = declared_pixels(contents), max_pixels()
@@ -480,6 +476,17 @@ _decode_in_one_op = one_op(_decode_upright)
 
 @one_op
 def _decode_no_jpeg(contents: tf.Tensor, most: tf.Tensor, *, others: bool) -> tf.Tensor:
+    def decode_png() -> tf.Tensor:
+        checked = _pass_if(contents, pixels_of_png(contents) <= most)
+        # `channels=4` would be shorter, but makes grey images of 1, 2 or 4 bits almost transparent.
+        pixels = tf.io.decode_png(checked, channels=0)
+        channels = tf.shape(pixels)[2]  # 1 grey, 2 grey and alpha, 3 RGB, 4 RGB and alpha
+        size = tf.constant(_STRIP)
+        color = tf.cond(channels % 2 == 0, lambda: _blend(pixels, size), lambda: pixels)
+        return tf.cond(
+            channels > 2, lambda: color, lambda: tf.image.grayscale_to_rgb(color[..., :1])
+        )
+
     def decode_other() -> tf.Tensor:
         if not others:
             return _pass_if(tf.zeros((1, 1, 3), tf.uint8), tf.constant(False), "no JPEG, no PNG")
@@ -488,8 +495,7 @@ def _decode_no_jpeg(contents: tf.Tensor, most: tf.Tensor, *, others: bool) -> tf
         )
         return _pass_if(tf.ensure_shape(image, (None, None, 3)), problem == b"", problem)
 
-    is_png = starts_with(contents, PNG)
-    return tf.cond(is_png, lambda: _decode_png(contents, most), decode_other)
+    return tf.cond(starts_with(contents, PNG), decode_png, decode_other)
 
 
 def _decode_by_pillow(contents: bytes, most: int) -> tuple[np.ndarray, bytes]:
@@ -537,20 +543,6 @@ def _pass_if(value: tf.Tensor, condition: tf.Tensor, problem: Any = TOO_LARGE) -
 def _decode_jpeg(contents: tf.Tensor, most: tf.Tensor) -> tf.Tensor:
     contents = _pass_if(contents, pixels_of_jpeg(contents) <= most)
     return tf.io.decode_image(contents, channels=3, expand_animations=False)
-
-
-def _decode_png(contents: tf.Tensor, most: tf.Tensor) -> tf.Tensor:
-    contents = _pass_if(contents, pixels_of_png(contents) <= most)
-    # `channels=4` would be shorter, but makes grey images of 1, 2 or 4 bits almost transparent.
-    return _on_white(tf.io.decode_png(contents, channels=0))
-
-
-def _on_white(pixels: tf.Tensor) -> tf.Tensor:
-    """Lays pixels (height, width, channels) with 1 to 4 channels on white."""
-    channels = tf.shape(pixels)[2]  # 1 grey, 2 grey and alpha, 3 RGB, 4 RGB and alpha
-    size = tf.constant(_STRIP)
-    color = tf.cond(channels % 2 == 0, lambda: _blend(pixels, size), lambda: pixels)
-    return tf.cond(channels > 2, lambda: color, lambda: tf.image.grayscale_to_rgb(color[..., :1]))
 
 
 @one_op

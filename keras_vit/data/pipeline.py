@@ -487,23 +487,10 @@ class _Training:
 def _replace_damaged(
     split: Split, names: tf.Tensor, places: tf.Tensor, images: tf.Tensor, targets: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Makes a batch of what could be loaded of it.
+    """Makes a batch of what could be loaded of it, the next sound image in place of a damaged one.
 
-    In the place of each damaged image stands the next sound one, with its target.
-
-    Args:
-        split: makes a name of one of `names`, and keeps those of the damaged.
-        names: the last element of the item of each image of the batch, shape (batch,).
-        places: where in the batch those stand that could be loaded, int64 of shape (sound,).
-        images: these, in the order of the batch, (sound, height, width, 3).
-        targets: theirs, shape (sound,).
-
-    Returns:
-        Images and targets of the whole batch.
-
-    Raises:
-        ValueError: none of the batch could be loaded; or one could not, where `damage` is strict.
-            From `tf.data` it comes as `tf.errors.InvalidArgumentError`.
+    `names` are the last elements of the items, (batch,); `places` are those in the batch, int64, of
+    the sound `images` and `targets`. From `tf.data` the errors come as InvalidArgumentError.
     """
     damage = split.damage
 

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
+from keras_vit.data import augment
+
 GREY = 128
 
 # Pillow's weights of red, green and blue, in 65536ths (ITU-R 601-2): exact in float32.
@@ -145,18 +147,10 @@ def cutout(image: tf.Tensor, half: int, *, place: tf.Tensor) -> tf.Tensor:
         place: of its middle, from the top and from the left, 0 to 1.
     """
     sides = tf.shape(image)[:2]
-    middle = tf.cast(place * tf.cast(sides, tf.float32), tf.int32)
-    rows, columns = (
-        tf.cast(
-            (tf.range(sides[axis]) >= middle[axis] - half)
-            & (tf.range(sides[axis]) < middle[axis] + half),
-            tf.uint8,
-        )
-        for axis in (0, 1)
-    )
-    mask = rows[:, None] * tf.repeat(columns, 3)
-    visible = tf.reshape(image, tf.shape(mask)) * (1 - mask)
-    return tf.reshape(visible + GREY * mask, tf.shape(image))
+    middle = tf.cast(place * tf.cast(sides, tf.float32), tf.int32)[:, None]
+    mask = augment.inside(middle - half, middle + half, shape=sides, channels=3)[0]
+    visible = tf.where(mask, tf.constant(GREY, tf.uint8), tf.reshape(image, tf.shape(mask)))
+    return tf.reshape(visible, tf.shape(image))
 
 
 def distort(image: tf.Tensor, *, magnitude: float, uniform: tf.Tensor) -> tf.Tensor:
@@ -183,15 +177,19 @@ def distort(image: tf.Tensor, *, magnitude: float, uniform: tf.Tensor) -> tf.Ten
     uniform = tf.reshape(tf.convert_to_tensor(uniform), (-1, DRAWS))
     if not uniform.shape[0]:
         return image
+
+    def apply_one(layer: tf.Tensor, varied: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        numbers = uniform[layer]
+        branches = [
+            functools.partial(operation, varied, magnitude / 10, numbers)
+            for operation in OPERATIONS.values()
+        ]
+        index = tf.cast(numbers[0] * len(OPERATIONS), tf.int32)
+        return layer + 1, tf.ensure_shape(tf.switch_case(index, branches), varied.shape)
+
     # A loop, because each copy of the sixteen operations makes the graph larger and slower to make.
-    _, varied = tf.while_loop(
-        lambda layer, varied: layer < uniform.shape[0],
-        lambda layer, varied: (
-            layer + 1,
-            _distort_once(varied, level=magnitude / 10, uniform=uniform[layer]),
-        ),
-        (0, tf.cast(tf.round(image), tf.uint8)),
-    )
+    start = (0, tf.cast(tf.round(image), tf.uint8))
+    _, varied = tf.while_loop(lambda layer, _: layer < uniform.shape[0], apply_one, start)
     return tf.cast(varied, tf.float32)
 
 
@@ -204,20 +202,6 @@ def _factor(level: float) -> float:
     return 0.1 + 1.8 * level
 
 
-def _posterize(image: tf.Tensor, level: float, uniform: tf.Tensor) -> tf.Tensor:
-    # No bit at all is more than the original can take away: it keeps one.
-    return posterize(image, min(max(int(level * _BITS), 1), 8))
-
-
-def _cutout(image: tf.Tensor, level: float, uniform: tf.Tensor) -> tf.Tensor:
-    half = tf.cast(level * _CUT * _side(image), tf.int32)
-    return cutout(image, half, place=uniform[2:])
-
-
-def _rotate(image: tf.Tensor, level: float, uniform: tf.Tensor) -> tf.Tensor:
-    return rotate(image, _either(math.radians(level * _DEGREES), uniform))
-
-
 def _shift(image: tf.Tensor, level: float, uniform: tf.Tensor) -> tf.Tensor:
     return _either(level * _SHIFT * _side(image), uniform)
 
@@ -226,8 +210,11 @@ OPERATIONS: dict[str, Operation] = {
     "autocontrast": lambda image, level, uniform: autocontrast(image),
     "equalize": lambda image, level, uniform: equalize(image),
     "invert": lambda image, level, uniform: invert(image),
-    "rotate": _rotate,
-    "posterize": _posterize,
+    "rotate": lambda image, level, uniform: rotate(
+        image, _either(math.radians(level * _DEGREES), uniform)
+    ),
+    # No bit at all is more than the original can take away: it keeps one.
+    "posterize": lambda image, level, uniform: posterize(image, min(max(int(level * _BITS), 1), 8)),
     "solarize": lambda image, level, uniform: solarize(image, int(level * _THRESHOLD)),
     "color": lambda image, level, uniform: color(image, _factor(level)),
     "contrast": lambda image, level, uniform: contrast(image, _factor(level)),
@@ -237,7 +224,9 @@ OPERATIONS: dict[str, Operation] = {
     "shear_y": lambda image, level, uniform: shear_y(image, _either(level * _SHEAR, uniform)),
     "translate_x": lambda image, level, uniform: translate_x(image, _shift(image, level, uniform)),
     "translate_y": lambda image, level, uniform: translate_y(image, _shift(image, level, uniform)),
-    "cutout": _cutout,
+    "cutout": lambda image, level, uniform: cutout(
+        image, tf.cast(level * _CUT * _side(image), tf.int32), place=uniform[2:]
+    ),
     "solarize_add": lambda image, level, uniform: solarize_add(image, int(level * _ADDITION)),
 }
 
@@ -269,12 +258,6 @@ def _transform(image: tf.Tensor, affine: list[tf.Tensor | float]) -> tf.Tensor:
         fill_value=float(GREY),
     )
     return transformed[0]
-
-
-def _distort_once(image: tf.Tensor, *, level: float, uniform: tf.Tensor) -> tf.Tensor:
-    index = tf.cast(uniform[0] * len(OPERATIONS), tf.int32)
-    branches = [functools.partial(apply, image, level, uniform) for apply in OPERATIONS.values()]
-    return tf.ensure_shape(tf.switch_case(index, branches), image.shape)
 
 
 def _side(image: tf.Tensor) -> tf.Tensor:

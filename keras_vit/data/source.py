@@ -296,8 +296,10 @@ class RecordSplit(Split):
             row[2] if len(row) == 3 else f"{self.prefix}{number}"
             for row, number in zip(rows, numbers, strict=True)
         ]
-        contents, targets = [row[0] for row in rows], [row[1] for row in rows]
-        return _objects(contents), np.array(targets, np.int32), _objects(names)
+        # Arrays of objects, which NumPy does not look into.
+        contents = np.fromiter((row[0] for row in rows), object)
+        targets = np.array([row[1] for row in rows], np.int32)
+        return contents, targets, np.fromiter(names, object)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -419,15 +421,11 @@ def assign_splits(
 
 
 def carve(
-    splits: dict[str, Split],
-    names: Sequence[str],
-    *,
-    validation: float = VALIDATION,
-    test: float = TEST,
+    splits: dict[str, Split], names: Sequence[str], *, test: float = TEST
 ) -> dict[str, Split]:
     """Takes the splits that are missing out of the training images, see `assign_splits`."""
     train = splits["train"]
-    fractions = {"validation": validation, "test": test}
+    fractions = {"validation": VALIDATION, "test": test}
     fractions = {name: 0 if name in splits else share for name, share in fractions.items()}
     indices = assign_splits(names, train.targets, **fractions)
     taken = {name: train.take(indices[name]) for name in SPLITS}
@@ -439,14 +437,6 @@ def _decode(contents: tf.Tensor, choose: Choice | None) -> tf.Tensor:
     if choose is None:
         return images.decode_image(contents)
     return images.decode_part(contents, choose=choose)
-
-
-def _objects(values: Iterable[Any]) -> np.ndarray:
-    """Returns an array of objects, which NumPy does not look into."""
-    listed = list(values)
-    array = np.empty(len(listed), object)
-    array[:] = listed
-    return array
 
 
 def _share(count: int, fraction: float, *, at_least_one_from: int) -> int:

@@ -188,23 +188,17 @@ def evaluate(
             "evaluate on the classes that it was trained for."
         )
     scores = log_probabilities(model, split, batch_size=batch_size, tta=tta)
-    return _measure(scores, split.targets, labels=tuple(labels), tta=tta)
-
-
-def _measure(
-    scores: np.ndarray, targets: np.ndarray, *, labels: tuple[str, ...], tta: Views | None
-) -> Evaluation:
-    classes = len(labels)
+    targets = split.targets
     predicted = scores.argmax(axis=-1)
-    confusion = np.zeros((classes, classes), np.int64)
+    confusion = np.zeros((len(labels), len(labels)), np.int64)
     np.add.at(confusion, (targets, predicted), 1)
     of_target = scores[np.arange(len(targets)), targets]
     likelier = (scores > of_target[:, None]).sum(axis=-1)
     return Evaluation(
-        labels=labels,
+        labels=tuple(labels),
         confusion=confusion,
         loss=float(-of_target.mean()),
-        top5_accuracy=float((likelier < TOP).mean()) if classes > TOP else None,
+        top5_accuracy=float((likelier < TOP).mean()) if len(labels) > TOP else None,
         answers=Answers(
             targets=np.asarray(targets),
             predicted=predicted,
@@ -384,7 +378,10 @@ def read_real_labels(path: str | os.PathLike[str]) -> tuple[frozenset[int], ...]
     check_file(Path(path))
     try:
         rows = json.loads(Path(path).read_text(encoding="utf-8"))
-        return tuple(frozenset(_class_number(target) for target in row) for row in rows)
+        for target in (target for row in rows for target in row):
+            if not isinstance(target, int) or isinstance(target, bool) or target < 0:
+                raise ValueError(f"found {target!r}")
+        return tuple(map(frozenset, rows))
     except (TypeError, UnicodeDecodeError, ValueError) as error:
         raise ValueError(
             f"{str(path)!r} is not a list of lists of class numbers ({error}); fetch real.json of "
@@ -420,12 +417,6 @@ def real_accuracy(scores: np.ndarray, labels: Sequence[Collection[int]]) -> floa
     if not right:
         raise ValueError("No image has a right class; there is nothing to measure.")
     return sum(right) / len(right)
-
-
-def _class_number(target: object) -> int:
-    if not isinstance(target, int) or isinstance(target, bool) or target < 0:
-        raise ValueError(f"found {target!r}")
-    return target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -494,7 +485,20 @@ def few_shot(
         ImportError: scikit-learn is not installed.
         ValueError: a class of `train` has fewer images than shots, or a number is out of range.
     """
-    _check(train, test, shots=shots, seeds=seeds, regularization=regularization)
+    if not shots or min(shots) < 1 or seeds < 1 or regularization <= 0:
+        raise ValueError(
+            "shots, seeds and regularization must be above 0. "
+            f"Received: shots={tuple(shots)}, seeds={seeds}, regularization={regularization}."
+        )
+    classes, counts = np.unique(train.targets, return_counts=True)
+    if len(counts) and counts.min() < max(shots):
+        raise ValueError(
+            f"Class {classes[counts.argmin()]} has {counts.min()} images to draw from, fewer than "
+            f"the {max(shots)} shots asked for; ask for fewer, or bring more images."
+        )
+    unknown = sorted(set(test.targets.tolist()) - set(classes.tolist()))
+    if unknown:
+        raise ValueError(f"The test images show class {unknown[0]}, the images to draw from not.")
     train_features, test_features = features or both_features(model, train, test)
     accuracies: dict[int, list[float]] = {count: [] for count in shots}
     for seed in range(seeds):
@@ -598,22 +602,3 @@ def fit_linear(features: np.ndarray, targets: np.ndarray, *, regularization: flo
     )
     whitening = sklearn.preprocessing.FunctionTransformer(whiten)
     return sklearn.pipeline.make_pipeline(whitening, ridge).fit(features, targets)
-
-
-def _check(
-    train: Split, test: Split, *, shots: Sequence[int], seeds: int, regularization: float
-) -> None:
-    if not shots or min(shots) < 1 or seeds < 1 or regularization <= 0:
-        raise ValueError(
-            "shots, seeds and regularization must be above 0. "
-            f"Received: shots={tuple(shots)}, seeds={seeds}, regularization={regularization}."
-        )
-    classes, counts = np.unique(train.targets, return_counts=True)
-    if len(counts) and counts.min() < max(shots):
-        raise ValueError(
-            f"Class {classes[counts.argmin()]} has {counts.min()} images to draw from, fewer than "
-            f"the {max(shots)} shots asked for; ask for fewer, or bring more images."
-        )
-    unknown = sorted(set(test.targets.tolist()) - set(classes.tolist()))
-    if unknown:
-        raise ValueError(f"The test images show class {unknown[0]}, the images to draw from not.")

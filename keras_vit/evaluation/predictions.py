@@ -385,13 +385,12 @@ class _Predictor:
             filled[: len(part)] = part
             outputs.append(np.asarray(self._model.predict_on_batch(filled))[: len(part)])
         scores = log_softmax(np.concatenate(outputs), model=self._model)
-        return list(map(self._name, np.exp(mean_over_views(scores, self._views))))
-
-    def _name(self, probabilities: np.ndarray) -> tuple[Prediction, ...]:
-        likeliest = np.argsort(-probabilities, kind="stable")[: self._top]
-        return tuple(
-            Prediction(self._labels[place], float(probabilities[place])) for place in likeliest
-        )
+        probabilities = np.exp(mean_over_views(scores, self._views))
+        likeliest = np.argsort(-probabilities, axis=-1, kind="stable")[:, : self._top]
+        return [
+            tuple(Prediction(self._labels[place], float(row[place])) for place in places)
+            for row, places in zip(probabilities, likeliest, strict=True)
+        ]
 
 
 def _read_ahead(

@@ -365,11 +365,27 @@ def class_relevance(
     Raises:
         ValueError: the model is not a classifier, or has no such class.
     """
-    count = len(np.asarray(images))
-    targets = _targets(model, count, classes)
+    count, shape = len(np.asarray(images)), model.output_shape
+    if not isinstance(shape, tuple) or len(shape) != 2:
+        raise ValueError(
+            "Class relevance needs a classifier with outputs of shape (batch, classes). "
+            f"Received: a model with outputs of shape {shape}."
+        )
     chunks: Iterable[Any] = itertools.repeat(None)
-    if targets is not None:
-        chunks = (targets[start : start + BATCH_SIZE] for start in range(0, count, BATCH_SIZE))
+    if classes is not None:
+        targets = np.asarray(classes, np.int64)
+        if targets.shape not in ((), (count,)):
+            raise ValueError(
+                f"classes must be one class, or one for each of the {count} images. "
+                f"Received: classes={classes!r}."
+            )
+        wrong = targets[(targets < 0) | (targets >= shape[1])]
+        if wrong.size:
+            raise ValueError(
+                f"There is no class {wrong.flat[0]}; the model has {shape[1]}, numbered from 0."
+            )
+        each = np.broadcast_to(targets, (count,))
+        chunks = (each[start : start + BATCH_SIZE] for start in range(0, count, BATCH_SIZE))
     passes = records(model, image_batches(model, images), gradients=1)
     return np.concatenate(list(map(relevance, passes, chunks)))
 
@@ -469,7 +485,21 @@ def token_similarity(
     """
     vit = find_vit(model)
     (index,) = choose(layer, vit.config.num_layers, word="layer")
-    place = _place(vit.config, token)
+    rows, columns = vit.config.grid
+    if token == "class":
+        if not vit.config.class_token:
+            raise ValueError(
+                "The model has no class token; choose a patch by its (row, column) in the grid of "
+                f"{rows} rows and {columns} columns of patches."
+            )
+        place = 0
+    elif isinstance(token, str) or not (0 <= token[0] < rows and 0 <= token[1] < columns):
+        raise ValueError(
+            f"There is no patch {token!r}; the grid has {rows} rows and {columns} columns, "
+            'numbered from 0. Give (row, column), or "class".'
+        )
+    else:
+        place = token[0] * columns + token[1] + vit.config.num_prefix_tokens
     block = vit.get_layer(f"block_{index}")
     parts = []
     for batch in image_batches(model, images):
@@ -576,48 +606,6 @@ def _vits(layer: Any) -> Iterator[VisionTransformer]:
     for inner in getattr(layer, "layers", ()):
         if isinstance(inner, keras.layers.Layer):
             yield from _vits(inner)
-
-
-def _targets(
-    model: keras.Model, images: int, classes: int | Sequence[int] | None
-) -> np.ndarray | None:
-    shape = model.output_shape
-    if not isinstance(shape, tuple) or len(shape) != 2:
-        raise ValueError(
-            "Class relevance needs a classifier with outputs of shape (batch, classes). "
-            f"Received: a model with outputs of shape {shape}."
-        )
-    if classes is None:
-        return None
-    targets = np.asarray(classes, np.int64)
-    if targets.shape not in ((), (images,)):
-        raise ValueError(
-            f"classes must be one class, or one for each of the {images} images. "
-            f"Received: classes={classes!r}."
-        )
-    wrong = targets[(targets < 0) | (targets >= shape[1])]
-    if wrong.size:
-        raise ValueError(
-            f"There is no class {wrong.flat[0]}; the model has {shape[1]}, numbered from 0."
-        )
-    return np.broadcast_to(targets, (images,))
-
-
-def _place(config: ViTConfig, token: tuple[int, int] | str) -> int:
-    if token == "class":
-        if config.class_token:
-            return 0
-        raise ValueError(
-            "The model has no class token; choose a patch by its (row, column) in the grid of "
-            f"{config.grid[0]} rows and {config.grid[1]} columns of patches."
-        )
-    rows, columns = config.grid
-    if isinstance(token, str) or not (0 <= token[0] < rows and 0 <= token[1] < columns):
-        raise ValueError(
-            f"There is no patch {token!r}; the grid has {rows} rows and {columns} columns, "
-            'numbered from 0. Give (row, column), or "class".'
-        )
-    return token[0] * columns + token[1] + config.num_prefix_tokens
 
 
 def _unit(vectors: np.ndarray) -> np.ndarray:

@@ -108,7 +108,10 @@ def write_explanation(
         ValueError: the image has another shape, or there is no such class.
     """
     subject = make_subject(model, image)
-    names = _names(labels, subject.scores)
+    scores = np.empty(0) if subject.scores is None else subject.scores
+    if len(scores) and labels is not None and len(labels) != len(scores):
+        raise ValueError(f"The model has {len(scores)} classes. Received: {len(labels)} labels.")
+    names = list(labels or (f"class {index}" for index in range(len(scores))))
     maps = overlays(subject, names, target)
     layers = attention.head_attention(subject.record)
     panels, charts = list(_panels(subject, maps, layers)), list(_charts(subject))
@@ -118,7 +121,6 @@ def write_explanation(
     for each in (*panels, *charts):
         with whole_file(files[each.name]) as temporary:
             each.draw().savefig(temporary, dpi=_DPI)
-    scores = np.empty(0) if subject.scores is None else subject.scores
     best = np.argsort(-scores, kind="stable")[:TOP]
     notes = [] if len(scores) else ["The model has no classifier."]
     pages.write_page(
@@ -154,7 +156,12 @@ def make_subject(model: keras.Model, image: np.ndarray) -> Subject:
     has_classes = not (model is vit and vit.config.classes is None)
     gradients = SHOWN_CLASSES if has_classes else 0
     (record,) = attention.records(model, [pixels], gradients=gradients)
-    scores = _probabilities(record.outputs, are_logits=model is vit) if has_classes else None
+    scores = None
+    if has_classes and len(getattr(record.outputs, "shape", ())) == 2:
+        scores = np.asarray(attention.to_numpy(record.outputs)[0], np.float64)
+        if model is vit or not (scores.min() >= 0 and abs(scores.sum() - 1) < 1e-3):
+            powers = np.exp(scores - scores.max())
+            scores = powers / powers.sum()
     drawn, longest = image, max(image.shape[:2])
     if longest > _LONGEST:
         smaller = tuple(max(1, round(side * _LONGEST / longest)) for side in image.shape[:2])
@@ -238,28 +245,9 @@ def explained_classes(scores: np.ndarray, target: int | None = None) -> list[int
     return [*first, *(index for index in likeliest if index != target)][:SHOWN_CLASSES]
 
 
-def _probabilities(outputs: Any, *, are_logits: bool) -> np.ndarray | None:
-    """Returns probabilities (C,), or None of what is not the answer of a classifier."""
-    if len(getattr(outputs, "shape", ())) != 2:
-        return None
-    numbers = np.asarray(attention.to_numpy(outputs)[0], np.float64)
-    if not are_logits and numbers.min() >= 0 and abs(numbers.sum() - 1) < 1e-3:
-        return numbers
-    powers = np.exp(numbers - numbers.max())
-    return np.asarray(powers / powers.sum())
-
-
 def _query_token_name(subject: Subject) -> str:
     """Returns whose attention `head_attention` returns, in words."""
     return "the class token" if subject.record.config.class_token else "the average patch"
-
-
-def _names(labels: Sequence[str] | None, scores: np.ndarray | None) -> list[str]:
-    if scores is None:
-        return []
-    if labels is not None and len(labels) != len(scores):
-        raise ValueError(f"The model has {len(scores)} classes. Received: {len(labels)} labels.")
-    return list(labels or (f"class {index}" for index in range(len(scores))))
 
 
 def _panels(
@@ -285,28 +273,20 @@ def _panels(
 
 def _charts(subject: Subject) -> Iterator[_Picture]:
     """Yields what is drawn beside the image: of the model, or of all its layers."""
-    model = subject.model
     distances = attention.total_distance(subject.record)
-    yield _Picture(
-        "distance",
-        functools.partial(figures.plot_attention_distance, distances),
-        "How far each head looks, in this image alone; the paper averages over 128 images.",
-    )
+    draw = functools.partial(figures.plot_attention_distance, distances)
+    caption = "How far each head looks, in this image alone; the paper averages over 128 images."
+    yield _Picture("distance", draw, caption)
     if subject.record.config.adds_positions:
-        yield _Picture(
-            "positions",
-            functools.partial(
-                figures.plot_position_similarity, attention.position_similarity(model)
-            ),
-            "Which places are alike in the model's position embeddings, whatever the image.",
-        )
-    filters = attention.embedding_filters(model)
+        similarity = attention.position_similarity(subject.model)
+        draw = functools.partial(figures.plot_position_similarity, similarity)
+        caption = "Which places are alike in the model's position embeddings, whatever the image."
+        yield _Picture("positions", draw, caption)
+    filters = attention.embedding_filters(subject.model)
     if filters.components.shape[-1] in (1, 3):
-        yield _Picture(
-            "filters",
-            functools.partial(figures.plot_filters, filters),
-            "What the patch embedding looks for in a patch, whatever the image.",
-        )
+        draw = functools.partial(figures.plot_filters, filters)
+        caption = "What the patch embedding looks for in a patch, whatever the image."
+        yield _Picture("filters", draw, caption)
 
 
 def _written(chart: _Picture, file: Path) -> dict[str, Any]:

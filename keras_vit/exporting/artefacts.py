@@ -10,32 +10,14 @@ import keras
 import numpy as np
 
 from keras_vit import atomic
-from keras_vit.exporting import rebuild, records, samples, savedmodel, sensitivity, verification
-from keras_vit.exporting.clean.agreement import Check
-from keras_vit.exporting.clean.checker import Report, Request
+from keras_vit.exporting import rebuild, records, samples, savedmodel, tflite, verification
+from keras_vit.exporting.clean.agreement import Check, Request
+from keras_vit.exporting.clean.checker import Report
 from keras_vit.exporting.formats import FORMATS, Format, Options
 from keras_vit.exporting.rebuild import Description, Exportable
+from keras_vit.exporting.records import Artefact as Artefact
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Artefact:
-    """One exported artefact.
-
-    Attributes:
-        format: one of `FORMATS`.
-        path: the version directory of a SavedModel, otherwise the file.
-        bytes: its size on the disk.
-        checks: the results of the checks.
-        floats: the kernels that stayed float32, as the file with all of them in int8 failed.
-    """
-
-    format: str
-    path: Path
-    bytes: int
-    checks: tuple[Check, ...]
-    floats: tuple[str, ...] = ()
 
 
 def export(
@@ -182,11 +164,12 @@ class _Job:
                 request = self._request(row, path, weight_bytes=sizes[row.name])
                 reports[row.name], floats = self._checked(row, request)
                 checks += reports[row.name].checks
+            files = path.parent.glob(f"{path.name}*") if path.is_file() else path.rglob("*")
             artefacts.append(
                 Artefact(
                     format=row.name,
                     path=path,
-                    bytes=_size(path),
+                    bytes=sum(file.stat().st_size for file in files if file.is_file()),
                     checks=tuple(checks),
                     floats=floats,
                 )
@@ -207,7 +190,6 @@ class _Job:
         return sizes
 
     def _request(self, row: Format, path: Path, *, weight_bytes: int) -> Request:
-        """Returns all that is asked of an artefact."""
         exportable, batch = self.exportable, self.decisive.batch
         gate = verification.make_gate(exportable, row, self.decisive)
         if row.has_signatures:
@@ -231,15 +213,15 @@ class _Job:
         """Checks an artefact; where int8 fails, keeps the kernels in float32 that cost the most."""
         report = verification.run_checks(request)
         floats: tuple[str, ...] = ()
-        costs: list[sensitivity.Cost] = []
+        costs: list[tflite.Cost] = []
         share = 1.0
-        for _ in range(sensitivity.ATTEMPTS if row.is_mixed else 0):
-            excess = sensitivity.excess(report.checks)
+        for _ in range(tflite.ATTEMPTS if row.is_mixed else 0):
+            excess = tflite.excess(report.checks)
             if self.exportable.written_config is None or not 1.0 < excess < np.inf:
                 break
-            costs = costs or sensitivity.measure(self.exportable, row, request.gate)
-            share *= (sensitivity.AIM / excess) ** 2
-            floats = sensitivity.choose(costs, share=share)
+            costs = costs or tflite.measure(self.exportable, row, request.gate)
+            share *= (tflite.AIM / excess) ** 2
+            floats = tflite.choose(costs, share=share)
             sizes = self._write(row, {row.name: request.path}, floats)
             request = dataclasses.replace(request, weight_bytes=sizes[row.name])
             report = verification.run_checks(request)
@@ -347,9 +329,3 @@ def _class_labels(
             f"Received: {len(labels)} labels."
         )
     return tuple(labels)
-
-
-def _size(path: Path) -> int:
-    if path.is_file():
-        return sum(file.stat().st_size for file in path.parent.glob(f"{path.name}*"))
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

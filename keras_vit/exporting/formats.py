@@ -137,13 +137,6 @@ class Format:
             )
 
 
-def find(name: str) -> Format:
-    """Returns the row of a format, which may be one of a later version."""
-    if name not in FORMATS:
-        raise ValueError(f"There is no runtime for the format {name!r}.")
-    return FORMATS[name]
-
-
 def is_version(folder: Path) -> bool:
     """Whether a folder holds what one export wrote into it."""
     marks = {Path(row.extras, RECORD) for row in FORMATS.values()}

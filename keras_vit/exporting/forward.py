@@ -58,11 +58,27 @@ def forward(ops: Operations, x: Any) -> dict[str, Any]:
     """Computes the outputs of a network for normalised images: logits and features, or features."""
     config = ops.config
     if config.resnet_layers is not None:
-        x = _stem(ops, x)
-    x = _embed(ops, x)
+        x = ops.group_norm(ops.convolve(x, "stem/root_conv", stride=2), "stem/root_norm")
+        x = ops.max_pool(ops.activate(x, "relu"))
+        for stage, units in enumerate(config.resnet_layers):
+            for unit in range(units):
+                stride = 2 if stage > 0 and unit == 0 else 1
+                x = _unit(ops, x, f"stem/stage_{stage}_unit_{unit}", stride=stride)
+    x = ops.flatten(ops.convolve(x, "patch_encoder/projection", stride=config.patch_size))
+    if "patch_encoder/position_embedding" in ops.arrays:
+        x = ops.add(x, ops.weight("patch_encoder/position_embedding"))
+    if "patch_encoder/prefix" in ops.arrays:
+        x = ops.concat(ops.weight("patch_encoder/prefix", like=x), x)
+    if config.embedding_norm:
+        x = ops.layer_norm(x, "embedding_norm")
     for index in range(config.num_layers):
-        is_last = index == config.num_layers - 1
-        x = _block(ops, x, f"block_{index}", only_first=is_last and config.pooling == "token")
+        path = f"block_{index}"
+        qkv = ops.dense(ops.layer_norm(x, f"{path}/attention_norm"), f"{path}/attention/qkv")
+        query, key, value = ops.split(qkv, 3)
+        if index == config.num_layers - 1 and config.pooling == "token":
+            query, x = (ops.tokens(each, 0, 1) for each in (query, x))  # no other row is read
+        x = ops.add(x, ops.dense(_attention(ops, query, key, value), f"{path}/attention/out"))
+        x = ops.add(x, _mlp(ops, ops.layer_norm(x, f"{path}/mlp_norm"), f"{path}/mlp"))
     if not config.norm_after_pooling:
         x = ops.layer_norm(x, "encoder_norm")
     x = _pool(ops, x)  # (B, D), or (B, N, D) without pooling
@@ -76,25 +92,6 @@ def forward(ops: Operations, x: Any) -> dict[str, Any]:
     if config.classes is None:
         return {"features": x}
     return {"logits": ops.dense(x, "head"), "features": features}
-
-
-def _embed(ops: Operations, x: Any) -> Any:
-    x = ops.flatten(ops.convolve(x, "patch_encoder/projection", stride=ops.config.patch_size))
-    if "patch_encoder/position_embedding" in ops.arrays:
-        x = ops.add(x, ops.weight("patch_encoder/position_embedding"))
-    if "patch_encoder/prefix" in ops.arrays:
-        x = ops.concat(ops.weight("patch_encoder/prefix", like=x), x)
-    return ops.layer_norm(x, "embedding_norm") if ops.config.embedding_norm else x
-
-
-def _block(ops: Operations, x: Any, path: str, *, only_first: bool) -> Any:
-    """One encoder block; with `only_first` it computes the class token's row alone."""
-    qkv = ops.dense(ops.layer_norm(x, f"{path}/attention_norm"), f"{path}/attention/qkv")
-    query, key, value = ops.split(qkv, 3)
-    if only_first:
-        query, x = (ops.tokens(each, 0, 1) for each in (query, x))
-    x = ops.add(x, ops.dense(_attention(ops, query, key, value), f"{path}/attention/out"))
-    return ops.add(x, _mlp(ops, ops.layer_norm(x, f"{path}/mlp_norm"), f"{path}/mlp"))
 
 
 def _attention(ops: Operations, query: Any, key: Any, value: Any) -> Any:
@@ -127,16 +124,6 @@ def _pool(ops: Operations, x: Any) -> Any:
         x = ops.dense(_attention(ops, query, key, value), "pooling/out")
         x = ops.add(x, _mlp(ops, ops.layer_norm(x, "pooling/norm"), "pooling/mlp"))
     return ops.squeeze(x)
-
-
-def _stem(ops: Operations, x: Any) -> Any:
-    x = ops.group_norm(ops.convolve(x, "stem/root_conv", stride=2), "stem/root_norm")
-    x = ops.max_pool(ops.activate(x, "relu"))
-    for stage, units in enumerate(ops.config.resnet_layers or ()):
-        for unit in range(units):
-            stride = 2 if stage > 0 and unit == 0 else 1
-            x = _unit(ops, x, f"stem/stage_{stage}_unit_{unit}", stride=stride)
-    return x
 
 
 def _unit(ops: Operations, x: Any, path: str, *, stride: int) -> Any:
@@ -176,7 +163,9 @@ def folded_arrays(network: keras.Model, config: ViTConfig) -> dict[str, np.ndarr
         elif layer == "pooling/query":
             arrays[path] = value * scale
         elif layer.startswith("stem/") and name == "kernel":
-            arrays[path] = _standardized(value)
+            wide = value.astype(np.float64)
+            deviation = wide.std(axis=(0, 1, 2)) + STANDARDIZATION_EPSILON
+            arrays[path] = ((wide - wide.mean(axis=(0, 1, 2))) / deviation).astype(np.float32)
     arrays[patch] = arrays[patch].reshape(config.patch_size, config.patch_size, -1, width)
     for index in range(config.num_layers if config.layer_scale is not None else 0):
         for branch, last in (("attention", "out"), ("mlp", "fc2")):
@@ -204,10 +193,3 @@ def _fold_positions(arrays: dict[str, np.ndarray], encoder: PatchEncoder) -> Non
         arrays[f"{path}/position_embedding"] = table[:, count:]
     if tokens:
         arrays[f"{path}/prefix"] = np.concatenate(tokens, axis=1)
-
-
-def _standardized(kernel: np.ndarray) -> np.ndarray:
-    wide = kernel.astype(np.float64)
-    centred = wide - wide.mean(axis=(0, 1, 2))
-    folded = centred / (wide.std(axis=(0, 1, 2)) + STANDARDIZATION_EPSILON)
-    return np.asarray(folded, np.float32)

@@ -53,6 +53,8 @@ def make_onnx(exportable: Exportable, *, opset: int = OPSET) -> "onnx.ModelProto
     Outputs `logits` and `probabilities` (batch, classes) and the pooled `features` (batch, D), or
     `features` alone without classifier.
     """
+    import onnx
+
     config = exportable.written_config
     if config is None:
         raise ValueError("Only a network like the published ones, alone, is written directly.")
@@ -69,7 +71,28 @@ def make_onnx(exportable: Exportable, *, opset: int = OPSET) -> "onnx.ModelProto
         options = {"axis": -1} if kind == "Softmax" else {}
         ops.node(kind, "logits", names=("probabilities",), **options)
     ops.node("Identity", outputs["features"], names=("features",))
-    return _model(ops, exportable)
+
+    def tensor(name: str, shape: Sequence[Any]) -> onnx.ValueInfoProto:
+        return onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ("batch", *shape))
+
+    shapes = {name: each.shape[1:] for name, each in exportable.outputs().output.items()}
+    shapes["probabilities"] = shapes.get("logits")
+    graph = onnx.helper.make_graph(
+        ops.nodes,
+        exportable.network.name,
+        [tensor("images", exportable.image_shape)],
+        [tensor(name, shapes[name]) for name in exportable.output_names],
+        [
+            onnx.numpy_helper.from_array(np.ascontiguousarray(value), path)
+            for path, value in ops.weights.items()
+        ],
+    )
+    return onnx.helper.make_model(
+        graph,
+        opset_imports=[onnx.helper.make_opsetid("", opset)],
+        ir_version=IR_VERSIONS[opset],
+        producer_name="keras-vit",
+    )
 
 
 class OnnxOperations:
@@ -184,7 +207,8 @@ class OnnxOperations:
     def _slide(self, kind: str, *inputs: str, kernel: Sequence[int], stride: int) -> Any:
         """Adds a node that slides a kernel over an image with "same" padding."""
         size = self._sizes[inputs[0]]
-        pads = _same_padding(size, kernel=kernel[0], stride=stride)
+        totals = [max((-(-side // stride) - 1) * stride + kernel[0] - side, 0) for side in size]
+        pads = [total // 2 for total in totals] + [total - total // 2 for total in totals]
         x = self.node(kind, *inputs, kernel_shape=kernel, strides=(stride, stride), pads=pads)
         self._sizes[x] = (-(-size[0] // stride), -(-size[1] // stride))
         return x
@@ -311,43 +335,6 @@ def write(
             location=f"{file.name}.data",
         )
     return sizes
-
-
-def _same_padding(size: tuple[int, int], *, kernel: int, stride: int) -> list[int]:
-    """Returns what "same" padding adds: top, left, bottom, right.
-
-    Example:
-        >>> _same_padding((224, 224), kernel=7, stride=2)
-        [2, 2, 3, 3]
-    """
-    totals = [max((-(-side // stride) - 1) * stride + kernel - side, 0) for side in size]
-    return [total // 2 for total in totals] + [total - total // 2 for total in totals]
-
-
-def _model(ops: OnnxOperations, exportable: Exportable) -> "onnx.ModelProto":
-    import onnx
-
-    def tensor(name: str, shape: Sequence[Any]) -> onnx.ValueInfoProto:
-        return onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ("batch", *shape))
-
-    shapes = {name: tensor.shape[1:] for name, tensor in exportable.outputs().output.items()}
-    shapes["probabilities"] = shapes.get("logits")
-    graph_proto = onnx.helper.make_graph(
-        ops.nodes,
-        exportable.network.name,
-        [tensor("images", exportable.image_shape)],
-        [tensor(name, shapes[name]) for name in exportable.output_names],
-        [
-            onnx.numpy_helper.from_array(np.ascontiguousarray(value), path)
-            for path, value in ops.weights.items()
-        ],
-    )
-    return onnx.helper.make_model(
-        graph_proto,
-        opset_imports=[onnx.helper.make_opsetid("", ops.opset)],
-        ir_version=IR_VERSIONS[ops.opset],
-        producer_name="keras-vit",
-    )
 
 
 def _erfc(context: Any, node: Any, name: str, args: Any) -> Any:

@@ -10,13 +10,13 @@ import tensorflow as tf
 
 from keras_vit import environment
 from keras_vit.config import ViTConfig
-from keras_vit.exporting import formats, records
+from keras_vit.exporting import records
 from keras_vit.exporting.clean.runners import Runner
 from keras_vit.exporting.formats import FORMATS, RECORD, Format
 from keras_vit.exporting.rebuild import Description
 from keras_vit.exporting.samples import to_grey
 
-_GREY, _COLOURED = 1, 3
+_GREY = 1  # channel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -51,12 +51,14 @@ def open_artefact(path: Path) -> OpenedArtefact:
         ValueError: there are several, it is not as its record says, or nothing says what it takes.
     """
     name, artefact, about, is_recorded = _find(path)
-    if about.image_shape[2] not in (_GREY, _COLOURED):
+    if about.image_shape[2] not in (_GREY, 3):
         raise ValueError(
             f"Image files have 1 or 3 channels. Received: {str(artefact)!r}, which takes images "
             f"of {about.image_shape[2]}."
         )
-    row = formats.find(name)
+    if name not in FORMATS:  # one of a later version
+        raise ValueError(f"There is no runtime for the format {name!r}.")
+    row = FORMATS[name]
     row.require()
     try:
         with environment.without_log_lines():

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import keras
 import numpy as np
 
-from keras_vit import version
+from keras_vit import __version__
 from keras_vit.adaptation import LoRAVisionTransformer
 from keras_vit.backend.private import layers_of
 from keras_vit.config import ViTConfig
@@ -190,7 +190,7 @@ class Description:
     outputs: tuple[str, ...]
     labels: tuple[str, ...]
     filter: Literal["bilinear"] = "bilinear"
-    keras_vit: str = version.__version__
+    keras_vit: str = __version__
 
     @property
     def input_range(self) -> tuple[float, float]:
@@ -379,9 +379,6 @@ def _input_range(network: keras.Model, config: ViTConfig) -> Range:
 
     It is that of the Vision Transformer where the layers before leave a black, a dark and a white
     image as they are, otherwise pixels, which those layers scale.
-
-    Raises:
-        ValueError: scaled pixels are not what the Vision Transformer takes.
     """
     (transformer,) = (layer for layer in layers_of(network) if isinstance(layer, VisionTransformer))
     received: list[Any] = []

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from keras_vit import version
+from keras_vit import __version__
 from keras_vit.exporting import formats
 from keras_vit.exporting.formats import FORMATS, RECORD
 from keras_vit.limits import FileError, check_file, parse_json
 
 if TYPE_CHECKING:
-    from keras_vit.exporting.artefacts import Artefact
+    from keras_vit.exporting.clean.agreement import Check
     from keras_vit.exporting.clean.checker import Report
     from keras_vit.exporting.rebuild import Description
 
@@ -30,11 +30,30 @@ _LARGEST_RECORD = 2**27  # bytes
 _EXTRAS = sorted({row.extras for row in FORMATS.values()} - {""})
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Artefact:
+    """One exported artefact.
+
+    Attributes:
+        format: one of `FORMATS`.
+        path: the version directory of a SavedModel, otherwise the file.
+        bytes: its size on the disk.
+        checks: the results of the checks.
+        floats: the kernels that stayed float32, as the file with all of them in int8 failed.
+    """
+
+    format: str
+    path: Path
+    bytes: int
+    checks: "tuple[Check, ...]"
+    floats: tuple[str, ...] = ()
+
+
 def write_record(
     folder: Path,
     extras: str,
     about: "Description",
-    artefacts: "Sequence[Artefact]",
+    artefacts: Sequence[Artefact],
     reports: "Mapping[str, Report]",
     *,
     images: str,
@@ -43,7 +62,7 @@ def write_record(
 
     `reports` are those of the formats that were verified, on `images`.
     """
-    versions = {"keras-vit": version.__version__}
+    versions = {"keras-vit": __version__}
     for package in sorted(_PACKAGES):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
@@ -144,14 +163,17 @@ def read_record(folder: Path) -> dict[str, Any]:
         raise FileNotFoundError(
             f"{str(folder)!r} has no {RECORD}, which says what its files are; {again}."
         )
-    try:
+    is_whole = False
+    with contextlib.suppress(FileError):
         check_file(file)
         with file.open("rb") as stream:
             content = stream.read(_LARGEST_RECORD + 1)
         fields = parse_json(content, file, limit=_LARGEST_RECORD, finite=False)
-        is_whole = _is_whole(content.decode())
-    except FileError:
-        is_whole = False
+        text = content.decode()
+        if found := re.search(rf'"{SELF}": "([0-9a-f]{{64}})"', text):
+            start, end = found.span(1)
+            # It holds the SHA-256 of itself with zeros for it.
+            is_whole = _text_sha256(text[:start] + _NO_SHA256 + text[end:]) == found[1]
     if not is_whole:
         raise ValueError(
             f"{str(file)!r} is not as it was written, so that it proves nothing; {again}."
@@ -160,15 +182,6 @@ def read_record(folder: Path) -> dict[str, Any]:
     if any(name.is_absolute() or ".." in name.parts for name in names):
         raise ValueError(f"{str(file)!r} names files outside its folder; {again}.")
     return fields
-
-
-def _is_whole(text: str) -> bool:
-    """Whether a record is as it was written: it holds the SHA-256 of itself with zeros for it."""
-    found = re.search(rf'"{SELF}": "([0-9a-f]{{64}})"', text)
-    if found is None:
-        return False
-    start, end = found.span(1)
-    return _text_sha256(text[:start] + _NO_SHA256 + text[end:]) == found[1]
 
 
 def _text_sha256(text: str) -> str:

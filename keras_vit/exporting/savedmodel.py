@@ -115,8 +115,16 @@ class _Signatures:
         }
 
     def serving_default(self, image_bytes: Any) -> dict[str, Any]:
-        """Answers files, with the status of each."""
-        images, status = decode_images(image_bytes, **self._decoding)
+        """Answers JPEG and PNG files of any size, with the status of each.
+
+        The status is "OK", or a sentence that says why the file could not be decoded.
+        """
+        images, is_decoded = _decode_rows(image_bytes, **self._decoding)
+        status = tf.cond(
+            tf.reduce_all(is_decoded),
+            lambda: tf.fill(tf.shape(is_decoded), OK),
+            lambda: tf.where(is_decoded, OK, _explain(image_bytes)),
+        )
         return self._best(images, tf.equal(status, OK)) | {"status": status}
 
     def classify(self, inputs: Any) -> dict[str, Any]:
@@ -172,21 +180,6 @@ class _Signatures:
         }
 
 
-def decode_images(contents: Any, *, size: tuple[int, int], antialias: bool) -> tuple[Any, Any]:
-    """Decodes JPEG and PNG files (B,) of any size as evaluation does.
-
-    Returns:
-        The pixels (B, height, width, 3), float32 in 0..255, and a status (B,): "OK", or a sentence
-        that says why the file could not be decoded; its pixels are zeros.
-    """
-    images, is_decoded = _decode_rows(contents, size=size, antialias=antialias)
-    return images, tf.cond(
-        tf.reduce_all(is_decoded),
-        lambda: tf.fill(tf.shape(is_decoded), OK),
-        lambda: tf.where(is_decoded, OK, _explain(contents)),
-    )
-
-
 def _decode_rows(
     rows: Any,
     *,
@@ -194,7 +187,11 @@ def _decode_rows(
     antialias: bool,
     read: Callable[[Any], Any] = lambda row: row,
 ) -> tuple[Any, Any]:
-    """Decodes the file that `read` finds in each row; returns pixels and whether there are any."""
+    """Decodes the file that `read` finds in each row, as evaluation does.
+
+    Returns the pixels (B, height, width, 3), float32 in 0..255, and whether there are any (B,);
+    otherwise they are zeros.
+    """
 
     def decode(row: Any) -> Any:
         image = image_files.decode_image(read(row), others=False)
@@ -232,11 +229,9 @@ def _explain(contents: Any) -> Any:
 
 
 def _map_rows(function: Callable[[Any], Any], rows: Any, *, spec: tf.TensorSpec) -> tuple[Any, Any]:
-    """Maps each row alone. No operation of TensorFlow decodes without errors, but a dataset can
-    pass over them.
+    """Maps each row alone; returns the results, zeros where it failed, and whether it did not.
 
-    Returns:
-        The results, zeros where the function failed, and whether it did not.
+    No operation of TensorFlow decodes without errors, but a dataset can pass over them.
     """
     count = tf.size(rows, tf.int64)
     places = tf.range(count)
@@ -261,6 +256,10 @@ def _map_rows(function: Callable[[Any], Any], rows: Any, *, spec: tf.TensorSpec)
 def write_server_files(directory: Path, exportable: Exportable, labels: tuple[str, ...]) -> None:
     """Writes the server's settings, the labels, `serve.sh` and a README beside the versions."""
     height, width, _ = exportable.image_shape
+    mean, std = (
+        f"{values[0]:g}" if len(set(values)) == 1 else f"({', '.join(f'{v:g}' for v in values)})"
+        for values in (exportable.input_config.image_mean, exportable.input_config.image_std)
+    )
     values = {
         "name": directory.name,
         "sizes": ", ".join(map(str, BATCH_SIZES)),
@@ -268,7 +267,7 @@ def write_server_files(directory: Path, exportable: Exportable, labels: tuple[st
         "request": REQUEST_LIMIT,
         "height": height,
         "width": width,
-        "values": pixel_values(exportable),
+        "values": "in [-1, 1]" if mean == std == "0.5" else f"(0..255 / 255 - {mean}) / {std}",
     }
     folder = importlib.resources.files("keras_vit.exporting") / "templates"
     for name in _TEMPLATES:
@@ -279,16 +278,6 @@ def write_server_files(directory: Path, exportable: Exportable, labels: tuple[st
     if labels:
         with atomic.whole_file(directory / "labels.txt") as file:
             write_labels(file, labels)
-
-
-def pixel_values(exportable: Exportable) -> str:
-    """Describes the input range of the signature `pixels`."""
-    mean, std = (
-        f"{values[0]:g}" if len(set(values)) == 1 else f"({', '.join(f'{v:g}' for v in values)})"
-        for values in (exportable.input_config.image_mean, exportable.input_config.image_std)
-    )
-    is_original = mean == std == "0.5"
-    return "in [-1, 1]" if is_original else f"(0..255 / 255 - {mean}) / {std}"
 
 
 def write_labels(file: Path, labels: Iterable[str]) -> None:

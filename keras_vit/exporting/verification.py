@@ -13,8 +13,8 @@ import numpy as np
 
 from keras_vit.exporting import samples, savedmodel
 from keras_vit.exporting.clean import agreement, checker
-from keras_vit.exporting.clean.agreement import Case, Check, Gate
-from keras_vit.exporting.clean.checker import Report, Request
+from keras_vit.exporting.clean.agreement import Case, Check, Gate, Request
+from keras_vit.exporting.clean.checker import Report
 from keras_vit.exporting.formats import Format
 from keras_vit.exporting.rebuild import Exportable
 from keras_vit.exporting.samples import Batch, GateImages

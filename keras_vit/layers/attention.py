@@ -10,8 +10,16 @@ import numpy as np
 
 from keras_vit import backend
 from keras_vit.layers.dense import CompositeLayer, LayerNormalization, TokenDense, add_dropped
-from keras_vit.layers.patches import POSITION_STDDEV, bias_index, bias_rows, float64_operations
-from keras_vit.layers.random import RandomLayer, dropout, initializer, split_seed
+from keras_vit.layers.positions import (
+    bias_index,
+    bias_rows,
+    check_grid,
+    position_initializer,
+    rotary_angles,
+    rotate,
+    turns_of,
+)
+from keras_vit.layers.random import RandomLayer, dropout, split_seed
 
 Records = dict[keras.layers.Layer, list[Any]]
 Change = Callable[[keras.layers.Layer, Any], Any]
@@ -139,9 +147,17 @@ class MultiHeadSelfAttention(CompositeLayer, RandomLayer):
             for norm in (self.query_norm, self.key_norm):
                 norm.build((None, self.num_heads, None, hidden_dim // self.num_heads))
         if self.relative_grid is not None:
-            self._build_bias(input_shape[1], self.relative_grid)
+            prefix = check_grid(self.relative_grid, input_shape[1])
+            self._bias_index = bias_index(self.relative_grid, prefix)
+            self.relative_bias = self.add_weight(
+                name="relative_bias",
+                shape=(1, bias_rows(self.relative_grid, prefix), self.num_heads),
+                initializer=position_initializer(),
+            )
         if self.rotary is not None:
-            self._build_rotation(input_shape[1], hidden_dim // self.num_heads, self.rotary)
+            prefix = check_grid(self.rotary["grid"], input_shape[1])
+            angles = rotary_angles(size=hidden_dim // self.num_heads, **self.rotary)
+            self._turns = tuple(turn.astype(np.float32) for turn in turns_of(angles, prefix, np))
         self.change_dense()
 
     def call(
@@ -161,12 +177,16 @@ class MultiHeadSelfAttention(CompositeLayer, RandomLayer):
         turns = self._turns if turns is None else keras.ops.unstack(turns)  # (N, K) each
         seeds = split_seed(self.seed_of_call(seed, training), 2)
         qkv = self._placed(self.qkv(inputs), turns)  # (B, N, 3D)
-        bias = None if self.relative_grid is None else self._bias(qkv.dtype)  # (H, N, N)
+        bias = None
+        if self.relative_grid is not None:
+            bias = keras.ops.take(self.relative_bias[0], self._bias_index, axis=0)  # (N, N, H)
+            bias = keras.ops.cast(keras.ops.transpose(bias, (2, 0, 1)), qkv.dtype)  # (H, N, N)
         is_dropping = seeds[0] is not None and self.attention_dropout_rate
         if not (is_dropping or is_recorded(self, qkv)):
             x = backend.self_attention(qkv, self.num_heads, bias=bias)  # (B, N, D)
         else:
-            query, key, value = self._heads(qkv)  # (B, H, N, K)
+            thirds = keras.ops.split(qkv, 3, axis=-1)
+            query, key, value = (split_heads(x, self.num_heads) for x in thirds)  # (B, H, N, K)
             weights = record(self, attention_weights(query, key, bias=bias))  # (B, H, N, N)
             weights = dropout(weights, self.attention_dropout_rate, seed=seeds[0])
             x = merge_heads(keras.ops.matmul(weights, value))  # (B, N, D)
@@ -176,10 +196,6 @@ class MultiHeadSelfAttention(CompositeLayer, RandomLayer):
 
     def compute_output_shape(self, input_shape: tuple[Any, ...]) -> tuple[Any, ...]:
         return input_shape
-
-    def _heads(self, qkv: Any) -> list[Any]:
-        """Returns the heads (B, H, N, K) of queries, keys and values (B, N, 3D)."""
-        return [split_heads(x, self.num_heads) for x in keras.ops.split(qkv, 3, axis=-1)]
 
     def _placed(self, qkv: Any, turns: Any) -> Any:
         """Normalises and turns the queries and keys in (B, N, 3D); the values stay.
@@ -200,155 +216,6 @@ class MultiHeadSelfAttention(CompositeLayer, RandomLayer):
             both = rotate(both, cosines, sines)
         both = keras.ops.reshape(both, (-1, tokens, width // 3 * 2))
         return keras.ops.concatenate([both, value], axis=-1)
-
-    def _build_rotation(self, tokens: int, size: int, rotary: Mapping[str, Any]) -> None:
-        prefix = check_grid(rotary["grid"], tokens)
-        angles = rotary_angles(size=size, **rotary)  # (patches, K / 2)
-        self._turns = tuple(turn.astype(np.float32) for turn in _turns(angles, prefix, np))
-
-    def _build_bias(self, tokens: int, grid: tuple[int, int]) -> None:
-        prefix = check_grid(grid, tokens)
-        self._bias_index = bias_index(grid, prefix)
-        self.relative_bias = self.add_weight(
-            name="relative_bias",
-            shape=(1, bias_rows(grid, prefix), self.num_heads),
-            initializer=initializer(keras.initializers.RandomNormal(stddev=POSITION_STDDEV)),
-        )
-
-    def _bias(self, dtype: Any) -> Any:
-        bias = keras.ops.take(self.relative_bias[0], self._bias_index, axis=0)  # (N, N, H)
-        return keras.ops.cast(keras.ops.transpose(bias, (2, 0, 1)), dtype)
-
-
-def rotary_angles(
-    *,
-    grid: tuple[Any, Any],
-    size: int,
-    period: float,
-    reference_grid: tuple[int, int] | None = None,
-    offset: float = 0.0,
-) -> Any:
-    """Returns the angles of rotary positions in radians, (patches, size / 2), in float64.
-
-    The first half turns by the row, the second by the column, each at frequencies that fall
-    geometrically from 1 to almost 1 / period (arXiv 2104.09864, in two dimensions).
-
-    Example:
-        >>> rotary_angles(grid=(1, 2), size=4, period=100.0, reference_grid=(1, 2)).tolist()
-        [[0.0, 0.0], [0.0, 1.0]]
-
-    Args:
-        grid: (height, width) in patches, whole numbers, or scalar tensors on TensorFlow: then the
-            angles are a tensor.
-        size: width K of a head, a multiple of 4.
-        period: the longest period, in units of the shortest.
-        reference_grid: (rows, columns) that places are counted in: a grid of any size has so many.
-            None for places from -1 to 1, times 2 pi (facebookresearch/dinov3).
-        offset: place of the first row and column of the `reference_grid`.
-    """
-    ops = float64_operations(grid)
-    frequencies = float(period) ** (-np.arange(size // 4) / (size // 4))
-    sides = [ops.arange(n, dtype="float64") for n in grid]
-    if reference_grid is None:
-        sides = [
-            2 * np.pi * (ops.divide(2 * (side + 0.5), n) - 1)
-            for side, n in zip(sides, grid, strict=True)
-        ]
-    else:
-        sides = [
-            ops.divide(side + offset, n) * of
-            for side, n, of in zip(sides, grid, reference_grid, strict=True)
-        ]
-    places = ops.meshgrid(*sides, indexing="ij")
-    return ops.concatenate([ops.reshape(p, (-1, 1)) * frequencies for p in places], axis=1)
-
-
-@keras.saving.register_keras_serializable(package="keras_vit")
-class RotaryTurns(keras.layers.Layer):
-    """Computes by what rotary positions turn queries and keys, for patches of any grid.
-
-    Example:
-        >>> RotaryTurns(4, period=100.0)(keras.ops.ones((1, 3, 2, 48))).shape
-        TensorShape([2, 7, 4])
-
-    Args:
-        size: width K of a head, a multiple of 4.
-        period: see `rotary_angles`.
-        reference_grid: see there.
-        offset: see there.
-        num_prefix_tokens: tokens before the patches', which are not turned.
-
-    Input shape: (B, h, w, ...). Output shape: (2, N, K), cosines and sines for `rotate`.
-    """
-
-    def __init__(
-        self,
-        size: int,
-        *,
-        period: float,
-        reference_grid: tuple[int, int] | None = None,
-        offset: float = 0.0,
-        num_prefix_tokens: int = 1,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(**{"autocast": False, **kwargs})
-        self.size = size
-        self.num_prefix_tokens = num_prefix_tokens
-        self.places: dict[str, Any] = {
-            "period": period,
-            "reference_grid": reference_grid,
-            "offset": offset,
-        }
-
-    def call(self, inputs: Any) -> Any:
-        grid = keras.ops.shape(inputs)[1:3]
-        angles = rotary_angles(grid=grid, size=self.size, **self.places)
-        ops = np if isinstance(angles, np.ndarray) else keras.ops
-        turns = _turns(angles, self.num_prefix_tokens, ops)
-        return keras.ops.cast(keras.ops.stack(turns), self.compute_dtype)
-
-    def compute_output_shape(self, input_shape: tuple[Any, ...]) -> tuple[Any, ...]:
-        _, rows, columns = input_shape[:3]
-        if None in (rows, columns):
-            return (2, None, self.size)
-        return (2, self.num_prefix_tokens + rows * columns, self.size)
-
-
-def _turns(angles: Any, prefix: int, ops: Any) -> tuple[Any, Any]:
-    """Returns cosines and sines (N, K) for `rotate`, of angles (patches, K / 2).
-
-    Args:
-        angles: in radians.
-        prefix: tokens before the patches', which are not turned.
-        ops: `numpy` for an array, `keras.ops` for a tensor.
-    """
-    angles = ops.concatenate([np.zeros((prefix, angles.shape[1])), angles])  # (N, K / 2)
-    cosines, sines = ops.cos(angles), ops.sin(angles)
-    return ops.concatenate([cosines, cosines], axis=1), ops.concatenate([-sines, sines], axis=1)
-
-
-def rotate(x: Any, cosines: Any, sines: Any) -> Any:
-    """Turns each pair (i, i + K / 2) of x (..., K) by its angle.
-
-    Args:
-        x: (..., K).
-        cosines: of the angles, twice, with a shape that broadcasts to that of x.
-        sines: likewise, the first half negative.
-    """
-    first, second = keras.ops.split(x, 2, axis=-1)
-    swapped = keras.ops.concatenate([second, first], axis=-1)
-    return x * keras.ops.cast(cosines, x.dtype) + swapped * keras.ops.cast(sines, x.dtype)
-
-
-def check_grid(grid: tuple[int, int], tokens: int) -> int:
-    """Returns how many tokens stand before those of a grid of patches; a ValueError if none can."""
-    prefix = tokens - grid[0] * grid[1]
-    if prefix < 0:
-        raise ValueError(
-            f"A grid of {grid[0]}x{grid[1]} patches has {grid[0] * grid[1]} tokens or more. "
-            f"Received: {tokens} tokens."
-        )
-    return prefix
 
 
 def check_heads(hidden_dim: int, num_heads: int) -> None:

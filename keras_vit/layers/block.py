@@ -199,7 +199,8 @@ class TransformerBlock(CompositeLayer):
 
         Where each image has its own, they are (2, B, N, K).
         """
-        backend.warn_of_keras_step(training)
+        if training:
+            backend.warn_of_keras_step()
         # Drawn here, so that a recomputed block drops the same units.
         seeds = self.next_seeds(training)
         if not (self.remat and training):

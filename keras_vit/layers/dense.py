@@ -12,6 +12,15 @@ from keras_vit.layers.random import RandomLayer, dropout, initializer, split_see
 # The key of `dense_changes` in configs.
 CHANGES = "dense"
 
+# google-research/vision_transformer, vit_jax/models_vit.py, MlpBlock.
+BIAS_STDDEV = 1e-6
+
+# Keras' other modes, "gptq" and "awq", are calibrated on text.
+MODES = ("int8", "int4", "float8")
+
+# What LoRA adds, in the order of files.
+_THIN = ("lora_kernel_a", "lora_kernel_b")
+
 
 class CompositeLayer(keras.layers.Layer):
     """A layer made of others, whose config says what has become of the dense ones among them.
@@ -117,16 +126,6 @@ class LayerNormalization(keras.layers.Layer):
         return input_shape
 
 
-# google-research/vision_transformer, vit_jax/models_vit.py, MlpBlock.
-BIAS_STDDEV = 1e-6
-
-# Keras' other modes, "gptq" and "awq", are calibrated on text.
-MODES = ("int8", "int4", "float8")
-
-# What LoRA adds, in the order of files.
-_THIN = ("lora_kernel_a", "lora_kernel_b")
-
-
 @keras.saving.register_keras_serializable(package="keras_vit")
 class TokenDense(keras.layers.Dense):
     """A dense layer with bias on the last axis, which one kernel computes where it can.
@@ -188,9 +187,14 @@ class TokenDense(keras.layers.Dense):
 
         With `scale` (M,), for a layer without activation and LoRA, the kernel is multiplied by it.
         """
-        if self.lora_enabled:
-            return _add(residual, self._dense_with_lora(inputs))  # (B, N, M)
         kernel, bias = private.stored_kernel(self), self.bias
+        if self.lora_enabled:
+            *outer, width = keras.ops.shape(inputs)
+            rows = keras.ops.reshape(inputs, (-1, width))  # (B*N, D): one product, not one an image
+            rows = keras.ops.matmul(keras.ops.matmul(rows, self.lora_kernel_a), self.lora_kernel_b)
+            change = keras.ops.reshape(rows, (-1, *outer[1:], self.units))  # (B, N, M)
+            x = backend.dense(inputs, kernel, bias) + self.lora_alpha / self.lora_rank * change
+            return _add(residual, self.activation(x))
         if scale is not None:
             kernel, bias = keras.ops.multiply(kernel, scale), keras.ops.multiply(bias, scale)
         return backend.dense(  # (B, N, M)
@@ -300,14 +304,6 @@ class TokenDense(keras.layers.Dense):
             for name in names
         )
         return [variable for variable in variables if variable is not None]
-
-    def _dense_with_lora(self, inputs: Any) -> Any:
-        *outer, width = keras.ops.shape(inputs)
-        rows = keras.ops.reshape(inputs, (-1, width))  # (B*N, D): one product, not one an image
-        change = keras.ops.matmul(keras.ops.matmul(rows, self.lora_kernel_a), self.lora_kernel_b)
-        change = keras.ops.reshape(change, (-1, *outer[1:], self.units))
-        x = backend.dense(inputs, private.stored_kernel(self), self.bias)
-        return self.activation(x + self.lora_alpha / self.lora_rank * change)
 
 
 @keras.saving.register_keras_serializable(package="keras_vit")

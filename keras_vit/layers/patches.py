@@ -1,270 +1,13 @@
-"""From images to tokens: cutting patches, encoding them, and telling them their place."""
+"""From images to tokens: cutting patches, and encoding them."""
 
 from typing import Any
 
 import keras
-import numpy as np
 
 from keras_vit import backend
-from keras_vit.config import WIDTH_MULTIPLES
 from keras_vit.layers.dense import CompositeLayer, TokenDense
-from keras_vit.layers.random import RandomLayer, dropout, initializer
-
-# From BERT, as the original says (vit_jax/models_vit.py, Encoder).
-POSITION_STDDEV = 0.02
-
-# google-research/big_vision, models/vit.py, posemb_sincos_2d.
-TEMPERATURE = 10_000
-TABLES = ("learned", "learned_2d", "sincos_2d")
-
-# Rows of a bias that stand before the offsets': from a token without place to one with a place,
-# back, and between two without (microsoft/unilm, beit/modeling_finetune.py, RelativePositionBias).
-BIAS_PREFIX = 3
-
-
-class PositionedLayer(keras.layers.Layer):
-    """A layer that may have a table of position embeddings of its own."""
-
-    def build_positions(
-        self,
-        kind: str | None,
-        *,
-        grid: tuple[int, int],
-        hidden_dim: int,
-        num_prefix_tokens: int,
-        num_registers: int,
-        any_size: bool = False,
-    ) -> None:
-        """Adds the variables of the table.
-
-        Args:
-            kind: one of `TABLES`, or None for no table.
-            grid: (height, width) in patches.
-            hidden_dim: width D of a token.
-            num_prefix_tokens: tokens before the patches'.
-            num_registers: how many of them, the last ones, are registers, which have no place.
-            any_size: whether the table is resampled to the grids of the images, in float32.
-
-        Raises:
-            ValueError: the width cannot be cut into the parts that the table is made of.
-        """
-        multiple = WIDTH_MULTIPLES.get(str(kind), 1)
-        if hidden_dim % multiple:
-            raise ValueError(
-                f"Positions {kind!r} need tokens whose width is a multiple of {multiple}. "
-                f"Received: {hidden_dim}."
-            )
-        self._kind, self._grid, self._width = kind, grid, hidden_dim
-        self._registers, self._any_size = num_registers, any_size
-        self._placed_count = count = num_prefix_tokens - num_registers
-        rows, columns = grid
-        if kind == "learned":
-            self.position_embedding = self._table("position_embedding", count + rows * columns)
-        if kind == "learned_2d":
-            # The tokens before the patches have places of their own, as with "learned": the two
-            # differ only in the patches.
-            if count:
-                self.position_prefix = self._table("position_prefix", count)
-            self.position_x = self._table("position_x", columns, hidden_dim // 2)
-            self.position_y = self._table("position_y", rows, hidden_dim // 2)
-        if kind == "sincos_2d":
-            self._sines = sincos_table(grid, hidden_dim)
-
-    def position_table(self, grid: tuple[Any, Any] | None = None) -> Any:
-        """Returns the table (1, N, D); its rows of registers are zeros.
-
-        Args:
-            grid: (height, width) in patches, whole numbers or scalar tensors, that the table is
-                resampled to; None for its own.
-
-        Raises:
-            ValueError: the layer has no table.
-        """
-        if self._kind is None:
-            raise ValueError(f"The layer {self.name!r} has no position embeddings.")
-        if self._kind == "learned" and not self._registers and grid is None:
-            return self.position_embedding
-        first, patches = self._parts(grid or self._grid)
-        dtype = keras.backend.standardize_dtype(patches.dtype)
-        zeros = keras.ops.zeros((1, self._registers, self._width), dtype)
-        return keras.ops.concatenate([keras.ops.cast(first, dtype), zeros, patches], axis=1)
-
-    def _parts(self, grid: tuple[Any, Any]) -> tuple[Any, Any]:
-        """Returns the rows of the tokens before the patches, but registers, and the patches'."""
-        (rows, columns), width = grid, self._width
-        nothing = np.zeros((1, self._placed_count, width), np.float32)
-        if self._kind == "learned":
-            table = keras.ops.convert_to_tensor(self.position_embedding)
-            patches = table[:, self._placed_count :]
-            if grid is not self._grid:
-                patches = keras.ops.reshape(patches, (1, *self._grid, width))
-                patches = resample_axis(resample_axis(patches, 1, rows), 2, columns)
-                patches = keras.ops.reshape(patches, (1, -1, width))
-            return table[:, : self._placed_count], patches
-        if self._kind == "sincos_2d":
-            table = self._sines if grid is self._grid else sincos_table(grid, width)
-            return nothing, keras.ops.convert_to_tensor(table)
-        x, y = map(keras.ops.convert_to_tensor, (self.position_x, self.position_y))
-        x = keras.ops.expand_dims(resample_axis(x, 1, columns), 1)
-        y = keras.ops.expand_dims(resample_axis(y, 1, rows), 2)
-        halves = [keras.ops.broadcast_to(each, (1, rows, columns, width // 2)) for each in (x, y)]
-        patches = keras.ops.reshape(keras.ops.concatenate(halves, -1), (1, rows * columns, width))
-        return self.position_prefix if self._placed_count else nothing, patches
-
-    def _table(self, name: str, rows: int, width: int | None = None) -> Any:
-        return self.add_weight(
-            name=name,
-            shape=(1, rows, width or self._width),
-            initializer=initializer(keras.initializers.RandomNormal(stddev=POSITION_STDDEV)),
-            autocast=not self._any_size,
-        )
-
-
-@keras.saving.register_keras_serializable(package="keras_vit")
-class PositionEmbedding(PositionedLayer):
-    """Adds position embeddings to tokens; between blocks, `PatchEncoder` adds those of the input.
-
-    Called with patches too (B, h, w, ...), it takes any number of them, and resamples its table to
-    their grid.
-
-    Example:
-        >>> PositionEmbedding("learned_2d", grid=(2, 3))(keras.ops.zeros((1, 7, 8))).shape
-        TensorShape([1, 7, 8])
-
-    Args:
-        kind: "learned" for each token, "learned_2d" for each row and each column in halves of the
-            width, or "sincos_2d", fixed: sines and cosines of column and row, zeros before them.
-        grid: (height, width) in patches.
-        num_prefix_tokens: tokens before the patches'.
-        num_registers: how many of them, the last ones, are registers, which have no place.
-
-    Input shape: (B, N, D). Output shape: the same.
-
-    Raises:
-        ValueError: there is no such kind, or the number of tokens is another.
-    """
-
-    def __init__(
-        self,
-        kind: str | None,
-        *,
-        grid: tuple[int, int],
-        num_prefix_tokens: int = 1,
-        num_registers: int = 0,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(**kwargs)
-        check_kind(kind)
-        self.kind = kind
-        self.grid = tuple(grid)
-        self.num_prefix_tokens = num_prefix_tokens
-        self.num_registers = num_registers
-
-    def build(self, input_shape: tuple[Any, ...]) -> None:
-        (rows, columns), prefix = self.grid, self.num_prefix_tokens
-        if input_shape[1] not in (None, prefix + rows * columns):
-            raise ValueError(
-                f"A grid of {rows}x{columns} patches after {prefix} other tokens makes "
-                f"{prefix + rows * columns}. Received: {input_shape[1]} tokens."
-            )
-        self.build_positions(
-            self.kind,
-            grid=(rows, columns),
-            hidden_dim=input_shape[-1],
-            num_prefix_tokens=prefix,
-            num_registers=self.num_registers,
-            any_size=input_shape[1] is None,
-        )
-
-    def call(self, inputs: Any, patches: Any = None) -> Any:
-        grid = None if patches is None else keras.ops.shape(patches)[1:3]
-        return inputs + keras.ops.cast(self.position_table(grid), inputs.dtype)
-
-    def compute_output_shape(self, input_shape: tuple[Any, ...]) -> tuple[Any, ...]:
-        return input_shape
-
-
-def check_kind(kind: str | None) -> None:
-    """Raises a ValueError unless `kind` is one of `TABLES`."""
-    if kind not in TABLES:
-        raise ValueError(f"Position tables are {', '.join(TABLES)}. Received: {kind!r}.")
-
-
-def resample_axis(table: Any, axis: int, size: Any) -> Any:
-    """Resamples an axis linearly, corners to corners, as "original" of `resample_positions`.
-
-    Places are fractions of whole numbers: float32 is exact enough for a table of any size.
-
-    Args:
-        table: of any dtype; the result is in float32 unless nothing changes.
-        axis: of the table; the size that it has is known.
-        size: wanted, a whole number or a scalar tensor.
-    """
-    old = table.shape[axis]
-    if isinstance(size, int) and size == old:
-        return table
-    table = keras.ops.cast(table, "float32")
-    steps = keras.ops.maximum(keras.ops.convert_to_tensor(size, "int32") - 1, 1)
-    places = keras.ops.arange(size, dtype="int32") * (old - 1)  # in units of 1 / steps
-    lower, rest = places // steps, places % steps
-    fraction = keras.ops.cast(rest, "float32") / keras.ops.cast(steps, "float32")
-    shape = tuple(-1 if each == axis else 1 for each in range(len(table.shape)))
-    fraction = keras.ops.reshape(fraction, shape)
-    low = keras.ops.take(table, lower, axis=axis)
-    high = keras.ops.take(table, keras.ops.minimum(lower + 1, old - 1), axis=axis)
-    return low * (1 - fraction) + high * fraction
-
-
-def sincos_table(grid: tuple[Any, Any], width: int) -> Any:
-    """Returns the fixed table of a grid, (1, patches, width), as big_vision's models have it.
-
-    Quarters of the width are sin(x), cos(x), sin(y), cos(y), each at frequencies that fall
-    geometrically from 1 to 1 / 10000.
-
-    Args:
-        grid: (height, width) in patches, whole numbers, or scalar tensors on TensorFlow.
-        width: of a token.
-
-    Returns:
-        float32, an array for whole numbers, otherwise a tensor.
-    """
-    ops = float64_operations(grid)
-    quarter = width // 4
-    falling = TEMPERATURE ** (-np.arange(quarter) / max(quarter - 1, 1))
-    places = ops.meshgrid(*(ops.arange(side, dtype="float64") for side in grid), indexing="ij")
-    y, x = (ops.reshape(place, (-1, 1)) * falling for place in places)
-    table = ops.concatenate([ops.sin(x), ops.cos(x), ops.sin(y), ops.cos(y)], axis=1)[None]
-    return table.astype(np.float32) if ops is np else ops.cast(table, "float32")
-
-
-def float64_operations(grid: tuple[Any, Any]) -> Any:
-    """Returns what computes in float64: NumPy where the grid is known, otherwise `keras.ops`."""
-    return np if all(isinstance(side, int) for side in grid) else keras.ops
-
-
-def bias_rows(grid: tuple[int, int], num_prefix_tokens: int) -> int:
-    """Returns how many values a relative bias has for each head."""
-    return bool(num_prefix_tokens) * BIAS_PREFIX + (2 * grid[0] - 1) * (2 * grid[1] - 1)
-
-
-def bias_index(grid: tuple[int, int], num_prefix_tokens: int) -> np.ndarray:
-    """Returns which row of a relative bias stands between two tokens, (N, N), asking first.
-
-    A row for each offset (rows, columns) from the asking patch to the asked one, the most negative
-    first; before them the `BIAS_PREFIX`, if there are tokens before the patches.
-    """
-    places = np.indices(grid).reshape(2, -1)  # (2, patches)
-    rows, columns = places[:, None, :] - places[:, :, None] + np.array(grid)[:, None, None] - 1
-    between = rows * (2 * grid[1] - 1) + columns
-    if not num_prefix_tokens:
-        return np.asarray(between)
-    count = num_prefix_tokens + len(between)
-    index = np.empty((count, count), np.int64)
-    index[:num_prefix_tokens], index[:, :num_prefix_tokens] = 0, 1
-    index[:num_prefix_tokens, :num_prefix_tokens] = 2
-    index[num_prefix_tokens:, num_prefix_tokens:] = between + BIAS_PREFIX
-    return index
-
+from keras_vit.layers.positions import PositionedLayer, check_kind, position_initializer
+from keras_vit.layers.random import RandomLayer, dropout
 
 # Learned tokens that may stand before the patches, in their order.
 PREFIX = ("class_token", "distillation_token", "registers")
@@ -384,7 +127,14 @@ class PatchEncoder(CompositeLayer, RandomLayer, PositionedLayer):
         self.projection.build(input_shape)
         for name, count in self.prefix:
             if count:
-                self._build_prefix(name, count)
+                # Equal registers would stay equal; the original's class token starts at zero.
+                random = position_initializer()
+                weight = self.add_weight(
+                    name=name,
+                    shape=(1, count, self.hidden_dim),
+                    initializer="zeros" if name == "class_token" else random,
+                )
+                setattr(self, name, weight)
         self.build_positions(
             self.position_kind,
             grid=self.position_grid or self.grid,
@@ -438,14 +188,3 @@ class PatchEncoder(CompositeLayer, RandomLayer, PositionedLayer):
         if None in (rows, columns):
             return (batch, None, self.hidden_dim)
         return (batch, sum(count for _, count in self.prefix) + rows * columns, self.hidden_dim)
-
-    def _build_prefix(self, name: str, count: int) -> None:
-        # Equal registers would stay equal; the original's class token starts at zero.
-        normal: Any = keras.initializers.RandomNormal(stddev=POSITION_STDDEV)
-        shape = (1, count, self.hidden_dim)
-        weight = self.add_weight(
-            name=name,
-            shape=shape,
-            initializer="zeros" if name == "class_token" else initializer(normal),
-        )
-        setattr(self, name, weight)

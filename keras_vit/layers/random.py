@@ -9,6 +9,8 @@ import keras
 
 from keras_vit import backend
 
+# Odd, so that its multiples modulo 2**32 are all different (Knuth's multiplicative hash).
+_STRIDE = 0x9E3779B1
 _overwritten = contextvars.ContextVar("overwritten", default=False)
 
 
@@ -25,10 +27,6 @@ def overwritten_weights() -> Iterator[None]:
 def initializer(usual: Any) -> Any:
     """Returns the usual Keras initializer, or one that does nothing if weights are loaded later."""
     return backend.uninitialized if _overwritten.get() else usual
-
-
-# Odd, so that its multiples modulo 2**32 are all different (Knuth's multiplicative hash).
-_STRIDE = 0x9E3779B1
 
 
 class ReplicaSeedGenerator(keras.random.SeedGenerator):

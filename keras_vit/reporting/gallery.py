@@ -39,18 +39,14 @@ def choose_images(answers: Answers, *, limit: int = _IMAGES) -> list[int]:
     recognised = unsure[answers.right[unsure]]
     chosen = dict.fromkeys(answers.mistakes[:MISTAKES].tolist())
     for order, most in ((answers.mistakes, _OF_PAIR), (recognised, _OF_CLASS)):
-        chosen.update(dict.fromkeys(_in_turns(answers, order, most)))
+        cells: dict[tuple[int, int], list[int]] = {}  # those of the confusion matrix
+        for place in order.tolist():
+            cell = answers.targets[place], answers.predicted[place]
+            cells.setdefault(cell, []).append(place)
+        largest = sorted(cells.values(), key=len, reverse=True)
+        for turn in range(most):  # one image of each, then a second of each, and so on
+            chosen |= dict.fromkeys(places[turn] for places in largest if turn < len(places))
     return list(chosen)[:limit]
-
-
-def _in_turns(answers: Answers, order: np.ndarray, most: int) -> list[int]:
-    """Returns one image of each cell of the confusion matrix, then a second of each, and so on."""
-    by_cell: dict[tuple[int, int], list[int]] = {}
-    for place in order.tolist():
-        cell = by_cell.setdefault((answers.targets[place], answers.predicted[place]), [])
-        cell.append(place)
-    cells = sorted(by_cell.values(), key=len, reverse=True)
-    return [cell[turn] for turn in range(most) for cell in cells if turn < len(cell)]
 
 
 def make_gallery(

@@ -107,7 +107,14 @@ def push(
     api = hub.HfApi()
     try:
         url = str(api.create_repo(repository, private=private or None, exist_ok=True))
-        _check_repository(api.list_repo_files(repository), address)
+        held = api.list_repo_files(repository)
+        # Of these `keras_vit.load` takes the first that there is.
+        others = [name for name in FOLDER_FILES[: FOLDER_FILES.index(MODEL)] if name in held]
+        if others:
+            raise ValueError(
+                f"{address} holds another model ({others[0]}), which would be loaded in place of "
+                "the run; choose another name, or delete it there."
+            )
         message = f"Run of keras-vit {opened.config.get('versions', {}).get('keras_vit', '')}"
         made = api.create_commit(repository, operations, commit_message=message.strip())
     except (hub.errors.HfHubHTTPError, OSError, RuntimeError) as error:
@@ -118,17 +125,6 @@ def push(
             "the network, and push again."
         ) from None
     return Published(address=address, url=url, commit=made.oid, files=tuple(contents))
-
-
-def _check_repository(names: list[str], address: str) -> None:
-    """Raises a ValueError where `keras_vit.load` would find another model than the run's."""
-    first = FOLDER_FILES[: FOLDER_FILES.index(MODEL)]
-    others = [name for name in first if name in names]
-    if others:
-        raise ValueError(
-            f"{address} holds another model ({others[0]}), which would be loaded in place of the "
-            "run; choose another name, or delete it there."
-        )
 
 
 def _contents(
@@ -196,13 +192,16 @@ def model_card(run: Run, metrics: Mapping[str, Any], *, name: str | None = None)
         )
     versions = ", ".join(f"{key} {value}" for key, value in _fields(run, "versions").items())
     state = _fields(run, "result").get("state_sha256")
+    listed = ", ".join(map(_escaped, run.labels[:_MOST_LABELS]))
+    rest = len(run.labels) - _MOST_LABELS
+    more = f" and {rest} more" if rest > 0 else ""
     sections = (
         f"---\n{_header(run, metrics, name=name)}\n---",
         f"# {_escaped(name)}",
         summary,
         _facts(run),
         _results(metrics),
-        _classes(run.labels),
+        f"## Classes\n\n{listed}{more}." if run.labels else "",
         "## How to use it",
         f'```console\npip install "keras-vision-transformer[hub]"\n{use}\n```',
         f'```python\nimport keras_vit\n\nmodel = keras_vit.load("{ADDRESS}")\n```',
@@ -298,12 +297,6 @@ def _splits(metrics: Mapping[str, Any], needed: set[str]) -> list[tuple[str, dic
         for split, values in metrics.items()
         if isinstance(values, dict) and needed <= values.keys()
     ]
-
-
-def _classes(labels: Sequence[str]) -> str:
-    listed = ", ".join(map(_escaped, labels[:_MOST_LABELS]))
-    more = f" and {len(labels) - _MOST_LABELS} more" if len(labels) > _MOST_LABELS else ""
-    return f"## Classes\n\n{listed}{more}." if labels else ""
 
 
 def _terms(run: Run) -> str:

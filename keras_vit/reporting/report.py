@@ -7,14 +7,14 @@ import json
 import math
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 
-from keras_vit import pages, version
+from keras_vit import __version__, pages
 from keras_vit.data import ImageData, image_size_of, naming_damaged
 from keras_vit.evaluation import Answers, Calibration, Evaluation, write_report
 from keras_vit.limits import counted
@@ -82,9 +82,16 @@ def write_report_page(path: str | os.PathLike[str], subject: Subject) -> int:
         OSError: the file cannot be written.
         ValueError: the run's files are damaged, or an image is gone.
     """
-    content = _measured(subject)
+    content, run = _measured(subject), subject.run
     data = content.pop("data", {})
-    data["curves"] = None if subject.run is None else read_curves(subject.run)
+    data["curves"] = None if run is None else read_curves(run)
+    reconstructions = None
+    if run is not None and (run.path / RECONSTRUCTIONS).is_file():
+        from PIL import Image
+
+        with Image.open(run.path / RECONSTRUCTIONS) as picture:
+            pixels = np.asarray(picture.convert("RGB"))
+        reconstructions = pages.thumbnail(pixels, side=1200, quality=85)
     return pages.write_page(
         path,
         "report.html",
@@ -92,13 +99,13 @@ def write_report_page(path: str | os.PathLike[str], subject: Subject) -> int:
         styles=("charts.css", "report.css"),
         scripts=("charts.js", "report.js"),
         data=data,
-        reconstructions=_reconstructions(subject.run),
-        facts=_summary(subject.model, subject.run, subject.data),
-        tables=_tables(subject.model, subject.run),
-        uses=_uses(subject.name, subject.model, subject.run),
+        reconstructions=reconstructions,
+        facts=_summary(subject.model, run, subject.data),
+        tables=_tables(subject.model, run),
+        uses=_uses(subject.name, subject.model, run),
         command=subject.command,
-        trained_by=() if subject.run is None else subject.run.provenance.commands,
-        version=version.__version__,
+        trained_by=() if run is None else run.provenance.commands,
+        version=__version__,
         **content,
     )
 
@@ -160,20 +167,16 @@ def _number(text: str | None) -> float | None:
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
-def _reconstructions(run: Run | None) -> str | None:
-    if run is None or not (run.path / RECONSTRUCTIONS).is_file():
-        return None
-    from PIL import Image
-
-    with Image.open(run.path / RECONSTRUCTIONS) as picture:
-        return pages.thumbnail(np.asarray(picture.convert("RGB")), side=1200, quality=85)
-
-
 def _measured(subject: Subject) -> dict[str, Any]:
     """Returns what the page says of the measured split: the test images, or else the others."""
     name = _DRAWN if _DRAWN in subject.evaluations else next(iter(subject.evaluations), None)
     if name is None or subject.data is None:
-        return {"measured": None, "notes": [], "verdict": _why_not_evaluated(subject.run)}
+        verdict = "No images were measured."
+        if subject.run is not None:
+            loss = subject.run.config.get("result", {}).get("validation_loss")
+            said = "" if loss is None else f" Its validation loss is {loss:.4f}."
+            verdict = f"The model was trained without labels, and has no classifier.{said}"
+        return {"measured": None, "notes": [], "verdict": verdict}
     evaluation, split = subject.evaluations[name], subject.data.split(name)
     answers = evaluation.answers
     if answers is None:
@@ -182,18 +185,25 @@ def _measured(subject: Subject) -> dict[str, Any]:
     with naming_damaged(split):
         images, cells, mistakes = make_gallery(split, answers, source=subject.data.source)
         views, note = attention_views(subject.model, split, answers, labels)
-    bins = answers.calibration
-    scores, pairs = _scores(evaluation, labels), _pairs(evaluation)
-    is_matrix = len(labels) <= _MATRIX
+    confusion, bins = evaluation.confusion, answers.calibration
+    pairs, is_matrix = _pairs(confusion), len(labels) <= _MATRIX
+    scores = [
+        dataclasses.asdict(score) | {"label": label}
+        for score, label in zip(evaluation.class_scores, labels, strict=True)
+        if score.images or score.precision is not None
+    ]
+    scores.sort(key=lambda score: 2 if score["recall"] is None else score["recall"])
+    # Of the matrix, or of the pairs, each cell can be chosen.
+    places = np.argwhere(confusion).tolist() if is_matrix else [pair[:2] for pair in pairs]
     # The shade of each cell of the matrix: 0 empty, 1 to 4 by its share of the row.
-    totals = np.maximum(evaluation.confusion.sum(axis=1, keepdims=True), 1)
-    shades = np.digitize(evaluation.confusion / totals, [1e-12, 0.1, 0.4, 0.8]).tolist()
+    totals = np.maximum(confusion.sum(axis=1, keepdims=True), 1)
+    shades = np.digitize(confusion / totals, [1e-12, 0.1, 0.4, 0.8]).tolist()
     data = {
         "labels": labels,
-        "matrix": evaluation.confusion.tolist() if is_matrix else None,
+        "matrix": confusion.tolist() if is_matrix else None,
         "images": images,
         "cells": cells,
-        "counts": _counts(evaluation, pairs, is_matrix=is_matrix),
+        "counts": {f"{row},{column}": int(confusion[row, column]) for row, column in places},
         "calibration": _bins(bins),
     }
     numbers = {"split": name, "facts": _numbers(subject.evaluations)}
@@ -201,8 +211,8 @@ def _measured(subject: Subject) -> dict[str, Any]:
         "data": data,
         "measured": {**numbers, "calibration_error": f"{bins.error:.2%}"},
         "verdict": (
-            f"{int(np.trace(evaluation.confusion)):,} of {evaluation.images:,} {name} images are "
-            f"recognised: accuracy {evaluation.accuracy:.2%}."
+            f"{int(np.trace(confusion)):,} of {evaluation.images:,} {name} images are recognised: "
+            f"accuracy {evaluation.accuracy:.2%}."
         ),
         "notes": _notes(answers, evaluation),
         "shares": shades if is_matrix else None,
@@ -215,39 +225,18 @@ def _measured(subject: Subject) -> dict[str, Any]:
     }
 
 
-def _scores(evaluation: Evaluation, labels: Sequence[str]) -> list[dict[str, Any]]:
-    """Returns the classes that have images or were named, the lowest recall first."""
-    scores = [
-        dataclasses.asdict(score) | {"label": label}
-        for score, label in zip(evaluation.class_scores, labels, strict=True)
-        if score.images or score.precision is not None
-    ]
-    return sorted(scores, key=lambda score: 2 if score["recall"] is None else score["recall"])
-
-
-def _pairs(evaluation: Evaluation) -> list[tuple[int, int, int, float]]:
+def _pairs(confusion: np.ndarray) -> list[tuple[int, int, int, float]]:
     """Returns (true class, predicted class, images, share of the class) of the worst pairs."""
-    wrong = evaluation.confusion.copy()
+    wrong = confusion.copy()
     np.fill_diagonal(wrong, 0)
     order = np.argsort(-wrong, axis=None, kind="stable")[:_PAIRS]
-    totals = evaluation.confusion.sum(axis=1)
+    totals = confusion.sum(axis=1)
     places = (divmod(int(place), len(wrong)) for place in order)
     return [
         (truth, taken, int(wrong[truth, taken]), float(wrong[truth, taken] / totals[truth]))
         for truth, taken in places
         if wrong[truth, taken]
     ]
-
-
-def _counts(
-    evaluation: Evaluation, pairs: list[tuple[int, int, int, float]], *, is_matrix: bool
-) -> dict[str, int]:
-    """Returns the number of images in each cell that can be chosen."""
-    if is_matrix:
-        places = [(int(row), int(column)) for row, column in np.argwhere(evaluation.confusion)]
-    else:
-        places = [(truth, taken) for truth, taken, *_ in pairs]
-    return {f"{row},{column}": int(evaluation.confusion[row, column]) for row, column in places}
 
 
 def _bins(bins: Calibration) -> list[dict[str, float]]:
@@ -280,7 +269,6 @@ def _numbers(evaluations: Mapping[str, Evaluation]) -> list[tuple[str, str]]:
 
 
 def _notes(answers: Answers, evaluation: Evaluation) -> list[str]:
-    """Returns what a reader should be warned of."""
     notes, is_one = [], len(answers.targets) == 1
     if len(answers.targets) < 100:
         notes.append(
@@ -297,7 +285,6 @@ def _notes(answers: Answers, evaluation: Evaluation) -> list[str]:
 
 
 def _summary(model: keras.Model, run: Run | None, data: ImageData | None) -> Pairs:
-    """Returns the facts at the head of a report: model, images, training."""
     height, width = image_size_of(model)
     pairs = [("Model", _model_name(model))]
     if not _is_exported(model):
@@ -328,7 +315,10 @@ def _training(run: Run) -> Pairs:
         ("Replaced, damaged", result.get("replaced")),
     ):
         if files:
-            pairs.append((word, _files(files, source=data["source"])))
+            folder = f"{data['source']}{os.sep}"
+            shown = ", ".join(short(str(name).removeprefix(folder)) for name in files[:5])
+            more = f" and {len(files) - 5} more" if len(files) > 5 else ""
+            pairs.append((word, f"{len(files)}: {shown}{more}"))
     epochs, best = result.get("epochs"), result.get("best_epoch")
     if epochs:
         pairs.append(
@@ -355,40 +345,32 @@ def _training(run: Run) -> Pairs:
     return pairs
 
 
-def _files(names: Sequence[str], *, source: str) -> str:
-    """Returns the number of files, and the first of them, inside the folder of the images."""
-    inside = (str(name).removeprefix(f"{source}{os.sep}") for name in names[:5])
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return f"{len(names)}: {', '.join(short(name) for name in inside)}{more}"
-
-
-def _why_not_evaluated(run: Run | None) -> str:
-    """Returns the first sentence of the report of a run that has no classifier."""
-    if run is None:
-        return "No images were measured."
-    loss = run.config.get("result", {}).get("validation_loss")
-    said = "" if loss is None else f" Its validation loss is {loss:.4f}."
-    return f"The model was trained without labels, and has no classifier.{said}"
-
-
 def _tables(model: keras.Model, run: Run | None) -> list[tuple[str, Pairs]]:
     """Returns the settings, versions and hashes, each with a heading."""
     config = model.config if isinstance(model, VisionTransformer) else None
     named: list[tuple[str, Mapping[str, Any]]]
     if run is None:
         fields = {} if config is None else config.to_dict()
-        versions = {"keras_vit": version.__version__, "keras": keras.__version__}
+        versions = {"keras_vit": __version__, "keras": keras.__version__}
         named = [("Model", fields), ("Versions", versions)]
     else:
         read = run.config
         names = ("seed", "objective", "trained_parameters")
         others: dict[str, Any] = {name: read[name] for name in names if name in read}
+        hashes = {}
+        for name in (MODEL, SPLITS):
+            if (run.path / name).is_file():
+                with (run.path / name).open("rb") as stream:
+                    digest = hashlib.file_digest(stream, "sha256").hexdigest()
+                hashes[f"SHA-256 of {name}"] = digest
+        if state := read.get("result", {}).get("state_sha256"):
+            hashes["state of the training"] = state
         named = [
             ("Recipe", dict(read.get("recipe", {})) | others),
             ("Model", read.get("model", {})),
             ("Execution", read.get("execution", {})),
             ("Versions", read.get("versions", {})),
-            ("Hashes", _hashes(run)),
+            ("Hashes", hashes),
         ]
     pairs = {name: flat(dict(one)).items() for name, one in named if one}
     return [(name, [(k, _shown(v)) for k, v in each]) for name, each in pairs.items()]
@@ -400,21 +382,10 @@ def _shown(value: Any) -> str:
     return short(text, 200)
 
 
-def _hashes(run: Run) -> dict[str, str]:
-    hashes = {}
-    for name in (MODEL, SPLITS):
-        if (run.path / name).is_file():
-            with (run.path / name).open("rb") as stream:
-                digest = hashlib.file_digest(stream, "sha256").hexdigest()
-            hashes[f"SHA-256 of {name}"] = digest
-    state = run.config.get("result", {}).get("state_sha256")
-    return hashes | ({"state of the training": state} if state else {})
-
-
 def _uses(name: str, model: keras.Model, run: Run | None) -> Pairs:
     """Returns commands to go on with, each with a heading, and how to cite."""
     path = shlex.quote(name)
-    cite = ("Cite", _PAPER.replace("VERSION", version.__version__))
+    cite = ("Cite", _PAPER.replace("VERSION", __version__))
     if isinstance(model, VisionTransformer) and model.config.classes is None:
         source = shlex.quote(run.config["data"]["source"]) if run is not None else "photos"
         train = f"keras-vit train --data {source} --out NEW-RUN --weights {path}"

@@ -14,11 +14,17 @@ from keras_vit.training.models import (
     pretrained_model,
 )
 from keras_vit.training.planning import TrainingPlan, plan
-from keras_vit.training.progress import EpochDone, Event, PlanChanged, StepDone, TrainingDone
+from keras_vit.training.progress import (
+    EpochDone,
+    Event,
+    PlanChanged,
+    StepDone,
+    Trackers,
+    TrainingDone,
+)
 from keras_vit.training.recipe import Recipe
 from keras_vit.training.recipes import RECIPES
 from keras_vit.training.run import Provenance, Run, has_run_files, open_model, read_fields
-from keras_vit.training.trackers import Trackers
 from keras_vit.training.train import (
     TrainingInterrupted,
     check_free,

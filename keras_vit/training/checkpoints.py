@@ -40,7 +40,6 @@ _STATE, _BEST, _PROGRESS = "state-", "best-", "progress"
 _BFLOAT16 = ".bfloat16"  # NumPy's files do not know this dtype
 # These errors of reading say nothing about a file's content.
 _NOT_DAMAGED = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE)
-_whole_file = functools.partial(atomic.whole_file, kept="the checkpoints are kept", again="resume")
 
 
 class DamagedError(ValueError):
@@ -136,27 +135,23 @@ class Checkpoints(abc.ABC):
 
     def remove_after(self, step: int) -> None:
         """Removes the checkpoints of later steps, because the training repeats these steps."""
-        with atomic.explain_errors(self._folder, kept="the checkpoints are kept", again="resume"):
-            for later in self.steps():
-                if later > step:
-                    self._remove(later)
+        self._remove(lambda steps: [later for later in steps if later > step])
 
     def remove_old(self) -> None:
         """Removes all but the last."""
-        with atomic.explain_errors(self._folder, kept="the checkpoints are kept", again="resume"):
-            for old in self.steps()[:-_KEPT]:
-                self._remove(old)
+        self._remove(lambda steps: steps[:-_KEPT])
 
-    def _remove(self, step: int) -> None:
-        """Removes a checkpoint; if killed on the way, a folder is a leftover and no checkpoint."""
-        path = self.path(step)
-        if not path.is_dir():
-            path.unlink(missing_ok=True)
-            return
-        hidden = path.with_name(f".old-{path.name}")
-        with contextlib.suppress(OSError):
-            path.rename(hidden)
-            shutil.rmtree(hidden, ignore_errors=True)
+    def _remove(self, choose: Callable[[list[int]], list[int]]) -> None:
+        """Removes checkpoints; if killed on the way, a folder is a leftover and no checkpoint."""
+        with atomic.explain_errors(self._folder, **run.UNFINISHED):
+            for path in map(self.path, choose(self.steps())):
+                if path.is_dir():
+                    hidden = path.with_name(f".old-{path.name}")
+                    with contextlib.suppress(OSError):
+                        path.rename(hidden)
+                        shutil.rmtree(hidden, ignore_errors=True)
+                else:
+                    path.unlink(missing_ok=True)
 
 
 def steps_in(folder: Path, suffix: str) -> list[int]:
@@ -170,28 +165,26 @@ class NumpyCheckpoints(Checkpoints):
     """Each a file of NumPy's with the whole state; every process writes its own."""
 
     suffix = ".npz"
-
-    def __init__(self, model: keras.Model, folder: Path) -> None:
-        super().__init__(model, folder)
-        self._variables = state_variables(model)
-        self._copies: list[np.ndarray] = []
+    _copies: Sequence[np.ndarray] = ()
 
     def begin(
         self, step: int, *, progress: dict[str, Any], best: list[np.ndarray]
     ) -> Callable[[], None]:
+        values = map(backend.values_of, state_variables(self._model))
         # Into the same memory each time: to touch other memory takes longer than to copy.
         if not self._copies:
-            self._copies = [np.array(backend.values_of(each)) for each in self._variables]
+            self._copies = [np.array(each) for each in values]
         else:
-            for copy, variable in zip(self._copies, self._variables, strict=True):
-                np.copyto(copy, backend.values_of(variable))
+            for copy, each in zip(self._copies, values, strict=True):
+                np.copyto(copy, each)
         return functools.partial(self.write, step, progress, best)
 
     def write(self, step: int, progress: dict[str, Any], best: list[np.ndarray]) -> None:
         """Writes a checkpoint of the copies, then removes the oldest."""
         text = np.frombuffer(json.dumps(progress).encode(), np.uint8)
         members = {_PROGRESS: text, **named(self._copies, _STATE), **named(best, _BEST)}
-        with _whole_file(self.path(step), kept="the older checkpoints are kept") as temporary:
+        kept = "the older checkpoints are kept"
+        with atomic.whole_file(self.path(step), kept=kept, again="resume") as temporary:
             np.savez(temporary, **members)  # type: ignore[arg-type]
         self.remove_old()
 
@@ -272,18 +265,18 @@ class WorkDirectory:
 
     def write_progress(self, history: list[EpochDone], *, best_epoch: int, is_last: bool) -> None:
         """Writes the table, and at most every half minute the curves, which take longer."""
-        with _whole_file(self.path / run.HISTORY) as temporary:
+        with atomic.whole_file(self.path / run.HISTORY, **run.UNFINISHED) as temporary:
             progress.write_history(history, temporary)
         now = time.monotonic()
         if now < self._last_plot + _SECONDS_BETWEEN_CURVES and not is_last:
             return
         self._last_plot = now
-        with _whole_file(self.path / run.CURVES) as temporary:
+        with atomic.whole_file(self.path / run.CURVES, **run.UNFINISHED) as temporary:
             figures.plot_curves(history, best_epoch=best_epoch).savefig(temporary, dpi=120)
 
     def write_model(self, model: keras.Model) -> None:
         """Replaces the run's model of the best epoch, for whoever wants it before the end."""
-        with _whole_file(self.path / run.MODEL) as temporary:
+        with atomic.whole_file(self.path / run.MODEL, **run.UNFINISHED) as temporary:
             model.save(temporary)
             # Of a training that was stopped, and was resumed: it says what another model is.
             (self.path / run.CONFIG).unlink(missing_ok=True)
@@ -294,7 +287,6 @@ class WorkDirectory:
             (self.path / SETTINGS).unlink(missing_ok=True)
 
     def remove(self) -> None:
-        """Removes the folder."""
         self.invalidate()
         shutil.rmtree(self.path, ignore_errors=True)
 

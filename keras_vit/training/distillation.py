@@ -104,14 +104,12 @@ class DistillationModel(backend.ExactTrainer, keras.Model):
     @property
     def config(self) -> ViTConfig:
         """The student's config."""
-        config: ViTConfig = self.student.config
-        return config
+        return self.student.config
 
     @property
     def teacher(self) -> keras.Model:
         """The teacher."""
-        teacher: keras.Model = self._untracked.teacher
-        return teacher
+        return self._untracked.teacher
 
     def call(self, images: Any, training: bool | None = None) -> dict[str, Any]:
         """Returns logits (B, C): "answer" for evaluation, "label" and "teacher" for each loss."""

@@ -1,11 +1,13 @@
-"""Where a training runs, on which devices and workers, and what it does there besides its model."""
+"""Where a training runs: on which devices and workers, and what takes and feeds its steps there."""
 
+import abc
+import contextlib
 import dataclasses
 import functools
 import json
 import os
 from collections.abc import Callable
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import keras
 import numpy as np
@@ -14,12 +16,23 @@ import tensorflow as tf
 from keras_vit.config import ViTConfig
 from keras_vit.data import ImageData, evaluation_batches, mix_batch, train_batches
 from keras_vit.limits import check_fields, is_number
+from keras_vit.training.checkpoints import Checkpoints, NumpyCheckpoints, WorkDirectory
 from keras_vit.training.recipe import Plan, Recipe
 
 StrategyName = Literal["auto", "none", "mirrored", "multi_worker", "tpu"]
 Precision = Literal["float32", "mixed_bfloat16", "mixed_float16"]
 # Makes the batches of one of several processes, for (its index, their number).
 Batches: TypeAlias = Callable[[tuple[int, int]], tf.data.Dataset]
+_EVALUATION_BATCH = 128
+_MIXUP = 100  # gives mixing another random stream than the data pipeline has
+# What the other workers raise when one of them is lost: their collective operations fail.
+_LOST_WORKER_ERRORS = (
+    tf.errors.UnavailableError,
+    tf.errors.InternalError,
+    tf.errors.AbortedError,
+    tf.errors.CancelledError,
+    tf.errors.DeadlineExceededError,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,21 +102,29 @@ class Execution:
                 "Strategies are TensorFlow's. Received: the backend "
                 f"{keras.backend.backend()!r}; name devices by mesh there."
             )
-        name = _available() if self.strategy == "auto" else self.strategy
+        name: str = self.strategy
+        if name == "auto":
+            name = "none"
+            if len(cluster_workers()) > 1:
+                name = "multi_worker"
+            elif os.environ.get("TPU_NAME"):
+                name = "tpu"
+            elif len(tf.config.list_physical_devices("GPU")) > 1:
+                name = "mirrored"
         if name == "none":
             return tf.distribute.get_strategy()
         if name == "mirrored":
             kind = "GPU" if tf.config.list_physical_devices("GPU") else "CPU"
-            return _mirrored(tuple(each.name for each in tf.config.list_logical_devices(kind)))
+            return _shared(name, tuple(each.name for each in tf.config.list_logical_devices(kind)))
         if name == "tpu":
-            return _tpu(os.environ.get("TPU_NAME"))
+            return _shared(name, os.environ.get("TPU_NAME"))
         if len(cluster_workers()) < 2:
             raise ValueError(
                 'strategy="multi_worker" needs TF_CONFIG in the environment of each worker, with '
                 "cluster.worker listing two or more host:port and task.index saying which of them "
                 f"this is. Received: TF_CONFIG={os.environ.get('TF_CONFIG')!r}."
             )
-        return _multi_worker(os.environ["TF_CONFIG"])
+        return _shared(name, os.environ["TF_CONFIG"])
 
     def check_backend(self) -> None:
         """Raises a ValueError for what Keras' backend cannot do."""
@@ -135,38 +156,27 @@ class Execution:
 
 
 @functools.cache
-def _mirrored(devices: tuple[str, ...]) -> tf.distribute.Strategy:
-    # One for all trainings of a process: a second strategy numbers its sums from the start again,
-    # and TensorFlow takes the gradients of two models for one tensor of two shapes.
-    return tf.distribute.MirroredStrategy(devices)
+def _shared(name: str, which: Any) -> tf.distribute.Strategy:
+    """Returns the strategy of these devices, this TPU or this TF_CONFIG.
 
-
-@functools.cache
-def _tpu(name: str | None) -> tf.distribute.Strategy:
-    resolver = tf.distribute.cluster_resolver.TPUClusterResolver(name)
-    tf.config.experimental_connect_to_cluster(resolver)
-    tf.tpu.experimental.initialize_tpu_system(resolver)
-    return tf.distribute.TPUStrategy(resolver)
-
-
-@functools.cache
-def _multi_worker(tf_config: str) -> tf.distribute.Strategy:
+    One for all trainings of a process: a second strategy numbers its sums from the start again, and
+    TensorFlow takes the gradients of two models for one tensor of two shapes.
+    """
+    if name == "mirrored":
+        return tf.distribute.MirroredStrategy(which)
+    if name == "tpu":
+        resolver = tf.distribute.cluster_resolver.TPUClusterResolver(which)
+        tf.config.experimental_connect_to_cluster(resolver)
+        tf.tpu.experimental.initialize_tpu_system(resolver)
+        return tf.distribute.TPUStrategy(resolver)
     try:
         return tf.distribute.MultiWorkerMirroredStrategy()
     except RuntimeError as error:
         raise ValueError(
             "TensorFlow has already computed something, and cannot join other workers after that; "
             'call Execution(strategy="multi_worker").make_strategy() first, before images are '
-            f"loaded. Received: TF_CONFIG={tf_config!r} ({error})."
+            f"loaded. Received: TF_CONFIG={which!r} ({error})."
         ) from error
-
-
-def _available() -> str:
-    if len(cluster_workers()) > 1:
-        return "multi_worker"
-    if os.environ.get("TPU_NAME"):
-        return "tpu"
-    return "mirrored" if len(tf.config.list_physical_devices("GPU")) > 1 else "none"
 
 
 def is_first_worker() -> bool:
@@ -191,8 +201,165 @@ def cluster_workers() -> list[str]:
     return workers
 
 
-_EVALUATION_BATCH = 128
-_MIXUP = 100  # gives mixing another random stream than the data pipeline has
+class Engine(abc.ABC):
+    """What the steps of one training run on.
+
+    Attributes:
+        index: the index of this process; 0 writes the run directory.
+        count: the number of processes that train together; usually one.
+        replicas: the number of devices that share a batch.
+        model: the model that is trained, from `begin` on.
+    """
+
+    index = 0
+    count = 1
+    replicas = 1
+    model: keras.Model
+
+    @abc.abstractmethod
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
+        """Returns the scope in which the model to train is made and compiled."""
+
+    @abc.abstractmethod
+    def gather(self, number: int) -> list[int]:
+        """Returns the number of each process; every process must call this."""
+
+    @abc.abstractmethod
+    def begin(
+        self, model: keras.Model, *, training: Batches, validation: Batches, size: int
+    ) -> None:
+        """Prepares the steps of a compiled model.
+
+        Args:
+            model: made in `scope`.
+            training: makes this process's part of each training batch.
+            validation: makes the batches of this process's validation images.
+            size: images in a whole training batch.
+        """
+
+    @abc.abstractmethod
+    def step(self) -> dict[str, Any]:
+        """Takes one step: returns its logs, numbers of that step alone."""
+
+    @abc.abstractmethod
+    def evaluate(self) -> dict[str, Any]:
+        """Returns the logs over all validation images."""
+
+    @abc.abstractmethod
+    def make_checkpoints(self, model: keras.Model, folder: WorkDirectory) -> Checkpoints:
+        """Returns what copies and restores the state of a compiled model, in its own format."""
+
+    def synchronize(self) -> None:  # noqa: B027 - there may be nothing to do
+        """Gives the variables the values after the last step; until then they may have none."""
+
+    def discard_state(self) -> None:  # noqa: B027 - there may be nothing to do
+        """Gives up the values after the last step, whose memory an error may have taken."""
+
+    def is_out_of_memory(self, error: Exception) -> bool:
+        """Whether the framework raised an error because memory is exhausted."""
+        return isinstance(error, MemoryError)
+
+    def is_loss_of_process(self, error: Exception) -> bool:
+        """Whether the framework raised an error because another process is lost."""
+        return False
+
+    def shut_down(self) -> None:  # noqa: B027 - there may be nothing to do
+        """Lets this process end without the others, of which one is lost."""
+
+
+class TensorFlowEngine(Engine):
+    """The workers of a strategy, each with its own replicas; usually one worker."""
+
+    def __init__(self, strategy: tf.distribute.Strategy) -> None:
+        self._strategy, resolver = strategy, strategy.cluster_resolver
+        if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
+            self.count = max(len(resolver.cluster_spec().as_dict().get("worker", [])), 1)
+            self.index = int(resolver.task_id or 0) if self.count > 1 else 0
+        self.replicas = strategy.num_replicas_in_sync
+        self._sum_function = tf.function(self._sum, autograph=False)
+
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
+        scope: contextlib.AbstractContextManager[Any] = self._strategy.scope()
+        return scope
+
+    def gather(self, number: int) -> list[int]:
+        if self.count == 1:
+            return [number]
+        own = tf.one_hot(self.index, self.count, dtype=tf.int64) * number
+        sums = self._strategy.experimental_local_results(self._sum_function(own))[0]
+        return [int(value) // (self.replicas // self.count) for value in sums.numpy()]
+
+    def begin(
+        self, model: keras.Model, *, training: Batches, validation: Batches, size: int
+    ) -> None:
+        self.model, strategy = model, self._strategy
+        if self.count == 1:
+            dataset = strategy.experimental_distribute_dataset(self.one_pass(training))
+        else:
+            part, local = training((self.index, self.count)), self.replicas // self.count
+            dataset = strategy.distribute_datasets_from_function(
+                lambda _: part.rebatch(size // self.replicas) if local > 1 else part
+            )
+        self._validation = strategy.experimental_distribute_dataset(self.one_pass(validation))
+        # One iterator for all passes: over image files it takes half a second to make. Replicas
+        # would fill the last batch of a pass up with images of the next one.
+        is_plain = isinstance(self._validation, tf.data.Dataset)
+        self._passes = iter(self._validation.repeat()) if is_plain else None
+        self._pass_steps = int(self._validation.cardinality()) if is_plain else 0
+        model.prepare(dataset)
+        model.make_test_function()
+        self._batches = iter(dataset)
+
+    def step(self) -> dict[str, Any]:
+        self.model.reset_metrics()  # so that the logs are those of one step
+        return dict(self.model.train_function(self._batches))
+
+    def evaluate(self) -> dict[str, Any]:
+        # Keras' `evaluate` begins a second pass over the images where the first one ends, and warns
+        # if it does not know where that is.
+        self.model.reset_metrics()
+        if self._passes is not None:
+            for _ in range(self._pass_steps):
+                self.model.test_function(self._passes)
+        else:
+            batches = iter(self._validation)
+            with contextlib.suppress(StopIteration, tf.errors.OutOfRangeError):
+                while True:
+                    self.model.test_function(batches)
+        # What the function returns is the mean over replicas, some of which had no last image.
+        return dict(self.model.get_metrics_result())
+
+    def make_checkpoints(self, model: keras.Model, folder: WorkDirectory) -> NumpyCheckpoints:
+        return NumpyCheckpoints(model, folder.path)
+
+    def is_out_of_memory(self, error: Exception) -> bool:
+        return isinstance(error, MemoryError | tf.errors.ResourceExhaustedError)
+
+    def is_loss_of_process(self, error: Exception) -> bool:
+        return self.count > 1 and isinstance(error, _LOST_WORKER_ERRORS)
+
+    def one_pass(self, make: Batches) -> tf.data.Dataset:
+        """Returns batches to be distributed: each image comes once, on one worker."""
+        # TensorFlow's own dividing among workers is not free: with it an iterator over image files
+        # takes 43 s to make, without it 0.7.
+        is_divided = isinstance(
+            self._strategy,
+            tf.distribute.MirroredStrategy | tf.distribute.MultiWorkerMirroredStrategy,
+        )
+        policies = tf.data.experimental.AutoShardPolicy
+        options = tf.data.Options()
+        options.experimental_distribute.auto_shard_policy = (
+            policies.OFF if is_divided else policies.DATA
+        )
+        return make((self.index, self.count)).with_options(options)
+
+    def _sum(self, numbers: tf.Tensor) -> Any:
+        def add(numbers: tf.Tensor) -> Any:
+            context = tf.distribute.get_replica_context()
+            # The copy is on the replica's device; the argument itself is on no known device.
+            return context.all_reduce(tf.distribute.ReduceOp.SUM, tf.identity(numbers))
+
+        return self._strategy.run(add, args=(numbers,))
 
 
 class Resizing(NamedTuple):
@@ -266,7 +433,7 @@ class Job:
         """Validation images in a batch; where memory asks for parts, no more than one has."""
         parts = self.execution.accumulate
         part = max(self.plan.batch_size // parts, 1)
-        return _EVALUATION_BATCH if parts == 1 else min(_EVALUATION_BATCH, part)
+        return min(_EVALUATION_BATCH, part) if parts > 1 else _EVALUATION_BATCH
 
     def training_batches(
         self, resizing: Resizing, *, start_step: int, shard: tuple[int, int]

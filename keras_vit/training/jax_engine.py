@@ -23,22 +23,9 @@ from jax.experimental import multihost_utils
 
 from keras_vit import atomic, environment, parallel
 from keras_vit.backend import private
-from keras_vit.training.checkpoints import (
-    SETTINGS,
-    Checkpoint,
-    Checkpoints,
-    DamagedError,
-    WorkDirectory,
-    check_layout,
-    check_readable,
-    layout_of,
-    named,
-    set_state,
-    state_variables,
-    unnamed,
-)
-from keras_vit.training.engine import Engine
-from keras_vit.training.execution import Batches
+from keras_vit.training import checkpoints
+from keras_vit.training.checkpoints import Checkpoint, Checkpoints, WorkDirectory
+from keras_vit.training.execution import Batches, Engine
 
 _DATA, _FULLY_SHARDED, _MODEL = "data", "fsdp", "model"
 _ADDRESSES = "KERAS_DISTRIBUTION_JOB_ADDRESSES"
@@ -224,11 +211,11 @@ class OrbaxCheckpoints(Checkpoints):
             self._orbax.wait_until_finished()
             if self._engine.index:
                 return
-            np.savez(stage / _BEST, **named(best, ""))  # type: ignore[arg-type]
+            np.savez(stage / _BEST, **checkpoints.named(best, ""))  # type: ignore[arg-type]
             files = [file for file in sorted(stage.rglob("*")) if file.is_file()]
             hashes = {file.relative_to(stage).as_posix(): _file_hash(file) for file in files}
-            record = {"progress": progress, "arrays": layout_of(state_variables(self._model))}
-            content = json.dumps({**record, "files": hashes})
+            arrays = checkpoints.layout_of(checkpoints.state_variables(self._model))
+            content = json.dumps({"progress": progress, "arrays": arrays, "files": hashes})
             hashed = hashlib.sha256(content.encode()).hexdigest()
             text = json.dumps({"sha256": hashed, "content": content})
             (stage / _RECORD).write_text(text, "utf-8")
@@ -247,26 +234,26 @@ class OrbaxCheckpoints(Checkpoints):
             if wrong or text["sha256"] != hashed:
                 raise ValueError(f"wrong hash of {wrong or _RECORD}")
             with (folder / _BEST).open("rb") as stream, np.load(stream) as archive:
-                best = unnamed(archive, "")
+                best = checkpoints.unnamed(archive, "")
         except Exception as error:  # of JSON and of the system, of many kinds
-            check_readable(error, folder)
-            raise DamagedError(f"the checkpoint {str(folder)!r} is damaged") from error
+            checkpoints.check_readable(error, folder)
+            raise checkpoints.DamagedError(f"the checkpoint {str(folder)!r} is damaged") from error
         restore = functools.partial(self._restore, step, record["arrays"])
         return Checkpoint(step, record["progress"], best, restore)
 
     def _restore(self, step: int, layout: list[list[Any]]) -> None:
-        check_layout(self._model, layout)
+        checkpoints.check_layout(self._model, layout)
         targets = _numbered(
             jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=value.sharding)
-            for value in (variable.value for variable in state_variables(self._model))
+            for value in (variable.value for variable in checkpoints.state_variables(self._model))
         )
         kinds = self._library.checkpoint_utils.construct_restore_args(targets)
         arguments = self._library.args.PyTreeRestore(targets, restore_args=kinds)
         state = self._orbax.restore(_state_of(self.path(step)), args=arguments)
-        set_state(self._model, [value for _, value in sorted(state.items())])
+        checkpoints.set_state(self._model, [value for _, value in sorted(state.items())])
 
     def _copied(self) -> list[jax.Array]:
-        values = [variable.value for variable in state_variables(self._model)]
+        values = [variable.value for variable in checkpoints.state_variables(self._model)]
         if jax.default_backend() == "cpu":
             values = self._memory = _copy(values, self._memory)
         return values
@@ -280,9 +267,9 @@ class OrbaxCheckpoints(Checkpoints):
         if self._is_seen or self._engine.count == 1:
             return
         self._engine.gather(0)  # the first process has made it
-        seen = self._engine.gather(int((self._folder / SETTINGS).is_file()))
-        if not all(seen):
-            blind = [index for index, is_seen in enumerate(seen) if not is_seen]
+        seen = self._engine.gather(int((self._folder / checkpoints.SETTINGS).is_file()))
+        blind = [index for index, is_seen in enumerate(seen) if not is_seen]
+        if blind:
             raise OSError(
                 f"{str(self._folder)!r} must be on a disk that all processes see; {blind} do not."
             )

@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import gc
+import math
 import signal
 import time
 import warnings
@@ -18,21 +19,19 @@ from keras_vit import backend
 from keras_vit.limits import counted
 from keras_vit.optimizers import begin_cooldown
 from keras_vit.training.checkpoints import Checkpoint, DamagedError, WorkDirectory
-from keras_vit.training.engine import Engine
-from keras_vit.training.execution import Job
+from keras_vit.training.execution import Engine, Job
 from keras_vit.training.objectives import Objective
 from keras_vit.training.progress import EventFiles, PlanChanged, Watcher
 from keras_vit.training.recipe import make_schedule
 
-_NO_STEP = -1  # stands for "no checkpoint"
 # Seconds that a step waits for the checkpoint before to be written; after that it goes on without.
 _JOIN_TIMEOUT = 1.0
 _SAVE = 1  # asks for a checkpoint; any signal that is handled has a higher number
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def run_steps(loop: "Loop", stop: "StopRequests") -> int:
-    """Trains to the last step, or until any worker is to stop; returns the signal, or 0."""
+def run_steps(loop: "Loop", stop: "StopRequests") -> None:
+    """Trains to the last step, or until any worker is to stop."""
     while not loop.is_over(stop):  # asked before the first step, too: a signal may have come
         loop.log(loop.engine.step())
         if loop.ends_epoch():
@@ -41,7 +40,6 @@ def run_steps(loop: "Loop", stop: "StopRequests") -> int:
             loop.save_if_free()
     if loop.signal_number:
         loop.save()
-    return loop.signal_number
 
 
 class Loop:
@@ -160,10 +158,8 @@ class Loop:
         writing.result()
         return True
 
-    def run(self, stop: "StopRequests") -> int:
-        """Prepares and runs the steps; returns the number of the signal, or 0 after the last step.
-
-        After an error the last checkpoints stay.
+    def run(self, stop: "StopRequests") -> None:
+        """Prepares and runs the steps, see `signal_number`; after an error the checkpoints stay.
 
         Raises:
             FloatingPointError: the loss is not finite.
@@ -184,7 +180,7 @@ class Loop:
                     validation=lambda shard: self.job.validation_batches(resizing, shard=shard),
                     size=self.plan.batch_size,
                 )
-                return run_steps(self, stop)
+                run_steps(self, stop)
             except FloatingPointError as error:
                 self._writer.shutdown()
                 step = self.checkpoints.steps()[-1]
@@ -218,8 +214,8 @@ class Loop:
         """
         self.folder.remove_leftovers()
         found = self._load_newest()
-        # One worker may be a save ahead of another, or have a damaged file.
-        common_step = min(self.engine.gather(found.step if found else _NO_STEP))
+        # One worker may be a save ahead of another, or have a damaged file, or none: -1.
+        common_step = min(self.engine.gather(found.step if found else -1))
         if found is not None and found.step > common_step:
             found = self._load_newest(at_most=common_step)
         is_common = found is not None and found.step == common_step
@@ -292,14 +288,13 @@ class Loop:
             f"({type(error).__name__}); start all workers again and resume."
         )
 
-    def _load_newest(self, *, at_most: int | None = None) -> Checkpoint | None:
-        for step in reversed(self.checkpoints.steps()):
-            if at_most is None or step <= at_most:
-                try:
-                    return self.checkpoints.load(step)
-                except DamagedError as error:
-                    text = f"At step {step} {error}; an older one is used."
-                    warnings.warn(text, stacklevel=2)
+    def _load_newest(self, *, at_most: float = math.inf) -> Checkpoint | None:
+        steps = [step for step in self.checkpoints.steps() if step <= at_most]
+        for step in reversed(steps):
+            try:
+                return self.checkpoints.load(step)
+            except DamagedError as error:
+                warnings.warn(f"At step {step} {error}; an older one is used.", stacklevel=2)
         return None
 
     def _cool_down_if_due(self) -> str | None:
@@ -390,16 +385,16 @@ class StopRequests:
 
     def __init__(self) -> None:
         self.signal_number = 0
-        self._in_steps = self._after_steps = False
+        self._interrupting: tuple[int, ...] = (signal.SIGINT,)  # whichever comes first
         self._previous_handlers: dict[int, Any] = {}
 
     def begin_steps(self) -> None:
         """From now on the first signal is only remembered."""
-        self._in_steps = True
+        self._interrupting = ()
 
     def end_steps(self) -> None:
         """From now on each signal interrupts at once; so does one that is already remembered."""
-        self._in_steps, self._after_steps = False, True
+        self._interrupting = _SIGNALS
         if self.signal_number:
             raise KeyboardInterrupt
 
@@ -420,7 +415,7 @@ class StopRequests:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        is_first = not self.signal_number
+        is_second = bool(self.signal_number)
         self.signal_number = self.signal_number or number
-        if self._after_steps or (number == signal.SIGINT and not (is_first and self._in_steps)):
+        if number in self._interrupting or (is_second and number == signal.SIGINT):
             raise KeyboardInterrupt

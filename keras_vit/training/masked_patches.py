@@ -179,11 +179,15 @@ def patch_targets(images: Any, config: ViTConfig, target: Target) -> Any:
     Returns:
         (B, patches, colours) classes, with one colour or 4x4; or (B, patches, values) pixels.
     """
-    images = _as_colors(keras.ops.cast(images, "float32"), config)
-    (rows, columns), stride, channels = config.grid, config.stride, config.input_shape[2]
-    side = _side(config, target)
-    area = stride // side
-    x = keras.ops.reshape(images, (-1, rows, side, area, columns, side, area, channels))
+    x, (scale, offset) = keras.ops.cast(images, "float32"), config.rescaling
+    if config.include_preprocessing:
+        x = x / 127.5 - 1  # colours in [-1, 1]
+    elif (scale, offset) != (1 / 127.5, -1):
+        x = keras.ops.subtract(x, keras.ops.array(offset, "float32"))
+        x = x / keras.ops.array(scale, "float32") / 127.5 - 1
+    (rows, columns), side, channels = config.grid, _side(config, target), config.input_shape[2]
+    area = config.stride // side
+    x = keras.ops.reshape(x, (-1, rows, side, area, columns, side, area, channels))
     x = keras.ops.mean(x, axis=(3, 6))  # (B, h, side, w, side, channels)
     x = keras.ops.transpose(x, (0, 1, 3, 2, 4, 5))
     x = keras.ops.reshape(x, (-1, rows * columns, side * side, channels))
@@ -193,17 +197,6 @@ def patch_targets(images: Any, config: ViTConfig, target: Target) -> Any:
     digits = [LEVELS ** (channels - 1 - channel) for channel in range(channels)]
     places = keras.ops.cast(keras.ops.array(digits), "float32")
     return keras.ops.cast(keras.ops.sum(levels * places, axis=-1), "int32")
-
-
-def _as_colors(images: Any, config: ViTConfig) -> Any:
-    """Converts float32 images, as the model takes them, to colours in [-1, 1]."""
-    if config.include_preprocessing:
-        return images / 127.5 - 1
-    scale, offset = config.rescaling
-    if (scale, offset) == (1 / 127.5, -1):
-        return images
-    pixels = keras.ops.subtract(images, keras.ops.array(offset, "float32"))
-    return pixels / keras.ops.array(scale, "float32") / 127.5 - 1
 
 
 def reconstruct(model: MaskedPatchModel, images: np.ndarray) -> dict[str, np.ndarray]:
@@ -227,16 +220,14 @@ def reconstruct(model: MaskedPatchModel, images: np.ndarray) -> dict[str, np.nda
     patches = patches.reshape(*corrupted.shape, config.stride, config.stride, -1)
     is_corrupted = corrupted.astype(bool)[..., None, None, None]
     rows: dict[str, Any] = {
+        "image": patches,
         "patches hidden": 0.0,
         "predicted": _target_pixels(predictions, model),
         f"target: {model.target.replace('_', ' ')}": _target_pixels(targets, model),
     }
     return {
-        "image": _image(patches, config),
-        **{
-            name: _image(np.where(is_corrupted, values, patches), config)
-            for name, values in rows.items()
-        },
+        name: _image(np.where(is_corrupted, values, patches), config)
+        for name, values in rows.items()
     }
 
 

@@ -16,7 +16,7 @@ from keras_vit.training import run
 from keras_vit.training.run import Run, has_run_files, open_model
 from keras_vit.variants import VARIANTS
 from keras_vit.weights import building, sources
-from keras_vit.weights.checkpoint import SUFFIXES, Checkpoint, open_checkpoint
+from keras_vit.weights.checkpoint import SUFFIXES, open_checkpoint
 from keras_vit.weights.positions import Method
 
 # The images of 8 by 8 pixels are doubled, so that augmentation blurs them less. The sizes were
@@ -198,13 +198,23 @@ def open_source(source: str | os.PathLike[str]) -> OpenedModel:
     if address.startswith("hf://") and file.name == run.MODEL and run.is_run(file.parent):
         # Its images are elsewhere, and nothing is written beside it.
         return dataclasses.replace(_opened_run(address, Run.load(file.parent)), run=None)
-    checkpoint = None if file.name.endswith(".keras") else open_checkpoint(file)
-    if checkpoint is None:
+    names: tuple[tuple[str, str], ...] | None = None  # (identifier, name) of each class
+    states_labels = False
+    if file.name.endswith(".keras"):  # it says no names
         model = open_model(file)
+        classes = model.output_shape[-1]
+        names = class_labels(classes) if classes in LABELLED else None
     else:
+        checkpoint = open_checkpoint(file)
         asked = building.Request(classifier_activation=None, include_preprocessing=True)
         model = building.build(checkpoint, asked)
-    names, states_labels = _class_names(checkpoint, model)
+        classes, names = model.output_shape[-1], checkpoint.class_names
+        states_labels = bool(checkpoint.settings.labels) and names is not None
+    is_backbone = isinstance(model, VisionTransformer) and model.config.classes is None
+    if is_backbone or not isinstance(classes, int):
+        names, states_labels = (), False
+    elif names is None:
+        names = tuple((str(index), str(index)) for index in range(classes))
     return OpenedModel(
         source=address,
         model=model,
@@ -225,23 +235,3 @@ def _opened_run(source: str, opened: Run) -> OpenedModel:
         run=opened,
         recipe=recipe if isinstance(recipe, dict) else {},
     )
-
-
-def _class_names(
-    checkpoint: Checkpoint | None, model: keras.Model
-) -> tuple[tuple[tuple[str, str], ...], bool]:
-    """Returns (identifier, name) of each class, and whether the file's settings say them.
-
-    A .keras file says none, and has no checkpoint here.
-    """
-    classes = model.output_shape[-1]
-    is_backbone = isinstance(model, VisionTransformer) and model.config.classes is None
-    if is_backbone or not isinstance(classes, int):
-        return (), False
-    if checkpoint is None:
-        names = class_labels(classes) if classes in LABELLED else None
-        states_labels = False
-    else:
-        names = checkpoint.class_names
-        states_labels = bool(checkpoint.settings.labels) and names is not None
-    return names or tuple((str(index), str(index)) for index in range(classes)), states_labels

@@ -16,9 +16,8 @@ from keras_vit.backend import ExactTrainer, is_in_scope
 from keras_vit.backend.private import Functional, layers_of
 from keras_vit.config import ViTConfig
 from keras_vit.data import antialias_of, image_size_of
-from keras_vit.exact import ExactModel
 from keras_vit.losses import make_loss
-from keras_vit.model import VisionTransformer
+from keras_vit.model import ExactModel, VisionTransformer
 from keras_vit.training import run
 from keras_vit.training.checkpoints import hash_of
 from keras_vit.training.distillation import DistillationModel, gives_probabilities
@@ -158,10 +157,6 @@ class ClassificationObjective(Objective):
     """Trains a `VisionTransformer` on labels, or its adapters, which it merges at the end."""
 
     def build(self, model: Any) -> ExactTrainer:
-        return self.build_classifier(model)
-
-    def build_classifier(self, model: ViTConfig | VisionTransformer) -> VisionTransformer:
-        """Returns the network to train; a fresh classifier gets the recipe's bias."""
         recipe, execution = self.job.recipe, self.job.execution
         classes = len(self.job.data.labels)
         if isinstance(model, ViTConfig):
@@ -178,7 +173,6 @@ class ClassificationObjective(Objective):
                     f"The model has classes={model.config.classes}, the data {classes}; make the "
                     "model with as many."
                 )
-            _check_pixels(model.config)
             changed = _config_of_copy(model, self.job)
             vit = model.copy(config=changed, dtype=execution.precision) if changed else model
         for layer in vit.layers:
@@ -215,7 +209,8 @@ class DistillationObjective(ClassificationObjective):
     model: DistillationModel
 
     def build(self, model: DistillationModel) -> DistillationModel:
-        student, teacher = self.build_classifier(model.student), model.teacher
+        student: Any = super().build(model.student)
+        teacher = model.teacher
         if not is_in_scope(teacher):
             is_vit = isinstance(teacher, VisionTransformer)
             teacher = teacher.copy() if is_vit else _rebuilt(teacher)
@@ -279,7 +274,6 @@ class MaskedPatchObjective(Objective):
             config = recipe.config(execution.config(model))
             config = dataclasses.replace(config, include_preprocessing=True)
             return MaskedPatchModel(config, dtype=execution.precision)
-        _check_pixels(model.config)
         changed = _config_of_copy(model, self.job)
         if changed is None:
             return model
@@ -301,6 +295,13 @@ class MaskedPatchObjective(Objective):
 
 def _config_of_copy(model: VisionTransformer | MaskedPatchModel, job: Job) -> ViTConfig | None:
     """Returns the config of the copy to train; None if the model itself can be trained."""
+    _ = model.config.image_size  # batches hold images of one size
+    if not model.config.include_preprocessing or model.config.input_shape[2] != 3:
+        raise ValueError(
+            "The model must take RGB pixels 0..255: make it with include_preprocessing=True and "
+            "three channels. Received: include_preprocessing="
+            f"{model.config.include_preprocessing}, input_shape={model.config.input_shape}."
+        )
     config = job.recipe.regularized(job.execution.config(model.config))
     fields = {"config": config.to_dict(), "dtype": job.execution.precision}
     fits = is_in_scope(model) and fields.items() <= model.get_config().items()
@@ -346,13 +347,3 @@ def _check_hand_built(model: keras.Model, job: Job) -> None:
                 f"{name} cannot be changed in a model that is built by hand; set it there, and "
                 f"leave {name} at its default."
             )
-
-
-def _check_pixels(config: ViTConfig) -> None:
-    _ = config.image_size  # batches hold images of one size
-    if not config.include_preprocessing or config.input_shape[2] != 3:
-        raise ValueError(
-            "The model must take RGB pixels 0..255: make it with include_preprocessing=True and "
-            f"three channels. Received: include_preprocessing={config.include_preprocessing}, "
-            f"input_shape={config.input_shape}."
-        )

@@ -38,6 +38,26 @@ DECIDED: Mapping[str, str] = {
     "drop_path_rate": "the recipe's field of that name, a number",
     "remat": "Execution",
 }
+_LIMITS: dict[str, tuple[float, float]] = {
+    "epochs": (1, 1_000_000),
+    "steps": (1, 1_000_000_000),
+    "batch_size": (1, 1_000_000),
+    "learning_rate": (0, 100),
+    "warmup": (0, 1_000_000_000),
+    "momentum": (0, 1),
+    "epsilon": (1e-30, 1),
+    "weight_decay": (0, 100),
+    "gradient_norm": (1e-9, 1e9),
+    "label_smoothing": (0, 0.99),
+    "mixup": (0, 100),
+    "cutmix": (0, 100),
+    "average": (0, 1 - 1e-9),  # of 1 it would never leave the first weights
+    "patience": (1, 1_000_000),
+    "layer_decay": (0.01, 1),
+    "sam_rho": (0, 10),
+    "dropout_rate": (0, 0.99),
+    "drop_path_rate": (0, 0.99),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -196,24 +216,16 @@ class Recipe:
         Raises:
             ValueError: there is no such field, or it may not have this value.
         """
-        own, augmenting = (
-            {each.name for each in dataclasses.fields(of)} for of in (Recipe, Augmentation)
-        )
-        own -= {"augmentation", "model"}
-        changes: dict[str, Any] = {}
-        augmentation: dict[str, Any] = {}
-        model = dict(self.model)
-        for name, value in settings.items():
-            taker = changes if name in own else augmentation if name in augmenting else model
-            taker[name] = value
+
+        def take(of: Any) -> dict[str, Any]:
+            names = {each.name for each in dataclasses.fields(of)} - {"augmentation", "model"}
+            return {name: settings.pop(name) for name in names & settings.keys()}
+
+        changes, augmentation = take(Recipe), take(Augmentation)
         if changes.keys() & {"epochs", "steps"}:
             changes = {"epochs": None, "steps": None, **changes}
-        return dataclasses.replace(
-            self,
-            augmentation=dataclasses.replace(self.augmentation, **augmentation),
-            model=model,
-            **changes,
-        )
+        changes["augmentation"] = dataclasses.replace(self.augmentation, **augmentation)
+        return dataclasses.replace(self, model={**self.model, **settings}, **changes)
 
     @property
     def cooldown_epochs(self) -> int:
@@ -277,35 +289,13 @@ def _with_tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: tuple(x) if isinstance(x, list) else x for name, x in fields.items()}
 
 
-_LIMITS: dict[str, tuple[float, float]] = {
-    "epochs": (1, 1_000_000),
-    "steps": (1, 1_000_000_000),
-    "batch_size": (1, 1_000_000),
-    "learning_rate": (0, 100),
-    "warmup": (0, 1_000_000_000),
-    "momentum": (0, 1),
-    "epsilon": (1e-30, 1),
-    "weight_decay": (0, 100),
-    "gradient_norm": (1e-9, 1e9),
-    "label_smoothing": (0, 0.99),
-    "mixup": (0, 100),
-    "cutmix": (0, 100),
-    "average": (0, 1 - 1e-9),  # of 1 it would never leave the first weights
-    "patience": (1, 1_000_000),
-    "layer_decay": (0.01, 1),
-    "sam_rho": (0, 10),
-    "dropout_rate": (0, 0.99),
-    "drop_path_rate": (0, 0.99),
-}
-
-
 def make_optimizer(
     recipe: Recipe, *, model: VisionTransformer, plan: Plan
 ) -> keras.optimizers.Optimizer:
     """Returns the optimizer of a recipe for a model, built."""
-    schedule = make_schedule(recipe, plan)
-    has_decay = recipe.layer_decay != 1
-    rates = decayed_rates(model, model.config, recipe.layer_decay) if has_decay else None
+    schedule, rates = make_schedule(recipe, plan), None
+    if recipe.layer_decay != 1:
+        rates = decayed_rates(model, model.config, recipe.layer_decay)
     common: dict[str, Any] = {
         "weight_decay": recipe.weight_decay,
         "global_clipnorm": recipe.gradient_norm,

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Mapping
+from typing import Any
 
 from keras_vit.data import Augmentation
 from keras_vit.training.recipe import Recipe
@@ -66,8 +67,10 @@ _DEIT3_FINETUNE: Mapping[tuple[int, str], float] = {
 # larger by this factor. Epsilon and the limit of the gradients' norm are too.
 _CLASSES = 1000
 
-# The fields that the pre-training recipes of the paper and of AugReg have in common, those of the
-# paper's classes without softmax, and those that all recipes of DeiT and DeiT III have in common.
+# The fields that our own recipes for files of images have in common, those of pre-training in the
+# papers of ViT, and of it without softmax, those of their fine-tuning, and those that all recipes
+# of DeiT and DeiT III have in common.
+_own = functools.partial(Recipe, batch_size=64, augmentation=Augmentation(crop=0.35, flip=True))
 _pretraining = functools.partial(
     Recipe, batch_size=4096, image_size=(224, 224), warmup=10_000, keep="last"
 )
@@ -78,6 +81,15 @@ _sigmoid = functools.partial(
     loss="sigmoid",
     head_bias=-10.0,
     model=_MLP_HEAD,
+    augmentation=_CROPPED,
+)
+_finetuning = functools.partial(
+    Recipe,
+    batch_size=512,
+    image_size=(384, 384),
+    optimizer="momentum",
+    weight_decay=0.0,
+    keep="last",
     augmentation=_CROPPED,
 )
 _deit = functools.partial(
@@ -98,31 +110,17 @@ def _jft(models: str, epochs: int, learning_rate: float) -> Recipe:
 
 
 def _fine_tune(
-    data: str,
-    steps: int,
-    learning_rate: float,
-    rate_from: str,
-    *,
-    warmup: int = 500,
-    side: int = 384,
-    average: float | None = None,
-    augmentation: Augmentation = _CROPPED,
+    data: str, steps: int, learning_rate: float, rate_from: str, *, warmup: int = 500, **others: Any
 ) -> Recipe:
     """Returns a row of the paper's Table 4, with one of the learning rates in the table."""
     warmup_from = f"{_VIT_JAX}/common.py" if warmup == 500 else f"{_BIG_VISION}/transfer.py"
-    return Recipe(
+    return _finetuning(
         steps=steps,
-        batch_size=512,
-        image_size=(side, side),
-        optimizer="momentum",
         learning_rate=learning_rate,
         warmup=warmup,
-        weight_decay=0.0,
-        average=average,
-        keep="last",
-        augmentation=augmentation,
         source=f"{_PAPER}, Table 4, {data}; rate: {rate_from}; warm-up: {warmup_from}; bfloat16 "
         f"momentum: {_VIT_JAX}/common.py",
+        **others,
     )
 
 
@@ -208,32 +206,26 @@ RECIPES: Mapping[str, Recipe] = {
         augmentation=Augmentation(rotation=15, shift=0.1, zoom=0.15),
         source="weight decay and label smoothing: arXiv 2012.12877, Table 9",
     ),
-    "scratch": Recipe(
+    "scratch": _own(
         epochs=100,
-        batch_size=64,
         learning_rate=1e-3,
         label_smoothing=0.1,
         patience=30,
-        augmentation=Augmentation(crop=0.35, flip=True),
         source="weight decay and label smoothing: arXiv 2012.12877, Table 9; learning rate and "
         f"gradient norm: {_PAPER}, Table 3; batch, length, patience and crop of our own",
     ),
     # The paper's fine-tuning, but with AdamW at a tenth of the rate from scratch.
-    "fine-tune": Recipe(
+    "fine-tune": _own(
         epochs=10,
-        batch_size=64,
         learning_rate=1e-4,
         weight_decay=0.0,
         patience=5,
-        augmentation=Augmentation(crop=0.35, flip=True),
         source=f"no weight decay: {_PAPER}, Table 4; all else of our own",
     ),
     # For training without labels. Its targets are colours, so nothing changes the colours.
-    "masked-patches": Recipe(
+    "masked-patches": _own(
         epochs=100,
-        batch_size=64,
         learning_rate=1e-3,
-        augmentation=Augmentation(crop=0.35, flip=True),
         source=f"batch and rate of our own; {_PAPER}, Appendix B.1.2, has Adam, 2e-4, batch 4096",
     ),
     "vit-jft-b": _jft("ViT-B and R50+ViT-B", 7, 8e-4),
@@ -266,7 +258,7 @@ RECIPES: Mapping[str, Recipe] = {
             20_000,
             0.03,
             f"{_VIT_JAX}/common.py",
-            side=side,
+            image_size=(side, side),
             average=0.9999,
         )
         for side, model in ((512, "ViT-L/16"), (518, "ViT-H/14"))
@@ -298,25 +290,17 @@ RECIPES: Mapping[str, Recipe] = {
     ),
     **{f"augreg-{level}": _augreg(level, classes="ImageNet-21k") for level in AUGREG_LEVELS},
     **{f"augreg-imagenet-{level}": _augreg(level, classes="ImageNet") for level in AUGREG_LEVELS},
-    "augreg-finetune": Recipe(
+    "augreg-finetune": _finetuning(
         steps=500,
-        batch_size=512,
-        image_size=(384, 384),
-        optimizer="momentum",
         learning_rate=0.03,
         warmup=100,
-        weight_decay=0.0,
         dropout_rate=0.0,
-        keep="last",
-        augmentation=_CROPPED,
         source=f"{_AUGREG}; {_VIT_JAX}/augreg.py",
     ),
-    "plain-s16": Recipe(
+    "plain-s16": _pretraining(
         epochs=90,
         batch_size=1024,
-        image_size=(224, 224),
         learning_rate=1e-3,
-        warmup=10_000,
         weight_decay=0.1,  # 1e-4 = 1e-3 * 0.1, as AugReg's
         mixup=0.2,
         mix_per="batch",
@@ -326,7 +310,6 @@ RECIPES: Mapping[str, Recipe] = {
             "position_embedding": "sincos_2d",
             **_MLP_HEAD,
         },
-        keep="last",
         augmentation=Augmentation(
             crop=0.05, flip=True, randaugment_layers=2, randaugment_magnitude=10
         ),

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import os
 import urllib.parse
 import zipfile
@@ -44,6 +43,8 @@ _UNREADABLE = (
     *(ValueError, TypeError, LookupError, AttributeError, ArithmeticError),
     *(OSError, RuntimeError, ImportError, zipfile.BadZipFile, zlib.error),
 )
+# What an error of writing to an unfinished training says.
+UNFINISHED = {"kept": "the checkpoints are kept", "again": "resume"}
 # What a sentence advises where something is in the way.
 RESUME_OR_REPLACE = (
     "resume it (--resume), replace it (--overwrite) or choose another --out; in Python "
@@ -425,8 +426,7 @@ class Provenance:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns it as plain values that JSON can carry."""
-        fields: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
-        return fields
+        return {**dataclasses.asdict(self), "commands": list(self.commands)}
 
     def resumed(self, by: "Provenance") -> "Provenance":
         """Returns that of a training that another command resumes: its weights stay."""

@@ -15,28 +15,24 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_vit import atomic, environment, version
+from keras_vit import __version__, atomic, environment
 from keras_vit.config import ViTConfig
 from keras_vit.data import ImageData, naming_damaged
 from keras_vit.limits import counted
-from keras_vit.training import models, run
-from keras_vit.training.checkpoints import (
-    SETTINGS,
-    WorkDirectory,
-    check_settings,
-    hash_of,
-    state_variables,
+from keras_vit.training import checkpoints, models, run
+from keras_vit.training.execution import (
+    Engine,
+    Execution,
+    Job,
+    TensorFlowEngine,
+    worker_index,
 )
-from keras_vit.training.engine import Engine, TensorFlowEngine
-from keras_vit.training.execution import Execution, Job, worker_index
 from keras_vit.training.loop import Loop, OutOfMemoryError, StopRequests
 from keras_vit.training.masked_patches import MaskedPatchModel
 from keras_vit.training.objectives import Model, objective_of
 from keras_vit.training.progress import Event, TrainingDone, Watcher
 from keras_vit.training.recipe import Recipe
 from keras_vit.training.recipes import RECIPES
-
-INTERRUPTED, TERMINATED = 130, 75  # exit codes; the second tells a supervisor to start again
 
 
 class TrainingInterrupted(KeyboardInterrupt):
@@ -51,7 +47,7 @@ class TrainingInterrupted(KeyboardInterrupt):
     def __init__(self, message: str, *, path: Path, signal_number: int = signal.SIGINT) -> None:
         super().__init__(message)
         self.path = path
-        self.exit_code = TERMINATED if signal_number == signal.SIGTERM else INTERRUPTED
+        self.exit_code = 75 if signal_number == signal.SIGTERM else 130
 
 
 def train(
@@ -212,7 +208,7 @@ def _run(
     with run.hold(out, worker=engine.index), StopRequests() as stop:
         if not engine.index:
             atomic.restore(run.unfinished_path(out), out)
-        folder = WorkDirectory(out, worker=engine.index)
+        folder = checkpoints.WorkDirectory(out, worker=engine.index)
         _check_places(out, folder, existing=existing)
         keras.utils.set_random_seed(job.seed)
         with engine.scope():
@@ -231,10 +227,10 @@ def _run(
             return finished
         _begin(loop, provenance or run.Provenance(), existing=existing)
         with naming_damaged(job.data.validation, trained=job.data.train):
-            signal_number = _run_in_memory(loop, stop)
+            _run_in_memory(loop, stop)
         try:
-            if signal_number:
-                raise _interruption(loop, signal_number=signal_number)
+            if loop.signal_number:
+                raise _interruption(loop)
             stop.end_steps()
             return _finish(loop, out=out)
         except TrainingInterrupted:
@@ -248,7 +244,7 @@ def _run(
             ) from None
 
 
-def _run_in_memory(loop: Loop, stop: StopRequests) -> int:
+def _run_in_memory(loop: Loop, stop: StopRequests) -> None:
     """Runs the loop, in smaller parts of batches each time that memory is exhausted."""
     while True:
         try:
@@ -263,10 +259,10 @@ def _run_in_memory(loop: Loop, stop: StopRequests) -> int:
 def _begin(loop: Loop, provenance: run.Provenance, *, existing: run.Existing) -> None:
     """Restores the last checkpoint, or makes the folder and the first checkpoint."""
     is_resumed = existing == "resume" and loop.folder.exists()
-    file = loop.folder.path / SETTINGS
+    file = loop.folder.path / checkpoints.SETTINGS
     settings = {**loop.settings, "backend": keras.backend.backend()}
     # Before a checkpoint is looked for: each backend has a format of its own.
-    more = check_settings(file, settings) if is_resumed else None
+    more = checkpoints.check_settings(file, settings) if is_resumed else None
     # What resuming need not repeat: it may go on on another machine.
     settings["execution"] = dataclasses.asdict(loop.job.execution)
     # One more than the last step of each worker, or 0.
@@ -303,7 +299,7 @@ def check_free(out: str | os.PathLike[str], *, existing: run.Existing = "refuse"
     out, worker = Path(out), worker_index()
     _check_name(out)
     atomic.check_unheld(run.lock_of(out, worker), what=f"training to {str(out)!r}")
-    _check_places(out, WorkDirectory(out, worker=worker), existing=existing)
+    _check_places(out, checkpoints.WorkDirectory(out, worker=worker), existing=existing)
 
 
 def _check_name(out: Path) -> None:
@@ -311,7 +307,7 @@ def _check_name(out: Path) -> None:
         raise ValueError(f"{str(out)!r} names no new folder; give the run a name of its own.")
 
 
-def _check_places(out: Path, folder: WorkDirectory, *, existing: run.Existing) -> None:
+def _check_places(out: Path, folder: checkpoints.WorkDirectory, *, existing: run.Existing) -> None:
     folder.check_free(existing=existing)
     if existing == "resume" and run.is_run(out) and not folder.exists():
         return  # the run is finished, so nothing is written
@@ -379,7 +375,7 @@ def _finished(loop: Loop, *, out: Path) -> run.Run | None:
         raise FileExistsError(
             f"The first worker has finished the run {str(out)!r}; nothing is left to do here."
         )
-    epochs = check_settings(out / run.CONFIG, loop.settings)
+    epochs = checkpoints.check_settings(out / run.CONFIG, loop.settings)
     if epochs is not None:
         raise ValueError(
             f"The run {str(out)!r} is finished after {counted(epochs, 'epoch')}, and its "
@@ -394,7 +390,7 @@ def _publish(loop: Loop, config: dict[str, Any], out: Path) -> keras.Model:
     """Assembles the run in the training's folder, reports it, and moves it to its place."""
     folder = loop.folder.path
     with atomic.staging_folder(folder) as stage:
-        with atomic.explain_errors(folder, kept="the checkpoints are kept", again="resume"):
+        with atomic.explain_errors(folder, **run.UNFINISHED):
             for name in (run.HISTORY, run.CURVES):
                 shutil.copy2(folder / name, stage / name)
             (stage / run.EVENTS).mkdir()
@@ -411,7 +407,8 @@ def _make_run(path: Path, model: keras.Model, config: dict[str, Any]) -> run.Run
     return run.Run(path=path, model=model, labels=tuple(config["labels"]), config=config)
 
 
-def _interruption(loop: Loop, *, signal_number: int) -> TrainingInterrupted:
+def _interruption(loop: Loop) -> TrainingInterrupted:
+    """Makes a run of the training's folder, if an epoch is complete; returns what to raise."""
     watcher, folder = loop.watcher, loop.folder.path
     text = (
         f"Interrupted at step {watcher.step} of {loop.plan.steps}: a checkpoint is in "
@@ -420,25 +417,21 @@ def _interruption(loop: Loop, *, signal_number: int) -> TrainingInterrupted:
     if watcher.best is not None:
         epoch = watcher.best.epoch
         loop.folder.write_progress(watcher.history, best_epoch=epoch, is_last=True)
-        _leave_run(folder, loop)
+        with (
+            atomic.explain_errors(folder, **run.UNFINISHED),
+            atomic.staging_folder(folder) as stage,
+        ):
+            _write(stage, loop, _config(loop))
+            atomic.sync_tree(stage)
+            (folder / run.CONFIG).unlink(missing_ok=True)
+            # config.json comes last, since it marks a run.
+            for file in sorted(stage.iterdir(), key=lambda file: file.name == run.CONFIG):
+                file.replace(folder / file.name)
+            atomic.sync(folder)
         text += (
             f"; the model of epoch {epoch}, the {watcher.keep} so far, can be used from there too"
         )
-    return TrainingInterrupted(f"{text}.", path=folder, signal_number=signal_number)
-
-
-def _leave_run(folder: Path, loop: Loop) -> None:
-    """Makes a run of the training's folder; config.json comes last, since it marks a run."""
-    with (
-        atomic.explain_errors(folder, kept="the checkpoints are kept", again="resume"),
-        atomic.staging_folder(folder) as stage,
-    ):
-        _write(stage, loop, _config(loop))
-        atomic.sync_tree(stage)
-        (folder / run.CONFIG).unlink(missing_ok=True)
-        for file in sorted(stage.iterdir(), key=lambda file: file.name == run.CONFIG):
-            file.replace(folder / file.name)
-        atomic.sync(folder)
+    return TrainingInterrupted(f"{text}.", path=folder, signal_number=loop.signal_number)
 
 
 def _config(loop: Loop) -> dict[str, Any]:
@@ -448,7 +441,7 @@ def _config(loop: Loop) -> dict[str, Any]:
         **loop.settings,
         # A resumed training need not repeat this: it may run on another machine.
         "execution": dataclasses.asdict(loop.job.execution),
-        run.PROVENANCE: run.Provenance.read(loop.folder.path / SETTINGS).to_dict(),
+        run.PROVENANCE: run.Provenance.read(loop.folder.path / checkpoints.SETTINGS).to_dict(),
         "result": {
             "epochs": len(loop.watcher.history),
             "steps": loop.watcher.step,
@@ -458,10 +451,10 @@ def _config(loop: Loop) -> dict[str, Any]:
             "validation_loss": best.validation_loss,
             "validation_accuracy": best.validation_accuracy,
             "replaced": list(loop.job.data.train.damage.names),
-            "state_sha256": hash_of(state_variables(loop.model)),
+            "state_sha256": checkpoints.hash_of(checkpoints.state_variables(loop.model)),
         },
         "versions": {
-            "keras_vit": version.__version__,
+            "keras_vit": __version__,
             "backend": keras.backend.backend(),
             "keras": keras.__version__,
             "tensorflow": tf.__version__,

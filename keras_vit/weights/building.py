@@ -205,7 +205,6 @@ def build(
 
 
 def _config_of(checkpoint: Checkpoint, input_shape: InputShape | None) -> ViTConfig:
-    """Returns the config of the model that the file describes."""
     fields = dict(checkpoint.fields)
     missing = [name for name in ARCHITECTURE if name not in fields]
     if missing:

@@ -48,6 +48,79 @@ _PAPERS: Mapping[Family, str] = {
     "sam": "https://arxiv.org/abs/2106.01548",
 }
 
+# The models of AugReg's sweep by their names there: "R26_S_32" is our "R26+S/32".
+AUGREG_MODELS: Mapping[str, str] = {
+    re.sub(r"[+/]", "_", name): name
+    for name in (
+        *("Ti/16", "S/32", "S/16", "B/32", "B/16", "B/8", "L/16"),
+        *("R+Ti/16", "R26+S/32", "R50+L/32"),
+    )
+}
+
+# Pre-training data: the catalogue's word for it, classes, epochs. The index calls the models of 30
+# epochs "i21k_30"; we know no public source with a file name of theirs, so both spellings are read.
+AUGREG_DATA: Mapping[str, tuple[str, int, tuple[str, ...]]] = {
+    "i1k": ("imagenet2012", 1000, ("300",)),
+    "i21k": ("imagenet21k", 21843, ("300", "30")),
+    "i21k_30": ("imagenet21k", 21843, ("30",)),
+}
+
+# Fine-tuning data: classes, steps in thousands (0k is 500, 2k is 2,500), learning rates.
+_SMALL_RATES = ("0.001", "0.003", "0.01", "0.03")
+AUGREG_TUNED: Mapping[str, tuple[int, tuple[str, ...], tuple[str, ...]]] = {
+    "imagenet2012": (1000, ("20k",), ("0.01", "0.03")),
+    "cifar100": (100, ("2k", "10k"), _SMALL_RATES),
+    "resisc45": (45, ("2k", "10k"), _SMALL_RATES),
+    "oxford_iiit_pet": (37, ("0k", "2k"), _SMALL_RATES),
+    "kitti": (4, ("0k", "2k"), _SMALL_RATES),  # distance to the nearest vehicle, four bins (VTAB)
+}
+
+AUGMENTATIONS = ("none", "light0", "light1", "medium1", "medium2", "strong1", "strong2")
+WEIGHT_DECAYS = ("0.03", "0.1")
+DROPOUTS = ("0.0", "0.1")  # and rates of stochastic depth, which the sweep always sets alike
+AUGREG_SIZES = ("224", "384")  # pixels
+_AUGREG_NAME = re.compile(
+    r"(\w+)-(\w+)-(\d+)ep-lr_0\.001-aug_(\w+)-wd_([\d.]+)-do_([\d.]+)-sd_([\d.]+)"
+    r"(?:--(\w+)-steps_(\w+)-lr_([\d.]+)-res_(\d+))?",
+    re.ASCII,
+)
+
+# Name -> what it stands for, in the order of the list.
+FAMILIES: Mapping[str, str] = {
+    "vit": "the paper's Vision Transformer, and How to train your ViT?",
+    "deit": "DeiT, plain and distilled",
+    "deit3": "DeiT III",
+    "mae": "masked autoencoders",
+    "ijepa": "I-JEPA",
+    "msn": "masked siamese networks",
+    "dinov2": "DINOv2, with and without registers",
+    "dinov3": "DINOv3",
+    "siglip": "the image towers of SigLIP",
+    "siglip2": "the image towers of SigLIP 2, for one image size",
+    "clip": "the image towers of OpenAI's CLIP",
+    "openclip": "image towers trained with OpenCLIP",
+    "metaclip": "the image towers of MetaCLIP",
+    "beit": "BEiT and BEiT v2",
+    "data2vec": "data2vec-vision",
+    "flexivit": "FlexiViT, for patches of 16 pixels",
+    "sbb": "searching for better ViT baselines, timm's own",
+    "tipsv2": "the image towers of TIPSv2",
+    "pe": "the image towers of Perception Encoder, core",
+}
+
+# What a reported accuracy is of, other than the classifier in the file.
+AccuracyKind = Literal["classifier", "fine-tuned", "linear", "k-NN", "zero-shot"]
+ACCURACY_KINDS: Mapping[AccuracyKind, str] = {
+    "classifier": "of the classifier in the file",
+    "fine-tuned": "after fine-tuning all of it; that classifier is not in the file",
+    "linear": "of a linear classifier on its frozen features, which is not in the file",
+    "k-NN": "of the nearest neighbours of its frozen features",
+    "zero-shot": "without training, with the text tower, which is not loaded",
+}
+
+_HUB, _HUB_PAGES = "hf://", "https://huggingface.co/"
+_Row = TypeVar("_Row")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CatalogRow:
@@ -181,58 +254,10 @@ def _unknown(variant: str, weights: str, elsewhere: list[CatalogRow]) -> str:
         choices.append("'augreg/<file name without .npz>'")
     other = f", it belongs to {elsewhere[0].variant}" if len(elsewhere) == 1 else ""
     available = f"there are {', '.join(choices)}" if choices else "none are published"
-    suggestion = _closest(weights, list(sizes))
-    question = f" Did you mean {suggestion!r}?" if suggestion and not other else ""
+    meant = [word for word in _MEANT.get(weights.lower(), ()) if word in sizes]
+    likely = [*meant, *difflib.get_close_matches(weights, sizes, n=1)]
+    question = f" Did you mean {likely[0]!r}?" if likely and not other else ""
     return f"There are no weights {weights!r} for {variant}{other}; {available}.{question}"
-
-
-def _closest(weights: str, words: list[str]) -> str | None:
-    """Returns the one of the words that a wrong name most likely stands for."""
-    likely = [word for word in _MEANT.get(weights.lower(), ()) if word in words]
-    return next(iter(likely + difflib.get_close_matches(weights, words, n=1)), None)
-
-
-# The models of AugReg's sweep.
-AUGREG_MODELS: Mapping[str, str] = {
-    "Ti_16": "Ti/16",
-    "S_32": "S/32",
-    "S_16": "S/16",
-    "B_32": "B/32",
-    "B_16": "B/16",
-    "B_8": "B/8",
-    "L_16": "L/16",
-    "R_Ti_16": "R+Ti/16",
-    "R26_S_32": "R26+S/32",
-    "R50_L_32": "R50+L/32",
-}
-
-# Pre-training data: the catalogue's word for it, classes, epochs. The index calls the models of 30
-# epochs "i21k_30"; we know no public source with a file name of theirs, so both spellings are read.
-AUGREG_DATA: Mapping[str, tuple[str, int, tuple[str, ...]]] = {
-    "i1k": ("imagenet2012", 1000, ("300",)),
-    "i21k": ("imagenet21k", 21843, ("300", "30")),
-    "i21k_30": ("imagenet21k", 21843, ("30",)),
-}
-
-# Fine-tuning data: classes, steps in thousands (0k is 500, 2k is 2,500), learning rates.
-_SMALL_RATES = ("0.001", "0.003", "0.01", "0.03")
-AUGREG_TUNED: Mapping[str, tuple[int, tuple[str, ...], tuple[str, ...]]] = {
-    "imagenet2012": (1000, ("20k",), ("0.01", "0.03")),
-    "cifar100": (100, ("2k", "10k"), _SMALL_RATES),
-    "resisc45": (45, ("2k", "10k"), _SMALL_RATES),
-    "oxford_iiit_pet": (37, ("0k", "2k"), _SMALL_RATES),
-    "kitti": (4, ("0k", "2k"), _SMALL_RATES),  # distance to the nearest vehicle, four bins (VTAB)
-}
-
-AUGMENTATIONS = ("none", "light0", "light1", "medium1", "medium2", "strong1", "strong2")
-WEIGHT_DECAYS = ("0.03", "0.1")
-DROPOUTS = ("0.0", "0.1")  # and rates of stochastic depth, which the sweep always sets alike
-AUGREG_SIZES = ("224", "384")  # pixels
-_AUGREG_NAME = re.compile(
-    r"(\w+)-(\w+)-(\d+)ep-lr_0\.001-aug_(\w+)-wd_([\d.]+)-do_([\d.]+)-sd_([\d.]+)"
-    r"(?:--(\w+)-steps_(\w+)-lr_([\d.]+)-res_(\d+))?",
-    re.ASCII,
-)
 
 
 def augreg_row(stem: str) -> CatalogRow:
@@ -279,43 +304,6 @@ def augreg_row(stem: str) -> CatalogRow:
         image_size=int(size or 224),
         classes=classes,
     )
-
-
-# Name -> what it stands for, in the order of the list.
-FAMILIES: Mapping[str, str] = {
-    "vit": "the paper's Vision Transformer, and How to train your ViT?",
-    "deit": "DeiT, plain and distilled",
-    "deit3": "DeiT III",
-    "mae": "masked autoencoders",
-    "ijepa": "I-JEPA",
-    "msn": "masked siamese networks",
-    "dinov2": "DINOv2, with and without registers",
-    "dinov3": "DINOv3",
-    "siglip": "the image towers of SigLIP",
-    "siglip2": "the image towers of SigLIP 2, for one image size",
-    "clip": "the image towers of OpenAI's CLIP",
-    "openclip": "image towers trained with OpenCLIP",
-    "metaclip": "the image towers of MetaCLIP",
-    "beit": "BEiT and BEiT v2",
-    "data2vec": "data2vec-vision",
-    "flexivit": "FlexiViT, for patches of 16 pixels",
-    "sbb": "searching for better ViT baselines, timm's own",
-    "tipsv2": "the image towers of TIPSv2",
-    "pe": "the image towers of Perception Encoder, core",
-}
-
-# What a reported accuracy is of, other than the classifier in the file.
-AccuracyKind = Literal["classifier", "fine-tuned", "linear", "k-NN", "zero-shot"]
-ACCURACY_KINDS: Mapping[AccuracyKind, str] = {
-    "classifier": "of the classifier in the file",
-    "fine-tuned": "after fine-tuning all of it; that classifier is not in the file",
-    "linear": "of a linear classifier on its frozen features, which is not in the file",
-    "k-NN": "of the nearest neighbours of its frozen features",
-    "zero-shot": "without training, with the text tower, which is not loaded",
-}
-
-_HUB, _HUB_PAGES = "hf://", "https://huggingface.co/"
-_Row = TypeVar("_Row")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -35,6 +35,7 @@ from keras_vit.weights.layouts import (
     listed,
     numbered,
     original_rows,
+    plain_row,
     published_channels,
     published_fields,
     published_names,
@@ -178,7 +179,7 @@ def _open_safetensors(path: Path) -> Checkpoint:
 def _open_h5(path: Path) -> Checkpoint:
     arrays = read_h5(path)
     fields = keras_fields(arrays)
-    grid = _square(arrays.get(position_name(fields)), fields)
+    grid = _square(arrays.get(_position_name(fields["class_token"])), fields)
     return Checkpoint(path=path, arrays=arrays, fields=fields, rows=keras_rows, grid=grid)
 
 
@@ -305,15 +306,13 @@ def keras_rows(config: ViTConfig) -> list[Row]:
     shapes = {row.path: row.shape for row in original_rows(config)}
     units = [path.split("/")[1] for path in shapes if path.startswith("stem/stage")]
     order = {unit: index for index, unit in enumerate(dict.fromkeys(units))}
-    return [
-        Row(path, shape, (_name(config, path, order),), (shape,)) for path, shape in shapes.items()
-    ]
+    return [plain_row(path, _name(config, path, order), shape) for path, shape in shapes.items()]
 
 
 def _name(config: ViTConfig, path: str, units: Mapping[str, int]) -> str:
     layer, *inside, leaf = path.split("/")
     if leaf == "position_embedding":
-        return position_name({"class_token": config.class_token})
+        return _position_name(config.class_token)
     if layer.startswith("block_"):
         layer = _name_of("transformer_block", int(layer.removeprefix("block_")))
     if inside and inside[0] in units:
@@ -360,9 +359,8 @@ def keras_fields(arrays: Arrays) -> dict[str, Any]:
     }
 
 
-def position_name(fields: Mapping[str, Any]) -> str:
-    """Returns the name of the position embeddings, which stand after the class token."""
-    return f"layers/patch_encoder/vars/{int(fields['class_token'])}"
+def _position_name(has_token: bool) -> str:
+    return f"layers/patch_encoder/vars/{int(has_token)}"  # after the class token
 
 
 def _square(table: StoredArray | None, fields: Mapping[str, Any]) -> tuple[int, int] | None:

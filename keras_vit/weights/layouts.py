@@ -15,6 +15,15 @@ from keras_vit.weights.arrays import MAX_ARRAYS, StoredArray, aligned_empty
 
 Arrays = Mapping[str, StoredArray]
 
+_POSITIONS = "Transformer/posembed_input/pos_embedding"
+# Newer Flax numbers sub-modules per class; the published files number them per block.
+_LINEN_NAMES = (
+    ("LayerNorm_1", "LayerNorm_2"),
+    ("MultiHeadDotProductAttention_0", "MultiHeadDotProductAttention_1"),
+    ("MlpBlock_0", "MlpBlock_3"),
+)
+_ROOM = 130  # letters that a list of names takes in a message
+
 
 @dataclasses.dataclass(frozen=True)
 class Row:
@@ -99,11 +108,11 @@ def original_rows(config: ViTConfig) -> list[Row]:
     """Returns the table of the published .npz layout for a model of this config."""
     d = config.hidden_dim
     size, channels = config.patch_size, config.patch_channels
-    position = "Transformer/posembed_input/pos_embedding"
     rows = _stem_rows(config) if config.resnet_layers is not None else []
     if config.class_token:
         rows.append(plain_row("patch_encoder/class_token", "cls", (1, 1, d)))
-    rows.append(plain_row("patch_encoder/position_embedding", position, (1, config.num_tokens, d)))
+    shape = (1, config.num_tokens, d)
+    rows.append(plain_row("patch_encoder/position_embedding", _POSITIONS, shape))
     kernel, flat = (size, size, channels, d), (size * size * channels, d)
     rows.append(_reshape_row("patch_encoder/projection/kernel", "embedding/kernel", kernel, flat))
     rows.append(plain_row("patch_encoder/projection/bias", "embedding/bias", (d,)))
@@ -118,14 +127,6 @@ def original_rows(config: ViTConfig) -> list[Row]:
     if config.classes is not None:
         rows += _dense_rows("head", "head", d, config.classes)
     return rows
-
-
-# Newer Flax numbers sub-modules per class; the published files number them per block.
-_LINEN_NAMES = (
-    ("LayerNorm_1", "LayerNorm_2"),
-    ("MultiHeadDotProductAttention_0", "MultiHeadDotProductAttention_1"),
-    ("MlpBlock_0", "MlpBlock_3"),
-)
 
 
 def published_names(arrays: Arrays) -> dict[str, StoredArray]:
@@ -144,8 +145,21 @@ def published_names(arrays: Arrays) -> dict[str, StoredArray]:
                 (name.replace(f"/{linen}/", f"/{published}/") if blocks.match(name) else name, a)
                 for name, a in arrays.items()
             )
-    arrays = {name: _without_ones(name, array) for name, array in arrays.items()}
-    return _with_class_position(arrays)
+    for name, array in arrays.items():
+        is_norm = re.search(r"(^|/)gn(_root|_proj|\d)/(scale|bias)$", name)
+        if is_norm and array.shape[:-1] == (1, 1, 1):
+            arrays[name] = array.map(lambda value: value.reshape(-1), array.shape[3:])
+    # big_vision keeps positions of the patches only, at the top level.
+    table = arrays.pop("pos_embedding", None)
+    if table is None or len(table.shape) != 3:
+        return arrays
+    if "cls" in arrays:
+        _, patches, width = table.shape
+        table = table.map(
+            lambda value: np.concatenate([np.zeros_like(value[:, :1]), value], axis=1),
+            (1, patches + 1, width),
+        )
+    return renamed([*arrays.items(), (_POSITIONS, table)])
 
 
 def renamed(pairs: Iterable[tuple[str, StoredArray]]) -> dict[str, StoredArray]:
@@ -163,9 +177,6 @@ def renamed(pairs: Iterable[tuple[str, StoredArray]]) -> dict[str, StoredArray]:
             )
         arrays[name] = array
     return arrays
-
-
-_ROOM = 130  # letters that a list of names takes in a message
 
 
 def published_fields(arrays: Arrays) -> dict[str, Any]:
@@ -188,8 +199,12 @@ def published_fields(arrays: Arrays) -> dict[str, Any]:
             "The file does not hold a Vision Transformer in the published layout: its arrays are "
             f"{listed(shapes)}."
         ) from None
-    has_map = "MAPHead_0/probe" in shapes
-    has_token = "cls" in shapes
+    has_map, has_token = "MAPHead_0/probe" in shapes, "cls" in shapes
+    resnet_layers = None
+    if "conv_root/kernel" in shapes:
+        stages = range(1, 1 + numbered(shapes, r"block(\d+)/unit", first=1))
+        units = [rf"block{stage}/unit(\d+)/" for stage in stages]
+        resnet_layers = tuple(numbered(shapes, pattern, first=1) for pattern in units)
     return {
         "patch_size": patch_size,
         "hidden_dim": hidden_dim,
@@ -200,7 +215,7 @@ def published_fields(arrays: Arrays) -> dict[str, Any]:
         "pooling": "map" if has_map else "token" if has_token else "avg",
         "class_token": has_token,
         "representation_dim": width,
-        "resnet_layers": _resnet_layers(shapes),
+        "resnet_layers": resnet_layers,
         # What it means without a word (vit_jax/models_vit.py, preprocess in its README).
         **{name: getattr(ViTConfig, name) for name in ASSUMED},
         "antialias": False,  # tf.image.resize without it: vit_jax/input_pipeline.py
@@ -327,7 +342,10 @@ def _stem_rows(config: ViTConfig) -> list[Row]:
         width = 64 * 2**stage
         for unit in range(units):
             path, name = f"stem/stage_{stage}_unit_{unit}", f"block{stage + 1}/unit{unit + 1}"
-            rows += _unit_rows(path, name, inside, width)
+            kernels = ((1, 1, inside, width), (3, 3, width, width), (1, 1, width, 4 * width))
+            for n, shape in enumerate(kernels, 1):
+                rows.append(plain_row(f"{path}/conv{n}/kernel", f"{name}/conv{n}/kernel", shape))
+                rows += norm_rows(f"{path}/norm{n}", f"{name}/gn{n}", shape[-1])
             if unit == 0:
                 kernel = (1, 1, inside, 4 * width)
                 rows.append(
@@ -335,15 +353,6 @@ def _stem_rows(config: ViTConfig) -> list[Row]:
                 )
                 rows += norm_rows(f"{path}/projection_norm", f"{name}/gn_proj", 4 * width)
             inside = 4 * width
-    return rows
-
-
-def _unit_rows(path: str, name: str, inside: int, width: int) -> list[Row]:
-    kernels = ((1, 1, inside, width), (3, 3, width, width), (1, 1, width, 4 * width))
-    rows = []
-    for index, kernel in enumerate(kernels, 1):
-        rows.append(plain_row(f"{path}/conv{index}/kernel", f"{name}/conv{index}/kernel", kernel))
-        rows += norm_rows(f"{path}/norm{index}", f"{name}/gn{index}", kernel[-1])
     return rows
 
 
@@ -385,34 +394,3 @@ def _without_scan(arrays: Arrays) -> dict[str, StoredArray]:
             part = array.map(operator.itemgetter(index), array.shape[1:])
             split.append((f"Transformer/encoderblock_{index}/{name[len(start) :]}", part))
     return renamed(split)
-
-
-def _without_ones(name: str, array: StoredArray) -> StoredArray:
-    is_norm = re.search(r"(^|/)gn(_root|_proj|\d)/(scale|bias)$", name)
-    if is_norm and array.shape[:-1] == (1, 1, 1):
-        return array.map(lambda value: value.reshape(-1), array.shape[3:])
-    return array
-
-
-def _with_class_position(arrays: dict[str, StoredArray]) -> dict[str, StoredArray]:
-    """big_vision keeps positions of the patches only, at the top level."""
-    table = arrays.pop("pos_embedding", None)
-    if table is None or len(table.shape) != 3:
-        return arrays
-    if "cls" in arrays:
-        _, patches, width = table.shape
-        table = table.map(
-            lambda value: np.concatenate([np.zeros_like(value[:, :1]), value], axis=1),
-            (1, patches + 1, width),
-        )
-    position = ("Transformer/posembed_input/pos_embedding", table)
-    return renamed([*arrays.items(), position])
-
-
-def _resnet_layers(shapes: Iterable[str]) -> tuple[int, ...] | None:
-    if "conv_root/kernel" not in shapes:
-        return None
-    stages = numbered(shapes, r"block(\d+)/unit", first=1)
-    return tuple(
-        numbered(shapes, rf"block{stage}/unit(\d+)/", first=1) for stage in range(1, stages + 1)
-    )

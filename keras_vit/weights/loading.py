@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import math
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +23,11 @@ from keras_vit.weights.checkpoint import Checkpoint, open_checkpoint
 from keras_vit.weights.layouts import Row, check_original, listed, original_rows
 from keras_vit.weights.positions import CELLS, Method, check_method, resample_variable
 from keras_vit.weights.sources import check_sha256
+
+HEAD = ("head/", "representation/", "distillation_head/")
+READERS = 2  # threads; reading and checking an array needs no lock of Python's
+Values = dict[str, concurrent.futures.Future[np.ndarray]]  # by the variable's path
+logger = logging.getLogger(__name__)
 
 
 def save_npz(model: VisionTransformer, path: str | Path) -> Path:
@@ -65,12 +70,6 @@ def save_npz(model: VisionTransformer, path: str | Path) -> Path:
                 with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
                     np.lib.format.write_array(member, array, allow_pickle=False)
     return path
-
-
-HEAD = ("head/", "representation/", "distillation_head/")
-READERS = 2  # threads; reading and checking an array needs no lock of Python's
-Values = dict[str, concurrent.futures.Future[np.ndarray]]  # by the variable's path
-logger = logging.getLogger(__name__)
 
 
 def load(
@@ -153,8 +152,8 @@ def resize(
     check_method(positions, any_size=config.any_size)
 
     def resampled(path: str, variable: keras.Variable) -> Any:
-        kind = path.rsplit("/", 1)[-1]
-        if kind not in CELLS:
+        kind = _table_kind(path)
+        if kind is None:
             return variable
         value = np.asarray(keras.ops.convert_to_numpy(variable))
         return resample_variable(kind, value, old.grid, config.grid, method=positions)
@@ -286,9 +285,10 @@ def check_numbers(checkpoint: Checkpoint, config: ViTConfig) -> None:
 def _check_positions(checkpoint: Checkpoint, rows: list[Row], config: ViTConfig) -> None:
     """Holds the tables of positions against the grid, before anything is built or read."""
     for row in rows:
-        cells = _cells(row.path)
-        if cells is None:
+        kind = _table_kind(row.path)
+        if kind is None:
             continue
+        cells = CELLS[kind]
         count = checkpoint.arrays[row.names[0]].shape[1]
         first = row.shape[1] - math.prod(cells(*config.grid))  # before the cells'
         if count == math.prod(cells(*(checkpoint.grid or config.grid))) + first:
@@ -365,24 +365,24 @@ def _ignored_prefixes(
     return tuple(name for row in rows for name in row.names)
 
 
-def _cells(path: str) -> Callable[[int, int], tuple[int, int]] | None:
-    """Returns how many cells a table of positions has for a grid; None for other variables."""
-    return CELLS.get(path.rsplit("/", 1)[-1])
+def _table_kind(path: str) -> str | None:
+    """Returns which of `CELLS` a variable is, None for one whose shape depends on no grid."""
+    kind = path.rsplit("/", 1)[-1]
+    return kind if kind in CELLS else None
 
 
 def _fits(shape: tuple[int, ...], expected: tuple[int, ...], path: str) -> bool:
-    if _cells(path) is not None and len(shape) == 3:
+    if _table_kind(path) is not None and len(shape) == 3:
         return shape[::2] == expected[::2]  # the number of positions may differ: they are resampled
     return shape == expected
 
 
 def _value(checkpoint: Checkpoint, row: Row, config: ViTConfig, positions: Method) -> np.ndarray:
-    """Reads one variable's value."""
     value = row.join(*(_finite(checkpoint, name) for name in row.names))
     # A table that is not square, of a file without grid, has as many places as the model's own.
-    if _cells(row.path) is None or checkpoint.grid in (None, config.grid):
+    kind = _table_kind(row.path)
+    if kind is None or checkpoint.grid in (None, config.grid):
         return value
-    kind = row.path.rsplit("/", 1)[-1]
     return resample_variable(kind, value, checkpoint.grid, config.grid, method=positions)
 
 

@@ -117,7 +117,12 @@ def square_grid(positions: int) -> tuple[int, int] | None:
 def _weights(old: int, new: int, method: Method) -> np.ndarray:
     """Returns the (new, old) matrix that interpolates one axis."""
     if method == "bicubic_antialias":
-        return _antialiased_weights(old, new)
+        # The kernel is as wide as a new cell where the grid shrinks. What it would take from beyond
+        # an edge is left out, and each row sums to one.
+        scale = old / new
+        centers = (np.arange(new) + 0.5) * scale - 0.5
+        matrix = _kernel((centers[:, None] - np.arange(old)) / max(scale, 1), method)
+        return np.asarray(matrix / matrix.sum(axis=1, keepdims=True))
     if method == "original":
         centers = np.linspace(0, old - 1, new)
     else:
@@ -132,18 +137,6 @@ def _weights(old: int, new: int, method: Method) -> np.ndarray:
         value = _kernel(centers - source, method)
         np.add.at(matrix, (np.arange(new), np.clip(source, 0, old - 1)), value)
     return matrix
-
-
-def _antialiased_weights(old: int, new: int) -> np.ndarray:
-    """Returns the (new, old) matrix of the cubic kernel, as wide as a new cell where it shrinks.
-
-    What the kernel would take from beyond an edge is left out, and each row sums to one.
-    """
-    scale = old / new
-    centers = (np.arange(new) + 0.5) * scale - 0.5
-    distance = (centers[:, None] - np.arange(old)) / max(scale, 1)
-    matrix = _kernel(distance, "bicubic_antialias")
-    return np.asarray(matrix / matrix.sum(axis=1, keepdims=True))
 
 
 def _kernel(distance: np.ndarray, method: Method) -> np.ndarray:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from keras_vit.config import EXTENSIONS, ViTConfig
-from keras_vit.layers.patches import BIAS_PREFIX
+from keras_vit.layers.positions import BIAS_PREFIX
 from keras_vit.limits import shown
 from keras_vit.weights.arrays import StoredArray
 from keras_vit.weights.layouts import (
@@ -68,6 +68,12 @@ def torch_fields(arrays: Arrays) -> dict[str, Any]:
     patch = _patch_size(arrays)
     is_gated = hidden == 2 * mlp_dim
     has_token, has_map = "cls_token" in arrays, "attn_pool.latent" in arrays
+    has_table, has_bias = "pos_embed" in arrays, any(blocks_with(arrays, _TABLE))
+    if has_table and has_bias:
+        raise ValueError(
+            "The file needs learned positions and a relative position bias together (pos_embed, "
+            f"{_TABLE}), which keras_vit does not have."
+        )
     projection, representation = (
         _width(arrays, f"{name}.bias") for name in ("projection", "pre_logits.fc")
     )
@@ -87,7 +93,7 @@ def torch_fields(arrays: Arrays) -> dict[str, Any]:
         "representation_activation": None if projection and not representation else "tanh",
         "resnet_layers": None,
         "antialias": True,  # Pillow's resize, in both libraries
-        "position_embedding": _position_embedding(arrays),
+        "position_embedding": "learned" if has_table else "relative" if has_bias else None,
         "num_registers": registers,
         "distillation_token": "dist_token" in arrays,
         "layer_scale": _LAYER_SCALE if any(blocks_with(arrays, "ls1.gamma")) else None,
@@ -134,28 +140,18 @@ def on_one_grid(
             registers = arrays["reg_token"].shape[1]
             grid = _grid_of(count - placed - registers, grids)
             if grid is not None:
-                _place_registers(arrays, table, first=placed, count=registers)
+                token = arrays["reg_token"]
+                arrays["reg_token"] = _placed(token, arrays, first=placed, count=registers)
     tables = [name for name in blocks_with(arrays, _TABLE) if len(arrays[name].shape) == 2]
+    offsets = [(2 * rows - 1, 2 * columns - 1) for rows, columns in grids]
     for name in tables:
-        rows, heads = arrays[name].shape
-        grid = _grid_of_offsets(rows - BIAS_PREFIX, grids)
-        arrays[name] = arrays[name].map(_in_our_order, (1, rows, heads))
+        places, heads = arrays[name].shape
+        found = _grid_of(places - BIAS_PREFIX, offsets)
+        grid = None if found is None else ((found[0] + 1) // 2, (found[1] + 1) // 2)
+        arrays[name] = arrays[name].map(_in_our_order, (1, places, heads))
     if "dist_token" in arrays and "head_dist.weight" not in arrays:
         arrays = without_distillation(arrays)
     return arrays, grid
-
-
-def _place_registers(
-    arrays: dict[str, StoredArray], table: StoredArray, *, first: int, count: int
-) -> None:
-    """Adds the positions of registers, which stand after the first ones, to the registers."""
-    _, places, width = table.shape
-    own = slice(first, first + count)
-    part = table.map(lambda value: value[:, own], (1, count, width))
-    rest = (1, places - count, width)
-    arrays["pos_embed"] = table.map(lambda value: np.delete(value, own, axis=1), rest)
-    token = arrays["reg_token"]
-    arrays["reg_token"] = dataclasses.replace(token, read=functools.partial(_sum, token, part))
 
 
 def as_projection(arrays: Arrays) -> dict[str, StoredArray]:
@@ -171,11 +167,7 @@ def without_distillation(arrays: Arrays) -> dict[str, StoredArray]:
     arrays = {name: array for name, array in arrays.items() if not name.startswith("head_dist.")}
     token, table = arrays.pop("dist_token"), arrays.get("pos_embed")
     if table is not None and len(table.shape) == 3 and "cls_token" in arrays:
-        _, count, width = table.shape
-        place = table.map(lambda value: value[:, 1:2], (1, 1, width))
-        rest = (1, count - 1, width)
-        arrays["pos_embed"] = table.map(lambda value: np.delete(value, 1, axis=1), rest)
-        token = dataclasses.replace(token, read=functools.partial(_sum, token, place))
+        token = _placed(token, arrays, first=1, count=1)
     others = [arrays["reg_token"]] if "reg_token" in arrays else []
     arrays["reg_token"] = concatenate([token, *others], axis=1)
     return arrays
@@ -194,7 +186,14 @@ def torch_rows(config: ViTConfig, *, rotary_layout: RotaryLayout | None) -> list
     rows = [plain_row(f"patch_encoder/{path}", name, (1, n, d)) for path, name, n in tokens if n]
     if config.position_embedding == "learned":
         rows.append(plain_row("patch_encoder/position_embedding", "pos_embed", (1, count, d)))
-    rows.append(_projection_row(kernel))
+    projection = Row(
+        "patch_encoder/projection/kernel",
+        (size * size * config.patch_channels, d),
+        ("patch_embed.proj.weight",),
+        (kernel,),
+        lambda value: value.transpose(2, 3, 1, 0).reshape(-1, d),
+    )
+    rows.append(projection)
     rows.append(plain_row("patch_encoder/projection/bias", "patch_embed.proj.bias", (d,)))
     if config.embedding_norm:
         rows += _norm_rows("embedding_norm", "norm_pre", d)
@@ -287,30 +286,24 @@ def _in_our_order(table: np.ndarray) -> np.ndarray:
     return np.concatenate([table[-BIAS_PREFIX:], table[-BIAS_PREFIX - 1 :: -1]])[None]
 
 
-def _grid_of_offsets(count: int, grids: list[tuple[int, int]]) -> tuple[int, int] | None:
-    """Returns the first grid with that many offsets between patches, or a square one."""
-    offsets = [(2 * rows - 1, 2 * columns - 1) for rows, columns in grids]
-    found = _grid_of(count, offsets)
-    return None if found is None else ((found[0] + 1) // 2, (found[1] + 1) // 2)
+def _placed(
+    token: StoredArray, arrays: dict[str, StoredArray], *, first: int, count: int
+) -> StoredArray:
+    """Returns tokens with their positions added, and takes these out of the table."""
+    table, own = arrays["pos_embed"], slice(first, first + count)
+    _, places, width = table.shape
+    rest = (1, places - count, width)
+    arrays["pos_embed"] = table.map(lambda value: np.delete(value, own, axis=1), rest)
 
+    def read() -> np.ndarray:
+        return token.read().astype(np.float32) + table.read()[:, own].astype(np.float32)
 
-def _sum(*arrays: StoredArray) -> np.ndarray:
-    return np.asarray(sum(array.read().astype(np.float32) for array in arrays))
+    return dataclasses.replace(token, read=read)
 
 
 def _grid_of(count: int, grids: list[tuple[int, int]]) -> tuple[int, int] | None:
     """Returns the first grid of that many patches, or a square one."""
     return next((grid for grid in grids if grid[0] * grid[1] == count), square_grid(max(count, 0)))
-
-
-def _position_embedding(arrays: Arrays) -> str | None:
-    has_table, has_bias = "pos_embed" in arrays, any(blocks_with(arrays, _TABLE))
-    if has_table and has_bias:
-        raise ValueError(
-            "The file needs learned positions and a relative position bias together (pos_embed, "
-            f"{_TABLE}), which keras_vit does not have."
-        )
-    return "learned" if has_table else "relative" if has_bias else None
 
 
 def _patch_size(arrays: Arrays) -> int:
@@ -335,15 +328,6 @@ def _shape(arrays: Arrays, name: str, *, rank: int) -> tuple[int, ...]:
 
 def _width(arrays: Arrays, name: str) -> int | None:
     return _shape(arrays, name, rank=1)[0] if name in arrays else None
-
-
-def _projection_row(shape: tuple[int, ...]) -> Row:
-    def join(value: np.ndarray) -> np.ndarray:
-        return value.transpose(2, 3, 1, 0).reshape(-1, shape[0])
-
-    flat = (shape[2] * shape[3] * shape[1], shape[0])
-    name = "patch_embed.proj.weight"
-    return Row("patch_encoder/projection/kernel", flat, (name,), (shape,), join)
 
 
 def _dense_rows(

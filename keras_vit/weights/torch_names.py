@@ -434,9 +434,9 @@ def _completed(arrays: dict[str, StoredArray]) -> dict[str, StoredArray]:
     _complete_biases(arrays)
     blocks = sorted({match[0] for match in map(re.compile(_BLOCK).match, arrays) if match})
     for block in blocks:
-        _join(arrays, f"{block}attn.qkv.weight", [f"{block}attn.{part}.weight" for part in "qkv"])
-        _join(arrays, f"{block}attn.qkv.bias", [f"{block}attn.{part}.bias" for part in "qkv"])
         for leaf in ("weight", "bias"):
+            parts = [f"{block}attn.{part}.{leaf}" for part in "qkv"]
+            _join(arrays, f"{block}attn.qkv.{leaf}", parts)
             gated = [f"{block}mlp.{part}.{leaf}" for part in ("gate", "fc1")]
             _join(arrays, f"{block}mlp.fc1.{leaf}", gated)
     # BEiT's pre-training has one relative position bias for all blocks.
@@ -444,7 +444,14 @@ def _completed(arrays: dict[str, StoredArray]) -> dict[str, StoredArray]:
     if shared is not None:
         pairs = ((f"{block}attn.{_TABLE}", shared) for block in blocks)
         arrays = renamed([*arrays.items(), *pairs])
-    _split_pooling(arrays)
+    # transformers' attention pooling has its three products in one.
+    for leaf in ("weight", "bias"):
+        whole = arrays.pop(f"attn_pool.qkv.{leaf}", None)
+        if whole is not None and whole.shape:
+            count, rest = whole.shape[0] // 3, whole.shape[1:]
+            query, key_value = map(operator.itemgetter, (slice(count), slice(count, None)))
+            arrays[f"attn_pool.q.{leaf}"] = whole.map(query, (count, *rest))
+            arrays[f"attn_pool.kv.{leaf}"] = whole.map(key_value, (whole.shape[0] - count, *rest))
     return arrays
 
 
@@ -465,10 +472,9 @@ def _complete_biases(arrays: dict[str, StoredArray]) -> None:
             for each in sorted({"q", "k", "v"} - present):
                 arrays[f"{start}{each}.bias"] = zeros((rows // 3,))
     # timm and CLIP: no bias where the tokens are normalised at once.
-    if "norm_pre.weight" in arrays and "patch_embed.proj.bias" not in arrays:
-        arrays["patch_embed.proj.bias"] = zeros(arrays["patch_embed.proj.weight"].shape[:1])
-    if "projection.weight" in arrays and "projection.bias" not in arrays:
-        arrays["projection.bias"] = zeros(arrays["projection.weight"].shape[:1])
+    for shows, layer in (("norm_pre", "patch_embed.proj"), ("projection", "projection")):
+        if f"{shows}.weight" in arrays and f"{layer}.bias" not in arrays:
+            arrays[f"{layer}.bias"] = zeros(arrays[f"{layer}.weight"].shape[:1])
 
 
 def _join(arrays: dict[str, StoredArray], name: str, parts: list[str]) -> None:
@@ -478,17 +484,6 @@ def _join(arrays: dict[str, StoredArray], name: str, parts: list[str]) -> None:
         if name in arrays:
             raise ValueError(f"The file holds {shown(name)} whole and in parts.")
         arrays[name] = whole
-
-
-def _split_pooling(arrays: dict[str, StoredArray]) -> None:
-    """Cuts the query out of the one product of transformers' attention pooling."""
-    for leaf in ("weight", "bias"):
-        whole = arrays.pop(f"attn_pool.qkv.{leaf}", None)
-        if whole is not None and whole.shape:
-            count, rest = whole.shape[0] // 3, whole.shape[1:]
-            query, key_value = map(operator.itemgetter, (slice(count), slice(count, None)))
-            arrays[f"attn_pool.q.{leaf}"] = whole.map(query, (count, *rest))
-            arrays[f"attn_pool.kv.{leaf}"] = whole.map(key_value, (whole.shape[0] - count, *rest))
 
 
 def blocks_with(arrays: Arrays, name: str) -> Iterator[str]:

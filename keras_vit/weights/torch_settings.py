@@ -132,9 +132,17 @@ def _timm_settings(settings: Mapping[str, Any], known: Settings) -> Settings:
     _check_arguments(arguments)
     architecture = find_architecture(name) if isinstance(name, str) else None
     fields: dict[str, Any] = {}
+    unsupported_reason = None
     if architecture is not None:
         fields = {name: getattr(architecture, name) for name in _ARCHITECTURE_FIELDS}
         fields["activation"] = ACTIVATIONS[architecture.activation]
+    elif name is None:
+        unsupported_reason = f"its {CONFIG} names no timm architecture"
+    else:
+        unsupported_reason = (
+            f"activation, epsilon and heads of timm's {shown(name)} are not known to this version "
+            "(keras_vit.weights.torch_names has the names that are)"
+        )
     if arguments.get("num_heads") is not None:
         fields["num_heads"] = _heads(arguments["num_heads"])
     if arguments.get("act_layer") is not None:
@@ -148,30 +156,25 @@ def _timm_settings(settings: Mapping[str, Any], known: Settings) -> Settings:
     # The classes' names stand at the top, or are those of the pretrained weights.
     named = next((part for part in (settings, pretrained) if part.get("label_names")), {})
     labels = _labels(named.get("label_names"), described=named.get("label_descriptions"))
+    tag = str(pretrained.get("tag"))
+    # A head without labels is the projection of a tower that saw images and texts.
+    is_tower = re.search(r"_(clip|pe_core)_", str(name)) is not None and "_ft_" not in tag
+    width = settings.get("num_classes", pretrained.get("num_classes"))
     return dataclasses.replace(
         known,
         fields=fields,
         sizes=_sizes(sizes),
-        unsupported_reason=None if architecture is not None else _unknown_name(name),
+        unsupported_reason=unsupported_reason,
         hint=f'write "mean" and "std" into the "pretrained_cfg" of its {CONFIG}',
         rotary_layout=None if architecture is None else architecture.rotary_layout,
         pools_prefix=architecture is not None and architecture.pools_prefix,
         labels=labels,
-        projects=not labels and _projects(settings, pretrained),
-        warning=_warning(str(name), pretrained),
+        projects=not labels and is_tower and width in _PROJECTIONS,
+        warning=_warning(str(name), tag),
     )
 
 
-def _projects(settings: Mapping[str, Any], pretrained: Mapping[str, Any]) -> bool:
-    """Whether a head without labels is the projection of a tower that saw images and texts."""
-    is_tower = re.search(r"_(clip|pe_core)_", str(settings.get("architecture"))) is not None
-    was_tuned = "_ft_" in str(pretrained.get("tag"))
-    width = settings.get("num_classes", pretrained.get("num_classes"))
-    return is_tower and not was_tuned and width in _PROJECTIONS
-
-
-def _warning(name: str, pretrained: Mapping[str, Any]) -> str:
-    tag = str(pretrained.get("tag"))
+def _warning(name: str, tag: str) -> str:
     is_other = "_clip_" in name and "quickgelu" not in name
     if not (is_other and re.match(_QUICK_GELU, tag)) or "_ft_" in tag:
         return ""
@@ -271,15 +274,6 @@ def _heads(value: object) -> int:
             f"The file's number of heads is {shown(value)}; it must be from 1 to {MAX_HEADS}."
         )
     return value
-
-
-def _unknown_name(name: object) -> str:
-    if name is None:
-        return f"its {CONFIG} names no timm architecture"
-    return (
-        f"activation, epsilon and heads of timm's {shown(name)} are not known to this version "
-        "(keras_vit.weights.torch_names has the names that are)"
-    )
 
 
 def _processor_pixels(settings: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -9,6 +9,7 @@ constant answer then has an error of 1, whatever the head's biases are.
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -110,6 +111,31 @@ class Gate:
     limits: Limits
     kind: str
     targets: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Request:
+    """The checks of one artefact.
+
+    Attributes:
+        format: the name of the format.
+        runtime: what runs it, one of `runners.RUNNERS`.
+        path: the artefact.
+        parameter_bytes: bytes of the model's weights in float32.
+        weight_bytes: bytes that they take in an ONNX or TFLite file.
+        labels: a name for each class.
+        cases: what to run.
+        gate: what decides whether the artefact answers like the model.
+    """
+
+    format: str
+    runtime: str
+    path: Path
+    parameter_bytes: int
+    weight_bytes: int
+    labels: Sequence[str]
+    cases: Sequence[Case]
+    gate: Gate
 
 
 def largest_difference(actual: np.ndarray, expected: np.ndarray) -> float:
@@ -214,7 +240,11 @@ def measure(gate: Gate, answers: Arrays) -> list[Check]:
             *_decisions(gate, actual, limits.error * spread),
         ]
         if "probabilities" in gate.outputs:
-            own = _probabilities(gate, actual)
+            if gate.kind == "softmax":
+                powers = np.exp(actual - actual.max(axis=1, keepdims=True))
+                own = powers / powers.sum(axis=1, keepdims=True)
+            else:
+                own = 1 / (1 + np.exp(-actual))
             is_same = answers["probabilities"].shape == own.shape  # NaN is told by the difference
             difference = np.abs(answers["probabilities"] - own).max() if is_same else np.inf
             checks.append(_at_most("probabilities beside its own logits'", difference, PROBABILITY))
@@ -290,13 +320,6 @@ def _own_nearest(gate: Gate, actual: np.ndarray, error: float) -> Check:
     same = (nearest == np.arange(len(ours))) & np.isfinite(theirs).all(axis=1)
     share = float(same[is_clear].mean()) if is_clear.any() else 1.0
     return Check.at_least("gate: nearest to the model's own, where that is clear", share, 1.0)
-
-
-def _probabilities(gate: Gate, logits: np.ndarray) -> np.ndarray:
-    if gate.kind == "softmax":
-        powers = np.exp(logits - logits.max(axis=1, keepdims=True))
-        return np.asarray(powers / powers.sum(axis=1, keepdims=True))
-    return np.asarray(1 / (1 + np.exp(-logits)))
 
 
 def _shares(name: str, same: np.ndarray, is_clear: np.ndarray, limit: float) -> list[Check]:

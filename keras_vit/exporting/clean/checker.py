@@ -7,14 +7,13 @@ import base64
 import dataclasses
 import functools
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from . import Limits, agreement, runners
-from .agreement import Case, Check, Gate
+from .agreement import Case, Check, Gate, Request
 
 # What the process runs with the folder above this one and that of the request.
 START = """
@@ -27,31 +26,6 @@ from clean.checker import run
 run(sys.argv[2])
 """
 _ARRAY, _STRINGS = "$array", "$strings"  # what stands for an array in JSON
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Request:
-    """The checks of one artefact.
-
-    Attributes:
-        format: the name of the format.
-        runtime: what runs it, one of `runners.RUNNERS`.
-        path: the artefact.
-        parameter_bytes: bytes of the model's weights in float32.
-        weight_bytes: bytes that they take in an ONNX or TFLite file.
-        labels: a name for each class.
-        cases: what to run.
-        gate: what decides whether the artefact answers like the model.
-    """
-
-    format: str
-    runtime: str
-    path: Path
-    parameter_bytes: int
-    weight_bytes: int
-    labels: Sequence[str]
-    cases: Sequence[Case]
-    gate: Gate
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -8,17 +8,14 @@ import functools
 import importlib.metadata
 import json
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from . import agreement
-from .agreement import Arrays, Case, Check
-
-if TYPE_CHECKING:
-    from .checker import Request
+from .agreement import Arrays, Case, Check, Request
 
 SIGNATURE = "serving_default"
 DESCRIPTION = "description.json"  # in the archive behind a TFLite file
@@ -59,14 +56,14 @@ class Runner(abc.ABC):
     def run(self, signature: str, inputs: Arrays) -> dict[str, np.ndarray]:
         """Returns the outputs of a signature by name; "" where the format has but one."""
 
-    def checks(self, request: "Request") -> Iterator[Check]:
+    def checks(self, request: Request) -> Iterator[Check]:
         """Yields the checks of the files, and of the answers to each case."""
         yield from self.check_files(request)
         for case in request.cases:
             yield from agreement.check_batches(case, functools.partial(self.run, case.signature))
 
     @abc.abstractmethod
-    def check_files(self, request: "Request") -> Iterator[Check]:
+    def check_files(self, request: Request) -> Iterator[Check]:
         """Yields the checks of what the files hold."""
 
     @classmethod
@@ -125,11 +122,17 @@ class SavedModelRunner(Runner):
         )
         return outputs
 
-    def checks(self, request: "Request") -> Iterator[Check]:
+    def checks(self, request: Request) -> Iterator[Check]:
         yield from super().checks(request)
         for case in request.cases:
-            yield from self._check_classes(case, request.labels)
-            yield from self._check_bad_rows(case)
+            named = self.signatures[case.signature].outputs
+            if "class_ids" in named:  # equal scores could hide a swap of names
+                outputs = self.run(case.signature, case.inputs)
+                names = np.array([[label.decode() for label in row] for row in outputs["classes"]])
+                wrong = int(np.sum(names != np.array(request.labels)[outputs["class_ids"]]))
+                yield Check.equal(case.check_name("classes named by class_ids"), wrong, 0)
+            if "status" in named:
+                yield from self._check_bad_rows(case)
         count = 0
         for warm_up in warm_up_requests(self._path):
             self.run(*warm_up)
@@ -137,7 +140,7 @@ class SavedModelRunner(Runner):
         yield Check(name="warm-up requests", measured=count, limit=f"1..{_WARM_UP_LIMIT}",
                     passed=1 <= count <= _WARM_UP_LIMIT)  # fmt: skip
 
-    def check_files(self, request: "Request") -> Iterator[Check]:
+    def check_files(self, request: Request) -> Iterator[Check]:
         import tensorflow as tf
 
         weights = sum(file.stat().st_size for file in self._path.glob("variables/*"))
@@ -168,19 +171,8 @@ class SavedModelRunner(Runner):
             wrong += [key for key, each in types.items() if each not in _JSON_DTYPES]
             yield Check.equal(f"{name}: batch first, types for JSON", ", ".join(wrong), "")
 
-    def _check_classes(self, case: Case, labels: Sequence[str]) -> Iterator[Check]:
-        """Compares the names of the classes with their numbers: equal scores could hide a swap."""
-        if "class_ids" not in self.signatures[case.signature].outputs:
-            return
-        outputs = self.run(case.signature, case.inputs)
-        names = np.array([[label.decode() for label in row] for row in outputs["classes"]])
-        wrong = int(np.sum(names != np.array(labels)[outputs["class_ids"]]))
-        yield Check.equal(case.check_name("classes named by class_ids"), wrong, 0)
-
     def _check_bad_rows(self, case: Case) -> Iterator[Check]:
         """Sends what is no image beside an image: it must fail alone, and change nothing else."""
-        if "status" not in self.signatures[case.signature].outputs:
-            return
         ((name, files),) = case.inputs.items()
         outputs = self.run(case.signature, {name: np.array([_JUNK, files[0], b""], object)})
         told = ", ".join("OK" if text == b"OK" else "failed" for text in outputs["status"])
@@ -210,7 +202,7 @@ class OnnxRunner(Runner):
     def run(self, signature: str, inputs: Arrays) -> dict[str, np.ndarray]:
         return dict(zip(self._names, self.session.run(self._names, dict(inputs)), strict=True))
 
-    def check_files(self, request: "Request") -> Iterator[Check]:
+    def check_files(self, request: Request) -> Iterator[Check]:
         import onnx
 
         onnx.checker.check_model(str(request.path), full_check=True)
@@ -260,7 +252,7 @@ class TfliteRunner(Runner):
             name: np.concatenate([part[name] for part in parts])[: len(images)] for name in parts[0]
         }
 
-    def check_files(self, request: "Request") -> Iterator[Check]:
+    def check_files(self, request: Request) -> Iterator[Check]:
         from ai_edge_litert import interpreter as litert
 
         # Without delegates, which hide the operators that they replace.
@@ -354,7 +346,7 @@ def warm_up_log(model: str, signature: str, name: str, tensor: bytes) -> bytes:
     return field(6, field(1, field(1, spec) + field(2, given)))
 
 
-def _size_check(request: "Request") -> Check:
+def _size_check(request: Request) -> Check:
     """Compares the size of a file with that of the weights that it should hold.
 
     A file that lacks weights is too small, one with a weight twice too large. Small models have no

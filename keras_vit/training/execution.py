@@ -115,16 +115,16 @@ class Execution:
             return tf.distribute.get_strategy()
         if name == "mirrored":
             kind = "GPU" if tf.config.list_physical_devices("GPU") else "CPU"
-            return _shared(name, tuple(each.name for each in tf.config.list_logical_devices(kind)))
+            return _mirrored(tuple(each.name for each in tf.config.list_logical_devices(kind)))
         if name == "tpu":
-            return _shared(name, os.environ.get("TPU_NAME"))
+            return _tpu(os.environ.get("TPU_NAME"))
         if len(cluster_workers()) < 2:
             raise ValueError(
                 'strategy="multi_worker" needs TF_CONFIG in the environment of each worker, with '
                 "cluster.worker listing two or more host:port and task.index saying which of them "
                 f"this is. Received: TF_CONFIG={os.environ.get('TF_CONFIG')!r}."
             )
-        return _shared(name, os.environ["TF_CONFIG"])
+        return _multi_worker(os.environ["TF_CONFIG"])
 
     def check_backend(self) -> None:
         """Raises a ValueError for what Keras' backend cannot do."""
@@ -155,27 +155,28 @@ class Execution:
             )
 
 
-@functools.cache
-def _shared(name: str, which: Any) -> tf.distribute.Strategy:
-    """Returns the strategy of these devices, this TPU or this TF_CONFIG.
+# One for all trainings of a process: a second strategy numbers its sums from the start again, and
+# TensorFlow takes the gradients of two models for one tensor of two shapes.
+_mirrored = functools.cache(tf.distribute.MirroredStrategy)
 
-    One for all trainings of a process: a second strategy numbers its sums from the start again, and
-    TensorFlow takes the gradients of two models for one tensor of two shapes.
-    """
-    if name == "mirrored":
-        return tf.distribute.MirroredStrategy(which)
-    if name == "tpu":
-        resolver = tf.distribute.cluster_resolver.TPUClusterResolver(which)
-        tf.config.experimental_connect_to_cluster(resolver)
-        tf.tpu.experimental.initialize_tpu_system(resolver)
-        return tf.distribute.TPUStrategy(resolver)
+
+@functools.cache
+def _tpu(name: str | None) -> tf.distribute.Strategy:
+    resolver = tf.distribute.cluster_resolver.TPUClusterResolver(name)
+    tf.config.experimental_connect_to_cluster(resolver)
+    tf.tpu.experimental.initialize_tpu_system(resolver)
+    return tf.distribute.TPUStrategy(resolver)
+
+
+@functools.cache
+def _multi_worker(tf_config: str) -> tf.distribute.Strategy:
     try:
         return tf.distribute.MultiWorkerMirroredStrategy()
     except RuntimeError as error:
         raise ValueError(
             "TensorFlow has already computed something, and cannot join other workers after that; "
             'call Execution(strategy="multi_worker").make_strategy() first, before images are '
-            f"loaded. Received: TF_CONFIG={which!r} ({error})."
+            f"loaded. Received: TF_CONFIG={tf_config!r} ({error})."
         ) from error
 
 

@@ -121,8 +121,8 @@ DOCS = ("benchmarks", "campaigns", "docs_*", "examples", "walks")
 EXPORT = ("export_*", "keras_export", "model_any_size")
 TRAINING = ("adaptation", "backend_trainer", "optimizers*", "training_[!k]*", "cli_pretrain")
 CORE = (
-    *(*ON_JAX, "applications", "config", "layers_patch_dropout", "parallel"),
-    *("steps_by_hand", "weights_arrays", "weights_checkpoint", "weights_families"),
+    *(*ON_JAX, "applications", "config", "layers_patch_dropout"),
+    *("steps_by_hand", "weights_checkpoint", "weights_families"),
     *("weights_formats", "weights_positions"),
 )
 
@@ -172,7 +172,7 @@ def full() -> dict[str, tuple[Step, ...]]:
             pytest(*everything, *files(*CORE), **JAX, **ALONE),
             pytest(
                 *everything,
-                *files("training_jax*", "training_checkpoints", "training_stopping"),
+                *files("training_jax*", "training_checkpoints"),
                 *files("benchmarks", "explain_attention"),
                 **JAX,
             ),

@@ -27,7 +27,7 @@ _PEAK, _NOW = "VmHWM", "VmRSS"
 # The parts of an export: the module and the function that does each.
 _PARTS = (
     ("rebuild", "rebuild"),
-    ("samples", "make_gate_images"),
+    ("samples", "make_verification_images"),
     ("samples", "compare_rebuilt"),
     ("savedmodel", "write"),
     ("tflite", "write"),

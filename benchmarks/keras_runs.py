@@ -119,7 +119,7 @@ def _load(case: Case, path: Path) -> Any:
         size = (case.image_size, case.image_size, 3)
         return builder(weights=str(path), input_shape=size, classes=CLASSES)
     model = keras_vit.VisionTransformer(_config(case))  # no published size
-    keras_vit.weights.load(model, path)
+    keras_vit.weights.load_weights(model, path)
     return model
 
 

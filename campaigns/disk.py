@@ -110,7 +110,7 @@ class _Folder(_File):
         self._fill(self.path, "old")
 
     def work(self) -> None:
-        with atomic.hold(self.folder / "lock", what=f"work in {self.folder}"):
+        with atomic.lock(self.folder / "lock", what=f"work in {self.folder}"):
             atomic.restore(self.folder, self.path)
             with atomic.staging_folder(self.folder) as stage:
                 with atomic.explain_errors(stage):
@@ -134,7 +134,7 @@ class _Run(_Folder):
     """A run that replaces another at the end of a training."""
 
     def work(self) -> None:
-        with run.hold(self.path):
+        with run.lock(self.path):
             unfinished = run.unfinished_path(self.path)
             atomic.restore(unfinished, self.path)
             with atomic.explain_errors(unfinished):

@@ -75,18 +75,18 @@ class Campaign:
     def _read(self, file: Path) -> str:
         """Reads a file as prediction does; listing and training must have the same result."""
         contents = file.read_bytes()
-        pixels, is_sound = self._decode(contents)
-        if images.is_decodable(contents) != bool(is_sound):
+        pixels, is_decodable = self._decode(contents)
+        if images.is_decodable(contents) != bool(is_decodable):
             raise RuntimeError(f"{file.name}: listing and training differ")
         try:
             read = images.read_image(file)
         except ValueError:
-            if is_sound:
+            if is_decodable:
                 raise RuntimeError(
                     f"{file.name}: prediction refuses an image of the training"
                 ) from None
             raise
-        if not is_sound or _digest(read) != _digest(pixels.numpy()):
+        if not is_decodable or _digest(read) != _digest(pixels.numpy()):
             raise RuntimeError(f"{file.name}: prediction and training see different pixels")
         return _digest(read)
 
@@ -109,8 +109,8 @@ def _try_decode(contents: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     black = tf.data.Dataset.from_tensors((tf.zeros((0, 0, 3), tf.uint8), False))
     image = tf.data.Dataset.from_tensors(contents).map(lambda x: (images.decode_image(x), True))
     first = image.ignore_errors(log_warning=False).concatenate(black).take(1)
-    pixels, is_sound = first.get_single_element()
-    return pixels, is_sound
+    pixels, is_decodable = first.get_single_element()
+    return pixels, is_decodable
 
 
 def _digest(pixels: np.ndarray) -> str:

@@ -90,7 +90,7 @@ _ODD_TYPES = (
 
 
 class Campaign:
-    """Attacks on all formats through `keras_vit.weights.load`, or at times `keras_vit.load`."""
+    """Attacks on all formats through `weights.load_weights`, or at times `keras_vit.load`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -105,7 +105,7 @@ class Campaign:
         self._sound = {
             (file, call): _digest(self._act(file, call)())
             for file in ("vit.npz", "model.safetensors", "vit.weights.h5", "vit.keras")
-            for call in ("load", "weights.load")
+            for call in ("load", "weights.load_weights")
             if (file, call) != ("vit.weights.h5", "load")
         }
 
@@ -118,7 +118,7 @@ class Campaign:
         )
         file, what, has_checksum = attacks[rng.integers(len(attacks))](rng)
         is_load = rng.integers(8) == 0 and file != "vit.weights.h5"
-        call = "load" if is_load else "weights.load"
+        call = "load" if is_load else "weights.load_weights"
         act = self._act(file, call)
         return Case(
             what=f"{call} of {file}: {what}",
@@ -138,7 +138,7 @@ class Campaign:
 
         def load_weights() -> Any:
             try:
-                keras_vit.weights.load(self._model, path)
+                keras_vit.weights.load_weights(self._model, path)
             except Exception as error:
                 if any(np.any(value) for value in self._model.get_weights()):
                     raise RuntimeError("the model has changed") from error

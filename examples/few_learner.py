@@ -36,7 +36,7 @@ class Learner:
 
         Args:
             split: the images.
-            seed: of their order, and of fresh weights.
+            seed: of their order, and of random weights.
             start: weights to start from; None for fresh ones.
             rate: the highest learning rate.
         """

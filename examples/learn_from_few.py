@@ -2,7 +2,7 @@
 
   pretraining   few-shot accuracy after masked patch prediction, against random initialisation
   positions     how tokens know their place, against not knowing it
-  lora          thin matrices at rank 8, against full fine-tuning from 0-4 to 5-9
+  lora          low-rank matrices at rank 8, against full fine-tuning from 0-4 to 5-9
   distillation  a student of 200 labels and a bigger teacher, who names the images that have none,
                 against the same student alone
 

@@ -28,7 +28,7 @@ steps_per_epoch = len(digits.train) // BATCH  # what is left of an epoch is drop
 steps = arguments.epochs * steps_per_epoch
 
 # A small Vision Transformer on 16 x 16 pixels: a convolution, 16 patches, 4 blocks, their average.
-keras.utils.set_random_seed(arguments.seed)  # decides the fresh weights
+keras.utils.set_random_seed(arguments.seed)  # decides the random weights
 model = keras_vit.VisionTransformer(
     keras_vit.ViTConfig(
         input_shape=(16, 16, 3),

@@ -26,13 +26,13 @@ _PARTS = {"qkv": "attention", "out": "attention", "fc1": "mlp", "fc2": "mlp"}
 
 @keras.saving.register_keras_serializable(package="keras_vit")
 class LoRAVisionTransformer(VisionTransformer):
-    """A Vision Transformer that trains thin matrices beside its kernels, and its classifier.
+    """A Vision Transformer that trains low-rank matrices beside its kernels, and its classifier.
 
     `keras_vit.lora` makes one of a model, `keras_vit.merge_lora` a plain model of it.
 
     Args:
         config: as of a `VisionTransformer`.
-        rank: width of the thin matrices.
+        rank: width of the low-rank matrices.
         targets: which dense products of each block, of `TARGETS`.
         alpha: their product is scaled by alpha / rank; None for rank.
         name: name of the model.
@@ -63,7 +63,7 @@ class LoRAVisionTransformer(VisionTransformer):
             variable.trainable = _is_adapter(variable.path)
 
     def adapted_layers(self) -> list[TokenDense]:
-        """Returns the dense layers with thin matrices, in the order of the network."""
+        """Returns the dense layers with low-rank matrices, in the order of the network."""
         blocks = [self.get_layer(f"block_{index}") for index in range(self.config.num_layers)]
         return [
             getattr(getattr(block, _PARTS[target]), target)
@@ -86,7 +86,7 @@ def lora(
 ) -> LoRAVisionTransformer:
     """Returns the same model, ready to be fine-tuned by few parameters (LoRA, arXiv 2106.09685).
 
-    It answers as the given one until it is trained. Trainable are the thin matrices and the
+    It answers as the given one until it is trained. Trainable are the low-rank matrices and the
     classifier; everything else is frozen. The given model stays as it is.
 
     Example:
@@ -100,7 +100,7 @@ def lora(
 
     Args:
         model: the model to fine-tune. To use it inside a model of your own, adapt it first.
-        rank: width of the thin matrices.
+        rank: width of the low-rank matrices.
         targets: which dense products of each block, any of "qkv", "out", "fc1", "fc2".
         alpha: their product is scaled by alpha / rank; None for rank, a scale of 1.
 
@@ -123,7 +123,7 @@ def lora(
 
 
 def merge_lora(model: LoRAVisionTransformer) -> VisionTransformer:
-    """Returns a plain model with the thin matrices added to the kernels; it costs nothing extra.
+    """Returns a plain model with the low-rank matrices added to the kernels, at no extra cost.
 
     Example:
         >>> config = ViTConfig(input_shape=(32, 32, 3), patch_size=8, hidden_dim=8, mlp_dim=16,
@@ -157,7 +157,7 @@ def merge_lora(model: LoRAVisionTransformer) -> VisionTransformer:
 
 
 def save_adapter(model: LoRAVisionTransformer, path: str | Path) -> Path:
-    """Writes what `lora` made trainable, the thin matrices and the classifier, and nothing else.
+    """Writes what `lora` made trainable alone: the low-rank matrices and the classifier.
 
     Example:
         >>> import tempfile
@@ -308,12 +308,10 @@ def _checksum(settings: str, tensors: Mapping[str, np.ndarray]) -> str:
 
 
 def _odd(tensors: Mapping[str, np.ndarray]) -> list[str]:
-    """Returns the names of the arrays that hold other than finite floating-point numbers."""
     return [n for n, v in tensors.items() if v.dtype not in FLOATS or not np.isfinite(v).all()]
 
 
 def _copy_weights(source: VisionTransformer, target: VisionTransformer) -> None:
-    """Copies every weight that both have."""
     values = weights_by_path(source)
     for path, variable in weights_by_path(target).items():
         if path in values:

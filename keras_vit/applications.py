@@ -55,8 +55,8 @@ Example:
 
 Args:
     include_top: whether to keep the classifier. Without it the representation layer goes too.
-    weights: None for fresh weights, or a checkpoint, whose content decides what the other arguments
-        leave open: classes, class token or none, representation layer, image size, and the
+    weights: None for random weights, or a checkpoint, which decides what the other arguments leave
+        open: classes, class token or none, representation layer, image size, and the
         activation, epsilon and pixels' mean and deviation that its weights belong to. One of
         - a published name: "imagenet21k", "imagenet21k+imagenet2012", "imagenet2012", "sam", with
           the family before it if it matters ("original/imagenet21k"), or "augreg/<file name>";
@@ -73,7 +73,7 @@ Args:
         by side), or "map" (attention pooling). Left open: with the classifier the checkpoint's, or
         "{pooling}"; without, every token (B, N, D).
     classes: size of the classifier. Left open: the checkpoint's, or 1,000. Another number than the
-        checkpoint's makes a fresh classifier of zeros, as the paper's fine-tuning does.
+        checkpoint's makes a new classifier of zeros, as the paper's fine-tuning does.
     classifier_activation: activation after the classifier; None for logits.
     include_preprocessing: whether the model takes pixels 0..255, uint8 or float, and scales them
         itself; otherwise it takes what its `preprocess_input` makes of them.
@@ -102,7 +102,6 @@ Raises:
 
 
 def _builder(variant: str) -> Builder:
-    """Returns the builder of one row of the table of variants."""
 
     def build(
         include_top: bool = True,
@@ -160,7 +159,7 @@ def _open_fitting(
     checkpoint = open_checkpoint(path)
     if request.include_top and request.classes_or(checkpoint.fields["classes"]) is None:
         raise ValueError(
-            f"{checkpoint.path} holds no classifier; pass classes=N for a fresh one, or "
+            f"{checkpoint.path} holds no classifier; pass classes=N for a new one, or "
             "include_top=False."
         )
     return checkpoint

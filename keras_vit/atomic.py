@@ -110,7 +110,7 @@ def whole_file(
 def staging_folder(parent: Path) -> Iterator[Path]:
     """Makes a hidden folder in `parent` to assemble a folder in, and removes it at the end.
 
-    It also removes those of killed processes: no other process may write to `parent`, see `hold`.
+    It also removes those of killed processes: no other process may write to `parent`, see `lock`.
     `publish` renames it, so `parent` and the final place are on one file system.
     """
     with explain_errors(parent):
@@ -148,18 +148,18 @@ def publish(stage: Path, out: Path) -> None:
         sync(stage.parent)
 
 
-def was_cut_off(parent: Path, out: Path) -> bool:
+def was_interrupted(parent: Path, out: Path) -> bool:
     """Whether `publish` was killed between its two renames; `parent` is that of the stage."""
     return not out.exists() and (parent / _REPLACED).is_dir()
 
 
 def restore(parent: Path, out: Path) -> None:
-    """Puts back the old folder after `was_cut_off`, and removes one that has been replaced.
+    """Puts back the old folder after `was_interrupted`, and removes one that has been replaced.
 
     No process may be publishing at the time.
     """
     old = parent / _REPLACED
-    if was_cut_off(parent, out):
+    if was_interrupted(parent, out):
         with explain_errors(out, kept=f"the old folder is {str(old)!r}"):
             old.rename(out)
             sync(out.parent)
@@ -167,14 +167,14 @@ def restore(parent: Path, out: Path) -> None:
 
 
 @contextlib.contextmanager
-def hold(path: Path, *, what: str) -> Iterator[None]:
+def lock(path: Path, *, what: str) -> Iterator[None]:
     """Holds a lock file, for one process at a time; the system releases that of a killed process.
 
     Example:
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp()) / "run.lock"
-        >>> with hold(path, what="training to 'run'"):
-        ...     with hold(path, what="training to 'run'"):
+        >>> with lock(path, what="training to 'run'"):
+        ...     with lock(path, what="training to 'run'"):
         ...         pass
         Traceback (most recent call last):
         FileExistsError: Another training to 'run' is at work: process ... on ..., since ...; \
@@ -217,9 +217,9 @@ wait until it ends, or choose another place.
 
 
 def check_unheld(path: Path, *, what: str) -> None:
-    """Raises the FileExistsError of `hold` if another process holds the file; makes no file."""
+    """Raises the FileExistsError of `lock` if another process holds the file; makes no file."""
     if path.exists():
-        with hold(path, what=what):
+        with lock(path, what=what):
             pass
 
 
@@ -279,11 +279,7 @@ def _rename_twice(stage: Path, out: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path, *, timeout: float = 60) -> Iterator[int | OSError]:
-    """Locks a file, which it makes and removes; yields its descriptor, or why there are no locks.
-
-    Raises:
-        filelock.Timeout: another one holds it.
-    """
+    """Locks a file that it makes and removes; yields its descriptor, or why there is no lock."""
     descriptors: list[int] = []
     lock = filelock.FileLock(
         path, timeout=timeout, thread_local=False, on_acquired=descriptors.append

@@ -43,7 +43,7 @@ class Allowed(NamedTuple):
 Role = Literal[
     "architecture",  # the same in a file and the model that it fills
     "shape",  # the shapes of arrays say it
-    "assumed",  # no array shows it; the published value where nobody says it
+    "assumed",  # no array shows it; the published value where it is not stated
     "training",  # matters in training alone
     "input",  # what goes in and comes out: the caller's
     "extension",  # beyond the published network; a layout without room for it says nothing
@@ -371,7 +371,6 @@ class ViTConfig:
         return self._beyond("published", "written")
 
     def _beyond(self, *names: str) -> tuple[str, ...]:
-        """Returns the fields whose value none of these entries of their metadata holds."""
         fields = []
         for field in dataclasses.fields(self):
             held = [field.metadata.get(name, (field.default,)) for name in names]
@@ -550,7 +549,6 @@ def stride_of(patch_size: int, resnet_layers: tuple[int, ...] | None) -> int:
 
 
 def _fields_of(role: Role) -> tuple[str, ...]:
-    """Returns the names of the fields of a role."""
     fields = dataclasses.fields(ViTConfig)
     return tuple(field.name for field in fields if field.metadata["role"] == role)
 

@@ -246,10 +246,10 @@ def lit(picture: np.ndarray, heatmap: np.ndarray) -> np.ndarray:
 
 
 def plot_confusion(confusion: np.ndarray, labels: Sequence[str]) -> "Figure":
-    """Draws which class (row) was taken for which (column), each row in per cent of its images.
+    """Draws the confusion matrix, true classes in rows, each row in per cent of its images.
 
     Args:
-        confusion: (C, C) images of each class (row) taken for each class (column).
+        confusion: (C, C) images of each class (row) predicted as each (column).
         labels: the name of each class.
 
     Raises:
@@ -284,7 +284,7 @@ def plot_confusion(confusion: np.ndarray, labels: Sequence[str]) -> "Figure":
 
 
 def plot_mistakes(mistakes: Sequence[Any], images: Sequence[np.ndarray]) -> "Figure":
-    """Draws mistakes with their images: what each is filed under, what it was taken for.
+    """Draws mistakes with their images: the true class of each, and the predicted one.
 
     Args:
         mistakes: from `evaluation.confident_mistakes`.
@@ -305,7 +305,7 @@ def plot_mistakes(mistakes: Sequence[Any], images: Sequence[np.ndarray]) -> "Fig
     for axes, mistake, image in zip(all_axes.flat, mistakes, images, strict=False):
         axes.imshow(image)
         axes.set_title(
-            f"{_short(mistake.label)}\ntaken for {_short(mistake.predicted)}, "
+            f"{_short(mistake.label)}\npredicted as {_short(mistake.predicted)}, "
             f"{100 * mistake.probability:.1f} %",
             fontsize=9,
             parse_math=False,
@@ -373,7 +373,6 @@ def plot_rows(rows: Mapping[str, np.ndarray]) -> "Figure":
 
 
 def _spaced_indices(count: int, most: int = SHOWN_POSITIONS) -> list[int]:
-    """Returns at most so many indices, the first and the last among them."""
     return sorted({round(x) for x in np.linspace(0, count - 1, min(count, most))})
 
 

@@ -1,6 +1,7 @@
 """The Vision Transformer: the whole network, a shape on each line; and exact Keras models.
 
-Letters: B batch, H and W image height and width, N tokens, D hidden width, C classes.
+Shapes: B images, H and W pixels, P patch_size, S stride of the stem, h and w the grid of patches, N
+tokens (prefix tokens first, then patches), D hidden_dim, K width of a head, C classes.
 """
 
 import contextlib
@@ -14,8 +15,8 @@ from keras_vit import backend, layers, preprocessing
 from keras_vit.backend.private import Functional
 from keras_vit.config import ViTConfig
 from keras_vit.layers.block import run_blocks
-from keras_vit.layers.dense import CHANGES, change_dense, dense_changes
-from keras_vit.layers.random import overwritten_weights
+from keras_vit.layers.dense import CHANGES, apply_changes, dense_changes
+from keras_vit.layers.random import skip_initialization
 
 
 @keras.saving.register_keras_serializable(package="keras_vit")
@@ -25,9 +26,9 @@ class ExactModel(backend.ExactTrainer, Functional):
     It is `keras.Model(inputs, outputs)` with another `compile` and `fit`: gradients are summed over
     replicas before they are clipped, replicas with fewer images count less, the loss is scaled if
     any layer computes in float16, XLA also compiles under a strategy, and `compile` takes
-    `accumulate`, `sam_rho` and `report_gradient_norm`. Subclass it for your own `train_step` or
-    `compute_loss`. A model that is a class with a `call` takes `ExactTrainer` as its first base:
-    `class Mine(keras_vit.ExactTrainer, keras.Model)`.
+    `gradient_accumulation_steps`, `sam_rho` and `report_gradient_norm`. Subclass it for your own
+    `train_step` or `compute_loss`. A model that is a class with a `call` takes `ExactTrainer` as
+    its first base: `class Mine(keras_vit.ExactTrainer, keras.Model)`.
 
     Example:
         >>> import keras_vit
@@ -35,7 +36,7 @@ class ExactModel(backend.ExactTrainer, Functional):
         ...                          input_shape=(32, 32, 3))
         >>> images = keras.Input((32, 32, 3))
         >>> model = ExactModel(images, keras.layers.Dense(5)(base(images)))
-        >>> model.compile("adam", "mse", accumulate=2)
+        >>> model.compile("adam", "mse", gradient_accumulation_steps=2)
         >>> model.output_shape
         (None, 5)
 
@@ -128,16 +129,17 @@ class VisionTransformer(ExactModel):
         self.config = config
         self._policy = policy
         # In a namespace Keras does not find them, and does not save their layers a second time.
-        self._ends = types.SimpleNamespace(models=_ends(self) if config.scan_blocks else None)
+        models = _split_at_blocks(self) if config.scan_blocks else None
+        self._around_blocks = types.SimpleNamespace(models=models)
 
     def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
         """Computes the graph, with its blocks as one loop if `config.scan_blocks` says so."""
-        if self._ends.models is None:
+        if self._around_blocks.models is None:
             return super().call(inputs, training=training, mask=mask)
-        before, after = self._ends.models
-        tokens, *turns = keras.tree.flatten(before.call(inputs, training=training))
-        turn = turns[0] if turns else None
-        tokens = run_blocks(self._blocks(), tokens, training=training, turns=turn)  # (B, N, D)
+        before, after = self._around_blocks.models
+        tokens, *cos_sin = keras.tree.flatten(before.call(inputs, training=training))
+        rotary = {"cos_sin": cos_sin[0]} if cos_sin else {}
+        tokens = run_blocks(self._blocks(), tokens, training=training, **rotary)  # (B, N, D)
         # Not as a layer, which would hold its input to the graph's number of tokens.
         return after.call(tokens, training=training)
 
@@ -161,8 +163,8 @@ class VisionTransformer(ExactModel):
     @property
     def feature_names(self) -> tuple[str, ...]:
         """Names of the intermediate results that `features` returns, in order."""
-        others = ("images", "rescaling", "patches", "positions", "rotary_turns", "patch_dropout")
-        return tuple(layer.name for layer in self.layers if layer.name not in others)
+        rest = ("images", "rescaling", "patches", "positions", "rotary_embedding", "patch_dropout")
+        return tuple(layer.name for layer in self.layers if layer.name not in rest)
 
     def features(
         self, images: Any, names: Iterable[str] | None = None, *, grid: bool = False
@@ -237,7 +239,7 @@ class VisionTransformer(ExactModel):
         *,
         config: ViTConfig | None = None,
         dtype: Any = None,
-        fresh: Iterable[str] = (),
+        reinitialize: Iterable[str] = (),
         convert: Callable[[str, Any], Any] | None = None,
     ) -> "VisionTransformer":
         """Returns the same model with weights of its own, of another config or dtype if one wants.
@@ -253,30 +255,30 @@ class VisionTransformer(ExactModel):
             >>> model.copy(dtype="bfloat16").get_layer("block_0").dtype
             'bfloat16'
             >>> other = dataclasses.replace(config, classes=5)
-            >>> model.copy(config=other, fresh=["head"]).output_shape
+            >>> model.copy(config=other, reinitialize=["head"]).output_shape
             (None, 5)
 
         Args:
             config: of the copy; None for this model's. Every weight must keep its shape.
             dtype: dtype policy of the copy's layers; None for this model's.
-            fresh: names of layers whose weights are not copied: they start fresh, and may have
-                other shapes, or be in one of the two models only.
+            reinitialize: names of layers whose weights are not copied but initialised anew; they
+                may have other shapes, or be in one of the two models only.
             convert: makes of a weight's path in the model and its variable the value that the copy
                 gets, for instance a resampled table; None for the value as it is.
 
         Raises:
-            ValueError: weights outside of `fresh` have other paths or shapes by the config, or
-                there is no layer of a name in `fresh`.
+            ValueError: weights of other layers than `reinitialize` have other paths or shapes by
+                the config, or there is no layer of a name in `reinitialize`.
         """
         settings = self.get_config()
         settings["config"] = settings["config"] if config is None else config.to_dict()
         settings["dtype"] = settings["dtype"] if dtype is None else dtype
-        fresh = tuple(fresh)
+        new = tuple(reinitialize)
         is_quantized = any("mode" in change for change in settings.get(CHANGES, {}).values())
-        # A fresh kernel that is quantised must have values.
-        with contextlib.nullcontext() if fresh or is_quantized else overwritten_weights():
+        # A new kernel that is quantised must have values.
+        with contextlib.nullcontext() if new or is_quantized else skip_initialization():
             copy = type(self).from_config(settings)
-        for path, source, target in _pairs(self, copy, fresh=fresh, same_shapes=convert is None):
+        for path, source, target in _pairs(self, copy, new=new, same_shapes=convert is None):
             assign_copy(target, source if convert is None else convert(path, source))
             target.trainable = source.trainable
         return copy
@@ -298,11 +300,11 @@ class VisionTransformer(ExactModel):
         arguments = {**config, "config": ViTConfig.from_dict(config["config"])}
         changes = arguments.pop(CHANGES, {})
         model = cls(**arguments)
-        change_dense(model, changes)
+        apply_changes(model, changes)
         return model
 
 
-def _ends(model: VisionTransformer) -> tuple[keras.Model, keras.Model]:
+def _split_at_blocks(model: VisionTransformer) -> tuple[keras.Model, keras.Model]:
     """Returns what a model computes before its blocks, and after them, sharing its weights."""
     first, last = (model.get_layer(f"block_{i}") for i in (0, model.config.num_layers - 1))
     return keras.Model(model.input, first.input), keras.Model(last.output, model.output)
@@ -334,18 +336,14 @@ def assign_copy(target: keras.Variable, value: Any) -> None:
 
 
 def _pairs(
-    model: VisionTransformer, copy: VisionTransformer, *, fresh: tuple[str, ...], same_shapes: bool
+    model: VisionTransformer, copy: VisionTransformer, *, new: tuple[str, ...], same_shapes: bool
 ) -> list[tuple[str, keras.Variable, keras.Variable]]:
-    """Returns path, weight and the copy's weight, of every weight outside of the fresh layers.
-
-    Raises:
-        ValueError: one of the two has others, or of other shapes; or a fresh layer is in neither.
-    """
-    unknown = set(fresh) - {layer.name for layer in (*model.layers, *copy.layers)}
+    """Returns path, weight and the copy's weight, of every weight outside of the new layers."""
+    unknown = set(new) - {layer.name for layer in (*model.layers, *copy.layers)}
     if unknown:
-        raise ValueError(f"There is no layer {min(unknown)!r} that could be fresh in a copy.")
+        raise ValueError(f"There is no layer {min(unknown)!r} to initialise anew in a copy.")
     sources, targets = (
-        {k: v for k, v in weights_by_path(each).items() if k.split("/")[0] not in fresh}
+        {k: v for k, v in weights_by_path(each).items() if k.split("/")[0] not in new}
         for each in (model, copy)
     )
     others = set(sources) ^ set(targets)
@@ -355,14 +353,13 @@ def _pairs(
         raise ValueError(
             f"The weights of {model.name!r} do not fit the config of its copy: {min(others)!r} "
             f"{f'and {len(others) - 1} more differ' if len(others) > 1 else 'differs'}; keep the "
-            "sizes and parts, name such layers in fresh, or, for another image size, use "
+            "sizes and parts, name such layers in reinitialize, or, for another image size, use "
             "keras_vit.weights.resize."
         )
     return [(path, source, targets[path]) for path, source in sources.items()]
 
 
 def _forward(config: ViTConfig, dtype: str, images: Any) -> Any:
-    """Applies the network to images (B, H, W, channels)."""
     patches = _patches(config, dtype, images)  # (B, h, w, P*P*channels)
     tokens = _tokens(config, dtype, patches)  # (B, N, D)
     return _head(config, dtype, _encoder(config, dtype, tokens, patches))
@@ -376,6 +373,7 @@ def _patches(config: ViTConfig, dtype: str, images: Any) -> Any:
         scale, offset = (
             [[list(value)]] if isinstance(value, tuple) else value for value in config.rescaling
         )
+        # In float32 whatever the policy, whose dtype would round the pixels before they are scaled.
         x = keras.layers.Rescaling(scale, offset=offset, dtype="float32", name="rescaling")(x)
     if config.resnet_layers is not None:
         stem = layers.ResNetStem(config.resnet_layers, dtype=dtype, name="stem")
@@ -400,11 +398,8 @@ def _tokens(config: ViTConfig, dtype: str, patches: Any) -> Any:
 
 
 def _encoder(config: ViTConfig, dtype: str, tokens: Any, patches: Any) -> Any:
-    """Applies the blocks, and positions before them, to tokens (B, N, D).
-
-    Blocks learn the grid of images of any size from the patches (B, h, w, P*P*channels).
-    """
-    x, turns = _dropped(config, dtype, tokens, _turns(config, patches))
+    """Applies blocks to tokens (B, N, D), with the grid of patches (B, h, w, P*P*channels)."""
+    x, cos_sin = _apply_patch_dropout(config, dtype, tokens, _rotary(config, patches))
     if config.embedding_norm:
         x = _norm(config, dtype, "embedding_norm")(x)
     shape_of = {"patches": patches} if config.any_size else {}
@@ -433,7 +428,7 @@ def _encoder(config: ViTConfig, dtype: str, tokens: Any, patches: Any) -> Any:
             rotary=rotary,
             dtype=dtype,
             name=f"block_{index}",
-        )(x, **turns)  # (B, N, D)
+        )(x, **cos_sin)  # (B, N, D)
     return x if config.norm_after_pooling else _norm(config, dtype, "encoder_norm")(x)  # (B, N, D)
 
 
@@ -449,39 +444,36 @@ def _rotary_places(config: ViTConfig) -> dict[str, Any]:
     }
 
 
-def _turns(config: ViTConfig, patches: Any) -> dict[str, Any]:
-    """Returns the argument by which blocks get rotary positions that they cannot know.
-
-    These are those of patches of any grid, and of the part that patch dropout leaves.
-    """
+def _rotary(config: ViTConfig, patches: Any) -> dict[str, Any]:
+    """Returns the rotary positions of any grid, or of patches that dropout leaves, for blocks."""
     if config.rotary_period is None or not (config.any_size or config.patch_dropout_rate):
         return {}
-    layer = layers.RotaryTurns(
+    layer = layers.RotaryEmbedding(
         config.hidden_dim // config.num_heads,
         num_prefix_tokens=config.num_prefix_tokens,
         dtype="float32",
-        name="rotary_turns",
+        name="rotary_embedding",
         **_rotary_places(config),
     )
-    return {"turns": layer(patches)}  # (2, N, K)
+    return {"cos_sin": layer(patches)}  # (2, N, K)
 
 
-def _dropped(
-    config: ViTConfig, dtype: str, tokens: Any, turns: dict[str, Any]
+def _apply_patch_dropout(
+    config: ViTConfig, dtype: str, tokens: Any, cos_sin: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
     """Returns tokens (B, N, D) and the blocks' rotary positions, in training of a part of them."""
     if not config.patch_dropout_rate:
-        return tokens, turns
+        return tokens, cos_sin
     layer = layers.PatchDropout(
         config.patch_dropout_rate,
         num_prefix_tokens=config.num_prefix_tokens,
         dtype=dtype,
         name="patch_dropout",
     )
-    if not turns:
-        return layer(tokens), turns
-    left, turns_left = layer(tokens, **turns)
-    return left, {"turns": turns_left}
+    if not cos_sin:
+        return layer(tokens), cos_sin
+    left, cos_sin_left = layer(tokens, **cos_sin)
+    return left, {"cos_sin": cos_sin_left}
 
 
 def _positions(config: ViTConfig, dtype: str, name: str) -> keras.layers.Layer:
@@ -512,6 +504,7 @@ def _head(config: ViTConfig, dtype: str, tokens: Any) -> Any:
     if config.distillation_token:
         second = layers.TokenPooling("token", token=1, dtype=dtype, name="distillation_pooling")
         y = _classifier(config.classes, "distillation_head")(second(tokens))  # (B, C)
+        # DeiT predicts by the mean of both classifiers (arXiv 2012.12877).
         x = keras.layers.Average(dtype="float32", name="logits")([x, y])  # (B, C)
     if config.classifier_activation not in (None, "linear"):
         activation = config.classifier_activation
@@ -541,4 +534,5 @@ def _pool(config: ViTConfig, dtype: str, tokens: Any) -> Any:
 
 def _classifier(classes: int, name: str) -> keras.layers.Layer:
     # In float32 whatever the policy: bfloat16 logits would round away small differences.
+    # Zeros, as in the original: before training all classes are equally probable.
     return keras.layers.Dense(classes, kernel_initializer="zeros", dtype="float32", name=name)

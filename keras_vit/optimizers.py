@@ -23,11 +23,7 @@ _COOLDOWN_START, _NEVER = "cooldown_start", 1e9
 
 
 class _LayerRates(private.OwnWeightDecay):
-    """Scales the learning rate of each variable; a mixin, the base before an optimizer.
-
-    Weight decay scales with it, as in torch's parameter groups; Keras would decay all variables at
-    one rate.
-    """
+    """Scales the learning rate of each variable; a mixin, the base before an optimizer."""
 
     def __init__(self, *args: Any, layer_rates: Mapping[str, float] | None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -39,8 +35,10 @@ class _LayerRates(private.OwnWeightDecay):
         super().build(variables)
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        # Keras has clipped the gradients before: the decay is not clipped, as in optax's chain.
         rate = learning_rate * self._factors[private.index_of(self, variable)]
         if self.weight_decay and private.is_decayed(self, variable):
+            # At the variable's own rate, as in torch's parameter groups: Keras decays all at one.
             dtype = variable.dtype
             factor = keras.ops.cast(rate, dtype) * keras.ops.cast(self.weight_decay, dtype)
             self.assign_sub(variable, keras.ops.convert_to_tensor(variable) * factor)
@@ -62,6 +60,7 @@ class _Adam(keras.optimizers.AdamW):
             rate=learning_rate,
             betas=(self.beta_1, self.beta_2),
             epsilon=self.epsilon,
+            # Keras counts from 0, bias correction from 1: the first average is (1 - beta) g.
             step=self.iterations + 1,
         )
         if not is_fused:
@@ -89,10 +88,7 @@ class AdamW(_LayerRates, _Adam):
 
 
 class _Trace(keras.optimizers.Optimizer):
-    """Momentum as `optax.trace` defines it: m = g + momentum * m, w = w - rate * m.
-
-    Keras' SGD multiplies the momentum by the learning rate, which differs when the rate changes.
-    """
+    """Momentum as `optax.trace` defines it: m = g + momentum * m, w = w - rate * m."""
 
     def __init__(
         self, learning_rate: Any, *, momentum: float, accumulator_dtype: str, **kwargs: Any
@@ -105,6 +101,7 @@ class _Trace(keras.optimizers.Optimizer):
         if self.built:
             return
         super().build(variables)
+        # Of gradients alone: Keras' SGD keeps rate * gradient, which differs once the rate changes.
         self._momenta = [
             self.add_variable(
                 shape=variable.shape,
@@ -126,6 +123,7 @@ class _Trace(keras.optimizers.Optimizer):
         decayed = keras.ops.convert_to_tensor(accumulator) * self.momentum
         trace = keras.ops.cast(gradient, "float32") + keras.ops.cast(decayed, "float32")
         self.assign(accumulator, keras.ops.cast(trace, accumulator.dtype))
+        # The float32 sum makes the step, as in optax, not what a bfloat16 accumulator keeps.
         step = keras.ops.cast(learning_rate, "float32") * trace
         self.assign_sub(variable, keras.ops.cast(step, variable.dtype))
 
@@ -212,6 +210,7 @@ class LAMB(private.OwnWeightDecay, keras.optimizers.Adam):
         self.assign_add(mean, (gradient - mean) * (1 - self.beta_1))
         self.assign_add(square, (ops.square(gradient) - square) * (1 - self.beta_2))
         count = ops.cast(self.iterations + 1, dtype)
+        # Both averages begin at zero: after n steps their weights sum to 1 - beta^n.
         unbiased = mean / (1 - ops.power(self.beta_1, count))
         deviation = ops.sqrt(square / (1 - ops.power(self.beta_2, count)))
         step = unbiased / (deviation + self.epsilon)
@@ -302,6 +301,7 @@ class WarmupDecay(keras.optimizers.schedules.LearningRateSchedule):
             rate = keras.ops.full_like(progress, self.learning_rate)
         if not self.warmup_steps:
             return rate
+        # The rise multiplies the decay, which begins where the rise ends, as the original's does.
         return rate * keras.ops.minimum(1.0, step / self.warmup_steps)
 
     def get_config(self) -> dict[str, Any]:
@@ -380,9 +380,6 @@ def begin_cooldown(optimizer: keras.optimizers.Optimizer) -> None:
 
 
 def _layout_of(variable: keras.Variable) -> Any:
-    """Returns how a variable lies on the devices of the current distribution; None without one.
-
-    Keras gives it to copies of a variable in the variable's own dtype alone.
-    """
+    # Keras lays out a copy as its variable where both have one dtype, and not otherwise.
     distribution = keras.distribution.distribution()
     return None if distribution is None else distribution.get_variable_layout(variable)

@@ -1,4 +1,7 @@
-"""Turns pixels into what the models expect, and what they return into names."""
+"""Turns pixels into what the models expect, and what they return into names.
+
+Shapes: images (B, H, W, channels) of H and W pixels, scores (B, C) of C classes.
+"""
 
 import functools
 import gzip

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from keras_vit import VisionTransformer, ViTConfig
-from keras_vit.layers.random import overwritten_weights
+from keras_vit.layers.random import skip_initialization
 
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
@@ -70,7 +70,7 @@ FIRST = ("test_digits", "test_training_ways", "test_training_kills", "test_backe
 
 
 def randomize(model: Model, seed: int = 0) -> Model:
-    """Gives every weight random values: fresh heads are zero and fresh norms fold away."""
+    """Gives every weight random values: new heads are zero and new norms fold away."""
     generator = np.random.default_rng(seed)
     for variable in model.trainable_variables:
         values = generator.standard_normal(variable.shape) * 0.1
@@ -80,7 +80,7 @@ def randomize(model: Model, seed: int = 0) -> Model:
 
 def made(config: ViTConfig, **options: Any) -> VisionTransformer:
     """A model with every weight random, as `randomize` makes one, and drawn but once."""
-    with overwritten_weights():
+    with skip_initialization():
         model = VisionTransformer(config, **options)
     assert model.trainable_weights == model.weights  # those are what `randomize` assigns
     return randomize(model)

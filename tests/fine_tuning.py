@@ -1,7 +1,7 @@
 """The original's twelve fine-tuning steps: the model that takes them, and its batches.
 
 On JAX, whose devices are made before anything else, processes take them: run as
-`python fine_tuning.py '{"each": [{}, {"layout": "both", "accumulate": 2}]}'`. With
+`python fine_tuning.py '{"each": [{}, {"layout": "both", "gradient_accumulation_steps": 2}]}'`. With
 "index" and "address" it is one of two processes, with half of the devices and of the images.
 """
 
@@ -22,7 +22,7 @@ import processes
 import published
 
 import keras_vit
-from keras_vit.layers.random import overwritten_weights
+from keras_vit.layers.random import skip_initialization
 from keras_vit.optimizers import MomentumSGD, WarmupDecay
 
 STEPS, TOTAL, WARMUP, BASE = 12, 40, 4, 0.3
@@ -50,17 +50,17 @@ def compiled(
     *,
     accumulator_dtype: Any = "float32",
     precision: str = "float32",
-    accumulate: int = 1,
+    gradient_accumulation_steps: int = 1,
     sam_rho: float = 0.0,
     jit_compile: Any = "auto",
     **fields: Any,
 ) -> keras_vit.VisionTransformer:
     """A model with the weights that the original began with, compiled for its steps."""
-    with overwritten_weights():
+    with skip_initialization():
         model = keras_vit.VisionTransformer(keras_vit.ViTConfig(**SIZES, **fields), dtype=precision)
     with tempfile.TemporaryDirectory() as folder:
         path = published.write(Path(folder) / "weights.npz", keras_vit.ViTConfig(**SIZES))
-        keras_vit.weights.load(model, path)
+        keras_vit.weights.load_weights(model, path)
     schedule = WarmupDecay(BASE, steps=TOTAL, warmup_steps=WARMUP)
     optimizer: keras.optimizers.Optimizer = MomentumSGD(
         schedule, accumulator_dtype=accumulator_dtype, global_clipnorm=1.0
@@ -72,7 +72,7 @@ def compiled(
         optimizer,
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
-        accumulate=accumulate,
+        gradient_accumulation_steps=gradient_accumulation_steps,
         sam_rho=sam_rho,
         report_gradient_norm=True,
         jit_compile=jit_compile,

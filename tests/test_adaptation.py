@@ -32,7 +32,7 @@ def plain() -> VisionTransformer:
 
 
 def trained(model: keras.Model, images: np.ndarray) -> keras.Model:
-    """Fits a model to two images, so that its thin matrices are no longer zero."""
+    """Fits a model to two images, so that its low-rank matrices are no longer zero."""
     model.compile(keras.optimizers.Adam(0.02), CROSS_ENTROPY, jit_compile=False)  # traces faster
     model.fit(images, np.array([0, 3]), epochs=3, verbose=0)
     return model
@@ -70,7 +70,7 @@ def test_the_share_of_trainable_parameters() -> None:
     config = keras_vit.variant("B/16")
     sides = {"qkv": (768, 2304), "out": (768, 768), "fc1": (768, 3072), "fc2": (3072, 768)}
     expected = 12 * sum(8 * sum(side) for side in sides.values()) + 769 * 1000
-    with keras_vit.layers.random.overwritten_weights():
+    with keras_vit.layers.random.skip_initialization():
         adapted = adaptation.LoRAVisionTransformer(config, rank=8, targets=ALL)
     assert adapted.count_params() == keras_vit.parameter_count(config) + expected - 769 * 1000
     actual = sum(np.prod(variable.shape) for variable in adapted.trainable_variables)
@@ -199,7 +199,7 @@ def test_adapted_models_are_saved_as_keras_files(
 
 @pytest.mark.parametrize("config", [HYBRID, dataclasses.replace(TINY, classes=None), VARIED])
 def test_other_models_are_adapted(config: keras_vit.ViTConfig) -> None:
-    """Hybrids, attention pooling and feature models too; only blocks have thin matrices."""
+    """Hybrids, attention pooling and feature models too; only blocks have low-rank matrices."""
     model = randomize(VisionTransformer(config))
     adapted = keras_vit.lora(model, targets=ALL, rank=2)
     images = np.ones((1, *config.input_shape), np.float32)

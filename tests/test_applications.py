@@ -128,11 +128,11 @@ def test_checkpoint_decides_what_is_left_open(tmp_path: Path) -> None:
 
 
 def test_every_weight_of_a_checkpoint_is_loaded(tmp_path: Path) -> None:
-    """The builder's weights are those that `weights.load` gives, the classifier included."""
+    """The builder's weights are those of `weights.load_weights`, the classifier included."""
     path, config = checkpoint(tmp_path, classes=7, representation_dim=9)
     built = keras_vit.ViTTi16(weights=path)
     loaded = keras_vit.VisionTransformer(config)
-    keras_vit.weights.load(loaded, path)
+    keras_vit.weights.load_weights(loaded, path)
     expected, actual = values(loaded), values(built)
     assert list(actual) == list(expected)
     for name, value in expected.items():

@@ -24,7 +24,7 @@ from keras_vit import atomic
 path = Path(sys.argv[2])
 """
 HOLDER = """
-with atomic.hold(path, what="training"):
+with atomic.lock(path, what="training"):
     print("held", flush=True)
     signal.pause()
 """
@@ -71,7 +71,7 @@ COUNTER = """
 counter, done = Path(sys.argv[3]), 0
 while done < 30:
     try:
-        with atomic.hold(path, what="counting"):
+        with atomic.lock(path, what="counting"):
             counter.write_text(str(int(counter.read_text()) + 1))
             done += 1
     except FileExistsError:
@@ -223,8 +223,8 @@ def test_a_lock_says_who_holds_it_and_a_kill_lets_it_go(tmp_path: Path) -> None:
     holder.communicate()
 
     atomic.check_unheld(path, what="training")
-    with atomic.hold(path, what="training"), ThreadPoolExecutor() as threads:
-        error = threads.submit(atomic.hold(path, what="training").__enter__).exception()
+    with atomic.lock(path, what="training"), ThreadPoolExecutor() as threads:
+        error = threads.submit(atomic.lock(path, what="training").__enter__).exception()
     assert f"process {os.getpid()} on " in str(error)
     assert not path.exists()
 
@@ -251,7 +251,7 @@ def test_a_file_system_without_locks_is_told(
     monkeypatch.setattr(fcntl, "flock", no_locks)
     with (
         pytest.warns(UserWarning, match=r"has no locks \(No locks available\): make sure that"),
-        atomic.hold(tmp_path / "lock", what="training"),
+        atomic.lock(tmp_path / "lock", what="training"),
     ):
         pass
     with atomic.whole_file(tmp_path / "file") as temporary:

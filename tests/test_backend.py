@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 
+import keras_vit
 from keras_vit import backend
 from keras_vit.backend import plain
 
@@ -85,7 +86,7 @@ def test_space_to_depth_equals_the_plain_form(height: int, width: int, block: in
 def test_uninitialized_has_shape_and_dtype() -> None:
     """What nobody reads still has the shape and dtype asked for."""
     for module in (backend, plain):
-        array = module.uninitialized((2, 3), "bfloat16")
+        array = module.empty((2, 3), "bfloat16")
         assert tuple(array.shape) == (2, 3)
         assert keras.backend.standardize_dtype(array.dtype) == "bfloat16"
 
@@ -99,8 +100,29 @@ def test_adopted_values_survive_their_array(offset: int) -> None:
     array[:] = normal(32, 32)
     expected = array.copy()
     variable = keras.Variable(np.zeros((32, 32), np.float32))
-    variable.assign(backend.adopt(array))
+    variable.assign(backend.from_numpy_without_copy(array))
     del array, memory
     np.testing.assert_array_equal(variable, expected)
     variable.assign_add(keras.ops.ones((32, 32)))
     np.testing.assert_array_equal(variable, expected + 1)
+
+
+def test_each_block_has_its_layout_on_a_mesh() -> None:
+    """Wide kernels are split once, biases with their columns, the rest not at all.
+
+    Of a mesh without the axis the sentence names the axes that there are.
+    """
+    mesh = keras.distribution.DeviceMesh((1, 1), ("batch", "model"), np.array(["cpu:0"]))
+    layouts = keras_vit.layout_map(mesh)
+    for name, axes in {
+        "block_11/attention/qkv/kernel": (None, "model"),
+        "block_11/attention/qkv/bias": ("model",),
+        "block_11/attention/out/kernel": ("model", None),
+        "block_11/attention/out/bias": None,
+        "block_0/mlp/fc2/kernel": ("model", None),
+        "head/kernel": None,
+    }.items():
+        assert getattr(layouts[name], "axes", None) == axes, name
+    mesh = keras.distribution.DeviceMesh((1,), ("batch",), np.array(["cpu:0"]))
+    with pytest.raises(ValueError, match=r"no axis 'model'; its axes are \['batch'\]"):
+        keras_vit.layout_map(mesh)

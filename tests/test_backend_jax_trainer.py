@@ -25,12 +25,13 @@ GOLDEN = np.load(published.GOLDEN / "finetune.npz")
 BFLOAT16: dict[str, Any] = {"accumulator_dtype": "bfloat16"}
 # Two passes, with dropout; the same on eight devices, with blocks recomputed and in one loop.
 RANDOM: dict[str, Any] = {"sam_rho": 0.05, "dropout_rate": 0.1}
+STEPS = "gradient_accumulation_steps"
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "plain, data": {"layout": "data"},
     "plain, both": {"layout": "both"},
     "plain, fully": {"layout": "fully"},
-    "plain, in parts": {"layout": "both", "accumulate": 2},
+    "plain, accumulated": {"layout": "both", STEPS: 2},
     "bfloat16": BFLOAT16,
     "bfloat16, data": {**BFLOAT16, "layout": "data"},
     "bfloat16, both": {**BFLOAT16, "layout": "both"},
@@ -44,13 +45,13 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {"loss": keras.losses.SparseCategoricalCrossentropy(reduction="mean_with_sample_weight")},
         {"sample_weight": np.ones(4)},
-        "Received: mean_with_sample_weight; leave accum",
+        "Received: mean_with_sample_weight; leave gradient_accum",
     ),
-    ({"accumulate": 5}, {}, "A batch of 4 images cannot be split into accumulate=5 parts"),
+    ({STEPS: 5}, {}, "A batch of 4 images cannot be split into 5 micro-batches"),
     (
         {"loss": keras.losses.SparseCategoricalCrossentropy(ignore_class=1)},
         {},
-        "Received: SparseCategoricalCrossentropy; leave accumulate at 1",
+        "Received: SparseCategoricalCrossentropy; leave gradient_accumulation_steps at 1",
     ),
 ]
 
@@ -144,6 +145,6 @@ def test_what_is_not_exact_is_refused(
     """In a sentence with what was received and what to do."""
     inputs = keras.Input((16, 16, 3))
     model = ExactModel(inputs, keras.layers.Dense(6)(keras.layers.Flatten()(inputs)))
-    model.compile("sgd", **{"loss": CROSS_ENTROPY, "accumulate": 2, **options})
+    model.compile("sgd", **{"loss": CROSS_ENTROPY, STEPS: 2, **options})
     with pytest.raises(ValueError, match=message):
         model.train_on_batch(np.ones((4, 16, 16, 3)), np.arange(4), **arguments)

@@ -76,7 +76,8 @@ def test_masks_are_right_and_their_seed_decides_them() -> None:
 
 @pytest.mark.skipif(keras.backend.backend() == "jax", reason="JAX's step has them")
 @pytest.mark.parametrize(
-    ("option", "value"), [("accumulate", 2), ("sam_rho", 0.05), ("report_gradient_norm", True)]
+    ("option", "value"),
+    [("gradient_accumulation_steps", 2), ("sam_rho", 0.05), ("report_gradient_norm", True)],
 )
 def test_what_keras_step_lacks_is_refused(option: str, value: object) -> None:
     """One sentence names the option, the backend, and where it works; defaults pass."""
@@ -85,7 +86,8 @@ def test_what_keras_step_lacks_is_refused(option: str, value: object) -> None:
     options: dict[str, Any] = {option: value}
     with pytest.raises(ValueError, match=rf"{option}=.*works on TensorFlow and JAX.*'{backend}'"):
         model.compile("adam", **options)
-    model.compile("adam", "mse", accumulate=1, sam_rho=0.0, report_gradient_norm=False)
+    options = {"gradient_accumulation_steps": 1, "sam_rho": 0.0, "report_gradient_norm": False}
+    model.compile("adam", "mse", **options)
     assert model.compiled
 
 

@@ -127,7 +127,9 @@ def test_recomputed_blocks_drop_the_same_again(jit_compile: bool | None) -> None
 @pytest.mark.parametrize("jit_compile", [False, True], ids=["graph", "xla"])
 def test_parts_of_different_sizes_are_exact(jit_compile: bool) -> None:
     """Three parts of one, two and seven images, some of them empty; in one part, the same."""
-    models = [compiled(accumulate=parts, jit_compile=jit_compile) for parts in (3, 1)]
+    models = [
+        compiled(gradient_accumulation_steps=steps, jit_compile=jit_compile) for steps in (3, 1)
+    ]
     for size in (1, 2, 7):
         x = np.random.default_rng(1).uniform(-1, 1, (size, 32, 48, 3)).astype(np.float32)
         losses = [randomize(model).train_on_batch(x, np.arange(size) % 3) for model in models]
@@ -140,7 +142,8 @@ def test_what_cannot_be_right_is_refused(strategy: tf.distribute.Strategy) -> No
     """One sentence each, at compile."""
     with strategy.scope(), pytest.raises(ValueError, match="steps_per_execution=4 does not work"):
         compiled(steps_per_execution=4)
-    with pytest.raises(ValueError, match=r"give compile\(accumulate=...\) instead"):
+    sentence = r"give compile\(gradient_accumulation_steps=...\) instead"
+    with pytest.raises(ValueError, match=sentence):
         compiled(optimizer=keras.optimizers.SGD(0.1, gradient_accumulation_steps=2))
     averaged = keras.optimizers.SGD(0.1, use_ema=True, ema_overwrite_frequency=2)
     with strategy.scope(), pytest.raises(ValueError, match="ema_overwrite_frequency=2 does not"):

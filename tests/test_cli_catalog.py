@@ -35,8 +35,8 @@ def faults(line: str, row: Repository, text: str) -> list[str]:
     checks = {
         "address and size": words[:2] == [row.address, str(row.image_size)],
         "licence": words[4] == row.licence,
-        "mark": (mark is not None) == bool(row.forbids),
-        "its meaning": mark is None or f"{mark}: {row.forbids}" in text,
+        "mark": (mark is not None) == bool(row.restrictions),
+        "its meaning": mark is None or f"{mark}: {row.restrictions}" in text,
         "accuracy": row.accuracy is None or str(round(row.accuracy, 2)) in line,
         "its kind": line.endswith("z") == (row.accuracy_kind == "zero-shot"),
     }
@@ -59,8 +59,8 @@ def test_list_for_machines() -> None:
     assert [(o["name"], o["url"], o["parameters"], o["licence"]) for o in objects[:files]] == [
         (row.name, row.url, row.parameters, row.licence) for row in catalog()
     ]
-    assert [(o["address"], o["card"], o["forbids"]) for o in objects[files:]] == [
-        (row.address, row.card, row.forbids) for row in repositories()
+    assert [(o["address"], o["card"], o["restrictions"]) for o in objects[files:]] == [
+        (row.address, row.card, row.restrictions) for row in repositories()
     ]
     for name, value in (("variant", "B/8"), ("family", "pe")):
         rows = cli_rig.done("list", f"--{name}", value, "--json").events
@@ -78,7 +78,7 @@ def test_list_of_a_family_has_its_sources() -> None:
         text = " ".join(" ".join(lines).split())
         for row in repositories(family):
             said = (row.card, row.source, row.accuracy_source or "", row.data, row.note)
-            assert [part for part in (*said, row.forbids) if part not in text] == []
+            assert [part for part in (*said, row.restrictions) if part not in text] == []
 
 
 def test_the_help_teaches_load() -> None:

@@ -21,12 +21,12 @@ from keras_vit.weights.positions import Method
 # setting.
 NAMES = {
     "train": "--data --out --model --image-size --weights --weights-sha256 --positions --epochs "
-    "--batch-size --learning-rate --set --seed --recipe --strategy --mesh --precision --accumulate "
-    "--log --freeze --lora --lora-targets --teacher --teacher-sha256 --strict --overwrite --resume "
-    "--json --plan",
+    "--batch-size --learning-rate --set --seed --recipe --strategy --mesh --precision "
+    "--gradient-accumulation-steps --log --freeze --lora --lora-targets --teacher "
+    "--teacher-sha256 --strict --overwrite --resume --json --plan",
     "pretrain": "--data --out --model --image-size --epochs --batch-size --learning-rate --set "
-    "--seed --strategy --mesh --precision --accumulate --log --strict --overwrite --resume --json "
-    "--target",
+    "--seed --strategy --mesh --precision --gradient-accumulation-steps --log --strict --overwrite "
+    "--resume --json --target",
     "predict": "SOURCE IMAGE --top --csv --precision --tta --json",
     "evaluate": "SOURCE --data --out --strict --precision --tta --more --real --json",
     "explain": "SOURCE IMAGE --out --class --json",
@@ -148,13 +148,15 @@ def test_settings_change_single_numbers_of_the_recipe() -> None:
 
 
 def test_settings_go_to_what_takes_them() -> None:
-    """The execution's, the teacher's and those of a fresh model; the recipe has none of them."""
+    """The execution's, the teacher's and those of a new model; the recipe has none of them."""
     found = settings("--set remat=true xla=false temperature=2 distillation_weight=1 patch_size=4")
     assert Execution(**found.execution) == Execution(remat=True, xla=False)
     assert (found.objective, found.model) == ({"temperature": 2, "weight": 1}, {"patch_size": 4})
     assert found.change(RECIPES["scratch"]) == RECIPES["scratch"]
-    found = settings("--accumulate 2 --precision mixed_float16", "pretrain")
-    assert Execution(**found.execution) == Execution(accumulate=2, precision="mixed_float16")
+    found = settings("--gradient-accumulation-steps 2 --precision mixed_float16", "pretrain")
+    assert Execution(**found.execution) == Execution(
+        gradient_accumulation_steps=2, precision="mixed_float16"
+    )
 
 
 def test_the_settings_of_the_help_are_settings() -> None:

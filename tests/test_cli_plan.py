@@ -105,7 +105,7 @@ def test_plan_shows_and_writes_nothing(photos: Path, tmp_path: Path) -> None:
     assert not shown.errors
     _, choice, _ = shown.out.splitlines()
     assert choice.startswith("12 images of 2 classes, the largest 1.0 times the smallest")
-    assert ": trains tiny from fresh weights, as published weights cannot be reached (" in choice
+    assert ": trains tiny from random weights, as published weights cannot be reached (" in choice
     assert "none. 64x64 pixels, 2 epochs in batches of 8, " in choice
     assert not list(tmp_path.iterdir())
 
@@ -113,7 +113,7 @@ def test_plan_shows_and_writes_nothing(photos: Path, tmp_path: Path) -> None:
 def test_the_first_step_is_guarded_by_smaller_parts(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where it exhausts memory, it is taken again in two parts, and the run has them."""
+    """Where it exhausts memory, it is taken again in two micro-batches, and the run has them."""
     engine = type(make_engine(training.Execution()))
     plain, failures = engine.step, [MemoryError()]
 
@@ -127,7 +127,7 @@ def test_the_first_step_is_guarded_by_smaller_parts(
     shown = cli_rig.done("train", "--data", photos, "--out", "run", *small, folder=tmp_path)
     assert "Memory was exhausted at step 1: from step 1 on each batch is computed in 2" in shown.out
     config = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert (config["execution"]["accumulate"], config["result"]["steps"]) == (2, 1)
+    assert (config["execution"]["gradient_accumulation_steps"], config["result"]["steps"]) == (2, 1)
 
 
 def test_a_log_says_how_long_it_will_take(capsys: pytest.CaptureFixture[str]) -> None:

@@ -182,7 +182,8 @@ def test_a_run_and_a_file_are_explained(run: Path, tmp_path: Path) -> None:
     assert (out / "rollout.png").stat().st_size > 5000
 
     model = Run.load(run).model  # 1,000 classes are taken for those of ImageNet
-    model = model.copy(config=dataclasses.replace(model.config, classes=1000), fresh=["head"])
+    config = dataclasses.replace(model.config, classes=1000)
+    model = model.copy(config=config, reinitialize=["head"])
     model.save(tmp_path / "model.keras")
     more = ("--out", tmp_path / "more", "--class", "tabby", "--json")
     (event,) = cli_rig.done("explain", tmp_path / "model.keras", image, *more).events
@@ -207,7 +208,7 @@ def test_more_is_what_the_functions_say(run: Path, tmp_path: Path) -> None:
     ]
     assert len(actual["mistakes"]) == 16
     said = cli_rig.done("evaluate", run, "--more", "--out", tmp_path).out
-    for text in ("Expected calibration error: ", "25 labelled images", "taken for", "neighbours"):
+    for text in ("Expected calibration error:", "25 labelled images", "predicted as", "neighbours"):
         assert text in said
     assert (tmp_path / "mistakes.png").stat().st_size > 5000
     assert "calibration" not in cli_rig.done("evaluate", run).out
@@ -218,10 +219,10 @@ def test_real_labels_go_by_the_names_of_the_images(run: Path, tmp_path: Path) ->
     """Classes that are the model's answers, in order of the names, are all right."""
     data = load_digits()
     measured = evaluation.evaluate(Run.load(run).model, data.test, labels=data.labels)
-    assert measured.answers is not None
+    assert measured.predictions is not None
     places = sorted(range(len(data.test)), key=lambda place: data.test.name(place))
     actual = []
-    for classes in (data.test.targets[places], measured.answers.predicted[places]):
+    for classes in (data.test.targets[places], measured.predictions.predicted[places]):
         for rows in ([[int(each)] for each in classes], [[int(each)] for each in classes[::-1]]):
             (tmp_path / "real.json").write_text(str(rows))
             said = cli_rig.done("evaluate", run, "--json", "--real", tmp_path / "real.json")

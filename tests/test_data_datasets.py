@@ -1,5 +1,6 @@
 """Tests of keras_vit.data.datasets, with the real layers of keras-cv 0.9 too."""
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -9,8 +10,9 @@ import numpy as np
 import pytest
 import sklearn.datasets
 import tensorflow as tf
+import trainings
 
-from keras_vit.data import Augmentation, datasets, from_dataset, load_digits, source, train_batches
+from keras_vit.data import Augmentation, datasets, from_dataset, load_digits, source
 
 LABELS = ("dark", "bright")
 COUNT = 40
@@ -27,6 +29,10 @@ BAD: dict[str, tuple[Callable[[tf.data.Dataset], tf.data.Dataset], str]] = {
     "no label": (lambda good: good.map(lambda x, y: (x, y + 1)), "must lie between 0 and 1"),
 }
 CLASSES = 5
+# Smoothed edges would round the numbers that images show.
+batches = functools.partial(
+    trainings.batches, batch_size=6, augmentation=Augmentation(flip=True), antialias=False
+)
 
 
 def encoded(count: int = COUNT, *, damaged: tuple[int, ...] = ()) -> tf.data.Dataset:
@@ -49,19 +55,6 @@ def even(count: int = COUNT) -> tf.data.Dataset:
     """Grey pixels of one size."""
     pixels = np.tile(np.arange(count, dtype=np.uint8)[:, None, None, None], (1, 4, 4, 1))
     return tf.data.Dataset.from_tensor_slices((pixels, np.arange(count) % 2))
-
-
-def batches(split: Any, **fields: Any) -> list[tuple[np.ndarray, np.ndarray]]:
-    options = {
-        "image_size": (4, 4),
-        "batch_size": 6,
-        "epochs": 2,
-        "seed": 7,
-        "augmentation": Augmentation(flip=True),
-        "antialias": False,  # whose sums would round the numbers
-        **fields,
-    }
-    return [(x.numpy(), y.numpy()) for x, y in train_batches(split, **options)]
 
 
 def numbers(made: list[tuple[np.ndarray, np.ndarray]]) -> list[list[int]]:

@@ -104,7 +104,7 @@ def test_every_file_that_is_left_out_is_named_with_the_reason(
     monkeypatch.setattr(images, "read_bytes", refuse)
     data = load_folder(tmp_path)
 
-    actual = {Path(one.name).name: one.reason for one in data.left_out}
+    actual = {Path(one.name).name: one.reason for one in data.skipped}
     assert actual == {
         "README.txt": folder.OUTSIDE,
         "beside.png": folder.OUTSIDE,
@@ -116,7 +116,7 @@ def test_every_file_that_is_left_out_is_named_with_the_reason(
         "pipe.png": folder.NO_FILE,
         "locked.png": folder.UNREADABLE,
     }
-    assert len(data.left_out) == len(actual)
+    assert len(data.skipped) == len(actual)
     assert sum(data.counts.values()) == 22
     assert data.labels == ("plain", "striped")
     assert data.reasons[folder.UNREADABLE] == (str(locked),)
@@ -133,7 +133,7 @@ def test_what_lies_beside_given_splits_is_named(tmp_path: Path) -> None:
     data = load_folder(tmp_path)
 
     assert [Path(name).name for name in data.reasons[folder.OUTSIDE]] == ["extra", "labels.csv"]
-    assert folder.load_test_folder(tmp_path, labels=data.labels).left_out == ()
+    assert folder.load_test_folder(tmp_path, labels=data.labels).skipped == ()
 
 
 def test_files_are_judged_as_they_are_now(tmp_path: Path) -> None:
@@ -342,10 +342,10 @@ def test_files_folders_and_patterns(place: Path) -> None:
     assert names(["photos/**/*.jpg"]) == matching  # as a shell expands it
     assert names(["photos/[1].jpg", "one.jpg"]) == ["photos/[1].jpg", "one.jpg"]
     assert names(["one.jpg", "./one.jpg", "photos", "photos/a.png"]) == ["one.jpg", *PHOTOS]
-    left_out = {
-        one.name for one in folder.named_images(["photos"]) if isinstance(one, source.LeftOut)
+    skipped = {
+        one.name for one in folder.named_images(["photos"]) if isinstance(one, source.SkippedFile)
     }
-    assert left_out == {"photos/notes.txt", "photos/.hidden.jpg", "photos/broken.jpg"}
+    assert skipped == {"photos/notes.txt", "photos/.hidden.jpg", "photos/broken.jpg"}
 
 
 def test_what_is_not_there_is_told_when_it_is_read(place: Path) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import processes
 import pytest
 import tensorflow as tf
+from trainings import batches
 
 from keras_vit.data import Augmentation, Split, Views, augment, images, pipeline, source
 from keras_vit.data.datasets import from_dataset
@@ -58,19 +59,6 @@ def numbered(count: int = 10) -> Split:
     return Split(
         images=np.tile(numbers[:, None, None, None], (1, 4, 4, 3)), targets=numbers.astype(np.int32)
     )
-
-
-def batches(split: Split, **fields: Any) -> list[tuple[np.ndarray, np.ndarray]]:
-    options = {
-        "image_size": (4, 4),
-        "batch_size": 3,
-        "epochs": 2,
-        "seed": 7,
-        "augmentation": Augmentation(),
-        **fields,
-    }
-    pairs = train_batches(split, **options)
-    return [(images.numpy(), targets.numpy()) for images, targets in pairs]
 
 
 def same(left: list[Any], right: list[Any]) -> bool:

@@ -31,8 +31,11 @@ def run_python(name: str) -> tuple[str, dict[str, object]]:
 
 
 @pytest.mark.parametrize(("name", "count"), [("variants.md", 3), ("weights.md", 2)])
-def test_the_python_gives_what_it_says(name: str, count: int) -> None:
+def test_the_python_gives_what_it_says(
+    name: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A comment that is a tuple or list is the value of its line."""
+    monkeypatch.chdir(tmp_path)
     source, names = run_python(name)
     said = re.findall(r"^(\S.*?)\s+# ([(\[].*[)\]])$", source, re.MULTILINE)
     assert len(said) == count

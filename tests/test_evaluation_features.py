@@ -95,8 +95,8 @@ def test_pixels_of_digits_are_learned_from_few() -> None:
     assert 0.85 < many < 0.97
     assert all(len(result.accuracies) == 3 for result in results)
     expected = np.std(results[0].accuracies) * np.sqrt(3 / 2)
-    np.testing.assert_allclose(results[0].spread, expected)
-    assert FewShot(1, (0.5,)).spread == 0
+    np.testing.assert_allclose(results[0].std, expected)
+    assert FewShot(1, (0.5,)).std == 0
 
 
 def test_a_vit_is_measured_by_its_frozen_features() -> None:

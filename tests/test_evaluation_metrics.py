@@ -238,5 +238,5 @@ def test_batches_are_smaller_where_there_are_many_tokens() -> None:
         config = dataclasses.replace(
             TINY, input_shape=(side, side, 3), patch_size=patch, num_layers=1
         )
-        assert evaluation.sensible_batch_size(VisionTransformer(config)) == expected
-    assert evaluation.sensible_batch_size(keras.Sequential()) == 128
+        assert evaluation.default_batch_size(VisionTransformer(config)) == expected
+    assert evaluation.default_batch_size(keras.Sequential()) == 128

@@ -13,7 +13,7 @@ from conftest import FLOAT32, TINY, randomize
 from keras_vit import VisionTransformer, variant
 from keras_vit.data import Split, Views, read_image, resize_image
 from keras_vit.evaluation import evaluate, predict, predictions
-from keras_vit.layers.random import overwritten_weights
+from keras_vit.layers.random import skip_initialization
 
 LABELS = ["a", "b", "c"]
 
@@ -85,7 +85,7 @@ def test_numbers_do_not_depend_on_the_other_images(model: VisionTransformer) -> 
 def test_the_batch_grows_as_the_model_shrinks(model: VisionTransformer) -> None:
     """One image of B/16 keeps a processor busy; of a small model many do."""
     assert predictions.prediction_batch_size(model) == 32
-    with overwritten_weights():  # nobody asks for their values
+    with skip_initialization():  # nobody asks for their values
         assert predictions.prediction_batch_size(VisionTransformer(variant("B/16"))) == 1
 
 

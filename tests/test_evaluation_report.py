@@ -104,11 +104,11 @@ def test_a_perfect_model_makes_none(model: VisionTransformer) -> None:
     assert confident_mistakes(measured, perfect) == ()
     with pytest.raises(ValueError, match="no mistakes"):
         plot_mistakes((), ())
-    bare = dataclasses.replace(measured, answers=None)
+    bare = dataclasses.replace(measured, predictions=None)
     wrong: dict[str, tuple[Any, ...]] = {
         "count=0": (measured, perfect, 0),
-        "Received: 179 answers, 359 images": (measured, load_digits().test, 1),
-        "Received: 0 answers": (bare, perfect, 1),
+        "Received: 179 predictions, 359 images": (measured, load_digits().test, 1),
+        "Received: 0 predictions": (bare, perfect, 1),
     }
     for message, (about, images, count) in wrong.items():
         with pytest.raises(ValueError, match=message):

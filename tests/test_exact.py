@@ -74,14 +74,14 @@ def test_half_precision_inside_is_scaled() -> None:
 def test_a_clone_of_a_compiled_model_trains_exactly() -> None:
     """With its own options, and the same predictions once it has the weights."""
     model = randomize(VisionTransformer(CONFIG))
-    model.compile("adam", "mse", accumulate=2)
+    model.compile("adam", "mse", gradient_accumulation_steps=2)
     clone = keras.models.clone_model(model)
     clone.set_weights(model.get_weights())
 
     assert isinstance(clone, ExactModel)
     compiled = clone.get_compile_config()
     assert compiled is not None
-    assert compiled["accumulate"] == 2
+    assert compiled["gradient_accumulation_steps"] == 2
     np.testing.assert_array_equal(clone(IMAGES), model(IMAGES))
     assert isinstance(keras_vit.lora(model, rank=1), VisionTransformer)
 

@@ -382,7 +382,7 @@ def test_relevance_is_that_of_finite_differences(name: str) -> None:
 def test_the_relevance_is_that_of_the_class_asked_for(small: VisionTransformer) -> None:
     """Another class has another relevance, by far more than the tolerance.
 
-    None asks for each image's own likeliest class. The gradient is that of the logit, also where
+    None asks for each image's own top-1 class. The gradient is that of the logit, also where
     the model ends in softmax.
     """
     images = images_for(SMALL, 10)

@@ -55,7 +55,7 @@ def exportable() -> Exportable:
 def gates(exportable: Exportable) -> dict[str, Gate]:
     """The gates of a float32 file and of one in int8, on images and with classes that are known."""
     images = [samples.draw_scene(seed, height=40, width=40) for seed in range(70)]
-    known = samples.make_gate_images(exportable, images)
+    known = samples.make_verification_images(exportable, images)
     targets = known.outputs["logits"].argmax(axis=1)
     known = dataclasses.replace(known, targets=targets)
     return {
@@ -143,7 +143,7 @@ def test_another_gelu_is_refused_in_float32(exportable: Exportable, gates: dict[
     """The tanh form for the exact one errs by less than int8 does, and by more than float32."""
     model = onnx_files.make_onnx(exportable)
     use_tanh(model)
-    assert "error / spread" in failures(model, gates["onnx"])
+    assert "error / std" in failures(model, gates["onnx"])
     assert failures(model, gates["tflite-int8"]) == []
 
 
@@ -183,11 +183,11 @@ HEADS = {
 
 @pytest.mark.parametrize(("logits", "kind"), HEADS.values(), ids=HEADS)
 def test_every_head_is_held(logits: np.ndarray, kind: str) -> None:
-    """Errors of 3 per cent of the spread pass; a constant, NaN, zeros and other images' do not."""
+    """Errors of 0.03 standard deviations pass; a constant, NaN, zeros and other images' do not."""
     gate = head_gate(logits, kind=kind)
-    spread = agreement.spread(gate)
-    assert 0.5 < spread < 4
-    noise = RANDOM.normal(0, 0.03 * spread, logits.shape)
+    deviation = agreement.deviation(gate)
+    assert 0.5 < deviation < 4
+    noise = RANDOM.normal(0, 0.03 * deviation, logits.shape)
     assert refused(gate, logits + noise) == set()
     assert refused(gate, logits + 10 * noise)
     assert refused(gate, np.broadcast_to(logits.mean(axis=0), logits.shape))
@@ -207,10 +207,10 @@ def test_answers_of_a_cosine_near_one_are_refused() -> None:
     wrong = logits + RANDOM.normal(0, 0.05, logits.shape)
     lengths = np.linalg.norm(logits, axis=1) * np.linalg.norm(wrong, axis=1)
     assert ((logits * wrong).sum(axis=1) / lengths).min() > 0.9999
-    assert "error / spread" in refused(head_gate(logits), wrong)
+    assert "error / std" in refused(head_gate(logits), wrong)
     logits = logits_of(7)
     assert refused(head_gate(logits), logits + 5) == set()
-    assert "error / spread" in refused(head_gate(logits, kind="sigmoid"), logits + 5)
+    assert "error / std" in refused(head_gate(logits, kind="sigmoid"), logits + 5)
 
 
 def test_accuracy_may_not_fall() -> None:
@@ -247,16 +247,16 @@ def test_given_images_decide_and_drawn_ones_fill_up(tmp_path: Path) -> None:
     """Of many images every second one decides, with its class; few are joined by drawn ones."""
     exportable = rebuild(served_model())
     images = [np.full((40, 56, 3), seed, np.uint8) for seed in range(80)]
-    many = samples.make_gate_images(exportable, images, list(range(80)))
+    many = samples.make_verification_images(exportable, images, list(range(80)))
     assert many.about == "40 of 80 given"
     assert sorted(many.targets) == list(range(1, 80, 2))
     np.testing.assert_array_equal(many.pixels[:, 0, 0, 0], many.targets)
     kept = samples.make_calibration(exportable, images)
     assert sorted(kept[:, 0, 0, 0]) == list(range(0, 80, 2))
-    few = samples.make_gate_images(exportable, images[:3], [1, 1, 1])
+    few = samples.make_verification_images(exportable, images[:3], [1, 1, 1])
     assert few.about == "3 of 3 given, 29 drawn"
     assert sorted(few.targets) == [-1] * 29 + [1] * 3
-    assert len(samples.make_gate_images(exportable, images, work=0).pixels) == samples.COUNT
+    assert len(samples.make_verification_images(exportable, images, work=0).pixels) == samples.COUNT
 
 
 CASE = Case(

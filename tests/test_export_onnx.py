@@ -217,11 +217,11 @@ def made(exportable: Exportable) -> Any:
 
 
 @pytest.fixture(scope="module")
-def images(exportable: Exportable) -> samples.GateImages:
-    return samples.make_gate_images(exportable)
+def images(exportable: Exportable) -> samples.VerificationImages:
+    return samples.make_verification_images(exportable)
 
 
-def gate_of(exportable: Exportable, name: str, images: samples.GateImages) -> Gate:
+def gate_of(exportable: Exportable, name: str, images: samples.VerificationImages) -> Gate:
     return verification.make_gate(exportable, FORMATS[name], images)
 
 
@@ -231,7 +231,7 @@ def types(model: Any) -> dict[str, int]:
 
 @pytest.mark.parametrize("name", ROUNDED)
 def test_every_rounded_onnx_file_passes_its_gate(
-    name: str, exportable: Exportable, made: Any, images: samples.GateImages
+    name: str, exportable: Exportable, made: Any, images: samples.VerificationImages
 ) -> None:
     """With operators of ONNX alone, of the first, usual and last opset; the float model stays."""
     gate, before = gate_of(exportable, name, images), made.SerializeToString()
@@ -271,7 +271,7 @@ def test_what_is_rounded_and_what_is_not(made: Any) -> None:
 
 
 def test_weights_of_all_formats_go_to_files_of_their_own(
-    exportable: Exportable, tmp_path: Path, images: samples.GateImages
+    exportable: Exportable, tmp_path: Path, images: samples.VerificationImages
 ) -> None:
     """Each format has its own, beside its graph."""
     files = {name: tmp_path / f"{name}.onnx" for name in ("onnx", *ROUNDED)}
@@ -335,7 +335,7 @@ def test_float16_is_for_kernels_that_bear_it(written: dict[str, Path]) -> None:
 
 
 def test_int8_weights_in_tflite(
-    exportable: Exportable, written: dict[str, Path], images: samples.GateImages
+    exportable: Exportable, written: dict[str, Path], images: samples.VerificationImages
 ) -> None:
     """Kernels are int8 with a scale for each channel; the answers pass the gate of the format."""
     name = "tflite-int8-weights"
@@ -385,10 +385,10 @@ def test_what_costs_most_stays_float(
     """A model that fails in int8 passes with some kernels in float32; the record names them."""
     (made,) = export(fragile_model(**FIELDS), tmp_path / "pets", formats=[name], labels=LABELS)
     assert all(check.passed for check in made.checks)
-    assert "block_1/attention/qkv/kernel" in made.floats
+    assert "block_1/attention/qkv/kernel" in made.float32_layers
     record = json.loads((made.path.parent / "verification.json").read_text())
-    assert record["float32"] == {name: list(made.floats)}
-    assert set(made.floats) < {*KERNELS, "patch_encoder/projection/kernel"}
+    assert record["float32"] == {name: list(made.float32_layers)}
+    assert set(made.float32_layers) < {*KERNELS, "patch_encoder/projection/kernel"}
     if name == "onnx-int8":
         monkeypatch.setattr(tflite, "ATTEMPTS", 0)
         with pytest.raises(verification.VerificationError, match="does not do what the model"):
@@ -403,8 +403,8 @@ def test_int8_throughout_needs_images_and_passes_a_gate(tmp_path: Path) -> None:
         export(served_model(), tmp_path / "pets", formats="tflite-int8-full", images=images[:3])
     made = export(served_model(), tmp_path / "pets", formats="tflite-int8-full", images=images)
     limits = {check.name: check.limit for check in made[0].checks}
-    assert limits["gate: error / spread"] == 0.2
-    with pytest.raises(verification.VerificationError, match="gate: error / spread"):
+    assert limits["gate: error / std"] == 0.2
+    with pytest.raises(verification.VerificationError, match="gate: error / std"):
         export(fragile_model(), tmp_path / "fragile", formats="tflite-int8-full", images=images)
     assert not (tmp_path / "fragile" / "tflite").exists()
 
@@ -416,7 +416,7 @@ def test_chosen_kernels_stay_float(
     """They are those of the model, all others are in int8; the bytes of the weights are told."""
     file, stays = tmp_path / "pets", {"block_0/mlp/fc2/kernel", "patch_encoder/projection/kernel"}
     about = describe(exportable, name="pets", labels=LABELS)
-    sizes = FORMATS[name].module.write(exportable, {name: file}, about=about, floats=stays)
+    sizes = FORMATS[name].module.write(exportable, {name: file}, about=about, float32=stays)
     assert sizes[name] < file.stat().st_size
     if FORMATS[name].runtime == "tflite":
         assert shapes(file, np.int8) == sorted([*SHAPES, *SHAPES[:3]])
@@ -429,11 +429,11 @@ def test_chosen_kernels_stay_float(
     assert KERNELS & after.keys() == KERNELS & stays
     for kernel in stays:
         np.testing.assert_array_equal(after[kernel], before[kernel])
-    assert types(onnx_files.rounded(made, FORMATS[name], floats=KERNELS)) == types(made)
+    assert types(onnx_files.rounded(made, FORMATS[name], float32=KERNELS)) == types(made)
 
 
 def test_the_costs_of_kernels_are_measured(
-    exportable: Exportable, images: samples.GateImages, made: Any
+    exportable: Exportable, images: samples.VerificationImages, made: Any
 ) -> None:
     """They add up to the error of the file with all of them rounded, and choosing follows them."""
     name = "onnx-int8"

@@ -230,7 +230,7 @@ def test_the_copy_answers_as_the_model(name: str) -> None:
         weight.path for weight in VisionTransformer(TINY).weights
     ]
     if name.startswith("quantised, "):
-        batch = samples.make_gate_images(exportable, work=0).batch
+        batch = samples.make_verification_images(exportable, work=0).batch
         check = samples.compare_rebuilt(model, exportable, batch)
         assert check.passed
         assert "cosine" in check.name
@@ -287,7 +287,7 @@ def test_a_copy_that_differs_is_noticed() -> None:
     """The comparison of a model and its copy fails when one weight is off."""
     model = served_model()
     exportable = rebuild(model)
-    expected = samples.make_gate_images(exportable, work=0).batch
+    expected = samples.make_verification_images(exportable, work=0).batch
     assert samples.compare_rebuilt(model, exportable, expected).passed
     model.get_layer("head").bias.assign_add(np.full(7, 1e-2) * np.arange(7))
     assert not samples.compare_rebuilt(model, exportable, expected).passed

@@ -385,7 +385,7 @@ def test_loaders_of_the_server_read_the_model(tmp_path: Path, pixels: np.ndarray
     hybrid, path = served_model(resnet_layers=(1, 1), patch_size=1), tmp_path / "pets/1"
     export(hybrid, path.parent, labels=LABELS, verify=False)
     exportable = rebuild.rebuild(hybrid)
-    batch = samples.make_gate_images(exportable).batch
+    batch = samples.make_verification_images(exportable).batch
     cases = verification.savedmodel_cases(exportable, FORMATS["savedmodel"], batch, top_k=5)
     signatures = runners.SavedModelRunner(path).signatures
 

@@ -10,7 +10,7 @@ import pytest
 from conftest import TINY, answers
 
 import keras_vit
-from keras_vit.layers.random import overwritten_weights
+from keras_vit.layers.random import skip_initialization
 
 # Float noise stays below 2e-5; the exact GELU moves these logits by 5e-4 to 9e-4.
 TOLERANCE = 5e-5
@@ -53,7 +53,7 @@ def config_of(name: str, **fields: Any) -> keras_vit.ViTConfig:
 
 def empty(config: keras_vit.ViTConfig) -> keras_vit.VisionTransformer:
     """A model whose weights are not drawn, as all of them are loaded."""
-    with overwritten_weights():
+    with skip_initialization():
         return keras_vit.VisionTransformer(config)
 
 
@@ -70,7 +70,7 @@ def test_logits_are_the_originals(name: str, tmp_path: Path) -> None:
     """Full-size models give the original's logits in float32; no array of it is left out."""
     config = config_of(name)
     model = empty(config)
-    keras_vit.weights.load(model, published.write(tmp_path / "weights.npz", config))
+    keras_vit.weights.load_weights(model, published.write(tmp_path / "weights.npz", config))
     actual = answers(model, published.images(config))
     np.testing.assert_allclose(actual, LOGITS[name], rtol=0, atol=TOLERANCE)
     assert set(LOGITS.files) == set(MODELS)
@@ -81,8 +81,8 @@ def test_the_tolerance_tells_the_exact_gelu_apart(tmp_path: Path) -> None:
     right, wrong = (
         empty(config_of("ViT-Ti_16", activation=activation)) for activation in ("gelu_tanh", "gelu")
     )
-    keras_vit.weights.load(right, published.write(tmp_path / "weights.npz", right.config))
-    wrong.set_weights(right.get_weights())  # keras_vit.weights.load refuses this
+    keras_vit.weights.load_weights(right, published.write(tmp_path / "weights.npz", right.config))
+    wrong.set_weights(right.get_weights())  # keras_vit.weights.load_weights refuses this
     mistaken = answers(wrong, published.images(right.config))
     assert np.abs(mistaken - LOGITS["ViT-Ti_16"]).max() > 5 * TOLERANCE
 
@@ -99,7 +99,7 @@ def test_logits_are_big_visions(name: str, tmp_path: Path) -> None:
     }
     np.savez(tmp_path / "weights.npz", **arrays)
     model = empty(config)
-    keras_vit.weights.load(model, tmp_path / "weights.npz")
+    keras_vit.weights.load_weights(model, tmp_path / "weights.npz")
     actual = answers(model, published.images(config))
     np.testing.assert_allclose(actual, BIG_VISION_LOGITS[name], rtol=0, atol=TOLERANCE)
     assert set(BIG_VISION_LOGITS.files) == set(BIG_VISION_MODELS)

@@ -78,7 +78,7 @@ CONTRACTS: list[Case] = [
     encoder(7, 4, position_grid=(3, 2)),
     (layers.PatchDropout, {"rate": 0.5, "num_prefix_tokens": 2}, (2, 7, 8), (2, 7, 8), 0, 1),
     (
-        layers.RotaryTurns,
+        layers.RotaryEmbedding,
         {"size": 8, "period": 100.0, "reference_grid": (2, 2), "offset": 0.5},
         *(PATCHES, (2, 7, 8), 0, 0),
     ),

@@ -107,7 +107,7 @@ def test_layers_in_a_model_of_the_users_come_back_too(tmp_path: Path) -> None:
 
 
 def test_weights_from_before_adaptation_load_into_an_adapted_layer(tmp_path: Path) -> None:
-    """They answer as they did: the product of the thin matrices becomes zero."""
+    """They answer as they did: the product of the low-rank matrices becomes zero."""
     plain, images = randomize(VisionTransformer(TINY)), images_for(TINY, 4)
     plain.save_weights(tmp_path / "plain.weights.h5")
     model = randomize(VisionTransformer(TINY), seed=1)

@@ -58,16 +58,17 @@ def test_a_rounded_part_of_the_patches_goes_on() -> None:
 
 
 def test_rotary_positions_go_on_with_their_patches() -> None:
-    """Each image gets the turns of the tokens that it keeps; without training, all do."""
+    """Each image gets the angles of the tokens that it keeps; without training, all do."""
     tokens = numbered(5)
-    turns = np.random.default_rng(0).normal(size=(2, 25, 4)).astype(np.float32)
+    cos_sin = np.random.default_rng(0).normal(size=(2, 25, 4)).astype(np.float32)
     layer = layers.PatchDropout(0.5)
-    left, turns_left = map(keras.ops.convert_to_numpy, layer(tokens, turns=turns, training=True))
-    assert turns_left.shape == (2, 5, 13, 4)
+    both = layer(tokens, cos_sin=cos_sin, training=True)
+    left, cos_sin_left = map(keras.ops.convert_to_numpy, both)
+    assert cos_sin_left.shape == (2, 5, 13, 4)
     for image, numbers in enumerate(left[..., 0]):
         places = np.where(numbers < 0, 0, numbers + 1).astype(int)
-        np.testing.assert_array_equal(turns_left[:, image], turns[:, places])
-    for given, passed in zip((tokens, turns), layer(tokens, turns=turns), strict=True):
+        np.testing.assert_array_equal(cos_sin_left[:, image], cos_sin[:, places])
+    for given, passed in zip((tokens, cos_sin), layer(tokens, cos_sin=cos_sin), strict=True):
         np.testing.assert_array_equal(keras.ops.convert_to_numpy(passed), given)
 
 
@@ -78,23 +79,23 @@ def test_blocks_turn_what_is_left_as_they_turn_all(remat: bool, extra: dict[str,
     block = layers.TransformerBlock(2, 16, remat=remat, **extra)
     rng = np.random.default_rng(0)
     tokens = rng.normal(size=(3, 6, 8)).astype(np.float32)
-    turns = rng.normal(size=(2, 3, 6, 4)).astype(np.float32)
+    cos_sin = rng.normal(size=(2, 3, 6, 4)).astype(np.float32)
     block.build(tokens.shape)
 
-    def call(tokens: Any, turns: Any) -> Any:
-        return block(tokens, turns=turns, training=True)
+    def call(tokens: Any, cos_sin: Any) -> Any:
+        return block(tokens, cos_sin=cos_sin, training=True)
 
     turning = whole(block, call)
-    together = turning(tokens, turns)
+    together = turning(tokens, cos_sin)
     for image in range(3):
-        alone = turning(tokens[image : image + 1], turns[:, image])
+        alone = turning(tokens[image : image + 1], cos_sin[:, image])
         np.testing.assert_allclose(
             keras.ops.convert_to_numpy(together)[image],
             keras.ops.convert_to_numpy(alone)[0],
             rtol=0,
             atol=FLOAT32,
         )
-    others = turning(tokens, np.roll(turns, 1, axis=1))
+    others = turning(tokens, np.roll(cos_sin, 1, axis=1))
     assert np.abs(keras.ops.convert_to_numpy(keras.ops.subtract(together, others))).max() > 1e-3
 
 
@@ -109,7 +110,7 @@ def test_models_drop_and_learn(fields: dict[str, Any]) -> None:
     plain.set_weights(dropping.get_weights()[: len(plain.weights)])
     images, labels = images_for(HALF, 8), np.arange(8) % 7
     expected = answers(plain, images)
-    atol = FLOAT32 if fields else 0  # turns are computed in another place
+    atol = FLOAT32 if fields else 0  # angles are computed in another place
     np.testing.assert_allclose(answers(dropping, images), expected, rtol=0, atol=atol)
     evaluated = whole(dropping, lambda x: dropping(x, training=False))(images)
     np.testing.assert_allclose(evaluated, expected, rtol=0, atol=atol)

@@ -216,9 +216,9 @@ def test_a_copy_in_another_dtype_rounds_the_weights(tiny: VisionTransformer) -> 
 def test_a_copy_keeps_what_is_frozen_adapted_and_quantised(
     images: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Class, flags of each weight, thin matrices and int8 kernels are the model's, and the bits."""
+    """Class, flags of each weight, LoRA, int8 kernels are the model's, and the bits."""
     # The memory of weights that are assigned later may hold anything.
-    monkeypatch.setattr(backend, "uninitialized", keras.initializers.Constant(float("nan")))
+    monkeypatch.setattr(backend, "empty", keras.initializers.Constant(float("nan")))
     adapted = randomize(keras_vit.lora(randomize(VisionTransformer(TINY)), rank=2, targets="fc1"))
     frozen = randomize(VisionTransformer(TINY, name="mine"))
     keras_vit.freeze(frozen, blocks=2)
@@ -241,16 +241,16 @@ def test_a_copy_keeps_what_is_frozen_adapted_and_quantised(
 
 def test_fresh_layers_of_a_copy_start_anew(tiny: VisionTransformer) -> None:
     """A classifier of other classes is zeros, one may come or go, and all else is copied."""
-    wide = tiny.copy(config=dataclasses.replace(TINY, classes=9), fresh=["head"])
-    bare = tiny.copy(config=dataclasses.replace(TINY, classes=None), fresh=["head"])
-    again = bare.copy(config=TINY, fresh=["head"])
+    wide = tiny.copy(config=dataclasses.replace(TINY, classes=9), reinitialize=["head"])
+    bare = tiny.copy(config=dataclasses.replace(TINY, classes=None), reinitialize=["head"])
+    again = bare.copy(config=TINY, reinitialize=["head"])
     assert not np.any(wide.get_layer("head").kernel)
     assert wide.output_shape == (None, 9)
     for model in (wide, bare, again):
         for ours, theirs in zip(model.weights, tiny.weights, strict=False):
             if not ours.path.startswith("head/"):
                 np.testing.assert_array_equal(ours, theirs)
-    drawn = tiny.copy(fresh=["block_1"]).get_layer("block_1").mlp.fc1.kernel
+    drawn = tiny.copy(reinitialize=["block_1"]).get_layer("block_1").mlp.fc1.kernel
     assert 0 < np.abs(drawn).max() < np.sqrt(6 / (24 + 48))  # Xavier's bound
 
 
@@ -266,7 +266,7 @@ def test_a_copy_that_the_weights_do_not_fit_is_refused(tiny: VisionTransformer) 
     with pytest.raises(ValueError, match=r"'head/bias' and 1 more differ.*name such layers"):
         tiny.copy(config=dataclasses.replace(TINY, classes=3))
     with pytest.raises(ValueError, match=r"no layer 'haed'"):
-        tiny.copy(fresh=["head", "haed"])
+        tiny.copy(reinitialize=["head", "haed"])
 
 
 def test_a_model_made_in_a_scope_is_copied_whole(images: np.ndarray) -> None:
@@ -287,8 +287,8 @@ def test_a_process_that_only_imported_the_package_loads_files(
 ) -> None:
     """`.keras` and `.weights.h5` give the same bits; optimizer, schedule and loss are known.
 
-    A seed decides every fresh weight, the thin matrices of LoRA too, there and where others drew
-    before.
+    A seed decides every new weight, the low-rank matrices of LoRA too, there and where others
+    drew before.
     """
     tiny.save(tmp_path / "model.keras")
     tiny.save_weights(tmp_path / "model.weights.h5")

@@ -126,12 +126,12 @@ def test_it_is_saved_and_loaded(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_becomes_a_model_for_any_size(tmp_path: Path) -> None:
-    """By the builders, `keras_vit.load` and `weights.load`; the table keeps the file's grid."""
+    """By the builders, `load` and `load_weights`; the table keeps the file's grid."""
     config = dataclasses.replace(keras_vit.VARIANTS["Ti/16"], input_shape=(64, 64, 3), classes=7)
     path = published.write(tmp_path / "vit.npz", config)
     fixed = keras_vit.load(path, input_shape=(48, 80, 3))
     given = VisionTransformer(fixed.config.resized((64, 64, 3)).resized(OPEN))
-    keras_vit.weights.load(given, path)
+    keras_vit.weights.load_weights(given, path)
     images = np.random.default_rng(0).integers(0, 256, (1, 48, 80, 3), np.uint8)
     for model in (
         keras_vit.ViTTi16(weights=path, input_shape=OPEN),
@@ -153,7 +153,7 @@ def test_features_lie_on_the_images_grid() -> None:
     features = model.features(images_of(48, 40), ["block_1", "pooling"], grid=True)
     assert features["block_1"].shape == (2, 6, 5, 24)
     assert features["pooling"].shape == (2, 24)
-    assert "rotary_turns" not in open_and_fixed(CONFIGS["rotary"])[0].feature_names
+    assert "rotary_embedding" not in open_and_fixed(CONFIGS["rotary"])[0].feature_names
 
 
 def test_half_precision_resamples_in_float32() -> None:

@@ -15,6 +15,7 @@ from conftest import FLOAT32, TINY, answers, images_for, made, randomize, whole
 import keras_vit
 from keras_vit.layers.positions import PositionedLayer, rotary_angles
 from keras_vit.model import VisionTransformer
+from keras_vit.weights.loading import load_weights
 from keras_vit.weights.positions import CELLS, resample_variable
 
 SQUARE = {"input_shape": (24, 24, 3)}
@@ -357,8 +358,8 @@ def test_layouts_that_have_no_room_refuse_a_variant(tmp_path: Path) -> None:
         model.save(tmp_path / "model.keras")
         for attempt in (
             lambda model=model: keras_vit.weights.save_npz(model, tmp_path / "model.npz"),
-            lambda model=model: keras_vit.weights.load(model, tmp_path / "plain.weights.h5"),
-            lambda: keras_vit.weights.load(plain, tmp_path / "model.keras"),
+            lambda model=model: load_weights(model, tmp_path / "plain.weights.h5"),
+            lambda: load_weights(plain, tmp_path / "model.keras"),
         ):
             message = f"the published network alone; save another with model.save.*{field}="
             with pytest.raises(ValueError, match=message):
@@ -380,4 +381,4 @@ def test_weights_of_a_variant_are_not_taken_for_a_published_network(tmp_path: Pa
         model_of(name).save_weights(file)
         for number in range(3):
             with pytest.raises(ValueError, match=r"does not fit|does not say|holds no Vision"):
-                keras_vit.weights.load(plain(CONFIGS[name].hidden_dim, number), file)
+                load_weights(plain(CONFIGS[name].hidden_dim, number), file)

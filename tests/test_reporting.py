@@ -16,7 +16,7 @@ from conftest import made
 
 from keras_vit import evaluation, pages, reporting
 from keras_vit.data import ImageData, Split
-from keras_vit.evaluation import Answers
+from keras_vit.evaluation import Predictions
 from keras_vit.reporting import gallery, report
 from keras_vit.training import Provenance, Run
 
@@ -67,7 +67,7 @@ def test_images_of_every_pair_are_chosen() -> None:
     targets = np.array([0] * 100 + [1, 2])
     predicted = np.array([0] * 50 + [1] * 50 + [2, 0])
     confidence = np.linspace(0.9, 0.5, 102)
-    answers = Answers(targets=targets, predicted=predicted, confidence=confidence)
+    answers = Predictions(targets=targets, predicted=predicted, confidence=confidence)
     chosen = gallery.choose_images(answers, limit=40)
     assert chosen[: gallery.MISTAKES] == list(range(50, 74))
     assert {100, 101} <= set(chosen)
@@ -101,9 +101,9 @@ def test_a_report_agrees_with_the_evaluation(tmp_path: Path) -> None:
             image = content["images"][place]
             assert (image["truth"], image["taken"]) == (truth, taken)
             position = int(image["name"].split()[1])
-            assert measured.answers is not None
-            assert measured.answers.predicted[position] == taken
-            assert measured.answers.confidence[position] == pytest.approx(
+            assert measured.predictions is not None
+            assert measured.predictions.predicted[position] == taken
+            assert measured.predictions.confidence[position] == pytest.approx(
                 image["confidence"], abs=1e-5
             )
 
@@ -158,9 +158,9 @@ def test_a_report_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
     files = {entry.name for entry in tmp_path.iterdir() if entry.is_file()}
     assert files == {"confusion.png", "metrics.json"}
     (tmp_path / "report.html").rmdir()
-    bare = dataclasses.replace(subject.evaluations["test"], answers=None)
+    bare = dataclasses.replace(subject.evaluations["test"], predictions=None)
     lacking = dataclasses.replace(subject, evaluations={"test": bare})
-    assert "needs the answers" in str(reporting.write_files(tmp_path, lacking))
+    assert "needs the predictions" in str(reporting.write_files(tmp_path, lacking))
     assert not (tmp_path / "report.html").exists()
     assert reporting.write_files(tmp_path, subject) is None
     assert (tmp_path / "report.html").is_file()

@@ -21,11 +21,11 @@ IMAGES, FEATURES, CLASSES, STEPS, RATE = 7, 5, 4, 4, 0.5
 CASES: list[dict[str, Any]] = [
     {},
     {"clip": 0.3},
-    {"accumulate": 3},
+    {"gradient_accumulation_steps": 3},
     {"rho": 0.2},
     {"average": 0.9},
     {"smoothing": 0.1},
-    {"clip": 0.3, "accumulate": 3, "rho": 0.2, "average": 0.9, "smoothing": 0.1},
+    {"clip": 0.3, "gradient_accumulation_steps": 3, "rho": 0.2, "average": 0.9, "smoothing": 0.1},
 ]
 
 
@@ -54,7 +54,7 @@ def model_for(weights: np.ndarray, **options: Any) -> ExactModel:
     model.compile(
         optimizer,
         keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=smoothing),
-        accumulate=options.get("accumulate", 1),
+        gradient_accumulation_steps=options.get("gradient_accumulation_steps", 1),
         sam_rho=options.get("rho", 0.0),
         report_gradient_norm=True,
     )
@@ -108,13 +108,13 @@ def test_steps_are_those_of_numpy(case: dict[str, Any]) -> None:
     assert set(model.evaluate(x, y, verbose=0, return_dict=True)) == {"loss"}
     # What the case adds shows, except parts.
     changed = not np.allclose(plain["weights"], expected["weights"], rtol=1e-3)
-    assert changed == bool(case.keys() - {"accumulate"})
+    assert changed == bool(case.keys() - {"gradient_accumulation_steps"})
 
 
 def test_a_loss_scale_grows_and_steps_stay_the_same() -> None:
     """Twice in four steps; parts and two passes see the scale, weights and norms do not."""
     x, y = batch()
-    case = {"accumulate": 2, "rho": 0.2, "clip": 0.3}
+    case = {"gradient_accumulation_steps": 2, "rho": 0.2, "clip": 0.3}
     model = model_for(weights_for(), dtype="mixed_float16", scale=4.0, **case)
     history = model.fit(x, y, batch_size=IMAGES, epochs=STEPS, shuffle=False, verbose=0).history
     expected = train(weights_for(), x, y, **case)
@@ -145,13 +145,13 @@ def test_both_passes_of_a_step_have_one_mask() -> None:
     np.testing.assert_allclose(after, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_each_part_has_its_own_mask(accumulate: int) -> None:
+@pytest.mark.parametrize("steps", [1, 2])
+def test_each_micro_batch_has_its_own_mask(steps: int) -> None:
     """Of features half of which one image has, two images have three quarters."""
     # Small, so that no image is learned at once and has no gradient left.
     x, y = np.full((2, 1024), 1 / 32, "float32"), batch(images=2)[1]
     weights = weights_for(1024) / 32
-    model = model_for(weights, dropout=0.5, accumulate=accumulate)
+    model = model_for(weights, dropout=0.5, gradient_accumulation_steps=steps)
     model.train_on_batch(x, y)
     changed = (model.get_weights()[0] != weights).any(axis=1)
     assert changed.mean() == pytest.approx(0.75, abs=0.07)
@@ -162,11 +162,11 @@ def test_each_part_has_its_own_mask(accumulate: int) -> None:
 
 def test_a_saved_model_trains_on_with_its_options(tmp_path: Path) -> None:
     """With all that is particular to this step, and to the same bits."""
-    model = model_for(weights_for(), accumulate=2, rho=0.05)
+    model = model_for(weights_for(), gradient_accumulation_steps=2, rho=0.05)
     model.fit(*batch(), verbose=0)
     model.save(tmp_path / "model.keras")
     again = keras.saving.load_model(tmp_path / "model.keras")
-    options = {"accumulate": 2, "sam_rho": 0.05, "report_gradient_norm": True}
+    options = {"gradient_accumulation_steps": 2, "sam_rho": 0.05, "report_gradient_norm": True}
     assert options.items() <= again.get_compile_config().items()
     for each in (model, again):
         each.fit(*batch(), shuffle=False, verbose=0)
@@ -180,7 +180,8 @@ def test_what_no_step_can_do_is_told() -> None:
     model.compile("sgd", "mse")
     with pytest.raises(ValueError, match="nothing to train"):
         model.fit(*batch(), verbose=0)
-    with pytest.raises(ValueError, match=r"accumulate must be at least 1.*accumulate=0"):
-        model.compile("sgd", "mse", accumulate=0)
+    sentence = "gradient_accumulation_steps must be at least 1.*gradient_accumulation_steps=0"
+    with pytest.raises(ValueError, match=sentence):
+        model.compile("sgd", "mse", gradient_accumulation_steps=0)
     with pytest.raises(ValueError, match=r"sam_rho at least 0.*sam_rho=-1.0"):
         model.compile("sgd", "mse", sam_rho=-1.0)

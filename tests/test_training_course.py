@@ -194,10 +194,10 @@ def exhaust(engine: Any, *, at: int, calls: list[int]) -> Any:
 
 
 @pytest.mark.full
-def test_exhausted_memory_halves_the_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the last checkpoint on all is as if the batches had been in two parts from there."""
+def test_exhausted_memory_accumulates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the last checkpoint on all is as if batches had been split in two from there."""
     execution = Execution(checkpoint_steps=3)
-    in_parts = dataclasses.replace(execution, accumulate=2)
+    in_parts = dataclasses.replace(execution, gradient_accumulation_steps=2)
     stopped(tmp_path / "other", at=6, recipe=FIXED, execution=execution)
     halved, _ = trained(tmp_path / "other", recipe=FIXED, execution=in_parts)
     engine = type(make_engine(execution))
@@ -205,14 +205,15 @@ def test_exhausted_memory_halves_the_parts(tmp_path: Path, monkeypatch: pytest.M
     run, listener = trained(tmp_path / "run", recipe=FIXED, execution=execution)
     (change,) = changes(listener)
     assert (change.reason, change.step, change.steps) == ("memory", 6, 16)
-    assert "at step 8: from step 7 on each batch is computed in 2 parts of about 4" in change.text
-    assert run.config["execution"]["accumulate"] == 2
+    text = "at step 8: from step 7 on each batch is computed in 2 micro-batches of about 4"
+    assert text in change.text
+    assert run.config["execution"]["gradient_accumulation_steps"] == 2
     assert state(run) == state(halved)
 
 
 def test_memory_for_one_image_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts are halved down to one image; then the sentence says what to do."""
-    execution, listener = Execution(accumulate=4), Listener()
+    execution, listener = Execution(gradient_accumulation_steps=4), Listener()
 
     def step(self: Any) -> Any:
         raise MemoryError
@@ -222,7 +223,7 @@ def test_memory_for_one_image_is_needed(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(MemoryError, match=r"step 1; .* are kept: free some memory and resume"):
         train(**arguments, out=tmp_path / "run")
     (change,) = changes(listener)
-    assert " in 8 parts of about 1 images (" in change.text
+    assert " in 8 micro-batches of about 1 images (" in change.text
 
 
 def test_parts_are_halved_by_their_largest() -> None:
@@ -241,10 +242,10 @@ def test_parts_are_halved_by_their_largest() -> None:
         smaller = Job(data, recipe=recipe, execution=Execution()).with_more_accumulation(replicas=2)
         actual: list[int] = []
         while smaller is not None:
-            actual.append(smaller.execution.accumulate)
+            actual.append(smaller.execution.gradient_accumulation_steps)
             smaller = smaller.with_more_accumulation(replicas=2)
         assert actual == parts, size
-        single = Job(data, recipe=recipe, execution=Execution(accumulate=2 * size))
+        single = Job(data, recipe=recipe, execution=Execution(gradient_accumulation_steps=2 * size))
         assert single.evaluation_batch_size == 1
 
 
@@ -283,7 +284,7 @@ def test_balance_weighs_training_and_not_validation(tmp_path: Path) -> None:
     mean = np.mean(next(batches.as_numpy_iterator())[2])
     assert listener.losses[0] == pytest.approx(mean * math.log(3), rel=1e-5)
     assert abs(mean - 1) > 0.01  # or it would show nothing
-    others = {"parts": Execution(accumulate=4)}
+    others = {"accumulated": Execution(gradient_accumulation_steps=4)}
     if keras.backend.backend() == "tensorflow":
         others["replicas"] = Execution(strategy="mirrored")
     for name, execution in others.items():

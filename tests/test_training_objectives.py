@@ -38,7 +38,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 
 
 def test_a_copy_trains_what_the_model_would() -> None:
-    """Another precision makes one: frozen blocks stay frozen, thin matrices come along."""
+    """Another precision makes one: frozen blocks stay frozen, low-rank matrices come along."""
     frozen = VisionTransformer(CONFIG)
     keras_vit.freeze(frozen, blocks=1)
     adapted = randomize(keras_vit.lora(VisionTransformer(CONFIG), rank=2, targets=("qkv", "fc2")))
@@ -78,7 +78,7 @@ def test_each_kind_of_model_has_its_objective() -> None:
         (CONFIG, JOB, objectives.ClassificationObjective),
         (vit, JOB, objectives.ClassificationObjective),
         (DistillationModel(vit, vit), JOB, objectives.DistillationObjective),
-        (hand_built, JOB, objectives.HandBuiltObjective),
+        (hand_built, JOB, objectives.CompiledModelObjective),
         (CONFIG, unlabelled, objectives.MaskedPatchObjective),
         (masked, unlabelled, objectives.MaskedPatchObjective),
     ):

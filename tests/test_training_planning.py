@@ -1,6 +1,7 @@
-"""Tests of keras_vit.training.planning: what is chosen before a training."""
+"""Tests of keras_vit.training.planning and execution: what is chosen, and where it runs."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,14 +9,28 @@ import image_files
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from trainings import CONFIG, in_memory, noise
 
+import keras_vit
 from keras_vit import environment, training
 from keras_vit.data import ImageData, load_folder
-from keras_vit.training import Execution, planning
+from keras_vit.training import Execution, is_first_worker, planning
+from keras_vit.training.execution import StrategyName, TensorFlowEngine
+from keras_vit.training.train import make_engine
 from keras_vit.weights import resolve
 
 RECIPE = training.Recipe(epochs=2, batch_size=12, learning_rate=1e-3)
+STEPS = "gradient_accumulation_steps"
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("tensorflow", {"strategy": "parameter_server"}, "strategy must be one .*='parameter_server'"),
+    ("tensorflow", {"precision": "int8"}, "precision must be one of .*='int8'"),
+    ("tensorflow", {STEPS: 0}, f"{STEPS} must be a positive integer. .*: {STEPS}=0"),
+    ("tensorflow", {"mesh": "data=2"}, "Meshes are for JAX: set KERAS_BACKEND=jax"),
+    ("jax", {"strategy": "mirrored"}, "on JAX give a mesh, such as data=8, in place of"),
+    ("jax", {"xla": False}, "XLA compiles every step on JAX"),
+    ("torch", {}, "TensorFlow or JAX backend. Received: 'torch'"),
+]
 
 
 @pytest.fixture
@@ -98,7 +113,7 @@ def test_elsewhere_the_small_model_trains_and_says_why(
         "keras_vit.weights.sources.resolve_origin", lambda *_, **__: pytest.fail("asked")
     )
     fresh = planning.plan(photos, weights=None)
-    assert fresh.choice_text.endswith("smallest: trains tiny from fresh weights.")
+    assert fresh.choice_text.endswith("smallest: trains tiny from random weights.")
 
 
 def test_precision_follows_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,16 +132,87 @@ def test_precision_follows_the_processor(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_plan_says_how_in_a_sentence_and_in_json(photos: ImageData) -> None:
     """Size, length, parts, precision and devices; height first, which is said where it matters."""
     wide = dataclasses.replace(CONFIG, input_shape=(8, 16, 3))
-    in_parts = Execution(accumulate=12, precision="mixed_float16")
+    split = Execution(gradient_accumulation_steps=12, precision="mixed_float16")
     for config, execution, said in (
         (CONFIG, Execution(), "8x8 pixels, 2 epochs in batches of 12, float32, on "),
         (wide, Execution(), "8x16 pixels (height x width), 2 epochs"),
-        (None, in_parts, "2 epochs in batches of 12, each in 12 parts, mixed_float16, on "),
+        (None, split, "2 epochs in batches of 12, each in 12 micro-batches, mixed_float16, on "),
     ):
         plan = planning.TrainingPlan(
             data=photos, model="test", config=config, recipe=RECIPE, execution=execution
         )
         assert plan.steps_text.startswith(said)
     fields = plan.to_dict()
-    assert (fields["accumulate"], fields["steps"], fields["batch_size"]) == (12, 4, 12)
+    names = ("gradient_accumulation_steps", "steps", "batch_size")
+    assert [fields[name] for name in names] == [12, 4, 12]
     assert (fields["image_size"], fields["images"]) == (None, photos.counts)
+
+
+def test_what_cannot_be_done_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is made; the sentence says what to do on which backend."""
+    for backend, fields, message in WRONG:
+        monkeypatch.setattr(keras.backend, "backend", lambda name=backend: name)
+        with pytest.raises(ValueError, match=message):
+            make_engine(Execution(**fields))
+
+
+def test_several_workers_need_their_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without TF_CONFIG, or with one worker in it, the sentence says what it must hold."""
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": {"worker": ["localhost:1"]}}))
+    with pytest.raises(ValueError, match=r"cluster\.worker listing two or more host:port"):
+        Execution(strategy="multi_worker").make_strategy()
+
+
+def test_the_first_worker_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the index in TF_CONFIG; alone, a process is the first."""
+    cluster = {"worker": ["localhost:1", "localhost:2"]}
+    actual = []
+    for index in (0, 1):
+        task = {"cluster": cluster, "task": {"type": "worker", "index": index}}
+        monkeypatch.setenv("TF_CONFIG", json.dumps(task))
+        actual.append(is_first_worker())
+    monkeypatch.delenv("TF_CONFIG")
+
+    assert [*actual, is_first_worker()] == [True, False, True]
+
+
+def test_all_devices_of_the_machine_are_used(strategy: tf.distribute.Strategy) -> None:
+    """Here two logical CPUs; a second strategy would break off the sums of another model."""
+    engine = TensorFlowEngine(strategy)
+
+    assert strategy.num_replicas_in_sync == 2
+    assert (engine.index, engine.count, engine.gather(5)) == (0, 1, [5])
+    assert Execution(strategy="mirrored").make_strategy() is strategy
+
+
+def test_replicas_of_one_machine_divide_nothing_among_workers() -> None:
+    """TensorFlow would rewrite the batches for one worker, for most of a minute."""
+    batches = tf.data.Dataset.range(4).batch(2)
+    strategies = Execution(strategy="mirrored"), Execution(strategy="none")
+    machine, device = (
+        TensorFlowEngine(execution.make_strategy()).one_pass(lambda _: batches).options()
+        for execution in strategies
+    )
+
+    policies = tf.data.experimental.AutoShardPolicy
+    assert machine.experimental_distribute.auto_shard_policy == policies.OFF
+    assert device.experimental_distribute.auto_shard_policy == policies.DATA
+
+
+@pytest.mark.parametrize("strategy", ["none", "mirrored"])
+def test_each_evaluation_is_one_pass_over_all_images(strategy: StrategyName) -> None:
+    """However many there are of them; the last batch is short, and the second replica has none."""
+    values = np.array([[1.0], [2.0], [4.0], [8.0], [16.0], [32.0]], np.float32)
+    pairs = tf.data.Dataset.from_tensor_slices((values, values))
+    engine = make_engine(Execution(strategy=strategy))
+    with engine.scope():
+        inputs = keras.Input((1,))
+        outputs = keras.layers.Dense(1, kernel_initializer="zeros", use_bias=False)(inputs)
+        model = keras_vit.ExactModel(inputs, outputs)
+        model.compile("sgd", loss="mse")
+    batches = pairs.batch(4)
+    engine.begin(model, training=lambda _: batches, validation=lambda _: batches, size=4)
+
+    losses = [float(engine.evaluate()["loss"]) for _ in range(3)]
+
+    np.testing.assert_allclose(losses, [(values**2).mean()] * 3, rtol=1e-6)

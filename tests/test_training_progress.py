@@ -13,7 +13,7 @@ from PIL import Image
 from keras_vit.cli import main
 from keras_vit.figures import plot_curves
 from keras_vit.training import EpochDone, Event, Run, StepDone, Trackers, TrainingDone, progress
-from keras_vit.training.progress import Watcher, write_history
+from keras_vit.training.progress import ProgressLogger, write_history
 from keras_vit.training.run import unfinished_path
 
 LOGS = {"accuracy": 0.5, "gradient_norm": 2.0}
@@ -21,15 +21,15 @@ SETTINGS = {"seed": 3, "recipe": {"batch_size": 8, "augmentation": {"flip": True
 FLAT = {"seed": 3, "recipe.batch_size": 8, "recipe.augmentation.flip": True}
 
 
-def watch(epochs: list[tuple[float | None, float]], **fields: Any) -> Watcher:
-    """Feeds a watcher two steps and one (accuracy, loss) of validation per epoch."""
-    watcher = Watcher(epochs=len(epochs), steps=2 * len(epochs), batch_size=8, **fields)
+def watch(epochs: list[tuple[float | None, float]], **fields: Any) -> ProgressLogger:
+    """Feeds a logger two steps and one (accuracy, loss) of validation per epoch."""
+    logger = ProgressLogger(epochs=len(epochs), steps=2 * len(epochs), batch_size=8, **fields)
     for number, (accuracy, loss) in enumerate(epochs, start=1):
-        watcher.end_step({**LOGS, "loss": 0.5 / number})
-        watcher.end_step({**LOGS, "loss": 1.5 / number})
+        logger.end_step({**LOGS, "loss": 0.5 / number})
+        logger.end_step({**LOGS, "loss": 1.5 / number})
         measured = {"loss": loss} if accuracy is None else {"loss": loss, "accuracy": accuracy}
-        watcher.report(watcher.end_epoch(measured, learning_rate=0.125 / number))
-    return watcher
+        logger.report(logger.end_epoch(measured, learning_rate=0.125 / number))
+    return logger
 
 
 def told(epochs: list[tuple[float | None, float]]) -> list[Any]:
@@ -49,14 +49,14 @@ def test_the_best_epoch_is_the_one_of_least_validation_loss() -> None:
         ([(0.9, 0.5), (0.9, 0.5)], 1),
     ]
     for epochs, best in cases:
-        watcher = watch(epochs)
-        assert watcher.best is not None
-        assert watcher.best.epoch == best, epochs
+        logger = watch(epochs)
+        assert logger.best is not None
+        assert logger.best.epoch == best, epochs
     for count, kept in ((3, [1, 2, 3]), (50, [*range(2, 51, 2)])):
-        watcher = watch([(0.5, float(epoch)) for epoch in range(1, count + 1)], keep="last")
-        assert watcher.best is not None
-        assert watcher.best.epoch == count
-        assert [done.epoch for done in watcher.history if done.is_best] == kept
+        logger = watch([(0.5, float(epoch)) for epoch in range(1, count + 1)], keep="last")
+        assert logger.best is not None
+        assert logger.best.epoch == count
+        assert [done.epoch for done in logger.history if done.is_best] == kept
 
 
 def test_events_come_in_order_and_are_complete() -> None:
@@ -77,11 +77,11 @@ def test_events_come_in_order_and_are_complete() -> None:
 
 def test_a_loss_that_is_no_number_is_an_error() -> None:
     """The sentence says at which step; the step does not count."""
-    watcher = watch([(0.5, 1.0)])
+    logger = watch([(0.5, 1.0)])
 
     with pytest.raises(FloatingPointError, match=r"loss is nan at step 3 \(epoch 2\)"):
-        watcher.end_step({**LOGS, "loss": float("nan")})
-    assert watcher.step == 2
+        logger.end_step({**LOGS, "loss": float("nan")})
+    assert logger.step == 2
 
 
 def history(epochs: int) -> list[EpochDone]:

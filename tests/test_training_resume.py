@@ -48,7 +48,7 @@ def distilled(teacher: int = 2) -> training.DistillationModel:
 
 
 def adapted(alpha: float | None = None) -> keras_vit.VisionTransformer:
-    """A random model with thin matrices, the same each time."""
+    """A random model with low-rank matrices, the same each time."""
     keras.utils.set_random_seed(0)
     return keras_vit.lora(randomize(keras_vit.VisionTransformer(PIXELS)), rank=2, alpha=alpha)
 

@@ -17,12 +17,14 @@ from conftest import TINY
 
 import keras_vit
 from keras_vit import data, evaluation, explain, training
+from keras_vit.cli.main import main
 from keras_vit.data import images
 
 ROOT = Path(keras_vit.__file__).parent
 TEXT = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
 COUNTS = re.findall(r"^\| (An? .+) \| (\d+) \| (\d+) \|$", TEXT, re.MULTILINE)
 WALKS = dict(re.findall(r"^(An? [^\n]+):\n\n```text\n(.+?)```", TEXT, re.MULTILINE | re.DOTALL))
+COMMAND = "A training by the command line"
 CONFIG = dataclasses.replace(TINY, input_shape=(32, 32, 3), num_layers=1, classes=2)
 
 
@@ -121,13 +123,15 @@ def run(name: str, photos: Path, out: Path) -> Callable[[], Any]:
         )
         photo_data = data.load_data(photos)
         return lambda: training.train(photo_data, out=out, model=CONFIG, recipe=recipe)
+    if name == COMMAND:
+        return lambda: main(f"train --data {photos} --out {out} --model tiny --epochs 1".split())
     model = keras_vit.VisionTransformer(CONFIG)
     weights = out.with_suffix(".npz")
     keras_vit.weights.save_npz(model, weights)
     labels = ("cat", "dog")
     walks: dict[str, Callable[[], Any]] = {
         "An image through the model": lambda: model(np.zeros((1, 32, 32, 3), np.float32)),
-        "A checkpoint to its variable": lambda: keras_vit.weights.load(model, weights),
+        "A checkpoint to its variable": lambda: keras_vit.weights.load_weights(model, weights),
         "A model to its export": lambda: keras_vit.export(model, out, labels=labels),
         "An image file to a prediction": lambda: evaluation.predict(
             model, [data.read_image(photo)], labels=labels
@@ -157,7 +161,7 @@ def test_data_passes_what_contributing_lists(name: str, photos: Path, tmp_path: 
 def test_contributing_says_how_many_rooms_run(photos: Path, tmp_path: Path) -> None:
     """All that run, on the list or not."""
     counted = []
-    for name in WALKS:
+    for name in (*WALKS, COMMAND):
         images._decoder.cache_clear()
         counted.append(
             (name, *map(str, count(run(name, photos, tmp_path / name.replace(" ", "-")))))

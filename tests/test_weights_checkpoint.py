@@ -1,4 +1,4 @@
-"""Tests of keras_vit.weights.checkpoint: what is loaded, and what is refused."""
+"""Tests of keras_vit.weights.checkpoint and arrays: what is loaded, and what is refused."""
 
 import dataclasses
 import logging
@@ -7,14 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import ml_dtypes
 import numpy as np
 import published
 import pytest
+import safetensors.numpy
 from conftest import TINY, assert_same_arrays, randomize
 from published import linen
 
 import keras_vit
 from keras_vit.model import VisionTransformer
+from keras_vit.weights.arrays import read_npz, read_safetensors, safetensors_metadata
 
 HYBRID = dataclasses.replace(TINY, input_shape=(32, 64, 3), patch_size=1, resnet_layers=(2, 1, 1))
 MAP = dataclasses.replace(TINY, pooling="map", class_token=False)
@@ -69,7 +72,7 @@ def write(path: Path, arrays: Arrays) -> Path:
 
 def loaded(config: keras_vit.ViTConfig, path: Path) -> dict[str, np.ndarray]:
     model = VisionTransformer(config)
-    keras_vit.weights.load(model, path)
+    keras_vit.weights.load_weights(model, path)
     return {variable.path: keras.ops.convert_to_numpy(variable) for variable in model.weights}
 
 
@@ -150,11 +153,55 @@ def test_a_file_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     """Differences are listed in one sentence, and the model keeps every weight that it had."""
     model = randomize(VisionTransformer(TINY))
     with pytest.raises(FileNotFoundError, match=r"There is no file 'nowhere\.npz'"):
-        keras_vit.weights.load(model, "nowhere.npz")
+        keras_vit.weights.load_weights(model, "nowhere.npz")
     before = model.get_weights()
     for damage, (change, message) in DAMAGED.items():
         path = write(tmp_path / f"{damage}.npz", change(published.arrays(TINY)))
         with pytest.raises(ValueError, match=message) as caught:
-            keras_vit.weights.load(model, path)
+            keras_vit.weights.load_weights(model, path)
         assert str(path) in str(caught.value)
         assert_same_arrays(model.get_weights(), before, damage)
+
+
+def test_arrays_are_read_as_numpy_reads_them(tmp_path: Path) -> None:
+    """Scalars, empty, Fortran-ordered, half and integer arrays come back equal."""
+    generator = np.random.default_rng(0)
+    arrays: dict[str, Any] = {
+        "scalar": np.array(2.5),
+        "empty": np.zeros((0, 3), np.float32),
+        "fortran": np.asfortranarray(generator.standard_normal((3, 4, 5))),
+        "half": generator.standard_normal(7).astype(np.float16),
+        "folder/int": np.arange(6).reshape(2, 3),
+    }
+    for save in (np.savez, np.savez_compressed):
+        save(tmp_path / "a.npz", **arrays)
+        found = read_npz(tmp_path / "a.npz")
+        assert {name: a.shape for name, a in found.items()} == {
+            n: a.shape for n, a in arrays.items()
+        }
+        for name, array in arrays.items():
+            np.testing.assert_array_equal(found[name].read(), array)
+            assert found[name].read().dtype == found[name].dtype == array.dtype
+
+
+def test_every_dtype_of_safetensors_is_read(tmp_path: Path) -> None:
+    """Those that fill whole bytes, in any order of the file, to the bit."""
+    other = (ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
+    kinds = (*"?bBhHiIqQefdF", *other)
+    arrays = {str(np.dtype(kind)): np.arange(6).reshape(2, 3).astype(kind) for kind in kinds}
+    arrays |= {"a scalar": np.array(2.5), "empty": np.zeros((0, 3), "f4")}
+    safetensors.numpy.save_file(arrays, tmp_path / "a.safetensors", metadata={"a": "b"})
+    found = read_safetensors(tmp_path / "a.safetensors")
+    assert safetensors_metadata(tmp_path / "a.safetensors") == {"a": "b"}
+    assert found.keys() == arrays.keys()
+    for name, array in arrays.items():
+        assert (found[name].dtype, found[name].shape) == (array.dtype, array.shape)
+        assert found[name].read().tobytes() == array.tobytes()
+
+
+def test_path_tricks_in_member_names_write_nothing(tmp_path: Path) -> None:
+    """Members are read in place; a name that climbs out of the folder is only a name."""
+    names: dict[str, Any] = {"../../evil": np.ones(2), "/etc/x": np.ones(2)}
+    np.savez(tmp_path / "a.npz", **names)
+    assert set(read_npz(tmp_path / "a.npz")) == set(names)
+    assert [p.name for p in tmp_path.iterdir()] == ["a.npz"]

@@ -14,6 +14,7 @@ from published import MODERN, rewritten
 import keras_vit
 from keras_vit.model import VisionTransformer
 from keras_vit.weights.checkpoint import open_checkpoint
+from keras_vit.weights.loading import load_weights
 from keras_vit.weights.torch_layouts import torch_rows
 
 FAMILIES = sorted(folder.name for folder in MODERN.iterdir() if folder.is_dir())
@@ -191,7 +192,7 @@ def test_a_model_of_another_rotation_is_refused() -> None:
     """No array shows the period, and every number depends on it."""
     path = MODERN / "hf_dinov3" / "model.safetensors"
     config = keras_vit.load(MODERN / "hf_dinov3").config
-    keras_vit.weights.load(VisionTransformer(config), path)
+    load_weights(VisionTransformer(config), path)
     no_period = r"belongs to a model with rotary_period=100\.0"
     no_room = "layouts of timm and transformers hold other network"
     plain = keras_vit.load(MODERN / "timm_vit").config
@@ -204,7 +205,7 @@ def test_a_model_of_another_rotation_is_refused() -> None:
     for config, message, fields in cases:
         path = MODERN / ("timm_vit" if config is plain else "hf_dinov3") / "model.safetensors"
         with pytest.raises(ValueError, match=message):
-            keras_vit.weights.load(VisionTransformer(dataclasses.replace(config, **fields)), path)
+            load_weights(VisionTransformer(dataclasses.replace(config, **fields)), path)
 
 
 def two_towers(arrays: Arrays, settings: dict[str, Any]) -> None:
@@ -283,7 +284,7 @@ def test_another_network_is_refused_in_a_sentence(tmp_path: Path) -> None:
         for attempt in (
             functools.partial(keras_vit.load, folder),
             functools.partial(
-                keras_vit.weights.load, VisionTransformer(config), folder / "model.safetensors"
+                load_weights, VisionTransformer(config), folder / "model.safetensors"
             ),
         ):
             with pytest.raises(ValueError, match=message) as caught:
@@ -299,7 +300,7 @@ def test_nobody_knows_the_rotation_of_an_unknown_name(tmp_path: Path) -> None:
         "timm_sbb_rope", tmp_path, lambda a, c: c.update(architecture="vit_of_tomorrow")
     )
     with pytest.raises(ValueError, match="which channels its rotary positions turn together"):
-        keras_vit.weights.load(VisionTransformer(config), folder / "model.safetensors")
+        load_weights(VisionTransformer(config), folder / "model.safetensors")
     with pytest.raises(ValueError, match="'vit_of_tomorrow' are not known to this version"):
         keras_vit.load(folder)
 

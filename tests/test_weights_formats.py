@@ -69,7 +69,7 @@ def test_hugging_face_grid_comes_from_its_config(tmp_path: Path) -> None:
     assert (checkpoint.grid, checkpoint.fields["layer_norm_epsilon"]) == ((4, 6), 1e-12)
     config = dataclasses.replace(TORCH, input_shape=(48, 48, 3), layer_norm_epsilon=1e-12)
     model = VisionTransformer(config)
-    keras_vit.weights.load(model, weights)
+    keras_vit.weights.load_weights(model, weights)
     assert model.get_layer("patch_encoder").position_embedding.shape == (1, 37, 32)
 
 
@@ -84,7 +84,7 @@ def test_bfloat16_is_read_exactly(tmp_path: Path) -> None:
         # The published files' activation, which .npz files mean.
         activation: Any = "gelu_tanh" if suffix == "npz" else "gelu"
         model = VisionTransformer(dataclasses.replace(TORCH, activation=activation))
-        keras_vit.weights.load(model, tmp_path / f"model.{suffix}")
+        keras_vit.weights.load_weights(model, tmp_path / f"model.{suffix}")
         np.testing.assert_array_equal(model.get_layer("head").kernel, head.astype(np.float32))
 
 
@@ -134,7 +134,7 @@ def test_own_files_come_back_bit_for_bit(kind: str, tmp_path: Path) -> None:
         path = tmp_path / f"model{suffix}"
         save(model, path)
         filled = VisionTransformer(KINDS[kind])
-        keras_vit.weights.load(filled, path)
+        keras_vit.weights.load_weights(filled, path)
         built = filled if suffix == ".weights.h5" else keras_vit.load(path)
         assert built.config == model.config or suffix == ".npz"
         for again in (filled, built):

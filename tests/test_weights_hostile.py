@@ -169,7 +169,7 @@ def check_refused(call: Callable[[], Any], match: str, names: tuple[str, ...]) -
 
 def check_both(model: VisionTransformer, path: Path, match: str, *names: str) -> None:
     before = model.get_weights()
-    check_refused(lambda: keras_vit.weights.load(model, path), match, names or (path.name,))
+    check_refused(lambda: keras_vit.weights.load_weights(model, path), match, names or (path.name,))
     check_refused(lambda: keras_vit.load(path), match, names or (path.name,))
     assert_same_arrays(model.get_weights(), before)
 
@@ -201,7 +201,7 @@ def test_hostile_hdf5(sound: Path, tmp_path: Path, model: VisionTransformer) -> 
         alone, inside = tmp_path / f"{attack}.weights.h5", tmp_path / f"{attack}.keras"
         alone.write_bytes(content.getvalue())
         repack(sound / "vit.keras", inside, {"model.weights.h5": content.getvalue()})
-        load = partial(keras_vit.weights.load, model, alone)
+        load = partial(keras_vit.weights.load_weights, model, alone)
         check_refused(load, "layers/dense", (alone.name,))
         check_both(model, inside, "layers/dense")
 
@@ -310,10 +310,10 @@ def test_what_is_no_file_is_refused(sound: Path, tmp_path: Path, model: VisionTr
     (tmp_path / "link.npz").symlink_to(tmp_path / "nowhere")
     for name in ("pipe.npz", "folder.npz", "device.npz", "link.npz"):
         path = tmp_path / name
-        check_refused(partial(keras_vit.weights.load, model, path), "file", (name,))
+        check_refused(partial(keras_vit.weights.load_weights, model, path), "file", (name,))
     other = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     with pytest.raises(TypeError, match=r"fills a VisionTransformer.*Received: Sequential"):
-        keras_vit.weights.load(other, sound / "vit.npz")
+        keras_vit.weights.load_weights(other, sound / "vit.npz")
 
 
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
@@ -325,16 +325,16 @@ def test_loading_is_all_or_nothing(
 ) -> None:
     """An interrupt between two variables leaves the model as it was."""
     before, calls = model.get_weights(), iter(range(100))
-    adopt = backend.adopt
+    usual = backend.from_numpy_without_copy
 
     def fails(value: np.ndarray) -> Any:
         if next(calls) == 5:
             raise error
-        return adopt(value)
+        return usual(value)
 
-    monkeypatch.setattr(backend, "adopt", fails)
+    monkeypatch.setattr(backend, "from_numpy_without_copy", fails)
     with pytest.raises(error):
-        keras_vit.weights.load(model, sound / "vit.npz")
+        keras_vit.weights.load_weights(model, sound / "vit.npz")
     assert_same_arrays(model.get_weights(), before)
 
 
@@ -343,5 +343,5 @@ def test_large_sound_values_are_taken(tmp_path: Path, model: VisionTransformer) 
     large = np.full((8, 3), 3e38, np.float32)
     large[0, 0] = 1e-44
     npz(**{"head/kernel": large})(tmp_path / "vit.npz")
-    keras_vit.weights.load(model, tmp_path / "vit.npz")
+    keras_vit.weights.load_weights(model, tmp_path / "vit.npz")
     np.testing.assert_array_equal(model.get_layer("head").kernel, large)

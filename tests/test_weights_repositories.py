@@ -149,8 +149,8 @@ def test_repositories_have_their_sources() -> None:
         measured, kind = row.accuracy is not None, row.accuracy_kind
         holds = [
             row.source.startswith("https://") and row.licence != "",
-            bool(row.forbids) >= (row.licence not in OPEN),
-            all(text == "" or text.endswith(".") for text in (row.forbids, row.note)),
+            bool(row.restrictions) >= (row.licence not in OPEN),
+            all(text == "" or text.endswith(".") for text in (row.restrictions, row.note)),
             (kind in ACCURACY_KINDS) == measured,
             (row.accuracy_source or "").startswith("https://") == measured,
             row.accuracy is None or 50 < row.accuracy < 100,
@@ -165,13 +165,13 @@ def test_repositories_have_their_sources() -> None:
 
 def test_no_restriction_is_forgotten() -> None:
     """Licences that are known to restrict stand with their sentence, whoever holds the copy."""
-    non_commercial = {row.family for row in ROWS if "commercial" in row.forbids}
+    non_commercial = {row.family for row in ROWS if "commercial" in row.restrictions}
     assert non_commercial == {"mae", "ijepa", "msn", "openclip", "metaclip"}
     for family in ("mae", "ijepa", "msn", "metaclip"):
-        assert all("commercial" in row.forbids for row in repositories(family))
+        assert all("commercial" in row.restrictions for row in repositories(family))
     for row in repositories("dinov3"):
-        assert "military" in row.forbids
-        assert row.forbids.startswith("Gated") == row.address.startswith("hf://facebook/")
+        assert "military" in row.restrictions
+        assert row.restrictions.startswith("Gated") == row.address.startswith("hf://facebook/")
 
 
 def test_rows_are_in_order_and_once() -> None:

@@ -44,13 +44,13 @@ def assert_same(left: VisionTransformer, right: VisionTransformer) -> None:
 
 
 def test_shards_load_as_one_file_does(tmp_path: Path) -> None:
-    """A folder and the path of its index give every bit of the whole file; weights.load too."""
+    """A folder and the path of its index give every bit of the whole file; load_weights too."""
     for family in ("hf_dinov2", "timm_siglip", "timm_beit"):
         folder = Path(shutil.copytree(MODERN / family, tmp_path / family))
         index = published.write_shards(folder, count=3)
         whole = keras_vit.load(MODERN / family)
         filled = VisionTransformer(whole.config)
-        keras_vit.weights.load(filled, index)
+        keras_vit.weights.load_weights(filled, index)
         assert_same(filled, whole)
         for source in (folder, index, str(index)):
             assert_same(keras_vit.load(source), whole)
@@ -62,7 +62,7 @@ def test_sha256_is_refused(index: Path) -> None:
     for attempt in (
         lambda: keras_vit.load(index.parent, sha256="0" * 64),
         lambda: keras_vit.load(index, sha256="0" * 64),
-        lambda: keras_vit.weights.load(model, index, sha256="0" * 64),
+        lambda: keras_vit.weights.load_weights(model, index, sha256="0" * 64),
         lambda: sources.find(f"http://127.0.0.1:9/{INDEX}", sha256="0" * 64),
         lambda: sources.find(f"hf://owner/name/{INDEX}", sha256="0" * 64),
     ):

@@ -89,7 +89,7 @@ def test_every_published_layout_loads(
 
     with monkeypatch.context() as patch:
         patch.setattr(keras.Variable, "assign", counting)
-        keras_vit.weights.load(model, tmp_path / "weights.npz")
+        keras_vit.weights.load_weights(model, tmp_path / "weights.npz")
     assert sorted(assigned) == sorted(variable.path for variable in model.weights)
     sources = {r.path: r.names for r in original_rows(config)}
     for variable in model.weights:
@@ -287,7 +287,7 @@ def test_sha256_is_compared_before_anything_is_read(
         server.files["/vit.npz"] = file.read_bytes()
         roads: dict[str, Callable[[Any], Any]] = {
             "load": lambda sha256: keras_vit.load(file, sha256=sha256),
-            "model": lambda sha256: keras_vit.weights.load(
+            "model": lambda sha256: keras_vit.weights.load_weights(
                 keras_vit.VisionTransformer(config), file, sha256=sha256
             ),
             "builder": lambda sha256: keras_vit.ViTTi16(weights=str(file), sha256=sha256),

@@ -25,7 +25,7 @@ DEFAULTS: dict[str, Any] = {
     "stop_at": 0,
     "checkpoint_steps": 7,
     "learning_rate": 1e-3,
-    "accumulate": 1,
+    "gradient_accumulation_steps": 1,
     "precision": "float32",
     "mesh": None,
     "mixup": 0.2,
@@ -180,7 +180,7 @@ def _settings(case: dict[str, Any]) -> dict[str, Any]:
         "execution": training.Execution(
             strategy=several if case["replicas"] > 1 or is_one_of_several else "none",
             checkpoint_steps=case["checkpoint_steps"],
-            accumulate=case["accumulate"],
+            gradient_accumulation_steps=case["gradient_accumulation_steps"],
             precision=case["precision"],
             mesh=case["mesh"],
         ),
@@ -203,7 +203,7 @@ def _listen(case: dict[str, Any], checkpoints: Any, loop: Any) -> None:
 
     def telling_resume(self: Any) -> None:
         resume(self)
-        _say("resumed", self.watcher.step)
+        _say("resumed", self.logger.step)
 
     checkpoints.write = telling(checkpoints.write)
     loop.resume = telling_resume

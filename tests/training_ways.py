@@ -304,10 +304,11 @@ def _ignoring() -> keras.losses.Loss:
     return _cross_entropy(ignore_class=0)
 
 
+STEPS = "gradient_accumulation_steps"
 WAYS = {
     "original": _original(),
-    "original_xla": _original(jit_compile=True, accumulate=2),
-    "original_in_parts": _original(accumulate=4),
+    "original_xla": _original(jit_compile=True, **{STEPS: 2}),
+    "original_in_parts": _original(**{STEPS: 4}),
     "original_recomputed": _original(remat=True),
     "original_in_two_passes": _original(sam_rho=0.05),
     "original_in_float16": _original(precision="mixed_float16"),
@@ -324,10 +325,10 @@ WAYS = {
     "schedule_free": Way(_schedule_free),
     "lamb": Way(_lamb),
     "uneven": Way(_unclipped, "uneven", epochs=2),
-    "uneven_in_parts": Way(lambda: _unclipped(accumulate=3), "uneven", is_evaluated=False),
+    "uneven_in_parts": Way(lambda: _unclipped(**{STEPS: 3}), "uneven", is_evaluated=False),
     "weighted": Way(lambda: _compiled(loss=_by_weight()), "weighted"),
     "weighted_in_parts": Way(
-        lambda: _compiled(loss=_by_weight(), accumulate=2), "weighted", is_evaluated=False
+        lambda: _compiled(loss=_by_weight(), **{STEPS: 2}), "weighted", is_evaluated=False
     ),
     "weighted_train_step": Way(
         lambda: _subclass(_unclipped, _by_weight(), train_step=_textbook_step),
@@ -336,7 +337,7 @@ WAYS = {
     ),
     "ignored": Way(lambda: _compiled(loss=_ignoring()), "uneven"),
     "ignored_in_parts": Way(
-        lambda: _compiled(loss=_ignoring(), accumulate=2), "uneven", is_evaluated=False
+        lambda: _compiled(loss=_ignoring(), **{STEPS: 2}), "uneven", is_evaluated=False
     ),
 }
 

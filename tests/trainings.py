@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from keras_vit import ViTConfig
-from keras_vit.data import ImageData, Split
+from keras_vit.data import Augmentation, ImageData, Split, train_batches
 from keras_vit.training import Run, StepDone, TrainingInterrupted
 
 CONFIG = ViTConfig(
@@ -28,6 +28,13 @@ def noise(targets: np.ndarray) -> Split:
     generator = np.random.default_rng(len(targets))
     images = generator.integers(0, 256, (len(targets), 8, 8, 3), np.uint8)
     return Split(images=images, targets=targets.astype(np.int32))
+
+
+def batches(split: Split, **fields: Any) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Two epochs of training batches, of which `fields` say more."""
+    options = {"image_size": (4, 4), "batch_size": 3, "epochs": 2, "seed": 7, **fields}
+    options = {"augmentation": Augmentation(), **options}
+    return [(x.numpy(), y.numpy()) for x, y in train_batches(split, **options)]
 
 
 def in_memory(train: Split, rest: Split, *, labels: str = "abc") -> ImageData:

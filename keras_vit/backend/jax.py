@@ -1,4 +1,7 @@
-"""JAX: attention that does not store its weights, GPU kernels in half precision, the step."""
+"""JAX: attention that does not store its weights, GPU kernels in half precision, the step.
+
+Shapes: B images of the whole batch, N tokens, D hidden_dim, H heads, K = D / H.
+"""
 
 import functools
 import warnings
@@ -27,7 +30,7 @@ environment.prefer_cublas()
 # What takes the place of `plain`'s.
 __all__ = [
     "ExactTrainer",
-    "by_images",
+    "flatten_batch",
     "is_concrete",
     "layer_norm",
     "remat",
@@ -43,7 +46,7 @@ _CUDNN_STEP, _CUDNN_WIDEST = 8, 128
 _MASKS = {"float16": -(2.0**15), "bfloat16": -(2.0**41)}
 # What remat may keep, by the name of its choice. Attention's own product is in a kernel, or has the
 # batch among its dimensions.
-_KEPT = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
+_SAVEABLE = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
 _BY_WEIGHTS = "mean_with_sample_weight"
 _MEANS = ("sum_over_batch_size", "mean", _BY_WEIGHTS)
 _NORM = "gradient_norm"
@@ -101,7 +104,6 @@ def self_attention(qkv: Any, num_heads: int, *, bias: Any = None) -> Any:
 
 
 def _attend(qkv: Any, num_heads: int, bias: Any) -> Any:
-    """Computes attention by XLA alone, which stores the weights."""
     query, key, value = _heads(qkv, num_heads)
     bias = None if bias is None else bias[None]
     x = jax.nn.dot_product_attention(query, key, value, bias, implementation="xla")
@@ -109,16 +111,13 @@ def _attend(qkv: Any, num_heads: int, bias: Any) -> Any:
 
 
 def _attend_by_cudnn(qkv: Any, num_heads: int, bias: Any) -> Any:
-    """Computes attention by cuDNN, of an even number of tokens and of heads it takes.
-
-    Where there are not so many, zeros are added: columns of heads, which change no product, and
-    one token, masked as a key. They cost a copy of tokens (B, N, 3D); without them XLA writes and
-    reads the weights (B, H, N, N) instead, in float32, again for the gradient. These are larger
-    wherever there are more tokens than a head has columns, as in every Vision Transformer in use.
-    """
+    """Computes attention by cuDNN, of an even number of tokens and of heads it takes."""
     query, key, value = _heads(qkv, num_heads)
     tokens, size = query.shape[1], query.shape[-1]
     # JAX refuses to train an odd number of tokens with a bias, and older ones without one too.
+    # Zeros fill up what does not fit: columns of heads, which change no product, and one token,
+    # masked as a key. The copy of (B, N, 3D) costs less than XLA's form, which writes and reads the
+    # weights (B, H, N, N) in float32 and again for the gradient, wherever N > K.
     odd, columns = tokens % 2, -size % _CUDNN_STEP
     if odd or columns:
         sides = ((0, 0), (0, odd), (0, 0), (0, columns))
@@ -133,6 +132,7 @@ def _attend_by_cudnn(qkv: Any, num_heads: int, bias: Any) -> Any:
         lengths = jnp.full((qkv.shape[0],), tokens, "int32")
     x = jax.nn.dot_product_attention(
         *(query, key, value, bias),
+        # By the head's own width: cuDNN would take that of the padded columns.
         scale=size**-0.5,
         key_value_seq_lengths=lengths,
         implementation="cudnn",
@@ -141,7 +141,6 @@ def _attend_by_cudnn(qkv: Any, num_heads: int, bias: Any) -> Any:
 
 
 def _heads(qkv: Any, num_heads: int) -> list[Any]:
-    """Returns queries, keys and values (B, N, H, K) of their product (B, N, 3D)."""
     _, tokens, width = qkv.shape
     x = qkv.reshape(-1, tokens, 3, num_heads, width // 3 // num_heads)
     return [x[:, :, third] for third in range(3)]
@@ -158,7 +157,7 @@ def _warn_of_wide_heads(size: int) -> None:
     )
 
 
-def by_images(x: Any) -> Any:
+def flatten_batch(x: Any) -> Any:
     """Returns x (B, ...) divided among devices by its images, under `FullySharded`.
 
     Its weights are divided among the same devices. Left to itself XLA also divides tokens by their
@@ -181,7 +180,7 @@ def remat(function: Callable[..., Any], kept: str | None = None) -> Callable[...
         function: takes tensors alone.
         kept: what is not computed again: "dots" for the products with weights; None for nothing.
     """
-    recomputed: Callable[..., Any] = jax.checkpoint(function, policy=_KEPT.get(kept or ""))
+    recomputed: Callable[..., Any] = jax.checkpoint(function, policy=_SAVEABLE.get(kept or ""))
     return recomputed
 
 
@@ -236,7 +235,7 @@ class ExactTrainer(StepOptions, _Model):
         ...     def call(self, x):
         ...         return self.dense(x)
         >>> model = Mine()
-        >>> model.compile("sgd", "mse", accumulate=2)
+        >>> model.compile("sgd", "mse", gradient_accumulation_steps=2)
         >>> history = model.fit(jnp.ones((4, 3)), jnp.ones((4, 2)), verbose=0)
         >>> sorted(history.history)
         ['loss']
@@ -246,7 +245,7 @@ class ExactTrainer(StepOptions, _Model):
         self,
         optimizer: Any = "rmsprop",
         *args: Any,
-        accumulate: int = 1,
+        gradient_accumulation_steps: int = 1,
         sam_rho: float = 0.0,
         report_gradient_norm: bool = False,
         **kwargs: Any,
@@ -257,8 +256,8 @@ class ExactTrainer(StepOptions, _Model):
             optimizer: any Keras optimizer; wrapped in a `LossScaleOptimizer` if layers compute in
                 float16.
             args: of `keras.Model.compile`.
-            accumulate: number of parts that a batch is split into. They run one after another, in
-                the memory of one part, and their gradients are summed.
+            gradient_accumulation_steps: micro-batches of a batch, which run one after
+                another, in the memory of one, and their gradients are summed.
             sam_rho: radius of sharpness-aware minimisation (arXiv 2010.01412); 0 for none. A step
                 takes twice the time.
             report_gradient_norm: whether the logs have "gradient_norm", the norm before clipping,
@@ -268,9 +267,9 @@ class ExactTrainer(StepOptions, _Model):
         Raises:
             ValueError: an option is out of range.
         """
-        self.check_options(accumulate, sam_rho)
+        self.check_options(gradient_accumulation_steps, sam_rho)
         super().compile(self.scaled(optimizer), *args, **kwargs)
-        self.keep_options(accumulate, sam_rho, report_gradient_norm)
+        self.keep_options(gradient_accumulation_steps, sam_rho, report_gradient_norm)
 
     @property
     def metrics(self) -> list[keras.metrics.Metric]:
@@ -294,6 +293,7 @@ class ExactTrainer(StepOptions, _Model):
         if self._sam_rho:
             # The other variables stay, so that the second pass draws the same masks.
             *_, gradients = self._pass(trainable, others, metrics, optimizer, data)
+            # The loss scale is in the gradients and in their norm, and cancels.
             length = self._sam_rho / (_global_norm(gradients) + SAM_EPSILON * scale)
             point = [
                 value + (length * gradient).astype(value.dtype)
@@ -303,6 +303,7 @@ class ExactTrainer(StepOptions, _Model):
             point, others, metrics, optimizer, data
         )
         norm = _global_norm(gradients) / scale
+        # Clipping sees gradients of the whole batch: arrays are global, and XLA sums them itself.
         trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
         logs, metrics = self._updated(metrics, loss, norm, y_pred, data)
         return logs, (trainable, others, optimizer, metrics)
@@ -311,19 +312,19 @@ class ExactTrainer(StepOptions, _Model):
         """Runs forward and backward at a point: returns loss, predictions, states and gradients."""
         derive = jax.value_and_grad(self.compute_loss_and_updates, has_aux=True)
 
-        def part(others: Any, metrics: Any, data: _Data) -> Any:
+        def own(others: Any, metrics: Any, data: _Data) -> Any:
             (_, results), gradients = derive(
                 point, others, metrics, *data, training=True, optimizer_variables=optimizer
             )
             return *results, gradients
 
-        if self._accumulate == 1:
-            return part(others, metrics, data)
-        self._check_parts(data)
-        return _in_parts(part, others, metrics, data, count=self._accumulate)
+        if self._accumulation_steps == 1:
+            return own(others, metrics, data)
+        self._check_losses(data)
+        return _in_micro_batches(own, others, metrics, data, count=self._accumulation_steps)
 
-    def _check_parts(self, data: _Data) -> None:
-        """Raises a ValueError for losses whose parts are not weighted by their images."""
+    def _check_losses(self, data: _Data) -> None:
+        # Micro-batches are averaged by their images, which is exact for means over images alone.
         losses: list[Any] = []
         private.with_terms(private.losses_of(self), lambda loss, _: losses.append(loss))
         others = [
@@ -335,15 +336,14 @@ class ExactTrainer(StepOptions, _Model):
         divides = [loss for loss in losses if getattr(loss, "reduction", None) == _BY_WEIGHTS]
         if (divides and data[2] is not None) or others:
             raise ValueError(
-                f"accumulate={self._accumulate} on JAX takes losses that are means over images, "
-                "not over sample weights or without ignore_class. Received: "
-                f"{others[0] if others else _BY_WEIGHTS}; leave accumulate at 1."
+                f"gradient_accumulation_steps={self._accumulation_steps} on JAX takes losses that "
+                "are means over images, not over sample weights or without ignore_class. Received: "
+                f"{others[0] if others else _BY_WEIGHTS}; leave gradient_accumulation_steps at 1."
             )
 
     def _updated(
         self, metrics: Any, loss: Any, norm: Any, y_pred: Any, data: _Data
     ) -> tuple[dict[str, Any], list[Any]]:
-        """Returns the logs of a step, and the values of the metrics' variables after it."""
         x, y, weight = data
         count = len(jax.tree.leaves(x)[0])
         mapping = list(zip(self.metrics_variables, metrics, strict=True))
@@ -358,34 +358,36 @@ class ExactTrainer(StepOptions, _Model):
 
 
 def _global_norm(gradients: list[Any]) -> Any:
-    """Returns the norm of all gradients together, in float32."""
     return jnp.sqrt(sum(jnp.sum(jnp.square(g.astype("float32"))) for g in gradients))
 
 
-def _in_parts(
-    part: Callable[..., Any], others: Any, metrics: Any, data: _Data, *, count: int
+def _in_micro_batches(
+    run: Callable[..., Any], others: Any, metrics: Any, data: _Data, *, count: int
 ) -> Any:
-    """Runs a pass over a batch in parts: returns what one pass returns.
+    """Runs a pass over each micro-batch: returns what one pass returns.
 
-    The parts have equally many images, except the first, which also has the remainder. Equal parts
-    have images of all devices that the batch lies on.
+    Micro-batches have equally many images, except the first, which also has the remainder. Equal
+    ones have images of all devices that the batch lies on.
     """
     size = len(jax.tree.leaves(data)[0])
     if size < count:
-        raise ValueError(f"A batch of {size} images cannot be split into accumulate={count} parts.")
+        raise ValueError(f"A batch of {size} images cannot be split into {count} micro-batches.")
     length = size // count
     first = size - length * (count - 1)
     is_even = first == length
     if is_even:
+        # A micro-batch takes each count-th image: so it has images of all devices, and none moves.
         data = jax.tree.map(lambda v: _reordered(v, length, count), data)
     rest = jax.tree.map(lambda v: v[first:].reshape(count - 1, length, *v.shape[1:]), data)
-    loss, begun, others, metrics, gradients = part(
+    loss, begun, others, metrics, gradients = run(
         others, metrics, jax.tree.map(lambda v: v[:first], data)
     )
 
+    # A scan, not a Python loop: one compiled body, whose activations each turn overwrites.
     def step(carry: Any, data: _Data) -> Any:
         others, metrics, loss, sums = carry
-        own, y_pred, others, metrics, gradients = part(others, metrics, data)
+        own, y_pred, others, metrics, gradients = run(others, metrics, data)
+        # Each is of a micro-batch's own mean loss: shares of images make the batch's mean.
         sums = jax.tree.map(lambda total, own: total + own * (length / size), sums, gradients)
         return (others, metrics, loss + own * (length / size), sums), y_pred
 

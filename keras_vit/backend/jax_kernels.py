@@ -7,7 +7,8 @@ its tokens. The attention here reads and writes the product in place, for any nu
 refuses to train cuDNN's with an odd number, such as 197).
 
 Each kernel works on whole images, so that arrays sharded by images are not moved between devices.
-Letters: B batch, N tokens, D width, H heads, K width of a head.
+
+Shapes: B images, N tokens, D hidden_dim, H heads, K = D / H.
 """
 
 import functools
@@ -46,12 +47,7 @@ def head_parts(size: int) -> tuple[int, ...] | None:
 
 
 def _by_images(rule: str, static: tuple[int, ...]) -> Callable[[Any], Any]:
-    """Makes XLA shard a function's arrays by their first axis alone, over any mesh of devices.
-
-    Args:
-        rule: the axes of arguments and results in Shardy's notation, with "b" for the images.
-        static: positions of the arguments that are not arrays.
-    """
+    """Makes XLA shard arrays by their images alone, "b" in the `rule` in Shardy's notation."""
     axes = dict.fromkeys(rule.replace("->", " ").replace(",", " ").split())
     replicated = tuple(axis for axis in axes if axis != "b")
 
@@ -77,6 +73,7 @@ def _by_images(rule: str, static: tuple[int, ...]) -> Callable[[Any], Any]:
 
             return mesh, lowered, results, tuple(shardings[0])
 
+        # Only the axis of the images may be sharded: a kernel sums over the tokens and the width.
         partitioned.def_partition(
             partition, sharding_rule=rule, need_replication_factors=replicated
         )
@@ -97,6 +94,7 @@ def _norm_forward(x: Any, gamma: Any, beta: Any, epsilon: float) -> tuple[Any, A
 
 def _norm_backward(epsilon: float, residuals: Any, dy: Any) -> tuple[Any, Any, Any]:
     x, gamma, beta = residuals
+    # The kernel sums over tokens of one image; XLA sums over images, which may be on other devices.
     dx, dgamma, dbeta = _norm_gradients(x, gamma, dy, epsilon, -(-x.shape[1] // _NORM_PART))
     return dx, dgamma.sum((0, 1)).astype(gamma.dtype), dbeta.sum((0, 1)).astype(beta.dtype)
 
@@ -107,6 +105,7 @@ layer_norm.defvjp(_norm_forward, _norm_backward)
 @_by_images("b n d, d, d -> b n d", static=(3,))
 def _norm(x: Any, gamma: Any, beta: Any, epsilon: float) -> Any:
     width = x.shape[-1]
+    # Tokens of all images in one list: only its last block may be partly empty.
     rows = x.reshape(-1, width)  # (B*N, D)
     tokens = pl.BlockSpec((_NORM_ROWS, width), lambda i: (i, 0))
     vector = pl.BlockSpec((width,), lambda i: (0,))
@@ -186,6 +185,7 @@ def _norm_gradients_kernel(
 
 def _normalize(x: Any, mask: Any, width: int, epsilon: float) -> tuple[Any, Any]:
     """Returns normalised rows, zero outside of the mask, and 1 / their deviations, in float32."""
+    # Masked after the subtraction, too: in columns outside, 0 - mean would add to the variance.
     centred = jnp.where(mask, x - x.sum(1, keepdims=True) / width, 0)
     scale = jax.lax.rsqrt((centred * centred).sum(1, keepdims=True) / width + epsilon)
     return centred * scale, scale
@@ -232,6 +232,7 @@ def _attend(qkv: Any, num_heads: int) -> Any:
         ],
         results=[
             jax.ShapeDtypeStruct((images, tokens, num_heads, size), qkv.dtype),
+            # The gradient recomputes the weights from these: N numbers for each head, not N * N.
             jax.ShapeDtypeStruct((images, num_heads, tokens), jnp.float32),
         ],
         warps=_WARPS[parts],
@@ -254,10 +255,15 @@ def _attend_kernel(
         sums, highest, denominator = carry
         start = index * _KEYS
         is_key = start + jnp.arange(_KEYS) < tokens
+        # In base 2: NVIDIA GPUs have an instruction for 2^x, and none for e^x.
         logits = _product(query, _rows(key_ref, parts, start, is_key)) * (size**-0.5 * _LOG2_E)
+        # Keys after the last token get no weight: any number of tokens works without padding.
         logits = jnp.where(is_key[None], logits, -_BIG)
         maximum = jnp.maximum(highest, logits.max(1))
+        # Sums of earlier blocks are rescaled to the new maximum, so that no exponential overflows.
         correction, weights = jnp.exp2(highest - maximum), jnp.exp2(logits - maximum[:, None])
+        # Matrix units multiply in 16 bits and add in float32, as the carried sums do: these run
+        # over all blocks, and would lose digits in 16 bits.
         rounded = weights.astype(value_ref.dtype)
         values = _rows(value_ref, parts, start, is_key)
         sums = [
@@ -270,7 +276,9 @@ def _attend_kernel(
     lowest = jnp.full((rows,), -_BIG, jnp.float32)
     carry = (zeros, lowest, jnp.zeros((rows,), jnp.float32))
     sums, highest, denominator = jax.lax.fori_loop(0, pl.cdiv(tokens, _KEYS), step, carry)
+    # One division of each row at the end, in place of one for every block of keys.
     _store_rows(y_ref, [part / denominator[:, None] for part in sums], is_query)
+    # All that the backward pass needs to make the weights again: a number for a row, not N.
     triton.store(log_sums_ref, highest + jnp.log2(denominator), mask=is_query)
 
 
@@ -301,10 +309,7 @@ def _attention_gradients_kernel(
     query_ref: Any, key_ref: Any, value_ref: Any, y_ref: Any, log_sums_ref: Any, dy_ref: Any,
     dqkv_ref: Any, *, tokens: int, size: int,
 ) -> None:  # fmt: skip
-    """Computes the gradients of one block of tokens: of keys and values, then of queries.
-
-    It recomputes the weights from the logarithms of their sums (arXiv 2307.08691, 3.1.2).
-    """
+    """Computes the gradients of one block of tokens: of keys and values, then of queries."""
     parts = head_parts(size) or ()
     rows, scale = _BLOCK[len(parts)], size**-0.5
     first = pl.program_id(2) * rows
@@ -313,6 +318,7 @@ def _attention_gradients_kernel(
     def load_queries(start: Any) -> Any:
         is_query = start + jnp.arange(rows) < tokens
         query, y, dy = (_rows(ref, parts, start, is_query) for ref in (query_ref, y_ref, dy_ref))
+        # After the last token 2^(logit - 1e30) is 0: such rows add nothing to keys and values.
         place = log_sums_ref.at[pl.ds(start, rows)]
         return query, dy, triton.load(place, mask=is_query, other=_BIG), _row_products(y, dy)
 
@@ -321,6 +327,8 @@ def _attention_gradients_kernel(
         return *(_rows(ref, parts, start, is_key) for ref in (key_ref, value_ref)), is_key
 
     zeros = [jnp.zeros((rows, part), jnp.float32) for part in parts]
+    # One program has this block both as queries and as keys, and visits all others for each. No
+    # gradient is then written by two programs, which would need atomic additions.
     queries, keys = load_queries(first), load_keys(first)
 
     def add_key_gradients(index: Any, sums: Any) -> Any:
@@ -334,6 +342,7 @@ def _attention_gradients_kernel(
         return _add_product(sums, _logit_gradients(*queries, *others, scale=scale)[1], others[0])
 
     blocks = pl.cdiv(tokens, rows)
+    # The scale of the logits multiplies the float32 sums once, and not each block's gradients.
     dkey, dvalue = jax.lax.fori_loop(0, blocks, add_key_gradients, (zeros, zeros))
     _store_rows(dqkv_ref, [part * scale for part in dkey], is_token, third=1)
     _store_rows(dqkv_ref, dvalue, is_token, third=2)
@@ -342,7 +351,6 @@ def _attention_gradients_kernel(
 
 
 def _row_products(y: list[Any], dy: list[Any]) -> Any:
-    """Returns the sum of y * dy over each row, in float32."""
     pairs = zip(y, dy, strict=True)
     return sum((a.astype(jnp.float32) * b.astype(jnp.float32)).sum(1) for a, b in pairs)
 
@@ -352,8 +360,11 @@ def _logit_gradients(
     *, scale: Any,
 ) -> tuple[Any, Any]:  # fmt: skip
     """Returns weights (queries, keys) and the gradients of their logits, in half precision."""
+    # Recomputed from the saved log2 of their sums (arXiv 2307.08691, 3.1.2).
     weights = jnp.exp2(_product(query, key) * (scale * _LOG2_E) - log_sums[:, None])
+    # Keys after the last token were loaded as zeros, so that their logits are 0, not -1e30.
     weights = jnp.where(is_key[None], weights, 0)
+    # `products`, the sums of y * dy, equal those of weights * dweights (arXiv 2205.14135, B.2).
     dlogits = weights * (_product(dy, value) - products[:, None])
     return weights.astype(query[0].dtype), dlogits.astype(query[0].dtype)
 
@@ -374,19 +385,20 @@ def _call(
         out_specs=outputs,
         out_shape=results,
         compiler_params=triton.CompilerParams(num_warps=warps, num_stages=stages),
+        # Elsewhere Pallas interprets the kernel, so that its numbers are tested without a GPU.
         interpret=jax.default_backend() != "gpu",
         name=name,
     )
 
 
 def _load(ref: Any, place: Any, mask: Any) -> Any:
-    """Loads values as float32; zeros outside of the mask."""
     return triton.load(ref.at[place], mask=mask, other=0).astype(jnp.float32)
 
 
 def _rows(ref: Any, parts: tuple[int, ...], start: Any, is_row: Any) -> list[Any]:
     """Loads rows of one head (rows, K), in parts of its width; zeros outside of the mask."""
     values, column = [], 0
+    # Two blocks such as 64 and 16 columns: one of 128 for a width of 80 would waste three eighths.
     for part in parts:
         mask = jnp.broadcast_to(is_row[:, None], (len(is_row), part))
         place = (pl.ds(start, len(is_row)), pl.ds(column, part))

@@ -1,4 +1,8 @@
-"""All operations in `keras.ops` alone, for any Keras backend."""
+"""All operations in `keras.ops` alone, for any Keras backend.
+
+Shapes: B images, N tokens, D hidden_dim, M units of a dense layer, H heads, K = D / H; in images
+(B, H, W, C) H and W pixels, C channels.
+"""
 
 import contextlib
 import types
@@ -23,10 +27,11 @@ __all__ = [
     "ALIGNMENT",
     "ExactTrainer",
     "adam_step",
-    "adopt",
-    "by_images",
     "dense",
-    "folds_scale",
+    "empty",
+    "flatten_batch",
+    "from_numpy_without_copy",
+    "fuses_scale",
     "is_concrete",
     "is_in_scope",
     "layer_norm",
@@ -38,7 +43,6 @@ __all__ = [
     "self_attention",
     "softmax",
     "space_to_depth",
-    "uninitialized",
     "values_of",
     "warn_of_keras_step",
 ]
@@ -46,7 +50,7 @@ __all__ = [
 ALIGNMENT = 1  # bytes
 SAM_EPSILON = 1e-12  # keeps the division of sharpness-aware minimisation finite
 # Options of `compile` that Keras' own step does not have.
-OPTION_DEFAULTS = {"accumulate": 1, "sam_rho": 0.0, "report_gradient_norm": False}
+OPTION_DEFAULTS = {"gradient_accumulation_steps": 1, "sam_rho": 0.0, "report_gradient_norm": False}
 
 ACTIVATIONS = {
     None: lambda x: x,
@@ -65,13 +69,14 @@ def dense(
     return x if residual is None else residual + x
 
 
-def folds_scale(x: Any) -> bool:
+def fuses_scale(x: Any) -> bool:
     """Returns False: what scales a product of x is fused with it, or is no slower after it."""
     return False
 
 
 def layer_norm(x: Any, gamma: Any, beta: Any, *, epsilon: float) -> Any:
     """Normalises x (..., D) over the last axis, in float32, then applies gamma and beta (D,)."""
+    # In 16 bits the sums over a token would lose most of their digits.
     x32, gamma, beta = (keras.ops.cast(each, "float32") for each in (x, gamma, beta))
     mean, variance = keras.ops.moments(x32, axes=-1, keepdims=True)
     normalized = (x32 - mean) * keras.ops.rsqrt(variance + epsilon)
@@ -94,7 +99,9 @@ def self_attention(qkv: Any, num_heads: int, *, bias: Any = None) -> Any:
     _, tokens, width = keras.ops.shape(qkv)
     size = width // 3 // num_heads
     x = keras.ops.reshape(qkv, (-1, tokens, 3, num_heads, size))
+    # (3, B, H, N, K): one transposition for all three.
     query, key, value = keras.ops.unstack(keras.ops.transpose(x, (2, 0, 3, 1, 4)))
+    # Scaled before the product: the logits are N / K times as large as the queries.
     logits = keras.ops.matmul(query * size**-0.5, keras.ops.transpose(key, (0, 1, 3, 2)))
     x = keras.ops.matmul(softmax(logits if bias is None else logits + bias), value)  # (B, H, N, K)
     return keras.ops.reshape(keras.ops.transpose(x, (0, 2, 1, 3)), (-1, tokens, width // 3))
@@ -104,11 +111,12 @@ def space_to_depth(images: Any, block: int) -> Any:
     """Rearranges images (B, H, W, C) into blocks (B, H/block, W/block, block * block * C)."""
     _, height, width, channels = images.shape
     x = keras.ops.reshape(images, (-1, height // block, block, width // block, block, channels))
+    # Pixels of a patch in row order, channels last: the order of the published patch kernels.
     x = keras.ops.transpose(x, (0, 1, 3, 2, 4, 5))
     return keras.ops.reshape(x, (-1, height // block, width // block, block * block * channels))
 
 
-def adopt(array: np.ndarray) -> Any:
+def from_numpy_without_copy(array: np.ndarray) -> Any:
     """Returns the array's values for a variable; the array must not change afterwards."""
     return array
 
@@ -118,7 +126,7 @@ def values_of(variable: Any) -> np.ndarray:
     return np.asarray(keras.ops.convert_to_numpy(variable.value))
 
 
-def uninitialized(shape: Any, dtype: Any = None) -> Any:
+def empty(shape: Any, dtype: Any = None) -> Any:
     """Returns an array with any values; a Keras initializer for what is overwritten."""
     return keras.ops.zeros(shape, dtype)
 
@@ -147,7 +155,7 @@ def remat(function: Callable[..., Any], kept: str | None = None) -> Callable[...
     return recomputed
 
 
-def by_images(x: Any) -> Any:
+def flatten_batch(x: Any) -> Any:
     """Returns x (B, ...), whose images lie on the devices they came to."""
     return x
 
@@ -193,22 +201,25 @@ def warn_of_keras_step() -> None:
 class StepOptions(_Model):
     """What the training steps of TensorFlow and JAX share: their options, and files of them."""
 
-    _accumulate = 1
+    _accumulation_steps = 1
     _sam_rho = 0.0
     _norm: Any = None
 
     @staticmethod
-    def check_options(accumulate: int, sam_rho: float) -> None:
+    def check_options(gradient_accumulation_steps: int, sam_rho: float) -> None:
         """Raises a ValueError for options out of range."""
-        if accumulate < 1 or sam_rho < 0:
+        if gradient_accumulation_steps < 1 or sam_rho < 0:
             raise ValueError(
-                "accumulate must be at least 1 and sam_rho at least 0. "
-                f"Received: accumulate={accumulate!r}, sam_rho={sam_rho!r}."
+                "gradient_accumulation_steps must be at least 1 and sam_rho at least 0. "
+                f"Received: gradient_accumulation_steps={gradient_accumulation_steps!r}, "
+                f"sam_rho={sam_rho!r}."
             )
 
-    def keep_options(self, accumulate: int, sam_rho: float, report_gradient_norm: bool) -> None:
+    def keep_options(
+        self, gradient_accumulation_steps: int, sam_rho: float, report_gradient_norm: bool
+    ) -> None:
         """Keeps the options of `compile` for the step."""
-        self._accumulate, self._sam_rho = accumulate, sam_rho
+        self._accumulation_steps, self._sam_rho = gradient_accumulation_steps, sam_rho
         self._norm = None
         if report_gradient_norm:
             # In a namespace Keras does not find the metric, and does not report it in evaluation.
@@ -233,7 +244,7 @@ class StepOptions(_Model):
     def get_compile_config(self) -> dict[str, Any] | None:
         config = super().get_compile_config()
         own = {
-            "accumulate": self._accumulate,
+            "gradient_accumulation_steps": self._accumulation_steps,
             "sam_rho": self._sam_rho,
             "report_gradient_norm": self._norm is not None,
         }
@@ -254,7 +265,7 @@ class ExactTrainer(_Model):
         self,
         optimizer: Any = "rmsprop",
         *args: Any,
-        accumulate: int = 1,
+        gradient_accumulation_steps: int = 1,
         sam_rho: float = 0.0,
         report_gradient_norm: bool = False,
         **kwargs: Any,
@@ -264,7 +275,7 @@ class ExactTrainer(_Model):
         Args:
             optimizer: any Keras optimizer.
             args: of `keras.Model.compile`.
-            accumulate: must be 1; only TensorFlow and JAX take more.
+            gradient_accumulation_steps: must be 1; only TensorFlow and JAX take more.
             sam_rho: must be 0; only TensorFlow and JAX take more.
             report_gradient_norm: must be False; only TensorFlow and JAX take True.
             kwargs: of `keras.Model.compile`.
@@ -273,7 +284,7 @@ class ExactTrainer(_Model):
             ValueError: an option that only TensorFlow and JAX have is not at its default.
         """
         options = {
-            "accumulate": accumulate,
+            "gradient_accumulation_steps": gradient_accumulation_steps,
             "sam_rho": sam_rho,
             "report_gradient_norm": report_gradient_norm,
         }
@@ -303,5 +314,4 @@ class ExactTrainer(_Model):
 
 
 def _unsupported(options: dict[str, Any]) -> list[str]:
-    """Returns the options that only TensorFlow and JAX have, and that are not at their defaults."""
     return [name for name, value in OPTION_DEFAULTS.items() if options.get(name, value) != value]

@@ -1,6 +1,9 @@
 """Operations in the graph forms that TensorFlow fuses into oneDNN kernels, with their gradients.
 
 An intermediate result that a gradient uses prevents the fusion, so each form has its own gradient.
+
+Shapes: B images, N tokens, R = B * N rows, D hidden_dim, M units of a dense layer, H heads, K = D /
+H; in images (B, H, W, C) H and W pixels, C channels.
 """
 
 import contextlib
@@ -21,16 +24,16 @@ from keras_vit.backend import plain, private
 __all__ = [
     "ACTIVATIONS",
     "ALIGNMENT",
-    "adopt",
     "dense",
-    "folds_scale",
+    "empty",
+    "from_numpy_without_copy",
+    "fuses_scale",
     "is_concrete",
     "layer_norm",
     "replica_id",
     "self_attention",
     "softmax",
     "space_to_depth",
-    "uninitialized",
     "values_of",
 ]
 
@@ -63,6 +66,7 @@ def constant(value: Any, dtype: Any, *, beside: Any) -> Any:
     names = _constants.setdefault(graph, {})
     key = (str(value), dtype, beside.device)
     if key not in names:
+        # What the first caller must wait for does not concern later users of the constant.
         with tf.control_dependencies(None):
             names[key] = tf.constant(value, dtype).name
     return graph.get_tensor_by_name(names[key])
@@ -127,17 +131,20 @@ ACTIVATIONS: dict[str | None, Callable[[Any], Any]] = {
 
 
 def _gelu_derivative(x: Any) -> Any:
+    # GELU is x P(x), P the normal distribution function, p its density: the slope is P + x p.
     density = tf.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
     return 0.5 * (1 + tf.math.erf(_SQRT_HALF * x)) + x * density
 
 
 def _gelu_tanh_derivative(x: Any) -> Any:
+    # The product rule on x (1 + tanh u) / 2; the slope of tanh is 1 - tanh^2, `inner` that of u.
     tanh = tf.tanh(_SQRT_2_OVER_PI * (x + _GELU_CUBIC * x * x * x))
     inner = _SQRT_2_OVER_PI * (1 + 3 * _GELU_CUBIC * x * x)
     return 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh * tanh) * inner
 
 
 def _quick_gelu_derivative(x: Any) -> Any:
+    # The slope of s = sigmoid(1.702 x) is 1.702 s (1 - s), so that of x s is s + 1.702 x s (1 - s).
     sigmoid = tf.sigmoid(_QUICK * x)
     return sigmoid * (1 + _QUICK * x * (1 - sigmoid))
 
@@ -163,6 +170,7 @@ def dense_gelu(activation: str) -> Form:
         is_stored = rows.dtype == tf.float32 and private.is_taped()
 
         def backward(dy: Any) -> tuple[Any, Any, Any]:
+            # The slope of GELU needs its input, which is stored, or computed again from the rows.
             x = hidden if is_stored else _linear(rows, _barrier(kernel, after=dy), bias)
             dx = _gelu_gradient(x, dy, activation)
             return (
@@ -172,6 +180,8 @@ def dense_gelu(activation: str) -> Form:
             )
 
         if is_stored:
+            # A stored input is an output of its product, which then does not fuse with GELU: one
+            # XLA loop takes the place of GELU's separate operations.
             return _gelu(hidden, activation), backward
         return GELUS[activation](hidden), backward
 
@@ -186,12 +196,15 @@ def layer_norm_form(epsilon: float) -> Form:
     @tf.function(jit_compile=True, autograph=False)
     def gradients(x: Any, gamma: Any, dy: Any) -> tuple[Any, Any, Any]:
         dtype = x.dtype
+        # In 16 bits the sums over a row would lose most of their digits.
         x, gamma, dy = (tf.cast(value, tf.float32) for value in (x, gamma, dy))
         width = x.shape[-1]
+        # Computed again: rows whose statistics the backward pass reads do not become _MklLayerNorm.
         centred = x - _row_sums(x) / width
         variance = _row_sums(centred * centred) / width
         scale = tf.math.rsqrt(variance + epsilon)
         normalized, dnormalized = centred * scale, dy * gamma
+        # A row that is shifted, or scaled, has the same result: dx has no component along either.
         mean = _row_sums(dnormalized) / width
         projection = _row_sums(dnormalized * normalized) / width
         dx = scale * (dnormalized - mean - normalized * projection)
@@ -225,8 +238,10 @@ def attend(query: Any, key: Any, value: Any) -> Any:
         p = weights if is_stored else _attention_weights(query, _barrier(key, after=dy))
         dheads = swap_middle(dy)
         dp = tf.matmul(dheads, value, transpose_b=True)
+        # A row's sum(p * dp) equals sum(y * dy), of smaller tensors (arXiv 2205.14135, B.2).
         dlogits = _softmax_gradient(p, dp, _row_products(y, dy))
         return (
+            # Of the query as it comes, scaled: TensorFlow itself derives the scaling, outside.
             tf.matmul(dlogits, key),
             tf.matmul(dlogits, query, transpose_a=True),
             tf.matmul(p, dheads, transpose_a=True),
@@ -264,7 +279,7 @@ def dense(
     return reshape(rows, (-1, *_shape(x)[1:-1], kernel.shape[-1]))
 
 
-def folds_scale(x: Any) -> bool:
+def fuses_scale(x: Any) -> bool:
     """Whether to scale the kernel of a product of x (B, N, D), and not its result, takes less time.
 
     The kernel is read and written once for it, the result three and two times, because the product
@@ -303,6 +318,7 @@ def self_attention(qkv: Any, num_heads: int, *, bias: Any = None) -> Any:
     # One transposition for all three, of rank 4: not every TFLite delegate has higher ranks.
     x = swap_middle(reshape(as_rows(qkv), (-1, tokens, 3 * num_heads, size)))
     query, key, value = tf.split(x, 3, axis=1)  # (B, H, N, K) each
+    # On the queries (B, H, N, K), since the logits (B, H, N, N) are N / K times as large.
     query = query * constant(size**-0.5, query.dtype, beside=query)
     if bias is None and _may_fuse():
         x = attend(query, key, value)  # (B, N, H, K)
@@ -317,7 +333,7 @@ def space_to_depth(images: Any, block: int) -> Any:
     return images if block == 1 else tf.nn.space_to_depth(images, block)
 
 
-def adopt(array: np.ndarray) -> Any:
+def from_numpy_without_copy(array: np.ndarray) -> Any:
     """Returns a tensor that may share the array's memory; the array must not change afterwards.
 
     TensorFlow copies a NumPy array twice. Through DLPack it shares the memory, if its alignment is
@@ -338,7 +354,7 @@ def values_of(variable: Any) -> np.ndarray:
         return np.asarray(value.numpy())
 
 
-def uninitialized(shape: Any, dtype: Any = None) -> Any:
+def empty(shape: Any, dtype: Any = None) -> Any:
     """Returns an array with any values; a Keras initializer for what is overwritten.
 
     It does not touch its memory, so it costs neither time nor pages.
@@ -365,14 +381,7 @@ def _attention_weights(query: Any, key: Any) -> Any:
 
 @tf.function(jit_compile=True, autograph=False)
 def _softmax_gradient(p: Any, dp: Any, products: Any) -> Any:
-    """Returns the gradient of a softmax p (B, H, N, N) as one loop, in float32.
-
-    Args:
-        p: the result of the softmax.
-        dp: its gradient.
-        products: (B, N, H, 1), the sum of p * dp over each row. It equals that of y * dy of the
-            attention's result, which are smaller tensors (arXiv 2205.14135, Appendix B.2).
-    """
+    """Returns dp's gradient through a softmax p, (B, H, N, N); products (B, N, H, 1)."""
     products = tf.transpose(products, (0, 2, 1, 3))
     dx = tf.cast(p, tf.float32) * (tf.cast(dp, tf.float32) - products)
     return tf.cast(dx, dp.dtype)
@@ -380,16 +389,13 @@ def _softmax_gradient(p: Any, dp: Any, products: Any) -> Any:
 
 @tf.function(jit_compile=True, autograph=False)
 def _row_products(x: Any, y: Any) -> Any:
-    """Returns the sums of x * y over the last axis (..., 1), in float32."""
     return _row_sums(tf.cast(x, tf.float32) * tf.cast(y, tf.float32))
 
 
 def _row_sums(x: Any) -> Any:
-    """Returns the sums over the last axis (..., 1), as a product with ones.
-
-    XLA's own sum adds one number at a time, the product uses vector instructions.
-    """
+    """Returns the sums over the last axis (..., 1)."""
     width = x.shape[-1]
+    # A product with ones uses vector instructions; XLA's own sum adds one number at a time.
     sums = tf.matmul(tf.reshape(x, (-1, width)), tf.ones((width, 1), x.dtype))
     return tf.reshape(sums, (*keras.ops.shape(x)[:-1], 1))
 
@@ -399,23 +405,19 @@ def _linear(rows: Any, kernel: Any, bias: Any) -> Any:
 
 
 def _barrier(value: Any, *, after: Any) -> Any:
-    """Returns the value for a recomputation that starts after `after`.
-
-    From the value itself the graph optimizer would merge it with the first computation.
-    """
+    # From the value itself the graph optimizer would merge the recomputation with the first
+    # computation, whose result would stay in memory until then.
     with tf.control_dependencies([after]):
         return tf.raw_ops.PlaceholderWithDefault(input=value, shape=value.shape)
 
 
 @tf.function(jit_compile=True, autograph=False)
 def _gelu(x: Any, activation: str) -> Any:
-    """Returns GELU as one XLA loop."""
     return GELUS[activation](x)
 
 
 @tf.function(jit_compile=True, autograph=False)
 def _gelu_gradient(x: Any, dy: Any, activation: str) -> Any:
-    """Returns the gradient of GELU as one XLA loop, in float32."""
     derivative = _GELU_DERIVATIVES[activation](tf.cast(x, tf.float32))
     return tf.cast(derivative * tf.cast(dy, tf.float32), dy.dtype)
 
@@ -426,6 +428,8 @@ def _normalize(rows: Any, epsilon: float) -> Any:
     size = tf.raw_ops.PlaceholderWithDefault(input=row_count(rows), shape=(1,))
     values: tuple[Any, ...] = ([], 0.0, 1.0)
     empty, zero, one = (constant(value, tf.float32, beside=rows) for value in values)
+    # As one image of R channels in NCHW, whose statistics by channel are those of each row. Gamma
+    # and beta are by column, so they are applied outside.
     normalized, *_ = tf.raw_ops.FusedBatchNormV3(
         x=reshape(rows, (1, -1, rows.shape[-1], 1)),
         scale=tf.raw_ops.Fill(dims=size, value=one),
@@ -440,15 +444,13 @@ def _normalize(rows: Any, epsilon: float) -> Any:
 
 
 def _shape(x: Any) -> tuple[Any, ...]:
-    """Returns the shape of x; the batch, which is not used, may be None.
-
-    `keras.ops.shape` would add five operations to the graph for it each time.
-    """
+    # The batch, which is not used, may be None: `keras.ops.shape` would add five operations for it.
     shape = tuple(x.shape)
     return keras.ops.shape(x) if None in shape[1:] else shape
 
 
 def _may_fuse() -> bool:
+    # Only the graph optimizer fuses, and only for CPUs; converters do not know the fused forms.
     if tf.executing_eagerly() or not _has_cpu_alone():
         return False
     return not (_portable.get() or private.is_traced_for_onnx())

@@ -1,6 +1,8 @@
-"""Parts of a training step, apart from any model.
+"""Pieces of a training step, apart from any model.
 
-Shares of a loss, batches in parts, one sum of gradients over replicas, one kernel per variable.
+Shares of a loss, gradient accumulation, one sum over replicas, one kernel per variable.
+
+Shapes: batches are structures of (B, ...), B images of one replica; losses and counts are ().
 """
 
 import contextlib
@@ -21,7 +23,7 @@ _COLLISIONS = ("Shape mismatch in the collective instance", "is joining a group 
 
 
 class Totals(NamedTuple):
-    """The denominators of a loss over all replicas and parts of a batch.
+    """The denominators of a loss over all replicas and micro-batches.
 
     Attributes:
         images: images in the batch, a float32 scalar.
@@ -33,12 +35,12 @@ class Totals(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
-    """The part of a batch that a loss is computed of.
+class MicroBatch:
+    """The images that a loss is computed of: of one replica, and one accumulation step.
 
     Attributes:
         totals: of the batch.
-        images: images in the part, a float32 scalar.
+        images: images in it, a float32 scalar.
         is_weighted: whether `compute_loss` multiplies the loss by `share`.
     """
 
@@ -48,11 +50,13 @@ class Part:
 
     @property
     def share(self) -> tf.Tensor:
-        """The fraction of the batch's images that are in the part."""
+        """The fraction of the batch's images that are in it."""
         return self.images / self.totals.images
 
 
-_part: contextvars.ContextVar[Part | None] = contextvars.ContextVar("part", default=None)
+_current: contextvars.ContextVar[MicroBatch | None] = contextvars.ContextVar(
+    "micro_batch", default=None
+)
 
 
 def count_images(x: Any) -> tf.Tensor:
@@ -77,24 +81,27 @@ def batch_totals(compiled: Any, x: Any, y: Any, weight: Any) -> Totals:
         with keras.StatelessScope():  # Keras' loss updates metrics of its terms
             wrap = functools.partial(_DenominatorTerm, denominators=denominators)
             private.with_terms(compiled, wrap)(y, y_pred, weight)
+    # As one vector, for one all-reduce: of so few numbers only the latency counts.
     (totals,) = sum_over_replicas([tf.stack(denominators)])
     return Totals(images=totals[0], terms=totals[1:])
 
 
 @contextlib.contextmanager
-def part_of(totals: Totals | None, x: Any, *, is_weighted: bool = False) -> Iterator[Part | None]:
-    """A scope in which losses are of the part `x` of a batch; of the whole batch without totals."""
-    part = None if totals is None else Part(totals, count_images(x), is_weighted)
-    token = _part.set(part)
+def micro_batch_of(
+    totals: Totals | None, x: Any, *, is_weighted: bool = False
+) -> Iterator[MicroBatch | None]:
+    """A scope in which losses are of the micro-batch `x`; of the whole batch without totals."""
+    micro_batch = None if totals is None else MicroBatch(totals, count_images(x), is_weighted)
+    token = _current.set(micro_batch)
     try:
-        yield part
+        yield micro_batch
     finally:
-        _part.reset(token)
+        _current.reset(token)
 
 
-def current_part() -> Part | None:
-    """Returns the part of a batch that losses are of in this scope; None for a whole batch."""
-    return _part.get()
+def current_micro_batch() -> MicroBatch | None:
+    """Returns the micro-batch that losses are of in this scope; None for a whole batch."""
+    return _current.get()
 
 
 def times_share(loss: tf.Tensor, share: tf.Tensor) -> tf.Tensor:
@@ -102,12 +109,12 @@ def times_share(loss: tf.Tensor, share: tf.Tensor) -> tf.Tensor:
     return tf.where(share > 0, loss * tf.cast(share, loss.dtype), 0.0)
 
 
-def part_loss(compiled: Any, y: Any, y_pred: Any, weight: Any) -> Any:
-    """Returns the compiled loss of this part, divided by the share of its images.
+def micro_batch_loss(compiled: Any, y: Any, y_pred: Any, weight: Any) -> Any:
+    """Returns the compiled loss of this micro-batch, divided by the share of its images.
 
-    Multiplied by that share and summed over all parts and replicas, it is the loss of the batch.
+    Multiplied by that share and summed over micro-batches and replicas, it is the batch's loss.
     """
-    loss = private.with_terms(compiled, _PartTerm)(y, y_pred, weight)
+    loss = private.with_terms(compiled, _MicroBatchTerm)(y, y_pred, weight)
     return None if loss is None else loss * keras_replicas()
 
 
@@ -125,26 +132,27 @@ class _DenominatorTerm:
 
 
 @dataclasses.dataclass
-class _PartTerm:
-    """Computes a term of `part_loss`, divided by the number of replicas."""
-
+class _MicroBatchTerm:
     loss: Any
     index: int
 
     def __call__(self, y_true: Any, y_pred: Any, weight: Any) -> Any:
-        part = _part.get()
+        now = _current.get()
         if private.mask_of(y_pred) is not None:
             raise ValueError(
                 "The predictions have a Keras mask, which does not work with several replicas or "
-                "accumulated parts; use one device and accumulate=1, or sample weights in place of "
-                "the mask."
+                "gradient accumulation; use one device and gradient_accumulation_steps=1, or "
+                "sample weights in place of the mask."
             )
         value = self.loss(y_true, y_pred, weight)
-        if part is None or getattr(self.loss, "reduction", None) not in _MEANS:
-            factor = 1.0 if part is None else part.totals.images / tf.maximum(part.images, 1.0)
+        if now is None or getattr(self.loss, "reduction", None) not in _MEANS:
+            # A sum has no denominator: only the share of images, which follows, is divided out.
+            factor = 1.0 if now is None else now.totals.images / tf.maximum(now.images, 1.0)
             return value * tf.cast(factor / keras_replicas(), value.dtype)
-        own, totals = _denominator(self.loss, y_true, weight), part.totals
-        factor = tf.math.divide_no_nan(own * totals.images, totals.terms[self.index] * part.images)
+        # `value` is a mean over `own`: times own / total it is these images' contribution. The
+        # share of images, by which the caller multiplies the whole loss, is divided out beforehand.
+        own, totals = _denominator(self.loss, y_true, weight), now.totals
+        factor = tf.math.divide_no_nan(own * totals.images, totals.terms[self.index] * now.images)
         if not self.loss.call(y_true, y_pred).shape.rank:  # Keras does not divide a scalar
             factor = factor / keras_replicas()
         return value * tf.cast(factor, value.dtype)
@@ -156,18 +164,19 @@ def global_norm(gradients: Sequence[Any]) -> tf.Tensor:
     return tf.linalg.global_norm([tf.cast(g, tf.float32) for g in _without_none(gradients)])
 
 
-def in_parts(
+def in_micro_batches(
     function: Callable[..., tuple[tf.Tensor, Any, list[Any]]], batch: Any, *, count: int
 ) -> tuple[tf.Tensor, Any, list[Any]]:
-    """Runs a pass over a batch in parts: returns summed loss, all predictions, summed gradients.
+    """Runs a pass over each micro-batch: returns summed loss, all predictions, summed gradients.
 
-    The parts have equally many images, except the first, which also has the remainder.
+    Micro-batches have equally many images, except the first, which also has the remainder.
     """
     if count == 1:
         return function(*batch)
     size = _batch_size(batch)
     length = size // count
     first = size - length * (count - 1)
+    # The first runs before the loop: it may be larger, and gives the loop's variables shapes.
     loss, y_pred, gradients = function(*_slice(batch, 0, first))
     arrays = [
         tf.TensorArray(value.dtype, count - 1, element_shape=[None, *value.shape[1:]])
@@ -175,21 +184,23 @@ def in_parts(
     ]
 
     def body(index: tf.Tensor, loss: tf.Tensor, arrays: Any, sums: Any) -> Any:
-        part = function(*_slice(batch, first + index * length, length))
+        own = function(*_slice(batch, first + index * length, length))
         arrays = [
             array.write(index, value)
-            for array, value in zip(arrays, keras.tree.flatten(part[1]), strict=True)
+            for array, value in zip(arrays, keras.tree.flatten(own[1]), strict=True)
         ]
-        sums = [a + b for a, b in zip(sums, _without_none(part[2]), strict=True)]
-        # TensorFlow would begin the next part meanwhile, in memory of its own.
+        # Summed, not averaged: the loss of a micro-batch is its share of the whole batch's.
+        sums = [a + b for a, b in zip(sums, _without_none(own[2]), strict=True)]
+        # TensorFlow would begin the next micro-batch meanwhile, in memory of its own.
         with tf.control_dependencies(sums):
             following = tf.identity(index + 1)
-        return following, loss + part[0], arrays, sums
+        return following, loss + own[0], arrays, sums
 
     sums = _without_none(gradients)
     with tf.control_dependencies(sums):
         begin = tf.identity(0)
     start = (begin, loss, arrays, sums)
+    # A loop of the graph, whose body is traced and compiled once for any number of micro-batches.
     _, loss, arrays, sums = tf.while_loop(lambda index, *_: index < count - 1, body, start)
     predictions = [
         tf.concat([value, *tf.unstack(array.stack(), count - 1)], axis=0)
@@ -234,7 +245,7 @@ def wants_xla(request: bool | str) -> bool:
 
 
 def _denominator(loss: Any, y_true: Any, weight: Any) -> tf.Tensor:
-    """Returns the denominator of a term in Keras, up to a factor that all replicas and parts share.
+    """Returns the denominator of a term in Keras, up to a factor that all of a batch share.
 
     Source: keras/src/losses/loss.py, reduce_weighted_values.
     """
@@ -246,6 +257,7 @@ def _denominator(loss: Any, y_true: Any, weight: Any) -> tf.Tensor:
         valid = tf.cast(tf.not_equal(first, tf.cast(ignored, first.dtype)), tf.float32)
         if weights is not None:
             missing = max(valid.shape.rank - weights.shape.rank, 0)
+            # Weights (B,) are of images: axes at the end let them weigh all values of one.
             valid = valid * weights[(..., *[tf.newaxis] * missing)]
         return tf.reduce_sum(valid)
     return tf.cast(tf.shape(first)[0], tf.float32) if weights is None else tf.reduce_sum(weights)
@@ -256,7 +268,6 @@ def _batch_size(batch: Any) -> tf.Tensor:
 
 
 def _slice(batch: Any, start: Any, count: Any) -> Any:
-    """Returns `count` rows of each tensor, a number that XLA knows before it runs."""
 
     def slice_rows(value: tf.Tensor | None) -> tf.Tensor | None:
         if value is None:
@@ -346,12 +357,13 @@ class _SummingApply:
             _build(optimizer, trainable_variables)
         sum_in_apply(optimizer)  # a MultiOptimizer has all inner optimizers once it is built
         if not self._depths.get(_replica(), 0):
+            # Before `apply` clips: the norm of a replica's share is not that of the sum.
             grads = sum_over_replicas(grads)
+        # Inner optimizers get gradients that are summed already.
         with without_sum(optimizer):
             return self._apply(grads, trainable_variables)
 
     def enter(self, change: int) -> None:
-        """Counts the scopes of `without_sum` that this replica is in."""
         self._depths[_replica()] = self._depths.get(_replica(), 0) + change
 
 
@@ -402,6 +414,7 @@ def adam_step(
     """
     if not _is_dense_float32(variable, gradient, *averages):
         return False
+    # The kernel corrects the bias by beta^step, for which Keras' optimizer stores the step alone.
     powers = [tf.pow(tf.constant(beta, tf.float32), tf.cast(step, tf.float32)) for beta in betas]
     tf.raw_ops.ResourceApplyAdam(
         var=variable.handle,
@@ -419,12 +432,8 @@ def adam_step(
 
 
 def _build(optimizer: keras.optimizers.Optimizer, variables: list[Any]) -> None:
-    """Makes the variables of an optimizer once for all replicas, outside of a traced step.
-
-    Inside a trace their initial values would be tensors of that trace alone.
-    """
-
     def build(strategy: tf.distribute.Strategy) -> None:
+        # Inside of a trace their initial values would be tensors of that trace alone.
         with tf.init_scope(), strategy.scope():
             optimizer.build(variables)
 
@@ -442,7 +451,6 @@ def _replica() -> int:
 
 
 def _optimizers(value: Any) -> list[keras.optimizers.Optimizer]:
-    """Returns the optimizers that the value of an attribute is, or contains."""
     if isinstance(value, keras.optimizers.OptimizerMap):
         value = [value.default_optimizer, *value.values()]
     elif isinstance(value, Mapping):
@@ -452,6 +460,5 @@ def _optimizers(value: Any) -> list[keras.optimizers.Optimizer]:
 
 
 def _is_dense_float32(variable: Any, gradient: Any, *state: keras.Variable) -> bool:
-    """Whether all are float32, and the gradient is dense, unlike that of an embedding."""
     dtypes = {keras.backend.standardize_dtype(x.dtype) for x in (variable, gradient, *state)}
     return isinstance(gradient, tf.Tensor) and dtypes == {"float32"}

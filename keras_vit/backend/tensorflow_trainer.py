@@ -5,6 +5,8 @@ weight, and disables XLA under a strategy. Here each replica computes the gradie
 the loss, compiled by itself; then they are summed; then the optimizer takes its step without
 another sum. tests/test_backend_trainer and tests/test_training_ways guard the private methods of
 Keras that this overrides (backend/private).
+
+Shapes: x, y and weights are structures of (B, ...), B images of one replica; losses are ().
 """
 
 import concurrent.futures
@@ -23,12 +25,12 @@ from keras_vit.backend.tensorflow_steps import (
     Totals,
     batch_totals,
     count_images,
-    current_part,
+    current_micro_batch,
     global_norm,
-    in_parts,
+    in_micro_batches,
+    micro_batch_loss,
+    micro_batch_of,
     nested_optimizers,
-    part_loss,
-    part_of,
     raise_clearly,
     reducible,
     replicas,
@@ -65,7 +67,7 @@ class ExactTrainer(StepOptions, private.StepHooks):
         ...     def call(self, x):
         ...         return self.dense(x)
         >>> model = Mine()
-        >>> model.compile("sgd", "mse", accumulate=2)
+        >>> model.compile("sgd", "mse", gradient_accumulation_steps=2)
         >>> history = model.fit(np.ones((4, 3)), np.ones((4, 2)), verbose=0)
         >>> sorted(history.history)
         ['loss']
@@ -80,7 +82,7 @@ class ExactTrainer(StepOptions, private.StepHooks):
         self,
         optimizer: Any = "rmsprop",
         *args: Any,
-        accumulate: int = 1,
+        gradient_accumulation_steps: int = 1,
         sam_rho: float = 0.0,
         report_gradient_norm: bool = False,
         jit_compile: bool | Literal["auto"] = "auto",
@@ -93,8 +95,8 @@ class ExactTrainer(StepOptions, private.StepHooks):
                 float16. Under several replicas its `apply` sums gradients before it clips them, in
                 any caller.
             args: of `keras.Model.compile`.
-            accumulate: number of parts that the batch of a replica is split into. They run one
-                after another, in the memory of one part, and their gradients are summed.
+            gradient_accumulation_steps: micro-batches of the batch of a replica, which
+                run one after another, in the memory of one, and their gradients are summed.
             sam_rho: radius of sharpness-aware minimisation (arXiv 2010.01412); 0 for none. A step
                 takes twice the time.
             report_gradient_norm: whether the logs have "gradient_norm", the norm before clipping,
@@ -106,16 +108,17 @@ class ExactTrainer(StepOptions, private.StepHooks):
         Raises:
             ValueError: an option is out of range, or cannot be exact under the strategy.
         """
-        self.check_options(accumulate, sam_rho)
+        self.check_options(gradient_accumulation_steps, sam_rho)
         if sam_rho and any(getattr(layer, "remat", False) for layer in private.layers_of(self)):
             # Remat takes gradients of the variables, in whose place SAM uses other tensors.
             raise ValueError(
                 f"sam_rho={sam_rho} and remat=True do not go together: recomputed blocks would not "
                 "be trained; choose one of them (sam_rho=0, or remat=False)."
             )
+        # Keras would compile the step of all replicas, which fails; `_compiled` takes one of them.
         super().compile(self.scaled(optimizer), *args, **kwargs, jit_compile=False)
         self._check_strategy()
-        self.keep_options(accumulate, sam_rho, report_gradient_norm)
+        self.keep_options(gradient_accumulation_steps, sam_rho, report_gradient_norm)
         self._jit_request = jit_compile
         self._is_xla = wants_xla(jit_compile) and not self.run_eagerly
         if self.optimizer is not None and self.distribute_strategy.num_replicas_in_sync > 1:
@@ -137,10 +140,10 @@ class ExactTrainer(StepOptions, private.StepHooks):
         """Makes `train_function`, as `fit` does, for a loop of your own.
 
         Args:
-            batches: the (distributed) data; under a strategy, and where batches are computed in
-                parts, the first one builds the model and its loss, as `fit` does.
+            batches: the (distributed) data; under a strategy, and where gradients are
+                accumulated, the first one builds the model and its loss, as `fit` does.
         """
-        if private.strategy_of(self) is not None or self._accumulate > 1:
+        if private.strategy_of(self) is not None or self._accumulation_steps > 1:
             self._exact_build(None, _of_first_replica(self, next(iter(batches))))
         self.make_train_function()
 
@@ -157,18 +160,18 @@ class ExactTrainer(StepOptions, private.StepHooks):
         An override returns the mean loss of the images it receives, as on one device; `fit` weights
         it by their share of the whole batch.
         """
-        part = current_part()
-        if part is None:
+        micro_batch = current_micro_batch()
+        if micro_batch is None:
             return super().compute_loss(x, y, y_pred, sample_weight, training=training)
         losses = [_scalar(loss) for loss in self.losses]
         compiled = private.losses_of(self)
         if compiled is not None:
-            losses.append(part_loss(compiled, y, y_pred, sample_weight))
+            losses.append(micro_batch_loss(compiled, y, y_pred, sample_weight))
         losses = [loss for loss in losses if loss is not None]
         if not losses:
             raise ValueError("There is no loss to train by; give one to compile(loss=...).")
         total = tf.add_n(losses) if len(losses) > 1 else losses[0]
-        return times_share(total, part.share) if part.is_weighted else total
+        return times_share(total, micro_batch.share) if micro_batch.is_weighted else total
 
     def predict(
         self,
@@ -197,12 +200,14 @@ class ExactTrainer(StepOptions, private.StepHooks):
         """Runs one training step on the batch of one replica."""
         x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
         self.check_trainable()
-        totals = self._totals(x, y, weight, parts=self._accumulate)
+        totals = self._totals(x, y, weight, count=self._accumulation_steps)
         scale = tf.convert_to_tensor(self.optimizer.scale_loss(1.0))
         loss, y_pred, gradients = self._gradients((x, y, weight), scale, totals)
         private.loss_tracker_of(self).update_state(loss, sample_weight=count_images(x))
         if self._norm is not None:
+            # Gradients are of loss * scale, against underflow in float16; the norm is of the loss.
             self._norm.value.update_state(global_norm(gradients) / scale)
+        # They are summed already: `apply` clips by the norm of the whole batch.
         with without_sum(self.optimizer):
             self.optimizer.apply(gradients, self.trainable_variables)
         logs: dict[str, Any] = self.compute_metrics(x, y, y_pred, sample_weight=weight)
@@ -253,22 +258,20 @@ class ExactTrainer(StepOptions, private.StepHooks):
             if is_ours:
                 return reducible(step(data))
             x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
-            with part_of(self._totals(x, y, weight), x, is_weighted=True):
+            with micro_batch_of(self._totals(x, y, weight), x, is_weighted=True):
                 return reducible(step(data))
 
         return exact
 
-    def _totals(self, x: Any, y: Any, weight: Any, *, parts: int = 1) -> Totals | None:
+    def _totals(self, x: Any, y: Any, weight: Any, *, count: int = 1) -> Totals | None:
         """Returns the totals of the batch over all replicas; None if one pass has all of it."""
-        if parts == 1 and replicas() == 1:
+        if count == 1 and replicas() == 1:
             return None
         return batch_totals(private.losses_of(self), x, y, weight)
 
     def _gradients(
         self, data: tuple[Any, Any, Any], scale: tf.Tensor, totals: Totals | None
     ) -> tuple[tf.Tensor, Any, list[Any]]:
-        """Returns loss and gradients over all replicas, and this replica's predictions."""
-
         def ascend(data: Any, scale: tf.Tensor, totals: Any) -> list[Any]:
             # No state changes, so that the second pass draws the same masks.
             with keras.StatelessScope():
@@ -282,6 +285,7 @@ class ExactTrainer(StepOptions, private.StepHooks):
             mapping = list(zip(self.trainable_variables, moved, strict=True))
             with keras.StatelessScope(state_mapping=mapping) as scope:
                 result = self._pass(data, scale, totals, sources=moved)
+            # States such as seeds change in this pass alone: a step draws one set of masks.
             for variable in self.non_trainable_variables:
                 value = scope.get_current_value(variable)
                 if value is not None:
@@ -291,10 +295,14 @@ class ExactTrainer(StepOptions, private.StepHooks):
         if not self._sam_rho:
             loss, y_pred, gradients = self._compiled(self._pass)(data, scale, totals)
         else:
+            # Summed here, too: the ascent follows the whole batch, however many replicas share it.
             gradients = sum_over_replicas(self._compiled(ascend)(data, scale, totals))
+            # The gradients are of loss * scale, so the epsilon beside their norm is scaled as well.
             length = self._sam_rho / (global_norm(gradients) + SAM_EPSILON * scale)
             steps = [None if g is None else tf.cast(length, g.dtype) * g for g in gradients]
             loss, y_pred, gradients = self._compiled(descend)(data, scale, totals, steps)
+        # One all-reduce, outside of XLA. Losses are shares of the batch's, divided by its
+        # denominators over all replicas: so a sum, and replicas with fewer images count less.
         loss, *gradients = sum_over_replicas([loss, *gradients])
         return loss, y_pred, gradients
 
@@ -303,25 +311,26 @@ class ExactTrainer(StepOptions, private.StepHooks):
     ) -> tuple[tf.Tensor, Any, list[Any]]:
         """Runs forward and backward: returns loss, predictions, and gradients of loss * scale."""
 
-        def part(x: Any, y: Any, weight: Any) -> tuple[tf.Tensor, Any, list[Any]]:
+        def own(x: Any, y: Any, weight: Any) -> tuple[tf.Tensor, Any, list[Any]]:
             with tf.GradientTape() as tape:
+                # The moved weights of SAM are tensors; a tape watches variables alone by itself.
                 tape.watch(sources or [])
                 y_pred = self(x, training=True)
                 loss = self._share_of_loss(x, y, y_pred, weight, totals, training=True)
                 scaled = loss * tf.cast(scale, loss.dtype)
             return loss, y_pred, tape.gradient(scaled, sources or self.trainable_variables)
 
-        return in_parts(part, data, count=self._accumulate)
+        return in_micro_batches(own, data, count=self._accumulation_steps)
 
     def _share_of_loss(
         self, x: Any, y: Any, y_pred: Any, weight: Any, totals: Totals | None, *, training: bool
     ) -> tf.Tensor:
         """Returns the contribution of these images to the loss of the whole batch."""
-        with part_of(totals, x) as part:
+        with micro_batch_of(totals, x) as current:
             loss = private.loss_of(
                 self, x=x, y=y, y_pred=y_pred, sample_weight=weight, training=training
             )
-        return loss if part is None else times_share(loss * self._loss_factor, part.share)
+        return loss if current is None else times_share(loss * self._loss_factor, current.share)
 
     def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         if not self._is_xla:
@@ -345,7 +354,8 @@ class ExactTrainer(StepOptions, private.StepHooks):
         if any(getattr(each, "gradient_accumulation_steps", None) for each in optimizers):
             raise ValueError(
                 "The optimizer's gradient_accumulation_steps does not work with this model's "
-                "training step; leave it out, and give compile(accumulate=...) instead."
+                "training step; leave it out, and "
+                "give compile(gradient_accumulation_steps=...) instead."
             )
         frequencies = [getattr(each, "ema_overwrite_frequency", None) for each in optimizers]
         if strategy.num_replicas_in_sync > 1 and any(frequencies):
@@ -357,7 +367,7 @@ class ExactTrainer(StepOptions, private.StepHooks):
 
     def _exact_build(self, iterator: Any, batch: Any) -> None:
         # Keras' own reduces the first batch over replicas, which fails with several workers.
-        if private.strategy_of(self) is None and self._accumulate == 1:
+        if private.strategy_of(self) is None and self._accumulation_steps == 1:
             return
         if iterator is not None:
             for _, _, batches in iterator:
@@ -398,25 +408,20 @@ def warn_of_keras_step() -> None:
 
 
 def _probe_loss_factor(model: ExactTrainer, data: Any) -> float:
-    """Returns the factor that makes a model's own `compute_loss` the same under a strategy.
-
-    A Keras loss object divides by the number of replicas, a function such as `keras.ops.mean` does
-    not. So the loss of one batch is computed with and without the strategy.
-
-    Raises:
-        ValueError: only some terms of the loss are divided.
-    """
+    """Returns what makes a model's own `compute_loss` the same under a strategy."""
     x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
 
     def compute() -> float:
         with keras.StatelessScope():
             y_pred = model(x, training=False)
-            with part_of(batch_totals(private.losses_of(model), x, y, weight), x):
+            with micro_batch_of(batch_totals(private.losses_of(model), x, y, weight), x):
                 loss = private.loss_of(
                     model, x=x, y=y, y_pred=y_pred, sample_weight=weight, training=True
                 )
         return float(loss)
 
+    # A Keras loss object divides by the number of replicas, a function such as `keras.ops.mean`
+    # does not: the loss of one batch without and with the strategy tells which it is.
     with concurrent.futures.ThreadPoolExecutor(1) as thread:  # no strategy is entered there
         plain = thread.submit(compute).result()
     with model.distribute_strategy.scope():

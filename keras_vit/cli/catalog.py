@@ -113,14 +113,14 @@ def _print_repositories(rows: "Sequence[Repository]", *, with_sources: bool) -> 
     from keras_vit.weights.catalog import ACCURACY_KINDS, FAMILIES
 
     width = max(len(row.address) for row in rows)
-    restrictions = list(dict.fromkeys(row.forbids for row in rows if row.forbids))
+    restrictions = list(dict.fromkeys(row.restrictions for row in rows if row.restrictions))
     print(f"{'address':<{width}}{'px':>5}{'params':>7} {'licence':<14} top-1")
     family = None
     for row in rows:
         if row.family != family:
             family = row.family
             print(f"{family}: {FAMILIES[family]}")
-        mark = str(restrictions.index(row.forbids) + 1) if row.forbids else ""
+        mark = str(restrictions.index(row.restrictions) + 1) if row.restrictions else ""
         accuracy = "" if row.accuracy is None else f"{row.accuracy:.2f}"
         kind = _MARKS[row.accuracy_kind] if row.accuracy_kind else ""
         millions = row.parameters / 1e6
@@ -143,7 +143,6 @@ def _print_repositories(rows: "Sequence[Repository]", *, with_sources: bool) -> 
 
 
 def _sources(row: "Repository") -> Iterator[str]:
-    """Yields the lines below a row: data and classifier, notes, then the addresses."""
     from keras_vit.weights.catalog import ACCURACY_KINDS
 
     ends = f"{row.classes:,} classes" if row.classes else "no classifier"

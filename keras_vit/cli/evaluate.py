@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import keras
 
     from keras_vit.data import ImageData
-    from keras_vit.evaluation import Answers, Evaluation
+    from keras_vit.evaluation import Evaluation, Predictions
     from keras_vit.training import OpenedModel
 
 
@@ -69,8 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.more and flags.is_exported(arguments.source):
         raise ValueError(
-            "--more measures features beside the answers, which are of the run or the model; give "
-            f"evaluate that one. Received: {arguments.source}, an exported model."
+            "--more measures features, which an exported model does not have; give evaluate the "
+            f"run or model. Received: {arguments.source}, an exported model."
         )
     opened = flags.open_to_run(arguments)
     if not opened.has_classifier:
@@ -125,7 +125,6 @@ def _write(
     evaluations: "dict[str, Evaluation]",
     arguments: argparse.Namespace,
 ) -> list[str]:
-    """Writes the files of an evaluation to a folder, and returns their names."""
     from keras_vit import reporting, training
 
     out.mkdir(parents=True, exist_ok=True)
@@ -144,7 +143,6 @@ def _write(
 
 
 def _labelled_data(opened: "OpenedModel", arguments: argparse.Namespace) -> "ImageData":
-    """Returns the images of the run, or those of `--data` with the model's classes."""
     if arguments.data is not None:
         folders = [Path(arguments.data), Path(arguments.data, "test")]
         names = {each.name for one in folders if one.is_dir() for each in one.iterdir()}
@@ -183,7 +181,6 @@ def _evaluate_features(opened: "OpenedModel", arguments: argparse.Namespace) -> 
 
 
 def _measure_features(model: "keras.Model", data: "ImageData") -> dict[str, Any]:
-    """Returns few-shot and nearest-neighbour accuracy, as far as there are train images."""
     import numpy as np
 
     from keras_vit import evaluation
@@ -199,7 +196,7 @@ def _measure_features(model: "keras.Model", data: "ImageData") -> dict[str, Any]
     if shots:
         results = evaluation.few_shot(model, **splits, shots=shots, features=features)
         measures["few_shot"] = [
-            {**dataclasses.asdict(result), "mean": result.mean, "spread": result.spread}
+            {**dataclasses.asdict(result), "mean": result.mean, "std": result.std}
             for result in results
         ]
     neighbors = min(evaluation.NEIGHBORS, len(data.train))
@@ -213,7 +210,7 @@ def _print_features(measures: dict[str, Any]) -> None:
     for result in measures["few_shot"]:
         print(
             f"{result['shots']} labelled images of each class: accuracy {result['mean']:.1%}, "
-            f"spread {result['spread']:.1%} over {len(result['accuracies'])} draws"
+            f"standard deviation {result['std']:.1%} over {len(result['accuracies'])} draws"
         )
     if measures["nearest_neighbors"] is not None:
         accuracy = measures["nearest_neighbors"]
@@ -222,12 +219,11 @@ def _print_features(measures: dict[str, Any]) -> None:
 
 def _on_test(
     evaluations: "dict[str, Evaluation]", data: "ImageData"
-) -> "tuple[Evaluation, Answers]":
-    """Returns what was measured on the test images, and the answers to them."""
+) -> "tuple[Evaluation, Predictions]":
     measured = evaluations.get("test")
-    if measured is None or measured.answers is None:
+    if measured is None or measured.predictions is None:
         raise ValueError(f"{data.source!r} holds no test images, which --more and --real measure.")
-    return measured, measured.answers
+    return measured, measured.predictions
 
 
 def _show_more(
@@ -238,12 +234,11 @@ def _show_more(
     out: str | None,
     json: bool,
 ) -> None:
-    """Prints calibration error, features and mistakes on the test images."""
     from keras_vit import evaluation
     from keras_vit.atomic import whole_file
 
-    measured, answers = _on_test(evaluations, data)
-    error = answers.calibration.error
+    measured, predictions = _on_test(evaluations, data)
+    error = predictions.calibration.error
     mistakes = evaluation.confident_mistakes(measured, data.test)
     features = _measure_features(model, data)
     if out is not None and mistakes:
@@ -258,7 +253,7 @@ def _show_more(
     _print_features(features)
     for mistake in mistakes:
         output.say(
-            f"{mistake.name}: {mistake.label} taken for {mistake.predicted}, "
+            f"{mistake.name}: {mistake.label} predicted as {mistake.predicted}, "
             f"{mistake.probability:.1%}"
         )
 

@@ -151,7 +151,8 @@ def run(arguments: argparse.Namespace) -> int:
             continue
         size = f"{artefact.bytes / 1e6:.1f} MB"
         checks = "not checked" if arguments.no_verify else f"{len(artefact.checks)} checks passed"
-        kept = f"{len(artefact.floats)} kernels in float32, " if artefact.floats else ""
+        count = len(artefact.float32_layers)
+        kept = f"{count} kernels in float32, " if count else ""
         output.say(f"{artefact.format}: {artefact.path} ({size}, {kept}{checks})")
     if not arguments.json:
         is_served = any(artefact.format == "savedmodel" for artefact in exported)
@@ -161,7 +162,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _say_next(script: Path | None, other: Sequence[object]) -> None:
-    """Says to start a server by its script, or without one the other command."""
     if script is not None:
         output.say(f"Next: {shlex.quote(str(script))}")
     else:

@@ -23,7 +23,7 @@ Reader = Callable[[str], Any]
 
 def whole(least: int, most: int | None = None) -> Reader:
     """Returns a reader of whole numbers in a range; None for no end."""
-    span = "a whole number above 0" if least else "a whole number from 0"
+    span = "a positive integer" if least else "a whole number from 0"
     span += "" if most is None else f" to {most}"
 
     def read(text: str) -> int:
@@ -193,7 +193,7 @@ settings, as --set NAME=VALUE, each by default the recipe's or the model's own:
   patch_size=16          side of a patch in pixels (4 for digits, 8 for tiny, that of the variant's
                          name), or for a hybrid in cells of its feature map
   pooling=avg class_token=false position_embedding=sincos_2d layer_scale=1e-4 num_registers=4
-                         and other fields of ViTConfig, of a model with fresh weights
+                         and other fields of ViTConfig, of a model with random weights
 """
 AFTER = (
     "Every field of keras_vit.training.Recipe and Execution, keras_vit.data.Augmentation and\n"
@@ -228,13 +228,13 @@ _EXECUTION = """
   --precision DTYPE  dtype that layers compute in, float32, mixed_bfloat16 or mixed_float16;
       weights stay float32 (default: float32; where train chooses the model, mixed_bfloat16 if the
       machine is faster in it)
-  --accumulate N  gradient accumulation: split each batch into N parts and sum their gradients, to
-      save memory (default: 1, or in train as many as memory asks for)
+  --gradient-accumulation-steps N  split each batch into N micro-batches and sum their gradients,
+      to save memory (default: 1, or in train as many as memory asks for)
 """
 _MORE = """
-  --set NAME=VALUE  change other numbers of the recipe, the execution or a fresh model, see the
+  --set NAME=VALUE  change other numbers of the recipe, the execution or a new model, see the
       settings below (default: none)
-  --seed N  random seed of fresh weights, and of the order and augmentation of images (default: 0)
+  --seed N  random seed of new weights, and of the order and augmentation of images (default: 0)
 """
 _LOG = """
   --log LIST  where the numbers of each epoch go, with commas between: tensorboard and csv, which
@@ -280,7 +280,7 @@ class Settings(NamedTuple):
 
     recipe: dict[str, Any]  # as `Recipe.changed` takes them
     execution: dict[str, Any]
-    model: dict[str, Any]  # fields of ViTConfig of a fresh model
+    model: dict[str, Any]  # fields of ViTConfig of a new model
     objective: dict[str, Any]
 
     def change(self, recipe: "Recipe") -> "Recipe":

@@ -39,8 +39,6 @@ examples:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
-
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
 

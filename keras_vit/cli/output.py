@@ -18,7 +18,7 @@ import rich.table
 from keras_vit.limits import counted
 
 if TYPE_CHECKING:
-    from keras_vit.data import ImageData, LeftOut
+    from keras_vit.data import ImageData, SkippedFile
     from keras_vit.evaluation import Evaluation, Prediction
     from keras_vit.training import EpochDone, Event, OpenedModel, Run
 
@@ -99,13 +99,13 @@ def show_data(data: "ImageData", *, json: bool) -> None:
             labels=data.labels,
             images=data.counts,
             damaged=data.damaged,
-            left_out=data.reasons,
+            skipped=data.reasons,
         )
         return
     counts = ", ".join(f"{count} {name}" for name, count in data.counts.items() if count)
     classes = f"{len(data.labels)} classes" if data.labels else "no classes"
     say(f"{data.source}: {classes}; images: {counts}")
-    show_left_out(data.left_out, root=data.source)
+    show_skipped(data.skipped, root=data.source)
     if hasattr(data.test, "images") and len(data.test) and data.labels:
         tested = set(data.test.targets.tolist())
         rest = [label for place, label in enumerate(data.labels) if place not in tested]
@@ -113,15 +113,15 @@ def show_data(data: "ImageData", *, json: bool) -> None:
             say(f"Without test images, so that nothing is measured of them: {_summary(rest)}")
 
 
-def show_left_out(left_out: "Sequence[LeftOut]", *, root: str = "") -> None:
+def show_skipped(skipped: "Sequence[SkippedFile]", *, root: str = "") -> None:
     """Prints what was found beside images, by the reason why it is not among them.
 
     Args:
-        left_out: what was found.
+        skipped: what was found.
         root: the folder of the data, from which paths inside it are shown.
     """
     reasons: dict[str, list[str]] = {}
-    for one in left_out:
+    for one in skipped:
         inside = root and Path(one.name).is_relative_to(root)
         name = str(Path(one.name).relative_to(root)) if inside else one.name
         reasons.setdefault(one.reason, []).append(name)
@@ -130,8 +130,6 @@ def show_left_out(left_out: "Sequence[LeftOut]", *, root: str = "") -> None:
 
 
 class _Display(contextlib.AbstractContextManager["_Display"]):
-    """A progress bar on a terminal, unless JSON is printed, and lines above it."""
-
     def __init__(
         self,
         *columns: rich.progress.ProgressColumn,
@@ -226,7 +224,6 @@ class TrainDisplay(_Display):
             self._show_epoch(event)
 
     def _show_epoch(self, event: "EpochDone") -> None:
-        """Prints a line, of a long training for one epoch in several."""
         self._untimed = 0
         every = -(-event.epochs // _EPOCH_LINES) if event.epochs > _MANY_EPOCHS else 1
         self._has_best = self._has_best or event.is_best
@@ -340,11 +337,11 @@ class PredictDisplay(_Display):
             if self.images > _MAX_ROWS:
                 self._print_lines()
 
-    def finish(self, left_out: "Sequence[LeftOut]") -> None:
+    def finish(self, skipped: "Sequence[SkippedFile]") -> None:
         """Prints the table of a few images, or how many images each class has, and the rest.
 
         Args:
-            left_out: what folders hold beside images.
+            skipped: what folders hold beside images.
         """
         if self._json:
             return
@@ -363,7 +360,7 @@ class PredictDisplay(_Display):
             say(f"{self.images} images; {', '.join(f'{label}: {n}' for label, n in most)}{more}")
         if self.failures:
             print(f"{counted(self.failures, 'image')} failed (see the errors above).")
-        show_left_out(left_out)
+        show_skipped(skipped)
 
     def _print_lines(self) -> None:
         for image, classes in self._few:

@@ -21,7 +21,7 @@ from keras_vit.limits import counted
 if TYPE_CHECKING:
     import numpy as np
 
-    from keras_vit.data import LeftOut, NamedImage
+    from keras_vit.data import NamedImage, SkippedFile
     from keras_vit.training import OpenedModel
 
     Maps = list[tuple[np.ndarray, str]]
@@ -63,8 +63,8 @@ examples:
   keras-vit explain hf://timm/deit_base_patch16_224.fb_in1k holiday.jpg --out seen
 """
 _DEMO = """\
-Starts a page on this machine, at 127.0.0.1, to try a model: drop an image, see the likeliest
-classes, what the model attends to, and which parts speak for a class. Ctrl-C ends it.
+Starts a page on this machine, at 127.0.0.1, to try a model: drop an image, see the top
+classes, what the model attends to, and class relevance. Ctrl-C ends it.
 
 Nothing leaves the machine, and no other machine can reach the page.
 
@@ -118,13 +118,13 @@ def run(arguments: argparse.Namespace) -> int:
             f"--weights {opened.source}"
         )
         raise ValueError(f"{opened.source} has no classifier, so that it names no class; {advice}.")
-    left_out: list[LeftOut] = []
-    images, count = _images(arguments, left_out)
+    skipped: list[SkippedFile] = []
+    images, count = _images(arguments, skipped)
     is_listed = arguments.json or arguments.csv is None
     display = output.PredictDisplay(total=count, is_listed=is_listed, json=arguments.json)
     with _csv(arguments.csv) as write:
         _predict(opened, images, display, write, arguments)
-    display.finish(left_out)
+    display.finish(skipped)
     if arguments.json:
         return 1 if display.failures else 0
     if arguments.csv is not None:
@@ -144,7 +144,6 @@ def _predict(
     write: Callable[[list[object]], object],
     arguments: argparse.Namespace,
 ) -> None:
-    """Shows the classes of each image, and writes them to the table."""
     from keras_vit import data, evaluation
 
     top = min(arguments.top, len(opened.labels))
@@ -170,9 +169,8 @@ def _predict(
 
 
 def _images(
-    arguments: argparse.Namespace, left_out: "list[LeftOut]"
+    arguments: argparse.Namespace, skipped: "list[SkippedFile]"
 ) -> "tuple[Iterator[NamedImage], int | None]":
-    """Returns the images, and how many there are; None where a pipe has to say that."""
     from keras_vit import data
 
     has_pipe = data.PIPE in arguments.images
@@ -183,8 +181,8 @@ def _images(
 
     def images() -> "Iterator[NamedImage]":
         for one in named:
-            if isinstance(one, data.LeftOut):
-                left_out.append(one)
+            if isinstance(one, data.SkippedFile):
+                skipped.append(one)
             else:
                 yield one
 
@@ -301,7 +299,7 @@ def demo(arguments: argparse.Namespace) -> int:
 
 
 def look(opened: "OpenedModel", image: "np.ndarray") -> "tuple[dict[str, float] | None, Maps, str]":
-    """Returns the probabilities of the likeliest classes, maps with their names, and notes."""
+    """Returns the probabilities of the top classes, maps with their names, and notes."""
     from keras_vit import evaluation, figures
     from keras_vit.explain import page
 
@@ -324,7 +322,6 @@ def look(opened: "OpenedModel", image: "np.ndarray") -> "tuple[dict[str, float] 
 
 
 def _make_page(opened: "OpenedModel", uploads: str) -> tuple[Any, dict[str, Any]]:
-    """Makes the page, and how to launch it: for this machine, and for no other site."""
     # Gradio reads these, and asks its own server whether it is there: no proxy could reach that.
     os.environ.update(GRADIO_ANALYTICS_ENABLED="False", GRADIO_TEMP_DIR=uploads, no_proxy="*")
     with environment.installed("The page is made by Gradio", "gradio"):

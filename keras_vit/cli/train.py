@@ -29,7 +29,7 @@ _OF_CLASSIFIERS = (
     *("representation_dim", "distillation_token", "loss", "head_bias", "label_smoothing"),
     *("balance", "mixup", "cutmix", "mix_per"),
 )
-# --weights of this name are fresh ones, and nothing is asked for.
+# --weights of this name are new ones, and nothing is asked for.
 NONE = "none"
 _DESCRIPTION = """\
 Trains a Vision Transformer and writes a run directory.
@@ -44,7 +44,7 @@ Where no flag names a model, weights or a recipe, the folder is looked at first,
 what is chosen. ImageNet-21k weights are fine-tuned where they can be reached (Keras' cache,
 KERAS_VIT_MIRROR, the network): Ti/16, or S/16 from 1,000 training images on a GPU. Elsewhere, and
 with --weights none, a small model trains from nothing. Where memory is exhausted, batches are split
-into parts, with the same result. --plan shows the line without training.
+into micro-batches, with the same result. --plan shows the line without training.
 
 The run directory holds model.keras, labels.txt, config.json, history.csv, curves.png, tensorboard/,
 metrics.json, confusion.png and report.html, a page of all this. The model is that of the epoch with
@@ -63,7 +63,7 @@ examples:
   keras-vit train --data photos --out photos-run --image-size 96 --epochs 200 --set flip=false
   keras-vit train --data photos --out tuned-run --model Ti/16 --weights imagenet21k
   keras-vit train --data photos --out paper-run --model B/16 --weights imagenet21k \\
-      --recipe finetune-pets --batch-size 64 --accumulate 4 --precision mixed_bfloat16
+      --recipe finetune-pets --batch-size 64 --gradient-accumulation-steps 4
   keras-vit train --data photos --out s16-run --model S/16 --recipe plain-s16 --batch-size 256
   keras-vit train --data photos --out gap-run --set pooling=avg class_token=false
   keras-vit train --data photos --out few-run --weights pretrained-run --set layer_decay=0.75
@@ -79,7 +79,7 @@ _SETTINGS = (
   balance=true           weigh the loss of each image so that all classes count the same
   mixup=0.2              alpha of MixUp, which blends two images
   cutmix=1               alpha of CutMix, which pastes a part of another image; with mixup each
-                         batch gets one of the two
+                         image gets one of the two
   distillation=hard      what to learn from --teacher: soft, its probabilities (the default), or
                          hard, its most probable class
   temperature=3          of soft distillation, which divides the logits
@@ -117,11 +117,11 @@ _WEIGHTS = """
   --weights SOURCE or NAME  weights to start from, which also decide --model: a run of pretrain or
       train; a .keras, .safetensors or .npz file; a folder with config.json and model.safetensors;
       a URL; hf://owner/name[@revision]; or, with --model, a checkpoint of that variant or the name
-      of published weights, such as imagenet21k, which are downloaded; none for fresh weights
+      of published weights, such as imagenet21k, which are downloaded; none for random weights
       (default: for a folder, imagenet21k of Ti/16 or S/16 if no flag names a model or recipe and
       they can be reached; otherwise none)
   --weights-sha256 HEX  expected SHA-256 of the file of --weights, or of the run's model.keras;
-      checked before the file is read (default: a download is compared with its first use)
+      checked before the file is read (default: a download is compared with its first)
   --positions METHOD  how the position embeddings of --weights are resampled to --image-size:
       original, as the original's fine-tuning does, or as PyTorch's interpolate does: bilinear,
       bicubic, or bicubic_antialias, which is timm's (default: original)
@@ -211,12 +211,12 @@ def run(arguments: argparse.Namespace) -> int:
     execution = training.Execution(**settings.execution)
     if not arguments.plan:
         training.check_free(arguments.out, existing=arguments.existing)
-    is_fresh = arguments.weights in (None, NONE)
-    _check(arguments, settings, is_fresh=is_fresh)
-    recipe = _recipe(arguments, settings, is_fresh=is_fresh)
+    is_new = arguments.weights in (None, NONE)
+    _check(arguments, settings, is_new=is_new)
+    recipe = _recipe(arguments, settings, is_new=is_new)
     size = arguments.image_size or recipe.image_size
     name, config = arguments.model, None
-    if is_fresh:
+    if is_new:
         name = name or flags.default_model(arguments, "digits-hybrid")
         config = training.model_config(
             name, image_size=size, patch_size=settings.model.get("patch_size")
@@ -225,7 +225,7 @@ def run(arguments: argparse.Namespace) -> int:
     make_engine(execution)  # before any TensorFlow operation: workers join a cluster first
     data = flags.load_data(arguments)
     make_model: Start = functools.partial(_model, config, data, settings, arguments, size=size)
-    if not is_fresh and name in VARIANTS:
+    if not is_new and name in VARIANTS:
         config = training.model_config(name, image_size=size)
     given = training.TrainingPlan(
         data=data,
@@ -233,7 +233,7 @@ def run(arguments: argparse.Namespace) -> int:
         config=config,
         recipe=recipe,
         execution=execution,
-        weights=None if is_fresh else arguments.weights,
+        weights=None if is_new else arguments.weights,
     )
     plan, make_model = decide(arguments, settings, given, make_model)
     if arguments.plan:
@@ -293,7 +293,6 @@ def _carry_out(
     *,
     began: float,
 ) -> int:
-    """Trains, puts the report and the card into the run before it appears, and prints."""
     from keras_vit import training
 
     display = output.TrainDisplay(json=arguments.json)
@@ -337,7 +336,6 @@ def _carry_out(
 def _report(
     result: "Run", data: "ImageData", arguments: argparse.Namespace
 ) -> "dict[str, Evaluation]":
-    """Evaluates a run on its validation and test images; writes its report and card into it."""
     from keras_vit import evaluation, reporting
 
     evaluations = {
@@ -378,10 +376,11 @@ def decide(
     says = (arguments.model, arguments.recipe, arguments.teacher, settings.model)
     is_open = arguments.data != "digits" and arguments.weights in (None, NONE) and not any(says)
     is_resumed = arguments.existing == "resume" and arguments.out is not None
-    started = planning.Started.read(arguments.out) if is_resumed else None
+    started = planning.ResumePoint.read(arguments.out) if is_resumed else None
     plan = given
     if started is not None:  # it goes on, whatever can be reached now
-        kept = {"precision": started.precision, "accumulate": started.accumulate}
+        count = started.gradient_accumulation_steps
+        kept = {"precision": started.precision, "gradient_accumulation_steps": count}
         execution = dataclasses.replace(given.execution, **{**kept, **settings.execution})
         given = dataclasses.replace(given, execution=execution)
         if is_open:
@@ -423,8 +422,7 @@ def _show(arguments: argparse.Namespace, plan: "TrainingPlan", *, is_started: bo
         output.say_next(*words, *(() if arguments.out else ("--out", f"{name}-run")))
 
 
-def _check(arguments: argparse.Namespace, settings: flags.Settings, *, is_fresh: bool) -> None:
-    """Raises an error for flags that contradict or need each other."""
+def _check(arguments: argparse.Namespace, settings: flags.Settings, *, is_new: bool) -> None:
     from keras_vit import training
     from keras_vit.weights.checkpoint import SUFFIXES
 
@@ -436,14 +434,14 @@ def _check(arguments: argparse.Namespace, settings: flags.Settings, *, is_fresh:
     if arguments.teacher is None and settings.objective:
         name = next(name for name, _ in arguments.set if name in flags.TEACHING)
         raise ValueError(f"--set {name} needs --teacher.")
-    if is_fresh:
+    if is_new:
         for name in ("freeze", "lora", "weights_sha256", "positions"):
             if getattr(arguments, name) is not None:
                 raise ValueError(f"--{name.replace('_', '-')} needs --weights.")
         return
     if settings.model:
         raise ValueError(
-            f"--set {next(iter(settings.model))} is for fresh weights; leave it out together with "
+            f"--set {next(iter(settings.model))} is for random weights; leave it out together with "
             "--weights, which come with their model."
         )
     if training.has_run_files(Path(weights)):
@@ -458,7 +456,7 @@ def _check(arguments: argparse.Namespace, settings: flags.Settings, *, is_fresh:
         )
 
 
-def _recipe(arguments: argparse.Namespace, settings: flags.Settings, *, is_fresh: bool) -> "Recipe":
+def _recipe(arguments: argparse.Namespace, settings: flags.Settings, *, is_new: bool) -> "Recipe":
     from keras_vit import training
 
     recipe = own = training.RECIPES["digits" if arguments.data == "digits" else "scratch"]
@@ -467,7 +465,7 @@ def _recipe(arguments: argparse.Namespace, settings: flags.Settings, *, is_fresh
             names = ", ".join(training.RECIPES)
             raise ValueError(f"There is no recipe {arguments.recipe!r}; choose one of {names}.")
         recipe = training.RECIPES[arguments.recipe]
-    elif not is_fresh:
+    elif not is_new:
         recipe = dataclasses.replace(training.RECIPES["fine-tune"], augmentation=own.augmentation)
         if arguments.data == "digits":
             recipe = recipe.changed(patience=None)

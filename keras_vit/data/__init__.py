@@ -28,7 +28,7 @@ from keras_vit.data.pipeline import (
     naming_damaged,
     train_batches,
 )
-from keras_vit.data.source import Damage, ImageData, LeftOut, Split
+from keras_vit.data.source import Damage, ImageData, SkippedFile, Split
 
 if keras.backend.backend() != "tensorflow":
     for _kind in ("GPU", "TPU"):
@@ -41,8 +41,8 @@ __all__ = [
     "Augmentation",
     "Damage",
     "ImageData",
-    "LeftOut",
     "NamedImage",
+    "SkippedFile",
     "Split",
     "Views",
     "antialias_of",

@@ -1,4 +1,7 @@
-"""Varies training images at random, each draw a pure function of its seed."""
+"""Varies training images at random, each draw a pure function of its seed.
+
+Shapes: images (batch, height, width, channels), random numbers (numbers, count) for count images.
+"""
 
 import dataclasses
 import math
@@ -51,6 +54,7 @@ def draw_uniform(
     Returns:
         Shape (numbers, count).
     """
+    # All workers' numbers are drawn: those of an image do not depend on the number of workers.
     uniform = tf.random.stateless_uniform((numbers, count * shard[1]), seed, minval=low)
     return uniform[:, count * shard[0] : count * (shard[0] + 1)]
 
@@ -188,6 +192,7 @@ def erase_rectangles(
     shape = tf.shape(images)
     uniform = draw_uniform(5, shape[0], seed=seed, shard=shard)
     area = ERASED_AREA[0] + uniform[0] * (ERASED_AREA[1] - ERASED_AREA[0])
+    # Geometric: a rectangle is as often upright as lying.
     aspect = tf.exp(
         math.log(ERASED_ASPECT[0]) + uniform[1] * math.log(ERASED_ASPECT[1] / ERASED_ASPECT[0])
     )
@@ -443,6 +448,7 @@ def _weights(
     outside = 1 - tf.cast(rectangles, tf.float32)
     is_cut = (uniform[2] < 0.5) if alpha else tf.ones(count, tf.bool)
     pixels = tf.where(is_cut[:, None, None, None], outside, shares[:, None, None, None])
+    # Measured on the pixels, since the rectangle may have been cut at the border.
     return pixels, tf.where(is_cut, tf.reduce_mean(outside, axis=(1, 2, 3)), shares)
 
 
@@ -450,6 +456,7 @@ def _gammas(
     count: tf.Tensor, *, alpha: float, seed: tf.Tensor, shard: tuple[int, int]
 ) -> tf.Tensor:
     """Two numbers for each image, whose share in their sum is Beta(alpha, alpha)."""
+    # G1 / (G1 + G2) of two gamma draws is a beta draw, of which TensorFlow has none without state.
     gammas = tf.random.stateless_gamma((2, count * shard[1]), seed, alpha=alpha)
     gammas = gammas[:, count * shard[0] : count * (shard[0] + 1)]
     return tf.maximum(gammas, TINY)  # both may be too small for a float
@@ -460,6 +467,7 @@ def _transforms(
 ) -> tf.Tensor:
     """Rows of eight numbers that take an output pixel (x, y) to the input pixel it shows."""
     angle = uniform[0] * math.radians(augmentation.rotation)
+    # Geometric: an image is as often enlarged by a factor as reduced by it.
     scale = tf.exp(uniform[1] * math.log(1 + augmentation.zoom))
     height, width = tf.cast(height, tf.float32), tf.cast(width, tf.float32)
     center_x, center_y = (width - 1) / 2, (height - 1) / 2

@@ -86,7 +86,7 @@ def load_digits() -> ImageData:
     names = [str(index) for index in range(len(everything))]
     splits = source.carve({"train": everything}, names, test=_DIGITS_FOR_TESTING)
     labels = tuple(map(str, digits.target_names))
-    return ImageData(source="digits", labels=labels, left_out=(), **splits)
+    return ImageData(source="digits", labels=labels, skipped=(), **splits)
 
 
 def load_tfds(
@@ -228,8 +228,8 @@ def from_dataset(
                 f"The classes of the {split} images must lie between 0 and {len(labels) - 1}, as "
                 f"there are {len(labels)} labels; give all labels. Received: {low} to {high}."
             )
-    left_out = tuple(source.LeftOut(each, source.DAMAGED) for each in damage.names)
-    return ImageData(source=name, labels=tuple(labels), left_out=left_out, **splits)
+    skipped = tuple(source.SkippedFile(each, source.DAMAGED) for each in damage.names)
+    return ImageData(source=name, labels=tuple(labels), skipped=skipped, **splits)
 
 
 def from_keras_cv(
@@ -324,8 +324,6 @@ def _is_labelled(given: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Records(Sequence[tuple[bytes, int]]):
-    """The bytes and the class of each of the package's examples."""
-
     examples: Any
     image: str
     label: str
@@ -343,7 +341,6 @@ class _Records(Sequence[tuple[bytes, int]]):
 
 
 def _take(given: Any, *, split: str, damage: Damage, memory: int) -> Split:
-    """Holds a dataset in memory, or reads records of it when they are needed."""
     records = None
     if not isinstance(given, tf.data.Dataset):
         if not _gives_pairs(given):
@@ -420,7 +417,7 @@ def _check_elements(dataset: tf.data.Dataset, *, split: str) -> None:
 def _drop_damaged(split: Split, *, damage: Damage) -> Split:
     with concurrent.futures.ThreadPoolExecutor(environment.cores()) as threads:
         sound = list(threads.map(images.is_decodable, split.images))
-    damaged = [split.name(place) for place, is_sound in enumerate(sound) if not is_sound]
+    damaged = [split.name(place) for place, is_decodable in enumerate(sound) if not is_decodable]
     if damaged and damage.strict:
         raise ValueError(
             f"{len(damaged)} of {len(split)} images cannot be decoded, the first is "

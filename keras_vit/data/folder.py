@@ -14,7 +14,7 @@ import numpy as np
 
 from keras_vit import environment
 from keras_vit.data import images, source
-from keras_vit.data.source import SPLIT_COLUMNS, Damage, ImageData, LeftOut, Split
+from keras_vit.data.source import SPLIT_COLUMNS, Damage, ImageData, SkippedFile, Split
 
 _SHOWN = 10
 
@@ -40,11 +40,9 @@ _TEXT = frozenset(b"\n\r\t\0") | frozenset(range(32, 256))
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Listing:
-    """Image files of one folder, each with the name of its class."""
-
     root: Path
     rows: Sequence[tuple[Path, str]] = ()
-    left_out: Sequence[LeftOut] = ()
+    skipped: Sequence[SkippedFile] = ()
 
 
 def load_folder(
@@ -107,7 +105,7 @@ def load_folder(
     return ImageData(
         source=str(root),
         labels=labels,
-        left_out=(*beside, *(one for part in listings.values() for one in part.left_out)),
+        skipped=(*beside, *(one for part in listings.values() for one in part.skipped)),
         **splits,
     )
 
@@ -153,7 +151,7 @@ def load_test_folder(
         train=none,
         validation=none,
         test=test,
-        left_out=tuple(listing.left_out),
+        skipped=tuple(listing.skipped),
     )
 
 
@@ -203,9 +201,9 @@ def load_unlabelled_folder(
     parts = {name: root / name for name in source.SPLITS} if has_splits else {"train": root}
     listings = {}
     for name, part in parts.items():
-        files, left_out = find_images(part)
+        files, skipped = find_images(part)
         rows = [(file, part.name) for file in files]
-        listing = _Listing(root=part, rows=rows, left_out=left_out)
+        listing = _Listing(root=part, rows=rows, skipped=skipped)
         listings[name] = _without_damaged(listing, strict=strict, on_progress=on_progress)
     beside = _outside(root, parts.values()) if has_splits else []
     damage = Damage(strict=strict)
@@ -223,7 +221,7 @@ def load_unlabelled_folder(
     return ImageData(
         source=str(root),
         labels=(),
-        left_out=(*beside, *(one for part in listings.values() for one in part.left_out)),
+        skipped=(*beside, *(one for part in listings.values() for one in part.skipped)),
         **splits,
     )
 
@@ -269,7 +267,7 @@ def read_splits(file: Path, *, root: str | os.PathLike[str], labels: Sequence[st
             images=np.array([str(Path(root, row["path"])) for row in part], object),
             targets=np.array([places[row["label"]] for row in part], np.int32),
         )
-    return ImageData(source=str(root), labels=tuple(labels), left_out=(), **splits)
+    return ImageData(source=str(root), labels=tuple(labels), skipped=(), **splits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -300,7 +298,7 @@ class NamedImage:
 
 def named_images(
     names: Iterable[str], *, pipe: io.BufferedIOBase | None = None
-) -> Iterator[NamedImage | LeftOut]:
+) -> Iterator[NamedImage | SkippedFile]:
     """Yields the images that names mean, each once, without reading them.
 
     A name is that of a file; of a folder, whose images are taken at any depth as training takes
@@ -349,7 +347,6 @@ def _existing_folder(path: str | os.PathLike[str]) -> Path:
 
 
 def _split_folders(root: Path) -> dict[str, Path]:
-    """The folders that hold class folders, by the name of their split."""
     train = root / "train"
     if not (train.is_dir() and any(_folders(train))):
         return {"train": root}  # also when "train" is one of the classes
@@ -357,12 +354,11 @@ def _split_folders(root: Path) -> dict[str, Path]:
 
 
 def _folders(root: Path) -> Iterator[Path]:
-    """The folders in a folder that are not hidden, in order."""
     entries = sorted(root.iterdir())
     return (entry for entry in entries if entry.is_dir() and not entry.name.startswith("."))
 
 
-def find_images(root: Path) -> tuple[list[Path], list[LeftOut]]:
+def find_images(root: Path) -> tuple[list[Path], list[SkippedFile]]:
     """Returns the image files below a folder, at any depth, in order, and what is not taken.
 
     There is neither where there is no such folder.
@@ -370,34 +366,33 @@ def find_images(root: Path) -> tuple[list[Path], list[LeftOut]]:
     if not root.is_dir():
         return [], []
     paths: list[Path] = []
-    left_out: list[LeftOut] = []
+    skipped: list[SkippedFile] = []
 
     def note(error: OSError) -> None:
-        left_out.append(LeftOut(str(error.filename), UNREADABLE))
+        skipped.append(SkippedFile(str(error.filename), UNREADABLE))
 
     for folder, inner, names in os.walk(root, onerror=note):
         for path in [Path(folder, name) for name in (*inner, *names)]:
             reason = _reason(path)
             if reason is not None:
-                left_out.append(LeftOut(str(path), reason))
+                skipped.append(SkippedFile(str(path), reason))
             elif not path.is_dir():
                 paths.append(path)
         inner[:] = [name for name in inner if not name.startswith(".")]
-    return sorted(paths), sorted(left_out, key=lambda one: one.name)
+    return sorted(paths), sorted(skipped, key=lambda one: one.name)
 
 
-def _outside(root: Path, used: Collection[Path]) -> list[LeftOut]:
-    """Returns what lies in a folder beside the folders that are used, in order."""
+def _outside(root: Path, used: Collection[Path]) -> list[SkippedFile]:
     others = [path for path in sorted(root.iterdir()) if path not in used]
-    return [LeftOut(str(path), _hidden_or_broken(path) or OUTSIDE) for path in others]
+    return [SkippedFile(str(path), _hidden_or_broken(path) or OUTSIDE) for path in others]
 
 
 def _without_damaged(
     listing: _Listing, *, strict: bool, on_progress: Callable[[int, int], None] | None
 ) -> _Listing:
-    """Moves files that cannot be decoded to `left_out`; with `strict` they are an error."""
+    """Moves files that cannot be decoded to `skipped`; with `strict` they are an error."""
     sound: list[tuple[Path, str]] = []
-    faulty: list[LeftOut] = []
+    faulty: list[SkippedFile] = []
     count = len(listing.rows)
     with concurrent.futures.ThreadPoolExecutor(environment.cores()) as threads:
         faults = threads.map(_fault, [file for file, _ in listing.rows])
@@ -405,7 +400,7 @@ def _without_damaged(
             if fault is None:
                 sound.append(row)
             else:
-                faulty.append(LeftOut(str(row[0]), fault))
+                faulty.append(SkippedFile(str(row[0]), fault))
             if on_progress is not None:
                 on_progress(done, count)
     if faulty and strict:
@@ -420,7 +415,7 @@ def _without_damaged(
             f"In {str(listing.root)!r} none of the images of class {empty[0]!r} can be decoded; "
             "repair them, or remove the class folder."
         )
-    return dataclasses.replace(listing, rows=sound, left_out=[*listing.left_out, *faulty])
+    return dataclasses.replace(listing, rows=sound, skipped=[*listing.skipped, *faulty])
 
 
 def some(names: Sequence[str]) -> str:
@@ -430,7 +425,6 @@ def some(names: Sequence[str]) -> str:
 
 
 def _reason(path: Path) -> str | None:
-    """Returns why something in a folder is left out, None for an image and a folder."""
     reason = _hidden_or_broken(path)
     if reason is not None or (path.is_dir() and not path.is_symlink()):
         return reason
@@ -448,7 +442,6 @@ def _hidden_or_broken(path: Path) -> str | None:
 
 
 def _fault(file: Path) -> str | None:
-    """Returns why a file cannot be used, None for a sound image."""
     try:
         return None if images.is_decodable(images.read_bytes(file)) else source.DAMAGED
     except OSError:
@@ -460,7 +453,7 @@ def _fault(file: Path) -> str | None:
 def _list_classes(root: Path) -> _Listing:
     classes = list(_folders(root))
     rows: list[tuple[Path, str]] = []
-    left_out = _outside(root, classes)
+    skipped = _outside(root, classes)
     for folder in classes:
         paths, others = find_images(folder)
         if not paths:
@@ -469,13 +462,13 @@ def _list_classes(root: Path) -> _Listing:
                 "put images into it, or remove it."
             )
         rows += [(path, folder.name) for path in paths]
-        left_out += others
+        skipped += others
     if not rows:
         raise ValueError(
             f"The folder {str(root)!r} holds no class folders; it needs one sub-folder per class, "
             f"with {images.FORMATS} files inside."
         )
-    return _Listing(root=root, rows=rows, left_out=left_out)
+    return _Listing(root=root, rows=rows, skipped=skipped)
 
 
 def _names_in(root: Path, split: Split) -> list[str]:
@@ -512,7 +505,7 @@ def _rows(file: Path) -> list[dict[str, str]]:
     return rows
 
 
-def _expand(name: str, *, takes_patterns: bool) -> Iterator[NamedImage | LeftOut]:
+def _expand(name: str, *, takes_patterns: bool) -> Iterator[NamedImage | SkippedFile]:
     if os.path.isdir(name):  # noqa: PTH112 - a name that no file can have is none, not an error
         yield from _in_folder(Path(name))
     elif not takes_patterns or os.path.lexists(name) or not any(char in name for char in "*?["):
@@ -525,9 +518,9 @@ def _expand(name: str, *, takes_patterns: bool) -> Iterator[NamedImage | LeftOut
             yield from _expand(match, takes_patterns=False)
 
 
-def _in_folder(root: Path) -> Iterator[NamedImage | LeftOut]:
-    paths, left_out = find_images(root)
-    for one in left_out:
+def _in_folder(root: Path) -> Iterator[NamedImage | SkippedFile]:
+    paths, skipped = find_images(root)
+    for one in skipped:
         if one.reason == UNREADABLE:
             yield NamedImage(one.name, problem=f"The folder {one.name!r} cannot be read.")
         else:
@@ -538,8 +531,7 @@ def _in_folder(root: Path) -> Iterator[NamedImage | LeftOut]:
     yield from (NamedImage(str(path)) for path in paths)
 
 
-def _from_pipe(pipe: io.BufferedIOBase) -> Iterator[NamedImage | LeftOut]:
-    """Yields the one image that a pipe holds, or those whose names it lists."""
+def _from_pipe(pipe: io.BufferedIOBase) -> Iterator[NamedImage | SkippedFile]:
     head = pipe.read(16)
     if _IMAGE.match(head):
         most = images.largest_file()
@@ -564,7 +556,7 @@ def _from_pipe(pipe: io.BufferedIOBase) -> Iterator[NamedImage | LeftOut]:
     yield from _listed([rest], separator)
 
 
-def _listed(names: list[bytes], separator: bytes) -> Iterator[NamedImage | LeftOut]:
+def _listed(names: list[bytes], separator: bytes) -> Iterator[NamedImage | SkippedFile]:
     for name in names:
         text = name.removesuffix(b"\r") if separator == b"\n" else name
         if text:

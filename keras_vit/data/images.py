@@ -377,7 +377,6 @@ def pixels_of_png(contents: tf.Tensor) -> tf.Tensor:
 
 
 def _check_file(file: IO[bytes], *, name: str) -> None:
-    """Raises an error if an opened file is none, or too large; reads no more than its head."""
     about = os.fstat(file.fileno())
     if not stat.S_ISREG(about.st_mode):
         raise ValueError(
@@ -395,7 +394,6 @@ def _check_file(file: IO[bytes], *, name: str) -> None:
 
 
 def _check_head(contents: bytes, *, name: str) -> None:
-    """Raises an error if the head of a file says that it holds too many pixels."""
     pixels, most = declared_pixels(contents), max_pixels()
     if pixels is not None and pixels > most:  # otherwise the decoder has the last word
         raise ValueError(
@@ -411,12 +409,11 @@ def decode_bytes(contents: bytes) -> tf.Tensor:
 
 @functools.cache
 def _decoder(most: int, is_jpeg: bool) -> Callable[[bytes], tf.Tensor]:
-    """Returns `decode_image` as one graph, which gives memory back earlier than eager code.
-
-    That of JPEGs is made in half the time of the other, which photos alone need not wait for.
-    """
+    """Returns `decode_image` as one graph, of JPEGs alone or of all formats."""
 
     def decode(contents: tf.Tensor) -> tf.Tensor:
+        # A graph gives memory back earlier than eager code. That of JPEGs alone is made in half the
+        # time, and photos need not wait for the other.
         decode_format = _decode_jpeg if is_jpeg else functools.partial(_decode_no_jpeg, others=True)
         return _upright(decode_format(contents, tf.constant(most, tf.int64)), contents)
 
@@ -448,7 +445,6 @@ def _upright(image: tf.Tensor, contents: tf.Tensor) -> tf.Tensor:
 
 @one_op
 def _turned(image: tf.Tensor, orientation: tf.Tensor) -> tf.Tensor:
-    """Turns pixels as they are stored, (height, width, channels), upright."""
     is_transposed, rows, columns = tf.unstack(tf.gather(_TURNS, orientation - 1))
     pixels = tf.cond(is_transposed, lambda: tf.transpose(image, (1, 0, 2)), lambda: image)
     steps = tf.where(tf.stack([rows, columns, False]), -1, 1)
@@ -457,7 +453,6 @@ def _turned(image: tf.Tensor, orientation: tf.Tensor) -> tf.Tensor:
 
 @one_op
 def _upright_shape(shape: tf.Tensor, orientation: tf.Tensor) -> tf.Tensor:
-    """Returns (height, width) of the upright image, from those of the stored one."""
     return tf.where(tf.gather(_TURNS, orientation - 1)[0], tf.reverse(shape, [0]), shape)
 
 
@@ -499,7 +494,6 @@ def _decode_no_jpeg(contents: tf.Tensor, most: tf.Tensor, *, others: bool) -> tf
 
 
 def _decode_by_pillow(contents: bytes, most: int) -> tuple[np.ndarray, bytes]:
-    """Decodes the first frame of what is neither JPEG nor PNG; returns its pixels, or a problem."""
     try:
         image = Image.open(io.BytesIO(contents), formats=OTHERS)
         if not 0 < image.width * image.height <= most:
@@ -558,6 +552,7 @@ def _blend(pixels: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
         alpha = strip[..., -1:]
         total = strip[..., :-1] * alpha + (255 * 255 + 128 - 255 * alpha)
         eight = tf.constant(8, tf.uint16)
+        # With 128 added before, (t + (t >> 8)) >> 8 is t / 255 rounded, without a division.
         total = tf.bitwise.right_shift(total + tf.bitwise.right_shift(total, eight), eight)
         return place + 1, strips.write(place, tf.cast(total, tf.uint8))
 
@@ -586,7 +581,6 @@ def _exif_of_jpeg(contents: tf.Tensor) -> tf.Tensor:
 
 
 def _exif_of_png(contents: tf.Tensor) -> tf.Tensor:
-    """The TIFF in the chunk eXIf."""
 
     def is_exif(head: tf.Tensor) -> tf.Tensor:
         return tf.reduce_all(head[4:] == list(b"eXIf"))
@@ -665,18 +659,16 @@ def _number(digits: tf.Tensor) -> tf.Tensor:
     """Returns the number that bytes mean, the most significant first; below 2**31."""
     width = digits.shape[-1]
     powers = [256**place for place in reversed(range(width))]
+    # A first byte above 127 would make int32 negative; a length so large is past every end.
     limit = [127 if width == 4 and place == 0 else 255 for place in range(width)]
     return tf.reduce_sum(tf.minimum(digits, limit) * powers, axis=-1)
 
 
 def _resize_smoothly(image: tf.Tensor, size: tuple[int, int]) -> tf.Tensor:
-    """Returns what `tf.image.resize(image, size, antialias=True)` does, to the bit, in less time.
-
-    TensorFlow's kernel resizes the rows, then the columns pixel by pixel. Here both are rows to it,
-    each a single pixel of many channels: it works through them as vectors.
-    """
     shape = (*image.shape[:-3], *size, image.shape[-1])
     images = image if image.shape.rank == 4 else image[None]
+    # TensorFlow's kernel resizes rows as vectors, columns pixel by pixel. Here both are rows to it,
+    # each a single pixel of many channels.
     for side in size:
         count, height, width, channels = tf.unstack(tf.shape(images))
         resized = tf.raw_ops.ScaleAndTranslate(

@@ -368,8 +368,6 @@ def _check_shard(shard: tuple[int, int], batch_size: int) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Training:
-    """The arguments of `train_batches`, and how its images are loaded."""
-
     split: Split
     image_size: tuple[int, int]
     batch_size: int
@@ -382,7 +380,6 @@ class _Training:
 
     @property
     def count(self) -> int:
-        """Images of a batch that are this worker's."""
         return self.batch_size // self.shard[1]
 
     def key(self, use: int, step: tf.Tensor) -> tf.Tensor:
@@ -392,7 +389,6 @@ class _Training:
         return images.resize_image(image, size=self.image_size, antialias=self.antialias)
 
     def items(self) -> tf.data.Dataset:
-        """The steps with this worker's items, each epoch in an order of its own."""
         steps = steps_per_epoch(self.split, batch_size=self.batch_size)
         first_epoch, first_step = divmod(self.start_step, steps)
         rows = slice(self.count * self.shard[0], self.count * (self.shard[0] + 1))
@@ -410,7 +406,6 @@ class _Training:
         return tf.data.Dataset.zip(untuned(numbers), self.split.items_at(positions))
 
     def load_together(self) -> tf.data.Dataset:
-        """Steps, images and targets of pixels that are only resized, a batch at a time."""
         pixels, targets = tf.constant(self.split.images), tf.constant(self.split.targets)
 
         def load(step: tf.Tensor, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
@@ -420,7 +415,6 @@ class _Training:
         return items.map(load, num_parallel_calls=_BATCHES)
 
     def load_singly(self) -> tf.data.Dataset:
-        """Steps, images and targets, each image decoded, cropped and varied by itself."""
         loader, shape = self.split.loader(), (*self.image_size, 3)
 
         @tf.autograph.experimental.do_not_convert
@@ -437,7 +431,8 @@ class _Training:
             return image, loader.target(item)
 
         def load_batch(step: tf.Tensor, *parts: tf.Tensor) -> tf.data.Dataset:
-            """One batch; where that is an error, what can be loaded of it is made a batch."""
+            # As a whole first, which takes a quarter less processor time than image by image with
+            # a place for errors; only a batch with a damaged image is loaded once more.
             single = tf.data.Dataset.from_tensor_slices(parts)
             examples = single.map(load_one, num_parallel_calls=_PARALLEL)
             batch = examples.batch(self.count, drop_remainder=True)
@@ -472,7 +467,6 @@ class _Training:
         return step, item, cropping, tf.transpose(varying), mirroring
 
     def _choice(self, seed: tf.Tensor) -> Choice | None:
-        """How a part of an image is chosen at random, or None if it is not."""
         ratio = self.augmentation.resize_small
 
         def choose(shape: tf.Tensor) -> tf.Tensor:
@@ -487,11 +481,7 @@ class _Training:
 def _replace_damaged(
     split: Split, names: tf.Tensor, places: tf.Tensor, images: tf.Tensor, targets: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Makes a batch of what could be loaded of it, the next sound image in place of a damaged one.
-
-    `names` are the last elements of the items, (batch,); `places` are those in the batch, int64, of
-    the sound `images` and `targets`. From `tf.data` the errors come as InvalidArgumentError.
-    """
+    """Makes a batch of the sound images, of which `places` (count,) are those in the batch."""
     damage = split.damage
 
     def record(damaged: np.ndarray, any_sound: np.ndarray) -> None:
@@ -509,6 +499,7 @@ def _replace_damaged(
         sound = tf.reduce_any(tf.equal(batch_places[:, None], places), axis=1)
         done = tf.numpy_function(record, [tf.boolean_mask(names, ~sound), tf.reduce_any(sound)], [])
         with tf.control_dependencies([] if done is None else [done]):
+            # The next sound image stands in for a damaged one.
             following = tf.searchsorted(places, batch_places) % tf.size(places)
         return tf.gather(images, following), tf.gather(targets, following)
 

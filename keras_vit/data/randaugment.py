@@ -1,4 +1,7 @@
-"""RandAugment: its operations on images, and how they are chosen."""
+"""RandAugment: its operations on images, and how they are chosen.
+
+Shapes: an image is (height, width, 3), uint8 in every operation; random numbers (layers, DRAWS).
+"""
 
 import functools
 import math
@@ -43,6 +46,7 @@ def equalize(image: tf.Tensor) -> tf.Tensor:
     places = values + tf.tile(tf.constant((0, 256, 512)), (width,))
     counts = tf.reshape(tf.math.bincount(tf.reshape(places, (-1,)), minlength=768), (3, 256))
     largest = tf.reduce_max(tf.where(counts > 0, tf.range(256), 0), axis=1)
+    # As Pillow's ImageOps.equalize: whole numbers, without the pixels of the largest value.
     step = (tf.reduce_sum(counts, axis=1) - tf.gather(counts, largest, batch_dims=1)) // 255
     step = step[:, None]
     below = tf.cumsum(counts, axis=1, exclusive=True)
@@ -72,6 +76,7 @@ def solarize(image: tf.Tensor, threshold: int) -> tf.Tensor:
 
 def solarize_add(image: tf.Tensor, addition: int) -> tf.Tensor:
     """Adds to the values below 128."""
+    # uint8 wraps around above 255: no more is added than there is room for.
     room = tf.minimum(tf.constant(min(addition, 255), tf.uint8), 255 - image)
     return image + tf.cast(image < 128, tf.uint8) * room
 
@@ -85,6 +90,7 @@ def contrast(image: tf.Tensor, factor: float) -> tf.Tensor:
     """Blends with the mean grey value; 1 is the image."""
     # The code that RandAugment comes from takes the number of pixels / 256 for the mean.
     mean = tf.reduce_mean(_grey(image))
+    # Pillow's mean is int(mean + 0.5).
     return _blend(tf.floor(mean + 0.5), image, factor)
 
 
@@ -107,6 +113,7 @@ def sharpness(image: tf.Tensor, factor: float) -> tf.Tensor:
 
 def rotate(image: tf.Tensor, radians: tf.Tensor) -> tf.Tensor:
     """Turns about the middle, counter-clockwise."""
+    # About (side - 1) / 2, the middle of the first and the last pixel's centre.
     sine, cosine = tf.sin(radians), tf.cos(radians)
     bottom, right = (tf.cast(side - 1, tf.float32) for side in tf.unstack(tf.shape(image)[:2]))
     to_x = (right - (cosine * right - sine * bottom)) / 2
@@ -194,11 +201,11 @@ def distort(image: tf.Tensor, *, magnitude: float, uniform: tf.Tensor) -> tf.Ten
 
 
 def _either(amount: tf.Tensor | float, uniform: tf.Tensor) -> tf.Tensor:
-    """The amount to the one side or the other."""
     return tf.where(uniform[1] < 0.5, amount, -amount)
 
 
 def _factor(level: float) -> float:
+    # AutoAugment's range of 0.1 to 1.9; a factor of 1 would change nothing.
     return 0.1 + 1.8 * level
 
 
@@ -232,9 +239,9 @@ OPERATIONS: dict[str, Operation] = {
 
 
 def _grey(image: tf.Tensor) -> tf.Tensor:
-    """The grey image in three equal channels, float32."""
     weights = tf.constant([[weight] * 3 for weight in _LUMA])
     pixels = tf.reshape(tf.cast(image, tf.float32), (-1, 3))
+    # Pillow's (19595 r + 38470 g + 7471 b + 0x8000) >> 16.
     grey = tf.floor(tf.matmul(pixels, weights) / 0x10000 + 0.5)
     return tf.reshape(grey, tf.shape(image))
 

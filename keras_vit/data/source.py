@@ -303,7 +303,7 @@ class RecordSplit(Split):
 
 
 @dataclasses.dataclass(frozen=True)
-class LeftOut:
+class SkippedFile:
     """A file, or a folder with all that is in it, that is not among the images.
 
     Attributes:
@@ -332,7 +332,7 @@ class ImageData:
         train: what the weights are fitted to.
         validation: what the recipe and the best epoch are chosen on.
         test: what is looked at once, at the end.
-        left_out: files that are not used, each with the reason.
+        skipped: files that are not used, each with the reason.
     """
 
     source: str
@@ -340,7 +340,7 @@ class ImageData:
     train: Split
     validation: Split
     test: Split
-    left_out: tuple[LeftOut, ...] = ()
+    skipped: tuple[SkippedFile, ...] = ()
 
     def split(self, name: str) -> Split:
         """Returns the split called "train", "validation" or "test"."""
@@ -357,7 +357,7 @@ class ImageData:
     def reasons(self) -> dict[str, tuple[str, ...]]:
         """The names of what is left out, by reason."""
         names: dict[str, tuple[str, ...]] = {}
-        for image in self.left_out:
+        for image in self.skipped:
             names[image.reason] = (*names.get(image.reason, ()), image.name)
         return names
 
@@ -433,7 +433,6 @@ def carve(
 
 
 def _decode(contents: tf.Tensor, choose: Choice | None) -> tf.Tensor:
-    """Makes pixels of the bytes of an image file, or those of a part."""
     if choose is None:
         return images.decode_image(contents)
     return images.decode_part(contents, choose=choose)

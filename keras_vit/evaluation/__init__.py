@@ -4,12 +4,12 @@ from keras_vit.environment import has_bfloat16_units
 from keras_vit.evaluation.metrics import (
     NEIGHBORS,
     SHOTS,
-    Answers,
     Calibration,
     ClassScore,
     Evaluation,
     FewShot,
     Mistake,
+    Predictions,
     calibration,
     confident_mistakes,
     evaluate,
@@ -22,13 +22,13 @@ from keras_vit.evaluation.metrics import (
 from keras_vit.evaluation.predictions import (
     PRECISIONS,
     Prediction,
+    default_batch_size,
     frozen_features,
     in_precision,
     log_probabilities,
     predict,
     predict_files,
     prediction_batch_size,
-    sensible_batch_size,
 )
 from keras_vit.figures import plot_confusion, plot_mistakes
 
@@ -36,15 +36,16 @@ __all__ = [
     "NEIGHBORS",
     "PRECISIONS",
     "SHOTS",
-    "Answers",
     "Calibration",
     "ClassScore",
     "Evaluation",
     "FewShot",
     "Mistake",
     "Prediction",
+    "Predictions",
     "calibration",
     "confident_mistakes",
+    "default_batch_size",
     "evaluate",
     "few_shot",
     "frozen_features",
@@ -59,6 +60,5 @@ __all__ = [
     "prediction_batch_size",
     "read_real_labels",
     "real_accuracy",
-    "sensible_batch_size",
     "write_report",
 ]

@@ -1,4 +1,7 @@
-"""Measures a model: accuracy, confusions, mistakes, calibration, and its frozen features."""
+"""Measures a model: accuracy, confusions, mistakes, calibration, and its frozen features.
+
+Shapes: count images, C classes, D width of the features.
+"""
 
 import dataclasses
 import json
@@ -39,8 +42,8 @@ class ClassScore:
     Attributes:
         label: its name.
         images: how many images show it.
-        recall: fraction of those that were recognised; None without any.
-        precision: fraction of the images taken for it that show it; None if none was.
+        recall: fraction of those that are predicted as it; None without any.
+        precision: fraction of the images predicted as it that show it; None if none was.
     """
 
     label: str
@@ -50,18 +53,18 @@ class ClassScore:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Answers:
-    """What a model answers to each image of a split, each of shape (count,).
+class Predictions:
+    """What a model predicts for each image of a split, each of shape (count,).
 
     Example:
-        >>> answers = Answers(targets=np.array([0, 1, 1]), predicted=np.array([0, 1, 0]),
+        >>> predictions = Predictions(targets=np.array([0, 1, 1]), predicted=np.array([0, 1, 0]),
         ...                   confidence=np.array([0.9, 0.8, 0.7]))
-        >>> answers.mistakes.tolist(), round(answers.calibration.error, 3)
+        >>> predictions.mistakes.tolist(), round(predictions.calibration.error, 3)
         ([2], 0.333)
 
     Attributes:
         targets: the right class.
-        predicted: the likeliest class.
+        predicted: the top-1 class.
         confidence: its probability.
     """
 
@@ -71,12 +74,12 @@ class Answers:
 
     @property
     def right(self) -> np.ndarray:
-        """Whether the likeliest class is the right one, of each image."""
+        """Whether the top-1 class is the right one, of each image."""
         return np.asarray(self.predicted == self.targets)
 
     @property
     def mistakes(self) -> np.ndarray:
-        """Positions of the images with another likeliest class, the surest first."""
+        """Positions of the images with another top-1 class, the surest first."""
         surest = np.argsort(-self.confidence, kind="stable")
         return np.asarray(surest[~self.right[surest]])
 
@@ -98,10 +101,10 @@ class Evaluation:
 
     Attributes:
         labels: the name of each class.
-        confusion: number of images of each class (row) taken for each class (column).
+        confusion: number of images of each class (row) predicted as each class (column).
         loss: mean cross-entropy.
-        top5_accuracy: fraction with the right class among the five likeliest; None up to 5 classes.
-        answers: those to the single images; None where only the counts are known.
+        top5_accuracy: fraction with the right class among the top five; None up to 5 classes.
+        predictions: those for the single images; None where only the counts are known.
         test_time_augmentation: the views of it, as `Views.to_dict` gives them; None for none.
     """
 
@@ -109,7 +112,7 @@ class Evaluation:
     confusion: np.ndarray
     loss: float
     top5_accuracy: float | None
-    answers: Answers | None = None
+    predictions: Predictions | None = None
     test_time_augmentation: Mapping[str, Any] | None = None
 
     @property
@@ -119,7 +122,7 @@ class Evaluation:
 
     @property
     def accuracy(self) -> float:
-        """Fraction of the images whose likeliest class is the right one."""
+        """Fraction of the images whose top-1 class is the right one."""
         return float(np.trace(self.confusion)) / self.images
 
     @property
@@ -168,7 +171,7 @@ def evaluate(
         ...     num_layers=1, classes=10)
         >>> model, data = keras_vit.VisionTransformer(config), load_digits()
         >>> evaluation = evaluate(model, data.test, labels=data.labels)
-        >>> round(evaluation.loss, 4)  # fresh heads are zero: all classes are equally likely
+        >>> round(evaluation.loss, 4)  # new heads are zero: all classes are equally likely
         2.3026
 
     Args:
@@ -176,7 +179,7 @@ def evaluate(
             probabilities of shape (batch, classes).
         split: the images and their targets.
         labels: the name of each class, in the order of the model's outputs.
-        batch_size: images in a batch; None for `sensible_batch_size`.
+        batch_size: images in a batch; None for `default_batch_size`.
         tta: the views of test-time augmentation, whose probabilities are averaged; None for none.
 
     Raises:
@@ -199,7 +202,7 @@ def evaluate(
         confusion=confusion,
         loss=float(-of_target.mean()),
         top5_accuracy=float((likelier < TOP).mean()) if len(labels) > TOP else None,
-        answers=Answers(
+        predictions=Predictions(
             targets=np.asarray(targets),
             predicted=predicted,
             confidence=np.exp(scores.max(axis=-1)),
@@ -245,14 +248,14 @@ def write_report(
 
 @dataclasses.dataclass(frozen=True)
 class Mistake:
-    """One image that was taken for another class.
+    """One image that was predicted as another class.
 
     Attributes:
         index: its place in the split.
         name: its path, or its number where the images are in memory.
         label: the class that it is filed under.
-        predicted: the class that it was taken for.
-        probability: of the class that it was taken for, 0..1.
+        predicted: the class that it was predicted as.
+        probability: of the predicted class, 0..1.
     """
 
     index: int
@@ -273,25 +276,25 @@ def confident_mistakes(
         count: how many; fewer where fewer were made.
 
     Raises:
-        ValueError: the evaluation has no answers to the images of this split, or `count` is below
-            one.
+        ValueError: the evaluation has no predictions for this split, or `count` is below 1.
     """
-    answers = evaluation.answers
-    if count < 1 or answers is None or not np.array_equal(answers.targets, split.targets):
+    predictions = evaluation.predictions
+    if count < 1 or predictions is None or not np.array_equal(predictions.targets, split.targets):
         raise ValueError(
-            "confident_mistakes takes an evaluation with its answers, the split that it is of, and "
-            f"a count above 0. Received: {0 if answers is None else len(answers.targets)} answers, "
+            "confident_mistakes takes an evaluation with its predictions, the split that it is of, "
+            "and a count above 0. Received: "
+            f"{0 if predictions is None else len(predictions.targets)} predictions, "
             f"{len(split)} images, count={count!r}."
         )
     return tuple(
         Mistake(
             index=int(index),
             name=split.name(int(index)),
-            label=evaluation.labels[answers.targets[index]],
-            predicted=evaluation.labels[answers.predicted[index]],
-            probability=float(answers.confidence[index]),
+            label=evaluation.labels[predictions.targets[index]],
+            predicted=evaluation.labels[predictions.predicted[index]],
+            probability=float(predictions.confidence[index]),
         )
-        for index in answers.mistakes[:count]
+        for index in predictions.mistakes[:count]
     )
 
 
@@ -301,7 +304,7 @@ class Calibration:
 
     Attributes:
         images: (bins,) how many images fall into each.
-        confidence: (bins,) mean probability of the likeliest class; NaN in an empty bin.
+        confidence: (bins,) mean probability of the top-1 class; NaN in an empty bin.
         accuracy: (bins,) fraction of them that are right; NaN in an empty bin.
     """
 
@@ -390,7 +393,7 @@ def read_real_labels(path: str | os.PathLike[str]) -> tuple[frozenset[int], ...]
 
 
 def real_accuracy(scores: np.ndarray, labels: Sequence[Collection[int]]) -> float:
-    """Returns the fraction of images whose likeliest class is among the right ones.
+    """Returns the fraction of images whose top-1 class is among the right ones.
 
     Images without a right class do not count.
 
@@ -437,7 +440,7 @@ class FewShot:
         return float(np.mean(self.accuracies))
 
     @property
-    def spread(self) -> float:
+    def std(self) -> float:
         """The standard deviation over seeds (of the sample); 0 with one seed."""
         return float(np.std(self.accuracies, ddof=1)) if len(self.accuracies) > 1 else 0.0
 

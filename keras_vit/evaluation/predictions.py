@@ -1,4 +1,7 @@
-"""What a model makes of images: features and probabilities of a split, the classes of files."""
+"""What a model makes of images: features and probabilities of a split, the classes of files.
+
+Shapes: count images, C classes, D width of the features; views (views, height, width, 3).
+"""
 
 import collections
 import concurrent.futures
@@ -58,7 +61,7 @@ def predict(
     top: int = 5,
     tta: Views | None = None,
 ) -> list[tuple[Prediction, ...]]:
-    """Names the likeliest classes of each image, the likeliest first.
+    """Names the top classes of each image, the most probable first.
 
     The numbers of an image do not depend on how many others there are: the model runs on batches
     of one size, the last one filled up, see `prediction_batch_size`.
@@ -108,7 +111,7 @@ def predict_files(
     top: int = 5,
     tta: Views | None = None,
 ) -> Generator[tuple[Image, tuple[Prediction, ...] | Exception], None, None]:
-    """Names the likeliest classes of each image file, in order, as `predict` does.
+    """Names the top classes of each image file, in order, as `predict` does.
 
     Threads read the files while the model runs. No more than a few batches are in memory, however
     many images there are.
@@ -174,7 +177,7 @@ def frozen_features(
             the pre-logits layer, if there is one), or any model with outputs (B, D), taken as they
             are. It takes pixels 0..255.
         split: the images.
-        batch_size: images in a batch; None for `sensible_batch_size`.
+        batch_size: images in a batch; None for `default_batch_size`.
 
     Returns:
         (count, D), float32.
@@ -206,7 +209,7 @@ def log_probabilities(
     Args:
         model: takes pixels 0..255, gives logits or probabilities of shape (batch, C).
         split: the images.
-        batch_size: images in a batch; None for `sensible_batch_size`.
+        batch_size: images in a batch; None for `default_batch_size`.
         tta: the views of test-time augmentation, whose probabilities are averaged; None for none.
 
     Raises:
@@ -293,7 +296,7 @@ def in_precision(model: keras.Model, precision: str) -> keras.Model:
     return model.copy(dtype=precision)
 
 
-def sensible_batch_size(model: keras.Model) -> int:
+def default_batch_size(model: keras.Model) -> int:
     """Returns how many images to run at once: 128, or fewer where the model makes many tokens."""
     grid = getattr(getattr(model, "config", None), "grid", None)
     if grid is None:
@@ -306,9 +309,9 @@ def prediction_batch_size(model: keras.Model) -> int:
     """Returns the one batch size that predictions are made with, however many images there are.
 
     A few images are filled up to a batch, so that it is as small as it can be without loss of
-    speed: one image of B/16 on a processor, `sensible_batch_size` on an accelerator.
+    speed: one image of B/16 on a processor, `default_batch_size` on an accelerator.
     """
-    largest = sensible_batch_size(model)
+    largest = default_batch_size(model)
     devices = keras.distribution.list_devices() if keras.backend.backend() != "torch" else ()
     if any(not device.lower().startswith("cpu") for device in devices):
         return largest
@@ -334,7 +337,7 @@ def _predict(
     tta: Views | None = None,
 ) -> np.ndarray:
     size = image_size_of(model)
-    batch_size = batch_size or sensible_batch_size(model)
+    batch_size = batch_size or default_batch_size(model)
     batches = evaluation_batches(
         split,
         image_size=size,
@@ -348,11 +351,7 @@ def _predict(
 
 
 class _Predictor:
-    """A model that is run on batches of one size.
-
-    Attributes:
-        images: how many images are worth running at once.
-    """
+    """A model that is run on batches of one size; `images` is how many are worth running."""
 
     def __init__(
         self, model: keras.Model, *, labels: Sequence[str], top: int, tta: Views | None
@@ -375,7 +374,6 @@ class _Predictor:
         return np.asarray(self._tta.stack(image, size=self._size, antialias=self._antialias))
 
     def run(self, prepared: Sequence[np.ndarray]) -> list[tuple[Prediction, ...]]:
-        """Returns the predictions of images from `prepare`."""
         if not prepared:
             return []
         rows, outputs = np.concatenate(prepared), []
@@ -386,17 +384,16 @@ class _Predictor:
             outputs.append(np.asarray(self._model.predict_on_batch(filled))[: len(part)])
         scores = log_softmax(np.concatenate(outputs), model=self._model)
         probabilities = np.exp(mean_over_views(scores, self._views))
-        likeliest = np.argsort(-probabilities, axis=-1, kind="stable")[:, : self._top]
+        best = np.argsort(-probabilities, axis=-1, kind="stable")[:, : self._top]
         return [
             tuple(Prediction(self._labels[place], float(row[place])) for place in places)
-            for row, places in zip(probabilities, likeliest, strict=True)
+            for row, places in zip(probabilities, best, strict=True)
         ]
 
 
 def _read_ahead(
     load: Callable[[Image], _Read], images: Iterable[Image], *, ahead: int
 ) -> Iterator[tuple[Image, _Read]]:
-    """Yields each image and what threads make of it, in order, so many ahead of the caller."""
     threads = concurrent.futures.ThreadPoolExecutor(min(environment.cores(), 16))
     waiting: collections.deque[tuple[Image, concurrent.futures.Future[_Read]]] = collections.deque()
     try:

@@ -1,7 +1,7 @@
 """What attends to what, from one recorded pass, and what the model has learned about patches.
 
-Shapes: B images, L blocks, H heads, N tokens (the patches in row order are the last), D the width
-of a token, (h, w) the grid of patches.
+Shapes: B images, H and W pixels in (B, H, W, channels), L blocks, otherwise H heads, N tokens
+(prefix tokens first, then patches in row order), D hidden_dim, (h, w) the grid of patches.
 """
 
 import dataclasses
@@ -356,7 +356,7 @@ def class_relevance(
         model: a classifier: a `VisionTransformer`, or any Keras model with one inside and outputs
             (B, C).
         images: (B, H, W, channels) as that model takes them.
-        classes: the class to explain: one, one for each image, or None for the likeliest of each.
+        classes: the class to explain: one, one for each image, or None for the top-1 class of each.
 
     Returns:
         (B, h, w), not negative, in units of the model's score. The score is the logit where the
@@ -391,7 +391,7 @@ def class_relevance(
 
 
 def relevance(record: Record, targets: Any = None) -> np.ndarray:
-    """Returns the `class_relevance` of one class for each image, None for the likeliest of each."""
+    """Returns the `class_relevance` of one class for each image; None for its top-1 class."""
     outputs, config = record.outputs, record.config
     if targets is None:
         targets = keras.ops.argmax(outputs, axis=-1)

@@ -69,8 +69,6 @@ class Overlay:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Picture:
-    """One figure: a file name, what draws it, and what it shows."""
-
     name: str
     draw: "Callable[[], Figure]"
     caption: str = ""
@@ -97,7 +95,7 @@ def write_explanation(
             resampled, as the page says.
         out: the folder to write to; made if need be.
         labels: the name of each class, in the order of the model's outputs.
-        target: the class whose relevance is shown first; None for the likeliest.
+        target: the class whose relevance is shown first; None for the top-1 class.
         title: what the page calls the image, for instance its file name.
 
     Returns:
@@ -175,7 +173,7 @@ def overlays(subject: Subject, names: Sequence[str], target: int | None = None) 
     Args:
         subject: the image and the model.
         names: the name of each class.
-        target: the class whose relevance is shown first; None for the likeliest.
+        target: the class whose relevance is shown first; None for the top-1 class.
 
     Raises:
         ValueError: there is no such class, or the model's answer has no one way back to patches.
@@ -227,7 +225,7 @@ def view(subject: Subject, maps: Sequence[Overlay], layers: Sequence[np.ndarray]
 
 
 def explained_classes(scores: np.ndarray, target: int | None = None) -> list[int]:
-    """Returns the classes whose relevance is shown: the one asked for, then the likeliest.
+    """Returns the classes whose relevance is shown: the one asked for, then the most probable.
 
     Example:
         >>> explained_classes(np.array([0.1, 0.2, 0.3, 0.4]), target=0)
@@ -240,20 +238,18 @@ def explained_classes(scores: np.ndarray, target: int | None = None) -> list[int
         raise ValueError(
             f"There is no class {target}; the model has {len(scores)}, numbered from 0."
         )
-    likeliest = [int(index) for index in np.argsort(-scores, kind="stable")]
+    ranked = [int(index) for index in np.argsort(-scores, kind="stable")]
     first = [] if target is None else [target]
-    return [*first, *(index for index in likeliest if index != target)][:SHOWN_CLASSES]
+    return [*first, *(index for index in ranked if index != target)][:SHOWN_CLASSES]
 
 
 def _query_token_name(subject: Subject) -> str:
-    """Returns whose attention `head_attention` returns, in words."""
     return "the class token" if subject.record.config.class_token else "the average patch"
 
 
 def _panels(
     subject: Subject, maps: Sequence[Overlay], layers: Sequence[np.ndarray]
 ) -> Iterator[_Picture]:
-    """Yields the pictures of what the page shows over the image, for use elsewhere."""
     *relevance, rollout, similarity = maps
     named = {"rollout": rollout, "similarity": similarity}
     if relevance:
@@ -272,7 +268,6 @@ def _panels(
 
 
 def _charts(subject: Subject) -> Iterator[_Picture]:
-    """Yields what is drawn beside the image: of the model, or of all its layers."""
     distances = attention.total_distance(subject.record)
     draw = functools.partial(figures.plot_attention_distance, distances)
     caption = "How far each head looks, in this image alone; the paper averages over 128 images."
@@ -290,7 +285,6 @@ def _charts(subject: Subject) -> Iterator[_Picture]:
 
 
 def _written(chart: _Picture, file: Path) -> dict[str, Any]:
-    """Returns a chart for the page, in its light and in its dark scheme."""
     dark = io.BytesIO()
     with figures.light_on_dark():
         figure = chart.draw()
@@ -316,7 +310,6 @@ def _notes(image: np.ndarray, drawn: np.ndarray, size: Sequence[int]) -> Iterato
 
 
 def _shown(image: np.ndarray) -> dict[str, Any]:
-    """Returns an image as the page shows it: at its own size, or larger if it is tiny."""
     pixels = image if image.shape[2] == 3 else image[..., 0]
     longest = max(image.shape[:2])
     factor = _ENLARGED // longest if longest < _TINY else 1

@@ -99,7 +99,9 @@ def export(
         row.module.check(exportable, options)
     is_rounded = any(row.weights != "float32" for row in rows)
     work = samples.ROUNDED_WORK if is_rounded else samples.FLOAT_WORK
-    decisive = samples.make_gate_images(exportable, images, targets, work=work if verify else 0.0)
+    decisive = samples.make_verification_images(
+        exportable, images, targets, work=work if verify else 0.0
+    )
     rebuilt = samples.compare_rebuilt(model, exportable, decisive.batch)
     verification.require([rebuilt], artefact="float32")
     if any(row.needs_images for row in rows):
@@ -120,18 +122,15 @@ def export(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class _Job:
-    """What all formats of one export are written from and checked with."""
-
     exportable: Exportable
     about: Description
     options: Options
     images: Sequence[samples.Image]
-    decisive: samples.GateImages
+    decisive: samples.VerificationImages
     rebuilt: Check
     verify: bool
 
     def run(self, rows: Sequence[Format], directory: Path) -> tuple[Artefact, ...]:
-        """Writes, checks and publishes the formats; the SavedModel appears last."""
         made: dict[str, Artefact] = {}
         with staging_folder(directory) as stage:
             version = next_version({directory / row.folder for row in FORMATS.values()})
@@ -150,7 +149,6 @@ class _Job:
         return tuple(made[row.name] for row in rows)
 
     def _export_folder(self, rows: Sequence[Format], staged: Path) -> list[Artefact]:
-        """Writes and checks the formats of one folder, and their record."""
         staged.mkdir()
         name = self.about.name
         paths = {row.name: staged / (row.suffix and f"{name}{row.suffix}") for row in rows}
@@ -159,10 +157,10 @@ class _Job:
         reports: dict[str, Report] = {}
         for row in rows:
             path, checks = paths[row.name], [self.rebuilt]
-            floats: tuple[str, ...] = ()
+            float32: tuple[str, ...] = ()
             if self.verify:
                 request = self._request(row, path, weight_bytes=sizes[row.name])
-                reports[row.name], floats = self._checked(row, request)
+                reports[row.name], float32 = self._checked(row, request)
                 checks += reports[row.name].checks
             files = path.parent.glob(f"{path.name}*") if path.is_file() else path.rglob("*")
             artefacts.append(
@@ -171,7 +169,7 @@ class _Job:
                     path=path,
                     bytes=sum(file.stat().st_size for file in files if file.is_file()),
                     checks=tuple(checks),
-                    floats=floats,
+                    float32_layers=float32,
                 )
             )
         if self.about.labels:
@@ -181,11 +179,10 @@ class _Job:
         return artefacts
 
     def _write(
-        self, row: Format, paths: Mapping[str, Path], floats: Sequence[str] = ()
+        self, row: Format, paths: Mapping[str, Path], float32: Sequence[str] = ()
     ) -> dict[str, int]:
-        """Writes formats of one runtime, and returns the bytes of the weights of each."""
         sizes: dict[str, int] = row.module.write(
-            self.exportable, paths, about=self.about, options=self.options, floats=floats
+            self.exportable, paths, about=self.about, options=self.options, float32=float32
         )
         return sizes
 
@@ -210,9 +207,8 @@ class _Job:
         )
 
     def _checked(self, row: Format, request: Request) -> tuple[Report, tuple[str, ...]]:
-        """Checks an artefact; where int8 fails, keeps the kernels in float32 that cost the most."""
         report = verification.run_checks(request)
-        floats: tuple[str, ...] = ()
+        float32: tuple[str, ...] = ()
         costs: list[tflite.Cost] = []
         share = 1.0
         for _ in range(tflite.ATTEMPTS if row.is_mixed else 0):
@@ -221,12 +217,12 @@ class _Job:
                 break
             costs = costs or tflite.measure(self.exportable, row, request.gate)
             share *= (tflite.AIM / excess) ** 2
-            floats = tflite.choose(costs, share=share)
-            sizes = self._write(row, {row.name: request.path}, floats)
+            float32 = tflite.choose(costs, share=share)
+            sizes = self._write(row, {row.name: request.path}, float32)
             request = dataclasses.replace(request, weight_bytes=sizes[row.name])
             report = verification.run_checks(request)
         verification.require(report.checks, artefact=row.name)
-        return report, floats
+        return report, float32
 
 
 @contextlib.contextmanager
@@ -242,7 +238,7 @@ def staging_folder(directory: Path) -> Iterator[Path]:
     if directory.exists() and not directory.is_dir():
         raise FileExistsError(f"{str(directory)!r} is a file; give a directory to export to.")
     with (
-        atomic.hold(directory / ".export.lock", what=f"export to {str(directory)!r}"),
+        atomic.lock(directory / ".export.lock", what=f"export to {str(directory)!r}"),
         atomic.staging_folder(directory) as stage,
     ):
         yield stage

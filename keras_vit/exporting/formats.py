@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 RECORD = "verification.json"
 MIN_ELEMENTS = 1024  # of a kernel: smaller ones stay float32
 
-# What decides about each format, in spreads of the model's answers. Measured on random networks
-# from two blocks to B/16: float32 errors of 4e-6 and at most 2e-5, exact GELU by its other formula
-# 2e-4; kernels in float16 2e-3 and 6e-3; in int8 0.09 and 0.4. A constant answer errs by 1.
+# What decides about each format, in standard deviations of the model's outputs. Measured on
+# random networks from two blocks to B/16: float32 errors of 4e-6 and at most 2e-5, exact GELU by
+# its other formula 2e-4; kernels in float16 2e-3 and 6e-3; in int8 0.09 and 0.4; a constant 1.
 _FLOAT = Limits(error=5e-5, largest=5e-4, of_one=5e-4, best=1.0, accuracy=0.0)
 _HALF = Limits(error=5e-3, largest=0.03, of_one=0.03, best=1.0, accuracy=0.001)
 _HALF_PRODUCTS = Limits(error=0.01, largest=0.06, of_one=0.06, best=1.0, accuracy=0.001)
@@ -39,7 +39,7 @@ class Options:
     """What is chosen for the files of an export, where it concerns them.
 
     Attributes:
-        top_k: classes in an answer of the server.
+        top_k: classes in a response of the server.
         batch_size: the fixed number of images in a batch of a TFLite file; delegates want it fixed.
         opset: the version of ONNX's operators; None for the writer's own.
         calibration: images (B, H, W, C) as the original model takes them, to set ranges on.

@@ -28,7 +28,7 @@ class Operations(Protocol):
 
     Attributes:
         config: of the network.
-        arrays: its weights, from `folded_arrays`.
+        arrays: its weights, from `constant_folded_tokens`.
     """
 
     config: ViTConfig
@@ -140,7 +140,7 @@ def _unit(ops: Operations, x: Any, path: str, *, stride: int) -> Any:
     return ops.activate(ops.add(shortcut, x), "relu")
 
 
-def folded_arrays(network: keras.Model, config: ViTConfig) -> dict[str, np.ndarray]:
+def constant_folded_tokens(network: keras.Model, config: ViTConfig) -> dict[str, np.ndarray]:
     """Returns the float32 weights by path, with constant computations folded into them.
 
     The attention scale 1/sqrt(K) is in the query's kernel and bias, layer scale in the last kernel
@@ -163,6 +163,7 @@ def folded_arrays(network: keras.Model, config: ViTConfig) -> dict[str, np.ndarr
         elif layer == "pooling/query":
             arrays[path] = value * scale
         elif layer.startswith("stem/") and name == "kernel":
+            # Folded constants are computed in float64 and rounded once, to float32.
             wide = value.astype(np.float64)
             deviation = wide.std(axis=(0, 1, 2)) + STANDARDIZATION_EPSILON
             arrays[path] = ((wide - wide.mean(axis=(0, 1, 2))) / deviation).astype(np.float32)
@@ -181,7 +182,7 @@ def folded_arrays(network: keras.Model, config: ViTConfig) -> dict[str, np.ndarr
 
 
 def _fold_positions(arrays: dict[str, np.ndarray], encoder: PatchEncoder) -> None:
-    """Replaces what the patch encoder adds to its tokens by two arrays, as `folded_arrays` says."""
+    """Folds what the patch encoder adds to its tokens into two arrays."""
     path = encoder.path
     tokens = [arrays.pop(f"{path}/{name}") for name, count in encoder.prefix if count]
     count = sum(each.shape[1] for each in tokens)

@@ -1,6 +1,8 @@
 """Writes ONNX files: published networks node by node, all others through tf2onnx.
 
 Rounds them to float16, to int8 with products of int8, or their kernels alone to int8.
+
+Shapes: images (B, channels, rows, columns), tokens (B, N, D), as those of `forward`.
 """
 
 import functools
@@ -18,7 +20,7 @@ from keras_vit import environment
 from keras_vit.backend.tensorflow import portable_forms
 from keras_vit.config import ViTConfig
 from keras_vit.exporting.formats import DEFAULTS, FORMATS, MIN_ELEMENTS, Format, Options
-from keras_vit.exporting.forward import folded_arrays, forward
+from keras_vit.exporting.forward import constant_folded_tokens, forward
 from keras_vit.exporting.rebuild import Description, Exportable
 from keras_vit.layers.resnet import GROUP_NORM_EPSILON, GROUPS
 
@@ -58,7 +60,7 @@ def make_onnx(exportable: Exportable, *, opset: int = OPSET) -> "onnx.ModelProto
     config = exportable.written_config
     if config is None:
         raise ValueError("Only a network like the published ones, alone, is written directly.")
-    ops = OnnxOperations(config, folded_arrays(exportable.network, config), opset=opset)
+    ops = OnnxOperations(config, constant_folded_tokens(exportable.network, config), opset=opset)
     x = "images"
     if exportable.takes == "pixels":
         scale, offset = exportable.rescaling
@@ -233,7 +235,6 @@ class OnnxOperations:
         return self.weight(name, value=np.float32(value))
 
     def _integers(self, values: Sequence[int]) -> str:
-        """Adds a list of integers, such as a shape."""
         label = "_".join(map(str, values))
         return self.weight(f"constant_int64_{label}", value=np.array(values, np.int64))
 
@@ -311,7 +312,7 @@ def write(
     *,
     about: Description,
     options: Options = DEFAULTS,
-    floats: Collection[str] = (),
+    float32: Collection[str] = (),
     largest: int = LARGEST,
 ) -> dict[str, int]:
     """Writes ONNX files, and `<name>.data` beside one whose weights exceed `largest` bytes."""
@@ -325,8 +326,8 @@ def write(
     # Saving may move the model's own weights to their file, so that is last.
     for name, file in sorted(files.items(), key=lambda item: item[0] == "onnx"):
         row = FORMATS[name]
-        sizes[name] = weight_bytes(model, row, floats=floats)
-        made = model if row.weights == "float32" else rounded(model, row, floats=floats)
+        sizes[name] = weight_bytes(model, row, float32=float32)
+        made = model if row.weights == "float32" else rounded(model, row, float32=float32)
         _describe(made, about)
         onnx.save_model(
             made,
@@ -352,13 +353,13 @@ def _erfc(context: Any, node: Any, name: str, args: Any) -> Any:
 
 
 def rounded(
-    model: "onnx.ModelProto", row: Format, *, floats: Collection[str] = ()
+    model: "onnx.ModelProto", row: Format, *, float32: Collection[str] = ()
 ) -> "onnx.ModelProto":
     """Returns a rounded copy of a model, whose operators are those of ONNX."""
     if row.weights == "float16":
         made = _half(model)
     else:
-        made = (_int8 if row.products == "int8" else _int8_weights)(model, floats)
+        made = (_int8 if row.products == "int8" else _int8_weights)(model, float32)
     del made.graph.value_info[:]
     for domain in [each for each in made.opset_import if each.domain not in ("", "ai.onnx")]:
         made.opset_import.remove(domain)
@@ -381,18 +382,17 @@ def kernels(model: "onnx.ModelProto") -> dict[str, tuple[str, int]]:
     return found
 
 
-def weight_bytes(model: "onnx.ModelProto", row: Format, *, floats: Collection[str] = ()) -> int:
+def weight_bytes(model: "onnx.ModelProto", row: Format, *, float32: Collection[str] = ()) -> int:
     """Returns the bytes of all weights in a file of a format."""
     numbers = sum(int(np.prod(each.dims)) for each in model.graph.initializer)
     if row.weights != "int8":
         return int(4 * row.share * numbers)
     return 4 * numbers - 3 * sum(
-        count for kernel, (_, count) in kernels(model).items() if kernel not in floats
+        count for kernel, (_, count) in kernels(model).items() if kernel not in float32
     )
 
 
 def _half(model: "onnx.ModelProto") -> "onnx.ModelProto":
-    """Computes in float16, with inputs and outputs in float32."""
     from onnxruntime.transformers.float16 import convert_float_to_float16
     from onnxruntime.transformers.onnx_model import OnnxModel
 
@@ -411,12 +411,12 @@ def _half(model: "onnx.ModelProto") -> "onnx.ModelProto":
     return made
 
 
-def _int8(model: "onnx.ModelProto", floats: Collection[str]) -> "onnx.ModelProto":
+def _int8(model: "onnx.ModelProto", float32: Collection[str]) -> "onnx.ModelProto":
     """Multiplies in int8: kernels by channel, inputs by what they range over, as they come."""
     import onnx
     from onnxruntime import quantization
 
-    nodes = [node for kernel, (node, _) in kernels(model).items() if kernel not in floats]
+    nodes = [node for kernel, (node, _) in kernels(model).items() if kernel not in float32]
     if not nodes:
         copy = onnx.ModelProto()
         copy.CopyFrom(model)
@@ -436,18 +436,13 @@ def _int8(model: "onnx.ModelProto", floats: Collection[str]) -> "onnx.ModelProto
         return rounded_model
 
 
-def _int8_weights(model: "onnx.ModelProto", floats: Collection[str]) -> "onnx.ModelProto":
-    """Stores kernels in int8, from which runtimes make float32 when they load the file.
-
-    By Cast and Mul, which every runtime computes at once where they are constant. ONNX Runtime
-    leaves a DequantizeLinear in the graph, and repeats it for each image.
-    """
+def _int8_weights(model: "onnx.ModelProto", float32: Collection[str]) -> "onnx.ModelProto":
     import onnx
     from onnx import helper, numpy_helper
 
     made = onnx.ModelProto()
     made.CopyFrom(model)
-    chosen = kernels(made).keys() - set(floats)
+    chosen = kernels(made).keys() - set(float32)
     nodes: list[Any] = []
     for weight in [each for each in made.graph.initializer if each.name in chosen]:
         name = weight.name
@@ -456,6 +451,8 @@ def _int8_weights(model: "onnx.ModelProto", floats: Collection[str]) -> "onnx.Mo
         made.graph.initializer.append(numpy_helper.from_array(scales, f"{name}_scale"))
         float_name = f"{name}_float"
         nodes += [
+            # Not DequantizeLinear, which ONNX Runtime leaves in the graph and repeats for each
+            # image: Cast and Mul of constants are computed once, when the file is loaded.
             helper.make_node("Cast", [weight.name], [float_name], to=1, name=f"{name}_cast"),
             helper.make_node("Mul", [float_name, f"{name}_scale"], [name], name=f"{name}_rescale"),
         ]
@@ -487,7 +484,6 @@ def quantized(kernel: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _saved(
     model: "onnx.ModelProto", folder: str, *, properties: Mapping[str, str] | None = None
 ) -> Path:
-    """Saves a model of any size to read it again, with properties."""
     import onnx
 
     file, copy = Path(folder) / "float.onnx", onnx.ModelProto()
@@ -498,15 +494,12 @@ def _saved(
 
 
 def _describe(model: "onnx.ModelProto", about: Description) -> None:
-    """Writes a description into an ONNX model: each field as JSON, under its name.
-
-    The keys that begin with "Image." are those of the ONNX specification ("Optional metadata",
-    docs/MetadataProps.md).
-    """
+    """Writes a description into an ONNX model: each field as JSON, under its name."""
     import onnx
 
     fields = {name: json.dumps(value) for name, value in about.to_dict().items()}
     for key, value in (
+        # Keys of the ONNX specification (docs/MetadataProps.md, "Optional metadata").
         ("Image.BitmapPixelFormat", _COLOURS.get(about.colours)),
         ("Image.NominalPixelRange", _RANGES.get(about.input_range)),
     ):

@@ -76,7 +76,6 @@ def open_artefact(path: Path) -> OpenedArtefact:
 
 
 def _find(path: Path) -> tuple[str, Path, Description, bool]:
-    """Returns format, path and description of an artefact, and whether a record vouches for it."""
     if path.is_file() and not records.record_file(path.parent).is_file():
         return _alone(path)
     versions = records.find_versions(path)
@@ -124,7 +123,7 @@ def _alone(file: Path) -> tuple[str, Path, Description, bool]:
 
 
 class _Ask(keras.layers.Layer):
-    """Asks an artefact for its answers to pixels.
+    """Runs an exported model on pixels.
 
     Attributes:
         config: how images are prepared for it; nothing else of it is true of the artefact.

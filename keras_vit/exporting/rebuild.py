@@ -1,6 +1,8 @@
 """Rebuilds a trained model in plain float32, and says what its files say of themselves.
 
 Other precisions do not export faithfully.
+
+Shapes: images (B, height, width, channels), logits (B, classes), features (B, D) of width D.
 """
 
 import dataclasses
@@ -18,11 +20,11 @@ from keras_vit.backend.private import layers_of
 from keras_vit.config import ViTConfig
 from keras_vit.layers import TokenDense
 from keras_vit.layers.dense import CHANGES
-from keras_vit.layers.random import overwritten_weights
+from keras_vit.layers.random import skip_initialization
 from keras_vit.model import VisionTransformer
 
 Range = Literal["pixels", "normalized"]
-Answer = Literal["logits", "probabilities", "features"]
+Output = Literal["logits", "probabilities", "features"]
 
 # What Keras adds to a layer for LoRA and quantisation; `_float_kernel` adds it to the kernel.
 _ADDED = (
@@ -60,7 +62,7 @@ class Exportable:
     network: keras.Model
     takes: Range
     activation: Callable[[Any], Any] | None
-    answers: Answer
+    answers: Output
     config: ViTConfig | None
     input_config: ViTConfig
 
@@ -261,7 +263,7 @@ def rebuild(model: keras.Model) -> Exportable:
         config = input_config = dataclasses.replace(
             model.config, classifier_activation=None, include_preprocessing=False
         )
-        with overwritten_weights():
+        with skip_initialization():
             network = VisionTransformer(config, name=model.name, dtype="float32")
         _copy_weights(model, network)
         activation = keras.activations.get(model.config.classifier_activation)
@@ -272,7 +274,7 @@ def rebuild(model: keras.Model) -> Exportable:
         _copy_weights(model, network)
         takes = _input_range(network, input_config)
         network, activation = _without_activation(network)
-    answers: Answer = "probabilities"
+    answers: Output = "probabilities"
     if not is_classifier or len(network.output_shape) != 2:
         activation, answers = None, "features"
     elif activation is keras.activations.linear:
@@ -320,7 +322,6 @@ def weights_sha256(network: keras.Model) -> str:
 
 
 def _made_again(model: keras.Model) -> keras.Model:
-    """Returns a functional model of the same layers in float32, with fresh weights."""
     serialized = _in_float32(keras.saving.serialize_keras_object(model))
     deserialize = functools.partial(
         keras.saving.deserialize_keras_object,
@@ -350,7 +351,6 @@ def _made_again(model: keras.Model) -> keras.Model:
 
 
 def _transformer_inside(model: keras.Model) -> VisionTransformer:
-    """Returns the Vision Transformer inside a functional or Sequential model, after checks."""
     transformers = [layer for layer in layers_of(model) if isinstance(layer, VisionTransformer)]
     inputs, outputs = (getattr(model, name, None) or () for name in ("inputs", "outputs"))
     if len(transformers) == 1 and not (inputs and outputs):
@@ -375,11 +375,7 @@ def _transformer_inside(model: keras.Model) -> VisionTransformer:
 
 
 def _input_range(network: keras.Model, config: ViTConfig) -> Range:
-    """Returns the range of a network with layers around a Vision Transformer.
-
-    It is that of the Vision Transformer where the layers before leave a black, a dark and a white
-    image as they are, otherwise pixels, which those layers scale.
-    """
+    """Returns the range of a network with layers around a Vision Transformer."""
     (transformer,) = (layer for layer in layers_of(network) if isinstance(layer, VisionTransformer))
     received: list[Any] = []
     call = transformer.call
@@ -398,6 +394,7 @@ def _input_range(network: keras.Model, config: ViTConfig) -> Range:
         del transformer.call
     own: Range = "pixels" if config.include_preprocessing else "normalized"
     medians = np.median(keras.ops.convert_to_numpy(received[0]), axis=(1, 2, 3))
+    # Layers that leave a black, a dark and a white image as they are do not scale pixels.
     if np.allclose(medians, values, atol=1e-2):
         return own
     scale = 1.0 if own == "pixels" else float(np.max(config.rescaling[0]))
@@ -413,7 +410,6 @@ def _input_range(network: keras.Model, config: ViTConfig) -> Range:
 
 
 def _in_float32(serialized: Any) -> Any:
-    """Returns a serialised object with float32 policies and without LoRA."""
     if isinstance(serialized, list | tuple):
         return type(serialized)(map(_in_float32, serialized))
     if not isinstance(serialized, dict):
@@ -435,7 +431,6 @@ def _in_float32(serialized: Any) -> Any:
 
 
 def _without_activation(network: keras.Model) -> tuple[keras.Model, Callable[[Any], Any]]:
-    """Returns a network without its final activation, and that activation."""
     last = network
     while isinstance(last, keras.Model):
         within, last = last, getattr(last, "operations", last.layers)[-1]
@@ -481,7 +476,6 @@ def _copy_weights(source: keras.Model, target: keras.Model) -> None:
 
 
 def _with_own_weights(model: keras.Model) -> list[tuple[keras.layers.Layer, list[Any]]]:
-    """Returns each layer that has weights of its own with their names and variables."""
     result = []
     layers = layers_of(model)
     # A parent precedes its children, so the last layer that lists a weight is its owner.
@@ -494,7 +488,6 @@ def _with_own_weights(model: keras.Model) -> list[tuple[keras.layers.Layer, list
 
 
 def _float_kernel(layer: keras.layers.Layer, stored: Any) -> np.ndarray:
-    """Returns a stored kernel in float32, without quantisation and with LoRA added."""
     mode = getattr(layer, "quantization_mode", None)
     is_adapted = getattr(layer, "lora_enabled", False)
     if is_adapted and not isinstance(layer, keras.layers.Dense):

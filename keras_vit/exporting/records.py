@@ -39,14 +39,14 @@ class Artefact:
         path: the version directory of a SavedModel, otherwise the file.
         bytes: its size on the disk.
         checks: the results of the checks.
-        floats: the kernels that stayed float32, as the file with all of them in int8 failed.
+        float32_layers: kernels that stayed float32, as the file with all in int8 failed.
     """
 
     format: str
     path: Path
     bytes: int
     checks: "tuple[Check, ...]"
-    floats: tuple[str, ...] = ()
+    float32_layers: tuple[str, ...] = ()
 
 
 def write_record(
@@ -75,7 +75,9 @@ def write_record(
         "images": images,
         "description": about.to_dict(),
         "artefacts": {each.format: str(each.path.relative_to(folder)) for each in artefacts},
-        "float32": {each.format: list(each.floats) for each in artefacts if each.floats},
+        "float32": {
+            each.format: list(each.float32_layers) for each in artefacts if each.float32_layers
+        },
         "files": {
             str(file.relative_to(folder)): {"bytes": file.stat().st_size, "sha256": sha256(file)}
             for file in sorted(folder.rglob("*"))
@@ -112,7 +114,7 @@ class Checked:
 
     Attributes:
         folder: that of the version.
-        made: when it was exported, and by which version; "" if nobody says it.
+        made: when it was exported, and by which version; "" if unknown.
         verdicts: of each artefact.
         faults: a sentence for each fault.
     """

@@ -40,24 +40,24 @@ class Batch:
 
     Attributes:
         inputs: (B, ...).
-        of_batch: the outputs for all of them in one batch.
+        batched: the outputs for all of them in one batch.
         of_first: for the first image alone, where convolutions sum in another order (R50+B/16:
             logits of 3.5 change by 5.6e-5, in the model and in its artefact).
     """
 
     inputs: np.ndarray
-    of_batch: dict[str, np.ndarray]
+    batched: dict[str, np.ndarray]
     of_first: dict[str, np.ndarray]
 
 
 def make_batch(exportable: Exportable, inputs: np.ndarray, images: np.ndarray) -> Batch:
     """Runs the rebuilt model on images, which are inputs in the range of its network."""
-    of_batch, of_first = (outputs(exportable, each) for each in (images, images[:1]))
-    return Batch(inputs=inputs, of_batch=of_batch, of_first=of_first)
+    batched, of_first = (outputs(exportable, each) for each in (images, images[:1]))
+    return Batch(inputs=inputs, batched=batched, of_first=of_first)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class GateImages:
+class VerificationImages:
     """Images that decide about an artefact, and the rebuilt model's outputs for them.
 
     Attributes:
@@ -77,17 +77,17 @@ class GateImages:
     @property
     def batch(self) -> Batch:
         """The first images, as pixels."""
-        of_batch = {name: value[:COUNT] for name, value in self.outputs.items()}
-        return Batch(inputs=self.pixels[:COUNT], of_batch=of_batch, of_first=self.of_first)
+        batched = {name: value[:COUNT] for name, value in self.outputs.items()}
+        return Batch(inputs=self.pixels[:COUNT], batched=batched, of_first=self.of_first)
 
 
-def make_gate_images(
+def make_verification_images(
     exportable: Exportable,
     images: Sequence[Image] = (),
     targets: Sequence[int] = (),
     *,
     work: float = FLOAT_WORK,
-) -> GateImages:
+) -> VerificationImages:
     """Chooses the given images, or makes such as resemble photographs where there are too few.
 
     Of sixteen images and more every second one: the others are for `make_calibration`.
@@ -106,6 +106,7 @@ def make_gate_images(
     least, most = GATE_COUNTS
     most = min(most, _GATE_BYTES // (4 * height * width * channels))
     most = max(min(most, int(work / each)), COUNT)
+    # The same images each time, so that chance does not decide about an export.
     order = np.random.default_rng(0).permutation(len(chosen))[:most]
     drawn = max(min(least, most) - len(order), 0)
     scenes = [draw_scene(seed, height=height, width=width) for seed in range(drawn)]
@@ -115,7 +116,7 @@ def make_gate_images(
     starts = range(0, len(inputs), COUNT)
     batches = [outputs(exportable, inputs[start : start + COUNT]) for start in starts]
     counts = {f"{len(order)} of {len(images)} given": len(order), f"{drawn} drawn": drawn}
-    return GateImages(
+    return VerificationImages(
         pixels=pixels,
         targets=np.array(true, np.int64),
         outputs={name: np.concatenate([part[name] for part in batches]) for name in batches[0]},
@@ -139,7 +140,7 @@ def compare_rebuilt(model: keras.Model, exportable: Exportable, batch: Batch) ->
     """Compares the live model with its float32 copy, on pixels."""
     images = exportable.to_original(batch.inputs)
     live = np.asarray(keras.ops.convert_to_numpy(model(images, training=False)), np.float32)
-    copied = batch.of_batch[exportable.answers]
+    copied = batch.batched[exportable.answers]
     layers = layers_of(model)
     dtypes = {weight.dtype for weight in model.weights}
     dtypes |= {layer.compute_dtype for layer in layers}

@@ -58,7 +58,7 @@ def write(
     *,
     about: Description,
     options: Options = DEFAULTS,
-    floats: Collection[str] = (),
+    float32: Collection[str] = (),
 ) -> dict[str, int]:
     """Writes a version directory.
 
@@ -101,8 +101,6 @@ def make_signatures(
 
 
 class _Signatures:
-    """The signatures, each a function of its input."""
-
     def __init__(self, exportable: Exportable, labels: tuple[str, ...], *, top_k: int) -> None:
         self._exportable, self._labels, self._top_k = exportable, labels, top_k
         model, self._shape = exportable.outputs(), (None, *exportable.image_shape)
@@ -115,10 +113,7 @@ class _Signatures:
         }
 
     def serving_default(self, image_bytes: Any) -> dict[str, Any]:
-        """Answers JPEG and PNG files of any size, with the status of each.
-
-        The status is "OK", or a sentence that says why the file could not be decoded.
-        """
+        """Takes JPEG and PNG files of any size; the status of each is "OK" or a sentence."""
         images, is_decoded = _decode_rows(image_bytes, **self._decoding)
         status = tf.cond(
             tf.reduce_all(is_decoded),
@@ -138,16 +133,13 @@ class _Signatures:
         return {"classes": answers["classes"], "scores": answers["scores"]}
 
     def image_tensor(self, images: Any) -> dict[str, Any]:
-        """Answers uint8 images."""
         return self._scores(self._of_images(images))
 
     def pixels(self, pixel_values: Any) -> dict[str, Any]:
-        """Answers normalized images."""
         values = tf.ensure_shape(pixel_values, self._shape)
         return self._scores(self._network(self._exportable.to_network(values, "normalized")))
 
     def features(self, images: Any) -> dict[str, Any]:
-        """Answers uint8 images by their features."""
         return {"features": self._of_images(images)["features"]}
 
     def _of_images(self, images: Any) -> Any:
@@ -162,7 +154,6 @@ class _Signatures:
         return {"logits": outputs["logits"], "probabilities": activation(outputs["logits"])}
 
     def _best(self, images: Any, is_decoded: Any) -> dict[str, Any]:
-        """Returns the best classes of decoded images, and `BLANK` for what was not decoded."""
         if self._exportable.image_shape[2] == 1:
             images = to_grey(images)
         answers = self._scores(self._network(self._exportable.to_network(images, "pixels")))
@@ -205,7 +196,6 @@ def _decode_rows(
 
 @image_files.one_op
 def _explain(contents: Any) -> Any:
-    """Says of each file (B,) why it could not be decoded."""
     reasons = (DAMAGED, EMPTY, UNKNOWN, image_files.TOO_LARGE, SINGLE_PIXEL)
     most = image_files.max_pixels()
 
@@ -229,12 +219,10 @@ def _explain(contents: Any) -> Any:
 
 
 def _map_rows(function: Callable[[Any], Any], rows: Any, *, spec: tf.TensorSpec) -> tuple[Any, Any]:
-    """Maps each row alone; returns the results, zeros where it failed, and whether it did not.
-
-    No operation of TensorFlow decodes without errors, but a dataset can pass over them.
-    """
+    """Maps each row alone; returns the results, zeros where it failed, and where it did not."""
     count = tf.size(rows, tf.int64)
     places = tf.range(count)
+    # No operation of TensorFlow decodes without errors, but a dataset can pass over them.
     dataset = tf.data.Dataset.from_tensor_slices((places, rows)).map(
         lambda place, row: (place, tf.ensure_shape(function(row), spec.shape)),
         num_parallel_calls=_PARALLEL_ROWS,

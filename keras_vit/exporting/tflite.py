@@ -4,6 +4,8 @@ Each file names its tensors, and has metadata that MediaPipe and LiteRT tools re
 the schema `metadata_schema.fbs` (MediaPipe, once TFLite Support) in a buffer of the model. The
 labels and this package's description are a zip archive behind the model, which runtimes do not
 read.
+
+Shapes: images (B, rows, columns, channels), tokens (B, N, D), as those of `forward`.
 """
 
 import contextlib
@@ -29,7 +31,7 @@ from keras_vit.exporting import savedmodel
 from keras_vit.exporting.clean import agreement, runners
 from keras_vit.exporting.clean.agreement import Check, Gate
 from keras_vit.exporting.formats import DEFAULTS, FORMATS, MIN_ELEMENTS, Format, Options
-from keras_vit.exporting.forward import folded_arrays, forward
+from keras_vit.exporting.forward import constant_folded_tokens, forward
 from keras_vit.exporting.rebuild import Description, Exportable
 from keras_vit.layers.resnet import GROUP_NORM_EPSILON, GROUPS
 
@@ -81,8 +83,9 @@ class EdgeForward(tf.Module):
         super().__init__(name="edge")
         self.config = config
         self.products: dict[str, int] = {}
-        arrays = folded_arrays(exportable.network, config)
+        arrays = constant_folded_tokens(exportable.network, config)
         for path in {"patch_encoder/prefix", "pooling/query"} & set(arrays):
+            # The batch is fixed: no operator needs to repeat them at run time.
             arrays[path] = np.repeat(arrays[path], batch_size, axis=0)
         self.arrays: dict[str, Any] = {path: tf.Variable(value) for path, value in arrays.items()}
         self.call = tf.function(
@@ -99,6 +102,7 @@ class EdgeForward(tf.Module):
         return self.arrays[path]
 
     def dense(self, x: Any, path: str) -> Any:
+        # As rows, whose product becomes FULLY_CONNECTED, the operator whose kernels are rounded.
         rows = self.product(tf.matmul, tf.reshape(x, (-1, x.shape[-1])), path)
         rows = rows + self.arrays[f"{path}/bias"]
         return tf.reshape(rows, (*x.shape[:-1], rows.shape[-1]))
@@ -142,6 +146,7 @@ class EdgeForward(tf.Module):
 
     def group_norm(self, x: Any, path: str) -> Any:
         batch, height, width, channels = x.shape
+        # Rank 4: not every delegate takes more.
         grouped = tf.reshape(x, (batch, height * width, GROUPS, channels // GROUPS))
         normed = tf.reshape(_standardized(grouped, (1, 3), GROUP_NORM_EPSILON), x.shape)
         return normed * self.arrays[f"{path}/gamma"] + self.arrays[f"{path}/beta"]
@@ -168,35 +173,35 @@ def write(
     *,
     about: Description,
     options: Options = DEFAULTS,
-    floats: Collection[str] = (),
+    float32: Collection[str] = (),
 ) -> dict[str, int]:
     """Writes a model in one or more TFLite formats, with built-in operators only."""
     sizes = {}
     with tempfile.TemporaryDirectory(prefix="keras-vit-") as folder, portable_forms():
         products = _save(exportable, folder, batch_size=options.batch_size)
         convert = functools.cache(functools.partial(_convert, folder, options))
-        places = [place for place, path in enumerate(products) if path in floats]
-        stays = sum(products[path] for path in products if path in floats)
+        places = [place for place, path in enumerate(products) if path in float32]
+        stays = sum(products[path] for path in products if path in float32)
         for name, file in files.items():
             row = FORMATS[name]
             if row.weights == "float32" or row.needs_images:
                 content = convert(calibrates=row.needs_images)
                 model = schema.ModelT.InitFromPackedBuf(content, 0)
             else:
-                model = rounded(convert(calibrates=False), row, floats=places)
+                model = rounded(convert(calibrates=False), row, float32=places)
             _write_file(file, model, about)
             more = 4 * (1 - row.share) * stays
             sizes[name] = int(row.share * exportable.parameter_bytes + more)
     return sizes
 
 
-def rounded(content: bytes, row: Format, *, floats: Collection[int] = ()) -> Any:
+def rounded(content: bytes, row: Format, *, float32: Collection[int] = ()) -> Any:
     """Returns an object of a file with rounded kernels of products and convolutions.
 
     Args:
         content: the file in float32.
         row: the format.
-        floats: which of the products and convolutions, counted from 0, stay float32.
+        float32: which of the products and convolutions, counted from 0, stay float32.
     """
     from ai_edge_quantizer import qtyping, quantizer
 
@@ -214,7 +219,7 @@ def rounded(content: bytes, row: Format, *, floats: Collection[int] = ()) -> Any
     for place, (scope, operation, shape) in enumerate(_products(content)):
         # Rounding the kernel that reads the image costs the most accuracy, unless inputs are too.
         reads_image = len(shape) == 4 and shape[-1] <= _IMAGE_CHANNELS and precision == "FLOAT"
-        if np.prod(shape) >= MIN_ELEMENTS and place not in floats and not reads_image:
+        if np.prod(shape) >= MIN_ELEMENTS and place not in float32 and not reads_image:
             work.update_quantization_recipe(f"^{re.escape(scope)};?$", operation, options, method)
     if work.get_quantization_recipe():
         with contextlib.redirect_stderr(io.StringIO()):  # one of its bars heeds no argument
@@ -232,7 +237,6 @@ def rounded(content: bytes, row: Format, *, floats: Collection[int] = ()) -> Any
 
 
 def _products(content: bytes) -> Iterator[tuple[str, str, list[int]]]:
-    """Yields output, operator and shape of the kernel of each product and convolution, in order."""
     model = schema.Model.GetRootAs(content)
     graph = model.Subgraphs(0)
     for place in range(graph.OperatorsLength()):
@@ -248,10 +252,8 @@ def _products(content: bytes) -> Iterator[tuple[str, str, list[int]]]:
 
 
 def _save(exportable: Exportable, folder: str, *, batch_size: int) -> dict[str, int]:
-    """Saves what is to be converted, and returns the elements of each kernel, in their order.
-
-    The module and its weights are gone when the converter makes copies of its own.
-    """
+    """Saves what is to be converted, and returns the elements of each kernel, in order."""
+    # Made here, so that its weights are gone when the converter makes copies of its own.
     module = make_module(exportable, batch_size=batch_size)
     savedmodel.save_module(module, folder, {runners.SIGNATURE: module.call})
     return dict(getattr(module, "products", {}))
@@ -269,7 +271,6 @@ def make_module(exportable: Exportable, *, batch_size: int) -> Any:
 
 
 def _convert(folder: str, options: Options, *, calibrates: bool) -> bytes:
-    """Converts what was saved: to float32, or to int8 throughout with images to calibrate on."""
     # The converter's from_concrete_functions loses the weights or the signature.
     converter = tf.lite.TFLiteConverter.from_saved_model(folder, [runners.SIGNATURE])
     converter.target_spec.supported_ops = [tf.lite.OpsSet.TFLITE_BUILTINS]
@@ -286,12 +287,13 @@ def _convert(folder: str, options: Options, *, calibrates: bool) -> bytes:
 
 def _standardized(x: Any, axes: tuple[int, ...], epsilon: float) -> Any:
     centred = x - tf.reduce_mean(x, axis=axes, keepdims=True)
+    # Keras' form becomes SQUARED_DIFFERENCE, which int8 throughout leaves in float32, between a
+    # DEQUANTIZE and a QUANTIZE.
     variance = tf.reduce_mean(tf.pow(centred, 2.0), axis=axes, keepdims=True)
     return centred / tf.sqrt(variance + epsilon)
 
 
 def _write_file(file: Path, model: Any, about: Description) -> None:
-    """Writes a converted model with tensors named as in its signature, its outputs in order."""
     (graph,), (signature,) = model.subgraphs, model.signatureDefs
     tensors = {
         each.name.decode(): each.tensorIndex for each in (*signature.inputs, *signature.outputs)
@@ -363,10 +365,7 @@ def make_metadata(about: Description) -> bytes:
 
 
 def _pack(builder: Any, value: Any) -> int:
-    """Writes text, floats, a table as its fields by number, or tables, and returns the offset.
-
-    A number in a table stands beside its type.
-    """
+    """Writes text, floats, a table by numbers of fields, or tables; returns the offset."""
     if isinstance(value, str):
         return int(builder.CreateString(value))
     if isinstance(value, list) and isinstance(value[0], float):
@@ -472,12 +471,7 @@ def excess(checks: Iterable[Check]) -> float:
 
 
 class _Rounding(EdgeForward):
-    """The forward pass, in which one kernel and its inputs are rounded.
-
-    Attributes:
-        chosen: the place of this kernel in `sizes`; -1 for none.
-        sizes: the elements of each kernel that files of the format round.
-    """
+    """The forward pass, in which the `chosen` one of the kernels in `sizes` is rounded."""
 
     def __init__(
         self, exportable: Exportable, row: Format, *, config: ViTConfig, batch_size: int

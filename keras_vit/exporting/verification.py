@@ -17,7 +17,7 @@ from keras_vit.exporting.clean.agreement import Case, Check, Gate, Request
 from keras_vit.exporting.clean.checker import Report
 from keras_vit.exporting.formats import Format
 from keras_vit.exporting.rebuild import Exportable
-from keras_vit.exporting.samples import Batch, GateImages
+from keras_vit.exporting.samples import Batch, VerificationImages
 
 # Float32 sums in another order differ; measured up to 2e-6.
 SAVEDMODEL_LIMIT = 1e-5
@@ -41,6 +41,7 @@ def run_checks(request: Request) -> Report:
         checker.write(Path(name), request)
         package = Path(checker.__file__).parents[1]
         finished = subprocess.run(
+            # -P: modules of the working directory must not stand for those of the package.
             [sys.executable, "-P", "-c", checker.START, str(package), name],
             capture_output=True,
             text=True,
@@ -74,21 +75,21 @@ def require(checks: Iterable[Check], *, artefact: str) -> None:
 def file_cases(exportable: Exportable, row: Format, pixels: Batch, gate: Gate) -> list[Case]:
     """Returns the case of an ONNX or TFLite file."""
     names = ["features"] if exportable.activation is None else ["logits", "probabilities"]
-    limit = FLOAT_LIMIT * _scale(pixels.of_batch)
+    limit = FLOAT_LIMIT * _scale(pixels.batched)
     if row.weights != "float32":  # which may change one answer more
-        names, limit = names[:1], row.limits.largest * agreement.spread(gate)
+        names, limit = names[:1], row.limits.largest * agreement.deviation(gate)
     return [
         Case(
             signature="",
             inputs={"images": exportable.to_original(pixels.inputs)},
-            expected={name: pixels.of_batch[name] for name in names},
+            expected={name: pixels.batched[name] for name in names},
             limit=limit,
             batch_sizes=row.batch_sizes,
         )
     ]
 
 
-def make_gate(exportable: Exportable, row: Format, images: GateImages) -> Gate:
+def make_gate(exportable: Exportable, row: Format, images: VerificationImages) -> Gate:
     """Returns what decides about an artefact of a format."""
     # A single logit without sigmoid is a value.
     kind = getattr(exportable.activation, "__name__", "")
@@ -135,10 +136,10 @@ def savedmodel_cases(
         return Case(
             signature=signature,
             inputs={given: batch.inputs},
-            expected={name: batch.of_batch[name] for name in names},
+            expected={name: batch.batched[name] for name in names},
             # "class_ids" is missing where rounding may exchange two classes.
             alone={name: batch.of_first[name] for name in names if name in batch.of_first},
-            limit=SAVEDMODEL_LIMIT * _scale(batch.of_batch),
+            limit=SAVEDMODEL_LIMIT * _scale(batch.batched),
             batch_sizes=row.batch_sizes if signature == savedmodel.SERVING_DEFAULT else (1, 3, 0),
         )
 
@@ -149,11 +150,9 @@ def savedmodel_cases(
             case("features", "images", pixels, "features"),
         ]
     best, of_first = (
-        _best(outputs["probabilities"], top_k=top_k) for outputs in (files.of_batch, files.of_first)
+        _best(outputs["probabilities"], top_k=top_k) for outputs in (files.batched, files.of_first)
     )
-    files = Batch(
-        inputs=contents, of_batch=files.of_batch | best, of_first=files.of_first | of_first
-    )
+    files = Batch(inputs=contents, batched=files.batched | best, of_first=files.of_first | of_first)
     examples = np.array([savedmodel.example(content) for content in contents], object)
     made = [
         case("serving_default", "image_bytes", files, *best),

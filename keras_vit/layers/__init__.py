@@ -1,7 +1,7 @@
 """The Keras layers that a Vision Transformer is made of.
 
-Letters in the shape comments: B batch, H and W height and width, C channels, P patch, N tokens,
-D hidden width, K width of one attention head, M width of the MLP's hidden layer.
+Shapes in comments: B images, H and W pixels (with tokens H is heads), C channels, P patch_size, h
+and w the grid of patches, N tokens, D hidden_dim, K width of a head, M mlp_dim.
 """
 
 from keras_vit.layers.attention import MultiHeadSelfAttention
@@ -9,7 +9,7 @@ from keras_vit.layers.block import DropPath, PatchDropout, TransformerBlock
 from keras_vit.layers.dense import MLP, LayerNormalization, TokenDense
 from keras_vit.layers.patches import PatchEncoder, Patches
 from keras_vit.layers.pooling import AttentionPooling, TokenPooling
-from keras_vit.layers.positions import PositionEmbedding, RotaryTurns
+from keras_vit.layers.positions import PositionEmbedding, RotaryEmbedding
 from keras_vit.layers.resnet import BottleneckUnit, ResNetStem, StdConv2D
 
 __all__ = [
@@ -24,7 +24,7 @@ __all__ = [
     "Patches",
     "PositionEmbedding",
     "ResNetStem",
-    "RotaryTurns",
+    "RotaryEmbedding",
     "StdConv2D",
     "TokenDense",
     "TokenPooling",

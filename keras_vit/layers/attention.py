@@ -1,4 +1,7 @@
-"""Multi-head self-attention, and a recorder of what layers compute, for one thread alone."""
+"""Multi-head self-attention, and a recorder of what layers compute, for one thread alone.
+
+Shapes: B images, N tokens (prefix tokens first, then patches), D hidden_dim, H heads, K = D / H.
+"""
 
 import contextlib
 import contextvars
@@ -14,10 +17,10 @@ from keras_vit.layers.positions import (
     bias_index,
     bias_rows,
     check_grid,
+    cos_sin_of,
     position_initializer,
     rotary_angles,
     rotate,
-    turns_of,
 )
 from keras_vit.layers.random import RandomLayer, dropout, split_seed
 
@@ -127,7 +130,7 @@ class MultiHeadSelfAttention(CompositeLayer, RandomLayer):
         self.layer_norm_epsilon = layer_norm_epsilon
         self.relative_grid = relative_grid
         self.rotary = None if rotary is None else dict(rotary)
-        self._turns: Any = None
+        self._cos_sin: Any = None
 
     def build(self, input_shape: tuple[Any, ...]) -> None:
         hidden_dim, dtype = input_shape[-1], self.dtype_policy.name
@@ -157,8 +160,8 @@ class MultiHeadSelfAttention(CompositeLayer, RandomLayer):
         if self.rotary is not None:
             prefix = check_grid(self.rotary["grid"], input_shape[1])
             angles = rotary_angles(size=hidden_dim // self.num_heads, **self.rotary)
-            self._turns = tuple(turn.astype(np.float32) for turn in turns_of(angles, prefix, np))
-        self.change_dense()
+            self._cos_sin = tuple(x.astype(np.float32) for x in cos_sin_of(angles, prefix, np))
+        self.apply_changes()
 
     def call(
         self,
@@ -167,21 +170,22 @@ class MultiHeadSelfAttention(CompositeLayer, RandomLayer):
         seed: Any = None,
         residual: Any = None,
         scale: Any = None,
-        turns: Any = None,
+        cos_sin: Any = None,
     ) -> Any:
-        """Drops with `seed`, drawn by `next_seed`; with a fresh one if it is None.
+        """Drops with `seed`, drawn by `next_seed`; with a new one if it is None.
 
-        Multiplies by `scale` (D,) and adds `residual` (B, N, D) last. `turns` are those of
-        `RotaryTurns`, (2, N, K), or of each image, (2, B, N, K).
+        Multiplies by `scale` (D,) and adds `residual` (B, N, D) last. `cos_sin` are those of
+        `RotaryEmbedding`, (2, N, K), or of each image, (2, B, N, K).
         """
-        turns = self._turns if turns is None else keras.ops.unstack(turns)  # (N, K) each
+        cos_sin = self._cos_sin if cos_sin is None else keras.ops.unstack(cos_sin)  # (N, K) each
         seeds = split_seed(self.seed_of_call(seed, training), 2)
-        qkv = self._placed(self.qkv(inputs), turns)  # (B, N, 3D)
+        qkv = self._apply_rotary(self.qkv(inputs), cos_sin)  # (B, N, 3D)
         bias = None
         if self.relative_grid is not None:
             bias = keras.ops.take(self.relative_bias[0], self._bias_index, axis=0)  # (N, N, H)
             bias = keras.ops.cast(keras.ops.transpose(bias, (2, 0, 1)), qkv.dtype)  # (H, N, N)
         is_dropping = seeds[0] is not None and self.attention_dropout_rate
+        # Fused kernels neither drop weights nor return them: only then are the weights made here.
         if not (is_dropping or is_recorded(self, qkv)):
             x = backend.self_attention(qkv, self.num_heads, bias=bias)  # (B, N, D)
         else:
@@ -197,24 +201,23 @@ class MultiHeadSelfAttention(CompositeLayer, RandomLayer):
     def compute_output_shape(self, input_shape: tuple[Any, ...]) -> tuple[Any, ...]:
         return input_shape
 
-    def _placed(self, qkv: Any, turns: Any) -> Any:
-        """Normalises and turns the queries and keys in (B, N, 3D); the values stay.
-
-        What they are multiplied by follows, in whatever kernel takes (B, N, 3D).
-        """
-        if turns is None and not self.query_key_norm:
+    def _apply_rotary(self, qkv: Any, cos_sin: Any) -> Any:
+        """Normalises and rotates the queries and keys in (B, N, 3D); the values stay."""
+        if cos_sin is None and not self.query_key_norm:
             return qkv
         _, tokens, width = keras.ops.shape(qkv)
         both, value = keras.ops.split(qkv, [width // 3 * 2], axis=-1)
         shape = (-1, tokens, 2 * self.num_heads, width // 3 // self.num_heads)
+        # Queries and keys as 2H heads: they are rotated in one operation.
         both = keras.ops.reshape(both, shape)  # (B, N, 2H, K)
         if self.query_key_norm:
             query, key = keras.ops.split(both, 2, axis=2)  # (B, N, H, K)
             both = keras.ops.concatenate([self.query_norm(query), self.key_norm(key)], axis=2)
-        if turns is not None:
-            cosines, sines = (x[..., None, :] for x in turns)  # (N, 1, K)
+        if cos_sin is not None:
+            cosines, sines = (x[..., None, :] for x in cos_sin)  # (N, 1, K)
             both = rotate(both, cosines, sines)
         both = keras.ops.reshape(both, (-1, tokens, width // 3 * 2))
+        # Joined again, since every kernel takes (B, N, 3D).
         return keras.ops.concatenate([both, value], axis=-1)
 
 
@@ -242,6 +245,7 @@ def merge_heads(x: Any) -> Any:
 
 def attention_weights(query: Any, key: Any, *, bias: Any = None) -> Any:
     """Returns softmax(query key^T / sqrt(K) + bias), (B, H, N, N); its sums are float32's."""
+    # Before the product: the logits are N / K times as large as the queries.
     query = query * (query.shape[-1] ** -0.5)
     logits = keras.ops.matmul(query, keras.ops.transpose(key, (0, 1, 3, 2)))
     return backend.softmax(logits if bias is None else logits + bias)

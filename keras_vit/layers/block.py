@@ -1,4 +1,8 @@
-"""The Transformer encoder block, with stochastic depth, and patch dropout before the first."""
+"""The Transformer encoder block, with stochastic depth, and patch dropout before the first.
+
+Shapes: B images, N tokens (prefix tokens first, then patches), D hidden_dim, M mlp_dim, K width of
+a head.
+"""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -43,7 +47,7 @@ class DropPath(RandomLayer):
         self.built = True
 
     def call(self, inputs: Any, training: bool | None = None, seed: Any = None) -> Any:
-        """Drops with `seed`, drawn by `next_seed`; with a fresh one if it is None."""
+        """Drops with `seed`, drawn by `next_seed`; with a new one if it is None."""
         return drop_samples(inputs, self.rate, seed=self.seed_of_call(seed, training))
 
     def compute_output_shape(self, input_shape: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -65,8 +69,9 @@ class PatchDropout(RandomLayer):
         num_prefix_tokens: tokens before the patches', which all stay.
         seed: integer seed of the draws; None for a random one.
 
-    Input shape: (B, N, D). Output shape: the same, in training with fewer N. With `turns` (2, N, K)
-    of `RotaryTurns`, a pair: the tokens, and the turns of those left, in training (2, B, N, K).
+    Input shape: (B, N, D). Output shape: the same, in training with fewer N. With the
+    `cos_sin` (2, N, K) of `RotaryEmbedding`, a pair: the tokens, and the cosines and sines of those
+    left, in training (2, B, N, K).
 
     Raises:
         ValueError: the rate is outside [0, 1).
@@ -85,14 +90,14 @@ class PatchDropout(RandomLayer):
     def build(self, input_shape: tuple[Any, ...]) -> None:
         self.built = True
 
-    def call(self, inputs: Any, turns: Any = None, training: bool | None = None) -> Any:
+    def call(self, inputs: Any, cos_sin: Any = None, training: bool | None = None) -> Any:
         seed = self.next_seed(training)
         places = None if seed is None else self._places(inputs, seed)
         if places is not None:
             inputs = keras.ops.take_along_axis(inputs, places[..., None], axis=1)
-        if turns is None:
+        if cos_sin is None:
             return inputs
-        return inputs, turns if places is None else keras.ops.take(turns, places, axis=1)
+        return inputs, cos_sin if places is None else keras.ops.take(cos_sin, places, axis=1)
 
     def _places(self, tokens: Any, seed: Any) -> Any:
         """Draws which tokens (B, N, D) are left: their places (B, N), in rising order."""
@@ -192,10 +197,10 @@ class TransformerBlock(CompositeLayer):
                 )
                 for name in ("attention_scale", "mlp_scale")
             )
-        self.change_dense()
+        self.apply_changes()
 
-    def call(self, inputs: Any, training: bool | None = None, turns: Any = None) -> Any:
-        """Turns queries and keys by `turns` (2, N, K), those of `RotaryTurns`; None for none.
+    def call(self, inputs: Any, training: bool | None = None, cos_sin: Any = None) -> Any:
+        """Rotates queries and keys by the `cos_sin` (2, N, K) of `RotaryEmbedding`, if given.
 
         Where each image has its own, they are (2, B, N, K).
         """
@@ -204,14 +209,15 @@ class TransformerBlock(CompositeLayer):
         # Drawn here, so that a recomputed block drops the same units.
         seeds = self.next_seeds(training)
         if not (self.remat and training):
-            return self.compute(inputs, seeds, turns)
-        options = [*seeds, turns]
+            return self.compute(inputs, seeds, cos_sin)
+        # What is recomputed takes tensors alone: None is left out here, and put back inside.
+        options = [*seeds, cos_sin]
         tensors = [option for option in options if option is not None]
 
         def forward(inputs: Any, *tensors: Any) -> Any:
             iterator = iter(tensors)
-            *seeds, turns = [None if option is None else next(iterator) for option in options]
-            return self.compute(inputs, seeds, turns)
+            *seeds, cos_sin = [None if option is None else next(iterator) for option in options]
+            return self.compute(inputs, seeds, cos_sin)
 
         return backend.remat(forward, self.kept)(inputs, *tensors)
 
@@ -228,22 +234,22 @@ class TransformerBlock(CompositeLayer):
         parts = (self.attention, self.drop_path, self.mlp, self.drop_path)
         return [part.next_seed(training) for part in parts]
 
-    def compute(self, inputs: Any, seeds: list[Any], turns: Any, rate: Any = None) -> Any:
+    def compute(self, inputs: Any, seeds: list[Any], cos_sin: Any, rate: Any = None) -> Any:
         """Computes the block with seeds of `next_seeds`, by `call` or in the place of others.
 
         Args:
             inputs: (B, N, D).
             seeds: two integers each, or None.
-            turns: as those of `call`.
+            cos_sin: as those of `call`.
             rate: of drop path; None for the block's own.
         """
         rate = self.drop_path.rate if rate is None else rate
-        turned = {} if turns is None else {"turns": turns}
+        rotary = {} if cos_sin is None else {"cos_sin": cos_sin}
         tokens = self._add(
-            self.attention, self.attention_norm, inputs, seeds[:2], rate, **turned
+            self.attention, self.attention_norm, inputs, seeds[:2], rate, **rotary
         )  # (B, N, D)
         tokens = self._add(self.mlp, self.mlp_norm, tokens, seeds[2:], rate)  # (B, N, D)
-        tokens = backend.by_images(tokens)
+        tokens = backend.flatten_batch(tokens)
         record(self, tokens)
         return tokens
 
@@ -274,7 +280,7 @@ def run_blocks(
     tokens: Any,
     *,
     training: bool | None,
-    turns: Any = None,
+    cos_sin: Any = None,
 ) -> Any:
     """Applies blocks of one config one after another to tokens (B, N, D).
 
@@ -285,7 +291,7 @@ def run_blocks(
         blocks: which may differ in their weights and in the rate of drop path.
         tokens: (B, N, D).
         training: whether they drop.
-        turns: as those of a block's `call`.
+        cos_sin: as those of a block's `call`.
     """
     if backend.scan_layers is None or backend.is_concrete(tokens) or is_recording():
         runs = [[block] for block in blocks]
@@ -293,9 +299,9 @@ def run_blocks(
         runs = [list(run) for _, run in itertools.groupby(blocks, _kind)]
     for run in runs:
         if len(run) == 1:
-            tokens = run[0](tokens, training=training, turns=turns)
+            tokens = run[0](tokens, training=training, cos_sin=cos_sin)
         else:
-            tokens = _scan(run, tokens, training=training, turns=turns)
+            tokens = _scan(run, tokens, training=training, cos_sin=cos_sin)
     return tokens  # (B, N, D)
 
 
@@ -307,16 +313,20 @@ def _kind(block: TransformerBlock) -> Any:
     return [(v.name, tuple(v.shape), v.dtype, v.trainable) for v in block.weights]
 
 
-def _scan(blocks: list[TransformerBlock], tokens: Any, *, training: bool | None, turns: Any) -> Any:
+def _scan(
+    blocks: list[TransformerBlock], tokens: Any, *, training: bool | None, cos_sin: Any
+) -> Any:
     """Applies blocks of one kind to tokens (B, N, D), the first of them in the place of all."""
+    # One body is traced for all, so what differs between blocks must be data: seeds and rates.
     first = blocks[0]
     columns = zip(*(block.next_seeds(training) for block in blocks), strict=True)
+    # The rates differ between blocks of one loop, so that they are its data and no constants.
     rates = [np.float32(block.drop_path.rate) for block in blocks]
     rows = list(zip(zip(*map(_filled, columns), strict=True), rates, strict=True))
 
     def step(tokens: Any, row: Any) -> Any:
         seeds, rate = row
-        return first.compute(tokens, list(seeds), turns, rate=rate)
+        return first.compute(tokens, list(seeds), cos_sin, rate=rate)
 
     if first.remat and training:
         step = backend.remat(step, first.kept)

@@ -1,4 +1,7 @@
-"""What computes on each token alone: dense layers, normalisation, and the MLP, as they fuse."""
+"""What computes on each token alone: dense layers, normalisation, and the MLP, as they fuse.
+
+Shapes: B images, N tokens, D width of the input, M width of the output, or inside of an MLP.
+"""
 
 import gc
 from typing import Any
@@ -19,7 +22,7 @@ BIAS_STDDEV = 1e-6
 MODES = ("int8", "int4", "float8")
 
 # What LoRA adds, in the order of files.
-_THIN = ("lora_kernel_a", "lora_kernel_b")
+_LORA_KERNELS = ("lora_kernel_a", "lora_kernel_b")
 
 
 class CompositeLayer(keras.layers.Layer):
@@ -43,9 +46,9 @@ class CompositeLayer(keras.layers.Layer):
         layer._changes = config.get(CHANGES, {})
         return layer
 
-    def change_dense(self) -> None:
-        """Changes fresh dense layers as the config says; a subclass builds, then calls this."""
-        change_dense(self, self._changes)
+    def apply_changes(self) -> None:
+        """Changes new dense layers as the config says; a subclass builds, then calls this."""
+        apply_changes(self, self._changes)
 
 
 def dense_changes(layer: keras.layers.Layer) -> dict[str, dict[str, Any]]:
@@ -63,8 +66,8 @@ def dense_changes(layer: keras.layers.Layer) -> dict[str, dict[str, Any]]:
     return {place: change for place, change in changes.items() if change}
 
 
-def change_dense(layer: keras.layers.Layer, changes: dict[str, dict[str, Any]]) -> None:
-    """Applies the result of `dense_changes` to fresh dense layers; their values are loaded later.
+def apply_changes(layer: keras.layers.Layer, changes: dict[str, dict[str, Any]]) -> None:
+    """Applies the result of `dense_changes` to new dense layers; their values are loaded later.
 
     Raises:
         ValueError: there are not so many dense layers.
@@ -196,6 +199,7 @@ class TokenDense(keras.layers.Dense):
             x = backend.dense(inputs, kernel, bias) + self.lora_alpha / self.lora_rank * change
             return _add(residual, self.activation(x))
         if scale is not None:
+            # s (x k + b) = x (s k) + s b: so the product can add the residual, which is not scaled.
             kernel, bias = keras.ops.multiply(kernel, scale), keras.ops.multiply(bias, scale)
         return backend.dense(  # (B, N, M)
             inputs, kernel, bias, self.activation_name, residual=residual
@@ -236,13 +240,13 @@ class TokenDense(keras.layers.Dense):
         a_initializer: Any = "he_uniform",
         b_initializer: Any = "zeros",
     ) -> None:
-        """Adds a trainable product of two thin matrices to the kernel (LoRA, arXiv 2106.09685).
+        """Adds a trainable product of two low-rank matrices to the kernel (LoRA, arXiv 2106.09685).
 
         The second matrix is zero, so nothing changes until it is trained. The kernel is frozen;
         `keras_vit.lora` freezes what else there is.
 
         Args:
-            rank: width of the thin matrices.
+            rank: width of the low-rank matrices.
             lora_alpha: the product is scaled by lora_alpha / rank; None for rank, a scale of 1.
             a_initializer: of the first matrix.
             b_initializer: of the second.
@@ -269,9 +273,9 @@ class TokenDense(keras.layers.Dense):
 
     def load_own_variables(self, store: Any) -> None:
         variables = self._stored_variables()
-        if self.lora_enabled and len(store.keys()) == len(variables) - len(_THIN):
+        if self.lora_enabled and len(store.keys()) == len(variables) - len(_LORA_KERNELS):
             # A file of the model from before it was adapted.
-            variables = variables[: -len(_THIN)]
+            variables = variables[: -len(_LORA_KERNELS)]
             self.lora_kernel_b.assign(keras.ops.zeros_like(self.lora_kernel_b))
         elif len(store.keys()) != len(variables):
             raise ValueError(
@@ -297,8 +301,7 @@ class TokenDense(keras.layers.Dense):
         return config
 
     def _stored_variables(self) -> list[keras.Variable]:
-        """Returns the variables of a file, in its order."""
-        names = (*self.variable_serialization_spec[self.quantization_mode], *_THIN)
+        names = (*self.variable_serialization_spec[self.quantization_mode], *_LORA_KERNELS)
         variables = (
             private.stored_kernel(self) if name == "kernel" else getattr(self, name, None)
             for name in names
@@ -348,7 +351,7 @@ class MLP(CompositeLayer, RandomLayer):
         )
         self.fc1.build(input_shape)
         self.fc2.build((*input_shape[:-1], self.mlp_dim))
-        self.change_dense()
+        self.apply_changes()
 
     def call(
         self,
@@ -358,7 +361,7 @@ class MLP(CompositeLayer, RandomLayer):
         residual: Any = None,
         scale: Any = None,
     ) -> Any:
-        """Drops with `seed`, drawn by `next_seed`; with a fresh one if it is None.
+        """Drops with `seed`, drawn by `next_seed`; with a new one if it is None.
 
         Multiplies by `scale` (D,) and adds `residual` (B, N, D) last.
         """
@@ -391,8 +394,9 @@ def add_dropped(
     is_plain = not layer.lora_enabled and layer.quantization_mode is None
     if not is_dropping and scale is None:
         return layer(x, residual=residual)
-    if not is_dropping and is_plain and backend.folds_scale(x):
+    if not is_dropping and is_plain and backend.fuses_scale(x):
         return layer(x, residual=residual, scale=scale)
+    # Dropout and scale stand between product and residual, so that the product cannot add it.
     x = dropout(layer(x), rate, seed=seed)
     return _add(residual, x if scale is None else x * keras.ops.cast(scale, x.dtype))
 

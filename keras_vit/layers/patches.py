@@ -1,4 +1,8 @@
-"""From images to tokens: cutting patches, and encoding them."""
+"""From images to tokens: cutting patches, and encoding them.
+
+Shapes: B images, H and W pixels, C channels, P patch_size, N tokens (prefix tokens first, then
+patches), D hidden_dim.
+"""
 
 from typing import Any
 
@@ -143,7 +147,7 @@ class PatchEncoder(CompositeLayer, RandomLayer, PositionedLayer):
             num_registers=self.num_registers,
             any_size=self.position_grid is not None,
         )
-        self.change_dense()
+        self.apply_changes()
 
     def call(self, inputs: Any, training: bool | None = None) -> Any:
         grid = None if self.position_grid is None else keras.ops.shape(inputs)[1:3]

@@ -1,4 +1,7 @@
-"""From tokens to one vector: the class token, average, both, maximum, or attention pooling."""
+"""From tokens to one vector: the class token, average, both, maximum, or attention pooling.
+
+Shapes: B images, N tokens (prefix tokens first, then patches), D hidden_dim, M mlp_dim, H heads.
+"""
 
 from typing import Any
 
@@ -108,11 +111,12 @@ class AttentionPooling(CompositeLayer):
         self.out = TokenDense(hidden_dim, dtype=dtype, name="out")
         for layer in (self.query, self.key_value, self.out, self.norm, self.mlp):
             layer.build((input_shape[0], 1, hidden_dim))
-        self.change_dense()
+        self.apply_changes()
 
     def call(self, inputs: Any, training: bool | None = None) -> Any:
         batch, _, hidden_dim = keras.ops.shape(inputs)
         probe = keras.ops.cast(self.probe, inputs.dtype)
+        # All images have the same query: it is projected once, then repeated.
         query = keras.ops.broadcast_to(self.query(probe), (batch, 1, hidden_dim))
         key, value = keras.ops.split(self.key_value(inputs), 2, axis=-1)  # (B, N, D) each
         query, key, value = (split_heads(x, self.num_heads) for x in (query, key, value))

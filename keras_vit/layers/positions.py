@@ -1,7 +1,7 @@
 """Where a token is: tables of positions, sines and cosines, rotary positions, relative biases.
 
-Letters: B batch, N tokens, D hidden width, K width of one attention head, h and w patches of a
-column and of a row.
+Shapes: B images, N tokens (prefix tokens first, then patches), D hidden_dim, K width of a head, h
+and w the grid of patches: those of a column and of a row.
 """
 
 from typing import Any
@@ -212,12 +212,14 @@ def resample_axis(table: Any, axis: int, size: Any) -> Any:
         return table
     table = keras.ops.cast(table, "float32")
     steps = keras.ops.maximum(keras.ops.convert_to_tensor(size, "int32") - 1, 1)
+    # In whole numbers: rounding could put a position that falls on a cell just below it.
     places = keras.ops.arange(size, dtype="int32") * (old - 1)  # in units of 1 / steps
     lower, rest = places // steps, places % steps
     fraction = keras.ops.cast(rest, "float32") / keras.ops.cast(steps, "float32")
     shape = tuple(-1 if each == axis else 1 for each in range(len(table.shape)))
     fraction = keras.ops.reshape(fraction, shape)
     low = keras.ops.take(table, lower, axis=axis)
+    # The last position lies on the last cell: its fraction is 0, and no cell follows.
     high = keras.ops.take(table, keras.ops.minimum(lower + 1, old - 1), axis=axis)
     return low * (1 - fraction) + high * fraction
 
@@ -237,6 +239,7 @@ def sincos_table(grid: tuple[Any, Any], width: int) -> Any:
     """
     ops = float64_operations(grid)
     quarter = width // 4
+    # Divided by quarter - 1, as in big_vision: the last frequency is 1 / 10000 itself.
     falling = TEMPERATURE ** (-np.arange(quarter) / max(quarter - 1, 1))
     places = ops.meshgrid(*(ops.arange(side, dtype="float64") for side in grid), indexing="ij")
     y, x = (ops.reshape(place, (-1, 1)) * falling for place in places)
@@ -261,6 +264,7 @@ def bias_index(grid: tuple[int, int], num_prefix_tokens: int) -> np.ndarray:
     first; before them the `BIAS_PREFIX`, if there are tokens before the patches.
     """
     places = np.indices(grid).reshape(2, -1)  # (2, patches)
+    # Offsets start at 1 - side; shifted, the most negative has index 0.
     rows, columns = places[:, None, :] - places[:, :, None] + np.array(grid)[:, None, None] - 1
     between = rows * (2 * grid[1] - 1) + columns
     if not num_prefix_tokens:
@@ -294,7 +298,7 @@ def rotary_angles(
 ) -> Any:
     """Returns the angles of rotary positions in radians, (patches, size / 2), in float64.
 
-    The first half turns by the row, the second by the column, each at frequencies that fall
+    The first half cos_sin by the row, the second by the column, each at frequencies that fall
     geometrically from 1 to almost 1 / period (arXiv 2104.09864, in two dimensions).
 
     Example:
@@ -315,6 +319,7 @@ def rotary_angles(
     sides = [ops.arange(n, dtype="float64") for n in grid]
     if reference_grid is None:
         sides = [
+            # Centres of patches, relative to the image: all resolutions have the same angles.
             2 * np.pi * (ops.divide(2 * (side + 0.5), n) - 1)
             for side, n in zip(sides, grid, strict=True)
         ]
@@ -328,11 +333,11 @@ def rotary_angles(
 
 
 @keras.saving.register_keras_serializable(package="keras_vit")
-class RotaryTurns(keras.layers.Layer):
+class RotaryEmbedding(keras.layers.Layer):
     """Computes by what rotary positions turn queries and keys, for patches of any grid.
 
     Example:
-        >>> RotaryTurns(4, period=100.0)(keras.ops.ones((1, 3, 2, 48))).shape
+        >>> RotaryEmbedding(4, period=100.0)(keras.ops.ones((1, 3, 2, 48))).shape
         TensorShape([2, 7, 4])
 
     Args:
@@ -368,8 +373,8 @@ class RotaryTurns(keras.layers.Layer):
         grid = keras.ops.shape(inputs)[1:3]
         angles = rotary_angles(grid=grid, size=self.size, **self.places)
         ops = np if isinstance(angles, np.ndarray) else keras.ops
-        turns = turns_of(angles, self.num_prefix_tokens, ops)
-        return keras.ops.cast(keras.ops.stack(turns), self.compute_dtype)
+        cos_sin = cos_sin_of(angles, self.num_prefix_tokens, ops)
+        return keras.ops.cast(keras.ops.stack(cos_sin), self.compute_dtype)
 
     def compute_output_shape(self, input_shape: tuple[Any, ...]) -> tuple[Any, ...]:
         _, rows, columns = input_shape[:3]
@@ -378,7 +383,7 @@ class RotaryTurns(keras.layers.Layer):
         return (2, self.num_prefix_tokens + rows * columns, self.size)
 
 
-def turns_of(angles: Any, prefix: int, ops: Any) -> tuple[Any, Any]:
+def cos_sin_of(angles: Any, prefix: int, ops: Any) -> tuple[Any, Any]:
     """Returns cosines and sines (N, K) for `rotate`, of angles (patches, K / 2).
 
     Args:
@@ -386,8 +391,10 @@ def turns_of(angles: Any, prefix: int, ops: Any) -> tuple[Any, Any]:
         prefix: tokens before the patches', which are not turned.
         ops: `numpy` for an array, `keras.ops` for a tensor.
     """
+    # Angle 0 changes nothing, so that one rotation serves the tokens before the patches, too.
     angles = ops.concatenate([np.zeros((prefix, angles.shape[1])), angles])  # (N, K / 2)
     cosines, sines = ops.cos(angles), ops.sin(angles)
+    # With the sign in the table `rotate` is two products and a sum, and negates nothing.
     return ops.concatenate([cosines, cosines], axis=1), ops.concatenate([-sines, sines], axis=1)
 
 
@@ -399,6 +406,7 @@ def rotate(x: Any, cosines: Any, sines: Any) -> Any:
         cosines: of the angles, twice, with a shape that broadcasts to that of x.
         sines: likewise, the first half negative.
     """
+    # Pairs lie half a head apart, not side by side: a split and a join swap them without a gather.
     first, second = keras.ops.split(x, 2, axis=-1)
     swapped = keras.ops.concatenate([second, first], axis=-1)
     return x * keras.ops.cast(cosines, x.dtype) + swapped * keras.ops.cast(sines, x.dtype)

@@ -1,4 +1,7 @@
-"""Random numbers of layers: masks whose seed a checkpoint saves, and weights drawn for nothing."""
+"""Random numbers of layers: masks whose seed a checkpoint saves, and weights drawn for nothing.
+
+Shapes: (B, ...), B images or other samples.
+"""
 
 import contextlib
 import contextvars
@@ -15,7 +18,7 @@ _overwritten = contextvars.ContextVar("overwritten", default=False)
 
 
 @contextlib.contextmanager
-def overwritten_weights() -> Iterator[None]:
+def skip_initialization() -> Iterator[None]:
     """Inside this scope `initializer` leaves memory as it is: every weight must be assigned."""
     token = _overwritten.set(True)
     try:
@@ -26,7 +29,7 @@ def overwritten_weights() -> Iterator[None]:
 
 def initializer(usual: Any) -> Any:
     """Returns the usual Keras initializer, or one that does nothing if weights are loaded later."""
-    return backend.uninitialized if _overwritten.get() else usual
+    return backend.empty if _overwritten.get() else usual
 
 
 class ReplicaSeedGenerator(keras.random.SeedGenerator):
@@ -62,7 +65,7 @@ class RandomLayer(keras.layers.Layer):
         return self.seed_generator.next() if training and self.is_random else None
 
     def seed_of_call(self, seed: Any, training: bool | None) -> Any:
-        """Returns the seed that `call` was given, or a fresh one."""
+        """Returns the seed that `call` was given, or a new one."""
         return self.next_seed(training) if seed is None else seed
 
 
@@ -79,6 +82,7 @@ class _GivenSeed(keras.random.SeedGenerator):
 
 def split_seed(seed: Any, count: int) -> list[Any]:
     """Makes `count` seeds of one; None stays None."""
+    # Replicas shift the same number by their index, which is below 2^16: no two seeds are equal.
     return [None if seed is None else _shift_seed(seed, index << 16) for index in range(count)]
 
 
@@ -119,6 +123,7 @@ def draw_places(batch: Any, count: int, *, of: int, seed: Any) -> Any:
         of: the number of places to draw from.
         seed: two integers.
     """
+    # The order of random scores is a random permutation, different for each sample.
     scores = keras.random.uniform((batch, of), seed=_GivenSeed(seed), dtype="float32")
     return keras.ops.sort(keras.ops.argsort(scores, axis=1)[:, :count], axis=1)
 

@@ -1,6 +1,8 @@
 """The ResNet stem of the hybrids: standardised convolutions, group norms, bottleneck units.
 
 Source: google-research/vision_transformer, vit_jax/models_resnet.py and models_vit.py.
+
+Shapes: B images, H and W pixels; channels are the last axis.
 """
 
 from typing import Any
@@ -79,6 +81,7 @@ class BottleneckUnit(keras.layers.Layer):
         self.conv2 = StdConv2D(filters, 3, strides=strides, dtype=dtype, name="conv2")
         self.norm2 = _group_norm("norm2", dtype)
         self.conv3 = StdConv2D(4 * filters, 1, dtype=dtype, name="conv3")
+        # Zeros silence the branch: at first a unit is its shortcut.
         self.norm3 = _group_norm("norm3", dtype, gamma_initializer="zeros")
 
     def build(self, input_shape: tuple[Any, ...]) -> None:

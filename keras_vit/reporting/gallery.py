@@ -10,38 +10,38 @@ import numpy as np
 
 from keras_vit import explain, pages
 from keras_vit.data import Split, antialias_of, evaluation_batches, image_size_of
-from keras_vit.evaluation import Answers
+from keras_vit.evaluation import Predictions
 from keras_vit.explain.attention import find_vit
 from keras_vit.model import VisionTransformer
 
 MISTAKES = 24
 _IMAGES, _SIDE, _BYTES = 160, 160, 1_700_000
-# So many images of each pair of classes, and so many of those recognised.
+# So many images of each pair of classes, and so many of the correct ones.
 _OF_PAIR, _OF_CLASS = 8, 3
 _VIEWS, _VIEW_SIDE = 6, 320
 _LARGEST_ATTENTION = 2**30  # bytes of the attention weights of one image
 
 
-def choose_images(answers: Answers, *, limit: int = _IMAGES) -> list[int]:
+def choose_images(predictions: Predictions, *, limit: int = _IMAGES) -> list[int]:
     """Returns positions of images to show: confident mistakes, then some of each confused pair.
 
     Example:
-        >>> answers = Answers(targets=np.array([0, 0, 1]), predicted=np.array([0, 1, 1]),
+        >>> predictions = Predictions(targets=np.array([0, 0, 1]), predicted=np.array([0, 1, 1]),
         ...                   confidence=np.array([0.9, 0.6, 0.8]))
-        >>> choose_images(answers)  # the mistake first, then those recognised, the unsure first
+        >>> choose_images(predictions)  # the mistake first, then the correct ones, the unsure first
         [1, 2, 0]
 
     Args:
-        answers: those of the model to all images.
+        predictions: those of the model to all images.
         limit: how many.
     """
-    unsure = np.argsort(-answers.confidence, kind="stable")[::-1]
-    recognised = unsure[answers.right[unsure]]
-    chosen = dict.fromkeys(answers.mistakes[:MISTAKES].tolist())
-    for order, most in ((answers.mistakes, _OF_PAIR), (recognised, _OF_CLASS)):
+    unsure = np.argsort(-predictions.confidence, kind="stable")[::-1]
+    correct = unsure[predictions.right[unsure]]
+    chosen = dict.fromkeys(predictions.mistakes[:MISTAKES].tolist())
+    for order, most in ((predictions.mistakes, _OF_PAIR), (correct, _OF_CLASS)):
         cells: dict[tuple[int, int], list[int]] = {}  # those of the confusion matrix
         for place in order.tolist():
-            cell = answers.targets[place], answers.predicted[place]
+            cell = predictions.targets[place], predictions.predicted[place]
             cells.setdefault(cell, []).append(place)
         largest = sorted(cells.values(), key=len, reverse=True)
         for turn in range(most):  # one image of each, then a second of each, and so on
@@ -50,20 +50,20 @@ def choose_images(answers: Answers, *, limit: int = _IMAGES) -> list[int]:
 
 
 def make_gallery(
-    split: Split, answers: Answers, *, source: str
+    split: Split, predictions: Predictions, *, source: str
 ) -> tuple[list[dict[str, Any]], dict[str, list[int]], list[int]]:
     """Returns small copies of the images that `choose_images` chooses, within 1.7 MB.
 
     Args:
         split: the images.
-        answers: those of the model to them.
+        predictions: those of the model to them.
         source: the folder of the images; names are shown without it.
 
     Returns:
         What the page shows of each image; their places by "true class,predicted class"; the places
         of the most confident mistakes, the surest first.
     """
-    chosen = choose_images(answers)
+    chosen = choose_images(predictions)
     order = sorted(chosen)
     part = split.take(order)
     loader = part.loader()
@@ -82,7 +82,7 @@ def make_gallery(
         if used + len(address) > _BYTES:
             continue
         used += len(address)
-        truth, taken = int(answers.targets[place]), int(answers.predicted[place])
+        truth, taken = int(predictions.targets[place]), int(predictions.predicted[place])
         cells.setdefault(f"{truth},{taken}", []).append(len(images))
         if truth != taken and turn < MISTAKES:
             mistakes.append(len(images))
@@ -92,7 +92,7 @@ def make_gallery(
                 "name": short(split.name(place).removeprefix(f"{source}{os.sep}"), 120),
                 "truth": truth,
                 "taken": taken,
-                "confidence": round(float(answers.confidence[place]), 5),
+                "confidence": round(float(predictions.confidence[place]), 5),
                 "crisp": crisp,
             }
         )
@@ -100,7 +100,7 @@ def make_gallery(
 
 
 def attention_views(
-    model: keras.Model, split: Split, answers: Answers, labels: Sequence[str]
+    model: keras.Model, split: Split, predictions: Predictions, labels: Sequence[str]
 ) -> tuple[list[dict[str, Any]], str]:
     """Returns a few images with the attention that reaches the answer, and a sentence on them.
 
@@ -115,10 +115,10 @@ def attention_views(
     size = 4 * config.num_layers * config.num_heads * (rows * columns + 2) ** 2
     if size > _LARGEST_ATTENTION:
         return [], "One image has too many patches for its attention to be shown here."
-    mistakes, recognised = answers.mistakes[:2].tolist(), np.flatnonzero(answers.right)
-    count = min(_VIEWS - len(mistakes), len(recognised))
-    spread = np.linspace(0, max(len(recognised) - 1, 0), count).astype(int)
-    places = [*recognised[spread].tolist(), *mistakes]
+    mistakes, correct = predictions.mistakes[:2].tolist(), np.flatnonzero(predictions.right)
+    count = min(_VIEWS - len(mistakes), len(correct))
+    spread = np.linspace(0, max(len(correct) - 1, 0), count).astype(int)
+    places = [*correct[spread].tolist(), *mistakes]
     order = sorted(places)
     batches = evaluation_batches(
         split.take(order),
@@ -132,9 +132,9 @@ def attention_views(
         image = images[place]
         inputs = np.asarray(model.preprocess_input(image)) if is_vit else image
         share = explain.attention_rollout(model, inputs)[0]
-        truth, taken = labels[answers.targets[place]], labels[answers.predicted[place]]
-        said = truth if truth == taken else f"{truth} taken for {taken}"
-        caption = f"{said}, {answers.confidence[place]:.1%} sure"
+        truth, taken = labels[predictions.targets[place]], labels[predictions.predicted[place]]
+        said = truth if truth == taken else f"{truth} predicted as {taken}"
+        caption = f"{said}, {predictions.confidence[place]:.1%} sure"
         views.append(
             {
                 "image": pages.thumbnail(image[0], side=_VIEW_SIDE),
@@ -160,7 +160,6 @@ def short(text: str, most: int = 60) -> str:
 
 
 def _shade(share: np.ndarray) -> str:
-    """Returns a picture of one pixel for each patch, black where little attention is."""
     from PIL import Image
 
     most = float(share.max()) or 1.0

@@ -130,7 +130,6 @@ def push(
 def _contents(
     run: Run, address: str, *, license: str | None, images: bool
 ) -> dict[str, Path | bytes]:
-    """Returns the files by their names in the repository: a path, or the bytes of what differs."""
     if not (run.path / CARD).is_file():
         write_card(run)
     contents: dict[str, Path | bytes] = {}
@@ -213,7 +212,6 @@ def model_card(run: Run, metrics: Mapping[str, Any], *, name: str | None = None)
 
 
 def _header(run: Run, metrics: Mapping[str, Any], *, name: str) -> str:
-    """Returns the lines that the Hub reads: the licence, the task, and results for each split."""
     task = "image-classification" if run.has_classifier else "image-feature-extraction"
     origin = run.provenance.public()
     licence = (origin.licence or "unknown").lower()
@@ -244,7 +242,6 @@ def _header(run: Run, metrics: Mapping[str, Any], *, name: str) -> str:
 
 
 def _scalar(value: Any) -> str:
-    """Returns a value as YAML: a plain word, otherwise JSON."""
     is_word = isinstance(value, str) and re.fullmatch(r"[A-Za-z][A-Za-z0-9-]*", value)
     return value if is_word else json.dumps(value)
 
@@ -254,7 +251,7 @@ def _facts(run: Run) -> str:
     images = run.config["data"].get("images")
     counts = images.items() if isinstance(images, dict) else ()
     origin = run.provenance
-    started = "fresh weights" if origin.commands else "not recorded"
+    started = "random weights" if origin.commands else "not recorded"
     steps, epochs = recipe.get("steps"), recipe.get("epochs")
     facts = {
         "architecture": "Vision Transformer"
@@ -291,7 +288,6 @@ def _results(metrics: Mapping[str, Any]) -> str:
 
 
 def _splits(metrics: Mapping[str, Any], needed: set[str]) -> list[tuple[str, dict[str, Any]]]:
-    """Returns what metrics.json holds of each split that has these numbers."""
     return [
         (split, values)
         for split, values in metrics.items()
@@ -300,7 +296,6 @@ def _splits(metrics: Mapping[str, Any], needed: set[str]) -> list[tuple[str, dic
 
 
 def _terms(run: Run) -> str:
-    """Returns what is known of the licence, and how to set it."""
     origin = run.provenance.public()
     of = f" of `{origin.weights}`" if origin.weights else ""
     text = (
@@ -312,11 +307,10 @@ def _terms(run: Run) -> str:
     if origin.teacher is not None:
         licence = "not known" if origin.teacher_licence is None else origin.teacher_licence
         text += f" It learnt from the predictions of `{origin.teacher}`; its licence is {licence}."
-    return f"{text} {_escaped(origin.forbids)}".rstrip()
+    return f"{text} {_escaped(origin.restrictions)}".rstrip()
 
 
 def _fields(run: Run, name: str) -> dict[str, Any]:
-    """Returns an object of config.json; an empty one where it is none."""
     fields = run.config.get(name)
     return fields if isinstance(fields, dict) else {}
 
@@ -333,5 +327,4 @@ def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Returns text whose characters mean themselves in Markdown, on one line."""
     return _MARKDOWN.sub(r"\\\1", " ".join(text.split()))

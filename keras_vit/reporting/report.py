@@ -16,7 +16,7 @@ import numpy as np
 
 from keras_vit import __version__, pages
 from keras_vit.data import ImageData, image_size_of, naming_damaged
-from keras_vit.evaluation import Answers, Calibration, Evaluation, write_report
+from keras_vit.evaluation import Calibration, Evaluation, Predictions, write_report
 from keras_vit.limits import counted
 from keras_vit.model import VisionTransformer
 from keras_vit.reporting.gallery import attention_views, make_gallery, short
@@ -55,7 +55,7 @@ class Subject:
         model: the model; it takes pixels 0..255.
         run: its run, if it is one's.
         data: the images that it was measured on; None for a run of `pretrain`.
-        evaluations: evaluations with their answers, by the name of their split.
+        evaluations: evaluations with their predictions, by the name of their split.
         command: the command line that measured it, as typed.
     """
 
@@ -168,7 +168,6 @@ def _number(text: str | None) -> float | None:
 
 
 def _measured(subject: Subject) -> dict[str, Any]:
-    """Returns what the page says of the measured split: the test images, or else the others."""
     name = _DRAWN if _DRAWN in subject.evaluations else next(iter(subject.evaluations), None)
     if name is None or subject.data is None:
         verdict = "No images were measured."
@@ -178,14 +177,14 @@ def _measured(subject: Subject) -> dict[str, Any]:
             verdict = f"The model was trained without labels, and has no classifier.{said}"
         return {"measured": None, "notes": [], "verdict": verdict}
     evaluation, split = subject.evaluations[name], subject.data.split(name)
-    answers = evaluation.answers
-    if answers is None:
-        raise ValueError("A report needs the answers to the single images; evaluate the model.")
+    predictions = evaluation.predictions
+    if predictions is None:
+        raise ValueError("A report needs the predictions for each image; evaluate the model.")
     labels = [short(label) for label in evaluation.labels]
     with naming_damaged(split):
-        images, cells, mistakes = make_gallery(split, answers, source=subject.data.source)
-        views, note = attention_views(subject.model, split, answers, labels)
-    confusion, bins = evaluation.confusion, answers.calibration
+        images, cells, mistakes = make_gallery(split, predictions, source=subject.data.source)
+        views, note = attention_views(subject.model, split, predictions, labels)
+    confusion, bins = evaluation.confusion, predictions.calibration
     pairs, is_matrix = _pairs(confusion), len(labels) <= _MATRIX
     scores = [
         dataclasses.asdict(score) | {"label": label}
@@ -211,10 +210,10 @@ def _measured(subject: Subject) -> dict[str, Any]:
         "data": data,
         "measured": {**numbers, "calibration_error": f"{bins.error:.2%}"},
         "verdict": (
-            f"{int(np.trace(confusion)):,} of {evaluation.images:,} {name} images are recognised: "
+            f"{int(np.trace(confusion)):,} of {evaluation.images:,} {name} images are correct: "
             f"accuracy {evaluation.accuracy:.2%}."
         ),
-        "notes": _notes(answers, evaluation),
+        "notes": _notes(predictions, evaluation),
         "shares": shades if is_matrix else None,
         "pairs": pairs,
         "classes": scores[:_CLASSES],
@@ -226,7 +225,6 @@ def _measured(subject: Subject) -> dict[str, Any]:
 
 
 def _pairs(confusion: np.ndarray) -> list[tuple[int, int, int, float]]:
-    """Returns (true class, predicted class, images, share of the class) of the worst pairs."""
     wrong = confusion.copy()
     np.fill_diagonal(wrong, 0)
     order = np.argsort(-wrong, axis=None, kind="stable")[:_PAIRS]
@@ -240,7 +238,6 @@ def _pairs(confusion: np.ndarray) -> list[tuple[int, int, int, float]]:
 
 
 def _bins(bins: Calibration) -> list[dict[str, float]]:
-    """Returns the bins of the reliability diagram that have images."""
     count = len(bins.images)
     return [
         {
@@ -268,14 +265,14 @@ def _numbers(evaluations: Mapping[str, Evaluation]) -> list[tuple[str, str]]:
     return rows
 
 
-def _notes(answers: Answers, evaluation: Evaluation) -> list[str]:
-    notes, is_one = [], len(answers.targets) == 1
-    if len(answers.targets) < 100:
+def _notes(predictions: Predictions, evaluation: Evaluation) -> list[str]:
+    notes, is_one = [], len(predictions.targets) == 1
+    if (count := len(predictions.targets)) < 100:
         notes.append(
-            f"{counted(len(answers.targets), 'image')} {'is' if is_one else 'are'} few: one image "
-            f"more or less changes the accuracy by {1 / len(answers.targets):.1%}."
+            f"{counted(count, 'image')} {'is' if is_one else 'are'} few: one image more or less "
+            f"changes the accuracy by {1 / count:.1%}."
         )
-    largest = np.bincount(answers.targets).max() / len(answers.targets)
+    largest = np.bincount(predictions.targets).max() / len(predictions.targets)
     if len(evaluation.labels) > 1 and largest > evaluation.accuracy:
         notes.append(
             f"The largest class has {largest:.1%} of the images: always naming it would be right "
@@ -335,8 +332,8 @@ def _training(run: Run) -> Pairs:
     if origin.teacher is not None:
         licence = f", licence {origin.teacher_licence}" if origin.teacher_licence else ""
         pairs.append(("Distilled from", short(f"{origin.teacher}{licence}", 200)))
-    if origin.forbids:
-        pairs.append(("Their terms", origin.forbids))
+    if origin.restrictions:
+        pairs.append(("Their terms", origin.restrictions))
     if not result.get("finished", True):
         pairs.append(("Interrupted", "this training has not run to its end"))
     if config.get("objective"):
@@ -346,7 +343,6 @@ def _training(run: Run) -> Pairs:
 
 
 def _tables(model: keras.Model, run: Run | None) -> list[tuple[str, Pairs]]:
-    """Returns the settings, versions and hashes, each with a heading."""
     config = model.config if isinstance(model, VisionTransformer) else None
     named: list[tuple[str, Mapping[str, Any]]]
     if run is None:
@@ -377,13 +373,11 @@ def _tables(model: keras.Model, run: Run | None) -> list[tuple[str, Pairs]]:
 
 
 def _shown(value: Any) -> str:
-    """Returns a setting as text of a sensible length."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return short(text, 200)
 
 
 def _uses(name: str, model: keras.Model, run: Run | None) -> Pairs:
-    """Returns commands to go on with, each with a heading, and how to cite."""
     path = shlex.quote(name)
     cite = ("Cite", _PAPER.replace("VERSION", __version__))
     if isinstance(model, VisionTransformer) and model.config.classes is None:
@@ -415,7 +409,6 @@ def _python(name: str, is_run: bool) -> str:
 
 
 def _is_exported(model: keras.Model) -> bool:
-    """Whether a model has no weights of its own, and asks an exported file."""
     return not model.count_params()
 
 

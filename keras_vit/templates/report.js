@@ -11,7 +11,7 @@
   }
   for (const table of document.querySelectorAll("table.sortable")) charts.sortable(table);
 
-  // One image with what it is and what it was taken for.
+  // One image with what it is and what it was predicted as.
   function show(parent, place) {
     const { source, name, truth, taken, confidence, crisp } = data.images[place];
     const figure = add(parent, "figure");
@@ -21,7 +21,7 @@
     const sure = `${(100 * confidence).toFixed(1)}%`;
     add(caption, "span", { class: "name" }, truth === taken
       ? `${data.labels[truth]}, ${sure} sure`
-      : `${data.labels[truth]} taken for ${data.labels[taken]}, ${sure} sure`);
+      : `${data.labels[truth]} predicted as ${data.labels[taken]}, ${sure} sure`);
     add(caption, "span", { class: "file" }, name);
   }
 
@@ -42,7 +42,7 @@
       const [truth, taken] = button.dataset.cell.split(",").map(Number);
       const places = data.cells[button.dataset.cell] ?? [];
       const count = data.counts[button.dataset.cell];
-      const what = truth === taken ? `${data.labels[truth]}, recognised` : `${data.labels[truth]} taken for ${data.labels[taken]}`;
+      const what = truth === taken ? `${data.labels[truth]}, correct` : `${data.labels[truth]} predicted as ${data.labels[taken]}`;
       const some = places.length < count ? `; ${places.length || "none"} of them ${places.length === 1 ? "is" : "are"} in this page` : "";
       add(panel, "h3", {}, `${what}: ${count} image${count === 1 ? "" : "s"}${some}`);
       const images = add(panel, "div", { class: "images" });

@@ -1,8 +1,8 @@
 """The files of an unfinished training: its settings, checkpoints, best model and curves.
 
 A checkpoint holds all that a training changes, so that what is resumed from it ends with the same
-bits: weights, random states, optimizer, the progress of `Watcher`, and the weights of the best
-epoch. What is random beside it is a function of seed and step.
+bits: weights, random states, optimizer, the progress of `ProgressLogger`, and the weights of the
+best epoch. What is random beside it is a function of seed and step.
 """
 
 import abc
@@ -80,6 +80,7 @@ def hash_of(variables: Iterable[Any]) -> str:
     digest = hashlib.sha256()
     for place, variable in enumerate(variables):
         values = np.ascontiguousarray(backend.values_of(variable))
+        # With the number of each: two arrays that are exchanged have another hash.
         digest.update(f"{place:05d}".encode() + values.tobytes())
     return digest.hexdigest()
 
@@ -191,6 +192,7 @@ class NumpyCheckpoints(Checkpoints):
     def load(self, step: int) -> Checkpoint:
         file = self.path(step)
         try:
+            # A pickle could run code.
             with file.open("rb") as stream, np.load(stream, allow_pickle=False) as archive:
                 progress = json.loads(archive[_PROGRESS].tobytes())
                 state, best = unnamed(archive, _STATE), unnamed(archive, _BEST)
@@ -205,6 +207,7 @@ def named(arrays: Iterable[np.ndarray], kind: str) -> dict[str, np.ndarray]:
     members = {}
     for place, value in enumerate(arrays):
         is_bfloat16 = value.dtype == ml_dtypes.bfloat16
+        # With leading zeros, so that `unnamed` has the order from the sorted names.
         name = f"{kind}{place:05d}" + (_BFLOAT16 if is_bfloat16 else "")
         members[name] = value.view(np.uint16) if is_bfloat16 else value
     return members

@@ -1,6 +1,8 @@
 """Trains a student on the outputs of a teacher: soft and hard distillation, as in DeiT.
 
 Source: arXiv 2012.12877, Section 4; facebookresearch/deit, losses.py.
+
+Shapes: B images, C classes.
 """
 
 import types

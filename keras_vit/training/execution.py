@@ -51,7 +51,7 @@ class Execution:
             and the weights, "data=4,model=2" also for the products of each block; None for one
             device.
         precision: dtype policy of the layers.
-        accumulate: number of parts of a replica's batch, to save memory.
+        gradient_accumulation_steps: micro-batches of a replica's batch, to save memory.
         remat: whether blocks are recomputed for the gradient, to save memory; "dots", on JAX, all
             of them but their products with weights. None for the model's `ViTConfig.remat`.
         xla: whether XLA compiles the forward and backward pass; "auto" on GPUs.
@@ -63,7 +63,7 @@ class Execution:
     strategy: StrategyName = "auto"
     mesh: str | None = None
     precision: Precision = "float32"
-    accumulate: int = 1
+    gradient_accumulation_steps: int = 1
     remat: bool | Literal["dots"] | None = None
     xla: bool | Literal["auto"] = "auto"
     checkpoint_steps: int = 1000  # as the original's (vit_jax/configs/common.py)
@@ -71,7 +71,7 @@ class Execution:
 
     def __post_init__(self) -> None:
         check_fields(self, {})
-        for name in ("accumulate", "checkpoint_steps"):
+        for name in ("gradient_accumulation_steps", "checkpoint_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(
                     f"{name} must be a positive integer. Received: {name}={getattr(self, name)!r}."
@@ -400,18 +400,18 @@ class Job:
         return max(len(self.data.labels), 1)
 
     def with_more_accumulation(self, *, replicas: int) -> "Job | None":
-        """Returns the job with batches in parts of half as many images; None if these have one."""
+        """Returns the job with micro-batches of half as many images; None if these have one."""
 
-        def largest(parts: int) -> int:  # the first, which also has what the others leave
-            return size - size // parts * (parts - 1)
+        def largest(count: int) -> int:  # the first, which also has what the others leave
+            return size - size // count * (count - 1)
 
-        size, parts = self.plan.batch_size // replicas, self.execution.accumulate
-        if parts >= size:
+        size, steps = self.plan.batch_size // replicas, self.execution.gradient_accumulation_steps
+        if steps >= size:
             return None
-        most = (largest(parts) + 1) // 2
-        while largest(parts) > most:
-            parts += 1
-        execution = dataclasses.replace(self.execution, accumulate=parts)
+        most = (largest(steps) + 1) // 2
+        while largest(steps) > most:
+            steps += 1
+        execution = dataclasses.replace(self.execution, gradient_accumulation_steps=steps)
         return dataclasses.replace(self, execution=execution)
 
     def class_weights(self) -> np.ndarray:
@@ -431,10 +431,10 @@ class Job:
 
     @property
     def evaluation_batch_size(self) -> int:
-        """Validation images in a batch; where memory asks for parts, no more than one has."""
-        parts = self.execution.accumulate
-        part = max(self.plan.batch_size // parts, 1)
-        return min(_EVALUATION_BATCH, part) if parts > 1 else _EVALUATION_BATCH
+        """Validation images in a batch; with gradient accumulation, at most a micro-batch."""
+        steps = self.execution.gradient_accumulation_steps
+        micro_batch = max(self.plan.batch_size // steps, 1)
+        return min(_EVALUATION_BATCH, micro_batch) if steps > 1 else _EVALUATION_BATCH
 
     def training_batches(
         self, resizing: Resizing, *, start_step: int, shard: tuple[int, int]

@@ -86,6 +86,7 @@ class JAXEngine(Engine):
     def step(self) -> dict[str, Any]:
         state = self._values() if self._state is None else self._state
         with self.scope():
+            # The step takes its arguments' memory: until `synchronize` the variables have none.
             logs, state = self.model.train_function((*state, list(self._metrics)), self._batches)
         self._state = list(state[:3])
         return dict(logs)
@@ -142,12 +143,10 @@ class JAXEngine(Engine):
         return [[variable.value for variable in each] for each in self._variables()]
 
     def _placed(self, batches: Iterator[Any], *, parts: int = 1) -> Iterator[Any]:
-        """The batches on the devices, each placed while the one before is computed on.
-
-        This process has one of so many parts of each batch.
-        """
+        """Yields batches on the devices; this process has one of so many parts of each."""
         ahead = None
         for batch in batches:
+            # One ahead: a batch is on its way to the devices while the one before is computed on.
             placed = tuple(self._place(values, parts=parts) for values in batch)
             if ahead is not None:
                 yield ahead
@@ -216,9 +215,11 @@ class OrbaxCheckpoints(Checkpoints):
             hashes = {file.relative_to(stage).as_posix(): _file_hash(file) for file in files}
             arrays = checkpoints.layout_of(checkpoints.state_variables(self._model))
             content = json.dumps({"progress": progress, "arrays": arrays, "files": hashes})
+            # The record has a hash of its own, as all other files' hashes hang on it.
             hashed = hashlib.sha256(content.encode()).hexdigest()
             text = json.dumps({"sha256": hashed, "content": content})
             (stage / _RECORD).write_text(text, "utf-8")
+            # One step makes it a checkpoint: before, a killed process leaves a hidden folder.
             atomic.publish(stage, folder)
             shutil.rmtree(stage, ignore_errors=True)  # one of the same step, which it replaced
             self.remove_old()
@@ -228,6 +229,7 @@ class OrbaxCheckpoints(Checkpoints):
         try:
             text = json.loads((folder / _RECORD).read_text("utf-8"))
             record: dict[str, Any] = json.loads(text["content"])
+            # Each process hashes a share of the files; together they read every one once.
             own = sorted(record["files"])[self._engine.index :: self._engine.count]
             wrong = [name for name in own if _file_hash(folder / name) != record["files"][name]]
             hashed = hashlib.sha256(text["content"].encode()).hexdigest()
@@ -259,11 +261,9 @@ class OrbaxCheckpoints(Checkpoints):
         return values
 
     def _stage(self, step: int) -> Path:
-        """Returns where the parts are written, by all processes."""
         return self._folder / f".{self.path(step).name}"
 
     def _check_seen(self) -> None:
-        """Raises an OSError unless all processes see the common folder."""
         if self._is_seen or self._engine.count == 1:
             return
         self._engine.gather(0)  # the first process has made it
@@ -310,7 +310,6 @@ def _system_errors(path: Path) -> Iterator[None]:
 
 
 def _join() -> None:
-    """Joins the other processes, where the environment names them as Keras reads it."""
     addresses = os.environ.get(_ADDRESSES)
     if addresses is None or jax.distributed.is_initialized():
         return
@@ -352,10 +351,6 @@ def make_distribution(mesh: str) -> keras.distribution.ModelParallel:
 
 
 def _sizes(mesh: str) -> dict[str, int]:
-    """Returns the size of each axis of a mesh, first of the one that shares the batch.
-
-    A process's devices are neighbours on the other axis: so it needs one part of each batch.
-    """
     pairs = [part.partition("=")[::2] for part in mesh.replace(" ", "").split(",")]
     names = [name for name, _ in pairs]
     is_known = set(names) <= {_DATA, _FULLY_SHARDED, _MODEL} and len(set(names)) == len(names)
@@ -368,4 +363,6 @@ def _sizes(mesh: str) -> dict[str, int]:
     sizes = {name: int(number) for name, number in pairs}
     if set(sizes) == {_MODEL}:
         sizes[_DATA] = 1
+    # The axis of the batch first: the devices of a process are then neighbours on the other one, so
+    # that it needs one part of each batch.
     return dict(sorted(sizes.items(), key=lambda pair: pair[0] == _MODEL))

@@ -21,7 +21,7 @@ from keras_vit.optimizers import begin_cooldown
 from keras_vit.training.checkpoints import Checkpoint, DamagedError, WorkDirectory
 from keras_vit.training.execution import Engine, Job
 from keras_vit.training.objectives import Objective
-from keras_vit.training.progress import EventFiles, PlanChanged, Watcher
+from keras_vit.training.progress import EventFiles, PlanChanged, ProgressLogger
 from keras_vit.training.recipe import make_schedule
 
 # Seconds that a step waits for the checkpoint before to be written; after that it goes on without.
@@ -47,7 +47,7 @@ class Loop:
 
     Attributes:
         objective: compiled, in the scope of the engine.
-        watcher: receives the logs of each step.
+        logger: receives the logs of each step.
         folder: holds the checkpoints.
         job: data, recipe, execution and seed.
         plan: the lengths of an epoch and of the training.
@@ -58,15 +58,15 @@ class Loop:
     """
 
     def __init__(
-        self, objective: Objective, *, engine: Engine, watcher: Watcher, folder: WorkDirectory
+        self, objective: Objective, *, engine: Engine, logger: ProgressLogger, folder: WorkDirectory
     ) -> None:
         self.objective, self.job, self.model = objective, objective.job, objective.model
-        self.engine, self.watcher, self.folder = engine, watcher, folder
+        self.engine, self.logger, self.folder = engine, logger, folder
         self.plan, self.settings = self.job.plan, objective.settings()
         self.signal_number = 0
         self.best: list[np.ndarray] = []
         # Made before the steps, by all workers together: what cannot be copied is told now.
-        self._plain = objective.plain_copy()
+        self._plain = objective.inference_model()
         self._in_file = self.best  # those of the file of the run's model
         self._last_save, self._is_late = time.monotonic(), False
         self._open()
@@ -82,11 +82,12 @@ class Loop:
 
         The workers agree by one sum for each step, also on whether a checkpoint is overdue.
         """
-        if self.watcher.step == self.plan.steps:
+        if self.logger.step == self.plan.steps:
             return True
         minutes = (time.monotonic() - self._last_save) / 60
-        own = signal.SIGINT if self.watcher.stop_requested else stop.signal_number
+        own = signal.SIGINT if self.logger.stop_requested else stop.signal_number
         own = int(own) or (_SAVE if minutes > self.job.execution.checkpoint_minutes else 0)
+        # The largest wins: a signal to one worker stops all of them at the same step.
         request = max(self.engine.gather(own))
         self._is_late = request == _SAVE
         self.signal_number = request if request > _SAVE else 0
@@ -94,12 +95,12 @@ class Loop:
 
     def log(self, logs: dict[str, Any]) -> None:
         """Records and reports one step."""
-        self.watcher.end_step(logs)
-        self._events.write_step(self.watcher.step, logs)
+        self.logger.end_step(logs)
+        self._events.write_step(self.logger.step, logs)
 
     def ends_epoch(self) -> bool:
         """Whether the last step so far ends an epoch."""
-        step = self.watcher.step
+        step = self.logger.step
         return step % self.plan.steps_per_epoch == 0 or step == self.plan.steps
 
     def evaluate(self) -> None:
@@ -108,7 +109,7 @@ class Loop:
         with self._averaged_weights():
             logs = self.engine.evaluate()
             names = [name for name in ("loss", "accuracy") if name in logs]
-            record = self.watcher.end_epoch(
+            record = self.logger.end_epoch(
                 {name: float(np.asarray(logs[name]).ravel()[0]) for name in names},
                 learning_rate=float(self.model.optimizer.learning_rate),
             )
@@ -116,17 +117,17 @@ class Loop:
                 weights = self.objective.saved.weights
                 self.best = [np.array(backend.values_of(each)) for each in weights]
         cooldown = self._cool_down_if_due()
-        best = self.watcher.best or record
-        is_last = self.watcher.step == self.plan.steps
-        self.folder.write_progress(self.watcher.history, best_epoch=best.epoch, is_last=is_last)
-        self._events.write_epoch(self.watcher.step, record)
-        self.watcher.report(record)
+        best = self.logger.best or record
+        is_last = self.logger.step == self.plan.steps
+        self.folder.write_progress(self.logger.history, best_epoch=best.epoch, is_last=is_last)
+        self._events.write_epoch(self.logger.step, record)
+        self.logger.report(record)
         if cooldown is not None:
             self._report_change("patience", cooldown)
 
     def is_save_due(self) -> bool:
         """Whether to save: after an epoch, so many steps, or so many minutes."""
-        is_regular = self.watcher.step % self.job.execution.checkpoint_steps == 0
+        is_regular = self.logger.step % self.job.execution.checkpoint_steps == 0
         return self._is_late or is_regular or self.ends_epoch()
 
     def save_if_free(self) -> None:
@@ -134,10 +135,11 @@ class Loop:
 
         That of the last step is waited for.
         """
-        if self.watcher.step == self.plan.steps:
+        if self.logger.step == self.plan.steps:
             self.save()
             return
         is_written = self._is_written(within=0.0 if self._is_late else _JOIN_TIMEOUT)
+        # All workers or none: training resumes only from a step that all of them have.
         if min(self.engine.gather(int(is_written))):
             self._begin_save()
 
@@ -168,7 +170,7 @@ class Loop:
             WorkerLostError: another worker is lost.
         """
         self._events = EventFiles(self.folder.path, is_written=not self.engine.index)
-        start_step, resizing, is_lost = self.watcher.step, self.objective.resizing, False
+        start_step, resizing, is_lost = self.logger.step, self.objective.resizing, False
         stop.begin_steps()
         with contextlib.closing(self._events):
             try:
@@ -192,7 +194,7 @@ class Loop:
                 if self.engine.is_out_of_memory(error):
                     self.engine.discard_state()
                     raise OutOfMemoryError(
-                        f"Out of memory at step {self.watcher.step + 1}; the checkpoints in "
+                        f"Out of memory at step {self.logger.step + 1}; the checkpoints in "
                         f"{str(self.folder.path)!r} are kept: free some memory and resume, or "
                         "train with smaller batches or accumulate."
                     ) from error
@@ -227,16 +229,16 @@ class Loop:
             )
         found.restore()
         self.best = found.best
-        self.watcher.resume(found.progress)
-        if self.watcher.cooldown_epoch is not None:
-            self._end_after_cooldown(self.watcher.cooldown_epoch)
+        self.logger.resume(found.progress)
+        if self.logger.cooldown_epoch is not None:
+            self._end_after_cooldown(self.logger.cooldown_epoch)
         self.checkpoints.remove_after(found.step)
 
     def notify_more_epochs(self, before: int) -> None:
         """Reports that the training, just resumed, has more epochs; an error in its cooldown."""
-        if self.watcher.cooldown_epoch is not None:
+        if self.logger.cooldown_epoch is not None:
             raise ValueError(
-                f"The patience ran out after epoch {self.watcher.cooldown_epoch}, and the learning "
+                f"The patience ran out after epoch {self.logger.cooldown_epoch}, and the learning "
                 f"rate already falls: epochs (--epochs) cannot be raised any more. Resume with "
                 f"{counted(before, 'epoch')}, and train on from the finished run (--weights RUN)."
             )
@@ -244,7 +246,7 @@ class Loop:
         end = float(make_schedule(self.job.recipe, plan)(plan.steps))
         self._report_change(
             "epochs",
-            f"Resumed at step {self.watcher.step} of {before * plan.steps_per_epoch}, to train "
+            f"Resumed at step {self.logger.step} of {before * plan.steps_per_epoch}, to train "
             f"{plan.steps} steps ({plan.epochs} epochs in place of {before}): from here the "
             f"learning rate is that of the longer schedule, {rate:.2g} now and {end:.2g} at the "
             "end.",
@@ -257,19 +259,19 @@ class Loop:
 
     def restart(self, job: Job) -> None:
         """Goes back to the last checkpoint, to go on with a job that needs less memory."""
-        step, parts = self.watcher.step, job.execution.accumulate
+        step, count = self.logger.step, job.execution.gradient_accumulation_steps
         self.job = self.objective.job = job
         with self.engine.scope():
             self.objective.compile()
         gc.collect()  # the old optimizer is in circles of references
         self._open()
         self.resume()
-        images = -(-self.plan.batch_size // self.engine.replicas // parts)
+        images = -(-self.plan.batch_size // self.engine.replicas // count)
         self._report_change(
             "memory",
-            f"Memory was exhausted at step {step + 1}: from step {self.watcher.step + 1} on "
-            f"each batch is computed in {parts} parts of about {images} images "
-            f"(--accumulate {parts}), which changes the result by rounding alone.",
+            f"Memory was exhausted at step {step + 1}: from step {self.logger.step + 1} on "
+            f"each batch is computed in {count} micro-batches of about {images} images "
+            f"(--gradient-accumulation-steps {count}), which changes the result by rounding alone.",
         )
 
     def wait_for_workers(self) -> None:
@@ -284,7 +286,7 @@ class Loop:
     def _worker_lost(self, error: Exception) -> "WorkerLostError":
         self.engine.shut_down()
         return WorkerLostError(
-            f"Another worker was lost at step {self.watcher.step + 1} "
+            f"Another worker was lost at step {self.logger.step + 1} "
             f"({type(error).__name__}); start all workers again and resume."
         )
 
@@ -299,17 +301,17 @@ class Loop:
 
     def _cool_down_if_due(self) -> str | None:
         """Begins the cooldown once the patience has run out, unless the training ends as soon."""
-        watcher, recipe = self.watcher, self.job.recipe
-        if recipe.patience is None or watcher.cooldown_epoch is not None:
+        logger, recipe = self.logger, self.job.recipe
+        if recipe.patience is None or logger.cooldown_epoch is not None:
             return None
-        stale = watcher.stale_epochs
+        stale = logger.stale_epochs
         if not max(self.engine.gather(int(stale >= recipe.patience))):
             return None
-        epoch, rate = len(watcher.history), float(self.model.optimizer.learning_rate)
+        epoch, rate = len(logger.history), float(self.model.optimizer.learning_rate)
         if (epoch + recipe.cooldown_epochs) * self.plan.steps_per_epoch >= self.plan.steps:
             return None
         begin_cooldown(self.model.optimizer)
-        watcher.cooldown_epoch = epoch
+        logger.cooldown_epoch = epoch
         self._end_after_cooldown(epoch)
         return (
             f"The validation loss has not fallen since epoch {epoch - stale}: the learning "
@@ -320,21 +322,20 @@ class Loop:
     def _end_after_cooldown(self, epoch: int) -> None:
         epochs = epoch + self.job.recipe.cooldown_epochs
         self.plan = dataclasses.replace(self.plan, steps=epochs * self.plan.steps_per_epoch)
-        self.watcher.epochs, self.watcher.steps = epochs, self.plan.steps
+        self.logger.epochs, self.logger.steps = epochs, self.plan.steps
 
     def _report_change(self, reason: Any, text: str) -> None:
-        step, steps = self.watcher.step, self.plan.steps
-        self.watcher.report(PlanChanged(reason=reason, step=step, steps=steps, text=text))
+        step, steps = self.logger.step, self.plan.steps
+        self.logger.report(PlanChanged(reason=reason, step=step, steps=steps, text=text))
 
     def _begin_save(self) -> None:
         self.engine.synchronize()
         self._last_save = time.monotonic()
-        progress = self.watcher.to_dict()
-        write = self.checkpoints.begin(self.watcher.step, progress=progress, best=self.best)
+        progress = self.logger.to_dict()
+        write = self.checkpoints.begin(self.logger.step, progress=progress, best=self.best)
         self._writing = self._writer.submit(self._save, write, self.best)
 
     def _save(self, write: Callable[[], None], best: list[np.ndarray]) -> None:
-        """Writes a checkpoint, and the run's model of a new best epoch: nothing here reads it."""
         write()
         if best and best is not self._in_file and not self.engine.index:
             self._plain.set_weights(best)
@@ -343,7 +344,6 @@ class Loop:
 
     @contextlib.contextmanager
     def _averaged_weights(self) -> Iterator[None]:
-        """Replaces the weights by their moving averages inside a `with` block."""
         if self.job.recipe.average is None:
             yield
             return
@@ -369,7 +369,7 @@ class WorkerLostError(ConnectionError):
 
 
 class OutOfMemoryError(MemoryError):
-    """Memory is exhausted in a step or an evaluation, so that smaller parts may help."""
+    """Memory is exhausted in a step or an evaluation, so that smaller micro-batches may help."""
 
 
 class StopRequests:

@@ -1,4 +1,7 @@
-"""Masked patch prediction: pre-training without labels, and pictures of the predictions."""
+"""Masked patch prediction: pre-training without labels, and pictures of the predictions.
+
+Shapes: B images, H and W pixels, h and w the grid of patches, N tokens, D hidden_dim.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -156,9 +159,11 @@ class MaskedPatchModel(backend.ExactTrainer, keras.Model):
         batch, count = keras.ops.shape(embedded)[0], embedded.shape[1]
         scores = keras.random.uniform((batch, count), seed=seeds[0])
         number = max(round(self.corruption * count), 1)
+        # The lowest scores: exactly so many patches of each image, in a shape that is known.
         corrupted = scores <= keras.ops.sort(scores, axis=1)[:, number - 1 : number]
         action = keras.random.uniform((batch, count), seed=seeds[1])[..., None]
         step = keras.random.randint((batch, count), 1, max(count, 2), seed=seeds[2])
+        # A step from 1 to count - 1 around the image never leads back to the patch itself.
         other = (keras.ops.arange(count) + step) % count
         swapped = keras.ops.take_along_axis(embedded, other[..., None], axis=1)
         mask = keras.ops.cast(self.mask_embedding, embedded.dtype)
@@ -246,7 +251,6 @@ def plot_reconstructions(model: MaskedPatchModel, split: Split, file: Path, *, c
 
 
 def _side(config: ViTConfig, target: Target) -> int:
-    """Returns the number of colours or pixels on each side of a patch's target."""
     return {"mean_color": 1, "small_patch": SMALL_SIDE, "pixels": config.stride}[target]
 
 
@@ -274,7 +278,6 @@ def _check(config: ViTConfig, *, target: str, corruption: float) -> None:
 
 
 def _target_pixels(targets: np.ndarray, model: MaskedPatchModel) -> np.ndarray:
-    """Converts targets to pixels (B, patches, stride, stride, channels)."""
     channels, stride = model.config.input_shape[2], model.config.stride
     if model.target != "pixels":
         places = LEVELS ** np.arange(channels - 1, -1, -1)
@@ -286,6 +289,5 @@ def _target_pixels(targets: np.ndarray, model: MaskedPatchModel) -> np.ndarray:
 
 
 def _image(patches: np.ndarray, config: ViTConfig) -> np.ndarray:
-    """Puts patches (B, patches, stride, stride, channels) together."""
     x = patches.reshape(-1, *config.grid, *patches.shape[2:]).transpose(0, 1, 3, 2, 4, 5)
     return np.asarray(x.reshape(-1, *config.image_size, patches.shape[-1]), np.float32)

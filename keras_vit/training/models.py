@@ -94,7 +94,7 @@ def pretrained_model(
         name: one of `keras_vit.VARIANTS`; None where the checkpoint says its own architecture.
         weights: a checkpoint file, or a name that the builders know, such as "imagenet21k"; without
             a name, what `keras_vit.load` takes.
-        classes: number of classes; the classifier is fresh if the checkpoint has another number.
+        classes: number of classes; the classifier is new if the checkpoint has another number.
         image_size: (height, width) in pixels; None for the checkpoint's.
         positions: how position embeddings are resampled to the image size, see
             `keras_vit.weights.resample_positions`.
@@ -130,7 +130,7 @@ class OpenedModel:
     Attributes:
         source: what it was opened from, as the caller wrote it.
         model: the model; it takes pixels 0..255.
-        labels: the name of each class, "0", "1", ... where nobody says them; of a model without
+        labels: the name of each class, "0", "1", ... where it is not stated; of a model without
             classifier those of its run's images, if any.
         identifiers: what folders of images may be called instead, such as "n02123045"; the same as
             `labels` where there is nothing else.

@@ -48,7 +48,7 @@ def objective_of(model: Model | Callable[[], Model], job: Job) -> "Objective":
     if isinstance(model, ViTConfig | VisionTransformer):
         return ClassificationObjective(model, job)
     if isinstance(model, keras.Sequential | Functional):
-        return HandBuiltObjective(model, job)
+        return CompiledModelObjective(model, job)
     if isinstance(model, MaskedPatchModel):
         raise TypeError("A MaskedPatchModel needs no labels; give it to `pretrain`.")
     raise TypeError(
@@ -92,7 +92,7 @@ class Objective(abc.ABC):
         return Resizing(self.model.config.image_size, self.model.config.antialias)
 
     @abc.abstractmethod
-    def plain_copy(self) -> keras.Model:
+    def inference_model(self) -> keras.Model:
         """Returns a copy of `saved` in float32, outside any strategy, not compiled."""
 
     def loss(self) -> keras.losses.Loss | None:
@@ -107,7 +107,7 @@ class Objective(abc.ABC):
             make_optimizer(recipe, model=self.model, plan=self.job.plan),
             loss=self.loss(),
             metrics=accuracy or None,
-            accumulate=execution.accumulate,
+            gradient_accumulation_steps=execution.gradient_accumulation_steps,
             sam_rho=recipe.sam_rho,
             report_gradient_norm=True,
             jit_compile=execution.xla,
@@ -181,7 +181,7 @@ class ClassificationObjective(Objective):
                 layer.bias.assign(keras.ops.full_like(layer.bias, recipe.head_bias))
         return vit
 
-    def plain_copy(self) -> keras.Model:
+    def inference_model(self) -> keras.Model:
         return self.saved.copy(dtype="float32")
 
     def loss(self) -> keras.losses.Loss:
@@ -236,7 +236,7 @@ class DistillationObjective(ClassificationObjective):
         return {"distillation": distillation, **super().details()}
 
 
-class HandBuiltObjective(Objective):
+class CompiledModelObjective(Objective):
     """Trains a functional or sequential model on labels, as an `ExactModel`."""
 
     def build(self, model: keras.Model) -> ExactModel:
@@ -248,7 +248,7 @@ class HandBuiltObjective(Objective):
     def resizing(self) -> Resizing:
         return Resizing(image_size_of(self.model), antialias_of(self.model))
 
-    def plain_copy(self) -> keras.Model:
+    def inference_model(self) -> keras.Model:
         return _rebuilt(self.model)  # with the precision of its layers
 
     def loss(self) -> keras.losses.Loss:
@@ -279,7 +279,7 @@ class MaskedPatchObjective(Objective):
             return model
         return _rebuilt(model, {"config": changed.to_dict(), "dtype": execution.precision})
 
-    def plain_copy(self) -> MaskedPatchModel:
+    def inference_model(self) -> MaskedPatchModel:
         return _rebuilt(self.model, {"dtype": "float32"})
 
     def details(self) -> dict[str, Any]:
@@ -318,7 +318,6 @@ def _rebuilt(model: M, changes: Mapping[str, Any] | None = None) -> M:
 
 
 def _check_hand_built(model: keras.Model, job: Job) -> None:
-    """Raises a ValueError where a model does not fit the data, or would have to be changed."""
     shape, wanted = model.input_shape, (None, len(job.data.labels))
     if isinstance(shape, list | dict) or len(shape) != 4 or None in shape[1:3] or shape[3] != 3:
         raise ValueError(

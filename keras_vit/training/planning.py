@@ -41,7 +41,7 @@ class TrainingPlan:
         config: the model's sizes; None for a model that only its file describes.
         recipe: how to train.
         execution: where, with the precision.
-        weights: the published weights that it starts from; None for fresh ones.
+        weights: the published weights that it starts from; None for random ones.
         place: where their file is: "cache", "mirror" or "network".
         unreached: why there are no published weights, where they were looked for.
     """
@@ -79,7 +79,7 @@ class TrainingPlan:
             place = f" ({where} the {self.place})" if self.place else ""
             return f"{text}: fine-tunes {self.model} from {self.weights}{place}."
         reason = "" if self.unreached is None else f", as {self.unreached}"
-        return f"{text}: trains {self.model} from fresh weights{reason}."
+        return f"{text}: trains {self.model} from random weights{reason}."
 
     @property
     def steps_text(self) -> str:
@@ -87,8 +87,8 @@ class TrainingPlan:
         plan, recipe = self.recipe.plan(images=len(self.data.train)), self.recipe
         length = counted(*((recipe.epochs, "epoch") if recipe.epochs else (plan.steps, "step")))
         text = f"{length} in batches of {plan.batch_size}"
-        if self.execution.accumulate > 1:
-            text += f", each in {self.execution.accumulate} parts"
+        if self.execution.gradient_accumulation_steps > 1:
+            text += f", each in {self.execution.gradient_accumulation_steps} micro-batches"
         size = (self.config and self.config.image_size) or recipe.image_size
         if size is not None:
             order = "" if size[0] == size[1] else " (height x width)"
@@ -111,7 +111,7 @@ class TrainingPlan:
             "epochs": plan.epochs,
             "steps": plan.steps,
             "batch_size": plan.batch_size,
-            "accumulate": self.execution.accumulate,
+            "gradient_accumulation_steps": self.execution.gradient_accumulation_steps,
             "precision": self.execution.precision,
             "devices": _devices_text(),
         }
@@ -140,7 +140,7 @@ def plan(
 
     Args:
         data: the images.
-        weights: "auto", the name of published weights, or None for fresh ones.
+        weights: "auto", the name of published weights, or None for random ones.
         image_size: (height, width) in pixels; None for the model's own.
         execution: where to train. None for the defaults of `Execution`, with the precision that the
             machine is fast in.
@@ -184,7 +184,6 @@ def fine_tuning(images: int) -> Recipe:
 def _place(
     published: str | None, name: str, image_size: tuple[int, int] | None
 ) -> tuple[sources.Origin | None, str | None]:
-    """Returns where published weights are, or why there are none."""
     if published is None:
         return None, None
     patch, (height, width) = models.model_config(name).patch_size, image_size or (0, 0)
@@ -201,7 +200,6 @@ def _place(
 
 
 def _class_counts(data: ImageData) -> list[int]:
-    """Returns the images of each class; none where all of them would have to be read."""
     splits = [data.train, data.validation, data.test]
     if not all(hasattr(split, "images") for split in splits):
         return []
@@ -225,7 +223,6 @@ def fast_precision(execution: Execution) -> Precision:
 
 
 def _devices() -> tuple[str, list[str]]:
-    """Returns what training runs on, "CPU", "GPU" or "TPU", and each one's compute capability."""
     if keras.backend.backend() == "jax":
         import jax
 
@@ -252,13 +249,13 @@ def is_one_of_several() -> bool:
     return len(cluster_workers()) > 1 or count not in ("", "1")
 
 
-class Started(NamedTuple):
+class ResumePoint(NamedTuple):
     """What a training that can be resumed, or is finished, was started with."""
 
     config: ViTConfig
     recipe: Recipe
     precision: Precision
-    accumulate: int
+    gradient_accumulation_steps: int
 
     @classmethod
     def read(cls, out: str | os.PathLike[str]) -> Self | None:
@@ -273,7 +270,7 @@ class Started(NamedTuple):
                 config=ViTConfig.from_dict(fields["model"]),
                 recipe=Recipe.from_dict(fields["recipe"]),
                 precision=fields["execution"]["precision"],
-                accumulate=fields["execution"]["accumulate"],
+                gradient_accumulation_steps=fields["execution"]["gradient_accumulation_steps"],
             )
         except (ValueError, TypeError, LookupError, AttributeError):
             return None  # `train` says what is wrong with it

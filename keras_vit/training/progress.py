@@ -125,7 +125,7 @@ class TrainingDone:
 Event = StepDone | EpochDone | PlanChanged | TrainingDone
 
 
-class Watcher:
+class ProgressLogger:
     """Records and reports each step and epoch, and selects the epoch whose model is kept.
 
     The best epoch has the lowest validation loss. Accuracy is too coarse: over 179 images it is
@@ -263,8 +263,8 @@ class Watcher:
 
 def write_history(history: Sequence[EpochDone], file: Path) -> None:
     """Writes one row per epoch as CSV."""
-    left_out = {"epochs", "seconds_left", "is_best"}
-    columns = [f.name for f in dataclasses.fields(EpochDone) if f.name not in left_out]
+    elsewhere = {"epochs", "seconds_left", "is_best"}
+    columns = [f.name for f in dataclasses.fields(EpochDone) if f.name not in elsewhere]
     with file.open("w", encoding="utf-8", newline="") as stream:
         writer = csv.DictWriter(stream, columns, extrasaction="ignore")
         writer.writeheader()

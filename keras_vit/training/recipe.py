@@ -28,7 +28,7 @@ from keras_vit.training.progress import Keep
 OptimizerName = Literal["adamw", "lamb", "momentum"]
 
 # Fields of ViTConfig that `Recipe.model` may not set, and what sets them.
-DECIDED: Mapping[str, str] = {
+NOT_OVERRIDABLE: Mapping[str, str] = {
     "input_shape": "image_size (--image-size)",
     "patch_size": "the choice of the model",
     "classes": "the data",
@@ -110,14 +110,14 @@ class Recipe:
             gradient (decoupled). Biases, norms, tokens, positions and learned factors never decay.
         gradient_norm: maximum of the gradients' global norm; None for no limit.
         loss: "softmax", or "sigmoid", which treats the classes as independent.
-        head_bias: initial bias of a fresh classifier.
+        head_bias: initial bias of a new classifier.
         label_smoothing: probability that is spread evenly over all classes.
         balance: whether the loss of a training image is multiplied by the weight of its class,
             images / (classes * images of the class): all classes count the same, and the mean
             weight of the images is 1. The validation loss has no weights.
         mixup: alpha of the blending of images and targets, see `keras_vit.data.mix_batch`.
-        cutmix: alpha of pasting a part of another image, in half of the batches if `mixup` is set.
-        mix_per: whether MixUp and CutMix draw a share for each "image", or one for a "batch".
+        cutmix: alpha of pasting a part of another image; with `mixup`, one of the two is drawn.
+        mix_per: whether MixUp and CutMix are drawn for each "image", or once for a "batch".
         average: decay of a moving average of the weights, which is evaluated and saved instead of
             them (Polyak averaging); None for none.
         keep: the epoch whose model the run holds: the "best" on the validation images, or the
@@ -270,14 +270,14 @@ class Recipe:
     def _check_model(self) -> None:
         fields = {field.name: field for field in dataclasses.fields(ViTConfig)}
         for name, value in self.model.items():
-            if name in DECIDED:
+            if name in NOT_OVERRIDABLE:
                 raise ValueError(
-                    f"The model's {name} is decided by {DECIDED[name]}; leave it out of `model`."
+                    f"The model's {name} is decided by {NOT_OVERRIDABLE[name]}; leave it out."
                 )
             if name not in fields:
                 raise ValueError(
                     f"ViTConfig has no field {name!r} that a recipe may set; choose from "
-                    f"{[each for each in fields if each not in DECIDED]}."
+                    f"{[each for each in fields if each not in NOT_OVERRIDABLE]}."
                 )
             allowed = fields[name].metadata["allowed"]
             is_width = (name, value) == ("representation_dim", "hidden_dim")

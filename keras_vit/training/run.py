@@ -101,8 +101,8 @@ class Run:
                 of the same run.
         """
         directory = Path(path)
-        if not directory.exists() and atomic.was_cut_off(unfinished_path(directory), directory):
-            with hold(directory):
+        if not directory.exists() and atomic.was_interrupted(unfinished_path(directory), directory):
+            with lock(directory):
                 atomic.restore(unfinished_path(directory), directory)
         if not directory.exists():
             raise FileNotFoundError(f"There is no run directory {str(path)!r}; check the path.")
@@ -153,7 +153,7 @@ class Run:
         """Returns a copy of the run's model with a classifier for these labels, to train.
 
         The copy keeps the model's own classifier if the run of `train` has the same labels;
-        otherwise it gets a fresh one.
+        otherwise it gets a new one.
 
         Args:
             labels: the name of each class.
@@ -177,7 +177,7 @@ class Run:
         heads = ["head", "distillation_head"] if config.distillation_token else ["head"]
         # A run of `pretrain` may have labels, but has no classifier.
         has_same_head = model.config.classes is not None and self.labels == tuple(labels)
-        return model.copy(config=config, fresh=[] if has_same_head else heads)
+        return model.copy(config=config, reinitialize=[] if has_same_head else heads)
 
 
 def open_model(path: str | os.PathLike[str]) -> keras.Model:
@@ -264,9 +264,9 @@ def unfinished_path(out: Path, *, worker: int = 0) -> Path:
     return out.with_name(f"{out.name}.unfinished" + (f"-{worker}" if worker else ""))
 
 
-def hold(out: Path, *, worker: int = 0) -> contextlib.AbstractContextManager[None]:
+def lock(out: Path, *, worker: int = 0) -> contextlib.AbstractContextManager[None]:
     """Holds the lock of a run directory and of its unfinished folder, or says who does."""
-    return atomic.hold(lock_of(out, worker), what=f"training to {str(out)!r}")
+    return atomic.lock(lock_of(out, worker), what=f"training to {str(out)!r}")
 
 
 def lock_of(out: Path, worker: int) -> Path:
@@ -289,7 +289,6 @@ def _read_config(file: Path) -> dict[str, Any]:
 
 
 def _check_same_run(directory: Path, config: dict[str, Any], vit_config: ViTConfig | None) -> None:
-    """Raises a ValueError where config.json has another network than the model's file."""
     recorded, fields = config["model"], vit_config.to_dict() if vit_config else {}
     # Fields of training alone may differ from the saved model: its outputs do not depend on them.
     for name in sorted(fields.keys() & recorded.keys() - {*TRAINING}):
@@ -302,7 +301,6 @@ def _check_same_run(directory: Path, config: dict[str, Any], vit_config: ViTConf
 
 
 def _vit_config(file: Path, settings: dict[str, Any]) -> ViTConfig | None:
-    """Returns the config of a plain Vision Transformer, None for another model."""
     try:
         for fields in _inner_configs(settings):
             count, size = parameter_count(ViTConfig.from_dict(fields)), file.stat().st_size
@@ -318,19 +316,17 @@ def _vit_config(file: Path, settings: dict[str, Any]) -> ViTConfig | None:
 
 
 def _build(file: Path, settings: dict[str, Any], config: ViTConfig | None) -> keras.Model:
-    """Builds the model of a file, or raises a ValueError if the file does not fit it."""
     try:
         if config is None or config.nonstandard_fields or settings["config"].get(CHANGES):
             return keras.saving.load_model(file, compile=False)
         model = VisionTransformer.from_config(settings["config"])
-        weights.load(model, file)  # compares every array with the network
+        weights.load_weights(model, file)  # compares every array with the network
     except _UNREADABLE as error:
         raise _opening_error(file, error) from error
     return model
 
 
 def _inner_configs(settings: Any) -> Iterator[dict[str, Any]]:
-    """Yields the configs of our networks, at any depth."""
     if isinstance(settings, dict):
         if {"patch_size", "num_layers", "hidden_dim"} <= settings.keys():
             yield settings
@@ -354,12 +350,12 @@ class Provenance:
 
     Attributes:
         commands: the command lines of the training: the first, and those that resumed it otherwise.
-        weights: what it started from, such as "Ti/16 imagenet21k"; None for fresh weights, and
-            where nobody said it.
+        weights: what it started from, such as "Ti/16 imagenet21k"; None for random weights, and
+            where it is not stated.
         licence: of these weights; None where it is not known.
         teacher: the model whose predictions it learnt; None for none.
         teacher_licence: of the teacher's weights; None where it is not known.
-        forbids: what these licences forbid or ask, in sentences; "" for nothing.
+        restrictions: what these licences forbid or ask, in sentences; "" for nothing.
     """
 
     commands: tuple[str, ...] = ()
@@ -367,7 +363,7 @@ class Provenance:
     licence: str | None = None
     teacher: str | None = None
     teacher_licence: str | None = None
-    forbids: str = ""
+    restrictions: str = ""
 
     @classmethod
     def of(
@@ -383,7 +379,7 @@ class Provenance:
         Example:
             >>> Provenance.of("keras-vit train", weights="imagenet21k", model="Ti/16").licence
             'Apache-2.0'
-            >>> Provenance.of("keras-vit train", weights="hf://timm/vit_base_patch16_224.mae").forbids
+            >>> Provenance.of("keras-vit train", weights="hf://timm/vit_base_patch16_224.mae").restrictions
             'No commercial use.'
 
         Args:
@@ -401,7 +397,7 @@ class Provenance:
             licence=licence,
             teacher=_without_secrets(teacher),
             teacher_licence=teacher_licence,
-            forbids=" ".join(dict.fromkeys(filter(None, (forbids, also)))),
+            restrictions=" ".join(dict.fromkeys(filter(None, (forbids, also)))),
         )
 
     @classmethod
@@ -445,11 +441,11 @@ def _terms(weights: str | None, model: str | None) -> tuple[str | None, str]:
         return None, ""
     if Path(weights).is_dir():
         earlier = Provenance.read(Path(weights) / CONFIG)
-        return earlier.licence, earlier.forbids
+        return earlier.licence, earlier.restrictions
     for row in repositories():
         address = row.address.partition("@")[0]
         if weights == address or weights.startswith((f"{address}@", f"{address}/")):
-            return row.licence, row.forbids
+            return row.licence, row.restrictions
     if weights.startswith(BASE_URL):
         return LICENCE, ""
     try:
@@ -459,7 +455,6 @@ def _terms(weights: str | None, model: str | None) -> tuple[str | None, str]:
 
 
 def _short(weights: str) -> str:
-    """Returns a source, of a file or folder without the path to it."""
     model, _, rest = weights.partition(" ")
     if model in VARIANTS:
         return f"{model} {_short(rest)}"
@@ -467,7 +462,6 @@ def _short(weights: str) -> str:
 
 
 def _without_secrets(weights: str | None) -> str | None:
-    """Returns a source without a password or token, which may stand in a URL."""
     if weights is None or "://" not in weights:
         return weights
     parts = urllib.parse.urlsplit(weights)

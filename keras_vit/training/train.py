@@ -30,7 +30,7 @@ from keras_vit.training.execution import (
 from keras_vit.training.loop import Loop, OutOfMemoryError, StopRequests
 from keras_vit.training.masked_patches import MaskedPatchModel
 from keras_vit.training.objectives import Model, objective_of
-from keras_vit.training.progress import Event, TrainingDone, Watcher
+from keras_vit.training.progress import Event, ProgressLogger, TrainingDone
 from keras_vit.training.recipe import Recipe
 from keras_vit.training.recipes import RECIPES
 
@@ -84,7 +84,7 @@ def train(
         data: images in three splits; the test split is not used.
         out: the run directory. A second training to it is an error while the first one runs.
         model: one of these, or a function that makes one in the scope of the strategy, so that
-            nothing is copied and the seed decides its fresh weights too:
+            nothing is copied and the seed decides its random weights too:
 
             - a config, to which pixels 0..255, logits and the data's classes are added;
             - a model that has them already; training starts from its weights, and frozen ones stay
@@ -93,7 +93,7 @@ def train(
             - a functional or sequential model, which trains as a `keras_vit.ExactModel`;
             - None for the small model that suits the data.
         recipe: how to train. None for the recipe that suits the data.
-        seed: decides the fresh weights, the order of the images and their augmentation.
+        seed: decides the random weights, the order of the images and their augmentation.
         existing: what to do if there is already a run or an unfinished training: "refuse" it;
             "overwrite" it (a run only once the new one is complete); or "resume" the training with
             the same arguments, of which the recipe's epochs may be more than before. "resume"
@@ -110,9 +110,9 @@ def train(
             is running.
         FloatingPointError: the loss is not finite; the last checkpoints are kept.
         ImportError: matplotlib is not installed.
-        MemoryError: memory is exhausted even with batches in parts of one image; before that the
-            training went on from its last checkpoint in parts of half as many images. The last
-            checkpoints are kept.
+        MemoryError: memory is exhausted even with micro-batches of one image; before that the
+            training went on from its last checkpoint with half as many images in each. The
+            last checkpoints are kept.
         OSError: the disk is full, read-only or gone; the text says what is kept and what to do.
         TrainingInterrupted: Ctrl-C or SIGTERM; the text says what is saved.
         ValueError: there are no training or validation images, the model does not fit the data,
@@ -194,7 +194,6 @@ def _run(
     on_event: Callable[[Event], None] | None,
     provenance: run.Provenance | None,
 ) -> run.Run:
-    """Trains a model, from its first step or from a checkpoint."""
     _check_data(job.data)
     with environment.pictures():
         import matplotlib  # noqa: F401
@@ -205,7 +204,7 @@ def _run(
             f"{engine.replicas} replicas; choose a multiple of {engine.replicas}."
         )
     _check_name(out)
-    with run.hold(out, worker=engine.index), StopRequests() as stop:
+    with run.lock(out, worker=engine.index), StopRequests() as stop:
         if not engine.index:
             atomic.restore(run.unfinished_path(out), out)
         folder = checkpoints.WorkDirectory(out, worker=engine.index)
@@ -214,14 +213,14 @@ def _run(
         with engine.scope():
             objective = objective_of(model, job)
             objective.compile()
-        watcher = Watcher(
+        logger = ProgressLogger(
             epochs=plan.epochs,
             steps=plan.steps,
             batch_size=plan.batch_size,
             keep=job.recipe.keep,
             on_event=on_event,
         )
-        loop = Loop(objective, engine=engine, watcher=watcher, folder=folder)
+        loop = Loop(objective, engine=engine, logger=logger, folder=folder)
         finished = _finished(loop, out=out) if existing == "resume" else None
         if finished is not None:
             return finished
@@ -245,7 +244,6 @@ def _run(
 
 
 def _run_in_memory(loop: Loop, stop: StopRequests) -> None:
-    """Runs the loop, in smaller parts of batches each time that memory is exhausted."""
     while True:
         try:
             return loop.run(stop)
@@ -257,7 +255,6 @@ def _run_in_memory(loop: Loop, stop: StopRequests) -> None:
 
 
 def _begin(loop: Loop, provenance: run.Provenance, *, existing: run.Existing) -> None:
-    """Restores the last checkpoint, or makes the folder and the first checkpoint."""
     is_resumed = existing == "resume" and loop.folder.exists()
     file = loop.folder.path / checkpoints.SETTINGS
     settings = {**loop.settings, "backend": keras.backend.backend()}
@@ -353,7 +350,6 @@ def _check_data(data: ImageData) -> None:
 
 
 def _finish(loop: Loop, *, out: Path) -> run.Run:
-    """Makes the run directory, after the last step."""
     config = _config(loop)
     if loop.engine.index:
         model = loop.objective.publish(loop.best_model())
@@ -367,7 +363,6 @@ def _finish(loop: Loop, *, out: Path) -> run.Run:
 
 
 def _finished(loop: Loop, *, out: Path) -> run.Run | None:
-    """Returns the run at `out` if the first worker has finished it, otherwise None."""
     is_visible = run.is_run(out)
     if not loop.engine.gather(int(is_visible and not loop.folder.exists()))[0]:
         return None
@@ -387,7 +382,6 @@ def _finished(loop: Loop, *, out: Path) -> run.Run | None:
 
 
 def _publish(loop: Loop, config: dict[str, Any], out: Path) -> keras.Model:
-    """Assembles the run in the training's folder, reports it, and moves it to its place."""
     folder = loop.folder.path
     with atomic.staging_folder(folder) as stage:
         with atomic.explain_errors(folder, **run.UNFINISHED):
@@ -398,7 +392,7 @@ def _publish(loop: Loop, config: dict[str, Any], out: Path) -> keras.Model:
                 shutil.copy2(file, stage / run.EVENTS / file.name)
             model = _write(stage, loop, config)
         # An exception of the caller ends the training here, as far as it has come.
-        loop.watcher.on_event(TrainingDone(run=_make_run(stage, model, config)))
+        loop.logger.on_event(TrainingDone(run=_make_run(stage, model, config)))
         atomic.publish(stage, out)
     return model
 
@@ -409,14 +403,14 @@ def _make_run(path: Path, model: keras.Model, config: dict[str, Any]) -> run.Run
 
 def _interruption(loop: Loop) -> TrainingInterrupted:
     """Makes a run of the training's folder, if an epoch is complete; returns what to raise."""
-    watcher, folder = loop.watcher, loop.folder.path
+    logger, folder = loop.logger, loop.folder.path
     text = (
-        f"Interrupted at step {watcher.step} of {loop.plan.steps}: a checkpoint is in "
+        f"Interrupted at step {logger.step} of {loop.plan.steps}: a checkpoint is in "
         f"{str(folder)!r}, resume from it"
     )
-    if watcher.best is not None:
-        epoch = watcher.best.epoch
-        loop.folder.write_progress(watcher.history, best_epoch=epoch, is_last=True)
+    if logger.best is not None:
+        epoch = logger.best.epoch
+        loop.folder.write_progress(logger.history, best_epoch=epoch, is_last=True)
         with (
             atomic.explain_errors(folder, **run.UNFINISHED),
             atomic.staging_folder(folder) as stage,
@@ -429,24 +423,23 @@ def _interruption(loop: Loop) -> TrainingInterrupted:
                 file.replace(folder / file.name)
             atomic.sync(folder)
         text += (
-            f"; the model of epoch {epoch}, the {watcher.keep} so far, can be used from there too"
+            f"; the model of epoch {epoch}, the {logger.keep} so far, can be used from there too"
         )
     return TrainingInterrupted(f"{text}.", path=folder, signal_number=loop.signal_number)
 
 
 def _config(loop: Loop) -> dict[str, Any]:
-    """Returns the content of config.json: settings, execution, result and versions."""
-    best = loop.watcher.best or loop.watcher.history[-1]
+    best = loop.logger.best or loop.logger.history[-1]
     return {
         **loop.settings,
         # A resumed training need not repeat this: it may run on another machine.
         "execution": dataclasses.asdict(loop.job.execution),
         run.PROVENANCE: run.Provenance.read(loop.folder.path / checkpoints.SETTINGS).to_dict(),
         "result": {
-            "epochs": len(loop.watcher.history),
-            "steps": loop.watcher.step,
-            "finished": loop.watcher.step == loop.plan.steps,
-            "cooldown_epoch": loop.watcher.cooldown_epoch,
+            "epochs": len(loop.logger.history),
+            "steps": loop.logger.step,
+            "finished": loop.logger.step == loop.plan.steps,
+            "cooldown_epoch": loop.logger.cooldown_epoch,
             "best_epoch": best.epoch,
             "validation_loss": best.validation_loss,
             "validation_accuracy": best.validation_accuracy,
@@ -466,7 +459,6 @@ def _config(loop: Loop) -> dict[str, Any]:
 
 
 def _write(folder: Path, loop: Loop, config: dict[str, Any]) -> keras.Model:
-    """Writes all files of a run but the history, curves and events; returns the model."""
     data, model = loop.job.data, loop.objective.write(loop.best_model(), folder)
     (folder / run.CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     (folder / run.LABELS).write_text("".join(f"{label}\n" for label in data.labels), "utf-8")

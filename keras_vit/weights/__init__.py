@@ -7,13 +7,13 @@ from keras_vit.weights.catalog import catalog, repositories, resolve
 
 if TYPE_CHECKING:
     from keras_vit.weights.building import labels
-    from keras_vit.weights.loading import load, resize, save_npz
+    from keras_vit.weights.loading import load_weights, resize, save_npz
     from keras_vit.weights.positions import resample_positions
 
 __all__ = [
     "catalog",
     "labels",
-    "load",
+    "load_weights",
     "repositories",
     "resample_positions",
     "resize",
@@ -24,7 +24,7 @@ __all__ = [
 # The catalogues answer without Keras; these come when they are asked for.
 _LATER = {
     "labels": "building",
-    "load": "loading",
+    "load_weights": "loading",
     "resample_positions": "positions",
     "resize": "loading",
     "save_npz": "loading",

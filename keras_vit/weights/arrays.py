@@ -248,7 +248,6 @@ def safetensors_metadata(path: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _open_safetensors(path: Path) -> Iterator[tuple[Any, int]]:
-    """Yields the file, and where its values start."""
     with parsing(path, f"{path} is not a whole .safetensors file"):
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")

@@ -17,7 +17,7 @@ from keras_vit.config import (
     ViTConfig,
     stride_of,
 )
-from keras_vit.layers.random import overwritten_weights
+from keras_vit.layers.random import skip_initialization
 from keras_vit.limits import naming
 from keras_vit.model import VisionTransformer
 from keras_vit.weights import loading
@@ -112,7 +112,7 @@ def load(
         input_shape: (height, width, channels). Left open: the source's. Position embeddings are
             resampled to it; (None, None, channels) takes images of any size, see `ViTConfig`.
         classes: size of the classifier. Left open: the source's, or none. Another number than the
-            source's makes a fresh classifier of zeros.
+            source's makes a new classifier of zeros.
         include_top: whether to keep the classifier and the representation layer.
         pooling: "token", "avg", "token_avg" or "map". Left open: the source's; every token without
             the top.
@@ -155,7 +155,7 @@ def load(
 def labels(
     source: str | os.PathLike[str], *, sha256: str | None = None
 ) -> tuple[tuple[str, str], ...] | None:
-    """Returns (identifier, name) of each class of a source's classifier, None where nobody says.
+    """Returns (identifier, name) of each class of a source's classifier, None if unknown.
 
     They are those of the config.json beside the weights: `id2label` of transformers, `label_names`
     and `label_descriptions` of timm. A classifier of 1,000 or 21,843 classes without such names is
@@ -194,10 +194,10 @@ def build(
     checkpoint = _select_heads(checkpoint, request)
     config = _config(base, checkpoint, request)
     keeps_head = config.classes == checkpoint.fields["classes"]
-    rows = loading.match(checkpoint, config, head="file" if keeps_head else "fresh")
+    rows = loading.match(checkpoint, config, head="file" if keeps_head else "new")
     reading = loading.reading(checkpoint, config, rows=rows, positions=request.positions)
     with reading as values:
-        with overwritten_weights():
+        with skip_initialization():
             model = VisionTransformer(config, name=request.name, dtype=request.dtype)
         loading.assign(model, values, path=checkpoint.path)
     _warn(checkpoint, model, is_head_kept=keeps_head and request.classes is None)
@@ -281,7 +281,7 @@ def _refusal(checkpoint: Checkpoint, why: str) -> str:
     return (
         f"{checkpoint.path} cannot be built from: {why}. Make a "
         "keras_vit.VisionTransformer of the config that you know to be right, and fill it with "
-        "keras_vit.weights.load(model, file)."
+        "keras_vit.weights.load_weights(model, file)."
     )
 
 
@@ -302,7 +302,7 @@ def _warn(checkpoint: Checkpoint, model: VisionTransformer, *, is_head_kept: boo
     if has_kernel and not keras.ops.any(model.get_layer("head").kernel != 0):
         warnings.warn(
             f"The classifier in {checkpoint.path} is all zeros, as the original's ImageNet-21k "
-            "ones were published: it predicts nothing. Pass classes=N to train a fresh one, "
+            "ones were published: it predicts nothing. Pass classes=N to train a new one, "
             'include_top=False for features, or weights="augreg/imagenet21k" for a trained one.',
             stacklevel=level,
         )

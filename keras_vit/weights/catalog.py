@@ -140,8 +140,8 @@ class CatalogRow:
         classes: size of its classifier.
         head: "trained", or "zeros" where the publisher blanked the classifier.
         representation_dim: width of its representation layer (pre-logits), None for none.
-        published_size: the file's size in its publisher's words, None where nobody states it.
-        accuracy: reported ImageNet top-1 accuracy in percent, None where nobody reports it.
+        published_size: the file's size in its publisher's words, None if unknown.
+        accuracy: reported ImageNet top-1 accuracy in percent, None if unknown.
         accuracy_source: who reports it.
         sha256: the file's SHA-256, None where it is not known: Google publishes none.
     """
@@ -312,7 +312,7 @@ class Repository:
 
     Example:
         >>> row = repositories("mae")[1]
-        >>> row.address, row.licence, row.forbids
+        >>> row.address, row.licence, row.restrictions
         ('hf://timm/vit_base_patch16_224.mae', 'CC-BY-NC-4.0', 'No commercial use.')
 
     Attributes:
@@ -333,9 +333,9 @@ class Repository:
         representation_dim: width of the projection or pre-logits layer in its file, None for none.
         data: what it was trained on, in order; "" where it is not known.
         licence: its SPDX identifier, or its name.
-        forbids: what the licence forbids or asks beyond attribution, in a sentence; "" for nothing.
+        restrictions: what the licence forbids or asks beyond attribution; "" for nothing.
         note: what else to know before using it; "" for nothing.
-        accuracy: reported ImageNet-1k top-1 accuracy in percent, None where nobody reports it.
+        accuracy: reported ImageNet-1k top-1 accuracy in percent, None if unknown.
         accuracy_kind: what that accuracy is of, a key of `ACCURACY_KINDS`, None without one.
         accuracy_source: URL of who reports it, None without one.
         source: URL of what says the rest.
@@ -355,7 +355,7 @@ class Repository:
     representation_dim: int | None
     data: str
     licence: str
-    forbids: str
+    restrictions: str
     note: str
     accuracy: float | None
     accuracy_kind: AccuracyKind | None

@@ -149,7 +149,6 @@ def _open_npz(path: Path) -> Checkpoint:
 
 
 def _open_safetensors(path: Path) -> Checkpoint:
-    """Takes what no array shows from the JSON files beside, and from the architecture's name."""
     is_index = path.name.endswith(SHARD_INDEX)
     family, arrays = renamed_arrays(read_shards(path) if is_index else read_safetensors(path))
     reads = hugging_face_settings if family.library == "transformers" else timm_settings
@@ -288,7 +287,6 @@ def read_h5(path: Path, content: bytes | None = None) -> dict[str, StoredArray]:
 
 
 def _h5_dtype(node: Any) -> np.dtype | None:
-    """Returns the dtype of an array of numbers as Keras writes it, None for anything else."""
     if not isinstance(node, h5py.h5d.DatasetID) or node.shape is None:
         return None
     kind = node.get_type()

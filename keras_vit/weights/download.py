@@ -1,6 +1,6 @@
 """Brings a published file to this machine: one verified local copy per URL, whatever breaks.
 
-Files live in Keras' own cache, each with the SHA-256 of its first use beside it:
+Files live in Keras' own cache, each with the SHA-256 of its first download beside it:
 
     <KERAS_HOME or ~/.keras>/models/keras_vit/vit_models/imagenet21k/ViT-B_16.npz
                                                                      ViT-B_16.npz.sha256
@@ -84,8 +84,8 @@ def fetch(url: str, *, sha256: str | None = None, wait: _Wait = time.sleep) -> P
 
     An interrupted download is resumed. Before a new file appears under its name, it is checked
     against its length, the server's checksum (`x-goog-hash`, or the Hugging Face Hub's SHA-256) and
-    its format. Its SHA-256 is stored at the first use and compared at every later one. Any number
-    of processes may ask at once.
+    its format. Its SHA-256 is stored then, and compared at every later use (trust on first use).
+    Any number of processes may ask at once.
 
     KERAS_VIT_MIRROR is another URL, or a folder whose files are used where they are, in place of
     `https://storage.googleapis.com/<bucket>`.
@@ -211,7 +211,7 @@ def digest_of(path: Path) -> str:
 
 
 def verify(file: Path, path: Path, subject: str, *, sha256: str | None, stated: str = "") -> None:
-    """Compares a file with each SHA-256 that is known of it; opens and records it at first use.
+    """Compares a file with each SHA-256 that is known of it; stores that of a first download.
 
     The record is beside `path`, its place in the cache. Errors call the file `subject`; the caller
     asked for `sha256`, and the publisher states `stated`.
@@ -226,15 +226,15 @@ def verify(file: Path, path: Path, subject: str, *, sha256: str | None, stated: 
         check_structure(file, path.suffix, subject)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with atomic.whole_file(record) as fresh:
-                fresh.write_text(f"{digest}  {path.name}\n")  # as `sha256sum --check` takes it
+            with atomic.whole_file(record) as file:
+                file.write_text(f"{digest}  {path.name}\n")  # as `sha256sum --check` takes it
         except OSError as error:
             message = "Cannot record the SHA-256 of %s (%s); changes to it will go unseen."
             _LOGGER.warning(message, path, error)
     elif record.read_text(errors="replace").split()[:1] != [digest]:
         raise ValueError(
-            f"{text} {record} holds another one from its first use: delete that record if the new "
-            "content is right, the local file otherwise."
+            f"{text} {record} holds another one from its first download: delete that record if the "
+            "new content is right, the local file otherwise."
         )
 
 
@@ -392,7 +392,6 @@ def _download(url: str, path: Path, sha256: str | None, wait: _Wait) -> Path:
 
 
 def _transfer(url: str, partial: Path, wait: _Wait) -> requests.Response:
-    """Brings `partial` to its full length, from where an earlier run left it."""
     shown, failures, start = redact_url(url), 0, _size(partial)
     farthest = start
     with (
@@ -424,7 +423,6 @@ def _transfer(url: str, partial: Path, wait: _Wait) -> requests.Response:
 
 
 def _attempt(session: Session, url: str, partial: Path, bar: Progress) -> requests.Response:
-    """Asks once, for what is missing of the version that is here."""
     notes, shown = partial.with_suffix(".version"), redact_url(url)
     start, headers = max(_size(partial) - 1, 0), {}  # a whole file, not yet checked, has a rest too
     text = notes.read_text(errors="replace") if notes.exists() else ""

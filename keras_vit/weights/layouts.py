@@ -1,4 +1,7 @@
-"""The published layouts: the variable of each array, and the settings that the arrays imply."""
+"""The published layouts: the variable of each array, and the settings that the arrays imply.
+
+Shapes: D hidden_dim, M mlp_dim, H heads, K = D / H; in code d, m, h and d // h.
+"""
 
 import dataclasses
 import itertools
@@ -95,9 +98,9 @@ def check_held(config: ViTConfig, held: Collection[str], layout: str) -> None:
         held: names of fields that may depart.
         layout: what the message says of the layout.
     """
-    departures = [name for name in config.nonstandard_fields if name not in held]
-    if departures:
-        received = ", ".join(f"{name}={getattr(config, name)!r}" for name in departures)
+    nonstandard = [name for name in config.nonstandard_fields if name not in held]
+    if nonstandard:
+        received = ", ".join(f"{name}={getattr(config, name)!r}" for name in nonstandard)
         raise ValueError(
             f"{layout}; save another with model.save and load it with keras.saving.load_model, or "
             f"use model.save_weights and model.load_weights. Received: {received}."

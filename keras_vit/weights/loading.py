@@ -72,7 +72,7 @@ def save_npz(model: VisionTransformer, path: str | Path) -> Path:
     return path
 
 
-def load(
+def load_weights(
     model: VisionTransformer,
     path: str | Path,
     *,
@@ -102,7 +102,7 @@ def load(
     """
     if not isinstance(model, VisionTransformer):
         raise TypeError(
-            "weights.load fills a VisionTransformer; give it the one inside your model. "
+            "weights.load_weights fills a VisionTransformer; give it the one inside your model. "
             f"Received: {type(model).__name__}."
         )
     check_method(positions)
@@ -198,25 +198,25 @@ def assign(model: VisionTransformer, values: Values, *, path: Path) -> None:
         raise ValueError(f"{path} does not give the variables {listed(missing)}.")
     while values:
         name = next(iter(values))
-        variables[name].assign(backend.adopt(values.pop(name).result()))
+        variables[name].assign(backend.from_numpy_without_copy(values.pop(name).result()))
 
 
 def match(
-    checkpoint: Checkpoint, config: ViTConfig, *, head: Literal["file", "fresh"] = "file"
+    checkpoint: Checkpoint, config: ViTConfig, *, head: Literal["file", "new"] = "file"
 ) -> list[Row]:
     """Returns the rows that fill a model of this config, having held every array against them.
 
     Args:
         checkpoint: the opened file.
         config: the model's config.
-        head: "fresh" leaves the classifier and representation layer of both sides aside.
+        head: "new" leaves the classifier and representation layer of both sides aside.
 
     Raises:
         ValueError: arrays are missing, left over or of another shape; the message lists them.
     """
     check_architecture(checkpoint, config)
     rows = checkpoint.rows(config)
-    if head == "fresh":
+    if head == "new":
         rows = [row for row in rows if not row.path.startswith(HEAD)]
     known_names = {name for row in rows for name in row.names}
     prefixes = _ignored_prefixes(checkpoint, config, head)
@@ -283,7 +283,6 @@ def check_numbers(checkpoint: Checkpoint, config: ViTConfig) -> None:
 
 
 def _check_positions(checkpoint: Checkpoint, rows: list[Row], config: ViTConfig) -> None:
-    """Holds the tables of positions against the grid, before anything is built or read."""
     for row in rows:
         kind = _table_kind(row.path)
         if kind is None:
@@ -307,7 +306,6 @@ def _check_positions(checkpoint: Checkpoint, rows: list[Row], config: ViTConfig)
 
 
 def _check_variables(model: VisionTransformer, rows: list[Row]) -> None:
-    """Raises a ValueError unless the model's variables take the values that the rows make."""
     variables = {variable.path: variable for variable in model.weights}
     for row in rows:
         variable = variables.get(row.path)
@@ -322,11 +320,9 @@ def _check_variables(model: VisionTransformer, rows: list[Row]) -> None:
 
 @contextlib.contextmanager
 def _restoring_after_error(model: VisionTransformer) -> Iterator[None]:
-    """Gives the variables the values back that they had, if what is done inside fails.
-
-    Only PyTorch, which assigns in place, copies them for that: TensorFlow's copy of a variable
-    shares its memory, and JAX's values never change.
-    """
+    """Gives the variables their former values back if what is done inside fails."""
+    # Only PyTorch, which assigns in place, copies for that: TensorFlow's copy shares the memory of
+    # its variable, and JAX's values never change.
     keep = keras.ops.convert_to_tensor if keras.backend.backend() == "jax" else keras.ops.copy
     saved = [(variable, keep(variable)) for variable in model.weights]
     try:
@@ -349,7 +345,7 @@ def _same(left: Any, right: Any) -> bool:
 
 
 def _ignored_prefixes(
-    checkpoint: Checkpoint, config: ViTConfig, head: Literal["file", "fresh"]
+    checkpoint: Checkpoint, config: ViTConfig, head: Literal["file", "new"]
 ) -> tuple[str, ...]:
     """Returns the beginnings of array names that a model of this config may leave aside."""
     names = {*ARCHITECTURE, *FROM_SHAPES} & checkpoint.fields.keys()
@@ -358,7 +354,7 @@ def _ignored_prefixes(
         stored_config = dataclasses.replace(config, **parts)
     except ValueError as error:
         raise ValueError(f"{checkpoint.path} does not fit the model: {error}") from error
-    paths: tuple[str, ...] = HEAD if head == "fresh" or config.classes is None else ()
+    paths: tuple[str, ...] = HEAD if head == "new" or config.classes is None else ()
     paths += () if config.pooling == "map" else ("pooling/",)
     paths += ("pooling_norm/",) if config.pooling is None else ()
     rows = (row for row in checkpoint.rows(stored_config) if paths and row.path.startswith(paths))
@@ -366,7 +362,6 @@ def _ignored_prefixes(
 
 
 def _table_kind(path: str) -> str | None:
-    """Returns which of `CELLS` a variable is, None for one whose shape depends on no grid."""
     kind = path.rsplit("/", 1)[-1]
     return kind if kind in CELLS else None
 
@@ -387,7 +382,6 @@ def _value(checkpoint: Checkpoint, row: Row, config: ViTConfig, positions: Metho
 
 
 def _finite(checkpoint: Checkpoint, name: str) -> np.ndarray:
-    """Returns an array in float32, once all of its values are known to be numbers."""
     with np.errstate(over="ignore", invalid="ignore"):
         value = checkpoint.arrays[name].read().astype(np.float32, copy=False)
         # The sum shows any NaN or infinity in half the time; large numbers may make it one too.

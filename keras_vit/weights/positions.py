@@ -1,4 +1,7 @@
-"""Resamples a table of position embeddings to another grid of patches, in NumPy alone."""
+"""Resamples a table of position embeddings to another grid of patches, in NumPy alone.
+
+Shapes: tables (1, prefix + h * w, D) of a grid h x w, D hidden_dim; matrices (new, old).
+"""
 
 from collections.abc import Callable
 from typing import Literal, get_args
@@ -59,9 +62,11 @@ def resample_positions(
         )
     if grid == new_grid:
         return table
+    # In float64, so that the result is rounded once, to the table's dtype.
     cells = table[0, prefix:].reshape(*grid, -1).astype(np.float64)
     rows = _weights(grid[0], new_grid[0], method)
     columns = _weights(grid[1], new_grid[1], method)
+    # Every method is separable: one matrix for rows, one for columns.
     cells = np.einsum("ah,hwd,bw->abd", rows, cells, columns, optimize=True)
     cells = cells.reshape(1, new_grid[0] * new_grid[1], -1).astype(table.dtype)
     return np.concatenate([table[:, :prefix], cells], axis=1)
@@ -115,19 +120,22 @@ def square_grid(positions: int) -> tuple[int, int] | None:
 
 
 def _weights(old: int, new: int, method: Method) -> np.ndarray:
-    """Returns the (new, old) matrix that interpolates one axis."""
     if method == "bicubic_antialias":
         # The kernel is as wide as a new cell where the grid shrinks. What it would take from beyond
         # an edge is left out, and each row sums to one.
         scale = old / new
         centers = (np.arange(new) + 0.5) * scale - 0.5
+        # A wider kernel averages all old cells below a new one; skipping them would alias.
         matrix = _kernel((centers[:, None] - np.arange(old)) / max(scale, 1), method)
         return np.asarray(matrix / matrix.sum(axis=1, keepdims=True))
     if method == "original":
+        # The outermost cells keep their values, and the others are evenly between.
         centers = np.linspace(0, old - 1, new)
     else:
+        # Cells have an area, as pixels do: the centre of cell i is i + 0.5, in both grids.
         centers = (np.arange(new) + 0.5) * old / new - 0.5
     if method == "bilinear":
+        # PyTorch moves these centres into the table; for bicubic it repeats the edge instead.
         centers = np.clip(centers, 0, old - 1)
     reach = 2 if method == "bicubic" else 1
     matrix = np.zeros((new, old))
@@ -135,6 +143,7 @@ def _weights(old: int, new: int, method: Method) -> np.ndarray:
     for offset in range(2 * reach):
         source = first + offset
         value = _kernel(centers - source, method)
+        # Beyond an edge its own cell is repeated: one entry may be added to several times.
         np.add.at(matrix, (np.arange(new), np.clip(source, 0, old - 1)), value)
     return matrix
 
@@ -143,6 +152,7 @@ def _kernel(distance: np.ndarray, method: Method) -> np.ndarray:
     x = np.abs(distance)
     if method not in CUBIC_SHARPNESS:
         return np.asarray(np.maximum(1 - x, 0))
+    # Keys' cubic convolution: `a` is its slope at distance 1, where the two pieces meet.
     a = CUBIC_SHARPNESS[method]
     near = (a + 2) * x**3 - (a + 3) * x**2 + 1
     far = a * x**3 - 5 * a * x**2 + 8 * a * x - 4 * a

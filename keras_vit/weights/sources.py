@@ -165,7 +165,6 @@ def hub_parts(address: str, *, suffixes: tuple[str, ...]) -> tuple[str, str | No
 
 
 def _folder_file(folder: Path) -> Path:
-    """Returns the one checkpoint of a folder, or the index of its shards."""
     entries = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
     files = [name for name in FOLDER_FILES if name in entries]
     whole = [name for name in entries if not _SHARD.fullmatch(name)]
@@ -214,7 +213,7 @@ def _hub_file(address: str, sha256: str | None) -> Path:
             f"{address} has none of {', '.join(FOLDER_FILES)}; weights are read from "
             f"{', '.join(SUFFIXES)} files, one of them named as hf://owner/name/FILE."
         )
-        # Without a network nobody says that a file is not there.
+        # Without a network it is not known that a file is not there.
         others = [error for error in errors if file or not isinstance(error, FileNotFoundError)]
         raise [*others, missing][0]
     checked_sha256(sha256, name=name)
@@ -229,7 +228,6 @@ def _hub_file(address: str, sha256: str | None) -> Path:
 
 
 def _get_beside(path: Path, get: Callable[[str], object], *, settings: tuple[str, ...]) -> None:
-    """Gets the shards that an index names, and the settings where they are."""
     for name in sorted(set(shard_places(path).values())) if path.name.endswith(SHARD_INDEX) else ():
         get(name)
     for name in settings:
@@ -242,7 +240,6 @@ def _get_beside(path: Path, get: Callable[[str], object], *, settings: tuple[str
 def _fetch_from_hub(
     address: str, repository: str, name: str, revision: str | None, sha256: str | None = None
 ) -> tuple[Path, str]:
-    """Returns the local copy of one file of a repository, verified, and its commit."""
     with environment.installed(f"{address} needs the library huggingface-hub", "huggingface-hub"):
         import huggingface_hub as hub
     try:

@@ -2,6 +2,8 @@
 
 The arrays have the names of `torch_names`; what is said of them beside the file is read by
 `torch_settings`.
+
+Shapes: D hidden_dim; PyTorch's kernels are (outputs, inputs), ours (inputs, outputs).
 """
 
 import dataclasses
@@ -33,7 +35,7 @@ _TABLE = "attn.relative_position_bias_table"
 # Fields of a network beyond the published one that these files hold.
 _HELD = ("activation", "pooling", *EXTENSIONS)
 
-# What `layer_scale` is in the config of a loaded model: only fresh blocks would begin with it, as
+# What `layer_scale` is in the config of a loaded model: only new blocks would begin with it, as
 # those of most files did (timm's init_values).
 _LAYER_SCALE = 1e-5
 
@@ -46,7 +48,7 @@ def check_torch(config: ViTConfig, *, rotary_layout: RotaryLayout | None) -> Non
     Args:
         config: the network's.
         rotary_layout: which channels of a head the file's rotary positions turn together, None
-            where nobody says it.
+            where it is not stated.
     """
     held = [name for name in _HELD if name != "position_embedding" or not config.adds_positions]
     check_held(config, held, "The layouts of timm and transformers hold other networks")
@@ -261,28 +263,23 @@ def _is_gated(config: ViTConfig) -> bool:
 
 
 def _rotary_order(config: ViTConfig, layout: RotaryLayout | None) -> np.ndarray | None:
-    """Returns which of the file's rows of query, key and value each of ours is, (3 D,).
-
-    Attention is the same whatever the order of a head's channels, as long as query and key have
-    the same. Ours is (pairs by row, pairs by column) twice: first the first of each pair, then the
-    second. None stands for the same order.
-    """
+    """Returns which of the file's rows of query, key and value each of ours is, (3 D,)."""
     d, size = config.hidden_dim, config.hidden_dim // config.num_heads
     if config.rotary_period is None or layout == "halves":
         return None
     pairs = np.arange(size // 2)
     if layout == "neighbours_columns_first":
         pairs = np.roll(pairs, size // 4)
+    # The order of a head's channels is free, as long as query and key have the same. Ours is (pairs
+    # by row, pairs by column) twice: the first of each pair, then the second.
     head = np.concatenate([2 * pairs, 2 * pairs + 1])
     heads = np.arange(0, 2 * d, size)[:, None] + head  # of the queries, then of the keys
     return np.concatenate([heads.ravel(), np.arange(2 * d, 3 * d)])
 
 
 def _in_our_order(table: np.ndarray) -> np.ndarray:
-    """BEiT counts offsets from the asked patch to the asking one, and puts the others' rows last.
-
-    Source: microsoft/unilm, beit/modeling_finetune.py, RelativePositionBias.
-    """
+    """Returns BEiT's table in our order (microsoft/unilm, beit/modeling_finetune.py)."""
+    # BEiT counts from the asked patch to the asking one, and puts the other tokens' rows last.
     return np.concatenate([table[-BIAS_PREFIX:], table[-BIAS_PREFIX - 1 :: -1]])[None]
 
 
@@ -302,7 +299,6 @@ def _placed(
 
 
 def _grid_of(count: int, grids: list[tuple[int, int]]) -> tuple[int, int] | None:
-    """Returns the first grid of that many patches, or a square one."""
     return next((grid for grid in grids if grid[0] * grid[1] == count), square_grid(max(count, 0)))
 
 

@@ -456,15 +456,12 @@ def _completed(arrays: dict[str, StoredArray]) -> dict[str, StoredArray]:
 
 
 def _complete_biases(arrays: dict[str, StoredArray]) -> None:
-    """Adds the biases that a class has in no block, or not at all, as zeros.
-
-    A bias that only some blocks have is missing in the others: the file is damaged.
-    """
     weights = [name for name in arrays if re.search(_BLOCK + r"attn\.(q|k|v|qkv)\.weight$", name)]
     biases = map(re.compile(_BLOCK + r"attn\.(q|k|v|qkv)\.bias$").match, arrays)
     present = {match[2] for match in biases if match}
     for name in weights:
         part, (rows, *_) = name.split(".")[-2], arrays[name].shape or (0,)
+        # A class without a bias has it in no block: if some blocks have one, the file is damaged.
         if part != "qkv" and part not in present:
             arrays[f"{name.removesuffix('weight')}bias"] = zeros((rows,))
         if part == "qkv" and "qkv" not in present:

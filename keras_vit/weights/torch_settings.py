@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from keras_vit.config import MAX_HEADS
+from keras_vit.config import MAX_HEADS, ViTConfig
 from keras_vit.limits import MAX_SIDE, is_number, naming, read_json, shown
 from keras_vit.weights.torch_names import (
     ACTIVATIONS,
@@ -30,11 +30,6 @@ _RESCALE_FACTOR = 1 / 255
 # with quick_gelu, under whichever name of an architecture (timm/models/vision_transformer.py).
 _PROJECTIONS = (512, 640, 768, 896, 1024, 1280)
 _QUICK_GELU = r"openai|metaclip_(400m|2pt5b)|dfn"
-# ViTConfig fields that the name of an architecture decides, beside the activation.
-_ARCHITECTURE_FIELDS = (
-    *("num_heads", "layer_norm_epsilon", "pooling_heads"),
-    *("rotary_period", "rotary_grid", "rotary_offset"),
-)
 _T = TypeVar("_T")
 _ASSUMED = {"activation": "gelu", "image_mean": (0.5, 0.5, 0.5), "image_std": (0.5, 0.5, 0.5)}
 
@@ -49,7 +44,7 @@ class Settings:
         sizes: (height, width) of images that they mention, the most likely first.
         unsupported_reason: why the files do not say what the network computes, None where they do.
         hint: how the files would say what is assumed.
-        rotary_layout: which channels rotary positions turn together, None where nobody says.
+        rotary_layout: which channels rotary positions turn together, None if unknown.
         pools_prefix: whether attention pooling looks at the tokens before the patches' too.
         labels: (identifier, name) of each class that they name.
         projects: whether what has a classifier's name projects to the space of a text tower.
@@ -134,7 +129,8 @@ def _timm_settings(settings: Mapping[str, Any], known: Settings) -> Settings:
     fields: dict[str, Any] = {}
     unsupported_reason = None
     if architecture is not None:
-        fields = {name: getattr(architecture, name) for name in _ARCHITECTURE_FIELDS}
+        ours = {field.name for field in dataclasses.fields(ViTConfig)}
+        fields = {name: value for name, value in vars(architecture).items() if name in ours}
         fields["activation"] = ACTIVATIONS[architecture.activation]
     elif name is None:
         unsupported_reason = f"its {CONFIG} names no timm architecture"
@@ -204,7 +200,6 @@ def _hugging_face_settings(settings: Mapping[str, Any], known: Settings) -> Sett
 
 
 def _image_tower(settings: Mapping[str, Any]) -> tuple[Mapping[str, Any], str | None]:
-    """Returns the settings of the network that sees images, and its model type."""
     kind = settings.get("model_type")
     if isinstance(kind, str) and kind in TWO_TOWERS:
         kind = TWO_TOWERS[kind]
@@ -315,12 +310,7 @@ def _pixels(mean: Any, std: Any, *, unit: float = 1.0) -> dict[str, Any]:
 
 
 def _labels(names: Any, *, described: Any = None) -> tuple[tuple[str, str], ...]:
-    """Returns (identifier, name) of each class; () for what are no names, or LABEL_0, LABEL_1, ...
-
-    Args:
-        names: a list, or a dictionary from the class's number.
-        described: a dictionary from each of `names` to what it means, such as a WordNet identifier.
-    """
+    """Returns (identifier, name) of each class; () for what are no names, as LABEL_0."""
     if isinstance(names, dict):
         names = [names.get(str(place)) for place in range(len(names))]
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -333,12 +323,10 @@ def _labels(names: Any, *, described: Any = None) -> tuple[tuple[str, str], ...]
 
 
 def _line(text: object) -> str:
-    """Returns a text on one line, as lists of labels have it; "" for anything else."""
     return " ".join(text.split()) if isinstance(text, str) else ""
 
 
 def _sizes(values: list[Any]) -> tuple[tuple[int, int], ...]:
-    """The sizes among the values: a number stands for a square."""
     pairs = [(value, value) if isinstance(value, int) else value for value in values]
     return tuple(
         (pair[0], pair[1])
@@ -361,7 +349,6 @@ def _read_config(path: Path) -> dict[str, Any] | None:
 
 
 def _checked_pooling(fields: Mapping[str, Any], pooling: Any, settings: Settings) -> Any:
-    """Holds the pooling that the settings say against the arrays."""
     has_map, has_token = fields["pooling"] == "map", fields["class_token"]
     if has_map and (has_token or fields["num_registers"]) and not settings.pools_prefix:
         raise ValueError(

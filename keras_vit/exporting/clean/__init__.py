@@ -9,12 +9,12 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a format may differ by; errors are in spreads, see `agreement`.
+    """What a format may differ by; errors are in standard deviations, see `agreement`.
 
     Attributes:
-        error: the root mean square error of all answers.
-        largest: the largest error of one answer.
-        of_one: the root mean square error of one class, or feature, over its own spread.
+        error: the root mean square error of all outputs.
+        largest: the largest error of one output.
+        of_one: the root mean square error of one class, or feature, over its own deviation.
         best: the least share of images with the model's best class. It is less where the model
             itself hardly decides: what errors of the allowed size leave.
         accuracy: the most that the accuracy on labelled images may fall.

@@ -1,9 +1,11 @@
-"""How far an artefact's answers are from the model's: one by one, at each batch size, in its gate.
+"""How far an artefact's outputs are from the model's: one by one, at each batch size, in its gate.
 
-What all images share proves nothing: a bias of -10 makes every cosine 1, and an answer that no
-image changes is close to them all if one logit is large. So a gate measures errors in *spreads*:
-the standard deviation of the model's answers over the images, around each class's own mean. A
-constant answer then has an error of 1, whatever the head's biases are.
+What all images share proves nothing: a bias of -10 makes every cosine 1, and an output that no
+image changes is close to them all if one logit is large. So a gate measures errors in units of the
+standard deviation of the model's outputs over the images, around each class's own mean. A
+constant output then has an error of 1, whatever the head's biases are.
+
+Shapes: B images; logits (B, classes) and features (B, ...), both (B, values) once they are centred.
 """
 
 import dataclasses
@@ -17,9 +19,9 @@ import numpy as np
 from . import Limits
 
 GATE_BATCH = 8  # images that a gate runs at once
-# A spread counts as at least this share of the largest answer: rounding grows with that.
-LEAST_SPREAD = 1e-3
-# One class's spread counts as at least this share of the spread of all.
+# A deviation counts as at least this share of the largest output: rounding grows with that.
+LEAST_DEVIATION = 1e-3
+# One class's deviation counts as at least this share of the deviation of all.
 LEAST_OF_ONE = 0.25
 PROBABILITY = 0.02  # int8 throughout has 256 values
 # A best class is clear if it leads by so many times the error that is allowed.
@@ -65,7 +67,7 @@ class Case:
         alone: the outputs for the first image in a batch of one, where convolutions may sum in
             another order; empty to compare with the first row of `expected`.
         limit: the largest difference that passes.
-        batch_sizes: those to run, up to the number of images; 0 asks for no answers to no images.
+        batch_sizes: those to run, up to the number of images; 0 for a batch of no images.
     """
 
     signature: str
@@ -90,14 +92,14 @@ class Case:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Gate:
-    """Images that decide about an artefact, and the model's answers for them.
+    """Images that decide about an artefact, and the model's outputs for them.
 
     Attributes:
         signature: the signature of a SavedModel; "" where a format has only one.
         images: (B, H, W, C), as the input takes them.
         outputs: the names of the outputs to read: what is compared, "logits" or "features", and
             "probabilities", which must follow from the artefact's own logits.
-        expected: the model's answers (B, classes) or (B, ...).
+        expected: the model's outputs (B, classes) or (B, ...).
         limits: what the format may differ by.
         kind: "softmax", of which only differences of logits count; "sigmoid", whose classes are
             independent; "values", of features and others.
@@ -125,7 +127,7 @@ class Request:
         weight_bytes: bytes that they take in an ONNX or TFLite file.
         labels: a name for each class.
         cases: what to run.
-        gate: what decides whether the artefact answers like the model.
+        gate: what decides whether the artefact outputs like the model.
     """
 
     format: str
@@ -197,20 +199,20 @@ def check_batches(case: Case, run: Run) -> Iterator[Check]:
 
 
 def run_gate(gate: Gate, run: Run) -> list[Check]:
-    """Runs the images of a gate in batches of eight, and holds the answers to its limits."""
+    """Runs the images of a gate in batches of eight, and holds the outputs to its limits."""
     starts = range(0, len(gate.images), GATE_BATCH)
     parts = [run({"images": gate.images[start : start + GATE_BATCH]}) for start in starts]
-    answers = {}
+    outputs = {}
     for name in gate.outputs:
         arrays = [part[name] for part in parts if name in part]
         is_whole = len(arrays) == len(parts) and len({array.ndim for array in arrays}) == 1
-        answers[name] = np.concatenate(arrays) if is_whole else np.empty(0)
+        outputs[name] = np.concatenate(arrays) if is_whole else np.empty(0)
     count = Check(name="gate: images", measured=len(gate.expected), limit=None, passed=True)
-    return [count, *measure(gate, answers)]
+    return [count, *measure(gate, outputs)]
 
 
-def measure(gate: Gate, answers: Arrays) -> list[Check]:
-    """Measures the answers to the images of a gate.
+def measure(gate: Gate, outputs: Arrays) -> list[Check]:
+    """Measures the outputs to the images of a gate.
 
     Example:
         >>> logits = np.array([[1.0, -1.0], [-1.0, 1.0]])
@@ -218,58 +220,60 @@ def measure(gate: Gate, answers: Arrays) -> list[Check]:
         >>> gate = Gate(signature="", images=np.empty(0), outputs=("logits",), expected=logits,
         ...             limits=limits, kind="softmax", targets=np.array([0, 1]))
         >>> measure(gate, {"logits": logits + 5})[0]
-        Check(name='gate: error / spread', measured=0.0, limit=0.1, passed=True)
+        Check(name='gate: error / std', measured=0.0, limit=0.1, passed=True)
         >>> measure(gate, {"logits": logits * 0})[0]
-        Check(name='gate: error / spread', measured=1.0, limit=0.1, passed=False)
+        Check(name='gate: error / std', measured=1.0, limit=0.1, passed=False)
     """
     limits, expected = gate.limits, centred(gate, gate.expected)
-    actual = answers[gate.outputs[0]]
+    actual = outputs[gate.outputs[0]]
     if actual.shape != gate.expected.shape or not np.isfinite(actual).all():
+        # What is no number fails every limit; it does not raise.
         actual = np.full(gate.expected.shape, np.inf)
         errors = np.full(expected.shape, np.inf)
     else:
         errors = centred(gate, actual) - expected
-    spreads, spread = _spreads(gate, expected)
+    deviations, deviation = _deviations(gate, expected)
     one = "value" if gate.kind == "values" else "class"
     with np.errstate(invalid="ignore"):
-        of_each = np.sqrt(np.mean(np.square(errors), axis=0)) / spreads
+        of_each = np.sqrt(np.mean(np.square(errors), axis=0)) / deviations
         checks = [
-            _at_most("error / spread", _root_mean_square(errors) / spread, limits.error),
-            _at_most("largest error / spread", np.abs(errors).max() / spread, limits.largest),
-            _at_most(f"error / spread of the worst {one}", of_each.max(), limits.of_one),
-            *_decisions(gate, actual, limits.error * spread),
+            _at_most("error / std", _root_mean_square(errors) / deviation, limits.error),
+            _at_most("largest error / std", np.abs(errors).max() / deviation, limits.largest),
+            _at_most(f"error / std of the worst {one}", of_each.max(), limits.of_one),
+            *_decisions(gate, actual, limits.error * deviation),
         ]
         if "probabilities" in gate.outputs:
             if gate.kind == "softmax":
                 powers = np.exp(actual - actual.max(axis=1, keepdims=True))
+                # Of its own logits, whose errors are measured above: here the activation's are.
                 own = powers / powers.sum(axis=1, keepdims=True)
             else:
                 own = 1 / (1 + np.exp(-actual))
-            is_same = answers["probabilities"].shape == own.shape  # NaN is told by the difference
-            difference = np.abs(answers["probabilities"] - own).max() if is_same else np.inf
+            is_same = outputs["probabilities"].shape == own.shape  # NaN is told by the difference
+            difference = np.abs(outputs["probabilities"] - own).max() if is_same else np.inf
             checks.append(_at_most("probabilities beside its own logits'", difference, PROBABILITY))
     return checks
 
 
-def spread(gate: Gate) -> float:
-    """Returns by how much the model's answers vary with the image."""
-    return _spreads(gate, centred(gate, gate.expected))[1]
+def deviation(gate: Gate) -> float:
+    """Returns by how much the model's outputs vary with the image."""
+    return _deviations(gate, centred(gate, gate.expected))[1]
 
 
-def centred(gate: Gate, answers: np.ndarray) -> np.ndarray:
-    """Returns answers as (B, values), without what a softmax does not see."""
-    rows = np.asarray(answers, np.float64).reshape(len(answers), -1)
-    if gate.kind == "softmax":
+def centred(gate: Gate, outputs: np.ndarray) -> np.ndarray:
+    """Returns outputs as (B, values), without what a softmax does not see."""
+    rows = np.asarray(outputs, np.float64).reshape(len(outputs), -1)
+    if gate.kind == "softmax":  # a number added to all logits of an image changes no probability
         rows = rows - rows.mean(axis=1, keepdims=True)
     return rows
 
 
-def _spreads(gate: Gate, expected: np.ndarray) -> tuple[np.ndarray, float]:
-    """Returns the spread of each class or feature (values,), and that of all."""
+def _deviations(gate: Gate, expected: np.ndarray) -> tuple[np.ndarray, float]:
+    """Returns the deviation of each class or feature (values,), and that of all."""
     of_each = expected.std(axis=0)
-    least = LEAST_SPREAD * float(np.abs(gate.expected).max(initial=0.0))
-    spread = max(_root_mean_square(of_each), least, 1e-12)
-    return np.maximum(of_each, LEAST_OF_ONE * spread), spread
+    least = LEAST_DEVIATION * float(np.abs(gate.expected).max(initial=0.0))
+    deviation = max(_root_mean_square(of_each), least, 1e-12)
+    return np.maximum(of_each, LEAST_OF_ONE * deviation), deviation
 
 
 def _root_mean_square(values: np.ndarray) -> float:
@@ -277,7 +281,6 @@ def _root_mean_square(values: np.ndarray) -> float:
 
 
 def _decisions(gate: Gate, actual: np.ndarray, error: float) -> list[Check]:
-    """Compares what is decided by answers that may have this error."""
     if gate.kind == "values":
         return [_own_nearest(gate, actual, error)]
     checks = []
@@ -291,6 +294,7 @@ def _decisions(gate: Gate, actual: np.ndarray, error: float) -> list[Check]:
         margins = logits[:, -1] - logits[:, -2]
         # The two best logits err independently, so that their difference errs by sqrt(2) as much.
         flips = np.array([0.5 * math.erfc(margin / (2 * error)) for margin in margins])
+        # Three standard deviations: an artefact of this error fails by chance in one case of 700.
         deviation = math.sqrt(np.sum(flips * (1 - flips))) / len(flips)
         limit = min(gate.limits.best, float(1 - flips.mean() - 3 * deviation))
         checks += _shares("best class", same, margins > CLEAR * error, limit)
@@ -308,15 +312,14 @@ def _decisions(gate: Gate, actual: np.ndarray, error: float) -> list[Check]:
 
 
 def _own_nearest(gate: Gate, actual: np.ndarray, error: float) -> Check:
-    """Checks that the answer for each image is nearest to the model's for the same image.
-
-    Only images count that the model itself tells from all others by more than the errors.
-    """
+    """Checks that each image's output is nearest to the model's for the same image."""
     ours, theirs = (each.reshape(len(each), -1) for each in (gate.expected, actual))
     others = np.array([np.linalg.norm(ours - row, axis=1) for row in ours])
     np.fill_diagonal(others, np.inf)
+    # A distance over n values errs by sqrt(n) times the error of one.
     is_clear = others.min(axis=1) > CLEAR * error * np.sqrt(ours.shape[1])
     nearest = np.array([np.linalg.norm(ours - row, axis=1).argmin() for row in theirs])
+    # Images that the model itself hardly tells from others decide nothing.
     same = (nearest == np.arange(len(ours))) & np.isfinite(theirs).all(axis=1)
     share = float(same[is_clear].mean()) if is_clear.any() else 1.0
     return Check.at_least("gate: nearest to the model's own, where that is clear", share, 1.0)

@@ -347,13 +347,10 @@ def warm_up_log(model: str, signature: str, name: str, tensor: bytes) -> bytes:
 
 
 def _size_check(request: Request) -> Check:
-    """Compares the size of a file with that of the weights that it should hold.
-
-    A file that lacks weights is too small, one with a weight twice too large. Small models have no
-    upper limit: their graph, and the scales of rounded weights, count too much.
-    """
     parts = request.path.parent.glob(f"{request.path.name}*")
     ratio = sum(each.stat().st_size for each in parts) / request.weight_bytes
+    # A file that lacks weights is too small, one with a weight twice too large. Small models have
+    # no upper limit: their graph, and the scales of rounded weights, count too much.
     most = 1.2 if request.weight_bytes < request.parameter_bytes else 1.05
     upper = most if request.weight_bytes >= LARGE else None
     return Check(

@@ -38,7 +38,7 @@ def main() -> None:
             shot = Image.open(file.name).convert("RGB")
         picture.paste(shot.resize((width, height), Image.Resampling.LANCZOS), (place * width, 0))
     out = Path(__file__).with_name("report.png")
-    picture.quantize(128).save(out, optimize=True)
+    picture.save(out, optimize=True)
 
 
 if __name__ == "__main__":

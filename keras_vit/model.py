@@ -399,7 +399,7 @@ def _tokens(config: ViTConfig, dtype: str, patches: Any) -> Any:
 
 def _encoder(config: ViTConfig, dtype: str, tokens: Any, patches: Any) -> Any:
     """Applies blocks to tokens (B, N, D), with the grid of patches (B, h, w, P*P*channels)."""
-    x, cos_sin = _apply_patch_dropout(config, dtype, tokens, _rotary(config, patches))
+    x, rotary_input = _apply_patch_dropout(config, dtype, tokens, _rotary(config, patches))
     if config.embedding_norm:
         x = _norm(config, dtype, "embedding_norm")(x)
     shape_of = {"patches": patches} if config.any_size else {}
@@ -428,7 +428,7 @@ def _encoder(config: ViTConfig, dtype: str, tokens: Any, patches: Any) -> Any:
             rotary=rotary,
             dtype=dtype,
             name=f"block_{index}",
-        )(x, **cos_sin)  # (B, N, D)
+        )(x, **rotary_input)  # (B, N, D)
     return x if config.norm_after_pooling else _norm(config, dtype, "encoder_norm")(x)  # (B, N, D)
 
 
@@ -459,21 +459,21 @@ def _rotary(config: ViTConfig, patches: Any) -> dict[str, Any]:
 
 
 def _apply_patch_dropout(
-    config: ViTConfig, dtype: str, tokens: Any, cos_sin: dict[str, Any]
+    config: ViTConfig, dtype: str, tokens: Any, rotary: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
     """Returns tokens (B, N, D) and the blocks' rotary positions, in training of a part of them."""
     if not config.patch_dropout_rate:
-        return tokens, cos_sin
+        return tokens, rotary
     layer = layers.PatchDropout(
         config.patch_dropout_rate,
         num_prefix_tokens=config.num_prefix_tokens,
         dtype=dtype,
         name="patch_dropout",
     )
-    if not cos_sin:
-        return layer(tokens), cos_sin
-    left, cos_sin_left = layer(tokens, **cos_sin)
-    return left, {"cos_sin": cos_sin_left}
+    if not rotary:
+        return layer(tokens), rotary
+    left, cos_sin = layer(tokens, **rotary)
+    return left, {"cos_sin": cos_sin}
 
 
 def _positions(config: ViTConfig, dtype: str, name: str) -> keras.layers.Layer:

@@ -32,8 +32,8 @@ def noise(targets: np.ndarray) -> Split:
 
 def batches(split: Split, **fields: Any) -> list[tuple[np.ndarray, np.ndarray]]:
     """Two epochs of training batches, of which `fields` say more."""
-    options = {"image_size": (4, 4), "batch_size": 3, "epochs": 2, "seed": 7, **fields}
-    options = {"augmentation": Augmentation(), **options}
+    options: dict[str, Any] = {"image_size": (4, 4), "batch_size": 3, "epochs": 2, "seed": 7}
+    options |= {"augmentation": Augmentation(), **fields}
     return [(x.numpy(), y.numpy()) for x, y in train_batches(split, **options)]
 
 

@@ -127,7 +127,7 @@ class Request:
         weight_bytes: bytes that they take in an ONNX or TFLite file.
         labels: a name for each class.
         cases: what to run.
-        gate: what decides whether the artefact outputs like the model.
+        gate: what decides whether the artefact agrees with the model.
     """
 
     format: str
@@ -212,7 +212,7 @@ def run_gate(gate: Gate, run: Run) -> list[Check]:
 
 
 def measure(gate: Gate, outputs: Arrays) -> list[Check]:
-    """Measures the outputs to the images of a gate.
+    """Measures the outputs for the images of a gate.
 
     Example:
         >>> logits = np.array([[1.0, -1.0], [-1.0, 1.0]])

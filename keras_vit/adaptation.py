@@ -14,7 +14,7 @@ import safetensors.numpy
 from keras_vit.atomic import whole_file
 from keras_vit.config import ViTConfig
 from keras_vit.layers import TokenDense
-from keras_vit.layers.dense import CHANGES, without_lora
+from keras_vit.layers.dense import CHANGES, FROZEN, without_lora
 from keras_vit.limits import check_file, is_number, shown
 from keras_vit.model import VisionTransformer, assign_copy, path_inside, weights_by_path
 from keras_vit.weights.arrays import FLOATS, read_safetensors, safetensors_metadata
@@ -117,6 +117,7 @@ def lora(
         raise ValueError("The model is adapted already; merge_lora makes a plain one of it.")
     names = _target_names(targets)
     settings = {**model.get_config(), "rank": rank, "targets": names, "alpha": alpha}
+    settings.pop(FROZEN, None)
     adapted = LoRAVisionTransformer.from_config(settings)
     _copy_weights(model, adapted)
     return adapted
@@ -143,8 +144,8 @@ def merge_lora(model: LoRAVisionTransformer) -> VisionTransformer:
             "to it; merge the adapter into the model before quantisation, and quantise the result."
         )
     settings = model.get_config()
-    for name in ("rank", "targets", "alpha"):
-        del settings[name]
+    for name in ("rank", "targets", "alpha", FROZEN):
+        settings.pop(name, None)
     settings[CHANGES] = without_lora(settings.get(CHANGES, {}))
     merged = VisionTransformer.from_config(settings)
     _copy_weights(model, merged)

@@ -15,7 +15,7 @@ from keras_vit import backend, layers, preprocessing
 from keras_vit.backend.private import Functional
 from keras_vit.config import ViTConfig
 from keras_vit.layers.block import run_blocks
-from keras_vit.layers.dense import CHANGES, apply_changes, dense_changes
+from keras_vit.layers.dense import CHANGES, FROZEN, inner_state, restore_state, split_state
 from keras_vit.layers.random import skip_initialization
 
 
@@ -125,7 +125,9 @@ class VisionTransformer(ExactModel):
             )
         policy = keras.dtype_policies.get(dtype).name
         images = keras.Input(config.input_shape, name="images", dtype="float32")
-        super().__init__(images, _forward(config, policy, images), name=name, trainable=trainable)
+        super().__init__(images, _forward(config, policy, images), name=name)
+        if not trainable:
+            self.trainable = False  # as an argument Keras would not tell the layers
         self.config = config
         self._policy = policy
         # In a namespace Keras does not find them, and does not save their layers a second time.
@@ -274,6 +276,8 @@ class VisionTransformer(ExactModel):
         settings["config"] = settings["config"] if config is None else config.to_dict()
         settings["dtype"] = settings["dtype"] if dtype is None else dtype
         new = tuple(reinitialize)
+        frozen = settings.get(FROZEN, [])
+        settings[FROZEN] = [path for path in frozen if path.split("/")[0] not in new]
         is_quantized = any("mode" in change for change in settings.get(CHANGES, {}).values())
         # A new kernel that is quantised must have values.
         with contextlib.nullcontext() if new or is_quantized else skip_initialization():
@@ -284,23 +288,21 @@ class VisionTransformer(ExactModel):
         return copy
 
     def get_config(self) -> dict[str, Any]:
-        changes = dense_changes(self)
         return {
             "config": self.config.to_dict(),
             "name": self.name,
             "dtype": self._policy,
             "trainable": self.trainable,
-            **({CHANGES: changes} if changes else {}),
+            **inner_state(self, _scope(self)),
         }
 
     @classmethod
     def from_config(
         cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
     ) -> "VisionTransformer":
-        arguments = {**config, "config": ViTConfig.from_dict(config["config"])}
-        changes = arguments.pop(CHANGES, {})
-        model = cls(**arguments)
-        apply_changes(model, changes)
+        arguments, inside = split_state(config)
+        model = cls(**{**arguments, "config": ViTConfig.from_dict(config["config"])})
+        restore_state(model, inside, _scope(model))
         return model
 
 
@@ -318,8 +320,11 @@ def position_layer(config: ViTConfig, block: int) -> str | None:
 
 def path_inside(model: VisionTransformer, path: str) -> str:
     """Returns a path of a model's layer or weight without the scope that the model was made in."""
-    scope = model.get_layer("patch_encoder").path.removesuffix("patch_encoder")
-    return path.removeprefix(scope)
+    return path.removeprefix(_scope(model))
+
+
+def _scope(model: VisionTransformer) -> str:
+    return str(model.get_layer("patch_encoder").path.removesuffix("patch_encoder"))
 
 
 def weights_by_path(model: VisionTransformer) -> dict[str, keras.Variable]:

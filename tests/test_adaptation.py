@@ -8,7 +8,6 @@ from typing import Any
 
 import keras
 import numpy as np
-import processes
 import pytest
 import safetensors.numpy
 from conftest import CROSS_ENTROPY, FLOAT32, TINY, VARIED, randomize
@@ -176,25 +175,6 @@ def test_adapters_that_do_not_fit_or_are_damaged_are_refused(
     ]
     assert other_alpha != content
     assert not not_refused(calls, (ValueError, FileNotFoundError))
-
-
-@pytest.mark.full
-def test_adapted_models_are_saved_as_keras_files(
-    adapted: Any, images: np.ndarray, tmp_path: Path
-) -> None:
-    """In a new process a `.keras` file gives the same bits and the same trainable weights."""
-    adapted.save(tmp_path / "model.keras")
-    np.save(tmp_path / "images.npy", images)
-    code = (
-        "import keras, keras_vit, numpy as np, sys, os; os.chdir(sys.argv[1]); "
-        "model = keras.saving.load_model('model.keras'); "
-        "np.savez('out.npz', a=model.predict(np.load('images.npy'), verbose=0), "
-        "names=[v.path for v in model.trainable_variables])"
-    )
-    processes.python("-c", code, tmp_path)
-    out = np.load(tmp_path / "out.npz")
-    np.testing.assert_array_equal(out["a"], adapted.predict(images, verbose=0))
-    assert out["names"].tolist() == [v.path for v in adapted.trainable_variables]
 
 
 @pytest.mark.parametrize("config", [HYBRID, dataclasses.replace(TINY, classes=None), VARIED])

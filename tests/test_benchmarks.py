@@ -4,17 +4,14 @@ import itertools
 import json
 import os
 import re
-import sys
 from pathlib import Path
-from typing import Any
 
 import keras
 import processes
 import pytest
 
-import benchmarks.__main__ as benchmarks_main
 import keras_vit
-from benchmarks import ahead, parts, profile, report, scale
+from benchmarks import ahead, report, scale
 from benchmarks.cases import CONTENDERS, Case, Target
 from benchmarks.measuring import Measured
 from benchmarks.suites import SUITES
@@ -29,22 +26,6 @@ TINY = keras_vit.ViTConfig(
     num_layers=1,
     classes=8,
 )
-WRONG: list[tuple[Any, list[str], str]] = [
-    (benchmarks_main, ["--variants", "X/16"], "a size of tiny, Ti, S, B, L.*Received: X/16"),
-    (benchmarks_main, ["--image-sizes", "225"], "16 pixels do not divide images of 225"),
-    (benchmarks_main, ["--batches", "8", "--replicas", "3"], "batch of 8, 3 replicas"),
-    (benchmarks_main, ["--rounds", "0"], "must be 1 or more. Received: 0"),
-    (benchmarks_main, ["--peers-python", "nowhere"], "must be a Python. Received: nowhere"),
-    (profile, ["--variant", "B/0"], "Received: B/0"),
-    (parts, ["--batch", "0"], "a batch of 0"),
-    (parts, ["--rounds", "0"], "must be 1 or more. Received: 0"),
-    (parts, [], "pip install torch"),
-    (scale, ["--batch", "9"], "8 devices divide the batch. Received: --batch 9"),
-    (scale, ["--models", "X/16"], "X/16"),
-    (scale, ["--models", "R50+B/16"], "hybrid are not counted here. Received: R50.B/16"),
-    (scale, ["--disk", "0"], "--disk must be above 0. Received: 0"),
-    (benchmarks_main, ["--only", "timm"], r"Nothing to .* is installed. Received: \['timm'\]"),
-]
 TRANSFERS = [
     ("%a = bf16[8,4]{1,0} all-gather(%x), channel_id=1", 48),
     ("%a = ((bf16[2,4]), (bf16[8,4])) all-gather-start(%x), channel_id=1", 48),
@@ -106,21 +87,6 @@ def test_ratios_compare_with_the_best_peer_turn_by_turn() -> None:
     assert ratio("timm", figure="memory") == pytest.approx((kept + 300) / (kept + 100))
     assert ratio("timm", figure="activations") == pytest.approx(3.0)
     assert ratio("OpenVINO", figure="speed") is None
-
-
-def test_wrong_options_get_one_sentence(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Nothing is measured before all that was asked for can be."""
-    monkeypatch.setitem(sys.modules, "torch", None)
-    for module, options, message in WRONG:
-        if options[:1] == ["--only"]:
-            monkeypatch.setattr(benchmarks_main, "installed", lambda python: ["keras_vit"])
-        with pytest.raises(SystemExit) as stopped:
-            module.main(options)
-        said = f"{stopped.value} {capsys.readouterr().err}"
-        assert re.search(message, said), (options, said)
-        assert "Traceback" not in said
 
 
 def test_transfers_are_counted_once() -> None:

@@ -11,8 +11,8 @@ import tensorflow as tf
 import variants_oracle
 from conftest import CROSS_ENTROPY, FLOAT32, TINY, VARIED, answers, randomize
 
+from keras_vit import ExactTrainer, VisionTransformer
 from keras_vit.applications import ViTTi16
-from keras_vit.model import VisionTransformer
 
 pytestmark = [
     # Keras' own, also of HDF5 files, of tf2onnx and of TensorFlow's interpreter.
@@ -190,7 +190,7 @@ def test_fit_with_the_callbacks_of_keras(model: VisionTransformer, tmp_path: Pat
 def test_inside_a_subclassed_model(model: VisionTransformer, tmp_path: Path) -> None:
     """It trains, answers probabilities, and its weights are saved."""
 
-    class Own(keras.Model):
+    class Own(ExactTrainer, keras.Model):
         def __init__(self) -> None:
             super().__init__()
             self.base = model

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import pickle
 from itertools import starmap
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from conftest import FLOAT32, TINY, randomize, reloaded, weights_differ
 
 import keras_vit
-from keras_vit import VisionTransformer, backend
+from keras_vit import ExactModel, VisionTransformer, backend
 
 NORM, DENSE = ("gamma", "beta"), ("kernel", "bias")
 POOLINGS = [
@@ -30,6 +31,16 @@ OWN_PIXELS: dict[str, Any] = {
     "image_mean": (0.485, 0.456, 0.406),
     "image_std": (0.229, 0.224, 0.225),
 }
+# What people freeze of a model that has a block of this name.
+FREEZING: dict[str, Any] = {
+    "a model": lambda model: setattr(model, "trainable", False),
+    "all but a block": lambda model: [
+        each.__setattr__("trainable", each.name == "block_1") for each in (model, *model.layers)
+    ],
+    "a block": lambda model: setattr(model.get_layer("block_1"), "trainable", False),
+    "a layer inside": lambda model: setattr(model.get_layer("block_1").mlp, "trainable", False),
+    "a weight": lambda model: setattr(model.weights[2], "trainable", False),
+}
 IN_A_NEW_PROCESS = """
 import json, os, sys
 import keras, keras_vit, numpy as np
@@ -38,14 +49,15 @@ keras.utils.set_random_seed(0)
 with open("model.json") as file:
     fresh = keras_vit.lora(keras.models.model_from_json(file.read()), rank=2)
 np.savez("fresh.npz", *fresh.get_weights())
-model = keras.saving.load_model("model.keras")
+model, adapted = (keras.saving.load_model(f"{name}.keras") for name in ("model", "adapted"))
 again = keras_vit.VisionTransformer(model.config)
 again.load_weights("model.weights.h5")
 images = np.load("images.npy")
-np.savez("answers.npz", a=model.predict(images, verbose=0), b=again.predict(images, verbose=0))
+np.savez("answers.npz", *(m.predict(images, verbose=0) for m in (model, again, adapted)))
 optimizer = keras.saving.load_model("compiled.keras").optimizer
 print(json.dumps([
     [variable.path for variable in model.weights],
+    [variable.path for variable in adapted.trainable_weights],
     str(type(optimizer)),
     "keras_vit.training" in sys.modules,
 ]))
@@ -239,6 +251,32 @@ def test_a_copy_keeps_what_is_frozen_adapted_and_quantised(
     assert [v.trainable for v in larger.weights] == [v.trainable for v in frozen.weights]
 
 
+@pytest.mark.parametrize("what", FREEZING)
+def test_what_is_frozen_stays_frozen(what: str, tiny: VisionTransformer, tmp_path: Path) -> None:
+    """In a file with the optimizer's state, and a clone; alone and in another model; it answers."""
+    base, images, tokens = tiny.copy(), keras.Input((32, 48, 3)), keras.Input((4, 8))
+    FREEZING[what](base)
+    nested = ExactModel(images, keras.layers.Dense(2)(base(images)))
+    block = keras_vit.layers.TransformerBlock(2, 16, name="block_1", trainable=what != "a block")
+    small = keras.Model(tokens, keras.layers.Dense(2)(block(tokens)))
+    FREEZING[what](small)
+    for model in filter(lambda model: model.trainable_variables, (nested, small, base)):
+        flags = [(weight.path, weight.trainable) for weight in model.weights]
+        assert not all(is_trainable for _, is_trainable in flags)
+        model.compile("adam", "mse")
+        x, y = (np.ones((2, *shape[1:])) for shape in (model.input_shape, model.output_shape))
+        model.train_on_batch(x, y)
+        again = reloaded(model, tmp_path)
+        for ours, theirs in zip(again.optimizer.variables, model.optimizer.variables, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+        np.testing.assert_allclose(again(x), model(x), atol=FLOAT32)
+        if model is nested:
+            features = again.get_layer("vit").features(x)["head"]
+            np.testing.assert_allclose(features, base(x), atol=FLOAT32)
+        for copy in (again, pickle.loads(pickle.dumps(model)), keras.models.clone_model(model)):
+            assert [(weight.path, weight.trainable) for weight in copy.weights] == flags
+
+
 def test_fresh_layers_of_a_copy_start_anew(tiny: VisionTransformer) -> None:
     """A classifier of other classes is zeros, one may come or go, and all else is copied."""
     wide = tiny.copy(config=dataclasses.replace(TINY, classes=9), reinitialize=["head"])
@@ -285,12 +323,14 @@ def test_a_model_made_in_a_scope_is_copied_whole(images: np.ndarray) -> None:
 def test_a_process_that_only_imported_the_package_loads_files(
     tiny: VisionTransformer, tmp_path: Path
 ) -> None:
-    """`.keras` and `.weights.h5` give the same bits; optimizer, schedule and loss are known.
+    """`.keras` and `.weights.h5` give the same bits; optimizer, schedule, loss, LoRA are known.
 
     A seed decides every new weight, the low-rank matrices of LoRA too, there and where others
     drew before.
     """
     tiny.save(tmp_path / "model.keras")
+    adapted = randomize(keras_vit.lora(tiny, rank=2))
+    adapted.save(tmp_path / "adapted.keras")
     tiny.save_weights(tmp_path / "model.weights.h5")
     (tmp_path / "model.json").write_text(tiny.to_json())
     images = np.random.default_rng(1).uniform(-1, 1, (2, 32, 48, 3))
@@ -300,28 +340,17 @@ def test_a_process_that_only_imported_the_package_loads_files(
     compiled.compile(keras_vit.optimizers.AdamW(schedule), keras_vit.losses.SigmoidCrossEntropy())
     compiled.save(tmp_path / "compiled.keras")
     process = processes.python("-c", IN_A_NEW_PROCESS, tmp_path)
-    paths, *printed = json.loads(process.stdout.splitlines()[-1])
+    paths, trained, *printed = json.loads(process.stdout.splitlines()[-1])
     assert paths == [variable.path for variable in tiny.weights]
+    assert trained == [variable.path for variable in adapted.trainable_weights]
     assert printed == ["<class 'keras_vit.optimizers.AdamW'>", False]
     answers, expected = np.load(tmp_path / "answers.npz"), tiny.predict(images, verbose=0)
-    np.testing.assert_array_equal(answers["a"], expected)
-    np.testing.assert_array_equal(answers["b"], expected)
+    np.testing.assert_array_equal(answers["arr_0"], expected)
+    np.testing.assert_array_equal(answers["arr_1"], expected)
+    np.testing.assert_array_equal(answers["arr_2"], adapted.predict(images, verbose=0))
     theirs = list(np.load(tmp_path / "fresh.npz").values())
     for seed in (0, 1):
         keras.utils.set_random_seed(seed)
         fresh = keras_vit.lora(keras.models.model_from_json(tiny.to_json()), rank=2)
         same = starmap(np.array_equal, zip(fresh.get_weights(), theirs, strict=True))
         assert all(same) == (seed == 0)
-
-
-def test_model_works_inside_another(
-    tiny: VisionTransformer, images: np.ndarray, tmp_path: Path
-) -> None:
-    """Nested in a user's model it computes, saves and loads, and its features still answer."""
-    inputs = keras.Input((32, 48, 3))
-    model = keras.Model(inputs, keras.layers.Dense(2, name="mine")(tiny(inputs)))
-    again = reloaded(model, tmp_path)
-    np.testing.assert_allclose(again(images), model(images), atol=FLOAT32)
-    np.testing.assert_allclose(
-        again.get_layer("vit").features(images)["head"], tiny(images), atol=FLOAT32
-    )

@@ -111,6 +111,32 @@ def test_steps_are_those_of_numpy(case: dict[str, Any]) -> None:
     assert changed == bool(case.keys() - {"gradient_accumulation_steps"})
 
 
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize(
+    "structure",
+    [lambda a, b: [a, b], lambda a, b: {"b": a, "a": b}, lambda a, b: {"b": (a,), "a": {"c": b}}],
+    ids=["list", "dictionary", "nested"],
+)
+def test_each_output_has_its_loss(structure: Any, steps: int) -> None:
+    """Each is the mean over all images, though the last batch is smaller; the loss is their sum."""
+    (x, y), inputs = batch(), keras.Input((FEATURES,))
+    outputs = [keras.layers.Dense(n, name=f"to_{n}")(inputs) for n in (CLASSES, 1)]
+    model = ExactModel(inputs, structure(*outputs))
+    model.compile(
+        keras.optimizers.SGD(0.0),  # so that one model has all batches
+        structure("mse", "mae"),
+        loss_weights=structure(0.5, 2.0),
+        gradient_accumulation_steps=steps,
+    )
+    answers = {value.shape[-1]: value for value in keras.tree.flatten(model.predict(x, verbose=0))}
+    terms = [np.square(y - answers[CLASSES]).mean(), np.abs(x[:, :1] - answers[1]).mean()]
+    expected = sorted([0.5 * terms[0] + 2 * terms[1], *terms])
+    data = {"x": x, "y": structure(y, x[:, :1]), "batch_size": 4, "verbose": 0}
+    trained = sorted(value for (value,) in model.fit(**data).history.values())
+    evaluated = sorted(model.evaluate(**data, return_dict=True).values())
+    np.testing.assert_allclose([trained, evaluated], [expected, expected], rtol=1e-5)
+
+
 def test_a_loss_scale_grows_and_steps_stay_the_same() -> None:
     """Twice in four steps; parts and two passes see the scale, weights and norms do not."""
     x, y = batch()
@@ -133,15 +159,16 @@ def test_a_step_that_overflows_is_left_out() -> None:
     np.testing.assert_array_equal(model.get_weights()[0], weights_for())
 
 
-def test_both_passes_of_a_step_have_one_mask() -> None:
-    """A weight of a dropped feature has no gradient: the step tells the mask."""
-    x, y = np.full((1, 64), 1 / 8, "float32"), batch(images=1)[1]
-    model = model_for(weights_for(64), dropout=0.5, rho=0.5)
+@pytest.mark.parametrize("steps", [1, 2])
+def test_both_passes_of_a_step_have_one_mask(steps: int) -> None:
+    """A weight of a dropped feature has no gradient: the step tells the mask of each image."""
+    x, y = np.kron(np.eye(2, dtype="float32"), np.full((1, 64), 1 / 8)), batch(images=2)[1]
+    model = model_for(weights_for(128), dropout=0.5, rho=0.5, gradient_accumulation_steps=steps)
     model.train_on_batch(x, y)
     after = model.get_weights()[0]
-    mask = (after != weights_for(64)).any(axis=1)
-    assert 16 < mask.sum() < 48
-    expected = train(weights_for(64), 2 * x * mask, y, rho=0.5, steps=1)["weights"]
+    mask = (after != weights_for(128)).any(axis=1)
+    assert 40 < mask.sum() < 88
+    expected = train(weights_for(128), 2 * x * mask, y, rho=0.5, steps=1)["weights"]
     np.testing.assert_allclose(after, expected, rtol=1e-4, atol=1e-5)
 
 

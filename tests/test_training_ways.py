@@ -26,6 +26,7 @@ SAME = {
     "own_loop": "fit",
     "compute_loss_of_ops": "fit",
     "compute_loss_of_object": "fit",
+    "wrapper_in_parts": "wrapper",
     "uneven_in_parts": "uneven",
     "weighted_in_parts": "weighted",
     "ignored_in_parts": "ignored",

@@ -162,18 +162,21 @@ def _dataset(kind: str, strategy: Any) -> Any:
     return data if is_alone else strategy.experimental_distribute_dataset(data)
 
 
-def _arrays(kind: str) -> tuple[tuple[np.ndarray, ...], int]:
+def _arrays(kind: str) -> tuple[tuple[Any, ...], int]:
     """The arrays of all images, and how many a batch has."""
     if kind == "original":
         x, y = map(np.concatenate, zip(*map(fine_tuning.batch, range(12)), strict=True))
         return (x, y), 16
-    images = IMAGES + (kind in ("uneven", "weighted"))  # the last batch has one image
+    # The last batch has one image.
+    images = IMAGES + (kind in ("uneven", "weighted", "heads"))
     generator = np.random.default_rng(3)
     x = generator.uniform(-1, 1, (images, SIZE, SIZE, 3)).astype(np.float32)
     y = generator.integers(0, CLASSES, images)
     if kind == "distilled":
         y = np.eye(CLASSES, dtype=np.float32)[y]
     weights = generator.uniform(0, 2, images).astype(np.float32) ** 3
+    if kind == "heads":
+        return (x, {"kind": y, "size": x.mean(axis=(1, 2))[:, :1]}, weights), BATCH
     return ((x, y, weights) if kind == "weighted" else (x, y)), BATCH
 
 
@@ -213,7 +216,7 @@ def _subclass(
     compiled: Callable[..., Any] = _compiled, loss: keras.losses.Loss | None = None, **methods: Any
 ) -> Any:
     mine = type("Mine", (keras_vit.VisionTransformer,), methods)
-    return compiled(mine(CONFIG), loss=loss, metrics=None)
+    return compiled(mine(CONFIG), loss=loss)
 
 
 def _textbook_step(self: Any, data: Any) -> dict[str, Any]:
@@ -252,12 +255,21 @@ def _unclipped(model: Any = None, **options: Any) -> Any:
     return _compiled(model, optimizer=keras.optimizers.SGD(0.02, momentum=0.9), **options)
 
 
-def _wrapper() -> Any:
-    """A head with a regulariser on a model without one."""
-    base = _vit(classes=None)
+def _wrapper(**options: Any) -> Any:
+    """Two heads with a regulariser on a model without one; images weigh differently in one loss."""
     images = keras.Input((SIZE, SIZE, 3))
-    outputs = keras.layers.Dense(CLASSES, kernel_regularizer="l2")(base(images))
-    return _compiled(keras_vit.ExactModel(images, outputs))
+    features = _vit(classes=None)(images)
+    heads = {
+        name: keras.layers.Dense(units, kernel_regularizer="l2", name=name)(features)
+        for name, units in {"kind": CLASSES, "size": 1}.items()
+    }
+    return _compiled(
+        keras_vit.ExactModel(images, heads),
+        loss={"kind": _by_weight(), "size": "mse"},
+        loss_weights={"kind": 0.5, "size": 2.0},
+        metrics={"kind": ["accuracy"], "size": ["mae"]},
+        **options,
+    )
 
 
 def _distilled() -> Any:
@@ -318,7 +330,8 @@ WAYS = {
     "compute_loss_of_ops": Way(lambda: _subclass(compute_loss=_mean_loss)),
     "compute_loss_of_object": Way(lambda: _subclass(compute_loss=_object_loss)),
     "own_loop": Way(_compiled),
-    "wrapper": Way(_wrapper),
+    "wrapper": Way(_wrapper, "heads"),
+    "wrapper_in_parts": Way(lambda: _wrapper(**{STEPS: 2}), "heads", is_evaluated=False),
     "distilled": Way(_distilled, "distilled"),
     "lora": Way(_adapted),
     "multiple": Way(_multiple),

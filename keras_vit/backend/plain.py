@@ -227,7 +227,7 @@ class StepOptions(_Model):
 
     def check_trainable(self) -> None:
         """Raises a ValueError if there is nothing to train."""
-        if not self.trainable_variables:
+        if self.built and not self.trainable_variables:
             raise ValueError("There is nothing to train: every weight of the model is frozen.")
 
     def scaled(self, optimizer: Any) -> Any:

@@ -6,7 +6,7 @@ have them all. On other backends this module imports without TensorFlow.
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import keras
 from keras.src.backend.common import global_state
@@ -27,131 +27,58 @@ else:
     _Model = _Optimizer = object
 
 
-class Private(NamedTuple):
-    """A private name.
-
-    Attributes:
-        owner: the module, class or kind of object that has it.
-        name: the name.
-        why: its use here, and what public names lack.
-    """
-
-    owner: str
-    name: str
-    why: str
-
-
 _EXPORTER = "keras.src.export.onnx"
 _CALL = "current_call_ctx"
 
-PRIVATE_NAMES = (
-    Private(
-        "keras.src.models.functional",
-        "Functional",
-        "the base of ExactModel: keras.Model turns into it by a swap that fails with a second base",
-    ),
-    Private(
-        "keras.src.utils.python_utils",
-        "default",
-        "marks a get_config that leaves the arguments of __init__ to Keras, as Layer's own does",
-    ),
-    Private(
-        "keras.src.backend.common.global_state",
-        "get_global_attribute",
-        "reads the current call; no public name does",
-    ),
-    Private(
-        "keras.src.backend.common.variables",
-        "AutocastScope",
-        "variables of a layer as it casts them, before it is called",
-    ),
-    Private("the state of a call", _CALL, "holds the current call"),
-    Private("the context of a call", "entry_layer", "the called model, to warn of Keras' own step"),
-    Private(_EXPORTER, "export_onnx", "is on the stack while a graph is traced for tf2onnx"),
-    Private(
-        "tensorflow.python.eager.record",
-        "could_possibly_record",
-        "whether a gradient may be asked for; then the dense forms keep a product for it",
-    ),
-    Private(
-        "keras.Model",
-        "_flatten_layers",
-        "all layers at any depth; Model.layers stops at layers made of others",
-    ),
-    Private(
-        "keras.Model",
-        "_distribute_strategy",
-        "the strategy a model was made under, or None; distribute_strategy of a model made "
-        "without one is that of the current scope",
-    ),
-    Private(
-        "keras.Model", "_compile_loss", "the compiled losses; compute_loss returns only their sum"
-    ),
-    Private("keras.Model", "_loss_tracker", "the mean that fit reports as its loss"),
-    Private(
-        "keras.Model",
-        "_compute_loss",
-        "compute_loss, with `training` unless the model's own does not take it",
-    ),
-    Private(
-        "keras.Model",
-        "_make_function",
-        "compiles a step for fit and evaluate; train_step alone cannot wrap a user's own",
-    ),
-    Private(
-        "keras.Model",
-        "_maybe_symbolic_build",
-        "builds before the first step; Keras' own fails with several workers",
-    ),
-    Private("keras.Model", "_symbolic_build", "builds a model, its losses and metrics for a batch"),
-    Private(
-        "keras.Model",
-        "_initial_epoch",
-        "where BackupAndRestore resumes; Keras keeps it for the next fit, which then trains less",
-    ),
-    Private("CompileLoss", "_flat_losses", "the compiled terms, each with its own denominator"),
-    Private(
-        "CompileLoss",
-        "_y_pred_build_structure",
-        "the structure of the predictions, to visit the terms before there are any",
-    ),
-    Private("a tensor", "_keras_mask", "the mask of a tensor, which weights its loss"),
-    Private(
-        "keras.layers.Dense",
-        "_kernel",
-        "the kernel as it is stored; Dense.kernel adds LoRA to it, and unpacks it",
-    ),
-    Private(
-        "keras.optimizers.Adam",
-        "_get_variable_index",
-        "the index of a variable's state, which under a strategy is not found by identity",
-    ),
-    Private("keras.optimizers.Adam", "_momentums", "averages of gradients, for the fused kernel"),
-    Private("keras.optimizers.Adam", "_velocities", "averages of their squares, for the same"),
-    Private(
-        "keras.optimizers.Adam",
-        "_use_weight_decay",
-        "whether exclude_from_weight_decay excluded a variable",
-    ),
-    Private(
-        "keras.optimizers.Adam",
-        "_apply_weight_decay",
-        "decays all variables at one rate; here each has its own rate",
-    ),
-    Private(
-        "keras.optimizers.Adam",
-        "_all_reduce_sum_gradients",
-        "sums gradients over replicas after clipping; here they are summed before",
-    ),
+# Of each owner, a module, class or kind of object, its private names: why public ones do not do.
+PRIVATE_NAMES: dict[str, dict[str, str]] = {
+    "keras.src.models.functional": {
+        # keras.Model turns into it by a swap that fails with a second base.
+        "Functional": "the base of ExactModel",
+    },
+    "keras.src.utils.python_utils": {
+        "default": "marks a get_config that leaves the arguments of __init__ to Keras",
+    },
+    "keras.src.backend.common.global_state": {"get_global_attribute": "reads the current call"},
+    "keras.src.backend.common.variables": {"AutocastScope": "variables as a layer casts them"},
+    "the state of a call": {_CALL: "holds the current call"},
+    "the context of a call": {"entry_layer": "the called model, to warn of Keras' own step"},
+    _EXPORTER: {"export_onnx": "is on the stack while a graph is traced for tf2onnx"},
+    "tensorflow.python.eager.record": {
+        "could_possibly_record": "the dense forms keep a product where a gradient may be asked for",
+    },
+    "keras.Model": {
+        "_flatten_layers": "all layers; Model.layers stops at layers made of others",
+        "_distribute_strategy": "None without one; distribute_strategy has that of any scope",
+        "_compile_loss": "the compiled losses; compute_loss returns only their sum",
+        "_loss_tracker": "the mean that fit reports as its loss",
+        "_compute_loss": "with `training` unless the model's own compute_loss does not take it",
+        "_make_function": "compiles a step; train_step alone cannot wrap a user's own",
+        "_maybe_symbolic_build": "builds before the first step; fails with several workers",
+        "_symbolic_build": "builds a model, its losses and metrics for a batch",
+        "_initial_epoch": "where BackupAndRestore resumes; the next fit would train less",
+    },
+    "CompileLoss": {
+        "_flat_losses": "the compiled terms, each with its own denominator",
+        "_user_loss": "one loss or several, before it is built",
+        "_metrics": "those of the terms, which Keras weights by unknown batch sizes",
+        "_y_pred_build_structure": "of predictions, to visit the terms before there are any",
+    },
+    "a tensor": {"_keras_mask": "the mask of a tensor, which weights its loss"},
+    "keras.layers.Dense": {"_kernel": "as it is stored; Dense.kernel adds LoRA and unpacks it"},
+    "keras.optimizers.Adam": {
+        "_get_variable_index": "of a variable's state, which a strategy hides from identity",
+        "_momentums": "averages of gradients, for the fused kernel",
+        "_velocities": "averages of their squares, for the same",
+        "_use_weight_decay": "whether exclude_from_weight_decay excluded a variable",
+        "_apply_weight_decay": "decays all variables at one rate; here each has its own",
+        "_all_reduce_sum_gradients": "sums gradients after clipping; here they are summed before",
+    },
     # Used in a process of its own, which may import neither Keras nor this package.
-    Private(
-        "a TFLite interpreter",
-        "_get_ops_details",
-        "the operators of a TFLite file (exporting/clean/runners.py); the analyzer only prints",
-    ),
-)
+    "a TFLite interpreter": {"_get_ops_details": "the operators of a file (clean/runners.py)"},
+}
 
-__all__ = ["PRIVATE_NAMES", "Functional", "Private", "config_of_arguments"]
+__all__ = ["PRIVATE_NAMES", "Functional", "config_of_arguments"]
 
 
 def layers_of(layer: keras.layers.Layer, *, with_itself: bool = True) -> list[keras.layers.Layer]:
@@ -224,18 +151,28 @@ def reset_initial_epoch(model: keras.Model) -> None:
     model._initial_epoch = None
 
 
+def may_have_terms(model: keras.Model, losses: Any) -> bool:
+    """Whether a `CompileLoss` that is not built may get several terms."""
+    if losses is None or losses.built:
+        return False
+    return keras.tree.is_nested(losses._user_loss) or len(getattr(model, "outputs", ())) != 1
+
+
 def prediction_structure(losses: Any) -> Any:
     """Returns the structure of the predictions that a `CompileLoss` was built for."""
     return losses._y_pred_build_structure
 
 
 def with_terms(losses: Any, wrap: Callable[[Any, int], Any]) -> Any:
-    """Returns a copy of a built `CompileLoss`, with `wrap(loss, index)` for each of its terms."""
+    """Returns a copy of a built `CompileLoss`, with `wrap(loss, index)` for each of its terms.
+
+    It updates no metric of a term: Keras' own weights by a batch size that is not always known.
+    """
     copy = object.__new__(type(losses))  # Keras' objects refuse `copy.copy`
     terms = [
         term._replace(loss=wrap(term.loss, index)) for index, term in enumerate(losses._flat_losses)
     ]
-    vars(copy).update({**vars(losses), "_flat_losses": terms})
+    vars(copy).update({**vars(losses), "_flat_losses": terms, "_metrics": [None] * len(terms)})
     return copy
 
 

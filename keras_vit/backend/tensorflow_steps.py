@@ -28,10 +28,12 @@ class Totals(NamedTuple):
     Attributes:
         images: images in the batch, a float32 scalar.
         terms: the denominator of each term of the compiled loss, float32 of shape (terms,).
+        is_whole: whether one pass of one replica has the whole batch.
     """
 
     images: tf.Tensor
     terms: tf.Tensor
+    is_whole: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,12 +43,15 @@ class MicroBatch:
     Attributes:
         totals: of the batch.
         images: images in it, a float32 scalar.
-        is_weighted: whether `compute_loss` multiplies the loss by `share`.
+        is_weighted: whether `compute_loss` multiplies the loss by `share` and tracks its terms, as
+            in a user's own step, which knows of no micro-batches.
+        terms: the contributions of these images to the terms of the batch's loss, scalars.
     """
 
     totals: Totals
     images: tf.Tensor
     is_weighted: bool = False
+    terms: list[tf.Tensor] = dataclasses.field(default_factory=list)
 
     @property
     def share(self) -> tf.Tensor:
@@ -64,14 +69,10 @@ def count_images(x: Any) -> tf.Tensor:
     return tf.cast(_batch_size(x), tf.float32)
 
 
-def batch_totals(compiled: Any, x: Any, y: Any, weight: Any) -> Totals:
+def batch_totals(compiled: Any, x: Any, y: Any, weight: Any, *, is_whole: bool = False) -> Totals:
     """Returns the totals of the batch of which this replica has (x, y, weight).
 
-    Args:
-        compiled: Keras' `CompileLoss`; None, or not built, for no terms.
-        x: inputs.
-        y: targets.
-        weight: sample weights, or None.
+    `compiled` is Keras' `CompileLoss`; where there is none, or it is not built, it has no terms.
     """
     denominators = [count_images(x)]
     if compiled is not None and compiled.built:
@@ -83,7 +84,7 @@ def batch_totals(compiled: Any, x: Any, y: Any, weight: Any) -> Totals:
             private.with_terms(compiled, wrap)(y, y_pred, weight)
     # As one vector, for one all-reduce: of so few numbers only the latency counts.
     (totals,) = sum_over_replicas([tf.stack(denominators)])
-    return Totals(images=totals[0], terms=totals[1:])
+    return Totals(totals[0], totals[1:], is_whole)
 
 
 @contextlib.contextmanager
@@ -109,12 +110,17 @@ def times_share(loss: tf.Tensor, share: tf.Tensor) -> tf.Tensor:
     return tf.where(share > 0, loss * tf.cast(share, loss.dtype), 0.0)
 
 
-def micro_batch_loss(compiled: Any, y: Any, y_pred: Any, weight: Any) -> Any:
-    """Returns the compiled loss of this micro-batch, divided by the share of its images.
+def micro_batch_loss(
+    compiled: Any, micro_batch: MicroBatch, y: Any, y_pred: Any, weight: Any
+) -> Any:
+    """Returns the compiled loss of a micro-batch, divided by the share of its images.
 
-    Multiplied by that share and summed over micro-batches and replicas, it is the batch's loss.
+    Multiplied by that share and summed over micro-batches and replicas, it is the batch's loss. So
+    are its terms, which are kept in the micro-batch.
     """
-    loss = private.with_terms(compiled, _MicroBatchTerm)(y, y_pred, weight)
+    wrap = functools.partial(_MicroBatchTerm, micro_batch=micro_batch)
+    micro_batch.terms.clear()
+    loss = private.with_terms(compiled, wrap)(y, y_pred, weight)
     return None if loss is None else loss * keras_replicas()
 
 
@@ -133,29 +139,37 @@ class _DenominatorTerm:
 
 @dataclasses.dataclass
 class _MicroBatchTerm:
+    """Stands for a term of the loss: its share of the batch's, divided as `micro_batch_loss`'s."""
+
     loss: Any
     index: int
+    micro_batch: MicroBatch
 
     def __call__(self, y_true: Any, y_pred: Any, weight: Any) -> Any:
-        now = _current.get()
-        if private.mask_of(y_pred) is not None:
+        if private.mask_of(y_pred) is not None and not self.micro_batch.totals.is_whole:
             raise ValueError(
                 "The predictions have a Keras mask, which does not work with several replicas or "
                 "gradient accumulation; use one device and gradient_accumulation_steps=1, or "
                 "sample weights in place of the mask."
             )
         value = self.loss(y_true, y_pred, weight)
-        if now is None or getattr(self.loss, "reduction", None) not in _MEANS:
+        value = value * tf.cast(self._factor(y_true, y_pred, weight), value.dtype)
+        share = self.micro_batch.share
+        self.micro_batch.terms.append(times_share(value * keras_replicas(), share))
+        return value
+
+    def _factor(self, y_true: Any, y_pred: Any, weight: Any) -> tf.Tensor:
+        images, totals = self.micro_batch.images, self.micro_batch.totals
+        if getattr(self.loss, "reduction", None) not in _MEANS:
             # A sum has no denominator: only the share of images, which follows, is divided out.
-            factor = 1.0 if now is None else now.totals.images / tf.maximum(now.images, 1.0)
-            return value * tf.cast(factor / keras_replicas(), value.dtype)
-        # `value` is a mean over `own`: times own / total it is these images' contribution. The
+            return totals.images / tf.maximum(images, 1.0) / keras_replicas()
+        # The loss is a mean over `own`: times own / total it is these images' contribution. The
         # share of images, by which the caller multiplies the whole loss, is divided out beforehand.
-        own, totals = _denominator(self.loss, y_true, weight), now.totals
-        factor = tf.math.divide_no_nan(own * totals.images, totals.terms[self.index] * now.images)
+        own = _denominator(self.loss, y_true, weight)
+        factor = tf.math.divide_no_nan(own * totals.images, totals.terms[self.index] * images)
         if not self.loss.call(y_true, y_pred).shape.rank:  # Keras does not divide a scalar
             factor = factor / keras_replicas()
-        return value * tf.cast(factor, value.dtype)
+        return factor
 
 
 def global_norm(gradients: Sequence[Any]) -> tf.Tensor:
@@ -165,53 +179,49 @@ def global_norm(gradients: Sequence[Any]) -> tf.Tensor:
 
 
 def in_micro_batches(
-    function: Callable[..., tuple[tf.Tensor, Any, list[Any]]], batch: Any, *, count: int
-) -> tuple[tf.Tensor, Any, list[Any]]:
-    """Runs a pass over each micro-batch: returns summed loss, all predictions, summed gradients.
+    function: Callable[..., tuple[tf.Tensor, Any, list[Any], list[Any]]], batch: Any, *, count: int
+) -> tuple[tf.Tensor, Any, list[Any], list[Any]]:
+    """Runs a pass over each micro-batch, which takes the states of the one before.
 
-    Micro-batches have equally many images, except the first, which also has the remainder.
+    Returns summed losses, all predictions, summed gradients, and the last states. Micro-batches
+    have equally many images, except the first, which also has the remainder.
     """
     if count == 1:
-        return function(*batch)
+        return function([], *batch)
     size = _batch_size(batch)
     length = size // count
     first = size - length * (count - 1)
     # The first runs before the loop: it may be larger, and gives the loop's variables shapes.
-    loss, y_pred, gradients = function(*_slice(batch, 0, first))
+    losses, y_pred, gradients, states = function([], *_slice(batch, 0, first))
     arrays = [
         tf.TensorArray(value.dtype, count - 1, element_shape=[None, *value.shape[1:]])
         for value in keras.tree.flatten(y_pred)
     ]
 
-    def body(index: tf.Tensor, loss: tf.Tensor, arrays: Any, sums: Any) -> Any:
-        own = function(*_slice(batch, first + index * length, length))
-        arrays = [
-            array.write(index, value)
-            for array, value in zip(arrays, keras.tree.flatten(own[1]), strict=True)
-        ]
+    def body(index: tf.Tensor, losses: tf.Tensor, arrays: Any, sums: Any, before: Any) -> Any:
+        rows = _slice(batch, first + index * length, length)
+        own, y_pred, parts, after = function(_with_none(before, states), *rows)
+        flat = keras.tree.flatten(y_pred)
+        arrays = [array.write(index, value) for array, value in zip(arrays, flat, strict=True)]
         # Summed, not averaged: the loss of a micro-batch is its share of the whole batch's.
-        sums = [a + b for a, b in zip(sums, _without_none(own[2]), strict=True)]
+        sums = [a + b for a, b in zip(sums, _without_none(parts), strict=True)]
         # TensorFlow would begin the next micro-batch meanwhile, in memory of its own.
         with tf.control_dependencies(sums):
             following = tf.identity(index + 1)
-        return following, loss + own[0], arrays, sums
+        return following, losses + own, arrays, sums, _without_none(after)
 
     sums = _without_none(gradients)
     with tf.control_dependencies(sums):
         begin = tf.identity(0)
-    start = (begin, loss, arrays, sums)
+    start = (begin, losses, arrays, sums, _without_none(states))
     # A loop of the graph, whose body is traced and compiled once for any number of micro-batches.
-    _, loss, arrays, sums = tf.while_loop(lambda index, *_: index < count - 1, body, start)
+    _, losses, arrays, sums, last = tf.while_loop(lambda index, *_: index < count - 1, body, start)
     predictions = [
         tf.concat([value, *tf.unstack(array.stack(), count - 1)], axis=0)
         for value, array in zip(keras.tree.flatten(y_pred), arrays, strict=True)
     ]
-    remaining = iter(sums)
-    return (
-        loss,
-        keras.tree.pack_sequence_as(y_pred, predictions),
-        [None if gradient is None else next(remaining) for gradient in gradients],
-    )
+    y_pred = keras.tree.pack_sequence_as(y_pred, predictions)
+    return losses, y_pred, _with_none(sums, gradients), _with_none(last, states)
 
 
 def raise_clearly(error: tf.errors.OpError, strategy: tf.distribute.Strategy) -> None:
@@ -229,11 +239,16 @@ def raise_clearly(error: tf.errors.OpError, strategy: tf.distribute.Strategy) ->
 
 
 def reducible(logs: dict[str, Any]) -> dict[str, Any]:
-    """Adds to scalars the axis that Keras reduces over with several workers."""
-    strategy = tf.distribute.get_strategy()
-    if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
-        return logs
-    return {name: tf.reshape(value, [1]) for name, value in logs.items()}
+    """Returns logs in which Keras finds its metrics, with the axis to reduce over for workers.
+
+    An own step that returns `metric.result()` of the compiled metrics returns a dictionary inside.
+    """
+    flat: dict[str, Any] = {}
+    for name, value in logs.items():
+        flat |= value if isinstance(value, dict) else {name: value}
+    if isinstance(tf.distribute.get_strategy(), tf.distribute.MultiWorkerMirroredStrategy):
+        return {name: tf.reshape(value, [1]) for name, value in flat.items()}
+    return flat
 
 
 def wants_xla(request: bool | str) -> bool:
@@ -283,6 +298,12 @@ def _without_none(values: Sequence[Any]) -> list[Any]:
     return [value for value in values if value is not None]
 
 
+def _with_none(values: Sequence[Any], places: Sequence[Any]) -> list[Any]:
+    """Returns the values with None where it stands among the places."""
+    rest = iter(values)
+    return [None if place is None else next(rest) for place in places]
+
+
 def replicas() -> int:
     """Returns the number of replicas in sync."""
     context = tf.distribute.get_replica_context()
@@ -298,11 +319,11 @@ def sum_over_replicas(values: Sequence[Any]) -> list[Any]:
     """Returns the tensors summed over all replicas; None stays None."""
     if replicas() == 1:
         return list(values)
-    tensors = [value for value in values if value is not None]
+    tensors = _without_none(values)
     context = tf.distribute.get_replica_context()
     # A sum for gradients too: each replica's loss is its share of the whole.
-    sums = iter(context.all_reduce(tf.distribute.ReduceOp.SUM, tensors)) if tensors else iter(())
-    return [None if value is None else next(sums) for value in values]
+    sums = context.all_reduce(tf.distribute.ReduceOp.SUM, tensors) if tensors else ()
+    return _with_none(sums, values)
 
 
 def nested_optimizers(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:

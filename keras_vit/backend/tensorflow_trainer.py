@@ -10,6 +10,7 @@ Shapes: x, y and weights are structures of (B, ...), B images of one replica; lo
 """
 
 import concurrent.futures
+import contextlib
 import math
 import warnings
 from collections.abc import Callable
@@ -166,12 +167,16 @@ class ExactTrainer(StepOptions, private.StepHooks):
         losses = [_scalar(loss) for loss in self.losses]
         compiled = private.losses_of(self)
         if compiled is not None:
-            losses.append(micro_batch_loss(compiled, y, y_pred, sample_weight))
+            losses.append(micro_batch_loss(compiled, micro_batch, y, y_pred, sample_weight))
         losses = [loss for loss in losses if loss is not None]
         if not losses:
             raise ValueError("There is no loss to train by; give one to compile(loss=...).")
         total = tf.add_n(losses) if len(losses) > 1 else losses[0]
-        return times_share(total, micro_batch.share) if micro_batch.is_weighted else total
+        if not micro_batch.is_weighted:
+            return total
+        terms = [tf.math.divide_no_nan(term, micro_batch.share) for term in micro_batch.terms]
+        self._track_terms(terms, micro_batch.images)
+        return times_share(total, micro_batch.share)
 
     def predict(
         self,
@@ -199,11 +204,11 @@ class ExactTrainer(StepOptions, private.StepHooks):
     def train_step(self, data: Any) -> dict[str, Any]:
         """Runs one training step on the batch of one replica."""
         x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
-        self.check_trainable()
         totals = self._totals(x, y, weight, count=self._accumulation_steps)
+        self.check_trainable()
         scale = tf.convert_to_tensor(self.optimizer.scale_loss(1.0))
-        loss, y_pred, gradients = self._gradients((x, y, weight), scale, totals)
-        private.loss_tracker_of(self).update_state(loss, sample_weight=count_images(x))
+        losses, y_pred, gradients = self._gradients((x, y, weight), scale, totals)
+        self._track(losses, count_images(x))
         if self._norm is not None:
             # Gradients are of loss * scale, against underflow in float16; the norm is of the loss.
             self._norm.value.update_state(global_norm(gradients) / scale)
@@ -223,11 +228,22 @@ class ExactTrainer(StepOptions, private.StepHooks):
             logs: dict[str, Any] = super().test_step(data)
             return logs
         y_pred = self(x, training=False)
-        loss = self._share_of_loss(x, y, y_pred, weight, totals, training=False)
-        (loss,) = sum_over_replicas([loss])
-        private.loss_tracker_of(self).update_state(loss, sample_weight=count_images(x))
+        losses = self._share_of_losses(x, y, y_pred, weight, totals, training=False)
+        (losses,) = sum_over_replicas([losses])
+        self._track(losses, count_images(x))
         logs = self.compute_metrics(x, y, y_pred, sample_weight=weight)
         return dict(logs)
+
+    def _track(self, losses: tf.Tensor, images: tf.Tensor) -> None:
+        """Updates what is reported of the loss, and of its terms where there are several."""
+        total, *terms = tf.unstack(losses)
+        private.loss_tracker_of(self).update_state(total, sample_weight=images)
+        self._track_terms(terms, images)
+
+    def _track_terms(self, terms: list[tf.Tensor], images: tf.Tensor) -> None:
+        compiled = private.losses_of(self)
+        for metric, term in zip([] if compiled is None else compiled.metrics, terms, strict=False):
+            metric.update_state(term, sample_weight=images)
 
     def make_train_function(self, force: bool = False) -> None:
         if self.train_function is not None and not force:
@@ -264,73 +280,89 @@ class ExactTrainer(StepOptions, private.StepHooks):
         return exact
 
     def _totals(self, x: Any, y: Any, weight: Any, *, count: int = 1) -> Totals | None:
-        """Returns the totals of the batch over all replicas; None if one pass has all of it."""
-        if count == 1 and replicas() == 1:
+        """Returns the totals of the batch over all replicas; None if one pass has all of one loss.
+
+        Several terms are weighted by their images here on one device, too: Keras, which does not
+        know the size of a batch in a graph, reports means over batches of all sizes.
+        """
+        compiled = private.losses_of(self)
+        is_whole = count == 1 and replicas() == 1
+        if is_whole and private.may_have_terms(self, compiled):
+            private.build_for(self, (x, y, weight))
+        if is_whole and (compiled is None or not compiled.metrics):
             return None
-        return batch_totals(private.losses_of(self), x, y, weight)
+        return batch_totals(compiled, x, y, weight, is_whole=is_whole)
 
     def _gradients(
         self, data: tuple[Any, Any, Any], scale: tf.Tensor, totals: Totals | None
     ) -> tuple[tf.Tensor, Any, list[Any]]:
-        def ascend(data: Any, scale: tf.Tensor, totals: Any) -> list[Any]:
-            # No state changes, so that the second pass draws the same masks.
-            with keras.StatelessScope():
-                return self._pass(data, scale, totals)[2]
-
-        def descend(data: Any, scale: tf.Tensor, totals: Any, steps: list[Any]) -> Any:
-            moved = [
-                variable.value if step is None else variable.value + tf.cast(step, variable.dtype)
-                for variable, step in zip(self.trainable_variables, steps, strict=True)
-            ]
-            mapping = list(zip(self.trainable_variables, moved, strict=True))
-            with keras.StatelessScope(state_mapping=mapping) as scope:
-                result = self._pass(data, scale, totals, sources=moved)
-            # States such as seeds change in this pass alone: a step draws one set of masks.
-            for variable in self.non_trainable_variables:
-                value = scope.get_current_value(variable)
-                if value is not None:
-                    variable.assign(value)
-            return result
-
+        run = self._compiled(self._pass)
         if not self._sam_rho:
-            loss, y_pred, gradients = self._compiled(self._pass)(data, scale, totals)
+            losses, y_pred, gradients, _ = run(data, scale, totals)
         else:
+            point = [tf.convert_to_tensor(variable.value) for variable in self.trainable_variables]
+            *_, gradients, _ = run(data, scale, totals, point)
             # Summed here, too: the ascent follows the whole batch, however many replicas share it.
-            gradients = sum_over_replicas(self._compiled(ascend)(data, scale, totals))
+            gradients = sum_over_replicas(gradients)
             # The gradients are of loss * scale, so the epsilon beside their norm is scaled as well.
             length = self._sam_rho / (global_norm(gradients) + SAM_EPSILON * scale)
-            steps = [None if g is None else tf.cast(length, g.dtype) * g for g in gradients]
-            loss, y_pred, gradients = self._compiled(descend)(data, scale, totals, steps)
+            point = [
+                value if gradient is None else value + tf.cast(length, value.dtype) * gradient
+                for value, gradient in zip(point, gradients, strict=True)
+            ]
+            losses, y_pred, gradients, states = run(data, scale, totals, point)
+            # States such as seeds change after this pass alone: a step draws one set of masks.
+            for variable, value in zip(self._states(), states, strict=True):
+                if value is not None:
+                    variable.assign(value)
         # One all-reduce, outside of XLA. Losses are shares of the batch's, divided by its
         # denominators over all replicas: so a sum, and replicas with fewer images count less.
-        loss, *gradients = sum_over_replicas([loss, *gradients])
-        return loss, y_pred, gradients
+        losses, *gradients = sum_over_replicas([losses, *gradients])
+        return losses, y_pred, gradients
 
     def _pass(
-        self, data: Any, scale: tf.Tensor, totals: Totals | None, sources: list[Any] | None = None
-    ) -> tuple[tf.Tensor, Any, list[Any]]:
-        """Runs forward and backward: returns loss, predictions, and gradients of loss * scale."""
+        self, data: Any, scale: tf.Tensor, totals: Totals | None, point: list[Any] | None = None
+    ) -> tuple[tf.Tensor, Any, list[Any], list[Any]]:
+        """Runs forward and backward: returns losses, predictions, gradients of loss * scale.
 
-        def own(x: Any, y: Any, weight: Any) -> tuple[tf.Tensor, Any, list[Any]]:
-            with tf.GradientTape() as tape:
-                # The moved weights of SAM are tensors; a tape watches variables alone by itself.
-                tape.watch(sources or [])
+        With a point, tensors in the place of the weights, it changes nothing, and returns states.
+        """
+
+        def own(states: list[Any], x: Any, y: Any, weight: Any) -> Any:
+            changed = zip(self._states(), states, strict=True) if states else ()
+            mapping = [pair for pair in changed if pair[1] is not None]
+            mapping += zip(self.trainable_variables, point or (), strict=point is not None)
+            scope: Any = (
+                contextlib.nullcontext() if point is None else keras.StatelessScope(mapping)
+            )
+            with scope, tf.GradientTape() as tape:
+                tape.watch(point or [])  # a tape watches variables alone by itself
                 y_pred = self(x, training=True)
-                loss = self._share_of_loss(x, y, y_pred, weight, totals, training=True)
-                scaled = loss * tf.cast(scale, loss.dtype)
-            return loss, y_pred, tape.gradient(scaled, sources or self.trainable_variables)
+                losses = self._share_of_losses(x, y, y_pred, weight, totals, training=True)
+                scaled = losses[0] * tf.cast(scale, losses.dtype)
+            gradients = tape.gradient(scaled, point or self.trainable_variables)
+            if point is not None:
+                states = [scope.get_current_value(variable) for variable in self._states()]
+            return losses, y_pred, gradients, states
 
         return in_micro_batches(own, data, count=self._accumulation_steps)
 
-    def _share_of_loss(
+    def _states(self) -> list[keras.Variable]:
+        """Returns what a pass may change: seeds, statistics, metrics in an own `compute_loss`."""
+        return [*self.non_trainable_variables, *self.metrics_variables]
+
+    def _share_of_losses(
         self, x: Any, y: Any, y_pred: Any, weight: Any, totals: Totals | None, *, training: bool
     ) -> tf.Tensor:
-        """Returns the contribution of these images to the loss of the whole batch."""
+        """Returns the contribution of these images to the batch's loss and its terms, (1 + n,)."""
         with micro_batch_of(totals, x) as current:
             loss = private.loss_of(
                 self, x=x, y=y, y_pred=y_pred, sample_weight=weight, training=training
             )
-        return loss if current is None else times_share(loss * self._loss_factor, current.share)
+        if current is None:
+            return loss[tf.newaxis]
+        share = times_share(loss * self._loss_factor, current.share)
+        return tf.stack([share, *(tf.cast(term, share.dtype) for term in current.terms)])
 
     def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         if not self._is_xla:

@@ -35,7 +35,7 @@ def draw_uniform(
     shard: tuple[int, int] = WHOLE,
     low: float = 0.0,
 ) -> tf.Tensor:
-    """Draws numbers between `low` and 1 for each image.
+    """Draws numbers from `low` to 1 for each of so many images, (numbers, count), by two integers.
 
     Example:
         >>> import numpy as np
@@ -43,16 +43,6 @@ def draw_uniform(
         >>> second = draw_uniform(3, 2, seed=(1, 2), shard=(1, 2))
         >>> bool(np.array_equal(whole[:, 2:], second))
         True
-
-    Args:
-        numbers: how many for each image.
-        count: images that this worker makes.
-        seed: two integers.
-        shard: (index of this worker, number of workers).
-        low: the smallest number.
-
-    Returns:
-        Shape (numbers, count).
     """
     # All workers' numbers are drawn: those of an image do not depend on the number of workers.
     uniform = tf.random.stateless_uniform((numbers, count * shard[1]), seed, minval=low)
@@ -70,21 +60,14 @@ def draw_keys(count: tf.Tensor, *, seed: tf.Tensor, shard: tuple[int, int] = WHO
 def inside(starts: tf.Tensor, ends: tf.Tensor, *, shape: tf.Tensor, channels: int = 1) -> tf.Tensor:
     """Returns whether each value of an image lies in the image's rectangle.
 
+    That is of rows and columns from `starts`, (2, batch), to before `ends`. The result is
+    (batch, height, width * channels): over an axis of three, TensorFlow's operations are slow.
+
     Example:
         >>> import tensorflow as tf
         >>> marked = inside([[0], [1]], [[1], [3]], shape=(2, 3))
         >>> tf.cast(marked[0], tf.int32).numpy().tolist()
         [[0, 1, 1], [0, 0, 0]]
-
-    Args:
-        starts: first row and first column of each, int32 of shape (2, batch).
-        ends: the row and column after the last, int32 of shape (2, batch).
-        shape: (height, width) of the images.
-        channels: values of each pixel.
-
-    Returns:
-        Shape (batch, height, width * channels): over an axis of three channels, TensorFlow's
-        operations are slow.
     """
     starts, ends = tf.convert_to_tensor(starts), tf.convert_to_tensor(ends)
     rows, columns = (
@@ -96,7 +79,7 @@ def inside(starts: tf.Tensor, ends: tf.Tensor, *, shape: tf.Tensor, channels: in
 
 
 def inception_part(shape: tf.Tensor, *, smallest_area: float, seed: tf.Tensor) -> tf.Tensor:
-    """Returns a random part with a random area and aspect, as the originals draw it.
+    """Returns a random part, (top, left, height, width), as the originals draw area and aspect.
 
     It is TensorFlow's `sample_distorted_bounding_box` with the originals' arguments: a part that
     does not fit is drawn again, and after 100 attempts the whole image is used.
@@ -107,14 +90,6 @@ def inception_part(shape: tf.Tensor, *, smallest_area: float, seed: tf.Tensor) -
         ...     (60, 80), smallest_area=0.25, seed=(1, 2)).numpy()
         >>> bool(height * width >= 0.24 * 60 * 80 and top + height <= 60 and left + width <= 80)
         True
-
-    Args:
-        shape: (height, width) of the image, int32.
-        smallest_area: as a fraction of the image.
-        seed: two integers; they alone decide.
-
-    Returns:
-        (top, left, height, width) in pixels, int32 of shape (4,).
     """
     begin, size, _ = tf.image.stateless_sample_distorted_bounding_box(
         tf.concat([shape, [3]], axis=0),
@@ -132,7 +107,7 @@ def inception_part(shape: tf.Tensor, *, smallest_area: float, seed: tf.Tensor) -
 def small_part(
     shape: tf.Tensor, *, size: tuple[int, int], ratio: float, place: tf.Tensor
 ) -> tf.Tensor:
-    """Returns the part that is cut out of an image whose short side is resized first.
+    """Returns the part, (top, left, height, width), cut out of an image resized by its short side.
 
     Resizing so that `ratio * size` fits in, and cutting `size` out of that, shows the same as
     cutting first and resizing only the part.
@@ -147,9 +122,6 @@ def small_part(
         size: (height, width) in pixels of what the model sees.
         ratio: how much larger the short side is made, 448 / 384 in the original's transfers.
         place: from the top and from the left, 0 to 1; a half is the middle.
-
-    Returns:
-        (top, left, height, width) in pixels, int32 of shape (4,).
     """
     sides = tf.cast(shape, tf.float32)
     seen = tf.constant(size, tf.float32)
@@ -167,7 +139,7 @@ def erase_rectangles(
     seed: tf.Tensor,
     shard: tuple[int, int] = WHOLE,
 ) -> tf.Tensor:
-    """Puts noise in place of a rectangle of some images, each at its own place.
+    """Puts noise in place of a rectangle of some images, 0..255, each at its own place.
 
     Each erased pixel takes a random value 0..255, which is the paper's best. A rectangle that would
     be higher or wider than the image is cut to it; the paper draws another one.
@@ -177,15 +149,6 @@ def erase_rectangles(
         >>> erased = erase_rectangles(tf.ones((8, 9, 9, 3)), probability=1.0, seed=(1, 2))
         >>> int(tf.reduce_sum(tf.cast(tf.reduce_any(erased != 1, axis=(1, 2, 3)), tf.int32)))
         8
-
-    Args:
-        images: pixels 0..255, float32 of shape (batch, height, width, 3).
-        probability: that an image loses a rectangle.
-        seed: two integers.
-        shard: (index of this worker, number of workers), see `keras_vit.data.train_batches`.
-
-    Returns:
-        The images, of the same shape.
     """
     if not probability:
         return images

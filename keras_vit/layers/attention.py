@@ -161,7 +161,7 @@ class MultiHeadSelfAttention(CompositeLayer, RandomLayer):
             prefix = check_grid(self.rotary["grid"], input_shape[1])
             angles = rotary_angles(size=hidden_dim // self.num_heads, **self.rotary)
             self._cos_sin = tuple(x.astype(np.float32) for x in cos_sin_of(angles, prefix, np))
-        self.apply_changes()
+        self.restore_inside()
 
     def call(
         self,

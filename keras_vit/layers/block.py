@@ -197,7 +197,7 @@ class TransformerBlock(CompositeLayer):
                 )
                 for name in ("attention_scale", "mlp_scale")
             )
-        self.apply_changes()
+        self.restore_inside()
 
     def call(self, inputs: Any, training: bool | None = None, cos_sin: Any = None) -> Any:
         """Rotates queries and keys by the `cos_sin` (2, N, K) of `RotaryEmbedding`, if given.

@@ -12,8 +12,9 @@ from keras_vit import backend
 from keras_vit.backend import private
 from keras_vit.layers.random import RandomLayer, dropout, initializer, split_seed
 
-# The key of `dense_changes` in configs.
+# The keys of `inner_state` in configs.
 CHANGES = "dense"
+FROZEN = "frozen"
 
 # google-research/vision_transformer, vit_jax/models_vit.py, MlpBlock.
 BIAS_STDDEV = 1e-6
@@ -26,29 +27,62 @@ _LORA_KERNELS = ("lora_kernel_a", "lora_kernel_b")
 
 
 class CompositeLayer(keras.layers.Layer):
-    """A layer made of others, whose config says what has become of the dense ones among them.
+    """A layer made of others, whose config says what has become of them.
 
-    Keras writes that to the config of the dense layer alone, not to those of the layers around it.
+    Keras writes that to the config of the inner layer alone, not to those of the layers around it.
     """
 
-    _changes: dict[str, dict[str, Any]] = {}  # noqa: RUF012, never written to
+    _inside: dict[str, Any] = {}  # noqa: RUF012, never written to
 
     @private.config_of_arguments
     def get_config(self) -> dict[str, Any]:
-        changes = dense_changes(self) if self.built else dict(self._changes)
-        return {**super().get_config(), **({CHANGES: changes} if changes else {})}
+        inside = inner_state(self, f"{self.path}/") if self.built else self._inside
+        return {**super().get_config(), **inside}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "CompositeLayer":
-        layer: CompositeLayer = super().from_config(
-            {key: value for key, value in config.items() if key != CHANGES}
-        )
-        layer._changes = config.get(CHANGES, {})
+        arguments, inside = split_state(config)
+        layer: CompositeLayer = super().from_config(arguments)
+        layer._inside = inside
         return layer
 
-    def apply_changes(self) -> None:
-        """Changes new dense layers as the config says; a subclass builds, then calls this."""
-        apply_changes(self, self._changes)
+    def restore_inside(self) -> None:
+        """Makes new layers what the config says; a subclass builds, then calls this."""
+        restore_state(self, self._inside, f"{self.path}/")
+
+
+def inner_state(layer: keras.layers.Layer, scope: str) -> dict[str, Any]:
+    """Returns what has become of the layers inside, for a config; nothing of fresh ones.
+
+    `FROZEN` has the paths of frozen weights, without the scope that they begin with.
+    """
+    changes = dense_changes(layer)
+    frozen = [weight.path.removeprefix(scope) for weight in layer.weights if not weight.trainable]
+    if changes:  # LoRA freezes layers that are built anew, whatever has been thawed since
+        return {CHANGES: changes, FROZEN: frozen}
+    return {FROZEN: frozen} if frozen else {}
+
+
+def split_state(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns a config without `inner_state`, and that."""
+    inside = {key: config[key] for key in (CHANGES, FROZEN) if key in config}
+    return {key: value for key, value in config.items() if key not in inside}, inside
+
+
+def restore_state(layer: keras.layers.Layer, inside: dict[str, Any], scope: str) -> None:
+    """Makes of new layers inside what `inner_state` of the same scope says."""
+    apply_changes(layer, inside.get(CHANGES, {}))
+    if not layer.trainable:  # which Keras does not tell the layers inside
+        for each in private.layers_of(layer, with_itself=False):
+            each.trainable = False
+    if FROZEN not in inside:
+        return
+    frozen = set(inside[FROZEN])
+    for weight in layer.weights:
+        weight.trainable = weight.path.removeprefix(scope) not in frozen
+    for each in private.layers_of(layer, with_itself=False):
+        if each.weights and not any(weight.trainable for weight in each.weights):
+            each.trainable = False
 
 
 def dense_changes(layer: keras.layers.Layer) -> dict[str, dict[str, Any]]:
@@ -351,7 +385,7 @@ class MLP(CompositeLayer, RandomLayer):
         )
         self.fc1.build(input_shape)
         self.fc2.build((*input_shape[:-1], self.mlp_dim))
-        self.apply_changes()
+        self.restore_inside()
 
     def call(
         self,

@@ -147,7 +147,7 @@ class PatchEncoder(CompositeLayer, RandomLayer, PositionedLayer):
             num_registers=self.num_registers,
             any_size=self.position_grid is not None,
         )
-        self.apply_changes()
+        self.restore_inside()
 
     def call(self, inputs: Any, training: bool | None = None) -> Any:
         grid = None if self.position_grid is None else keras.ops.shape(inputs)[1:3]

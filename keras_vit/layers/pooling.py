@@ -111,7 +111,7 @@ class AttentionPooling(CompositeLayer):
         self.out = TokenDense(hidden_dim, dtype=dtype, name="out")
         for layer in (self.query, self.key_value, self.out, self.norm, self.mlp):
             layer.build((input_shape[0], 1, hidden_dim))
-        self.apply_changes()
+        self.restore_inside()
 
     def call(self, inputs: Any, training: bool | None = None) -> Any:
         batch, _, hidden_dim = keras.ops.shape(inputs)

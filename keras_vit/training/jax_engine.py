@@ -81,13 +81,15 @@ class JAXEngine(Engine):
             model.make_train_function()
             model.make_test_function()
         # The logs are those of one step: each begins with these.
-        self._metrics = [np.asarray(variable) for variable in model.metrics_variables]
+        self._metric_values = [np.asarray(variable) for variable in model.metrics_variables]
 
     def step(self) -> dict[str, Any]:
         state = self._values() if self._state is None else self._state
         with self.scope():
             # The step takes its arguments' memory: until `synchronize` the variables have none.
-            logs, state = self.model.train_function((*state, list(self._metrics)), self._batches)
+            logs, state = self.model.train_function(
+                (*state, list(self._metric_values)), self._batches
+            )
         self._state = list(state[:3])
         return dict(logs)
 
@@ -104,7 +106,7 @@ class JAXEngine(Engine):
     def evaluate(self) -> dict[str, Any]:
         # Copies, as the step takes its arguments' memory: averages share theirs with the optimizer.
         state: Any = [[jnp.copy(value) for value in each] for each in self._values()[:2]]
-        state = (*state, list(self._metrics))
+        state = (*state, list(self._metric_values))
         batches = self._placed(itertools.islice(self._passes, self._pass_steps))
         logs: dict[str, Any] = {}
         with self.scope(), contextlib.suppress(StopIteration):

@@ -14,6 +14,7 @@ from keras_vit import backend, figures
 from keras_vit.config import ViTConfig
 from keras_vit.data import Split, evaluation_batches
 from keras_vit.layers import TokenDense
+from keras_vit.layers.dense import inner_state, restore_state, split_state
 from keras_vit.layers.random import ReplicaSeedGenerator
 from keras_vit.limits import is_real
 from keras_vit.model import VisionTransformer
@@ -146,13 +147,17 @@ class MaskedPatchModel(backend.ExactTrainer, keras.Model):
             "name": self.name,
             "dtype": self._policy,
             "trainable": self.trainable,
+            **inner_state(self, ""),
         }
 
     @classmethod
     def from_config(
         cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
     ) -> "MaskedPatchModel":
-        return cls(**{**config, "config": ViTConfig.from_dict(config["config"])})
+        arguments, inside = split_state(config)
+        model = cls(**{**arguments, "config": ViTConfig.from_dict(config["config"])})
+        restore_state(model, inside, "")
+        return model
 
     def _corrupt(self, embedded: Any, seeds: tuple[Any, Any, Any]) -> tuple[Any, Any]:
         """Returns embeddings (B, patches, D), some corrupted, and which: (B, patches), 0 or 1."""

@@ -284,7 +284,6 @@ class VisionTransformer(ExactModel):
             copy = type(self).from_config(settings)
         for path, source, target in _pairs(self, copy, new=new, same_shapes=convert is None):
             assign_copy(target, source if convert is None else convert(path, source))
-            target.trainable = source.trainable
         return copy
 
     def get_config(self) -> dict[str, Any]:

@@ -62,7 +62,7 @@ MODULES = [
 # A change may lower these, and raise none.
 CEILINGS = {
     "files": 104,
-    "lines": 31_715,
+    "lines": 31_713,
     "lines of tests": 23_997,
     "flags": 49,
     "public names": 146,

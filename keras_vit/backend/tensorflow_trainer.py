@@ -329,12 +329,11 @@ class ExactTrainer(StepOptions, private.StepHooks):
         """
 
         def own(states: list[Any], x: Any, y: Any, weight: Any) -> Any:
-            changed = zip(self._states(), states, strict=True) if states else ()
-            mapping = [pair for pair in changed if pair[1] is not None]
-            mapping += zip(self.trainable_variables, point or (), strict=point is not None)
-            scope: Any = (
-                contextlib.nullcontext() if point is None else keras.StatelessScope(mapping)
-            )
+            scope: Any = contextlib.nullcontext()
+            if point is not None:
+                pairs = [*zip(self.trainable_variables, point, strict=True)]
+                pairs += zip(self._states(), states, strict=False)  # none in the first micro-batch
+                scope = keras.StatelessScope([pair for pair in pairs if pair[1] is not None])
             with scope, tf.GradientTape() as tape:
                 tape.watch(point or [])  # a tape watches variables alone by itself
                 y_pred = self(x, training=True)

@@ -9,7 +9,7 @@ from keras_vit.config import InputShape, Pooling, ViTConfig
 from keras_vit.model import ExactModel, VisionTransformer
 from keras_vit.variants import VARIANTS, parameter_count
 from keras_vit.weights import building
-from keras_vit.weights.building import Request
+from keras_vit.weights.building import AUTO, Request
 from keras_vit.weights.checkpoint import Checkpoint, open_checkpoint
 from keras_vit.weights.positions import Method
 from keras_vit.weights.sources import find
@@ -31,7 +31,7 @@ class Builder(Protocol):
         input_shape: InputShape | None = None,
         pooling: Pooling | None = None,
         classes: int | None = None,
-        classifier_activation: str | None = "softmax",
+        classifier_activation: str | None = AUTO,
         include_preprocessing: bool = True,
         name: str | None = None,
         *,
@@ -74,7 +74,8 @@ Args:
         "{pooling}"; without, every token (B, N, D).
     classes: size of the classifier. Left open: the checkpoint's, or 1,000. Another number than the
         checkpoint's makes a new classifier of zeros, as the paper's fine-tuning does.
-    classifier_activation: activation after the classifier; None for logits.
+    classifier_activation: activation after the classifier; None for logits. Left "auto": the
+        checkpoint's, or "softmax" where it does not say, and none for a single class.
     include_preprocessing: whether the model takes pixels 0..255, uint8 or float, and scales them
         itself; otherwise it takes what its `preprocess_input` makes of them.
     name: name of the model.
@@ -110,7 +111,7 @@ def _builder(variant: str) -> Builder:
         input_shape: InputShape | None = None,
         pooling: Pooling | None = None,
         classes: int | None = None,
-        classifier_activation: str | None = "softmax",
+        classifier_activation: str | None = AUTO,
         include_preprocessing: bool = True,
         name: str | None = None,
         *,

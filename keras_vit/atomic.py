@@ -39,13 +39,6 @@ def explain_errors(
 ) -> Iterator[None]:
     """Adds to an OSError of the block what is kept and what to do; its errno stays.
 
-    Example:
-        >>> with explain_errors("notes.txt"):
-        ...     raise OSError(errno.ENOSPC, "full")
-        Traceback (most recent call last):
-        OSError: [Errno 28] No space left on device: 'notes.txt' cannot be written; what was there \
-before is kept; make room and try again.
-
     Args:
         path: the file or folder that the block writes.
         kept: clause of the message: the state after the error.
@@ -73,14 +66,6 @@ def whole_file(
 
     The content is on the disk before the name changes. After an error `path` is unchanged. The
     leftovers of a killed process are removed by the next one that writes a file to the folder.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "notes.txt"
-        >>> with whole_file(path) as temporary:
-        ...     _ = temporary.write_text("whole")
-        >>> path.read_text()
-        'whole'
 
     Args:
         path: the file to write or replace; the temporary name keeps its suffixes.
@@ -169,16 +154,6 @@ def restore(parent: Path, out: Path) -> None:
 @contextlib.contextmanager
 def lock(path: Path, *, what: str) -> Iterator[None]:
     """Holds a lock file, for one process at a time; the system releases that of a killed process.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "run.lock"
-        >>> with lock(path, what="training to 'run'"):
-        ...     with lock(path, what="training to 'run'"):
-        ...         pass
-        Traceback (most recent call last):
-        FileExistsError: Another training to 'run' is at work: process ... on ..., since ...; \
-wait until it ends, or choose another place.
 
     Args:
         path: the file, which is removed at the end.

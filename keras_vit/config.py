@@ -4,6 +4,8 @@ Knows no framework: importing this module costs nothing.
 """
 
 import dataclasses
+import warnings
+import weakref
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -13,6 +15,22 @@ Pooling = Literal["token", "avg", "token_avg", "max", "map"]
 Activation = Literal["gelu_tanh", "gelu", "quick_gelu", "swiglu"]
 PositionEmbedding = Literal["learned", "learned_2d", "sincos_2d", "relative"]
 PositionPlacement = Literal["input", "every_block", "every_block_shared"]
+# transformers' names for what outputs mean; of probabilities, and of logits, which do not say it.
+ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
+PROBLEM_TYPES: Mapping[str | None, ProblemType] = {
+    "softmax": "single_label_classification",
+    "sigmoid": "multi_label_classification",
+}
+ACTIVATIONS = {problem_type: activation for activation, problem_type in PROBLEM_TYPES.items()}
+LOGITS = (None, "linear", "log_softmax")
+# What a loss trains, by its name or a word in it; the first that fits.
+TRAINED_BY: Mapping[str, ProblemType] = {
+    **dict.fromkeys(("binary", "bce", "sigmoid"), "multi_label_classification"),
+    **dict.fromkeys(("categorical", "kld", "softmax"), "single_label_classification"),
+    **dict.fromkeys(
+        ("mean", "mse", "mae", "mape", "msle", "huber", "cosh", "poisson"), "regression"
+    ),
+}
 # (height, width, channels) of images, integers; height and width are None for images of any size.
 InputShape = tuple[Any, Any, int]
 
@@ -27,6 +45,7 @@ WIDTH_MULTIPLES = {"learned_2d": 2, "sincos_2d": 4}
 # The most that a number may be: ten times that of any network we know of, so that a damaged file
 # ends in a sentence and not in a network that no machine can hold.
 MAX_HEADS, _MAX_LAYERS, _MAX_STAGES = 2**12, 1000, 8
+_warned: "weakref.WeakSet[Any]" = weakref.WeakSet()  # models of which something was assumed
 _MIN_STD = 1e-9  # in units of 1; the smallest in use is 1 / 255
 
 
@@ -59,14 +78,10 @@ def _field(
     published: tuple[Any, ...] | None = None,
     written: Any = (),
 ) -> Any:
-    """Makes a field of `ViTConfig` that says all there is to say of it.
+    """Makes a field of `ViTConfig`; its default is that of the original's B/16.
 
-    Args:
-        default: the value of the original's B/16.
-        role: what it means to a checkpoint.
-        allowed: what it may be by itself; None where other fields decide.
-        published: the values that the original's own layout holds; None for those of the role.
-        written: those that the writers of ONNX and TFLite know beside these; None for all.
+    The original's own layout holds the values `published`, None for those of the role; the writers
+    of ONNX and TFLite know also those `written`, None for all.
     """
     if published is None and role in ("extension", "own"):
         published = (default,)
@@ -171,6 +186,9 @@ class ViTConfig:
         antialias: whether images are downscaled with anti-aliasing before they reach the model, in
             training, evaluation, prediction and exports; Google's published weights were not.
         classifier_activation: activation after the classifier, e.g. "softmax"; None for logits.
+        problem_type: what the outputs mean: classes that exclude each other, independent classes,
+            or numbers. None for what the activation says: the first for softmax and logits, the
+            second for sigmoid, and numbers for any other and for a single logit.
         include_preprocessing: whether the model takes pixels 0..255 and scales them itself.
         image_mean: what the pixels' mean was taken to be in training, in units of 1 (0..255 divided
             by 255), a number for each channel; equal numbers hold for any number of channels. The
@@ -237,6 +255,7 @@ class ViTConfig:
     scan_blocks: bool = _field(False, "training", _SWITCH)
     antialias: bool = _field(True, "input", _SWITCH)
     classifier_activation: str | None = _field(None, "input", _NAME)
+    problem_type: ProblemType | None = _field(None, "input", _one_of(ProblemType, None))
     include_preprocessing: bool = _field(False, "input", _SWITCH)
     image_mean: tuple[float, ...] = _field((0.5, 0.5, 0.5), "assumed")
     image_std: tuple[float, ...] = _field((0.5, 0.5, 0.5), "assumed")
@@ -271,6 +290,10 @@ class ViTConfig:
                 f'pooling="{self.pooling}" needs class_token=True; without one use pooling="avg", '
                 '"max" or "map".'
             )
+        own, activation = self._problem_type_of_activation(), self.classifier_activation
+        fits = activation in LOGITS or self.problem_type in (None, "regression", own)
+        text = f'None, {own!r} or "regression" with classifier_activation={activation!r}'
+        self._require(fits, "problem_type", text)
         self._check_image()
         self._check_pixels()
         self._check_positions()
@@ -324,6 +347,12 @@ class ViTConfig:
     def pooled_dim(self) -> int:
         """Width of what pooling makes of the tokens, or of each token without pooling."""
         return self.hidden_dim * (2 if self.pooling == "token_avg" else 1)
+
+    @property
+    def resolved_problem_type(self) -> ProblemType | None:
+        """What the outputs mean, by `problem_type` or the activation; None without classifier."""
+        own = self.problem_type or self._problem_type_of_activation()
+        return None if self.classes is None else own
 
     @property
     def adds_positions(self) -> bool:
@@ -394,6 +423,20 @@ class ViTConfig:
         grid = self.grid if is_open else None
         return dataclasses.replace(self, input_shape=input_shape, position_grid=grid)
 
+    def with_activation(self, name: str | None, said: ProblemType | None = None) -> "ViTConfig":
+        """Returns the config with another activation; what logits mean stays, or is as said."""
+        said = said or self.resolved_problem_type
+        changed = dataclasses.replace(self, classifier_activation=name, problem_type=None)
+        is_said = name not in LOGITS or changed.resolved_problem_type == said
+        return changed if is_said else dataclasses.replace(changed, problem_type=said)
+
+    def told_by(self, loss: Any) -> "ViTConfig":
+        """Returns the config with what only a model's loss says of its logits."""
+        name = self.classifier_activation
+        is_open = self.problem_type is None and name in (None, "linear") and self.classes
+        said = _trained_by(loss) if is_open else None
+        return self.with_activation(name, said) if said else self
+
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields as plain values that JSON can carry."""
         fields = dataclasses.asdict(self)
@@ -421,6 +464,11 @@ class ViTConfig:
             for name, value in fields.items()
         }
         return cls(**values)
+
+    def _problem_type_of_activation(self) -> ProblemType:
+        is_logit = self.classifier_activation in LOGITS and self.classes != 1
+        other: ProblemType = "single_label_classification" if is_logit else "regression"
+        return PROBLEM_TYPES.get(self.classifier_activation, other)
 
     def _check_image(self) -> None:
         shape, stride = self.input_shape, self.stride
@@ -556,3 +604,97 @@ def _fields_of(role: Role) -> tuple[str, ...]:
 ARCHITECTURE, FROM_SHAPES = _fields_of("architecture"), _fields_of("shape")
 ASSUMED, EXTENSIONS = _fields_of("assumed"), _fields_of("extension")
 TRAINING = _fields_of("training")
+
+
+class Ending(NamedTuple):
+    """What the outputs (B, C) of a model mean.
+
+    Attributes:
+        problem_type: as of `ViTConfig`; None for features.
+        is_probabilities: whether they are the probabilities of classes, not the logits.
+    """
+
+    problem_type: ProblemType | None
+    is_probabilities: bool = False
+
+    @property
+    def activation(self) -> str | None:
+        """What makes probabilities of logits: "softmax" or "sigmoid"; None without classes."""
+        return None if self.problem_type is None else ACTIVATIONS.get(self.problem_type)
+
+    @property
+    def output(self) -> str:
+        """The name of the outputs: "logits", "probabilities", "features" or "values"."""
+        if self.activation is None:
+            return "features" if self.problem_type is None else "values"
+        return "probabilities" if self.is_probabilities else "logits"
+
+
+def ending_of(model: Any, *, loss: Any = None) -> Ending:
+    """Returns what the outputs of a Keras model mean.
+
+    The config of a `VisionTransformer` says it. Another model ends as its last layer does. If these
+    do not say what logits mean, the loss does: the given one, or the compiled one.
+
+    Warns:
+        UserWarning: nothing says it; what is assumed. Once for each model.
+    """
+    last, loss = model, loss or getattr(model, "loss", None)
+    while not isinstance(config := getattr(last, "config", None), ViTConfig):
+        if not hasattr(last, "layers"):
+            break
+        last = last_operation(last)
+    else:
+        said = config.told_by(loss).resolved_problem_type
+        return Ending(said, said == PROBLEM_TYPES.get(config.classifier_activation, ""))
+    activation = activation_of(last)
+    if type(last).__module__.startswith("keras_vit."):  # tokens, or what pools them
+        return Ending(None)
+    if activation in PROBLEM_TYPES:
+        return Ending(PROBLEM_TYPES[activation], is_probabilities=True)
+    if activation not in LOGITS:
+        return Ending("regression")
+    said = _trained_by(activation if activation == "log_softmax" else loss)
+    return Ending(said or _assumed(model))
+
+
+def last_operation(model: Any) -> Any:
+    """Returns the last layer or operation of a model that changes something; None without any."""
+    for last in reversed(getattr(model, "operations", model.layers)):
+        is_plain = type(last).__name__ in ("Identity", "Activation")
+        if not is_plain or activation_of(last) not in (None, "linear"):
+            return last
+    return None
+
+
+def activation_of(layer: Any) -> str | None:
+    """Returns the name of the activation that a layer ends in or is; None for none."""
+    activation = getattr(layer, "activation", layer)
+    own = {"Softmax": "softmax", "Sigmoid": "sigmoid", "LogSoftmax": "log_softmax"}
+    return getattr(activation, "__name__", own.get(type(activation).__name__))
+
+
+def _trained_by(loss: Any) -> ProblemType | None:
+    """Returns what a model's only loss trains; a file has it as a dictionary."""
+    if isinstance(loss, dict) and "class_name" not in loss:  # by the names of outputs
+        loss = list(loss.values())
+    if isinstance(loss, list | tuple):
+        loss = loss[0] if len(loss) == 1 else None
+    if isinstance(loss, dict):
+        loss = loss.get("config" if loss.get("class_name") == "function" else "class_name")
+    name = loss if isinstance(loss, str) else getattr(loss, "__name__", type(loss).__name__)
+    name = str(name).replace("_", "").lower()
+    return next((said for word, said in TRAINED_BY.items() if word in name), None)
+
+
+def _assumed(model: Any) -> ProblemType:
+    is_one = getattr(model, "output_shape", (None,))[-1] == 1
+    if model not in _warned:
+        what = "a number" if is_one else "logits of classes that exclude each other"
+        warnings.warn(
+            f"{model.name!r} does not say what its outputs mean; they are taken for {what}. "
+            "End it in Activation('softmax') or 'sigmoid', or compile it with its loss.",
+            stacklevel=3,
+        )
+        _warned.add(model)
+    return "regression" if is_one else "single_label_classification"

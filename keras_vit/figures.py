@@ -42,12 +42,6 @@ class Filters:
 def light_on_dark() -> Iterator[None]:
     """Draws what is drawn and saved inside of it in light letters and lines, for a dark page.
 
-    Example:
-        >>> with light_on_dark():
-        ...     figure = plot_attention_distance(np.ones((2, 3)))
-        >>> figure.axes[0].lines[-1].get_color()
-        'white'
-
     Raises:
         ImportError: matplotlib is not installed.
     """

@@ -13,6 +13,9 @@ class SigmoidCrossEntropy(keras.losses.Loss):
 
     Keras' `BinaryCrossentropy` takes the mean over the classes.
 
+    Args:
+        from_logits: whether the model returns logits, not probabilities.
+
     Example:
         >>> loss = SigmoidCrossEntropy()
         >>> round(float(loss([[1.0, 0.0]], [[0.0, 0.0]])), 4)  # twice the logarithm of 2
@@ -21,12 +24,18 @@ class SigmoidCrossEntropy(keras.losses.Loss):
     Source: google-research/big_vision, big_vision/utils.py, sigmoid_xent.
     """
 
-    def __init__(self, name: str = "sigmoid_cross_entropy", **kwargs: Any) -> None:
+    def __init__(
+        self, name: str = "sigmoid_cross_entropy", *, from_logits: bool = True, **kwargs: Any
+    ) -> None:
         super().__init__(name=name, **kwargs)
+        self.from_logits = from_logits
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
-        losses = keras.ops.binary_crossentropy(y_true, y_pred, from_logits=True)  # (B, C)
+        losses = keras.ops.binary_crossentropy(y_true, y_pred, self.from_logits)  # (B, C)
         return keras.ops.sum(losses, axis=-1)  # (B,)
+
+    def get_config(self) -> dict[str, Any]:
+        return {**super().get_config(), "from_logits": self.from_logits}
 
 
 def make_loss(name: LossName, *, from_logits: bool = True) -> keras.losses.Loss:
@@ -35,15 +44,7 @@ def make_loss(name: LossName, *, from_logits: bool = True) -> keras.losses.Loss:
     Args:
         name: "softmax", or "sigmoid" for independent classes.
         from_logits: whether the model returns logits, not probabilities.
-
-    Raises:
-        ValueError: "sigmoid" with a model that returns probabilities.
     """
     if name == "softmax":
         return keras.losses.CategoricalCrossentropy(from_logits=from_logits)
-    if not from_logits:
-        raise ValueError(
-            'loss="sigmoid" needs a model that returns logits; make it with '
-            "classifier_activation=None."
-        )
-    return SigmoidCrossEntropy()
+    return SigmoidCrossEntropy(from_logits=from_logits)

@@ -288,7 +288,7 @@ class VisionTransformer(ExactModel):
 
     def get_config(self) -> dict[str, Any]:
         return {
-            "config": self.config.to_dict(),
+            "config": self.config.told_by(getattr(self, "loss", None)).to_dict(),
             "name": self.name,
             "dtype": self._policy,
             "trainable": self.trainable,

@@ -197,8 +197,8 @@ def test_more_is_what_the_functions_say(run: Path, tmp_path: Path) -> None:
     """The numbers are those of keras_vit.evaluation, people get sentences, a picture is drawn."""
     actual = cli_rig.done("evaluate", run, "--more", "--json").events[-1]
     model, data = Run.load(run).model, load_digits()
-    probabilities = np.exp(evaluation.log_probabilities(model, data.test))
-    expected = evaluation.calibration(probabilities, data.test.targets).error
+    measured = evaluation.evaluate(model, data.test, labels=data.labels).predictions
+    expected = measured and measured.calibration.error
     assert actual["calibration_error"] == pytest.approx(expected, abs=1e-6)
     expected = evaluation.nearest_neighbors(model, train=data.train, test=data.test)
     assert actual["nearest_neighbors"] == pytest.approx(expected, abs=1e-9)

@@ -44,7 +44,7 @@ def test_an_image_is_named_as_predict_names_it() -> None:
 
 def test_a_model_that_is_half_of_one_is_shown_as_far_as_it_goes() -> None:
     """The page says why there are no maps, or why it names no class."""
-    layers = [keras.Input((8, 8, 3)), keras.layers.Flatten(), keras.layers.Dense(7)]
+    layers = [keras.Input((8, 8, 3)), keras.layers.Flatten(), keras.layers.Dense(7, "softmax")]
     other, image = opened(keras.Sequential(layers), LABELS), np.zeros((9, 9, 3), np.uint8)
     classes, shown, note = predict.look(other, image)
     assert (len(classes or ()), shown) == (5, [])

@@ -77,10 +77,7 @@ def test_every_family_is_in_the_table_with_its_licences() -> None:
 
 
 def test_few_says_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its table is made of few.json, which the script wrote, and the text's claims hold in it.
-
-    So do the 2.3 per cent of B/16 that its text names; the flags of its commands exist.
-    """
+    """Its table is that of few.json, the text's claims hold in it, the flags of commands exist."""
     monkeypatch.syspath_prepend(ROOT / "examples")
     report = importlib.import_module("few_report")
     rows = [report.Row(**row) for row in json.loads(text_of("few.json"))]
@@ -93,10 +90,6 @@ def test_few_says_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert mean["LoRA at rank 8"] > mean["full fine-tuning"] - 0.01
     assert {row.name: row.trained for row in rows}["LoRA at rank 8"] < 0.05
     assert mean["student of 200 labels, distilled"] > mean["student of 200 labels"]
-    sides = (768 + 2304, 768 + 768, 768 + 3072, 3072 + 768)
-    trained = 12 * 8 * sum(sides) + 769 * 1000
-    assert f"{trained / 86_567_656:.1%}" == "2.3%"
-    assert "2.3 % of the parameters" in text_of("few.md")
     lines = re.findall(r"^keras-vit (.*)$", text_of("few.md"), re.MULTILINE)
     assert len(lines) >= 8
     for line in lines:

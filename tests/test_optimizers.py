@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, get_args
 
 import keras
 import ml_dtypes
@@ -10,10 +10,11 @@ import numpy as np
 import published
 import pytest
 from conftest import FLOAT32, TINY
+from scipy.special import expit, softmax
 
 from keras_vit import VisionTransformer
 from keras_vit.config import PositionPlacement
-from keras_vit.losses import SigmoidCrossEntropy, make_loss
+from keras_vit.losses import LossName, make_loss
 from keras_vit.optimizers import LAMB, AdamW, Decay, MomentumSGD, WarmupDecay, decayed_rates
 
 GOLDEN = np.load(published.GOLDEN / "finetune.npz")
@@ -175,24 +176,16 @@ def test_steps_are_those_of_the_source(start: float) -> None:
     assert np.abs(bias.numpy() - other).max() > 1e-3  # the comparison can fail
 
 
-def test_sigmoid_is_the_sum_over_classes_and_the_mean_over_images() -> None:
-    """The closed form, on logits and soft targets; it needs logits, and says how to get them."""
+def test_each_loss_takes_logits_and_probabilities() -> None:
+    """The closed forms on soft targets: sigmoid's is the sum over classes, the mean over images."""
     generator = np.random.default_rng(0)
     logits = generator.standard_normal((4, 5)).astype(np.float32)
-    targets = generator.uniform(0, 1, (4, 5)).astype(np.float32)
-    chances = 1 / (1 + np.exp(-logits))
-    expected = -(targets * np.log(chances) + (1 - targets) * np.log(1 - chances)).sum(1).mean()
-
-    assert float(SigmoidCrossEntropy()(targets, logits)) == pytest.approx(expected, rel=1e-5)
-    with pytest.raises(ValueError, match="classifier_activation=None"):
-        make_loss("sigmoid", from_logits=False)
-
-
-def test_softmax_takes_logits_and_probabilities() -> None:
-    """Both give the same number."""
-    logits, targets = np.array([[1.0, 2.0, 0.5]], np.float32), np.array([[0.2, 0.8, 0.0]])
-    chances = keras.ops.softmax(logits)
-
-    assert float(make_loss("softmax")(targets, logits)) == pytest.approx(
-        float(make_loss("softmax", from_logits=False)(targets, chances)), rel=1e-5
-    )
+    targets = softmax(generator.standard_normal((4, 5)).astype(np.float32), axis=1)
+    chances = {"softmax": softmax(logits, axis=1), "sigmoid": expit(logits)}
+    others = {"softmax": 0, "sigmoid": (1 - targets) * np.log(1 - chances["sigmoid"])}
+    for name in get_args(LossName):
+        expected = -(targets * np.log(chances[name]) + others[name]).sum(axis=1).mean()
+        loss = make_loss(name, from_logits=False)
+        again = type(loss).from_config(loss.get_config())
+        for each, outputs in ((make_loss(name), logits), (again, chances[name])):
+            assert float(each(targets, outputs)) == pytest.approx(expected, rel=1e-5)

@@ -138,7 +138,7 @@ def test_many_classes_and_much_noise_fit(tmp_path: Path) -> None:
 def test_a_model_without_attention_has_a_report(tmp_path: Path) -> None:
     """The section says so, and the rest is there."""
     inputs = keras.Input((16, 16, 3))
-    plain = keras.Model(inputs, keras.layers.Dense(2)(keras.layers.Flatten()(inputs)))
+    plain = keras.Model(inputs, keras.layers.Dense(2, "softmax")(keras.layers.Flatten()(inputs)))
     subject = subject_of(("yes", "no"))
     assert subject.data is not None
     measured = {"test": evaluation.evaluate(plain, subject.data.test, labels=("yes", "no"))}

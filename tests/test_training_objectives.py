@@ -212,17 +212,18 @@ def test_a_teacher_that_drops_units_does_not() -> None:
 
 
 def test_any_keras_classifier_teaches(batch: tuple[np.ndarray, np.ndarray]) -> None:
-    """At a size of its own, with logits or softmax, which say the same."""
+    """At a size of its own, with logits, softmax or sigmoid, which say the same."""
     images, _ = batch
     for size in ((16, 16), (32, 48), (None, None)):
         teachers = []
-        for activation in (None, "softmax"):
+        for activation in (None, "softmax", "sigmoid"):
             layers = [keras.Input((*size, 3)), keras.layers.Conv2D(8, 3)]
             layers += [keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(7, activation)]
             teachers.append(randomize(keras.Sequential(layers), seed=4))
         said = [np.asarray(make(teacher=each).teacher_logits(images)) for each in teachers]
-        of_logits, of_softmax = (softmax(each, axis=1) for each in said)
-        np.testing.assert_allclose(of_logits, of_softmax, atol=FLOAT32)
+        of_logits, *others = (softmax(each, axis=1) for each in said)
+        for of_probabilities in others:
+            np.testing.assert_allclose(of_logits, of_probabilities, atol=FLOAT32)
         resized = keras.ops.image.resize(images, size) if None not in size else images
         np.testing.assert_allclose(said[0], teachers[0](resized), atol=1e-5)
 

@@ -18,6 +18,7 @@ from trainings import CONFIG, in_memory, noise, not_refused, state
 
 import keras_vit
 from keras_vit import training
+from keras_vit.config import Ending, ending_of
 from keras_vit.data import Augmentation, ImageData, load_folder
 from keras_vit.evaluation import evaluate
 from keras_vit.training import RECIPES, Execution, Run, pretrain, train
@@ -94,12 +95,12 @@ def test_one_seed_gives_one_model(tmp_path: Path) -> None:
     assert states[0] == states[1] != states[2]
 
 
-def by_hand(**changes: Any) -> keras.Model:
+def by_hand(activation: str | None = "softmax", **changes: Any) -> keras.Model:
     """A Vision Transformer inside a functional model, as Keras' guides build them."""
     config = dataclasses.replace(CONFIG, classes=None, include_preprocessing=True)
     base = keras_vit.VisionTransformer(dataclasses.replace(config, **changes))
     images = keras.Input(config.input_shape)
-    return keras.Model(images, keras.layers.Dense(2, activation="softmax")(base(images)))
+    return keras.Model(images, keras.layers.Dense(2, activation)(base(images)))
 
 
 def test_a_model_built_by_hand_trains(tmp_path: Path) -> None:
@@ -113,12 +114,25 @@ def test_a_model_built_by_hand_trains(tmp_path: Path) -> None:
     assert run.config["model"]["layers"][1].startswith("VisionTransformer")
 
 
-def untrained(event: object) -> None:
-    raise AssertionError(event)
-
-
 def vit(**changes: Any) -> keras_vit.VisionTransformer:
     return keras_vit.VisionTransformer(dataclasses.replace(CONFIG, **changes))
+
+
+def test_a_run_says_what_its_loss_trained(tmp_path: Path) -> None:
+    """Independent classes, of which evaluation has the training's own loss."""
+    recipe = dataclasses.replace(BRIEF, loss="sigmoid")
+    given = vit(classes=2, include_preprocessing=True)
+    given.compile("sgd", "binary_crossentropy")  # trains where it is
+    for place, model in enumerate((CONFIG, by_hand(None), given)):
+        run = train(PIXELS, out=tmp_path / str(place), model=model, recipe=recipe)
+        loaded = Run.load(run.path).model
+        assert ending_of(loaded) == Ending("multi_label_classification")
+        evaluated = evaluate(loaded, PIXELS.validation, labels=PIXELS.labels)
+        assert evaluated.loss == pytest.approx(run.config["result"]["validation_loss"], rel=1e-4)
+
+
+def untrained(event: object) -> None:
+    raise AssertionError(event)
 
 
 def wrong_arguments(data: ImageData) -> list[tuple[Callable[..., Run], dict[str, Any], str]]:
@@ -133,6 +147,7 @@ def wrong_arguments(data: ImageData) -> list[tuple[Callable[..., Run], dict[str,
         # Classes that the data has not, and pixels that are not 0..255.
         (train, {"model": vit(classes=3, include_preprocessing=True)}, "classes=3, the data 2"),
         (train, {"model": vit(classes=2)}, "include_preprocessing=False"),
+        (train, {"model": by_hand("sigmoid")}, "loss='softmax' trains a model that ends in logits"),
         (train, {"model": by_hand(include_preprocessing=False)}, "must take pixels 0..255"),
         (
             train,

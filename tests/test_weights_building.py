@@ -4,18 +4,20 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import download_rig as rig
+import keras
 import numpy as np
 import published
 import pytest
 import safetensors.numpy
-from conftest import TINY, VARIED, assert_same_arrays, randomize
+from conftest import FLOAT32, TINY, VARIED, assert_same_arrays, randomize
 from published import MODERN, rewritten
 
 import keras_vit
 from keras_vit import preprocessing
+from keras_vit.config import ProblemType
 from keras_vit.model import VisionTransformer
 from keras_vit.weights.torch_layouts import torch_rows
 
@@ -28,6 +30,7 @@ CHANGED: list[tuple[str, str, dict[str, Any], str]] = [
     ("hf_vit_cls", "", {"model_type": "yolos"}, "type 'yolos'"),
     ("hf_vit_cls", "", {"hidden_act": "relu"}, "activation is 'relu'"),
     ("hf_vit_model", "", {"pooler_act": "relu"}, "pooler_act"),
+    ("hf_vit_cls", "", {"problem_type": "ranking"}, "problem_type is 'ranking'; keras_vit has"),
     ("timm_vit", "model_args", {"act_layer": "relu"}, "activation is 'relu'"),
     ("timm_vit", "model_args", {"norm_layer": "rmsnorm"}, "norm_layer='rmsnorm'"),
     ("timm_vit", "model_args", {"global_pool": "max"}, "'max'"),
@@ -39,6 +42,7 @@ CHANGED: list[tuple[str, str, dict[str, Any], str]] = [
      r"model\.safetensors: image_mean must be a tuple of 3"),
     ("timm_vit", "pretrained_cfg", {"mean": "imagenet"}, "image_mean is 'imagenet'"),
 ]  # fmt: skip
+ENDINGS = [*zip(get_args(ProblemType), ("softmax", "sigmoid", "linear"), strict=True)]
 PROCESSORS: list[tuple[dict[str, Any], tuple[float, ...], tuple[float, ...]]] = [
     ({"image_mean": [0.1, 0.2, 0.3], "image_std": [1, 2, 3]}, (0.1, 0.2, 0.3), (1.0, 2.0, 3.0)),
     ({"do_normalize": False}, (0.0,), (1.0,)),
@@ -302,6 +306,19 @@ def test_names_of_transformers(tmp_path: Path) -> None:
     many = {**NUMBERED, "0": "a\nb\t c\u2028"}
     folder = source("hf_vit_cls", tmp_path / "lines", id2label=many)
     assert keras_vit.weights.labels(folder) == (("a b c", "a b c"), *PAIRS[1:])
+
+
+@pytest.mark.parametrize(("said", "activation"), ENDINGS)
+def test_the_ending_of_transformers(said: str, activation: Any, tmp_path: Path) -> None:
+    """problem_type decides, and is kept where logits are asked for."""
+    images = np.random.default_rng(0).uniform(0, 255, (2, 64, 64, 3)).astype("float32")
+    logits = np.asarray(keras_vit.load(MODERN / "hf_vit_cls", classifier_activation=None)(images))
+    folder = source("hf_vit_cls", tmp_path, problem_type=said)
+    model, bare = (keras_vit.load(folder, classifier_activation=x) for x in ("auto", None))
+    assert (model.config.resolved_problem_type, bare.config.resolved_problem_type) == (said, said)
+    np.testing.assert_allclose(bare(images), logits, atol=FLOAT32)
+    expected = keras.activations.get(activation)(logits)
+    np.testing.assert_allclose(model(images), expected, atol=FLOAT32)
 
 
 def test_names_of_timm(tmp_path: Path) -> None:

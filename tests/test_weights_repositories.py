@@ -203,10 +203,6 @@ def test_names_mean_what_timm_means() -> None:
         if not is_turned or {field: fields[field] for field in expected} != expected:
             wrong.append(name)
     assert not wrong
-    assert used == set(
-        torch_names.TIMM_ARCHITECTURES
-    )  # each row of the table answers one name at least
+    assert used == set(torch_names.TIMM_ARCHITECTURES)  # each row answers one name at least
     tail = ("", "vit_base_patch16_22", "vit_base_patch16_224_miil", "my_vit_base_patch16_224")
-    assert [torch_names.find_architecture(name) for name in tail] == [
-        None
-    ] * 4  # only whole names count
+    assert not any(map(torch_names.find_architecture, tail))  # only whole names count

@@ -35,10 +35,6 @@ def head_parts(size: int) -> tuple[int, ...] | None:
     """Returns the one or two powers of two whose sum is a head's width; None for other widths.
 
     A kernel's arrays have sides of powers of two, and matrix units multiply at least 16 columns.
-
-    Example:
-        >>> head_parts(64), head_parts(80), head_parts(72)
-        ((64,), (64, 16), None)
     """
     first = 1 << (size.bit_length() - 1)
     parts = (first, size - first) if size > first else (first,)

@@ -5,8 +5,7 @@ import contextlib
 import dataclasses
 import functools
 import re
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -121,14 +120,7 @@ def add(
     is_setting: bool = False,
     **options: Mapping[str, Any],
 ) -> None:
-    r"""Adds the flags of a text, which has them as `--help` shows them.
-
-    Example:
-        >>> parser = argparse.ArgumentParser()
-        >>> text = "  --top N  classes to name (default: 5)\n  --tta  average views (default: no)"
-        >>> add(parser, text, top={"type": int, "default": 5})
-        >>> parser.parse_args(["--tta"])
-        Namespace(top=5, tta=True)
+    """Adds the flags of a text, which has them as `--help` shows them.
 
     Args:
         to: a parser, or a group of one.
@@ -361,14 +353,7 @@ def add_inference(parser: argparse.ArgumentParser) -> None:
 
 
 def is_exported(source: str) -> bool:
-    """Whether a SOURCE is what `keras-vit export` writes: its --out, a version in it, or a file.
-
-    Example:
-        >>> [is_exported(f"{place}photos.onnx") for place in ("", "hf://owner/")]
-        [True, False]
-        >>> is_exported("photos.keras")
-        False
-    """
+    """Whether a SOURCE is what `keras-vit export` writes: its --out, a version in it, or a file."""
     path = Path(source)
     if "://" in source:
         return False
@@ -392,8 +377,7 @@ def open_model(source: str) -> "OpenedModel":
             f"{source!r} is an exported model, which predict and evaluate run; give the run or "
             "the model that it was exported from."
         )
-    with saying_warnings():
-        return training.open_source(source)
+    return training.open_source(source)
 
 
 def open_to_run(arguments: argparse.Namespace) -> "OpenedModel":
@@ -453,14 +437,3 @@ def views(opened: "OpenedModel", arguments: argparse.Namespace) -> "Views | None
         return None
     augmentation = opened.recipe.get("augmentation")
     return Views(flip=isinstance(augmentation, dict) and augmentation.get("flip") is True)
-
-
-@contextlib.contextmanager
-def saying_warnings() -> Iterator[None]:
-    """Prints each warning for the user on a line of stderr, without the place in the code."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
-        yield
-    for warning in caught:
-        if issubclass(warning.category, UserWarning):
-            output.remark(" ".join(str(warning.message).split()))

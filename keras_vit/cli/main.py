@@ -5,14 +5,16 @@ the loss of another worker, to be started again with --resume.
 """
 
 import argparse
+import contextlib
 import importlib
 import os
 import shlex
 import signal
 import sys
 import threading
-from collections.abc import Sequence
-from typing import NoReturn
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
 
 from keras_vit import __version__, environment
 from keras_vit.cli import catalog, evaluate, export, flags, output, predict, train
@@ -108,7 +110,8 @@ def _run(arguments: argparse.Namespace) -> int:
                 # They register the classes with Keras; TensorFlow reads the images everywhere.
                 for name in ("adaptation", "applications", "optimizers", "losses", "data"):
                     importlib.import_module(f"keras_vit.{name}")
-        exit_code: int = arguments.run(arguments)
+        with _saying_warnings():
+            exit_code: int = arguments.run(arguments)
     except KeyboardInterrupt as interruption:
         message = str(interruption) or "Interrupted: nothing was saved."
         output.remark(message)
@@ -122,6 +125,23 @@ def _run(arguments: argparse.Namespace) -> int:
         output.remark(f"error: {message}")
         return getattr(error, "exit_code", 1)
     return exit_code
+
+
+@contextlib.contextmanager
+def _saying_warnings() -> Iterator[None]:
+    """Prints each warning for the user on a line of stderr, without the place in the code."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", UserWarning)
+        usual = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *place: Any) -> None:
+            if issubclass(category, UserWarning):
+                output.remark(" ".join(str(message).split()))
+            else:
+                usual(message, category, *place)
+
+        warnings.showwarning = show  # type: ignore[assignment]
+        yield
 
 
 def make_parser() -> argparse.ArgumentParser:

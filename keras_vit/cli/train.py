@@ -299,10 +299,6 @@ def _carry_out(
     evaluations: dict[str, Evaluation] = {}
     is_first = training.is_first_worker()
 
-    def make_quietly() -> Any:
-        with flags.saying_warnings():
-            return make_model()
-
     def on_event(event: training.Event) -> None:
         display.show(event)
         if isinstance(event, training.TrainingDone):  # the run directory appears after this
@@ -315,7 +311,7 @@ def _carry_out(
     with display, training.Trackers(names, out=arguments.out, settings=logged) as track:
         result = train(
             out=arguments.out,
-            model=make_quietly,
+            model=make_model,
             seed=arguments.seed,
             existing=arguments.existing,
             on_event=on_event,

@@ -35,15 +35,7 @@ def draw_uniform(
     shard: tuple[int, int] = WHOLE,
     low: float = 0.0,
 ) -> tf.Tensor:
-    """Draws numbers from `low` to 1 for each of so many images, (numbers, count), by two integers.
-
-    Example:
-        >>> import numpy as np
-        >>> whole = draw_uniform(3, 4, seed=(1, 2))
-        >>> second = draw_uniform(3, 2, seed=(1, 2), shard=(1, 2))
-        >>> bool(np.array_equal(whole[:, 2:], second))
-        True
-    """
+    """Draws numbers from `low` to 1 for each of so many images, (numbers, count), by a seed."""
     # All workers' numbers are drawn: those of an image do not depend on the number of workers.
     uniform = tf.random.stateless_uniform((numbers, count * shard[1]), seed, minval=low)
     return uniform[:, count * shard[0] : count * (shard[0] + 1)]
@@ -62,12 +54,6 @@ def inside(starts: tf.Tensor, ends: tf.Tensor, *, shape: tf.Tensor, channels: in
 
     That is of rows and columns from `starts`, (2, batch), to before `ends`. The result is
     (batch, height, width * channels): over an axis of three, TensorFlow's operations are slow.
-
-    Example:
-        >>> import tensorflow as tf
-        >>> marked = inside([[0], [1]], [[1], [3]], shape=(2, 3))
-        >>> tf.cast(marked[0], tf.int32).numpy().tolist()
-        [[0, 1, 1], [0, 0, 0]]
     """
     starts, ends = tf.convert_to_tensor(starts), tf.convert_to_tensor(ends)
     rows, columns = (
@@ -83,13 +69,6 @@ def inception_part(shape: tf.Tensor, *, smallest_area: float, seed: tf.Tensor) -
 
     It is TensorFlow's `sample_distorted_bounding_box` with the originals' arguments: a part that
     does not fit is drawn again, and after 100 attempts the whole image is used.
-
-    Example:
-        >>> import tensorflow as tf
-        >>> top, left, height, width = inception_part(
-        ...     (60, 80), smallest_area=0.25, seed=(1, 2)).numpy()
-        >>> bool(height * width >= 0.24 * 60 * 80 and top + height <= 60 and left + width <= 80)
-        True
     """
     begin, size, _ = tf.image.stateless_sample_distorted_bounding_box(
         tf.concat([shape, [3]], axis=0),
@@ -111,11 +90,6 @@ def small_part(
 
     Resizing so that `ratio * size` fits in, and cutting `size` out of that, shows the same as
     cutting first and resizing only the part.
-
-    Example:
-        >>> import tensorflow as tf
-        >>> small_part((60, 80), size=(30, 30), ratio=1.0, place=[0.5, 0.5]).numpy().tolist()
-        [0, 10, 60, 60]
 
     Args:
         shape: (height, width) of the image, int32.
@@ -143,12 +117,6 @@ def erase_rectangles(
 
     Each erased pixel takes a random value 0..255, which is the paper's best. A rectangle that would
     be higher or wider than the image is cut to it; the paper draws another one.
-
-    Example:
-        >>> import tensorflow as tf
-        >>> erased = erase_rectangles(tf.ones((8, 9, 9, 3)), probability=1.0, seed=(1, 2))
-        >>> int(tf.reduce_sum(tf.cast(tf.reduce_any(erased != 1, axis=(1, 2, 3)), tf.int32)))
-        8
     """
     if not probability:
         return images
@@ -302,14 +270,7 @@ def draw_transforms(
 
 
 def mirror(image: tf.Tensor, *, uniform: tf.Tensor) -> tf.Tensor:
-    """Mirrors an image left to right where the last of its `draw_transforms` is negative.
-
-    Example:
-        >>> import tensorflow as tf
-        >>> image = tf.constant([[[1, 1, 1], [2, 2, 2]]])
-        >>> mirror(image, uniform=-0.5)[0, :, 0].numpy().tolist()
-        [2, 1]
-    """
+    """Mirrors an image left to right where the last of its `draw_transforms` is negative."""
     # One image at a time: a choice between a batch and its mirror costs ten times as much.
     return tf.raw_ops.Reverse(tensor=image, dims=tf.stack([False, uniform < 0, False]))
 
@@ -323,22 +284,7 @@ def transform_batch(
 ) -> tf.Tensor:
     """Mirrors, rotates, shifts and zooms each image by its own random amount.
 
-    Pixels that nothing covers are black.
-
-    Example:
-        >>> import tensorflow as tf
-        >>> images = tf.ones((2, 8, 8, 3))
-        >>> transform_batch(images, augmentation=Augmentation(flip=True), seed=(1, 2)).shape
-        TensorShape([2, 8, 8, 3])
-
-    Args:
-        images: pixels, float32 of shape (batch, height, width, 3).
-        augmentation: how far.
-        seed: two integers.
-        shard: (index of this worker, number of workers), see `keras_vit.data.train_batches`.
-
-    Returns:
-        The images, of the same shape.
+    Images are float32 (batch, height, width, 3). Pixels that nothing covers are black.
     """
     if not (augmentation.is_affine or augmentation.flip):
         return images

@@ -208,12 +208,6 @@ def decode_part(contents: tf.Tensor, *, choose: Callable[[tf.Tensor], tf.Tensor]
         contents: the bytes of the file, a scalar string.
         choose: takes (height, width) of the upright image and gives (top, left, height, width) of
             the part, both int32.
-
-    Returns:
-        The pixels 0..255, uint8 of shape (height, width, 3).
-
-    Raises:
-        tf.errors.InvalidArgumentError: as in `decode_image`.
     """
     most = tf.constant(max_pixels(), tf.int64)
     is_jpeg = starts_with(contents, JPEG)

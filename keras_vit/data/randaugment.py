@@ -164,22 +164,12 @@ def distort(image: tf.Tensor, *, magnitude: float, uniform: tf.Tensor) -> tf.Ten
     """Applies as many random operations as there are numbers for, one after the other.
 
     Only the chosen operation is executed. Magnitude 0 still changes the image: colours fade to a
-    tenth, and solarization inverts.
-
-    Example:
-        >>> import tensorflow as tf
-        >>> image = tf.fill((8, 8, 3), 200.0)
-        >>> uniform = [2.5 / 16, 0.0, 0.0, 0.0]  # the third operation inverts
-        >>> float(distort(image, magnitude=10, uniform=uniform)[0, 0, 0])
-        55.0
+    tenth, and solarization inverts. The result has whole numbers, in float32.
 
     Args:
         image: pixels 0..255, float32 of shape (height, width, 3).
         magnitude: how strong the operations are, 0 to 30.
         uniform: random numbers in [0, 1), `DRAWS` for each operation.
-
-    Returns:
-        The image, whole numbers in float32 if there are operations.
     """
     uniform = tf.reshape(tf.convert_to_tensor(uniform), (-1, DRAWS))
     if not uniform.shape[0]:

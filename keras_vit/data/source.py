@@ -387,12 +387,6 @@ def assign_splits(
     training seed. A class of three or more images has at least one in each split that is asked
     for, a class of two none for testing, a class of one only trains.
 
-    Example:
-        >>> names = [f"{index}.png" for index in range(20)]
-        >>> splits = assign_splits(names, [0] * 10 + [1] * 10, validation=0.1, test=0.2)
-        >>> {name: len(indices) for name, indices in splits.items()}
-        {'train': 14, 'validation': 2, 'test': 4}
-
     Args:
         names: a name for each image, all different.
         targets: the class of each image.

@@ -16,7 +16,11 @@ import numpy as np
 from keras_vit import environment
 from keras_vit.atomic import whole_file
 from keras_vit.data import Split, Views
-from keras_vit.evaluation.predictions import frozen_features, log_probabilities
+from keras_vit.evaluation.predictions import (
+    classifier_ending,
+    frozen_features,
+    log_probabilities,
+)
 from keras_vit.figures import plot_confusion
 from keras_vit.limits import check_file
 
@@ -86,7 +90,15 @@ class Predictions:
     @property
     def calibration(self) -> "Calibration":
         """How sure the model is, and how often it is right."""
-        return _calibration(self.confidence, self.right, bins=BINS)
+        # A bin holds its upper edge, as in the paper: ((m - 1) / M, m / M].
+        place = np.clip(np.ceil(self.confidence * BINS).astype(int) - 1, 0, BINS - 1)
+        images = np.bincount(place, minlength=BINS)
+        with np.errstate(invalid="ignore"):
+            return Calibration(
+                images,
+                np.bincount(place, weights=self.confidence, minlength=BINS) / images,
+                np.bincount(place, weights=self.right, minlength=BINS) / images,
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -102,7 +114,7 @@ class Evaluation:
     Attributes:
         labels: the name of each class.
         confusion: number of images of each class (row) predicted as each class (column).
-        loss: mean cross-entropy.
+        loss: mean cross-entropy; of independent classes the sum of that of each.
         top5_accuracy: fraction with the right class among the top five; None up to 5 classes.
         predictions: those for the single images; None where only the counts are known.
         test_time_augmentation: the views of it, as `Views.to_dict` gives them; None for none.
@@ -183,8 +195,10 @@ def evaluate(
         tta: the views of test-time augmentation, whose probabilities are averaged; None for none.
 
     Raises:
-        ValueError: the split is empty, or the model has another number of classes.
+        ValueError: the split is empty, or the model has another number of classes, or answers with
+            numbers or features.
     """
+    ending = classifier_ending(model)
     if model.output_shape[-1] != len(labels):
         raise ValueError(
             f"The model has {model.output_shape[-1]} classes, the data {len(labels)}; "
@@ -197,10 +211,15 @@ def evaluate(
     np.add.at(confusion, (targets, predicted), 1)
     of_target = scores[np.arange(len(targets)), targets]
     likelier = (scores > of_target[:, None]).sum(axis=-1)
+    losses = -of_target
+    if ending.activation == "sigmoid":  # each class counts, by itself
+        against = np.log(np.maximum(-np.expm1(scores), np.finfo(np.float32).tiny))
+        against[np.arange(len(targets)), targets] = 0
+        losses = losses - against.sum(axis=-1)
     return Evaluation(
         labels=tuple(labels),
         confusion=confusion,
-        loss=float(-of_target.mean()),
+        loss=float(losses.mean()),
         top5_accuracy=float((likelier < TOP).mean()) if len(labels) > TOP else None,
         predictions=Predictions(
             targets=np.asarray(targets),
@@ -317,55 +336,6 @@ class Calibration:
         """The expected calibration error: the mean gap of the bins, weighted by their images."""
         gap = np.abs(self.accuracy - self.confidence)
         return float(np.nansum(self.images * gap) / self.images.sum())
-
-    @property
-    def largest_gap(self) -> float:
-        """The maximum calibration error: the gap of the worst bin."""
-        return float(np.nanmax(np.abs(self.accuracy - self.confidence)))
-
-
-def calibration(probabilities: np.ndarray, targets: np.ndarray, *, bins: int = BINS) -> Calibration:
-    """Compares how sure a classifier is with how often it is right.
-
-    Example:
-        >>> sure = calibration(np.array([[0.9, 0.1]] * 10), np.array([0] * 7 + [1] * 3))
-        >>> round(sure.error, 3)  # sure by 0.9, right in 0.7
-        0.2
-
-    Args:
-        probabilities: (count, C), each row with sum 1.
-        targets: (count,) the right classes.
-        bins: how many equal parts of 0..1.
-
-    Raises:
-        ValueError: the rows are not probabilities, or the counts differ.
-    """
-    probabilities = np.asarray(probabilities, np.float64)
-    targets = np.asarray(targets)
-    if probabilities.ndim != 2 or probabilities.shape[:1] != targets.shape or bins < 1:
-        raise ValueError(
-            "calibration takes probabilities (count, classes), targets (count,), bins above 0. "
-            f"Received: shapes {probabilities.shape} and {targets.shape}, bins={bins!r}."
-        )
-    if not len(targets) or np.abs(probabilities.sum(axis=1) - 1).max() > 1e-3:
-        raise ValueError(
-            "Each row must be probabilities with sum 1; apply softmax to logits first, and give at "
-            f"least one row. Received: {len(targets)} rows."
-        )
-    right = probabilities.argmax(axis=1) == targets
-    return _calibration(probabilities.max(axis=1), right, bins=bins)
-
-
-def _calibration(confidence: np.ndarray, right: np.ndarray, *, bins: int) -> Calibration:
-    # A bin holds its upper edge, as in the paper: ((m - 1) / M, m / M].
-    place = np.clip(np.ceil(confidence * bins).astype(int) - 1, 0, bins - 1)
-    images = np.bincount(place, minlength=bins)
-    with np.errstate(invalid="ignore"):
-        return Calibration(
-            images,
-            np.bincount(place, weights=confidence, minlength=bins) / images,
-            np.bincount(place, weights=right, minlength=bins) / images,
-        )
 
 
 def read_real_labels(path: str | os.PathLike[str]) -> tuple[frozenset[int], ...]:

@@ -14,6 +14,7 @@ import keras
 import numpy as np
 
 from keras_vit import environment
+from keras_vit.config import Ending, ending_of
 from keras_vit.data import (
     NamedImage,
     Split,
@@ -77,7 +78,7 @@ def predict(
 
     Args:
         model: takes pixels 0..255 of shape (batch, height, width, 3), gives logits or
-            probabilities of shape (batch, classes).
+            probabilities of shape (batch, classes), of softmax or of independent classes.
         images: pixels 0..255 of shape (height, width, 3), of any size.
         labels: the name of each class, in the order of the model's outputs.
         top: how many classes to name; all of them if there are fewer.
@@ -87,7 +88,8 @@ def predict(
         The predictions for each image.
 
     Raises:
-        ValueError: the model has another number of classes, or an image another shape.
+        ValueError: the model has another number of classes, or answers with numbers or features,
+            or an image has another shape.
     """
     predictor = _Predictor(model, labels=labels, top=top, tta=tta)
     for image in images:
@@ -137,7 +139,7 @@ def predict_files(
         Each image, with its predictions, or with the OSError or ValueError of reading it.
 
     Raises:
-        ValueError: the model has another number of classes.
+        ValueError: the model has another number of classes, or answers with numbers or features.
     """
     predictor = _Predictor(model, labels=labels, top=top, tta=tta)
 
@@ -213,21 +215,17 @@ def log_probabilities(
         tta: the views of test-time augmentation, whose probabilities are averaged; None for none.
 
     Raises:
-        ValueError: the split is empty.
+        ValueError: the split is empty, or the model answers with numbers or features.
     """
     _check_not_empty(split)
+    ending = classifier_ending(model)
     outputs = _predict(model, split, batch_size, antialias=antialias_of(model), tta=tta)
-    scores = log_softmax(outputs, model=model)
+    scores = log_scores(outputs, ending, model)
     return scores if tta is None else mean_over_views(scores, tta.count)
 
 
 def mean_over_views(scores: np.ndarray, views: int) -> np.ndarray:
     """Returns the logarithm of the mean probability over the views of each image.
-
-    Example:
-        >>> two_views = np.log([[0.8, 0.2], [0.6, 0.4]])
-        >>> np.exp(mean_over_views(two_views, 2)).round(3).tolist()
-        [[0.7, 0.3]]
 
     Args:
         scores: log-probabilities, (images * views, C), the views of an image after one another.
@@ -240,20 +238,37 @@ def mean_over_views(scores: np.ndarray, views: int) -> np.ndarray:
     return mean
 
 
-def log_softmax(outputs: np.ndarray, *, model: keras.Model) -> np.ndarray:
-    """Turns a classifier's outputs, logits or probabilities, into log-probabilities in float64."""
+def classifier_ending(model: keras.Model) -> Ending:
+    """Returns what the outputs of a classifier mean.
+
+    Raises:
+        ValueError: the model answers with features or values.
+    """
+    ending = ending_of(model)
+    if ending.activation is None:
+        raise ValueError(
+            f"The model {model.name!r} answers with {ending.output}, not with classes, so that "
+            "there is nothing to name or to count; ask it by model.predict(images)."
+        )
+    return ending
+
+
+def log_scores(outputs: np.ndarray, ending: Ending, model: keras.Model) -> np.ndarray:
+    """Turns a classifier's outputs into log-probabilities in float64."""
     if not np.isfinite(outputs).all():
         raise ValueError(
             f"The model {model.name!r} answers with what is no number (NaN or infinite): its "
             "weights are damaged, or its training went astray; use another."
         )
     outputs = outputs.astype(np.float64)
-    config = getattr(model, "config", None)
-    if config is not None and config.classifier_activation == "softmax":
+    if ending.is_probabilities:
         outputs = np.log(np.maximum(outputs, np.finfo(np.float32).tiny))
-    shifted = outputs - outputs.max(axis=-1, keepdims=True)
-    normalised: np.ndarray = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
-    return normalised
+    elif ending.activation == "sigmoid":
+        outputs = -np.logaddexp(0, -outputs)
+    if ending.activation == "softmax":
+        outputs = outputs - outputs.max(axis=-1, keepdims=True)
+        outputs -= np.log(np.exp(outputs).sum(axis=-1, keepdims=True))
+    return outputs
 
 
 def in_precision(model: keras.Model, precision: str) -> keras.Model:
@@ -356,6 +371,7 @@ class _Predictor:
     def __init__(
         self, model: keras.Model, *, labels: Sequence[str], top: int, tta: Views | None
     ) -> None:
+        self._ending = classifier_ending(model)
         if model.output_shape[-1] != len(labels):
             raise ValueError(
                 f"The model has {model.output_shape[-1]} classes. Received: {len(labels)} labels."
@@ -382,7 +398,7 @@ class _Predictor:
             filled = np.zeros((self._batch, *rows.shape[1:]), np.float32)
             filled[: len(part)] = part
             outputs.append(np.asarray(self._model.predict_on_batch(filled))[: len(part)])
-        scores = log_softmax(np.concatenate(outputs), model=self._model)
+        scores = log_scores(np.concatenate(outputs), self._ending, self._model)
         probabilities = np.exp(mean_over_views(scores, self._views))
         best = np.argsort(-probabilities, axis=-1, kind="stable")[:, : self._top]
         return [

@@ -25,14 +25,6 @@ BATCH_SIZE = 8
 def find_vit(model: keras.Model) -> VisionTransformer:
     """Returns the one Vision Transformer that a model is or contains, however deep.
 
-    Example:
-        >>> from keras_vit.config import ViTConfig
-        >>> config = ViTConfig(input_shape=(16, 16, 3), patch_size=8, hidden_dim=8, mlp_dim=16,
-        ...                    num_heads=2, num_layers=1, classes=None)
-        >>> vit = VisionTransformer(config)
-        >>> find_vit(keras.Sequential([vit, keras.layers.Dense(2)])) is vit
-        True
-
     Raises:
         ValueError: the model contains none, or more than one, or one for images of any size.
     """

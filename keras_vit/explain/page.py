@@ -14,6 +14,7 @@ import numpy as np
 
 from keras_vit import figures, pages
 from keras_vit.atomic import whole_file
+from keras_vit.config import Ending, ending_of
 from keras_vit.explain import attention
 from keras_vit.preprocessing import resample
 
@@ -154,12 +155,13 @@ def make_subject(model: keras.Model, image: np.ndarray) -> Subject:
     has_classes = not (model is vit and vit.config.classes is None)
     gradients = SHOWN_CLASSES if has_classes else 0
     (record,) = attention.records(model, [pixels], gradients=gradients)
-    scores = None
-    if has_classes and len(getattr(record.outputs, "shape", ())) == 2:
-        scores = np.asarray(attention.to_numpy(record.outputs)[0], np.float64)
-        if model is vit or not (scores.min() >= 0 and abs(scores.sum() - 1) < 1e-3):
-            powers = np.exp(scores - scores.max())
-            scores = powers / powers.sum()
+    is_row = has_classes and len(getattr(record.outputs, "shape", ())) == 2
+    ending, scores = ending_of(model) if is_row else Ending(None), None
+    if ending.activation is not None:
+        # Of a `VisionTransformer` the record has the logits.
+        is_logits = model is vit or not ending.is_probabilities
+        convert = keras.activations.get(ending.activation if is_logits else "linear")
+        scores = np.asarray(attention.to_numpy(convert(record.outputs))[0], np.float64)
     drawn, longest = image, max(image.shape[:2])
     if longest > _LONGEST:
         smaller = tuple(max(1, round(side * _LONGEST / longest)) for side in image.shape[:2])
@@ -226,10 +228,6 @@ def view(subject: Subject, maps: Sequence[Overlay], layers: Sequence[np.ndarray]
 
 def explained_classes(scores: np.ndarray, target: int | None = None) -> list[int]:
     """Returns the classes whose relevance is shown: the one asked for, then the most probable.
-
-    Example:
-        >>> explained_classes(np.array([0.1, 0.2, 0.3, 0.4]), target=0)
-        [0, 3, 2]
 
     Raises:
         ValueError: there is no such class.

@@ -91,7 +91,9 @@ def forward(ops: Operations, x: Any) -> dict[str, Any]:
             x = ops.activate(x, config.representation_activation)
     if config.classes is None:
         return {"features": x}
-    return {"logits": ops.dense(x, "head"), "features": features}
+    x = ops.dense(x, "head")
+    has_classes = config.resolved_problem_type != "regression"
+    return {"logits": x, "features": features} if has_classes else {"values": x}
 
 
 def _attention(ops: Operations, query: Any, key: Any, value: Any) -> Any:

@@ -32,7 +32,6 @@ IR_VERSIONS = {17: 8, 18: 8, 19: 9, 20: 9, 21: 10, 22: 10}
 OPSET = 20  # the first with Gelu
 CONVERTED_OPSET = 18  # the highest that tf2onnx 1.17 writes
 LARGEST = 1_900_000_000  # bytes of weights in one file: Protocol buffers end at 2 GiB
-ACTIVATIONS = {"softmax": "Softmax", "sigmoid": "Sigmoid"}
 
 # Products on processors without VNNI add two of 16 bits: two of 8 bits would saturate there.
 _REDUCED = True
@@ -69,10 +68,11 @@ def make_onnx(exportable: Exportable, *, opset: int = OPSET) -> "onnx.ModelProto
     outputs = forward(ops, ops.transpose(x, (0, 3, 1, 2)))
     if exportable.activation is not None:
         ops.nodes[-1].output[0] = "logits"
-        kind = ACTIVATIONS[exportable.activation.__name__]
-        options = {"axis": -1} if kind == "Softmax" else {}
+        is_softmax = exportable.activation.__name__ == "softmax"
+        kind, options = ("Softmax", {"axis": -1}) if is_softmax else ("Sigmoid", {})
         ops.node(kind, "logits", names=("probabilities",), **options)
-    ops.node("Identity", outputs["features"], names=("features",))
+    last = exportable.output_names[-1]
+    ops.node("Identity", outputs[last], names=(last,))
 
     def tensor(name: str, shape: Sequence[Any]) -> onnx.ValueInfoProto:
         return onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ("batch", *shape))
@@ -290,7 +290,7 @@ def check(exportable: Exportable, options: Options) -> None:
     """Raises a ValueError for an opset that a model cannot be written in."""
     if options.opset is None:
         return
-    highest = max(IR_VERSIONS) if _is_written(exportable) else CONVERTED_OPSET
+    highest = max(IR_VERSIONS) if exportable.written_config else CONVERTED_OPSET
     lowest = min(IR_VERSIONS)
     if not lowest <= options.opset <= highest:
         why = "" if highest == max(IR_VERSIONS) else ", as tf2onnx has to convert it"
@@ -298,12 +298,6 @@ def check(exportable: Exportable, options: Options) -> None:
             f"The opset of this model's ONNX file is {lowest} to {highest}{why}. "
             f"Received: opset={options.opset!r}."
         )
-
-
-def _is_written(exportable: Exportable) -> bool:
-    activation = exportable.activation
-    has_node = activation is None or activation.__name__ in ACTIVATIONS
-    return exportable.written_config is not None and has_node
 
 
 def write(
@@ -318,7 +312,7 @@ def write(
     """Writes ONNX files, and `<name>.data` beside one whose weights exceed `largest` bytes."""
     import onnx
 
-    if _is_written(exportable):
+    if exportable.written_config is not None:
         model = make_onnx(exportable, opset=options.opset or OPSET)
     else:
         model = convert_to_onnx(exportable, opset=options.opset or CONVERTED_OPSET)
@@ -464,11 +458,6 @@ def _int8_weights(model: "onnx.ModelProto", float32: Collection[str]) -> "onnx.M
 
 def quantized(kernel: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Rounds a kernel to int8, each output channel by a scale of its own.
-
-    Example:
-        >>> values, scales = quantized(np.array([[0.5, 2.0], [1.0, -4.0]], np.float32))
-        >>> values.tolist(), (127 * scales).tolist()
-        ([[64, 64], [127, -127]], [1.0, 4.0])
 
     Args:
         kernel: float32 (inputs, outputs).

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_vit import environment
-from keras_vit.config import ViTConfig
+from keras_vit.config import PROBLEM_TYPES, ViTConfig
 from keras_vit.exporting import records
 from keras_vit.exporting.clean.runners import Runner
 from keras_vit.exporting.formats import FORMATS, RECORD, Format
@@ -26,7 +26,8 @@ class OpenedArtefact:
     Attributes:
         about: what it says of itself.
         is_recorded: whether its files were compared with a record.
-        model: from float32 pixels 0..255 (B, height, width, 3) to the source's own answer.
+        model: from float32 pixels 0..255 (B, height, width, 3) to the source's logits, values or
+            features.
     """
 
     about: Description
@@ -126,17 +127,17 @@ class _Ask(keras.layers.Layer):
     """Runs an exported model on pixels.
 
     Attributes:
-        config: how images are prepared for it; nothing else of it is true of the artefact.
+        config: how images are prepared, and what it answers; no more of it is the artefact's.
     """
 
     def __init__(self, row: Format, runner: Runner, about: Description) -> None:
         super().__init__(name="artefact")
         self.supports_jit = False
-        self.config = ViTConfig(antialias=about.antialias)
         self._row, self._runner, self._about = row, runner, about
-        # Of probabilities that are a softmax, the logits say more.
-        is_softmax = about.activation == "softmax" and about.answers != "features"
-        self._output = "logits" if is_softmax else about.answers
+        self._output = "logits" if about.activation else about.answers  # they say most
+        said = "regression" if about.answers == "values" else PROBLEM_TYPES.get(about.activation)
+        classes = None if said is None else ViTConfig.classes
+        self.config = ViTConfig(antialias=about.antialias, classes=classes, problem_type=said)
         blank: np.ndarray = np.zeros((1, *about.image_shape[:2], 3), np.float32)
         self._shape = self._answer(blank).shape[1:]
 

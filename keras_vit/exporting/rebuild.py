@@ -17,14 +17,12 @@ import numpy as np
 from keras_vit import __version__
 from keras_vit.adaptation import LoRAVisionTransformer
 from keras_vit.backend.private import layers_of
-from keras_vit.config import ViTConfig
-from keras_vit.layers import TokenDense
+from keras_vit.config import Ending, ViTConfig, activation_of, ending_of, last_operation
 from keras_vit.layers.dense import CHANGES
 from keras_vit.layers.random import skip_initialization
 from keras_vit.model import VisionTransformer
 
 Range = Literal["pixels", "normalized"]
-Output = Literal["logits", "probabilities", "features"]
 
 # What Keras adds to a layer for LoRA and quantisation; `_float_kernel` adds it to the kernel.
 _ADDED = (
@@ -52,8 +50,8 @@ class Exportable:
         network: float32, from images to logits, or to features without classifier.
         takes: input range of the original model: "pixels" 0..255, or "normalized":
             (pixels / 255 - mean) / deviation, with those of its config.
-        activation: from logits to probabilities; None without classifier.
-        answers: which output the original model returns.
+        activation: from logits to probabilities; None without classes.
+        answers: which output the original model returns: "values" of a model of numbers.
         config: the network's config; None if there are layers around the Vision Transformer.
         input_config: the config of the Vision Transformer, alone or inside, for its mean,
             deviation and anti-aliasing.
@@ -62,7 +60,7 @@ class Exportable:
     network: keras.Model
     takes: Range
     activation: Callable[[Any], Any] | None
-    answers: Output
+    answers: str
     config: ViTConfig | None
     input_config: ViTConfig
 
@@ -72,7 +70,10 @@ class Exportable:
 
         None for other networks: these are converted operation by operation.
         """
-        return None if self.config is None or self.config.unwritten_fields else self.config
+        config = self.config
+        if config is None or config.unwritten_fields:
+            return None
+        return config if config.classifier_activation in (None, "linear") else None
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -122,12 +123,12 @@ class Exportable:
         return np.asarray(pixels, np.float32) if is_pixels else self.normalized(pixels)
 
     def outputs(self) -> keras.Model:
-        """Returns a model with its outputs by name: "logits", "features" or both.
+        """Returns a model with its outputs by name: "logits", "features" or both, or "values".
 
         Features are the output of a model without classifier, otherwise the pooled tokens (B, D).
         """
         if self.activation is None:
-            outputs = {"features": self.network.output}
+            outputs = {self.answers: self.network.output}
         elif self.config is None:
             outputs = {"logits": self.network.output}
         else:
@@ -143,14 +144,14 @@ class Exportable:
     def named(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
         """Adds the probabilities to the network's outputs, which have their names."""
         if self.activation is None:
-            return {"features": outputs["features"]}
+            return {self.answers: outputs[self.answers]}
         return {"probabilities": self.activation(outputs["logits"]), **outputs}
 
     @property
     def output_names(self) -> tuple[str, ...]:
         """The outputs of a file, in order: what asks for the first alone gets the answer."""
         if self.activation is None:
-            return ("features",)
+            return (self.answers,)
         names = ("logits", "probabilities")
         return names if self.config is None else (*names, "features")
 
@@ -173,7 +174,7 @@ class Description:
         image_std: their deviation.
         filter: how images are resized.
         antialias: whether that smooths where an image shrinks.
-        activation: from logits to probabilities; "" without classifier.
+        activation: from logits to probabilities; "" without classes.
         answers: the output that the source returns.
         outputs: of an ONNX or TFLite file, in order.
         labels: the name of each class, in the order of the outputs.
@@ -238,7 +239,7 @@ class Description:
 
 
 def rebuild(model: keras.Model) -> Exportable:
-    """Makes a float32 copy of a trained model without its final activation.
+    """Makes a float32 copy of a trained model, to its logits where it answers with classes.
 
     Args:
         model: a `VisionTransformer`, or a model of one input and one output with one inside.
@@ -258,32 +259,28 @@ def rebuild(model: keras.Model) -> Exportable:
             "model.export(path) writes a SavedModel for images of any size."
         )
     network: keras.Model
-    if isinstance(model, VisionTransformer):
+    inside = model if isinstance(model, VisionTransformer) else _transformer_inside(model)
+    ending = ending_of(model) if len(model.output_shape) == 2 else Ending(None)
+    if model is inside:
         takes: Range = "pixels" if model.config.include_preprocessing else "normalized"
-        config = input_config = dataclasses.replace(
-            model.config, classifier_activation=None, include_preprocessing=False
-        )
+        inner = model.config.told_by(getattr(model, "loss", None))
+        inner = inner.with_activation(None) if ending.is_probabilities else inner
+        config = input_config = dataclasses.replace(inner, include_preprocessing=False)
         with skip_initialization():
             network = VisionTransformer(config, name=model.name, dtype="float32")
         _copy_weights(model, network)
-        activation = keras.activations.get(model.config.classifier_activation)
-        is_classifier = config.classes is not None
     else:
-        config, input_config, is_classifier = None, _transformer_inside(model).config, True
+        config, input_config = None, inside.config
         network = _made_again(model)
         _copy_weights(model, network)
         takes = _input_range(network, input_config)
-        network, activation = _without_activation(network)
-    answers: Output = "probabilities"
-    if not is_classifier or len(network.output_shape) != 2:
-        activation, answers = None, "features"
-    elif activation is keras.activations.linear:
-        activation, answers = keras.activations.softmax, "logits"
+        if ending.is_probabilities:
+            network = _without_activation(network)
     return Exportable(
         network=network,
         takes=takes,
-        activation=activation,
-        answers=answers,
+        activation=keras.activations.get(ending.activation) if ending.activation else None,
+        answers=ending.output,
         config=config,
         input_config=input_config,
     )
@@ -301,7 +298,7 @@ def describe(exportable: Exportable, *, name: str, labels: tuple[str, ...]) -> D
         image_mean=tuple(config.image_mean),
         image_std=tuple(config.image_std),
         antialias=config.antialias,
-        activation="" if activation is None else getattr(activation, "__name__", ""),
+        activation="" if activation is None else activation.__name__,
         answers=exportable.answers,
         outputs=exportable.output_names,
         labels=labels,
@@ -430,25 +427,21 @@ def _in_float32(serialized: Any) -> Any:
     return result
 
 
-def _without_activation(network: keras.Model) -> tuple[keras.Model, Callable[[Any], Any]]:
+def _without_activation(network: keras.Model) -> keras.Model:
     last = network
     while isinstance(last, keras.Model):
-        within, last = last, getattr(last, "operations", last.layers)[-1]
-    ending = type(last).__name__.lower()
-    if ending in ("softmax", "sigmoid"):  # a layer or an operation of its own
-        if within is not network or getattr(last, "axis", -1) != -1:
-            raise UnsupportedModelError(
-                "export takes a model that ends in logits, or in probabilities along the last "
-                f"axis that its outermost model computes. Received: one that ends in {last.name!r} "
-                f"of {within.name!r}; use Activation({ending!r})."
-            )
-        return keras.Model(network.input, last.input), keras.activations.get(ending)
-    activation = getattr(last, "activation", None)
-    if not callable(activation) or isinstance(last, TokenDense):  # part of the representation
-        activation = "linear"
-    else:
+        within, last = last, last_operation(last)
+    if hasattr(last, "activation"):
         last.activation = keras.activations.linear
-    return network, keras.activations.get(activation)
+        return network
+    # A layer or an operation of its own.
+    if within is not network or getattr(last, "axis", -1) != -1:
+        raise UnsupportedModelError(
+            "export takes a model that ends in logits, or in probabilities along the last "
+            f"axis that its outermost model computes. Received: one that ends in {last.name!r} "
+            f"of {within.name!r}; use Activation({activation_of(last)!r})."
+        )
+    return keras.Model(network.input, last.input)
 
 
 def _copy_weights(source: keras.Model, target: keras.Model) -> None:

@@ -39,7 +39,10 @@ EMPTY = "The file is empty; send the bytes of an image."
 UNKNOWN = "The file is no image of a known format; send a JPEG or PNG."
 SINGLE_PIXEL = "An image of a single pixel shows nothing; send the whole image."
 # The outputs for a file that was not decoded. NaN is no JSON.
-BLANK: Mapping[str, Any] = {"classes": "", "class_ids": -1, "scores": 0.0, "features": 0.0}
+BLANK: Mapping[str, Any] = {
+    **{"classes": "", "class_ids": -1, "scores": 0.0},
+    **{"features": 0.0, "values": 0.0},
+}
 _PARALLEL_ROWS = 8  # files of a batch that are decoded at the same time
 
 
@@ -88,16 +91,21 @@ def make_signatures(
     images = tf.TensorSpec(shape, tf.uint8, name="images")
     values = tf.TensorSpec(shape, tf.float32, name="pixel_values")
     functions = {SERVING_DEFAULT: (made.serving_default, files), "pixels": (made.pixels, values)}
+    functions[signature_of(exportable)] = (made.image_tensor, images)
     if exportable.activation is not None:
         examples = tf.TensorSpec((None,), tf.string, name="inputs")
-        functions["image_tensor"] = (made.image_tensor, images)
         functions["classify"] = (made.classify, examples)
-    if exportable.activation is None or exportable.config is not None:
-        functions["features"] = (made.features, images)
+        if exportable.config is not None:
+            functions["features"] = (made.features, images)
     return {
         name: tf.function(function, autograph=False).get_concrete_function(spec)
         for name, (function, spec) in functions.items()
     }
+
+
+def signature_of(exportable: Exportable) -> str:
+    """Returns the name of the signature for pixels in uint8 that gives a model's own answer."""
+    return "features" if exportable.answers == "features" else "image_tensor"
 
 
 class _Signatures:
@@ -150,7 +158,7 @@ class _Signatures:
     def _scores(self, outputs: Any) -> dict[str, Any]:
         activation = self._exportable.activation
         if activation is None:
-            return {"features": outputs["features"]}
+            return dict(outputs)
         return {"logits": outputs["logits"], "probabilities": activation(outputs["logits"])}
 
     def _best(self, images: Any, is_decoded: Any) -> dict[str, Any]:

@@ -344,6 +344,7 @@ def make_metadata(about: Description) -> bytes:
         "logits": "the classifier's output",
         "probabilities": f"{about.activation} of the logits",
         "features": "what the network makes of an image before its classifier",
+        "values": "the model's numbers",
     }
     labels = [{0: _LABELS, 1: "one class a line", 2: ("Int8", _AXIS_LABELS)}]
     outputs: list[dict[int, Any]] = [
@@ -433,11 +434,6 @@ def choose(costs: Sequence[Cost], *, share: float) -> tuple[str, ...]:
     """Returns the kernels to keep in float32, so that a share of the mean square error is left.
 
     It takes first what costs the most for its size, and gives back what later ones make up for.
-
-    Example:
-        >>> choose([Cost(kernel="a", error=6.0, size=4), Cost(kernel="b", error=3.0, size=1),
-        ...         Cost(kernel="c", error=1.0, size=1)], share=0.5)
-        ('a',)
     """
     left = sum(cost.error for cost in costs)
     most, kept = share * left, []

@@ -74,7 +74,7 @@ def require(checks: Iterable[Check], *, artefact: str) -> None:
 
 def file_cases(exportable: Exportable, row: Format, pixels: Batch, gate: Gate) -> list[Case]:
     """Returns the case of an ONNX or TFLite file."""
-    names = ["features"] if exportable.activation is None else ["logits", "probabilities"]
+    names = ["logits", "probabilities"] if exportable.activation else [exportable.answers]
     limit = FLOAT_LIMIT * _scale(pixels.batched)
     if row.weights != "float32":  # which may change one answer more
         names, limit = names[:1], row.limits.largest * agreement.deviation(gate)
@@ -91,14 +91,11 @@ def file_cases(exportable: Exportable, row: Format, pixels: Batch, gate: Gate) -
 
 def make_gate(exportable: Exportable, row: Format, images: VerificationImages) -> Gate:
     """Returns what decides about an artefact of a format."""
-    # A single logit without sigmoid is a value.
-    kind = getattr(exportable.activation, "__name__", "")
-    if not (kind == "sigmoid" or (kind == "softmax" and exportable.classes != 1)):
-        kind = "values"
-    output = "features" if exportable.activation is None else "logits"
+    kind = "values" if exportable.activation is None else exportable.activation.__name__
+    output = exportable.answers if exportable.activation is None else "logits"
     signature, inputs = "", exportable.to_original(images.pixels)
     if row.has_signatures:
-        signature, inputs = "image_tensor" if output == "logits" else "features", images.pixels
+        signature, inputs = savedmodel.signature_of(exportable), images.pixels
     return Gate(
         signature=signature,
         images=inputs,
@@ -144,10 +141,11 @@ def savedmodel_cases(
         )
 
     if exportable.activation is None:
+        name = exportable.answers
         return [
-            case("serving_default", "image_bytes", files, "features"),
-            case("pixels", "pixel_values", values, "features"),
-            case("features", "images", pixels, "features"),
+            case("serving_default", "image_bytes", files, name),
+            case("pixels", "pixel_values", values, name),
+            case(savedmodel.signature_of(exportable), "images", pixels, name),
         ]
     best, of_first = (
         _best(outputs["probabilities"], top_k=top_k) for outputs in (files.batched, files.of_first)
@@ -167,8 +165,8 @@ def savedmodel_cases(
 
 def _scale(outputs: Mapping[str, np.ndarray]) -> float:
     """Returns the factor of the limits: they hold for values of order 1, and rounding grows."""
-    name = "logits" if "logits" in outputs else "features"
-    return max(1.0, float(np.abs(outputs[name]).max()))
+    values = outputs["logits"] if "logits" in outputs else next(iter(outputs.values()))
+    return max(1.0, float(np.abs(values).max()))
 
 
 def _best(probabilities: np.ndarray, *, top_k: int) -> dict[str, np.ndarray]:

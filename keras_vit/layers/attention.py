@@ -38,14 +38,6 @@ def recording(*layers: keras.layers.Layer, change: Change | None = None) -> Iter
     tokens (B, N, D). What is traced into a graph records nothing, and neither layers nor graphs are
     changed: other threads may call the model meanwhile.
 
-    Example:
-        >>> from keras_vit.layers import MultiHeadSelfAttention
-        >>> attention = MultiHeadSelfAttention(num_heads=2)
-        >>> with recording(attention) as records:
-        ...     _ = attention(keras.ops.ones((1, 5, 8)))
-        >>> records[attention][0].shape
-        TensorShape([1, 2, 5, 5])
-
     Args:
         layers: the layers.
         change: gets each recorded layer and what it computed, and returns what takes its place, for

@@ -86,16 +86,7 @@ def restore_state(layer: keras.layers.Layer, inside: dict[str, Any], scope: str)
 
 
 def dense_changes(layer: keras.layers.Layer) -> dict[str, dict[str, Any]]:
-    """Returns which dense layers inside are quantised or adapted by LoRA, by their number.
-
-    Example:
-        >>> from keras_vit.layers import MLP
-        >>> mlp = MLP(mlp_dim=8)
-        >>> mlp.build((None, None, 4))
-        >>> mlp.fc2.enable_lora(2)
-        >>> dense_changes(mlp)
-        {'1': {'lora_rank': 2, 'lora_alpha': 2}}
-    """
+    """Returns which dense layers inside are quantised or adapted by LoRA, by their number."""
     changes = {str(place): _change(dense) for place, dense in enumerate(_dense(layer))}
     return {place: change for place, change in changes.items() if change}
 

@@ -301,10 +301,6 @@ def rotary_angles(
     The first half cos_sin by the row, the second by the column, each at frequencies that fall
     geometrically from 1 to almost 1 / period (arXiv 2104.09864, in two dimensions).
 
-    Example:
-        >>> rotary_angles(grid=(1, 2), size=4, period=100.0, reference_grid=(1, 2)).tolist()
-        [[0.0, 0.0], [0.0, 1.0]]
-
     Args:
         grid: (height, width) in patches, whole numbers, or scalar tensors on TensorFlow: then the
             angles are a tensor.

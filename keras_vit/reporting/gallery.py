@@ -25,12 +25,6 @@ _LARGEST_ATTENTION = 2**30  # bytes of the attention weights of one image
 def choose_images(predictions: Predictions, *, limit: int = _IMAGES) -> list[int]:
     """Returns positions of images to show: confident mistakes, then some of each confused pair.
 
-    Example:
-        >>> predictions = Predictions(targets=np.array([0, 0, 1]), predicted=np.array([0, 1, 1]),
-        ...                   confidence=np.array([0.9, 0.6, 0.8]))
-        >>> choose_images(predictions)  # the mistake first, then the correct ones, the unsure first
-        [1, 2, 0]
-
     Args:
         predictions: those of the model to all images.
         limit: how many.

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import keras
 
 from keras_vit import backend
-from keras_vit.config import ViTConfig
+from keras_vit.config import Ending, ViTConfig, ending_of
 from keras_vit.limits import is_real
 from keras_vit.model import VisionTransformer
 
@@ -59,7 +59,7 @@ class DistillationModel(backend.ExactTrainer, keras.Model):
 
     Args:
         student: a Vision Transformer with logits as outputs.
-        teacher: any classifier of the same classes whose last layer gives logits or softmax. It
+        teacher: any classifier of the same classes, with probabilities or logits as outputs. It
             takes the same images as the student, resized to its own size. It is neither trained nor
             saved.
         distillation: "soft" for the teacher's probabilities: the Kullback-Leibler divergence at a
@@ -92,13 +92,13 @@ class DistillationModel(backend.ExactTrainer, keras.Model):
             raise ValueError(f"temperature must be above 0. Received: temperature={temperature!r}.")
         if not is_real(weight) or not 0 <= weight <= 1:
             raise ValueError(f"weight must be from 0 to 1. Received: weight={weight!r}.")
-        _check_fit(student, teacher)
+        ending = _check_fit(student, teacher)
         self.student, self.weight = student, weight
         self.distillation, self.temperature = distillation, temperature
         names = [name for name in ("head", "distillation_head") if name in student.feature_names]
         # In a namespace Keras does not find these models, and neither trains nor saves them.
         self._untracked = types.SimpleNamespace(
-            teacher=teacher, heads=student.feature_extractor(names)
+            teacher=teacher, ending=ending, heads=student.feature_extractor(names)
         )
         self.accuracy = keras.metrics.Mean(name="accuracy")
         self.built = True
@@ -128,8 +128,10 @@ class DistillationModel(backend.ExactTrainer, keras.Model):
         if tuple(size) != tuple(self.config.input_shape[:2]) and None not in size:
             images = keras.ops.image.resize(images, size)
         outputs = keras.ops.cast(self.teacher(images, training=False), "float32")
-        if gives_probabilities(self.teacher):
-            outputs = keras.ops.log(keras.ops.maximum(outputs, _MIN_PROBABILITY))
+        if self._untracked.ending.is_probabilities:
+            of_others = 1 - outputs if self._untracked.ending.activation == "sigmoid" else 1.0
+            both = (keras.ops.maximum(each, _MIN_PROBABILITY) for each in (outputs, of_others))
+            outputs = keras.ops.subtract(*map(keras.ops.log, both))
         return keras.ops.stop_gradient(outputs)
 
     def compute_loss(
@@ -160,14 +162,8 @@ class DistillationModel(backend.ExactTrainer, keras.Model):
         return (1 - self.weight) * label_loss + self.weight * keras.ops.mean(teacher_loss)
 
 
-def gives_probabilities(model: keras.Model) -> bool:
-    """Whether a classifier's last layer gives softmax instead of logits."""
-    last = model.layers[-1]
-    is_softmax = getattr(last, "activation", None) is keras.activations.softmax
-    return is_softmax or isinstance(last, keras.layers.Softmax)
-
-
-def _check_fit(student: VisionTransformer, teacher: keras.Model) -> None:
+def _check_fit(student: VisionTransformer, teacher: keras.Model) -> Ending:
+    """Returns what the teacher's outputs mean."""
     config = student.config
     if config.classes is None or config.classifier_activation not in (None, "linear"):
         raise ValueError(
@@ -175,10 +171,11 @@ def _check_fit(student: VisionTransformer, teacher: keras.Model) -> None:
             f"Received: classes={config.classes}, "
             f"classifier_activation={config.classifier_activation!r}."
         )
-    if teacher.output_shape != (None, config.classes):
+    ending = ending_of(teacher, loss="softmax")
+    if teacher.output_shape != (None, config.classes) or ending.activation is None:
         raise ValueError(
             f"The teacher must have the student's {config.classes} classes. Received: a teacher "
-            f"with outputs of shape {teacher.output_shape}."
+            f"with {ending.output} of shape {teacher.output_shape}."
         )
     if teacher.input_shape[3:] != config.input_shape[2:]:
         raise ValueError(
@@ -187,7 +184,7 @@ def _check_fit(student: VisionTransformer, teacher: keras.Model) -> None:
         )
     taught = getattr(teacher, "config", None)
     if not isinstance(taught, ViTConfig):
-        return
+        return ending
     is_scaled = config.include_preprocessing and taught.include_preprocessing
     is_same = taught.include_preprocessing == config.include_preprocessing
     if not is_same or (not is_scaled and taught.rescaling != config.rescaling):
@@ -198,3 +195,4 @@ def _check_fit(student: VisionTransformer, teacher: keras.Model) -> None:
             f"student, image_mean={taught.image_mean} and {config.image_mean}, "
             f"image_std={taught.image_std} and {config.image_std}."
         )
+    return ending

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from keras_vit.applications import BUILDERS
-from keras_vit.config import ViTConfig
+from keras_vit.config import ViTConfig, ending_of
 from keras_vit.model import VisionTransformer
 from keras_vit.preprocessing import LABELLED, class_labels
 from keras_vit.training import run
@@ -151,11 +151,8 @@ class OpenedModel:
 
     @property
     def has_classifier(self) -> bool:
-        """Whether the model answers with scores of classes."""
-        if self.exported:
-            return bool(self.labels)
-        is_vit = isinstance(self.model, VisionTransformer)
-        return not is_vit or self.model.config.classes is not None
+        """Whether the model answers with scores of classes, or with numbers."""
+        return ending_of(self.model, loss="softmax").problem_type is not None
 
     def folder_labels(self, folders: Sequence[str]) -> tuple[str, ...]:
         """Returns what folders of images call the classes: `identifiers` where one has such a name.
@@ -210,8 +207,7 @@ def open_source(source: str | os.PathLike[str]) -> OpenedModel:
         model = building.build(checkpoint, asked)
         classes, names = model.output_shape[-1], checkpoint.class_names
         states_labels = bool(checkpoint.settings.labels) and names is not None
-    is_backbone = isinstance(model, VisionTransformer) and model.config.classes is None
-    if is_backbone or not isinstance(classes, int):
+    if ending_of(model, loss="softmax").problem_type is None or not isinstance(classes, int):
         names, states_labels = (), False
     elif names is None:
         names = tuple((str(index), str(index)) for index in range(classes))

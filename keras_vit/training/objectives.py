@@ -14,13 +14,13 @@ import keras
 from keras_vit.adaptation import LoRAVisionTransformer, merge_lora, save_adapter
 from keras_vit.backend import ExactTrainer, is_in_scope
 from keras_vit.backend.private import Functional, layers_of
-from keras_vit.config import ViTConfig
+from keras_vit.config import LOGITS, TRAINED_BY, ViTConfig, ending_of
 from keras_vit.data import antialias_of, image_size_of
 from keras_vit.losses import make_loss
 from keras_vit.model import ExactModel, VisionTransformer
 from keras_vit.training import run
 from keras_vit.training.checkpoints import hash_of
-from keras_vit.training.distillation import DistillationModel, gives_probabilities
+from keras_vit.training.distillation import DistillationModel
 from keras_vit.training.execution import Job, Resizing
 from keras_vit.training.masked_patches import MaskedPatchModel, plot_reconstructions
 from keras_vit.training.recipe import make_optimizer
@@ -131,7 +131,7 @@ class Objective(abc.ABC):
 
     def architecture(self) -> dict[str, Any]:
         """Returns the description of the network in config.json."""
-        fields: dict[str, Any] = self.model.config.to_dict()
+        fields: dict[str, Any] = self.model.config.told_by(self.job.recipe.loss).to_dict()
         return fields
 
     def details(self) -> dict[str, Any]:
@@ -163,9 +163,8 @@ class ClassificationObjective(Objective):
             config = dataclasses.replace(
                 recipe.config(execution.config(model)),
                 classes=classes,
-                classifier_activation=None,
                 include_preprocessing=True,
-            )
+            ).with_activation(None, TRAINED_BY[recipe.loss])
             vit = VisionTransformer(config, dtype=execution.precision)
         else:
             if model.config.classes != classes:
@@ -185,8 +184,7 @@ class ClassificationObjective(Objective):
         return self.saved.copy(dtype="float32")
 
     def loss(self) -> keras.losses.Loss:
-        gives_logits = self.saved.config.classifier_activation in (None, "linear")
-        return make_loss(self.job.recipe.loss, from_logits=gives_logits)
+        return _loss_of_labels(self.saved, self.job)
 
     def details(self) -> dict[str, Any]:
         vit = self.saved
@@ -252,7 +250,12 @@ class CompiledModelObjective(Objective):
         return _rebuilt(self.model)  # with the precision of its layers
 
     def loss(self) -> keras.losses.Loss:
-        return make_loss(self.job.recipe.loss, from_logits=not gives_probabilities(self.model))
+        return _loss_of_labels(self.model, self.job)
+
+    def publish(self, trained: keras.Model) -> keras.Model:
+        # A file says by the loss what its logits mean.
+        trained.compile(loss=self.loss(), jit_compile=False)
+        return trained
 
     def architecture(self) -> dict[str, Any]:
         text = json.dumps(self.model.get_config(), sort_keys=True, default=str)
@@ -293,6 +296,18 @@ class MaskedPatchObjective(Objective):
         plot_reconstructions(trained, images, file, count=_RECONSTRUCTIONS)
 
 
+def _loss_of_labels(model: keras.Model, job: Job) -> keras.losses.Loss:
+    name = job.recipe.loss
+    ending = ending_of(model, loss=name)
+    if ending.problem_type != TRAINED_BY[name]:
+        raise ValueError(
+            f"loss={name!r} trains a model that ends in logits or in {name}; make it with "
+            f"classifier_activation=None. Received: {model.name!r}, whose outputs are those of "
+            f"{ending.problem_type or 'features'}."
+        )
+    return make_loss(name, from_logits=not ending.is_probabilities)
+
+
 def _config_of_copy(model: VisionTransformer | MaskedPatchModel, job: Job) -> ViTConfig | None:
     """Returns the config of the copy to train; None if the model itself can be trained."""
     _ = model.config.image_size  # batches hold images of one size
@@ -303,6 +318,8 @@ def _config_of_copy(model: VisionTransformer | MaskedPatchModel, job: Job) -> Vi
             f"{model.config.include_preprocessing}, input_shape={model.config.input_shape}."
         )
     config = job.recipe.regularized(job.execution.config(model.config))
+    if config.resolved_problem_type is not None and config.classifier_activation in LOGITS:
+        config = config.with_activation(config.classifier_activation, TRAINED_BY[job.recipe.loss])
     fields = {"config": config.to_dict(), "dtype": job.execution.precision}
     fits = is_in_scope(model) and fields.items() <= model.get_config().items()
     return None if fits else config

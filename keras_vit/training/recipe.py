@@ -33,6 +33,7 @@ NOT_OVERRIDABLE: Mapping[str, str] = {
     "patch_size": "the choice of the model",
     "classes": "the data",
     "classifier_activation": "the training, which needs logits",
+    "problem_type": "the recipe's loss",
     "include_preprocessing": "the training, which feeds pixels 0..255",
     "dropout_rate": "the recipe's field of that name, a number",
     "drop_path_rate": "the recipe's field of that name, a number",

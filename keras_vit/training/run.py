@@ -318,7 +318,11 @@ def _vit_config(file: Path, settings: dict[str, Any]) -> ViTConfig | None:
 def _build(file: Path, settings: dict[str, Any], config: ViTConfig | None) -> keras.Model:
     try:
         if config is None or config.nonstandard_fields or settings["config"].get(CHANGES):
-            return keras.saving.load_model(file, compile=False)
+            model = keras.saving.load_model(file, compile=False)
+            compiled = settings.get("compile_config")
+            # By which it is known what logits mean.
+            model.loss = compiled.get("loss") if isinstance(compiled, dict) else None
+            return model
         model = VisionTransformer.from_config(settings["config"])
         weights.load_weights(model, file)  # compares every array with the network
     except _UNREADABLE as error:

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 
 from keras_vit.config import (
+    ACTIVATIONS,
     ARCHITECTURE,
     ASSUMED,
     EXTENSIONS,
@@ -28,10 +29,10 @@ from keras_vit.weights.torch_layouts import without_distillation
 
 AUTO = "auto"
 
-# What a model does where its source holds weights alone.
-_DEFAULTS = {"classifier_activation": "softmax", "include_preprocessing": True}
-# What no argument decides: the file does.
-_FIXED_BY_FILE = ("class_token", *ASSUMED, "antialias", *EXTENSIONS)
+# What the file decides, before any argument.
+_BY_FILE = ("class_token", *ASSUMED, "antialias", *EXTENSIONS)
+# What the file decides where the caller leaves it open.
+_ENDING = ("classifier_activation", "problem_type")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,15 +56,18 @@ class Request:
 
     def applied(self, config: ViTConfig, *, input_shape: InputShape, **fields: Any) -> ViTConfig:
         """Returns the config with what the caller decides, this shape and the given fields."""
-        asked: dict[str, Any] = {} if self.include_top else {"classifier_activation": None}
-        if self.include_top and self.classifier_activation != AUTO:
-            asked["classifier_activation"] = self.classifier_activation
+        changes = {**self.training, **fields}
         if self.include_preprocessing is not None:
-            asked["include_preprocessing"] = self.include_preprocessing
-        changes = {**asked, **self.training, **fields}
+            changes["include_preprocessing"] = self.include_preprocessing
         applied = dataclasses.replace(config, **changes).resized(input_shape)
         check_method(self.positions, any_size=applied.any_size)
-        return applied
+        if applied.resolved_problem_type is None:
+            return applied.with_activation(None)
+        if self.classifier_activation != AUTO:
+            return applied.with_activation(self.classifier_activation)
+        if "classifier_activation" in fields:
+            return applied
+        return applied.with_activation(ACTIVATIONS.get(applied.resolved_problem_type))
 
     def classes_or(self, default: int | None) -> int | None:
         """Returns the size of the classifier, None for no classifier."""
@@ -117,7 +121,7 @@ def load(
         pooling: "token", "avg", "token_avg" or "map". Left open: the source's; every token without
             the top.
         classifier_activation: activation after the classifier, None for logits. Left "auto": the
-            source's, or "softmax" where it holds weights alone.
+            source's, or that of its `problem_type`: "softmax", "sigmoid", or None for numbers.
         include_preprocessing: whether the model takes pixels 0..255 and scales them itself,
             otherwise it takes what its `preprocess_input` makes of them. Left open: the source's,
             or True.
@@ -214,7 +218,8 @@ def _config_of(checkpoint: Checkpoint, input_shape: InputShape | None) -> ViTCon
     _check_channels(checkpoint, input_shape or shape)
     places = {} if None in shape else {"input_shape": shape, "position_grid": None}
     with naming(checkpoint.path):
-        config = ViTConfig(**{**_DEFAULTS, **checkpoint.settings.assumed, **fields, **places})
+        defaults = {"include_preprocessing": True, **checkpoint.settings.assumed}
+        config = ViTConfig(**{**defaults, **fields, **places})
         return config.resized(input_shape or shape)
 
 
@@ -264,7 +269,7 @@ def _config(base: ViTConfig, checkpoint: Checkpoint, request: Request) -> ViTCon
     shape = request.input_shape or (stored if None in stored else shape)
     _check_channels(checkpoint, shape)
     pooling = request.pooling or (fields["pooling"] if request.include_top else None)
-    kept = {name: fields[name] for name in _FIXED_BY_FILE if name in fields}
+    kept = {name: fields[name] for name in (*_BY_FILE, *_ENDING) if name in fields}
     if pooling != "map":
         kept["pooling_heads"] = None
     return request.applied(

@@ -57,31 +57,23 @@ AUGREG_MODELS: Mapping[str, str] = {
     )
 }
 
-# Pre-training data: the catalogue's word for it, classes, epochs. The index calls the models of 30
-# epochs "i21k_30"; we know no public source with a file name of theirs, so both spellings are read.
-AUGREG_DATA: Mapping[str, tuple[str, int, tuple[str, ...]]] = {
-    "i1k": ("imagenet2012", 1000, ("300",)),
-    "i21k": ("imagenet21k", 21843, ("300", "30")),
-    "i21k_30": ("imagenet21k", 21843, ("30",)),
+# Pre-training and fine-tuning data by their names there: the catalogue's word for it, and classes.
+# "i21k_30" is of 30 epochs.
+_AUGREG_DATA: Mapping[str, tuple[str, int]] = {
+    "i1k": ("imagenet2012", 1000),
+    **dict.fromkeys(("i21k", "i21k_30"), ("imagenet21k", 21843)),
 }
-
-# Fine-tuning data: classes, steps in thousands (0k is 500, 2k is 2,500), learning rates.
-_SMALL_RATES = ("0.001", "0.003", "0.01", "0.03")
-AUGREG_TUNED: Mapping[str, tuple[int, tuple[str, ...], tuple[str, ...]]] = {
-    "imagenet2012": (1000, ("20k",), ("0.01", "0.03")),
-    "cifar100": (100, ("2k", "10k"), _SMALL_RATES),
-    "resisc45": (45, ("2k", "10k"), _SMALL_RATES),
-    "oxford_iiit_pet": (37, ("0k", "2k"), _SMALL_RATES),
-    "kitti": (4, ("0k", "2k"), _SMALL_RATES),  # distance to the nearest vehicle, four bins (VTAB)
+_AUGREG_TUNED: Mapping[str, int] = {
+    "imagenet2012": 1000,
+    "cifar100": 100,
+    "resisc45": 45,
+    "oxford_iiit_pet": 37,
+    "kitti": 4,  # distance to the nearest vehicle, four bins (VTAB)
 }
-
-AUGMENTATIONS = ("none", "light0", "light1", "medium1", "medium2", "strong1", "strong2")
-WEIGHT_DECAYS = ("0.03", "0.1")
-DROPOUTS = ("0.0", "0.1")  # and rates of stochastic depth, which the sweep always sets alike
-AUGREG_SIZES = ("224", "384")  # pixels
 _AUGREG_NAME = re.compile(
-    r"(\w+)-(\w+)-(\d+)ep-lr_0\.001-aug_(\w+)-wd_([\d.]+)-do_([\d.]+)-sd_([\d.]+)"
-    r"(?:--(\w+)-steps_(\w+)-lr_([\d.]+)-res_(\d+))?",
+    r"(\w+)-(\w+)-(?:30|300)ep-lr_0\.001-aug_(?:none|light[01]|medium[12]|strong[12])"
+    r"-wd_0\.(?:03|1)-do_(0\.[01])-sd_\3"  # dropout and stochastic depth have one rate
+    r"(?:--(\w+)-steps_(?:0|2|10|20)k-lr_0\.(?:001|003|01|03)-res_(224|384))?",
     re.ASCII,
 )
 
@@ -261,10 +253,10 @@ def _unknown(variant: str, weights: str, elsewhere: list[CatalogRow]) -> str:
 
 
 def augreg_row(stem: str) -> CatalogRow:
-    """Reads what the name of a file of AugReg says; the rest is in its arrays.
+    """Reads what the name of a file of AugReg says; whether it exists the server knows.
 
     Raises:
-        ValueError: it is not a name of the sweep; the message says what is.
+        ValueError: it is no such name, or of a model or data that the sweep does not have.
     """
     match = _AUGREG_NAME.fullmatch(stem)
     if match is None:
@@ -273,29 +265,20 @@ def augreg_row(stem: str) -> CatalogRow:
             "'B_16-i21k-300ep-lr_0.001-aug_medium1-wd_0.1-do_0.0-sd_0.0', followed by "
             f"'--imagenet2012-steps_20k-lr_0.03-res_384' if fine-tuned. Received: {stem!r}."
         )
-    model, data, epochs, augmentation, decay, dropout, depth, tuned, steps, rate, size = (
-        match.groups()
-    )
-    words, classes, all_epochs = AUGREG_DATA.get(data, ("", 0, ()))
+    model, data, _, tuned, size = match.groups()
     checks: list[tuple[str, str, Collection[str]]] = [
-        *(("model", model, AUGREG_MODELS), ("data", data, AUGREG_DATA)),
-        *(("epochs", epochs, all_epochs), ("augmentation", augmentation, AUGMENTATIONS)),
-        *(("weight decay", decay, WEIGHT_DECAYS), ("dropout", dropout, DROPOUTS)),
-        ("stochastic depth", depth, (dropout,)),
+        *(("model", model, AUGREG_MODELS), ("data", data, _AUGREG_DATA)),
+        ("fine-tuning data", tuned or "imagenet2012", _AUGREG_TUNED),
     ]
-    if tuned is not None:
-        classes, all_steps, rates = AUGREG_TUNED.get(tuned, (0, (), ()))
-        words = words if tuned == words else f"{words}+{tuned}"
-        # B/8 was added later, fine-tuned at 224 pixels alone (the repository's README, 2021-07-29).
-        sizes = AUGREG_SIZES[:1] if model == "B_8" else AUGREG_SIZES
-        checks += [("fine-tuning data", tuned, AUGREG_TUNED), ("steps", steps, all_steps)]
-        checks += [("fine-tuning rate", rate, rates), ("resolution", size, sizes)]
     for part, received, allowed in checks:
         if received not in allowed:
             raise ValueError(
                 f"AugReg has no file {stem!r}: its {part} {received!r} is not one of "
                 f"{', '.join(allowed)}."
             )
+    words, classes = _AUGREG_DATA[data]
+    if tuned is not None:
+        words, classes = words if tuned == words else f"{words}+{tuned}", _AUGREG_TUNED[tuned]
     return CatalogRow(
         name=f"augreg/{stem}",
         variant=AUGREG_MODELS[model],

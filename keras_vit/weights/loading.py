@@ -142,7 +142,7 @@ def resize(
         ValueError: the size is not a multiple of the patch, the channels differ, or `positions` is
             no way of resampling.
     """
-    old = model.config
+    old = model.config.told_by(getattr(model, "loss", None))
     if input_shape[2] != old.input_shape[2]:
         raise ValueError(
             f"A model for {old.input_shape[2]} channels cannot be resized to "

@@ -6,9 +6,9 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
-from keras_vit.config import MAX_HEADS, ViTConfig
+from keras_vit.config import MAX_HEADS, ProblemType, ViTConfig
 from keras_vit.limits import MAX_SIDE, is_number, naming, read_json, shown
 from keras_vit.weights.torch_names import (
     ACTIVATIONS,
@@ -31,6 +31,7 @@ _RESCALE_FACTOR = 1 / 255
 _PROJECTIONS = (512, 640, 768, 896, 1024, 1280)
 _QUICK_GELU = r"openai|metaclip_(400m|2pt5b)|dfn"
 _T = TypeVar("_T")
+_PROBLEM_TYPES = {name: name for name in get_args(ProblemType)}
 _ASSUMED = {"activation": "gelu", "image_mean": (0.5, 0.5, 0.5), "image_std": (0.5, 0.5, 0.5)}
 
 
@@ -182,7 +183,10 @@ def _warning(name: str, tag: str) -> str:
 
 
 def _hugging_face_settings(settings: Mapping[str, Any], known: Settings) -> Settings:
-    labels = _labels(settings.get("id2label"))
+    labels, ending = _labels(settings.get("id2label")), {}
+    if settings.get("problem_type") is not None:
+        said = _translated("problem_type", settings["problem_type"], _PROBLEM_TYPES)
+        ending = {"problem_type": said}
     settings, kind = _image_tower(settings)
     if settings.get("pooler_act", "tanh") != "tanh":
         raise ValueError(
@@ -190,7 +194,7 @@ def _hugging_face_settings(settings: Mapping[str, Any], known: Settings) -> Sett
         )
     return dataclasses.replace(
         known,
-        fields={**_hugging_face_fields(settings, kind), **known.fields},
+        fields={**_hugging_face_fields(settings, kind), **known.fields, **ending},
         sizes=_sizes([settings.get("image_size")]),
         unsupported_reason=None if kind is not None else f"its {CONFIG} names no model_type",
         hint=f"put the model's {PREPROCESSOR} beside it",

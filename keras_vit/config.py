@@ -15,14 +15,14 @@ Pooling = Literal["token", "avg", "token_avg", "max", "map"]
 Activation = Literal["gelu_tanh", "gelu", "quick_gelu", "swiglu"]
 PositionEmbedding = Literal["learned", "learned_2d", "sincos_2d", "relative"]
 PositionPlacement = Literal["input", "every_block", "every_block_shared"]
-# transformers' names for what outputs mean; of probabilities, and of logits, which do not say it.
+# transformers' names for what outputs mean, and the activations that say it and that do not.
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
 PROBLEM_TYPES: Mapping[str | None, ProblemType] = {
     "softmax": "single_label_classification",
     "sigmoid": "multi_label_classification",
 }
 ACTIVATIONS = {problem_type: activation for activation, problem_type in PROBLEM_TYPES.items()}
-LOGITS = (None, "linear", "log_softmax")
+LINEAR, LOGITS = (None, "linear"), (None, "linear", "log_softmax")
 # What a loss trains, by its name or a word in it; the first that fits.
 TRAINED_BY: Mapping[str, ProblemType] = {
     **dict.fromkeys(("binary", "bce", "sigmoid"), "multi_label_classification"),
@@ -45,8 +45,8 @@ WIDTH_MULTIPLES = {"learned_2d": 2, "sincos_2d": 4}
 # The most that a number may be: ten times that of any network we know of, so that a damaged file
 # ends in a sentence and not in a network that no machine can hold.
 MAX_HEADS, _MAX_LAYERS, _MAX_STAGES = 2**12, 1000, 8
-_warned: "weakref.WeakSet[Any]" = weakref.WeakSet()  # models of which something was assumed
 _MIN_STD = 1e-9  # in units of 1; the smallest in use is 1 / 255
+_warned: "weakref.WeakSet[Any]" = weakref.WeakSet()  # models of which something was assumed
 
 
 class Allowed(NamedTuple):
@@ -291,7 +291,7 @@ class ViTConfig:
                 '"max" or "map".'
             )
         own, activation = self._problem_type_of_activation(), self.classifier_activation
-        fits = activation in LOGITS or self.problem_type in (None, "regression", own)
+        fits = activation in LINEAR or self.problem_type in (None, "regression", own)
         text = f'None, {own!r} or "regression" with classifier_activation={activation!r}'
         self._require(fits, "problem_type", text)
         self._check_image()
@@ -427,13 +427,13 @@ class ViTConfig:
         """Returns the config with another activation; what logits mean stays, or is as said."""
         said = said or self.resolved_problem_type
         changed = dataclasses.replace(self, classifier_activation=name, problem_type=None)
-        is_said = name not in LOGITS or changed.resolved_problem_type == said
+        is_said = name not in LINEAR or changed.resolved_problem_type == said
         return changed if is_said else dataclasses.replace(changed, problem_type=said)
 
     def told_by(self, loss: Any) -> "ViTConfig":
         """Returns the config with what only a model's loss says of its logits."""
         name = self.classifier_activation
-        is_open = self.problem_type is None and name in (None, "linear") and self.classes
+        is_open = self.problem_type is None and name in LINEAR and self.classes
         said = _trained_by(loss) if is_open else None
         return self.with_activation(name, said) if said else self
 
@@ -662,7 +662,7 @@ def last_operation(model: Any) -> Any:
     """Returns the last layer or operation of a model that changes something; None without any."""
     for last in reversed(getattr(model, "operations", model.layers)):
         is_plain = type(last).__name__ in ("Identity", "Activation")
-        if not is_plain or activation_of(last) not in (None, "linear"):
+        if not is_plain or activation_of(last) not in LINEAR:
             return last
     return None
 

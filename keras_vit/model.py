@@ -13,7 +13,7 @@ import keras
 
 from keras_vit import backend, layers, preprocessing
 from keras_vit.backend.private import Functional
-from keras_vit.config import ViTConfig
+from keras_vit.config import LINEAR, ViTConfig
 from keras_vit.layers.block import run_blocks
 from keras_vit.layers.dense import CHANGES, FROZEN, inner_state, restore_state, split_state
 from keras_vit.layers.random import skip_initialization
@@ -510,7 +510,7 @@ def _head(config: ViTConfig, dtype: str, tokens: Any) -> Any:
         y = _classifier(config.classes, "distillation_head")(second(tokens))  # (B, C)
         # DeiT predicts by the mean of both classifiers (arXiv 2012.12877).
         x = keras.layers.Average(dtype="float32", name="logits")([x, y])  # (B, C)
-    if config.classifier_activation not in (None, "linear"):
+    if config.classifier_activation not in LINEAR:
         activation = config.classifier_activation
         x = keras.layers.Activation(activation, dtype="float32", name="classifier_activation")(x)
     return x

@@ -122,7 +122,8 @@ def test_what_nothing_says_is_assumed_once(units: int, taken: Ending) -> None:
 
 def test_a_config_that_contradicts_itself_is_refused() -> None:
     """Softmax is of classes that exclude each other; logits keep what they mean."""
-    for activation, said in (("softmax", MULTI), ("sigmoid", SINGLE), ("relu", MULTI)):
+    wrong = {"softmax": MULTI, "sigmoid": SINGLE, "relu": MULTI, "log_softmax": MULTI}
+    for activation, said in wrong.items():
         with pytest.raises(ValueError, match=f"problem_type must be None, .*'{activation}'. Re"):
             ViTConfig(classifier_activation=activation, problem_type=said)
     logits = ViTConfig(classifier_activation="sigmoid").with_activation(None)

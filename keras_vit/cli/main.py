@@ -131,7 +131,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def _saying_warnings() -> Iterator[None]:
     """Prints each warning for the user on a line of stderr, without the place in the code."""
     with warnings.catch_warnings():
-        warnings.simplefilter("always", UserWarning)
+        warnings.simplefilter("default", UserWarning)  # the same once, not for each of many images
         usual = warnings.showwarning
 
         def show(message: Warning | str, category: type[Warning], *place: Any) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from keras_vit import __version__
 from keras_vit.adaptation import LoRAVisionTransformer
 from keras_vit.backend.private import layers_of
-from keras_vit.config import Ending, ViTConfig, activation_of, ending_of, last_operation
+from keras_vit.config import LINEAR, Ending, ViTConfig, activation_of, ending_of, last_operation
 from keras_vit.layers.dense import CHANGES
 from keras_vit.layers.random import skip_initialization
 from keras_vit.model import VisionTransformer
@@ -73,7 +73,7 @@ class Exportable:
         config = self.config
         if config is None or config.unwritten_fields:
             return None
-        return config if config.classifier_activation in (None, "linear") else None
+        return config if config.classifier_activation in LINEAR else None
 
     @property
     def image_shape(self) -> tuple[int, int, int]:

@@ -40,8 +40,9 @@ UNKNOWN = "The file is no image of a known format; send a JPEG or PNG."
 SINGLE_PIXEL = "An image of a single pixel shows nothing; send the whole image."
 # The outputs for a file that was not decoded. NaN is no JSON.
 BLANK: Mapping[str, Any] = {
-    **{"classes": "", "class_ids": -1, "scores": 0.0},
-    **{"features": 0.0, "values": 0.0},
+    "classes": "",
+    "class_ids": -1,
+    **dict.fromkeys(("scores", "features", "values"), 0.0),
 }
 _PARALLEL_ROWS = 8  # files of a batch that are decoded at the same time
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import keras
 
 from keras_vit import backend
-from keras_vit.config import Ending, ViTConfig, ending_of
+from keras_vit.config import LINEAR, Ending, ViTConfig, ending_of
 from keras_vit.limits import is_real
 from keras_vit.model import VisionTransformer
 
@@ -165,7 +165,7 @@ class DistillationModel(backend.ExactTrainer, keras.Model):
 def _check_fit(student: VisionTransformer, teacher: keras.Model) -> Ending:
     """Returns what the teacher's outputs mean."""
     config = student.config
-    if config.classes is None or config.classifier_activation not in (None, "linear"):
+    if config.classes is None or config.classifier_activation not in LINEAR:
         raise ValueError(
             "The student must give logits: make it with classes and classifier_activation=None. "
             f"Received: classes={config.classes}, "

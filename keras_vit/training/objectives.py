@@ -14,7 +14,7 @@ import keras
 from keras_vit.adaptation import LoRAVisionTransformer, merge_lora, save_adapter
 from keras_vit.backend import ExactTrainer, is_in_scope
 from keras_vit.backend.private import Functional, layers_of
-from keras_vit.config import LOGITS, TRAINED_BY, ViTConfig, ending_of
+from keras_vit.config import LINEAR, TRAINED_BY, ViTConfig, ending_of
 from keras_vit.data import antialias_of, image_size_of
 from keras_vit.losses import make_loss
 from keras_vit.model import ExactModel, VisionTransformer
@@ -96,8 +96,16 @@ class Objective(abc.ABC):
         """Returns a copy of `saved` in float32, outside any strategy, not compiled."""
 
     def loss(self) -> keras.losses.Loss | None:
-        """Returns the loss for `compile`; None for a model with its own loss."""
-        return None
+        """Returns the loss of labels for `compile`; None for a model with its own loss."""
+        name = self.job.recipe.loss
+        ending = ending_of(self.saved, loss=name)
+        if ending.problem_type != TRAINED_BY[name]:
+            raise ValueError(
+                f"loss={name!r} trains a model that ends in logits or in {name}; make it with "
+                f"classifier_activation=None. Received: {self.saved.name!r}, whose outputs are "
+                f"those of {ending.problem_type or 'features'}."
+            )
+        return make_loss(name, from_logits=not ending.is_probabilities)
 
     def compile(self) -> None:
         """Compiles the model, and builds all state that a checkpoint holds."""
@@ -183,9 +191,6 @@ class ClassificationObjective(Objective):
     def inference_model(self) -> keras.Model:
         return self.saved.copy(dtype="float32")
 
-    def loss(self) -> keras.losses.Loss:
-        return _loss_of_labels(self.saved, self.job)
-
     def details(self) -> dict[str, Any]:
         vit = self.saved
         if not isinstance(vit, LoRAVisionTransformer):
@@ -249,9 +254,6 @@ class CompiledModelObjective(Objective):
     def inference_model(self) -> keras.Model:
         return _rebuilt(self.model)  # with the precision of its layers
 
-    def loss(self) -> keras.losses.Loss:
-        return _loss_of_labels(self.model, self.job)
-
     def publish(self, trained: keras.Model) -> keras.Model:
         # A file says by the loss what its logits mean.
         trained.compile(loss=self.loss(), jit_compile=False)
@@ -282,6 +284,9 @@ class MaskedPatchObjective(Objective):
             return model
         return _rebuilt(model, {"config": changed.to_dict(), "dtype": execution.precision})
 
+    def loss(self) -> None:
+        return None
+
     def inference_model(self) -> MaskedPatchModel:
         return _rebuilt(self.model, {"dtype": "float32"})
 
@@ -296,18 +301,6 @@ class MaskedPatchObjective(Objective):
         plot_reconstructions(trained, images, file, count=_RECONSTRUCTIONS)
 
 
-def _loss_of_labels(model: keras.Model, job: Job) -> keras.losses.Loss:
-    name = job.recipe.loss
-    ending = ending_of(model, loss=name)
-    if ending.problem_type != TRAINED_BY[name]:
-        raise ValueError(
-            f"loss={name!r} trains a model that ends in logits or in {name}; make it with "
-            f"classifier_activation=None. Received: {model.name!r}, whose outputs are those of "
-            f"{ending.problem_type or 'features'}."
-        )
-    return make_loss(name, from_logits=not ending.is_probabilities)
-
-
 def _config_of_copy(model: VisionTransformer | MaskedPatchModel, job: Job) -> ViTConfig | None:
     """Returns the config of the copy to train; None if the model itself can be trained."""
     _ = model.config.image_size  # batches hold images of one size
@@ -318,7 +311,7 @@ def _config_of_copy(model: VisionTransformer | MaskedPatchModel, job: Job) -> Vi
             f"{model.config.include_preprocessing}, input_shape={model.config.input_shape}."
         )
     config = job.recipe.regularized(job.execution.config(model.config))
-    if config.resolved_problem_type is not None and config.classifier_activation in LOGITS:
+    if config.resolved_problem_type is not None and config.classifier_activation in LINEAR:
         config = config.with_activation(config.classifier_activation, TRAINED_BY[job.recipe.loss])
     fields = {"config": config.to_dict(), "dtype": job.execution.precision}
     fits = is_in_scope(model) and fields.items() <= model.get_config().items()

@@ -134,13 +134,6 @@ def prefer_cublas() -> None:
 def installed(needs: str, *packages: str) -> Iterator[None]:
     """Turns an ImportError of the block into one that says what to install.
 
-    Example:
-        >>> with installed("Pictures are drawn by nothing", "nothing-of-the-kind"):
-        ...     import nothing_of_the_kind
-        Traceback (most recent call last):
-        ImportError: Pictures are drawn by nothing, which is not installed; run: pip install
-        nothing-of-the-kind
-
     Args:
         needs: start of the message, which ends in the library's name.
         packages: names for `pip install`.

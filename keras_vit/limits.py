@@ -23,12 +23,7 @@ _REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlong = 3, 90, 90, 40
 
 
 def shown(value: object) -> str:
-    """Returns a value as Python writes it, cut to what a message has room for.
-
-    Example:
-        >>> len(shown("x" * 10_000)) < 100
-        True
-    """
+    """Returns a value as Python writes it, cut to what a message has room for."""
     try:
         text = _REPR.repr(value)
     except ValueError:  # an int of more digits than Python writes
@@ -37,12 +32,7 @@ def shown(value: object) -> str:
 
 
 def counted(count: int, one: str) -> str:
-    """Returns a number of things as one says it.
-
-    Example:
-        >>> counted(1, "epoch"), counted(2000, "step"), counted(3, "class")
-        ('1 epoch', '2000 steps', '3 classes')
-    """
+    """Returns a number of things as one says it."""
     return f"{count} {one}" if count == 1 else f"{count} {one}{'es' if one.endswith('s') else 's'}"
 
 

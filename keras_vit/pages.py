@@ -45,11 +45,6 @@ def render(
 ) -> str:
     """Returns a page as text.
 
-    Example:
-        >>> page = render("base.html", title="<b>bold</b>")
-        >>> "<h1>&lt;b&gt;bold&lt;/b&gt;</h1>" in page, "default-src &#39;none&#39;" in page
-        (True, True)
-
     Args:
         template: a file of `templates/` that extends `base.html`.
         title: the page's title and first heading.

@@ -104,9 +104,14 @@ def test_evaluate_takes_names_and_identifiers_of_folders(
     images = image.parent.parent
     line = cli_rig.done("evaluate", folder, "--data", images, "--json").events[-1]
     assert (line["split"], line["images"]) == ("test", 12)
+    (images / "plain").rename(images / "caf\xe9")
+    accents = named(folder, [word.replace("plain", "cafe\u0301") for word in WORDS])
+    line = cli_rig.done("evaluate", accents, "--data", images, "--json").events[-1]
+    assert line["images"] == 12
+    (images / "caf\xe9").rename(images / "plain")
 
-    shutil.copytree(images / "striped", tmp_path / "val" / "n02123045")
-    shutil.copytree(images / "plain", tmp_path / "val" / "n01440764")
+    shutil.copytree(images / "striped", tmp_path / "val" / "Testing" / "n02123045")
+    shutil.copytree(images / "plain", tmp_path / "val" / "Testing" / "n01440764")
     arrays = safetensors.numpy.load_file(folder / "model.safetensors")
     generator = np.random.default_rng(0)
     arrays["classifier.weight"] = generator.standard_normal((1000, 16)).astype(np.float32)
@@ -165,7 +170,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run whose images are the digits, and one of them beside it."""
     folder = tmp_path_factory.mktemp("models")
     Image.fromarray(load_digits().test.images[0]).save(folder / "digit.png")
-    settings = {"data": {"source": "digits"}, "labels": [*"0123456789"]}
+    settings = {"data": {"source": "digits"}, "labels": [*"0123456", "e\u0301", *"89"]}
     return cli_rig.make_run(folder / "run", settings=settings, input_shape=(16, 24, 3), classes=10)
 
 
@@ -173,11 +178,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_and_a_file_are_explained(run: Path, tmp_path: Path) -> None:
     """The page and its pictures are written, also where --json names them; the size is said."""
     out, image = tmp_path / "seen", run.parent / "digit.png"
-    said = cli_rig.done("explain", run, image, "--out", out, "--class", 7).out
+    said = cli_rig.done("explain", run, image, "--out", out, "--class", "\xe9").out
     assert "8 pixels wide and 8 high; it was resampled to 24 pixels wide and 16 high" in said
     assert f"Open {out / 'index.html'} in a browser." in said
     page = (out / "index.html").read_text(encoding="utf-8")
-    assert "relevance for 7:" in page
+    assert r"relevance for \u00e9:" in page
     assert "digit.png" in page
     assert (out / "rollout.png").stat().st_size > 5000
 

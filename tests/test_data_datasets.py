@@ -96,13 +96,14 @@ def test_what_was_taken_trains(make: Any) -> None:
 
 def test_missing_splits_are_carved_out() -> None:
     """A tenth of each class if held; of records every hundredth image, none twice."""
-    held = from_dataset(encoded(), None, labels=LABELS)
+    held = from_dataset(encoded(), None, labels=("cafe\u0301", "tea"))
     long = from_dataset(list(encoded(250).as_numpy_iterator()), None, labels=LABELS, memory=0)
     parts = [
         [int(name.split()[-1]) for *_, name in long.split(split).items().as_numpy_iterator()]
         for split in ("train", "validation", "test")
     ]
 
+    assert held.labels == ("caf\xe9", "tea")
     assert held.counts == {"train": 32, "validation": 4, "test": 4}
     assert np.bincount(held.test.targets).tolist() == [2, 2]
     assert long.counts == {"train": 244, "validation": 3, "test": 3}

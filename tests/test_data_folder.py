@@ -10,12 +10,40 @@ import pytest
 
 from keras_vit.data import datasets, folder, images, load_folder, source
 
-# Which splits a folder has, and how many images each split gets of its twenty.
+# Where a folder has the images of splits, and how many each split gets of its twenty.
 GIVEN = [
-    (("train", "validation", "test"), {"train": 20, "validation": 20, "test": 20}),
-    (("train",), {"train": 16, "validation": 2, "test": 2}),
-    (("train", "test"), {"train": 18, "validation": 2, "test": 20}),
-    (("train", "validation"), {"train": 18, "validation": 20, "test": 2}),
+    ({"train": "train", "validation": "validation", "test": "test"}, (20, 20, 20)),
+    ({"train": "train"}, (16, 2, 2)),
+    ({"train": "train", "test": "test"}, (18, 2, 20)),
+    ({"train": "train", "validation": "validation"}, (18, 20, 2)),
+    ({"train": "Training", "test": "Testing"}, (18, 2, 20)),
+    ({"train": "TRAIN", "validation": "Val", "test": "eval"}, (20, 20, 20)),
+    ({"train": "Train", "validation": "dev", "test": "Evaluation"}, (20, 20, 20)),
+    ({"train": "seg_train/seg_train", "test": "seg_test/seg_test"}, (18, 2, 20)),
+    ({"train": "Training Set/training_set", "validation": "valid set"}, (18, 20, 2)),
+    ({"train": "train2017", "validation": "val2017", "test": "test2017"}, (20, 20, 20)),
+]
+# Folders of images, and why they are neither classes nor splits.
+NEITHER = [
+    (("fold1/a", "fold1/b", "fold2/a", "fold2/b"), "'fold1', 'fold2', hold no .* 'a', 'b'"),
+    (("a/x/u", "a/x/v", "b/x/u", "b/x/v"), "'a', 'b', hold no images but all the same .* 'u', 'v'"),
+    (("cat/test", "cat/train", "dog/test", "dog/train"), "the same folders, 'test', 'train'; name"),
+    (("train/a/x", "train/a/y", "train/b/x", "train/b/y"), "train', 'a', 'b', hold .* 'x', 'y'"),
+    (("train", "test"), "train' holds no class folders"),
+    (("train/a", "train/b", "Test"), "Test' holds no class folders"),
+    (("train/a", "train/b", "val/a", "validation/a"), "one folder of validation .*'val', 'valid"),
+    (("Train/a", "Train/b", "train/a", "train/b"), "one folder of train images: 'Train', 'train'"),
+    (("train/a", "train/b", "test_set/a"), "as splits, but not alike: 'test_set', 'train'; name"),
+    (("training_set/a", "training_set/b", "test/a"), "but not alike: 'test', 'training_set'; name"),
+    (("test/a", "test/b", "VAL/a"), "has no folder of train images beside 'VAL', 'test'; rename"),
+]
+# Names of classes that hold those of splits.
+CLASSES = [
+    ("car", "train"),
+    ("dev_board", "eval_board"),
+    ("invalid", "valid"),
+    ("steam_train", "test_tube"),
+    ("cross-validation-train", "train test"),
 ]
 ROWS = {
     "empty": "",
@@ -47,19 +75,86 @@ def test_classes_become_labels_and_every_file_is_used_once(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("given", "expected"), GIVEN)
 def test_given_splits_are_kept_and_missing_ones_carved_out_of_training(
-    tmp_path: Path, given: tuple[str, ...], expected: dict[str, int]
+    tmp_path: Path, given: dict[str, str], expected: tuple[int, ...]
 ) -> None:
-    """A tenth of each class of train/ becomes what is missing, and is not trained on."""
-    for name in given:
-        image_files.write_classes(tmp_path / name)
+    """A tenth of each class of train/ becomes what is missing, and is not trained on.
+
+    Training without labels leaves the same images unseen, and evaluation takes those of the test.
+    """
+    for folder_name in given.values():
+        image_files.write_classes(tmp_path / folder_name)
 
     data = load_folder(tmp_path)
 
-    assert data.counts == expected
+    assert tuple(data.counts.values()) == expected
+    assert (data.labels, data.skipped) == (("plain", "striped"), ())
     for name in source.SPLITS:
-        place = name if name in given else "train"
-        assert all(Path(image).parts[-3] == place for image in data.split(name).images)
+        place = tmp_path / given.get(name, given["train"])
+        assert all(Path(image).parents[1] == place for image in data.split(name).images)
     assert not set(data.train.images) & {*data.validation.images, *data.test.images}
+    without = folder.load_unlabelled_folder(tmp_path)
+    assert without.train.images.tolist() == data.train.images.tolist()
+    if "test" in given:
+        test = folder.load_test_folder(tmp_path, labels=data.labels).test
+        assert test.images.tolist() == data.test.images.tolist()
+    else:
+        with pytest.raises(ValueError, match="has no folder of test images beside '"):
+            folder.load_test_folder(tmp_path, labels=data.labels)
+
+
+@pytest.mark.parametrize(("folders", "message"), NEITHER)
+def test_folders_that_are_neither_classes_nor_splits_are_refused(
+    tmp_path: Path, folders: tuple[str, ...], message: str
+) -> None:
+    """Splits of other names, in each class, twice, without classes, without training."""
+    for name in folders:
+        image_files.write_classes(tmp_path, classes=(name,), count=3)
+    with pytest.raises(ValueError, match=message):
+        load_folder(tmp_path)
+
+
+@pytest.mark.parametrize("classes", CLASSES)
+def test_a_class_may_be_named_like_a_split(tmp_path: Path, classes: tuple[str, ...]) -> None:
+    """With images inside it is none, also of the folder to evaluate on."""
+    data = load_folder(image_files.write_classes(tmp_path, count=4, classes=classes))
+    assert data.labels == classes
+    assert np.bincount(data.train.targets).tolist() == [2, 2]
+    assert len(folder.load_test_folder(tmp_path, labels=classes).test) == 8
+
+
+def test_two_spellings_of_an_accent_are_one_class(tmp_path: Path) -> None:
+    """In one folder, in splits, in a model's labels and in splits.csv; splits are the same."""
+    one, parts = "caf\xe9", "cafe\u0301"
+    images_of = {}
+    for name in (one, parts):
+        root = image_files.write_classes(tmp_path / name, classes=(name, "tea"))
+        data = load_folder(root)
+        assert data.labels == (one, "tea")
+        images_of[name] = [Path(image).name for image in data.test.images]
+        test = folder.load_test_folder(root, labels=("tea", parts)).test
+        assert test.targets.tolist() == [1] * 10 + [0] * 10
+    assert images_of[parts] == images_of[one]
+    data.write_splits(tmp_path / "splits.csv")
+    again = folder.read_splits(tmp_path / "splits.csv", root=root, labels=(parts, "tea"))
+    assert (again.labels, again.counts) == (data.labels, data.counts)
+    image_files.write_classes(root, classes=(one,), count=3)
+    assert load_folder(root).labels == (one, "tea")
+
+
+def test_classes_may_hold_folders(tmp_path: Path) -> None:
+    """One that all have, or others in each; what lies beside the inner of two is named."""
+    for name, inner in (("a", ("a/images", "b/images")), ("b", ("a/1", "a/2", "b/2", "b/3"))):
+        for below in inner:
+            image_files.write_classes(tmp_path / name, classes=(below,), count=4)
+        assert load_folder(tmp_path / name).labels == ("a", "b")
+    for name in ("x_train/x_train/a", "x_train/x_train/b", "x_test/a", "x_pred"):
+        image_files.write_classes(tmp_path / "c", classes=(name,), count=4)
+    (tmp_path / "c" / "x_train" / "labels.csv").touch()
+    skipped = load_folder(tmp_path / "c").reasons[folder.OUTSIDE]
+    assert [str(Path(name).relative_to(tmp_path / "c")) for name in skipped] == [
+        "x_pred",
+        "x_train/labels.csv",
+    ]
 
 
 def test_damaged_images_are_left_out_and_named(tmp_path: Path) -> None:
@@ -200,15 +295,11 @@ def test_a_folder_to_evaluate_on_is_taken_whole(tmp_path: Path) -> None:
 
 
 def test_file_names_of_any_alphabet_are_read(tmp_path: Path) -> None:
-    """Names with spaces and other scripts are kept; a message about a thousand is a sentence.
-
-    A folder "train" with pictures of trains and no folders inside is a class.
-    """
-    for classes in (("Äpfel und Birnen", "猫"), ("car", "train")):
-        root = image_files.write_classes(tmp_path / classes[0], count=4, classes=classes)
-        data = load_folder(root)
-        assert data.labels == classes
-        assert np.bincount(data.train.targets).tolist() == [2, 2]
+    """Names with spaces and other scripts are kept; a message about a thousand is a sentence."""
+    classes = ("Äpfel und Birnen", "猫")
+    data = load_folder(image_files.write_classes(tmp_path, count=4, classes=classes))
+    assert data.labels == classes
+    assert np.bincount(data.train.targets).tolist() == [2, 2]
     listed = folder.some([f"{index}.png" for index in range(1000)])
     assert listed.endswith("'9.png' and 990 more")
 

@@ -144,9 +144,7 @@ def _write(
 
 def _labelled_data(opened: "OpenedModel", arguments: argparse.Namespace) -> "ImageData":
     if arguments.data is not None:
-        folders = [Path(arguments.data), Path(arguments.data, "test")]
-        names = {each.name for one in folders if one.is_dir() for each in one.iterdir()}
-        return flags.load_data(arguments, labels=opened.folder_labels(sorted(names)))
+        return flags.load_data(arguments, labels=opened.folder_labels)
     if opened.run is None:
         raise ValueError(
             f"{opened.source} has no images of its own; give --data with a folder that has one "

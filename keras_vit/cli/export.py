@@ -112,6 +112,7 @@ def add_check(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 
 def run(arguments: argparse.Namespace) -> int:
     """Exports, and prints what was written."""
+    from keras_vit.data.source import composed
     from keras_vit.exporting import artefacts
 
     opened = flags.open_model(arguments.source)
@@ -121,8 +122,8 @@ def run(arguments: argparse.Namespace) -> int:
         names = labels or ()
         if arguments.labels:
             names = Path(arguments.labels).read_text(encoding="utf-8").splitlines()
-        places = {label: place for place, label in enumerate(names)}
-        folders = [Path(image).absolute().parent.name for image in images]
+        places = {composed(label): place for place, label in enumerate(names)}
+        folders = [composed(Path(image).absolute().parent.name) for image in images]
         if set(folders) <= set(places):
             targets = [places[name] for name in folders]
     elif opened.run is not None:

@@ -315,14 +315,14 @@ def default_model(arguments: argparse.Namespace, of_digits: str) -> str:
 def load_data(
     arguments: argparse.Namespace,
     *,
-    labels: Sequence[str] | None = None,
+    labels: Callable[[Sequence[str]], Sequence[str]] | None = None,
     labelled: bool = True,
 ) -> "ImageData":
     """Loads the images that `--data` names, with a progress bar, and prints a summary.
 
     Args:
         arguments: the command line's: data, strict and json.
-        labels: the known classes, to load a folder as test images alone.
+        labels: gives the known classes for the names of folders, to load test images alone.
         labelled: whether a folder must have class folders.
     """
     from keras_vit import data
@@ -406,6 +406,7 @@ def _open_exported(arguments: argparse.Namespace) -> "OpenedModel":
             f"--precision out. Received: {arguments.source}."
         )
     from keras_vit import preprocessing, training
+    from keras_vit.data.source import composed
     from keras_vit.exporting import opening
 
     opened = opening.open_artefact(Path(arguments.source))
@@ -414,7 +415,7 @@ def _open_exported(arguments: argparse.Namespace) -> "OpenedModel":
             f"{arguments.source} has no verification.json beside it: whether it is as it was "
             "exported is not known."
         )
-    labels = identifiers = opened.about.labels
+    labels = identifiers = tuple(map(composed, opened.about.labels))
     if len(labels) in preprocessing.LABELLED:
         published = preprocessing.class_labels(len(labels))
         if labels == tuple(name for _, name in published):

@@ -30,12 +30,7 @@ _TIMED = 20  # steps until a log says how long it will take
 
 
 def plain(text: object) -> str:
-    r"""Returns text with escapes for characters that could move a terminal's cursor or hide text.
-
-    Example:
-        >>> plain("a \x1b[31mred\x1b[0m dog")
-        'a \\x1b[31mred\\x1b[0m dog'
-    """
+    """Escapes what in a text could move a terminal's cursor or hide text."""
     return "".join(
         char if char.isprintable() or char == "\n" else char.encode("unicode_escape").decode()
         for char in str(text)
@@ -59,12 +54,7 @@ def warn(message: str | None) -> None:
 
 
 def say_next(*words: object) -> None:
-    """Prints the next command, to be run as it is printed.
-
-    Example:
-        >>> say_next("predict", "my run", "cat.jpg")
-        Next: keras-vit predict 'my run' cat.jpg
-    """
+    """Prints the next command, to be run as it is printed."""
     # A name such as "-5.png" would be a flag.
     typed = [f"./{w}" if w[:1] == "-" and Path(w).exists() else w for w in map(str, words)]
     say(f"Next: {shlex.join(['keras-vit', *typed])}")

@@ -236,6 +236,8 @@ def explain(arguments: argparse.Namespace) -> int:
     opened = flags.open_model(arguments.source)
     model, labels = opened.model, opened.labels or None
     name, target = vars(arguments)["class"], None
+    if name is not None:
+        name = data.source.composed(name)
     if labels is not None and name in labels:
         target = labels.index(name)
     elif name is not None and name.isdecimal():

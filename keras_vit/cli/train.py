@@ -35,10 +35,11 @@ _DESCRIPTION = """\
 Trains a Vision Transformer and writes a run directory.
 
 --data is a folder with one sub-folder per class, or with train/, validation/ and test/ that have
-these. Images are JPEG, PNG, WebP, BMP, GIF, TIFF or AVIF files of any size, grey, coloured or
-transparent. Missing splits are made: a tenth of each class for validation, a tenth for test. --data
-may also be tfds:NAME, a dataset of TensorFlow Datasets (pip install tensorflow-datasets), or the
-word digits, the 1,797 handwritten digits of scikit-learn (a folder of that name is ./digits).
+these, or Training/, val/, seg_test/ and the like. Images are JPEG, PNG, WebP, BMP, GIF, TIFF or
+AVIF files of any size, grey, coloured or transparent. Missing splits are made: a tenth of each
+class for validation, a tenth for test. --data may also be tfds:NAME, a dataset of TensorFlow
+Datasets (pip install tensorflow-datasets), or the word digits, the 1,797 handwritten digits of
+scikit-learn (a folder of that name is ./digits).
 
 Where no flag names a model, weights or a recipe, the folder is looked at first, and a line says
 what is chosen. ImageNet-21k weights are fine-tuned where they can be reached (Keras' cache,

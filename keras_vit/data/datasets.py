@@ -135,9 +135,9 @@ def load_tfds(
         if builder.is_prepared():  # the folder also says what format it was converted to
             builder = tfds.builder_from_directory(builder.data_dir)
     given = {
-        split: _given(builder, split, image=image, label=label)
-        for split in source.SPLITS
-        if split in builder.info.splits
+        split: _given(builder, name, image=image, label=label)
+        for split, names in source.SPLIT_NAMES.items()
+        for name in [name for name in names if name in builder.info.splits][:1]
     }
     try:
         labelled = {split: each for split, each in given.items() if _is_labelled(each)}
@@ -229,7 +229,8 @@ def from_dataset(
                 f"there are {len(labels)} labels; give all labels. Received: {low} to {high}."
             )
     skipped = tuple(source.SkippedFile(each, source.DAMAGED) for each in damage.names)
-    return ImageData(source=name, labels=tuple(labels), skipped=skipped, **splits)
+    labels = tuple(map(source.composed, labels))
+    return ImageData(source=name, labels=labels, skipped=skipped, **splits)
 
 
 def from_keras_cv(

@@ -7,7 +7,7 @@ import glob
 import io
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -53,10 +53,11 @@ def load_folder(
 ) -> ImageData:
     """Lists a folder that has one sub-folder per class.
 
-    Or one that has `train/`, `validation/` and `test/`, which have those. Where validation or test
-    is missing, a tenth of each class is carved out of the training images: always the same ones for
-    the same file names. Every file is decoded once, to know the damaged ones before training
-    starts; the pixels are not kept.
+    Or one that has `train/`, `validation/` and `test/`, which have those, also by other usual names
+    (`SPLIT_NAMES`) in any case, such as `Training/` and `Val/`, or all with the same addition, such
+    as `seg_train/` and `seg_test/`. Where validation or test is missing, a tenth of each class is
+    carved out of the training images: always the same ones for the same file names. Every file is
+    decoded once, to know the damaged ones before training starts; the pixels are not kept.
 
     Example:
         >>> import pathlib, tempfile, tensorflow as tf
@@ -77,15 +78,16 @@ def load_folder(
     Raises:
         FileNotFoundError: there is no such folder.
         ValueError: there are no images, fewer than two classes, too few images for three splits,
-            a class that training does not know, or, with `strict`, a damaged image.
+            a class that training does not know, splits without one for training, class folders
+            that look like splits, or, with `strict`, a damaged image.
     """
     root = _existing_folder(path)
-    parts = _split_folders(root)
+    parts = _split_folders(root, needed="train")
     listings = {
         name: _without_damaged(_list_classes(part), strict=strict, on_progress=on_progress)
         for name, part in parts.items()
     }
-    beside = [] if root in parts.values() else _outside(root, parts.values())
+    beside = _outside(root, parts.values())
     train = listings["train"]
     labels = tuple(sorted({name for _, name in train.rows}))
     if len(labels) < 2:
@@ -113,7 +115,7 @@ def load_folder(
 def load_test_folder(
     path: str | os.PathLike[str],
     *,
-    labels: Sequence[str],
+    labels: Sequence[str] | Callable[[Sequence[str]], Sequence[str]],
     strict: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> ImageData:
@@ -129,7 +131,8 @@ def load_test_folder(
 
     Args:
         path: the folder.
-        labels: the classes that the model knows; the folder may lack some of them.
+        labels: the classes that the model knows, of which the folder may lack some; or what gives
+            them for the names of the class folders.
         strict: whether a damaged image is an error, instead of being left out and named.
         on_progress: called with (files looked at, files in all).
 
@@ -138,16 +141,19 @@ def load_test_folder(
 
     Raises:
         FileNotFoundError: there is no such folder.
-        ValueError: there are no images, a class that the model does not know, or, with `strict`,
-            a damaged image.
+        ValueError: there are no images, a class that the model does not know, splits without one
+            for testing, or, with `strict`, a damaged image.
     """
     root = _existing_folder(path)
-    part = _split_folders(root).get("test", root)
-    listing = _without_damaged(_list_classes(part), strict=strict, on_progress=on_progress)
+    listing = _list_classes(_split_folders(root, needed="test")["test"])
+    if callable(labels):
+        labels = labels(sorted({name for _, name in listing.rows}))
+    labels = tuple(map(source.composed, labels))
+    listing = _without_damaged(listing, strict=strict, on_progress=on_progress)
     none, test = _split(_Listing(root=root), labels=labels), _split(listing, labels=labels)
     return ImageData(
         source=str(root),
-        labels=tuple(labels),
+        labels=labels,
         train=none,
         validation=none,
         test=test,
@@ -164,9 +170,8 @@ def load_unlabelled_folder(
     """Lists a folder for training without labels.
 
     With class folders it is `load_folder`, so that the same images stay unseen that a classifier is
-    later tested on. Otherwise every image below the folder is taken, at any depth; `train/`,
-    `validation/` and `test/` are splits if the first is there, and a tenth is carved out for
-    validation if there is none.
+    later tested on. Otherwise every image below the folder is taken, at any depth. Splits are known
+    as there; a tenth is carved out for validation if there is none.
 
     Example:
         >>> import pathlib, tempfile, tensorflow as tf
@@ -191,21 +196,18 @@ def load_unlabelled_folder(
         ValueError: there are too few images, or, with `strict`, a damaged one.
     """
     root = _existing_folder(path)
-    train = _split_folders(root)["train"]
-    classes = list(_folders(train))
-    are_classes = len(classes) > 1 and not any(each.name in source.SPLITS for each in classes)
-    has_stray = any(file.suffix.lower() in images.SUFFIXES for file in train.iterdir())
-    if are_classes and not has_stray and all(find_images(folder)[0] for folder in classes):
+    parts = _split_folders(root, needed="train")
+    found = {folder.name: find_images(folder)[0] for folder in _folders(parts["train"])}
+    are_classes = len(found) > 1 and all(found.values()) and not _has_images(parts["train"])
+    if are_classes and not _shared(parts["train"], found):
         return load_folder(root, strict=strict, on_progress=on_progress)
-    has_splits = bool(find_images(root / "train")[0])
-    parts = {name: root / name for name in source.SPLITS} if has_splits else {"train": root}
     listings = {}
     for name, part in parts.items():
         files, skipped = find_images(part)
         rows = [(file, part.name) for file in files]
         listing = _Listing(root=part, rows=rows, skipped=skipped)
         listings[name] = _without_damaged(listing, strict=strict, on_progress=on_progress)
-    beside = _outside(root, parts.values()) if has_splits else []
+    beside = _outside(root, parts.values())
     damage = Damage(strict=strict)
     listed = {
         name: _split(listing, labels=(listing.root.name,), damage=damage)
@@ -239,7 +241,8 @@ def read_splits(file: Path, *, root: str | os.PathLike[str], labels: Sequence[st
         ValueError: the file is damaged, or names a class or a split that there is not, or an image
             outside of the folder.
     """
-    rows = _rows(file)
+    rows = [{**row, "label": source.composed(row["label"])} for row in _rows(file)]
+    labels = tuple(map(source.composed, labels))
     allowed = set(labels or ("",))
     for number, row in enumerate(rows, start=2):
         path = row["path"]
@@ -267,7 +270,7 @@ def read_splits(file: Path, *, root: str | os.PathLike[str], labels: Sequence[st
             images=np.array([str(Path(root, row["path"])) for row in part], object),
             targets=np.array([places[row["label"]] for row in part], np.int32),
         )
-    return ImageData(source=str(root), labels=tuple(labels), skipped=(), **splits)
+    return ImageData(source=str(root), labels=labels, skipped=(), **splits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -346,11 +349,69 @@ def _existing_folder(path: str | os.PathLike[str]) -> Path:
     return Path(path).resolve()
 
 
-def _split_folders(root: Path) -> dict[str, Path]:
-    train = root / "train"
-    if not (train.is_dir() and any(_folders(train))):
-        return {"train": root}  # also when "train" is one of the classes
-    return {name: root / name for name in source.SPLITS if (root / name).is_dir()}
+def _split_folders(root: Path, *, needed: str) -> dict[str, Path]:
+    """The folder of each split; the root itself for the one that is needed if it has no splits."""
+    named: dict[str, dict[str, list[Path]]] = {}  # by what names say beside the split, then by it
+    for folder in _folders(root):
+        split, rest = source.split_of(folder.name) or ("", "")
+        if split:
+            named.setdefault(rest, {}).setdefault(split, []).append(folder)
+    alike = (each for rest, each in sorted(named.items()) if _are_splits(each, rest, needed))
+    chosen = next(alike, {})
+    found = [(split, each) for one in named.values() for split in one for each in one[split]]
+    nested = {split for split, folder in found if any(_folders(folder))}
+    names = some([folder.name for _, folder in found])
+    if nested - chosen.keys() and (chosen or {"train"} < nested):
+        raise ValueError(
+            f"The folder {str(root)!r} has folders that are named as splits, but not alike: "
+            f"{names}; name them train, validation and test."
+        )
+    for split, folders in chosen.items():
+        if len(folders) > 1:
+            raise ValueError(
+                f"The folder {str(root)!r} has more than one folder of {split} images: "
+                f"{some([each.name for each in folders])}; rename all but one."
+            )
+    if chosen and needed not in chosen:
+        raise ValueError(
+            f"The folder {str(root)!r} has no folder of {needed} images beside {names}; rename "
+            "one, or give a folder whose sub-folders are the classes."
+        )
+    splits = {name: _inside(chosen[name][0], name) for name in source.SPLITS if name in chosen}
+    return splits or {needed: root}
+
+
+def _are_splits(found: Mapping[str, Sequence[Path]], rest: str, needed: str) -> bool:
+    """Whether folders of such names are splits; one alone may be a class: "train", "dev_board"."""
+    if len(found) > 1:
+        return not rest or "train" in found
+    folders = [*found.get("train", ()), *found.get(needed, ())]
+    return not rest and any(any(_folders(folder)) for folder in folders)
+
+
+def _inside(folder: Path, split: str) -> Path:
+    """Where the images of a split are: `seg_train/seg_train/`, for one."""
+    inner = list(_folders(folder))
+    is_same = len(inner) == 1 and (source.split_of(inner[0].name) or "")[:1] == (split,)
+    return inner[0] if is_same and not _has_images(folder) else folder
+
+
+def _has_images(folder: Path) -> bool:
+    return any(file.suffix.lower() in images.SUFFIXES for file in folder.iterdir())
+
+
+def _shared(root: Path, classes: Mapping[str, Sequence[Path]]) -> list[str]:
+    """The folders, two at least, that all classes hold and nothing else, as splits hold classes."""
+    depth = len(root.parts)
+    while len(classes) > 1:
+        depth += 1
+        folders = ({path.parts[depth:-1][:1] for path in paths} for paths in classes.values())
+        first = next(folders)
+        if () in first or any(names != first for names in folders):
+            break
+        if len(first) > 1:
+            return sorted(name for (name,) in first)
+    return []
 
 
 def _folders(root: Path) -> Iterator[Path]:
@@ -359,12 +420,7 @@ def _folders(root: Path) -> Iterator[Path]:
 
 
 def find_images(root: Path) -> tuple[list[Path], list[SkippedFile]]:
-    """Returns the image files below a folder, at any depth, in order, and what is not taken.
-
-    There is neither where there is no such folder.
-    """
-    if not root.is_dir():
-        return [], []
+    """Returns the image files below a folder, at any depth, in order, and what is not taken."""
     paths: list[Path] = []
     skipped: list[SkippedFile] = []
 
@@ -383,7 +439,10 @@ def find_images(root: Path) -> tuple[list[Path], list[SkippedFile]]:
 
 
 def _outside(root: Path, used: Collection[Path]) -> list[SkippedFile]:
-    others = [path for path in sorted(root.iterdir()) if path not in used]
+    """What lies beside the folders that are used, in that or on the way to them."""
+    kept = {path for folder in used for path in (folder, *folder.parents)}
+    places = {folder for folder in kept.difference(used) if folder.is_relative_to(root)}
+    others = sorted(path for place in places for path in place.iterdir() if path not in kept)
     return [SkippedFile(str(path), _hidden_or_broken(path) or OUTSIDE) for path in others]
 
 
@@ -451,29 +510,37 @@ def _fault(file: Path) -> str | None:
 
 
 def _list_classes(root: Path) -> _Listing:
-    classes = list(_folders(root))
-    rows: list[tuple[Path, str]] = []
-    skipped = _outside(root, classes)
-    for folder in classes:
+    folders = list(_folders(root))
+    classes: dict[str, list[Path]] = {}
+    skipped = _outside(root, folders)
+    for folder in folders:
         paths, others = find_images(folder)
         if not paths:
             raise ValueError(
                 f"The class folder {str(folder)!r} holds no {images.FORMATS} file; "
                 "put images into it, or remove it."
             )
-        rows += [(path, folder.name) for path in paths]
+        classes.setdefault(source.composed(folder.name), []).extend(paths)
         skipped += others
-    if not rows:
+    if not classes:
         raise ValueError(
             f"The folder {str(root)!r} holds no class folders; it needs one sub-folder per class, "
             f"with {images.FORMATS} files inside."
         )
+    shared = _shared(root, classes)
+    if shared:
+        raise ValueError(
+            f"The sub-folders of {str(root)!r}, {some(list(classes))}, hold no images but all the "
+            f"same folders, {some(shared)}; name them train, validation and test if they are "
+            "splits, or move the images of each into it if they are classes."
+        )
+    rows = [(path, name) for name, paths in classes.items() for path in paths]
     return _Listing(root=root, rows=rows, skipped=skipped)
 
 
 def _names_in(root: Path, split: Split) -> list[str]:
     """The names of the files of a split that decide how it is divided, on every machine."""
-    return [Path(image).relative_to(root).as_posix() for image in split.images]
+    return [source.composed(Path(image).relative_to(root).as_posix()) for image in split.images]
 
 
 def _split(listing: _Listing, *, labels: Sequence[str], damage: Damage | None = None) -> Split:

@@ -104,11 +104,6 @@ def read_image(path: str | os.PathLike[str] | bytes) -> np.ndarray:
 def read_bytes(path: str | os.PathLike[str]) -> bytes:
     """Reads the file of an image; nothing of a pipe or a device, or of a file that is too large.
 
-    Example:
-        >>> read_bytes("no-such.jpg")
-        Traceback (most recent call last):
-        FileNotFoundError: There is no image file 'no-such.jpg'; check the path.
-
     Raises:
         FileNotFoundError: there is no such file.
         OSError: it cannot be read.

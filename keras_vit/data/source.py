@@ -4,9 +4,12 @@ import csv
 import dataclasses
 import functools
 import hashlib
+import itertools
 import logging
 import os
+import re
 import threading
+import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -16,7 +19,13 @@ import tensorflow as tf
 
 from keras_vit.data import images
 
-SPLITS = ("train", "validation", "test")
+# What splits are called, by the words that Hugging Face's datasets knows.
+SPLIT_NAMES = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+SPLITS = tuple(SPLIT_NAMES)
 SPLIT_COLUMNS = ("split", "label", "path")  # of the file that says which images a run has seen
 # Fractions of the training images that become the splits that are missing.
 VALIDATION, TEST = 0.1, 0.1
@@ -26,6 +35,11 @@ _LOGGER = logging.getLogger(__name__)
 Item = tuple[tf.Tensor, ...]
 # Takes (height, width) of an image, gives (top, left, height, width) of a part.
 Choice = Callable[[tf.Tensor], tf.Tensor]
+
+
+def composed(text: str) -> str:
+    """Returns text whose accents are part of their letters: some disks store them beside these."""
+    return unicodedata.normalize("NFC", text)
 
 
 def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -236,12 +250,6 @@ class _HeldSplit(Split):
 class RecordSplit(Split):
     """Images of a source that gives any record by its number; they are read when they are needed.
 
-    Example:
-        >>> contents = tf.io.encode_png(tf.zeros((4, 4, 3), tf.uint8)).numpy()
-        >>> split = RecordSplit([(contents, 1), (contents, 0)], prefix="image ")
-        >>> len(split), split.targets.tolist(), split.take([1]).name(0)
-        (2, [1, 0], 'image 1')
-
     Attributes:
         source: has `len`, and gives by number the bytes of an image file, its class, and maybe its
             name; it is asked from several threads, and by `__getitems__`, of many numbers, if it
@@ -376,6 +384,14 @@ class ImageData:
                 for image, target in zip(split.images, split.targets, strict=True):
                     path = Path(image).relative_to(self.source).as_posix()
                     writer.writerow([name, self.labels[target] if self.labels else "", path])
+
+
+def split_of(name: str) -> tuple[str, str] | None:
+    """Returns the split that a name means, and its rest: ("train", "seg_") of "Seg_Train"."""
+    words = re.split(r"([^\W\d_]+)", name.casefold())
+    found = [split for split, names in SPLIT_NAMES.items() for word in words if word in names]
+    rest = "".join(word for word in words if word not in itertools.chain(*SPLIT_NAMES.values()))
+    return (found[0], rest.strip()) if len(found) == 1 else None
 
 
 def assign_splits(

@@ -63,12 +63,7 @@ def image_batches(model: keras.Model, images: Any) -> list[np.ndarray]:
 
 
 def sides(size: Sequence[int]) -> str:
-    """Returns (height, width) in words, the width first, as people say it.
-
-    Example:
-        >>> sides((480, 640))
-        '640 pixels wide and 480 high'
-    """
+    """Returns (height, width) in words, the width first, as people say it."""
     return f"{size[1]} pixels wide and {size[0]} high"
 
 

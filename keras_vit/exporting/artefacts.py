@@ -245,12 +245,7 @@ def staging_folder(directory: Path) -> Iterator[Path]:
 
 
 def next_version(directories: Iterable[Path]) -> int:
-    """Returns the number after the highest version in any of the directories.
-
-    Example:
-        >>> next_version([Path("not-there")])
-        1
-    """
+    """Returns the number after the highest version in any of the directories."""
     versions = [
         int(child.name)
         for directory in directories

@@ -187,12 +187,7 @@ def resize_images(exportable: Exportable, images: Iterable[bytes | np.ndarray]) 
 
 
 def to_grey(images: Any) -> tf.Tensor:
-    """Returns the luma of pixels (..., 3) as (..., 1), weighted as in Pillow's mode "L".
-
-    Example:
-        >>> to_grey([[[100.0, 100.0, 100.0], [255.0, 0.0, 0.0]]]).numpy().round().tolist()
-        [[[100.0], [76.0]]]
-    """
+    """Returns the luma of pixels (..., 3) as (..., 1), weighted as in Pillow's mode "L"."""
     red, green, blue = tf.split(images, 3, axis=-1)
     return 0.299 * red + 0.587 * green + 0.114 * blue  # Rec. ITU-R BT.601
 

@@ -143,12 +143,7 @@ def attention_views(
 
 
 def short(text: str, most: int = 60) -> str:
-    """Returns text of at most so many characters, cut in its middle.
-
-    Example:
-        >>> short("a very long name", 9)
-        'a ve…name'
-    """
+    """Returns text of at most so many characters, cut in its middle."""
     half = (most - 1) // 2
     return text if len(text) <= most else f"{text[:half]}…{text[-half:]}"
 

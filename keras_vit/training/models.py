@@ -10,6 +10,7 @@ import keras
 
 from keras_vit.applications import BUILDERS
 from keras_vit.config import ViTConfig, ending_of
+from keras_vit.data.source import composed
 from keras_vit.model import VisionTransformer
 from keras_vit.preprocessing import LABELLED, class_labels
 from keras_vit.training import run
@@ -214,8 +215,8 @@ def open_source(source: str | os.PathLike[str]) -> OpenedModel:
     return OpenedModel(
         source=address,
         model=model,
-        labels=tuple(name for _, name in names),
-        identifiers=tuple(identifier for identifier, _ in names),
+        labels=tuple(composed(name) for _, name in names),
+        identifiers=tuple(composed(identifier) for identifier, _ in names),
         states_labels=states_labels,
     )
 

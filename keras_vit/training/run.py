@@ -16,6 +16,7 @@ from keras_vit import atomic, weights
 from keras_vit.config import TRAINING, ViTConfig
 from keras_vit.data import ImageData, image_size_of, load_data
 from keras_vit.data.folder import read_splits
+from keras_vit.data.source import composed
 from keras_vit.layers.dense import CHANGES
 from keras_vit.limits import FileError, read_json
 from keras_vit.model import VisionTransformer
@@ -115,7 +116,8 @@ class Run:
         settings = keras_settings(directory / MODEL, limit=MAX_TEXT)
         vit_config = _vit_config(directory / MODEL, settings)
         _check_same_run(directory, config, vit_config)  # before anything is built
-        model, labels = _build(directory / MODEL, settings, vit_config), tuple(config["labels"])
+        model = _build(directory / MODEL, settings, vit_config)
+        labels = tuple(map(composed, config["labels"]))
         classes = model.output_shape[-1] if vit_config is None else vit_config.classes
         # A run of `pretrain` may have labels, but has no classifier.
         if len(labels) != classes and (vit_config is None or classes is not None):
@@ -175,8 +177,9 @@ class Run:
             model = weights.resize(model, (*image_size, 3), positions=positions)
         config = dataclasses.replace(model.config, classes=len(labels), classifier_activation=None)
         heads = ["head", "distillation_head"] if config.distillation_token else ["head"]
+        has_same_labels = self.labels == tuple(map(composed, labels))
         # A run of `pretrain` may have labels, but has no classifier.
-        has_same_head = model.config.classes is not None and self.labels == tuple(labels)
+        has_same_head = model.config.classes is not None and has_same_labels
         return model.copy(config=config, reinitialize=[] if has_same_head else heads)
 
 

@@ -118,11 +118,6 @@ _Row = TypeVar("_Row")
 class CatalogRow:
     """One published checkpoint.
 
-    Example:
-        >>> row = resolve("B/16", "imagenet21k")
-        >>> row.classes, row.head, row.parameters
-        (21843, 'trained', 102595923)
-
     Attributes:
         name: folder and file name in the bucket, without suffix.
         variant: the architecture, a key of `keras_vit.VARIANTS`.
@@ -191,8 +186,8 @@ def catalog() -> tuple[CatalogRow, ...]:
     """Returns all rows, recommended ones first.
 
     Example:
-        >>> [row.name for row in catalog() if row.variant == "H/14"]
-        ['imagenet21k/ViT-H_14']
+        >>> [(row.name, row.head) for row in catalog() if row.variant == "H/14"]
+        [('imagenet21k/ViT-H_14', 'zeros')]
     """
     return _table("published.csv", CatalogRow)
 

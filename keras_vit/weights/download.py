@@ -126,10 +126,6 @@ def cached_path(url: str) -> Path:
     """Returns where `fetch` keeps the file of a URL, whether or not it is there.
 
     A file that came over http and not https has a place of its own, below `http+<host>`.
-
-    Example:
-        >>> cached_path("https://storage.googleapis.com/vit_models/sam/ViT-B_16.npz").parts[-3:]
-        ('vit_models', 'sam', 'ViT-B_16.npz')
     """
     try:
         parts = urllib.parse.urlsplit(url)
@@ -181,12 +177,7 @@ def _names(parts: urllib.parse.SplitResult) -> list[str]:
 
 
 def redact_url(url: str) -> str:
-    """Returns a URL as messages, logs and files may hold it: no user, no password, no query.
-
-    Example:
-        >>> redact_url("https://me:secret@example.org/vit.npz?X-Amz-Signature=secret")
-        'https://***@example.org/vit.npz?...'
-    """
+    """Returns a URL as messages, logs and files may hold it: no user, no password, no query."""
     try:
         parts = urllib.parse.urlsplit(url)
         _ = parts.port  # which a password with a slash in it seems to be

@@ -335,22 +335,13 @@ _FEATURES = (
 
 
 def find_architecture(name: str) -> Architecture | None:
-    """Returns what a timm architecture's name means, None for one that is not in the table.
-
-    Example:
-        >>> find_architecture("vit_large_patch16_siglip_512").activation
-        'gelu_tanh'
-    """
+    """Returns what a timm architecture's name means, None for one that is not in the table."""
     rows = (row for row in TIMM_ARCHITECTURES if re.fullmatch(row.names, name))
     return next(rows, None)
 
 
 def check_features(names: Iterable[str]) -> None:
-    """Raises a ValueError that says what arrays of these names need beyond the network.
-
-    Example:
-        >>> check_features(["patch_embed.proj.weight", "blocks.0.attn.qkv.weight"])
-    """
+    """Raises a ValueError that says what arrays of these names need beyond the network."""
     names = sorted(names)
     examples = {text: list(filter(re.compile(each).search, names)) for each, text in _FEATURES}
     needs = [f"{feature} ({example[0]})" for feature, example in examples.items() if example]

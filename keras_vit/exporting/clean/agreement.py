@@ -141,14 +141,7 @@ class Request:
 
 
 def largest_difference(actual: np.ndarray, expected: np.ndarray) -> float:
-    """Returns the largest absolute difference; infinite for another shape, NaN or infinity.
-
-    Example:
-        >>> largest_difference(np.array([1.0, 2.5]), np.array([1.0, 2.0]))
-        0.5
-        >>> largest_difference(np.array([np.nan]), np.array([0.0]))
-        inf
-    """
+    """Returns the largest absolute difference; infinite for another shape, NaN or infinity."""
     if actual.shape != expected.shape or not np.isfinite(actual).all():
         return float("inf")
     difference = np.abs(np.asarray(actual, np.float64) - expected)
@@ -212,18 +205,7 @@ def run_gate(gate: Gate, run: Run) -> list[Check]:
 
 
 def measure(gate: Gate, outputs: Arrays) -> list[Check]:
-    """Measures the outputs for the images of a gate.
-
-    Example:
-        >>> logits = np.array([[1.0, -1.0], [-1.0, 1.0]])
-        >>> limits = Limits(error=0.1, largest=0.5, of_one=0.5, best=1.0, accuracy=0.0)
-        >>> gate = Gate(signature="", images=np.empty(0), outputs=("logits",), expected=logits,
-        ...             limits=limits, kind="softmax", targets=np.array([0, 1]))
-        >>> measure(gate, {"logits": logits + 5})[0]
-        Check(name='gate: error / std', measured=0.0, limit=0.1, passed=True)
-        >>> measure(gate, {"logits": logits * 0})[0]
-        Check(name='gate: error / std', measured=1.0, limit=0.1, passed=False)
-    """
+    """Measures the outputs for the images of a gate."""
     limits, expected = gate.limits, centred(gate, gate.expected)
     actual = outputs[gate.outputs[0]]
     if actual.shape != gate.expected.shape or not np.isfinite(actual).all():

@@ -63,7 +63,7 @@ MODULES = [
 CEILINGS = {
     "files": 104,
     "lines": 31_657,
-    "lines of tests": 23_930,
+    "lines of tests": 23_931,
     "flags": 49,
     "public names": 145,
     "files of train": 54,

@@ -197,7 +197,8 @@ def load_unlabelled_folder(
     """
     root = _existing_folder(path)
     parts = _split_folders(root, needed="train")
-    found = {folder.name: find_images(folder)[0] for folder in _folders(parts["train"])}
+    folders = _folders(parts["train"])
+    found = {source.composed(folder.name): find_images(folder)[0] for folder in folders}
     are_classes = len(found) > 1 and all(found.values()) and not _has_images(parts["train"])
     if are_classes and not _shared(parts["train"], found):
         return load_folder(root, strict=strict, on_progress=on_progress)
@@ -352,19 +353,26 @@ def _existing_folder(path: str | os.PathLike[str]) -> Path:
 def _split_folders(root: Path, *, needed: str) -> dict[str, Path]:
     """The folder of each split; the root itself for the one that is needed if it has no splits."""
     named: dict[str, dict[str, list[Path]]] = {}  # by what names say beside the split, then by it
+    nested: dict[str, set[str]] = {}  # by the same, the splits that hold folders
+    names = []
     for folder in _folders(root):
         split, rest = source.split_of(folder.name) or ("", "")
         if split:
             named.setdefault(rest, {}).setdefault(split, []).append(folder)
-    alike = (each for rest, each in sorted(named.items()) if _are_splits(each, rest, needed))
-    chosen = next(alike, {})
-    found = [(split, each) for one in named.values() for split in one for each in one[split]]
-    nested = {split for split, folder in found if any(_folders(folder))}
-    names = some([folder.name for _, folder in found])
-    if nested - chosen.keys() and (chosen or {"train"} < nested):
+            nested.setdefault(rest, set()).update({split} if any(_folders(folder)) else ())
+            names.append(folder.name)
+    chosen: dict[str, list[Path]] = {}
+    for rest, found in sorted(named.items()):  # train/ before seg_train/
+        several = len(found) > 1 and (not rest or "train" in found)
+        # One alone may be a class: "train" with images in it, "steam_train", "dev_board".
+        if several or (not rest and nested[rest] & {"train", needed}):
+            chosen = found
+            break
+    holding = set().union(*nested.values())
+    if holding - chosen.keys() and (chosen or {"train"} < holding):
         raise ValueError(
             f"The folder {str(root)!r} has folders that are named as splits, but not alike: "
-            f"{names}; name them train, validation and test."
+            f"{some(names)}; name them train, validation and test."
         )
     for split, folders in chosen.items():
         if len(folders) > 1:
@@ -374,26 +382,18 @@ def _split_folders(root: Path, *, needed: str) -> dict[str, Path]:
             )
     if chosen and needed not in chosen:
         raise ValueError(
-            f"The folder {str(root)!r} has no folder of {needed} images beside {names}; rename "
-            "one, or give a folder whose sub-folders are the classes."
+            f"The folder {str(root)!r} has no folder of {needed} images beside {some(names)}; "
+            "rename one, or give a folder whose sub-folders are the classes."
         )
     splits = {name: _inside(chosen[name][0], name) for name in source.SPLITS if name in chosen}
     return splits or {needed: root}
 
 
-def _are_splits(found: Mapping[str, Sequence[Path]], rest: str, needed: str) -> bool:
-    """Whether folders of such names are splits; one alone may be a class: "train", "dev_board"."""
-    if len(found) > 1:
-        return not rest or "train" in found
-    folders = [*found.get("train", ()), *found.get(needed, ())]
-    return not rest and any(any(_folders(folder)) for folder in folders)
-
-
 def _inside(folder: Path, split: str) -> Path:
     """Where the images of a split are: `seg_train/seg_train/`, for one."""
     inner = list(_folders(folder))
-    is_same = len(inner) == 1 and (source.split_of(inner[0].name) or "")[:1] == (split,)
-    return inner[0] if is_same and not _has_images(folder) else folder
+    meant = source.split_of(inner[0].name) if len(inner) == 1 else None
+    return inner[0] if meant and meant[0] == split and not _has_images(folder) else folder
 
 
 def _has_images(folder: Path) -> bool:

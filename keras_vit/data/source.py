@@ -4,7 +4,6 @@ import csv
 import dataclasses
 import functools
 import hashlib
-import itertools
 import logging
 import os
 import re
@@ -26,6 +25,7 @@ SPLIT_NAMES = {
     "test": ("test", "testing", "eval", "evaluation"),
 }
 SPLITS = tuple(SPLIT_NAMES)
+_SPLIT_OF = {name: split for split, names in SPLIT_NAMES.items() for name in names}
 SPLIT_COLUMNS = ("split", "label", "path")  # of the file that says which images a run has seen
 # Fractions of the training images that become the splits that are missing.
 VALIDATION, TEST = 0.1, 0.1
@@ -388,10 +388,10 @@ class ImageData:
 
 def split_of(name: str) -> tuple[str, str] | None:
     """Returns the split that a name means, and its rest: ("train", "seg_") of "Seg_Train"."""
-    words = re.split(r"([^\W\d_]+)", name.casefold())
-    found = [split for split, names in SPLIT_NAMES.items() for word in words if word in names]
-    rest = "".join(word for word in words if word not in itertools.chain(*SPLIT_NAMES.values()))
-    return (found[0], rest.strip()) if len(found) == 1 else None
+    words = re.split(r"([^\W\d_]+)", composed(name).casefold())
+    found = [word for word in words if word in _SPLIT_OF]
+    rest = "".join(word for word in words if word not in found).strip()
+    return (_SPLIT_OF[found[0]], rest) if len(found) == 1 else None
 
 
 def assign_splits(

@@ -105,14 +105,14 @@ def make_jpegs(count: int) -> list[bytes]:
 
 def make_batches(name: str, jpegs: list[bytes]) -> Any:
     """Makes an endless dataset of the contender's batches."""
-    from keras_vit.data import Augmentation, Split, train_batches
+    from keras_vit.data import Augmentation, Resizing, Split, train_batches
     from keras_vit.environment import cores
 
     split = Split(images=np.array(jpegs * 8, object), targets=np.zeros(8 * len(jpegs), np.int32))
     ours = name == OURS
     batches = train_batches(
         split,
-        image_size=SIZE,
+        resizing=Resizing(SIZE),
         batch_size=BATCH,
         epochs=1_000_000,
         seed=0,
@@ -165,7 +165,7 @@ def measure_records(jpegs: list[bytes], options: argparse.Namespace) -> None:
     """Prints how fast a dataset on the disk is opened and read, and the peak of memory."""
     import tensorflow_datasets as tfds
 
-    from keras_vit.data import Augmentation, load_tfds, train_batches
+    from keras_vit.data import Augmentation, Resizing, load_tfds, train_batches
 
     size = sum(map(len, jpegs)) / len(jpegs)
     images = [jpegs[number % len(jpegs)] for number in range(int(options.records * 2**30 / size))]
@@ -192,7 +192,7 @@ def measure_records(jpegs: list[bytes], options: argparse.Namespace) -> None:
         batches = iter(
             train_batches(
                 split,
-                image_size=SIZE,
+                resizing=Resizing(SIZE),
                 batch_size=64,
                 epochs=1000,
                 seed=0,
@@ -216,12 +216,12 @@ def measure_records(jpegs: list[bytes], options: argparse.Namespace) -> None:
 
 def epochs(name: str, jpegs: list[bytes], count: int) -> Any:
     """Makes the batches of so many epochs of ours."""
-    from keras_vit.data import Augmentation, Split, train_batches
+    from keras_vit.data import Augmentation, Resizing, Split, train_batches
 
     images = np.array(jpegs * COPIES, object)
     return train_batches(
         Split(images=images, targets=np.zeros(len(images), np.int32)),
-        image_size=SIZE,
+        resizing=Resizing(SIZE),
         batch_size=LARGE_BATCH,
         epochs=count,
         seed=0,

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_vit.data import Split, resize_image
+from keras_vit.data import Resizing, Split, resize_image
 from keras_vit.data.source import untuned
 from keras_vit.training import MaskedPatchModel, WarmupDecay
 
@@ -61,7 +61,7 @@ def fresh(model: keras.Model, seed: int) -> list[np.ndarray]:
 
 def pixels(split: Split) -> np.ndarray:
     """Returns the images of a split at the models' size."""
-    return np.asarray(resize_image(split.images, size=SIZE))
+    return np.asarray(resize_image(split.images, Resizing(SIZE)))
 
 
 def accuracy(model: keras.Model, split: Split) -> float:

@@ -13,6 +13,7 @@ import tensorflow as tf
 import keras_vit
 from keras_vit.data import (
     Augmentation,
+    Resizing,
     evaluation_batches,
     from_keras_cv,
     load_digits,
@@ -35,13 +36,13 @@ vary = from_keras_cv(
 )
 train = train_batches(
     data.train,
-    image_size=SIZE,
+    resizing=Resizing(SIZE),
     batch_size=BATCH_SIZE,
     epochs=epochs,
     seed=0,
     augmentation=Augmentation(shift=0.1),
 ).map(lambda images, targets: vary(images, tf.one_hot(targets, classes)))
-test = evaluation_batches(data.test, image_size=SIZE, batch_size=128)
+test = evaluation_batches(data.test, resizing=Resizing(SIZE), batch_size=128)
 
 keras.utils.set_random_seed(0)
 model = keras_vit.VisionTransformer(

@@ -67,13 +67,15 @@ def smooth_and_mix(step: tf.Tensor, batch: tuple[tf.Tensor, tf.Tensor]) -> tuple
 
 batches = data.train_batches(
     digits.train,
-    image_size=(16, 16),
+    resizing=data.Resizing((16, 16)),
     batch_size=BATCH,
     epochs=arguments.epochs,
     seed=arguments.seed,  # decides order and augmentation, each a function of seed and step
     augmentation=data.Augmentation(rotation=15, shift=0.1, zoom=0.15),
 )
-validation = data.evaluation_batches(digits.validation, image_size=(16, 16), batch_size=128)
+validation = data.evaluation_batches(
+    digits.validation, resizing=data.Resizing((16, 16)), batch_size=128
+)
 
 
 @tf.function(autograph=False)

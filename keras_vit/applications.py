@@ -14,6 +14,10 @@ from keras_vit.weights.checkpoint import Checkpoint, open_checkpoint
 from keras_vit.weights.positions import Method
 from keras_vit.weights.sources import find
 
+__all__: list[str] = ["R26ViTB32", "R26ViTS32", "R50ViTB16", "R50ViTL32", "RViTTi16", "ViTB8",
+                      "ViTB16", "ViTB32", "ViTG14", "ViTH14", "ViTL16", "ViTL32", "ViTS16",
+                      "ViTS32", "ViTSo400m14", "ViTTi16", "ViTg14"]  # fmt: skip
+
 LARGE = 100e6  # parameters; the examples of larger models are not run by the tests
 DEFAULT_CLASSES = 1000  # ImageNet-1k, as in keras.applications
 
@@ -57,7 +61,7 @@ Args:
     include_top: whether to keep the classifier. Without it the representation layer goes too.
     weights: None for random weights, or a checkpoint, which decides what the other arguments leave
         open: classes, class token or none, representation layer, image size, and the
-        activation, epsilon and pixels' mean and deviation that its weights belong to. One of
+        activation, epsilon, pixels' mean and deviation, resizing and crop of its weights. One of
         - a published name: "imagenet21k", "imagenet21k+imagenet2012", "imagenet2012", "sam", with
           the family before it if it matters ("original/imagenet21k"), or "augreg/<file name>";
           `keras_vit.weights.catalog()` lists what exists;

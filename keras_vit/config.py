@@ -6,10 +6,11 @@ Knows no framework: importing this module costs nothing.
 import dataclasses
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Mapping
-from typing import Any, Literal, NamedTuple, get_args
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
 
-from keras_vit.limits import MAX_SIDE, is_grid, is_number, is_whole, shown
+from keras_vit import limits
+from keras_vit.limits import Allowed, is_grid, is_number, shown
 
 Pooling = Literal["token", "avg", "token_avg", "max", "map"]
 Activation = Literal["gelu_tanh", "gelu", "quick_gelu", "swiglu"]
@@ -17,6 +18,9 @@ PositionEmbedding = Literal["learned", "learned_2d", "sincos_2d", "relative"]
 PositionPlacement = Literal["input", "every_block", "every_block_shared"]
 # transformers' names for what outputs mean, and the activations that say it and that do not.
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
+Interpolation = Literal["bilinear", "bicubic", "lanczos"]
+CropMode = Literal["squash", "center"]
+CropOffset = Literal["round", "floor"]
 PROBLEM_TYPES: Mapping[str | None, ProblemType] = {
     "softmax": "single_label_classification",
     "sigmoid": "multi_label_classification",
@@ -42,18 +46,8 @@ STEM_WIDTH = 64
 # What the width of a token must be a multiple of, for position embeddings made of parts.
 WIDTH_MULTIPLES = {"learned_2d": 2, "sincos_2d": 4}
 
-# The most that a number may be: ten times that of any network we know of, so that a damaged file
-# ends in a sentence and not in a network that no machine can hold.
-MAX_HEADS, _MAX_LAYERS, _MAX_STAGES = 2**12, 1000, 8
 _MIN_STD = 1e-9  # in units of 1; the smallest in use is 1 / 255
 _warned: "weakref.WeakSet[Any]" = weakref.WeakSet()  # models of which something was assumed
-
-
-class Allowed(NamedTuple):
-    """What a value may be, and how a message says it."""
-
-    fits: Callable[[Any], bool]
-    text: str
 
 
 # What a field means to a checkpoint. The original's layout and the writers of ONNX and TFLite hold
@@ -89,53 +83,36 @@ def _field(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def _or_none(allowed: Allowed) -> Allowed:
-    kind, comma, rest = allowed.text.partition(", at most")
-    text = f"{kind} or None{comma}{rest}"
-    return Allowed(lambda value: value is None or allowed.fits(value), text)
-
-
-def _whole(most: int, least: int = 1) -> Allowed:
-    text = "a positive integer" if least else "a whole number from 0"
-    return Allowed(lambda value: is_whole(value, least, most), f"{text}, at most {most}")
-
-
-def _above(least: int) -> Allowed:
-    return Allowed(lambda value: is_number(value) and value > least, f"a number above {least}")
-
-
-def _one_of(names: Any, *others: None) -> Allowed:
-    values = [*get_args(names), *others]
-    # An array cannot be hashed, and compares element by element.
-    return Allowed(lambda one: isinstance(one, Hashable) and one in values, f"one of {values}")
-
-
-def _is_shape(value: Any) -> bool:
-    if not isinstance(value, tuple) or len(value) != 3:
-        return False
-    sides = value[2:] if value[:2] == (None, None) else value
-    return all(is_whole(side, 1, MAX_SIDE) for side in sides)
-
-
-def _is_stages(value: Any) -> bool:
-    is_short = isinstance(value, tuple) and len(value) <= _MAX_STAGES
-    return is_short and all(is_whole(units, 1, _MAX_LAYERS) for units in value)
-
-
 _RATE = Allowed(lambda value: is_number(value) and 0 <= value < 1, "in [0, 1)")
 _SWITCH = Allowed(lambda value: isinstance(value, bool), "True or False")
 _NUMBER = Allowed(is_number, "a finite number")
+_PART = Allowed(lambda value: is_number(value) and 0.01 <= value <= 1, "from 0.01 to 1")
 _EPSILON = Allowed(lambda value: is_number(value) and 0 < value < 1, "above 0 and below 1")
-_GRID = _or_none(Allowed(is_grid, "two positive integers (rows, columns)"))
+_GRID = limits.or_none(Allowed(is_grid, "two positive integers (rows, columns)"))
 _NAME = Allowed(lambda value: isinstance(value, str | None), "a name or None")
-_SHAPE = Allowed(
-    _is_shape,
-    f"three positive integers (height, width, channels), at most {MAX_SIDE}, or "
-    "(None, None, channels)",
-)
-_STAGES = _or_none(
-    Allowed(_is_stages, f"a tuple of at most {_MAX_STAGES} integers from 1 to {_MAX_LAYERS}")
-)
+
+
+class Resizing(NamedTuple):
+    """How images become those that a model takes; but for `size`, the fields of its `ViTConfig`.
+
+    Attributes:
+        size: (height, width) in pixels.
+    """
+
+    size: tuple[int, int]
+    antialias: bool = True
+    interpolation: Interpolation = "bilinear"
+    crop_pct: float = 1.0
+    crop_mode: CropMode = "squash"
+    crop_offset: CropOffset = "round"
+
+    @property
+    def uncropped(self) -> "Resizing":
+        """The same for what has been cropped: all of it is seen."""
+        return Resizing(*self[:3])
+
+
+RESIZING = Resizing._fields[1:]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -185,6 +162,12 @@ class ViTConfig:
             are the same. Other backends, and what records attention, run them one by one.
         antialias: whether images are downscaled with anti-aliasing before they reach the model, in
             training, evaluation, prediction and exports; Google's published weights were not.
+        interpolation: the filter: "bilinear", "bicubic" or "lanczos"; Pillow's, with anti-aliasing.
+        crop_pct: the fraction of each side of the resized image that is seen, in its middle.
+        crop_mode: "squash" stretches images to one size; "center" keeps their aspect, and of the
+            long side the middle is seen. Both are timm's, with its `crop_pct`.
+        crop_offset: where a middle between two pixels begins: "round" to even, as in timm, or
+            "floor", as in transformers.
         classifier_activation: activation after the classifier, e.g. "softmax"; None for logits.
         problem_type: what the outputs mean: classes that exclude each other, independent classes,
             or numbers. None for what the activation says: the first for softmax and logits, the
@@ -223,26 +206,26 @@ class ViTConfig:
         ValueError: a number is out of range, or the parts do not fit each other.
     """
 
-    input_shape: InputShape = _field((224, 224, 3), "input", _SHAPE)
-    patch_size: int = _field(16, "architecture", _whole(4096))
-    hidden_dim: int = _field(768, "architecture", _whole(2**17))
-    mlp_dim: int = _field(3072, "architecture", _whole(2**20))
-    num_heads: int = _field(12, "architecture", _whole(MAX_HEADS))
-    num_layers: int = _field(12, "architecture", _whole(_MAX_LAYERS))
-    classes: int | None = _field(1000, "shape", _or_none(_whole(10**8)))
+    input_shape: InputShape = _field((224, 224, 3), "input", limits.SHAPE)
+    patch_size: int = _field(16, "architecture", limits.whole(4096))
+    hidden_dim: int = _field(768, "architecture", limits.whole(2**17))
+    mlp_dim: int = _field(3072, "architecture", limits.whole(2**20))
+    num_heads: int = _field(12, "architecture", limits.whole(limits.MAX_HEADS))
+    num_layers: int = _field(12, "architecture", limits.whole(limits.MAX_LAYERS))
+    classes: int | None = _field(1000, "shape", limits.or_none(limits.whole(10**8)))
     pooling: Pooling | None = _field(
-        "token", "shape", _one_of(Pooling, None), published=("token", "avg", "map", None)
+        "token", "shape", limits.one_of(Pooling, None), published=("token", "avg", "map", None)
     )
     class_token: bool = _field(True, "shape", _SWITCH)
-    representation_dim: int | None = _field(None, "shape", _or_none(_whole(2**17)))
+    representation_dim: int | None = _field(None, "shape", limits.or_none(limits.whole(2**17)))
     representation_activation: Literal["tanh"] | None = _field(
-        "tanh", "extension", _one_of(Literal["tanh"], None), written=(None,)
+        "tanh", "extension", limits.one_of(Literal["tanh"], None), written=(None,)
     )
-    resnet_layers: tuple[int, ...] | None = _field(None, "architecture", _STAGES)
+    resnet_layers: tuple[int, ...] | None = _field(None, "architecture", limits.STAGES)
     activation: Activation = _field(
         "gelu_tanh",
         "assumed",
-        _one_of(Activation),
+        limits.one_of(Activation),
         published=("gelu_tanh", "gelu"),
         written=("quick_gelu",),
     )
@@ -251,30 +234,38 @@ class ViTConfig:
     attention_dropout_rate: float = _field(0.0, "training", _RATE)
     drop_path_rate: float = _field(0.0, "training", _RATE)
     patch_dropout_rate: float = _field(0.0, "training", _RATE)
-    remat: bool | Literal["dots"] = _field(False, "training", _one_of(Literal[True, False, "dots"]))
+    remat: bool | Literal["dots"] = _field(
+        False, "training", limits.one_of(Literal[True, False, "dots"])
+    )
     scan_blocks: bool = _field(False, "training", _SWITCH)
     antialias: bool = _field(True, "input", _SWITCH)
+    interpolation: Interpolation = _field("bilinear", "input", limits.one_of(Interpolation))
+    crop_pct: float = _field(1.0, "input", _PART)
+    crop_mode: CropMode = _field("squash", "input", limits.one_of(CropMode))
+    crop_offset: CropOffset = _field("round", "input", limits.one_of(CropOffset))
     classifier_activation: str | None = _field(None, "input", _NAME)
-    problem_type: ProblemType | None = _field(None, "input", _one_of(ProblemType, None))
+    problem_type: ProblemType | None = _field(None, "input", limits.one_of(ProblemType, None))
     include_preprocessing: bool = _field(False, "input", _SWITCH)
     image_mean: tuple[float, ...] = _field((0.5, 0.5, 0.5), "assumed")
     image_std: tuple[float, ...] = _field((0.5, 0.5, 0.5), "assumed")
     position_embedding: PositionEmbedding | None = _field(
         "learned",
         "extension",
-        _one_of(PositionEmbedding, None),
+        limits.one_of(PositionEmbedding, None),
         written=("learned_2d", "sincos_2d", None),
     )
     position_grid: tuple[int, int] | None = _field(None, "input")
-    position_placement: PositionPlacement = _field("input", "own", _one_of(PositionPlacement))
-    num_registers: int = _field(0, "extension", _whole(2**12, least=0), written=None)
-    layer_scale: float | None = _field(None, "extension", _or_none(_above(0)), written=None)
+    position_placement: PositionPlacement = _field("input", "own", limits.one_of(PositionPlacement))
+    num_registers: int = _field(0, "extension", limits.whole(2**12, least=0), written=None)
+    layer_scale: float | None = _field(
+        None, "extension", limits.or_none(limits.above(0)), written=None
+    )
     query_key_norm: bool = _field(False, "own", _SWITCH)
     distillation_token: bool = _field(False, "extension", _SWITCH)
     embedding_norm: bool = _field(False, "extension", _SWITCH, written=None)
     norm_after_pooling: bool = _field(False, "extension", _SWITCH, written=None)
-    pooling_heads: int | None = _field(None, "extension", _or_none(_whole(2**12)))
-    rotary_period: float | None = _field(None, "extension", _or_none(_above(1)))
+    pooling_heads: int | None = _field(None, "extension", limits.or_none(limits.whole(2**12)))
+    rotary_period: float | None = _field(None, "extension", limits.or_none(limits.above(1)))
     rotary_grid: tuple[int, int] | None = _field(None, "extension", _GRID)
     rotary_offset: float = _field(0.0, "extension", _NUMBER)
 
@@ -324,6 +315,10 @@ class ViTConfig:
                 f"keras_vit.resize(model, (height, width, {channels})), which computes the same."
             )
         return height, width
+
+    def resizing(self, size: tuple[int, int] | None = None) -> Resizing:
+        """Returns how images become those of a size for this model; None for its own."""
+        return Resizing(size or self.image_size, *(getattr(self, name) for name in RESIZING))
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -391,12 +386,7 @@ class ViTConfig:
 
     @property
     def unwritten_fields(self) -> tuple[str, ...]:
-        """Fields for which the writers of ONNX and TFLite cannot write the network by hand.
-
-        Example:
-            >>> ViTConfig(num_registers=4, activation="swiglu").unwritten_fields
-            ('activation',)
-        """
+        """Fields for which the writers of ONNX and TFLite cannot write the network by hand."""
         return self._beyond("published", "written")
 
     def _beyond(self, *names: str) -> tuple[str, ...]:

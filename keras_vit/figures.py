@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import keras
 import numpy as np
 
 from keras_vit import environment
-from keras_vit.preprocessing import resample
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -234,7 +234,9 @@ def plot_filters(filters: Filters) -> "Figure":
 def lit(picture: np.ndarray, heatmap: np.ndarray) -> np.ndarray:
     """Returns a picture, 0..1, multiplied by a heatmap (h, w), smoothed to its size, 1 at most."""
     color = picture if picture.ndim == 3 else np.repeat(picture[..., None], 3, axis=-1)
-    light = resample(heatmap[None, ..., None], color.shape[:2], antialias=True)[0]
+    values, size = heatmap[..., None].astype(np.float32), color.shape[:2]
+    light = keras.ops.image.resize(values, size, antialias=True, data_format="channels_last")
+    light = keras.ops.convert_to_numpy(light)
     low, high = float(light.min()), float(light.max())
     return np.asarray(color * (0.1 + 0.9 * (light - low) / max(high - low, 1e-12)))
 

@@ -10,11 +10,14 @@ import numbers
 import reprlib
 import stat
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 MAX_SIDE = 2**20  # pixels, or channels
+# The most that a number may be: ten times that of any network we know of, so that a damaged file
+# ends in a sentence and not in a network that no machine can hold.
+MAX_HEADS, MAX_LAYERS, MAX_STAGES = 2**12, 1000, 8
 _MAX_NUMBER = 1e9  # of what pixels and rates are
 # Bytes of JSON; a settings file with the 21,843 labels of ImageNet-21k has 2 MB.
 MAX_TEXT = 3 * 2**20
@@ -56,6 +59,62 @@ def is_grid(value: object) -> bool:
 def is_whole(value: object, least: int, most: int) -> bool:
     """Whether a value is a whole number in this range."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+class Allowed(NamedTuple):
+    """What a value may be, and how a message says it."""
+
+    fits: Callable[[Any], bool]
+    text: str
+
+
+def or_none(allowed: Allowed) -> Allowed:
+    """Allows None, too."""
+    kind, comma, rest = allowed.text.partition(", at most")
+    text = f"{kind} or None{comma}{rest}"
+    return Allowed(lambda value: value is None or allowed.fits(value), text)
+
+
+def whole(most: int, least: int = 1) -> Allowed:
+    """Allows integers from 1, or from 0."""
+    text = "a positive integer" if least else "a whole number from 0"
+    return Allowed(lambda value: is_whole(value, least, most), f"{text}, at most {most}")
+
+
+def above(least: int) -> Allowed:
+    """Allows finite numbers above one."""
+    return Allowed(lambda value: is_number(value) and value > least, f"a number above {least}")
+
+
+def one_of(names: Any, *others: None) -> Allowed:
+    """Allows the values of a Literal, and others."""
+    values = [*get_args(names), *others]
+    # An array cannot be hashed, and compares element by element.
+    return Allowed(lambda one: isinstance(one, Hashable) and one in values, f"one of {values}")
+
+
+def is_shape(value: Any) -> bool:
+    """Returns whether a value is (height, width, channels); of any size the first two are None."""
+    if not isinstance(value, tuple) or len(value) != 3:
+        return False
+    sides = value[2:] if value[:2] == (None, None) else value
+    return all(is_whole(side, 1, MAX_SIDE) for side in sides)
+
+
+def is_stages(value: Any) -> bool:
+    """Returns whether a value is a short tuple of small numbers from 1."""
+    is_short = isinstance(value, tuple) and len(value) <= MAX_STAGES
+    return is_short and all(is_whole(units, 1, MAX_LAYERS) for units in value)
+
+
+SHAPE = Allowed(
+    is_shape,
+    f"three positive integers (height, width, channels), at most {MAX_SIDE}, or "
+    "(None, None, channels)",
+)
+STAGES = or_none(
+    Allowed(is_stages, f"a tuple of at most {MAX_STAGES} integers from 1 to {MAX_LAYERS}")
+)
 
 
 def check_fields(settings: object, ranges: Mapping[str, tuple[float, float]]) -> None:

@@ -107,18 +107,6 @@ def decode_predictions(predictions: Any, top: int = 5) -> list[list[tuple[str, s
     ]
 
 
-def resample(images: np.ndarray, size: tuple[int, ...], *, antialias: bool) -> np.ndarray:
-    """Resizes images (B, H, W, channels) to (height, width), as `keras_vit.data.resize_image`."""
-    shrinks = images.shape[1] > size[0] or images.shape[2] > size[1]
-    resized = keras.ops.image.resize(
-        images.astype(np.float32),
-        size,
-        antialias=antialias and shrinks,
-        data_format="channels_last",
-    )
-    return np.asarray(keras.ops.convert_to_numpy(resized))
-
-
 def as_float32(x: Any) -> Any:
     """Returns an array or tensor of the same kind in float32."""
     if isinstance(x, np.ndarray | np.generic | list | tuple | int | float):
@@ -133,10 +121,6 @@ def as_float32(x: Any) -> Any:
 @functools.cache
 def class_labels(classes: int) -> tuple[tuple[str, str], ...]:
     """Returns (WordNet identifier, first word) of every class, in the order of the classifier.
-
-    Example:
-        >>> class_labels(1000)[281]
-        ('n02123045', 'tabby')
 
     Args:
         classes: 1000 for ImageNet-1k or 21843 for ImageNet-21k.

@@ -18,7 +18,7 @@ from PIL import Image
 
 import keras_vit
 from keras_vit import evaluation
-from keras_vit.data import load_digits, read_image, resize_image
+from keras_vit.data import Resizing, load_digits, read_image, resize_image
 from keras_vit.training import Run, open_source
 
 MODERN = published.GOLDEN / "modern"
@@ -68,7 +68,7 @@ def assert_predicts(source: object, image: Path, names: list[str]) -> None:
     (line,) = cli_rig.done("predict", source, image, "--top", "7", "--json").events
     actual = {row["label"]: row["probability"] for row in line["predictions"]}
     model = keras_vit.load(MODERN / "hf_vit_cls", classifier_activation="softmax")
-    pixels = resize_image(read_image(str(image)), size=(64, 64), antialias=True)
+    pixels = resize_image(read_image(str(image)), Resizing((64, 64)))
     expected = keras.ops.convert_to_numpy(model(pixels[None]))[0]
     np.testing.assert_allclose(
         [actual[name] for name in names], expected, atol=FLOAT32, err_msg=str(source)

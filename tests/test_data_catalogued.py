@@ -12,7 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from keras_vit.data import Augmentation, datasets, load_data, load_tfds, source, train_batches
+from keras_vit.data import (
+    Augmentation,
+    Resizing,
+    datasets,
+    load_data,
+    load_tfds,
+    source,
+    train_batches,
+)
 
 pytestmark = [
     pytest.mark.full,  # importing the package takes seconds
@@ -160,7 +168,12 @@ def test_given_splits_are_the_dataset_s(tmp_path: Path, tfds: Any) -> None:
     assert data.labels == ("cat", "dog")
     assert data.counts == dict.fromkeys(source.SPLITS, 250)
     assert all(data.train.name(place).startswith("made-train") for place in range(12))
-    options: dict[str, Any] = {"image_size": (8, 8), "batch_size": 12, "epochs": 1, "seed": 0}
+    options: dict[str, Any] = {
+        "resizing": Resizing((8, 8)),
+        "batch_size": 12,
+        "epochs": 1,
+        "seed": 0,
+    }
     crop = Augmentation(crop=0.5)
     (batch, targets), *_ = train_batches(data.train.take(range(12)), augmentation=crop, **options)
     assert batch.shape == (12, 8, 8, 3)

@@ -12,7 +12,7 @@ import sklearn.datasets
 import tensorflow as tf
 import trainings
 
-from keras_vit.data import Augmentation, datasets, from_dataset, load_digits, source
+from keras_vit.data import Augmentation, Resizing, datasets, from_dataset, load_digits, source
 
 LABELS = ("dark", "bright")
 COUNT = 40
@@ -30,9 +30,9 @@ BAD: dict[str, tuple[Callable[[tf.data.Dataset], tf.data.Dataset], str]] = {
 }
 CLASSES = 5
 # Smoothed edges would round the numbers that images show.
-batches = functools.partial(
-    trainings.batches, batch_size=6, augmentation=Augmentation(flip=True), antialias=False
-)
+PLAIN = Resizing((4, 4), antialias=False)
+flipped = Augmentation(flip=True)
+batches = functools.partial(trainings.batches, batch_size=6, augmentation=flipped, resizing=PLAIN)
 
 
 def encoded(count: int = COUNT, *, damaged: tuple[int, ...] = ()) -> tf.data.Dataset:

@@ -18,7 +18,8 @@ from conftest import TINY
 from image_files import as_pillow, photo, picture
 from PIL import Image
 
-from keras_vit.data import images, pipeline
+from keras_vit import data
+from keras_vit.data import Resizing, images
 from keras_vit.model import VisionTransformer
 
 # Pillow's modes of each format; tolerance 2 where decoders may round their colours differently.
@@ -163,8 +164,8 @@ def test_resizing_is_as_pillow_does_it(size: tuple[int, int]) -> None:
     pixels = photograph()
     expected = np.asarray(Image.fromarray(pixels).resize(size[::-1], Image.Resampling.BILINEAR))
 
-    assert np.abs(images.resize_image(pixels, size=size).numpy() - expected).max() < 1.5
-    plain = images.resize_image(pixels, size=size, antialias=False).numpy()
+    assert np.abs(images.resize_image(pixels, Resizing(size)).numpy() - expected).max() < 1.5
+    plain = images.resize_image(pixels, Resizing(size, antialias=False)).numpy()
     assert (np.abs(plain - expected).max() > 15) == (size != (500, 600))
 
 
@@ -173,7 +174,7 @@ def test_resizing_has_the_bits_of_tensorflow(antialias: bool) -> None:
     """Shrunk in both directions or in one, or enlarged; alone, as a batch and in open graphs."""
     pixels = np.stack([photograph(), photograph()[::-1]])
     for size in ((64, 64), (400, 30), (30, 600), (1, 1), (500, 600)):
-        resize = functools.partial(images.resize_image, size=size, antialias=antialias)
+        resize = functools.partial(images.resize_image, resizing=Resizing(size, antialias))
         signature = [tf.TensorSpec((None, None, 3), tf.uint8)]
         graph = tf.function(lambda image, resize=resize: resize(image), input_signature=signature)
         is_smooth = antialias and size != (500, 600)  # enlarging is plain interpolation
@@ -193,13 +194,13 @@ def test_a_model_says_how_its_images_are_resized() -> None:
     )
     image = keras.Input(TINY.input_shape)
 
-    assert pipeline.antialias_of(smooth)
-    assert not pipeline.antialias_of(plain)
-    assert not pipeline.antialias_of(keras.Sequential([keras.Sequential([plain])]))
-    assert not pipeline.antialias_of(keras.Model(image, plain(image)))
+    assert data.resizing_of(smooth).antialias
+    assert not data.resizing_of(plain).antialias
+    assert not data.resizing_of(keras.Sequential([image, keras.Sequential([plain])])).antialias
+    assert not data.resizing_of(keras.Model(image, plain(image))).antialias
     both = keras.Model(image, [plain(image), smooth(image)])
     with pytest.raises(ValueError, match="with antialias=True and with antialias=False"):
-        pipeline.antialias_of(both)
+        data.resizing_of(both)
 
 
 def test_a_file_reads_as_its_bytes_do(tmp_path: Path) -> None:
@@ -210,7 +211,8 @@ def test_a_file_reads_as_its_bytes_do(tmp_path: Path) -> None:
     assert np.array_equal(images.read_image(file), colors())
     assert np.array_equal(images.read_image(file.read_bytes()), colors())
     assert np.array_equal(
-        images.read_images([file], size=(5, 6))[0], images.resize_image(colors(), size=(5, 6))
+        images.read_images([file], Resizing((5, 6)))[0],
+        images.resize_image(colors(), Resizing((5, 6))),
     )
 
 

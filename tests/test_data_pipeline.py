@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 from trainings import batches
 
-from keras_vit.data import Augmentation, Split, Views, augment, images, pipeline, source
+from keras_vit.data import Augmentation, Resizing, Split, Views, pipeline, source
 from keras_vit.data.datasets import from_dataset
 from keras_vit.data.folder import load_folder
 from keras_vit.data.images import read_images, resize_image
@@ -35,13 +35,14 @@ DAMAGED = [
     ([True, True, True, False], [0, 1, 2, 0]),
     ([False, True, False, False], [1, 1, 1, 1]),
 ]
+SMALL = Resizing((9, 7))
 IMAGE = np.random.default_rng(0).integers(0, 255, (20, 30, 3), dtype=np.uint8)
 OLD_ITERATORS = """
 import time, numpy as np
-from keras_vit.data import Augmentation, Split, train_batches
+from keras_vit.data import Augmentation, Resizing, Split, train_batches
 
 split = Split(images=np.zeros((8, 4, 4, 3), np.uint8), targets=np.zeros(8, np.int32))
-options = {"image_size": (4, 4), "batch_size": 2, "epochs": 1000, "seed": 0}
+options = {"resizing": Resizing((4, 4)), "batch_size": 2, "epochs": 1000, "seed": 0}
 batches = train_batches(split, **options, augmentation=Augmentation())
 iterators = [iter(batches) for _ in range(20)]
 for iterator in iterators:
@@ -143,10 +144,10 @@ def test_steps_are_varied_differently() -> None:
 
 def test_evaluation_keeps_order_and_every_image(files: Split) -> None:
     """Batches in order, the last one short; files decode to what `read_images` gives."""
-    images = [x.numpy() for x, _ in evaluation_batches(files, image_size=(9, 7), batch_size=8)]
+    images = [x.numpy() for x, _ in evaluation_batches(files, resizing=SMALL, batch_size=8)]
 
     assert [len(batch) for batch in images] == [8, 8, 4]
-    assert np.array_equal(np.concatenate(images), read_images(list(files.images), size=(9, 7)))
+    assert np.array_equal(np.concatenate(images), read_images(list(files.images), SMALL))
 
 
 @pytest.mark.full
@@ -154,7 +155,7 @@ def test_workers_evaluate_each_image_once(files: Split) -> None:
     """Three workers and twenty images: every third one each, all of them together."""
     for split in (files, numbered(20)):
         for worker, count in enumerate((7, 7, 6)):
-            made = evaluation_batches(split, image_size=(8, 8), batch_size=4, shard=(worker, 3))
+            made = evaluation_batches(split, resizing=SMALL, batch_size=4, shard=(worker, 3))
             part = np.concatenate([targets for _, targets in made])
             assert len(part) == count
             assert np.array_equal(part, split.targets[worker::3])
@@ -162,8 +163,8 @@ def test_workers_evaluate_each_image_once(files: Split) -> None:
 
 def test_training_without_variation_sees_what_evaluation_sees(files: Split) -> None:
     """Training and evaluation share one path from bytes to pixels."""
-    expected = read_images(list(files.images), size=(9, 7))
-    for batch, targets in batches(files, image_size=(9, 7), batch_size=20, epochs=1):
+    expected = read_images(list(files.images), SMALL)
+    for batch, targets in batches(files, resizing=SMALL, batch_size=20, epochs=1):
         order = [int(np.abs(expected - image).sum(axis=(1, 2, 3)).argmin()) for image in batch]
         assert sorted(order) == list(range(20))
         assert np.array_equal(batch, expected[order])
@@ -175,7 +176,7 @@ def test_a_worker_decodes_no_more_than_its_own(files: Split) -> None:
     """What is another worker's may be gone: it is not read."""
     options = {"batch_size": 20, "epochs": 1}
     whole = batches(files, **options)[0]
-    pixels = read_images(list(files.images), size=(4, 4))
+    pixels = read_images(list(files.images), Resizing((4, 4)))
     for image in whole[0][:10]:
         Path(files.images[np.abs(pixels - image).sum(axis=(1, 2, 3)).argmin()]).unlink()
 
@@ -198,27 +199,9 @@ def test_workers_that_cannot_be_are_an_error() -> None:
 def test_a_crop_is_a_part_of_the_image_resized() -> None:
     """The part that the step's draws choose, resized as the whole would be."""
     for augmentation in (Augmentation(crop=0.3), Augmentation(resize_small=1.5)):
-        cropped, targets = batches(numbered(), augmentation=augmentation, image_size=(9, 7))[0]
+        cropped, targets = batches(numbered(), augmentation=augmentation, resizing=SMALL)[0]
         assert cropped.shape == (3, 9, 7, 3)
         assert (cropped == targets[:, None, None, None]).all()
-
-
-def test_evaluation_can_cut_out_the_middle(files: Split) -> None:
-    """The short side is resized, and the middle is what is seen."""
-    crops, _ = next(
-        iter(evaluation_batches(files, image_size=(12, 12), batch_size=20, resize_small=1.25))
-    )
-    for path, image in zip(files.images, crops.numpy(), strict=True):
-        pixels = images.read_image(path)
-        top, left, height, width = augment.small_part(
-            pixels.shape[:2], size=(12, 12), ratio=1.25, place=(0.5, 0.5)
-        ).numpy()
-        assert height == width == round(min(pixels.shape[:2]) / 1.25)
-        assert abs(2 * top + height - pixels.shape[0]) <= 1
-        assert abs(2 * left + width - pixels.shape[1]) <= 1
-        part = pixels[top : top + height, left : left + width]
-        expected = resize_image(part, size=(12, 12)).numpy()
-        assert np.abs(image - expected)[1:-1, 1:-1].max() <= 5  # JPEG's colours at the edges
 
 
 def pngs(count: int, *damaged: int, **options: bool) -> Split:
@@ -281,7 +264,7 @@ def test_the_advice_does_not_end_a_training() -> None:
         ({"trained": numbered(1)}, r"put them back .* \(--overwrite\)"),
         ({}, "repair or remove them"),
     )
-    made = evaluation_batches(broken, image_size=(8, 8), batch_size=1)
+    made = evaluation_batches(broken, resizing=SMALL, batch_size=1)
     for options, advice in advices:
         with (
             pytest.raises(ValueError, match=rf"1 of 1 images cannot be decoded, .*; {advice}\.$"),
@@ -293,36 +276,34 @@ def test_the_advice_does_not_end_a_training() -> None:
 def test_views_are_crops_and_mirrors() -> None:
     """The whole first; each crop is that part of the image; the second half is mirrored."""
     views = Views(flip=True, scales=(0.5,), shifted=0.8)
-    stack = np.asarray(views.stack(IMAGE, size=(10, 10)))
+    stack = np.asarray(views.stack(IMAGE, Resizing((10, 10))))
     parts = [IMAGE, IMAGE[5:15, 8:23]]
     parts += [IMAGE[top : top + 16, left : left + 24] for top in (0, 4) for left in (0, 6)]
-    expected = [np.asarray(resize_image(part, size=(10, 10))) for part in parts]
+    expected = [np.asarray(resize_image(part, Resizing((10, 10)))) for part in parts]
 
     assert stack.shape == (12, 10, 10, 3)
     np.testing.assert_array_equal(stack[:6], expected)
     np.testing.assert_array_equal(stack[6:], stack[:6, :, ::-1])
     assert Views(flip=False, scales=(0.5,), shifted=0.8).count == 6
-    tiny = Views(scales=(0.1,)).stack(IMAGE[:1, :2], size=(4, 4))
+    tiny = Views(scales=(0.1,)).stack(IMAGE[:1, :2], Resizing((4, 4)))
     assert np.isfinite(np.asarray(tiny)).all()  # no part is empty
     for scales, shifted in (((1.0,), 0.5), ((0.5,), 0.0), ((-1.0,), None)):
         with pytest.raises(ValueError, match="above 0 and below 1"):
             Views(scales=scales, shifted=shifted)
 
 
-@pytest.mark.parametrize("antialias", [False, True])
-def test_batches_hold_the_views_of_each_image_together(antialias: bool) -> None:
+@pytest.mark.parametrize(
+    "resizing", [Resizing((8, 12), False), Resizing((8, 12), True, "bicubic", 0.9, "center")]
+)
+def test_batches_hold_the_views_of_each_image_together(resizing: Resizing) -> None:
     """In a pipeline they are, to the bit, what they are alone."""
     images = np.stack([IMAGE, IMAGE[::-1], IMAGE // 2])
     split = Split(images=images, targets=np.array([0, 1, 2], np.int32))
     views = Views(flip=True)
-    made = list(
-        evaluation_batches(
-            split, image_size=(8, 12), batch_size=2, antialias=antialias, views=views
-        )
-    )
+    made = list(evaluation_batches(split, resizing=resizing, batch_size=2, views=views))
     assert [len(targets) for _, targets in made] == [2, 1]
     actual = np.concatenate([np.asarray(pixels) for pixels, _ in made])
-    expected = [views.stack(image, size=(8, 12), antialias=antialias) for image in images]
+    expected = [views.stack(image, resizing) for image in images]
     np.testing.assert_array_equal(actual, np.concatenate(expected))
 
 
@@ -337,7 +318,7 @@ def test_no_iterator_starts_the_thread_that_its_end_may_wait_for(
         "files": files,
         "records": recorded(files),
     }
-    options: dict[str, Any] = {"image_size": (4, 4), "batch_size": 2}
+    options: dict[str, Any] = {"resizing": Resizing((4, 4)), "batch_size": 2}
     train: Any = functools.partial(train_batches, **options, epochs=1, seed=0)
     made: dict[tuple[str, Any], tf.data.Dataset] = {
         ("pixels", "views"): evaluation_batches(numbered(), **options, views=Views()),

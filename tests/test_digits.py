@@ -47,7 +47,7 @@ def test_the_whole_job(tmp_path: Path) -> None:
     assert predicted[0]["predictions"][0]["label"] == "8"  # the first of the test digits
 
     run, test = training.Run.load(tmp_path / "run"), data.load_digits().test
-    pixels = np.asarray(data.resize_image(test.images, size=run.image_size))
+    pixels = np.asarray(data.resize_image(test.images, data.Resizing(run.image_size)))
     model = np.asarray(run.model(pixels)).argmax(-1)
     files = [*tmp_path.glob("exported/*/1/*.tflite"), *tmp_path.glob("exported/*/1/*.onnx")]
     classes = {path.name: runner(path)(pixels).argmax(-1) for path in files}

@@ -30,7 +30,7 @@ def run_python(name: str) -> tuple[str, dict[str, object]]:
     return "".join(blocks), names
 
 
-@pytest.mark.parametrize(("name", "count"), [("variants.md", 3), ("weights.md", 2)])
+@pytest.mark.parametrize(("name", "count"), [("variants.md", 3), ("weights.md", 3)])
 def test_the_python_gives_what_it_says(
     name: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

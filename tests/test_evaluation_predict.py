@@ -11,7 +11,7 @@ import pytest
 from conftest import FLOAT32, TINY, randomize
 
 from keras_vit import VisionTransformer, variant
-from keras_vit.data import Split, Views, read_image
+from keras_vit.data import Resizing, Split, Views, read_image
 from keras_vit.evaluation import evaluate, predict, predictions
 from keras_vit.layers.random import skip_initialization
 
@@ -84,7 +84,7 @@ def test_views_are_averaged(model: VisionTransformer) -> None:
     images, views = noise(4), Views(flip=True)
     expected = []
     for image in images:
-        stack = np.asarray(views.stack(image, size=(8, 12)))
+        stack = np.asarray(views.stack(image, Resizing((8, 12))))
         logits = np.asarray(model.predict_on_batch(stack), np.float64)
         chances = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
         expected.append(chances.mean(axis=0))

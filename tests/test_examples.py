@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import browser
 import numpy as np
@@ -23,6 +24,13 @@ from keras_vit import data, evaluation, training
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
+
+# How the page in the browser has to resize images.
+RESIZED: dict[str, dict[str, Any]] = {
+    "center": {"crop_pct": 0.7, "interpolation": "bicubic", "crop_mode": "center"},
+    "squash": {"crop_pct": 0.9, "interpolation": "lanczos", "crop_offset": "floor"},
+    "plain": {"antialias": False},
+}
 
 
 def run(script: str, *argv: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -92,17 +100,15 @@ def test_learning_from_few_runs_small(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("antialias", "scaled"), [(True, True), (False, False)])
-def test_the_page_in_a_browser_names_what_predict_names(
-    antialias: bool, scaled: bool, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("name", RESIZED)
+def test_the_page_in_a_browser_names_what_predict_names(name: str, tmp_path: Path) -> None:
     """By the real runtime, from npm: images that shrink and that grow; what is none is told."""
     config = dataclasses.replace(
         TINY, include_preprocessing=True, image_mean=(0.4, 0.5, 0.6), image_std=(0.2, 0.3, 0.25)
     )
-    config = dataclasses.replace(config, antialias=antialias)
+    config = dataclasses.replace(config, **RESIZED[name])
     model = sharp(config)
-    taken = model.copy(config=dataclasses.replace(config, include_preprocessing=scaled))
+    taken = model.copy(config=dataclasses.replace(config, include_preprocessing=name == "center"))
     keras_vit.export(taken, tmp_path / "pets", formats=["onnx"], labels=LABELS, verify=False)
     shutil.copy(EXAMPLES / "browser" / "index.html", tmp_path)
     packed = ["npm", "pack", "onnxruntime-web@1.30.0"]

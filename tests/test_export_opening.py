@@ -16,6 +16,7 @@ from exported import served_model
 from tensorflow.lite.python import schema_py_generated as schema
 
 from keras_vit import VisionTransformer, cli
+from keras_vit.config import RESIZING
 from keras_vit.data import load_data, load_test_folder
 from keras_vit.evaluation import evaluate, log_probabilities
 from keras_vit.exporting import FORMATS, export, onnx_files, opening, tflite
@@ -35,7 +36,8 @@ PIXELS = np.random.default_rng(3).integers(0, 256, (2, 32, 48, 3))
 def made() -> VisionTransformer:
     """A model whose images are resized and normalised in a way of its own."""
     return served_model(
-        num_layers=1, classes=2, antialias=False, image_mean=(0.4, 0.5, 0.6),
+        num_layers=1, classes=2, antialias=False, interpolation="bicubic", crop_pct=0.8,
+        crop_mode="center", crop_offset="floor", image_mean=(0.4, 0.5, 0.6),
         image_std=(0.2, 0.3, 0.25), classifier_activation="sigmoid",
     )  # fmt: skip
 
@@ -192,6 +194,8 @@ def test_a_description_survives_json() -> None:
     fields = json.loads(json.dumps(made.to_dict()))
     assert Description.from_dict({**fields, "of_a_later_version": 1}) == made
     assert made.antialias is False
+    old = {name: value for name, value in fields.items() if name not in RESIZING[1:]}
+    assert Description.from_dict(old) == made  # written before there was a choice
     with pytest.raises(ValueError, match="lacks 'labels'"):
         Description.from_dict({name: fields[name] for name in fields if name != "labels"})
     with pytest.raises(ValueError, match="has labels='ant'"):

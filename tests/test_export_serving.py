@@ -131,7 +131,9 @@ def pixels() -> np.ndarray:
 
 def evaluated(model: VisionTransformer, contents: Iterable[bytes]) -> np.ndarray:
     """What `evaluate` and `predict` would compute for these files."""
-    resized = [data.resize_image(data.decode_image(content), size=SIZE) for content in contents]
+    resized = [
+        data.resize_image(data.decode_image(content), data.Resizing(SIZE)) for content in contents
+    ]
     return np.asarray(model(np.stack(resized)))
 
 
@@ -288,12 +290,14 @@ def test_photos_are_served_upright_and_resized_as_the_model_says(
     """All eight orientations, and a photo that shrinks: what the model makes of Pillow's pixels."""
     photos = [image_files.photo(turn, "PNG") for turn in range(1, 9)]
     upright = [image_files.as_pillow(contents) for contents in photos]
-    resized = np.stack([data.resize_image(pixels, size=SIZE) for pixels in upright])
+    resized = np.stack([data.resize_image(pixels, data.Resizing(SIZE)) for pixels in upright])
     expected = np.asarray(model(resized))
     answer = ask("serving_default", image_bytes=np.array(photos, object))
 
     np.testing.assert_allclose(answer["scores"], best_of(expected)[1], atol=LIMIT)
-    plain = np.stack([data.resize_image(one, size=SIZE, antialias=False) for one in upright])
+    plain = np.stack(
+        [data.resize_image(one, data.Resizing(SIZE, antialias=False)) for one in upright]
+    )
     assert np.abs(np.asarray(model(plain)) - expected).max() > LIMIT
 
 

@@ -18,15 +18,11 @@ BAD_ARGUMENTS: list[tuple[Any, str]] = [
     (lambda: layers.TokenDense(4, activation="relu"), "activation must be one of.*'relu'"),
     (lambda: layers.PatchEncoder(8, position_embedding="relative"), "learned, .*'relative'"),
     (lambda: layers.PositionEmbedding("2d", grid=(2, 3)), "learned, learned_2d.*'2d'"),
-    (
-        lambda: layers.Patches(16)(keras.Input((None, 32, None))),
-        r"with known channels. Received: shape=\(None, None, 32, None\)",
-    ),
-    (
-        lambda: layers.PatchEncoder(8)(keras.Input((None, None, 48))),
-        r"and position_grid if rows and columns are unknown. Received: .*None, None, 48\)",
-    ),
-]
+    (lambda: layers.Patches(16)(keras.Input((None, 32, None))),
+     r"with known channels. Received: shape=\(None, None, 32, None\)"),
+    (lambda: layers.PatchEncoder(8)(keras.Input((None, None, 48))),
+     r"and position_grid if rows and columns are unknown. Received: .*None, None, 48\)"),
+]  # fmt: skip
 # A layer, the shape of what it is called on, and what the sentence says.
 BAD_SHAPES: list[tuple[keras.Layer, tuple[int, ...], str]] = [
     (layers.MultiHeadSelfAttention(3), (1, 2, 8), "num_heads=3, tokens of width 8"),

@@ -13,9 +13,10 @@ import pytest
 from trainings import CONFIG, Listener, in_memory, noise, state, stop
 
 from keras_vit import backend, training
+from keras_vit.data import Resizing
 from keras_vit.optimizers import Cooldown
 from keras_vit.training import Execution, PlanChanged, Recipe, Run, train
-from keras_vit.training.execution import Job, Resizing
+from keras_vit.training.execution import Job
 from keras_vit.training.train import make_engine
 
 # On noise, whose validation loss soon only rises.

@@ -1,46 +1,17 @@
 """The catalogue: every row complete and of the right size, every short name to the right file."""
 
+import json
 import re
 
+import published
 import pytest
 from test_variants import PARAMETERS
 
 from keras_vit import variants
-from keras_vit.weights.catalog import (
-    augreg_row,
-    catalog,
-    resolve,
-)
+from keras_vit.weights.catalog import augreg_row, catalog, resolve
 
 # variant, weights, image_size -> the row's name.
-RESOLVED = [
-    ("B/16", "imagenet21k", None,
-     "augreg/B_16-i21k-300ep-lr_0.001-aug_medium1-wd_0.1-do_0.0-sd_0.0"),
-    ("H/14", "imagenet21k", None, "imagenet21k/ViT-H_14"),
-    ("L/32", "imagenet21k", 384, "imagenet21k/ViT-L_32"),
-    ("R50+B/16", "imagenet21k", None, "imagenet21k/R50+ViT-B_16"),
-    ("R26+B/32", "imagenet21k", None, "imagenet21k/R26+ViT-B_32"),
-    ("L/32", "imagenet21k+imagenet2012", None, "imagenet21k+imagenet2012/ViT-L_32"),
-    ("R50+B/16", "imagenet21k+imagenet2012", 224, "imagenet21k+imagenet2012/R50+ViT-B_16"),
-    ("Ti/16", "imagenet21k+imagenet2012", None,
-     "augreg/Ti_16-i21k-300ep-lr_0.001-aug_none-wd_0.03-do_0.0-sd_0.0"
-     "--imagenet2012-steps_20k-lr_0.03-res_224"),
-    ("L/16", "augreg/imagenet21k+imagenet2012", 512,
-     "augreg/L_16-i21k-300ep-lr_0.001-aug_strong1-wd_0.1-do_0.0-sd_0.0"
-     "--imagenet2012-steps_20k-lr_0.01-res_384"),
-    ("B/8", "imagenet21k+imagenet2012", None,
-     "augreg/B_8-i21k-300ep-lr_0.001-aug_medium2-wd_0.1-do_0.0-sd_0.0"
-     "--imagenet2012-steps_20k-lr_0.03-res_224"),
-    ("B/8", "imagenet21k+imagenet2012", 384, "imagenet21k+imagenet2012/ViT-B_8"),
-    ("B/16", "original/imagenet21k", None, "imagenet21k/ViT-B_16"),
-    ("B/16", "original/imagenet21k+imagenet2012", None,
-     "imagenet21k+imagenet2012/ViT-B_16-224"),
-    ("B/16", "original/imagenet21k+imagenet2012", 384, "imagenet21k+imagenet2012/ViT-B_16"),
-    ("B/16", "sam", None, "sam/ViT-B_16"),
-    ("B/16", "imagenet2012", None,
-     "augreg/B_16-i1k-300ep-lr_0.001-aug_strong2-wd_0.1-do_0.1-sd_0.1"
-     "--imagenet2012-steps_20k-lr_0.01-res_224"),
-]  # fmt: skip
+RESOLVED = json.loads((published.GOLDEN / "resolved.json").read_text())
 
 # image_size -> size of the file, where 224 and 384 exist.
 SIZES = {None: 224, 32: 224, 224: 224, 303: 224, 304: 384, 384: 384, 1024: 384}
@@ -158,7 +129,7 @@ def test_short_names_mean_the_recommended_files() -> None:
 
     Only variants without AugReg files come with a blank ImageNet-21k classifier.
     """
-    found = [(v, w, size, resolve(v, w, image_size=size).name) for v, w, size, _ in RESOLVED]
+    found = [[v, w, size, resolve(v, w, image_size=size).name] for v, w, size, _ in RESOLVED]
     assert found == RESOLVED
     tuned = {size: resolve("S/16", "imagenet21k+imagenet2012", image_size=size) for size in SIZES}
     assert {size: row.image_size for size, row in tuned.items()} == SIZES

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from keras_vit import ViTConfig
-from keras_vit.data import Augmentation, ImageData, Split, train_batches
+from keras_vit.data import Augmentation, ImageData, Resizing, Split, train_batches
 from keras_vit.training import Run, StepDone, TrainingInterrupted
 
 CONFIG = ViTConfig(
@@ -32,7 +32,12 @@ def noise(targets: np.ndarray) -> Split:
 
 def batches(split: Split, **fields: Any) -> list[tuple[np.ndarray, np.ndarray]]:
     """Two epochs of training batches, of which `fields` say more."""
-    options: dict[str, Any] = {"image_size": (4, 4), "batch_size": 3, "epochs": 2, "seed": 7}
+    options: dict[str, Any] = {
+        "resizing": Resizing((4, 4)),
+        "batch_size": 3,
+        "epochs": 2,
+        "seed": 7,
+    }
     options |= {"augmentation": Augmentation(), **fields}
     return [(x.numpy(), y.numpy()) for x, y in train_batches(split, **options)]
 

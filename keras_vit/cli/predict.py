@@ -250,14 +250,17 @@ def explain(arguments: argparse.Namespace) -> int:
     files = write_explanation(
         model, image, arguments.out, labels=labels, target=target, title=Path(arguments.image).name
     )
-    size, taken = image.shape[:2], tuple(model.input_shape[1:3])
+    size, how = image.shape[:2], data.resizing_of(model)
     if arguments.json:
         names = [str(file) for file in files]
-        output.print_json("explanation", files=names, image=size, taken=taken)
+        output.print_json("explanation", files=names, image=size, taken=how.size)
         return 0
-    if size != taken:
-        old, new = attention.sides(size), attention.sides(taken)
-        output.say(f"The image is {old}; it was resampled to {new}, the size that the model takes.")
+    if size != how.size or how != how.uncropped:
+        what = "it" if how == how.uncropped else "its middle"
+        taken = (
+            f"{what} was resampled to {attention.sides(how.size)}, the size that the model takes"
+        )
+        output.say(f"The image is {attention.sides(size)}; {taken}.")
     output.say(f"Written: {', '.join(file.name for file in files[:-1])}")
     output.say(f"Open {files[-1]} in a browser.")
     output.say_next(*output.after_looking(opened))
@@ -344,7 +347,7 @@ def _make_page(opened: "OpenedModel", uploads: str) -> tuple[Any, dict[str, Any]
             # Not `gr.Error`, under which the answer to the image before stays.
             return None, [], sentence.replace(f"{Path(file['path']).parent}{os.sep}", "")
 
-    look(opened, np.zeros((*data.image_size_of(opened.model), 3), np.uint8))  # errors come now
+    look(opened, np.zeros((*data.resizing_of(opened.model).size, 3), np.uint8))  # errors come now
     with gr.Blocks(title=f"Try {opened.source}", analytics_enabled=False) as page:
         gr.Markdown(f"# Try {opened.source}")
         with gr.Row():

@@ -9,6 +9,7 @@ import contextlib
 import keras
 import tensorflow as tf
 
+from keras_vit.config import Resizing
 from keras_vit.data.augment import Augmentation, mix_batch
 from keras_vit.data.datasets import from_dataset, from_keras_cv, load_data, load_digits, load_tfds
 from keras_vit.data.folder import (
@@ -22,10 +23,9 @@ from keras_vit.data.folder import (
 from keras_vit.data.images import FORMATS, decode_image, read_image, read_images, resize_image
 from keras_vit.data.pipeline import (
     Views,
-    antialias_of,
     evaluation_batches,
-    image_size_of,
     naming_damaged,
+    resizing_of,
     train_batches,
 )
 from keras_vit.data.source import Damage, ImageData, SkippedFile, Split
@@ -35,33 +35,8 @@ if keras.backend.backend() != "tensorflow":
         with contextlib.suppress(RuntimeError):  # where TensorFlow computed already, it has them
             tf.config.set_visible_devices([], _kind)
 
-__all__ = [
-    "FORMATS",
-    "PIPE",
-    "Augmentation",
-    "Damage",
-    "ImageData",
-    "NamedImage",
-    "SkippedFile",
-    "Split",
-    "Views",
-    "antialias_of",
-    "decode_image",
-    "evaluation_batches",
-    "from_dataset",
-    "from_keras_cv",
-    "image_size_of",
-    "load_data",
-    "load_digits",
-    "load_folder",
-    "load_test_folder",
-    "load_tfds",
-    "load_unlabelled_folder",
-    "mix_batch",
-    "named_images",
-    "naming_damaged",
-    "read_image",
-    "read_images",
-    "resize_image",
-    "train_batches",
-]
+__all__ = ["FORMATS", "PIPE", "Augmentation", "Damage", "ImageData", "NamedImage", "Resizing",
+           "SkippedFile", "Split", "Views", "decode_image", "evaluation_batches", "from_dataset",
+           "from_keras_cv", "load_data", "load_digits", "load_folder", "load_test_folder",
+           "load_tfds", "load_unlabelled_folder", "mix_batch", "named_images", "naming_damaged",
+           "read_image", "read_images", "resize_image", "resizing_of", "train_batches"]  # fmt: skip

@@ -20,6 +20,8 @@ import numpy as np
 import tensorflow as tf
 from PIL import Image, ImageOps
 
+from keras_vit.config import Resizing
+
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".avif")
 FORMATS = "JPEG, PNG, WebP, BMP, GIF, TIFF or AVIF"
 JPEG, PNG = b"\xff\xd8\xff", b"\x89PNG"  # how files begin
@@ -53,6 +55,7 @@ _TURNS = np.array(
     [[0, 0, 0], [0, 0, 1], [0, 1, 1], [0, 1, 0], [1, 0, 0], [1, 0, 1], [1, 1, 1], [1, 1, 0]], bool
 )
 _LIMIT = 2**30  # bytes: no sum of two overflows
+_KERNELS = {"bilinear": "triangle", "bicubic": "keyscubic", "lanczos": "lanczos3"}
 
 
 def max_pixels() -> int:
@@ -129,16 +132,14 @@ def largest_file() -> int:
     return _BYTES_PER_PIXEL * max_pixels() + _OTHER_BYTES
 
 
-def read_images(
-    paths: Sequence[str | os.PathLike[str]], *, size: tuple[int, int], antialias: bool = True
-) -> np.ndarray:
+def read_images(paths: Sequence[str | os.PathLike[str]], resizing: Resizing) -> np.ndarray:
     """Reads image files and resizes them to one size, see `resize_image`.
 
     Example:
         >>> import pathlib, tempfile, tensorflow as tf
         >>> file = pathlib.Path(tempfile.mkdtemp(), "dot.png")
         >>> _ = file.write_bytes(tf.io.encode_png(tf.zeros((1, 1, 1), tf.uint8)).numpy())
-        >>> read_images([file, file], size=(4, 6)).shape
+        >>> read_images([file, file], Resizing((4, 6))).shape
         (2, 4, 6, 3)
 
     Returns:
@@ -148,8 +149,7 @@ def read_images(
         FileNotFoundError: there is no such file.
         ValueError: a file is not an image, or is damaged.
     """
-    resized = [resize_image(read_image(path), size=size, antialias=antialias) for path in paths]
-    return np.stack([np.asarray(image) for image in resized])
+    return np.stack([resize_image(read_image(path), resizing).numpy() for path in paths])
 
 
 def is_decodable(contents: bytes) -> bool:
@@ -265,38 +265,57 @@ def declared_pixels(contents: bytes) -> int | None:
         return None
 
 
-def resize_image(image: tf.Tensor, *, size: tuple[int, int], antialias: bool = True) -> tf.Tensor:
-    """Resizes to (height, width) by bilinear interpolation, stretching to another aspect.
+def resize_image(image: tf.Tensor, resizing: Resizing) -> tf.Tensor:
+    """Resizes an image, and cuts the middle out, as timm and transformers do for evaluation.
 
-    With anti-aliasing it is Pillow's `resize` with BILINEAR, to a grey level; without,
-    `tf.image.resize`, as Google's published models were trained and evaluated
-    (google-research/vision_transformer, vit_jax/input_pipeline.py). Enlarging is the same in both.
+    With anti-aliasing the filters are Pillow's, to two grey levels, since it rounds; without,
+    bilinear is `tf.image.resize`, as Google's published models were trained and evaluated
+    (google-research/vision_transformer, vit_jax/input_pipeline.py).
 
     Example:
         >>> import numpy as np
-        >>> resize_image(np.zeros((2, 4, 3), np.uint8), size=(6, 6)).shape.as_list()
+        >>> resize_image(np.zeros((2, 4, 3), np.uint8), Resizing((6, 6))).shape.as_list()
         [6, 6, 3]
 
     Args:
-        image: pixels of shape (height, width, 3), or (batch, height, width, 3).
-        size: (height, width) in pixels.
-        antialias: whether an image that shrinks is smoothed; a model's own choice is
-            `antialias_of(model)`.
+        image: pixels of shape (height, width, 3), or (batch, height, width, 3). What filters make
+            of uint8 beyond 0..255 is cut off.
+        resizing: the size, and how it is reached; for a model, `resizing_of(model)`.
 
     Returns:
         The pixels, float32 in 0..255.
     """
-    image = tf.convert_to_tensor(image)
+    image, size = tf.convert_to_tensor(image), resizing.size
+    resample = functools.partial(_resize_axes, image, resizing)
+    if resizing != Resizing(size, resizing.antialias):
+        return resample()
 
     def plain() -> tf.Tensor:
         return tf.cast(tf.image.resize(image, size), tf.float32)
 
     sides = image.shape[-3:-1]
-    if not antialias or all(side and side <= to for side, to in zip(sides, size, strict=True)):
+    grows = all(side and side <= to for side, to in zip(sides, size, strict=True))
+    if grows or not resizing.antialias:
         return plain()  # smoothing would cost, and change nothing
-    return tf.cond(
-        tf.reduce_any(tf.shape(image)[-3:-1] > size), lambda: _resize_smoothly(image, size), plain
-    )
+    return tf.cond(tf.reduce_any(tf.shape(image)[-3:-1] > size), resample, plain)
+
+
+def placement(shape: tf.Tensor, resizing: Resizing) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns (height, width) of an image resized, and where its middle begins, in float64.
+
+    They are whole numbers, those of torchvision's Resize and CenterCrop, of timm's ResizeKeepRatio
+    where the size is oblong, and of transformers' image processors.
+    """
+    sides = tf.cast(shape, tf.float64)
+    least = [side / resizing.crop_pct // 1 for side in resizing.size]
+    if resizing.crop_mode == "squash":
+        resized = tf.constant(least, tf.float64)
+    elif least[0] == least[1]:
+        resized = tf.floor(least[0] * sides / tf.reduce_min(sides))
+    else:
+        resized = tf.round(sides / tf.reduce_min(sides / least))
+    middle = (resized - resizing.size) / 2
+    return resized, tf.round(middle) if resizing.crop_offset == "round" else tf.floor(middle)
 
 
 def one_op(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -653,20 +672,29 @@ def _number(digits: tf.Tensor) -> tf.Tensor:
     return tf.reduce_sum(tf.minimum(digits, limit) * powers, axis=-1)
 
 
-def _resize_smoothly(image: tf.Tensor, size: tuple[int, int]) -> tf.Tensor:
+def _resize_axes(image: tf.Tensor, resizing: Resizing) -> tf.Tensor:
+    size, kernel = resizing.size, _KERNELS[resizing.interpolation]
+    resized, offset = placement(tf.shape(image)[-3:-1], resizing)
     shape = (*image.shape[:-3], *size, image.shape[-1])
     images = image if image.shape.rank == 4 else image[None]
-    # TensorFlow's kernel resizes rows as vectors, columns pixel by pixel. Here both are rows to it,
-    # each a single pixel of many channels.
-    for side in size:
-        count, height, width, channels = tf.unstack(tf.shape(images))
-        resized = tf.raw_ops.ScaleAndTranslate(
-            images=tf.reshape(images, (count, height, 1, width * channels)),
-            size=(side, 1),
-            scale=tf.stack([tf.constant(side, tf.float32) / tf.cast(height, tf.float32), 1.0]),
-            translation=(0.0, 0.0),
-            kernel_type="triangle",
-            antialias=True,
+    # Pillow resizes the width first, which matters only where values are cut off.
+    overshoots = kernel != "triangle"
+    for axis in (1, 0) if overshoots else (0, 1):
+        # TensorFlow's kernel resizes rows as vectors, columns pixel by pixel. Here both are rows to
+        # it, each a single pixel of many channels.
+        turn = (0, 1 + axis, 2 - axis, 3)
+        images = tf.transpose(images, turn)
+        count, length, lines, channels = tf.unstack(tf.shape(images))
+        scale = tf.cast(resized[axis], tf.float32) / tf.cast(length, tf.float32)
+        made = tf.raw_ops.ScaleAndTranslate(
+            images=tf.reshape(images, (count, length, 1, lines * channels)),
+            size=(size[axis], 1),
+            scale=tf.stack([scale, 1.0]),
+            translation=tf.stack([-tf.cast(offset[axis], tf.float32), 0.0]),
+            kernel_type=kernel,
+            antialias=resizing.antialias,
         )
-        images = tf.transpose(tf.reshape(resized, (count, side, width, channels)), (0, 2, 1, 3))
+        images = tf.transpose(tf.reshape(made, (count, size[axis], lines, channels)), turn)
+        if overshoots and image.dtype == tf.uint8:
+            images = tf.clip_by_value(images, 0, 255)
     return tf.ensure_shape(images if image.shape.rank == 4 else images[0], shape)

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_vit import environment
-from keras_vit.config import ViTConfig
+from keras_vit.config import RESIZING, Resizing, ViTConfig
 from keras_vit.data import augment, images, randaugment
 from keras_vit.data.source import Choice, Item, Split, untuned
 
@@ -34,12 +34,11 @@ def steps_per_epoch(split: Split, *, batch_size: int) -> int:
 def train_batches(
     split: Split,
     *,
-    image_size: tuple[int, int],
+    resizing: Resizing,
     batch_size: int,
     epochs: int,
     seed: int,
     augmentation: augment.Augmentation,
-    antialias: bool = True,
     start_step: int = 0,
     shard: tuple[int, int] = augment.WHOLE,
 ) -> tf.data.Dataset:
@@ -56,7 +55,7 @@ def train_batches(
     Example:
         >>> from keras_vit.data import augment, load_digits
         >>> batches = train_batches(
-        ...     load_digits().train, image_size=(16, 16), batch_size=32, epochs=2, seed=0,
+        ...     load_digits().train, resizing=Resizing((16, 16)), batch_size=32, epochs=2, seed=0,
         ...     augmentation=augment.Augmentation(rotation=10))
         >>> images, targets = next(iter(batches))
         >>> images.shape.as_list(), targets.shape.as_list()
@@ -64,12 +63,12 @@ def train_batches(
 
     Args:
         split: the images.
-        image_size: (height, width) in pixels.
+        resizing: to which size, and how; for a model, `resizing_of(model)`. What is cropped at
+            random is not cropped again.
         batch_size: images in a batch, of all workers together; all of them if the split has fewer.
         epochs: passes over the split.
         seed: any integer of 64 bits.
         augmentation: how images are varied.
-        antialias: whether shrinking smooths; for a model, `antialias_of(model)`.
         start_step: first step to make.
         shard: (index of this worker, number of workers).
 
@@ -84,12 +83,11 @@ def train_batches(
     _check_shard(shard, batch_size)
     plan = _Training(
         split=split,
-        image_size=image_size,
+        resizing=resizing.uncropped if augmentation.is_cropped else resizing,
         batch_size=batch_size,
         epochs=epochs,
         seed=seed,
         augmentation=augmentation,
-        antialias=antialias,
         start_step=start_step,
         shard=shard,
     )
@@ -123,7 +121,7 @@ class Views:
         >>> views = Views(flip=True)
         >>> views.count
         14
-        >>> views.stack(tf.zeros((60, 80, 3), tf.uint8), size=(32, 32)).shape.as_list()
+        >>> views.stack(tf.zeros((60, 80, 3), tf.uint8), Resizing((32, 32))).shape.as_list()
         [14, 32, 32, 3]
 
     Attributes:
@@ -159,22 +157,21 @@ class Views:
         """How many views there are of an image."""
         return len(self.crops) * (2 if self.flip else 1)
 
-    def stack(self, image: Any, *, size: tuple[int, int], antialias: bool = True) -> tf.Tensor:
+    def stack(self, image: Any, resizing: Resizing) -> tf.Tensor:
         """Returns the views of one image.
 
         Args:
             image: pixels of shape (height, width, 3).
-            size: (height, width) in pixels that each view is resized to.
-            antialias: see `keras_vit.data.resize_image`.
+            resizing: of each view, see `keras_vit.data.resize_image`.
 
         Returns:
             The pixels, float32 in 0..255 of shape (count, height, width, 3).
         """
         image = tf.convert_to_tensor(image)
         parts = [_crop(image, side, place) for side, place in self.crops]
-        seen = [images.resize_image(part, size=size, antialias=antialias) for part in parts]
+        seen = [images.resize_image(part, resizing) for part in parts]
         mirrored = [view[:, ::-1] for view in seen] if self.flip else []
-        return tf.ensure_shape(tf.stack([*seen, *mirrored]), (self.count, *size, 3))
+        return tf.ensure_shape(tf.stack([*seen, *mirrored]), (self.count, *resizing.size, 3))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns what was used as plain values that JSON can carry."""
@@ -184,10 +181,8 @@ class Views:
 def evaluation_batches(
     split: Split,
     *,
-    image_size: tuple[int, int],
+    resizing: Resizing,
     batch_size: int,
-    resize_small: float = 0.0,
-    antialias: bool = True,
     views: Views | None = None,
     shard: tuple[int, int] = augment.WHOLE,
 ) -> tf.data.Dataset:
@@ -196,17 +191,14 @@ def evaluation_batches(
     Example:
         >>> from keras_vit.data import load_digits
         >>> test = load_digits().test
-        >>> batches = evaluation_batches(test, image_size=(8, 8), batch_size=200)
+        >>> batches = evaluation_batches(test, resizing=Resizing((8, 8)), batch_size=200)
         >>> [len(targets) for images, targets in batches]
         [200, 159]
 
     Args:
         split: the images.
-        image_size: (height, width) in pixels.
+        resizing: to which size, and how; for a model, `resizing_of(model)`.
         batch_size: images in a batch.
-        resize_small: 0 resizes the whole image, to another aspect if need be. From 1 on, the short
-            side is resized to this many times `image_size`, and the middle is cut out.
-        antialias: whether shrinking smooths; for a model, `antialias_of(model)`.
         views: of test-time augmentation, which take the place of the whole image; None for none.
         shard: (index of this worker, number of workers): of so many images in a row it reads one.
 
@@ -214,24 +206,18 @@ def evaluation_batches(
         Pairs of images, float32 0..255 of shape (batch, height, width, 3), and targets, int32 of
         shape (batch,). With views there are batch * views images, those of an image together.
     """
-    resize = functools.partial(images.resize_image, size=image_size, antialias=antialias)
-    prepare = resize
-    if views is not None:
-        prepare = functools.partial(views.stack, size=image_size, antialias=antialias)
+    stack = images.resize_image if views is None else views.stack
+    prepare = functools.partial(stack, resizing=resizing)
     index, count = shard
-    if split.in_memory and not resize_small and views is None:
+    if split.in_memory and views is None:
         pairs = tf.data.Dataset.from_tensor_slices((tf.constant(split.images), split.targets))
         batches = untuned(pairs).shard(count, index).batch(batch_size)
-        resized = batches.map(lambda x, y: (resize(x), y), num_parallel_calls=_BATCHES)
+        resized = batches.map(lambda x, y: (prepare(x), y), num_parallel_calls=_BATCHES)
         return resized.prefetch(_READY)
-
-    def choose(shape: tf.Tensor) -> tf.Tensor:
-        return augment.small_part(shape, size=image_size, ratio=resize_small, place=[0.5, 0.5])
 
     @tf.autograph.experimental.do_not_convert
     def load(*item: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        pixels = loader.pixels(item, choose if resize_small else None)
-        return prepare(pixels), loader.target(item)
+        return prepare(loader.pixels(item, None)), loader.target(item)
 
     loader = split.loader()
     # Records do not know their number by themselves.
@@ -239,43 +225,24 @@ def evaluation_batches(
     examples = items.shard(count, index).map(load, num_parallel_calls=_PARALLEL)
     batches = examples.batch(batch_size)
     if views is not None:
-        batches = batches.map(lambda x, y: (tf.reshape(x, (-1, *image_size, 3)), y))
+        batches = batches.map(lambda x, y: (tf.reshape(x, (-1, *resizing.size, 3)), y))
     return batches.prefetch(_READY)
 
 
-def antialias_of(model: Any) -> bool:
-    """Returns whether the images of a model are downscaled with anti-aliasing.
+def resizing_of(model: Any) -> Resizing:
+    """Returns to which size images are resized for a model, and how.
 
     Example:
         >>> import keras
-        >>> antialias_of(keras.Sequential([keras.layers.Flatten()]))
-        True
+        >>> resizing_of(keras.Sequential([keras.Input((32, 48, 3)), keras.layers.Flatten()]))[:3]
+        ((32, 48), True, 'bilinear')
 
     Args:
-        model: a model with a `ViTConfig`, or around one, which decides; any other is anti-aliased.
+        model: a model with a `ViTConfig`, or around one, which decides; for any other the whole
+            image is resized, with anti-aliasing.
 
     Raises:
-        ValueError: it contains two that differ.
-    """
-    choices = {config.antialias for config in _configs(model)}
-    if len(choices) > 1:
-        raise ValueError(
-            f"The model {model.name!r} contains Vision Transformers with antialias=True and with "
-            "antialias=False, so that no image is right for both; rebuild one of them."
-        )
-    return choices.pop() if choices else True
-
-
-def image_size_of(model: Any) -> tuple[int, int]:
-    """Returns the (height, width) that images are resized to for a model.
-
-    Example:
-        >>> import keras
-        >>> image_size_of(keras.Sequential([keras.Input((32, 48, 3)), keras.layers.Flatten()]))
-        (32, 48)
-
-    Raises:
-        ValueError: the model takes images of any size.
+        ValueError: it takes images of any size, or contains two Vision Transformers that differ.
     """
     height, width = model.input_shape[1:3]
     if height is None or width is None:
@@ -284,7 +251,17 @@ def image_size_of(model: Any) -> tuple[int, int]:
             "one for images of one size, as keras_vit.resize(model, (height, width, 3)) makes it. "
             f"Received: a model for inputs of shape {model.input_shape}."
         )
-    return height, width
+    said = {tuple(getattr(each, name) for name in RESIZING) for each in _configs(model)}
+    how, *others = sorted(said, reverse=True) or [()]
+    for other in others:
+        name, one, two = next(
+            row for row in zip(RESIZING, how, other, strict=True) if row[1] != row[2]
+        )
+        raise ValueError(
+            f"The model {model.name!r} contains Vision Transformers with {name}={one!r} and with "
+            f"{name}={two!r}, so that no image is right for both; rebuild one of them."
+        )
+    return Resizing((height, width), *how)
 
 
 @contextlib.contextmanager
@@ -298,7 +275,7 @@ def naming_damaged(split: Split, *, trained: Split | None = None) -> Iterator[No
         >>> import numpy as np
         >>> split = Split(images=np.array([b"no image"], object), targets=np.array([0]))
         >>> with naming_damaged(split):
-        ...     next(iter(evaluation_batches(split, image_size=(8, 8), batch_size=1)))
+        ...     next(iter(evaluation_batches(split, resizing=Resizing((8, 8)), batch_size=1)))
         Traceback (most recent call last):
         ValueError: 1 of 1 images cannot be decoded, the first is 'image 0'; repair or remove them.
 
@@ -369,12 +346,11 @@ def _check_shard(shard: tuple[int, int], batch_size: int) -> None:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Training:
     split: Split
-    image_size: tuple[int, int]
+    resizing: Resizing
     batch_size: int
     epochs: int
     seed: int
     augmentation: augment.Augmentation
-    antialias: bool
     start_step: int
     shard: tuple[int, int]
 
@@ -384,9 +360,6 @@ class _Training:
 
     def key(self, use: int, step: tf.Tensor) -> tf.Tensor:
         return augment.draw_key(self.seed, use, step)
-
-    def resize(self, image: tf.Tensor) -> tf.Tensor:
-        return images.resize_image(image, size=self.image_size, antialias=self.antialias)
 
     def items(self) -> tf.data.Dataset:
         steps = steps_per_epoch(self.split, batch_size=self.batch_size)
@@ -409,20 +382,21 @@ class _Training:
         pixels, targets = tf.constant(self.split.images), tf.constant(self.split.targets)
 
         def load(step: tf.Tensor, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-            return step, self.resize(tf.gather(pixels, indices)), tf.gather(targets, indices)
+            resized = images.resize_image(tf.gather(pixels, indices), self.resizing)
+            return step, resized, tf.gather(targets, indices)
 
         items = self.items().map(lambda step, item: (step, item[0]))
         return items.map(load, num_parallel_calls=_BATCHES)
 
     def load_singly(self) -> tf.data.Dataset:
-        loader, shape = self.split.loader(), (*self.image_size, 3)
+        loader, shape = self.split.loader(), (*self.resizing.size, 3)
 
         @tf.autograph.experimental.do_not_convert
         def load_one(
             item: Item, crop_seed: tf.Tensor, varying: tf.Tensor, mirroring: tf.Tensor
         ) -> tuple[tf.Tensor, tf.Tensor]:
             pixels = loader.pixels(item, self._choice(crop_seed))
-            image = tf.ensure_shape(self.resize(pixels), shape)
+            image = tf.ensure_shape(images.resize_image(pixels, self.resizing), shape)
             uniform = images.with_control_dependency(varying, image)
             magnitude = self.augmentation.randaugment_magnitude
             image = randaugment.distort(image, magnitude=magnitude, uniform=uniform)
@@ -472,7 +446,7 @@ class _Training:
         def choose(shape: tf.Tensor) -> tf.Tensor:
             if ratio:
                 place = tf.random.stateless_uniform((2,), seed)
-                return augment.small_part(shape, size=self.image_size, ratio=ratio, place=place)
+                return augment.small_part(shape, size=self.resizing.size, ratio=ratio, place=place)
             return augment.inception_part(shape, smallest_area=self.augmentation.crop, seed=seed)
 
         return choose if self.augmentation.is_cropped else None

@@ -31,32 +31,9 @@ from keras_vit.evaluation.predictions import (
 )
 from keras_vit.figures import plot_confusion, plot_mistakes
 
-__all__ = [
-    "NEIGHBORS",
-    "PRECISIONS",
-    "SHOTS",
-    "Calibration",
-    "ClassScore",
-    "Evaluation",
-    "FewShot",
-    "Mistake",
-    "Prediction",
-    "Predictions",
-    "confident_mistakes",
-    "default_batch_size",
-    "evaluate",
-    "few_shot",
-    "frozen_features",
-    "has_bfloat16_units",
-    "in_precision",
-    "log_probabilities",
-    "nearest_neighbors",
-    "plot_confusion",
-    "plot_mistakes",
-    "predict",
-    "predict_files",
-    "prediction_batch_size",
-    "read_real_labels",
-    "real_accuracy",
-    "write_report",
-]
+__all__ = ["NEIGHBORS", "PRECISIONS", "SHOTS", "Calibration", "ClassScore", "Evaluation",
+           "FewShot", "Mistake", "Prediction", "Predictions", "confident_mistakes",
+           "default_batch_size", "evaluate", "few_shot", "frozen_features", "has_bfloat16_units",
+           "in_precision", "log_probabilities", "nearest_neighbors", "plot_confusion",
+           "plot_mistakes", "predict", "predict_files", "prediction_batch_size",
+           "read_real_labels", "real_accuracy", "write_report"]  # fmt: skip

@@ -17,14 +17,14 @@ from keras_vit import environment
 from keras_vit.config import Ending, ending_of
 from keras_vit.data import (
     NamedImage,
+    Resizing,
     Split,
     Views,
-    antialias_of,
     evaluation_batches,
-    image_size_of,
     naming_damaged,
     read_image,
     resize_image,
+    resizing_of,
 )
 from keras_vit.layers.dense import dense_changes
 from keras_vit.model import VisionTransformer
@@ -188,7 +188,7 @@ def frozen_features(
         ValueError: the split is empty, or the model makes no vector of an image.
     """
     _check_not_empty(split)
-    antialias = antialias_of(model)
+    resizing = resizing_of(model)
     if isinstance(model, VisionTransformer) and model.config.classes is not None:
         model = keras.Model(model.input, model.get_layer("head").input)
     if len(model.output_shape) != 2:
@@ -196,7 +196,7 @@ def frozen_features(
             "Features are one vector for each image, (batch, width); build the model with pooling. "
             f"Received: a model with outputs of shape {model.output_shape}."
         )
-    return _predict(model, split, batch_size, antialias=antialias)
+    return _predict(model, split, batch_size, resizing=resizing)
 
 
 def log_probabilities(
@@ -219,7 +219,7 @@ def log_probabilities(
     """
     _check_not_empty(split)
     ending = classifier_ending(model)
-    outputs = _predict(model, split, batch_size, antialias=antialias_of(model), tta=tta)
+    outputs = _predict(model, split, batch_size, resizing=resizing_of(model), tta=tta)
     scores = log_scores(outputs, ending, model)
     return scores if tta is None else mean_over_views(scores, tta.count)
 
@@ -348,16 +348,14 @@ def _predict(
     split: Split,
     batch_size: int | None,
     *,
-    antialias: bool,
+    resizing: Resizing,
     tta: Views | None = None,
 ) -> np.ndarray:
-    size = image_size_of(model)
     batch_size = batch_size or default_batch_size(model)
     batches = evaluation_batches(
         split,
-        image_size=size,
+        resizing=resizing,
         batch_size=batch_size if tta is None else max(batch_size // tta.count, 1),
-        antialias=antialias,
         views=tta,
     )
     with naming_damaged(split):
@@ -377,7 +375,7 @@ class _Predictor:
                 f"The model has {model.output_shape[-1]} classes. Received: {len(labels)} labels."
             )
         self._model, self._labels, self._top, self._tta = model, labels, top, tta
-        self._size, self._antialias = image_size_of(model), antialias_of(model)
+        self._resizing = resizing_of(model)
         self._batch = prediction_batch_size(model)
         self._views = 1 if tta is None else tta.count
         self.images = max(self._batch // self._views, 1)
@@ -385,9 +383,8 @@ class _Predictor:
     def prepare(self, image: np.ndarray) -> np.ndarray:
         """Returns the views of an image, float32 of shape (views, height, width, 3)."""
         if self._tta is None:
-            resized = resize_image(image, size=self._size, antialias=self._antialias)
-            return np.asarray(resized)[None]
-        return np.asarray(self._tta.stack(image, size=self._size, antialias=self._antialias))
+            return np.asarray(resize_image(image, self._resizing))[None]
+        return np.asarray(self._tta.stack(image, self._resizing))
 
     def run(self, prepared: Sequence[np.ndarray]) -> list[tuple[Prediction, ...]]:
         if not prepared:

@@ -14,10 +14,10 @@ import keras
 import numpy as np
 
 from keras_vit.config import ViTConfig
+from keras_vit.data import resize_image
 from keras_vit.figures import Filters
 from keras_vit.layers.attention import Change, recording
 from keras_vit.model import VisionTransformer, position_layer
-from keras_vit.preprocessing import resample
 
 BATCH_SIZE = 8
 
@@ -58,7 +58,7 @@ def image_batches(model: keras.Model, images: Any) -> list[np.ndarray]:
             "size that the model takes.",
             stacklevel=3,
         )
-        images = resample(images, size, antialias=find_vit(model).config.antialias)
+        images = np.asarray(resize_image(images, find_vit(model).config.resizing(size)))
     return [images[start : start + BATCH_SIZE] for start in range(0, len(images), BATCH_SIZE)]
 
 

@@ -14,9 +14,9 @@ import numpy as np
 
 from keras_vit import figures, pages
 from keras_vit.atomic import whole_file
-from keras_vit.config import Ending, ending_of
+from keras_vit.config import Ending, Resizing, ending_of
+from keras_vit.data.images import placement, resize_image
 from keras_vit.explain import attention
-from keras_vit.preprocessing import resample
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -149,8 +149,11 @@ def make_subject(model: keras.Model, image: np.ndarray) -> Subject:
             f"Received: shape {image.shape}."
         )
     vit = attention.find_vit(model)
-    size = attention.image_size(model) or image.shape[:2]
-    inputs = resample(image[None], size, antialias=vit.config.antialias)
+    size, seen, inputs = attention.image_size(model), image, image[None].astype(np.float32)
+    if size is not None:
+        resizing = vit.config.resizing(size)
+        inputs = np.asarray(resize_image(image[None], resizing))
+        seen = image[_seen_part(image.shape, resizing)]
     pixels = np.asarray(vit.preprocess_input(inputs)) if model is vit else inputs
     has_classes = not (model is vit and vit.config.classes is None)
     gradients = SHOWN_CLASSES if has_classes else 0
@@ -162,11 +165,12 @@ def make_subject(model: keras.Model, image: np.ndarray) -> Subject:
         is_logits = model is vit or not ending.is_probabilities
         convert = keras.activations.get(ending.activation if is_logits else "linear")
         scores = np.asarray(attention.to_numpy(convert(record.outputs))[0], np.float64)
-    drawn, longest = image, max(image.shape[:2])
+    drawn, longest = seen, max(seen.shape[:2])
     if longest > _LONGEST:
-        smaller = tuple(max(1, round(side * _LONGEST / longest)) for side in image.shape[:2])
-        drawn = resample(image[None], smaller, antialias=True)[0]
-    return Subject(model, drawn, record, scores, tuple(_notes(image, drawn, size)))
+        smaller = tuple(max(1, round(side * _LONGEST / longest)) for side in seen.shape[:2])
+        drawn = np.asarray(resize_image(seen, Resizing((smaller[0], smaller[1]))))
+    notes = tuple(_notes(image, seen, drawn, inputs.shape[1:3]))
+    return Subject(model, drawn, record, scores, notes)
 
 
 def overlays(subject: Subject, names: Sequence[str], target: int | None = None) -> list[Overlay]:
@@ -296,15 +300,26 @@ def _written(chart: _Picture, file: Path) -> dict[str, Any]:
     }
 
 
-def _notes(image: np.ndarray, drawn: np.ndarray, size: Sequence[int]) -> Iterator[str]:
-    own = attention.sides(image.shape)
-    if image.shape[:2] == tuple(size):
+def _seen_part(shape: tuple[int, ...], resizing: Resizing) -> tuple[slice, slice]:
+    """Returns the rows and columns of an image (height, width, ...) that the model sees."""
+    resized, offset = map(np.asarray, placement(shape[:2], resizing))
+    pixels = np.array(shape[:2]) / resized
+    first = np.floor(offset * pixels).astype(int)
+    last = np.ceil((offset + resizing.size) * pixels).astype(int)
+    return slice(first[0], last[0]), slice(first[1], last[1])
+
+
+def _notes(
+    image: np.ndarray, seen: np.ndarray, drawn: np.ndarray, size: Sequence[int]
+) -> Iterator[str]:
+    own, taken = attention.sides(image.shape), attention.sides(size)
+    what = "It" if seen.shape == image.shape else "Its middle"
+    if image.shape[:2] == tuple(size) and what == "It":
         yield f"The image is {own}, as the model takes it."
     else:
-        taken = attention.sides(size)
-        yield f"The image is {own}. It was resampled to {taken}, the size that the model takes."
-    if image.shape != drawn.shape:
-        yield f"It is drawn {attention.sides(drawn.shape)}."
+        yield f"The image is {own}. {what} was resampled to {taken}, the size that the model takes."
+    if seen.shape != drawn.shape:
+        yield f"{what} is drawn {attention.sides(drawn.shape)}."
 
 
 def _shown(image: np.ndarray) -> dict[str, Any]:

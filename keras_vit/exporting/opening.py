@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_vit import environment
-from keras_vit.config import PROBLEM_TYPES, ViTConfig
+from keras_vit.config import PROBLEM_TYPES, RESIZING, ViTConfig
 from keras_vit.exporting import records
 from keras_vit.exporting.clean.runners import Runner
 from keras_vit.exporting.formats import FORMATS, RECORD, Format
@@ -137,7 +137,8 @@ class _Ask(keras.layers.Layer):
         self._output = "logits" if about.activation else about.answers  # they say most
         said = "regression" if about.answers == "values" else PROBLEM_TYPES.get(about.activation)
         classes = None if said is None else ViTConfig.classes
-        self.config = ViTConfig(antialias=about.antialias, classes=classes, problem_type=said)
+        resizing = {name: getattr(about, name) for name in RESIZING}
+        self.config = ViTConfig(classes=classes, problem_type=said, **resizing)
         blank: np.ndarray = np.zeros((1, *about.image_shape[:2], 3), np.float32)
         self._shape = self._answer(blank).shape[1:]
 

@@ -17,7 +17,19 @@ import numpy as np
 from keras_vit import __version__
 from keras_vit.adaptation import LoRAVisionTransformer
 from keras_vit.backend.private import layers_of
-from keras_vit.config import LINEAR, Ending, ViTConfig, activation_of, ending_of, last_operation
+from keras_vit.config import (
+    LINEAR,
+    RESIZING,
+    CropMode,
+    CropOffset,
+    Ending,
+    Interpolation,
+    Resizing,
+    ViTConfig,
+    activation_of,
+    ending_of,
+    last_operation,
+)
 from keras_vit.layers.dense import CHANGES
 from keras_vit.layers.random import skip_initialization
 from keras_vit.model import VisionTransformer
@@ -80,6 +92,11 @@ class Exportable:
         """(height, width, channels) of the images."""
         height, width, channels = self.network.input_shape[1:]
         return height, width, channels
+
+    @property
+    def resizing(self) -> Resizing:
+        """How images become those of the model."""
+        return self.input_config.resizing(self.image_shape[:2])
 
     @property
     def classes(self) -> int | None:
@@ -172,8 +189,8 @@ class Description:
         takes: "pixels" 0..255, or "normalized": (pixels / 255 - mean) / deviation.
         image_mean: of the pixels over 255, for each channel.
         image_std: their deviation.
-        filter: how images are resized.
-        antialias: whether that smooths where an image shrinks.
+        antialias: whether images are smoothed where they shrink; with the last four, as of
+            `ViTConfig`.
         activation: from logits to probabilities; "" without classes.
         answers: the output that the source returns.
         outputs: of an ONNX or TFLite file, in order.
@@ -192,7 +209,10 @@ class Description:
     answers: str
     outputs: tuple[str, ...]
     labels: tuple[str, ...]
-    filter: Literal["bilinear"] = "bilinear"
+    interpolation: Interpolation = "bilinear"
+    crop_pct: float = 1.0
+    crop_mode: CropMode = "squash"
+    crop_offset: CropOffset = "round"
     keras_vit: str = __version__
 
     @property
@@ -226,6 +246,8 @@ class Description:
             ValueError: a field is missing or of another type.
         """
         names = {field.name: field for field in dataclasses.fields(cls)}
+        # Files from before there was a choice mean the defaults.
+        fields = {**{name: names[name].default for name in RESIZING[1:]}, **fields}
         try:
             values = {name: fields[name] for name in names}
         except KeyError as error:
@@ -297,7 +319,7 @@ def describe(exportable: Exportable, *, name: str, labels: tuple[str, ...]) -> D
         takes=exportable.takes,
         image_mean=tuple(config.image_mean),
         image_std=tuple(config.image_std),
-        antialias=config.antialias,
+        **{name: getattr(config, name) for name in RESIZING},
         activation="" if activation is None else activation.__name__,
         answers=exportable.answers,
         outputs=exportable.output_names,

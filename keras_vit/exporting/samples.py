@@ -175,12 +175,11 @@ def resize_images(exportable: Exportable, images: Iterable[bytes | np.ndarray]) 
 
     An image is the content of a file, or pixels 0..255, uint8 (height, width, 3).
     """
-    height, width, channels = exportable.image_shape
-    options: Any = {"size": (height, width), "antialias": exportable.input_config.antialias}
+    channels = exportable.image_shape[2]
     decoded = (
         image_files.decode_image(each) if isinstance(each, bytes) else each for each in images
     )
-    resized = np.stack([image_files.resize_image(image, **options) for image in decoded])
+    resized = np.stack([image_files.resize_image(one, exportable.resizing) for one in decoded])
     if channels == 1:
         return np.asarray(to_grey(resized))
     return resized[..., np.arange(channels) % 3]  # no file has other numbers of them

@@ -11,6 +11,7 @@ import tensorflow as tf
 from tensorflow.core.framework import tensor_pb2
 
 from keras_vit import atomic
+from keras_vit.config import Resizing
 from keras_vit.data import images as image_files
 from keras_vit.exporting.clean import runners
 from keras_vit.exporting.formats import DEFAULTS, Options
@@ -116,14 +117,10 @@ class _Signatures:
         self._network = tf.function(
             lambda images: model(images, training=False), autograph=False
         ).get_concrete_function(tf.TensorSpec(self._shape, tf.float32))
-        self._decoding: dict[str, Any] = {
-            "size": exportable.image_shape[:2],
-            "antialias": exportable.input_config.antialias,
-        }
 
     def serving_default(self, image_bytes: Any) -> dict[str, Any]:
         """Takes JPEG and PNG files of any size; the status of each is "OK" or a sentence."""
-        images, is_decoded = _decode_rows(image_bytes, **self._decoding)
+        images, is_decoded = _decode_rows(image_bytes, self._exportable.resizing)
         status = tf.cond(
             tf.reduce_all(is_decoded),
             lambda: tf.fill(tf.shape(is_decoded), OK),
@@ -138,7 +135,7 @@ class _Signatures:
             feature = {EXAMPLE_FEATURE: tf.io.FixedLenFeature((), tf.string)}
             return tf.io.parse_single_example(row, feature)[EXAMPLE_FEATURE]
 
-        answers = self._best(*_decode_rows(inputs, read=read, **self._decoding))
+        answers = self._best(*_decode_rows(inputs, self._exportable.resizing, read=read))
         return {"classes": answers["classes"], "scores": answers["scores"]}
 
     def image_tensor(self, images: Any) -> dict[str, Any]:
@@ -181,11 +178,7 @@ class _Signatures:
 
 
 def _decode_rows(
-    rows: Any,
-    *,
-    size: tuple[int, int],
-    antialias: bool,
-    read: Callable[[Any], Any] = lambda row: row,
+    rows: Any, resizing: Resizing, *, read: Callable[[Any], Any] = lambda row: row
 ) -> tuple[Any, Any]:
     """Decodes the file that `read` finds in each row, as evaluation does.
 
@@ -198,9 +191,9 @@ def _decode_rows(
         shape = tf.shape(image)
         check = tf.debugging.Assert(shape[0] * shape[1] > 1, [SINGLE_PIXEL])
         with tf.control_dependencies([check] if check is not None else []):
-            return image_files.resize_image(tf.identity(image), size=size, antialias=antialias)
+            return image_files.resize_image(tf.identity(image), resizing)
 
-    return _map_rows(decode, rows, spec=tf.TensorSpec((*size, 3), tf.float32))
+    return _map_rows(decode, rows, spec=tf.TensorSpec((*resizing.size, 3), tf.float32))
 
 
 @image_files.one_op

@@ -333,9 +333,10 @@ def make_metadata(about: Description) -> bytes:
     size = {0: ("Uint32", width), 1: ("Uint32", height)}
     colours = ("Int8", _COLOURS.get(about.colours, 0))
     smooths = " that smooths where they shrink" * about.antialias
+    seen = f"crop_pct={about.crop_pct:g}, crop_mode={about.crop_mode!r}"
     image = {
         0: "images",
-        1: f"{about.colours} images, resized by a {about.filter} filter{smooths}.",
+        1: f"{about.colours} images, resized by a {about.interpolation} filter{smooths}; {seen}.",
         3: {0: ("Uint8", _IMAGE), 1: {0: colours, 1: size}},
         4: [{0: ("Uint8", _NORMALIZATION), 1: {0: mean, 1: deviation}}],
         5: {0: [high], 1: [low]},

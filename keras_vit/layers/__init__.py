@@ -12,21 +12,7 @@ from keras_vit.layers.pooling import AttentionPooling, TokenPooling
 from keras_vit.layers.positions import PositionEmbedding, RotaryEmbedding
 from keras_vit.layers.resnet import BottleneckUnit, ResNetStem, StdConv2D
 
-__all__ = [
-    "MLP",
-    "AttentionPooling",
-    "BottleneckUnit",
-    "DropPath",
-    "LayerNormalization",
-    "MultiHeadSelfAttention",
-    "PatchDropout",
-    "PatchEncoder",
-    "Patches",
-    "PositionEmbedding",
-    "ResNetStem",
-    "RotaryEmbedding",
-    "StdConv2D",
-    "TokenDense",
-    "TokenPooling",
-    "TransformerBlock",
-]
+__all__ = ["MLP", "AttentionPooling", "BottleneckUnit", "DropPath", "LayerNormalization",
+           "MultiHeadSelfAttention", "PatchDropout", "PatchEncoder", "Patches",
+           "PositionEmbedding", "ResNetStem", "RotaryEmbedding", "StdConv2D", "TokenDense",
+           "TokenPooling", "TransformerBlock"]  # fmt: skip

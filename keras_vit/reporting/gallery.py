@@ -9,7 +9,7 @@ import keras
 import numpy as np
 
 from keras_vit import explain, pages
-from keras_vit.data import Split, antialias_of, evaluation_batches, image_size_of
+from keras_vit.data import Split, evaluation_batches, resizing_of
 from keras_vit.evaluation import Predictions
 from keras_vit.explain.attention import find_vit
 from keras_vit.model import VisionTransformer
@@ -114,12 +114,7 @@ def attention_views(
     spread = np.linspace(0, max(len(correct) - 1, 0), count).astype(int)
     places = [*correct[spread].tolist(), *mistakes]
     order = sorted(places)
-    batches = evaluation_batches(
-        split.take(order),
-        image_size=image_size_of(model),
-        batch_size=1,
-        antialias=antialias_of(model),
-    )
+    batches = evaluation_batches(split.take(order), resizing=resizing_of(model), batch_size=1)
     images = {place: np.asarray(one) for place, (one, _) in zip(order, batches, strict=True)}
     is_vit, views = isinstance(model, VisionTransformer), []
     for place in places:

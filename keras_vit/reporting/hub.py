@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from keras_vit import atomic, environment
+from keras_vit.data import resizing_of
 from keras_vit.training import Run, read_fields
 from keras_vit.training.run import (
     CARD,
@@ -253,13 +254,15 @@ def _facts(run: Run) -> str:
     origin = run.provenance
     started = "random weights" if origin.commands else "not recorded"
     steps, epochs = recipe.get("steps"), recipe.get("epochs")
+    how = resizing_of(run.model)
+    cropped = f" (crop_pct {how.crop_pct:g}, {how.crop_mode})" * (how != how.uncropped)
     facts = {
         "architecture": "Vision Transformer"
         + (f", {model['num_layers']} layers" if "num_layers" in model else "")
         + (f", width {model['hidden_dim']}" if "hidden_dim" in model else ""),
         "parameters": f"{run.model.count_params():,}",
-        "input": f"RGB images, resized to {'x'.join(map(str, run.image_size))} pixels (height x "
-        "width); values 0..255",
+        "input": f"RGB images, resized to {'x'.join(map(str, how.size))} pixels (height x width)"
+        f"{cropped}; values 0..255",
         "objective": str(run.config.get("objective", "classification")),
         "images": f"{_data_name(run)}: "
         + ", ".join(f"{count} {split}" for split, count in counts if count),

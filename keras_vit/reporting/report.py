@@ -15,7 +15,7 @@ import keras
 import numpy as np
 
 from keras_vit import __version__, pages
-from keras_vit.data import ImageData, image_size_of, naming_damaged
+from keras_vit.data import ImageData, naming_damaged, resizing_of
 from keras_vit.evaluation import Calibration, Evaluation, Predictions, write_report
 from keras_vit.limits import counted
 from keras_vit.model import VisionTransformer
@@ -282,7 +282,7 @@ def _notes(predictions: Predictions, evaluation: Evaluation) -> list[str]:
 
 
 def _summary(model: keras.Model, run: Run | None, data: ImageData | None) -> Pairs:
-    height, width = image_size_of(model)
+    height, width = resizing_of(model).size
     pairs = [("Model", _model_name(model))]
     if not _is_exported(model):
         pairs.append(("Parameters", f"{model.count_params():,}"))

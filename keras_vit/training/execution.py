@@ -7,14 +7,14 @@ import functools
 import json
 import os
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from keras_vit.config import ViTConfig
-from keras_vit.data import ImageData, evaluation_batches, mix_batch, train_batches
+from keras_vit.data import ImageData, Resizing, evaluation_batches, mix_batch, train_batches
 from keras_vit.limits import check_fields, is_number
 from keras_vit.training.checkpoints import Checkpoints, NumpyCheckpoints, WorkDirectory
 from keras_vit.training.recipe import Plan, Recipe
@@ -363,13 +363,6 @@ class TensorFlowEngine(Engine):
         return self._strategy.run(add, args=(numbers,))
 
 
-class Resizing(NamedTuple):
-    """How images are resized for a model; `size` is (height, width) in pixels."""
-
-    size: tuple[int, int]
-    antialias: bool
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Job:
     """The settings of a training besides its model.
@@ -468,12 +461,11 @@ class Job:
 
         batches = train_batches(
             self.data.train,
-            image_size=resizing.size,
+            resizing=resizing,
             batch_size=plan.batch_size,
             epochs=plan.epochs,
             seed=self.seed,
             augmentation=recipe.augmentation,
-            antialias=resizing.antialias,
             start_step=start_step,
             shard=shard,
         )
@@ -486,9 +478,8 @@ class Job:
         """Returns the batches of (images, probabilities) that evaluate an epoch."""
         batches = evaluation_batches(
             self.data.validation,
-            image_size=resizing.size,
+            resizing=resizing,
             batch_size=self.evaluation_batch_size,
-            antialias=resizing.antialias,
             shard=shard,
         )
         return batches.map(lambda images, targets: (images, tf.one_hot(targets, self.width)))

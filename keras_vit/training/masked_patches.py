@@ -247,10 +247,7 @@ def plot_reconstructions(model: MaskedPatchModel, split: Split, file: Path, *, c
     The model takes pixels 0..255.
     """
     count = min(count, len(split))
-    size = model.config.image_size
-    batches = evaluation_batches(
-        split, image_size=size, batch_size=count, antialias=model.config.antialias
-    )
+    batches = evaluation_batches(split, resizing=model.config.resizing(), batch_size=count)
     batch, _ = next(iter(batches))
     figures.plot_rows(reconstruct(model, batch.numpy())).savefig(file, dpi=120, format="png")
 

@@ -15,13 +15,13 @@ from keras_vit.adaptation import LoRAVisionTransformer, merge_lora, save_adapter
 from keras_vit.backend import ExactTrainer, is_in_scope
 from keras_vit.backend.private import Functional, layers_of
 from keras_vit.config import LINEAR, TRAINED_BY, ViTConfig, ending_of
-from keras_vit.data import antialias_of, image_size_of
+from keras_vit.data import Resizing, resizing_of
 from keras_vit.losses import make_loss
 from keras_vit.model import ExactModel, VisionTransformer
 from keras_vit.training import run
 from keras_vit.training.checkpoints import hash_of
 from keras_vit.training.distillation import DistillationModel
-from keras_vit.training.execution import Job, Resizing
+from keras_vit.training.execution import Job
 from keras_vit.training.masked_patches import MaskedPatchModel, plot_reconstructions
 from keras_vit.training.recipe import make_optimizer
 
@@ -89,7 +89,8 @@ class Objective(abc.ABC):
     @property
     def resizing(self) -> Resizing:
         """How images are resized for the model."""
-        return Resizing(self.model.config.image_size, self.model.config.antialias)
+        resizing: Resizing = self.model.config.resizing()
+        return resizing
 
     @abc.abstractmethod
     def inference_model(self) -> keras.Model:
@@ -249,7 +250,7 @@ class CompiledModelObjective(Objective):
 
     @property
     def resizing(self) -> Resizing:
-        return Resizing(image_size_of(self.model), antialias_of(self.model))
+        return resizing_of(self.model)
 
     def inference_model(self) -> keras.Model:
         return _rebuilt(self.model)  # with the precision of its layers

@@ -14,7 +14,7 @@ import keras
 
 from keras_vit import atomic, weights
 from keras_vit.config import TRAINING, ViTConfig
-from keras_vit.data import ImageData, image_size_of, load_data
+from keras_vit.data import ImageData, load_data, resizing_of
 from keras_vit.data.folder import read_splits
 from keras_vit.data.source import composed
 from keras_vit.layers.dense import CHANGES
@@ -75,7 +75,7 @@ class Run:
     @property
     def image_size(self) -> tuple[int, int]:
         """(height, width) in pixels of the images that the model takes."""
-        return image_size_of(self.model)
+        return resizing_of(self.model).size
 
     @property
     def has_classifier(self) -> bool:

@@ -13,6 +13,7 @@ from keras_vit.config import (
     ARCHITECTURE,
     ASSUMED,
     EXTENSIONS,
+    RESIZING,
     InputShape,
     Pooling,
     ViTConfig,
@@ -30,7 +31,7 @@ from keras_vit.weights.torch_layouts import without_distillation
 AUTO = "auto"
 
 # What the file decides, before any argument.
-_BY_FILE = ("class_token", *ASSUMED, "antialias", *EXTENSIONS)
+_BY_FILE = ("class_token", *ASSUMED, *RESIZING, *EXTENSIONS)
 # What the file decides where the caller leaves it open.
 _ENDING = ("classifier_activation", "problem_type")
 

@@ -83,8 +83,8 @@ def load_weights(
 
     The file is read and checked whole before the first variable changes; after an error or an
     interrupt every variable is as it was. A model without classifier
-    leaves the file's classifier aside. How images are resized to the model's size stays what
-    `antialias` of its config says; builders and `keras_vit.load` take that of the weights.
+    leaves the file's classifier aside. How images are resized and cropped stays what its config
+    says; builders and `keras_vit.load` take that of the weights.
 
     Args:
         model: the model to fill.

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
-from keras_vit.config import MAX_HEADS, ProblemType, ViTConfig
-from keras_vit.limits import MAX_SIDE, is_number, naming, read_json, shown
+from keras_vit.config import ProblemType, ViTConfig
+from keras_vit.limits import MAX_HEADS, MAX_SIDE, is_number, is_whole, naming, read_json, shown
 from keras_vit.weights.torch_names import (
     ACTIVATIONS,
     HUGGING_FACE_TYPES,
@@ -32,6 +32,13 @@ _PROJECTIONS = (512, 640, 768, 896, 1024, 1280)
 _QUICK_GELU = r"openai|metaclip_(400m|2pt5b)|dfn"
 _T = TypeVar("_T")
 _PROBLEM_TYPES = {name: name for name in get_args(ProblemType)}
+# Pillow's numbers of filters, which transformers writes.
+_FILTERS = {"1": "lanczos", "2": "bilinear", "3": "bicubic"}
+# Its processors to which one number is the short side, not both.
+_SHORT_SIDE = r"(CLIP|Bit)(FeatureExtractor|ImageProcessor)"
+# timm's, where its file says nothing (timm/data/config.py, constants.py).
+_TIMM_RESIZING = {"interpolation": "bicubic", "crop_pct": 0.875, "crop_mode": "center"}
+_FIELDS = {field.name: field for field in dataclasses.fields(ViTConfig)}
 _ASSUMED = {"activation": "gelu", "image_mean": (0.5, 0.5, 0.5), "image_std": (0.5, 0.5, 0.5)}
 
 
@@ -85,8 +92,9 @@ def hugging_face_settings(folder: Path) -> Settings:
         ValueError: a file is damaged, or says that the network is another one.
     """
     with naming(folder / PREPROCESSOR):
+        said = _read_config(folder / PREPROCESSOR) or {}
         known = Settings(
-            fields=_processor_pixels(_read_config(folder / PREPROCESSOR)),
+            fields={**_processor_pixels(said), **_processor_resizing(said)},
             assumed={**_ASSUMED, "layer_norm_epsilon": 1e-12},
             hint=f"put {CONFIG} beside it",
             names_note=", by timm's names,",
@@ -130,8 +138,7 @@ def _timm_settings(settings: Mapping[str, Any], known: Settings) -> Settings:
     fields: dict[str, Any] = {}
     unsupported_reason = None
     if architecture is not None:
-        ours = {field.name for field in dataclasses.fields(ViTConfig)}
-        fields = {name: value for name, value in vars(architecture).items() if name in ours}
+        fields = {name: value for name, value in vars(architecture).items() if name in _FIELDS}
         fields["activation"] = ACTIVATIONS[architecture.activation]
     elif name is None:
         unsupported_reason = f"its {CONFIG} names no timm architecture"
@@ -148,6 +155,7 @@ def _timm_settings(settings: Mapping[str, Any], known: Settings) -> Settings:
     if pooling is not None:
         fields["pooling"] = _translated("pooling", pooling, POOLINGS)
     fields |= _pixels(pretrained.get("mean"), pretrained.get("std"))
+    fields |= _timm_resizing(pretrained)
     shape = pretrained.get("input_size")  # channels first
     sizes = [arguments.get("img_size"), shape[-2:] if isinstance(shape, list) else None]
     # The classes' names stand at the top, or are those of the pretrained weights.
@@ -275,10 +283,63 @@ def _heads(value: object) -> int:
     return value
 
 
-def _processor_pixels(settings: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Mean and deviation in units of 1, with the factor that pixels are multiplied by before."""
-    if settings is None:
+def _timm_resizing(settings: Mapping[str, Any]) -> dict[str, Any]:
+    said = {name: settings.get(name) or usual for name, usual in _TIMM_RESIZING.items()}
+    for name, value in said.items():
+        allowed = _FIELDS[name].metadata["allowed"]
+        if not allowed.fits(value):
+            raise ValueError(
+                f"The file's {name} is {shown(value)}; keras_vit takes {allowed.text}."
+            )
+    return said
+
+
+def _processor_resizing(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The filter, and what is cut out of the resized image, as a fraction."""
+    if settings.get("size") is None or not settings.get("do_resize", True):
         return {}
+    interpolation = _translated("resample", str(settings.get("resample", 2)), _FILTERS)
+    size, cut = settings["size"], settings.get("crop_size")
+    if not settings.get("do_center_crop", cut is not None):
+        cut = None
+    kind = str(settings.get("image_processor_type", settings.get("feature_extractor_type")))
+    is_short = re.match(_SHORT_SIDE, kind) is not None
+    if isinstance(size, dict):
+        is_short = size.get("shortest_edge") is not None
+    sides, seen = _sides(size), _sides(size if cut is None else cut)
+    crop_pct = min(map(_fraction, seen, sides))
+    is_read = crop_pct <= 1 and all(p // crop_pct == s for p, s in zip(seen, sides, strict=True))
+    if not is_read or (is_short and (cut is None or seen[0] != seen[1])):
+        raise ValueError(
+            f"It resizes images to {shown(size)} and cuts {shown(cut) if cut else 'nothing'} out, "
+            "which keras_vit does not read yet."
+        )
+    fields = {"crop_mode": "center" if is_short else "squash", "crop_offset": "floor"}
+    return {"interpolation": interpolation, "crop_pct": crop_pct, **(fields if cut else {})}
+
+
+def _sides(size: Any) -> tuple[int, int]:
+    """Returns (height, width) of a size as transformers writes it; of a short side it is both."""
+    pair = size if isinstance(size, list) else [size, size]
+    if isinstance(size, dict):
+        said = sorted(name for name, value in size.items() if value is not None)
+        known = {("shortest_edge",): ("shortest_edge",) * 2, ("height", "width"): said}
+        pair = [size[name] for name in known.get(tuple(said), ())]
+    if len(pair) != 2 or not all(is_whole(side, 1, MAX_SIDE) for side in pair):
+        raise ValueError(f"It resizes images to {shown(size)}, which keras_vit does not read yet.")
+    return pair[0], pair[1]
+
+
+def _fraction(part: int, side: int) -> float:
+    """Returns part / side, rounded so that `part` divided by it is at least the side."""
+    fraction = part / side
+    while part // fraction < side:
+        fraction = math.nextafter(fraction, 0)
+    return fraction
+
+
+def _processor_pixels(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Mean and deviation in units of 1, with the factor that pixels are multiplied by before."""
     if settings.get("rescale_offset") or settings.get("offset"):
         raise ValueError("It subtracts an offset, which keras_vit does not read yet.")
     factor = settings.get("rescale_factor", _RESCALE_FACTOR)

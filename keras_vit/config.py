@@ -95,6 +95,10 @@ _NAME = Allowed(lambda value: isinstance(value, str | None), "a name or None")
 class Resizing(NamedTuple):
     """How images become those that a model takes; but for `size`, the fields of its `ViTConfig`.
 
+    Example:
+        >>> ViTConfig(crop_pct=0.875, crop_mode="center").resizing()[3:]
+        (0.875, 'center', 'round')
+
     Attributes:
         size: (height, width) in pixels.
     """

@@ -179,7 +179,7 @@ def test_a_run_and_a_file_are_explained(run: Path, tmp_path: Path) -> None:
     """The page and its pictures are written, also where --json names them; the size is said."""
     out, image = tmp_path / "seen", run.parent / "digit.png"
     said = cli_rig.done("explain", run, image, "--out", out, "--class", "\xe9").out
-    assert "8 pixels wide and 8 high; it was resampled to 24 pixels wide and 16 high" in said
+    assert "8 pixels wide and 8 high. It was resampled to 24 pixels wide and 16 high" in said
     assert f"Open {out / 'index.html'} in a browser." in said
     page = (out / "index.html").read_text(encoding="utf-8")
     assert r"relevance for \u00e9:" in page

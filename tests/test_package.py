@@ -62,7 +62,7 @@ MODULES = [
 # A change may lower these, and raise none.
 CEILINGS = {
     "files": 104,
-    "lines": 31_632,
+    "lines": 31_625,
     "lines of tests": 23_930,
     "flags": 49,
     "public names": 145,

@@ -230,7 +230,7 @@ def add_explain(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 def explain(arguments: argparse.Namespace) -> int:
     """Reads the image, draws, prints the names of the files."""
     from keras_vit import data
-    from keras_vit.explain import attention, write_explanation
+    from keras_vit.explain.page import how_taken, write_explanation
 
     image = data.read_image(arguments.image)
     opened = flags.open_model(arguments.source)
@@ -255,12 +255,7 @@ def explain(arguments: argparse.Namespace) -> int:
         names = [str(file) for file in files]
         output.print_json("explanation", files=names, image=size, taken=how.size)
         return 0
-    if size != how.size or how != how.uncropped:
-        what = "it" if how == how.uncropped else "its middle"
-        taken = (
-            f"{what} was resampled to {attention.sides(how.size)}, the size that the model takes"
-        )
-        output.say(f"The image is {attention.sides(size)}; {taken}.")
+    output.say(how_taken(size, how))
     output.say(f"Written: {', '.join(file.name for file in files[:-1])}")
     output.say(f"Open {files[-1]} in a browser.")
     output.say_next(*output.after_looking(opened))

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_vit import environment
-from keras_vit.config import RESIZING, Resizing, ViTConfig
+from keras_vit.config import Resizing, ViTConfig
 from keras_vit.data import augment, images, randaugment
 from keras_vit.data.source import Choice, Item, Split, untuned
 
@@ -251,17 +251,15 @@ def resizing_of(model: Any) -> Resizing:
             "one for images of one size, as keras_vit.resize(model, (height, width, 3)) makes it. "
             f"Received: a model for inputs of shape {model.input_shape}."
         )
-    said = {tuple(getattr(each, name) for name in RESIZING) for each in _configs(model)}
-    how, *others = sorted(said, reverse=True) or [()]
-    for other in others:
-        name, one, two = next(
-            row for row in zip(RESIZING, how, other, strict=True) if row[1] != row[2]
-        )
+    said = sorted({each.resizing((height, width)) for each in _configs(model)}, reverse=True)
+    if len(said) > 1:
+        rows = zip(Resizing._fields, *said[:2], strict=True)
+        name, one, other = next(row for row in rows if row[1] != row[2])
         raise ValueError(
             f"The model {model.name!r} contains Vision Transformers with {name}={one!r} and with "
-            f"{name}={two!r}, so that no image is right for both; rebuild one of them."
+            f"{name}={other!r}, so that no image is right for both; rebuild one of them."
         )
-    return Resizing((height, width), *how)
+    return said[0] if said else Resizing((height, width))
 
 
 @contextlib.contextmanager

@@ -149,11 +149,9 @@ def make_subject(model: keras.Model, image: np.ndarray) -> Subject:
             f"Received: shape {image.shape}."
         )
     vit = attention.find_vit(model)
-    size, seen, inputs = attention.image_size(model), image, image[None].astype(np.float32)
-    if size is not None:
-        resizing = vit.config.resizing(size)
-        inputs = np.asarray(resize_image(image[None], resizing))
-        seen = image[_seen_part(image.shape, resizing)]
+    size = attention.image_size(model)
+    resizing = vit.config.resizing(size) if size else Resizing(image.shape[:2])
+    inputs = np.asarray(resize_image(image[None], resizing))
     pixels = np.asarray(vit.preprocess_input(inputs)) if model is vit else inputs
     has_classes = not (model is vit and vit.config.classes is None)
     gradients = SHOWN_CLASSES if has_classes else 0
@@ -165,12 +163,23 @@ def make_subject(model: keras.Model, image: np.ndarray) -> Subject:
         is_logits = model is vit or not ending.is_probabilities
         convert = keras.activations.get(ending.activation if is_logits else "linear")
         scores = np.asarray(attention.to_numpy(convert(record.outputs))[0], np.float64)
-    drawn, longest = seen, max(seen.shape[:2])
+    drawn, notes = image[_seen_part(image.shape, resizing)], [how_taken(image.shape, resizing)]
+    longest = max(drawn.shape[:2])
     if longest > _LONGEST:
-        smaller = tuple(max(1, round(side * _LONGEST / longest)) for side in seen.shape[:2])
-        drawn = np.asarray(resize_image(seen, Resizing((smaller[0], smaller[1]))))
-    notes = tuple(_notes(image, seen, drawn, inputs.shape[1:3]))
-    return Subject(model, drawn, record, scores, notes)
+        height, width = (max(1, round(side * _LONGEST / longest)) for side in drawn.shape[:2])
+        drawn = np.asarray(resize_image(drawn, Resizing((height, width))))
+        notes.append(f"What is seen of it is drawn {attention.sides(drawn.shape)}.")
+    return Subject(model, drawn, record, scores, tuple(notes))
+
+
+def how_taken(shape: tuple[int, ...], resizing: Resizing) -> str:
+    """Says what of an image of a shape (height, width, ...) a model takes."""
+    own, (rows, columns) = attention.sides(shape), _seen_part(shape, resizing)
+    is_whole = (rows.stop - rows.start, columns.stop - columns.start) == shape[:2]
+    if is_whole and shape[:2] == resizing.size:
+        return f"The image is {own}, as the model takes it."
+    what, taken = "It" if is_whole else "Its middle", attention.sides(resizing.size)
+    return f"The image is {own}. {what} was resampled to {taken}, the size that the model takes."
 
 
 def overlays(subject: Subject, names: Sequence[str], target: int | None = None) -> list[Overlay]:
@@ -307,19 +316,6 @@ def _seen_part(shape: tuple[int, ...], resizing: Resizing) -> tuple[slice, slice
     first = np.floor(offset * pixels).astype(int)
     last = np.ceil((offset + resizing.size) * pixels).astype(int)
     return slice(first[0], last[0]), slice(first[1], last[1])
-
-
-def _notes(
-    image: np.ndarray, seen: np.ndarray, drawn: np.ndarray, size: Sequence[int]
-) -> Iterator[str]:
-    own, taken = attention.sides(image.shape), attention.sides(size)
-    what = "It" if seen.shape == image.shape else "Its middle"
-    if image.shape[:2] == tuple(size) and what == "It":
-        yield f"The image is {own}, as the model takes it."
-    else:
-        yield f"The image is {own}. {what} was resampled to {taken}, the size that the model takes."
-    if seen.shape != drawn.shape:
-        yield f"{what} is drawn {attention.sides(drawn.shape)}."
 
 
 def _shown(image: np.ndarray) -> dict[str, Any]:

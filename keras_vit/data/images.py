@@ -278,8 +278,7 @@ def resize_image(image: tf.Tensor, resizing: Resizing) -> tf.Tensor:
         [6, 6, 3]
 
     Args:
-        image: pixels of shape (height, width, 3), or (batch, height, width, 3). What filters make
-            of uint8 beyond 0..255 is cut off.
+        image: pixels (height, width, 3) or (batch, height, width, 3); uint8 stays within 0..255.
         resizing: the size, and how it is reached; for a model, `resizing_of(model)`.
 
     Returns:
@@ -300,22 +299,23 @@ def resize_image(image: tf.Tensor, resizing: Resizing) -> tf.Tensor:
     return tf.cond(tf.reduce_any(tf.shape(image)[-3:-1] > size), resample, plain)
 
 
-def placement(shape: tf.Tensor, resizing: Resizing) -> tuple[tf.Tensor, tf.Tensor]:
+def placement(shape: tf.Tensor, resizing: Resizing) -> tuple[Any, Any]:
     """Returns (height, width) of an image resized, and where its middle begins, in float64.
 
     They are whole numbers, those of torchvision's Resize and CenterCrop, of timm's ResizeKeepRatio
     where the size is oblong, and of transformers' image processors.
     """
-    sides = tf.cast(shape, tf.float64)
-    least = [side / resizing.crop_pct // 1 for side in resizing.size]
+    least = np.array([side / resizing.crop_pct // 1 for side in resizing.size])
     if resizing.crop_mode == "squash":
-        resized = tf.constant(least, tf.float64)
-    elif least[0] == least[1]:
-        resized = tf.floor(least[0] * sides / tf.reduce_min(sides))
+        resized, exact = least, np  # the same for all images: no operations
     else:
-        resized = tf.round(sides / tf.reduce_min(sides / least))
+        sides, exact = tf.cast(shape, tf.float64), tf
+        if least[0] == least[1]:
+            resized = tf.floor(least[0] * sides / tf.reduce_min(sides))
+        else:
+            resized = tf.round(sides / tf.reduce_min(sides / least))
     middle = (resized - resizing.size) / 2
-    return resized, tf.round(middle) if resizing.crop_offset == "round" else tf.floor(middle)
+    return resized, exact.round(middle) if resizing.crop_offset == "round" else exact.floor(middle)
 
 
 def one_op(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -690,7 +690,7 @@ def _resize_axes(image: tf.Tensor, resizing: Resizing) -> tf.Tensor:
             images=tf.reshape(images, (count, length, 1, lines * channels)),
             size=(size[axis], 1),
             scale=tf.stack([scale, 1.0]),
-            translation=tf.stack([-tf.cast(offset[axis], tf.float32), 0.0]),
+            translation=tf.cast(tf.stack([-offset[axis], 0.0]), tf.float32),
             kernel_type=kernel,
             antialias=resizing.antialias,
         )

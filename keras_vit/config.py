@@ -227,7 +227,7 @@ class ViTConfig:
     )
     resnet_layers: tuple[int, ...] | None = _field(None, "architecture", limits.STAGES)
     activation: Activation = _field(
-        "gelu_tanh",
+        "".join(("gelu_", "tanh")),  # no caller's text is this object
         "assumed",
         limits.one_of(Activation),
         published=("gelu_tanh", "gelu"),

@@ -23,7 +23,7 @@ _COOLDOWN_START, _NEVER = "cooldown_start", 1e9
 
 
 class _LayerRates(private.OwnWeightDecay):
-    """Scales the learning rate of each variable; a mixin, the base before an optimizer."""
+    """Scales the learning rate of each variable, for `_step`; a mixin, the base before Keras'."""
 
     def __init__(self, *args: Any, layer_rates: Mapping[str, float] | None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -42,33 +42,14 @@ class _LayerRates(private.OwnWeightDecay):
             dtype = variable.dtype
             factor = keras.ops.cast(rate, dtype) * keras.ops.cast(self.weight_decay, dtype)
             self.assign_sub(variable, keras.ops.convert_to_tensor(variable) * factor)
-        super().update_step(gradient, variable, rate)
+        self._step(gradient, variable, rate)
 
     def get_config(self) -> dict[str, Any]:
         return {**super().get_config(), "layer_rates": self.layer_rates}
 
 
-class _Adam(keras.optimizers.AdamW):
-    """Keras' AdamW, with one fused kernel per variable where the backend has one."""
-
-    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        index = private.index_of(self, variable)
-        is_fused = not self.amsgrad and backend.adam_step(
-            variable,
-            private.averages_of(self, index),
-            gradient,
-            rate=learning_rate,
-            betas=(self.beta_1, self.beta_2),
-            epsilon=self.epsilon,
-            # Keras counts from 0, bias correction from 1: the first average is (1 - beta) g.
-            step=self.iterations + 1,
-        )
-        if not is_fused:
-            super().update_step(gradient, variable, learning_rate)
-
-
 @keras.saving.register_keras_serializable(package="keras_vit")
-class AdamW(_LayerRates, _Adam):
+class AdamW(_LayerRates, keras.optimizers.AdamW):
     """`keras.optimizers.AdamW` with layer-wise learning rates, and a fused kernel on TensorFlow.
 
     Args:
@@ -86,58 +67,26 @@ class AdamW(_LayerRates, _Adam):
     ) -> None:
         super().__init__(learning_rate, layer_rates=layer_rates, **kwargs)
 
-
-class _Trace(keras.optimizers.Optimizer):
-    """Momentum as `optax.trace` defines it: m = g + momentum * m, w = w - rate * m."""
-
-    def __init__(
-        self, learning_rate: Any, *, momentum: float, accumulator_dtype: str, **kwargs: Any
-    ) -> None:
-        super().__init__(learning_rate=learning_rate, **kwargs)
-        self.momentum = momentum
-        self.accumulator_dtype = accumulator_dtype
-
-    def build(self, variables: Any) -> None:
-        if self.built:
-            return
-        super().build(variables)
-        # Of gradients alone: Keras' SGD keeps rate * gradient, which differs once the rate changes.
-        self._momenta = [
-            self.add_variable(
-                shape=variable.shape,
-                dtype=self.accumulator_dtype,
-                initializer="zeros",
-                layout=_layout_of(variable),
-                name="momentum",
-            )
-            for variable in variables
-        ]
-
-    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        accumulator = self._momenta[private.index_of(self, variable)]
-        if backend.momentum_step(
-            variable, accumulator, gradient, rate=learning_rate, momentum=self.momentum
-        ):
-            return
-        # optax rounds the product to the accumulator's dtype before the sum.
-        decayed = keras.ops.convert_to_tensor(accumulator) * self.momentum
-        trace = keras.ops.cast(gradient, "float32") + keras.ops.cast(decayed, "float32")
-        self.assign(accumulator, keras.ops.cast(trace, accumulator.dtype))
-        # The float32 sum makes the step, as in optax, not what a bfloat16 accumulator keeps.
-        step = keras.ops.cast(learning_rate, "float32") * trace
-        self.assign_sub(variable, keras.ops.cast(step, variable.dtype))
-
-    def get_config(self) -> dict[str, Any]:
-        return {
-            **super().get_config(),
-            "momentum": self.momentum,
-            "accumulator_dtype": self.accumulator_dtype,
-        }
+    def _step(self, gradient: Any, variable: Any, rate: Any) -> None:
+        is_fused = not self.amsgrad and backend.adam_step(
+            variable,
+            private.averages_of(self, private.index_of(self, variable)),
+            gradient,
+            rate=rate,
+            betas=(self.beta_1, self.beta_2),
+            epsilon=self.epsilon,
+            # Keras counts from 0, bias correction from 1: the first average is (1 - beta) g.
+            step=self.iterations + 1,
+        )
+        if not is_fused:
+            keras.optimizers.AdamW.update_step(self, gradient, variable, rate)
 
 
 @keras.saving.register_keras_serializable(package="keras_vit")
-class MomentumSGD(_LayerRates, _Trace):
+class MomentumSGD(_LayerRates, keras.optimizers.Optimizer):
     """Stochastic gradient descent with optax's momentum, the paper's optimizer for fine-tuning.
+
+    m = g + momentum * m, w = w - rate * m, as `optax.trace` defines it.
 
     Args:
         learning_rate: number or schedule.
@@ -159,13 +108,46 @@ class MomentumSGD(_LayerRates, _Trace):
         layer_rates: Mapping[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(
-            learning_rate,
-            momentum=momentum,
-            accumulator_dtype=accumulator_dtype,
-            layer_rates=layer_rates,
-            **kwargs,
-        )
+        super().__init__(learning_rate=learning_rate, layer_rates=layer_rates, **kwargs)
+        self.momentum = momentum
+        self.accumulator_dtype = accumulator_dtype
+
+    def build(self, variables: Any) -> None:
+        if self.built:
+            return
+        super().build(variables)
+        # Of gradients alone: Keras' SGD keeps rate * gradient, which differs once the rate changes.
+        self._momenta = [
+            self.add_variable(
+                shape=variable.shape,
+                dtype=self.accumulator_dtype,
+                initializer="zeros",
+                layout=_layout_of(variable),
+                name="momentum",
+            )
+            for variable in variables
+        ]
+
+    def _step(self, gradient: Any, variable: Any, rate: Any) -> None:
+        accumulator = self._momenta[private.index_of(self, variable)]
+        if backend.momentum_step(
+            variable, accumulator, gradient, rate=rate, momentum=self.momentum
+        ):
+            return
+        # optax rounds the product to the accumulator's dtype before the sum.
+        decayed = keras.ops.convert_to_tensor(accumulator) * self.momentum
+        trace = keras.ops.cast(gradient, "float32") + keras.ops.cast(decayed, "float32")
+        self.assign(accumulator, keras.ops.cast(trace, accumulator.dtype))
+        # The float32 sum makes the step, as in optax, not what a bfloat16 accumulator keeps.
+        step = keras.ops.cast(rate, "float32") * trace
+        self.assign_sub(variable, keras.ops.cast(step, variable.dtype))
+
+    def get_config(self) -> dict[str, Any]:
+        return {
+            **super().get_config(),
+            "momentum": self.momentum,
+            "accumulator_dtype": self.accumulator_dtype,
+        }
 
 
 @keras.saving.register_keras_serializable(package="keras_vit")

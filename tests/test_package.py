@@ -62,8 +62,8 @@ MODULES = [
 # A change may lower these, and raise none.
 CEILINGS = {
     "files": 104,
-    "lines": 31_625,
-    "lines of tests": 23_930,
+    "lines": 31_609,
+    "lines of tests": 23_916,
     "flags": 49,
     "public names": 145,
     "files of train": 54,

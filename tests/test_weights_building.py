@@ -21,38 +21,10 @@ from keras_vit.config import ProblemType
 from keras_vit.model import VisionTransformer
 from keras_vit.weights.torch_layouts import torch_rows
 
-# A family, a part of its settings, its new values (None: there is none), and what is said then.
-CHANGED: list[tuple[str, str, dict[str, Any], str]] = [
-    ("timm_vit", "", {"architecture": "vit_base_patch16_rpn_224"},
-     "timm's 'vit_base_patch16_rpn_224' are not known.*keras_vit.weights.load_weights"),
-    ("timm_vit", "", {"architecture": None}, "names no timm architecture"),
-    ("hf_vit_cls", "", {"model_type": None}, "names no model_type"),
-    ("hf_vit_cls", "", {"model_type": "yolos"}, "type 'yolos'"),
-    ("hf_vit_cls", "", {"hidden_act": "relu"}, "activation is 'relu'"),
-    ("hf_vit_model", "", {"pooler_act": "relu"}, "pooler_act"),
-    ("hf_vit_cls", "", {"problem_type": "ranking"}, "problem_type is 'ranking'; keras_vit has"),
-    ("timm_vit", "model_args", {"act_layer": "relu"}, "activation is 'relu'"),
-    ("timm_vit", "model_args", {"norm_layer": "rmsnorm"}, "norm_layer='rmsnorm'"),
-    ("timm_vit", "model_args", {"global_pool": "max"}, "'max'"),
-    ("timm_vit", "model_args", {"global_pool": "map"}, "no attention pooling"),
-    ("timm_vit", "model_args", {"num_heads": 3}, "says 3 heads, which do not divide the width"),
-    ("hf_vit_cls", "", {"num_attention_heads": None}, "say its num_heads"),
-    ("timm_vit", "", {"model_args": [1]}, "model_args"),
-    ("timm_vit", "pretrained_cfg", {"mean": [0.1, 0.2], "std": [0.5, 0.5]},
-     r"model\.safetensors: image_mean must be a tuple of 3"),
-    ("timm_vit", "pretrained_cfg", {"mean": "imagenet"}, "image_mean is 'imagenet'"),
-]  # fmt: skip
+# "refused": a family, a part of its settings, its new values (None: there is none), and what is
+# said then; "processors": settings, and the mean and deviation that they mean.
+SETTINGS = json.loads((published.GOLDEN / "settings.json").read_text())
 ENDINGS = [*zip(get_args(ProblemType), ("softmax", "sigmoid", "linear"), strict=True)]
-PROCESSORS: list[tuple[dict[str, Any], tuple[float, ...], tuple[float, ...]]] = [
-    ({"image_mean": [0.1, 0.2, 0.3], "image_std": [1, 2, 3]}, (0.1, 0.2, 0.3), (1.0, 2.0, 3.0)),
-    ({"do_normalize": False}, (0.0,), (1.0,)),
-    ({"rescale_factor": 1 / 127.5, "image_mean": 1.0, "image_std": 1.0}, (0.5,), (0.5,)),
-    (
-        {"do_rescale": False, "image_mean": [127.5] * 3, "image_std": [127.5] * 3},
-        (0.5,) * 3,
-        (0.5,) * 3,
-    ),
-]
 
 
 def copied(family: str, folder: Path) -> Path:
@@ -137,7 +109,7 @@ def test_a_builder_takes_a_folder_with_its_pixels(tmp_path: Path) -> None:
 
 def test_what_is_not_known_is_refused(tmp_path: Path) -> None:
     """Settings that mean another network, or none, are one sentence with the file's path."""
-    for number, (family, part, values, message) in enumerate(CHANGED):
+    for number, (family, part, values, message) in enumerate(SETTINGS["refused"]):
         folder = copied(family, tmp_path / str(number))
         edit(folder, values, part=part)
         with pytest.raises(ValueError, match=message) as caught:
@@ -174,7 +146,7 @@ def test_a_file_without_settings_is_not_guessed(tmp_path: Path) -> None:
 
 def test_pixels_of_an_image_processor(tmp_path: Path) -> None:
     """Factor, mean, deviation and the two switches of transformers, in units of 1."""
-    for number, (settings, mean, std) in enumerate(PROCESSORS):
+    for number, (settings, mean, std) in enumerate(SETTINGS["processors"]):
         folder = copied("hf_vit_cls", tmp_path / str(number))
         edit(folder, settings, name="preprocessor_config.json")
         config = keras_vit.load(folder).config

@@ -10,31 +10,15 @@ from test_variants import PARAMETERS
 from keras_vit import variants
 from keras_vit.weights.catalog import augreg_row, catalog, resolve
 
-# variant, weights, image_size -> the row's name.
-RESOLVED = json.loads((published.GOLDEN / "resolved.json").read_text())
+# "resolved": variant, weights, image_size, the row's name; "unknown": a name that is not there, of
+# a variant, and what the sentence says.
+NAMES = json.loads((published.GOLDEN / "resolved.json").read_text())
 
 # image_size -> size of the file, where 224 and 384 exist.
 SIZES = {None: 224, 32: 224, 224: 224, 303: 224, 304: 384, 384: 384, 1024: 384}
 
 PRETRAINED = "B_16-i21k-300ep-lr_0.001-aug_none-wd_0.1-do_0.0-sd_0.0"
 TUNED = f"{PRETRAINED}--imagenet2012-steps_20k-lr_0.01-res_224"
-# A name that is not there, of a variant, and what the sentence says.
-UNKNOWN = [
-    ("B/16", "imagenet", "'imagenet21k+imagenet2012' (224, 384 px)"),
-    ("B/16", "jft", "'augreg/<file name without .npz>'"),
-    ("H/14", "imagenet21k+imagenet2012", "'original/imagenet21k' (224 px)"),
-    ("L/32", "augreg/imagenet21k", "'sam' (224 px)"),
-    ("L/16", "imagenet2012", "'sam/imagenet2012' (224 px)"),
-    ("G/14", "imagenet21k", "none are published"),
-    ("L/16", "imagenet21k/ViT-B_16", "it belongs to B/16"),
-    ("L/16", f"augreg/{PRETRAINED}", "it belongs to B/16"),
-    # What other libraries say, or a slip of the pen, gets the name that was meant.
-    ("B/16", "imagenet", "Did you mean 'imagenet21k+imagenet2012'?"),
-    ("Ti/16", "ImageNet-1k", "Did you mean 'imagenet21k+imagenet2012'?"),
-    ("B/16", "in21k", "Did you mean 'imagenet21k'?"),
-    ("B/16", "imagenet2021", "Did you mean 'imagenet2012'?"),
-    ("B/16", "augreg/imagenet-21k", "Did you mean 'augreg/imagenet21k'?"),
-]
 
 # A part of a file's name, one that the sweep does not have there, and what the sentence says.
 MISNAMED = [
@@ -129,8 +113,10 @@ def test_short_names_mean_the_recommended_files() -> None:
 
     Only variants without AugReg files come with a blank ImageNet-21k classifier.
     """
-    found = [[v, w, size, resolve(v, w, image_size=size).name] for v, w, size, _ in RESOLVED]
-    assert found == RESOLVED
+    found = [
+        [v, w, size, resolve(v, w, image_size=size).name] for v, w, size, _ in NAMES["resolved"]
+    ]
+    assert found == NAMES["resolved"]
     tuned = {size: resolve("S/16", "imagenet21k+imagenet2012", image_size=size) for size in SIZES}
     assert {size: row.image_size for size, row in tuned.items()} == SIZES
     rows = {row.variant: row for row in catalog() if "imagenet21k" in row.words}
@@ -140,7 +126,7 @@ def test_short_names_mean_the_recommended_files() -> None:
 
 def test_unknown_names_are_refused() -> None:
     """In one line with all that the variant has, and a question where a name is near."""
-    for variant, weights, part in UNKNOWN:
+    for variant, weights, part in NAMES["unknown"]:
         with pytest.raises(ValueError, match="There are no weights") as caught:
             resolve(variant, weights)
         assert repr(weights) in str(caught.value)

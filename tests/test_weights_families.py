@@ -2,6 +2,11 @@
 
 import dataclasses
 import functools
+import json
+import re
+import shutil
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +14,7 @@ import keras
 import numpy as np
 import pytest
 from conftest import FLOAT32, answers, assert_same_arrays
-from published import MODERN, rewritten
+from published import GOLDEN, MODERN, rewritten
 
 import keras_vit
 from keras_vit.model import VisionTransformer
@@ -24,67 +29,12 @@ TOLERANCE = 2e-5  # of the largest value; float noise stays below 3e-6
 # transformers' CLIP gives its tokens before the last normalisation.
 NOT_NORMALISED = ("hf_clip", "hf_clip_proj")
 Arrays = dict[str, np.ndarray]
-WRONG: dict[str, tuple[str, dict[str, Any]]] = {
-    "pixels": ("timm_deit", {"image_mean": (0.5,) * 3, "image_std": (0.5,) * 3}),
-    "tanh": ("timm_siglip_tanh", {"activation": "gelu"}),
-    "quick_gelu": ("timm_clip_quickgelu", {"activation": "gelu"}),
-    "heads": ("timm_vit", {"num_heads": 4}),
-    "pooling heads": ("timm_pe_core", {"pooling_heads": None}),
-    "rotary period": ("hf_dinov3", {"rotary_period": 10.0}),
-    "rotary grid": ("timm_sbb_rope", {"rotary_grid": (14, 14)}),
-    "rotary offset": ("timm_pe_core", {"rotary_offset": 0.0}),
-}
-ONE = np.ones(16, np.float32)
-NORMS = {f"blocks.{block}.mlp.norm.weight": ONE for block in (0, 1)}
-TABLES = {
-    f"blocks.{block}.attn.relative_position_bias_table": np.ones((51, 2), np.float32)
-    for block in (0, 1)
-}
-GATE = ((0, "weight"), (0, "bias"), (1, "weight"), (1, "bias"))
-# A family, arrays that its file has besides or otherwise (None: it lacks them; text: a copy of that
-# one), other settings, and what the sentence says.
-REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
-    # EVA-02, and its CLIP
-    ("timm_sbb_rope", NORMS, {},
-     r"needs a normalisation inside attention or MLP \(as in EVA-02\) \(blocks\.0\.mlp\.norm"),
-    ("timm_pe_core", {"blocks.0.attn.norm.weight": ONE}, {}, "inside attention or MLP"),
-    # RADIO, AIMv2 and NaFlex, of timm and of transformers
-    ("timm_vit", {"model.patch_generator.embedder.weight": ONE}, {}, r"needs RADIO's patches"),
-    ("timm_vit", {"patch_embed.norm.weight": ONE}, {},
-     "needs AIMv2's normalisation by the root mean square"),
-    ("hf_clip", {"encoder.layers.0.rms_norm1.weight": ONE}, {}, "needs AIMv2's normalisation"),
-    ("timm_vit", {"embeds.proj.weight": ONE}, {}, "needs NaFlex's patches"),
-    ("hf_siglip", {"embeddings.patch_embedding.weight": np.ones((16, 768), np.float32)}, {},
-     r"patches are a linear layer of shape \(16, 768\).*NaFlex"),
-    # parts of attention
-    ("timm_vit", {"blocks.0.attn.q_norm.weight": ONE}, {}, "normalisation of queries and keys"),
-    ("timm_vit", {"blocks.0.attn.gate.weight": ONE}, {}, "gate of the attention's output"),
-    ("hf_dinov2", {"encoder.layer.0.attention.attention.query.weight": np.ones((16, 8), "f4")}, {},
-     r"arrays of one layer do not fit each other.*\(16, 8\), \(16, 16\)"),
-    ("timm_vit", {f"blocks.0.attn.{p}_proj.weight": np.ones((1, 16), "f4") for p in "qkv"}, {},
-     "whole and in parts"),
-    ("timm_dinov3_qkvb", {"blocks.1.attn.q_bias": None}, {},
-     r"missing: blocks\.1\.attn\.qkv\.bias"),
-    # a gate that the settings do not know, settings with a gate, and GEGLU
-    ("timm_dinov2_giant", {}, {"architecture": "vit_base_patch14_dinov2"},
-     "say activation='gelu', and its arrays have a gate"),
-    ("timm_dinov2", {}, {"architecture": "vit_giant_patch14_dinov2"},
-     "say activation='swiglu', and its arrays have no gate"),
-    ("hf_dinov3",
-     {f"layer.{i}.mlp.gate_proj.{leaf}": f"layer.{i}.mlp.up_proj.{leaf}" for i, leaf in GATE}, {},
-     "say activation='gelu', and its arrays have a gate"),
-    # positions
-    ("timm_deit3", {"pos_embed": None}, {}, r"lacks the positions"),
-    ("timm_beit", {"pos_embed": np.ones((1, 17, 16), np.float32)}, {},
-     "learned positions and a relative position bias together"),
-    ("timm_beit", TABLES, {}, r"51 positions, not a square grid|does not say the height"),
-    ("hf_dinov3", {}, {"rope_theta": 0}, r"rope_theta is 0; .*\(1, inf\)"),
-    # a classifier on tokens that are not normalised, attention pooling without the class token
-    ("hf_clip", {"classifier.weight": np.ones((7, 16), np.float32)}, {},
-     r"Arrays, by timm's names, unexpected: classifier\.weight"),
-    ("timm_pe_core", {}, {"architecture": "vit_base_patch16_siglip_224"},
-     "leaves the class token out"),
-]  # fmt: skip
+# "networks": a family, arrays that its file has besides or otherwise (their shape; None: it lacks
+# them; text: a copy of that one), other settings, and what the sentence says. "assumed": a family
+# whose file lies alone, what the model's config says, and what is assumed then. "wrong": a family,
+# and other values of what comes from beside its arrays. "wrapped": what a model went through, and
+# how that changes the names of its arrays, by regular expressions.
+SETTINGS = json.loads((GOLDEN / "settings.json").read_text())
 
 
 def reference(family: str) -> Arrays:
@@ -127,11 +77,12 @@ def test_a_folder_gives_its_librarys_numbers(family: str) -> None:
     assert model.count_params() == keras_vit.parameter_count(model.config)
 
 
-@pytest.mark.parametrize(("family", "fields"), WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize(("family", "fields"), SETTINGS["wrong"])
 def test_the_comparison_can_fail(family: str, fields: dict[str, Any]) -> None:
     """Each of what comes from beside the arrays moves the numbers by more than the tolerance."""
     right = loaded(MODERN / family)
-    wrong = VisionTransformer(dataclasses.replace(right.config, **fields))
+    config = right.config.to_dict() | fields
+    wrong = VisionTransformer(keras_vit.ViTConfig.from_dict(config))
     wrong.set_weights(right.get_weights())
     found = answers(wrong, reference(family)["images"])
     assert difference(found, expected_answer(family)) > 5 * TOLERANCE
@@ -270,14 +221,16 @@ def test_other_files_of_a_network_give_the_same_numbers(family: str, tmp_path: P
 
 def test_another_network_is_refused_in_a_sentence(tmp_path: Path) -> None:
     """By load, by a builder and into a model: the file, what it needs, an array that shows it."""
-    for number, (family, others, more, message) in enumerate(REFUSED):
+    for number, (family, others, more, message) in enumerate(SETTINGS["networks"]):
 
         def change(arrays: Arrays, settings: Any, *, new: Any = others, fields: Any = more) -> None:
             settings.update(fields)
             for name, value in new.items():
-                arrays[name] = arrays[value] if isinstance(value, str) else value
                 if value is None:
                     del arrays[name]
+                else:
+                    is_copy = isinstance(value, str)
+                    arrays[name] = arrays[value] if is_copy else np.ones(value, np.float32)
 
         config = keras_vit.load(MODERN / family).config
         folder = rewritten(family, tmp_path / str(number), change)
@@ -303,6 +256,79 @@ def test_nobody_knows_the_rotation_of_an_unknown_name(tmp_path: Path) -> None:
         load_weights(VisionTransformer(config), folder / "model.safetensors")
     with pytest.raises(ValueError, match="'vit_of_tomorrow' are not known to this version"):
         keras_vit.load(folder)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_wrapped_arrays_are_those_inside(family: str, tmp_path: Path) -> None:
+    """What stands before all names, and wrappers of parts, change nothing; a counter neither."""
+    plain = open_checkpoint(MODERN / family / "model.safetensors")
+    for wrapper, pairs in SETTINGS["wrapped"]:
+
+        def change(arrays: Arrays, settings: Any, *, pairs: Any = pairs) -> None:
+            for old in list(arrays):
+                name = old
+                for pattern, replacement in pairs:
+                    name = re.sub(pattern, replacement, name)
+                arrays[name] = arrays.pop(old)
+            arrays["n_averaged"] = np.array(7)
+
+        folder = rewritten(family, tmp_path / wrapper, change)
+        checkpoint = open_checkpoint(folder / "model.safetensors")
+        assert (checkpoint.fields, checkpoint.grid) == (plain.fields, plain.grid)
+        assert sorted(checkpoint.arrays) == sorted(plain.arrays)
+        for name, array in checkpoint.arrays.items():
+            np.testing.assert_array_equal(array.read(), plain.arrays[name].read())
+
+
+@pytest.mark.parametrize("family", ["hf_vit_cls", "hf_clip", "timm_vit"])
+@pytest.mark.parametrize(
+    "starts", [("", "ema."), ("model.", "model_ema.module."), ("a.", "b.", "c.")]
+)
+def test_several_copies_are_refused_by_name(
+    family: str, starts: Sequence[str], tmp_path: Path
+) -> None:
+    """The average beside the weights, student and teacher: each is named."""
+
+    def copy(arrays: Arrays, settings: Any) -> None:
+        for name in list(arrays):
+            array = arrays.pop(name)
+            arrays.update({f"{start}{name}": array + i for i, start in enumerate(starts)})
+
+    count = "two" if len(starts) == 2 else "3"
+    with pytest.raises(ValueError, match=f"holds {count} networks, one .* and one below") as caught:
+        keras_vit.load(rewritten(family, tmp_path / "all", copy))
+    below = "vit." if family == "hf_vit_cls" else ""
+    for start in starts:
+        place = f"below '{start}{below}'" if start + below else "at its top"
+        assert place in str(caught.value)
+
+
+def test_a_grid_that_nobody_says_is_square(tmp_path: Path) -> None:
+    """Of a config.json without image_size; the side of a patch may be a pair."""
+    said = {"image_size": None, "patch_size": [16, 16]}
+    model = keras_vit.load(rewritten("hf_vit_cls", tmp_path, lambda a, c: c.update(said)))
+    assert model.config == keras_vit.load(MODERN / "hf_vit_cls").config
+
+
+def test_a_lone_file_fills_a_model_aloud(tmp_path: Path) -> None:
+    """What neither file nor config says is told once; what either says is not assumed."""
+    said: dict[str, Any] = {"activation": "gelu_tanh", "layer_norm_epsilon": 1e-6}
+    said |= {"include_preprocessing": True, "image_mean": (0.5,) * 3, "image_std": (0.5, 0.5, 0.5)}
+    cases = [*SETTINGS["assumed"], ("timm_vit", said, [])]
+    for number, (family, fields, assumed) in enumerate(cases):
+        folder = Path(shutil.copytree(MODERN / family, tmp_path / str(number)))
+        for name in ("config.json", "preprocessor_config.json"):
+            (folder / name).unlink(missing_ok=True)
+        sizes: dict[str, Any] = {"input_shape": (64, 64, 3), "hidden_dim": 16, "classes": 7}
+        sizes |= {"mlp_dim": 64 if family == "timm_vit" else 48, "num_heads": 2, "num_layers": 2}
+        config = keras_vit.ViTConfig.from_dict({**sizes, **fields}).resized((48, 64, 3))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            load_weights(VisionTransformer(config), folder / "model.safetensors")
+        start = f"{folder / 'model.safetensors'} does not say what it was trained with; assumed "
+        texts = [f"{start}{', '.join(assumed)}. Where that is wrong"] * bool(assumed)
+        assert [str(each.message).split(", so is")[0] for each in caught] == texts
+        assert {each.filename for each in caught} <= {__file__}
 
 
 def test_a_towers_projection_is_no_classifier(tmp_path: Path) -> None:

@@ -19,8 +19,9 @@ from keras_vit.weights.checkpoint import open_checkpoint
 
 # The tiny models behind tests/golden/tiny_*.safetensors.
 TORCH = dataclasses.replace(
-    TINY, hidden_dim=32, mlp_dim=64, num_heads=2, num_layers=2, classes=5, activation="gelu"
-)
+    TINY, hidden_dim=32, mlp_dim=64, num_heads=2, num_layers=2, classes=5, activation="gelu",
+    layer_norm_epsilon=1e-6,
+)  # fmt: skip
 
 SUFFIXES = (".weights.h5", ".keras", ".npz")
 SQUARE = dataclasses.replace(TINY, input_shape=(48, 48, 3))  # no .npz says another grid

@@ -28,16 +28,8 @@ else:
 environment.prefer_cublas()
 
 # What takes the place of `plain`'s.
-__all__ = [
-    "ExactTrainer",
-    "flatten_batch",
-    "is_concrete",
-    "layer_norm",
-    "remat",
-    "scan_layers",
-    "self_attention",
-    "values_of",
-]
+__all__ = ["ExactTrainer", "flatten_batch", "is_concrete", "layer_norm", "remat", "scan_layers",
+           "self_attention", "values_of"]  # fmt: skip
 
 _HALF = ("float16", "bfloat16")
 # cuDNN's flash attention takes heads of a width that is a multiple of 8, up to 128.

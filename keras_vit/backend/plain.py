@@ -22,30 +22,11 @@ else:
     _Model = object
 
 # What every backend has, and `keras_vit.backend` gives.
-__all__ = [
-    "ACTIVATIONS",
-    "ALIGNMENT",
-    "ExactTrainer",
-    "adam_step",
-    "dense",
-    "empty",
-    "flatten_batch",
-    "from_numpy_without_copy",
-    "fuses_scale",
-    "is_concrete",
-    "is_in_scope",
-    "layer_norm",
-    "momentum_step",
-    "remat",
-    "replica_id",
-    "scan_layers",
-    "scope_of",
-    "self_attention",
-    "softmax",
-    "space_to_depth",
-    "values_of",
-    "warn_of_keras_step",
-]
+__all__ = ["ACTIVATIONS", "ALIGNMENT", "ExactTrainer", "adam_step", "dense", "empty",
+           "flatten_batch", "from_numpy_without_copy", "fuses_scale", "is_concrete",
+           "is_in_scope", "layer_norm", "momentum_step", "remat", "replica_id", "scan_layers",
+           "scope_of", "self_attention", "softmax", "space_to_depth", "values_of",
+           "warn_of_keras_step"]  # fmt: skip
 
 ALIGNMENT = 1  # bytes
 SAM_EPSILON = 1e-12  # keeps the division of sharpness-aware minimisation finite
@@ -258,7 +239,7 @@ class StepOptions(_Model):
             self.optimizer.build(self.trainable_variables)
 
 
-class ExactTrainer(_Model):
+class ExactTrainer(StepOptions):
     """Keeps Keras' own training step, which is exact where arrays are global, as on JAX."""
 
     def compile(
@@ -298,9 +279,7 @@ class ExactTrainer(_Model):
         super().compile(optimizer, *args, **kwargs)
 
     def compile_from_config(self, config: dict[str, Any]) -> None:
-        arguments = keras.saving.deserialize_keras_object(config)
-        unsupported = _unsupported(arguments)
-        if unsupported:
+        if unsupported := _unsupported(keras.saving.deserialize_keras_object(config)):
             warnings.warn(
                 f"The model {self.name!r} was trained with {', '.join(unsupported)}, which works "
                 "on TensorFlow and JAX; it is loaded without optimizer. Compile it to train it "
@@ -308,9 +287,7 @@ class ExactTrainer(_Model):
                 stacklevel=2,
             )
             return
-        self.compile(**arguments)
-        if self.optimizer is not None and self.built:
-            self.optimizer.build(self.trainable_variables)
+        super().compile_from_config(config)
 
 
 def _unsupported(options: dict[str, Any]) -> list[str]:

@@ -21,21 +21,9 @@ import tensorflow as tf
 from keras_vit.backend import plain, private
 
 # What takes the place of `plain`'s.
-__all__ = [
-    "ACTIVATIONS",
-    "ALIGNMENT",
-    "dense",
-    "empty",
-    "from_numpy_without_copy",
-    "fuses_scale",
-    "is_concrete",
-    "layer_norm",
-    "replica_id",
-    "self_attention",
-    "softmax",
-    "space_to_depth",
-    "values_of",
-]
+__all__ = ["ACTIVATIONS", "ALIGNMENT", "dense", "empty", "from_numpy_without_copy",
+           "fuses_scale", "is_concrete", "layer_norm", "replica_id", "self_attention",
+           "softmax", "space_to_depth", "values_of"]  # fmt: skip
 
 Form = Callable[[Any, Any, Any], Any]
 

@@ -42,12 +42,7 @@ from keras_vit.backend.tensorflow_steps import (
     without_sum,
 )
 
-__all__ = [
-    "ExactTrainer",
-    "is_in_scope",
-    "scope_of",
-    "warn_of_keras_step",
-]
+__all__ = ["ExactTrainer", "is_in_scope", "scope_of", "warn_of_keras_step"]
 
 _STEP_ERRORS = (tf.errors.InvalidArgumentError, tf.errors.InternalError, tf.errors.CancelledError)
 _BATCH_SIZE = 32  # Keras' default

@@ -20,20 +20,8 @@ from keras_vit.figures import (
     plot_position_similarity,
 )
 
-__all__ = [
-    "Filters",
-    "attention_rollout",
-    "attention_weights",
-    "class_relevance",
-    "embedding_filters",
-    "mean_attention_distance",
-    "plot_attention_distance",
-    "plot_filters",
-    "plot_heads",
-    "plot_heatmap",
-    "plot_position_similarity",
-    "pooling_attention",
-    "position_similarity",
-    "token_similarity",
-    "write_explanation",
-]
+__all__ = ["Filters", "attention_rollout", "attention_weights", "class_relevance",
+           "embedding_filters", "mean_attention_distance", "plot_attention_distance",
+           "plot_filters", "plot_heads", "plot_heatmap", "plot_position_similarity",
+           "pooling_attention", "position_similarity", "token_similarity",
+           "write_explanation"]  # fmt: skip

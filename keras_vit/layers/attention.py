@@ -190,9 +190,6 @@ class MultiHeadSelfAttention(CompositeLayer, RandomLayer):
             self.out, x, self.dropout_rate, seed=seeds[1], residual=residual, scale=scale
         )
 
-    def compute_output_shape(self, input_shape: tuple[Any, ...]) -> tuple[Any, ...]:
-        return input_shape
-
     def _apply_rotary(self, qkv: Any, cos_sin: Any) -> Any:
         """Normalises and rotates the queries and keys in (B, N, 3D); the values stay."""
         if cos_sin is None and not self.query_key_norm:

@@ -271,9 +271,6 @@ class TransformerBlock(CompositeLayer):
         branch = part(norm(tokens), seed=seeds[0], **turned)
         return tokens + drop_samples(branch, rate, seed=seeds[1])
 
-    def compute_output_shape(self, input_shape: tuple[Any, ...]) -> tuple[Any, ...]:
-        return input_shape
-
 
 def run_blocks(
     blocks: Sequence[TransformerBlock],

@@ -50,6 +50,9 @@ class CompositeLayer(keras.layers.Layer):
         """Makes new layers what the config says; a subclass builds, then calls this."""
         restore_state(self, self._inside, f"{self.path}/")
 
+    def compute_output_shape(self, input_shape: tuple[Any, ...]) -> tuple[Any, ...]:
+        return input_shape
+
 
 def inner_state(layer: keras.layers.Layer, scope: str) -> dict[str, Any]:
     """Returns what has become of the layers inside, for a config; nothing of fresh ones.
@@ -397,9 +400,6 @@ class MLP(CompositeLayer, RandomLayer):
             x = keras.ops.silu(gate) * value  # (B, N, M)
         x = dropout(x, self.dropout_rate, seed=hidden)
         return add_dropped(self.fc2, x, self.dropout_rate, seed=out, residual=residual, scale=scale)
-
-    def compute_output_shape(self, input_shape: tuple[Any, ...]) -> tuple[Any, ...]:
-        return input_shape
 
 
 def add_dropped(

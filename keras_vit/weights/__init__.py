@@ -10,16 +10,8 @@ if TYPE_CHECKING:
     from keras_vit.weights.loading import load_weights, resize, save_npz
     from keras_vit.weights.positions import resample_positions
 
-__all__ = [
-    "catalog",
-    "labels",
-    "load_weights",
-    "repositories",
-    "resample_positions",
-    "resize",
-    "resolve",
-    "save_npz",
-]
+__all__ = ["catalog", "labels", "load_weights", "repositories", "resample_positions",
+           "resize", "resolve", "save_npz"]  # fmt: skip
 
 # The catalogues answer without Keras; these come when they are asked for.
 _LATER = {

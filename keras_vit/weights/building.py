@@ -294,14 +294,7 @@ def _refusal(checkpoint: Checkpoint, why: str) -> str:
 def _warn(checkpoint: Checkpoint, model: VisionTransformer, *, is_head_kept: bool) -> None:
     """Tells the caller of `load` or of a builder what a number hangs on that no file says."""
     level = 4  # this function, build, load or the builder, the caller
-    assumed = [name for name in ASSUMED if name not in checkpoint.fields]
-    if assumed:
-        values = ", ".join(f"{name}={getattr(model.config, name)!r}" for name in assumed)
-        warnings.warn(
-            f"{checkpoint.path} does not say what it was trained with; assumed {values}. Where "
-            f"that is wrong, so is every number: {checkpoint.settings.hint}.",
-            stacklevel=level,
-        )
+    loading.warn_assumed(checkpoint, model.config, ASSUMED, stacklevel=level + 1)
     if checkpoint.settings.warning:
         warnings.warn(f"{checkpoint.path}: {checkpoint.settings.warning}", stacklevel=level)
     has_kernel = is_head_kept and model.config.classes

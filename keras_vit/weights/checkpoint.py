@@ -51,7 +51,6 @@ from keras_vit.weights.torch_layouts import (
 )
 from keras_vit.weights.torch_names import renamed_arrays
 from keras_vit.weights.torch_settings import (
-    CONFIG,
     Settings,
     hugging_face_settings,
     timm_settings,
@@ -155,22 +154,15 @@ def _open_safetensors(path: Path) -> Checkpoint:
     settings = reads(path.parent)
     arrays = as_projection(arrays) if settings.projects else arrays
     arrays, grid = on_one_grid(arrays, settings.sizes)
-    fields = torch_fields(arrays)
-    heads = settings.fields.get("num_heads", 1)
-    if fields["hidden_dim"] % heads:
-        raise FileError(
-            f"{path.parent / CONFIG} says {heads} heads, which do not divide the width of "
-            f"{path.name}, {fields['hidden_dim']}; one of the two is of another model.",
-            path.parent / CONFIG,
-        )
+    fields, channels = torch_fields(arrays), torch_channels(arrays)
     return Checkpoint(
         path=path,
         arrays=arrays,
-        fields=with_settings(fields, settings),
+        fields=with_settings(fields, settings, channels=channels, grid=grid),
         rows=functools.partial(torch_rows, rotary_layout=settings.rotary_layout),
         check=functools.partial(check_torch, rotary_layout=settings.rotary_layout),
         grid=grid,
-        channels=torch_channels(arrays),
+        channels=channels,
         settings=settings,
     )
 

@@ -182,6 +182,19 @@ def renamed(pairs: Iterable[tuple[str, StoredArray]]) -> dict[str, StoredArray]:
     return arrays
 
 
+def check_one_network(prefixes: Collection[str]) -> None:
+    """Raises a ValueError if a file has several networks, by what is before each one's names."""
+    if len(prefixes) > 1:
+        count = "two" if len(prefixes) == 2 else len(prefixes)
+        places = [
+            f"below {shown(prefix)}" if prefix else "at its top" for prefix in sorted(prefixes)
+        ]
+        raise ValueError(
+            f"The file holds {count} networks, one {' and one '.join(places[:4])}; save the one "
+            "that is meant alone."
+        )
+
+
 def published_fields(arrays: Arrays) -> dict[str, Any]:
     """Returns the ViTConfig fields that the arrays of a published layout decide.
 
@@ -370,12 +383,8 @@ def _without_prefix(arrays: Arrays) -> dict[str, StoredArray]:
     # An optimizer keeps averages of every array, under the arrays' own names.
     prefix = min(towers, key=lambda tower: (tower.startswith("opt"), len(tower)))
     others = [tower for tower in towers if not tower.startswith(("opt", prefix))]
-    beside = [name for name in arrays if f"{prefix}{name}" in arrays and prefix]
-    if others or beside:
-        raise ValueError(
-            f"The file holds two networks, one below {shown(prefix)} and one below "
-            f"{shown(others[0] if others else '')}; save the one that is meant alone."
-        )
+    beside = [""] if prefix and any(f"{prefix}{name}" in arrays for name in arrays) else []
+    check_one_network([prefix, *others, *beside])
     return {name[len(prefix) :]: array for name, array in arrays.items() if name.startswith(prefix)}
 
 

@@ -5,8 +5,9 @@ import contextlib
 import dataclasses
 import logging
 import math
+import warnings
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -93,6 +94,11 @@ def load_weights(
         positions: how positions are resampled if the grids differ, see `resample_positions`.
         sha256: that of the file, in hexadecimal; compared before anything is read from it.
 
+    Warns:
+        UserWarning: a file of transformers or timm does not say its activation or epsilon, or the
+            pixels' mean and deviation of a model that takes pixels, and neither did who made the
+            model's config: its defaults are assumed.
+
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: the file is damaged, has another SHA-256, or does not fit the model; all
@@ -111,6 +117,8 @@ def load_weights(
     rows = match(checkpoint, model.config)
     check_numbers(checkpoint, model.config)
     _check_variables(model, rows)
+    if checkpoint.settings.assumed:  # another library's file, whose defaults are not ours
+        warn_assumed(checkpoint, model.config, _left_open(model.config), stacklevel=3)
     with reading(checkpoint, model.config, rows=rows, positions=positions) as values:
         for value in values.values():
             value.result()
@@ -280,6 +288,31 @@ def check_numbers(checkpoint: Checkpoint, config: ViTConfig) -> None:
             "same weights would compute something else. Build it by keras_vit.load, or from "
             f"dataclasses.replace(config, {theirs})."
         )
+
+
+def warn_assumed(
+    checkpoint: Checkpoint, config: ViTConfig, names: Iterable[str], *, stacklevel: int
+) -> None:
+    """Tells which of these fields of a model the file does not say, if any."""
+    values = [
+        f"{name}={getattr(config, name)!r}" for name in names if name not in checkpoint.fields
+    ]
+    if values:
+        warnings.warn(
+            f"{checkpoint.path} does not say what it was trained with; assumed "
+            f"{', '.join(values)}. Where that is wrong, so is every number: "
+            f"{checkpoint.settings.hint}.",
+            stacklevel=stacklevel,
+        )
+
+
+def _left_open(config: ViTConfig) -> list[str]:
+    """Returns what a model's numbers depend on, no array shows, and no caller gave."""
+    rest = () if config.include_preprocessing else ("image_mean", "image_std")
+    # A caller's value may equal the default, but only what was left open is the same object, which
+    # dataclasses.replace keeps.
+    left = (name for name in ASSUMED if getattr(config, name) is getattr(ViTConfig, name))
+    return [name for name in left if name not in rest]
 
 
 def _check_positions(checkpoint: Checkpoint, rows: list[Row], config: ViTConfig) -> None:

@@ -11,6 +11,7 @@ out is zeros.
 """
 
 import dataclasses
+import itertools
 import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,7 +22,7 @@ import numpy as np
 from keras_vit.config import Pooling
 from keras_vit.limits import shown
 from keras_vit.weights.arrays import FLOATS, StoredArray
-from keras_vit.weights.layouts import Arrays, listed, renamed
+from keras_vit.weights.layouts import Arrays, check_one_network, listed, renamed
 
 # Which channels of a head rotary positions turn together: i and i + K/2 ("halves", ours), or 2 i
 # and 2 i + 1. The first half of the pairs turns by the row (ours), or by the column.
@@ -225,9 +226,18 @@ class TorchNames:
 
 _BLOCK = r"^(blocks\.\d+)\."
 _TABLE = "relative_position_bias_table"
+# The parts of a block in DINOv3's files, and in the modules of transformers 5.
+_MODULES = (
+    (_BLOCK + r"attention\.(q|k|v)_proj\.", r"\1.attn.\2."),
+    (_BLOCK + r"attention\.o_proj\.", r"\1.attn.proj."),
+    (_BLOCK + r"mlp\.gate_proj\.", r"\1.mlp.gate."),
+    (_BLOCK + r"mlp\.up_proj\.", r"\1.mlp.fc1."),
+    (_BLOCK + r"mlp\.down_proj\.", r"\1.mlp.fc2."),
+)
 
-# transformers' ViT, MSN, I-JEPA, MAE, DeiT, BEiT and data2vec; DINOv2 names the parts of a block as
-# timm does, so that the rules of the others do not touch them.
+# transformers' ViT, MSN, I-JEPA, MAE, DeiT, BEiT and data2vec, in files and as version 5 calls its
+# modules; DINOv2 names the parts of a block as timm does, so that the rules of the others do not
+# touch them.
 _HUGGING_FACE_VIT = TorchNames(
     library="transformers",
     anchor="embeddings.patch_embeddings.projection.weight",
@@ -237,13 +247,14 @@ _HUGGING_FACE_VIT = TorchNames(
         (r"^embeddings\.distillation_token$", "dist_token"),
         (r"^embeddings\.register_tokens$", "reg_token"),
         (r"^embeddings\.position_embeddings$", "pos_embed"),
-        (rf"^encoder\.relative_position_bias\.{_TABLE}$", f"rel_pos_bias.{_TABLE}"),
-        (r"^encoder\.layer\.", "blocks."),
+        (rf"^(encoder\.relative|shared)_position_bias\.{_TABLE}$", f"rel_pos_bias.{_TABLE}"),
+        (r"^(encoder\.layer|layers)\.", "blocks."),
         (_BLOCK + r"layernorm_before\.", r"\1.norm1."),
         (_BLOCK + r"layernorm_after\.", r"\1.norm2."),
         (_BLOCK + r"attention\.attention\.(q|k|v)(uery|ey|alue)\.", r"\1.attn.\2."),
-        (_BLOCK + r"attention\.attention\.relative_position_bias\.", r"\1.attn."),
+        (_BLOCK + r"(attention\.attention\.)?relative_position_bias\.", r"\1.attn."),
         (_BLOCK + r"attention\.output\.dense\.", r"\1.attn.proj."),
+        *_MODULES,
         (_BLOCK + r"layer_scale(\d)\.lambda1$", r"\1.ls\2.gamma"),
         (_BLOCK + r"lambda_(\d)$", r"\1.ls\2.gamma"),
         (_BLOCK + r"(intermediate\.dense|mlp\.weights_in)\.", r"\1.mlp.fc1."),
@@ -264,13 +275,9 @@ _HUGGING_FACE_DINOV3 = TorchNames(
         (r"^embeddings\.patch_embeddings\.", "patch_embed.proj."),
         (r"^embeddings\.cls_token$", "cls_token"),
         (r"^embeddings\.register_tokens$", "reg_token"),
-        (r"^layer\.", "blocks."),
-        (_BLOCK + r"attention\.(q|k|v)_proj\.", r"\1.attn.\2."),
-        (_BLOCK + r"attention\.o_proj\.", r"\1.attn.proj."),
+        (r"^(model\.)?layer\.", "blocks."),
+        *_MODULES,
         (_BLOCK + r"layer_scale(\d)\.lambda1$", r"\1.ls\2.gamma"),
-        (_BLOCK + r"mlp\.gate_proj\.", r"\1.mlp.gate."),
-        (_BLOCK + r"mlp\.up_proj\.", r"\1.mlp.fc1."),
-        (_BLOCK + r"mlp\.down_proj\.", r"\1.mlp.fc2."),
     ),
     ignored=r"embeddings\.mask_token$",
 )
@@ -314,6 +321,10 @@ _TIMM = TorchNames(
 )
 FAMILIES = (_HUGGING_FACE_VIT, _HUGGING_FACE_DINOV3, _HUGGING_FACE_CLIP, _TIMM)
 
+# What torch.compile, FSDP and activation checkpointing put into names around parts of a model (what
+# is around all of it is a prefix), and what AveragedModel counts (torch/optim/swa_utils.py).
+_WRAPPERS = re.compile(r"(?<=\.)(_orig_mod|_(fsdp|checkpoint)_wrapped_module)\.")
+_COUNTER = re.compile(r"(.*\.)?n_averaged")
 
 # What an array's name stands for: the first matching name is the example.
 _FEATURES = (
@@ -356,27 +367,31 @@ def renamed_arrays(arrays: Arrays) -> tuple[TorchNames, dict[str, StoredArray]]:
     """Returns whose names the arrays have, and those of encoder and head under the one set.
 
     Raises:
-        ValueError: the arrays are no library's, two mean the same, or parts do not fit each other.
+        ValueError: the arrays are no library's, of several networks, two mean the same, or parts do
+            not fit each other.
     """
+    pairs = ((_WRAPPERS.sub("", name), array) for name, array in arrays.items())
+    arrays = renamed(pair for pair in pairs if not _COUNTER.fullmatch(pair[0]))
     check_features(arrays)
-    for family in FAMILIES:
-        anchor = re.compile(rf"(.*\.)?{re.escape(family.anchor)}")
-        prefix = next((match[1] or "" for match in map(anchor.fullmatch, arrays) if match), None)
-        if prefix is not None:
-            kernel = arrays[f"{prefix}{family.anchor}"].shape
-            if len(kernel) == 2:
-                raise ValueError(
-                    f"The file's patches are a linear layer of shape {shown(kernel)}, for images "
-                    "of any size and grid (as in NaFlex), which keras_vit does not read yet."
-                )
-            names = {name: name.removeprefix(prefix) for name in arrays}
-            used = [name for name in names if not re.match(family.ignored, names[name])]
-            pairs = ((_renamed(names[name], family), arrays[name]) for name in used)
-            return family, _completed(renamed(pairs))
-    raise ValueError(
-        "The file does not hold a Vision Transformer of Hugging Face transformers or timm: its "
-        f"arrays are {listed(arrays)}."
-    )
+    networks = {prefix: family for family in FAMILIES for prefix in _prefixes(arrays, family)}
+    check_one_network(networks)
+    if not networks:
+        raise ValueError(
+            "The file does not hold a Vision Transformer of Hugging Face transformers or timm: its "
+            f"arrays are {listed(arrays) or 'none'}."
+        )
+    [(prefix, family)] = networks.items()
+    kernel = arrays[f"{prefix}{family.anchor}"].shape
+    if len(kernel) == 2:
+        raise ValueError(
+            f"The file's patches are a linear layer of shape {shown(kernel)}, for images of any "
+            "size and grid (as in NaFlex), which keras_vit does not read yet."
+        )
+    # A classifier stands beside the encoder, below a part of the prefix alone.
+    names = {name: _below(name, prefix) for name in arrays}
+    used = [name for name in names if not re.match(family.ignored, names[name])]
+    pairs = ((_renamed(names[name], family), arrays[name]) for name in used)
+    return family, _completed(renamed(pairs))
 
 
 def zeros(shape: tuple[int, ...]) -> StoredArray:
@@ -406,6 +421,20 @@ def concatenate(parts: Iterable[StoredArray], *, axis: int = 0) -> StoredArray:
         return np.concatenate([part.read().astype(np.float32, copy=False) for part in parts], axis)
 
     return StoredArray(shape, others[0] if others else np.dtype(np.float32), read)
+
+
+def _prefixes(names: Iterable[str], family: TorchNames) -> Iterator[str]:
+    for name in names:
+        prefix = name.removesuffix(family.anchor)
+        if prefix != name and (not prefix or prefix.endswith(".")):
+            yield prefix
+
+
+def _below(name: str, prefix: str) -> str:
+    """Takes off the parts of a name that it shares with a prefix."""
+    parts = name.split(".")
+    shared = itertools.accumulate(map(operator.eq, parts, prefix.split(".")), operator.and_)
+    return ".".join(parts[sum(shared) :])
 
 
 def _renamed(name: str, family: TorchNames) -> str:

@@ -36,6 +36,13 @@ _PROBLEM_TYPES = {name: name for name in get_args(ProblemType)}
 _FILTERS = {"1": "lanczos", "2": "bilinear", "3": "bicubic"}
 # Its processors to which one number is the short side, not both.
 _SHORT_SIDE = r"(CLIP|Bit)(FeatureExtractor|ImageProcessor)"
+# The words of transformers, then of timm, for sizes that arrays show.
+_WORDS = {
+    **{"hidden_size": "hidden_dim", "intermediate_size": "mlp_dim", "patch_size": "patch_size"},
+    **{"num_hidden_layers": "num_layers", "num_channels": "channels"},
+    **{"embed_dim": "hidden_dim", "depth": "num_layers", "in_chans": "channels"},
+}
+_IMAGES = "It takes images of"  # what a message says of a size
 # timm's, where its file says nothing (timm/data/config.py, constants.py).
 _TIMM_RESIZING = {"interpolation": "bicubic", "crop_pct": 0.875, "crop_mode": "center"}
 _FIELDS = {field.name: field for field in dataclasses.fields(ViTConfig)}
@@ -50,6 +57,8 @@ class Settings:
         fields: ViTConfig fields in the files, among them "pooling" if it is there.
         assumed: the library's defaults of the fields that may be missing.
         sizes: (height, width) of images that they mention, the most likely first.
+        is_of_size: whether the positions must be those of the first of them.
+        stated: their words for what arrays show, the value, and the ViTConfig field or "channels".
         unsupported_reason: why the files do not say what the network computes, None where they do.
         hint: how the files would say what is assumed.
         rotary_layout: which channels rotary positions turn together, None if unknown.
@@ -63,6 +72,8 @@ class Settings:
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     assumed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     sizes: tuple[tuple[int, int], ...] = ()
+    is_of_size: bool = False
+    stated: tuple[tuple[str, Any, str], ...] = ()
     unsupported_reason: str | None = None
     hint: str = f"put the model's {CONFIG} beside it"
     rotary_layout: RotaryLayout | None = None
@@ -104,12 +115,30 @@ def hugging_face_settings(folder: Path) -> Settings:
         return known if settings is None else _hugging_face_settings(settings, known)
 
 
-def with_settings(fields: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
+def with_settings(
+    fields: Mapping[str, Any], settings: Settings, *, channels: int, grid: tuple[int, int] | None
+) -> dict[str, Any]:
     """Returns the fields of arrays and settings together, having held the ones against the others.
 
     Raises:
         ValueError: they contradict each other, or need a network that is not there.
     """
+    says, other = f"Its {CONFIG} says", "one of the two is of another model."
+    for name, value, field in settings.stated:
+        shows = {**fields, "channels": channels}[field]
+        if value not in (shows, [shows, shows]) or isinstance(value, bool):
+            raise ValueError(f"{says} {name}={shown(value)}, and its arrays {shows}; {other}")
+    heads = settings.fields.get("num_heads", 1)
+    if fields["hidden_dim"] % heads:
+        raise ValueError(
+            f"{says} {heads} heads, which do not divide the width, {fields['hidden_dim']}; {other}"
+        )
+    grids = [tuple(side // fields["patch_size"] for side in size) for size in settings.sizes]
+    if settings.is_of_size and grid not in grids:
+        raise ValueError(
+            f"{says} a grid of {grids[0]} patches, and its positions are for "
+            f"{grid or 'no such one'}; {other}"
+        )
     said = dict(settings.fields)
     said["pooling"] = _checked_pooling(fields, said.get("pooling", fields["pooling"]), settings)
     if said.get("pooling_heads") is not None and said["pooling"] != "map":
@@ -157,7 +186,7 @@ def _timm_settings(settings: Mapping[str, Any], known: Settings) -> Settings:
     fields |= _pixels(pretrained.get("mean"), pretrained.get("std"))
     fields |= _timm_resizing(pretrained)
     shape = pretrained.get("input_size")  # channels first
-    sizes = [arguments.get("img_size"), shape[-2:] if isinstance(shape, list) else None]
+    sizes = [arguments.get("img_size"), shape[-2:] if isinstance(shape, list) else shape]
     # The classes' names stand at the top, or are those of the pretrained weights.
     named = next((part for part in (settings, pretrained) if part.get("label_names")), {})
     labels = _labels(named.get("label_names"), described=named.get("label_descriptions"))
@@ -168,7 +197,8 @@ def _timm_settings(settings: Mapping[str, Any], known: Settings) -> Settings:
     return dataclasses.replace(
         known,
         fields=fields,
-        sizes=_sizes(sizes),
+        sizes=tuple(_sides(size, _IMAGES) for size in sizes if size is not None),
+        stated=_stated(arguments),
         unsupported_reason=unsupported_reason,
         hint=f'write "mean" and "std" into the "pretrained_cfg" of its {CONFIG}',
         rotary_layout=None if architecture is None else architecture.rotary_layout,
@@ -196,6 +226,7 @@ def _hugging_face_settings(settings: Mapping[str, Any], known: Settings) -> Sett
         said = _translated("problem_type", settings["problem_type"], _PROBLEM_TYPES)
         ending = {"problem_type": said}
     settings, kind = _image_tower(settings)
+    size = settings.get("image_size")
     if settings.get("pooler_act", "tanh") != "tanh":
         raise ValueError(
             f"The file's pooler_act is {shown(settings['pooler_act'])}; keras_vit has 'tanh'."
@@ -203,7 +234,9 @@ def _hugging_face_settings(settings: Mapping[str, Any], known: Settings) -> Sett
     return dataclasses.replace(
         known,
         fields={**_hugging_face_fields(settings, kind), **known.fields, **ending},
-        sizes=_sizes([settings.get("image_size")]),
+        sizes=() if size is None else (_sides(size, _IMAGES),),
+        is_of_size=size is not None,
+        stated=_stated(settings),
         unsupported_reason=None if kind is not None else f"its {CONFIG} names no model_type",
         hint=f"put the model's {PREPROCESSOR} beside it",
         rotary_layout="halves",
@@ -261,6 +294,11 @@ def _check_arguments(arguments: Mapping[str, Any]) -> None:
         )
 
 
+def _stated(settings: Mapping[str, Any]) -> tuple[tuple[str, Any, str], ...]:
+    values = {name: settings.get(name) for name in _WORDS}
+    return tuple((name, v, _WORDS[name]) for name, v in values.items() if v is not None)
+
+
 def _translated(what: str, name: object, ours: Mapping[str, _T]) -> _T:
     if not isinstance(name, str) or name not in ours:
         raise ValueError(f"The file's {what} is {shown(name)}; keras_vit has {sorted(ours)}.")
@@ -275,12 +313,12 @@ def _number(value: Any, name: str, *, least: float = 0.0, most: float = math.inf
     return float(value)
 
 
-def _heads(value: object) -> int:
-    if not isinstance(value, int) or not 0 < value <= MAX_HEADS:
+def _heads(value: Any) -> int:
+    if not is_whole(value, 1, MAX_HEADS):
         raise ValueError(
             f"The file's number of heads is {shown(value)}; it must be from 1 to {MAX_HEADS}."
         )
-    return value
+    return int(value)
 
 
 def _timm_resizing(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -318,7 +356,7 @@ def _processor_resizing(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {"interpolation": interpolation, "crop_pct": crop_pct, **(fields if cut else {})}
 
 
-def _sides(size: Any) -> tuple[int, int]:
+def _sides(size: Any, says: str = "It resizes images to") -> tuple[int, int]:
     """Returns (height, width) of a size as transformers writes it; of a short side it is both."""
     pair = size if isinstance(size, list) else [size, size]
     if isinstance(size, dict):
@@ -326,7 +364,7 @@ def _sides(size: Any) -> tuple[int, int]:
         known = {("shortest_edge",): ("shortest_edge",) * 2, ("height", "width"): said}
         pair = [size[name] for name in known.get(tuple(said), ())]
     if len(pair) != 2 or not all(is_whole(side, 1, MAX_SIDE) for side in pair):
-        raise ValueError(f"It resizes images to {shown(size)}, which keras_vit does not read yet.")
+        raise ValueError(f"{says} {shown(size)}, which keras_vit does not read yet.")
     return pair[0], pair[1]
 
 
@@ -389,17 +427,6 @@ def _labels(names: Any, *, described: Any = None) -> tuple[tuple[str, str], ...]
 
 def _line(text: object) -> str:
     return " ".join(text.split()) if isinstance(text, str) else ""
-
-
-def _sizes(values: list[Any]) -> tuple[tuple[int, int], ...]:
-    pairs = [(value, value) if isinstance(value, int) else value for value in values]
-    return tuple(
-        (pair[0], pair[1])
-        for pair in pairs
-        if isinstance(pair, list | tuple)
-        and len(pair) == 2
-        and all(isinstance(side, int) and 0 < side < MAX_SIDE for side in pair)
-    )
 
 
 def _mapping(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -227,7 +227,7 @@ class ViTConfig:
     )
     resnet_layers: tuple[int, ...] | None = _field(None, "architecture", limits.STAGES)
     activation: Activation = _field(
-        "".join(("gelu_", "tanh")),  # no caller's text is this object
+        "".join(("gelu_", "tanh")),  # an object that is no caller's equal text
         "assumed",
         limits.one_of(Activation),
         published=("gelu_tanh", "gelu"),
@@ -390,7 +390,12 @@ class ViTConfig:
 
     @property
     def unwritten_fields(self) -> tuple[str, ...]:
-        """Fields for which the writers of ONNX and TFLite cannot write the network by hand."""
+        """Fields for which the writers of ONNX and TFLite cannot write the network by hand.
+
+        Example:
+            >>> ViTConfig(num_registers=4, activation="swiglu").unwritten_fields
+            ('activation',)
+        """
         return self._beyond("published", "written")
 
     def _beyond(self, *names: str) -> tuple[str, ...]:

@@ -143,11 +143,8 @@ class MomentumSGD(_LayerRates, keras.optimizers.Optimizer):
         self.assign_sub(variable, keras.ops.cast(step, variable.dtype))
 
     def get_config(self) -> dict[str, Any]:
-        return {
-            **super().get_config(),
-            "momentum": self.momentum,
-            "accumulator_dtype": self.accumulator_dtype,
-        }
+        own = {"momentum": self.momentum, "accumulator_dtype": self.accumulator_dtype}
+        return {**super().get_config(), **own}
 
 
 @keras.saving.register_keras_serializable(package="keras_vit")

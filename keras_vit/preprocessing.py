@@ -122,6 +122,10 @@ def as_float32(x: Any) -> Any:
 def class_labels(classes: int) -> tuple[tuple[str, str], ...]:
     """Returns (WordNet identifier, first word) of every class, in the order of the classifier.
 
+    Example:
+        >>> class_labels(1000)[281]
+        ('n02123045', 'tabby')
+
     Args:
         classes: 1000 for ImageNet-1k or 21843 for ImageNet-21k.
 

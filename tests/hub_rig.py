@@ -118,8 +118,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return
         match = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
         repository, revision, name = match.groups() if match else ("", "", "")
-        # A client of another server, which had this port before, asks for something else.
-        self.server.revisions += [revision] * bool(match)
+        if match:  # else a client of another server asks, which had this port before
+            self.server.revisions.append(revision)
         files = self.server.repositories.get(repository)
         content = (files or {}).get(urllib.parse.unquote(name))
         if content is None:

@@ -52,6 +52,7 @@ from keras_vit.weights.torch_layouts import (
 from keras_vit.weights.torch_names import renamed_arrays
 from keras_vit.weights.torch_settings import (
     Settings,
+    check_sizes,
     hugging_face_settings,
     timm_settings,
     with_settings,
@@ -155,10 +156,11 @@ def _open_safetensors(path: Path) -> Checkpoint:
     arrays = as_projection(arrays) if settings.projects else arrays
     arrays, grid = on_one_grid(arrays, settings.sizes)
     fields, channels = torch_fields(arrays), torch_channels(arrays)
+    check_sizes(settings, {**fields, "channels": channels}, grid)
     return Checkpoint(
         path=path,
         arrays=arrays,
-        fields=with_settings(fields, settings, channels=channels, grid=grid),
+        fields=with_settings(fields, settings),
         rows=functools.partial(torch_rows, rotary_layout=settings.rotary_layout),
         check=functools.partial(check_torch, rotary_layout=settings.rotary_layout),
         grid=grid,

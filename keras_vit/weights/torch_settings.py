@@ -115,30 +115,36 @@ def hugging_face_settings(folder: Path) -> Settings:
         return known if settings is None else _hugging_face_settings(settings, known)
 
 
-def with_settings(
-    fields: Mapping[str, Any], settings: Settings, *, channels: int, grid: tuple[int, int] | None
-) -> dict[str, Any]:
-    """Returns the fields of arrays and settings together, having held the ones against the others.
+def check_sizes(settings: Settings, sizes: Mapping[str, Any], grid: tuple[int, int] | None) -> None:
+    """Raises a ValueError if settings say other sizes than arrays have, or other heads than fit.
 
-    Raises:
-        ValueError: they contradict each other, or need a network that is not there.
+    The `sizes` are the ViTConfig fields that the arrays decide, and their "channels"; the `grid` is
+    the one that their positions are for, None for none among the settings' sizes and no square.
     """
     says, other = f"Its {CONFIG} says", "one of the two is of another model."
     for name, value, field in settings.stated:
-        shows = {**fields, "channels": channels}[field]
+        shows = sizes[field]
         if value not in (shows, [shows, shows]) or isinstance(value, bool):
             raise ValueError(f"{says} {name}={shown(value)}, and its arrays {shows}; {other}")
     heads = settings.fields.get("num_heads", 1)
-    if fields["hidden_dim"] % heads:
+    if sizes["hidden_dim"] % heads:
         raise ValueError(
-            f"{says} {heads} heads, which do not divide the width, {fields['hidden_dim']}; {other}"
+            f"{says} {heads} heads, which do not divide the width, {sizes['hidden_dim']}; {other}"
         )
-    grids = [tuple(side // fields["patch_size"] for side in size) for size in settings.sizes]
+    grids = [tuple(side // sizes["patch_size"] for side in size) for size in settings.sizes]
     if settings.is_of_size and grid not in grids:
         raise ValueError(
             f"{says} a grid of {grids[0]} patches, and its positions are for "
             f"{grid or 'no such one'}; {other}"
         )
+
+
+def with_settings(fields: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
+    """Returns the fields of arrays and settings together, having held the ones against the others.
+
+    Raises:
+        ValueError: they contradict each other, or need a network that is not there.
+    """
     said = dict(settings.fields)
     said["pooling"] = _checked_pooling(fields, said.get("pooling", fields["pooling"]), settings)
     if said.get("pooling_heads") is not None and said["pooling"] != "map":

@@ -16,7 +16,13 @@ from keras_vit.config import ViTConfig
 from keras_vit.layers import TokenDense
 from keras_vit.layers.dense import CHANGES, FROZEN, without_lora
 from keras_vit.limits import check_file, is_number, shown
-from keras_vit.model import VisionTransformer, assign_copy, path_inside, weights_by_path
+from keras_vit.model import (
+    VisionTransformer,
+    assign_copy,
+    backbone_of,
+    path_inside,
+    weights_by_path,
+)
 from keras_vit.weights.arrays import FLOATS, read_safetensors, safetensors_metadata
 
 # The dense products of a block; the paper adapts query and value (arXiv 2106.09685, Section 4.2).
@@ -251,8 +257,8 @@ def load_adapter(model: VisionTransformer, path: str | Path) -> LoRAVisionTransf
     return adapted
 
 
-def freeze(model: VisionTransformer, *, blocks: int) -> None:
-    """Freezes the first blocks of a model, and everything before them.
+def freeze(model: keras.Model, *, blocks: int) -> None:
+    """Freezes the first blocks of a Vision Transformer, and everything in it before them.
 
     Example:
         >>> config = ViTConfig(input_shape=(32, 32, 3), patch_size=8, hidden_dim=8, mlp_dim=16,
@@ -263,23 +269,28 @@ def freeze(model: VisionTransformer, *, blocks: int) -> None:
         'block_2/attention_norm/gamma'
 
     Args:
-        model: the model to change.
+        model: the model to change: a `VisionTransformer`, or one with your layers around it, which
+            stay as they are.
         blocks: how many blocks to freeze; 0 freezes the patch embedding and positions (and the
             stem of a hybrid) alone. What was frozen deeper before trains again.
 
     Raises:
-        ValueError: the model has not so many blocks.
+        ValueError: the model has not so many blocks, or not one Vision Transformer inside.
     """
-    if not 0 <= blocks <= model.config.num_layers:
+    config, vit = backbone_of(model)
+    if not 0 <= blocks <= config.num_layers:
         raise ValueError(
-            f"blocks must be from 0 to {model.config.num_layers}, the model's number of blocks. "
+            f"blocks must be from 0 to {config.num_layers}, the model's number of blocks. "
             f"Received: blocks={blocks!r}."
         )
-    names = [layer.name for layer in model.layers]
+    layers = vit.layers
+    if not isinstance(vit, VisionTransformer):  # yours are among them
+        layers = [each for each in layers if type(each).__module__.startswith("keras_vit.")]
+    names = [layer.name for layer in layers]
     starts = [f"positions_{blocks}", f"block_{blocks}", "encoder_norm", "pooling"]
     starts += ["representation", "head"]
     first = min((names.index(name) for name in starts if name in names), default=len(names))
-    for place, layer in enumerate(model.layers):
+    for place, layer in enumerate(layers):
         layer.trainable = place >= first
 
 

@@ -5,14 +5,15 @@ tokens (prefix tokens first, then patches), D hidden_dim, K width of a head, C c
 """
 
 import contextlib
+import dataclasses
 import types
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 
 from keras_vit import backend, layers, preprocessing
-from keras_vit.backend.private import Functional
+from keras_vit.backend.private import Functional, layers_of
 from keras_vit.config import LINEAR, ViTConfig
 from keras_vit.layers.block import run_blocks
 from keras_vit.layers.dense import CHANGES, FROZEN, inner_state, restore_state, split_state
@@ -305,6 +306,63 @@ class VisionTransformer(ExactModel):
         return model
 
 
+# One of them is the first that images come to.
+FIRST_LAYERS = ("rescaling", "stem", "patches")
+
+
+class Backbone(NamedTuple):
+    """A Vision Transformer in a Keras model."""
+
+    config: ViTConfig
+    model: keras.Model  # whose layers its layers are
+
+
+def backbones(model: keras.Model) -> list[Backbone]:
+    """Returns the Vision Transformers that a model is or contains, however deep.
+
+    Each is a `VisionTransformer`, or layers of one in a model over its tensors, such as
+    `keras.Model(vit.input, Dense(1)(vit.get_layer("pooling").output))`.
+    """
+    found = []
+    for inner in layers_of(model):
+        if isinstance(inner, VisionTransformer):
+            found.append(Backbone(inner.config, inner))
+        elif isinstance(inner, keras.Model):
+            said = (getattr(each, "model_config", None) for each in inner.layers)
+            found += [Backbone(_left_of(config, inner), inner) for config in said if config]
+    return found
+
+
+def backbone_of(model: keras.Model) -> Backbone:
+    """Returns the one Vision Transformer that a model is or contains.
+
+    Raises:
+        ValueError: the model contains none, or more than one.
+    """
+    found = backbones(model)
+    if len(found) != 1:
+        raise ValueError(
+            f"The model {model.name!r} contains {len(found)} Vision Transformers of keras_vit, not "
+            "one; give a model with exactly one, or the VisionTransformer itself."
+        )
+    return found[0]
+
+
+def output_shape(model: keras.Model) -> tuple[Any, ...] | None:
+    """Returns the shape of a model's output, None if that is not known or not one tensor."""
+    shape = getattr(model, "output_shape", None)
+    is_tensor = not isinstance(getattr(model, "output", None), dict | list | tuple)
+    return shape if is_tensor and isinstance(shape, tuple) else None
+
+
+def _left_of(config: ViTConfig, model: keras.Model) -> ViTConfig:
+    """Returns the config of a model's layers, which may begin later or end earlier."""
+    count = sum(isinstance(each, layers.TransformerBlock) for each in model.layers)
+    has_scaling = any(each.name == "rescaling" for each in model.layers)
+    changed: Any = {"num_layers": count or config.num_layers, "include_preprocessing": has_scaling}
+    return dataclasses.replace(config, **changed)
+
+
 def _split_at_blocks(model: VisionTransformer) -> tuple[keras.Model, keras.Model]:
     """Returns what a model computes before its blocks, and after them, sharing its weights."""
     first, last = (model.get_layer(f"block_{i}") for i in (0, model.config.num_layers - 1))
@@ -396,6 +454,7 @@ def _tokens(config: ViTConfig, dtype: str, patches: Any) -> Any:
         num_registers=config.num_registers,
         distillation_token=config.distillation_token,
         position_grid=config.position_grid,
+        model_config=config.to_dict(),
         dtype=dtype,
         name="patch_encoder",
     )(patches)  # (B, N, D)

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_vit import VisionTransformer, ViTConfig
+from keras_vit import ExactModel, VisionTransformer, ViTConfig
 from keras_vit.layers.random import skip_initialization
 
 if keras.backend.backend() == "tensorflow":
@@ -131,6 +131,27 @@ def assert_same_arrays(actual: Iterable[Any], expected: Iterable[Any], name: str
     for place, (one, other) in enumerate(zip(actual, expected, strict=True)):
         said = f"{name} {getattr(one, 'path', place)}"
         np.testing.assert_array_equal(one, other, err_msg=said)
+
+
+def _with_head(vit: VisionTransformer, tokens: Any) -> keras.Model:
+    return keras.Model(vit.input, keras.layers.Dense(3, activation="softmax")(tokens))
+
+
+def _in_sequence(vit: VisionTransformer, *others: keras.layers.Layer) -> keras.Model:
+    layers = [*others, keras.layers.Dense(3, activation="softmax")]
+    return keras.Sequential([keras.Input(vit.input_shape[1:]), *layers])
+
+
+# How people put layers of their own onto those of a model of three blocks; "cut" has two of them.
+OVER_TENSORS: dict[str, Callable[[VisionTransformer], keras.Model]] = {
+    "output": lambda vit: _with_head(vit, vit.output),
+    "head replaced": lambda vit: _with_head(vit, vit.get_layer("pooling").output),
+    "cut": lambda vit: _with_head(vit, vit.get_layer("block_1").output[:, 0]),
+    "Sequential": lambda vit: _in_sequence(vit, *vit.layers[1:-1]),
+    "clone": lambda vit: _in_sequence(vit, keras.models.clone_model(vit)),
+    "nested": lambda vit: _in_sequence(vit, _with_head(vit, vit.output)),
+    "exact": lambda vit: ExactModel.from_model(_with_head(vit, vit.get_layer("pooling").output)),
+}
 
 
 def every_dropout(rate: float) -> dict[str, Any]:

@@ -105,10 +105,12 @@ def test_the_defaults_in_the_help_are_the_tables() -> None:
 
     for text in (
         f"{digits.epochs} for the digits, {scratch.epochs} for a folder, "
-        f"{tuned.epochs} with --weights; {RECIPES['masked-patches'].epochs} in pretrain",
-        f"images per step, over all devices (default: {scratch.batch_size})",
+        f"{tuned.epochs} with --weights, or as many as 200 steps take; "
+        f"{RECIPES['masked-patches'].epochs} in pretrain",
+        f"images per step, over all devices (default: {scratch.batch_size}; with --weights",
         f"{digits.learning_rate} for the digits, {scratch.learning_rate} for a folder, "
-        f"{tuned.learning_rate} with --weights; {RECIPES['masked-patches'].learning_rate} in pre",
+        f"{tuned.learning_rate} with --weights, of few images 0.0003; "
+        f"{RECIPES['masked-patches'].learning_rate} in pretrain",
         f"{MODELS['digits'].input_shape[0]} for digits, {MODELS['tiny'].input_shape[0]} for tiny",
         f"{MODELS['digits'].patch_size} for digits, {MODELS['tiny'].patch_size} for tiny",
     ):

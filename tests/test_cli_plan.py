@@ -17,6 +17,7 @@ from keras_vit import data, reporting, training
 from keras_vit.cli import flags, output, train
 from keras_vit.cli.main import make_parser
 from keras_vit.exporting import artefacts
+from keras_vit.training import planning
 from keras_vit.training.train import make_engine
 from keras_vit.weights import resolve
 
@@ -93,7 +94,7 @@ def test_other_flags_change_what_is_chosen(
     plan, model = decided(photos, *argv)
     assert (reached, model) == (["Ti/16"], "Ti/16")
     assert (plan.recipe.epochs, plan.recipe.batch_size) == (3, 8)
-    assert plan.recipe.learning_rate == training.RECIPES["fine-tune"].learning_rate
+    assert (plan.recipe.learning_rate, plan.recipe.layer_decay) == (3e-4, 0.75)
     assert not plan.recipe.augmentation.flip
     assert plan.execution.precision == "mixed_float16"
 
@@ -233,6 +234,32 @@ def test_a_plan_goes_on_to_its_training(said: Callable[..., list[str]]) -> None:
     assert said(*expected, "--plan") == [*expected, "--out", "my photos-run"]
     named = ["train", "--data", "my photos", "--out", "a run", "--model", "digits"]
     assert said(named[0], "--plan", *named[1:]) == named
+
+
+def test_a_start_from_weights_is_planned_by_what_they_have_seen(
+    said: Callable[..., list[str]], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No labels in a run of `pretrain`, as its folder or its file; a recipe by name is itself."""
+    cli_rig.make_run(folder / "tuned", recipe="fine-tune")
+    asked, fine_tuning = [], planning.fine_tuning
+
+    def listening(images: data.ImageData, **given: Any) -> training.Recipe:
+        asked.append(given)
+        return fine_tuning(images, **given)
+
+    monkeypatch.setattr(planning, "fine_tuning", listening)
+    for argv, given in (
+        (["features 1"], {"anew": True}),
+        (["features 1/model.keras"], {"anew": True}),
+        (["my run"], {"anew": True}),
+        (["my run", "--batch-size", "4"], {"anew": True, "batch_size": 4}),
+        (["my run", "--lora", "2"], {"anew": True, "layer_decay": 1.0}),
+        (["tuned"], {"anew": False}),
+        (["my run", "--recipe", "fine-tune"], None),
+    ):
+        assert said("train", "--data", "my photos", "--plan", "--weights", *argv)[0] == "train"
+        assert asked == ([] if given is None else [given])
+        asked.clear()
 
 
 @pytest.mark.full

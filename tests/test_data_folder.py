@@ -6,37 +6,15 @@ from pathlib import Path
 
 import image_files
 import numpy as np
+import published
 import pytest
 
 from keras_vit.data import datasets, folder, images, load_folder, source
 
 # Where a folder has the images of splits, and how many each split gets of its twenty.
-GIVEN = [
-    ({"train": "train", "validation": "validation", "test": "test"}, (20, 20, 20)),
-    ({"train": "train"}, (16, 2, 2)),
-    ({"train": "train", "test": "test"}, (18, 2, 20)),
-    ({"train": "train", "validation": "validation"}, (18, 20, 2)),
-    ({"train": "Training", "test": "Testing"}, (18, 2, 20)),
-    ({"train": "TRAIN", "validation": "Val", "test": "eval"}, (20, 20, 20)),
-    ({"train": "Train", "validation": "dev", "test": "Evaluation"}, (20, 20, 20)),
-    ({"train": "seg_train/seg_train", "test": "seg_test/seg_test"}, (18, 2, 20)),
-    ({"train": "Training Set/training_set", "validation": "valid set"}, (18, 20, 2)),
-    ({"train": "train2017", "validation": "val2017", "test": "test2017"}, (20, 20, 20)),
-]
+GIVEN: list[tuple[dict[str, str], list[int]]] = published.TABLES["given splits"]
 # Folders of images, and why they are neither classes nor splits.
-NEITHER = [
-    (("fold1/a", "fold1/b", "fold2/a", "fold2/b"), "'fold1', 'fold2', hold no .* 'a', 'b'"),
-    (("a/x/u", "a/x/v", "b/x/u", "b/x/v"), "'a', 'b', hold no images but all the same .* 'u', 'v'"),
-    (("cat/test", "cat/train", "dog/test", "dog/train"), "the same folders, 'test', 'train'; name"),
-    (("train/a/x", "train/a/y", "train/b/x", "train/b/y"), "train', 'a', 'b', hold .* 'x', 'y'"),
-    (("train", "test"), "train' holds no class folders"),
-    (("train/a", "train/b", "Test"), "Test' holds no class folders"),
-    (("train/a", "train/b", "val/a", "validation/a"), "one folder of validation .*'val', 'valid"),
-    (("Train/a", "Train/b", "train/a", "train/b"), "one folder of train images: 'Train', 'train'"),
-    (("train/a", "train/b", "test_set/a"), "as splits, but not alike: 'test_set', 'train'; name"),
-    (("training_set/a", "training_set/b", "test/a"), "but not alike: 'test', 'training_set'; name"),
-    (("test/a", "test/b", "VAL/a"), "has no folder of train images beside 'VAL', 'test'; rename"),
-]
+NEITHER: list[tuple[list[str], str]] = published.TABLES["neither"]
 # Names of classes that hold those of splits.
 CLASSES = [
     ("car", "train"),
@@ -75,7 +53,7 @@ def test_classes_become_labels_and_every_file_is_used_once(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("given", "expected"), GIVEN)
 def test_given_splits_are_kept_and_missing_ones_carved_out_of_training(
-    tmp_path: Path, given: dict[str, str], expected: tuple[int, ...]
+    tmp_path: Path, given: dict[str, str], expected: list[int]
 ) -> None:
     """A tenth of each class of train/ becomes what is missing, and is not trained on.
 
@@ -86,7 +64,7 @@ def test_given_splits_are_kept_and_missing_ones_carved_out_of_training(
 
     data = load_folder(tmp_path)
 
-    assert tuple(data.counts.values()) == expected
+    assert list(data.counts.values()) == expected
     assert (data.labels, data.skipped) == (("plain", "striped"), ())
     for name in source.SPLITS:
         place = tmp_path / given.get(name, given["train"])
@@ -104,7 +82,7 @@ def test_given_splits_are_kept_and_missing_ones_carved_out_of_training(
 
 @pytest.mark.parametrize(("folders", "message"), NEITHER)
 def test_folders_that_are_neither_classes_nor_splits_are_refused(
-    tmp_path: Path, folders: tuple[str, ...], message: str
+    tmp_path: Path, folders: list[str], message: str
 ) -> None:
     """Splits of other names, in each class, twice, without classes, without training."""
     for name in folders:

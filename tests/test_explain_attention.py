@@ -3,6 +3,7 @@
 import concurrent.futures
 import dataclasses
 import itertools
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +15,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import variants_oracle
-from conftest import CROSS_ENTROPY, FLOAT32, TINY, images_for, randomize, reloaded
+from conftest import CROSS_ENTROPY, FLOAT32, OVER_TENSORS, TINY, images_for, randomize, reloaded
 
-from keras_vit import VisionTransformer, ViTConfig, explain
+import keras_vit
+from keras_vit import VisionTransformer, ViTConfig, data, explain
 from keras_vit.explain import attention
 
 # Oblong and square; with and without class token; every pooling; a hybrid whose stride is 16.
@@ -56,6 +58,8 @@ SMALL = dataclasses.replace(
 # Of attention as far from uniform as that of `sharp`: 5e-6 is measured, and a transposed grid moves
 # it by more than 5e-3.
 SHARP = 5 * FLOAT32
+# The weights up to the first block.
+FIRST = re.compile("(patch_encoder|block_0)/")
 # What is asked for, of which model, and what the error says.
 REFUSED: list[tuple[Callable[..., Any], dict[str, Any], dict[str, Any], str]] = [
     (explain.attention_weights, {}, {"layers": 3}, "no layer 3; .* 3, numbered 0 to 2"),
@@ -215,6 +219,8 @@ def test_what_there_is_not_is_refused(model: VisionTransformer, images: np.ndarr
     for count, other in ((0, keras.Sequential()), (2, keras.Model(inputs, two))):
         with pytest.raises(ValueError, match=f"contains {count}"):
             attention.find_vit(other)
+        with pytest.raises(ValueError, match=f"contains {count}"):
+            keras_vit.freeze(other, blocks=1)
 
 
 def test_nested_models_are_explained_as_the_user_calls_them(
@@ -236,6 +242,42 @@ def test_nested_models_are_explained_as_the_user_calls_them(
         np.testing.assert_allclose(actual, expected, atol=2e-5)
     actual = explain.token_similarity(functional, images * 50 + 128)
     np.testing.assert_allclose(actual, explain.token_similarity(model, images), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", OVER_TENSORS)
+def test_models_over_our_tensors_are_explained_and_frozen(
+    name: str, images: np.ndarray, tmp_path: Path
+) -> None:
+    """By the layers that they have: of live ones, and of those of a file.
+
+    Images are resized for them as for the model whose layers they are; what is the user's trains.
+    """
+    vit = sharp(dataclasses.replace(TINY, include_preprocessing=True, antialias=False))
+    over, count = OVER_TENSORS[name](vit), 2 if name == "cut" else 3
+    for model in (over, reloaded(over, tmp_path)):
+        if name != "clone":  # which has weights of its own
+            expected = explain.attention_weights(vit, images)[:, :count]
+            actual = explain.attention_weights(model, images)
+            np.testing.assert_allclose(actual, expected, atol=FLOAT32)
+        assert explain.attention_weights(model, images).shape == (2, count, 3, 25, 25)
+        assert explain.class_relevance(model, images, 1).shape == (2, 4, 6)
+        assert explain.position_similarity(model).shape == (4, 6, 4, 6)
+        assert data.resizing_of(model) == data.resizing_of(vit)
+        keras_vit.freeze(model, blocks=1)
+        frozen = {weight.path for weight in model.weights if not weight.trainable}
+        assert frozen == {weight.path for weight in vit.weights if FIRST.match(weight.path)}
+        with pytest.raises(ValueError, match=f"from 0 to {count}"):
+            keras_vit.freeze(model, blocks=4)
+
+
+def test_what_does_not_answer_with_one_tensor_is_refused() -> None:
+    """A sentence says what was received."""
+    vit = VisionTransformer(TINY)
+    for model in (vit.feature_extractor(["pooling"]), Subclassed(vit)):
+        with pytest.raises(ValueError, match="needs a classifier with outputs of shape"):
+            explain.class_relevance(model, images_for(TINY))
+    with pytest.raises(ValueError, match=r"names none.* of shape that are not known"):
+        data.resizing_of(Subclassed(vit))
 
 
 class Subclassed(keras.Model):

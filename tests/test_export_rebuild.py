@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import variants_oracle
-from conftest import FLOAT32, TINY, randomize
+from conftest import FLOAT32, OVER_TENSORS, TINY, randomize
 from exported import SERVED, served_model
 from PIL import Image
 
@@ -134,6 +134,10 @@ def same_names() -> keras.Model:
     return with_layers(base(), first, second, dense("mine", "softmax"))
 
 
+def over_tensors(name: str, **fields: Any) -> keras.Model:
+    return OVER_TENSORS[name](plain(num_layers=3, **fields))
+
+
 def around(dtype: str, activation: str) -> keras.Model:
     inner = plain(dtype, classes=None, classifier_activation=None)
     last = keras.layers.Dense(4, activation=activation, dtype=dtype)
@@ -191,6 +195,15 @@ MODELS: dict[str, tuple[Callable[[], keras.Model], float]] = {
         FLOAT32,
     ),
     "same names": (same_names, FLOAT32),
+    **{
+        f"over tensors, {name}": (functools.partial(over_tensors, name), FLOAT32)
+        for name in OVER_TENSORS
+    },
+    "over tensors, normalized": (lambda: over_tensors("output", **NORMALIZED), FLOAT32),
+    "over tensors, LoRA": (
+        lambda: randomize(OVER_TENSORS["output"](keras_vit.lora(plain(num_layers=3), rank=2))),
+        FLOAT32,
+    ),
     # Layers that change no value leave the range that the Vision Transformer takes.
     "around, normalized": (
         lambda: with_layers(keras.layers.RandomFlip(), base(**NORMALIZED), dense()), FLOAT32
@@ -253,6 +266,7 @@ def test_what_cannot_be_copied_is_refused() -> None:
         (softmax, TypeError, r"outermost model computes.*use Activation\('softmax'\)"),
         ("model.keras", TypeError, "export takes a"),
         (flat, TypeError, "export takes a"),
+        (plain().feature_extractor(["pooling"]), TypeError, "to one tensor .* with 1 inside"),
         (keras.layers.Dense(1), TypeError, "export takes a"),
     ):
         with pytest.raises(kind, match=message):

@@ -5,6 +5,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import published
 import pytest
 import tensorflow as tf
 
@@ -12,17 +13,8 @@ from keras_vit import preprocessing
 
 # Classes of keras.applications' own table (imagenet_class_index.json), two with equal words.
 IMAGENET_1K = {
-    0: ("n01440764", "tench"),
-    1: ("n01443537", "goldfish"),
-    134: ("n02012849", "crane"),
-    207: ("n02099601", "golden_retriever"),
-    281: ("n02123045", "tabby"),
-    319: ("n02268443", "dragonfly"),
-    419: ("n02786058", "Band_Aid"),
-    517: ("n03126707", "crane"),
-    639: ("n03710721", "maillot"),
-    998: ("n13133613", "ear"),
-    999: ("n15075141", "toilet_tissue"),
+    int(place): (identifier, word)
+    for place, (identifier, word) in published.TABLES["imagenet"].items()
 }
 
 # The first and the last of WordNet's nouns that have pictures in ImageNet-21k.

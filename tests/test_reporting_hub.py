@@ -10,6 +10,7 @@ import huggingface_hub.constants
 import image_files
 import numpy as np
 import processes
+import published
 import pytest
 import yaml
 from conftest import FLOAT32, TINY, made
@@ -30,35 +31,8 @@ METRICS: dict[str, Any] = {
     split: {"images": 9, "accuracy": accuracy, "loss": 0.25, "classes": []}
     for split, accuracy in (("validation", 7 / 9), ("test", 8 / 9))
 }
-ORIGINS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({}, {"license": "unknown"}, "Nothing is known of the licence: say it by `keras-vit push"),
-    (
-        {"weights": "imagenet21k", "model": "Ti/16"},
-        {"license": "apache-2.0"},
-        "started from `Ti/16 imagenet21k`, whose licence is Apache-2.0.",
-    ),
-    (
-        {"weights": "hf://timm/vit_base_patch16_224.mae@main"},
-        {"license": "cc-by-nc-4.0", "base_model": "timm/vit_base_patch16_224.mae"},
-        "whose licence is CC-BY-NC-4.0. No commercial use.",
-    ),
-    (
-        {"weights": "hf://facebook/dinov3-vits16-pretrain-lvd1689m"},
-        {"license": "other", "license_name": "dinov3"},
-        "No use for military purposes",
-    ),
-    (
-        {"weights": "/home/someone/secret/b16.npz", "model": "B/16"},
-        {"license": "unknown"},
-        "Nothing is known of the licence of `B/16 b16.npz`: say it",
-    ),
-    (
-        {"teacher": "hf://timm/vit_base_patch16_224.mae"},
-        {"license": "unknown"},
-        "predictions of `hf://timm/vit_base_patch16_224.mae`; its licence is CC-BY-NC-4.0. No "
-        "commercial use.",
-    ),
-]
+# Of a run: what it started from, what its card then says of licences, and in which words.
+ORIGINS: list[tuple[dict[str, Any], dict[str, Any], str]] = published.TABLES["origins"]
 
 
 @pytest.fixture

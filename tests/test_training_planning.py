@@ -56,6 +56,9 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> ImageData:
     return load_folder(folder)
 
 
+LONG: list[dict[str, Any]] = [{}, {"batch_size": 64}, {"optimizer": "lamb", "epochs": 500}]
+
+
 def two_classes(count: int) -> ImageData:
     return in_memory(noise(np.arange(count) % 2), noise(np.arange(4) % 2), labels="ab")
 
@@ -69,8 +72,10 @@ def test_published_weights_are_fine_tuned_where_they_can_be_reached(
     fields = plan.to_dict()
     assert (fields["largest_class"], fields["smallest_class"], fields["classes"]) == (20, 10, 2)
     assert plan.config == dataclasses.replace(training.model_config("Ti/16"))
-    assert plan.recipe == planning.fine_tuning(len(photos.train))
+    assert plan.recipe == planning.fine_tuning(photos)
     assert plan.recipe.batch_size == 8
+    own = planning.plan(photos, settings={"batch_size": 12}).recipe
+    assert own == planning.fine_tuning(photos, batch_size=12)
     assert plan.choice_text == (
         "30 images of 2 classes, the largest 2.0 times the smallest: fine-tunes Ti/16 from "
         "imagenet21k (in the mirror)."
@@ -114,6 +119,34 @@ def test_elsewhere_the_small_model_trains_and_says_why(
     )
     fresh = planning.plan(photos, weights=None)
     assert fresh.choice_text.endswith("smallest: trains tiny from random weights.")
+
+
+def test_a_start_from_weights_has_two_hundred_steps() -> None:
+    """However few the images are and whatever is set, but their number itself; it ends not before.
+
+    Few steps have another rate, by layer. Weights that train anew do as random ones.
+    """
+    scratch, tuned = training.RECIPES["scratch"], training.RECIPES["fine-tune"]
+    for count, batch_size, epochs in (
+        *((1, 8, 200), (24, 8, 67), (64, 8, 25), (240, 8, 10), (1279, 32, 10), (1280, 64, 10)),
+    ):
+        recipe = planning.fine_tuning(two_classes(count))
+        assert (recipe.batch_size, recipe.epochs) == (batch_size, epochs), count
+        few: Any = {"learning_rate": 3e-4, "layer_decay": 0.75} if count < 1280 else {}
+        few |= {"batch_size": batch_size, "epochs": epochs, "patience": recipe.patience}
+        assert recipe == dataclasses.replace(tuned, **few)
+        for anew in (False, True):
+            for settings in LONG:
+                made = planning.fine_tuning(two_classes(count), anew=anew, **settings)
+                plan = made.plan(images=count)
+                assert plan.steps >= (made.patience or 0) * plan.steps_per_epoch >= 200
+                assert {name: getattr(made, name) for name in settings} == settings
+    assert planning.fine_tuning(two_classes(240), anew=True) == scratch.changed(patience=67)
+    set_by_hand = planning.fine_tuning(two_classes(24), steps=5, patience=None)
+    assert (set_by_hand.steps, set_by_hand.epochs, set_by_hand.patience) == (5, None, None)
+    digits = dataclasses.replace(two_classes(240), source="digits")
+    assert planning.fine_tuning(digits).augmentation == training.RECIPES["digits"].augmentation
+    assert planning.fine_tuning(digits).patience is None
 
 
 def test_precision_follows_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:

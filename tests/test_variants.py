@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import published
 import pytest
 from conftest import TINY
 
@@ -11,25 +12,7 @@ from keras_vit.weights.catalog import resolve
 
 # vit_jax/models_test.py has the first fourteen. The scaled-up three are this project's own count of
 # their published sizes; arXiv 2106.04560 gives about 1.0e9 and 1.8e9, arXiv 2305.13035 400 million.
-PARAMETERS = {
-    "Ti/16": 5_717_416,
-    "S/16": 22_050_664,
-    "S/32": 22_878_952,
-    "B/8": 86_576_872,
-    "B/16": 86_567_656,
-    "B/32": 88_224_232,
-    "L/16": 304_326_632,
-    "L/32": 306_535_400,
-    "H/14": 632_045_800,
-    "R+Ti/16": 6_337_704,
-    "R26+S/32": 36_431_912,
-    "R26+B/32": 101_383_976,
-    "R50+B/16": 98_659_112,
-    "R50+L/32": 328_994_856,
-    "g/14": 1_037_857_384,
-    "G/14": 1_882_797_416,
-    "So400m/14": 428_833_704,
-}
+PARAMETERS: dict[str, int] = published.TABLES["parameters"]
 
 # The same file's models without class token.
 GAP_PARAMETERS = {"S/16": 22_049_896, "S/32": 22_878_184, "B/16": 86_566_120, "B/32": 88_222_696}

@@ -233,36 +233,6 @@ class ExactTrainer(StepOptions, _Model):
         ['loss']
     """
 
-    def compile(
-        self,
-        optimizer: Any = "rmsprop",
-        *args: Any,
-        gradient_accumulation_steps: int = 1,
-        sam_rho: float = 0.0,
-        report_gradient_norm: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        """Configures training, with the arguments of `keras.Model.compile` and a few more.
-
-        Args:
-            optimizer: any Keras optimizer; wrapped in a `LossScaleOptimizer` if layers compute in
-                float16.
-            args: of `keras.Model.compile`.
-            gradient_accumulation_steps: micro-batches of a batch, which run one after
-                another, in the memory of one, and their gradients are summed.
-            sam_rho: radius of sharpness-aware minimisation (arXiv 2010.01412); 0 for none. A step
-                takes twice the time.
-            report_gradient_norm: whether the logs have "gradient_norm", the norm before clipping,
-                mean over the epoch.
-            kwargs: of `keras.Model.compile`.
-
-        Raises:
-            ValueError: an option is out of range.
-        """
-        self.check_options(gradient_accumulation_steps, sam_rho)
-        super().compile(self.scaled(optimizer), *args, **kwargs)
-        self.keep_options(gradient_accumulation_steps, sam_rho, report_gradient_norm)
-
     @property
     def metrics(self) -> list[keras.metrics.Metric]:
         own = [] if self._norm is None else [self._norm.value]

@@ -8,7 +8,7 @@ import contextlib
 import types
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import keras
 import numpy as np
@@ -186,25 +186,63 @@ class StepOptions(_Model):
     _sam_rho = 0.0
     _norm: Any = None
 
-    @staticmethod
-    def check_options(gradient_accumulation_steps: int, sam_rho: float) -> None:
-        """Raises a ValueError for options out of range."""
-        if gradient_accumulation_steps < 1 or sam_rho < 0:
-            raise ValueError(
-                "gradient_accumulation_steps must be at least 1 and sam_rho at least 0. "
-                f"Received: gradient_accumulation_steps={gradient_accumulation_steps!r}, "
-                f"sam_rho={sam_rho!r}."
-            )
+    _compiles_itself = False  # whether the step compiles what it runs, in place of Keras
 
-    def keep_options(
-        self, gradient_accumulation_steps: int, sam_rho: float, report_gradient_norm: bool
+    def compile(
+        self,
+        optimizer: Any = "rmsprop",
+        *args: Any,
+        gradient_accumulation_steps: int = 1,
+        sam_rho: float = 0.0,
+        report_gradient_norm: bool = False,
+        jit_compile: bool | Literal["auto"] = "auto",
+        **kwargs: Any,
     ) -> None:
-        """Keeps the options of `compile` for the step."""
+        """Configures training, with the arguments of `keras.Model.compile` and a few more.
+
+        Args:
+            optimizer: any Keras optimizer; wrapped in a `LossScaleOptimizer` if layers compute in
+                float16. Under several replicas its `apply` sums gradients before it clips them, in
+                any caller.
+            args: of `keras.Model.compile`.
+            gradient_accumulation_steps: micro-batches of the batch, under TensorFlow of that of a
+                replica, which run one after another, in the memory of one, and their gradients are
+                summed.
+            sam_rho: radius of sharpness-aware minimisation (arXiv 2010.01412); 0 for none. A step
+                takes twice the time.
+            report_gradient_norm: whether the logs have "gradient_norm", the norm before clipping,
+                mean over the epoch.
+            jit_compile: whether XLA compiles the forward and backward pass; "auto" for GPUs, and
+                on JAX. On a CPU TensorFlow's XLA is slower, and does not use bfloat16 units; a TPU
+                always compiles.
+            kwargs: of `keras.Model.compile`.
+
+        Raises:
+            ValueError: an option is out of range, cannot be exact under the strategy, or is one
+                that only TensorFlow and JAX have.
+        """
+        options = (gradient_accumulation_steps, sam_rho, report_gradient_norm)
+        self.check_options(dict(zip(OPTION_DEFAULTS, options, strict=True)))
+        jit = False if self._compiles_itself else jit_compile
+        super().compile(self.scaled(optimizer), *args, jit_compile=jit, **kwargs)
+        self.prepare_step(jit_compile)
         self._accumulation_steps, self._sam_rho = gradient_accumulation_steps, sam_rho
         self._norm = None
         if report_gradient_norm:
             # In a namespace Keras does not find the metric, and does not report it in evaluation.
             self._norm = types.SimpleNamespace(value=keras.metrics.Mean(name="gradient_norm"))
+
+    def check_options(self, options: dict[str, Any]) -> None:
+        """Raises a ValueError for options out of range."""
+        if options["gradient_accumulation_steps"] < 1 or options["sam_rho"] < 0:
+            raise ValueError(
+                "gradient_accumulation_steps must be at least 1 and sam_rho at least 0. Received: "
+                f"gradient_accumulation_steps={options['gradient_accumulation_steps']!r}, "
+                f"sam_rho={options['sam_rho']!r}."
+            )
+
+    def prepare_step(self, jit_compile: bool | Literal["auto"]) -> None:
+        """Does what a backend's own step needs once the model is compiled."""
 
     def check_trainable(self) -> None:
         """Raises a ValueError if there is nothing to train."""
@@ -224,13 +262,10 @@ class StepOptions(_Model):
 
     def get_compile_config(self) -> dict[str, Any] | None:
         config = super().get_compile_config()
-        own = {
-            "gradient_accumulation_steps": self._accumulation_steps,
-            "sam_rho": self._sam_rho,
-            "report_gradient_norm": self._norm is not None,
-        }
+        own = (self._accumulation_steps, self._sam_rho, self._norm is not None)
+        pairs = zip(OPTION_DEFAULTS, own, strict=True)
         # Without defaults, so that a `keras.Model` can be compiled from the config.
-        options = {name: value for name, value in own.items() if value != OPTION_DEFAULTS[name]}
+        options = {name: value for name, value in pairs if value != OPTION_DEFAULTS[name]}
         return config and {**config, **options}
 
     def compile_from_config(self, config: dict[str, Any]) -> None:
@@ -242,33 +277,7 @@ class StepOptions(_Model):
 class ExactTrainer(StepOptions):
     """Keeps Keras' own training step, which is exact where arrays are global, as on JAX."""
 
-    def compile(
-        self,
-        optimizer: Any = "rmsprop",
-        *args: Any,
-        gradient_accumulation_steps: int = 1,
-        sam_rho: float = 0.0,
-        report_gradient_norm: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        """Configures training, with the arguments of `keras.Model.compile`.
-
-        Args:
-            optimizer: any Keras optimizer.
-            args: of `keras.Model.compile`.
-            gradient_accumulation_steps: must be 1; only TensorFlow and JAX take more.
-            sam_rho: must be 0; only TensorFlow and JAX take more.
-            report_gradient_norm: must be False; only TensorFlow and JAX take True.
-            kwargs: of `keras.Model.compile`.
-
-        Raises:
-            ValueError: an option that only TensorFlow and JAX have is not at its default.
-        """
-        options = {
-            "gradient_accumulation_steps": gradient_accumulation_steps,
-            "sam_rho": sam_rho,
-            "report_gradient_norm": report_gradient_norm,
-        }
+    def check_options(self, options: dict[str, Any]) -> None:
         for name in _unsupported(options):
             raise ValueError(
                 f"compile({name}=...) works on TensorFlow and JAX; set KERAS_BACKEND to one of "
@@ -276,7 +285,6 @@ class ExactTrainer(StepOptions):
                 f"Received: {name}={options[name]!r} on "
                 f"the backend {keras.backend.backend()!r}."
             )
-        super().compile(optimizer, *args, **kwargs)
 
     def compile_from_config(self, config: dict[str, Any]) -> None:
         if unsupported := _unsupported(keras.saving.deserialize_keras_object(config)):

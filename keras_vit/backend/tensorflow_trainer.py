@@ -70,51 +70,24 @@ class ExactTrainer(StepOptions, private.StepHooks):
     """
 
     train_function: Any
+    # Keras would compile the step of all replicas, which fails; `_compiled` takes one of them.
+    _compiles_itself = True
     _jit_request: bool | Literal["auto"] = "auto"
     _is_xla = False
     _loss_factor = 1.0
 
-    def compile(
-        self,
-        optimizer: Any = "rmsprop",
-        *args: Any,
-        gradient_accumulation_steps: int = 1,
-        sam_rho: float = 0.0,
-        report_gradient_norm: bool = False,
-        jit_compile: bool | Literal["auto"] = "auto",
-        **kwargs: Any,
-    ) -> None:
-        """Configures training, with the arguments of `keras.Model.compile` and a few more.
-
-        Args:
-            optimizer: any Keras optimizer; wrapped in a `LossScaleOptimizer` if layers compute in
-                float16. Under several replicas its `apply` sums gradients before it clips them, in
-                any caller.
-            args: of `keras.Model.compile`.
-            gradient_accumulation_steps: micro-batches of the batch of a replica, which
-                run one after another, in the memory of one, and their gradients are summed.
-            sam_rho: radius of sharpness-aware minimisation (arXiv 2010.01412); 0 for none. A step
-                takes twice the time.
-            report_gradient_norm: whether the logs have "gradient_norm", the norm before clipping,
-                mean over the epoch.
-            jit_compile: whether XLA compiles the forward and backward pass; "auto" for GPUs. On a
-                CPU it is slower, and does not use bfloat16 units; a TPU always compiles.
-            kwargs: of `keras.Model.compile`.
-
-        Raises:
-            ValueError: an option is out of range, or cannot be exact under the strategy.
-        """
-        self.check_options(gradient_accumulation_steps, sam_rho)
+    def check_options(self, options: dict[str, Any]) -> None:
+        super().check_options(options)
+        sam_rho = options["sam_rho"]
         if sam_rho and any(getattr(layer, "remat", False) for layer in private.layers_of(self)):
             # Remat takes gradients of the variables, in whose place SAM uses other tensors.
             raise ValueError(
                 f"sam_rho={sam_rho} and remat=True do not go together: recomputed blocks would not "
                 "be trained; choose one of them (sam_rho=0, or remat=False)."
             )
-        # Keras would compile the step of all replicas, which fails; `_compiled` takes one of them.
-        super().compile(self.scaled(optimizer), *args, **kwargs, jit_compile=False)
+
+    def prepare_step(self, jit_compile: bool | Literal["auto"]) -> None:
         self._check_strategy()
-        self.keep_options(gradient_accumulation_steps, sam_rho, report_gradient_norm)
         self._jit_request = jit_compile
         self._is_xla = wants_xla(jit_compile) and not self.run_eagerly
         if self.optimizer is not None and self.distribute_strategy.num_replicas_in_sync > 1:

@@ -207,10 +207,10 @@ _MODEL = """
 _RECIPE = """
   --epochs N  passes over the training images; with --resume, more than before continue the
       training by the longer schedule (default: 200 for the digits, 100 for a folder, 10 with
-      --weights; 100 in pretrain)
-  --batch-size N  images per step, over all devices (default: 64)
+      --weights, or as many as 200 steps take; 100 in pretrain)
+  --batch-size N  images per step, over all devices (default: 64; with --weights 8 of few images)
   --learning-rate X  peak learning rate, at the end of the warm-up (default: 0.002 for the digits,
-      0.001 for a folder, 0.0001 with --weights; 0.001 in pretrain)
+      0.001 for a folder, 0.0001 with --weights, of few images 0.0003; 0.001 in pretrain)
 """
 _EXECUTION = """
   --strategy NAME  devices to train on: none is one device, mirrored all GPUs of this machine,

@@ -67,7 +67,7 @@ examples:
       --recipe finetune-pets --batch-size 64 --gradient-accumulation-steps 4
   keras-vit train --data photos --out s16-run --model S/16 --recipe plain-s16 --batch-size 256
   keras-vit train --data photos --out gap-run --set pooling=avg class_token=false
-  keras-vit train --data photos --out few-run --weights pretrained-run --set layer_decay=0.75
+  keras-vit train --data photos --out few-run --weights pretrained-run
   keras-vit train --data photos --out dino-run --weights hf://facebook/dinov2-small --image-size 224
   keras-vit train --data photos --out lora-run --model B/16 --weights imagenet21k --lora 8
   keras-vit train --data photos --out small-run --teacher tuned-run --set distillation=hard
@@ -99,15 +99,15 @@ classes; 4x4 such colours; or all of its pixels.
 set aside for validation; with them, also the test images of a later training. It may also be
 tfds:NAME or the word digits, as in keras-vit train. --resume and several GPUs work as there.
 
-The run's model.keras has no classifier and pools by the average of the patches.
+The run's model.keras has no classifier and pools by the average of the patches;
 reconstructions.png shows its predictions. Continue with keras-vit train --weights RUN, or measure
-the features with keras-vit evaluate RUN.
+the features with keras-vit evaluate RUN. Pre-training pays where many images have no labels; the
+1,797 digits gain nothing by it.
 
 examples:
-  keras-vit pretrain --data digits --out pretrained-run
-  keras-vit pretrain --target pixels --data photos --out pretrained-run
+  keras-vit pretrain --data photos --out pretrained-run --target pixels
   keras-vit evaluate pretrained-run
-  keras-vit train --data digits --out few-run --weights pretrained-run
+  keras-vit train --data photos --out tuned-run --weights pretrained-run
 """
 _MASKING = """\
   corruption=0.5         fraction of the patches to corrupt, above 0, at most 1
@@ -132,8 +132,9 @@ _RECIPE = """
       vit-imagenet21k, vit-imagenet, vit-jft-b to -h14, finetune-imagenet, -imagenet-512, -cifar10,
       -cifar100, -pets, -flowers, -vtab, augreg-none to augreg-strong2, augreg-imagenet-none to
       -strong2, augreg-finetune, plain-s16, deit, deit-384, deit3-s16 to -h14, deit3-384-b16;
-      docs/training.md lists all of them (default: digits for the digits, fine-tune with --weights,
-      otherwise scratch); --set changes single numbers of it
+      docs/training.md lists all of them (default: digits for the digits, otherwise scratch, also
+      with --weights of a run by these or of pretrain; with others fine-tune; of few images as long
+      as 200 steps); --set changes single numbers of it
 """
 _LEARNING = """
   --freeze N  with --weights, freeze the patch embedding and the first N blocks; 0 freezes the
@@ -214,7 +215,7 @@ def run(arguments: argparse.Namespace) -> int:
         training.check_free(arguments.out, existing=arguments.existing)
     is_new = arguments.weights in (None, NONE)
     _check(arguments, settings, is_new=is_new)
-    recipe = _recipe(arguments, settings, is_new=is_new)
+    recipe = _recipe(arguments, settings)
     size = arguments.image_size or recipe.image_size
     name, config = arguments.model, None
     if is_new:
@@ -225,6 +226,11 @@ def run(arguments: argparse.Namespace) -> int:
         config = recipe.config(execution.config(config))
     make_engine(execution)  # before any TensorFlow operation: workers join a cluster first
     data = flags.load_data(arguments)
+    if not is_new and arguments.recipe is None:
+        # Adapters of low blocks learn as fast as others.
+        numbers = {} if arguments.lora is None else {"layer_decay": 1.0}
+        anew = training.planning.trains_anew(arguments.weights)
+        recipe = training.planning.fine_tuning(data, anew=anew, **{**numbers, **settings.recipe})
     make_model: Start = functools.partial(_model, config, data, settings, arguments, size=size)
     if not is_new and name in VARIANTS:
         config = training.model_config(name, image_size=size)
@@ -399,9 +405,9 @@ def decide(
             weights=None if arguments.weights == NONE else planning.AUTO,
             image_size=arguments.image_size,
             execution=execution,
+            settings=settings.recipe,
         )
-        given = plan = dataclasses.replace(plan, recipe=plan.recipe.changed(**settings.recipe))
-        make_model = given.make_model
+        given, make_model = plan, plan.make_model
     if arguments.plan or (is_open and started is None):
         _show(arguments, plan, is_started=started is not None)
     return given, make_model
@@ -453,20 +459,14 @@ def _check(arguments: argparse.Namespace, settings: flags.Settings, *, is_new: b
         )
 
 
-def _recipe(arguments: argparse.Namespace, settings: flags.Settings, *, is_new: bool) -> "Recipe":
+def _recipe(arguments: argparse.Namespace, settings: flags.Settings) -> "Recipe":
     from keras_vit import training
 
-    recipe = own = training.RECIPES["digits" if arguments.data == "digits" else "scratch"]
-    if arguments.recipe is not None:
-        if arguments.recipe not in training.RECIPES:
-            names = ", ".join(training.RECIPES)
-            raise ValueError(f"There is no recipe {arguments.recipe!r}; choose one of {names}.")
-        recipe = training.RECIPES[arguments.recipe]
-    elif not is_new:
-        recipe = dataclasses.replace(training.RECIPES["fine-tune"], augmentation=own.augmentation)
-        if arguments.data == "digits":
-            recipe = recipe.changed(patience=None)
-    return settings.change(recipe)
+    name = arguments.recipe or ("digits" if arguments.data == "digits" else "scratch")
+    if name not in training.RECIPES:
+        names = ", ".join(training.RECIPES)
+        raise ValueError(f"There is no recipe {name!r}; choose one of {names}.")
+    return settings.change(training.RECIPES[name])
 
 
 def _model(

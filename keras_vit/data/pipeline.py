@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_vit import environment
+from keras_vit.backend.private import layers_of
 from keras_vit.config import Resizing, ViTConfig
 from keras_vit.data import augment, images, randaugment
 from keras_vit.data.source import Choice, Item, Split, untuned
@@ -244,22 +245,27 @@ def resizing_of(model: Any) -> Resizing:
     Raises:
         ValueError: it takes images of any size, or contains two Vision Transformers that differ.
     """
-    height, width = model.input_shape[1:3]
-    if height is None or width is None:
+    shape = getattr(model, "input_shape", None)
+    if not isinstance(shape, tuple) or len(shape) != 4 or None in shape[1:3]:
         raise ValueError(
-            "Images are resized to the size that the model takes, and this model takes any; give "
+            "Images are resized to the size that the model takes, and this model names none; give "
             "one for images of one size, as keras_vit.resize(model, (height, width, 3)) makes it. "
-            f"Received: a model for inputs of shape {model.input_shape}."
+            f"Received: a model for inputs of shape {shape or 'that are not known'}."
         )
-    said = sorted({each.resizing((height, width)) for each in _configs(model)}, reverse=True)
+    size = (shape[1], shape[2])
+    layers = [model] if isinstance(getattr(model, "config", None), ViTConfig) else layers_of(model)
+    # Of a model, of what stands for an exported one, and of layers of a model.
+    names = ("config", "model_config")
+    configs = [getattr(each, name, None) for each in layers for name in names]
+    said = {each.resizing(size) for each in configs if isinstance(each, ViTConfig)}
     if len(said) > 1:
-        rows = zip(Resizing._fields, *said[:2], strict=True)
+        rows = zip(Resizing._fields, *sorted(said, reverse=True)[:2], strict=True)
         name, one, other = next(row for row in rows if row[1] != row[2])
         raise ValueError(
             f"The model {model.name!r} contains Vision Transformers with {name}={one!r} and with "
             f"{name}={other!r}, so that no image is right for both; rebuild one of them."
         )
-    return said[0] if said else Resizing((height, width))
+    return said.pop() if said else Resizing(size)
 
 
 @contextlib.contextmanager
@@ -305,15 +311,6 @@ def _crop(image: tf.Tensor, side: float, place: tuple[float, float]) -> tf.Tenso
     start = tf.cast(tf.round(tf.constant(place) * (shape - size)), tf.int32)
     end = start + tf.cast(size, tf.int32)
     return image[start[0] : end[0], start[1] : end[1]]
-
-
-def _configs(layer: Any) -> Iterator[ViTConfig]:
-    config = getattr(layer, "config", None)
-    if isinstance(config, ViTConfig):
-        yield config
-        return
-    for inner in getattr(layer, "layers", ()):
-        yield from _configs(inner)
 
 
 def _damaged_names(split: Split) -> list[str]:

@@ -16,27 +16,28 @@ import numpy as np
 from keras_vit.config import ViTConfig
 from keras_vit.data import resize_image
 from keras_vit.figures import Filters
+from keras_vit.layers import AttentionPooling
 from keras_vit.layers.attention import Change, recording
-from keras_vit.model import VisionTransformer, position_layer
+from keras_vit.model import (
+    Backbone,
+    VisionTransformer,
+    backbone_of,
+    output_shape,
+    position_layer,
+)
 
 BATCH_SIZE = 8
 
 
-def find_vit(model: keras.Model) -> VisionTransformer:
+def find_vit(model: keras.Model) -> Backbone:
     """Returns the one Vision Transformer that a model is or contains, however deep.
 
     Raises:
         ValueError: the model contains none, or more than one, or one for images of any size.
     """
-    vits = {id(vit): vit for vit in _vits(model)}
-    if len(vits) != 1:
-        raise ValueError(
-            f"The model {model.name!r} contains {len(vits)} Vision Transformers of keras_vit, not "
-            "one; give a model with exactly one, or the VisionTransformer itself."
-        )
-    vit = next(iter(vits.values()))
-    _ = vit.config.image_size  # patches are laid out on its grid
-    return vit
+    backbone = backbone_of(model)
+    _ = backbone.config.image_size  # patches are laid out on its grid
+    return backbone
 
 
 def image_batches(model: keras.Model, images: Any) -> list[np.ndarray]:
@@ -69,10 +70,7 @@ def sides(size: Sequence[int]) -> str:
 
 def image_size(model: keras.Model) -> tuple[int, int] | None:
     """Returns the (height, width) that a model takes, or None if it says nothing about them."""
-    try:
-        shape = model.input_shape
-    except (AttributeError, ValueError):
-        return None
+    shape = getattr(model, "input_shape", None)
     if not isinstance(shape, tuple) or len(shape) != 4 or None in shape[1:3]:
         return None
     return shape[1], shape[2]
@@ -119,10 +117,9 @@ def records(
         ValueError: a layer was not called, or only inside a compiled function; or gradients are
             wanted and the backend has none.
     """
-    vit = find_vit(model)
-    config, backend = vit.config, keras.backend.backend()
+    (config, vit), backend = find_vit(model), keras.backend.backend()
     blocks = [vit.get_layer(f"block_{index}") for index in range(config.num_layers)]
-    pooling = [vit.get_layer("pooling")] if config.pooling == "map" else []
+    pooling = [each for each in vit.layers if isinstance(each, AttentionPooling)]
     layers = [*(block.attention for block in blocks), *pooling, blocks[-1]]
     if gradients and backend not in ("tensorflow", "jax"):
         raise ValueError(
@@ -130,9 +127,10 @@ def records(
             "KERAS_BACKEND=tensorflow or KERAS_BACKEND=jax."
         )
     logits = "logits" if config.distillation_token else "head"
-    has_logits = gradients and model is vit and config.classes
+    is_whole = isinstance(model, VisionTransformer)
+    has_logits = gradients and is_whole and config.classes
     # The softmax of a sure classifier is flat: its logits have the gradient.
-    scorer = vit.feature_extractor([logits]) if has_logits else model
+    scorer = model.feature_extractor([logits]) if has_logits else model
 
     def scores(batch: np.ndarray, change: Change | None = None) -> tuple[Any, list[Any]]:
         outputs, values = run(scorer, batch, layers, change=change)
@@ -261,9 +259,9 @@ def attention_weights(
     Raises:
         ValueError: there is no such layer or head, or not one Vision Transformer in the model.
     """
-    vit = find_vit(model)
-    rows = choose(layers, vit.config.num_layers, word="layer")
-    columns = choose(heads, vit.config.num_heads, word="head")
+    config = find_vit(model).config
+    rows = choose(layers, config.num_layers, word="layer")
+    columns = choose(heads, config.num_heads, word="head")
 
     def chosen(record: Record) -> np.ndarray:
         return np.stack([to_numpy(record.blocks[row]) for row in rows], axis=1)[:, :, columns]
@@ -277,11 +275,11 @@ def pooling_attention(model: keras.Model, images: Any) -> np.ndarray:
     Raises:
         ValueError: the model does not pool by attention.
     """
-    vit = find_vit(model)
-    if vit.config.pooling != "map":
+    config = find_vit(model).config
+    if config.pooling != "map":
         raise ValueError(
             'Only models with pooling="map" pool by attention. '
-            f"Received: a model with pooling={vit.config.pooling!r}."
+            f"Received: a model with pooling={config.pooling!r}."
         )
     passes = records(model, image_batches(model, images))
     return np.concatenate([to_numpy(each.pooling[0])[:, :, 0] for each in passes])
@@ -352,11 +350,11 @@ def class_relevance(
     Raises:
         ValueError: the model is not a classifier, or has no such class.
     """
-    count, shape = len(np.asarray(images)), model.output_shape
-    if not isinstance(shape, tuple) or len(shape) != 2:
+    count, shape = len(np.asarray(images)), output_shape(model)
+    if shape is None or len(shape) != 2:
         raise ValueError(
-            "Class relevance needs a classifier with outputs of shape (batch, classes). "
-            f"Received: a model with outputs of shape {shape}."
+            "Class relevance needs a classifier with outputs of shape (batch, classes). Received: "
+            f"a model with outputs of shape {getattr(model, 'output_shape', 'that are not known')}."
         )
     chunks: Iterable[Any] = itertools.repeat(None)
     if classes is not None:
@@ -470,11 +468,11 @@ def token_similarity(
     Raises:
         ValueError: there is no such token or layer.
     """
-    vit = find_vit(model)
-    (index,) = choose(layer, vit.config.num_layers, word="layer")
-    rows, columns = vit.config.grid
+    config, vit = find_vit(model)
+    (index,) = choose(layer, config.num_layers, word="layer")
+    rows, columns = config.grid
     if token == "class":
-        if not vit.config.class_token:
+        if not config.class_token:
             raise ValueError(
                 "The model has no class token; choose a patch by its (row, column) in the grid of "
                 f"{rows} rows and {columns} columns of patches."
@@ -486,12 +484,12 @@ def token_similarity(
             'numbered from 0. Give (row, column), or "class".'
         )
     else:
-        place = token[0] * columns + token[1] + vit.config.num_prefix_tokens
+        place = token[0] * columns + token[1] + config.num_prefix_tokens
     block = vit.get_layer(f"block_{index}")
     parts = []
     for batch in image_batches(model, images):
         _, (tokens,) = run(model, batch, [block])
-        parts.append(similarity(vit.config, tokens, place))
+        parts.append(similarity(config, tokens, place))
     return np.concatenate(parts)
 
 
@@ -522,15 +520,15 @@ def position_similarity(model: keras.Model) -> np.ndarray:
     Raises:
         ValueError: the model adds no position embeddings to its tokens.
     """
-    vit = find_vit(model)
-    if not vit.config.adds_positions:
+    config, vit = find_vit(model)
+    if not config.adds_positions:
         raise ValueError(
             "The model adds no position embeddings to its tokens. Received: a model with "
-            f"position_embedding={vit.config.position_embedding!r}."
+            f"position_embedding={config.position_embedding!r}."
         )
-    layer = vit.get_layer(position_layer(vit.config, 0) or "patch_encoder")
-    directions = _unit(to_numpy(layer.position_table())[0, vit.config.num_prefix_tokens :])
-    return np.asarray((directions @ directions.T).reshape(*vit.config.grid, *vit.config.grid))
+    layer = vit.get_layer(position_layer(config, 0) or "patch_encoder")
+    directions = _unit(to_numpy(layer.position_table())[0, config.num_prefix_tokens :])
+    return np.asarray((directions @ directions.T).reshape(*config.grid, *config.grid))
 
 
 def embedding_filters(model: keras.Model, *, count: int = 28) -> Filters:
@@ -547,14 +545,14 @@ def embedding_filters(model: keras.Model, *, count: int = 28) -> Filters:
     """
     if count < 1:
         raise ValueError(f"count must be a positive integer. Received: count={count!r}.")
-    vit = find_vit(model)
+    config, vit = find_vit(model)
     kernel = to_numpy(vit.get_layer("patch_encoder").projection.kernel)  # (P*P*C, D)
     filters = kernel.T - kernel.mean(axis=1)
     _, strength, components = np.linalg.svd(filters, full_matrices=False)
     largest = np.take_along_axis(
         components, np.abs(components).argmax(axis=1, keepdims=True), axis=1
     )
-    size, channels = vit.config.patch_size, vit.config.patch_channels
+    size, channels = config.patch_size, config.patch_channels
     components = (components * np.sign(largest)).reshape(-1, size, size, channels)
     total = max(float((strength**2).sum()), np.finfo(np.float32).tiny)
     return Filters(components[:count], strength[:count] ** 2 / total)
@@ -584,15 +582,6 @@ def answer_row(config: ViTConfig, pooling: np.ndarray | None, tokens: np.ndarray
 def on_grid(config: ViTConfig, row: np.ndarray) -> np.ndarray:
     """Lays the patches' part of (B, N) out as (B, h, w)."""
     return np.asarray(row[:, config.num_prefix_tokens :].reshape(-1, *config.grid))
-
-
-def _vits(layer: Any) -> Iterator[VisionTransformer]:
-    if isinstance(layer, VisionTransformer):
-        yield layer
-        return
-    for inner in getattr(layer, "layers", ()):
-        if isinstance(inner, keras.layers.Layer):
-            yield from _vits(inner)
 
 
 def _unit(vectors: np.ndarray) -> np.ndarray:

@@ -17,6 +17,7 @@ from keras_vit.atomic import whole_file
 from keras_vit.config import Ending, Resizing, ending_of
 from keras_vit.data.images import placement, resize_image
 from keras_vit.explain import attention
+from keras_vit.model import VisionTransformer
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -148,19 +149,19 @@ def make_subject(model: keras.Model, image: np.ndarray) -> Subject:
             "An image has the shape (height, width, 3) or (height, width, 1). "
             f"Received: shape {image.shape}."
         )
-    vit = attention.find_vit(model)
-    size = attention.image_size(model)
-    resizing = vit.config.resizing(size) if size else Resizing(image.shape[:2])
+    config, size = attention.find_vit(model).config, attention.image_size(model)
+    resizing = config.resizing(size) if size else Resizing(image.shape[:2])
     inputs = np.asarray(resize_image(image[None], resizing))
-    pixels = np.asarray(vit.preprocess_input(inputs)) if model is vit else inputs
-    has_classes = not (model is vit and vit.config.classes is None)
+    is_whole = isinstance(model, VisionTransformer)
+    pixels = np.asarray(model.preprocess_input(inputs)) if is_whole else inputs
+    has_classes = not (is_whole and config.classes is None)
     gradients = SHOWN_CLASSES if has_classes else 0
     (record,) = attention.records(model, [pixels], gradients=gradients)
     is_row = has_classes and len(getattr(record.outputs, "shape", ())) == 2
     ending, scores = ending_of(model) if is_row else Ending(None), None
     if ending.activation is not None:
         # Of a `VisionTransformer` the record has the logits.
-        is_logits = model is vit or not ending.is_probabilities
+        is_logits = is_whole or not ending.is_probabilities
         convert = keras.activations.get(ending.activation if is_logits else "linear")
         scores = np.asarray(attention.to_numpy(convert(record.outputs))[0], np.float64)
     drawn, notes = image[_seen_part(image.shape, resizing)], [how_taken(image.shape, resizing)]

@@ -32,7 +32,7 @@ from keras_vit.config import (
 )
 from keras_vit.layers.dense import CHANGES
 from keras_vit.layers.random import skip_initialization
-from keras_vit.model import VisionTransformer
+from keras_vit.model import FIRST_LAYERS, Backbone, VisionTransformer, backbones, output_shape
 
 Range = Literal["pixels", "normalized"]
 
@@ -281,9 +281,10 @@ def rebuild(model: keras.Model) -> Exportable:
             "model.export(path) writes a SavedModel for images of any size."
         )
     network: keras.Model
-    inside = model if isinstance(model, VisionTransformer) else _transformer_inside(model)
+    is_whole = isinstance(model, VisionTransformer)
+    input_config = model.config if is_whole else _backbone_of(model).config
     ending = ending_of(model) if len(model.output_shape) == 2 else Ending(None)
-    if model is inside:
+    if is_whole:
         takes: Range = "pixels" if model.config.include_preprocessing else "normalized"
         inner = model.config.told_by(getattr(model, "loss", None))
         inner = inner.with_activation(None) if ending.is_probabilities else inner
@@ -292,7 +293,7 @@ def rebuild(model: keras.Model) -> Exportable:
             network = VisionTransformer(config, name=model.name, dtype="float32")
         _copy_weights(model, network)
     else:
-        config, input_config = None, inside.config
+        config = None
         network = _made_again(model)
         _copy_weights(model, network)
         takes = _input_range(network, input_config)
@@ -369,20 +370,20 @@ def _made_again(model: keras.Model) -> keras.Model:
     return keras.Model(images, output, name=model.name)
 
 
-def _transformer_inside(model: keras.Model) -> VisionTransformer:
-    transformers = [layer for layer in layers_of(model) if isinstance(layer, VisionTransformer)]
+def _backbone_of(model: keras.Model) -> Backbone:
+    found = backbones(model)
     inputs, outputs = (getattr(model, name, None) or () for name in ("inputs", "outputs"))
-    if len(transformers) == 1 and not (inputs and outputs):
+    if len(found) == 1 and not (inputs and outputs):
         raise UnsupportedModelError(
             "export takes a model that knows its input. Received: "
             f"{model.name!r}, a {type(model).__name__} without one; give export "
             "keras.Model(images, model(images)) with images = keras.Input((height, width, 3))."
         )
-    if len(transformers) != 1 or not len(inputs) == len(outputs) == 1:
+    if len(found) != 1 or len(inputs) != 1 or output_shape(model) is None:
         raise UnsupportedModelError(
             "export takes a VisionTransformer, or a functional or Sequential model from one batch "
-            f"of images to one output with one VisionTransformer inside. Received: {model.name!r} "
-            f"with {len(transformers)} inside, {len(inputs)} inputs and {len(outputs)} outputs."
+            f"of images to one tensor with one VisionTransformer inside. Received: {model.name!r} "
+            f"with {len(found)} inside, {len(inputs)} inputs and {len(outputs)} outputs."
         )
     if len(model.input_shape) != 4 or None in model.input_shape[1:]:
         raise ValueError(
@@ -390,14 +391,17 @@ def _transformer_inside(model: keras.Model) -> VisionTransformer:
             "build the model on keras.Input((height, width, channels)). "
             f"Received: {model.name!r} for inputs of shape {model.input_shape}."
         )
-    return transformers[0]
+    return found[0]
 
 
 def _input_range(network: keras.Model, config: ViTConfig) -> Range:
     """Returns the range of a network with layers around a Vision Transformer."""
-    (transformer,) = (layer for layer in layers_of(network) if isinstance(layer, VisionTransformer))
+    (backbone,) = backbones(network)
+    first = backbone.model
+    if not isinstance(first, VisionTransformer):  # layers of one, of which this is the first
+        first = next(each for each in first.layers if each.name in FIRST_LAYERS)
     received: list[Any] = []
-    call = transformer.call
+    call = first.call
 
     @functools.wraps(call)
     def record(inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -406,11 +410,11 @@ def _input_range(network: keras.Model, config: ViTConfig) -> Range:
 
     values = np.array([0, 51, 255], np.float32)
     images = np.broadcast_to(values[:, None, None, None], (3, *network.input_shape[1:]))
-    setattr(transformer, "call", record)  # noqa: B010, mypy takes it for a method
+    setattr(first, "call", record)  # noqa: B010, mypy takes it for a method
     try:
         network(np.ascontiguousarray(images), training=False)
     finally:
-        del transformer.call
+        del first.call
     own: Range = "pixels" if config.include_preprocessing else "normalized"
     medians = np.median(keras.ops.convert_to_numpy(received[0]), axis=(1, 2, 3))
     # Layers that leave a black, a dark and a white image as they are do not scale pixels.

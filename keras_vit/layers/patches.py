@@ -9,6 +9,7 @@ from typing import Any
 import keras
 
 from keras_vit import backend
+from keras_vit.config import ViTConfig
 from keras_vit.layers.dense import CompositeLayer, TokenDense
 from keras_vit.layers.positions import PositionedLayer, check_kind, position_initializer
 from keras_vit.layers.random import RandomLayer, dropout
@@ -86,6 +87,8 @@ class PatchEncoder(CompositeLayer, RandomLayer, PositionedLayer):
             its own (arXiv 2012.12877).
         position_grid: (height, width) in patches that the table of positions is made for; each call
             resamples it to the input's grid, which may be unknown. None for the input's grid.
+        model_config: what `ViTConfig.to_dict` gives of the model that the layer is made for, so
+            that a model over its tensors is known by it; None for no such model.
 
     Input shape: (B, H/P, W/P, P*P*C), as `Patches` makes them.
     Output shape: (B, N, D), N = patches + the tokens before them; patches in row order.
@@ -105,6 +108,7 @@ class PatchEncoder(CompositeLayer, RandomLayer, PositionedLayer):
         num_registers: int = 0,
         distillation_token: bool = False,
         position_grid: tuple[int, int] | None = None,
+        model_config: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(is_random=dropout_rate > 0, **kwargs)
@@ -115,6 +119,7 @@ class PatchEncoder(CompositeLayer, RandomLayer, PositionedLayer):
         self.position_kind = position_embedding
         self.position_grid = position_grid
         self.num_registers = num_registers
+        self.model_config = None if model_config is None else ViTConfig.from_dict(model_config)
         # The learned tokens before the patches, in their order, and how many each is.
         counts = (class_token, distillation_token, num_registers)
         self.prefix = tuple(zip(PREFIX, map(int, counts), strict=True))

@@ -23,16 +23,9 @@ from keras_vit.weights.positions import Method
 # The images of 8 by 8 pixels are doubled, so that augmentation blurs them less. The sizes were
 # chosen on validation images.
 _DIGITS = ViTConfig(
-    input_shape=(16, 16, 3),
-    patch_size=4,
-    hidden_dim=64,
-    mlp_dim=128,
-    num_heads=4,
-    num_layers=4,
-    classes=10,
-    pooling="avg",
-    class_token=False,
-)
+    input_shape=(16, 16, 3), patch_size=4, hidden_dim=64, mlp_dim=128, num_heads=4, num_layers=4,
+    classes=10, pooling="avg", class_token=False,
+)  # fmt: skip
 # Models for few images, on a CPU.
 MODELS: Mapping[str, ViTConfig] = {
     "digits": _DIGITS,
@@ -41,15 +34,10 @@ MODELS: Mapping[str, ViTConfig] = {
     "digits-hybrid": dataclasses.replace(_DIGITS, resnet_layers=(), patch_size=1),
     # About half of Ti/16 in width and depth, on 64 by 64 pixels.
     "tiny": ViTConfig(
-        input_shape=(64, 64, 3),
-        patch_size=8,
-        hidden_dim=128,
-        mlp_dim=256,
-        num_heads=4,
-        num_layers=6,
-        drop_path_rate=0.1,  # DeiT (arXiv 2012.12877, Table 9)
+        input_shape=(64, 64, 3), patch_size=8, hidden_dim=128, mlp_dim=256, num_heads=4,
+        num_layers=6, drop_path_rate=0.1,  # DeiT (arXiv 2012.12877, Table 9)
     ),
-}
+}  # fmt: skip
 MODEL_NAMES = (*MODELS, *VARIANTS)
 
 

@@ -13,11 +13,11 @@ import keras
 
 from keras_vit.adaptation import LoRAVisionTransformer, merge_lora, save_adapter
 from keras_vit.backend import ExactTrainer, is_in_scope
-from keras_vit.backend.private import Functional, layers_of
+from keras_vit.backend.private import Functional
 from keras_vit.config import LINEAR, TRAINED_BY, ViTConfig, ending_of
 from keras_vit.data import Resizing, resizing_of
 from keras_vit.losses import make_loss
-from keras_vit.model import ExactModel, VisionTransformer
+from keras_vit.model import ExactModel, VisionTransformer, backbones
 from keras_vit.training import run
 from keras_vit.training.checkpoints import hash_of
 from keras_vit.training.distillation import DistillationModel
@@ -271,7 +271,7 @@ class CompiledModelObjective(Objective):
 class MaskedPatchObjective(Objective):
     """Trains a `MaskedPatchModel` on images alone; a config gets the default target."""
 
-    kind, has_own_accuracy = "masked-patches", True
+    kind, has_own_accuracy = run.MASKED_PATCHES, True
     model: MaskedPatchModel
 
     def build(self, model: ViTConfig | MaskedPatchModel) -> MaskedPatchModel:
@@ -340,8 +340,7 @@ def _check_hand_built(model: keras.Model, job: Job) -> None:
             f"The model must give one number for each of the {wanted[1]} classes, {wanted}. "
             f"Received: a model with outputs of shape {model.output_shape}."
         )
-    inside = [layer for layer in layers_of(model) if isinstance(layer, VisionTransformer)]
-    takes_pixels = all(vit.config.include_preprocessing for vit in inside)
+    takes_pixels = all(each.config.include_preprocessing for each in backbones(model))
     if not takes_pixels and not any(isinstance(x, keras.layers.Rescaling) for x in model.layers):
         raise ValueError(
             "The model must take pixels 0..255: make the Vision Transformer inside with "

@@ -40,25 +40,14 @@ NOT_OVERRIDABLE: Mapping[str, str] = {
     "remat": "Execution",
 }
 _LIMITS: dict[str, tuple[float, float]] = {
-    "epochs": (1, 1_000_000),
-    "steps": (1, 1_000_000_000),
-    "batch_size": (1, 1_000_000),
-    "learning_rate": (0, 100),
-    "warmup": (0, 1_000_000_000),
-    "momentum": (0, 1),
-    "epsilon": (1e-30, 1),
-    "weight_decay": (0, 100),
-    "gradient_norm": (1e-9, 1e9),
-    "label_smoothing": (0, 0.99),
-    "mixup": (0, 100),
-    "cutmix": (0, 100),
+    "epochs": (1, 1_000_000), "steps": (1, 1_000_000_000), "batch_size": (1, 1_000_000),
+    "learning_rate": (0, 100), "warmup": (0, 1_000_000_000), "momentum": (0, 1),
+    "epsilon": (1e-30, 1), "weight_decay": (0, 100), "gradient_norm": (1e-9, 1e9),
+    "label_smoothing": (0, 0.99), "mixup": (0, 100), "cutmix": (0, 100),
     "average": (0, 1 - 1e-9),  # of 1 it would never leave the first weights
-    "patience": (1, 1_000_000),
-    "layer_decay": (0.01, 1),
-    "sam_rho": (0, 10),
-    "dropout_rate": (0, 0.99),
-    "drop_path_rate": (0, 0.99),
-}
+    "patience": (1, 1_000_000), "layer_decay": (0.01, 1), "sam_rho": (0, 10),
+    "dropout_rate": (0, 0.99), "drop_path_rate": (0, 0.99),
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -75,23 +75,13 @@ _pretraining = functools.partial(
     Recipe, batch_size=4096, image_size=(224, 224), warmup=10_000, keep="last"
 )
 _sigmoid = functools.partial(
-    _pretraining,
-    decay="linear",
-    gradient_norm=None,
-    loss="sigmoid",
-    head_bias=-10.0,
-    model=_MLP_HEAD,
-    augmentation=_CROPPED,
-)
+    _pretraining, decay="linear", gradient_norm=None, loss="sigmoid", head_bias=-10.0,
+    model=_MLP_HEAD, augmentation=_CROPPED,
+)  # fmt: skip
 _finetuning = functools.partial(
-    Recipe,
-    batch_size=512,
-    image_size=(384, 384),
-    optimizer="momentum",
-    weight_decay=0.0,
-    keep="last",
-    augmentation=_CROPPED,
-)
+    Recipe, batch_size=512, image_size=(384, 384), optimizer="momentum", weight_decay=0.0,
+    keep="last", augmentation=_CROPPED,
+)  # fmt: skip
 _deit = functools.partial(
     Recipe, mixup=0.8, cutmix=1.0, mix_per="batch", dropout_rate=0.0, keep="last"
 )

@@ -33,6 +33,7 @@ RECONSTRUCTIONS, ADAPTER = "reconstructions.png", "adapter.safetensors"
 METRICS, CONFUSION, REPORT, CARD = "metrics.json", "confusion.png", "report.html", "README.md"
 _TRAINED = (MODEL, CONFIG, LABELS, SPLITS, HISTORY, CURVES, SAMPLE, RECONSTRUCTIONS, ADAPTER)
 TRACKERS = "trackers.json"  # of an unfinished training alone
+MASKED_PATCHES = "masked-patches"  # the "objective" that config.json of `pretrain` says
 FILES = (*_TRAINED, EVENTS, METRICS, CONFUSION, REPORT, CARD)
 
 MAX_TEXT = 2**24  # bytes of a run's JSON file; one with 21,843 labels has about 1 MB
@@ -80,7 +81,7 @@ class Run:
     @property
     def has_classifier(self) -> bool:
         """Whether the model names classes; one of `pretrain` does not."""
-        return self.config.get("objective") != "masked-patches"
+        return self.config.get("objective") != MASKED_PATCHES
 
     @property
     def provenance(self) -> "Provenance":

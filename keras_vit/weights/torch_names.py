@@ -226,35 +226,31 @@ class TorchNames:
 
 _BLOCK = r"^(blocks\.\d+)\."
 _TABLE = "relative_position_bias_table"
-# The parts of a block in DINOv3's files, and in the modules of transformers 5.
-_MODULES = (
-    (_BLOCK + r"attention\.(q|k|v)_proj\.", r"\1.attn.\2."),
-    (_BLOCK + r"attention\.o_proj\.", r"\1.attn.proj."),
-    (_BLOCK + r"mlp\.gate_proj\.", r"\1.mlp.gate."),
-    (_BLOCK + r"mlp\.up_proj\.", r"\1.mlp.fc1."),
-    (_BLOCK + r"mlp\.down_proj\.", r"\1.mlp.fc2."),
-)
 
-# transformers' ViT, MSN, I-JEPA, MAE, DeiT, BEiT and data2vec, in files and as version 5 calls its
-# modules; DINOv2 names the parts of a block as timm does, so that the rules of the others do not
-# touch them.
+# transformers' ViT, MSN, I-JEPA, MAE, DeiT, BEiT, data2vec and DINOv3, in files and as version 5
+# calls its modules; DINOv2 names the parts of a block as timm does, so that the rules of the others
+# do not touch them.
 _HUGGING_FACE_VIT = TorchNames(
     library="transformers",
     anchor="embeddings.patch_embeddings.projection.weight",
     rules=(
-        (r"^embeddings\.patch_embeddings\.projection\.", "patch_embed.proj."),
+        (r"^embeddings\.patch_embeddings\.(projection\.)?", "patch_embed.proj."),
         (r"^embeddings\.cls_token$", "cls_token"),
         (r"^embeddings\.distillation_token$", "dist_token"),
         (r"^embeddings\.register_tokens$", "reg_token"),
         (r"^embeddings\.position_embeddings$", "pos_embed"),
         (rf"^(encoder\.relative|shared)_position_bias\.{_TABLE}$", f"rel_pos_bias.{_TABLE}"),
-        (r"^(encoder\.layer|layers)\.", "blocks."),
+        (r"^(encoder\.layer|layers|(model\.)?layer)\.", "blocks."),
         (_BLOCK + r"layernorm_before\.", r"\1.norm1."),
         (_BLOCK + r"layernorm_after\.", r"\1.norm2."),
         (_BLOCK + r"attention\.attention\.(q|k|v)(uery|ey|alue)\.", r"\1.attn.\2."),
         (_BLOCK + r"(attention\.attention\.)?relative_position_bias\.", r"\1.attn."),
         (_BLOCK + r"attention\.output\.dense\.", r"\1.attn.proj."),
-        *_MODULES,
+        (_BLOCK + r"attention\.(q|k|v)_proj\.", r"\1.attn.\2."),
+        (_BLOCK + r"attention\.o_proj\.", r"\1.attn.proj."),
+        (_BLOCK + r"mlp\.gate_proj\.", r"\1.mlp.gate."),
+        (_BLOCK + r"mlp\.up_proj\.", r"\1.mlp.fc1."),
+        (_BLOCK + r"mlp\.down_proj\.", r"\1.mlp.fc2."),
         (_BLOCK + r"layer_scale(\d)\.lambda1$", r"\1.ls\2.gamma"),
         (_BLOCK + r"lambda_(\d)$", r"\1.ls\2.gamma"),
         (_BLOCK + r"(intermediate\.dense|mlp\.weights_in)\.", r"\1.mlp.fc1."),
@@ -268,18 +264,8 @@ _HUGGING_FACE_VIT = TorchNames(
     ignored=r"decoder\.|embeddings\.mask_token$|.*\.relative_position_index$",
 )
 
-_HUGGING_FACE_DINOV3 = TorchNames(
-    library="transformers",
-    anchor="embeddings.patch_embeddings.weight",
-    rules=(
-        (r"^embeddings\.patch_embeddings\.", "patch_embed.proj."),
-        (r"^embeddings\.cls_token$", "cls_token"),
-        (r"^embeddings\.register_tokens$", "reg_token"),
-        (r"^(model\.)?layer\.", "blocks."),
-        *_MODULES,
-        (_BLOCK + r"layer_scale(\d)\.lambda1$", r"\1.ls\2.gamma"),
-    ),
-    ignored=r"embeddings\.mask_token$",
+_HUGGING_FACE_DINOV3 = dataclasses.replace(
+    _HUGGING_FACE_VIT, anchor="embeddings.patch_embeddings.weight"
 )
 
 # transformers' CLIP and SigLIP, an image tower alone or beside a text tower.

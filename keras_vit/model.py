@@ -306,10 +306,6 @@ class VisionTransformer(ExactModel):
         return model
 
 
-# One of them is the first that images come to.
-FIRST_LAYERS = ("rescaling", "stem", "patches")
-
-
 class Backbone(NamedTuple):
     """A Vision Transformer in a Keras model."""
 
@@ -358,7 +354,7 @@ def output_shape(model: keras.Model) -> tuple[Any, ...] | None:
 def _left_of(config: ViTConfig, model: keras.Model) -> ViTConfig:
     """Returns the config of a model's layers, which may begin later or end earlier."""
     count = sum(isinstance(each, layers.TransformerBlock) for each in model.layers)
-    has_scaling = any(each.name == "rescaling" for each in model.layers)
+    has_scaling = any(isinstance(each, keras.layers.Rescaling) for each in model.layers)
     changed: Any = {"num_layers": count or config.num_layers, "include_preprocessing": has_scaling}
     return dataclasses.replace(config, **changed)
 

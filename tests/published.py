@@ -18,7 +18,6 @@ from keras_vit.config import ViTConfig
 from keras_vit.weights.layouts import original_rows
 
 GOLDEN = Path(__file__).parent / "golden"
-# What several files of tests hold against the package.
 TABLES = json.loads((GOLDEN / "tables.json").read_text(encoding="utf-8"))
 MODERN = GOLDEN / "modern"  # folders of timm and transformers, one a family of models
 

@@ -271,11 +271,13 @@ def test_models_over_our_tensors_are_explained_and_frozen(
 
 
 def test_what_does_not_answer_with_one_tensor_is_refused() -> None:
-    """A sentence says what was received."""
     vit = VisionTransformer(TINY)
     for model in (vit.feature_extractor(["pooling"]), Subclassed(vit)):
         with pytest.raises(ValueError, match="needs a classifier with outputs of shape"):
             explain.class_relevance(model, images_for(TINY))
+    mapped = VisionTransformer(dataclasses.replace(TINY, pooling="map", class_token=False))
+    with pytest.raises(ValueError, match=r"pool by attention\. Received: .* pooling=None"):
+        explain.pooling_attention(OVER_TENSORS["cut"](mapped), images_for(TINY))
     with pytest.raises(ValueError, match=r"names none.* of shape that are not known"):
         data.resizing_of(Subclassed(vit))
 

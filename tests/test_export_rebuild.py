@@ -254,11 +254,14 @@ def test_what_cannot_be_copied_is_refused() -> None:
     einsum = with_layers(base(), keras.layers.EinsumDense("bd,dc->bc", 4, name="mine"))
     einsum.get_layer("mine").quantize("int8")
     scaled = with_layers(keras.layers.Rescaling(2.0, -1), base(**NORMALIZED), dense())
+    scaling = keras.layers.Rescaling(2.0, -1, name="rescaling")  # as Keras names the first, and we
+    over = with_layers(scaling, *plain(**NORMALIZED).layers[1:])
     any_size = with_layers(keras.layers.Resizing(32, 48), base(), dense(), shape=(None, None, 3))
     softmax = with_layers(with_layers(base(), dense(), keras.layers.Softmax()))
     flat = keras.Sequential([keras.Input((32, 48, 3)), keras.layers.Flatten()])
     for model, kind, message in (
         (scaled, ValueError, r"turn 0\.\.255 into -1\.\.509 before it; put a Rescaling"),
+        (over, ValueError, r"turn 0\.\.255 into -1\.\.509 before it; put a Rescaling"),
         (any_size, ValueError, r"one size.* '.*' for inputs of shape \(None, None, None, 3\)"),
         (einsum, ValueError, "'mine' is quantised in mode 'int8'; export can undo"),
         (Unknowing(), TypeError, "'unknowing', a Unknowing without one; give export ker"),

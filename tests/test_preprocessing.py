@@ -12,10 +12,7 @@ import tensorflow as tf
 from keras_vit import preprocessing
 
 # Classes of keras.applications' own table (imagenet_class_index.json), two with equal words.
-IMAGENET_1K = {
-    int(place): (identifier, word)
-    for place, (identifier, word) in published.TABLES["imagenet"].items()
-}
+IMAGENET_1K = {int(place): tuple(pair) for place, pair in published.TABLES["imagenet"].items()}
 
 # The first and the last of WordNet's nouns that have pictures in ImageNet-21k.
 IMAGENET_21K = {

@@ -31,7 +31,6 @@ METRICS: dict[str, Any] = {
     split: {"images": 9, "accuracy": accuracy, "loss": 0.25, "classes": []}
     for split, accuracy in (("validation", 7 / 9), ("test", 8 / 9))
 }
-# Of a run: what it started from, what its card then says of licences, and in which words.
 ORIGINS: list[tuple[dict[str, Any], dict[str, Any], str]] = published.TABLES["origins"]
 
 

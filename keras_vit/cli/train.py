@@ -215,7 +215,7 @@ def run(arguments: argparse.Namespace) -> int:
         training.check_free(arguments.out, existing=arguments.existing)
     is_new = arguments.weights in (None, NONE)
     _check(arguments, settings, is_new=is_new)
-    recipe = _recipe(arguments, settings)
+    recipe = _recipe(arguments, settings)  # before the images are read, to refuse wrong settings
     size = arguments.image_size or recipe.image_size
     name, config = arguments.model, None
     if is_new:

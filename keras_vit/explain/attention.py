@@ -119,7 +119,7 @@ def records(
     """
     (config, vit), backend = find_vit(model), keras.backend.backend()
     blocks = [vit.get_layer(f"block_{index}") for index in range(config.num_layers)]
-    pooling = [each for each in vit.layers if isinstance(each, AttentionPooling)]
+    pooling = _attention_pooling(vit)
     layers = [*(block.attention for block in blocks), *pooling, blocks[-1]]
     if gradients and backend not in ("tensorflow", "jax"):
         raise ValueError(
@@ -275,11 +275,12 @@ def pooling_attention(model: keras.Model, images: Any) -> np.ndarray:
     Raises:
         ValueError: the model does not pool by attention.
     """
-    config = find_vit(model).config
-    if config.pooling != "map":
+    config, vit = find_vit(model)
+    if not _attention_pooling(vit):
+        pooling = None if config.pooling == "map" else config.pooling  # cut before it
         raise ValueError(
             'Only models with pooling="map" pool by attention. '
-            f"Received: a model with pooling={config.pooling!r}."
+            f"Received: a model with pooling={pooling!r}."
         )
     passes = records(model, image_batches(model, images))
     return np.concatenate([to_numpy(each.pooling[0])[:, :, 0] for each in passes])
@@ -582,6 +583,10 @@ def answer_row(config: ViTConfig, pooling: np.ndarray | None, tokens: np.ndarray
 def on_grid(config: ViTConfig, row: np.ndarray) -> np.ndarray:
     """Lays the patches' part of (B, N) out as (B, h, w)."""
     return np.asarray(row[:, config.num_prefix_tokens :].reshape(-1, *config.grid))
+
+
+def _attention_pooling(vit: keras.Model) -> list[AttentionPooling]:
+    return [each for each in vit.layers if isinstance(each, AttentionPooling)]
 
 
 def _unit(vectors: np.ndarray) -> np.ndarray:

@@ -32,7 +32,7 @@ from keras_vit.config import (
 )
 from keras_vit.layers.dense import CHANGES
 from keras_vit.layers.random import skip_initialization
-from keras_vit.model import FIRST_LAYERS, Backbone, VisionTransformer, backbones, output_shape
+from keras_vit.model import Backbone, VisionTransformer, backbones, output_shape
 
 Range = Literal["pixels", "normalized"]
 
@@ -398,8 +398,9 @@ def _input_range(network: keras.Model, config: ViTConfig) -> Range:
     """Returns the range of a network with layers around a Vision Transformer."""
     (backbone,) = backbones(network)
     first = backbone.model
-    if not isinstance(first, VisionTransformer):  # layers of one, of which this is the first
-        first = next(each for each in first.layers if each.name in FIRST_LAYERS)
+    own: Range = "pixels" if config.include_preprocessing else "normalized"
+    if not isinstance(first, VisionTransformer):  # layers of one: whoever scales, it is before this
+        first, own = next(x for x in first.layers if x.name in ("stem", "patches")), "normalized"
     received: list[Any] = []
     call = first.call
 
@@ -415,7 +416,6 @@ def _input_range(network: keras.Model, config: ViTConfig) -> Range:
         network(np.ascontiguousarray(images), training=False)
     finally:
         del first.call
-    own: Range = "pixels" if config.include_preprocessing else "normalized"
     medians = np.median(keras.ops.convert_to_numpy(received[0]), axis=(1, 2, 3))
     # Layers that leave a black, a dark and a white image as they are do not scale pixels.
     if np.allclose(medians, values, atol=1e-2):

@@ -17,7 +17,7 @@ from keras_vit.layers import TokenDense
 from keras_vit.layers.dense import inner_state, restore_state, split_state
 from keras_vit.layers.random import ReplicaSeedGenerator
 from keras_vit.limits import is_real
-from keras_vit.model import FIRST_LAYERS, VisionTransformer
+from keras_vit.model import VisionTransformer
 
 Target = Literal["mean_color", "small_patch", "pixels"]
 
@@ -102,7 +102,7 @@ class MaskedPatchModel(backend.ExactTrainer, keras.Model):
     def call(self, images: Any, training: bool | None = None) -> dict[str, Any]:
         """Returns "predictions" (B, patches, ...) and "corrupted" (B, patches), 0 or 1."""
         x = images
-        for name in FIRST_LAYERS:
+        for name in ("rescaling", "stem", "patches"):
             if any(layer.name == name for layer in self.vit.layers):
                 x = self.vit.get_layer(name)(x)
         encoder = self.vit.get_layer("patch_encoder")

@@ -257,7 +257,7 @@ def load_adapter(model: VisionTransformer, path: str | Path) -> LoRAVisionTransf
     return adapted
 
 
-def freeze(model: keras.Model, *, blocks: int) -> None:
+def freeze(model: keras.Model, blocks: int) -> None:
     """Freezes the first blocks of a Vision Transformer, and everything in it before them.
 
     Example:

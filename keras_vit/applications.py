@@ -47,7 +47,9 @@ class Builder(Protocol):
     ) -> keras.Model: ...
 
 
-_DOCUMENTATION = """Instantiates {title}: {parameters} parameters with 1,000 classes.
+_DOCUMENTATION = """Instantiates {title}, with random weights unless `weights` names others.
+
+It has {parameters} parameters with 1,000 classes.
 
 Reference:
     [{paper}]({link})

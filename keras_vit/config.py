@@ -218,8 +218,9 @@ class ViTConfig:
     num_layers: int = _field(12, "architecture", limits.whole(limits.MAX_LAYERS))
     classes: int | None = _field(1000, "shape", limits.or_none(limits.whole(10**8)))
     pooling: Pooling | None = _field(
-        "token", "shape", limits.one_of(Pooling, None), published=("token", "avg", "map", None)
-    )
+        "token", "shape", limits.one_of(Pooling, None, elsewhere='; "cls" is "token"'),
+        published=("token", "avg", "map", None),
+    )  # fmt: skip
     class_token: bool = _field(True, "shape", _SWITCH)
     representation_dim: int | None = _field(None, "shape", limits.or_none(limits.whole(2**17)))
     representation_activation: Literal["tanh"] | None = _field(

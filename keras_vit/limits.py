@@ -86,11 +86,13 @@ def above(least: int) -> Allowed:
     return Allowed(lambda value: is_number(value) and value > least, f"a number above {least}")
 
 
-def one_of(names: Any, *others: None) -> Allowed:
-    """Allows the values of a Literal, and others."""
+def one_of(names: Any, *others: None, elsewhere: str = "") -> Allowed:
+    """Allows the values of a Literal, and others; `elsewhere` ends the message."""
     values = [*get_args(names), *others]
     # An array cannot be hashed, and compares element by element.
-    return Allowed(lambda one: isinstance(one, Hashable) and one in values, f"one of {values}")
+    return Allowed(
+        lambda one: isinstance(one, Hashable) and one in values, f"one of {values}{elsewhere}"
+    )
 
 
 def is_shape(value: Any) -> bool:

@@ -238,7 +238,7 @@ def test_what_cannot_be_adapted_or_merged_is_refused(plain: VisionTransformer) -
 
 def left_to_train(model: VisionTransformer, blocks: int) -> list[str]:
     """Freezes so many blocks; returns the layers that then train."""
-    keras_vit.freeze(model, blocks=blocks)
+    keras_vit.freeze(model, blocks)
     return [variable.path.split("/")[0] for variable in model.trainable_variables]
 
 

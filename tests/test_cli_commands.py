@@ -85,6 +85,8 @@ def test_training_leaves_a_whole_run_and_says_what_happens(trained: tuple[Path, 
     ):
         assert text in result.out
     assert result.out.splitlines()[-1] == "Next: keras-vit evaluate run"
+    damaged = "Left out, damaged</th><td>1: plain/001.png<"
+    assert damaged in (place / "run" / "report.html").read_text(encoding="utf-8")
     card = (place / "run" / "README.md").read_text(encoding="utf-8")
     assert f"| test | 2 | {metrics['test']['accuracy']:.2%} |" in card
     assert "\n# run\n" in card

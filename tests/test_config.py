@@ -25,6 +25,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"image_mean": [0.5]}, r"image_mean must be a tuple of 3 finite numbers.*\[0.5\]"),
     ({"image_mean": (0.4, 0.5, float("nan"))}, "image_mean must be a tuple of 3 finite"),
     ({"pooling": np.zeros(2)}, "pooling must be one of .*Received"),
+    ({"pooling": "cls"}, r"None\]; \"cls\" is \"token\"\. Received: pooling='cls'"),
     ({"rotary_offset": float("nan")}, "rotary_offset must be a finite number.*nan"),
 ]
 

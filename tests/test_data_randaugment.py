@@ -6,11 +6,13 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from PIL import Image, ImageEnhance, ImageOps
+from PIL import Image, ImageOps
+from PIL import ImageEnhance as E
 
 from keras_vit.data import augment, randaugment
 
 GREY = (randaugment.GREY,) * 3
+ANY = (255, 0.01)  # any difference, of few values
 NAMES = list(randaugment.OPERATIONS)
 # What magnitude 10 means, on an image of 224 pixels: the argument of the original's code.
 AT_TEN: list[tuple[str, Callable[[tf.Tensor], tf.Tensor]]] = [
@@ -53,23 +55,12 @@ CASES: list[tuple[Any, ...]] = [
     *[("posterize", (b,), lambda x, b=b: ImageOps.posterize(x, b), 0, 0) for b in (1, 4, 8)],
     *[("solarize", (t,), lambda x, t=t: ImageOps.solarize(x, t), 0, 0) for t in (0, 100, 256)],
     *[
-        (name, (f,), lambda x, kind=kind, f=f: kind(x).enhance(f), 0, 0)
+        (kind.__name__.lower(), (f,), lambda x, kind=kind, f=f: kind(x).enhance(f), 0, 0)
         for f in (0.1, 0.7, 1.0, 1.9)
-        for name, kind in (
-            ("color", ImageEnhance.Color),
-            ("contrast", ImageEnhance.Contrast),
-            ("brightness", ImageEnhance.Brightness),
-            ("sharpness", ImageEnhance.Sharpness),
-        )
+        for kind in (E.Color, E.Contrast, E.Brightness, E.Sharpness)
     ],
     *[
-        (
-            "rotate",
-            (np.float32(np.radians(a)),),
-            lambda x, a=a: x.rotate(a, fillcolor=GREY),
-            255,
-            0.01,
-        )
+        ("rotate", (np.float32(np.radians(a)),), lambda x, a=a: x.rotate(a, fillcolor=GREY), *ANY)
         for a in (-30, 20)
     ],
     ("shear_x", (0.29,), affine(1, 0.29, -0.145, 0, 1, 0), 0, 0),

@@ -17,7 +17,7 @@ import pytest
 from conftest import FLOAT32, TINY, images_for
 from test_explain_attention import CONFIGS, sharp
 
-from keras_vit import VisionTransformer, ViTConfig, explain
+from keras_vit import VisionTransformer, ViTConfig, explain, figures
 from keras_vit.explain import attention, page
 
 CHARTS = {"distance", "positions", "filters"}
@@ -243,7 +243,9 @@ def test_the_page_is_well_made_and_its_control_shows_the_chosen_head(tmp_path: P
             row, column = np.unravel_index(values.argmax(), values.shape)
             opened.locator(".layer").fill(str(layer))
             opened.locator(".tiles button").nth(head).click()
-            assert f"in layer {layer}, head {head}." in opened.inner_text(".caption")
+            caption = opened.inner_text(".caption")
+            assert f"in layer {layer}, head {head}." in caption
+            assert (figures.UNIFORM in caption) == figures.is_uniform(values)
             assert opened.evaluate(BRIGHTEST) == [row, column]
             box = opened.locator(".map").bounding_box()
             assert box is not None
@@ -258,3 +260,8 @@ def test_the_page_is_well_made_and_its_control_shows_the_chosen_head(tmp_path: P
         mean = layers[1].mean(axis=0)
         assert opened.evaluate(BRIGHTEST) == list(np.unravel_index(mean.argmax(), mean.shape))
         assert [each for each in heard if "getImageData" not in each] == []  # read by the test
+        # Weights that were never trained attend to all patches alike.
+        fresh = explain.write_explanation(VisionTransformer(TINY), image, tmp_path / "fresh")[-1]
+        opened.goto(fresh.as_uri())
+        opened.select_option(".what", "attention")
+        assert f"It is {figures.UNIFORM}." in opened.inner_text(".caption")

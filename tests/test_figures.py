@@ -74,6 +74,20 @@ def test_the_heatmap_lies_over_the_image() -> None:
     assert lit[28, 4].max() < 0.15
 
 
+@pytest.mark.parametrize(("spread", "is_stretched"), [(0, False), (0.01, False), (0.5, True)])
+def test_noise_is_not_drawn_as_evidence(spread: float, is_stretched: bool) -> None:
+    """Attention of 0.0625 to 0.0631 has one colour, and a title that says so."""
+    heatmap = 0.0625 * (1 + spread * np.eye(4, 6))
+    figure = explain.plot_heatmap(np.full((32, 48, 3), 255), heatmap)
+    title = "heatmap" if is_stretched else "heatmap\nnearly uniform: no patch stands out"
+    assert figure.axes[1].get_title() == title
+    low, high = figure.axes[1].get_images()[0].get_clim()
+    share = np.ptp(heatmap) / (high - low)
+    assert share == pytest.approx(1 if is_stretched else 5 * spread, rel=0.1)
+    lit = np.asarray(figure.axes[2].get_images()[0].get_array())
+    assert (np.ptp(lit) > 0.8) == is_stretched
+
+
 def test_heads_share_one_scale() -> None:
     """A faint head looks faint beside a strong one."""
     heads = np.ones((2, 4, 6)) * np.array([1, 9])[:, None, None]

@@ -62,7 +62,7 @@ MODULES = [
 # A change may lower these, and raise none.
 CEILINGS = {
     "files": 104,
-    "lines": 31_622,
+    "lines": 31_620,
     "lines of tests": 23_913,
     "flags": 49,
     "public names": 145,
@@ -87,6 +87,7 @@ def test_public_names() -> None:
     assert all(hasattr(keras_vit, name) for name in PUBLIC)
     uses = {"data", "evaluation", "explain", "training"}
     assert set(dir(keras_vit)) == {*PUBLIC, *uses}
+    assert not {"contextlib", "keras", "tf"} & set(dir(keras_vit.data))
     assert importlib.metadata.version("keras-vision-transformer") == keras_vit.__version__
 
 

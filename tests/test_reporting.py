@@ -15,7 +15,8 @@ import pytest
 from conftest import made
 
 from keras_vit import evaluation, pages, reporting
-from keras_vit.data import ImageData, Split
+from keras_vit.data import ImageData, SkippedFile, Split
+from keras_vit.data.source import DAMAGED
 from keras_vit.evaluation import Predictions
 from keras_vit.reporting import gallery, report
 from keras_vit.training import Provenance, Run
@@ -119,6 +120,15 @@ def test_the_head_of_a_report_says_one_and_names_files_in_their_folder(tmp_path:
     run = Run(path=tmp_path, model=made(CONFIG), labels=("cat", "dog"), config=config)
     said = dict(report._summary(run.model, run, None))
     assert said["Left out, damaged"] == "2: cat/a b.jpg, /elsewhere/c.jpg"
+    # Of a training from now on, with all else that was beside the images.
+    files = [SkippedFile(f"/photos/{name}", "are no images") for name in "abcdefg"]
+    files = [*files, SkippedFile("/photos/d.jpg", DAMAGED)]
+    data: Any = subject_of(("cat", "dog")).data
+    data = dataclasses.replace(data, source="/photos", skipped=tuple(files))
+    config["skipped"] = json.loads(json.dumps(data.skipped_files))
+    for pairs in (report._summary(run.model, run, None), report._summary(run.model, None, data)):
+        assert ("Left out, as they are no images", "7: a, b, c, d, e and 2 more") in pairs
+        assert ("Left out, damaged", "1: d.jpg") in pairs
     assert said["Trained for"] == "1 epoch, 1 step of 1 image; epoch 1 was kept"
     assert said["Distilled from"].endswith(".mae, licence CC-BY-NC-4.0")
     assert said["Their terms"] == "No commercial use."

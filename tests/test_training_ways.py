@@ -19,16 +19,10 @@ SOME = [
 ]
 # Ways whose losses are those of another way.
 SAME = {
-    "original_xla": "original",
-    "original_in_parts": "original",
-    "original_recomputed": "original",
-    "train_step": "fit",
-    "own_loop": "fit",
-    "compute_loss_of_ops": "fit",
-    "compute_loss_of_object": "fit",
-    "wrapper_in_parts": "wrapper",
-    "uneven_in_parts": "uneven",
-    "weighted_in_parts": "weighted",
+    **dict.fromkeys(("original_xla", "original_in_parts", "original_recomputed"), "original"),
+    **dict.fromkeys(("train_step", "own_loop", "compute_loss_of_ops"), "fit"),
+    **{"compute_loss_of_object": "fit", "wrapper_in_parts": "wrapper"},
+    **{name: name.removesuffix("_in_parts") for name in ("uneven_in_parts", "weighted_in_parts")},
     "ignored_in_parts": "ignored",
 }
 Results = dict[str, dict[str, Any]]

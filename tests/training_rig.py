@@ -20,18 +20,10 @@ import numpy as np
 import processes
 
 DEFAULTS: dict[str, Any] = {
-    "replicas": 1,
-    "steps": 40,
-    "stop_at": 0,
-    "checkpoint_steps": 7,
-    "learning_rate": 1e-3,
-    "gradient_accumulation_steps": 1,
-    "precision": "float32",
-    "mesh": None,
-    "mixup": 0.2,
-    "patience": None,
-    "pause": None,
-}
+    "replicas": 1, "steps": 40, "stop_at": 0, "checkpoint_steps": 7, "learning_rate": 1e-3,
+    "gradient_accumulation_steps": 1, "precision": "float32", "mesh": None, "mixup": 0.2,
+    "patience": None, "pause": None,
+}  # fmt: skip
 
 
 def start(environment: dict[str, str] | None = None, **case: Any) -> processes.Started:

@@ -155,16 +155,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for add_parser in (
-        train.add_parser,
-        train.add_pretrain,
-        predict.add_parser,
-        evaluate.add_parser,
-        predict.add_explain,
-        predict.add_demo,
-        export.add_parser,
-        export.add_check,
-        export.add_push,
-        catalog.add_parser,
-    ):
+        train.add_parser, train.add_pretrain, predict.add_parser, evaluate.add_parser,
+        predict.add_explain, predict.add_demo, export.add_parser, export.add_check,
+        export.add_push, catalog.add_parser,
+    ):  # fmt: skip
         add_parser(commands)
     return parser

@@ -34,6 +34,7 @@ if keras.backend.backend() != "tensorflow":
     for _kind in ("GPU", "TPU"):
         with contextlib.suppress(RuntimeError):  # where TensorFlow computed already, it has them
             tf.config.set_visible_devices([], _kind)
+del contextlib, keras, tf
 
 __all__ = ["FORMATS", "PIPE", "Augmentation", "Damage", "ImageData", "NamedImage", "Resizing",
            "SkippedFile", "Split", "Views", "decode_image", "evaluation_batches", "from_dataset",

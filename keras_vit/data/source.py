@@ -30,6 +30,7 @@ SPLIT_COLUMNS = ("split", "label", "path")  # of the file that says which images
 # Fractions of the training images that become the splits that are missing.
 VALIDATION, TEST = 0.1, 0.1
 DAMAGED = "cannot be decoded"
+_NAMED = 5  # of the files that are left out for one reason
 _READ = 64  # records that are asked of a source at a time
 _LOGGER = logging.getLogger(__name__)
 Item = tuple[tf.Tensor, ...]
@@ -368,6 +369,14 @@ class ImageData:
         for image in self.skipped:
             names[image.reason] = (*names.get(image.reason, ()), image.name)
         return names
+
+    @property
+    def skipped_files(self) -> dict[str, dict[str, Any]]:
+        """By reason the number of what is left out ("count"), and its first names ("names")."""
+        return {
+            reason: {"count": len(names), "names": list(names[:_NAMED])}
+            for reason, names in self.reasons.items()
+        }
 
     @property
     def counts(self) -> dict[str, int]:

@@ -234,6 +234,7 @@ def view(subject: Subject, maps: Sequence[Overlay], layers: Sequence[np.ndarray]
             for each in maps
         ],
         "who": _query_token_name(subject),
+        "uniform": {"range": figures.LEAST_RANGE, "text": figures.UNIFORM},
         "layers": [
             {"name": name} | _packed(heads) for name, heads in zip(names, layers, strict=True)
         ],

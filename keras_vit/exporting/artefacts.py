@@ -13,7 +13,7 @@ from keras_vit import atomic
 from keras_vit.exporting import rebuild, records, samples, savedmodel, tflite, verification
 from keras_vit.exporting.clean.agreement import Check, Request
 from keras_vit.exporting.clean.checker import Report
-from keras_vit.exporting.formats import FORMATS, Format, Options
+from keras_vit.exporting.formats import FORMATS, Format, Options, require_to_write
 from keras_vit.exporting.rebuild import Description, Exportable
 from keras_vit.exporting.records import Artefact as Artefact
 
@@ -294,8 +294,7 @@ def _parse_formats(
                 f"see, to set its ranges and to measure its accuracy. Received: {len(images)} "
                 "images."
             )
-    for row in rows:
-        row.require_to_write(verify=verify)
+    require_to_write(rows, verify=verify)
     if opset is not None and all(row.runtime != "onnx" for row in rows):
         raise ValueError(
             "opset is that of an ONNX file; add onnx to the formats. "

@@ -4,10 +4,9 @@ The command line reads the table for its help, so no framework is imported here.
 """
 
 import dataclasses
-import functools
 import importlib
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -126,15 +125,22 @@ class Format:
                 f"run: pip install {self.runner.package}"
             )
 
-    def require_to_write(self, *, verify: bool) -> None:
-        """Raises an ImportError of the same kind, if it cannot be written, or not checked."""
-        needed = dict.fromkeys([*self.packages, self.runner.package] if verify else self.packages)
-        missing = [package for package in needed if package and not _is_installed(package)]
-        if missing:
-            raise ImportError(
-                f"To export {self.name}, {missing[0]} is needed, which is not installed; "
-                f"run: pip install {' '.join(needed)}"
-            )
+
+def require_to_write(rows: Iterable[Format], *, verify: bool) -> None:
+    """Raises an ImportError that names all that is missing to write the formats, or check them."""
+    needed: dict[str, str] = {}  # the first format that needs it, by package
+    for row in rows:
+        for package in (*row.packages, row.runner.package if verify else None):
+            if package:
+                needed.setdefault(package, row.name)
+    missing = [package for package in needed if not _is_installed(package)]
+    if missing:
+        names, are = ", ".join(missing), "is" if len(missing) == 1 else "are"
+        formats = ", ".join(dict.fromkeys(needed[package] for package in missing))
+        raise ImportError(
+            f"To export {formats}, {names} {are} needed, which {are} not installed; "
+            f"run: pip install {' '.join(needed)}"
+        )
 
 
 def is_version(folder: Path) -> bool:
@@ -161,13 +167,20 @@ def _is_installed(package: str) -> bool:
     return importlib.util.find_spec(package.replace("-", "_")) is not None
 
 
-_tflite = functools.partial(
-    Format, runtime="tflite", writer="tflite", folder="tflite", batch_sizes=(8,)
-)
-_rounded = functools.partial(_tflite, packages=("ai-edge-quantizer",))
-_onnx = functools.partial(
-    Format, runtime="onnx", writer="onnx_files", folder="onnx", packages=("onnx", "onnxruntime")
-)
+_QUANTIZER = ("ai-edge-quantizer",)
+
+
+def _tflite(tag: str, **fields: Any) -> Format:
+    own: dict[str, Any] = {"runtime": "tflite", "writer": "tflite", "folder": "tflite"}
+    return Format(name=f"tflite{tag}", suffix=f"{tag}.tflite", batch_sizes=(8,), **own, **fields)
+
+
+def _onnx(tag: str, **fields: Any) -> Format:
+    own: dict[str, Any] = {"runtime": "onnx", "writer": "onnx_files", "folder": "onnx"}
+    own["packages"] = ("onnx", "onnxruntime")
+    return Format(name=f"onnx{tag}", suffix=f"{tag}.onnx", **own, **fields)
+
+
 _ROWS = (
     Format(
         name="savedmodel",
@@ -176,36 +189,14 @@ _ROWS = (
         main_file="saved_model.pb",
         extras="assets.extra",
     ),
-    _tflite(name="tflite", suffix=".tflite"),
-    _rounded(name="tflite-fp16", suffix="-fp16.tflite", weights="float16", limits=_HALF),
-    _rounded(
-        name="tflite-int8", suffix="-int8.tflite", weights="int8", products="int8", limits=_INT8
-    ),
-    _rounded(
-        name="tflite-int8-weights",
-        suffix="-int8-weights.tflite",
-        weights="int8",
-        limits=_INT8_WEIGHTS,
-    ),
-    _tflite(
-        name="tflite-int8-full",
-        suffix="-int8-full.tflite",
-        weights="int8",
-        products="int8",
-        limits=_INT8_FULL,
-        needs_images=True,
-    ),
-    _onnx(name="onnx", suffix=".onnx"),
-    _onnx(
-        name="onnx-fp16",
-        suffix="-fp16.onnx",
-        weights="float16",
-        products="float16",
-        limits=_HALF_PRODUCTS,
-    ),
-    _onnx(name="onnx-int8", suffix="-int8.onnx", weights="int8", products="int8", limits=_INT8),
-    _onnx(
-        name="onnx-int8-weights", suffix="-int8-weights.onnx", weights="int8", limits=_INT8_WEIGHTS
-    ),
+    _tflite(""),
+    _tflite("-fp16", weights="float16", limits=_HALF, packages=_QUANTIZER),
+    _tflite("-int8", weights="int8", products="int8", limits=_INT8, packages=_QUANTIZER),
+    _tflite("-int8-weights", weights="int8", limits=_INT8_WEIGHTS, packages=_QUANTIZER),
+    _tflite("-int8-full", weights="int8", products="int8", limits=_INT8_FULL, needs_images=True),
+    _onnx(""),
+    _onnx("-fp16", weights="float16", products="float16", limits=_HALF_PRODUCTS),
+    _onnx("-int8", weights="int8", products="int8", limits=_INT8),
+    _onnx("-int8-weights", weights="int8", limits=_INT8_WEIGHTS),
 )
 FORMATS: Mapping[str, Format] = {row.name: row for row in _ROWS}

@@ -45,7 +45,7 @@ class Artefact:
     format: str
     path: Path
     bytes: int
-    checks: "tuple[Check, ...]"
+    checks: "tuple[Check, ...]" = dataclasses.field(repr=False)  # in a notebook, many lines
     float32_layers: tuple[str, ...] = ()
 
 

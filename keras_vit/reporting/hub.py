@@ -145,7 +145,7 @@ def _contents(
     if PROVENANCE in config:  # commands name folders, too
         config[PROVENANCE] = run.provenance.public().to_dict()
     if not images:  # names of files
-        config["data"]["damaged"] = []
+        config["data"]["damaged"], config["skipped"] = [], {}
         config["result"] = {**run.config.get("result", {}), "replaced": []}
     contents[CONFIG] = f"{json.dumps(config, indent=2)}\n".encode()
     text = (run.path / CARD).read_text(encoding="utf-8").replace(ADDRESS, address)
@@ -203,7 +203,9 @@ def model_card(run: Run, metrics: Mapping[str, Any], *, name: str | None = None)
         _results(metrics),
         f"## Classes\n\n{listed}{more}." if run.labels else "",
         "## How to use it",
-        f'```console\npip install "keras-vision-transformer[hub]"\n{use}\n```',
+        "In a clone of keras-vit, as there is no release yet (`keras-vit` on the package index is "
+        "another project):",
+        f'```console\npip install -e ".[hub]"\n{use}\n```',
         f'```python\nimport keras_vit\n\nmodel = keras_vit.load("{ADDRESS}")\n```',
         f"## Licence\n\n{_terms(run)}",
         f"## Versions\n\n{_escaped(versions)}; made {run.config.get('made')}. SHA-256 of the "

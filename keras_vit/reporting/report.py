@@ -7,7 +7,7 @@ import json
 import math
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from keras_vit import __version__, pages
 from keras_vit.data import ImageData, naming_damaged, resizing_of
+from keras_vit.data.source import DAMAGED
 from keras_vit.evaluation import Calibration, Evaluation, Predictions, write_report
 from keras_vit.limits import counted
 from keras_vit.model import VisionTransformer
@@ -29,21 +30,6 @@ Pairs = list[tuple[str, str]]
 _MATRIX = 30
 _PAIRS, _CLASSES, _POINTS = 50, 1000, 500
 _DRAWN = "test"
-
-_PAPER = """\
-@inproceedings{dosovitskiy2021image,
-  title     = {An Image is Worth 16x16 Words: Transformers for Image Recognition at Scale},
-  author    = {Dosovitskiy, Alexey and Beyer, Lucas and Kolesnikov, Alexander and Weissenborn, Dirk
-               and Zhai, Xiaohua and Unterthiner, Thomas and Dehghani, Mostafa and Minderer,
-               Matthias and Heigold, Georg and Gelly, Sylvain and Uszkoreit, Jakob and
-               Houlsby, Neil},
-  booktitle = {International Conference on Learning Representations},
-  year      = {2021}
-}
-@software{keras_vit,
-  title   = {keras-vit: Vision Transformers in Keras},
-  version = {VERSION}
-}"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -102,7 +88,7 @@ def write_report_page(path: str | os.PathLike[str], subject: Subject) -> int:
         reconstructions=reconstructions,
         facts=_summary(subject.model, run, subject.data),
         tables=_tables(subject.model, run),
-        uses=_uses(subject.name, subject.model, run),
+        use=_use(subject.name, subject.model, run),
         command=subject.command,
         trained_by=() if run is None else run.provenance.commands,
         version=__version__,
@@ -213,7 +199,7 @@ def _measured(subject: Subject) -> dict[str, Any]:
             f"{int(np.trace(confusion)):,} of {evaluation.images:,} {name} images are correct: "
             f"accuracy {evaluation.accuracy:.2%}."
         ),
-        "notes": _notes(predictions, evaluation),
+        "notes": _notes(predictions, evaluation, subject.evaluations.get("validation")),
         "shares": shades if is_matrix else None,
         "pairs": pairs,
         "classes": scores[:_CLASSES],
@@ -265,12 +251,19 @@ def _numbers(evaluations: Mapping[str, Evaluation]) -> list[tuple[str, str]]:
     return rows
 
 
-def _notes(predictions: Predictions, evaluation: Evaluation) -> list[str]:
+def _notes(
+    predictions: Predictions, evaluation: Evaluation, validation: Evaluation | None
+) -> list[str]:
     notes, is_one = [], len(predictions.targets) == 1
     if (count := len(predictions.targets)) < 100:
         notes.append(
             f"{counted(count, 'image')} {'is' if is_one else 'are'} few: one image more or less "
             f"changes the accuracy by {1 / count:.1%}."
+        )
+    if validation is not None and validation.accuracy > evaluation.accuracy:
+        notes.append(
+            f"Validation accuracy is higher, {validation.accuracy:.2%}, as these images chose the "
+            "epoch. Of new images expect the accuracy of the test images."
         )
     largest = np.bincount(predictions.targets).max() / len(predictions.targets)
     if len(evaluation.labels) > 1 and largest > evaluation.accuracy:
@@ -297,6 +290,21 @@ def _summary(model: keras.Model, run: Run | None, data: ImageData | None) -> Pai
     if data is not None and (run is None or data.source != run.config["data"]["source"]):
         counts = ", ".join(f"{n:,} {name}" for name, n in data.counts.items() if n)
         pairs.append(("Measured on", f"{short(data.source, 200)}: {counts} images"))
+        pairs += _skipped(data.skipped_files, data.source)
+    return pairs
+
+
+def _damaged(names: Sequence[str] | None) -> dict[str, dict[str, Any]]:
+    return {DAMAGED: {"count": len(names), "names": names[:5]}} if names else {}
+
+
+def _skipped(skipped: Mapping[str, Any], source: str, verb: str = "Left out") -> Pairs:
+    pairs = []
+    for reason, files in skipped.items():
+        names = [short(str(name).removeprefix(f"{source}{os.sep}")) for name in files["names"]]
+        more = f" and {rest} more" if (rest := files["count"] - len(names)) else ""
+        reason = "damaged" if reason == DAMAGED else f"as they {reason}"
+        pairs.append((f"{verb}, {reason}", f"{files['count']}: {', '.join(names)}{more}"))
     return pairs
 
 
@@ -307,15 +315,9 @@ def _training(run: Run) -> Pairs:
     pairs = [("Images from", short(data["source"], 200))]
     if isinstance(images, Mapping) and images:
         pairs.append(("Images", ", ".join(f"{n:,} {name}" for name, n in images.items())))
-    for word, files in (
-        ("Left out, damaged", data.get("damaged")),
-        ("Replaced, damaged", result.get("replaced")),
-    ):
-        if files:
-            folder = f"{data['source']}{os.sep}"
-            shown = ", ".join(short(str(name).removeprefix(folder)) for name in files[:5])
-            more = f" and {len(files) - 5} more" if len(files) > 5 else ""
-            pairs.append((word, f"{len(files)}: {shown}{more}"))
+    # A run from before the others were recorded has the damaged files alone.
+    pairs += _skipped(config.get("skipped", _damaged(data.get("damaged"))), data["source"])
+    pairs += _skipped(_damaged(result.get("replaced")), data["source"], "Replaced")
     epochs, best = result.get("epochs"), result.get("best_epoch")
     if epochs:
         pairs.append(
@@ -377,35 +379,13 @@ def _shown(value: Any) -> str:
     return short(text, 200)
 
 
-def _uses(name: str, model: keras.Model, run: Run | None) -> Pairs:
-    path = shlex.quote(name)
-    cite = ("Cite", _PAPER.replace("VERSION", __version__))
-    if isinstance(model, VisionTransformer) and model.config.classes is None:
-        source = shlex.quote(run.config["data"]["source"]) if run is not None else "photos"
-        train = f"keras-vit train --data {source} --out NEW-RUN --weights {path}"
-        return [("Train a classifier from it", train), ("In Python", _python(name, False)), cite]
-    if _is_exported(model):
-        predict = f"keras-vit predict {path} IMAGE.jpg\nkeras-vit check {path}"
-        return [("Predict, and see whether it is as it was exported", predict), cite]
-    predict = f"keras-vit predict {path} IMAGE.jpg\nkeras-vit explain {path} IMAGE.jpg --out seen"
-    serve = f"keras-vit export {path} --out EXPORT\n# EXPORT/README.md says how to serve it"
-    return [
-        ("Predict, and see why", predict),
-        ("Export and serve", serve),
-        ("In Python", _python(name, run is not None)),
-        cite,
-    ]
-
-
-def _python(name: str, is_run: bool) -> str:
-    if not is_run:
-        return f"import keras_vit\n\nmodel = keras_vit.load({name!r})"
-    return (
-        "from keras_vit import data, evaluation, training\n\n"
-        f"run = training.Run.load({name!r})\n"
-        'image = data.read_image("IMAGE.jpg")\n'
-        "print(evaluation.predict(run.model, [image], labels=run.labels))"
-    )
+def _use(name: str, model: keras.Model, run: Run | None) -> dict[str, Any]:
+    """Returns what decides how the page says to use the model."""
+    source = "photos" if run is None else run.config["data"]["source"]
+    has_classes = not isinstance(model, VisionTransformer) or model.config.classes is not None
+    own = {"name": repr(name), "path": shlex.quote(name), "source": shlex.quote(source)}
+    kind = {"is_exported": _is_exported(model), "is_run": run is not None}
+    return {**own, **kind, "has_classes": has_classes}
 
 
 def _is_exported(model: keras.Model) -> bool:

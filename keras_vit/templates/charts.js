@@ -105,7 +105,11 @@ const charts = (() => {
         draw(svg, "text", { x: across(x), y: height - edge.bottom + 16, "text-anchor": "middle" }, String(x));
       }
       draw(svg, "text", { x: (edge.left + width - edge.right) / 2, y: height - 6, "text-anchor": "middle" }, options.x);
-      if (options.mark) draw(svg, "line", { class: "mark", x1: across(options.mark), x2: across(options.mark), y1: edge.top, y2: height - edge.bottom });
+      if (options.mark) {
+        draw(svg, "line", { class: "mark", x1: across(options.mark), x2: across(options.mark), y1: edge.top, y2: height - edge.bottom });
+        const isRight = across(options.mark) > width / 2;
+        draw(svg, "text", { x: across(options.mark) + (isRight ? -4 : 4), y: (edge.top + height - edge.bottom) / 2, "text-anchor": isRight ? "end" : "start" }, "kept");
+      }
       options.series.forEach(({ points }, place) => {
         let path = "", isOpen = false;
         for (const [x, y] of points) {

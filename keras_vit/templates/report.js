@@ -29,6 +29,9 @@
     for (const place of JSON.parse(parent.dataset.gallery)) show(parent, place);
   }
 
+  const matrix = document.querySelector(".matrix")?.parentElement;
+  if (matrix) new ResizeObserver(() => { document.getElementById("wider").hidden = matrix.scrollWidth <= matrix.clientWidth; }).observe(matrix);
+
   const panel = document.getElementById("cell");
   const buttons = [...document.querySelectorAll("button[data-cell]")];
   for (const button of buttons) {

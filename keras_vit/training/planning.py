@@ -221,9 +221,9 @@ def _place(
         return sources.resolve_origin(published, name, image_size=max(height, width) or None), None
     except ConnectionError as error:
         return None, (
-            f"published weights cannot be reached ({error}); they need fewer images: connect to "
-            f"the network, set {MIRROR_SETTING} to a folder or URL that has them, or ask "
-            "for none by --weights none"
+            f"published weights cannot be reached ({error}): expect a lower accuracy. For them "
+            f"connect to the network, or set {MIRROR_SETTING} to a folder or URL that has them; "
+            "--weights none asks for none"
         )
 
 

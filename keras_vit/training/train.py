@@ -435,6 +435,8 @@ def _config(loop: Loop) -> dict[str, Any]:
         # A resumed training need not repeat this: it may run on another machine.
         "execution": dataclasses.asdict(loop.job.execution),
         run.PROVENANCE: run.Provenance.read(loop.folder.path / checkpoints.SETTINGS).to_dict(),
+        # Beside the settings, so that runs from before can be resumed.
+        "skipped": loop.job.data.skipped_files,
         "result": {
             "epochs": len(loop.logger.history),
             "steps": loop.logger.step,

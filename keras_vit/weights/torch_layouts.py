@@ -336,12 +336,6 @@ def _dense_rows(
 
     kernel, bias = f"{name}.weight", f"{name}.bias"
     return [
-        Row(
-            f"{path}/kernel",
-            (width, units),
-            (kernel,),
-            ((units, width),),
-            lambda value: ordered(value).T,
-        ),
+        Row(f"{path}/kernel", (width, units), (kernel,), ((units, width),), lambda x: ordered(x).T),
         Row(f"{path}/bias", (units,), (bias,), ((units,),), ordered),
     ]

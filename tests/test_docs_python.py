@@ -7,6 +7,7 @@ import json
 import re
 from pathlib import Path
 
+import image_files
 import numpy as np
 import pytest
 
@@ -30,12 +31,16 @@ def run_python(name: str) -> tuple[str, dict[str, object]]:
     return "".join(blocks), names
 
 
-@pytest.mark.parametrize(("name", "count"), [("variants.md", 3), ("weights.md", 3)])
+@pytest.mark.parametrize(
+    ("name", "count"), [("variants.md", 3), ("weights.md", 3), ("questions.md", 1)]
+)
 def test_the_python_gives_what_it_says(
     name: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A comment that is a tuple or list is the value of its line."""
     monkeypatch.chdir(tmp_path)
+    for animal in ("cat", "dog"):
+        image_files.write_image(tmp_path / "photos" / f"{animal}.jpg", mode="RGB", seed=0)
     source, names = run_python(name)
     said = re.findall(r"^(\S.*?)\s+# ([(\[].*[)\]])$", source, re.MULTILINE)
     assert len(said) == count

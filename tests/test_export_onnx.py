@@ -177,7 +177,6 @@ def test_an_opset_that_cannot_be_written_is_refused(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install onnx"):
         export(served_model(), tmp_path / "pets", formats=["onnx"])
-    # All that is missing for all formats, at once.
     names = "onnx, onnxruntime, ai-edge-quantizer, ai-edge-litert are needed"
     with pytest.raises(
         ImportError, match=f"{names}, which are not installed; run: pip install onnx "

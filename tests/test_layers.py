@@ -38,6 +38,7 @@ BAD_SHAPES: list[tuple[keras.Layer, tuple[int, ...], str]] = [
 ]  # fmt: skip
 PATCHES, TOKENS = (2, 2, 3, 48), (2, 5, 8)
 ROTARY = {"grid": (2, 2), "period": 100.0}
+PLACED = {"reference_grid": (3, 3), "offset": 0.5}
 # What attention may have besides, in a block too.
 MANY: dict[str, Any] = {"query_key_norm": True, "relative_grid": (2, 2)}
 
@@ -98,12 +99,7 @@ CONTRACTS: list[Case] = [
     block(12, 3, dropout_rate=0.1, drop_path_rate=0.1),
     block(12, 2, dropout_rate=0.1, remat=True),
     block(19, 1, layer_scale=0.1, drop_path_rate=0.1, remat=True, **MANY),
-    block(
-        12,
-        activation="quick_gelu",
-        rotary={**ROTARY, "reference_grid": (3, 3), "offset": 0.5},
-        remat=True,
-    ),
+    block(12, activation="quick_gelu", rotary={**ROTARY, **PLACED}, remat=True),
     (layers.TokenPooling, {"pooling": "token", "token": 1}, TOKENS, (2, 8), 0, 0),
     (layers.TokenPooling, {"pooling": "token"}, TOKENS, (2, 8), 0, 0),
     (layers.TokenPooling, {"pooling": "avg", "num_prefix_tokens": 0}, TOKENS, (2, 8), 0, 0),

@@ -20,11 +20,11 @@ REPORT: dict[str, Any] = {
     "title": "<b>",
     "styles": ("charts.css",),
     "scripts": ("charts.js", "report.js"),
-    "verdict": "<i>",
     "data": {"curves": []},
-    **dict.fromkeys(("notes", "facts", "tables", "uses", "trained_by"), ()),
+    "use": dict.fromkeys(("name", "path", "source", "is_run", "is_exported", "has_classes"), ""),
+    **dict.fromkeys(("notes", "facts", "tables", "trained_by"), ()),
     **dict.fromkeys(("reconstructions", "measured", "command")),
-    "version": "0",
+    **{"version": "0", "verdict": "<i>"},
 }
 
 

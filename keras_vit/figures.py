@@ -255,11 +255,11 @@ def is_uniform(heatmap: np.ndarray) -> bool:
 def color_range(heatmap: np.ndarray) -> tuple[float, float]:
     """Returns the values that have the first colour and the last, so far apart that noise has one.
 
-    Those of a map that is uniform lie above its values: a colour says more than the map does.
+    The range grows downwards: of a picture lit by a map that is uniform, nothing is dark.
     """
     low, high = float(heatmap.min()), float(heatmap.max())
     least = LEAST_RANGE * float(np.abs(heatmap).mean()) or 1.0
-    return low, max(high, low + least)
+    return min(low, high - least), high
 
 
 def plot_confusion(confusion: np.ndarray, labels: Sequence[str]) -> "Figure":

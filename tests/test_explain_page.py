@@ -27,9 +27,9 @@ GENERATOR = np.random.default_rng(5)
 # The height and width of an image, the width it is shown with, whether each of its pixels is a
 # square, and what the page says of it.
 SHOWN = [
-    ((8, 8), 256, True, 1),
-    ((20, 127), 254, True, 1),
-    ((150, 200), 200, False, 1),  # its own size
+    ((8, 8), 512, True, 1),
+    *(((20, 127), 508, True, 1), ((150, 200), 512, False, 1)),
+    ((600, 700), 700, False, 1),  # its own size
     ((1000, 3000), 1024, False, 2),  # and the page says so
 ]
 # The charts and pictures that a model lacks: a hybrid's filters act on features, attention with

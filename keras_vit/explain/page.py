@@ -28,7 +28,7 @@ SHOWN_CLASSES = 3  # whose relevance is shown; each costs a backward pass
 _DPI = 160
 _PIXELS_PER_INCH = 96  # in the page, so that its letters are as large as drawn
 # A larger picture is drawn smaller. A tiny one is drawn larger, each pixel a square.
-_LONGEST, _TINY, _ENLARGED = 1024, 128, 256
+_LONGEST, _TINY, _ENLARGED = 1024, 128, 512
 _QUALITY = 85
 
 
@@ -323,11 +323,11 @@ def _seen_part(shape: tuple[int, ...], resizing: Resizing) -> tuple[slice, slice
 def _shown(image: np.ndarray) -> dict[str, Any]:
     pixels = image if image.shape[2] == 3 else image[..., 0]
     longest = max(image.shape[:2])
-    factor = _ENLARGED // longest if longest < _TINY else 1
+    factor = _ENLARGED // longest if longest < _TINY else max(1, _ENLARGED / longest)
     return {
         "source": pages.thumbnail(pixels, side=_LONGEST, quality=_QUALITY),
-        "width": factor * image.shape[1],
-        "crisp": factor > 1,
+        "width": round(factor * image.shape[1]),
+        "crisp": longest < _TINY,
     }
 
 

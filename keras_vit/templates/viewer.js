@@ -81,15 +81,16 @@ function viewer(root, data) {
     const isAttention = what.value === "attention";
     root.querySelectorAll(".of-attention").forEach((element) => { element.hidden = !isAttention; });
     shown = chosen();
-    const low = Math.min(...shown.values);
-    const most = Math.max(...shown.values);
+    const lowest = Math.min(...shown.values);
+    const high = Math.max(...shown.values);
     // As in figures.py: colours stretched over noise would look like evidence.
     const least = data.uniform.range * shown.values.reduce((sum, value) => sum + Math.abs(value), 0) / shown.values.length;
-    const high = Math.max(most, low + least);
+    const low = Math.min(lowest, high - least);
+    const isUniform = high - lowest <= least;
     drawMap(part("map"), shown.values, data.grid, low, high);
     part("map").setAttribute("aria-label", shown.caption);
-    part("map").style.opacity = strength.value / 100;
-    part("caption").textContent = most - low <= least ? `${shown.caption} It is ${data.uniform.text}.` : shown.caption;
+    part("map").style.opacity = (isUniform ? 0.2 : 1) * strength.value / 100; // one colour would only veil the image
+    part("caption").textContent = isUniform ? `${shown.caption} It is ${data.uniform.text}.` : shown.caption;
     part("least").textContent = number(low);
     part("most").textContent = `${number(high)} ${shown.unit}`;
     part("reading").textContent = "Point at a patch to read its value.";

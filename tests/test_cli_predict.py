@@ -89,10 +89,10 @@ def test_a_folder_is_predicted_and_written_to_a_table(predict: Predict, place: P
         }
         for row in table
     } == rows(lines)
-    assert "29 images; " in written.out
-    assert "1 image failed (see the errors above)" in written.out
-    assert "Written: found.csv" in written.out
+    for text in ("29 images; ", "1 image failed (see the errors above)", "Written: found.csv"):
+        assert text in written.out
     assert "000.jpg" not in written.out.partition("Next:")[0]
+    assert "Next:" not in predict("gone.png").out  # nothing was named that one could look at
 
 
 def test_few_images_are_a_table_and_many_a_line_each(predict: Predict, place: Path) -> None:

@@ -365,10 +365,10 @@ class ImageData:
     @property
     def reasons(self) -> dict[str, tuple[str, ...]]:
         """The names of what is left out, by reason."""
-        names: dict[str, tuple[str, ...]] = {}
+        names: dict[str, list[str]] = {}
         for image in self.skipped:
-            names[image.reason] = (*names.get(image.reason, ()), image.name)
-        return names
+            names.setdefault(image.reason, []).append(image.name)
+        return {reason: tuple(each) for reason, each in names.items()}
 
     @property
     def skipped_files(self) -> dict[str, dict[str, Any]]:

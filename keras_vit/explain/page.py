@@ -27,7 +27,7 @@ TOP = 5
 SHOWN_CLASSES = 3  # whose relevance is shown; each costs a backward pass
 _DPI = 160
 _PIXELS_PER_INCH = 96  # in the page, so that its letters are as large as drawn
-# A larger picture is drawn smaller. A tiny one is drawn larger, each pixel a square.
+# A larger picture is drawn smaller, a small one larger; of a tiny one each pixel is a square.
 _LONGEST, _TINY, _ENLARGED = 1024, 128, 512
 _QUALITY = 85
 

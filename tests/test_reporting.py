@@ -127,7 +127,7 @@ def test_the_head_of_a_report_says_one_and_names_files_in_their_folder(tmp_path:
     data = dataclasses.replace(data, source="/photos", skipped=tuple(files))
     config["skipped"] = json.loads(json.dumps(data.skipped_files))
     for pairs in (report._summary(run.model, run, None), report._summary(run.model, None, data)):
-        assert ("Left out, as they are no images", "7: a, b, c, d, e and 2 more") in pairs
+        assert ("Left out", "7, as they are no images: a, b, c, d, e and 2 more") in pairs
         assert ("Left out, damaged", "1: d.jpg") in pairs
     assert said["Trained for"] == "1 epoch, 1 step of 1 image; epoch 1 was kept"
     assert said["Distilled from"].endswith(".mae, licence CC-BY-NC-4.0")

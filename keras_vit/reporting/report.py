@@ -303,8 +303,8 @@ def _skipped(skipped: Mapping[str, Any], source: str, verb: str = "Left out") ->
     for reason, files in skipped.items():
         names = [short(str(name).removeprefix(f"{source}{os.sep}")) for name in files["names"]]
         more = f" and {rest} more" if (rest := files["count"] - len(names)) else ""
-        reason = "damaged" if reason == DAMAGED else f"as they {reason}"
-        pairs.append((f"{verb}, {reason}", f"{files['count']}: {', '.join(names)}{more}"))
+        head, why = (f"{verb}, damaged", "") if reason == DAMAGED else (verb, f", as they {reason}")
+        pairs.append((head, f"{files['count']}{why}: {', '.join(names)}{more}"))
     return pairs
 
 

@@ -16,7 +16,7 @@ from conftest import made
 
 from keras_vit import evaluation, pages, reporting
 from keras_vit.data import ImageData, SkippedFile, Split
-from keras_vit.data.source import DAMAGED
+from keras_vit.data.source import DAMAGED, first_names
 from keras_vit.evaluation import Predictions
 from keras_vit.reporting import gallery, report
 from keras_vit.training import Provenance, Run
@@ -125,7 +125,7 @@ def test_the_head_of_a_report_says_one_and_names_files_in_their_folder(tmp_path:
     files = [*files, SkippedFile("/photos/d.jpg", DAMAGED)]
     data: Any = subject_of(("cat", "dog")).data
     data = dataclasses.replace(data, source="/photos", skipped=tuple(files))
-    config["skipped"] = json.loads(json.dumps(data.skipped_files))
+    config["skipped"] = json.loads(json.dumps(first_names(data.reasons)))
     for pairs in (report._summary(run.model, run, None), report._summary(run.model, None, data)):
         assert ("Left out", "7, as they are no images: a, b, c, d, e and 2 more") in pairs
         assert ("Left out, damaged", "1: d.jpg") in pairs

@@ -129,9 +129,9 @@ def run(arguments: argparse.Namespace) -> int:
         return 1 if display.failures else 0
     if arguments.csv is not None:
         output.say(f"Written: {arguments.csv}")
-    first = display.first or ""
     if display.failures and not display.images:  # nothing was named that could be looked at
         return 1
+    first = display.first or ""
     if not opened.exported and first.isprintable() and Path(first).is_file():
         output.say_next("explain", arguments.source, first, "--out", "seen")
     else:

@@ -9,7 +9,7 @@ import os
 import re
 import threading
 import unicodedata
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -371,14 +371,6 @@ class ImageData:
         return {reason: tuple(each) for reason, each in names.items()}
 
     @property
-    def skipped_files(self) -> dict[str, dict[str, Any]]:
-        """By reason the number of what is left out ("count"), and its first names ("names")."""
-        return {
-            reason: {"count": len(names), "names": list(names[:_NAMED])}
-            for reason, names in self.reasons.items()
-        }
-
-    @property
     def counts(self) -> dict[str, int]:
         """Number of images in each split."""
         return {name: len(self.split(name)) for name in SPLITS}
@@ -393,6 +385,15 @@ class ImageData:
                 for image, target in zip(split.images, split.targets, strict=True):
                     path = Path(image).relative_to(self.source).as_posix()
                     writer.writerow([name, self.labels[target] if self.labels else "", path])
+
+
+def first_names(reasons: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Any]]:
+    """Returns by reason the number of what is left out ("count"), and its first names ("names")."""
+    return {
+        reason: {"count": len(names), "names": list(names[:_NAMED])}
+        for reason, names in reasons.items()
+        if names
+    }
 
 
 def split_of(name: str) -> tuple[str, str] | None:

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from keras_vit import __version__, pages
 from keras_vit.data import ImageData, naming_damaged, resizing_of
-from keras_vit.data.source import DAMAGED
+from keras_vit.data.source import DAMAGED, first_names
 from keras_vit.evaluation import Calibration, Evaluation, Predictions, write_report
 from keras_vit.limits import counted
 from keras_vit.model import VisionTransformer
@@ -290,12 +290,8 @@ def _summary(model: keras.Model, run: Run | None, data: ImageData | None) -> Pai
     if data is not None and (run is None or data.source != run.config["data"]["source"]):
         counts = ", ".join(f"{n:,} {name}" for name, n in data.counts.items() if n)
         pairs.append(("Measured on", f"{short(data.source, 200)}: {counts} images"))
-        pairs += _skipped(data.skipped_files, data.source)
+        pairs += _skipped(first_names(data.reasons), data.source)
     return pairs
-
-
-def _damaged(names: Sequence[str] | None) -> dict[str, dict[str, Any]]:
-    return {DAMAGED: {"count": len(names), "names": names[:5]}} if names else {}
 
 
 def _skipped(skipped: Mapping[str, Any], source: str, verb: str = "Left out") -> Pairs:
@@ -316,8 +312,10 @@ def _training(run: Run) -> Pairs:
     if isinstance(images, Mapping) and images:
         pairs.append(("Images", ", ".join(f"{n:,} {name}" for name, n in images.items())))
     # A run from before the others were recorded has the damaged files alone.
-    pairs += _skipped(config.get("skipped", _damaged(data.get("damaged"))), data["source"])
-    pairs += _skipped(_damaged(result.get("replaced")), data["source"], "Replaced")
+    damaged = first_names({DAMAGED: data.get("damaged") or ()})
+    pairs += _skipped(config.get("skipped", damaged), data["source"])
+    replaced = first_names({DAMAGED: result.get("replaced") or ()})
+    pairs += _skipped(replaced, data["source"], "Replaced")
     epochs, best = result.get("epochs"), result.get("best_epoch")
     if epochs:
         pairs.append(

@@ -18,6 +18,7 @@ import tensorflow as tf
 from keras_vit import __version__, atomic, environment
 from keras_vit.config import ViTConfig
 from keras_vit.data import ImageData, naming_damaged
+from keras_vit.data.source import first_names
 from keras_vit.limits import counted
 from keras_vit.training import checkpoints, models, run
 from keras_vit.training.execution import (
@@ -436,7 +437,7 @@ def _config(loop: Loop) -> dict[str, Any]:
         "execution": dataclasses.asdict(loop.job.execution),
         run.PROVENANCE: run.Provenance.read(loop.folder.path / checkpoints.SETTINGS).to_dict(),
         # Beside the settings, so that runs from before can be resumed.
-        "skipped": loop.job.data.skipped_files,
+        "skipped": first_names(loop.job.data.reasons),
         "result": {
             "epochs": len(loop.logger.history),
             "steps": loop.logger.step,

@@ -61,7 +61,7 @@ def plot_heatmap(
 
     Example:
         >>> figure = plot_heatmap(np.zeros((32, 48, 3)), np.eye(4, 6), title="Rollout",
-        ...                       unit="share of the patch")
+        ...                       unit="share of the answer")
         >>> [axes.get_title() for axes in figure.axes[:3]]
         ['image', 'Rollout', 'image, lit by it']
 
@@ -115,16 +115,10 @@ def plot_heads(
     Raises:
         ImportError: matplotlib is not installed.
     """
-    heads = len(heatmaps)
-    columns = min(heads, 4 if heads <= 12 else 8)
-    rows = -(-heads // columns)
     shape = heatmaps.shape[1] / heatmaps.shape[2]
-    figure = _figure(2 + 2.1 * columns, 1.2 + rows * (0.7 + 1.9 * min(max(shape, 0.4), 2)))
-    axes = figure.subplots(rows, columns, squeeze=False)
-    for index, each in enumerate(axes.flat):
-        if index >= heads:
-            each.set_axis_off()
-            continue
+    most, size = 4 if len(heatmaps) <= 12 else 8, (2.1, 0.7 + 1.9 * min(max(shape, 0.4), 2))
+    figure, axes = _tiles(len(heatmaps), most, size, (2, 1.2))
+    for index, each in enumerate(axes):
         artist = each.imshow(heatmaps[index], cmap=COLORS, vmin=0, vmax=heatmaps.max())
         each.set_title(f"head {index}")
         each.set_xticks(_spaced_indices(heatmaps.shape[2], 4))
@@ -132,7 +126,7 @@ def plot_heads(
     figure.suptitle(title)
     figure.supxlabel("column of the patch")
     figure.supylabel("row of the patch")
-    figure.colorbar(artist, ax=axes, label=unit)
+    figure.colorbar(artist, ax=figure.axes, label=unit)
     return figure
 
 
@@ -145,30 +139,19 @@ def plot_attention_distance(distances: np.ndarray) -> "Figure":
     Raises:
         ImportError: matplotlib is not installed.
     """
-    layers, heads = distances.shape
     figure = _figure(4.8, 3.6)
     axes = figure.subplots()
     ink = axes.xaxis.label.get_color()
-    depth = np.arange(layers)
-    for head in range(heads):
-        axes.plot(
-            depth,
-            distances[:, head],
-            linestyle="none",
-            marker="o",
-            markersize=5,
-            markerfacecolor="0.75",
-            markeredgecolor=ink,
-            label="one head" if head == 0 else None,
-        )
-    axes.plot(depth, distances.mean(axis=1), color=ink, label="mean of the heads")
+    first, *_ = axes.plot(distances, "o", markersize=5, markerfacecolor="0.75", color=ink)
+    first.set_label("one head")
+    axes.plot(distances.mean(axis=1), color=ink, label="mean of the heads")
     axes.set(
         xlabel="network depth (layer)",
         ylabel="mean attention distance (pixels)",
         title="How far each head looks",
         ylim=(0, 1.08 * max(float(distances.max()), 1)),
     )
-    axes.set_xticks(_spaced_indices(layers, 13))
+    axes.set_xticks(_spaced_indices(len(distances), 13))
     axes.legend()
     return figure
 
@@ -219,15 +202,9 @@ def plot_filters(filters: Filters) -> "Figure":
             f"These filters act on {channels} channels of a ResNet stem, not on pixels; only "
             "filters with 1 or 3 channels can be drawn."
         )
-    columns = min(count, 5)
-    rows = -(-count // columns)
-    figure = _figure(0.8 + 0.8 * columns, 1 + 1.05 * rows)
-    axes = figure.subplots(rows, columns, squeeze=False)
-    for index, each in enumerate(axes.flat):
+    figure, axes = _tiles(count, 5, (0.8, 1.05), (0.8, 1))
+    for index, each in enumerate(axes):
         each.set(xticks=[], yticks=[])
-        if index >= count:
-            each.set_axis_off()
-            continue
         component = filters.components[index]
         scaled = 0.5 + 0.5 * component / np.abs(component).max()
         each.imshow(scaled, vmin=0, vmax=1, cmap="gray")
@@ -315,11 +292,8 @@ def plot_mistakes(mistakes: Sequence[Any], images: Sequence[np.ndarray]) -> "Fig
         import matplotlib.figure  # noqa: F401
     if not mistakes:
         raise ValueError("There are no mistakes to draw.")
-    columns = min(len(mistakes), 4)
-    rows = -(-len(mistakes) // columns)
-    figure = _figure(2.6 * columns, 3.0 * rows, h_pad=0.15)
-    all_axes: Any = figure.subplots(rows, columns, squeeze=False)
-    for axes, mistake, image in zip(all_axes.flat, mistakes, images, strict=False):
+    figure, tiles = _tiles(len(mistakes), 4, (2.6, 3.0), (0, 0), h_pad=0.15)
+    for axes, mistake, image in zip(tiles, mistakes, images, strict=True):
         axes.imshow(image)
         axes.set_title(
             f"{_short(mistake.label)}\npredicted as {_short(mistake.predicted)}, "
@@ -328,10 +302,7 @@ def plot_mistakes(mistakes: Sequence[Any], images: Sequence[np.ndarray]) -> "Fig
             parse_math=False,
         )
         axes.set_xlabel(_short(Path(mistake.name).name), fontsize=7, parse_math=False)
-    for axes in all_axes.flat:
         axes.set(xticks=[], yticks=[])
-    for axes in all_axes.flat[len(mistakes) :]:
-        axes.set_axis_off()
     return figure
 
 
@@ -402,6 +373,19 @@ def _number_cells(axes: Any, confusion: np.ndarray, share: np.ndarray) -> None:
         if count:
             color = "white" if share[row, column] > 25 else "black"
             axes.text(column, row, str(count), ha="center", va="center", color=color)
+
+
+def _tiles(
+    count: int, most: int, size: tuple[float, float], around: tuple[float, float], **padding: Any
+) -> "tuple[Figure, list[Any]]":
+    columns = min(count, most)
+    rows = -(-count // columns)
+    width, height = (a + n * each for a, n, each in zip(around, (columns, rows), size, strict=True))
+    figure = _figure(width, height, **padding)
+    axes: Any = figure.subplots(rows, columns, squeeze=False)
+    for each in axes.flat[count:]:
+        each.set_axis_off()
+    return figure, list(axes.flat[:count])
 
 
 def _figure(width: float, height: float, **padding: Any) -> "Figure":

@@ -78,6 +78,11 @@ class ExactModel(backend.ExactTrainer, Functional):
         with backend.scope_of(model):
             return cls(inputs, outputs, name=model.name)
 
+    def get_build_config(self) -> dict[str, Any]:
+        # Where the package is not imported, Keras' own error prints this; nothing else is read.
+        note = "import keras_vit before keras.saving.load_model"
+        return {**super().get_build_config(), "note": note}
+
 
 @keras.saving.register_keras_serializable(package="keras_vit")
 class VisionTransformer(ExactModel):

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, get_args
 
 import cli_rig
+import published
 import pytest
 
 from keras_vit import environment
@@ -19,24 +20,7 @@ from keras_vit.weights.positions import Method
 
 # The flags of each command, in the order of its help. A number that few change is no flag, but a
 # setting.
-NAMES = {
-    "train": "--data --out --model --image-size --weights --weights-sha256 --positions --epochs "
-    "--batch-size --learning-rate --set --seed --recipe --strategy --mesh --precision "
-    "--gradient-accumulation-steps --log --freeze --lora --lora-targets --teacher "
-    "--teacher-sha256 --strict --overwrite --resume --json --plan",
-    "pretrain": "--data --out --model --image-size --epochs --batch-size --learning-rate --set "
-    "--seed --strategy --mesh --precision --gradient-accumulation-steps --log --strict --overwrite "
-    "--resume --json --target",
-    "predict": "SOURCE IMAGE --top --csv --precision --tta --json",
-    "evaluate": "SOURCE --data --out --strict --precision --tta --more --real --json",
-    "explain": "SOURCE IMAGE --out --class --json",
-    "demo": "SOURCE --port --no-browser",
-    "export": "SOURCE --out --formats --labels --images --top --tflite-batch --opset --no-verify "
-    "--json",
-    "check": "PATH --json",
-    "push": "RUN ADDRESS --private --license --images --json",
-    "list": "--variant --family --json",
-}
+NAMES: dict[str, str] = published.TABLES["flags"]
 RIGHT: list[tuple[Callable[[str], Any], dict[str, Any]]] = [
     (flags.whole(1), {"12": 12}),
     (flags.whole(0, 2**32 - 1), {"0": 0, str(2**32 - 1): 2**32 - 1}),

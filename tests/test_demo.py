@@ -5,10 +5,10 @@ import signal
 import socket
 import sys
 from pathlib import Path
-from typing import Any
 
 import browser
 import cli_rig
+import gradio
 import gradio_client
 import httpx
 import keras
@@ -71,8 +71,11 @@ def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.full
 def test_the_page_answers_until_ctrl_c(tmp_path: Path) -> None:
     """As predict does, or in a sentence; here alone, by this name; the browser asks nobody else."""
-    fields: dict[str, Any] = {"settings": {"labels": LABELS}, "classes": len(LABELS)}
-    run, file = cli_rig.make_run(tmp_path / "run", **fields), tmp_path / "photo.jpg"
+    settings = {"labels": LABELS, "data": {"source": str(tmp_path)}}
+    run = cli_rig.make_run(tmp_path / "run", settings=settings, classes=len(LABELS))
+    (run / "splits.csv").write_text("split,label,path\ntest,ant,first.png\n")
+    file, first = tmp_path / "photo.jpg", tmp_path / "first.png"
+    first.write_bytes(photo(9, height=64, width=64))
     command = ["-m", "keras_vit", "demo", str(run), "--port", "0", "--no-browser"]
     environment = {"KERAS_VIT_MAX_PIXELS": "30000", "http_proxy": "http://127.0.0.1:9"}
     process = processes.Process(command, environment)
@@ -90,7 +93,10 @@ def test_the_page_answers_until_ctrl_c(tmp_path: Path) -> None:
         assert (nothing, bool(re.search(said, sentence))) == ([{}, []], True), sentence
     file.write_bytes(photo(3, height=70, width=90, kind="JPEG"))
     model = training.open_source(run).model
-    (expected,) = evaluation.predict(model, [data.read_image(file)], labels=LABELS)
+    expected, before = (
+        evaluation.predict(model, [data.read_image(each)], labels=LABELS)[0]
+        for each in (file, first)
+    )
     classes, *_ = client.predict(gradio_client.handle_file(file), api_name="/look")
     found = [(each["label"], each["confidence"]) for each in classes["confidences"]]
     assert found == [(each.label, each.probability) for each in expected]
@@ -98,12 +104,17 @@ def test_the_page_answers_until_ctrl_c(tmp_path: Path) -> None:
         browser.opened_browser() as chromium,
         browser.opened_page(chromium, match[1]) as (page, heard),
     ):
-        page.set_input_files("input[type=file]", file)
-        page.wait_for_selector("text=Attention rollout", timeout=120_000)
-        shown = page.inner_text("body")
-        assert all(f"{each.label}\n{each.probability:.0%}" in shown for each in expected), shown
+        for size, named in (("64 pixels wide and 64", before), ("90 pixels wide and 70", expected)):
+            page.wait_for_selector(f"text={size}", timeout=120_000)
+            shown = page.inner_text("body")
+            assert "Attention rollout" in shown
+            assert all(f"{each.label}\n{each.probability:.0%}" in shown for each in named), shown
+            page.set_input_files("input[type=file]", file)
         assert not [each for each in heard if each.startswith("request")]
     process.send_signal(signal.SIGINT)
     out, errors = process.communicate(timeout=300)
     assert out.splitlines() == ["The page is closed.", f"Next: keras-vit export {run} --out export"]
     assert (process.returncode, "Traceback" in errors) == (0, False)
+    first.unlink()  # of such a run, as of a source that is none, a photo of Gradio's is shown
+    assert predict._test_image(training.Run.load(run)) is None
+    assert data.read_image(gradio.media.get_image("lion.jpg")).shape == (256, 256, 3)

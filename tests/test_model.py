@@ -320,6 +320,16 @@ def test_a_model_made_in_a_scope_is_copied_whole(images: np.ndarray) -> None:
         np.testing.assert_array_equal(model.copy()(images), expected)
 
 
+def test_without_the_import_the_error_names_it(
+    tiny: VisionTransformer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keras' own message prints the config of what it has no class for."""
+    tiny.save(tmp_path / "tiny.keras")
+    monkeypatch.delitem(keras.saving.get_custom_objects(), "keras_vit>VisionTransformer")
+    with pytest.raises(TypeError, match=r"import keras_vit before keras\.saving\.load_model"):
+        keras.saving.load_model(tmp_path / "tiny.keras")
+
+
 def test_a_process_that_only_imported_the_package_loads_files(
     tiny: VisionTransformer, tmp_path: Path
 ) -> None:

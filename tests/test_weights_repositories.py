@@ -43,20 +43,7 @@ PARTS: dict[str, dict[str, Any]] = {
 # Millions of parameters as others count them, without biases that are zero: timm
 # (results/results-imagenet.csv), and the READMEs of facebookresearch/dinov3 and
 # facebookresearch/perception_models.
-PUBLISHED = {
-    "hf://timm/deit_base_distilled_patch16_384.fb_in1k": 87.63,
-    "hf://timm/deit3_huge_patch14_224.fb_in22k_ft_in1k": 632.13,
-    "hf://timm/vit_so400m_patch14_siglip_378.webli_ft_in1k": 429.38,
-    "hf://timm/vit_huge_patch14_clip_336.laion2b_ft_in12k_in1k": 632.46,
-    "hf://timm/beit_large_patch16_512.in22k_ft_in22k_in1k": 305.67,
-    "hf://timm/flexivit_large.1200ep_in1k": 304.36,
-    "hf://timm/vit_wee_patch16_reg1_gap_256.sbb_in1k": 13.42,
-    "hf://timm/vit_betwixt_patch16_rope_reg4_gap_256.sbb_in1k": 60.23,
-    "hf://facebook/dinov3-vits16plus-pretrain-lvd1689m": 29,
-    "hf://facebook/dinov3-vith16plus-pretrain-lvd1689m": 840,
-    "hf://facebook/dinov3-vit7b16-pretrain-lvd1689m": 6716,
-    "hf://timm/vit_pe_core_large_patch14_336.fb": 320,
-}
+PUBLISHED: dict[str, float] = published.TABLES["millions"]
 # timm's own values for every name that the table answers: plain ViT, DeiT, SigLIP and CLIP as made
 # by timm 1.0.31, the others as its source says them (registered functions' `model_args`).
 TIMM = json.loads((published.GOLDEN / "timm_names.json").read_text())

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from keras_vit.data import NamedImage, SkippedFile
-    from keras_vit.training import OpenedModel
+    from keras_vit.training import OpenedModel, Run
 
     Maps = list[tuple[np.ndarray, str]]
 
@@ -323,6 +323,14 @@ def look(opened: "OpenedModel", image: "np.ndarray") -> "tuple[dict[str, float] 
     return classes, shown, " ".join([*notes, *subject.notes])
 
 
+def _test_image(run: "Run") -> str | None:
+    sample, splits = run.path / "sample.png", run.path / "splits.csv"
+    with contextlib.suppress(OSError, ValueError):  # the folder of the training is gone
+        if splits.is_file():  # a name that is no text cannot be sent
+            return next(filter(str.isprintable, run.data().test.images), None)
+    return str(sample) if sample.is_file() else None
+
+
 def _make_page(opened: "OpenedModel", uploads: str) -> tuple[Any, dict[str, Any]]:
     # Gradio reads these, and asks its own server whether it is there: no proxy could reach that.
     os.environ.update(GRADIO_ANALYTICS_ENABLED="False", GRADIO_TEMP_DIR=uploads, no_proxy="*")
@@ -348,11 +356,13 @@ def _make_page(opened: "OpenedModel", uploads: str) -> tuple[Any, dict[str, Any]
     with gr.Blocks(title=f"Try {opened.source}", analytics_enabled=False) as page:
         gr.Markdown(f"# Try {opened.source}")
         with gr.Row():
-            photo = gr.Image(sources=["upload", "clipboard"], label="Image")
+            first = (opened.run and _test_image(opened.run)) or gr.media.get_image("lion.jpg")
+            label = "Image (drop or choose one of yours)"
+            photo = gr.Image(first, sources=["upload", "clipboard"], label=label)
             classes = gr.Label(label="Classes", visible=opened.has_classifier)
         note = gr.Markdown()
         shown = gr.Gallery(label="Maps", columns=5, object_fit="contain", height="max-content")
-        events, outputs = [photo.upload, photo.clear], [classes, shown, note]
+        events, outputs = [page.load, photo.upload, photo.clear], [classes, shown, note]
         # Without `preprocess`: Gradio would refuse a damaged image in its own words.
         turn = {"api_name": "look", "preprocess": False, "concurrency_limit": 1}
         gr.on(events, answer, photo, outputs, **turn)

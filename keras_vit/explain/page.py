@@ -196,12 +196,13 @@ def overlays(subject: Subject, names: Sequence[str], target: int | None = None) 
     """
     record, maps = subject.record, []
     for each in [] if subject.scores is None else explained_classes(subject.scores, target):
-        caption = f"Class relevance for {names[each]}: gradient-weighted attention rollout."
+        caption = f"Class relevance for {names[each]}: how much each patch raises its score."
         relevance = attention.relevance(record, [each])[0]  # gradients of one class at a time
-        maps.append(Overlay(f"Relevance for {names[each]}", caption, "score", relevance))
+        shares = 100 * relevance / (relevance.sum() or 1)
+        maps.append(Overlay(f"Relevance for {names[each]}", caption, "% of the relevance", shares))
     rollout = attention.rollout(record)[0]
     caption = "How much of each patch reaches the answer by way of attention, through all layers."
-    maps.append(Overlay("Attention rollout", caption, "share of the patch", rollout))
+    maps.append(Overlay("Attention rollout", caption, "% of the answer", 100 * rollout))
     row, column = (int(place) for place in np.unravel_index(rollout.argmax(), rollout.shape))
     place = record.config.num_prefix_tokens + row * rollout.shape[1] + column
     similarity = attention.similarity(record.config, record.tokens, place)[0]
@@ -251,9 +252,8 @@ def explained_classes(scores: np.ndarray, target: int | None = None) -> list[int
         raise ValueError(
             f"There is no class {target}; the model has {len(scores)}, numbered from 0."
         )
-    ranked = [int(index) for index in np.argsort(-scores, kind="stable")]
-    first = [] if target is None else [target]
-    return [*first, *(index for index in ranked if index != target)][:SHOWN_CLASSES]
+    ranked = np.argsort(-scores, kind="stable").tolist()
+    return list(dict.fromkeys(ranked if target is None else [target, *ranked]))[:SHOWN_CLASSES]
 
 
 def _query_token_name(subject: Subject) -> str:

@@ -81,7 +81,7 @@ class ExactModel(backend.ExactTrainer, Functional):
     def get_build_config(self) -> dict[str, Any]:
         # Where the package is not imported, Keras' own error prints this; nothing else is read.
         note = "import keras_vit before keras.saving.load_model"
-        return {**super().get_build_config(), "note": note}
+        return {**(super().get_build_config() or {}), "note": note}
 
 
 @keras.saving.register_keras_serializable(package="keras_vit")

@@ -293,7 +293,7 @@ def plot_mistakes(mistakes: Sequence[Any], images: Sequence[np.ndarray]) -> "Fig
     if not mistakes:
         raise ValueError("There are no mistakes to draw.")
     figure, tiles = _tiles(len(mistakes), 4, (2.6, 3.0), (0, 0), h_pad=0.15)
-    for axes, mistake, image in zip(tiles, mistakes, images, strict=True):
+    for axes, mistake, image in zip(tiles, mistakes, images, strict=False):
         axes.imshow(image)
         axes.set_title(
             f"{_short(mistake.label)}\npredicted as {_short(mistake.predicted)}, "
@@ -302,6 +302,7 @@ def plot_mistakes(mistakes: Sequence[Any], images: Sequence[np.ndarray]) -> "Fig
             parse_math=False,
         )
         axes.set_xlabel(_short(Path(mistake.name).name), fontsize=7, parse_math=False)
+    for axes in tiles:
         axes.set(xticks=[], yticks=[])
     return figure
 

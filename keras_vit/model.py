@@ -79,7 +79,7 @@ class ExactModel(backend.ExactTrainer, Functional):
             return cls(inputs, outputs, name=model.name)
 
     def get_build_config(self) -> dict[str, Any]:
-        # Where the package is not imported, Keras' own error prints this; nothing else is read.
+        # Keras' error prints it where this package is not imported; nothing reads it.
         note = "import keras_vit before keras.saving.load_model"
         return {**(super().get_build_config() or {}), "note": note}
 

@@ -113,6 +113,9 @@ def test_what_the_page_shows_is_within_a_level() -> None:
     subject = page.make_subject(model, photo(40, 40))
     subject = dataclasses.replace(subject, scores=np.arange(7.0))
     overlays = page.overlays(subject, "abcdefg")
+    relevance = attention.relevance(subject.record, [6])[0]
+    np.testing.assert_allclose(overlays[0].values, 100 * relevance / relevance.sum(), rtol=1e-6)
+    np.testing.assert_allclose(overlays[3].values, 100 * attention.rollout(subject.record)[0])
     layers = attention.head_attention(subject.record)
     shown = page.view(subject, overlays, layers)
     assert [each["name"] for each in shown["maps"]][:4] == [

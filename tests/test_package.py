@@ -63,7 +63,7 @@ MODULES = [
 CEILINGS = {
     "files": 104,
     "lines": 31_622,
-    "lines of tests": 23_913,
+    "lines of tests": 23_908,
     "flags": 49,
     "public names": 145,
     "files of train": 54,

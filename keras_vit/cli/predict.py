@@ -326,8 +326,8 @@ def look(opened: "OpenedModel", image: "np.ndarray") -> "tuple[dict[str, float] 
 def _test_image(run: "Run") -> str | None:
     sample, splits = run.path / "sample.png", run.path / "splits.csv"
     with contextlib.suppress(OSError, ValueError):  # the folder of the training is gone
-        if splits.is_file():  # a name that is no text cannot be sent
-            return next(filter(str.isprintable, run.data().test.images), None)
+        if splits.is_file():
+            return next(filter(str.isprintable, run.data().test.images), None)  # what can be sent
     return str(sample) if sample.is_file() else None
 
 

@@ -46,9 +46,7 @@ def is_command() -> bool:
 
 def cores() -> int:
     """Returns the cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def silence_tensorflow() -> None:

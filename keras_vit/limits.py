@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 MAX_SIDE = 2**20  # pixels, or channels
+# Of an image: what TensorFlow itself takes of a PNG, room for photos of 108 megapixels.
+MAX_PIXELS = 2**27
 # The most that a number may be: ten times that of any network we know of, so that a damaged file
 # ends in a sentence and not in a network that no machine can hold.
 MAX_HEADS, MAX_LAYERS, MAX_STAGES = 2**12, 1000, 8
@@ -34,9 +36,20 @@ def shown(value: object) -> str:
     return text if len(text) <= 200 else f"{text[:197]}..."
 
 
+def short(text: str, most: int = 60) -> str:
+    """Returns text of at most so many characters, cut in its middle."""
+    half = (most - 1) // 2
+    return text if len(text) <= most else f"{text[:half]}…{text[-half:]}"
+
+
 def counted(count: int, one: str) -> str:
     """Returns a number of things as one says it."""
     return f"{count} {one}" if count == 1 else f"{count} {one}{'es' if one.endswith('s') else 's'}"
+
+
+def is_line(value: object) -> bool:
+    """Whether a value is one line of text that UTF-8 can write, as a label in a list of them."""
+    return isinstance(value, str) and value.encode(errors="ignore").decode().splitlines() == [value]
 
 
 def is_number(value: object) -> bool:
@@ -100,7 +113,8 @@ def is_shape(value: Any) -> bool:
     if not isinstance(value, tuple) or len(value) != 3:
         return False
     sides = value[2:] if value[:2] == (None, None) else value
-    return all(is_whole(side, 1, MAX_SIDE) for side in sides)
+    are_sides = all(is_whole(side, 1, MAX_SIDE) for side in sides)
+    return are_sides and math.prod(sides[:-1]) <= MAX_PIXELS
 
 
 def is_stages(value: Any) -> bool:
@@ -111,8 +125,8 @@ def is_stages(value: Any) -> bool:
 
 SHAPE = Allowed(
     is_shape,
-    f"three positive integers (height, width, channels), at most {MAX_SIDE}, or "
-    "(None, None, channels)",
+    f"three positive integers (height, width, channels), at most {MAX_SIDE} and "
+    f"{MAX_PIXELS} pixels, or (None, None, channels)",
 )
 STAGES = or_none(
     Allowed(is_stages, f"a tuple of at most {MAX_STAGES} integers from 1 to {MAX_LAYERS}")

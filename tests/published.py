@@ -31,6 +31,11 @@ TO_LINEN = (
 )
 
 
+def in_tuples(fields: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a config as JSON has them, with the tuples that they are."""
+    return {name: tuple(each) if isinstance(each, list) else each for name, each in fields.items()}
+
+
 def array(name: str, shape: tuple[int, ...]) -> np.ndarray:
     """Returns the array of that name: a normal one seeded by the name, scaled by its role."""
     generator = np.random.default_rng(zlib.crc32(name.encode()))

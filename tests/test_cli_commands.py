@@ -8,6 +8,7 @@ from pathlib import Path
 import cli_rig
 import image_files
 import processes
+import published
 import pytest
 from cli_rig import SMALL, Result
 
@@ -18,13 +19,7 @@ FILES = {
     *("metrics.json", "model.keras", "report.html", "splits.csv", "tensorboard"),
 }
 # Flags that are not those of the run, and the field that the sentence names with both values.
-CHANGES = {
-    "--seed 1": "seed=0, not 1",
-    "--set mixup=0.2": "recipe.mixup=0.0, not 0.2",
-    "--set average=0.9": "recipe.average=None, not 0.9",
-    "--set remat=true": "model.remat=False, not True",
-    "--set num_layers=2": "model.num_layers=4, not 2",
-}
+CHANGES: dict[str, str] = published.TABLES["changes"]
 # A training that stops itself once its run is written beside its place; next it is measured.
 STOPPING = """
 import signal, sys

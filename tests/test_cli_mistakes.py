@@ -2,9 +2,11 @@
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import cli_rig
@@ -12,6 +14,7 @@ import image_files
 import keras
 import published
 import pytest
+import tensorflow as tf
 
 from keras_vit.cli import train
 from keras_vit.cli.main import main
@@ -33,6 +36,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     image_files.write_classes(folder / "other", count=3, classes=("ant", "stranger"))
     image_files.write_image(folder / "a.png")
     (folder / "file").write_text("mine")
+    labels = {"foreign": b"cat\n\xff\n", "blank": b"cat\n\ndog\n", "double": b"cat\ndog\ncat\n"}
+    for name, content in {**labels, "short": b"cat\n"}.items():
+        (folder / f"{name}.txt").write_bytes(content)
+    os.mkfifo(folder / "pipe.txt")
+    image_files.write_classes(folder / "lines", classes=("cat", "dog\nowl"))
     for name in ("empty", "empty.csv", "models"):
         (folder / name).mkdir()
     cli_rig.make_run(folder / "run")
@@ -58,7 +66,7 @@ def faults(mistakes: dict[str, str], place: Path, *, code: int) -> list[str]:
     before, found = contents(place), []
     start = "keras-vit" if code == 2 else "keras-vit: error: "
     for command, text in mistakes.items():
-        result = cli_rig.run(*command.replace("BACKBONE", str(BACKBONE)).split(), folder=place)
+        result = cli_rig.run(*shlex.split(command.replace("BACKBONE", str(BACKBONE))), folder=place)
         parts = text.replace("BACKBONE", str(BACKBONE)).split(" ... ")
         checks = {
             f"exit code {result.code}": result.code == code,
@@ -88,6 +96,10 @@ def test_what_is_wrong_is_one_sentence(place: Path, monkeypatch: pytest.MonkeyPa
 def test_wrong_usage_is_one_line(place: Path) -> None:
     """Exit code 2, and nothing is printed but one line that points to the help."""
     assert faults(MISTAKES["exit code 2"], place, code=2) == []
+    for words, code in (("predict LONG a.png", 1), ("train --data x --out y --image-size LONG", 2)):
+        result = cli_rig.run(*words.replace("LONG", "long" * 1250).split(), folder=place)
+        (line,) = result.errors
+        assert (result.code, len(line) < 500, "…" in line) == (code, True, True)
     process = subprocess.run([sys.executable, "-m", "keras_vit", "fly"], capture_output=True)
     assert process.returncode == 2
 
@@ -100,6 +112,10 @@ def test_errors_are_one_line(
         (ValueError("Two\nlines."), 1, "keras-vit: error: Two lines.\n"),
         (FileNotFoundError("Gone."), 1, "keras-vit: error: Gone.\n"),
         (ImportError("pip install x"), 1, "keras-vit: error: pip install x\n"),
+        (MemoryError(), 1, "keras-vit: error: Out of memory: nothing was written.\n"),
+        (tf.errors.UnknownError(None, None, "{{node x}} Full."), 1, "keras-vit: error: Full.\n"),
+        (tf.errors.DataLossError(None, None, "Cut. [Op:A]"), 1, "keras-vit: error: Cut.\n"),
+        (zlib.error("Torn."), 1, "keras-vit: error: Torn.\n"),
         (KeyboardInterrupt(), 130, "keras-vit: Interrupted: nothing was saved.\n"),
         (KeyboardInterrupt("Saved."), 130, "keras-vit: Saved.\n"),
     )

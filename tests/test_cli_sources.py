@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import resource
 import shutil
 from pathlib import Path
 
@@ -86,6 +87,9 @@ def test_predict_names_the_classes_of_any_source(folder: Path, image: Path, hub:
     index = published.write_shards(folder, count=2)
     for source in (index, index.parent):
         assert_predicts(source, image, WORDS)
+    named(folder, ["caf\ud800", *WORDS[1:]])  # half of a character
+    cli_rig.done("predict", folder, image, "--csv", folder / "found.csv", "--top", "7")
+    assert ",caf?," in (folder / "found.csv").read_text()
 
 
 def test_predict_without_names_has_numbers(image: Path, tmp_path: Path) -> None:
@@ -242,13 +246,29 @@ def test_real_labels_go_by_the_names_of_the_images(run: Path, tmp_path: Path) ->
 def test_a_keras_file_is_exported(run: Path, tmp_path: Path) -> None:
     """The command says what it wrote and where, and how to go on."""
     out, labels = tmp_path / "pets", tmp_path / "labels.txt"
-    labels.write_text("\n".join("abcdefghij"))
+    labels.write_text("\r\n".join([*"abcdefghi", "e\u0301"]), "utf-8-sig", newline="")
     command = ("export", run / "model.keras", "--out", out)
     lines = cli_rig.done(*command, "--labels", labels, "--no-verify").out.splitlines()
     assert lines[0].startswith(f"savedmodel: {out / '1'} (0.")
     assert lines[0].endswith("not checked)")
     assert lines[1] == f"Next: {out / 'serve.sh'}"
-    assert (out / "labels.txt").read_text() == labels.read_text() + "\n"
+    assert (out / "labels.txt").read_text() == "\n".join([*"abcdefghi", "\xe9", ""])
+
+
+def test_a_full_disk_is_one_sentence(run: Path, tmp_path: Path) -> None:
+    """Whatever the library that writes raises; no file of the export is left."""
+    pytest.importorskip("onnxruntime")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for form in ("savedmodel", "onnx", "onnx-int8", "tflite"):
+        command = ("export", run / "model.keras", "--out", tmp_path / "pets", "--formats", form)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limits[1]))  # bytes of a file
+        try:
+            result = cli_rig.run(*command, "--no-verify")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        (line,) = result.errors
+        assert (result.code, line.startswith("keras-vit: error: ")) == (1, True)
+        assert not [*(tmp_path / "pets").rglob("*.*")], form
 
 
 def test_machines_read_json(run: Path, tmp_path: Path) -> None:

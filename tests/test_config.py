@@ -16,12 +16,8 @@ from keras_vit.weights.layouts import check_published
 ANY_SIZE = {"input_shape": (None, None, 3), "position_grid": (4, 6)}
 
 
-def in_tuples(fields: dict[str, Any]) -> dict[str, Any]:
-    return {name: tuple(each) if isinstance(each, list) else each for name, each in fields.items()}
-
-
 BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
-    *((in_tuples(fields), message) for fields, message in published.TABLES["bad fields"]),
+    *((published.in_tuples(fields), message) for fields, message in published.TABLES["bad fields"]),
     ({"image_mean": [0.5]}, r"image_mean must be a tuple of 3 finite numbers.*\[0.5\]"),
     ({"image_mean": (0.4, 0.5, float("nan"))}, "image_mean must be a tuple of 3 finite"),
     ({"pooling": np.zeros(2)}, "pooling must be one of .*Received"),

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import published
 import pytest
 import scipy.stats
 import tensorflow as tf
@@ -11,19 +12,7 @@ import tensorflow as tf
 from keras_vit.data import Augmentation, augment, mix_batch
 
 SEED = (3, 5)
-WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"rotation": 181}, "rotation must lie between"),
-    ({"shift": -0.1}, "shift must lie between"),
-    ({"zoom": 1}, "zoom must lie between"),
-    ({"crop": 0}, "crop must lie between"),
-    ({"crop": 1.5}, "crop must lie between"),
-    ({"erase": 2}, "erase must lie between"),
-    ({"randaugment_layers": -1}, "randaugment_layers must lie between"),
-    ({"randaugment_magnitude": 31}, "randaugment_magnitude must lie between"),
-    ({"resize_small": 11}, "resize_small must lie between"),
-    ({"resize_small": 0.9}, "at least 1 and then without crop"),
-    ({"resize_small": 1.1, "crop": 0.5}, "at least 1 and then without crop"),
-]
+WRONG: list[tuple[dict[str, Any], str]] = published.TABLES["wrong augmentation"]
 VALUE = 300.0  # no noise has it
 COUNT = 3000
 # Two samples of COUNT from one distribution lie further apart once in ten thousand times

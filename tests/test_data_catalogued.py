@@ -1,5 +1,6 @@
 """Tests of keras_vit.data.datasets, all offline."""
 
+import errno
 import importlib
 import json
 import os
@@ -8,9 +9,11 @@ import shutil
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
+import requests
 
 from keras_vit.data import (
     Augmentation,
@@ -137,6 +140,15 @@ def test_a_dataset_that_is_not_there_is_made_to_be_read_by_number(
                 yield number, {"image": image, "label": number % 2}
 
     monkeypatch.setattr(tfds, "builder", lambda name, data_dir: Builder(data_dir=data_dir))
+    for error, reason in (
+        (requests.ConnectionError("HTTPSConnectionPool"), "the server cannot be reached"),
+        (OSError(errno.ENOSPC, "No space left"), "No space left"),
+        (AssertionError("Create it"), "Create it"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(Builder, "_split_generators", mock.Mock(side_effect=error))
+            with pytest.raises(OSError, match=f"'forty' is not in '.*1.0.0', .* made: {reason}$"):
+                load_tfds("forty", data_dir=tmp_path)
     monkeypatch.setattr(datasets, "MEMORY", 0)
     data = load_tfds("forty", data_dir=tmp_path)
 
@@ -208,8 +220,11 @@ def test_what_cannot_be_trained_on_is_an_error(tmp_path: Path, tfds: Any) -> Non
         pytest.raises(ValueError, match="must give an image and one class"),
     ):
         load_data("tfds:imdb_reviews")
-    with pytest.raises(ValueError, match=r"no dataset '' \(Parsing .*\); choose one"):
-        load_data("tfds:")
+    for name in ("", "nothing", "mnist/wrong", "mnist:9.9.9", "../mnist"):
+        with pytest.raises(
+            ValueError, match=f"no dataset '{name}', or not in that .*; take a NAME"
+        ):
+            load_data(f"tfds:{name}")
     cut = write_records(tfds, tmp_path / "cut", per_file=250, kind="array_record")
     file = next((tmp_path / "cut").glob("*array_record*"))
     for length in (1000, 0):

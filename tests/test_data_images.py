@@ -35,6 +35,15 @@ CASES: dict[str, tuple[tuple[str, ...], int]] = {
 FORMS = tuple(CASES)
 GRAPH = tf.function(images.decode_image, input_signature=[tf.TensorSpec((), tf.string)])
 # Bytes that reading a file takes at most, in a process that has decoded another before.
+# Where files say their width and height, in how many bytes, and how often a pixel of many counts.
+SIDE = 11_000
+HEADERS: dict[tuple[str, ...], tuple[int, int, Literal["big", "little"], float]] = {
+    **{("PNG", mode): (16, 4, "big", 1) for mode in ("1", "L", "RGB", "I;16")},
+    **{("PNG", mode): (16, 4, "big", 1.5) for mode in ("LA", "RGBA", "P")},
+    ("BMP", "RGB"): (18, 4, "little", 2),
+    ("GIF", "P"): (6, 2, "little", 1),
+    ("WEBP", "RGB", "animated"): (24, 3, "little", 2),
+}
 MEASURED = """
 import sys
 from pathlib import Path
@@ -299,6 +308,24 @@ def test_an_image_above_the_budget_is_refused_everywhere(
         monkeypatch.setenv("KERAS_VIT_MAX_PIXELS", text)
         with pytest.raises(ValueError, match="KERAS_VIT_MAX_PIXELS is the most pixels"):
             images.read_image(b"no image")
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_pixels_that_take_much_memory_count_more() -> None:
+    """Above 1 GiB, by the bytes that each takes; nothing is decoded of a file that is refused."""
+    for (form, mode, *more), (place, width, order, share) in HEADERS.items():
+        frames = [Image.new(mode, (8, 8), color) for color in (0, 255)]
+        animated = {"save_all": True, "append_images": frames[1:]} if more else {}
+        contents = encoded(frames[0], form, **animated)
+        assert images.declared_pixels(contents) == 64
+        side = (SIDE - (form == "WEBP")).to_bytes(width, order)
+        contents = contents[:place] + side + side + contents[place + 2 * width :]
+        assert images.declared_pixels(contents) == pytest.approx(share * SIDE**2, abs=16), form
+        if share > 1:
+            with pytest.raises(ValueError, match=r"one that takes 16 bytes counts twice"):
+                images.read_image(contents)
+            with pytest.raises(tf.errors.InvalidArgumentError, match="more pixels than are"):
+                images.decode_image(tf.constant(contents))
 
 
 def test_only_the_first_frame_counts() -> None:

@@ -14,6 +14,7 @@ from exported import LABELS, export_for_ever, served_model
 
 from keras_vit import cli
 from keras_vit.exporting import VerificationError, artefacts, export, rebuild, records, savedmodel
+from keras_vit.preprocessing import class_labels
 
 pytest.importorskip("onnxruntime")
 pytest.importorskip("ai_edge_litert")
@@ -68,10 +69,14 @@ def test_arguments_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     model = served_model(num_layers=1)
     five = served_model(num_layers=1, input_shape=(32, 48, 5))
     file = tmp_path / "file"
-    file.write_text("")
+    names = [name for _, name in class_labels(1000)]  # of which two stand there twice
+    file.write_text("\n".join(names))
+    assert artefacts.read_labels(file) == tuple(names)
     for given, name, options, message in (
         (model, "pets", {"formats": ["savedmodel", "pdf"]}, "formats must be some of"),
         (model, "pets", {"formats": []}, "formats must be some of"),
+        (model, "pets", {"labels": ["two\nlines", *"abcdef"]}, r"line of text.*'two\\nlines'"),
+        (model, "pets", {"labels": [*"abcdef", ""]}, "A label is a line of text. Received: ''"),
         (model, "pets", {"labels": ["one"]}, "7 classes; give a label for each"),
         (model, "pets", {"top_k": 0}, "top_k must be at least 1"),
         (model, "pets", {"images": ["absent.png"]}, "no image file 'absent.png'"),

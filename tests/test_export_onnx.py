@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import published
 import pytest
 import tensorflow as tf
 from conftest import FLOAT32
@@ -15,14 +16,7 @@ from exported import LABELS, failures, served_model
 from tensorflow.lite.python import schema_py_generated as schema
 
 from benchmarks.export import make_model
-from keras_vit.exporting import (
-    FORMATS,
-    export,
-    onnx_files,
-    samples,
-    tflite,
-    verification,
-)
+from keras_vit.exporting import FORMATS, export, onnx_files, samples, tflite, verification
 from keras_vit.exporting.clean import agreement, runners
 from keras_vit.exporting.clean.agreement import Gate
 from keras_vit.exporting.formats import Options
@@ -43,50 +37,8 @@ ROUNDED = ("onnx-fp16", "onnx-int8", "onnx-int8-weights")
 PIXELS = np.random.default_rng(6).uniform(0, 255, (3, 32, 48, 3)).astype("float32")
 
 CONFIGS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "exact GELU": {"activation": "gelu"},
-    "normalized input, logits": {"include_preprocessing": False, "classifier_activation": None},
-    "pixels of its own": {"image_mean": (0.4, 0.5, 0.6), "image_std": (0.2, 0.3, 0.25)},
-    "normalized by its own": {
-        "include_preprocessing": False, "image_mean": (0.4, 0.5, 0.6), "image_std": (0.2, 0.3, 0.25)
-    },
-    "sigmoid": {"classifier_activation": "sigmoid"},
-    "average": {"pooling": "avg"},
-    "average, no class token": {"pooling": "avg", "class_token": False},
-    "map": {"pooling": "map", "class_token": False},
-    "map with class token": {"pooling": "map"},
-    "representation": {"representation_dim": 10},
-    "features": {"classes": None, "classifier_activation": None},
-    "features after representation": {
-        "classes": None, "classifier_activation": None, "representation_dim": 10
-    },
-    "tokens": {"classes": None, "classifier_activation": None, "pooling": None},
-    "one channel": {"input_shape": (32, 48, 1)},
-    "epsilon": {"layer_norm_epsilon": 1e-2},
-    "one block": {"num_layers": 1},
-    "CLIP": {
-        "embedding_norm": True, "activation": "quick_gelu", "classes": None, "num_heads": 4,
-        "representation_dim": 10, "representation_activation": None, "classifier_activation": None
-    },
-    "DINOv2": {"num_registers": 3, "layer_scale": 0.5, "activation": "gelu"},
-    "registers, average, norm after it": {
-        "num_registers": 2, "class_token": False, "pooling": "avg", "norm_after_pooling": True,
-        "position_embedding": "learned_2d"
-    },
-    "norm after the token, no positions": {
-        "norm_after_pooling": True, "position_embedding": None, "layer_scale": 0.5
-    },
-    "tokens without norm, sines": {
-        "classes": None, "classifier_activation": None, "pooling": None, "norm_after_pooling": True,
-        "class_token": False, "position_embedding": "sincos_2d"
-    },
-    "norm after map, sines": {
-        "pooling": "map", "norm_after_pooling": True, "position_embedding": "sincos_2d"
-    },
-    "a hybrid with registers": {"resnet_layers": (), "patch_size": 2, "num_registers": 1},
-    "ResNet root": {"resnet_layers": (), "patch_size": 2},
-    "ResNet stages": {"resnet_layers": (2, 1), "patch_size": 1},
-}  # fmt: skip
+    name: published.in_tuples(fields) for name, fields in published.TABLES["onnx"].items()
+}
 FIELDS: dict[str, Any] = {"hidden_dim": 48, "mlp_dim": 96, "num_layers": 2}
 # Of each block, and the head: those of at least 1024 elements.
 KERNELS = {

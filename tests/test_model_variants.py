@@ -8,6 +8,7 @@ from typing import Any
 import conftest
 import keras
 import numpy as np
+import published
 import pytest
 import variants_oracle
 from conftest import FLOAT32, TINY, answers, images_for, made, randomize, whole
@@ -78,24 +79,7 @@ CONFIGS = {
 }
 PUBLISHED = ("plain", "representation", "exact GELU")
 EVERYTHING = ("all, relative", "all, every block", "modern")
-LEFT_OUT: list[tuple[str, dict[str, Any]]] = [
-    ("learned in 2-D", {"position_embedding": None}),
-    ("sines", {"position_embedding": None}),
-    ("relative", {"position_embedding": None}),
-    ("every block, shared", {"position_placement": "input", "position_embedding": None}),
-    ("query and key norm", {"query_key_norm": False}),
-    ("embedding norm", {"embedding_norm": False}),
-    ("norm after pooling, average", {"norm_after_pooling": False}),
-    ("norm after attention pooling", {"norm_after_pooling": False}),
-    ("norm after attention pooling", {"pooling_heads": None}),
-    ("quick GELU", {"activation": "gelu"}),
-    ("quick GELU", {"activation": "gelu_tanh"}),
-    ("rotary", {"rotary_period": None}),
-    ("rotary", {"rotary_period": 10.0}),
-    ("rotary, counted", {"rotary_grid": (3, 5)}),
-    ("rotary, counted", {"rotary_offset": 0.0}),
-    ("rotary, relative", {"rotary_period": None}),
-]
+LEFT_OUT: list[tuple[str, dict[str, Any]]] = published.TABLES["left out"]
 # One of the fields that a sentence about the variant has to name.
 CHANGED = {
     "relative": "position_embedding",
@@ -143,7 +127,7 @@ def test_the_comparison_sees_a_part_left_out() -> None:
         arrays = variants_oracle.arrays(model_of(name))
         for path in [path for path in arrays if path.startswith("pooling_norm/")]:
             arrays[path.replace("pooling", "encoder")] = arrays[path]
-        config = dataclasses.replace(CONFIGS[name], **wrong)
+        config = dataclasses.replace(CONFIGS[name], **published.in_tuples(wrong))
         expected = variants_oracle.run(arrays, images_for(config), config).logits
         assert np.abs(answer_of(name) - expected).max() > 1e-3, (name, wrong)
 

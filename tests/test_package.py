@@ -62,8 +62,8 @@ MODULES = [
 # A change may lower these, and raise none.
 CEILINGS = {
     "files": 104,
-    "lines": 31_622,
-    "lines of tests": 23_908,
+    "lines": 31_621,
+    "lines of tests": 23_904,
     "flags": 49,
     "public names": 145,
     "files of train": 54,

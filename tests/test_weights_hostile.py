@@ -222,7 +222,8 @@ def field(name: str, value: Any) -> Callable[[bytes], bytes]:
 
 
 KERAS = {
-    "image of 20000": (field("input_shape", [20000, 20000, 3]), "grid is 5000x5000"),
+    "image of 20000": (field("input_shape", [20000, 20000, 3]), "input_shape .* 134217728 pixels"),
+    "image of 10000": (field("input_shape", [10000, 10000, 3]), "grid is 2500x2500"),
     "a million layers": (field("num_layers", 10**6), "num_layers must be a positive integer"),
     "a rate of text": (field("dropout_rate", "x" * 10**6), "dropout_rate must be in"),
     "an epsilon of NaN": (field("layer_norm_epsilon", float("nan")), "NaN, which is not a finite"),

@@ -38,16 +38,7 @@ ADDRESSES = {
     "hf://someone/tiny-vit/model.safetensors": "main",
     f"hf://someone/tiny-vit@{'a' * 40}": "a" * 40,
 }
-BAD_ADDRESSES = [
-    "hf://someone",
-    "hf://someone/tiny-vit/",
-    "hf://someone/tiny-vit@",
-    "hf://someone/tiny-vit@a/b/../c.npz",
-    "hf://someone/tiny-vit@a@b",
-    "hf://someone/tiny-vit/pytorch_model.bin",
-    "hf://some one/tiny-vit",
-    "hf://someone/tiny-vit@main?token=hunter2",
-]
+BAD_ADDRESSES: list[str] = published.TABLES["bad addresses"]
 SHA256_ENTRANCES = ["load", "model", "builder", "path", "folder", "url", "hub", "name"]
 ROW = keras_vit.weights.resolve("Ti/16", "imagenet21k")
 UNREACHABLE: dict[rig.Fault, str] = {

@@ -34,10 +34,10 @@ _CALL = "current_call_ctx"
 PRIVATE_NAMES: dict[str, dict[str, str]] = {
     "keras.src.models.functional": {
         # keras.Model turns into it by a swap that fails with a second base.
-        "Functional": "the base of ExactModel",
+        "Functional": "the base of ExactModel"
     },
     "keras.src.utils.python_utils": {
-        "default": "marks a get_config that leaves the arguments of __init__ to Keras",
+        "default": "marks a get_config that leaves the arguments of __init__ to Keras"
     },
     "keras.src.backend.common.global_state": {"get_global_attribute": "reads the current call"},
     "keras.src.backend.common.variables": {"AutocastScope": "variables as a layer casts them"},
@@ -45,7 +45,7 @@ PRIVATE_NAMES: dict[str, dict[str, str]] = {
     "the context of a call": {"entry_layer": "the called model, to warn of Keras' own step"},
     _EXPORTER: {"export_onnx": "is on the stack while a graph is traced for tf2onnx"},
     "tensorflow.python.eager.record": {
-        "could_possibly_record": "the dense forms keep a product where a gradient may be asked for",
+        "could_possibly_record": "the dense forms keep a product where a gradient may be asked for"
     },
     "keras.Model": {
         "_flatten_layers": "all layers; Model.layers stops at layers made of others",

@@ -288,9 +288,7 @@ def layer_norm(x: Any, gamma: Any, beta: Any, *, epsilon: float) -> Any:
 
 def softmax(x: Any) -> Any:
     """Returns the softmax of x over the last axis, in its dtype; oneDNN sums in float32."""
-    if not _may_fuse():
-        return plain.softmax(x)
-    return tf.nn.softmax(x)
+    return tf.nn.softmax(x) if _may_fuse() else plain.softmax(x)
 
 
 def self_attention(qkv: Any, num_heads: int, *, bias: Any = None) -> Any:

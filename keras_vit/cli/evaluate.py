@@ -111,10 +111,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"The result {verb} the one recorded in metrics.json.")
     if out is not None:
         output.say(f"Written to {out}: {', '.join(written)}")
-    if opened.exported:
-        output.say_next("check", arguments.source)
-    else:
-        output.say_next("export", arguments.source, "--out", "export")
+    step, words = ("check", ()) if opened.exported else ("export", ("--out", "export"))
+    output.say_next(step, arguments.source, *words)
     return 0
 
 
@@ -210,8 +208,7 @@ def _print_features(measures: dict[str, Any]) -> None:
             f"{result['shots']} labelled images of each class: accuracy {result['mean']:.1%}, "
             f"standard deviation {result['std']:.1%} over {len(result['accuracies'])} draws"
         )
-    if measures["nearest_neighbors"] is not None:
-        accuracy = measures["nearest_neighbors"]
+    if (accuracy := measures["nearest_neighbors"]) is not None:
         print(f"Nearest neighbours of the train images: accuracy {accuracy:.2%}")
 
 

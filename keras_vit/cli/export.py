@@ -119,9 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
     labels, images = arguments.labels or opened.labels or None, arguments.images or ()
     targets: Sequence[int] = ()
     if images:  # their classes, where all of them lie in folders named after classes
-        names = labels or ()
-        if arguments.labels:
-            names = Path(arguments.labels).read_text(encoding="utf-8").splitlines()
+        names = artefacts.read_labels(arguments.labels) if arguments.labels else opened.labels
         places = {composed(label): place for place, label in enumerate(names)}
         folders = [composed(Path(image).absolute().parent.name) for image in images]
         if set(folders) <= set(places):

@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import importlib
 import os
+import re
 import shlex
 import signal
 import sys
@@ -20,6 +21,9 @@ from keras_vit import __version__, environment
 from keras_vit.cli import catalog, evaluate, export, flags, output, predict, train
 
 PROGRAM = "keras-vit"
+# What is wrong with the input, the disk or the machine is said in these, or in a library's own
+# classes; any other of Python's is a mistake of ours, and shows where it was made.
+_EXPECTED = (ValueError, OSError, ImportError, FloatingPointError, MemoryError, RuntimeError)
 _DESCRIPTION = """\
 Vision Transformers: train them on your own images, predict, evaluate, explain, try, export.
 
@@ -42,7 +46,7 @@ examples:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+        self.exit(2, f"{self.prog}: error: {output.cut(message)}; see {self.prog} --help\n")
 
 
 class Interrupts:
@@ -91,20 +95,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments, unknown = make_parser().parse_known_args(argv)
     if unknown:
         arguments.refuse(f"unrecognized arguments: {' '.join(unknown)}")
+    for name, value in vars(arguments).items():
+        if "" in (value if isinstance(value, list) else [value]):
+            arguments.refuse(f"argument {name}: it is empty; give a value, or leave it out")
     if arguments.run is train.run:
         train.check_usage(arguments)
     arguments.command = shlex.join([PROGRAM, *(sys.argv[1:] if argv is None else argv)])
-    is_about_exports = arguments.run is export.run
-    if arguments.run in (predict.run, evaluate.run):
-        is_about_exports = flags.is_exported(arguments.source)
-    if is_about_exports and "keras" not in sys.modules:
-        os.environ["KERAS_BACKEND"] = "tensorflow"  # its graphs are written, whatever trained
     with Interrupts():
         return _run(arguments)
 
 
 def _run(arguments: argparse.Namespace) -> int:
     try:
+        is_about_exports = arguments.run is export.run
+        if arguments.run in (predict.run, evaluate.run):
+            is_about_exports = flags.is_exported(arguments.source)
+        if is_about_exports and "keras" not in sys.modules:
+            os.environ["KERAS_BACKEND"] = "tensorflow"  # its graphs are written, whatever trained
         if arguments.run not in (catalog.run, export.check):
             with environment.without_log_lines(), environment.without_collection():
                 # They register the classes with Keras; TensorFlow reads the images everywhere.
@@ -120,9 +127,14 @@ def _run(arguments: argparse.Namespace) -> int:
         # The reader has gone, as in `keras-vit list | head`; Python would print an error at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (ValueError, OSError, ImportError, FloatingPointError, MemoryError) as error:
-        message = " ".join(str(error).split()) or "Out of memory: nothing was written."
-        output.remark(f"error: {message}")
+    except Exception as error:
+        if type(error).__module__ == "builtins" and not isinstance(error, _EXPECTED):
+            raise
+        # Without TensorFlow's names of nodes and operations.
+        message = re.sub(r"\{\{.*?\}\}|\[Op:\w+\]( name: \S*)?", "", str(error))
+        is_full = isinstance(error, MemoryError) or "OOM when allocating" in message
+        message = f"{'Out of memory: nothing was written. ' if is_full else ''}{message}"
+        output.remark(f"error: {' '.join(message.split()) or type(error).__name__}")
         return getattr(error, "exit_code", 1)
     return exit_code
 

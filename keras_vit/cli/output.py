@@ -4,6 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import json as json_format
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ import rich.console
 import rich.progress
 import rich.table
 
-from keras_vit.limits import counted
+from keras_vit.limits import counted, short
 
 if TYPE_CHECKING:
     from keras_vit.data import ImageData, SkippedFile
@@ -42,9 +43,14 @@ def say(text: object, *, file: TextIO | None = None) -> None:
     print(plain(text), file=file, flush=True)
 
 
+def cut(message: str) -> str:
+    """Shortens a message that repeats a very long value, in the middle."""
+    return short(re.sub(r"\S{300,}", lambda word: short(word[0], 200), message), 2500)
+
+
 def remark(message: str) -> None:
     """Prints a sentence that is not of the result to standard error."""
-    say(f"keras-vit: {message}", file=sys.stderr)
+    say(f"keras-vit: {cut(message)}", file=sys.stderr)
 
 
 def warn(message: str | None) -> None:

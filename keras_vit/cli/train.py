@@ -205,7 +205,7 @@ def check_usage(arguments: argparse.Namespace) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Trains, evaluates and prints."""
     from keras_vit import training
-    from keras_vit.training.train import make_engine
+    from keras_vit.training.train import check_data, make_engine
     from keras_vit.variants import VARIANTS
 
     began = time.monotonic()
@@ -226,6 +226,7 @@ def run(arguments: argparse.Namespace) -> int:
         config = recipe.config(execution.config(config))
     make_engine(execution)  # before any TensorFlow operation: workers join a cluster first
     data = flags.load_data(arguments)
+    check_data(data)  # --plan trains nothing, which would say it
     if not is_new and arguments.recipe is None:
         # Adapters of low blocks learn as fast as others.
         numbers = {} if arguments.lora is None else {"layer_decay": 1.0}

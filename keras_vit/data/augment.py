@@ -107,11 +107,7 @@ def small_part(
 
 
 def erase_rectangles(
-    images: tf.Tensor,
-    *,
-    probability: float,
-    seed: tf.Tensor,
-    shard: tuple[int, int] = WHOLE,
+    images: tf.Tensor, *, probability: float, seed: tf.Tensor, shard: tuple[int, int] = WHOLE
 ) -> tf.Tensor:
     """Puts noise in place of a rectangle of some images, 0..255, each at its own place.
 

@@ -101,7 +101,7 @@ def load_tfds(
     Example:
         >>> load_tfds("no_such_dataset", data_dir="/nowhere")  # doctest: +SKIP
         Traceback (most recent call last):
-        ValueError: TensorFlow Datasets has no dataset 'no_such_dataset'; ...
+        ValueError: TensorFlow Datasets has no dataset 'no_such_dataset', or not in that ...
 
     Args:
         name: as in https://www.tensorflow.org/datasets/catalog, such as "oxford_flowers102"; or a
@@ -111,6 +111,7 @@ def load_tfds(
 
     Raises:
         ImportError: tensorflow-datasets is not installed.
+        OSError: it is not there, and cannot be downloaded.
         ValueError: there is no such dataset, it is damaged or does not hold labelled images, or a
             split of it is more than 1 GiB of TFRecord files.
     """
@@ -123,15 +124,20 @@ def load_tfds(
     if isinstance(name, str):
         try:
             builder = tfds.builder(name, data_dir=data_dir)
-        except (ValueError, AssertionError) as error:
-            reason = str(error).splitlines()[0].rstrip(".")  # the others say how a name is made
+        except (ValueError, AssertionError):
             raise ValueError(
-                f"TensorFlow Datasets has no dataset {name!r} ({reason}); choose one of "
+                f"TensorFlow Datasets has no dataset {name!r}, or not in that configuration or "
+                "version; take a NAME, NAME/CONFIG or NAME:VERSION of "
                 "https://www.tensorflow.org/datasets/catalog."
             ) from None
     image, label = _keys(builder)
     if isinstance(name, str):
-        builder.download_and_prepare(file_format="array_record")  # if it is not there
+        try:
+            builder.download_and_prepare(file_format="array_record")  # if it is not there
+        except (OSError, AssertionError) as error:  # the second: files that one has to fetch
+            reason = getattr(error, "strerror", error) or "the server cannot be reached"
+            text = f"The dataset {name!r} is not in {str(builder.data_dir)!r}, and cannot be made"
+            raise OSError(f"{text}: {reason}") from None
         if builder.is_prepared():  # the folder also says what format it was converted to
             builder = tfds.builder_from_directory(builder.data_dir)
     given = {

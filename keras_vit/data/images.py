@@ -21,6 +21,7 @@ import tensorflow as tf
 from PIL import Image, ImageOps
 
 from keras_vit.config import Resizing
+from keras_vit.limits import MAX_PIXELS
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".avif")
 FORMATS = "JPEG, PNG, WebP, BMP, GIF, TIFF or AVIF"
@@ -28,11 +29,10 @@ JPEG, PNG = b"\xff\xd8\xff", b"\x89PNG"  # how files begin
 OTHERS = ("WEBP", "GIF", "BMP", "TIFF", "AVIF")  # what Pillow decodes
 DECODER_ERRORS = (tf.errors.OpError, UnicodeDecodeError)  # the second: a message with bytes in it
 
-# The most pixels that are decoded: what TensorFlow itself takes of a PNG, room for photos of 108
-# megapixels. A pixel costs 3 (JPEG) to 17 bytes (WebP) while it is decoded.
-# KERAS_VIT_MAX_PIXELS sets another number.
-MAX_PIXELS = 2**27
+# The most pixels that are decoded are MAX_PIXELS, or what this sets. Beyond 1 GiB each counts by
+# the bytes that it takes to decode, from 8 on: 12 in a PNG with alpha, which a palette can have.
 MAX_PIXELS_VARIABLE = "KERAS_VIT_MAX_PIXELS"
+_FREE, _COSTS = 2**30, {"WEBP": 16, "BMP": 16, "TIFF": 16, "AVIF": 12}
 TOO_LARGE = "The image has more pixels than are decoded, or a header that does not say how many."
 # `max_pixels` is the limit of every format; Pillow's, for which it warns, is another.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
@@ -169,9 +169,6 @@ def decode_image(contents: tf.Tensor, *, others: bool = True) -> tf.Tensor:
     `ImageOps.exif_transpose` do; the pipelines that the published models come from did not
     (google-research/vision_transformer, big_vision).
 
-    The header is read first: an image of more than `max_pixels()` is refused before there is memory
-    for it.
-
     Example:
         >>> import tensorflow as tf
         >>> half_clear = tf.constant([[[255, 0, 0, 255], [255, 0, 0, 0]]], tf.uint8)
@@ -259,8 +256,7 @@ def declared_pixels(contents: bytes) -> int | None:
         if contents.startswith(PNG):
             pixels = int(pixels_of_png(tf.constant(contents)))
             return pixels if pixels < tf.int64.max else None
-        image = Image.open(io.BytesIO(contents), formats=OTHERS)
-        return image.width * image.height
+        return _weighed(Image.open(io.BytesIO(contents), formats=OTHERS))
     except Exception:  # each format raises errors of its own
         return None
 
@@ -378,10 +374,16 @@ def pixels_of_jpeg(contents: tf.Tensor) -> tf.Tensor:
 @one_op
 def pixels_of_png(contents: tf.Tensor) -> tf.Tensor:
     """Returns the pixels that a PNG says it has, int64, more than any has if it does not."""
-    head = _bytes(contents, 8, 16)
+    head = _bytes(contents, 8, 18)
     is_first = tf.reduce_all(head[:8] == list(b"\0\0\0\x0dIHDR"))
-    sides = tf.cast(tf.stack([_number(head[8:12]), _number(head[12:16])]), tf.int64)
-    return tf.where(is_first, tf.reduce_prod(sides), tf.int64.max)
+    pixels = tf.reduce_prod(tf.cast([_number(head[8:12]), _number(head[12:16])], tf.int64))
+    is_costly = (head[17] > 2) & (pixels > _FREE // 12)  # there is alpha, or a palette
+    return tf.where(is_first, tf.where(is_costly, pixels // 8 * 12, pixels), tf.int64.max)
+
+
+def _weighed(image: Image.Image) -> int:
+    pixels, cost = image.width * image.height, _COSTS.get(image.format or "", 8)
+    return pixels * cost // 8 if pixels * cost > _FREE else pixels
 
 
 def _check_file(file: IO[bytes], *, name: str) -> None:
@@ -405,8 +407,8 @@ def _check_head(contents: bytes, *, name: str) -> None:
     pixels, most = declared_pixels(contents), max_pixels()
     if pixels is not None and pixels > most:  # otherwise the decoder has the last word
         raise ValueError(
-            f"{name} has {pixels} pixels, more than the {most} that are decoded; make it smaller, "
-            f"or raise {MAX_PIXELS_VARIABLE}."
+            f"{name} has {pixels} pixels, more than the {most} that are decoded (one "
+            f"that takes 16 bytes counts twice); make it smaller, or raise {MAX_PIXELS_VARIABLE}."
         )
 
 
@@ -484,8 +486,7 @@ def _decode_no_jpeg(contents: tf.Tensor, most: tf.Tensor, *, others: bool) -> tf
         # `channels=4` would be shorter, but makes grey images of 1, 2 or 4 bits almost transparent.
         pixels = tf.io.decode_png(checked, channels=0)
         channels = tf.shape(pixels)[2]  # 1 grey, 2 grey and alpha, 3 RGB, 4 RGB and alpha
-        size = tf.constant(_STRIP)
-        color = tf.cond(channels % 2 == 0, lambda: _blend(pixels, size), lambda: pixels)
+        color = tf.cond(channels % 2 == 0, lambda: _blend(pixels, _STRIP), lambda: pixels)
         return tf.cond(
             channels > 2, lambda: color, lambda: tf.image.grayscale_to_rgb(color[..., :1])
         )
@@ -504,7 +505,7 @@ def _decode_no_jpeg(contents: tf.Tensor, most: tf.Tensor, *, others: bool) -> tf
 def _decode_by_pillow(contents: bytes, most: int) -> tuple[np.ndarray, bytes]:
     try:
         image = Image.open(io.BytesIO(contents), formats=OTHERS)
-        if not 0 < image.width * image.height <= most:
+        if not 0 < _weighed(image) <= most:
             raise Image.DecompressionBombError
         image.load()
         with contextlib.suppress(Exception):  # a damaged orientation is none
@@ -589,7 +590,6 @@ def _exif_of_jpeg(contents: tf.Tensor) -> tf.Tensor:
 
 
 def _exif_of_png(contents: tf.Tensor) -> tf.Tensor:
-
     def is_exif(head: tf.Tensor) -> tf.Tensor:
         return tf.reduce_all(head[4:] == list(b"eXIf"))
 

@@ -459,6 +459,4 @@ def _decode(contents: tf.Tensor, choose: Choice | None) -> tf.Tensor:
 
 
 def _share(count: int, fraction: float, *, at_least_one_from: int) -> int:
-    if not fraction or count < at_least_one_from:
-        return 0
-    return max(round(count * fraction), 1)
+    return max(round(count * fraction), 1) if fraction and count >= at_least_one_from else 0

@@ -16,11 +16,7 @@ import numpy as np
 from keras_vit import environment
 from keras_vit.atomic import whole_file
 from keras_vit.data import Split, Views
-from keras_vit.evaluation.predictions import (
-    classifier_ending,
-    frozen_features,
-    log_probabilities,
-)
+from keras_vit.evaluation.predictions import classifier_ending, frozen_features, log_probabilities
 from keras_vit.figures import plot_confusion
 from keras_vit.limits import check_file
 
@@ -222,9 +218,7 @@ def evaluate(
         loss=float(losses.mean()),
         top5_accuracy=float((likelier < TOP).mean()) if len(labels) > TOP else None,
         predictions=Predictions(
-            targets=np.asarray(targets),
-            predicted=predicted,
-            confidence=np.exp(scores.max(axis=-1)),
+            targets=np.asarray(targets), predicted=predicted, confidence=np.exp(scores.max(axis=-1))
         ),
         test_time_augmentation=None if tta is None else tta.to_dict(),
     )

@@ -200,11 +200,7 @@ def frozen_features(
 
 
 def log_probabilities(
-    model: keras.Model,
-    split: Split,
-    *,
-    batch_size: int | None = None,
-    tta: Views | None = None,
+    model: keras.Model, split: Split, *, batch_size: int | None = None, tta: Views | None = None
 ) -> np.ndarray:
     """Returns a classifier's log-probabilities for each image of a split, (count, C) in float64.
 

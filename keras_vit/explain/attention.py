@@ -18,13 +18,7 @@ from keras_vit.data import resize_image
 from keras_vit.figures import Filters
 from keras_vit.layers import AttentionPooling
 from keras_vit.layers.attention import Change, recording
-from keras_vit.model import (
-    Backbone,
-    VisionTransformer,
-    backbone_of,
-    output_shape,
-    position_layer,
-)
+from keras_vit.model import Backbone, VisionTransformer, backbone_of, output_shape, position_layer
 
 BATCH_SIZE = 8
 

@@ -1,5 +1,6 @@
 """Exports a model in several formats, checks each artefact, and publishes all together."""
 
+import collections
 import contextlib
 import dataclasses
 import re
@@ -10,12 +11,15 @@ import keras
 import numpy as np
 
 from keras_vit import atomic
+from keras_vit.data.source import composed
 from keras_vit.exporting import rebuild, records, samples, savedmodel, tflite, verification
 from keras_vit.exporting.clean.agreement import Check, Request
 from keras_vit.exporting.clean.checker import Report
 from keras_vit.exporting.formats import FORMATS, Format, Options, require_to_write
 from keras_vit.exporting.rebuild import Description, Exportable
 from keras_vit.exporting.records import Artefact as Artefact
+from keras_vit.limits import MAX_TEXT, FileError, check_file, counted, is_line, shown
+from keras_vit.preprocessing import LABELLED
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
@@ -239,6 +243,7 @@ def staging_folder(directory: Path) -> Iterator[Path]:
         raise FileExistsError(f"{str(directory)!r} is a file; give a directory to export to.")
     with (
         atomic.lock(directory / ".export.lock", what=f"export to {str(directory)!r}"),
+        atomic.explain_errors(directory),
         atomic.staging_folder(directory) as stage,
     ):
         yield stage
@@ -307,15 +312,46 @@ def _class_labels(
     labels: Sequence[str] | str | Path | None, exportable: Exportable
 ) -> tuple[str, ...]:
     classes = exportable.classes
+    if isinstance(labels, str | Path):
+        path, labels = Path(labels), read_labels(labels)
+        if len(labels) != classes:
+            count = counted(len(labels), "label")
+            raise FileError(f"{path} has {count}, and the model {classes or 'no'} classes.", path)
     if classes is None:
         return ()
     if labels is None:
         return tuple(map(str, range(classes)))
-    if isinstance(labels, str | Path):
-        labels = Path(labels).read_text(encoding="utf-8").splitlines()
+    if wrong := [label for label in labels if not is_line(label)]:
+        raise ValueError(f"A label is a line of text. Received: {shown(wrong[0])}.")
     if len(labels) != classes:
         raise ValueError(
             f"The model has {classes} classes; give a label for each. "
             f"Received: {len(labels)} labels."
         )
     return tuple(labels)
+
+
+def read_labels(file: str | Path) -> tuple[str, ...]:
+    """Returns the names of classes in a text file, one a line.
+
+    Raises:
+        OSError: the file is not there, or cannot be opened.
+        FileError: it is no such file, or has a name twice, which only those of ImageNet do.
+    """
+    path = Path(file)
+    check_file(path)
+    with path.open("rb") as opened:
+        content = opened.read(MAX_TEXT + 1)
+    try:
+        if len(content) > MAX_TEXT:
+            raise ValueError(f"it has more than {MAX_TEXT} bytes")
+        labels = tuple(map(composed, content.decode("utf-8-sig").splitlines()))
+        if empty := [number for number, label in enumerate(labels, 1) if not label.strip()]:
+            raise ValueError(f"line {empty[0]} is empty")
+        for label, count in collections.Counter(labels).most_common(1):
+            if count > 1 and len(labels) not in LABELLED:
+                raise ValueError(f"{shown(label)} stands in it {count} times")
+    except ValueError as error:
+        text = f"{path} is not a list of labels in UTF-8, one a line: {error}."
+        raise FileError(text, path) from None
+    return labels

@@ -197,10 +197,7 @@ def sha256(file: Path) -> str:
 
 
 def compare(
-    folder: Path,
-    *,
-    file: Path | None = None,
-    on_progress: Callable[[int, int], None] | None = None,
+    folder: Path, *, file: Path | None = None, on_progress: Callable[[int, int], None] | None = None
 ) -> Checked:
     """Compares the files of a version with its record.
 

@@ -43,9 +43,6 @@ class DropPath(RandomLayer):
         self.rate = rate
         self.seed = seed
 
-    def build(self, input_shape: tuple[Any, ...]) -> None:
-        self.built = True
-
     def call(self, inputs: Any, training: bool | None = None, seed: Any = None) -> Any:
         """Drops with `seed`, drawn by `next_seed`; with a new one if it is None."""
         return drop_samples(inputs, self.rate, seed=self.seed_of_call(seed, training))
@@ -86,9 +83,6 @@ class PatchDropout(RandomLayer):
         self.rate = rate
         self.num_prefix_tokens = num_prefix_tokens
         self.seed = seed
-
-    def build(self, input_shape: tuple[Any, ...]) -> None:
-        self.built = True
 
     def call(self, inputs: Any, cos_sin: Any = None, training: bool | None = None) -> Any:
         seed = self.next_seed(training)
@@ -273,11 +267,7 @@ class TransformerBlock(CompositeLayer):
 
 
 def run_blocks(
-    blocks: Sequence[TransformerBlock],
-    tokens: Any,
-    *,
-    training: bool | None,
-    cos_sin: Any = None,
+    blocks: Sequence[TransformerBlock], tokens: Any, *, training: bool | None, cos_sin: Any = None
 ) -> Any:
     """Applies blocks of one config one after another to tokens (B, N, D).
 

@@ -48,9 +48,6 @@ class TokenPooling(keras.layers.Layer):
         self.num_prefix_tokens = num_prefix_tokens
         self.token = token
 
-    def build(self, input_shape: tuple[Any, ...]) -> None:
-        self.built = True
-
     def call(self, inputs: Any) -> Any:
         if self.pooling == "token":
             return inputs[:, self.token]  # (B, D)

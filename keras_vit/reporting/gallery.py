@@ -12,6 +12,7 @@ from keras_vit import explain, pages
 from keras_vit.data import Split, evaluation_batches, resizing_of
 from keras_vit.evaluation import Predictions
 from keras_vit.explain.attention import find_vit
+from keras_vit.limits import short
 from keras_vit.model import VisionTransformer
 
 MISTAKES = 24
@@ -135,12 +136,6 @@ def attention_views(
             }
         )
     return views, f"The model cuts an image into {rows} rows of {columns} patches."
-
-
-def short(text: str, most: int = 60) -> str:
-    """Returns text of at most so many characters, cut in its middle."""
-    half = (most - 1) // 2
-    return text if len(text) <= most else f"{text[:half]}…{text[-half:]}"
 
 
 def _shade(share: np.ndarray) -> str:

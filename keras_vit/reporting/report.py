@@ -18,9 +18,9 @@ from keras_vit import __version__, pages
 from keras_vit.data import ImageData, naming_damaged, resizing_of
 from keras_vit.data.source import DAMAGED, first_names
 from keras_vit.evaluation import Calibration, Evaluation, Predictions, write_report
-from keras_vit.limits import counted
+from keras_vit.limits import counted, short
 from keras_vit.model import VisionTransformer
-from keras_vit.reporting.gallery import attention_views, make_gallery, short
+from keras_vit.reporting.gallery import attention_views, make_gallery
 from keras_vit.training import Run
 from keras_vit.training.run import HISTORY, MODEL, RECONSTRUCTIONS, REPORT, SPLITS, flat
 

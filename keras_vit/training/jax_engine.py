@@ -135,11 +135,7 @@ class JAXEngine(Engine):
 
     def _variables(self) -> list[list[keras.Variable]]:
         model = self.model
-        return [
-            model.trainable_variables,
-            model.non_trainable_variables,
-            model.optimizer.variables,
-        ]
+        return [model.trainable_variables, model.non_trainable_variables, model.optimizer.variables]
 
     def _values(self) -> list[list[Any]]:
         return [[variable.value for variable in each] for each in self._variables()]

@@ -170,9 +170,7 @@ class ClassificationObjective(Objective):
         classes = len(self.job.data.labels)
         if isinstance(model, ViTConfig):
             config = dataclasses.replace(
-                recipe.config(execution.config(model)),
-                classes=classes,
-                include_preprocessing=True,
+                recipe.config(execution.config(model)), classes=classes, include_preprocessing=True
             ).with_activation(None, TRAINED_BY[recipe.loss])
             vit = VisionTransformer(config, dtype=execution.precision)
         else:

@@ -318,10 +318,7 @@ def make_optimizer(
 def make_schedule(recipe: Recipe, plan: Plan) -> WarmupDecay | Cooldown:
     """Returns the learning rate of a recipe by steps."""
     schedule = WarmupDecay(
-        recipe.learning_rate,
-        steps=plan.steps,
-        warmup_steps=plan.warmup_steps,
-        decay=recipe.decay,
+        recipe.learning_rate, steps=plan.steps, warmup_steps=plan.warmup_steps, decay=recipe.decay
     )
     if recipe.patience is None:
         return schedule

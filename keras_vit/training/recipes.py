@@ -13,6 +13,7 @@ _AUGREG = "arXiv 2106.10270"
 _DEIT = "arXiv 2012.12877; facebookresearch/deit"
 _DEIT3 = "arXiv 2204.07118; facebookresearch/deit, README_revenge.md"
 _BIG_VISION = "google-research/big_vision, big_vision/configs"
+_TRANSFER = f"{_BIG_VISION}/transfer.py (B/32)"
 _VIT_JAX = "google-research/vision_transformer, vit_jax/configs"
 _ISSUES = "google-research/vision_transformer, issues"
 
@@ -254,13 +255,9 @@ RECIPES: Mapping[str, Recipe] = {
         for side, model in ((512, "ViT-L/16"), (518, "ViT-H/14"))
     },
     "finetune-cifar10": _fine_tune("CIFAR-10", 10_000, 0.01, f"{_VIT_JAX}/vit.py (b16)"),
-    "finetune-cifar100": _fine_tune("CIFAR-100", 10_000, 0.01, f"{_BIG_VISION}/transfer.py (B/32)"),
-    "finetune-pets": _fine_tune(
-        "Pets", 500, 0.003, f"{_BIG_VISION}/transfer.py (B/32)", warmup=100
-    ),
-    "finetune-flowers": _fine_tune(
-        "Flowers", 500, 0.003, f"{_BIG_VISION}/transfer.py (B/32)", warmup=100
-    ),
+    "finetune-cifar100": _fine_tune("CIFAR-100", 10_000, 0.01, _TRANSFER),
+    "finetune-pets": _fine_tune("Pets", 500, 0.003, _TRANSFER, warmup=100),
+    "finetune-flowers": _fine_tune("Flowers", 500, 0.003, _TRANSFER, warmup=100),
     # "The pre-processing used in Kolesnikov et al." (B.1.1), arXiv 1912.11370, Section 3.3: a
     # random square of a larger one and flips, except for tasks where they change the label.
     "finetune-vtab": _fine_tune(

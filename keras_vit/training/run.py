@@ -18,7 +18,7 @@ from keras_vit.data import ImageData, load_data, resizing_of
 from keras_vit.data.folder import read_splits
 from keras_vit.data.source import composed
 from keras_vit.layers.dense import CHANGES
-from keras_vit.limits import FileError, read_json
+from keras_vit.limits import FileError, is_line, read_json
 from keras_vit.model import VisionTransformer
 from keras_vit.variants import VARIANTS, parameter_count
 from keras_vit.weights.catalog import BASE_URL, LICENCE, repositories, resolve
@@ -282,7 +282,7 @@ def lock_of(out: Path, worker: int) -> Path:
 def _read_config(file: Path) -> dict[str, Any]:
     config = read_fields(file)
     labels, data = config.get("labels"), config.get("data")
-    has_labels = isinstance(labels, list) and all(isinstance(label, str) for label in labels)
+    has_labels = isinstance(labels, list) and all(map(is_line, labels))
     has_source = isinstance(data, dict) and isinstance(data.get("source"), str)
     if not has_labels or not has_source or not isinstance(config.get("model"), dict):
         raise ValueError(

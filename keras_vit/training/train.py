@@ -19,15 +19,9 @@ from keras_vit import __version__, atomic, environment
 from keras_vit.config import ViTConfig
 from keras_vit.data import ImageData, naming_damaged
 from keras_vit.data.source import first_names
-from keras_vit.limits import counted
+from keras_vit.limits import counted, is_line
 from keras_vit.training import checkpoints, models, run
-from keras_vit.training.execution import (
-    Engine,
-    Execution,
-    Job,
-    TensorFlowEngine,
-    worker_index,
-)
+from keras_vit.training.execution import Engine, Execution, Job, TensorFlowEngine, worker_index
 from keras_vit.training.loop import Loop, OutOfMemoryError, StopRequests
 from keras_vit.training.masked_patches import MaskedPatchModel
 from keras_vit.training.objectives import Model, objective_of
@@ -195,7 +189,7 @@ def _run(
     on_event: Callable[[Event], None] | None,
     provenance: run.Provenance | None,
 ) -> run.Run:
-    _check_data(job.data)
+    check_data(job.data)
     with environment.pictures():
         import matplotlib  # noqa: F401
     engine, plan = make_engine(job.execution), job.plan
@@ -337,13 +331,13 @@ def default_pretrain_recipe(data: ImageData) -> Recipe:
     return dataclasses.replace(RECIPES["masked-patches"], augmentation=augmentation)
 
 
-def _check_data(data: ImageData) -> None:
+def check_data(data: ImageData) -> None:
+    """Raises a ValueError where images are missing, or a class cannot be written down."""
     for name in ("train", "validation"):
         if not len(data.split(name)):
             raise ValueError(f"The data has no {name} images; training needs some.")
     for label in data.labels:
-        is_line = label.splitlines() == [label]
-        if not is_line or label != label.encode("utf-8", "ignore").decode("utf-8"):
+        if not is_line(label):
             raise ValueError(
                 f"The class {label!r} cannot be a line of labels.txt: its name is empty, has a "
                 "line break, or bytes that are not UTF-8; rename it, or its folder."

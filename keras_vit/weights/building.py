@@ -251,9 +251,7 @@ def _select_heads(checkpoint: Checkpoint, request: Request) -> Checkpoint:
         return checkpoint
     registers = {"distillation_token": False, "num_registers": fields["num_registers"] + 1}
     return dataclasses.replace(
-        checkpoint,
-        arrays=without_distillation(checkpoint.arrays),
-        fields={**fields, **registers},
+        checkpoint, arrays=without_distillation(checkpoint.arrays), fields={**fields, **registers}
     )
 
 

@@ -39,6 +39,7 @@ from rich.console import Console
 from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
 
 from keras_vit import atomic
+from keras_vit.limits import short
 
 MIRROR_SETTING = "KERAS_VIT_MIRROR"
 # How the name of a list of .safetensors files ends that hold one model's arrays between them.
@@ -191,8 +192,7 @@ def redact_url(url: str) -> str:
 def printable(text: str, *, limit: int = 100) -> str:
     """Returns a stranger's words for a message: printable, on one line, the middle cut out."""
     text = "".join(letter if letter.isprintable() else "?" for letter in text)
-    half = limit // 2
-    return text if len(text) <= limit else f"{text[:half]}...{text[-half:]}"
+    return short(text, limit)
 
 
 def digest_of(path: Path) -> str:

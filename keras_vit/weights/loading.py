@@ -173,11 +173,7 @@ def resize(
 
 @contextlib.contextmanager
 def reading(
-    checkpoint: Checkpoint,
-    config: ViTConfig,
-    *,
-    rows: list[Row],
-    positions: Method = "original",
+    checkpoint: Checkpoint, config: ViTConfig, *, rows: list[Row], positions: Method = "original"
 ) -> Iterator[Values]:
     """Reads the arrays of the matched rows in threads; a model can be built meanwhile.
 

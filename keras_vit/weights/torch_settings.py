@@ -432,7 +432,7 @@ def _labels(names: Any, *, described: Any = None) -> tuple[tuple[str, str], ...]
 
 
 def _line(text: object) -> str:
-    return " ".join(text.split()) if isinstance(text, str) else ""
+    return " ".join(text.encode(errors="replace").decode().split()) if isinstance(text, str) else ""
 
 
 def _mapping(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:

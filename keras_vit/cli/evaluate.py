@@ -111,8 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"The result {verb} the one recorded in metrics.json.")
     if out is not None:
         output.say(f"Written to {out}: {', '.join(written)}")
-    step, words = ("check", ()) if opened.exported else ("export", ("--out", "export"))
-    output.say_next(step, arguments.source, *words)
+    output.say_next(*output.after_looking(opened, is_measured=True))
     return 0
 
 

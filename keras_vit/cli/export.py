@@ -120,7 +120,7 @@ def run(arguments: argparse.Namespace) -> int:
     targets: Sequence[int] = ()
     if images:  # their classes, where all of them lie in folders named after classes
         names = artefacts.read_labels(arguments.labels) if arguments.labels else opened.labels
-        places = {composed(label): place for place, label in enumerate(names)}
+        places = {label: place for place, label in enumerate(names)}
         folders = [composed(Path(image).absolute().parent.name) for image in images]
         if set(folders) <= set(places):
             targets = [places[name] for name in folders]

@@ -66,11 +66,11 @@ def say_next(*words: object) -> None:
     say(f"Next: {shlex.join(['keras-vit', *typed])}")
 
 
-def after_looking(opened: "OpenedModel") -> tuple[object, ...]:
-    """Returns the command that comes after a model was asked for images."""
+def after_looking(opened: "OpenedModel", *, is_measured: bool = False) -> tuple[object, ...]:
+    """Returns the command that comes after a model was asked for images, or measured on them."""
     if opened.exported:
         return "check", opened.source
-    if opened.run is not None and opened.has_classifier:
+    if opened.run is not None and opened.has_classifier and not is_measured:
         return "evaluate", opened.source
     return "export", opened.source, "--out", "export"
 

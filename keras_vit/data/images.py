@@ -184,8 +184,8 @@ def decode_image(contents: tf.Tensor, *, others: bool = True) -> tf.Tensor:
         The pixels 0..255, uint8 of shape (height, width, 3).
 
     Raises:
-        tf.errors.InvalidArgumentError: the bytes are not such an image, are damaged, or hold too
-            many pixels.
+        tf.errors.InvalidArgumentError: the bytes are not such an image, are damaged, or their
+            header, which is read before there is memory for them, says too many pixels.
     """
     return _decode_upright(contents, tf.constant(max_pixels(), tf.int64), others=others)
 

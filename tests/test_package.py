@@ -62,7 +62,7 @@ MODULES = [
 # A change may lower these, and raise none.
 CEILINGS = {
     "files": 104,
-    "lines": 31_621,
+    "lines": 31_620,
     "lines of tests": 23_904,
     "flags": 49,
     "public names": 145,

@@ -101,8 +101,8 @@ tfds:NAME or the word digits, as in keras-vit train. --resume and several GPUs w
 
 The run's model.keras has no classifier and pools by the average of the patches;
 reconstructions.png shows its predictions. Continue with keras-vit train --weights RUN, or measure
-the features with keras-vit evaluate RUN. Pre-training pays where many images have no labels; the
-1,797 digits gain nothing by it.
+the features with keras-vit evaluate RUN. Pre-training can help where a class has ten labels or
+fewer; the 1,797 digits gain nothing by it, nor do 300 photos.
 
 examples:
   keras-vit pretrain --data photos --out pretrained-run --target pixels

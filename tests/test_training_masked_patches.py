@@ -270,17 +270,12 @@ def test_pretraining_learns_whatever_is_predicted(target: Target, tmp_path: Path
     """
     fields: dict[str, Any] = {"patch_size": 4, "num_layers": 2, "classes": None}
     config = dataclasses.replace(
-        CONFIGS["avg"], input_shape=(16, 24, 3), include_preprocessing=True, **fields
+        TINY, input_shape=(16, 24, 3), pooling="avg", include_preprocessing=True, **fields
     )
     model = MaskedPatchModel(config, target=target)
     files = load_folder(image_files.write_classes(tmp_path / "images"))
-    recipe = dataclasses.replace(
-        training.RECIPES["masked-patches"],
-        epochs=5,
-        batch_size=4,
-        learning_rate=0.01,
-        augmentation=Augmentation(),
-    )
+    fields = {"epochs": 5, "batch_size": 4, "learning_rate": 0.01, "augmentation": Augmentation()}
+    recipe = dataclasses.replace(training.RECIPES["masked-patches"], **fields)
     listener = Listener()
     run = training.pretrain(
         image_files.in_memory(files, side=16),
@@ -298,6 +293,7 @@ def test_pretraining_learns_whatever_is_predicted(target: Target, tmp_path: Path
     assert type(opened) is VisionTransformer
     assert opened.config == config
     assert not weights_differ(opened, run.model)
+    assert run.classifier(["plain"]).config.pooling == "token"
     with Image.open(run.path / "reconstructions.png") as picture:
         assert np.asarray(picture.convert("L")).min() < 100
 

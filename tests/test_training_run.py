@@ -323,15 +323,19 @@ def test_models_that_are_none_are_refused(tmp_path: Path) -> None:
     assert not not_refused(calls, (ValueError, FileNotFoundError))
 
 
-@pytest.mark.parametrize(("classes", "labels"), [(7, "abcdefg"), (7, "gfedcba"), (None, "abcdefg")])
-def test_a_run_keeps_its_classifier_for_its_own_labels(classes: int | None, labels: str) -> None:
-    """Other labels, or a run of `pretrain` without one, get one of zeros; the body is kept."""
-    config = dataclasses.replace(TINY, classes=classes, distillation_token=classes is not None)
-    model = randomize(VisionTransformer(config))
-    opened = Run(path=Path("run"), model=model, labels=tuple("abcdefg"), config={})
+@pytest.mark.parametrize("labels", ["abcdefg", "gfedcba"])
+@pytest.mark.parametrize("pooling", ["token", "avg", "map"])
+def test_a_run_keeps_its_classifier_for_its_own_labels(pooling: Any, labels: str) -> None:
+    """Other labels, or a run of `pretrain`, get one of zeros; the body is kept."""
+    is_trained = pooling == "token"
+    given: dict[str, Any] = {"classes": 7 if is_trained else None, "distillation_token": is_trained}
+    model = randomize(VisionTransformer(dataclasses.replace(TINY, pooling=pooling, **given)))
+    made_by = {"objective": "classification" if is_trained else "masked-patches"}
+    opened = Run(path=Path("run"), model=model, labels=tuple("abcdefg"), config=made_by)
+    assert opened.classifier("ab").config.pooling == ("map" if pooling == "map" else "token")
     actual = {variable.path: variable for variable in opened.classifier(tuple(labels)).weights}
     old = {variable.path: variable for variable in model.weights}
     assert actual["head/kernel"].shape == (24, 7)
     for path, variable in actual.items():
-        is_fresh = "head/" in path and (classes is None or labels != "abcdefg")
+        is_fresh = "head/" in path and (not is_trained or labels != "abcdefg")
         np.testing.assert_array_equal(variable, 0 * variable if is_fresh else old[path])

@@ -278,7 +278,7 @@ def pretrain(arguments: argparse.Namespace) -> int:
         name = arguments.model or flags.default_model(arguments, "digits")
         size, patch_size = arguments.image_size, settings.model.get("patch_size")
         config = training.model_config(name, image_size=size, patch_size=patch_size)
-        config = recipe.config(dataclasses.replace(config, pooling="avg", class_token=False))
+        config = recipe.config(dataclasses.replace(config, pooling="avg"))
         return training.MaskedPatchModel(
             dataclasses.replace(config, include_preprocessing=True),
             target=arguments.target,

@@ -156,7 +156,7 @@ class Run:
         """Returns a copy of the run's model with a classifier for these labels, to train.
 
         The copy keeps the model's own classifier if the run of `train` has the same labels;
-        otherwise it gets a new one.
+        otherwise it gets a new one. That of a run of `pretrain` pools the class token, if any.
 
         Args:
             labels: the name of each class.
@@ -177,11 +177,11 @@ class Run:
         if image_size not in (None, self.image_size):
             model = weights.resize(model, (*image_size, 3), positions=positions)
         config = dataclasses.replace(model.config, classes=len(labels), classifier_activation=None)
+        if config.class_token and config.pooling == "avg" and not self.has_classifier:
+            config = dataclasses.replace(config, pooling="token")  # better: docs/few.md
         heads = ["head", "distillation_head"] if config.distillation_token else ["head"]
-        has_same_labels = self.labels == tuple(map(composed, labels))
-        # A run of `pretrain` may have labels, but has no classifier.
-        has_same_head = model.config.classes is not None and has_same_labels
-        return model.copy(config=config, reinitialize=[] if has_same_head else heads)
+        is_same = model.config.classes is not None and self.labels == tuple(map(composed, labels))
+        return model.copy(config=config, reinitialize=[] if is_same else heads)
 
 
 def open_model(path: str | os.PathLike[str]) -> keras.Model:

@@ -137,7 +137,7 @@ def pretrain(
     The loop, checkpoints, strategies and files are those of `train`. The run's model is the Vision
     Transformer without classifier, from the epoch of lowest validation loss, over the same
     corruption each time. reconstructions.png shows its predictions for validation images.
-    `Run.classifier` makes a classifier of it to `train`.
+    `Run.classifier` makes a classifier of it to `train`, on its class token if it has one.
 
     Example:
         >>> import dataclasses, tempfile
@@ -154,7 +154,7 @@ def pretrain(
         out: the run directory.
         model: a config, to predict mean colours without its classifier; or a `MaskedPatchModel`,
             which sets the target and takes pixels 0..255; or a function that makes one. None for
-            the small model that suits the data: without class token, which nothing would train.
+            the small model that suits the data.
         recipe: how to train, except `loss`, `label_smoothing` and `head_bias`, which have no
             effect. None for the recipe that suits the data.
         seed: as in `train`, as are `existing`, `execution`, `on_event`, `provenance` and what is
@@ -165,7 +165,7 @@ def pretrain(
     """
     # No hybrid: the targets are the pixels of a patch.
     small = models.MODELS["digits" if data.source == "digits" else "tiny"]
-    small = dataclasses.replace(small, pooling="avg", class_token=False)
+    small = dataclasses.replace(small, pooling="avg")
     recipe, execution = recipe or default_pretrain_recipe(data), execution or Execution()
     job = Job(data, recipe=recipe, execution=execution, seed=seed, has_labels=False)
     return _run(model or small, job, Path(out), existing, on_event, provenance)

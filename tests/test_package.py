@@ -63,7 +63,7 @@ MODULES = [
 CEILINGS = {
     "files": 104,
     "lines": 31_620,
-    "lines of tests": 23_904,
+    "lines of tests": 23_903,
     "flags": 49,
     "public names": 145,
     "files of train": 54,

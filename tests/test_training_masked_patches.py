@@ -274,8 +274,8 @@ def test_pretraining_learns_whatever_is_predicted(target: Target, tmp_path: Path
     )
     model = MaskedPatchModel(config, target=target)
     files = load_folder(image_files.write_classes(tmp_path / "images"))
-    fields = {"epochs": 5, "batch_size": 4, "learning_rate": 0.01, "augmentation": Augmentation()}
-    recipe = dataclasses.replace(training.RECIPES["masked-patches"], **fields)
+    masked = training.RECIPES["masked-patches"].changed(epochs=5, batch_size=4, learning_rate=0.01)
+    recipe = dataclasses.replace(masked, augmentation=Augmentation())
     listener = Listener()
     run = training.pretrain(
         image_files.in_memory(files, side=16),

@@ -156,7 +156,7 @@ class Run:
         """Returns a copy of the run's model with a classifier for these labels, to train.
 
         The copy keeps the model's own classifier if the run of `train` has the same labels;
-        otherwise it gets a new one. That of a run of `pretrain` pools the class token, if any.
+        otherwise it gets a new one, and a class token is pooled where `pretrain` took the average.
 
         Args:
             labels: the name of each class.
@@ -177,8 +177,8 @@ class Run:
         if image_size not in (None, self.image_size):
             model = weights.resize(model, (*image_size, 3), positions=positions)
         config = dataclasses.replace(model.config, classes=len(labels), classifier_activation=None)
-        if config.class_token and config.pooling == "avg" and not self.has_classifier:
-            config = dataclasses.replace(config, pooling="token")  # better: docs/few.md
+        if model.config.classes is None and config.class_token and config.pooling == "avg":
+            config = dataclasses.replace(config, pooling="token")  # more accurate: docs/few.md
         heads = ["head", "distillation_head"] if config.distillation_token else ["head"]
         is_same = model.config.classes is not None and self.labels == tuple(map(composed, labels))
         return model.copy(config=config, reinitialize=[] if is_same else heads)
